@@ -1,0 +1,95 @@
+"""Entry point of ``twostroke``: finds the verb, imports that verb's file alone, and turns every error into a sentence."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import typer
+
+from twostroke import __version__
+from twostroke.cli.console import emit_error
+from twostroke.core.errors import TwostrokeError, did_you_mean
+
+VERBS: dict[str, str] = {
+    "calibrate": "Measure this machine once (a minute) and store its profile.",
+    "plan": "Predict memory, time, throughput, energy and money, before any work.",
+    "data": "Prepare text into token shards.",
+    "tokenizer": "Train a byte-level BPE tokenizer.",
+    "import": "Bring in a Hugging Face directory or Hub name, a GGUF or a llama2.c file.",
+    "train": "Train by a TOML recipe.",
+    "eval": "Bits per byte and perplexity of a model on held-out text.",
+    "quantize": "Write an int8 copy of a model.",
+    "generate": "Continue prompts on this machine, without a server.",
+    "serve": "Serve a model over the OpenAI-compatible HTTP interface.",
+    "bench": "Send load and measure latency and throughput.",
+    "compare": "Two models side by side: quality, speed and size.",
+    "ledger": "Predictions and measurements of every run.",
+    "demo": "The whole path once: calibrate, plan, train, evaluate, quantise, serve, load, compare.",
+}
+"""Each verb lives in ``twostroke.cli.<verb>_verb`` and exports ``app``, a ``typer.Typer``."""
+
+
+class VerbGroup(typer.core.TyperGroup):
+    """Imports a verb's module when that verb is asked for, never before: `twostroke plan` must not pay for torch."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in VERBS:
+            return None
+        module = importlib.import_module(f"twostroke.cli.{cmd_name}_verb")
+        command = typer.main.get_command(module.app)
+        command.name = cmd_name
+        command.help = command.help or VERBS[cmd_name]
+        return command
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and not args[0].startswith("-") and args[0] not in VERBS:
+            ctx.fail(f"no verb {args[0]!r}. {did_you_mean(args[0], VERBS)}")
+        return super().resolve_command(ctx, args)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"twostroke {__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(cls=VerbGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+) -> None:
+    """Plan, train and serve language models, knowing the cost before and the truth after.
+
+    Every command takes --json: one JSON document on stdout, progress and logs on stderr. Exit codes: 0 done, 1 failed,
+    2 bad input, 75 stopped by a signal after a checkpoint.
+    """
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line and exit. A deliberate error prints one sentence; with --json, a JSON object with it as well."""
+    args = sys.argv[1:] if argv is None else argv
+    try:
+        app(args=args, prog_name="twostroke")
+    except TwostrokeError as error:
+        emit_error(str(error), as_json="--json" in args)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        emit_error("stopped by Ctrl-C.", as_json="--json" in args)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has gone; there is nobody to tell
+        sys.exit(1)
+    except OSError as error:
+        emit_error(f"{error.filename or 'operating system'}: {error.strerror or error}.", as_json="--json" in args)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

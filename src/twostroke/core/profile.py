@@ -1,0 +1,147 @@
+"""``MachineProfile``: what calibration measured on one machine, and the fingerprint that says which machine that was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from twostroke.core.errors import ConfigError, CorruptFileError
+from twostroke.core.paths import profiles_dir
+
+PROFILE_VERSION = 1
+ISA_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What must be the same for a profile to hold: processor, cores this process may use, memory, accelerators."""
+
+    cpu_model: str
+    n_cores: int
+    ram_bytes: int
+    isa: tuple[str, ...]
+    gpus: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Twelve hex digits of the SHA-256 of all fields; memory rounded to GiB, since kernels reserve a varying part."""
+        rounded = asdict(self) | {"ram_bytes": round(self.ram_bytes / 2**30)}
+        return hashlib.sha256(json.dumps(rounded, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def read_fingerprint() -> Fingerprint:
+    """Fingerprint of the machine this process runs on. Reads /proc where there is one; imports nothing."""
+    model, flags = platform.processor() or platform.machine(), set[str]()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                model = value.strip()
+            elif name.strip() in ("flags", "Features"):
+                flags = set(value.split())
+                break
+    except OSError:
+        pass
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    gpus = []
+    for info in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        for line in info.read_text().splitlines():
+            if line.startswith("Model:"):
+                gpus.append(line.partition(":")[2].strip())
+    return Fingerprint(model, cores, ram, tuple(f for f in ISA_FLAGS if f in flags), tuple(gpus))
+
+
+@dataclass(frozen=True)
+class BandwidthPoint:
+    """Best read rate of ``n_threads`` threads that walk over ``working_set_bytes`` again and again."""
+
+    working_set_bytes: int
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class MatmulPoint:
+    """Rate of one (m, k) × (k, n) product: 2·m·n·k / s. ``scheme`` is how weights and activations are held, as in
+    ``fp32``, ``bf16``, ``w8`` (int8 weights, bf16 activations), ``w8a8``."""
+
+    scheme: str
+    m: int
+    n: int
+    k: int
+    flop_per_s: float
+
+
+@dataclass(frozen=True)
+class MachineProfile:
+    """Everything the planner knows of a machine by measurement. All rates are for ``n_threads`` threads together."""
+
+    fingerprint: Fingerprint
+    measured_at: str  # ISO 8601, UTC
+    device: str  # "cpu" or "cuda"
+    n_threads: int
+    torch_version: str
+    read_bandwidth: tuple[BandwidthPoint, ...]
+    matmul: tuple[MatmulPoint, ...]
+    peak_flop_per_s: dict[str, float]  # the 4096³ product by scheme: the denominator of MFU
+    op_launch_s: float  # one eager elementwise operation on a tiny tensor
+    linear_launch_s: float  # one eager F.linear on a tiny tensor
+    disk_write_bytes_per_s: float
+    extras: dict[str, float] = field(default_factory=dict)  # further named measurements, unit in the name
+    version: int = PROFILE_VERSION
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"fingerprint_key": self.fingerprint.key}
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> MachineProfile:
+        """Raises CorruptFileError where a field is missing or of the wrong kind, ConfigError for another version."""
+        if record.get("version") != PROFILE_VERSION:
+            raise ConfigError(
+                f"machine profile version={record.get('version')!r}, this release reads {PROFILE_VERSION}. Run `twostroke calibrate`."
+            )
+        try:
+            values = {k: v for k, v in record.items() if k != "fingerprint_key"}
+            fingerprint = dict(values["fingerprint"])
+            fingerprint |= {"isa": tuple(fingerprint["isa"]), "gpus": tuple(fingerprint["gpus"])}
+            values["fingerprint"] = Fingerprint(**fingerprint)
+            values["read_bandwidth"] = tuple(BandwidthPoint(**p) for p in values["read_bandwidth"])
+            values["matmul"] = tuple(MatmulPoint(**p) for p in values["matmul"])
+            return cls(**values)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptFileError(f"machine profile is not readable ({error}). Run `twostroke calibrate`.") from None
+
+
+def profile_path(fingerprint: Fingerprint) -> Path:
+    return profiles_dir() / f"{fingerprint.key}.json"
+
+
+def save_profile(profile: MachineProfile) -> Path:
+    """Write ``profile`` beside its siblings and return the path; the file appears whole or not at all."""
+    path = profile_path(profile.fingerprint)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    partial.write_text(json.dumps(profile.to_dict(), indent=1))
+    os.replace(partial, path)
+    return path
+
+
+def load_profile(path: Path | None = None) -> MachineProfile | None:
+    """Profile of this machine (or the one at ``path``); None where this machine was never calibrated."""
+    file = path or profile_path(read_fingerprint())
+    if not file.is_file():
+        if path is not None:
+            raise ConfigError(f"{path} does not exist. Run `twostroke calibrate` to make a machine profile.")
+        return None
+    try:
+        record = json.loads(file.read_text())
+    except (UnicodeDecodeError, ValueError) as error:
+        raise CorruptFileError(f"{file} is not valid JSON ({error}). Run `twostroke calibrate`.") from None
+    if not isinstance(record, dict):
+        raise CorruptFileError(f"{file} must hold a JSON object. Run `twostroke calibrate`.")
+    return MachineProfile.from_dict(record)

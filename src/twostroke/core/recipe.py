@@ -1,0 +1,213 @@
+"""``TrainRecipe``: a training run as a TOML file. Unknown keys, wrong types and impossible values are errors with a sentence.
+
+Example::
+
+    method = "pretrain"
+    output = "runs/demo"
+    [model]
+    size = "auto"
+    [data]
+    sources = ["stdlib"]
+    vocab_size = 4096
+    [train]
+    budget_s = 300
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from twostroke.core.errors import ConfigError, InputError, did_you_mean
+
+STDLIB_SOURCE = "stdlib"
+"""The name in ``data.sources`` that stands for this machine's own Python standard library."""
+
+
+@dataclass(frozen=True)
+class ModelRecipe:
+    """Where the model comes from: ``size = "auto"`` (the planner picks for ``train.budget_s``), ``init_from`` (a model
+    directory), or the sizes themselves with ``size = "explicit"``. Sizes left at 0 under "explicit" are an error."""
+
+    size: Literal["auto", "explicit"] = "explicit"
+    init_from: str | None = None
+    family: str = "llama"
+    n_layers: int = 0
+    d_model: int = 0
+    n_heads: int = 0
+    n_kv_heads: int = 0
+    head_dim: int = 0
+    d_ff: int = 0
+    max_positions: int = 0  # 0: train.sequence_length
+    tied_embeddings: bool = True
+    rope_theta: float = 10_000.0
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class DataRecipe:
+    """``sources`` are files, folders, globs or "stdlib"; held-out documents are chosen by a hash of their path, or given in ``held_out``."""
+
+    sources: tuple[str, ...] = (STDLIB_SOURCE,)
+    held_out: tuple[str, ...] = ()
+    held_out_fraction: float = 0.1
+    vocab_size: int = 4096
+    tokenizer: str | None = None
+    text_key: str = "text"
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """One optimizer step reads ``batch_size · sequence_length · grad_accumulation`` tokens.
+
+    Exactly one of ``steps`` and ``budget_s`` is given: a budget is turned into steps by the planner's predicted step time
+    before the run starts, so that the schedule is fixed and a resume is exact.
+    """
+
+    steps: int = 0
+    budget_s: float = 0.0
+    batch_size: int = 16
+    sequence_length: int = 512
+    grad_accumulation: int = 1
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    learning_rate: float = 4e-3
+    muon_learning_rate: float = 0.02
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_fraction: float = 0.05
+    min_lr_ratio: float = 0.02
+    clip_norm: float = 1.0
+    compile: bool = True
+    checkpoint_every: int = 0  # steps; 0: only at the end and on a signal
+    keep_checkpoints: int = 2
+    evaluate_every: int = 0  # steps; 0: only at the end
+
+
+@dataclass(frozen=True)
+class TrainRecipe:
+    method: Literal["pretrain", "full"] = "pretrain"
+    seed: int = 0
+    output: str = "runs/train"
+    model: ModelRecipe = field(default_factory=ModelRecipe)
+    data: DataRecipe = field(default_factory=DataRecipe)
+    train: TrainSettings = field(default_factory=TrainSettings)
+
+    def __post_init__(self) -> None:
+        t = self.train
+        if (t.steps > 0) == (t.budget_s > 0):
+            raise ConfigError(f"give exactly one of train.steps={t.steps} and train.budget_s={t.budget_s:g}, above 0.")
+        for name in ("batch_size", "sequence_length", "grad_accumulation", "keep_checkpoints"):
+            _at_least(f"train.{name}", getattr(t, name), 1)
+        for name in ("steps", "budget_s", "checkpoint_every", "evaluate_every", "weight_decay"):
+            _at_least(f"train.{name}", getattr(t, name), 0)
+        for name in ("learning_rate", "muon_learning_rate", "clip_norm", "eps"):
+            if not 0 < getattr(t, name) < float("inf"):
+                raise ConfigError(f"train.{name}={getattr(t, name)} must be above 0 and finite.")
+        for name in ("beta1", "beta2", "warmup_fraction", "min_lr_ratio"):
+            if not 0 <= getattr(t, name) < 1:
+                raise ConfigError(f"train.{name}={getattr(t, name)} must be at least 0 and less than 1.")
+        if t.sequence_length < 2:
+            raise ConfigError(f"train.sequence_length={t.sequence_length} must be at least 2.")
+        if not self.data.sources:
+            raise ConfigError('data.sources is empty. Name files, folders, globs or "stdlib".')
+        if not 0 < self.data.held_out_fraction < 1:
+            raise ConfigError(f"data.held_out_fraction={self.data.held_out_fraction} must be between 0 and 1.")
+        if self.data.tokenizer is None and self.data.vocab_size < 257:
+            raise ConfigError(f"data.vocab_size={self.data.vocab_size} must be at least 257: 256 bytes and one end-of-text.")
+        m = self.model
+        if m.init_from is None and m.size == "explicit":
+            for name in ("n_layers", "d_model", "n_heads", "d_ff"):
+                _at_least(f"model.{name}", getattr(m, name), 1)
+        if m.init_from is None and m.size == "auto" and t.budget_s <= 0:
+            raise ConfigError('model.size="auto" needs train.budget_s: the planner picks the size that a time budget can train.')
+        if self.method == "full" and m.init_from is None:
+            raise ConfigError('method="full" fine-tunes an existing model: give model.init_from, or use method="pretrain".')
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if value < least:
+        raise ConfigError(f"{name}={value} must be at least {least}.")
+
+
+def _convert(where: str, value: Any, kind: Any) -> Any:
+    """``value`` as ``kind``, a dataclass field's annotation, or a ConfigError that names ``where``."""
+    origin = typing.get_origin(kind)
+    if origin is Literal:
+        choices = typing.get_args(kind)
+        if value not in choices:
+            raise ConfigError(f"{where}={value!r} is not known. Use one of {', '.join(map(repr, choices))}.")
+        return value
+    if origin in (typing.Union, types.UnionType):
+        inner = [k for k in typing.get_args(kind) if k is not type(None)]
+        return None if value is None else _convert(where, value, inner[0])
+    if origin is tuple:
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list | tuple):
+            raise ConfigError(f"{where}={value!r} must be a list.")
+        return tuple(_convert(f"{where}[{i}]", item, typing.get_args(kind)[0]) for i, item in enumerate(items))
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where} must be a table, found {value!r}.")
+        return _build(kind, value, where)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"{where}={value!r} must be of type {kind.__name__}.")
+    return value
+
+
+def _build(cls: Any, table: dict[str, Any], where: str = "") -> Any:
+    kinds = typing.get_type_hints(cls)
+    prefix = f"{where}." if where else ""
+    for key in table:
+        if key not in kinds:
+            raise ConfigError(f"recipe key {prefix}{key} is not known. {did_you_mean(key, kinds)}")
+    return cls(**{key: _convert(f"{prefix}{key}", value, kinds[key]) for key, value in table.items()})
+
+
+def recipe_from_dict(table: dict[str, Any]) -> TrainRecipe:
+    recipe: TrainRecipe = _build(TrainRecipe, table)
+    return recipe
+
+
+def _apply_setting(table: dict[str, Any], setting: str) -> None:
+    """Apply one ``a.b=c`` to ``table``; c is read as a TOML value, and as a plain string where it is none."""
+    path, separator, text = setting.partition("=")
+    if not separator or not path.strip():
+        raise ConfigError(f"--set {setting!r} must look like section.key=value.")
+    try:
+        value = tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, key = path.strip().split(".")
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {setting!r}: {section} is not a section.")
+    table[key] = value
+
+
+def read_recipe(path: Path | str, settings: typing.Iterable[str] = ()) -> TrainRecipe:
+    """The recipe in a TOML file with ``--set`` overrides applied. Raises InputError or ConfigError."""
+    file = Path(path)
+    if not file.is_file():
+        raise InputError(f"recipe {file} does not exist.")
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe {file} is not valid TOML: {error}.") from None
+    for setting in settings:
+        _apply_setting(table, setting)
+    return recipe_from_dict(table)

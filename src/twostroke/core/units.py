@@ -1,0 +1,51 @@
+"""Numbers for people: bytes, seconds, rates, money. GB is 10⁹ bytes, GiB is 2³⁰."""
+
+from __future__ import annotations
+
+GB = 10**9
+GIB = 2**30
+MIB = 2**20
+
+
+def format_bytes(n_bytes: float) -> str:
+    """``1234567890`` → ``1.15 GiB``; binary units, three significant digits."""
+    value = float(n_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+        value /= 1024
+    return f"{value:.3g} TiB" if value < 1000 else f"{value:.0f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """``0.00042`` → ``420 µs``, ``93`` → ``1 min 33 s``, ``90000`` → ``1 d 1.0 h``."""
+    if seconds < 0:
+        return f"-{format_seconds(-seconds)}"
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} µs"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    if seconds < 3600:
+        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    if seconds < 86400:
+        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
+    return f"{int(seconds // 86400)} d {seconds % 86400 / 3600:.1f} h"
+
+
+def format_count(n: float) -> str:
+    """``12_200_000`` → ``12.2M``; decimal prefixes, three significant digits."""
+    for bound, suffix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(n) >= bound:
+            return f"{n / bound:.3g}{suffix}"
+    return f"{n:.3g}"
+
+
+def format_money(usd: float) -> str:
+    """Dollars with as many digits as a small or a large amount needs: ``$0.000012``, ``$1,234``."""
+    if usd == 0:
+        return "$0"
+    if abs(usd) < 0.01:
+        return f"${usd:.2g}" if abs(usd) >= 1e-4 else f"${usd:.2e}"
+    return f"${usd:,.2f}" if abs(usd) < 1000 else f"${usd:,.0f}"
