@@ -1,0 +1,31 @@
+"""Shared fixtures: real assets where they are at hand, a private Twostroke home, two threads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+ASSETS = Path(os.environ.get("TWOSTROKE_ASSETS", REPOSITORY.parent / "shared" / "assets"))
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session")
+def assets() -> Path:
+    """Folder of real corpora and weights, or a skip that names what is missing."""
+    if not ASSETS.is_dir():
+        pytest.skip(f"the shared assets are not at {ASSETS}; set TWOSTROKE_ASSETS to their folder")
+    return ASSETS
+
+
+@pytest.fixture(autouse=True)
+def twostroke_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Each test has its own ledger, profiles and caches."""
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("TWOSTROKE_HOME", str(home))
+    return home
