@@ -1,0 +1,75 @@
+"""Machine profiles survive the disk, and belong to one machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from twostroke.core.errors import ConfigError, CorruptFileError
+from twostroke.core.profile import (
+    BandwidthPoint,
+    Fingerprint,
+    MachineProfile,
+    MatmulPoint,
+    load_profile,
+    profile_path,
+    read_fingerprint,
+    save_profile,
+)
+
+
+def profile_for(fingerprint: Fingerprint) -> MachineProfile:
+    return MachineProfile(
+        fingerprint=fingerprint,
+        measured_at="2026-01-01T00:00:00Z",
+        device="cpu",
+        n_threads=2,
+        torch_version="2.13.0",
+        read_bandwidth=(BandwidthPoint(2**25, 1e11), BandwidthPoint(2**30, 5e10)),
+        matmul=(MatmulPoint("bf16", 1, 4096, 4096, 3e10),),
+        peak_flop_per_s={"bf16": 9e11},
+        op_launch_s=2e-6,
+        linear_launch_s=6e-6,
+        disk_write_bytes_per_s=1e9,
+        extras={"attention_flop_per_s": 1e11},
+    )
+
+
+def test_a_profile_survives_the_disk() -> None:
+    assert load_profile() is None
+    profile = profile_for(read_fingerprint())
+    assert save_profile(profile) == profile_path(profile.fingerprint)
+    assert load_profile() == profile
+
+
+def test_another_machine_is_not_found_under_this_ones_key() -> None:
+    here = read_fingerprint()
+    save_profile(profile_for(dataclasses.replace(here, cpu_model="another")))
+    assert load_profile() is None
+
+
+def test_fingerprint_forgives_a_few_reserved_megabytes() -> None:
+    here = read_fingerprint()
+    gib = 2**30
+    base = dataclasses.replace(here, ram_bytes=16 * gib)
+    assert base.key == dataclasses.replace(base, ram_bytes=16 * gib - 50 * 2**20).key
+    assert base.key != dataclasses.replace(base, ram_bytes=32 * gib).key
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 1}', '{"version": 1, "fingerprint": 3}'])
+def test_a_broken_profile_says_how_to_make_a_new_one(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "p.json"
+    file.write_text(text)
+    with pytest.raises(CorruptFileError, match="twostroke calibrate"):
+        load_profile(file)
+
+
+def test_a_profile_of_another_version_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "p.json"
+    file.write_text('{"version": 99}')
+    with pytest.raises(ConfigError, match="version=99"):
+        load_profile(file)
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_profile(tmp_path / "absent.json")

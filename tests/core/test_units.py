@@ -1,0 +1,33 @@
+"""Numbers for people."""
+
+from __future__ import annotations
+
+import pytest
+
+from twostroke.core.units import format_bytes, format_count, format_money, format_seconds
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (2**30 * 1.25, "1.25 GiB"), (1010 * 2**20, "1010 MiB"), (2**40, "1 TiB")],
+)
+def test_bytes(value: float, text: str) -> None:
+    assert format_bytes(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(4.2e-4, "420 µs"), (0.25, "250 ms"), (59, "59 s"), (93, "1 min 33 s"), (3700, "1 h 1 min"), (90000, "1 d 1.0 h"), (-2, "-2 s")],
+)
+def test_seconds(value: float, text: str) -> None:
+    assert format_seconds(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(12.2e6, "12.2M"), (999, "999"), (1e12, "1T"), (0.5, "0.5")])
+def test_counts(value: float, text: str) -> None:
+    assert format_count(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(0, "$0"), (1.5, "$1.50"), (12345, "$12,345"), (0.0012, "$0.0012"), (3e-7, "$3.00e-07")])
+def test_money(value: float, text: str) -> None:
+    assert format_money(value) == text
