@@ -1,0 +1,97 @@
+"""Predictions against measurements: the error of each number, and how good each kind of number is over many runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from twostroke.ledger.store import Run
+
+
+@dataclass(frozen=True)
+class Row:
+    """One name of one run. ``error_percent`` = 100·(predicted − measured) / measured; None where either is missing, or
+    where the measured value is 0 and the relative error has no meaning."""
+
+    name: str
+    predicted: float | None
+    measured: float | None
+    error_percent: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Score:
+    """How well one name was predicted over ``n_runs`` runs: median, 90th percentile and worst of |error| in percent,
+    and the median of the signed error, which shows a bias."""
+
+    name: str
+    n_runs: int
+    median_abs_error_percent: float
+    p90_abs_error_percent: float
+    worst_abs_error_percent: float
+    median_error_percent: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def number_of(value: Any) -> float | None:
+    """The number in a ledger value: itself, or the "value" of a dictionary; None for anything else."""
+    if isinstance(value, Mapping):
+        value = value.get("value")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value)
+
+
+def error_percent(predicted: float | None, measured: float | None) -> float | None:
+    """100·(predicted − measured) / measured, in percent; positive where the prediction was too high."""
+    if predicted is None or measured is None or measured == 0:
+        return None
+    return 100.0 * (predicted - measured) / measured
+
+
+def compare(run: Run) -> list[Row]:
+    """Every name that was predicted or measured, in the prediction's order, then names that were only measured."""
+    measurement = run.measurement
+    rows = []
+    for name in [*run.prediction, *(n for n in measurement if n not in run.prediction)]:
+        predicted, measured = number_of(run.prediction.get(name)), number_of(measurement.get(name))
+        if predicted is not None or measured is not None:
+            rows.append(Row(name, predicted, measured, error_percent(predicted, measured)))
+    return rows
+
+
+def quantile(values: Iterable[float], q: float) -> float:
+    """Quantile ``q`` in [0, 1] by linear interpolation between order statistics (numpy's default); NaN of nothing."""
+    ordered = sorted(values)
+    if not ordered:
+        return float("nan")
+    place = q * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def summarise(runs: Iterable[Run]) -> list[Score]:
+    """One ``Score`` per name that was both predicted and measured, in order of first appearance."""
+    errors: dict[str, list[float]] = {}
+    for run in runs:
+        for row in compare(run):
+            if row.error_percent is not None:
+                errors.setdefault(row.name, []).append(row.error_percent)
+    return [
+        Score(
+            name,
+            len(found),
+            quantile(map(abs, found), 0.5),
+            quantile(map(abs, found), 0.9),
+            max(map(abs, found)),
+            quantile(found, 0.5),
+        )
+        for name, found in errors.items()
+    ]
