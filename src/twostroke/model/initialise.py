@@ -1,0 +1,45 @@
+"""Fresh weights, the same for a seed on every device and in every dtype."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import nn
+
+EMBEDDING_STD = 0.02
+RESIDUAL_OUTPUTS = (".attn.out.weight", ".mlp.down.weight")
+
+
+def parameter_std(name: str, shape: torch.Size, n_layers: int) -> float:
+    """Standard deviation of a matrix's fresh values: 0.02 for embeddings and head, 1/√fan_in for the others.
+
+    Matrices that write to the residual stream are scaled by 1/√(2L) more, so that its variance after L blocks does not
+    grow with L (GPT-2, Radford et al. 2019).
+    """
+    if name in ("embed.weight", "position_embed.weight", "head.weight"):
+        return EMBEDDING_STD
+    std = 1 / math.sqrt(shape[1])
+    return std / math.sqrt(2 * n_layers) if name.endswith(RESIDUAL_OUTPUTS) else std
+
+
+@torch.no_grad()
+def initialise(decoder: nn.Module, seed: int) -> None:
+    """Fill ``decoder`` in place: normal matrices (``parameter_std``), zero biases, norm weights of one.
+
+    Each parameter draws from a generator seeded by (seed, its name), in fp32 on the CPU, so a parameter's values depend on
+    neither the order of construction, nor the device, nor the dtype.
+    """
+    n_layers = sum(1 for _ in decoder.get_submodule("blocks").children())
+    for name, parameter in decoder.named_parameters():
+        if name.endswith(".bias"):
+            parameter.zero_()
+        elif parameter.dim() == 1:
+            parameter.fill_(1.0)
+        else:
+            digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+            std = parameter_std(name, parameter.shape, n_layers)
+            fresh = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
+            parameter.copy_(fresh)

@@ -1,0 +1,90 @@
+"""Model directories in Hugging Face layout: read strictly, and written (``twostroke.model.save``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from twostroke.core.dtypes import TORCH_NAMES
+from twostroke.core.errors import ConfigError, CorruptFileError
+from twostroke.core.families import read_config, spec_from_config
+from twostroke.core.spec import ModelSpec
+from twostroke.model.decoder import Decoder
+from twostroke.model.families import is_recomputed, layout, stored_name, to_canonical
+from twostroke.model.safetensors_file import WeightFiles
+from twostroke.model.save import save_model
+
+__all__ = ["load_model", "load_state", "save_model", "torch_dtype"]
+
+READABLE = ("F32", "F16", "BF16")
+"""Formats of a stored weight that are read; quantised directories are read by ``twostroke.quantization``."""
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """torch's dtype for ``fp32``, ``bf16`` or ``fp16``; ConfigError for another name."""
+    if name not in ("fp32", "bf16", "fp16"):
+        raise ConfigError(f"dtype={name!r} is not a format to compute in. Use fp32, bf16 or fp16.")
+    dtype: torch.dtype = getattr(torch, TORCH_NAMES[name])
+    return dtype
+
+
+def open_weights(directory: Path | str) -> tuple[ModelSpec, Callable[[str], Tensor]]:
+    """The spec of ``directory`` and a reader of its stored tensors by family name, after every name and shape was checked.
+
+    Raises InputError (nothing there), ConfigError (a config that is impossible or quantised), CorruptFileError (a tensor
+    missing, unexpected or of another shape, or a file that breaks its format). No weight has been read when it returns.
+    """
+    directory = Path(directory)
+    config = read_config(directory)
+    spec = spec_from_config(config)
+    if config.get("quantization_config"):
+        raise ConfigError(f"{directory} is quantised; training and scoring need the unquantised model that it was made from.")
+    files = WeightFiles(directory)
+    expected: set[str] = set()
+    for entry in layout(spec):
+        for part in entry.parts:
+            name = stored_name(spec, part.name, files.infos)
+            if name not in files:
+                raise CorruptFileError(f"{directory} has no tensor {name!r}, which its config.json ({spec.family}) asks for.")
+            info, shape = files.infos[name], entry.stored_shape(part)
+            if info.shape != shape:
+                raise CorruptFileError(
+                    f"{directory}: tensor {name!r} has shape {list(info.shape)}, but its config.json asks for {list(shape)}."
+                )
+            if info.dtype not in READABLE:
+                raise CorruptFileError(f"{directory}: tensor {name!r} is {info.dtype}; weights must be {', '.join(READABLE)}.")
+            expected.add(name)
+    unexpected = [name for name in files if name not in expected and not is_recomputed(spec, name)]
+    if unexpected:
+        raise CorruptFileError(
+            f"{directory} holds {len(unexpected)} tensor(s) that a {spec.family} model of its config.json has not, "
+            f"such as {unexpected[0]!r}. Leaving them out would change what the model computes."
+        )
+    return spec, lambda name: files.get(stored_name(spec, name, files.infos))
+
+
+def load_state(directory: Path | str) -> tuple[ModelSpec, dict[str, Tensor]]:
+    """Spec and canonical tensors in their stored dtypes. A tensor that is stored whole stays mapped from its file.
+
+    Errors: ``open_weights``.
+    """
+    spec, get = open_weights(directory)
+    return spec, dict(to_canonical(spec, get))
+
+
+@torch.no_grad()
+def load_model(directory: Path | str, dtype: str = "fp32", device: torch.device | str = "cpu") -> Decoder:
+    """The decoder in ``directory``, its weights converted to ``dtype`` and copied to ``device`` one tensor at a time.
+
+    Memory: the weights in ``dtype`` and one tensor more. Errors: ``open_weights``.
+    """
+    wanted = torch_dtype(dtype)
+    spec, get = open_weights(directory)
+    decoder = Decoder(spec, wanted, device="meta").to_empty(device=device)
+    parameters = dict(decoder.named_parameters())
+    for name, tensor in to_canonical(spec, get):
+        parameters[name].copy_(tensor)
+    return decoder.eval()

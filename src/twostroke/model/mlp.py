@@ -1,0 +1,52 @@
+"""Feed-forward layers: SwiGLU with a packed gate and up projection, and the plain two-matrix form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from twostroke.core.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh}
+
+
+class GatedMlp(nn.Module):
+    """down(activation(gate(x)) · up(x)); gate and up are one matrix of 2F rows, gate first, so that x is read once."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[spec.activation]
+        self.gate_up = nn.Linear(spec.d_model, 2 * spec.d_ff, bias=spec.mlp_bias)
+        self.down = nn.Linear(spec.d_ff, spec.d_model, bias=spec.mlp_bias)
+
+    def forward(self, x: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(self.activation(gate) * up)
+
+
+class PlainMlp(nn.Module):
+    """down(activation(up(x)))."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[spec.activation]
+        self.up = nn.Linear(spec.d_model, spec.d_ff, bias=spec.mlp_bias)
+        self.down = nn.Linear(spec.d_ff, spec.d_model, bias=spec.mlp_bias)
+
+    def forward(self, x: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
+        return self.down(self.activation(self.up(x)))
+
+
+def make_mlp(spec: ModelSpec) -> nn.Module:
+    return GatedMlp(spec) if spec.mlp == "swiglu" else PlainMlp(spec)

@@ -1,0 +1,175 @@
+"""Reading safetensors files that others wrote: every size is checked against the file before anything is allocated.
+
+Format (huggingface/safetensors, README "Format"): 8 bytes little-endian header length N, N bytes of JSON
+{name: {dtype, shape, data_offsets: [begin, end]}}, then the tensors' bytes, contiguous and without holes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+from torch import Tensor
+
+from twostroke.core.errors import CorruptFileError, InputError
+
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MAX_INDEX_BYTES = 100_000_000
+
+_ELEMENT_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a header says of one tensor; ``dtype`` is the format's tag, such as ``BF16``."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    n_bytes: int
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """The tensors that ``file`` holds. Raises InputError (no file) or CorruptFileError (not the format)."""
+    if not file.is_file():
+        raise InputError(f"{file} does not exist.")
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        if len(prefix) < 8:
+            raise CorruptFileError(f"{file} is {size} bytes; a safetensors file has a header of at least 8.")
+        length = int.from_bytes(prefix, "little")
+        if length > min(MAX_HEADER_BYTES, size - 8):
+            raise CorruptFileError(
+                f"{file} declares a header of {length} bytes, but holds {size - 8} after the length, and {MAX_HEADER_BYTES} "
+                "is the most there may be. It is truncated or no safetensors file: copy or download it again."
+            )
+        raw = stream.read(length)
+    try:
+        header = json.loads(raw)
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise CorruptFileError(f"{file}: the safetensors header is not valid JSON: {error}.") from None
+    if not isinstance(header, dict):
+        raise CorruptFileError(f"{file}: the safetensors header must be a JSON object.")
+    header.pop("__metadata__", None)
+    tensors: dict[str, TensorInfo] = {}
+    spans: list[tuple[int, int, str]] = []
+    for name, entry in header.items():
+        info, begin, end = _read_entry(file, name, entry)
+        tensors[name] = info
+        spans.append((begin, end, name))
+    position = 0
+    for begin, end, name in sorted(spans):
+        if begin != position:
+            raise CorruptFileError(
+                f"{file}: tensor {name!r} begins at byte {begin} where {position} was due: a hole or an overlap."
+            )
+        position = end
+    if 8 + length + position != size:
+        raise CorruptFileError(
+            f"{file} is {size} bytes, but its header describes {8 + length + position}. It is truncated or padded: "
+            "copy or download it again."
+        )
+    return tensors
+
+
+def _read_entry(file: Path, name: str, entry: Any) -> tuple[TensorInfo, int, int]:
+    shape = entry.get("shape") if isinstance(entry, dict) else None
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    if not isinstance(shape, list) or not all(map(_is_count, shape)) or not isinstance(offsets, list) or len(offsets) != 2:
+        raise CorruptFileError(
+            f"{file}: tensor {name!r} needs a shape and two data_offsets of whole numbers, found {entry!r:.200}."
+        )
+    begin, end = offsets
+    if not _is_count(begin) or not _is_count(end) or end < begin:
+        raise CorruptFileError(f"{file}: tensor {name!r} has impossible data_offsets {offsets!r:.100}.")
+    dtype = entry.get("dtype")
+    if not isinstance(dtype, str) or dtype not in _ELEMENT_BYTES:
+        raise CorruptFileError(
+            f"{file}: tensor {name!r} has dtype {dtype!r:.50}, which is none of {', '.join(_ELEMENT_BYTES)}."
+        )
+    needed = math.prod(shape) * _ELEMENT_BYTES[dtype]
+    if end - begin != needed:
+        raise CorruptFileError(
+            f"{file}: tensor {name!r} of {dtype} {shape} needs {needed} bytes, but its offsets span {end - begin}."
+        )
+    return TensorInfo(dtype, tuple(shape), needed), begin, end
+
+
+class WeightFiles:
+    """The tensors of a model directory, whichever of its files each is in. Only headers are read until ``get`` is called.
+
+    Raises InputError where the directory has no weights, CorruptFileError where index, header and file disagree.
+    """
+
+    def __init__(self, directory: Path | str) -> None:
+        self.directory = Path(directory)
+        self.infos: dict[str, TensorInfo] = {}
+        self._file_of: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        for file in _weight_files(self.directory):
+            for name, info in read_header(file).items():
+                if name in self.infos:
+                    raise CorruptFileError(
+                        f"tensor {name!r} is in both {self._file_of[name].name} and {file.name} of {directory}."
+                    )
+                self.infos[name] = info
+                self._file_of[name] = file
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.infos)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.infos
+
+    def get(self, name: str) -> Tensor:
+        """The tensor ``name``, mapped from its file, not read."""
+        file = self._file_of[name]
+        if file not in self._open:
+            try:
+                self._open[file] = safetensors.safe_open(str(file), framework="pt")
+            except safetensors.SafetensorError as error:
+                raise CorruptFileError(f"{file} cannot be read as safetensors: {error}.") from None
+        tensor: Tensor = self._open[file].get_tensor(name)
+        return tensor
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    if not directory.is_dir():
+        raise InputError(f"model directory {directory} does not exist.")
+    index = directory / INDEX_NAME
+    if not index.is_file():
+        single = directory / SINGLE_NAME
+        if single.is_file():
+            return [single]
+        pickled = sorted(p.name for p in directory.glob("*.bin"))
+        hint = f" {pickled[0]} may be a pickle, which is never opened: convert it to safetensors." if pickled else ""
+        raise InputError(f"{directory} has neither {SINGLE_NAME} nor {INDEX_NAME}.{hint}")
+    if index.stat().st_size > MAX_INDEX_BYTES:
+        raise CorruptFileError(f"{index} is {index.stat().st_size} bytes; an index is at most {MAX_INDEX_BYTES}.")
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CorruptFileError(f"{index} must be JSON with a weight_map of tensor names to file names.") from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise CorruptFileError(
+                f"{index} names the file {name!r:.200}; only a .safetensors file beside the index may be named."
+            )
+        if not (directory / name).is_file():
+            raise CorruptFileError(f"{index} names {name}, which is not there. Copy or download it as well.")
+    return [directory / name for name in names]

@@ -1,0 +1,202 @@
+"""Writing model directories that transformers, vLLM and llama.cpp's converter open."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from twostroke.core.dtypes import BYTES, TORCH_NAMES
+from twostroke.core.errors import ConfigError, CorruptFileError, DataError, InputError
+from twostroke.core.families import config_from_spec
+from twostroke.core.spec import ModelSpec
+from twostroke.model.families import from_canonical, layout
+from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "added_tokens.json",
+)  # fmt: skip
+"""What is copied beside the weights when the tokenizer comes from a model directory."""
+
+
+def save_model(
+    model: nn.Module | Mapping[str, Tensor],
+    spec: ModelSpec,
+    directory: Path | str,
+    dtype: str = "fp32",
+    tokenizer_path: Path | str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    replace: bool = False,
+) -> Path:
+    """Write ``model``, a decoder or its canonical state, in Hugging Face layout to ``directory``, and return that path.
+
+    ``tokenizer_path`` is a ``tokenizer.json``, or a directory whose tokenizer files are copied. Everything is written to a
+    new directory beside the target and renamed, so that a reader or a crash sees all of it or nothing. Memory: the model and
+    one shard.
+
+    Raises InputError where ``directory`` holds something and ``replace`` is not set, ConfigError for a dtype that is not a
+    storage format, CorruptFileError where the state lacks a tensor or has another shape.
+    """
+    if dtype not in ("fp32", "bf16", "fp16"):
+        raise ConfigError(f"dtype={dtype!r} is not a format to save in. Use fp32, bf16 or fp16.")
+    target = Path(directory)
+    if target.exists() and not target.is_dir():
+        raise InputError(f"{target} is a file; a model is written to a directory.")
+    if target.is_dir() and any(target.iterdir()) and not replace:
+        raise InputError(f"{target} is not empty. Name a new directory, or ask for it to be replaced.")
+    state = {name: p.detach() for name, p in model.named_parameters()} if isinstance(model, nn.Module) else model
+    _check_state(spec, state)
+    with written_aside(target) as aside:
+        _write_json(aside / "config.json", config_from_spec(spec, TORCH_NAMES[dtype]))
+        _write_json(aside / "generation_config.json", _generation_config(spec))
+        _write_weights(spec, state, aside, dtype, max_shard_bytes)
+        if tokenizer_path is not None:
+            write_tokenizer(Path(tokenizer_path), spec, aside)
+    return target
+
+
+class written_aside:
+    """``with written_aside(target) as aside``: fill the new directory ``aside``; at the end it takes ``target``'s place.
+
+    Files are flushed to the disk before the rename. An error inside removes ``aside`` and leaves ``target`` as it was.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.aside = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
+
+    def __enter__(self) -> Path:
+        self.aside.mkdir(parents=True)
+        return self.aside
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is not None:
+            shutil.rmtree(self.aside, ignore_errors=True)
+            return
+        for file in self.aside.iterdir():
+            _flush(file)
+        _flush(self.aside)
+        old = self.aside.with_suffix(".old")
+        if self.target.exists():
+            self.target.rename(old)
+        self.aside.rename(self.target)
+        _flush(self.target.parent)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_state(spec: ModelSpec, state: Mapping[str, Tensor]) -> None:
+    expected = {entry.canonical: entry.shape for entry in layout(spec)}
+    for name, shape in expected.items():
+        if name not in state:
+            raise CorruptFileError(f"the state to save has no tensor {name!r}, which a {spec.family} model of its spec needs.")
+        if tuple(state[name].shape) != shape:
+            raise CorruptFileError(
+                f"tensor {name!r} to save has shape {list(state[name].shape)}, but its spec asks for {list(shape)}."
+            )
+    unexpected = sorted(set(state) - set(expected))
+    if unexpected:
+        raise CorruptFileError(f"the state to save holds {unexpected[0]!r}, which a {spec.family} model of its spec has not.")
+
+
+def _write_json(file: Path, document: dict[str, Any]) -> None:
+    file.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _generation_config(spec: ModelSpec) -> dict[str, Any]:
+    config = config_from_spec(spec)
+    return {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
+
+
+def _shards(spec: ModelSpec, state: Mapping[str, Tensor], dtype: str, max_shard_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Stored tensors in shards of at most ``max_shard_bytes``, a single larger tensor excepted."""
+    wanted: torch.dtype = getattr(torch, TORCH_NAMES[dtype])
+    shard: dict[str, Tensor] = {}
+    shard_bytes = 0
+    for name, tensor in from_canonical(spec, state.__getitem__):
+        n_bytes = int(tensor.numel() * BYTES[dtype])
+        if shard and shard_bytes + n_bytes > max_shard_bytes:
+            yield shard
+            shard, shard_bytes = {}, 0
+        # Rows of a packed matrix share its storage, which safetensors refuses to write: each gets memory of its own.
+        shard[name] = tensor.to("cpu", wanted).clone().contiguous()
+        shard_bytes += n_bytes
+    yield shard
+
+
+def _write_weights(spec: ModelSpec, state: Mapping[str, Tensor], directory: Path, dtype: str, max_shard_bytes: int) -> None:
+    total_bytes, files = 0, []
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(_shards(spec, state, dtype, max_shard_bytes), start=1):
+        file = directory / f"model-{number:05d}.safetensors"
+        save_file(shard, file, metadata={"format": "pt"})  # transformers refuses a file without this
+        files.append(file)
+        total_bytes += sum(t.numel() * t.element_size() for t in shard.values())
+        weight_map |= dict.fromkeys(shard, file.name)
+    if len(files) == 1:
+        files[0].rename(directory / SINGLE_NAME)
+        return
+    final = {file.name: f"{file.stem}-of-{len(files):05d}.safetensors" for file in files}
+    for file in files:
+        file.rename(directory / final[file.name])
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": {k: final[v] for k, v in weight_map.items()}}
+    _write_json(directory / INDEX_NAME, index)
+
+
+def write_tokenizer(source: Path, spec: ModelSpec, directory: Path) -> None:
+    """Put the tokenizer at ``source`` into ``directory`` so that ``transformers.AutoTokenizer`` opens it.
+
+    From a directory its tokenizer files are copied; for a bare ``tokenizer.json`` a ``tokenizer_config.json`` is made from
+    ``spec``'s bos and eos ids. Raises DataError where there is no tokenizer or it does not know those ids.
+    """
+    file = source / "tokenizer.json" if source.is_dir() else source
+    if not file.is_file():
+        raise DataError(f"tokenizer {file} does not exist. Give a tokenizer.json or a directory that holds one.")
+    if source.is_dir():
+        for name in TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, directory / name)
+    else:
+        shutil.copyfile(file, directory / "tokenizer.json")
+    if not (directory / "tokenizer_config.json").is_file():
+        _write_json(directory / "tokenizer_config.json", tokenizer_config(file, spec))
+
+
+def tokenizer_config(file: Path, spec: ModelSpec) -> dict[str, Any]:
+    """A ``tokenizer_config.json`` for a bare ``tokenizer.json``."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises a bare Exception for a file it cannot parse
+        raise DataError(f"tokenizer {file} cannot be read: {error}.") from None
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": spec.max_positions,
+        "clean_up_tokenization_spaces": False,
+    }
+    for key, token_id in (
+        ("bos_token", spec.bos_token_id),
+        ("eos_token", spec.eos_token_ids[0] if spec.eos_token_ids else None),
+    ):
+        if token_id is not None:
+            token = tokenizer.id_to_token(token_id)
+            if token is None:
+                raise DataError(f"tokenizer {file} has no token {token_id}, which the model names as its {key}.")
+            config[key] = token
+    return config
