@@ -1,0 +1,1 @@
+"""Pages and plots from the ledger and the planner."""
