@@ -10,7 +10,7 @@ BUDGET_S ?= 300
 export TWOSTROKE_HOME ?= $(CURDIR)/runs/home
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test soak lint clean
+.PHONY: demo test soak lint docs clean
 
 $(VENV)/.run: pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not installed (Debian: apt-get install python3 python3-venv)" >&2; exit 2; }
@@ -39,6 +39,9 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.test
+	$(BIN)/python docs/generate.py
 
 clean:
 	rm -rf $(VENV) runs build src/*.egg-info
