@@ -17,7 +17,15 @@ def test_bytes(value: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(4.2e-4, "420 µs"), (0.25, "250 ms"), (59, "59 s"), (93, "1 min 33 s"), (3700, "1 h 1 min"), (90000, "1 d 1.0 h"), (-2, "-2 s")],
+    [
+        (4.2e-4, "420 µs"),
+        (0.25, "250 ms"),
+        (59, "59 s"),
+        (93, "1 min 33 s"),
+        (3700, "1 h 1 min"),
+        (90000, "1 d 1.0 h"),
+        (-2, "-2 s"),
+    ],
 )
 def test_seconds(value: float, text: str) -> None:
     assert format_seconds(value) == text
@@ -28,6 +36,8 @@ def test_counts(value: float, text: str) -> None:
     assert format_count(value) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(0, "$0"), (1.5, "$1.50"), (12345, "$12,345"), (0.0012, "$0.0012"), (3e-7, "$3.00e-07")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "$0"), (1.5, "$1.50"), (12345, "$12,345"), (0.0012, "$0.0012"), (3e-7, "$3.00e-07")]
+)
 def test_money(value: float, text: str) -> None:
     assert format_money(value) == text

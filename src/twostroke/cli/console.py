@@ -10,7 +10,7 @@ from typing import Any
 
 JSON_HELP = "Print one JSON document on stdout; progress and logs go to stderr."
 
-Advance = Callable[[float, str], None]
+Advance = Callable[..., None]
 """``advance(done, note)``: how many units are done in all, and a few words shown beside the bar."""
 
 
@@ -41,7 +41,11 @@ def progress(title: str, total: float) -> Iterator[Advance]:
                    TextColumn("ETA"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))  # fmt: skip
         with Progress(*columns, console=Console(stderr=True), transient=False) as bar:
             task = bar.add_task(title, total=total, note="")
-            yield lambda done, note="": bar.update(task, completed=done, note=note)
+
+            def show(done: float, note: str = "") -> None:
+                bar.update(task, completed=done, note=note)
+
+            yield show
         return
     shown = -1
 

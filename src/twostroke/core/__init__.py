@@ -1,1 +1,1 @@
-"""What every other room speaks of: model specification, machine profile, recipes, dtypes, units, errors. Standard library only."""
+"""What every room speaks of: model specification, machine profile, recipes, dtypes, units, errors; standard library only."""

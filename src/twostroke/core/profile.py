@@ -14,7 +14,19 @@ from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.paths import profiles_dir
 
 PROFILE_VERSION = 1
-ISA_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")
+ISA_FLAGS = (
+    "avx2",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_vnni",
+    "avx_vnni",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+    "bf16",
+    "i8mm",
+    "sve",
+)
 
 
 @dataclass(frozen=True)
@@ -51,9 +63,8 @@ def read_fingerprint() -> Fingerprint:
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     gpus = []
     for info in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        for line in info.read_text().splitlines():
-            if line.startswith("Model:"):
-                gpus.append(line.partition(":")[2].strip())
+        lines = info.read_text().splitlines()
+        gpus += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
     return Fingerprint(model, cores, ram, tuple(f for f in ISA_FLAGS if f in flags), tuple(gpus))
 
 
@@ -103,7 +114,8 @@ class MachineProfile:
         """Raises CorruptFileError where a field is missing or of the wrong kind, ConfigError for another version."""
         if record.get("version") != PROFILE_VERSION:
             raise ConfigError(
-                f"machine profile version={record.get('version')!r}, this release reads {PROFILE_VERSION}. Run `twostroke calibrate`."
+                f"machine profile version={record.get('version')!r}; this release reads {PROFILE_VERSION}. "
+                "Run `twostroke calibrate`."
             )
         try:
             values = {k: v for k, v in record.items() if k != "fingerprint_key"}

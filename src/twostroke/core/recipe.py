@@ -51,7 +51,10 @@ class ModelRecipe:
 
 @dataclass(frozen=True)
 class DataRecipe:
-    """``sources`` are files, folders, globs or "stdlib"; held-out documents are chosen by a hash of their path, or given in ``held_out``."""
+    """``sources`` are files, folders, globs or "stdlib".
+
+    Held-out documents are chosen by a hash of their path, or given in ``held_out``.
+    """
 
     sources: tuple[str, ...] = (STDLIB_SOURCE,)
     held_out: tuple[str, ...] = ()
@@ -128,7 +131,9 @@ class TrainRecipe:
             for name in ("n_layers", "d_model", "n_heads", "d_ff"):
                 _at_least(f"model.{name}", getattr(m, name), 1)
         if m.init_from is None and m.size == "auto" and t.budget_s <= 0:
-            raise ConfigError('model.size="auto" needs train.budget_s: the planner picks the size that a time budget can train.')
+            raise ConfigError(
+                'model.size="auto" needs train.budget_s: the planner picks the size that a time budget can train.'
+            )
         if self.method == "full" and m.init_from is None:
             raise ConfigError('method="full" fine-tunes an existing model: give model.init_from, or use method="pretrain".')
 
