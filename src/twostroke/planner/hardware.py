@@ -1,0 +1,316 @@
+"""A machine as the planner sees it: memory, bandwidth by working set, product rates by type and shape, launch costs, price.
+
+Two sources: ``hardware/*.toml`` (vendors' numbers, marked *datasheet*, with assumed efficiencies) and this machine's
+calibrated profile (marked *measured*).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from twostroke.core.dtypes import bytes_of
+from twostroke.core.errors import ConfigError, CorruptFileError, did_you_mean
+from twostroke.core.profile import BandwidthPoint, MachineProfile, MatmulPoint, load_profile
+
+Kind = Literal["measured", "predicted", "datasheet", "assumed"]
+
+HARDWARE_DIR = Path(__file__).parent / "hardware"
+PRICES_FILE = Path(__file__).parent / "prices.toml"
+
+ASSUMED_PRODUCT_EFFICIENCY = 0.7
+"""Share of a datasheet's peak that large products reach, where nothing was measured. Anchors: fixed 0.7/0.9 efficiencies
+leave 53% median error on public decode points, so a datasheet plan is an order of magnitude, not a promise."""
+
+ASSUMED_BANDWIDTH_EFFICIENCY = 0.8
+"""Share of a datasheet's memory bandwidth that streaming reads reach (aiconfigurator's ``mem_bw_empirical_scaling_factor``)."""
+
+ASSUMED_ATTENTION_EFFICIENCY = 0.4
+"""Share of peak that flash attention reaches over a step (FlashAttention-2, arXiv 2307.08691: 50–73% forward)."""
+
+ASSUMED_LAUNCH_S = {"gpu": 3e-6, "cpu": 8e-6}
+"""Cost of one operation that moves no data, in s. GPU: aiconfigurator's ``mem_empirical_constant_latency``, a captured
+graph; CPU: an eager torch operator on a server core."""
+
+ASSUMED_DISK_WRITE_BYTES_PER_S = 1e9
+"""One NVMe drive."""
+
+ASSUMED_NETWORK_BYTES_PER_S = 1.25e8
+"""1 Gbit/s Ethernet: what a machine that was calibrated is assumed to have towards a second one."""
+
+SCHEME_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "w8": 1.0, "w8a8": 1.0, "int8": 1.0}
+"""Bytes of one weight by product scheme, scales excluded."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """Money or power with where it comes from. ``kind`` is "listed" or "assumed"."""
+
+    value: float
+    kind: str
+    source: str
+    date: str
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One number of a hardware file, as `--json` shows it."""
+
+    value: float
+    unit: str
+    source: str
+    date: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a plan needs to know of one machine (or one accelerator). Rates are for the whole device."""
+
+    name: str
+    label: str
+    kind: Literal["cpu", "gpu"]
+    basis: Kind  # "measured" or "datasheet"
+    n_cores: int
+    memory_bytes: float
+    read_bandwidth: tuple[BandwidthPoint, ...]
+    matmul: tuple[MatmulPoint, ...]
+    peak_flop_per_s: dict[str, float]
+    op_launch_s: float
+    linear_launch_s: float
+    disk_write_bytes_per_s: float
+    network_bytes_per_s: float
+    watts: Price
+    usd_per_hour: Price
+    extras: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, Fact] = field(default_factory=dict)
+
+    def bandwidth(self, working_set_bytes: float) -> float:
+        """Read rate in bytes/s of a loop over ``working_set_bytes``: measured points, linear between them in log–log, flat
+        beyond the ends. A datasheet has one point, scaled by ``ASSUMED_BANDWIDTH_EFFICIENCY``."""
+        points = [(p.working_set_bytes, p.bytes_per_s) for p in self.read_bandwidth]
+        rate = interpolate_log(points, working_set_bytes)
+        return rate if self.basis == "measured" else rate * ASSUMED_BANDWIDTH_EFFICIENCY
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of the 4096³ product of ``dtype`` (measured) or of the datasheet: the denominator of MFU.
+        Raises ConfigError where it is not known."""
+        try:
+            return self.peak_flop_per_s[dtype]
+        except KeyError:
+            raise ConfigError(
+                f"{self.label} has no product rate for {dtype!r}. It has: {', '.join(sorted(self.peak_flop_per_s))}."
+            ) from None
+
+    def product_rate(self, scheme: str, m: int, n: int, k: int) -> float:
+        """FLOP/s of an (m, k) × (k, n) product while its operands are in cache or m is large.
+
+        Measured machines: within each calibrated class (n, k), log-rate is interpolated in log m; classes are then
+        averaged with weights 1/d², d the distance in (log n, log k). Datasheets: peak times an assumed efficiency.
+        """
+        points = [p for p in self.matmul if p.scheme == scheme]
+        if not points:
+            if self.basis == "measured":
+                return self.peak(scheme)
+            return self.peak("int8" if scheme in ("w8a8", "int8") else "bf16" if scheme == "w8" else scheme) * (
+                ASSUMED_PRODUCT_EFFICIENCY
+            )
+        classes: dict[tuple[int, int], list[tuple[float, float]]] = {}
+        for p in points:
+            classes.setdefault((p.n, p.k), []).append((p.m, p.flop_per_s))
+        total = weights = 0.0
+        for (class_n, class_k), line in classes.items():
+            distance = math.log(n / class_n) ** 2 + math.log(k / class_k) ** 2
+            log_rate = math.log(interpolate_log(sorted(line), m))
+            if distance < 1e-9:
+                return math.exp(log_rate)
+            weight = 1 / distance
+            total += weight * log_rate
+            weights += weight
+        return math.exp(total / weights)
+
+    def product_s(self, scheme: str, m: int, n: int, k: int, working_set_bytes: float | None = None) -> float:
+        """Seconds of one product, launch excluded: max(2·m·n·k / rate, weight bytes / bandwidth at the working set).
+
+        ``working_set_bytes`` is everything that is read between two uses of this matrix (a whole model in a decode step):
+        it decides whether the weights come from cache or memory. Default: the matrix alone.
+        """
+        weight_bytes = n * k * SCHEME_BYTES[scheme]
+        reading = weight_bytes / self.bandwidth(max(weight_bytes, working_set_bytes or 0))
+        return max(2 * m * n * k / self.product_rate(scheme, m, n, k), reading)
+
+    def has_scheme(self, scheme: str) -> bool:
+        return any(p.scheme == scheme for p in self.matmul) or (self.basis != "measured")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The identity of this hardware and where its money and power come from (not the full calibration)."""
+        return {
+            "name": self.name,
+            "label": self.label,
+            "kind": self.kind,
+            "basis": self.basis,
+            "memory_bytes": self.memory_bytes,
+            "peak_flop_per_s": self.peak_flop_per_s,
+            "watts": vars(self.watts),
+            "usd_per_hour": vars(self.usd_per_hour),
+            "facts": {name: vars(fact) for name, fact in self.facts.items()},
+        }
+
+
+def interpolate_log(points: Sequence[tuple[float, float]], x: float) -> float:
+    """y at ``x`` by linear interpolation of log y in log x between sorted ``points``; flat beyond the first and the last."""
+    ordered = sorted(points)
+    if not ordered:
+        raise ConfigError("no calibrated points to interpolate between. Run `twostroke calibrate`.")
+    if x <= ordered[0][0]:
+        return ordered[0][1]
+    for (x0, y0), (x1, y1) in itertools.pairwise(ordered):
+        if x <= x1:
+            share = math.log(x / x0) / math.log(x1 / x0)
+            return math.exp(math.log(y0) + share * (math.log(y1) - math.log(y0)))
+    return ordered[-1][1]
+
+
+# -- reading the tables ---------------------------------------------------------------------------------------------------
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise CorruptFileError(f"{path.name} of the installed package is not readable: {error}.") from None
+
+
+@lru_cache(maxsize=1)
+def prices() -> dict[str, Any]:
+    """``prices.toml`` as it stands."""
+    return _read_toml(PRICES_FILE)
+
+
+def price(section: str) -> Price:
+    """The named price, as in ``electricity_usd_per_kwh``."""
+    row = prices()[section]
+    return Price(float(row["value"]), row["kind"], row["source"], row["date"])
+
+
+def hardware_names() -> list[str]:
+    """Every device with a datasheet file, by its name; aliases are accepted too."""
+    return sorted(path.stem for path in HARDWARE_DIR.glob("*.toml"))
+
+
+def load_hardware(name: str = "this") -> Hardware:
+    """The machine called ``name``: "this" for the calibrated profile of this machine, or a datasheet's name or alias.
+
+    Raises ConfigError for a name that is not known (with near matches) and for a machine that was never calibrated.
+    """
+    if name == "this":
+        profile = load_profile()
+        if profile is None:
+            raise ConfigError(
+                "this machine has no profile yet. Run `twostroke calibrate` once (a minute), or name a device: "
+                f"--hardware {hardware_names()[0]}."
+            )
+        return hardware_from_profile(profile)
+    wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
+    if wanted in hardware_names():
+        return _from_datasheet(wanted, _read_toml(HARDWARE_DIR / f"{wanted}.toml"))
+    known: dict[str, str] = {}
+    for stem in hardware_names():
+        table = _read_toml(HARDWARE_DIR / f"{stem}.toml")
+        if wanted in table.get("aliases", ()):
+            return _from_datasheet(stem, table)
+        known |= {stem: stem} | dict.fromkeys(table.get("aliases", ()), stem)
+    hint = did_you_mean(wanted, known)
+    if hint.startswith("Known"):
+        hint = f"Known: this, {', '.join(hardware_names())}."
+    raise ConfigError(f"hardware {name!r} is not known. {hint}")
+
+
+def _from_datasheet(name: str, table: dict[str, Any]) -> Hardware:
+    facts: dict[str, Fact] = {}
+    for key, row in table.items():
+        if isinstance(row, dict):
+            rows = {key: row} if "value" in row else {f"{key}.{inner}": value for inner, value in row.items()}
+            for path, entry in rows.items():
+                facts[path] = Fact(float(entry["value"]), entry["unit"], entry["source"], entry["date"], entry.get("note", ""))
+    kind = table["kind"]
+    main_memory = facts["read_bandwidth_bytes_per_s"].value
+    points = [BandwidthPoint(int(facts["memory_bytes"].value), main_memory)]
+    listed = prices()["device_usd_per_hour"].get(name)
+    cores = int(table.get("n_cores", 1))
+    if listed:
+        usd = Price(float(listed["value"]), listed["kind"], listed["source"], listed["date"])
+    else:
+        core = price("cpu_core_usd_per_hour")
+        usd = Price(core.value * cores, core.kind, f"{cores} cores, {core.source}", core.date)
+    watts = facts["watts"]
+    return Hardware(
+        name=name,
+        label=table["label"],
+        kind=kind,
+        basis="datasheet",
+        n_cores=cores,
+        memory_bytes=facts["memory_bytes"].value,
+        read_bandwidth=tuple(points),
+        matmul=(),
+        peak_flop_per_s={key.partition(".")[2]: f.value for key, f in facts.items() if key.startswith("peak_flop_per_s.")},
+        op_launch_s=ASSUMED_LAUNCH_S[kind],
+        linear_launch_s=ASSUMED_LAUNCH_S[kind],
+        disk_write_bytes_per_s=ASSUMED_DISK_WRITE_BYTES_PER_S,
+        network_bytes_per_s=facts["network_bytes_per_s"].value,
+        watts=Price(watts.value, "datasheet", watts.source, watts.date),
+        usd_per_hour=usd,
+        facts=facts,
+    )
+
+
+def hardware_from_profile(profile: MachineProfile) -> Hardware:
+    """``profile`` with the prices and watts that are assumed for such a machine."""
+    f = profile.fingerprint
+    core_price = price("cpu_core_usd_per_hour")
+    usd = Price(core_price.value * f.n_cores, core_price.kind, f"{f.n_cores} cores: {core_price.source}", core_price.date)
+    row = next(r for r in prices()["cpu_watts_per_core"] if r["match"].lower() in f.cpu_model.lower())
+    watts = Price(float(row["value"]) * f.n_cores, row["kind"], f"{f.n_cores} cores as of {row['source']}", row["date"])
+    memory = float(f.ram_bytes)
+    if profile.device == "cuda":
+        memory = profile.extras.get("device_memory_bytes", memory)
+        sheet = _datasheet_of_gpu(f.gpus)
+        if sheet is not None:
+            usd, watts = sheet.usd_per_hour, sheet.watts
+    return Hardware(
+        name="this",
+        label=f"this machine ({', '.join(f.gpus) or f.cpu_model}, {profile.n_threads} threads)",
+        kind="gpu" if profile.device == "cuda" else "cpu",
+        basis="measured",
+        n_cores=f.n_cores,
+        memory_bytes=memory,
+        read_bandwidth=profile.read_bandwidth,
+        matmul=profile.matmul,
+        peak_flop_per_s=dict(profile.peak_flop_per_s),
+        op_launch_s=profile.op_launch_s,
+        linear_launch_s=profile.linear_launch_s,
+        disk_write_bytes_per_s=profile.disk_write_bytes_per_s,
+        network_bytes_per_s=ASSUMED_NETWORK_BYTES_PER_S,
+        watts=watts,
+        usd_per_hour=usd,
+        extras=dict(profile.extras),
+    )
+
+
+def _datasheet_of_gpu(gpus: Sequence[str]) -> Hardware | None:
+    """The datasheet whose name's first word occurs in the accelerator's own name, for its price and power."""
+    for name in hardware_names():
+        if any(name.split("-")[0] in gpu.lower().replace(" ", "") for gpu in gpus):
+            return load_hardware(name)
+    return None
+
+
+def weight_bytes(dtype: str) -> float:
+    """Bytes of one stored weight: ``core.dtypes`` and the product schemes under one roof. Raises ConfigError."""
+    return SCHEME_BYTES[dtype] if dtype in SCHEME_BYTES else bytes_of(dtype)

@@ -1,0 +1,95 @@
+"""One component's share of a pass: operations, bytes, seconds; and which of the three limits its time comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+COMPONENTS = ("attention", "mlp", "norms", "embedding", "head", "optimizer")
+"""Rows of the comparison table, in order. ``attention`` includes its projections and rotary turn, ``head`` loss or sampling."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """``flops`` done and ``bytes`` moved by ``component`` in one pass, and how long each limit alone would take:
+    ``arithmetic_s`` at the product rate, ``memory_s`` at the bandwidth, ``launch_s`` for starting operations.
+
+    ``seconds`` is the prediction: max(arithmetic, memory) + launch for one operation (``Work.limited``), or what a measured
+    rate says; for several operations in a row, the sum of theirs.
+    """
+
+    component: str
+    flops: float
+    bytes: float
+    arithmetic_s: float
+    memory_s: float
+    launch_s: float
+    seconds: float
+
+    @classmethod
+    def limited(
+        cls, component: str, flops: float, n_bytes: float, arithmetic_s: float, memory_s: float, launch_s: float = 0.0
+    ) -> Work:
+        """The roofline with a launch term: max(arithmetic, memory) + launch."""
+        return cls(component, flops, n_bytes, arithmetic_s, memory_s, launch_s, max(arithmetic_s, memory_s) + launch_s)
+
+    @property
+    def intensity(self) -> float:
+        """Arithmetic intensity in FLOP per byte; 0 where nothing is moved."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
+    @property
+    def bound(self) -> str:
+        """ "arithmetic", "memory" or "launch": the limit that takes longest."""
+        times = {"arithmetic": self.arithmetic_s, "memory": self.memory_s, "launch": self.launch_s}
+        return max(times, key=lambda name: times[name])
+
+    def times(self, n: float) -> Work:
+        """The same work done ``n`` times over."""
+        return Work(
+            self.component,
+            n * self.flops,
+            n * self.bytes,
+            n * self.arithmetic_s,
+            n * self.memory_s,
+            n * self.launch_s,
+            n * self.seconds,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "component": self.component,
+            "flops": self.flops,
+            "bytes": self.bytes,
+            "seconds": self.seconds,
+            "arithmetic_s": self.arithmetic_s,
+            "memory_s": self.memory_s,
+            "launch_s": self.launch_s,
+            "intensity_flop_per_byte": self.intensity,
+            "bound": self.bound,
+        }
+
+
+def merge(works: Iterable[Work]) -> tuple[Work, ...]:
+    """One ``Work`` per component, in the order of ``COMPONENTS``: sums of everything, since operations run in a row."""
+    found: dict[str, list[Work]] = {}
+    for work in works:
+        found.setdefault(work.component, []).append(work)
+    return tuple(
+        Work(
+            component,
+            sum(w.flops for w in parts),
+            sum(w.bytes for w in parts),
+            sum(w.arithmetic_s for w in parts),
+            sum(w.memory_s for w in parts),
+            sum(w.launch_s for w in parts),
+            sum(w.seconds for w in parts),
+        )
+        for component in COMPONENTS
+        if (parts := found.get(component))
+    )
+
+
+def total_seconds(works: Iterable[Work]) -> float:
+    return sum(work.seconds for work in works)
