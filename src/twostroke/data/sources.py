@@ -235,7 +235,7 @@ class DocumentSource:
             stream.seek(0)
             n_invalid = 0
             pending: Document | None = None  # held back by one, so that the last piece can say so
-            for piece, raw in enumerate(_pieces(stream, self.piece_bytes)):
+            for piece, raw in enumerate(read_pieces(stream, self.piece_bytes)):
                 if piece == 0:
                     if len(raw) < self.piece_bytes and not raw.strip():
                         break
@@ -281,7 +281,9 @@ class DocumentSource:
                 report.n_bytes += len(raw)
                 report.invalid_utf8_bytes += n_invalid
                 report.invalid_utf8_documents += n_invalid > 0
-                yield from _split_record(f"{file.key}#{number}", text, raw, self.piece_bytes)
+                key = f"{file.key}#{number}"
+                for piece, (part, n_bytes, is_last) in enumerate(split_text(text, self.piece_bytes)):
+                    yield Document(key, part, n_bytes, piece, is_last)
 
     def _text_of_record(self, line: str, where: str) -> tuple[str, int]:
         try:
@@ -311,18 +313,20 @@ def _is_duplicate(digest: bytes, seen: set[bytes], report: SourceReport) -> bool
     return False
 
 
-def _split_record(key: str, text: str, raw: bytes, piece_bytes: int) -> Iterator[Document]:
-    if len(raw) <= piece_bytes:
-        yield Document(key, text, len(raw))
-        return
-    start = piece = 0
-    while start < len(raw):
+def split_text(text: str, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[str, int, bool]]:
+    """``text`` in the pieces that a file of the same content is read in: (piece, its bytes, whether it is the last)."""
+    raw = text.encode()
+    start = 0
+    while start < len(raw) or start == 0:
         end = start + _cut(raw[start : start + piece_bytes], at_end=start + piece_bytes >= len(raw))
-        yield Document(key, raw[start:end].decode(), end - start, piece, is_last=end == len(raw))
-        start, piece = end, piece + 1
+        yield raw[start:end].decode(), end - start, end == len(raw)
+        if end == len(raw):
+            return
+        start = end
 
 
-def _pieces(stream: IO[bytes], piece_bytes: int) -> Iterator[bytes]:
+def read_pieces(stream: IO[bytes], piece_bytes: int) -> Iterator[bytes]:
+    """What ``stream`` holds, in stretches of at most ``piece_bytes`` that end behind a line where they can."""
     carried = b""
     while True:
         block = stream.read(piece_bytes - len(carried))

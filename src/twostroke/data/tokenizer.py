@@ -20,7 +20,7 @@ _END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, path: Path | str) -> Tokenizer:
-    """Byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909) over ``texts``, with the word pattern of GPT-2 (Radford et al. 2019).
+    """Byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909) over ``texts``, with GPT-2's word pattern (Radford et al. 2019).
 
     All 256 bytes are in the vocabulary, so any text encodes and decodes back exactly. The vocabulary is ``vocab_size``
     entries, fewer where ``texts`` do not hold that many merges that occur twice. Saved at ``path``, atomically.

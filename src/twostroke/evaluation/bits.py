@@ -1,0 +1,259 @@
+"""Bits per byte: what a model needs to encode held-out text, beside what xz needs for the same bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import lzma
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from twostroke.core.errors import DataError, InputError
+from twostroke.data.packing import document_layout
+from twostroke.data.prepare import PreparedData
+from twostroke.data.sources import write_text_atomically
+from twostroke.data.tokenizer import eos_id_of, load_tokenizer
+from twostroke.evaluation.held_out import HeldOutText, Tokens, held_out_at, held_out_of, tokenize
+
+DEFAULT_CONTEXT = 2048
+"""Longest context scored with by default: the cost of attention grows with it, and what it gains beyond this is little."""
+
+_TOKENS_PER_PASS = 8192
+_LOGITS_PER_PASS = 2**25  # 128 MiB of fp32, and as much again for its logarithms
+_XZ_CACHE = "xz.json"
+
+Progress = Callable[[float, str], None]
+
+
+class Scorable(Protocol):
+    """What scoring needs of ``twostroke.model.decoder.Decoder``."""
+
+    def hidden(self, tokens: torch.Tensor, positions: Any, documents: Any) -> torch.Tensor: ...
+    @property
+    def head_weight(self) -> torch.Tensor: ...
+    @property
+    def training(self) -> bool: ...
+    def train(self, mode: bool = True) -> Any: ...
+
+
+@dataclass(frozen=True)
+class BitsPerByte:
+    """bits_per_byte = Σ nats / (ln 2 · bytes); nats_per_token = Σ nats / tokens; perplexity = exp(nats_per_token).
+
+    Σ runs over every token, end-of-texts included; bytes are the joined text's, which has no byte for an end-of-text.
+    ``xz_bits_per_byte`` = 8 · bytes of ``xz -9`` / bytes of the same joined text.
+    """
+
+    bits_per_byte: float
+    nats_per_token: float
+    perplexity: float
+    n_tokens: int
+    n_bytes: int
+    xz_bits_per_byte: float | None
+    context: int
+    stride: int
+
+    def to_dict(self) -> dict[str, float | int | None]:
+        return asdict(self)
+
+
+@torch.no_grad()
+def token_nats(
+    model: Scorable,
+    ids: npt.NDArray[np.integer],
+    eos_id: int,
+    context: int,
+    stride: int,
+    device: torch.device | str | None = None,
+    progress: Progress | None = None,
+) -> npt.NDArray[np.float32]:
+    """−ln p of each token of a stream of documents, given what precedes it in its document.
+
+    Windows of ``context`` tokens start every ``stride`` tokens; each token is scored once, in the first window that
+    reaches it, so it sees at least ``context − stride`` tokens where its document has them. Positions restart and
+    attention ends at document boundaries, as in training. A document's first token, which no model here predicts, costs
+    ln V: what sending it plainly would. The model's mode is left as it was. Proved by tests/evaluation/test_bits.py
+    against one token at a time.
+    """
+    if not 1 <= stride <= context:
+        raise InputError(f"stride={stride} must be between 1 and context={context}.")
+    weight = model.head_weight
+    n_vocabulary = weight.shape[0]
+    device = weight.device if device is None else torch.device(device)
+    if len(ids) and int(ids.max()) >= n_vocabulary:
+        raise InputError(
+            f"the text has token id {int(ids.max())}, beyond the model's vocabulary of {n_vocabulary}. Use its own tokenizer."
+        )
+    nats = np.full(len(ids), math.log(n_vocabulary), dtype=np.float32)
+    n_targets = len(ids) - 1
+    if n_targets < 1:
+        return nats
+    length = min(context, n_targets)
+    starts = [*range(0, n_targets - length, stride), n_targets - length]
+    after_end = np.concatenate(([True], ids[:-1] == eos_id))  # tokens that begin a document
+    rows_per_pass = max(1, _TOKENS_PER_PASS // length)
+    scored_to = 1  # tokens before this index have their score
+    was_training = model.training
+    model.train(False)
+    try:
+        for first in range(0, len(starts), rows_per_pass):
+            batch = starts[first : first + rows_per_pass]
+            tokens = np.stack([ids[s : s + length] for s in batch]).astype(np.int64)
+            wanted = []  # indices, in the stream, of the tokens that each row scores
+            for s in batch:
+                reach = np.arange(max(scored_to, s + 1), s + length + 1)
+                wanted.append(reach[~after_end[reach]])
+                scored_to = max(scored_to, s + length + 1)
+            rows = np.repeat(np.arange(len(batch)), [len(w) for w in wanted])
+            targets = np.concatenate(wanted)
+            columns = targets - 1 - np.asarray(batch)[rows]
+            nats[targets] = _row_nats(model, tokens, rows, columns, ids[targets].astype(np.int64), eos_id, device)
+            if progress is not None:
+                progress((first + len(batch)) / len(starts), "scoring")
+    finally:
+        model.train(was_training)
+    return nats
+
+
+def _row_nats(
+    model: Scorable,
+    tokens: npt.NDArray[np.int64],
+    rows: npt.NDArray[np.int64],
+    columns: npt.NDArray[np.int64],
+    targets: npt.NDArray[np.int64],
+    eos_id: int,
+    device: torch.device,
+) -> npt.NDArray[np.float32]:
+    positions, documents = document_layout(tokens, eos_id)
+    # Without boundaries attention needs no mask, and torch's causal kernel is faster than its masked one.
+    packed = torch.from_numpy(documents).to(device) if documents.any() else None
+    hidden = model.hidden(torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device), packed)
+    chosen = hidden[torch.from_numpy(rows).to(device), torch.from_numpy(columns).to(device)]  # (n, E)
+    weight = model.head_weight
+    wanted = torch.from_numpy(targets).to(device)
+    chunk = max(1, _LOGITS_PER_PASS // weight.shape[0])
+    parts = [
+        F.cross_entropy(F.linear(chosen[i : i + chunk], weight).float(), wanted[i : i + chunk], reduction="none")
+        for i in range(0, len(targets), chunk)
+    ]
+    scored: npt.NDArray[np.float32] = torch.cat(parts).cpu().numpy() if parts else np.empty(0, dtype=np.float32)
+    return scored
+
+
+def default_context(model: Any) -> int:
+    """The model's longest sequence, ``DEFAULT_CONTEXT`` at most."""
+    return min(DEFAULT_CONTEXT, int(model.spec.max_positions))
+
+
+def check_context(model: Any, context: int) -> None:
+    longest = int(model.spec.max_positions)
+    if not 1 <= context <= longest:
+        raise InputError(f"context={context} must be between 1 and the model's max_positions={longest}.")
+
+
+def bits_per_byte(
+    model: Any,
+    source: PreparedData | HeldOutText | Path | str,
+    heldout_path: Path | str | None = None,
+    ctx: int | None = None,
+    stride: int | None = None,
+    device: torch.device | str | None = None,
+    progress: Progress | None = None,
+    tokenizer_path: Path | str | None = None,
+    with_xz: bool = True,
+) -> BitsPerByte:
+    """Score ``model``, a ``Decoder``, on held-out text in its own dtype. ``BitsPerByte`` says what the numbers are.
+
+    ``source`` is prepared data, a ``HeldOutText`` with the model's ``tokenizer_path``, or that tokenizer's path with
+    the text at ``heldout_path`` (one file, or a prepared directory). ``ctx`` defaults to the model's longest sequence
+    (2048 at most), ``stride``, by which windows move, to half of it.
+    """
+    if isinstance(source, PreparedData):
+        text = held_out_of(source)
+        tokenizer_path = tokenizer_path or source.tokenizer_path
+    elif isinstance(source, HeldOutText):
+        text = source
+    else:
+        tokenizer_path = source
+        if heldout_path is None:
+            raise InputError("a tokenizer alone holds no text: give heldout_path as well.")
+        text = held_out_at(heldout_path)
+    if tokenizer_path is None:
+        raise InputError("scoring needs the model's tokenizer: give tokenizer_path.")
+    tokens = tokens_for(text, tokenizer_path)
+    context = default_context(model) if ctx is None else ctx
+    check_context(model, context)
+    stride = max(1, context // 2) if stride is None else stride
+    nats = token_nats(model, tokens.ids, tokens.eos_id, context, stride, device, progress)
+    total = float(nats.sum(dtype=np.float64))
+    per_token = total / len(nats)
+    return BitsPerByte(
+        bits_per_byte=total / (math.log(2) * tokens.n_bytes),
+        nats_per_token=per_token,
+        perplexity=math.exp(per_token) if per_token < 700 else math.inf,
+        n_tokens=len(nats),
+        n_bytes=tokens.n_bytes,
+        xz_bits_per_byte=xz_of(text) if with_xz else None,
+        context=context,
+        stride=stride,
+    )
+
+
+def tokens_for(text: HeldOutText, tokenizer_path: Path | str) -> Tokens:
+    """``text`` by that tokenizer; the prepared ids themselves where they were made with the same one."""
+    tokenizer = load_tokenizer(tokenizer_path)
+    prepared = text.prepared
+    if prepared is not None and tokenizer.to_str() == load_tokenizer(prepared.tokenizer_path).to_str():
+        stream = prepared.heldout_tokens()
+        return Tokens(stream[: len(stream)].astype(np.int64), prepared.eos_id, prepared.n_heldout_bytes)
+    return tokenize(text, tokenizer, eos_id_of(tokenizer, tokenizer_path))
+
+
+def xz_bits_per_byte(path: Path | str) -> float:
+    """8 · bytes of ``xz -9`` (LZMA2 preset 9 in an .xz container) / bytes of the file at ``path``, read in pieces."""
+
+    def blocks() -> Iterator[bytes]:
+        with open(path, "rb") as stream:
+            while block := stream.read(2**20):
+                yield block
+
+    return _xz_ratio(blocks(), str(path))
+
+
+def _xz_ratio(blocks: Iterable[bytes], name: str) -> float:
+    compressor = lzma.LZMACompressor(format=lzma.FORMAT_XZ, preset=9)
+    n_in = n_out = 0
+    for block in blocks:
+        n_in += len(block)
+        n_out += len(compressor.compress(block))
+    n_out += len(compressor.flush())
+    if n_in == 0:
+        raise DataError(f"{name} holds no text to compress.")
+    return 8 * n_out / n_in
+
+
+def xz_of(text: HeldOutText) -> float:
+    """``xz -9`` on the joined text; remembered beside prepared data, under the text's sha256."""
+    prepared = text.prepared
+    if prepared is None:
+        return _xz_ratio(text.joined(), text.name)
+    digest = prepared.files[prepared.heldout_path.name]["sha256"]
+    cache = prepared.directory / _XZ_CACHE
+    try:
+        remembered = json.loads(cache.read_text(encoding="utf-8"))
+        if remembered["sha256"] == digest and remembered["xz_bits_per_byte"] > 0:
+            return float(remembered["xz_bits_per_byte"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # never computed, or spoilt: compute it
+    value = xz_bits_per_byte(prepared.heldout_path)
+    with contextlib.suppress(OSError):  # a read-only folder costs the same second a megabyte again, nothing else
+        write_text_atomically(cache, json.dumps({"sha256": digest, "xz_bits_per_byte": value}))
+    return value
