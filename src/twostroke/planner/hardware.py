@@ -112,7 +112,7 @@ class Hardware:
         """FLOP/s of an (m, k) × (k, n) product while its operands are in cache or m is large.
 
         Measured machines: within each calibrated class (n, k), log-rate is interpolated in log m; classes are then
-        averaged with weights 1/d², d the distance in (log n, log k). Datasheets: peak times an assumed efficiency.
+        averaged with weights 1/d⁴, d the distance in (log n, log k). Datasheets: peak times an assumed efficiency.
         """
         points = [p for p in self.matmul if p.scheme == scheme]
         if not points:
@@ -130,7 +130,7 @@ class Hardware:
             log_rate = math.log(interpolate_log(sorted(line), m))
             if distance < 1e-9:
                 return math.exp(log_rate)
-            weight = 1 / distance
+            weight = 1 / distance**2
             total += weight * log_rate
             weights += weight
         return math.exp(total / weights)

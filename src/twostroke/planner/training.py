@@ -12,7 +12,6 @@ from twostroke.planner.cost import Cost, cost_of
 from twostroke.planner.flops import attention_flops_per_token, mfu, training_flops_per_token
 from twostroke.planner.hardware import ASSUMED_ATTENTION_EFFICIENCY, Hardware, interpolate_log
 from twostroke.planner.memory import (
-    FP32,
     activation_bytes_per_token_and_layer,
     checkpoint_bytes,
     gradients_bytes,
@@ -284,15 +283,26 @@ def elementwise(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, backw
 
 
 def loss_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, backward: bool) -> list[Work]:
-    """The head's product over every token and the cross-entropy of its logits (``cross_entropy_<direction>_logit_per_s``,
-    measured, or 2 passes forward and 3 backward over fp32 logits at the bandwidth)."""
+    """The head and the chunked loss, which takes the logits' gradient right after the logits.
+
+    Forward: per chunk one product, then the cross-entropy and its gradient at ``cross_entropy_<compiled|eager>_logit_per_s``
+    (measured, or a bf16 read and write of the logits at the bandwidth). Backward: per chunk two products, and an fp32 sum of
+    the weight's gradient that reads and writes V·E·(w + 8) bytes.
+    """
     head, tokens = head_product(spec), shape.tokens_per_pass
-    product = (product_backward if backward else product_forward)(head, tokens, shape.dtype, hardware)
+    rows = min(LOSS_CHUNK_TOKENS, tokens)
+    n_chunks = -(-tokens // rows)
+    w = bytes_of(shape.dtype)
+    if backward:
+        moved = n_chunks * head.weights * (2 * w + 8)
+        summing = Work.limited("head", 0.0, moved, 0.0, moved / hardware.bandwidth(moved), n_chunks * hardware.op_launch_s)
+        return [product_backward(head, rows, shape.dtype, hardware).times(n_chunks), summing]
     logits = float(tokens) * spec.vocab_size
-    moved = logits * FP32 * (3 if backward else 2)
-    measured = hardware.extras.get(f"cross_entropy_{'backward' if backward else 'forward'}_logit_per_s")
-    seconds = logits / measured if measured else moved / hardware.bandwidth(moved)
-    return [product, Work.limited("head", 0.0, moved, 0.0, seconds)]
+    moved = 2 * w * logits
+    rate = hardware.extras.get(f"cross_entropy_{'compiled' if shape.compile else 'eager'}_logit_per_s")
+    seconds = logits / rate if rate else moved / hardware.bandwidth(moved)
+    entropy = Work.limited("head", 0.0, moved, 0.0, seconds, n_chunks * hardware.op_launch_s)
+    return [product_forward(head, rows, shape.dtype, hardware).times(n_chunks), entropy]
 
 
 def embedding_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, backward: bool) -> Work:
@@ -317,14 +327,19 @@ def newton_schulz(product: Product, hardware: Hardware) -> tuple[float, float]:
     return NEWTON_SCHULZ_STEPS * 2.0 * (2 * small * small * large + small**3), NEWTON_SCHULZ_STEPS * seconds
 
 
+def optimizer_bytes_moved(n_parameters: float, dtype: str, state_bytes: float | None = None) -> float:
+    """Bytes one update moves: the gradient is read and widened to fp32 (w + 4), normed (4), clipped (8) and read (4); master
+    and state are read and written (8 a parameter, and twice ``state_bytes``, AdamW's 8·N by default); the working copy is
+    written (w)."""
+    w = bytes_of(dtype)
+    return n_parameters * (w + 20 + 8 + w) + 2 * (8.0 * n_parameters if state_bytes is None else state_bytes)
+
+
 def optimizer_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware) -> Work:
     """One update: bytes over ``adamw_bytes_per_s`` (measured) or the bandwidth, and for Muon the Newton–Schulz products.
-
-    Bytes: the gradient is read and widened to fp32 (w + 4), normed (4), clipped (8) and read (4); master and state are read
-    and written (8·N and twice the state); the working copy is written (w). About 12 FLOP a parameter for AdamW.
-    """
-    parameters, w = count_parameters(spec), bytes_of(shape.dtype)
-    moved = parameters.total * (w + 20 + 8 + w) + 2 * optimizer_bytes(parameters, shape.optimizer)
+    About 12 FLOP a parameter for AdamW."""
+    parameters = count_parameters(spec)
+    moved = optimizer_bytes_moved(parameters.total, shape.dtype, optimizer_bytes(parameters, shape.optimizer))
     memory_s = moved / (hardware.extras.get("adamw_bytes_per_s") or hardware.bandwidth(moved))
     flops, arithmetic_s, launches = 12.0 * parameters.total, 0.0, 12
     if shape.optimizer == "muon":

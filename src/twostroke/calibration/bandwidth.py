@@ -1,0 +1,44 @@
+"""Read bandwidth by working-set size: how fast all threads together walk over the same bytes again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from twostroke.calibration.timing import Clock
+from twostroke.core.profile import BandwidthPoint
+from twostroke.core.units import MIB
+
+WORKING_SETS_BYTES = tuple(n * MIB for n in (8, 32, 64, 128, 256, 512, 1024, 2048, 4096))
+
+
+def readers(memory: torch.Tensor) -> list[Callable[[], object]]:
+    """Operators that read every byte of ``memory`` (int32) once and write almost nothing. Which one is fastest depends on
+    the processor, so each is tried: none is native code of ours, and the best of them is a lower bound of the true rate."""
+    doubles, floats = memory.view(torch.float64), memory.view(torch.float32)
+    half = floats.numel() // 2
+    return [
+        memory.amax,
+        doubles.amax,
+        memory.view(torch.int64).sum,
+        lambda: torch.dot(floats[:half], floats[half : 2 * half]),
+    ]
+
+
+def measure_read_bandwidth(clock: Clock, sizes_bytes: Sequence[int]) -> tuple[BandwidthPoint, ...]:
+    """One point per size, in bytes/s: the best of all readers."""
+    points = []
+    for size in sizes_bytes:
+        # ones, not empty: pages that were never written are all the same zero page, and read from cache
+        memory = torch.ones(size // 4, dtype=torch.int32, device=clock.device)
+        best = min(clock.best_s(read, seconds=0.1, least=4) for read in readers(memory))
+        points.append(BandwidthPoint(working_set_bytes=size, bytes_per_s=size / best))
+        del memory
+    return tuple(points)
+
+
+def working_sets(ram_bytes: int, largest: int | None = None) -> list[int]:
+    """The sizes to measure: up to an eighth of memory, so that calibrating never makes a machine swap."""
+    limit = min(ram_bytes // 8, largest or WORKING_SETS_BYTES[-1])
+    return [size for size in WORKING_SETS_BYTES if size <= limit] or [WORKING_SETS_BYTES[0]]

@@ -1,0 +1,140 @@
+"""``calibrate``: one minute of measurements that turn into this machine's ``MachineProfile``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+import torch
+
+from twostroke.calibration.bandwidth import WORKING_SETS_BYTES, measure_read_bandwidth, working_sets
+from twostroke.calibration.launches import measure_launches
+from twostroke.calibration.process import measure_disk, measure_fresh_process
+from twostroke.calibration.products import CLASSES, DEEP_CLASSES, PEAK_SIDE, ROWS, measure_class, measure_peak
+from twostroke.calibration.timing import Clock
+from twostroke.calibration.transformer import BlockSize, measure_attention, measure_block, measure_loss, measure_optimizer
+from twostroke.core.errors import ConfigError
+from twostroke.core.profile import BandwidthPoint, MachineProfile, MatmulPoint, read_fingerprint
+from twostroke.core.units import MIB
+
+Progress = Callable[[float, str], None]
+"""``progress(done, note)``: the share done, 0 to 1, and a few words on what is being measured."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much to measure. The default takes about a minute on two cores; ``SMALL`` a few seconds, for tests, with numbers
+    too rough to plan by."""
+
+    effort: float = 1.0
+    rows: tuple[int, ...] = ROWS
+    classes: tuple[tuple[int, int], ...] = CLASSES
+    deep_classes: tuple[tuple[int, int], ...] = DEEP_CLASSES
+    schemes: tuple[str, ...] = ("fp32", "bf16", "w8", "w8a8")
+    peak_side: int = PEAK_SIDE
+    largest_working_set_bytes: int = WORKING_SETS_BYTES[-1]
+    attention_lengths: tuple[int, ...] = (128, 512, 2048)
+    block: BlockSize = field(default_factory=BlockSize)
+    compile: bool = True
+    disk_bytes: int = 128 * MIB
+    fresh_process: bool = True
+
+
+SMALL = Extent(
+    effort=0.02,
+    rows=(1, 16),
+    classes=((64, 64),),
+    deep_classes=((64, 128),),
+    schemes=("fp32", "bf16"),
+    peak_side=256,
+    largest_working_set_bytes=8 * MIB,
+    attention_lengths=(32,),
+    block=BlockSize(heads=1, d_ff=128, batch_size=2, sequence_length=32, vocab_size=300, chunk_rows=64),
+    compile=False,
+    disk_bytes=4 * MIB,
+    fresh_process=False,
+)
+
+
+def calibrate(progress: Progress | None = None, extent: Extent | None = None, device: str | None = None) -> MachineProfile:
+    """Measure this machine and return its profile (``core.profile.save_profile`` stores it).
+
+    Every number is the best of several runs, since other work only ever adds time; rates are for all threads that torch uses.
+    ``device`` is "cpu" or "cuda" (default: cuda where torch has it). Raises ConfigError for another.
+    """
+    extent = extent or Extent()
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"device={device!r} cannot be calibrated. Use cpu or cuda.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device='cuda' was asked for, but torch finds no CUDA device here. Use cpu.")
+    clock = Clock(device, extent.effort)
+    tell = progress or (lambda done, note: None)
+    extras: dict[str, float] = {}
+    fingerprint = read_fingerprint()
+
+    tell(0.0, "process and disk")
+    if extent.fresh_process:
+        extras.update(measure_fresh_process())
+    extras.update(measure_disk(extent.disk_bytes))
+
+    tell(0.08, "read bandwidth")
+    memory = fingerprint.ram_bytes
+    if device == "cuda":
+        memory = int(torch.cuda.get_device_properties(0).total_memory)
+        extras["device_memory_bytes"] = float(memory)
+    sizes = working_sets(memory, extent.largest_working_set_bytes)
+    bandwidth: list[BandwidthPoint] = []
+    for i, size in enumerate(sizes):
+        tell(0.08 + 0.17 * i / len(sizes), f"read bandwidth, {size // MIB} MiB")
+        bandwidth += measure_read_bandwidth(clock, [size])
+
+    tell(0.25, "launch costs")
+    op_launch_s, linear_launch_s = measure_launches(clock)
+
+    products, peaks = _measure_products(clock, extent, lambda done, note: tell(0.27 + 0.33 * done, note))
+
+    tell(0.60, "attention")
+    extras.update(measure_attention(clock, extent.attention_lengths))
+    tell(0.72, "one transformer block")
+    extras.update(measure_block(clock, extent.block, extent.compile))
+    tell(0.90, "loss")
+    extras.update(measure_loss(clock, extent.block, extent.compile))
+    tell(0.97, "optimizer")
+    extras.update(measure_optimizer(clock, extent.block))
+    extras["calibration_s"] = clock.elapsed_s
+    tell(1.0, "done")
+
+    return MachineProfile(
+        fingerprint=fingerprint,
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        device=device,
+        n_threads=torch.get_num_threads(),
+        torch_version=torch.__version__,
+        read_bandwidth=tuple(bandwidth),
+        matmul=tuple(products),
+        peak_flop_per_s=peaks,
+        op_launch_s=op_launch_s,
+        linear_launch_s=linear_launch_s,
+        disk_write_bytes_per_s=extras.pop("disk_write_bytes_per_s"),
+        extras=extras,
+    )
+
+
+@torch.inference_mode()
+def _measure_products(clock: Clock, extent: Extent, tell: Progress) -> tuple[list[MatmulPoint], dict[str, float]]:
+    points: list[MatmulPoint] = []
+    peaks: dict[str, float] = {}
+    training: Sequence[str] = ("fp32", "bf16")
+    plan = [(s, n, k) for s in extent.schemes for n, k in extent.classes]
+    plan += [(s, n, k) for s in extent.schemes if s in training for n, k in extent.deep_classes]
+    for i, (scheme, n, k) in enumerate(plan):
+        tell(0.7 * i / len(plan), f"{scheme} products, {n}×{k}")
+        points += measure_class(clock, scheme, n, k, extent.rows)
+    for i, scheme in enumerate(extent.schemes):
+        tell(0.7 + 0.3 * i / len(extent.schemes), f"{scheme} peak, {extent.peak_side}³")
+        peak = measure_peak(clock, scheme, extent.peak_side)
+        if peak is not None:
+            peaks[scheme] = peak
+    return points, peaks

@@ -1,0 +1,65 @@
+"""What a process costs before it does anything, and how fast files reach the disk."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from twostroke.core.paths import home
+from twostroke.core.units import MIB
+
+_FRESH = """
+import os, time
+begin = time.perf_counter()
+import torch
+imported = time.perf_counter() - begin
+torch.set_grad_enabled(True)
+x = torch.ones(256, 256, dtype=torch.bfloat16, requires_grad=True)
+torch.nn.functional.linear(x, x).sum().backward()
+pages = int(open("/proc/self/statm").read().split()[1])
+print(imported, pages * os.sysconf("SC_PAGE_SIZE"))
+"""
+
+
+def measure_fresh_process() -> Iterator[tuple[str, float]]:
+    """Seconds of ``import torch`` and resident bytes after a first product, both in a process of their own; nothing where
+    /proc is missing or the process fails."""
+    try:
+        done = subprocess.run([sys.executable, "-c", _FRESH], capture_output=True, text=True, timeout=60, check=True)
+        import_s, resident = done.stdout.split()
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return
+    yield "torch_import_s", float(import_s)
+    yield "baseline_rss_bytes", float(resident)
+
+
+def measure_disk(n_bytes: int = 128 * MIB) -> Iterator[tuple[str, float]]:
+    """Bytes/s of writing a file in Twostroke's home and waiting until it is on the disk (fsync), the best of two; and of
+    reading it back, which comes from the page cache as a model that was just written does."""
+    block = os.urandom(4 * MIB)
+    folder = home()
+    folder.mkdir(parents=True, exist_ok=True)
+    write_s = read_s = float("inf")
+    with tempfile.TemporaryDirectory(dir=folder, prefix="calibrate-") as temporary:
+        path = Path(temporary) / "block"
+        for _ in range(2):
+            begin = time.perf_counter()
+            with path.open("wb") as file:
+                for _ in range(max(1, n_bytes // len(block))):
+                    file.write(block)
+                file.flush()
+                os.fsync(file.fileno())
+            write_s = min(write_s, time.perf_counter() - begin)
+            begin = time.perf_counter()
+            with path.open("rb") as file:
+                while file.read(4 * MIB):
+                    pass
+            read_s = min(read_s, time.perf_counter() - begin)
+        size = path.stat().st_size
+    yield "disk_write_bytes_per_s", size / write_s
+    yield "disk_cached_read_bytes_per_s", size / read_s
