@@ -1,0 +1,237 @@
+"""What every latency and rate means. Reports print the formula beside the name, from here.
+
+Times are seconds on one monotonic clock. ``scheduled`` is when the arrival process wanted the request to start; latencies
+count from it and not from when the client found time to send, so that a server that holds the client up cannot hide the
+wait ("coordinated omission"). A chunk is one server-sent event with text in it; the first chunk of a stream that only
+names the role is none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from twostroke.core.errors import ConfigError, did_you_mean
+
+FORMULAS: dict[str, str] = {
+    "ttft_s": "time to first token = first non-empty chunk − scheduled",
+    "tpot_s": "time per output token = (E2E − TTFT) / (output tokens − 1), per request; none where output tokens ≤ 1",
+    "itl_s": "inter-token latency = gaps between consecutive non-empty chunks, pooled over all requests",
+    "e2e_s": "end to end = last non-empty chunk − scheduled",
+    "duration_s": "last chunk of any request − first scheduled",
+    "requests_per_s": "completed requests / duration",
+    "output_tok_per_s": "output tokens of completed requests / duration",
+    "total_tok_per_s": "(prompt + output tokens of completed requests) / duration",
+    "goodput_per_s": "completed requests that meet every term of the SLO / duration",
+    "peak_concurrency": "most requests between being sent and their end at one moment",
+    "send_delay_s": "sent − scheduled: waiting for the concurrency cap, or a client that cannot keep up",
+}
+
+PERCENTILES = (50.0, 90.0, 95.0, 99.0)
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """Raw times of one request, in seconds since the load began. ``error`` is a short reason, None for a completed one."""
+
+    index: int
+    scheduled_s: float
+    sent_s: float
+    chunk_times_s: tuple[float, ...]
+    ended_s: float
+    prompt_tokens: int
+    output_tokens: int
+    error: str | None = None
+    finish_reason: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+    @property
+    def ttft_s(self) -> float | None:
+        return self.chunk_times_s[0] - self.scheduled_s if self.chunk_times_s else None
+
+    @property
+    def e2e_s(self) -> float | None:
+        return self.chunk_times_s[-1] - self.scheduled_s if self.chunk_times_s else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        if self.output_tokens <= 1 or self.ttft_s is None or self.e2e_s is None:
+            return None
+        return (self.e2e_s - self.ttft_s) / (self.output_tokens - 1)
+
+    @property
+    def itl_s(self) -> list[float]:
+        return [later - earlier for earlier, later in zip(self.chunk_times_s, self.chunk_times_s[1:], strict=False)]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "index": self.index,
+            "scheduled_s": self.scheduled_s,
+            "sent_s": self.sent_s,
+            "chunk_times_s": list(self.chunk_times_s),
+            "ended_s": self.ended_s,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "finish_reason": self.finish_reason,
+            "error": self.error,
+        }
+
+
+def percentile(values: Iterable[float], percent: float) -> float:
+    """Linear interpolation between order statistics: rank (n − 1)·percent/100, as numpy's default. NaN of nothing."""
+    ordered = sorted(values)
+    if not ordered:
+        return math.nan
+    rank = (len(ordered) - 1) * percent / 100
+    low = math.floor(rank)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Mean and percentiles of one latency, in seconds, over ``n`` values."""
+
+    n: int
+    mean: float
+    median: float
+    p90: float
+    p95: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Distribution:
+        mean = sum(values) / len(values) if values else math.nan
+        return cls(len(values), mean, *(percentile(values, p) for p in PERCENTILES))
+
+    def to_dict(self) -> dict[str, float | None]:
+        names = ("n", "mean", "median", "p90", "p95", "p99")
+        return {name: None if math.isnan(getattr(self, name)) else getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class Slo:
+    """A service-level objective: upper bounds in seconds; None does not bind. An undefined TPOT meets any bound."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Slo:
+        """``ttft=0.5,tpot=0.05,e2e=10``, in seconds. Raises ConfigError."""
+        terms: dict[str, float] = {}
+        for part in filter(None, (p.strip() for p in text.split(","))):
+            name, separator, value = part.partition("=")
+            name = name.strip()
+            if name not in ("ttft", "tpot", "e2e"):
+                raise ConfigError(f"--slo term {name!r} is not known. {did_you_mean(name, ('ttft', 'tpot', 'e2e'))}")
+            try:
+                seconds = float(value)
+            except ValueError:
+                seconds = math.nan
+            if not separator or not 0 < seconds < math.inf:
+                raise ConfigError(f"--slo {part!r} must look like {name}=0.5, in seconds, above 0.")
+            terms[f"{name}_s"] = seconds
+        if not terms:
+            raise ConfigError("--slo is empty. Give terms such as ttft=0.5,tpot=0.05,e2e=10.")
+        return cls(**terms)
+
+    def met_by(self, record: RequestRecord) -> bool:
+        if not record.ok:
+            return False
+        for name in ("ttft_s", "tpot_s", "e2e_s"):
+            bound, value = getattr(self, name), getattr(record, name)
+            if bound is not None and value is not None and value > bound:
+                return False
+        return True
+
+
+@dataclass(frozen=True)
+class LoadSummary:
+    """All numbers of one load, by the names and formulas in ``FORMULAS``."""
+
+    n_requests: int
+    n_completed: int
+    failures: dict[str, int]
+    duration_s: float
+    prompt_tokens: int
+    output_tokens: int
+    ttft_s: Distribution
+    tpot_s: Distribution
+    itl_s: Distribution
+    e2e_s: Distribution
+    send_delay_s: Distribution
+    requests_per_s: float
+    output_tok_per_s: float
+    total_tok_per_s: float
+    peak_concurrency: int
+    goodput_per_s: float | None = None
+    slo_met: int | None = None
+    extras: dict[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        plain = {name: value for name, value in vars(self).items() if not isinstance(value, Distribution)}
+        plain |= {name: value.to_dict() for name, value in vars(self).items() if isinstance(value, Distribution)}
+        return plain
+
+
+def peak_concurrency(records: Iterable[RequestRecord]) -> int:
+    """Most requests open at one moment; one that ends at the instant another is sent does not overlap it."""
+    changes = sorted((time, step) for r in records for time, step in ((r.sent_s, 1), (r.ended_s, -1)))
+    most = now = 0
+    for _, step in changes:
+        now += step
+        most = max(most, now)
+    return most
+
+
+def count_failures(records: Iterable[RequestRecord]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for record in records:
+        if record.error is not None:
+            counts[record.error] = counts.get(record.error, 0) + 1
+    return counts
+
+
+def summarise(
+    records: Sequence[RequestRecord], slo: Slo | None = None, extras: Mapping[str, float] | None = None
+) -> LoadSummary:
+    """Latencies over completed requests; a failed one counts as a failure and in nothing else but concurrency.
+
+    ``duration_s`` runs from the first scheduled time to the last chunk of any request (or its end, where it had none).
+    """
+    done = [r for r in records if r.ok]
+    if records:
+        last = max(r.chunk_times_s[-1] if r.chunk_times_s else r.ended_s for r in records)
+        duration = last - min(r.scheduled_s for r in records)
+    else:
+        duration = 0.0
+    per_s = 1 / duration if duration > 0 else 0.0
+    prompt, output = sum(r.prompt_tokens for r in done), sum(r.output_tokens for r in done)
+    met = None if slo is None else sum(slo.met_by(r) for r in done)
+    return LoadSummary(
+        n_requests=len(records),
+        n_completed=len(done),
+        failures=count_failures(records),
+        duration_s=duration,
+        prompt_tokens=prompt,
+        output_tokens=output,
+        ttft_s=Distribution.of([t for r in done if (t := r.ttft_s) is not None]),
+        tpot_s=Distribution.of([t for r in done if (t := r.tpot_s) is not None]),
+        itl_s=Distribution.of([gap for r in done for gap in r.itl_s]),
+        e2e_s=Distribution.of([t for r in done if (t := r.e2e_s) is not None]),
+        send_delay_s=Distribution.of([r.sent_s - r.scheduled_s for r in records]),
+        requests_per_s=len(done) * per_s,
+        output_tok_per_s=output * per_s,
+        total_tok_per_s=(prompt + output) * per_s,
+        peak_concurrency=peak_concurrency(records),
+        goodput_per_s=None if met is None else met * per_s,
+        slo_met=met,
+        extras=dict(extras or {}),
+    )

@@ -1,0 +1,100 @@
+"""``twostroke serve``: a model over the OpenAI-compatible HTTP interface, the prediction frozen in the ledger first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from twostroke.cli.console import JSON_HELP, emit, log
+from twostroke.core.errors import ConfigError, DataError
+from twostroke.core.units import GIB, format_bytes, format_count, format_seconds
+
+app = typer.Typer()
+
+
+@app.command(name="serve")
+def serve(
+    model: Path = typer.Argument(help="Model directory, or the output of a training run."),
+    host: str = typer.Option("127.0.0.1", help="Address to listen on. Anything but loopback needs --api-key-file."),
+    port: int = typer.Option(8000, min=0, max=65535, help="Port to listen on; 0 takes a free one."),
+    api_key_file: Path | None = typer.Option(None, help="File with one accepted API key a line."),
+    without_key: bool = typer.Option(False, help="Let other machines in without a key."),
+    served_name: list[str] = typer.Option(
+        [], help="Name clients call the model by. Repeatable. Default: the directory's name."
+    ),
+    dtype: str = typer.Option("auto", help="How weights are held: auto, bf16, fp32 or int8."),
+    max_model_len: int | None = typer.Option(
+        None, min=1, help="Longest prompt and output together, in tokens. Default: the model's."
+    ),
+    kv_cache_gib: float | None = typer.Option(
+        None, min=0.0, help="Memory of the KV cache, in GiB. Default: chosen by the engine."
+    ),
+    max_concurrent: int = typer.Option(128, min=1, help="Requests queued and running; more get 429."),
+    threads: int | None = typer.Option(None, min=1, help="Threads of the engine. Default: the cores there are."),
+    grace_s: float = typer.Option(90.0, min=0.0, help="Seconds that requests in flight get to finish after SIGTERM."),
+    as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
+) -> None:
+    """Serve a model over the OpenAI-compatible HTTP interface until SIGTERM or Ctrl-C."""
+    import logging
+
+    from twostroke.core.families import read_spec
+    from twostroke.server.launch import EngineOptions, ServeSettings, bind, is_loopback, launch_engine
+
+    directory = model_directory(model)
+    read_spec(directory)  # an unusable config.json is told before anything is started
+    if api_key_file is not None and not api_key_file.is_file():
+        raise ConfigError(f"API key file {api_key_file} does not exist. It holds one key a line.")
+    if api_key_file is None and not is_loopback(host) and not without_key:
+        raise ConfigError(f"host={host} lets other machines in, and there is no --api-key-file. Give one, or --without-key.")
+    engine = EngineOptions(
+        model=str(directory),
+        dtype=dtype,
+        max_model_len=max_model_len,
+        kv_cache_bytes=None if kv_cache_gib is None else int(kv_cache_gib * GIB),
+        n_threads=threads,
+    )
+    names = tuple(served_name) or (directory.resolve().name,)
+    settings = ServeSettings(engine, names, api_key_file, max_concurrent, grace_s)
+    listener = bind(host, port)
+    # The engine needs seconds to import torch: it starts before this process imports what it needs itself.
+    child = launch_engine(engine.command())
+    try:
+        from twostroke.server.run import Started, serve_model
+
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+
+        def announce(started: Started) -> None:
+            ready = started.engine
+            document = {
+                "url": started.url,
+                "model": started.names[0],
+                "dtype": ready.dtype,
+                "startup_s": started.startup_s,
+                "load_s": ready.load_s,
+                "weights_bytes": ready.weights_bytes,
+                "kv_cache_bytes": ready.kv_cache_bytes,
+                "max_model_len": ready.max_model_len,
+                "run_id": started.run_id,
+            }
+            sizes = f"{format_bytes(ready.weights_bytes)} of weights, {format_bytes(ready.kv_cache_bytes)} of KV cache"
+            line = f"serving {started.names[0]} ({ready.dtype}, {sizes}) at {started.url}/v1"
+            emit(document, f"{line}, ready in {format_seconds(started.startup_s)}", as_json)
+
+        totals = serve_model(settings, listener, child, announce)
+    finally:
+        child.kill()
+        listener.close()
+    log("stopped after " + ", ".join(f"{format_count(value)} {name.replace('_', ' ')}" for name, value in totals.items()))
+
+
+def model_directory(path: Path) -> Path:
+    """``path``, or the ``model`` in it where it is the output of a training run. Raises DataError."""
+    for candidate in (path, path / "model"):
+        if (candidate / "config.json").is_file():
+            return candidate
+    if not path.exists():
+        raise DataError(
+            f"model {path} does not exist. Give a model directory; `twostroke import` makes one from a name or a file."
+        )
+    raise DataError(f"{path} is not a model directory: it holds no config.json.")

@@ -1,0 +1,355 @@
+"""The HTTP process's side of the engine: spawn it, watch it, restart it, and turn its frames into streams of tokens.
+
+An engine is *lost* when its process ends, its connection closes, no heartbeat has come for ``heartbeat_timeout_s``, or one
+turn of its loop takes longer than ``step_timeout_s``. Then every open stream gets an EngineLostError, the process is killed
+if it still lives, and a new one is started after a growing pause. ``ready`` is False from then until the new one has
+loaded, and also while a turn has already taken longer than ``heartbeat_timeout_s``: the engine may be only slow, but it
+answers nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from twostroke.core.errors import CapacityError, EngineError, InputError, TwostrokeError
+from twostroke.server import wire
+from twostroke.server.launch import EngineChild
+
+log = logging.getLogger("twostroke.server")
+
+HEARTBEAT_TIMEOUT_S = 6.0
+STEP_TIMEOUT_S = 120.0
+BACKOFF_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+STEADY_S = 60.0
+"""An engine that served this long before it was lost starts the back-off anew."""
+MAX_PENDING_BYTES = 2**20
+_TICK_S = 0.25
+
+
+class EngineLostError(EngineError):
+    """The engine process that held a request has ended or hangs."""
+
+
+class NotReadyError(EngineError):
+    """The engine is loading or being restarted."""
+
+
+class SlowReaderError(EngineError):
+    """Output waits for a client that does not read it."""
+
+
+class TokenStream:
+    """Tokens of one request, in order. At most ``MAX_PENDING_BYTES`` wait for a reader; beyond it the request is ended."""
+
+    def __init__(self, client: EngineClient, request_id: str) -> None:
+        self.request_id = request_id
+        self.finished = False
+        self._client = client
+        self._pending: list[wire.TokenDelta] = []
+        self._pending_bytes = 0
+        self._error: TwostrokeError | None = None
+        self._wake = asyncio.Event()
+
+    def push(self, delta: wire.TokenDelta) -> None:
+        self._pending.append(delta)
+        self._pending_bytes += 64 + 8 * len(delta.token_ids)
+        if delta.logprobs is not None:
+            self._pending_bytes += sum(64 + 24 * len(entry.top) for entry in delta.logprobs)
+        if self._pending_bytes > MAX_PENDING_BYTES and not self.finished:
+            self._pending, self._pending_bytes = [], 0
+            self.fail(SlowReaderError("the client reads more slowly than the model writes; the request was ended."))
+            self._client.abort(self.request_id)
+        self._wake.set()
+
+    def fail(self, error: TwostrokeError) -> None:
+        self._error = error
+        self.finished = True
+        self._wake.set()
+
+    async def next(self) -> list[wire.TokenDelta]:
+        """Everything that has arrived since the last call, at least one delta. Raises what ended the request early."""
+        while not self._pending and self._error is None:
+            self._wake.clear()
+            await self._wake.wait()
+        if not self._pending and self._error is not None:
+            raise self._error
+        deltas, self._pending, self._pending_bytes = self._pending, [], 0
+        return deltas
+
+    def close(self) -> None:
+        """Stop wanting tokens; a request that is not finished is aborted in the engine."""
+        if not self.finished:
+            self.finished = True
+            self._client.abort(self.request_id)
+
+
+class _Channel(asyncio.Protocol):
+    """One connection to one engine process."""
+
+    def __init__(self, on_event: Callable[[wire.Event], None]) -> None:
+        self._on_event = on_event
+        self._reader = wire.FrameReader()
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for payload in self._reader.feed(data):
+                self._on_event(wire.decode_event(payload))
+        except wire.FrameError as error:
+            self._end(f"it sent {error}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end("its connection closed")
+
+    def _end(self, reason: str) -> None:
+        if not self.lost.done():
+            self.lost.set_result(reason)
+        if self.transport is not None:
+            self.transport.close()
+
+    def send(self, command: wire.Command) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.write(wire.encode(command))
+
+
+class EngineClient:
+    """``launch`` starts an engine process; ``first`` is one that was started before this object could be made.
+
+    Call `run` in a task of its own; it returns after `close`, or raises if the first engine fails to load.
+    """
+
+    def __init__(
+        self,
+        launch: Callable[[], EngineChild],
+        first: EngineChild | None = None,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        step_timeout_s: float = STEP_TIMEOUT_S,
+    ) -> None:
+        self.info: wire.Ready | None = None
+        self.restarts = 0
+        self._launch = launch
+        self._child = first
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._step_timeout_s = step_timeout_s
+        self._channel: _Channel | None = None
+        self._loaded = asyncio.Event()
+        self._closing = asyncio.Event()
+        self._failure: wire.Failed | None = None
+        self._last_beat = 0.0
+        self._busy_s = 0.0
+        self._streams: dict[str, TokenStream] = {}
+        self._queries: dict[int, asyncio.Future[dict[str, float]]] = {}
+        self._numbers = itertools.count()
+        self._last_stats: dict[str, float] = {}
+
+    @property
+    def engine_pid(self) -> int | None:
+        return self._child.process.pid if self._child is not None else None
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request sent now would be worked on."""
+        return self._loaded.is_set() and self._busy_s < self._heartbeat_timeout_s
+
+    @property
+    def open_streams(self) -> int:
+        return len(self._streams)
+
+    # Requests.
+
+    def submit(self, prompt_ids: list[int], params: Any) -> TokenStream:
+        """Hand a request to the engine. Raises NotReadyError where there is no engine to hand it to."""
+        if not self._loaded.is_set() or self._channel is None:
+            raise NotReadyError("the engine is loading. Try again in a moment.")
+        stream = TokenStream(self, str(next(self._numbers)))
+        self._channel.send(wire.Add(stream.request_id, prompt_ids, params))
+        self._streams[stream.request_id] = stream
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        if self._streams.pop(request_id, None) is not None and self._channel is not None:
+            self._channel.send(wire.Abort(request_id))
+
+    async def stats(self, timeout_s: float = 1.0) -> dict[str, float]:
+        """The engine's counters; the last known ones where it does not answer in time."""
+        if self._channel is None or not self._loaded.is_set():
+            return self._last_stats
+        query_id = next(self._numbers)
+        answer: asyncio.Future[dict[str, float]] = asyncio.get_running_loop().create_future()
+        self._queries[query_id] = answer
+        try:
+            self._channel.send(wire.AskStats(query_id))
+            async with asyncio.timeout(timeout_s):
+                self._last_stats = await answer
+        except TimeoutError:
+            pass
+        finally:
+            self._queries.pop(query_id, None)
+        return self._last_stats
+
+    # Supervision.
+
+    async def run(self) -> None:
+        """Keep an engine running until `close`. Raises TwostrokeError where the first one cannot load its model."""
+        losses = 0
+        ever_loaded = False
+        try:
+            while not self._closing.is_set():
+                if self._child is None:
+                    self._child = self._launch()
+                started = time.monotonic()
+                reason = await self._attend(self._child)
+                was_loaded = self._loaded.is_set()
+                ever_loaded = ever_loaded or was_loaded
+                self._forget_engine(reason)
+                if self._closing.is_set():
+                    break
+                if not ever_loaded:
+                    raise self._load_error(reason)
+                losses = 1 if was_loaded and time.monotonic() - started > STEADY_S else losses + 1
+                pause = BACKOFF_S[min(losses, len(BACKOFF_S)) - 1]
+                log.error("engine lost: %s. Starting a new one in %.2g s.", reason, pause)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause):
+                        await self._closing.wait()
+                self.restarts += 1
+        finally:
+            self._forget_engine("the server is stopping")
+
+    async def wait_loaded(self) -> wire.Ready:
+        await self._loaded.wait()
+        assert self.info is not None
+        return self.info
+
+    def close(self) -> None:
+        """End the engine; open streams fail. `run` returns soon after."""
+        self._closing.set()
+        if self._channel is not None:
+            self._channel.send(wire.Shutdown())
+
+    def kill(self) -> None:
+        """End the engine's process without waiting for anything."""
+        if self._child is not None:
+            self._child.kill()
+
+    async def _attend(self, child: EngineChild) -> str:
+        """Connect to ``child`` and watch it; returns the reason why it is lost, or "closed"."""
+        self._failure = None
+        channel = await self._connect(child)
+        if channel is None:
+            return self._exit_reason(child)
+        self._channel = channel
+        self._last_beat = time.monotonic()
+        while True:
+            before = time.monotonic()
+            await asyncio.wait({channel.lost}, timeout=_TICK_S)
+            now = time.monotonic()
+            if now - before > 4 * _TICK_S:
+                self._last_beat = now  # this process itself was stopped or starved; its heartbeats lie unread
+            if channel.lost.done():
+                return await self._reason_of_loss(child, channel)
+            if self._closing.is_set() and not channel.lost.done():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(2.0):
+                        await asyncio.shield(channel.lost)
+                return "closed"
+            if now - self._last_beat > self._heartbeat_timeout_s:
+                return f"no sign of life for {now - self._last_beat:.1f} s"
+            if self._loaded.is_set() and self._busy_s > self._step_timeout_s:
+                return f"one step has taken over {self._step_timeout_s:g} s"
+
+    async def _connect(self, child: EngineChild) -> _Channel | None:
+        """A channel as soon as the child listens; None if it ends first, or the server is closing."""
+        loop = asyncio.get_running_loop()
+        while child.process.poll() is None and not self._closing.is_set():
+            try:
+                _, channel = await loop.create_unix_connection(lambda: _Channel(self._on_event), str(child.socket_path))
+                return channel
+            except (FileNotFoundError, ConnectionRefusedError):
+                await asyncio.sleep(0.02)
+        return None
+
+    async def _reason_of_loss(self, child: EngineChild, channel: _Channel) -> str:
+        for _ in range(50):  # an engine that has closed its socket ends at once; its exit code says more than the socket
+            if child.process.poll() is not None:
+                return self._exit_reason(child)
+            await asyncio.sleep(0.01)
+        return channel.lost.result()
+
+    def _exit_reason(self, child: EngineChild) -> str:
+        code = child.process.poll()
+        if code is None:
+            return "closed"
+        return f"its process was ended by signal {-code}" if code < 0 else f"its process exited with {code}"
+
+    def _load_error(self, reason: str) -> TwostrokeError:
+        failure = self._failure
+        if failure is None:
+            return EngineError(f"the engine did not start: {reason}. Its messages are above.")
+        return InputError(failure.message) if failure.kind == "input" else EngineError(failure.message)
+
+    def _forget_engine(self, reason: str) -> None:
+        """Kill what is left of the engine and fail everything that waited for it."""
+        if self._child is not None:
+            self._child.kill()
+        self._child = None
+        if self._channel is not None and self._channel.transport is not None:
+            self._channel.transport.abort()
+        self._channel = None
+        self._loaded.clear()
+        self._busy_s = 0.0
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.fail(EngineLostError("the engine was lost while it worked on this request and is starting again."))
+        for answer in self._queries.values():
+            if not answer.done():
+                answer.set_result(self._last_stats)
+        if streams:
+            log.error("%d requests failed: %s.", len(streams), reason)
+
+    def _on_event(self, event: wire.Event) -> None:
+        match event:
+            case wire.Tokens(deltas):
+                for delta in deltas:
+                    self._on_delta(delta)
+            case wire.Heartbeat(_, busy_s):
+                self._last_beat = time.monotonic()
+                self._busy_s = busy_s
+            case wire.Ready():
+                self.info = event
+                self._busy_s = 0.0
+                self._loaded.set()
+            case wire.StatsReport(query_id, values):
+                answer = self._queries.get(query_id)
+                if answer is not None and not answer.done():
+                    answer.set_result(values)
+            case wire.Failed(request_id, kind, message):
+                self._on_failed(request_id, kind, message)
+
+    def _on_delta(self, delta: wire.TokenDelta) -> None:
+        stream = self._streams.get(delta.request_id)
+        if stream is None:
+            return  # aborted; these tokens were on their way
+        if delta.finish_reason is not None:
+            stream.finished = True
+            del self._streams[delta.request_id]
+        stream.push(delta)
+
+    def _on_failed(self, request_id: str | None, kind: str, message: str) -> None:
+        if request_id is None:
+            self._failure = wire.Failed(None, kind, message)  # type: ignore[arg-type]
+            return
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            errors: dict[str, type[TwostrokeError]] = {"input": InputError, "capacity": CapacityError}
+            stream.fail(errors.get(kind, EngineError)(message))

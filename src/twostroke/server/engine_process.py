@@ -1,0 +1,329 @@
+"""The engine in a process of its own: ``python -m twostroke.server.engine_process --socket PATH --model DIR``.
+
+One thread alternates between the socket and ``EngineCore.step``: it polls without waiting while there is work and sleeps
+when there is none. A second thread sends a heartbeat once a second, so that a stopped process and a step that never ends
+look different from the other side, and ends the process when its parent has gone.
+
+What cannot kill it: a malformed or oversize frame (that connection is closed, its requests are aborted), a request the
+engine refuses (an error for that request), a reader that has gone or stalls. What ends it: a ``Shutdown``, the parent's
+death, or an exception inside a step, after which the state of every request is in doubt: the supervisor starts a new one.
+SIGINT and SIGTERM are ignored, since a terminal or a service manager sends them to the whole group while the HTTP process
+still finishes what is in flight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from twostroke.core.errors import CapacityError, InputError, TwostrokeError
+from twostroke.server import wire
+
+HEARTBEAT_S = 1.0
+MAX_UNSENT_BYTES = 8 * 2**20
+"""Above this the engine takes no further step until the reader has caught up: memory stays bounded."""
+STALL_S = 30.0
+"""A connection that reads nothing for this long, with output waiting, is closed."""
+_RECEIVE_BYTES = 256 * 2**10
+
+
+class Engine(Protocol):
+    """The part of ``twostroke.engine.core.EngineCore`` that is used here."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def add_request(self, request_id: str, prompt_ids: list[int], params: Any) -> None: ...
+
+    def abort(self, request_id: str) -> Any: ...
+
+    def step(self) -> Iterable[Any]: ...
+
+    def stats(self) -> Any: ...
+
+
+class Connection:
+    """One peer: bytes in through a frame reader, bytes out through a buffer that two threads may append to."""
+
+    def __init__(self, peer: socket.socket, number: int) -> None:
+        peer.setblocking(False)
+        self.socket = peer
+        self.number = number
+        self.open = True
+        self.requests: set[str] = set()
+        self.stalled_since: float | None = None
+        self._reader = wire.FrameReader()
+        self._unsent = bytearray()
+        self._lock = threading.Lock()
+
+    @property
+    def unsent_bytes(self) -> int:
+        return len(self._unsent)
+
+    def receive(self) -> list[wire.Command]:
+        """Commands that have arrived. Raises wire.FrameError for bytes that are none; an end of file clears ``open``."""
+        try:
+            data = self.socket.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        if not data:
+            self.open = False
+            return []
+        return [wire.decode_command(payload) for payload in self._reader.feed(data)]
+
+    def send(self, message: wire.Event) -> None:
+        """Queue ``message`` and send what the socket takes now. A dead peer clears ``open`` and raises nothing."""
+        frame = wire.encode(message)
+        with self._lock:
+            self._unsent += frame
+            self._flush()
+
+    def flush(self) -> None:
+        with self._lock:
+            self._flush()
+
+    def _flush(self) -> None:
+        while self._unsent and self.open:
+            try:
+                sent = self.socket.send(self._unsent)
+            except BlockingIOError:
+                self.stalled_since = self.stalled_since or time.monotonic()
+                return
+            except OSError:
+                self.open = False
+                return
+            del self._unsent[:sent]
+            self.stalled_since = None
+
+    def close(self) -> None:
+        self.open = False
+        with contextlib.suppress(OSError):
+            self.socket.close()
+
+
+class EngineServer:
+    """Runs one engine for the connections of one listening socket."""
+
+    def __init__(self, listener: socket.socket, parent_pid: int | None = None) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        self._parent_pid = parent_pid
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._connections: dict[int, Connection] = {}
+        self._accepted = 0
+        self._ready: wire.Ready | None = None
+        self._busy_since: float | None = time.monotonic()
+        self._stopping = False
+        self._owners: dict[str, tuple[Connection, str]] = {}
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    # The heartbeat thread.
+
+    def _beat(self) -> None:
+        while True:
+            if self._parent_pid is not None and os.getppid() != self._parent_pid:
+                os._exit(1)  # the HTTP process has gone without a word; nobody waits for this work
+            if self._ready is None:
+                self._accept()  # the loop does this itself once it runs; before, the model is being loaded there
+            since = self._busy_since
+            beat = wire.Heartbeat(self._ready is not None, 0.0 if since is None else time.monotonic() - since)
+            for connection in tuple(self._connections.values()):
+                connection.send(beat)
+            time.sleep(HEARTBEAT_S)
+
+    # The loop.
+
+    def run(self, engine: Engine, ready: wire.Ready) -> None:
+        """Serve until a ``Shutdown`` arrives. Raises what a step raises, after every open request has been told."""
+        self._engine = engine
+        self._ready = ready
+        for connection in tuple(self._connections.values()):
+            connection.send(ready)
+        try:
+            while not self._stopping:
+                congested = any(c.unsent_bytes > MAX_UNSENT_BYTES for c in self._connections.values())
+                step_now = engine.has_work and not congested
+                self._poll(wait=not step_now)
+                if step_now and engine.has_work:
+                    self._deliver(engine.step())
+        except Exception:
+            self.report_failure("engine", "the engine failed in a step and is starting again.")
+            raise
+        finally:
+            for connection in self._connections.values():
+                connection.flush()
+
+    def report_failure(self, kind: Any, message: str) -> None:
+        """Tell every connection that the engine is about to end, with as much as the sockets take."""
+        deadline = time.monotonic() + 2.0
+        while not self._connections and time.monotonic() < deadline:
+            self._accept()  # a model that fails at once may be faster than the parent's connection
+            time.sleep(0.01)
+        for connection in tuple(self._connections.values()):
+            connection.send(wire.Failed(None, kind, message))
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            peer, _ = self._listener.accept()
+            self._accepted += 1
+            connection = Connection(peer, self._accepted)
+            self._connections[connection.number] = connection
+            self._selector.register(peer, selectors.EVENT_READ, connection)
+            if self._ready is not None:
+                connection.send(self._ready)
+
+    def _poll(self, wait: bool) -> None:
+        for connection in tuple(self._connections.values()):
+            self._watch(connection)
+        if wait:
+            self._busy_since = None
+        # A bounded sleep: the heartbeat thread may have found a peer dead or filled its buffer meanwhile.
+        events = self._selector.select(1.0 if wait else 0)
+        self._busy_since = time.monotonic()
+        for key, mask in events:
+            if key.data is None:
+                self._accept()
+                continue
+            if mask & selectors.EVENT_WRITE:
+                key.data.flush()
+            if mask & selectors.EVENT_READ:
+                self._read(key.data)
+        for connection in tuple(self._connections.values()):
+            stalled = connection.stalled_since
+            if not connection.open or (stalled is not None and time.monotonic() - stalled > STALL_S):
+                self._drop(connection)
+
+    def _watch(self, connection: Connection) -> None:
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent_bytes else 0)
+        if self._selector.get_key(connection.socket).events != wanted:
+            self._selector.modify(connection.socket, wanted, connection)
+
+    def _read(self, connection: Connection) -> None:
+        try:
+            commands = connection.receive()
+        except wire.FrameError as error:
+            connection.send(wire.Failed(None, "input", str(error)))
+            self._drop(connection)
+            return
+        for command in commands:
+            self._handle(connection, command)
+
+    def _drop(self, connection: Connection) -> None:
+        self._connections.pop(connection.number, None)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(connection.socket)
+        for key in connection.requests:
+            self._owners.pop(key, None)
+            self._engine.abort(key)
+        connection.close()
+
+    def _handle(self, connection: Connection, command: wire.Command) -> None:
+        match command:
+            case wire.Add():
+                self._add(connection, command)
+            case wire.Abort(request_id):
+                key = f"{connection.number}:{request_id}"
+                if self._owners.pop(key, None) is not None:
+                    connection.requests.discard(key)
+                    self._engine.abort(key)
+            case wire.AskStats(query_id):
+                connection.send(wire.StatsReport(query_id, stats_values(self._engine.stats())))
+            case wire.Shutdown():
+                self._stopping = True
+
+    def _add(self, connection: Connection, command: wire.Add) -> None:
+        key = f"{connection.number}:{command.request_id}"  # two connections may use the same id
+        try:
+            if key in self._owners:
+                raise InputError(f"request id {command.request_id!r} is in use.")
+            self._engine.add_request(key, command.prompt_ids, command.params)
+        except CapacityError as error:
+            connection.send(wire.Failed(command.request_id, "capacity", str(error)))
+        except TwostrokeError as error:
+            connection.send(wire.Failed(command.request_id, "input", str(error)))
+        else:
+            connection.requests.add(key)
+            self._owners[key] = (connection, command.request_id)
+
+    def _deliver(self, events: Iterable[Any]) -> None:
+        outbox: dict[int, list[wire.TokenDelta]] = {}
+        for event in events:
+            owner = self._owners.get(event.request_id)
+            if owner is None:
+                continue  # aborted a moment ago
+            connection, request_id = owner
+            delta = wire.TokenDelta(request_id, list(event.token_ids), wire_logprobs(event), event.finish_reason)
+            outbox.setdefault(connection.number, []).append(delta)
+            if event.finish_reason is not None:
+                del self._owners[event.request_id]
+                connection.requests.discard(event.request_id)
+        for number, deltas in outbox.items():
+            self._connections[number].send(wire.Tokens(deltas))
+
+
+def wire_logprobs(event: Any) -> list[wire.TokenLogprobs] | None:
+    """The engine's log-probabilities in the form they travel in."""
+    if event.logprobs is None:
+        return None
+    return [wire.TokenLogprobs(entry.logprob, list(entry.top)) for entry in event.logprobs]
+
+
+def stats_values(stats: Any) -> dict[str, float]:
+    """The numbers of ``EngineStats``, by field name."""
+    return {name: float(value) for name, value in vars(stats).items() if isinstance(value, int | float)}
+
+
+def listen(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    os.chmod(path, 0o600)
+    listener.listen(8)
+    return listener
+
+
+def die_with_parent(parent_pid: int | None) -> None:
+    """Have the kernel kill this process when its parent ends (Linux; elsewhere the heartbeat thread notices)."""
+    if parent_pid is None:
+        return
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent_pid:
+        sys.exit(1)  # it died before the call above
+
+
+def serve_engine(socket_path: Path, parent_pid: int | None, load: Callable[[], tuple[Engine, wire.Ready]]) -> int:
+    """Listen at once, load, serve; the exit code. ``load`` runs while heartbeats already say that it is loading."""
+    die_with_parent(parent_pid)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    server = EngineServer(listen(socket_path), parent_pid)
+    try:
+        engine, ready = load()
+    except TwostrokeError as error:
+        server.report_failure("input" if isinstance(error, InputError) else "engine", str(error))
+        return error.exit_code
+    except Exception as error:
+        traceback.print_exc()
+        server.report_failure("engine", f"the model could not be loaded ({type(error).__name__}).")
+        return 1
+    try:
+        server.run(engine, ready)
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0

@@ -1,0 +1,134 @@
+"""What a server does before anything slow is imported: take its port, start the engine process. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from twostroke.core.errors import EngineError, TwostrokeError
+
+_MAX_SOCKET_PATH = 107  # bytes of sockaddr_un.sun_path on Linux, less the closing zero
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What the engine process is told. ``kv_cache_bytes`` and ``max_model_len`` None: the engine decides."""
+
+    model: str
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    kv_cache_bytes: int | None = None
+    max_running: int | None = None
+    token_budget: int | None = None
+    n_threads: int | None = None
+
+    def command(self) -> list[str]:
+        """The command line, to which `launch_engine` adds the socket and the parent."""
+        # -P: never import a module that happens to lie in the working directory.
+        words = [sys.executable, "-P", "-m", "twostroke.server.engine_process", "--model", self.model, "--dtype", self.dtype]
+        for name in ("max_model_len", "kv_cache_bytes", "max_running", "token_budget", "n_threads"):
+            value = getattr(self, name)
+            if value is not None:
+                words += [f"--{name.replace('_', '-')}", str(value)]
+        return words
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """One server: the engine's options, and what the HTTP side adds. ``names`` are what clients call the model by."""
+
+    engine: EngineOptions
+    names: tuple[str, ...]
+    api_key_file: Path | None = None
+    max_concurrent: int = 128
+    grace_s: float = 90.0
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.engine.model)
+
+
+@dataclass(frozen=True)
+class EngineChild:
+    """A running engine process and the private directory its socket lies in."""
+
+    process: subprocess.Popen[bytes]
+    directory: Path
+
+    @property
+    def socket_path(self) -> Path:
+        return self.directory / "engine.sock"
+
+    def kill(self) -> None:
+        """End it at once, stopped or not, and remove its socket."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def launch_engine(command: Sequence[str]) -> EngineChild:
+    """Start ``command`` with ``--socket`` and ``--parent-pid``; returns at once, long before the model is loaded."""
+    directory = Path(tempfile.mkdtemp(prefix="twostroke-"))  # mode 0700: only this user reaches the socket
+    path = directory / "engine.sock"
+    if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
+        directory.rmdir()
+        raise EngineError(f"socket path {path} is over {_MAX_SOCKET_PATH} bytes. Set TMPDIR to a shorter directory.")
+    words = [*command, "--socket", str(path), "--parent-pid", str(os.getpid())]
+    try:
+        # Its output joins our stderr: stdout belongs to the command's own result.
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=2)
+    except OSError as error:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise EngineError(f"the engine process could not be started: {error.strerror}.") from None
+    return EngineChild(process, directory)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to ``host:port`` (port 0: any free one), not yet listening. Raises TwostrokeError with a sentence."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError:
+        raise TwostrokeError(f"host={host!r} is not an address of this machine.") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        raise TwostrokeError(
+            f"port {port} on {host} cannot be used: {reason}. Give another --port, or 0 for a free one."
+        ) from None
+    return listener
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def process_age_s() -> float:
+    """Seconds since this process was created, by the kernel's account where there is one: imports before this count too."""
+    try:
+        with open("/proc/self/stat", encoding="utf-8") as file:
+            started_ticks = int(file.read().rpartition(")")[2].split()[19])  # field 22: starttime, in ticks since boot
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return time.process_time()

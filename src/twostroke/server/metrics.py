@@ -1,0 +1,57 @@
+"""What ``/metrics`` shows, in Prometheus' text format. Latencies are measured in this process: from the moment a request's
+headers are read to the moment its tokens are ready to be written."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+
+ENGINE_GAUGES: dict[str, tuple[str, str]] = {
+    "running": ("twostroke_requests_running", "Requests that hold KV pages."),
+    "waiting": ("twostroke_requests_waiting", "Requests queued in the engine."),
+    "pages_used": ("twostroke_kv_pages_used", "KV pages held by running requests."),
+    "pages_total": ("twostroke_kv_pages", "KV pages there are."),
+    "prefix_hit_tokens": ("twostroke_prefix_hit_tokens", "Prompt tokens found in the KV cache since the engine started."),
+    "preemptions": ("twostroke_preemptions", "Requests put back into the queue for lack of pages since the engine started."),
+}
+"""Fields of ``EngineStats`` that are shown, with metric name and meaning."""
+
+
+class Metrics:
+    """Its own registry, so that two servers in one process (as in tests) do not share counts."""
+
+    content_type = "text/plain; version=0.0.4; charset=utf-8"
+
+    def __init__(self) -> None:
+        r = self._registry = CollectorRegistry(auto_describe=True)
+        self.responses = Counter("twostroke_http_responses", "Responses by route and status.", ["route", "status"], registry=r)
+        self.finished = Counter("twostroke_requests_finished", "Completions by how they ended.", ["reason"], registry=r)
+        self.prompt_tokens = Counter("twostroke_prompt_tokens", "Prompt tokens of accepted requests.", registry=r)
+        self.output_tokens = Counter("twostroke_output_tokens", "Tokens generated.", registry=r)
+        self.ttft = Histogram("twostroke_ttft_seconds", "Request read to first token.", buckets=_SECONDS, registry=r)
+        self.tpot = Histogram(
+            "twostroke_tpot_seconds", "(E2E - TTFT) / (output tokens - 1).", buckets=_TOKEN_SECONDS, registry=r
+        )
+        self.e2e = Histogram("twostroke_e2e_seconds", "Request read to last token.", buckets=_SECONDS, registry=r)
+        self.active = Gauge("twostroke_http_requests_active", "Prompts admitted and not yet answered.", registry=r)
+        self.ready = Gauge("twostroke_ready", "1 while the engine answers.", registry=r)
+        self.restarts = Gauge("twostroke_engine_restarts", "Times the engine was started anew.", registry=r)
+        self._engine = {field: Gauge(name, text, registry=r) for field, (name, text) in ENGINE_GAUGES.items()}
+
+    def observe(self, started_s: float, first_s: float | None, ended_s: float, n_output: int) -> None:
+        """One finished request: times on one monotonic clock."""
+        self.output_tokens.inc(n_output)
+        if first_s is None:
+            return
+        self.ttft.observe(first_s - started_s)
+        self.e2e.observe(ended_s - started_s)
+        if n_output > 1:
+            self.tpot.observe((ended_s - first_s) / (n_output - 1))
+
+    def render(self, engine: dict[str, float]) -> bytes:
+        for field, gauge in self._engine.items():
+            if field in engine:
+                gauge.set(engine[field])
+        return generate_latest(self._registry)

@@ -1,0 +1,339 @@
+"""Requests and responses of OpenAI's completions and chat completions, as msgspec structs.
+
+Strict on the way in: a field that is not known, or that is known and asks for something this server does not do, is a 400
+naming it. Nothing is silently dropped. Fields that OpenAI clients send with a value that changes nothing (``n=1``,
+``logit_bias={}``, ``user``) are accepted with that value; ``NEUTRAL`` and ``BOOKKEEPING`` list them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from twostroke.core.errors import InputError, did_you_mean
+from twostroke.scheduling.sampling_params import SamplingParams
+from twostroke.server.errors import ApiError, bad_request
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "store": (False,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""Known fields that this server does not act on, with the values (besides null) under which acting on them changes nothing."""
+
+COMPLETION_ONLY = frozenset({"best_of", "echo", "suffix"})
+BOOKKEEPING = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
+"""Labels for OpenAI's own records; they never change an output."""
+
+MAX_STOP = 4
+MAX_COMPLETION_LOGPROBS = 5
+MAX_PROMPTS = 64
+DEFAULT_MAX_TOKENS = 16
+
+Whole = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class CommonRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What both endpoints share. ``top_k``, ``min_p``, ``min_tokens``, ``stop_token_ids`` and ``ignore_eos`` are our additions,
+    under the names that other servers use."""
+
+    model: str
+    max_tokens: Positive | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Whole | None = None
+    min_p: Share | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Whole] | None = None
+    min_tokens: Whole | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+        """The engine's parameters. Raises ApiError 400 naming the field that cannot be used."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if len(stop) > MAX_STOP:
+            raise bad_request(f"stop has {len(stop)} strings; at most {MAX_STOP} are allowed.", "stop")
+        try:
+            return SamplingParams(
+                temperature=1.0 if self.temperature is None else self.temperature,
+                top_k=self.top_k or 0,
+                top_p=1.0 if self.top_p is None else self.top_p,
+                min_p=self.min_p or 0.0,
+                seed=self.seed,
+                max_tokens=max_tokens,
+                min_tokens=self.min_tokens or 0,
+                stop=stop,
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                ignore_eos=bool(self.ignore_eos),
+                logprobs=logprobs,
+            )
+        except InputError as error:
+            # The sentence starts with the field: "min_tokens=9 must be ..." or "stop has 5 strings ...".
+            field = re.match(r"\w+", str(error))
+            raise bad_request(str(error), field.group() if field else None) from None
+
+
+class CompletionRequest(CommonRequest, kw_only=True):
+    """``POST /v1/completions``. ``prompt``: a text, a list of texts, token ids, or a list of token id lists."""
+
+    prompt: str | list[Any]
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
+
+
+class TextPart(Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Struct, forbid_unknown_fields=True):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """What a chat template reads: text parts joined; "developer" is the newer name of "system"."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return message if self.name is None else message | {"name": self.name}
+
+
+class ChatRequest(CommonRequest, kw_only=True):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)]
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    request: CompletionRequest = _parse(body, CompletionRequest, frozenset())
+    return request
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    request: ChatRequest = _parse(body, ChatRequest, COMPLETION_ONLY)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise bad_request("top_logprobs needs logprobs=true.", "top_logprobs")
+    if None not in (request.max_tokens, request.max_completion_tokens) and request.max_tokens != request.max_completion_tokens:
+        raise bad_request("max_tokens and max_completion_tokens differ. Give one of them.", "max_completion_tokens")
+    return request
+
+
+def _parse(body: bytes, kind: Any, unknown_here: frozenset[str]) -> Any:
+    try:
+        table = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        detail = str(error) if isinstance(error, msgspec.DecodeError) else "it is nested too deeply or is not UTF-8"
+        raise bad_request(f"the request body is not valid JSON: {detail}.", code="invalid_json") from None
+    if not isinstance(table, dict):
+        raise bad_request("the request body must be a JSON object.", code="invalid_json")
+    known = frozenset(kind.__struct_fields__)
+    for name in tuple(table):
+        if name in known:
+            continue
+        if name in BOOKKEEPING:
+            if not isinstance(table[name], str | dict | None):
+                raise bad_request(f"{name} must be text or an object.", name)
+        elif name in NEUTRAL and name not in unknown_here:
+            _require_neutral(name, table[name])
+        else:
+            candidates = known | (NEUTRAL.keys() - unknown_here) | BOOKKEEPING
+            raise bad_request(
+                f"{_shown(name)} is not a known field. {_nearest(name, candidates)}".strip(), name[:64], "unknown_field"
+            )
+        del table[name]
+    if kind is CompletionRequest and table.get("prompt", 0) is None:
+        raise bad_request("prompt must be given.", "prompt")
+    try:
+        return msgspec.convert(table, kind)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error)) from None
+
+
+def _require_neutral(name: str, value: Any) -> None:
+    if value is None or any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in NEUTRAL[name]):
+        return
+    allowed = " or ".join(msgspec.json.encode(v).decode() for v in NEUTRAL[name]) or "null"
+    raise bad_request(f"{name}={_shown(value)} is not supported by this server; only {allowed} is.", name, "unsupported_value")
+
+
+def _nearest(name: str, known: frozenset[str]) -> str:
+    hint = did_you_mean(name, known)
+    return hint if hint.startswith("Did") else ""
+
+
+def _shown(value: Any) -> str:
+    """A value as JSON, cut short: error messages must not carry a prompt back, nor grow with the request."""
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode(errors="replace")
+    return text if len(text) <= 40 else f"{text[:40]}…"
+
+
+_WHERE = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
+
+
+def _field_error(sentence: str) -> ApiError:
+    """msgspec's ``Expected `int`, got `str` - at `$.max_tokens` `` as a 400 that names the field."""
+    match = _WHERE.match(sentence)
+    what, path = (match["what"], match["path"]) if match else (sentence, None)
+    what = what.replace("`", "")
+    if missing := re.match(r"Object missing required field (\S+)", what):
+        path = f"{path}.{missing[1]}" if path else missing[1]
+        return bad_request(f"{path} is missing.", path, "missing_field")
+    if unknown := re.match(r"Object contains unknown field (\S+)", what):
+        path = f"{path}.{unknown[1]}" if path else unknown[1]
+        return bad_request(f"{path} is not a known field.", path, "unknown_field")
+    name = path or "the request"
+    return bad_request(f"{name} is not valid: {what[:1].lower()}{what[1:]}.", path, "invalid_value")
+
+
+def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
+    """The prompts of one request, each a text or token ids. Raises ApiError 400."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise bad_request("prompt is an empty list.", "prompt")
+    if _are_ids(prompt):
+        return [prompt]
+    if len(prompt) > MAX_PROMPTS:
+        raise bad_request(f"prompt holds {len(prompt)} prompts; at most {MAX_PROMPTS} may share a request.", "prompt")
+    if all(isinstance(item, str) for item in prompt):
+        return prompt
+    if all(isinstance(item, list) and item and _are_ids(item) for item in prompt):
+        return prompt
+    raise bad_request("prompt must be a text, a list of texts, a list of token ids, or a list of token id lists.", "prompt")
+
+
+def _are_ids(items: list[Any]) -> bool:
+    return all(isinstance(item, int) and not isinstance(item, bool) for item in items)
+
+
+# Responses.
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class CompletionLogprobs(Struct):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class Completion(Struct):
+    """Also the chunk of a stream: OpenAI gives both the same shape."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    object: str = "text_completion"
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class TopLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class ChatMessage(Struct):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Struct):
+    index: int
+    message: ChatMessage
+    finish_reason: str | None
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatCompletion(Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: str = "chat.completion"
+
+
+class ChatDelta(Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatChunk(Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    object: str = "chat.completion.chunk"
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET

@@ -1,0 +1,146 @@
+"""One server from start to end: HTTP in this process under uvicorn, the engine in its child, and a graceful stop.
+
+The port is taken and answers ``/health`` while the model still loads; requests then get 503 with ``Retry-After``. On SIGTERM
+or SIGINT nothing new is accepted, what is in flight is finished (for at most ``grace_s``), and the exit code is 0. A second
+signal ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+
+from twostroke.core.families import read_spec
+from twostroke.server import wire
+from twostroke.server.admission import Admission, ApiKeys
+from twostroke.server.engine_client import EngineClient
+from twostroke.server.http import make_app
+from twostroke.server.launch import EngineChild, ServeSettings, launch_engine, process_age_s
+from twostroke.server.record import ServeRecord
+from twostroke.server.service import Service
+from twostroke.server.text import ModelText
+
+
+@dataclass(frozen=True)
+class Started:
+    """What is known once the first request can be answered. ``startup_s`` counts from the creation of this process."""
+
+    url: str
+    names: tuple[str, ...]
+    engine: wire.Ready
+    startup_s: float
+    run_id: str | None
+
+
+def serve_model(
+    settings: ServeSettings, listener: socket.socket, child: EngineChild, on_ready: Callable[[Started], None]
+) -> dict[str, float]:
+    """Serve on a bound socket with an engine that was launched a moment ago, until a signal; what was served in all.
+
+    Raises InputError for a model or key file that cannot be used, and EngineError where the engine does not start.
+    """
+    keys = None if settings.api_key_file is None else ApiKeys.read(settings.api_key_file)
+    text = ModelText(settings.directory)
+    spec = read_spec(settings.directory)
+    record = ServeRecord(settings.directory, settings.engine)
+
+    def ready(engine: wire.Ready) -> None:
+        startup_s = process_age_s()
+        on_ready(Started(url_of(listener_address), settings.names, engine, startup_s, record.run_id))
+        record.started(engine, startup_s)
+
+    async def run() -> dict[str, float]:
+        client = EngineClient(lambda: launch_engine(settings.engine.command()), first=child)
+        service = Service(client, text, spec, settings.names, Admission(settings.max_concurrent), keys)
+        await run_server(service, listener, settings.grace_s, ready)
+        return service.totals
+
+    listener_address = listener.getsockname()
+    totals = asyncio.run(run())
+    record.stopped(totals)
+    return totals
+
+
+def url_of(address: tuple[Any, ...]) -> str:
+    host, port = address[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handling, which ends by raising the signal again: a graceful stop exits 0 here."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def run_server(
+    service: Service,
+    listener: socket.socket,
+    grace_s: float = 90.0,
+    on_ready: Callable[[wire.Ready], None] | None = None,
+) -> None:
+    """Serve until a signal. Raises TwostrokeError where the model cannot be loaded."""
+    config = uvicorn.Config(
+        make_app(service),
+        http="h11",
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        access_log=False,  # its lines hold query strings
+        server_header=False,
+        backlog=2048,
+        timeout_keep_alive=5,
+        timeout_graceful_shutdown=None,  # the grace is kept below, where it can be told from a forced end
+    )
+    server = _Uvicorn(config)
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        if service.draining:
+            server.force_exit = True
+        service.draining = True
+        server.should_exit = True
+        loop.call_later(grace_s, setattr, server, "force_exit", True)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    engine = asyncio.create_task(service.client.run())
+    http = asyncio.create_task(server.serve(sockets=[listener]))
+    loaded = asyncio.create_task(service.client.wait_loaded())
+    try:
+        await asyncio.wait({engine, http, loaded}, return_when=asyncio.FIRST_COMPLETED)
+        while not server.started and not http.done():
+            await asyncio.sleep(0.01)
+        if loaded.done() and on_ready is not None:
+            on_ready(loaded.result())
+        await asyncio.wait({engine, http}, return_when=asyncio.FIRST_COMPLETED)
+        if engine.done() and not http.done():
+            server.should_exit = server.force_exit = True
+        await http
+        await _end_tasks(server)
+    finally:
+        loaded.cancel()
+        service.client.close()
+        try:
+            await engine
+        finally:
+            service.client.kill()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+
+async def _end_tasks(server: uvicorn.Server) -> None:
+    """Cancel requests that outlived the grace, so that each closes its connection and leaves the engine."""
+    tasks = [task for task in server.server_state.tasks if not task.done()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

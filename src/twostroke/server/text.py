@@ -1,0 +1,117 @@
+"""The text side of a served model: tokenizer, chat template, and what one token looks like. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from twostroke.core.errors import CorruptFileError, InputError
+from twostroke.data.chat import render_chat
+from twostroke.data.tokenizer import load_tokenizer
+from twostroke.server.errors import bad_request
+
+LONG_TEXT = 20_000
+"""Characters above which a text is tokenised in a thread (the tokenizers library lets go of the interpreter meanwhile)."""
+MAX_CONFIG_BYTES = 16 * 2**20
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class ModelText:
+    """Raises DataError, InputError or CorruptFileError where a file of the model directory is missing or unreadable."""
+
+    def __init__(self, directory: Path) -> None:
+        self.tokenizer = load_tokenizer(directory)
+        self.vocab_size: int = self.tokenizer.get_vocab_size()
+        self._template, self._template_variables = _read_chat_template(directory)
+        self._byte_level = '"ByteLevel"' in json.dumps(json.loads(self.tokenizer.to_str()).get("decoder"))
+        self._special = {id for id, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
+
+    async def encode(self, text: str, param: str, special: bool) -> list[int]:
+        """Token ids, with what the tokenizer itself puts in front and behind where ``special``. Raises ApiError 400."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise bad_request(f"{param} holds half of a surrogate pair, which is no character.", param) from None
+        if len(text) > LONG_TEXT:
+            ids = await asyncio.to_thread(self._encode, text, special)
+        else:
+            ids = self._encode(text, special)
+        if not ids:
+            raise bad_request(f"{param} is empty: it has no token to continue from.", param)
+        return ids
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Messages through the model's template, which writes its own special tokens. Raises ApiError 400."""
+        try:
+            text = render_chat(self._template, messages, add_generation_prompt=True, **self._template_variables)
+        except InputError as error:
+            raise bad_request(str(error), "messages") from None
+        return await self.encode(text, "messages", special=self._template is None)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that this token stands for in a text; a special token stands for its own name."""
+        token = self.tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._special:
+            return str(token).encode()
+        if self._byte_level:
+            return bytes(_BYTE_OF_CHARACTER[c] for c in token if c in _BYTE_OF_CHARACTER)
+        if match := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(match[1], 16)])
+        return str(token).replace("▁", " ").encode()
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Inverse of GPT-2's printable alphabet for bytes (``bytes_to_unicode`` in openai/gpt-2's encoder.py)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    table = {chr(b): b for b in printable}
+    others = [b for b in range(256) if b not in set(printable)]
+    return table | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()
+
+
+def _read_chat_template(directory: Path) -> tuple[str | None, dict[str, Any]]:
+    """The template (``chat_template.jinja``, else ``tokenizer_config.json``) and the special tokens it may name."""
+    variables: dict[str, Any] = {}
+    template: str | None = None
+    config_file, template_file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+    if config_file.is_file():
+        try:
+            config = json.loads(_read_text(config_file))
+        except (ValueError, RecursionError) as error:
+            raise CorruptFileError(f"{config_file} is not valid JSON: {error}.") from None
+        if not isinstance(config, dict):
+            raise CorruptFileError(f"{config_file} must hold a JSON object.")
+        for name in _SPECIAL_TOKENS:
+            token = config.get(name)
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                variables[name] = token
+        found = config.get("chat_template")
+        if isinstance(found, list):  # several named templates: "default" is the one for plain chats
+            named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+            found = named.get("default")
+        template = found if isinstance(found, str) else None
+    if template_file.is_file():
+        template = _read_text(template_file)
+    return template, variables
+
+
+def _read_text(file: Path) -> str:
+    if file.stat().st_size > MAX_CONFIG_BYTES:
+        raise CorruptFileError(f"{file} is over {MAX_CONFIG_BYTES} bytes.")
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CorruptFileError(f"{file} cannot be read as UTF-8 text ({type(error).__name__}).") from None

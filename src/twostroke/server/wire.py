@@ -1,0 +1,163 @@
+"""What the HTTP process and the engine process say to each other, and how it is framed.
+
+A frame is four bytes of length (big-endian) and that many bytes of msgpack. Messages are tagged structs, decoded into
+declared types only: no pickle, no code, nothing that a byte stream could make a process run. Both directions have a
+size limit, checked before the payload is read.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
+
+from twostroke.core.errors import EngineError
+from twostroke.scheduling.sampling_params import SamplingParams
+
+MAX_FRAME_BYTES = 16 * 2**20
+"""Above a 2 MB request body whatever its token ids, and above one step's tokens of a thousand requests with logprobs."""
+
+_LENGTH = struct.Struct(">I")
+
+
+class FrameError(EngineError):
+    """The bytes on the socket are not a frame of a known message; the connection that sent them is closed."""
+
+
+# HTTP process → engine.
+
+
+class Add(msgspec.Struct, tag="add", forbid_unknown_fields=True):
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+
+
+class Abort(msgspec.Struct, tag="abort", forbid_unknown_fields=True):
+    request_id: str
+
+
+class AskStats(msgspec.Struct, tag="stats", forbid_unknown_fields=True):
+    query_id: int
+
+
+class Shutdown(msgspec.Struct, tag="shutdown", forbid_unknown_fields=True):
+    pass
+
+
+Command = Add | Abort | AskStats | Shutdown
+
+
+# Engine → HTTP process.
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Log-probability (natural logarithm) of the token that was taken, and the most probable ones, best first."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class TokenDelta(msgspec.Struct, array_like=True):
+    """New tokens of one request; ``finish_reason`` is set in its last delta ("stop", "length" or "abort")."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+
+
+class Ready(msgspec.Struct, tag="ready", forbid_unknown_fields=True):
+    """The model is loaded; sent once to every connection."""
+
+    dtype: str
+    max_model_len: int
+    kv_pages: int
+    page_tokens: int
+    weights_bytes: int
+    kv_cache_bytes: int
+    load_s: float
+
+
+class Tokens(msgspec.Struct, tag="tokens"):
+    """All new tokens of one engine step that belong to this connection."""
+
+    deltas: list[TokenDelta]
+
+
+class Failed(msgspec.Struct, tag="error", forbid_unknown_fields=True):
+    """``request_id`` None: the engine itself failed and is about to exit. ``kind`` "input" is the caller's fault."""
+
+    request_id: str | None
+    kind: Literal["input", "capacity", "engine"]
+    message: str
+
+
+class StatsReport(msgspec.Struct, tag="stats", forbid_unknown_fields=True):
+    query_id: int
+    values: dict[str, float]
+
+
+class Heartbeat(msgspec.Struct, tag="heartbeat", forbid_unknown_fields=True):
+    """Sent once a second by a thread of its own. ``busy_s``: how long the engine's loop has been inside its present turn."""
+
+    loaded: bool
+    busy_s: float
+
+
+Event = Ready | Tokens | Failed | StatsReport | Heartbeat
+
+_ENCODER = msgspec.msgpack.Encoder()
+_COMMANDS = msgspec.msgpack.Decoder(Command)
+_EVENTS = msgspec.msgpack.Decoder(Event)
+
+
+def encode(message: Command | Event) -> bytes:
+    """One frame. Raises FrameError where the message is larger than a frame may be."""
+    payload = _ENCODER.encode(message)
+    if len(payload) > MAX_FRAME_BYTES:
+        raise FrameError(f"a {type(message).__name__} message of {len(payload)} bytes is over the limit of {MAX_FRAME_BYTES}.")
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def decode_command(payload: bytes) -> Command:
+    return _decode(_COMMANDS, payload)
+
+
+def decode_event(payload: bytes) -> Event:
+    return _decode(_EVENTS, payload)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], payload: bytes) -> Any:
+    try:
+        return decoder.decode(payload)
+    except Exception as error:  # msgspec's own errors, and whatever a field's own validation raises
+        raise FrameError(f"a frame of {len(payload)} bytes holds no known message: {type(error).__name__}.") from None
+
+
+class FrameReader:
+    """Cuts a byte stream into payloads. Holds at most one incomplete frame plus what was last fed."""
+
+    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._buffer = bytearray()
+        self._max_bytes = max_bytes
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Payloads completed by ``data``. Raises FrameError at a length over the limit; the stream is lost then."""
+        self._buffer += data
+        start = 0
+        try:
+            while len(self._buffer) - start >= _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(self._buffer, start)
+                if length > self._max_bytes:
+                    raise FrameError(f"a frame announces {length} bytes; the limit is {self._max_bytes}.")
+                end = start + _LENGTH.size + length
+                if len(self._buffer) < end:
+                    break
+                payload = bytes(self._buffer[start + _LENGTH.size : end])
+                start = end
+                yield payload
+        finally:
+            del self._buffer[:start]

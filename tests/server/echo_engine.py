@@ -1,0 +1,134 @@
+"""An engine process whose engine is a few lines: each output token is the one before it plus one. No model, no torch.
+
+Run as a program, it takes the arguments of the real one. Some prompts make it misbehave, by their first token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from twostroke.core.errors import CapacityError, InputError
+from twostroke.server import wire
+from twostroke.server.engine_process import serve_engine
+
+VOCAB = 300
+PAGE_TOKENS = 4
+
+REFUSE, TOO_LARGE, FAIL_IN_STEP, HANG_IN_STEP, EXIT, STOP_PROCESS, SLOW = range(VOCAB - 7, VOCAB)
+
+
+@dataclass
+class Event:
+    request_id: str
+    token_ids: list[int]
+    logprobs: Any = None
+    finish_reason: str | None = None
+
+
+@dataclass
+class Logprob:
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass
+class Stats:
+    running: int
+    pages_used: int
+    pages_total: int
+    steps: int
+    label: str = "not a number"
+
+
+@dataclass
+class Running:
+    tokens: list[int]
+    params: Any
+    n_output: int = 0
+
+
+@dataclass
+class EchoEngine:
+    requests: dict[str, Running] = field(default_factory=dict)
+    steps: int = 0
+    step_s: float = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def add_request(self, request_id: str, prompt_ids: list[int], params: Any) -> None:
+        if prompt_ids[0] == REFUSE:
+            raise InputError("prompt is refused by the echo engine.")
+        if prompt_ids[0] == TOO_LARGE:
+            raise CapacityError("prompt needs more pages than there are.")
+        self.requests[request_id] = Running(list(prompt_ids), params)
+
+    def abort(self, request_id: str) -> None:
+        self.requests.pop(request_id, None)
+
+    def step(self) -> list[Event]:
+        self.steps += 1
+        time.sleep(self.step_s)
+        events = []
+        for request_id, request in list(self.requests.items()):
+            first = request.tokens[0]
+            if first == FAIL_IN_STEP:
+                raise RuntimeError("as asked")
+            if first == HANG_IN_STEP:
+                time.sleep(3600)
+            if first == EXIT:
+                os._exit(7)
+            if first == STOP_PROCESS:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if first == SLOW:
+                time.sleep(0.05)
+            token = (request.tokens[-1] + 1) % (VOCAB - 10)
+            request.tokens.append(token)
+            request.n_output += 1
+            finish = "length" if request.n_output >= request.params.max_tokens else None
+            logprobs = None
+            if request.params.logprobs is not None:
+                top = [(i, -1.0 - i) for i in range(request.params.logprobs)]
+                logprobs = [Logprob(-0.5, top)]
+            events.append(Event(request_id, [token], logprobs, finish))
+            if finish:
+                del self.requests[request_id]
+        return events
+
+    def stats(self) -> Stats:
+        pages = sum(-(-len(r.tokens) // PAGE_TOKENS) for r in self.requests.values())
+        return Stats(len(self.requests), pages, 1000, self.steps)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--socket", required=True, type=Path)
+    parser.add_argument("--parent-pid", type=int)
+    parser.add_argument("--load-error", choices=("input", "crash", "exit"))
+    parser.add_argument("--load-s", type=float, default=0.0)
+    parser.add_argument("--step-s", type=float, default=0.001)
+    args = parser.parse_args()
+
+    def load() -> tuple[EchoEngine, wire.Ready]:
+        time.sleep(args.load_s)
+        if args.load_error == "input":
+            raise InputError("the model cannot be used, says the echo engine.")
+        if args.load_error == "crash":
+            raise RuntimeError("as asked")
+        if args.load_error == "exit":
+            os._exit(9)
+        return EchoEngine(step_s=args.step_s), wire.Ready("fp32", 4096, 1000, PAGE_TOKENS, 123, 456, 0.0)
+
+    return serve_engine(args.socket, args.parent_pid, load)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

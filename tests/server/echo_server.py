@@ -1,0 +1,54 @@
+"""The real HTTP process in front of the echo engine: prints its URL when ready, serves until a signal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from twostroke.core.errors import TwostrokeError
+from twostroke.server.launch import EngineOptions, ServeSettings, bind, launch_engine
+from twostroke.server.run import Started, serve_model
+
+
+@dataclass(frozen=True)
+class EchoOptions(EngineOptions):
+    extra: tuple[str, ...] = ()
+
+    def command(self) -> list[str]:
+        return [sys.executable, str(Path(__file__).with_name("echo_engine.py")), *self.extra]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--max-concurrent", type=int, default=128)
+    parser.add_argument("--grace-s", type=float, default=90.0)
+    parser.add_argument("--api-key-file", type=Path)
+    parser.add_argument("--engine", action="append", default=[])
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO)
+    options = EchoOptions(args.model, extra=tuple(args.engine))
+    settings = ServeSettings(options, ("echo",), args.api_key_file, args.max_concurrent, args.grace_s)
+    listener = bind("127.0.0.1", 0)
+    child = launch_engine(options.command())
+
+    def announce(started: Started) -> None:
+        print(json.dumps({"url": started.url, "engine_pid": child.process.pid}), flush=True)
+
+    try:
+        totals = serve_model(settings, listener, child, announce)
+    except TwostrokeError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return error.exit_code
+    finally:
+        child.kill()
+    print(json.dumps(totals), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""Supervision: an engine that ends, hangs or stops is noticed, its requests fail, and a new one takes over."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import echo_engine
+import pytest
+
+from twostroke.core.errors import CapacityError, EngineError, InputError
+from twostroke.scheduling.sampling_params import SamplingParams
+from twostroke.server import engine_client, wire
+from twostroke.server.engine_client import EngineClient, EngineLostError, NotReadyError, SlowReaderError
+from twostroke.server.launch import launch_engine
+
+ECHO = [sys.executable, str(Path(__file__).with_name("echo_engine.py"))]
+
+
+@asynccontextmanager
+async def client_of(*options: str, **timeouts: float) -> AsyncIterator[EngineClient]:
+    client = EngineClient(lambda: launch_engine([*ECHO, *options]), **timeouts)  # type: ignore[arg-type]
+    task = asyncio.create_task(client.run())
+    try:
+        async with asyncio.timeout(20):
+            await client.wait_loaded()
+        yield client
+    finally:
+        client.close()
+        await task
+
+
+async def read(client: EngineClient, prompt: list[int], **params: Any) -> list[int]:
+    stream = client.submit(prompt, SamplingParams(**params))
+    found: list[int] = []
+    while True:
+        for delta in await stream.next():
+            found += delta.token_ids
+            if delta.finish_reason is not None:
+                return found
+
+
+def test_streams_are_kept_apart() -> None:
+    async def scenario() -> None:
+        async with client_of() as client:
+            answers = await asyncio.gather(*(read(client, [n], max_tokens=5) for n in range(1, 30)))
+            assert answers == [[n + i for i in range(1, 6)] for n in range(1, 30)]
+            assert client.open_streams == 0
+            assert (await client.stats())["running"] == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_refused_request_fails_alone() -> None:
+    async def scenario() -> None:
+        async with client_of() as client:
+            good = asyncio.create_task(read(client, [1], max_tokens=50))
+            with pytest.raises(InputError, match="refused"):
+                await read(client, [echo_engine.REFUSE])
+            with pytest.raises(CapacityError):
+                await read(client, [echo_engine.TOO_LARGE])
+            assert len(await good) == 50
+            assert client.restarts == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("cause", ["step raises", "process exits", "killed from outside"])
+def test_an_engine_that_ends_is_replaced_and_its_requests_fail(cause: str) -> None:
+    async def scenario() -> None:
+        async with client_of() as client:
+            first = client.engine_pid
+            innocent = asyncio.create_task(read(client, [1], max_tokens=100_000))
+            await asyncio.sleep(0.05)
+            if cause == "killed from outside":
+                assert first is not None
+                os.kill(first, signal.SIGKILL)
+            else:
+                poison = echo_engine.FAIL_IN_STEP if cause == "step raises" else echo_engine.EXIT
+                with pytest.raises(EngineLostError):
+                    await read(client, [poison])
+            with pytest.raises(EngineLostError):
+                await innocent
+            assert not client.ready
+            with pytest.raises(NotReadyError):
+                client.submit([1], SamplingParams())
+            async with asyncio.timeout(10):
+                await client.wait_loaded()
+            assert client.engine_pid != first
+            assert client.restarts == 1
+            assert await read(client, [7], max_tokens=2) == [8, 9]
+
+    asyncio.run(scenario())
+
+
+def test_a_stopped_process_is_noticed_within_ten_seconds_and_replaced() -> None:
+    async def scenario() -> None:
+        async with client_of() as client:  # the defaults that the server uses
+            start = time.monotonic()
+            with pytest.raises(EngineLostError):
+                await read(client, [echo_engine.STOP_PROCESS])
+            assert time.monotonic() - start < 10
+            async with asyncio.timeout(10):
+                await client.wait_loaded()
+
+    asyncio.run(scenario())
+
+
+def test_a_step_that_hangs_makes_it_unready_and_then_ends_it() -> None:
+    async def scenario() -> None:
+        async with client_of(heartbeat_timeout_s=2.0, step_timeout_s=4.0) as client:
+            lost = asyncio.create_task(read(client, [echo_engine.HANG_IN_STEP]))
+            start = time.monotonic()
+            while client.ready:
+                await asyncio.sleep(0.05)
+                assert time.monotonic() - start < 5
+            assert not lost.done(), "a slow step is unready first, and given up only later"
+            with pytest.raises(EngineLostError):
+                await lost
+
+    asyncio.run(scenario())
+
+
+def test_a_reader_that_never_reads_is_cut_off_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client, "MAX_PENDING_BYTES", 20_000)
+
+    async def scenario() -> None:
+        async with client_of("--step-s", "0") as client:
+            stream = client.submit([1], SamplingParams(max_tokens=1_000_000))
+            async with asyncio.timeout(10):
+                while not stream.finished:
+                    await asyncio.sleep(0.01)
+            with pytest.raises(SlowReaderError):
+                await stream.next()
+            assert (await client.stats())["running"] == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_closed_stream_is_aborted_in_the_engine() -> None:
+    async def scenario() -> None:
+        async with client_of() as client:
+            stream = client.submit([1], SamplingParams(max_tokens=100_000))
+            await stream.next()
+            stream.close()
+            assert (await client.stats())["running"] == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("option", "error", "sentence"),
+    [("input", InputError, "cannot be used"), ("crash", EngineError, "RuntimeError"), ("exit", EngineError, "exited with 9")],
+)
+def test_a_first_engine_that_cannot_load_is_an_error_and_not_a_restart(option: str, error: type, sentence: str) -> None:
+    async def scenario() -> None:
+        client = EngineClient(lambda: launch_engine([*ECHO, "--load-error", option]))
+        async with asyncio.timeout(10):
+            with pytest.raises(error, match=sentence):
+                await client.run()
+        assert client.restarts == 0
+
+    asyncio.run(scenario())
+
+
+def test_closing_ends_the_process_and_removes_its_directory() -> None:
+    async def scenario() -> None:
+        async with client_of() as client:
+            child = client._child
+            assert child is not None
+        assert child.process.returncode == 0
+        assert not child.directory.exists()
+
+    asyncio.run(scenario())
+
+
+def test_frames_that_are_no_events_lose_the_engine() -> None:
+    async def scenario() -> None:
+        async with client_of() as client:
+            channel = client._channel
+            assert channel is not None
+            channel.data_received(wire.encode(wire.Heartbeat(True, 0.0))[:4] + b"\xc1" * 30)
+            async with asyncio.timeout(10):
+                while client.restarts == 0:
+                    await asyncio.sleep(0.02)
+                await client.wait_loaded()
+
+    asyncio.run(scenario())
