@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from twostroke.core.errors import InputError
 from twostroke.core.spec import ModelSpec
-from twostroke.model.attention import Attention, attention_mask
+from twostroke.model.attention import Attention, attention_mask, compute_dtype, prefers_explicit
 from twostroke.model.initialise import initialise
 from twostroke.model.mlp import make_mlp
 from twostroke.model.norm import make_norm
@@ -106,7 +106,9 @@ class Decoder(nn.Module):
         else:
             rope = rope_tables(self.spec, positions)
         windows = [self.spec.window_of_layer(i) for i in range(self.spec.n_layers)]
-        masks = {window: attention_mask(n_tokens, window, documents, tokens.device) for window in set(windows)}
+        dtype = compute_dtype(x.device, x.dtype)
+        explicit = prefers_explicit(x.device, dtype, n_tokens, self.training)
+        masks = {w: attention_mask(n_tokens, w, documents, x.device, dtype, explicit) for w in set(windows)}
         for block, window in zip(self.blocks, windows, strict=True):
             x = block(x, rope, masks[window])
         return self.final_norm(x)
