@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from twostroke.core.errors import ConfigError, InputError, did_you_mean
+from twostroke.core.families import spec_from_config
+from twostroke.core.spec import ModelSpec
 
 STDLIB_SOURCE = "stdlib"
 """The name in ``data.sources`` that stands for this machine's own Python standard library."""
@@ -185,6 +187,43 @@ def _build(cls: Any, table: dict[str, Any], where: str = "") -> Any:
 def recipe_from_dict(table: dict[str, Any]) -> TrainRecipe:
     recipe: TrainRecipe = _build(TrainRecipe, table)
     return recipe
+
+
+def spec_from_recipe(
+    model: ModelRecipe, vocab_size: int, sequence_length: int, eos_token_ids: tuple[int, ...] = ()
+) -> ModelSpec:
+    """The ``ModelSpec`` that a recipe's explicit sizes describe, with its family's own norms, biases and positions.
+
+    Left at 0: ``n_kv_heads`` is ``n_heads``, ``head_dim`` is ``d_model`` / ``n_heads``, ``max_positions`` the sequence length.
+    Raises ConfigError for sizes that are impossible, and for one that the family has not.
+    """
+    kv_heads = model.n_kv_heads or model.n_heads
+    max_positions = model.max_positions or sequence_length
+    if max_positions < sequence_length:
+        raise ConfigError(
+            f"train.sequence_length={sequence_length} must be at most model.max_positions={max_positions}. Raise the latter."
+        )
+    shared = {"model_type": model.family, "vocab_size": vocab_size, "tie_word_embeddings": model.tied_embeddings}
+    # Explicit, where a family would otherwise put its own defaults: a tokenizer trained here has no such tokens.
+    shared |= {"bos_token_id": None, "eos_token_id": list(eos_token_ids) or None}
+    if model.family == "gpt2":
+        if kv_heads != model.n_heads or model.head_dim not in (0, model.d_model // max(1, model.n_heads)):
+            raise ConfigError(f"model.n_kv_heads={model.n_kv_heads}, model.head_dim={model.head_dim}: leave both out for gpt2.")
+        return spec_from_config(
+            shared
+            | {"n_layer": model.n_layers, "n_embd": model.d_model, "n_head": model.n_heads, "n_inner": model.d_ff}
+            | {"n_positions": max_positions}
+            | dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), model.dropout)
+        )
+    if not model.head_dim and model.d_model % model.n_heads:
+        raise ConfigError(f"model.n_heads={model.n_heads} must divide model.d_model={model.d_model}, or give model.head_dim.")
+    return spec_from_config(
+        shared
+        | {"num_hidden_layers": model.n_layers, "hidden_size": model.d_model, "intermediate_size": model.d_ff}
+        | {"num_attention_heads": model.n_heads, "num_key_value_heads": kv_heads}
+        | {"head_dim": model.head_dim or model.d_model // model.n_heads, "max_position_embeddings": max_positions}
+        | {"rms_norm_eps": 1e-5, "rope_theta": model.rope_theta, "attention_dropout": model.dropout, "sliding_window": None}
+    )
 
 
 def _apply_setting(table: dict[str, Any], setting: str) -> None:
