@@ -6,6 +6,7 @@ weights is in ``twostroke.model.families``.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError, UnsupportedFamilyError
-from twostroke.core.spec import ModelSpec, RopeSpec
+from twostroke.core.spec import MAX_LAYERS, ModelSpec, RopeSpec
 
 MAX_CONFIG_BYTES = 4 * 2**20
 
@@ -50,7 +51,10 @@ class _Reader:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"config.json: {key}={value!r} must be a number.")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"config.json: {key} is out of range.") from None
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.config.get(key)
@@ -60,8 +64,9 @@ class _Reader:
             raise ConfigError(f"config.json: {key}={value!r} must be true or false.")
         return value
 
-    def token_ids(self, key: str) -> tuple[int, ...]:
-        value = self.config.get(key)
+    def token_ids(self, key: str, default: int | None = None) -> tuple[int, ...]:
+        """An explicit null means that there is none; a missing key means ``default``, as in transformers."""
+        value = self.config.get(key, default)
         if value is None:
             return ()
         ids = value if isinstance(value, list) else [value]
@@ -69,8 +74,8 @@ class _Reader:
             raise ConfigError(f"config.json: {key}={value!r} must be a token id or a list of them.")
         return tuple(ids)
 
-    def token_id(self, key: str) -> int | None:
-        ids = self.token_ids(key)
+    def token_id(self, key: str, default: int | None = None) -> int | None:
+        ids = self.token_ids(key, default)
         return ids[0] if ids else None
 
     def rope(self) -> RopeSpec:
@@ -79,7 +84,10 @@ class _Reader:
         scaling = self.config.get("rope_scaling") or parameters
         if not isinstance(scaling, dict) or not isinstance(parameters, dict):
             raise ConfigError("config.json: rope_scaling and rope_parameters must be objects.")
-        theta = float(parameters.get("rope_theta") or self.number("rope_theta", 10_000.0))
+        theta = _Reader(parameters).number("rope_theta", self.number("rope_theta", 10_000.0))
+        for table in (self.config, parameters, scaling):
+            if table.get("partial_rotary_factor") not in (None, 1, 1.0):
+                raise ConfigError(f"partial_rotary_factor={table['partial_rotary_factor']!r} is not supported. Supported: 1.0.")
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
         if kind == "default":
             return RopeSpec(theta=theta)
@@ -99,14 +107,14 @@ class _Reader:
 
 def _positive(scaling: dict[str, Any], key: str) -> float:
     value = scaling.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise ConfigError(f"config.json: rope scaling {key}={value!r} must be a positive number.")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ConfigError(f"config.json: rope scaling {key}={value!r} must be a positive, finite number.")
     return float(value)
 
 
 def _activation(name: Any) -> Any:
     known = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise ConfigError(f"activation {name!r} is not supported. Supported: {', '.join(known)}.")
     return known[name]
 
@@ -114,10 +122,22 @@ def _activation(name: Any) -> Any:
 _ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new"}
 
 
-def _llama_like(family: str, config: dict[str, Any], **extra: Any) -> ModelSpec:
+@dataclass(frozen=True)
+class _Defaults:
+    """What transformers assumes where a family's config.json lacks a key. ``n_kv_heads`` None: as many as query heads."""
+
+    max_positions: int
+    n_kv_heads: int | None = None
+    bos: int | None = None
+    eos: int | None = None
+
+
+def _llama_like(family: str, config: dict[str, Any], defaults: _Defaults, **extra: Any) -> ModelSpec:
     r = _Reader(config)
     heads = r.integer("num_attention_heads")
     width = r.integer("hidden_size")
+    # An explicit null means one KV head for each query head, in every family.
+    kv_heads = heads if "num_key_value_heads" in config or defaults.n_kv_heads is None else defaults.n_kv_heads
     if config.get("head_dim") is None and heads > 0 and width % heads:
         raise ConfigError(f"config.json: num_attention_heads={heads} must divide hidden_size={width}, or head_dim be given.")
     values: dict[str, Any] = {
@@ -126,17 +146,17 @@ def _llama_like(family: str, config: dict[str, Any], **extra: Any) -> ModelSpec:
         "n_layers": r.integer("num_hidden_layers"),
         "d_model": width,
         "n_heads": heads,
-        "n_kv_heads": r.integer("num_key_value_heads", heads),
+        "n_kv_heads": r.integer("num_key_value_heads", kv_heads),
         "head_dim": r.integer("head_dim", width // heads if heads > 0 else 1),
         "d_ff": r.integer("intermediate_size"),
-        "max_positions": r.integer("max_position_embeddings", 2048),
+        "max_positions": r.integer("max_position_embeddings", defaults.max_positions),
         "norm_eps": r.number("rms_norm_eps", 1e-6),
         "rope": r.rope(),
         "activation": _activation(config.get("hidden_act", "silu")),
         "tied_embeddings": r.flag("tie_word_embeddings", False),
         "dropout": r.number("attention_dropout", 0.0),
-        "bos_token_id": r.token_id("bos_token_id"),
-        "eos_token_ids": r.token_ids("eos_token_id"),
+        "bos_token_id": r.token_id("bos_token_id", defaults.bos),
+        "eos_token_ids": r.token_ids("eos_token_id", defaults.eos),
     }
     return ModelSpec(**(values | extra))
 
@@ -144,40 +164,47 @@ def _llama_like(family: str, config: dict[str, Any], **extra: Any) -> ModelSpec:
 def _parse_llama(config: dict[str, Any]) -> ModelSpec:
     r = _Reader(config)
     bias = r.flag("attention_bias", False)
-    return _llama_like("llama", config, qkv_bias=bias, attn_out_bias=bias, mlp_bias=r.flag("mlp_bias", False))
+    defaults = _Defaults(max_positions=2048, bos=1, eos=2)
+    return _llama_like("llama", config, defaults, qkv_bias=bias, attn_out_bias=bias, mlp_bias=r.flag("mlp_bias", False))
 
 
 def _parse_mistral(config: dict[str, Any]) -> ModelSpec:
     # A missing key means transformers' default of 4096; an explicit null means no window.
-    window = config.get("sliding_window", 4096)
-    return _llama_like("mistral", config, sliding_window=window)
+    windowless = "sliding_window" in config and config["sliding_window"] is None
+    window = None if windowless else _Reader(config).integer("sliding_window", 4096)
+    defaults = _Defaults(max_positions=131_072, n_kv_heads=8, bos=1, eos=2)
+    return _llama_like("mistral", config, defaults, sliding_window=window)
 
 
 def _qwen_window(config: dict[str, Any]) -> dict[str, Any]:
     """Qwen windows only some layers, and only when ``use_sliding_window`` says so."""
     r = _Reader(config)
-    if not r.flag("use_sliding_window", False) or config.get("sliding_window") is None:
+    if not r.flag("use_sliding_window", False) or config.get("sliding_window", 4096) is None:
         return {}
     n_layers = r.integer("num_hidden_layers")
+    if not 0 < n_layers <= MAX_LAYERS:
+        return {}  # ModelSpec says what is wrong with it
     kinds = config.get("layer_types")
     if kinds is None:
-        first = r.integer("max_window_layers", n_layers)
-        layers = tuple(range(first, n_layers))
+        layers = tuple(range(max(0, r.integer("max_window_layers", 28)), n_layers))
     else:
         if not isinstance(kinds, list) or len(kinds) != n_layers:
             raise ConfigError(f"config.json: layer_types must list num_hidden_layers={n_layers} kinds.")
         layers = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
-    return {"sliding_window": r.integer("sliding_window"), "sliding_window_layers": layers}
+    return {"sliding_window": r.integer("sliding_window", 4096), "sliding_window_layers": layers}
+
+
+_QWEN_DEFAULTS = _Defaults(max_positions=32_768, n_kv_heads=32)
 
 
 def _parse_qwen2(config: dict[str, Any]) -> ModelSpec:
-    return _llama_like("qwen2", config, qkv_bias=True, **_qwen_window(config))
+    return _llama_like("qwen2", config, _QWEN_DEFAULTS, qkv_bias=True, **_qwen_window(config))
 
 
 def _parse_qwen3(config: dict[str, Any]) -> ModelSpec:
     bias = _Reader(config).flag("attention_bias", False)
     config = {"head_dim": 128} | config  # transformers' Qwen3Config default, not hidden_size / heads
-    return _llama_like("qwen3", config, qkv_bias=bias, attn_out_bias=bias, qk_norm=True, **_qwen_window(config))
+    return _llama_like("qwen3", config, _QWEN_DEFAULTS, qkv_bias=bias, attn_out_bias=bias, qk_norm=True, **_qwen_window(config))
 
 
 def _parse_gpt2(config: dict[str, Any]) -> ModelSpec:
@@ -188,6 +215,8 @@ def _parse_gpt2(config: dict[str, Any]) -> ModelSpec:
     for key in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"):
         if config.get(key):
             raise ConfigError(f"config.json: {key}=true is not supported for gpt2.")
+    if not r.flag("scale_attn_weights", True):
+        raise ConfigError("config.json: scale_attn_weights=false is not supported for gpt2.")
     rates = {r.number(key, 0.1) for key in ("attn_pdrop", "resid_pdrop", "embd_pdrop")}
     if len(rates) > 1:
         raise ConfigError(f"config.json: attn_pdrop, resid_pdrop and embd_pdrop must be equal here, found {sorted(rates)}.")
@@ -211,8 +240,8 @@ def _parse_gpt2(config: dict[str, Any]) -> ModelSpec:
         mlp_bias=True,
         tied_embeddings=r.flag("tie_word_embeddings", True),
         dropout=rates.pop(),
-        bos_token_id=r.token_id("bos_token_id"),
-        eos_token_ids=r.token_ids("eos_token_id"),
+        bos_token_id=r.token_id("bos_token_id", 50256),
+        eos_token_ids=r.token_ids("eos_token_id", 50256),
     )
 
 
@@ -250,6 +279,8 @@ def _write_llama_like(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _write_llama(spec: ModelSpec) -> dict[str, Any]:
+    if spec.d_model % spec.n_heads:  # transformers' LlamaConfig insists, although head_dim is given
+        raise ConfigError(f"n_heads={spec.n_heads} must divide d_model={spec.d_model} in family='llama'.")
     return _write_llama_like(spec) | {"attention_bias": spec.qkv_bias, "mlp_bias": spec.mlp_bias}
 
 
@@ -305,9 +336,11 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     Raises UnsupportedFamilyError, naming the supported families, and ConfigError for a key that is missing or impossible.
     """
     family = config.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise UnsupportedFamilyError(f"model_type={family!r} is not supported. Supported families: {', '.join(FAMILIES)}.")
     quantised = config.get("quantization_config")
+    if quantised and not isinstance(quantised, dict):
+        raise ConfigError(f"config.json: quantization_config={quantised!r:.100} must be an object.")
     if quantised and quantised.get("quant_method") != "twostroke":
         raise ConfigError(
             f"quantization_config of method {quantised.get('quant_method')!r} is not supported. "
@@ -324,7 +357,7 @@ def config_from_spec(spec: ModelSpec, dtype: str = "float32") -> dict[str, Any]:
     eos: int | list[int] | None = None
     if spec.eos_token_ids:
         eos = spec.eos_token_ids[0] if len(spec.eos_token_ids) == 1 else list(spec.eos_token_ids)
-    return {
+    config = {
         "architectures": [family.architecture],
         "model_type": family.name,
         **family.write(spec),
@@ -332,6 +365,28 @@ def config_from_spec(spec: ModelSpec, dtype: str = "float32") -> dict[str, Any]:
         "eos_token_id": eos,
         "torch_dtype": dtype,
     }
+    _refuse_loss(spec, family.parse(config))
+    return config
+
+
+def _refuse_loss(spec: ModelSpec, written: ModelSpec) -> None:
+    """ConfigError where ``written``, read back from the config.json made of ``spec``, describes another model."""
+    for field in dataclasses.fields(spec):
+        if field.name in ("sliding_window", "sliding_window_layers"):
+            continue  # one window is spelled in several ways: compared by layer below
+        if field.name == "rope" and spec.positions != "rope":
+            continue
+        asked, kept = getattr(spec, field.name), getattr(written, field.name)
+        if asked != kept:
+            raise ConfigError(
+                f"{field.name}={asked!r} cannot be written as family={spec.family!r}, whose config.json means {kept!r}."
+            )
+    for layer in range(spec.n_layers):
+        asked, kept = spec.window_of_layer(layer), written.window_of_layer(layer)
+        if asked != kept:
+            raise ConfigError(
+                f"sliding_window={asked} of layer {layer} cannot be written as family={spec.family!r}, which means {kept}."
+            )
 
 
 def read_config(path: Path | str) -> dict[str, Any]:
@@ -340,17 +395,30 @@ def read_config(path: Path | str) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise InputError(f"{file} does not exist. Give a model directory with a config.json, or the file itself.")
+    return _read_object(file)
+
+
+def _read_object(file: Path) -> dict[str, Any]:
     if file.stat().st_size > MAX_CONFIG_BYTES:
-        raise CorruptFileError(f"{file} is {file.stat().st_size} bytes; a config.json is at most {MAX_CONFIG_BYTES}.")
+        raise CorruptFileError(f"{file} is {file.stat().st_size} bytes; such a file is at most {MAX_CONFIG_BYTES}.")
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        document = json.loads(file.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise CorruptFileError(f"{file} is not valid JSON: {error}.") from None
-    if not isinstance(config, dict):
+    if not isinstance(document, dict):
         raise CorruptFileError(f"{file} must hold a JSON object.")
-    return config
+    return document
 
 
 def read_spec(path: Path | str) -> ModelSpec:
-    """``ModelSpec`` of a ``config.json`` or of a model directory."""
-    return spec_from_config(read_config(path))
+    """``ModelSpec`` of a ``config.json`` or of a model directory.
+
+    From a directory, ids that only its ``generation_config.json`` lists as end of text (chat models end a turn and a
+    text differently) are added to the config's own.
+    """
+    spec = spec_from_config(read_config(path))
+    generation = Path(path) / "generation_config.json"
+    if not generation.is_file():
+        return spec
+    more = _Reader(_read_object(generation)).token_ids("eos_token_id")
+    return spec.with_(eos_token_ids=tuple(dict.fromkeys(spec.eos_token_ids + more)))

@@ -13,6 +13,10 @@ Positions = Literal["rope", "learned"]
 Mlp = Literal["swiglu", "gelu"]
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
+MAX_LAYERS = 10_000
+MAX_SIZE = 2**31 - 1
+"""Beyond these a number is a mistake or an attack; below them, sizes multiply without overflow in 64 bits."""
+
 
 @dataclass(frozen=True)
 class RopeSpec:
@@ -28,6 +32,15 @@ class RopeSpec:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+
+    def __post_init__(self) -> None:
+        for name in ("theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_positions"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"rope {name}={getattr(self, name)} must be positive and finite.")
+        if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ConfigError(
+                f"rope high_freq_factor={self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}."
+            )
 
 
 @dataclass(frozen=True)
@@ -69,6 +82,9 @@ class ModelSpec:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
+            most = MAX_LAYERS if name == "n_layers" else MAX_SIZE
+            if value > most:
+                raise ConfigError(f"{name}={value} must be at most {most}.")
         if self.n_heads % self.n_kv_heads:
             divisors = [d for d in range(1, self.n_heads + 1) if self.n_heads % d == 0]
             raise ConfigError(
@@ -78,8 +94,8 @@ class ModelSpec:
             raise ConfigError(f"head_dim={self.head_dim} must be even for rotary positions. Use {self.head_dim + 1}.")
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"dropout={self.dropout} must be at least 0 and less than 1.")
-        if self.norm_eps <= 0:
-            raise ConfigError(f"norm_eps={self.norm_eps} must be positive.")
+        if not 0 < self.norm_eps < float("inf"):
+            raise ConfigError(f"norm_eps={self.norm_eps} must be positive and finite.")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ConfigError(f"sliding_window={self.sliding_window} must be at least 1, or absent.")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from twostroke.core.dtypes import TORCH_NAMES
 from twostroke.core.errors import ConfigError, CorruptFileError
-from twostroke.core.families import read_config, spec_from_config
+from twostroke.core.families import read_config, read_spec
 from twostroke.core.spec import ModelSpec
 from twostroke.model.decoder import Decoder
 from twostroke.model.families import is_recomputed, layout, stored_name, to_canonical
@@ -39,7 +39,7 @@ def open_weights(directory: Path | str) -> tuple[ModelSpec, Callable[[str], Tens
     """
     directory = Path(directory)
     config = read_config(directory)
-    spec = spec_from_config(config)
+    spec = read_spec(directory)
     if config.get("quantization_config"):
         raise ConfigError(f"{directory} is quantised; training and scoring need the unquantised model that it was made from.")
     files = WeightFiles(directory)
