@@ -71,5 +71,5 @@ def test_parameters_that_break_a_rule_are_a_frame_error() -> None:
     good = wire.encode(wire.Add("r", [1], SamplingParams(top_p=0.5)))[4:]
     bad = good.replace(struct.pack(">d", 0.5), struct.pack(">d", 7.0))
     assert bad != good
-    with pytest.raises(wire.FrameError, match="InputError|ValidationError"):
+    with pytest.raises(wire.FrameError, match="holds no known message"):
         wire.decode_command(bad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from twostroke.bench.definitions import LoadSummary, RequestRecord
@@ -32,8 +33,8 @@ def expected_concurrency(spec: ModelSpec, load: LoadSpec, scheme: str, hardware:
 
 
 def predict_load(spec: ModelSpec, load: LoadSpec, scheme: str, hardware: Hardware) -> dict[str, float]:
-    """Ledger names → predicted values, at the load's mean lengths and expected concurrency. ``ttft_s`` is that of a prompt which
-    finds the engine free: waiting behind other prompts is not in it."""
+    """Ledger names → predicted values, at the load's mean lengths and expected concurrency. ``ttft_s`` is that of a prompt
+    which finds the engine free: waiting behind other prompts is not in it."""
     batch = expected_concurrency(spec, load, scheme, hardware)
     plan = _plan(spec, load, scheme, batch, hardware)
     return {"concurrency": float(batch), **{name: float(getattr(plan, name)) for name in NAMES}}
@@ -45,12 +46,12 @@ def _plan(spec: ModelSpec, load: LoadSpec, scheme: str, batch: int, hardware: Ha
 
 
 def measured_values(summary: LoadSummary, records: Sequence[RequestRecord]) -> dict[str, float]:
-    """The same names measured: medians of the latencies; ``concurrency`` the mean number of requests in flight, Σ(end − sent) ÷
+    """The same names measured, those that have a value: medians of the latencies; ``concurrency`` the mean number of requests in flight, Σ(end − sent) ÷
     duration; ``decode_tok_per_s`` = concurrency ÷ median TPOT, as the plan's batch ÷ TPOT."""
     duration = summary.duration_s
     concurrency = sum(r.ended_s - r.sent_s for r in records) / duration if duration > 0 else 0.0
     tpot = summary.tpot_s.median
-    return {
+    values = {
         "concurrency": concurrency,
         "ttft_s": summary.ttft_s.median,
         "tpot_s": tpot,
@@ -62,3 +63,4 @@ def measured_values(summary: LoadSummary, records: Sequence[RequestRecord]) -> d
         "tpot_p99_s": summary.tpot_s.p99,
         "e2e_p99_s": summary.e2e_s.p99,
     }
+    return {name: value for name, value in values.items() if math.isfinite(value)}

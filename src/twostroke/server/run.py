@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -88,6 +89,7 @@ async def run_server(
     on_ready: Callable[[wire.Ready], None] | None = None,
 ) -> None:
     """Serve until a signal. Raises TwostrokeError where the model cannot be loaded."""
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     config = uvicorn.Config(
         make_app(service),
         http="h11",

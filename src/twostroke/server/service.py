@@ -39,6 +39,7 @@ class Choice:
     index: int
     stream: TokenStream
     detokenizer: IncrementalDetokenizer
+    param: str
     n_output: int = 0
     finished: bool = False
 
@@ -47,7 +48,7 @@ class Choice:
         try:
             deltas = await self.stream.next()
         except TwostrokeError as error:
-            raise api_error(error) from None
+            raise api_error(error, self.param) from None
         token_ids = [i for delta in deltas for i in delta.token_ids]
         logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
         self.n_output += len(token_ids)
@@ -62,8 +63,8 @@ class Choice:
         return TextDelta(self.index, text, token_ids, logprobs or None, finish)
 
 
-def api_error(error: TwostrokeError) -> ApiError:
-    """The answer to a request that the engine did not finish."""
+def api_error(error: TwostrokeError, param: str | None = None) -> ApiError:
+    """The answer to a request that the engine did not finish; ``param`` is the field that held the prompt."""
     if isinstance(error, NotReadyError):
         return not_ready()
     if isinstance(error, EngineLostError):
@@ -71,7 +72,7 @@ def api_error(error: TwostrokeError) -> ApiError:
     if isinstance(error, SlowReaderError):
         return ApiError(408, str(error), code="slow_reader")
     if isinstance(error, CapacityError):
-        return bad_request(str(error), "messages/prompt", "context_length_exceeded")
+        return bad_request(str(error), param, "context_length_exceeded")
     if isinstance(error, InputError):
         return bad_request(str(error))
     if isinstance(error, EngineError):
@@ -177,6 +178,7 @@ class Generation:
         self.created = int(time.time())
         self.prompt_tokens = 0
         self.choices: list[Choice] = []
+        self._param = "prompt" if prefix == "cmpl" else "messages"
         self._service = service
         self._n_places = n_prompts
         self._started = started
@@ -188,9 +190,8 @@ class Generation:
             stream = self._service.client.submit(prompt_ids, params)
         except TwostrokeError as error:
             raise api_error(error) from None
-        self.choices.append(
-            Choice(len(self.choices), stream, IncrementalDetokenizer(self._service.text.tokenizer, params.stop))
-        )
+        detokenizer = IncrementalDetokenizer(self._service.text.tokenizer, params.stop)
+        self.choices.append(Choice(len(self.choices), stream, detokenizer, self._param))
         self.prompt_tokens += len(prompt_ids)
 
     async def deltas(self) -> AsyncIterator[TextDelta]:

@@ -1,0 +1,115 @@
+"""Prefill and decode throughput of the engine alone: no server, no arrival process, whole batches at once."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from twostroke.core.errors import ConfigError
+from twostroke.core.families import read_spec
+from twostroke.core.units import format_seconds
+from twostroke.scheduling.sampling_params import SamplingParams
+
+FORMULAS: dict[str, str] = {
+    "prefill_s": "wall time of one token for each of the batch's prompts, median of the repeats",
+    "prefill_tok_per_s": "batch · prompt tokens / prefill_s",
+    "decode_s": "wall time of output tokens for each prompt − prefill_s, medians of the repeats",
+    "decode_tok_per_s": "batch · (output tokens − 1) / decode_s",
+    "tpot_s": "decode_s / (output tokens − 1): one decode step of the batch",
+}
+
+
+class Generator(Protocol):
+    """The part of ``twostroke.engine.llm.LLM`` that is used here."""
+
+    def generate(self, prompts: Any, params: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class OfflineSpec:
+    """Each batch size is measured ``repeats`` times with fresh random prompts, so that no prefix is found in the cache."""
+
+    batches: tuple[int, ...] = (1, 8)
+    prompt_tokens: int = 128
+    output_tokens: int = 64
+    repeats: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("prompt_tokens", 1), ("output_tokens", 2), ("repeats", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}.")
+        if not self.batches or min(self.batches) < 1:
+            raise ConfigError(f"batches={self.batches} must be batch sizes of at least 1.")
+
+
+@dataclass(frozen=True)
+class OfflinePoint:
+    """One batch size, by ``FORMULAS``."""
+
+    batch: int
+    prefill_s: float
+    prefill_tok_per_s: float
+    decode_s: float
+    decode_tok_per_s: float
+    tpot_s: float
+
+    def to_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def run_offline(
+    model: Path, llm: Generator, spec: OfflineSpec, batch: int, progress: Callable[[], None] = lambda: None
+) -> OfflinePoint:
+    """Measure one batch size after a warm-up that is not counted. ``progress`` is called after each repeat.
+
+    Raises ConfigError where prompt and output do not fit the model's context.
+    """
+    model_spec = read_spec(model)
+    if spec.prompt_tokens + spec.output_tokens > model_spec.max_positions:
+        raise ConfigError(
+            f"prompt_tokens={spec.prompt_tokens} and output_tokens={spec.output_tokens} exceed the model's context of "
+            f"{model_spec.max_positions}. Use less of either."
+        )
+    rng = random.Random(spec.seed)
+
+    def timed(n_output: int) -> float:
+        prompts = [[rng.randrange(model_spec.vocab_size) for _ in range(spec.prompt_tokens)] for _ in range(batch)]
+        params = SamplingParams(temperature=0.0, max_tokens=n_output, ignore_eos=True)
+        start = time.perf_counter()
+        llm.generate(prompts, params)
+        return time.perf_counter() - start
+
+    timed(2)
+    prefill, whole = [], []
+    for _ in range(spec.repeats):
+        prefill.append(timed(1))
+        whole.append(timed(spec.output_tokens))
+        progress()
+    prefill_s = statistics.median(prefill)
+    # A decode shorter than the noise of the prefill would come out as nothing or less; a microsecond keeps rates finite.
+    decode_s = max(statistics.median(whole) - prefill_s, 1e-6)
+    n_decoded = spec.output_tokens - 1
+    return OfflinePoint(
+        batch=batch,
+        prefill_s=prefill_s,
+        prefill_tok_per_s=batch * spec.prompt_tokens / prefill_s,
+        decode_s=decode_s,
+        decode_tok_per_s=batch * n_decoded / decode_s,
+        tpot_s=decode_s / n_decoded,
+    )
+
+
+def offline_text(points: list[OfflinePoint]) -> str:
+    lines = [f"{'batch':>7}{'prefill':>12}{'prefill tok/s':>15}{'decode step':>13}{'decode tok/s':>14}   all measured"]
+    lines += [
+        f"{p.batch:>7}{format_seconds(p.prefill_s):>12}{p.prefill_tok_per_s:>15,.0f}{format_seconds(p.tpot_s):>13}"
+        f"{p.decode_tok_per_s:>14,.1f}"
+        for p in points
+    ]
+    return "\n".join([*lines, "", *(f"{name:18}{formula}" for name, formula in FORMULAS.items())])

@@ -1,0 +1,264 @@
+"""``twostroke bench``: load on a server, or the engine alone; prediction frozen before, measurement recorded after."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from twostroke.cli.console import JSON_HELP, emit, log, progress
+from twostroke.core.errors import ConfigError, TwostrokeError
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.callback()
+def root() -> None:
+    """Send load and measure latency and throughput."""
+
+
+@app.command(name="serve")
+def bench_serve(
+    model: Path | None = typer.Argument(
+        None, help="Model directory: served for the length of the load, unless --url is given."
+    ),
+    url: str | None = typer.Option(None, help="A running OpenAI-compatible server, as http://127.0.0.1:8000."),
+    users: int | None = typer.Option(None, help="Closed loop: this many users, each waiting for its answer. Default: 8."),
+    rate: float | None = typer.Option(None, help="Open loop: requests per second; inf sends all at once."),
+    burstiness: float = typer.Option(1.0, help="Of an open loop: shape of the Gamma distributed gaps; 1 is Poisson."),
+    max_concurrency: int | None = typer.Option(
+        None, help="Of an open loop: most requests in flight; others wait, and count it."
+    ),
+    requests: int = typer.Option(64, help="Requests to measure."),
+    warmup: int = typer.Option(2, help="Requests sent before, one by one, and not measured."),
+    prompt_tokens: str = typer.Option("64", help="Length of prompts: N, or LEAST:MOST for lengths drawn uniformly."),
+    output_tokens: str = typer.Option("64", help="Length of outputs: N, or LEAST:MOST."),
+    endpoint: str = typer.Option("completions", help="completions or chat."),
+    served_name: str | None = typer.Option(None, help="Model name to ask for. Default: the first that the server lists."),
+    temperature: float = typer.Option(0.0, help="Sampling temperature; 0 is greedy."),
+    stop_at_eos: bool = typer.Option(False, help="Let the model end answers early. For servers that do not know ignore_eos."),
+    prompt_text: Path | None = typer.Option(None, help="Text file that prompts are cut from. Default: random words."),
+    slo: str | None = typer.Option(None, help="Goodput terms in seconds, as ttft=0.5,tpot=0.05,e2e=10."),
+    seed: int = typer.Option(0, help="Of arrivals, lengths and prompts."),
+    timeout_s: float = typer.Option(600.0, help="Seconds after which a request counts as failed."),
+    api_key_file: Path | None = typer.Option(None, help="File whose first line is the API key to send."),
+    dtype: str = typer.Option("auto", help="Weights of a server that is started here: auto, bf16, fp32 or int8."),
+    output: Path | None = typer.Option(None, help="File for the raw times, one JSON line a request."),
+    as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
+) -> None:
+    """Poisson, bursty or closed-loop traffic over HTTP: TTFT, TPOT, ITL, end to end, throughput, failures, goodput."""
+    from twostroke.bench.definitions import Slo
+    from twostroke.bench.load import LoadSpec, run_load
+    from twostroke.bench.own_server import own_server
+    from twostroke.cli.serve_verb import model_directory
+    from twostroke.core.families import read_spec
+
+    if endpoint not in ("completions", "chat"):
+        raise ConfigError(f"--endpoint {endpoint!r} is not known. Use completions or chat.")
+    if model is None and url is None:
+        raise ConfigError("give a model directory to serve, or --url of a running server.")
+    load = LoadSpec(
+        n_requests=requests,
+        request_rate=rate,
+        burstiness=burstiness,
+        max_concurrency=max_concurrency,
+        users=8 if users is None and rate is None else users,
+        prompt_tokens=_lengths("--prompt-tokens", prompt_tokens),
+        output_tokens=_lengths("--output-tokens", output_tokens),
+        endpoint="chat" if endpoint == "chat" else "completions",
+        model=served_name,
+        temperature=temperature,
+        ignore_eos=not stop_at_eos,
+        prompt_text=None if prompt_text is None else str(prompt_text),
+        warmup_requests=warmup,
+        seed=seed,
+        timeout_s=timeout_s,
+    )
+    objective = None if slo is None else Slo.parse(slo)
+    key = None if api_key_file is None else _first_key(api_key_file)
+    directory = None if model is None else model_directory(model)
+    spec = None if directory is None else read_spec(directory)
+    if spec is not None:
+        longest = load.prompt_tokens[1] + load.output_tokens[1]
+        if longest > spec.max_positions:
+            raise ConfigError(
+                f"prompt and output of up to {longest} tokens exceed the model's context of {spec.max_positions}. "
+                "Use less of either."
+            )
+    if output is not None and not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: the folder {output.parent} does not exist.")
+
+    with contextlib.ExitStack() as stack:
+        scheme = None if directory is None else _scheme(directory, dtype)
+        server: dict[str, Any] = {}
+        if url is None:
+            assert directory is not None
+            log(f"starting a server for {directory}")
+            own = stack.enter_context(own_server(directory, ["--dtype", dtype]))
+            url, server, scheme = own.url, own.document, own.dtype
+        prediction: dict[str, float] = {}
+        if spec is not None and scheme is not None:
+            prediction = _predicted_load(spec, load, scheme)
+        tokenizer = None
+        if directory is not None:
+            from twostroke.data.tokenizer import load_tokenizer
+
+            tokenizer = load_tokenizer(directory)
+        subject = f"{directory.resolve().name if directory else url} over HTTP"
+        run_id = _freeze(subject, {"url": url, "scheme": scheme, **load.to_dict()}, prediction)
+        with progress("load", load.n_requests) as advance:
+            result = run_load(url, load, objective, key, tokenizer, progress=lambda ended, _: advance(ended, f"{ended} ended"))
+    if output is not None:
+        result.write_raw(output)
+    from twostroke.bench.prediction import measured_values
+
+    measured = measured_values(result.summary, result.records)
+    _measure(run_id, measured, "finished" if not result.summary.failures else "partial")
+    document = result.to_dict() | {"run_id": run_id, "prediction": prediction, "measurement": measured, "server": server}
+    emit(document, "\n".join([result.text(), *_compared(prediction, measured)]), as_json)
+    if result.summary.n_completed == 0:
+        raise TwostrokeError(
+            "no request was completed: " + ", ".join(f"{n} × {why}" for why, n in result.summary.failures.items())
+        )
+
+
+@app.command(name="offline")
+def bench_offline(
+    model: Path = typer.Argument(help="Model directory, or the output of a training run."),
+    batch: list[int] = typer.Option([1, 8], help="Batch size to measure. Repeatable."),
+    prompt_tokens: int = typer.Option(128, help="Length of each prompt."),
+    output_tokens: int = typer.Option(64, help="Length of each output, at least 2."),
+    repeats: int = typer.Option(3, help="Measurements of each batch size; the median counts."),
+    dtype: str = typer.Option("auto", help="auto, bf16, fp32 or int8."),
+    seed: int = typer.Option(0, help="Of the random prompts."),
+    as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
+) -> None:
+    """Prefill and decode throughput of the engine alone, by batch size."""
+    from twostroke.bench.offline import FORMULAS, OfflineSpec, offline_text, run_offline
+    from twostroke.cli.serve_verb import model_directory
+    from twostroke.core.families import read_spec
+
+    offline = OfflineSpec(tuple(batch), prompt_tokens, output_tokens, repeats, seed)
+    directory = model_directory(model)
+    spec, scheme = read_spec(directory), _scheme(directory, dtype)
+    predictions = [_predicted_offline(spec, offline, scheme, n) for n in offline.batches]
+    from twostroke.engine.llm import LLM
+
+    llm = LLM(str(directory), dtype=dtype)
+    points, runs = [], []
+    with progress("offline", len(offline.batches) * repeats) as advance:
+        done = 0
+
+        def step() -> None:
+            nonlocal done
+            done += 1
+            advance(done, "")
+
+        for n, prediction in zip(offline.batches, predictions, strict=True):
+            inputs = {"scheme": scheme, "batch": n, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
+            run_id = _freeze(f"{directory.resolve().name} offline, batch {n}", inputs, prediction)
+            point = run_offline(directory, llm, offline, n, step)
+            measured = point.to_dict() | ({"ttft_s": point.prefill_s} if n == 1 else {})
+            _measure(run_id, {name: value for name, value in measured.items() if name != "batch"})
+            points.append(point)
+            runs.append({"run_id": run_id, "prediction": prediction, "measurement": measured})
+    document = {
+        "model": str(directory),
+        "dtype": scheme,
+        "points": [p.to_dict() for p in points],
+        "runs": runs,
+        "definitions": FORMULAS,
+    }
+    emit(document, offline_text(points), as_json)
+
+
+def _lengths(option: str, text: str) -> tuple[int, int]:
+    """``64`` → (64, 64), ``32:128`` → (32, 128)."""
+    least, separator, most = text.partition(":")
+    try:
+        return int(least), int(most if separator else least)
+    except ValueError:
+        raise ConfigError(f"{option} {text!r} must be N or LEAST:MOST, in tokens.") from None
+
+
+def _first_key(file: Path) -> str:
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError):
+        raise ConfigError(f"API key file {file} cannot be read as text.") from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigError(f"API key file {file} holds no key.")
+    return keys[0]
+
+
+def _scheme(directory: Path, dtype: str) -> str:
+    from twostroke.server.record import scheme_of
+
+    return scheme_of(directory, dtype)
+
+
+def _predicted_load(spec: Any, load: Any, scheme: str) -> dict[str, float]:
+    from twostroke.bench.prediction import predict_load
+    from twostroke.planner.hardware import load_hardware
+
+    try:
+        return predict_load(spec, load, scheme, load_hardware("this"))
+    except TwostrokeError as error:
+        log(f"no prediction: {error}")
+        return {}
+
+
+def _predicted_offline(spec: Any, offline: Any, scheme: str, batch: int) -> dict[str, Any]:
+    from twostroke.planner.hardware import load_hardware
+    from twostroke.planner.serving import ServingShape, plan_serving
+
+    shape = ServingShape(scheme=scheme, batch=batch, prompt_tokens=offline.prompt_tokens, output_tokens=offline.output_tokens)
+    try:
+        plan = plan_serving(spec, shape, load_hardware("this")).prediction()
+    except TwostrokeError as error:
+        log(f"no prediction: {error}")
+        return {}
+    names = ["prefill_tok_per_s", "decode_tok_per_s", "tpot_s"] + (["ttft_s"] if batch == 1 else [])
+    return {name: plan[name] for name in names}
+
+
+def _freeze(subject: str, inputs: Mapping[str, Any], prediction: Mapping[str, Any]) -> str | None:
+    """The run's id; None, with a line on stderr, where the ledger cannot be written: a measurement must not be lost to that."""
+    from twostroke.ledger.store import Ledger
+
+    try:
+        return Ledger().freeze("bench", subject, inputs, prediction)
+    except (TwostrokeError, OSError) as error:
+        log(f"the ledger could not be written: {error}")
+        return None
+
+
+def _measure(run_id: str | None, values: Mapping[str, float], status: str = "finished") -> None:
+    from twostroke.ledger.store import Ledger
+
+    if run_id is None:
+        return
+    try:
+        Ledger().measure(run_id, values, status)
+    except (TwostrokeError, OSError) as error:
+        log(f"the ledger could not be written: {error}")
+
+
+def _compared(prediction: Mapping[str, float], measured: Mapping[str, float]) -> list[str]:
+    """Predicted beside measured, for people."""
+    from twostroke.ledger.scoring import error_percent
+    from twostroke.ledger.text import align, format_error, format_value
+
+    if not prediction:
+        return []
+    rows = [["", "predicted", "measured", "error"]]
+    for name, predicted in prediction.items():
+        value = measured.get(name)
+        rows.append(
+            [name, format_value(name, predicted), format_value(name, value), format_error(error_percent(predicted, value))]
+        )
+    return ["", align(rows, right=(1, 2, 3))]

@@ -1,0 +1,59 @@
+"""How tests start the echo server and stop it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SOURCE = HERE.parent.parent / "src"
+
+
+def environment(home: Path) -> dict[str, str]:
+    """Of a child that runs from this source tree, with a Twostroke home of its own."""
+    path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path, "TWOSTROKE_HOME": str(home), "PYTHONWARNINGS": "default"}
+
+
+def echo_command(model: Path, options: Sequence[str] = ()) -> list[str]:
+    return [sys.executable, str(HERE / "echo_server.py"), str(model), *options]
+
+
+@dataclass
+class Served:
+    """A server process that has said that it is ready."""
+
+    process: subprocess.Popen[str]
+    url: str
+    engine_pid: int
+    stderr: Path
+
+    def stop(self, timeout_s: float = 30.0) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout_s)
+
+
+@contextlib.contextmanager
+def echo_server(model: Path, home: Path, options: Sequence[str] = ()) -> Iterator[Served]:
+    stderr = home / "stderr.txt"
+    with stderr.open("w") as log:
+        process = subprocess.Popen(
+            echo_command(model, options), stdout=subprocess.PIPE, stderr=log, text=True, env=environment(home)
+        )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, stderr.read_text()
+        yield Served(process, stderr=stderr, **json.loads(line))
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        process.stdout.close()

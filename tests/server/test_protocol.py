@@ -1,0 +1,160 @@
+"""Requests: what is accepted, what is refused, and that every refusal names its field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twostroke.server import protocol
+from twostroke.server.errors import ApiError
+
+
+def completion(**fields: Any) -> protocol.CompletionRequest:
+    return protocol.parse_completion(json.dumps({"model": "m", "prompt": "p", **fields}).encode())
+
+
+def chat(**fields: Any) -> protocol.ChatRequest:
+    return protocol.parse_chat(json.dumps({"model": "m", "messages": [{"role": "user", "content": "p"}], **fields}).encode())
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_pp": 0.5}, "top_pp"),
+        ({"n": 2}, "n"),
+        ({"n": True}, "n"),
+        ({"best_of": 3}, "best_of"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+        ({"presence_penalty": 0.1}, "presence_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 10**30}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"seed": 2**70}, "seed"),
+        ({"stream_options": {"foo": 1}}, "stream_options.foo"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [[1], "a"]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a"] * 65}, "prompt"),
+        ({"model": None}, "model"),
+        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"min_tokens": 9}, "min_tokens"),
+        ({"user": 5}, "user"),
+        ({"messages": []}, "messages"),
+    ],
+)
+def test_a_refused_completion_names_its_field(fields: dict[str, Any], param: str) -> None:
+    def use() -> None:
+        request = completion(**fields)
+        protocol.prompts_of(request)
+        request.sampling(max_tokens=5, logprobs=request.logprobs)
+
+    with pytest.raises(ApiError) as caught:
+        use()
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert param.rpartition(".")[2] in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "x", "foo": 1}]}, "messages[0].foo"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "messages[0].content[0].type"),
+        ({"prompt": "x"}, "prompt"),
+        ({"echo": False}, "echo"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_a_refused_chat_names_its_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(**fields)
+    assert caught.value.status == 400
+    assert caught.value.param is not None
+    # msgspec names list items `[...]`: it knows that one of them is wrong, not which.
+    assert caught.value.param.replace("[...]", "[0]") == param
+
+
+@pytest.mark.parametrize("name", sorted(protocol.NEUTRAL))
+def test_neutral_values_and_null_are_accepted(name: str) -> None:
+    parse = completion if name in protocol.COMPLETION_ONLY else chat
+    for value in (None, *protocol.NEUTRAL[name]):
+        parse(**{name: value})
+
+
+def test_labels_are_accepted_and_change_nothing() -> None:
+    assert chat(user="u", metadata={"a": "b"}, safety_identifier="s", prompt_cache_key="k") == chat()
+
+
+def test_a_long_value_is_not_carried_back_in_the_message() -> None:
+    with pytest.raises(ApiError) as caught:
+        completion(suffix="secret " * 1000)
+    assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b'{"model": NaN}', b"[" * 100_000])
+def test_a_body_that_is_no_json_object_is_a_400(body: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        protocol.parse_completion(body)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = sorted({*protocol.CompletionRequest.__struct_fields__, *protocol.ChatRequest.__struct_fields__, *protocol.NEUTRAL})
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=6))
+def test_no_request_raises_anything_but_a_400(fields: dict[str, Any]) -> None:
+    statuses = set()
+    for parse in (completion, chat):
+        try:
+            request = parse(**fields)
+            if isinstance(request, protocol.CompletionRequest):
+                protocol.prompts_of(request)
+            request.sampling(5, None)
+        except ApiError as error:
+            statuses.add(error.status)
+    assert statuses <= {400}
+
+
+def test_sampling_parameters_arrive_unchanged() -> None:
+    request = completion(temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=3, stop=["a", "b"], ignore_eos=True, min_tokens=2)
+    params = request.sampling(7, 2)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed) == (0.5, 0.9, 5, 0.1, 3)
+    assert (params.stop, params.ignore_eos, params.min_tokens, params.max_tokens, params.logprobs) == (
+        ("a", "b"),
+        True,
+        2,
+        7,
+        2,
+    )
+
+
+def test_text_parts_are_joined_and_developer_is_system() -> None:
+    request = chat(messages=[{"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}])
+    assert request.messages[0].for_template() == {"role": "system", "content": "ab"}
