@@ -1,0 +1,100 @@
+"""The pool of KV-cache pages: reference counts, free lists, and eviction of free pages that still hold a known prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from twostroke.core.errors import ConfigError
+from twostroke.scheduling.prefix_tree import PrefixTree
+
+
+class PagePool:
+    """Page numbers 0 … n_pages−1. A page is *used* (reference count above 0), *blank* (free, content worthless) or *cached*
+    (free, but the prefix tree can still find it). Blank pages are taken first, then cached ones, least recently used first.
+    """
+
+    def __init__(self, n_pages: int) -> None:
+        if n_pages < 1:
+            raise ConfigError(f"n_pages={n_pages} must be at least 1.")
+        self.n_pages = n_pages
+        self.tree = PrefixTree()
+        self.references = [0] * n_pages
+        # Dictionaries as ordered sets. Blank pages leave last in, first out, so that page 0 goes first and neighbours stay
+        # together; cached pages leave first in, first out.
+        self._blank: dict[int, None] = dict.fromkeys(range(n_pages - 1, -1, -1))
+        self._cached: dict[int, None] = {}
+
+    @property
+    def n_free(self) -> int:
+        return len(self._blank) + len(self._cached)
+
+    @property
+    def n_cached(self) -> int:
+        """Free pages whose content may still be hit."""
+        return len(self._cached)
+
+    @property
+    def n_used(self) -> int:
+        return self.n_pages - self.n_free
+
+    def is_free(self, page: int) -> bool:
+        return self.references[page] == 0
+
+    def take(self, n: int, after: int = -1) -> list[int] | None:
+        """``n`` pages with one reference each, or None (and nothing taken) where fewer are free.
+
+        They come in ascending order, and the page ``after`` + 1 is preferred for the first: attention reads a run of
+        neighbouring pages without copying them.
+        """
+        if n > self.n_free:
+            return None
+        pages: list[int] = []
+        blank, cached = self._blank, self._cached
+        while len(pages) < n:
+            if after + 1 in blank and after >= 0:
+                page = after + 1
+                del blank[page]
+            elif blank:
+                page, _ = blank.popitem()
+            else:
+                page = next(iter(cached))
+                del cached[page]
+                self.tree.forget(page)
+            self.references[page] = 1
+            pages.append(page)
+            after = page
+        if n > 1:
+            pages.sort()
+        return pages
+
+    def retain(self, pages: Iterable[int]) -> None:
+        """One more reference to each page; a cached page becomes used."""
+        for page in pages:
+            if self.references[page] == 0:
+                del self._cached[page]
+            self.references[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """One reference less for each page. The last goes first, so that the end of a prefix is evicted before its start."""
+        for page in reversed(list(pages)):
+            left = self.references[page] - 1
+            if left < 0:
+                raise RuntimeError(f"page {page} released more often than it was taken")
+            self.references[page] = left
+            if left == 0:
+                if page in self.tree:
+                    self._cached[page] = None
+                else:
+                    self._blank[page] = None
+
+    def sole(self, pages: Iterable[int]) -> list[int]:
+        """Those of ``pages`` that one request alone refers to."""
+        return [page for page in pages if self.references[page] == 1]
+
+    def discard_content(self, pages: Iterable[int]) -> None:
+        """Nobody shall find these pages again: their content proved bad (a request whose logits were not finite)."""
+        for page in pages:
+            self.tree.forget(page)
+            if page in self._cached:
+                del self._cached[page]
+                self._blank[page] = None

@@ -1,0 +1,92 @@
+"""One request: what was asked, and how far it has come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import Literal
+
+from twostroke.scheduling.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+"""``stop``: an end token or stop string; ``length``: max_tokens, or the context is full; ``abort``: cancelled; ``error``: this
+request alone failed."""
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Request:
+    """``tokens`` is the prompt followed by what was generated; ``n_computed`` of them have their keys and values in ``pages``.
+
+    There is no phase: a request is due whatever it lacks, ``len(tokens) − n_computed`` tokens, and when the last of them has
+    been computed one more is sampled. Lower ``priority`` is served earlier, equal priorities in order of arrival.
+    """
+
+    __slots__ = (
+        "arrival",
+        "capacity",
+        "finish_reason",
+        "id",
+        "limit",
+        "min_length",
+        "n_computed",
+        "n_preemptions",
+        "n_prefix_hit",
+        "n_prompt",
+        "n_registered",
+        "page_keys",
+        "pages",
+        "params",
+        "priority",
+        "slot",
+        "status",
+        "stop_ids",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        eos_token_ids: Iterable[int] = (),
+    ) -> None:
+        self.id = id
+        self.params = params
+        self.priority = priority
+        self.tokens: list[int] = list(prompt_ids)
+        self.n_prompt = len(self.tokens)
+        self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_token_ids))
+        self.limit = (
+            self.n_prompt + params.max_tokens
+        )  # total tokens at which it ends; the scheduler lowers it to max_model_len
+        self.min_length = self.n_prompt + params.min_tokens
+        self.arrival = -1  # order of arrival, given by the scheduler
+        self.status = Status.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.n_computed = 0
+        self.pages: list[int] = []
+        self.capacity = 0  # tokens that ``pages`` hold
+        self.slot = -1  # row of per-request tables in the engine while it runs
+        self.page_keys: list[bytes] = []  # chained hash of each full page of ``tokens``, computed once
+        self.n_registered = 0  # leading pages that have been offered to the prefix tree
+        self.n_prefix_hit = 0  # tokens found in the prefix tree at the last admission
+        self.n_preemptions = 0
+
+    @property
+    def n_output(self) -> int:
+        return len(self.tokens) - self.n_prompt
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.tokens[self.n_prompt :]
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.id!r}, {self.status.value}, {self.n_computed}/{len(self.tokens)} computed, {len(self.pages)} pages)"
+        )

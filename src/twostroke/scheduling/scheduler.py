@@ -1,0 +1,329 @@
+"""The scheduler: which tokens of which requests are computed in the next step.
+
+It has no phases. A step is ``{request: number of tokens}``, and each request's computed count catches up with its token count;
+chunked prefill, prefix hits and resumption after preemption all follow from that one rule (as in vLLM's V1 scheduler).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from twostroke.core.errors import CapacityError, ConfigError, InputError
+from twostroke.scheduling.pages import PagePool
+from twostroke.scheduling.prefix_tree import ROOT, chain_key
+from twostroke.scheduling.request import FinishReason, Request, Status
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """At most ``token_budget`` tokens are computed in a step, for at most ``max_running`` requests; keys and values live in
+    ``n_pages`` pages of ``page_tokens`` tokens. No request outgrows ``max_model_len`` tokens, prompt and output together."""
+
+    token_budget: int
+    max_running: int
+    page_tokens: int
+    n_pages: int
+    max_model_len: int
+
+    def __post_init__(self) -> None:
+        for name in ("token_budget", "max_running", "page_tokens", "n_pages", "max_model_len"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
+        if self.token_budget < self.max_running:
+            raise ConfigError(
+                f"token_budget={self.token_budget} must be at least max_running={self.max_running}, "
+                "or decoding requests would wait for one another."
+            )
+
+
+@dataclass(frozen=True)
+class ScheduledStep:
+    """What to compute: of ``requests[i]`` the ``counts[i]`` tokens from position ``starts[i]`` on. The first ``n_decodes`` have
+    exactly one token each. Where a request's tokens end with the step (``samples``), its last row yields a new token.
+
+    A request's page table is ``request.pages``; ``grown`` are those whose table changed since the step before.
+    """
+
+    number: int
+    requests: list[Request]
+    counts: list[int]
+    starts: list[int]
+    n_decodes: int
+    grown: list[Request]
+    preempted: list[str]
+
+    @property
+    def n_tokens(self) -> int:
+        return self.n_decodes + sum(self.counts[self.n_decodes :])
+
+    def by_request(self) -> dict[str, int]:
+        """``{request id: number of tokens}``."""
+        return {request.id: n for request, n in zip(self.requests, self.counts, strict=True)}
+
+    def samples(self, i: int) -> bool:
+        """Whether the i-th request of the step yields a new token."""
+        return self.starts[i] + self.counts[i] == len(self.requests[i].tokens)
+
+
+class Scheduler:
+    """Decides by three rules. Every decoding request gets its token first, so that no prefill can starve it. What is left of
+    the token budget goes to prompts, the oldest first, in chunks. A waiting request is admitted only when pages for all its
+    known tokens are free and each running request could still take one more; it then holds those pages, so that only decoding
+    can run out.
+
+    When decoding runs out of pages, the request that arrived last is preempted: its pages are freed and it waits to be
+    recomputed from its tokens, which gives the same keys and values. The request that arrived first always has its way, so
+    there is always progress.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.pool = PagePool(config.n_pages)
+        self.requests: dict[str, Request] = {}  # all that are not finished
+        self._waiting: list[Request] = []  # sorted by _rank
+        self._prefilling: list[Request] = []  # admitted, prompt not yet computed; in order of admission
+        self._decoding: list[Request] = []  # exactly one token is due
+        self._slots = list(range(config.max_running - 1, -1, -1))
+        self._in_flight: ScheduledStep | None = None
+        self._n_arrived = 0
+        self._n_steps = 0
+        self.n_preemptions = 0
+        self.n_prompt_tokens = 0  # of all admitted requests, at first admission
+        self.n_prefix_hit_tokens = 0  # of those, found in the prefix tree
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def n_running(self) -> int:
+        return len(self._decoding) + len(self._prefilling)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def add(self, request: Request) -> None:
+        """Queue ``request``. Raises InputError for an empty prompt or an id in use, CapacityError where it could never fit."""
+        c = self.config
+        if request.id in self.requests:
+            raise InputError(f"request id {request.id!r} is already in use.")
+        if request.n_prompt == 0:
+            raise InputError("the prompt has no tokens. Give at least one.")
+        if request.n_prompt >= c.max_model_len:
+            raise CapacityError(
+                f"the prompt has {request.n_prompt} tokens and max_model_len={c.max_model_len} must hold at least one more. "
+                "Shorten the prompt or raise max_model_len."
+            )
+        request.limit = min(request.limit, c.max_model_len)
+        n_pages = self._pages_for(request.limit - 1)  # the last token is never fed back
+        if n_pages > c.n_pages:
+            raise CapacityError(
+                f"prompt and output of {request.limit} tokens need {n_pages} KV-cache pages and there are {c.n_pages}. "
+                "Lower max_tokens, shorten the prompt or raise kv_cache_bytes."
+            )
+        request.arrival = self._n_arrived
+        self._n_arrived += 1
+        self.requests[request.id] = request
+        insort(self._waiting, request, key=_rank)
+
+    def abort(self, request_id: str) -> Request | None:
+        """Cancel a request. Its pages are free when this returns, or after ``update`` where a step with it is under way.
+
+        Returns None where the id is not known (any more)."""
+        request = self.requests.pop(request_id, None)
+        if request is None:
+            return None
+        self._finish(request, "abort")
+        return request
+
+    def schedule(self) -> ScheduledStep:
+        """Decide the next step and take the pages it needs. ``update`` must follow before the next call."""
+        if self._in_flight is not None:
+            raise RuntimeError("schedule() was called before update() of the step under way")
+        grown: list[Request] = []
+        preempted: list[str] = []
+        for request in [r for r in self._decoding if r.n_computed >= r.capacity]:
+            if request.status is Status.RUNNING:  # it may have been preempted for one before it
+                self._grow(request, grown, preempted)
+        requests = self._decoding.copy()
+        n_decodes = len(requests)
+        counts = [1] * n_decodes
+        budget = self.config.token_budget - n_decodes
+        for request in self._prefilling:
+            if budget <= 0:
+                break
+            n = min(budget, len(request.tokens) - request.n_computed)
+            requests.append(request)
+            counts.append(n)
+            budget -= n
+        if not preempted:  # pages just ran out: admitting would preempt again
+            while budget > 0 and self._waiting and self._slots and self._admit(self._waiting[0]):
+                request = self._waiting.pop(0)
+                n = min(budget, len(request.tokens) - request.n_computed)
+                grown.append(request)
+                requests.append(request)
+                counts.append(n)
+                budget -= n
+        if preempted:
+            grown = [r for r in grown if r.status is Status.RUNNING]
+        self._n_steps += 1
+        step = ScheduledStep(self._n_steps, requests, counts, [r.n_computed for r in requests], n_decodes, grown, preempted)
+        self._in_flight = step
+        return step
+
+    def update(self, step: ScheduledStep, sampled: Sequence[int | None], failed: Collection[str] = ()) -> list[Request]:
+        """Record that ``step`` was computed and what was sampled (aligned with ``step.requests``, None where nothing is).
+
+        ``failed`` ids end with ``"error"`` and nothing they computed is offered to others. Returns the requests that finished.
+        """
+        if step is not self._in_flight:
+            raise RuntimeError("update() must follow schedule() with the step it returned")
+        if len(sampled) != len(step.requests):
+            raise ValueError(f"{len(sampled)} samples for {len(step.requests)} requests")
+        self._in_flight = None
+        finished: list[Request] = []
+        page_tokens = self.config.page_tokens
+        running, ended = Status.RUNNING, False
+        for i, (request, token) in enumerate(zip(step.requests, sampled, strict=True)):
+            if request.status is not running:  # aborted while the step was under way
+                ended = True
+                self._release(request)
+                continue
+            if failed and request.id in failed:
+                self.pool.discard_content(request.pages)
+                self._finish(request, "error")
+                finished.append(request)
+                ended = True
+                continue
+            n_computed = request.n_computed = request.n_computed + step.counts[i]
+            if n_computed // page_tokens > request.n_registered:
+                self._register(request)
+            if token is None:
+                if n_computed == len(request.tokens):
+                    raise ValueError(f"request {request.id!r} ended its tokens in this step and has no sample")
+                continue
+            tokens = request.tokens
+            tokens.append(token)
+            length = len(tokens)
+            if length >= request.limit or token in request.stop_ids:
+                reason = _reason(request, token)
+                if reason is not None:
+                    self._finish(request, reason)
+                    finished.append(request)
+                    ended = True
+                    continue
+        if step.n_decodes < len(step.requests):
+            self._decoding += [r for r in self._prefilling if len(r.tokens) - r.n_computed == 1]
+            self._prefilling = [r for r in self._prefilling if len(r.tokens) - r.n_computed > 1]
+        if ended:
+            self._decoding = [r for r in self._decoding if r.status is running]
+            self._prefilling = [r for r in self._prefilling if r.status is running]
+            for request in finished:
+                self.requests.pop(request.id, None)
+        return finished
+
+    def _pages_for(self, n_tokens: int) -> int:
+        return -(-n_tokens // self.config.page_tokens)
+
+    def _grow(self, request: Request, grown: list[Request], preempted: list[str]) -> None:
+        """One more page for ``request``, preempting the last arrived ones until there is one; it may be preempted itself."""
+        while True:
+            last = request.pages[-1] if request.pages else -1
+            pages = self.pool.take(1, after=last)
+            if pages is not None:
+                request.pages += pages
+                request.capacity += self.config.page_tokens
+                grown.append(request)
+                return
+            victim = max((*self._decoding, *self._prefilling), key=_rank)
+            self._preempt(victim)
+            preempted.append(victim.id)
+            if victim is request:
+                return
+
+    def _preempt(self, request: Request) -> None:
+        (self._decoding if request in self._decoding else self._prefilling).remove(request)
+        self._release(request)
+        request.status = Status.WAITING
+        request.n_computed = 0
+        request.n_preemptions += 1
+        self.n_preemptions += 1
+        insort(self._waiting, request, key=_rank)
+
+    def _admit(self, request: Request) -> bool:
+        """Give the first waiting request its pages, known prefix first; False (and nothing changed) where too few are free."""
+        c, pool = self.config, self.pool
+        n_known = len(request.tokens)
+        n_needed = self._pages_for(n_known)
+        self._extend_keys(request)
+        # At least one token must be computed to have logits, hence the cap at length − 1; and only whole pages are shared.
+        hits = pool.tree.match(request.page_keys, request.tokens, c.page_tokens, (n_known - 1) // c.page_tokens)
+        n_hits_free = sum(map(pool.is_free, hits))
+        margin = self.n_running
+        if n_needed - len(hits) + n_hits_free + margin > pool.n_free:
+            return False
+        pool.retain(hits)
+        fresh = pool.take(n_needed - len(hits), after=hits[-1] if hits else -1)
+        assert fresh is not None  # counted above
+        request.pages = hits + fresh
+        request.capacity = len(request.pages) * c.page_tokens
+        request.n_computed = request.n_prefix_hit = len(hits) * c.page_tokens
+        request.n_registered = len(hits)
+        request.slot = self._slots.pop()
+        request.status = Status.RUNNING
+        if request.n_preemptions == 0:
+            self.n_prompt_tokens += request.n_prompt
+            self.n_prefix_hit_tokens += request.n_prefix_hit
+        self._prefilling.append(request)
+        return True
+
+    def _extend_keys(self, request: Request) -> None:
+        """Hash the full pages that were not hashed yet; a request that waits through many attempts is hashed once."""
+        page_tokens, keys, tokens = self.config.page_tokens, request.page_keys, request.tokens
+        parent = keys[-1] if keys else ROOT
+        for i in range(len(keys), len(tokens) // page_tokens):
+            parent = chain_key(parent, tokens[i * page_tokens : (i + 1) * page_tokens])
+            keys.append(parent)
+
+    def _register(self, request: Request) -> None:
+        """Offer the pages that this step filled to the prefix tree."""
+        page_tokens = self.config.page_tokens
+        self._extend_keys(request)
+        for i in range(request.n_registered, request.n_computed // page_tokens):
+            tokens = request.tokens[i * page_tokens : (i + 1) * page_tokens]
+            self.pool.tree.insert(request.page_keys[i], tokens, request.pages[i])
+        request.n_registered = request.n_computed // page_tokens
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        was_waiting = request.status is Status.WAITING
+        request.status = Status.FINISHED
+        request.finish_reason = reason
+        if was_waiting:
+            del self._waiting[bisect_left(self._waiting, _rank(request), key=_rank)]
+        elif self._in_flight is None or request not in self._in_flight.requests:
+            self._release(request)
+            if reason == "abort":
+                (self._decoding if request in self._decoding else self._prefilling).remove(request)
+
+    def _release(self, request: Request) -> None:
+        self.pool.release(request.pages)
+        self._slots.append(request.slot)
+        request.pages = []
+        request.capacity = 0
+        request.n_registered = 0
+        request.slot = -1
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    return (request.priority, request.arrival)
+
+
+def _reason(request: Request, token: int) -> FinishReason | None:
+    length = len(request.tokens)
+    if token in request.stop_ids and length > request.min_length:
+        return "stop"
+    return "length" if length >= request.limit else None

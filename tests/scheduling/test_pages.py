@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import pytest
+
+from twostroke.core.errors import ConfigError
+from twostroke.scheduling.pages import PagePool
+from twostroke.scheduling.prefix_tree import ROOT, PrefixTree, chain_key
+
+
+def test_pages_of_one_request_are_neighbours_in_a_fresh_pool() -> None:
+    pool = PagePool(8)
+    first = pool.take(3)
+    assert first == [0, 1, 2]
+    assert pool.take(1, after=2) == [3]
+
+
+def test_taking_more_than_is_free_takes_nothing() -> None:
+    pool = PagePool(4)
+    pool.take(3)
+    assert pool.take(2) is None
+    assert pool.n_free == 1
+
+
+def test_a_page_is_free_only_when_its_last_holder_lets_go() -> None:
+    pool = PagePool(2)
+    pages = pool.take(1)
+    assert pages is not None
+    pool.retain(pages)
+    pool.release(pages)
+    assert pool.n_used == 1
+    pool.release(pages)
+    assert pool.n_used == 0
+
+
+def test_releasing_twice_is_an_error_and_not_a_second_free_page() -> None:
+    pool = PagePool(2)
+    pages = pool.take(1)
+    assert pages is not None
+    pool.release(pages)
+    with pytest.raises(RuntimeError, match="released more often"):
+        pool.release(pages)
+    assert pool.n_free == 2
+
+
+def test_cached_pages_are_evicted_last_and_the_least_recently_freed_first() -> None:
+    pool = PagePool(4)
+    pages = pool.take(4)
+    assert pages == [0, 1, 2, 3]
+    pool.tree.insert(chain_key(ROOT, [1]), [1], 0)
+    pool.tree.insert(chain_key(ROOT, [2]), [2], 1)
+    pool.release([1])
+    pool.release([0])
+    pool.release([2, 3])
+    assert pool.n_cached == 2
+    assert pool.take(2) == [2, 3]  # blank ones first
+    assert pool.take(1) == [1]  # freed before page 0
+    assert 0 in pool.tree
+    assert 1 not in pool.tree
+
+
+def test_the_end_of_a_prefix_is_evicted_before_its_start() -> None:
+    pool = PagePool(3)
+    pages = pool.take(3)
+    assert pages is not None
+    key = ROOT
+    for page in pages:
+        key = chain_key(key, [page])
+        pool.tree.insert(key, [page], page)
+    pool.release(pages)
+    assert pool.take(1) == [2]
+
+
+def test_discarded_content_is_never_found_again() -> None:
+    pool = PagePool(2)
+    pages = pool.take(2)
+    assert pages is not None
+    key = chain_key(ROOT, [7])
+    pool.tree.insert(key, [7], pages[0])
+    pool.discard_content(pages)
+    pool.release(pages)
+    assert pool.tree.match([key], [7], 1, 1) == []
+    assert pool.n_cached == 0
+    assert pool.n_free == 2
+
+
+def test_an_empty_pool_is_refused() -> None:
+    with pytest.raises(ConfigError, match="n_pages=0"):
+        PagePool(0)
+
+
+def test_a_match_needs_the_same_tokens_and_the_same_history() -> None:
+    tree = PrefixTree()
+    a = chain_key(ROOT, [1, 2])
+    b = chain_key(a, [3, 4])
+    tree.insert(a, [1, 2], 5)
+    tree.insert(b, [3, 4], 6)
+    assert tree.match([a, b], [1, 2, 3, 4], 2, 9) == [5, 6]
+    assert tree.match([a, b], [1, 2, 3, 4], 2, 1) == [5]
+    assert tree.match([chain_key(ROOT, [3, 4])], [3, 4], 2, 9) == []  # same tokens, other history
+
+
+def test_a_key_collision_is_caught_by_the_token_ids() -> None:
+    tree = PrefixTree()
+    key = chain_key(ROOT, [1, 2])
+    tree.insert(key, [1, 2], 5)
+    assert tree.match([key], [9, 9], 2, 1) == []
+
+
+def test_the_first_holder_of_a_prefix_stays() -> None:
+    tree = PrefixTree()
+    key = chain_key(ROOT, [1])
+    assert tree.insert(key, [1], 5)
+    assert not tree.insert(key, [1], 6)
+    assert tree.match([key], [1], 1, 1) == [5]
+    tree.forget(6)  # unknown pages are no error: eviction does not ask
+    tree.forget(5)
+    assert len(tree) == 0

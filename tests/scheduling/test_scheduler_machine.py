@@ -1,0 +1,165 @@
+"""A random walk over the scheduler, beside a cache that remembers what was written where."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from twostroke.core.errors import CapacityError
+from twostroke.scheduling.request import Request, Status
+from twostroke.scheduling.sampling_params import SamplingParams
+from twostroke.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+
+TOKENS = st.integers(0, 2)  # a small alphabet, so that prefixes are shared often
+
+BASES = ([0] * 30, [1, 1, 0, 0] * 8, [0, 1, 1, 0, 1] * 6)
+PROMPTS = st.one_of(
+    st.lists(TOKENS, min_size=1, max_size=30),
+    st.builds(lambda base, n, tail: base[:n] + tail, st.sampled_from(BASES), st.integers(6, 30), st.lists(TOKENS, max_size=3)),
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """``cache[page][offset]`` is the whole prefix whose keys and values stand there. If every request always finds its own
+    prefixes at its positions, no page was lost to it, shared wrongly, or overwritten."""
+
+    @initialize(
+        page_tokens=st.sampled_from((1, 2, 3, 4)),
+        n_pages=st.integers(8, 24),
+        max_running=st.sampled_from((1, 2, 3, 4, 5, 6)),
+        spare=st.sampled_from((0, 1, 4, 12, 40)),
+        max_model_len=st.integers(4, 60),
+    )
+    def start(self, page_tokens: int, n_pages: int, max_running: int, spare: int, max_model_len: int) -> None:
+        self.config = SchedulerConfig(max_running + spare, max_running, page_tokens, n_pages, max_model_len)
+        self.scheduler = Scheduler(self.config)
+        self.cache: list[list[tuple[int, ...] | None]] = [[None] * page_tokens for _ in range(n_pages)]
+        self.step: ScheduledStep | None = None
+        self.n_added = 0
+        self.last_decoding: set[str] = set()
+
+    @precondition(lambda self: len(self.scheduler.requests) < 8)
+    @rule(prompt=PROMPTS, max_tokens=st.sampled_from((1, 5, 12, 20, 30)), priority=st.integers(0, 1))
+    def add(self, prompt: list[int], max_tokens: int, priority: int) -> None:
+        request = Request(f"r{self.n_added}", prompt, SamplingParams(max_tokens=max_tokens), priority, eos_token_ids=(2,))
+        self.n_added += 1
+        try:
+            self.scheduler.add(request)
+        except CapacityError:
+            needed = -(-(min(len(prompt) + max_tokens, self.config.max_model_len) - 1) // self.config.page_tokens)
+            assert needed > self.config.n_pages or len(prompt) >= self.config.max_model_len
+
+    @precondition(lambda self: self.scheduler.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.scheduler.requests)))
+        assert self.scheduler.abort(name) is not None
+
+    @precondition(lambda self: self.step is None)
+    @rule(n=st.integers(1, 6), seed=st.integers(0, 999))
+    def run_steps(self, n: int, seed: int) -> None:
+        for i in range(n):
+            self._schedule()
+            self._update(random.Random(seed + i))
+
+    @precondition(lambda self: self.step is None)
+    @rule()
+    def begin_step(self) -> None:
+        """Left under way, so that requests are added and aborted meanwhile."""
+        self._schedule()
+
+    @precondition(lambda self: self.step is not None)
+    @rule(seed=st.integers(0, 999))
+    def end_step(self, seed: int) -> None:
+        self._update(random.Random(seed))
+
+    def _schedule(self) -> None:
+        scheduler, page_tokens = self.scheduler, self.config.page_tokens
+        due = {r.id for r in scheduler.requests.values() if r.status is Status.RUNNING and len(r.tokens) - r.n_computed == 1}
+        step = self.step = scheduler.schedule()
+        assert sum(step.counts) == step.n_tokens <= self.config.token_budget
+        assert len(set(step.by_request())) == len(step.requests) <= self.config.max_running
+        assert due <= set(step.by_request()) | set(step.preempted)  # no decode is starved
+        assert step.requests or not scheduler.requests  # always progress
+        slots = [r.slot for r in scheduler.requests.values() if r.status is Status.RUNNING]
+        assert len(set(slots)) == len(slots)
+        assert all(0 <= slot < self.config.max_running for slot in slots)
+        for request, start, n in zip(step.requests, step.starts, step.counts, strict=True):
+            assert n >= 1
+            assert start + n <= len(request.tokens) <= self.config.max_model_len
+            assert all(scheduler.pool.references[page] for page in request.pages)
+            for position in range(start, start + n):
+                page = request.pages[position // page_tokens]
+                assert scheduler.pool.references[page] == 1, "a shared page is about to be written"
+                self.cache[page][position % page_tokens] = tuple(request.tokens[: position + 1])
+        for request, start, n in zip(step.requests, step.starts, step.counts, strict=True):
+            for position in range(start + n):
+                found = self.cache[request.pages[position // page_tokens]][position % page_tokens]
+                assert found == tuple(request.tokens[: position + 1]), "a request reads another's keys and values"
+
+    def _update(self, random: random.Random) -> None:
+        step, self.step = self.step, None
+        assert step is not None
+        sampled = [random.choices((0, 1, 2), (20, 19, 1))[0] if step.samples(i) else None for i in range(len(step.requests))]
+        failed = {r.id for i, r in enumerate(step.requests) if step.samples(i) and random.random() < 0.01}
+        for request in self.scheduler.update(step, sampled, failed):
+            assert request.finish_reason in ("stop", "length", "error")
+            assert request.id not in self.scheduler.requests
+            assert not request.pages
+
+    @invariant()
+    def references_are_exactly_what_requests_hold(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        pool = self.scheduler.pool
+        holders = dict(enumerate([0] * pool.n_pages))
+        requests = set(self.scheduler.requests.values()) | set(self.step.requests if self.step else ())
+        for request in requests:
+            for page in request.pages:
+                holders[page] += 1
+        assert [holders[i] for i in range(pool.n_pages)] == pool.references
+        assert pool.n_used == sum(n > 0 for n in pool.references)
+        assert pool.n_used + pool.n_free == pool.n_pages
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        if self.step is not None:
+            self.scheduler.update(self.step, [0 if self.step.samples(i) else None for i in range(len(self.step.requests))])
+            self.step = None
+        for _ in range(3000):  # whatever the walk left behind ends by itself
+            if not self.scheduler.has_work:
+                break
+            step = self.scheduler.schedule()
+            self.scheduler.update(step, [0 if step.samples(i) else None for i in range(len(step.requests))])
+        assert not self.scheduler.has_work
+        assert self.scheduler.pool.n_used == 0
+        assert self.scheduler.n_running == self.scheduler.n_waiting == 0
+        assert len(self.scheduler._slots) == self.config.max_running
+
+
+def _run(max_examples: int, step_count: int) -> None:
+    run_state_machine_as_test(
+        SchedulerMachine,
+        settings=settings(
+            max_examples=max_examples,
+            stateful_step_count=step_count,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_no_page_is_lost_or_shared_wrongly() -> None:
+    _run(max_examples=250, step_count=30)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_no_page_is_lost_or_shared_wrongly_in_many_walks() -> None:
+    _run(max_examples=4000, step_count=100)
