@@ -44,6 +44,8 @@ ASSUMED_DISK_WRITE_BYTES_PER_S = 1e9
 ASSUMED_NETWORK_BYTES_PER_S = 1.25e8
 """1 Gbit/s Ethernet: what a machine that was calibrated is assumed to have towards a second one."""
 
+DATASHEET_NOTE = "from a datasheet with assumed efficiencies: expect the right order, not the right digit."
+
 SCHEME_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "w8": 1.0, "w8a8": 1.0, "int8": 1.0}
 """Bytes of one weight by product scheme, scales excluded."""
 

@@ -39,8 +39,9 @@ def training_weights_bytes(parameters: Parameters, dtype: str) -> float:
 
 
 def gradients_bytes(parameters: Parameters, dtype: str) -> float:
-    """w·N: one gradient per working weight, in its type."""
-    return parameters.total * bytes_of(dtype)
+    """4·N for the fp32 gradients that the optimizer reads and, with bf16 compute, 2·N for those that backward leaves beside
+    them at the end of a step."""
+    return parameters.total * (FP32 + (0.0 if dtype == "fp32" else bytes_of(dtype)))
 
 
 def optimizer_bytes(parameters: Parameters, optimizer: str) -> float:

@@ -10,10 +10,10 @@ from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.cost import Cost, cost_of, usd_per_million_tokens
 from twostroke.planner.flops import attention_flops_per_token, decode_flops, prefill_flops
-from twostroke.planner.hardware import SCHEME_BYTES, Hardware
+from twostroke.planner.hardware import DATASHEET_NOTE, SCHEME_BYTES, Hardware
+from twostroke.planner.latency import attention_rate, elementwise_elements, elementwise_flops
 from twostroke.planner.memory import kv_bytes_per_token, weights_bytes
 from twostroke.planner.params import Parameters, Product, block_products, count_parameters, head_product
-from twostroke.planner.training import attention_rate, elementwise_elements
 from twostroke.planner.work import Work, merge, total_seconds
 
 SCHEMES = ("fp32", "bf16", "int8")
@@ -230,12 +230,13 @@ def layer_elementwise(spec: ModelSpec, rows: int, w: float, hardware: Hardware) 
     """Norms, sums, rotary turn and activation of one layer on ``rows`` tokens, eager: bytes of the fused count over the rate an
     eager block reached in calibration, and one launch per operator."""
     rate = hardware.extras.get("block_bf16_eager_forward_bytes_per_s")
+    flops = elementwise_flops(spec, backward=False)
     works = []
     for component, elements in elementwise_elements(spec, backward=False).items():
         moved = rows * elements * w
         seconds = moved / (rate or hardware.bandwidth(moved))
         launch_s = OPS_PER_LAYER[component] * hardware.op_launch_s
-        works.append(Work.limited(component, 0.0, moved, 0.0, seconds, launch_s))
+        works.append(Work.limited(component, rows * flops[component], moved, 0.0, seconds, launch_s))
     return works
 
 
@@ -337,7 +338,7 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
     if fitting < shape.batch:
         notes.append(f"the KV cache holds {fitting} such requests at once, fewer than batch={shape.batch}: the others wait.")
     if hardware.basis == "datasheet":
-        notes.append("from a datasheet with assumed efficiencies: expect the right order, not the right digit.")
+        notes.append(DATASHEET_NOTE)
     parameters = count_parameters(spec)
     activations = min(shape.prompt_tokens, 8192) * (4 * spec.d_model + 3 * spec.d_ff) * bytes_of(shape.compute_dtype)
     context = shape.prompt_tokens + (shape.output_tokens + 1) // 2

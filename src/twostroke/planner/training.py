@@ -10,7 +10,8 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.cost import Cost, cost_of
 from twostroke.planner.flops import attention_flops_per_token, mfu, training_flops_per_token
-from twostroke.planner.hardware import ASSUMED_ATTENTION_EFFICIENCY, Hardware, interpolate_log
+from twostroke.planner.hardware import DATASHEET_NOTE, Hardware
+from twostroke.planner.latency import attention_rate, elementwise_elements, elementwise_flops
 from twostroke.planner.memory import (
     activation_bytes_per_token_and_layer,
     checkpoint_bytes,
@@ -214,20 +215,6 @@ def _product_work(component: str, flops: float, moved: float, seconds: float, n_
     return Work.limited(component, flops, moved, seconds, memory_s, launch_s)
 
 
-def attention_rate(hardware: Hardware, dtype: str, direction: str, sequence_length: int) -> float:
-    """FLOP/s of flash attention counted over the whole T×T square (2 products forward, 5 backward), which a CPU kernel
-    walks: measured at a few lengths and interpolated in log T; datasheets get an assumed share of peak, for the causal half."""
-    prefix, suffix = f"sdpa_{dtype}_{direction}_t", "_flop_per_s"
-    points = [
-        (float(name[len(prefix) : -len(suffix)]), rate)
-        for name, rate in hardware.extras.items()
-        if name.startswith(prefix) and name.endswith(suffix)
-    ]
-    if points:
-        return interpolate_log(points, sequence_length)
-    return 2 * ASSUMED_ATTENTION_EFFICIENCY * hardware.peak(dtype)
-
-
 def attention_square(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, backward: bool) -> Work:
     """softmax(QKᵀ)V of one layer: time from the square, FLOP from the causal part that counts; q, k, v, o moved once
     (backward: read again with their gradients)."""
@@ -247,22 +234,6 @@ def attention_square(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, 
     )
 
 
-def elementwise_elements(spec: ModelSpec, backward: bool) -> dict[str, float]:
-    """Elements read and written per token and block by fused elementwise work, by component.
-
-    Forward: norms and residual sums 9E (first norm 2E; sum and second norm 4E; sum 3E), rotary turn 2(H+K)D, activation 3F
-    gated or 2F plain. Backward: norms and sums 14E (each norm reads its input, its gradient and the residual's and writes one:
-    4E twice; two recomputed normed inputs 2E each; the output's gradient twice), rotary turn 2(H+K)D and the gathering of
-    dq, dk, dv 2(H+2K)D, activation 6F gated (reads 2F + F, writes 2F and the recomputed product F) or 3F plain.
-    """
-    width, heads = spec.d_model, (spec.n_heads + spec.n_kv_heads) * spec.head_dim
-    turn = 2 * heads if spec.positions == "rope" else 0
-    gated = spec.mlp == "swiglu"
-    if backward:
-        return {"norms": 14 * width, "attention": turn + 2 * spec.qkv_rows, "mlp": (6 if gated else 3) * spec.d_ff}
-    return {"norms": 9 * width, "attention": turn, "mlp": (3 if gated else 2) * spec.d_ff}
-
-
 LAUNCHES_PER_BLOCK = {"compiled": 4, "eager": 18}
 """Operations of one block's forward that are not products: fused kernels, or single torch operators. Backward: twice."""
 
@@ -274,11 +245,12 @@ def elementwise(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, backw
     measured = hardware.extras.get(f"block_{shape.dtype}_{mode}_{direction}_bytes_per_s")
     elements = elementwise_elements(spec, backward)
     launch_s = LAUNCHES_PER_BLOCK[mode] * (2 if backward else 1) * hardware.op_launch_s / len(elements)
+    flops = elementwise_flops(spec, backward)
     works = []
     for component, count in elements.items():
         moved = shape.tokens_per_pass * count * bytes_of(shape.dtype)
         rate = measured or hardware.bandwidth(moved)
-        works.append(Work.limited(component, 0.0, moved, 0.0, moved / rate, launch_s))
+        works.append(Work.limited(component, shape.tokens_per_pass * flops[component], moved, 0.0, moved / rate, launch_s))
     return works
 
 
@@ -314,10 +286,18 @@ def embedding_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, ba
     return Work.limited("embedding", 0.0, moved, 0.0, moved / hardware.bandwidth(moved), hardware.op_launch_s)
 
 
-def newton_schulz(product: Product, hardware: Hardware) -> tuple[float, float]:
-    """(FLOP, seconds) of Muon's 5 iterations on one n×k matrix, s = min, l = max: XXᵀ (s,l)×(l,s), its square (s,s)×(s,s)
-    and the update (s,s)×(s,l), so 5·2·(2·s²·l + s³) FLOP, in bf16 where there is a rate for it."""
-    small, large = sorted((product.n, product.k))
+def muon_matrices(spec: ModelSpec) -> tuple[tuple[int, int], ...]:
+    """(rows, columns) of each matrix of a block that Muon orthogonalises: q, k, v, gate and up apart, as
+    ``training.optimizers`` splits the packed ones."""
+    width, inner, kv = spec.d_model, spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+    up = ((spec.d_ff, width), (spec.d_ff, width)) if spec.mlp == "swiglu" else ((spec.d_ff, width),)
+    return ((inner, width), (kv, width), (kv, width), (width, inner), *up, (width, spec.d_ff))
+
+
+def newton_schulz(rows: int, columns: int, hardware: Hardware) -> tuple[float, float]:
+    """(FLOP, seconds) of Muon's 5 iterations on one matrix, s = min, l = max: XXᵀ (s,l)×(l,s), its square (s,s)×(s,s) and the
+    update (s,s)×(s,l), so 5·2·(2·s²·l + s³) FLOP, in bf16 where there is a rate for it."""
+    small, large = sorted((rows, columns))
     scheme = "bf16" if hardware.has_scheme("bf16") else "fp32"
     seconds = (
         hardware.product_s(scheme, small, small, large)
@@ -329,10 +309,12 @@ def newton_schulz(product: Product, hardware: Hardware) -> tuple[float, float]:
 
 def optimizer_bytes_moved(n_parameters: float, dtype: str, state_bytes: float | None = None) -> float:
     """Bytes one update moves: the gradient is read and widened to fp32 (w + 4), normed (4), clipped (8) and read (4); master
-    and state are read and written (8 a parameter, and twice ``state_bytes``, AdamW's 8·N by default); the working copy is
-    written (w)."""
+    and state are read and written (8 a parameter, and twice ``state_bytes``, AdamW's 8·N by default); the master is read once
+    more (4) and the working copy written (w). With fp32 there is neither widening nor a copy."""
     w = bytes_of(dtype)
-    return n_parameters * (w + 20 + 8 + w) + 2 * (8.0 * n_parameters if state_bytes is None else state_bytes)
+    return n_parameters * (24.0 if dtype == "fp32" else w + 20 + 8 + 4 + w) + 2 * (
+        8.0 * n_parameters if state_bytes is None else state_bytes
+    )
 
 
 def optimizer_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware) -> Work:
@@ -343,8 +325,8 @@ def optimizer_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware) ->
     memory_s = moved / (hardware.extras.get("adamw_bytes_per_s") or hardware.bandwidth(moved))
     flops, arithmetic_s, launches = 12.0 * parameters.total, 0.0, 12
     if shape.optimizer == "muon":
-        for product in block_products(spec):
-            one_flops, one_s = newton_schulz(product, hardware)
+        for rows, columns in muon_matrices(spec):
+            one_flops, one_s = newton_schulz(rows, columns, hardware)
             flops += spec.n_layers * one_flops
             arithmetic_s += spec.n_layers * one_s
             launches += spec.n_layers * (3 * NEWTON_SCHULZ_STEPS + 12)
@@ -391,6 +373,7 @@ def plan_training(spec: ModelSpec, shape: TrainingShape, hardware: Hardware) -> 
     forward, backward = _pass(spec, shape, hardware, False), _pass(spec, shape, hardware, True)
     update = (optimizer_work(spec, shape, hardware),)
     moved = shape.grad_accumulation * sum(w.bytes for w in (*forward, *backward)) + update[0].bytes
+    notes = () if hardware.basis == "measured" else (DATASHEET_NOTE,)
     plan = TrainingPlan(
         spec=spec,
         shape=shape,
@@ -408,6 +391,7 @@ def plan_training(spec: ModelSpec, shape: TrainingShape, hardware: Hardware) -> 
         model_bytes=model_bytes(parameters, "bf16" if shape.dtype == "bf16" else "fp32"),
         network_bytes_per_step=data_parallel_bytes(parameters, shape.dtype, 2),
         cost=None,
+        notes=notes,
     )
     if plan.train_time_s is not None:
         plan = replace(plan, cost=cost_of(plan.train_time_s, hardware))
@@ -422,7 +406,7 @@ def startup_s(shape: TrainingShape, hardware: Hardware) -> float:
 
 def data_parallel_bytes(parameters: Parameters, dtype: str, n_ranks: int) -> float:
     """Bytes each of ``n_ranks`` sends per step in a ring all-reduce of the gradients: 2·(n−1)/n·w·N."""
-    return 2 * (n_ranks - 1) / n_ranks * gradients_bytes(parameters, dtype)
+    return 2 * (n_ranks - 1) / n_ranks * bytes_of(dtype) * parameters.total
 
 
 def steps_for_budget(

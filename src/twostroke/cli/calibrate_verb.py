@@ -1,0 +1,57 @@
+"""``twostroke calibrate``: one minute of measurements, stored as this machine's profile."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import typer
+
+from twostroke.cli.console import JSON_HELP, emit, log, progress
+from twostroke.core.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from twostroke.core.profile import MachineProfile
+
+app = typer.Typer()
+
+BUSY_SHARE = 0.5
+"""Share of the cores that may be busy before calibration says that its numbers will read low."""
+
+
+@app.command()
+def calibrate(
+    device: str = typer.Option(None, help="cpu or cuda; without it cuda where there is one."),
+    as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
+) -> None:
+    """Measure this machine once (a minute on two cores) and store its profile, which every plan for "this" stands on."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > BUSY_SHARE * cores:
+        log(f"other programs keep {load:.1f} of {cores} cores busy: rates will read low. Calibrate when the machine is idle.")
+    from twostroke.calibration.measure import calibrate as measure
+    from twostroke.core.profile import save_profile
+
+    with progress("calibrating", 1.0) as advance:
+        profile = measure(advance, device=device)
+    path = save_profile(profile)
+    emit({**profile.to_dict(), "path": str(path)}, _text(profile, path), as_json)
+
+
+def _text(profile: MachineProfile, path: Path) -> str:
+    f = profile.fingerprint
+    reads = ", ".join(f"{format_bytes(p.working_set_bytes)}: {p.bytes_per_s / 1e9:.3g} GB/s" for p in profile.read_bandwidth)
+    peaks = ", ".join(f"{scheme} {format_count(rate)}FLOP/s" for scheme, rate in profile.peak_flop_per_s.items())
+    name = ", ".join(f.gpus) or f.cpu_model
+    launch_s, linear_s = format_seconds(profile.op_launch_s), format_seconds(profile.linear_launch_s)
+    lines = [
+        f"{name}, {f.n_cores} cores, {format_bytes(f.ram_bytes)} (fingerprint {f.key}); all measured:",
+        f"reads      {reads}",
+        f"products   4096³: {peaks}",
+        f"launches   {launch_s} an operation, {linear_s} a linear layer",
+        f"disk       {format_bytes(profile.disk_write_bytes_per_s)}/s written",
+        f"profile    {path}",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,85 @@
+"""``twostroke ledger list|show|compare|report``: predictions and measurements of every run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import typer
+
+from twostroke.cli.console import JSON_HELP, emit
+
+app = typer.Typer(no_args_is_help=True, help="Predictions and measurements of every run.")
+
+LEDGER = typer.Option(None, "--ledger", help="Another ledger file than the one in Twostroke's home.")
+RUN_HELP = 'A run\'s id, enough of its beginning, or "last".'
+
+
+@app.callback()
+def ledger() -> None:
+    """Predictions and measurements of every run."""
+
+
+@app.command("list")
+def list_runs(
+    kind: str = typer.Option(None, help="Only runs of this kind: train, serve, bench, calibrate or evaluate."),
+    limit: int = typer.Option(20, help="At most so many, newest first."),
+    path: Path = LEDGER,
+    as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
+) -> None:
+    """Runs, newest first."""
+    from twostroke.ledger.store import Ledger
+    from twostroke.ledger.text import runs_text
+
+    runs = Ledger(path).runs(kind, limit)
+    emit({"runs": [run.to_dict() for run in runs]}, runs_text(runs), as_json)
+
+
+@app.command()
+def show(
+    run: str = typer.Argument(help=RUN_HELP),
+    path: Path = LEDGER,
+    as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
+) -> None:
+    """Everything stored of one run: inputs, prediction, measurements."""
+    from twostroke.ledger.store import Ledger
+
+    found = Ledger(path).get(run)
+    emit(found.to_dict(), json.dumps(found.to_dict(), indent=1), as_json)
+
+
+@app.command()
+def compare(
+    run: str | None = typer.Argument(None, help=RUN_HELP + " Without it: how good all predictions were."),
+    kind: str = typer.Option(None, help="Without a run: only runs of this kind."),
+    path: Path = LEDGER,
+    as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
+) -> None:
+    """Predicted beside measured with the error in percent, 100·(predicted − measured) / measured."""
+    from twostroke.ledger.scoring import compare as compare_run
+    from twostroke.ledger.scoring import summarise
+    from twostroke.ledger.store import Ledger
+    from twostroke.ledger.text import comparison_text, scores_text
+
+    store = Ledger(path)
+    if run is None:
+        scores = summarise(store.runs(kind))
+        emit({"scores": [s.to_dict() for s in scores]}, scores_text(scores), as_json)
+        return
+    found = store.get(run)
+    rows = compare_run(found)
+    emit({"run_id": found.run_id, "rows": [row.to_dict() for row in rows]}, comparison_text(found, rows), as_json)
+
+
+@app.command()
+def report(
+    out: Path = typer.Option(Path("report.html"), help="File to write."),
+    path: Path = LEDGER,
+    as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
+) -> None:
+    """One self-contained HTML page: predicted against measured, training curve, memory by term, latencies."""
+    from twostroke.ledger.store import Ledger
+    from twostroke.report.page import write_report
+
+    written = write_report(out, Ledger(path))
+    emit({"report": str(written)}, f"report    {written}", as_json)
