@@ -60,7 +60,7 @@ def attention_mask(
     device: torch.device,
     dtype: torch.dtype,
     explicit: bool,
-) -> Float[Tensor, "B 1 T S"] | None:
+) -> Float[Tensor, "#B 1 T S"] | None:
     """0 where a query may see a key and −∞ where not, built once a forward pass; None where SDPA's own causal rule is enough.
 
     Additive in the compute dtype, because SDPA turns a boolean mask into that in every layer. Measured on two CPU cores,
@@ -76,7 +76,11 @@ def attention_mask(
 
 
 def explicit_attention(
-    q: Float[Tensor, "B H T D"], k: Float[Tensor, "B K S D"], v: Float[Tensor, "B K S D"], mask: Tensor, dropout: float
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B K S D"],
+    v: Float[Tensor, "B K S D"],
+    mask: Float[Tensor, "#B 1 T S"],
+    dropout: float,
 ) -> Float[Tensor, "B H T D"]:
     """softmax(q·kᵀ/√D + mask)·v under a causal ``mask``, by blocks of queries that stop at the last key they may see.
 
@@ -113,7 +117,7 @@ class Attention(nn.Module):
         self,
         x: Float[Tensor, "B T E"],
         rope: tuple[Tensor, Tensor] | None,
-        mask: Float[Tensor, "B 1 T S"] | None,
+        mask: Float[Tensor, "#B 1 T S"] | None,
     ) -> Float[Tensor, "B T E"]:
         n_rows, n_tokens, _ = x.shape
         qkv = self.qkv(x).view(n_rows, n_tokens, self.n_heads + 2 * self.n_kv_heads, self.head_dim)

@@ -27,7 +27,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, width))
 
-    def forward(self, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T E"]:
+    def forward(self, ids: Int[Tensor, "#B T"]) -> Float[Tensor, "#B T E"]:
         return F.embedding(ids, self.weight)
 
 
@@ -44,7 +44,7 @@ class Block(nn.Module):
         self.residual_dropout = spec.dropout if spec.positions == "learned" else 0.0
 
     def forward(
-        self, x: Float[Tensor, "B T E"], rope: tuple[Tensor, Tensor] | None, mask: Tensor | None
+        self, x: Float[Tensor, "B T E"], rope: tuple[Tensor, Tensor] | None, mask: Float[Tensor, "#B 1 T S"] | None
     ) -> Float[Tensor, "B T E"]:
         x = x + self._drop(self.attn(self.attn_norm(x), rope, mask))
         return x + self._drop(self.mlp(self.mlp_norm(x)))
@@ -84,7 +84,7 @@ class Decoder(nn.Module):
     def hidden(
         self,
         tokens: Int[Tensor, "B T"],
-        positions: Int[Tensor, "B T"] | None = None,
+        positions: Int[Tensor, "#B T"] | None = None,
         documents: Int[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B T E"]:
         """Activations after the final norm. ``positions`` default to 0…T−1; ``documents`` number the documents packed in a row.
@@ -116,7 +116,7 @@ class Decoder(nn.Module):
     def forward(
         self,
         tokens: Int[Tensor, "B T"],
-        positions: Int[Tensor, "B T"] | None = None,
+        positions: Int[Tensor, "#B T"] | None = None,
         documents: Int[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B T V"]:
         """Logits of the next token at every position."""

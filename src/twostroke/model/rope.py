@@ -47,7 +47,7 @@ def rope_tables(
     return angles.cos(), angles.sin()
 
 
-def rotate(x: Float[Tensor, "B T N D"], cos: Float[Tensor, "B T half_D"], sin: Float[Tensor, "B T half_D"]) -> Tensor:
+def rotate(x: Float[Tensor, "B T N D"], cos: Float[Tensor, "#B T half_D"], sin: Float[Tensor, "#B T half_D"]) -> Tensor:
     """``x`` turned by its position: (a, b) → (a·cos − b·sin, b·cos + a·sin), a and b the halves of the head dimension.
 
     A bf16 ``x`` is promoted to fp32 by the tables and rounded once at the end.
