@@ -175,6 +175,13 @@ def test_refused_requests_are_json_too(
     assert response.json()["error"]["message"]
 
 
+def test_a_loopback_server_without_a_key_answers_to_no_foreign_name(web: httpx.Client) -> None:
+    refused = web.get("/v1/models", headers={"host": "rebound.example:80"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "foreign_host")
+    for name in ("localhost:1", "127.0.0.1", "[::1]:8000"):
+        assert web.get("/v1/models", headers={"host": name}).status_code == 200
+
+
 def test_a_body_without_an_announced_length_is_limited_as_well(web: httpx.Client) -> None:
     pieces = (b"x" * 2**16 for _ in range(40))
     response = web.post("/v1/completions", content=pieces, headers={"content-type": "application/json"})

@@ -16,8 +16,8 @@ MAX_BATCH = 1024
 
 
 def expected_concurrency(spec: ModelSpec, load: LoadSpec, scheme: str, hardware: Hardware) -> int:
-    """Requests in flight at once: the users of a closed loop; of an open one, Little's law, concurrency = rate · E2E(concurrency),
-    iterated from 1 until it stays, within the cap and the number of requests."""
+    """Requests in flight at once: the users of a closed loop; of an open one, Little's law, concurrency =
+    rate · E2E(concurrency), iterated from 1 until it stays, within the cap and the number of requests."""
     most = min(load.n_requests, load.users or load.max_concurrency or MAX_BATCH, MAX_BATCH)
     if load.users is not None or load.request_rate is None:
         return most
@@ -46,8 +46,8 @@ def _plan(spec: ModelSpec, load: LoadSpec, scheme: str, batch: int, hardware: Ha
 
 
 def measured_values(summary: LoadSummary, records: Sequence[RequestRecord]) -> dict[str, float]:
-    """The same names measured, those that have a value: medians of the latencies; ``concurrency`` the mean number of requests in flight, Σ(end − sent) ÷
-    duration; ``decode_tok_per_s`` = concurrency ÷ median TPOT, as the plan's batch ÷ TPOT."""
+    """The same names measured, those that have a value: medians of the latencies; ``concurrency`` the mean number of
+    requests in flight, Σ(end − sent) ÷ duration; ``decode_tok_per_s`` = concurrency ÷ median TPOT (the plan: batch ÷ TPOT)."""
     duration = summary.duration_s
     concurrency = sum(r.ended_s - r.sent_s for r in records) / duration if duration > 0 else 0.0
     tpot = summary.tpot_s.median

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from twostroke import __version__
 from twostroke.server import protocol
 from twostroke.server.errors import ApiError
+from twostroke.server.launch import is_own_name
 from twostroke.server.service import (
     Generation,
     Service,
@@ -149,6 +150,11 @@ class Gate:
         if keys is not None and path not in OPEN_ROUTES and not keys.allow(headers.get(b"authorization")):
             message = "a valid API key is needed, as `Authorization: Bearer <key>`."
             return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer", "connection": "close"})
+        host = headers.get(b"host", b"").decode("latin-1")
+        if keys is None and self._service.local_only and not is_own_name(host):
+            # A web page whose own name was made to point to 127.0.0.1 (DNS rebinding) could otherwise use the model.
+            message = "this server listens on loopback without a key and answers only to localhost and to addresses."
+            return ApiError(403, message, code="foreign_host", headers={"connection": "close"})
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > MAX_BODY_BYTES:
             return too_large()

@@ -88,7 +88,8 @@ def launch_engine(command: Sequence[str]) -> EngineChild:
     words = [*command, "--socket", str(path), "--parent-pid", str(os.getpid())]
     try:
         # Its output joins our stderr: stdout belongs to the command's own result.
-        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=2)
+        # A session of its own: Ctrl-C in a terminal is for the HTTP process, which still finishes what is in flight.
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
     except OSError as error:
         shutil.rmtree(directory, ignore_errors=True)
         raise EngineError(f"the engine process could not be started: {error.strerror}.") from None
@@ -122,6 +123,18 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def is_own_name(host: str) -> bool:
+    """Whether a request's Host header names this machine without a DNS that others control: an address, or localhost."""
+    name = host.removeprefix("[").partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    if name.lower() in ("", "localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def process_age_s() -> float:

@@ -23,7 +23,7 @@ from twostroke.server import wire
 from twostroke.server.admission import Admission, ApiKeys
 from twostroke.server.engine_client import EngineClient
 from twostroke.server.http import make_app
-from twostroke.server.launch import EngineChild, ServeSettings, launch_engine, process_age_s
+from twostroke.server.launch import EngineChild, ServeSettings, is_loopback, launch_engine, process_age_s
 from twostroke.server.record import ServeRecord
 from twostroke.server.service import Service
 from twostroke.server.text import ModelText
@@ -59,7 +59,8 @@ def serve_model(
 
     async def run() -> dict[str, float]:
         client = EngineClient(lambda: launch_engine(settings.engine.command()), first=child)
-        service = Service(client, text, spec, settings.names, Admission(settings.max_concurrent), keys)
+        local_only = is_loopback(listener_address[0])
+        service = Service(client, text, spec, settings.names, Admission(settings.max_concurrent), keys, local_only)
         await run_server(service, listener, settings.grace_s, ready)
         return service.totals
 

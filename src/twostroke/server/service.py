@@ -90,6 +90,7 @@ class Service:
     names: tuple[str, ...]
     admission: Admission
     keys: ApiKeys | None = None
+    local_only: bool = False  # listens on loopback: then only local names may be asked for
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False

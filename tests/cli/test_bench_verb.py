@@ -1,0 +1,102 @@
+"""``twostroke bench``: a load on a server of its own, the engine alone, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from real_model import make_model
+from twostroke.cli.main import main
+from twostroke.ledger.store import Ledger
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def _children_run_from_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(SOURCE))
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr of one command."""
+    try:
+        main(["bench", *args])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    else:
+        code = 0
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_load_on_a_server_of_its_own_is_measured_and_recorded(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    raw = tmp_path / "raw.jsonl"
+    options = ["--requests", "6", "--users", "3", "--prompt-tokens", "8:16", "--output-tokens", "6", "--slo", "e2e=60"]
+    code, out, err = run(capsys, "serve", str(model), *options, "--output", str(raw), "--json")
+    assert code == 0, err
+    document = json.loads(out)
+    summary = document["summary"]
+    assert (summary["n_completed"], summary["failures"], summary["output_tokens"], summary["slo_met"]) == (6, {}, 36, 6)
+    assert 6 * 7 <= summary["prompt_tokens"] <= 6 * 17  # a merge across a cut can make a prompt a token shorter or longer
+    assert len(raw.read_text().splitlines()) == 7
+    assert {run.kind for run in Ledger().runs()} == {"bench", "serve"}
+    bench = Ledger().get(document["run_id"])
+    assert bench.status == "finished"
+    assert bench.measurement["output_tok_per_s"] == pytest.approx(summary["output_tok_per_s"])
+    assert bench.measurement["ttft_s"] == pytest.approx(summary["ttft_s"]["median"])
+
+
+def test_the_engine_alone_is_measured_by_batch(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    options = ["--batch", "1", "--batch", "4", "--prompt-tokens", "16", "--output-tokens", "16", "--repeats", "1"]
+    code, out, err = run(capsys, "offline", str(model), *options, "--json")
+    assert code == 0, err
+    document = json.loads(out)
+    assert [point["batch"] for point in document["points"]] == [1, 4]
+    for point in document["points"]:
+        assert point["prefill_tok_per_s"] == pytest.approx(point["batch"] * 16 / point["prefill_s"])
+        assert point["decode_tok_per_s"] == pytest.approx(point["batch"] / point["tpot_s"])
+    assert len(Ledger().runs("bench")) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ([], "give a model directory"),
+        (["--url", "nowhere"], "must look like http"),
+        (["--url", "http://127.0.0.1:1", "--users", "2", "--rate", "3"], "exactly one"),
+        (["--url", "http://127.0.0.1:1", "--prompt-tokens", "many"], "--prompt-tokens 'many'"),
+        (["--url", "http://127.0.0.1:1", "--output-tokens", "9:3"], "output_tokens=9:3"),
+        (["--url", "http://127.0.0.1:1", "--slo", "soon"], "--slo"),
+        (["--url", "http://127.0.0.1:1", "--endpoint", "embeddings"], "embeddings"),
+        (["--url", "http://127.0.0.1:1", "--output", "/nonexistent/raw"], "does not exist"),
+        (["--url", "http://127.0.0.1:1", "--prompt-text", "/nonexistent"], "/nonexistent cannot be read"),
+        (["/nonexistent"], "does not exist"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_2(capsys: pytest.CaptureFixture[str], options: list[str], sentence: str) -> None:
+    code, _, err = run(capsys, "serve", *options)
+    assert code == 2
+    assert sentence in err
+    assert err.count("\n") == 1
+
+
+def test_a_server_that_is_not_there_is_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "serve", "--url", "http://127.0.0.1:1", "--requests", "1")
+    assert code == 1
+    assert "does not answer: connection refused" in err
+
+
+def test_lengths_beyond_the_context_are_refused_before_anything_starts(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    for command in (["serve"], ["offline"]):
+        code, _, err = run(capsys, *command, str(model), "--prompt-tokens", "500", "--output-tokens", "100")
+        assert code == 2
+        assert "512" in err

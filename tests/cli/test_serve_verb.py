@@ -1,0 +1,114 @@
+"""``twostroke serve``: bad input in one sentence before anything starts, and one line when it is ready."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from real_model import make_model
+from twostroke.cli.main import main
+from twostroke.ledger.store import Ledger
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", *args])
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, "one sentence"
+    return int(caught.value.code or 0), error
+
+
+def test_a_model_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, error = refused(capsys, str(tmp_path / "nowhere"))
+    assert code == 2
+    assert "does not exist" in error
+
+
+def test_a_folder_without_a_model_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert refused(capsys, str(tmp_path)) == (2, f"error: {tmp_path} is not a model directory: it holds no config.json.\n")
+
+
+def test_a_broken_config_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    code, error = refused(capsys, str(tmp_path))
+    assert code == 2
+    assert "not valid JSON" in error
+
+
+def test_other_machines_are_not_let_in_without_a_key(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    code, error = refused(capsys, str(model), "--host", "0.0.0.0")
+    assert code == 2
+    assert "--api-key-file" in error
+
+
+def test_a_key_file_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
+    code, error = refused(capsys, str(model), "--api-key-file", str(tmp_path / "keys"))
+    assert code == 2
+    assert "keys does not exist" in error
+
+
+def test_a_port_in_use_is_named(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, error = refused(capsys, str(model), "--port", str(port))
+    assert code == 1
+    assert f"port {port}" in error
+    assert "--port" in error
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [(["--dtype", "fp12"], "fp12"), (["--max-model-len", "100000"], "100000"), (["--kv-cache-gib", "0.0000001"], "KV")],
+)
+def test_what_only_the_engine_can_refuse_is_one_sentence_too(
+    model: Path, tmp_path: Path, options: list[str], sentence: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "twostroke.cli.main", "serve", str(model), "--port", "0", "--json", *options],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": str(SOURCE), "TWOSTROKE_HOME": str(tmp_path)},
+    )
+    assert done.returncode == 2, done.stderr
+    assert sentence in json.loads(done.stdout)["error"]
+    assert "Traceback" not in done.stderr
+
+
+def test_it_says_when_it_is_ready_records_what_it_measured_and_exits_0(model: Path, twostroke_home: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "twostroke.cli.main", "serve", str(model), "--port", "0", "--served-name", "mine"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(SOURCE), "TWOSTROKE_HOME": str(twostroke_home)},
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=30)
+    assert process.returncode == 0, errors
+    assert line.startswith("serving mine (")
+    assert "http://127.0.0.1:" in line
+    assert "ready in" in line
+    assert output == ""
+    (run,) = Ledger(twostroke_home / "ledger.sqlite").runs("serve")
+    assert run.status == "finished"
+    assert 0 < run.measurement["startup_s"] < 60
+    assert run.measurement["weights_bytes"] > 0
+    assert run.measurement["kv_cache_bytes"] > 0
+    assert run.measurement["served_requests"] == 0

@@ -1,0 +1,49 @@
+"""A small model with random weights and a tokenizer of its own, saved as a person would have it on disk."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+from twostroke.core.spec import ModelSpec
+from twostroke.data.tokenizer import train_tokenizer
+
+SIZES = {
+    "tiny": {"n_layers": 2, "d_model": 64, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "d_ff": 128},
+    # About six million parameters: the size that the five-second start is promised for.
+    "6M": {"n_layers": 8, "d_model": 256, "n_heads": 8, "n_kv_heads": 4, "head_dim": 32, "d_ff": 512},
+}
+
+
+def make_model(directory: Path, size: str = "tiny", vocab_size: int = 512, seed: int = 0) -> Path:
+    from twostroke.model.decoder import Decoder
+    from twostroke.model.initialise import initialise
+    from twostroke.model.save import save_model
+
+    text = Path(sysconfig.get_path("stdlib"), "argparse.py").read_text()
+    tokenizer_file = directory.with_suffix(".tokenizer.json")
+    tokenizer = train_tokenizer(iter([text]), vocab_size, tokenizer_file)
+    spec = ModelSpec(
+        "llama", tokenizer.get_vocab_size(), max_positions=512, tied_embeddings=True, eos_token_ids=(0,), **SIZES[size]
+    )
+    decoder = Decoder(spec)
+    initialise(decoder, seed)
+    save_model(decoder, spec, directory, "fp32", tokenizer_file)
+    return directory
+
+
+def greedy_reference(directory: Path, prompt_ids: list[int], n_tokens: int) -> tuple[list[int], list[float]]:
+    """Greedy continuation and its log-probabilities by the training decoder, without a cache: slow and obvious."""
+    import torch
+
+    from twostroke.model.load import load_model
+
+    decoder = load_model(directory).eval()
+    ids, logprobs = list(prompt_ids), []
+    with torch.no_grad():
+        for _ in range(n_tokens):
+            row = torch.log_softmax(decoder(torch.tensor([ids]))[0, -1].float(), dim=-1)
+            best = int(row.argmax())
+            ids.append(best)
+            logprobs.append(float(row[best]))
+    return ids[len(prompt_ids) :], logprobs

@@ -1,0 +1,227 @@
+"""The unmodified OpenAI client against `twostroke serve` and a real, small model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+from serving import environment
+
+from real_model import greedy_reference, make_model
+from twostroke.data.tokenizer import load_tokenizer
+
+PROMPT = "def add_argument(self, name):\n    return "
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    url: str
+    model: Path
+
+    def client(self, **options: object) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30, **options)  # type: ignore[arg-type]
+
+    def metric(self, name: str) -> float:
+        text = httpx.get(f"{self.url}/metrics", trust_env=False).text
+        return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(name + " "))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("served")
+    model = make_model(directory / "tiny")
+    command = [sys.executable, "-m", "twostroke.cli.main", "serve", str(model), "--port", "0", "--dtype", "fp32", "--json"]
+    with (directory / "stderr").open("w") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment(directory))
+    try:
+        assert process.stdout is not None
+        text = ""
+        for line in process.stdout:
+            text += line
+            with contextlib.suppress(ValueError):
+                json.loads(text)
+                break
+        assert text, (directory / "stderr").read_text()
+        yield Server(process, json.loads(text)["url"], model)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_greedy_completion_is_the_decoders_own(server: Server) -> None:
+    tokenizer = load_tokenizer(server.model)
+    expected, logprobs = greedy_reference(server.model, tokenizer.encode(PROMPT).ids, 12)
+    with server.client() as client:
+        answer = client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=12, temperature=0, logprobs=1, extra_body={"ignore_eos": True}
+        )
+    (choice,) = answer.choices
+    assert choice.text == tokenizer.decode(expected)
+    assert choice.finish_reason == "length"
+    assert choice.logprobs is not None
+    # fp32 sums in another order; the model's logits are of order 1.
+    assert choice.logprobs.token_logprobs == pytest.approx(logprobs, abs=1e-4)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 12
+
+
+def test_a_stream_adds_up_to_the_whole_and_reports_usage(server: Server) -> None:
+    with server.client() as client:
+        request = {"model": "tiny", "prompt": PROMPT, "max_tokens": 20, "temperature": 0.8, "seed": 5}
+        whole = client.completions.create(**request)  # type: ignore[call-overload]
+        chunks = list(client.completions.create(**request, stream=True, stream_options={"include_usage": True}))  # type: ignore[call-overload]
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text
+    assert chunks[-1].usage == whole.usage
+
+
+def test_a_chat_is_answered_and_streamed(server: Server) -> None:
+    with server.client() as client:
+        request = {
+            "model": "tiny",
+            "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
+            "max_completion_tokens": 8,
+            "temperature": 0,
+            "logprobs": True,
+            "top_logprobs": 2,
+        }
+        whole = client.chat.completions.create(**request)  # type: ignore[call-overload]
+        chunks = list(client.chat.completions.create(**request, stream=True))  # type: ignore[call-overload]
+    message = whole.choices[0].message
+    assert message.role == chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == message.content
+    entries = whole.choices[0].logprobs.content
+    assert len(entries) == whole.usage.completion_tokens
+    assert [e.token for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content] == [
+        e.token for e in entries
+    ]
+    assert all(e.top_logprobs[0].logprob >= e.top_logprobs[1].logprob for e in entries)
+
+
+def test_the_same_seed_gives_the_same_text_in_any_company(server: Server) -> None:
+    async def scenario() -> tuple[str, list[str]]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+
+            async def one(seed: int) -> str:
+                answer = await client.completions.create(model="tiny", prompt=PROMPT, max_tokens=16, temperature=1.0, seed=seed)
+                return answer.choices[0].text
+
+            alone = await one(3)
+            return alone, list(await asyncio.gather(*(one(seed) for seed in range(8))))
+
+    alone, together = asyncio.run(scenario())
+    assert together[3] == alone
+    assert len(set(together)) > 1
+
+
+def test_async_streams_run_side_by_side(server: Server) -> None:
+    async def scenario() -> list[int]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+
+            async def one(n: int) -> int:
+                stream = await client.chat.completions.create(
+                    model="tiny",
+                    messages=[{"role": "user", "content": f"{n}"}],
+                    max_tokens=n,
+                    stream=True,
+                    stream_options={"include_usage": True},
+                    extra_body={"ignore_eos": True},
+                )
+                (usage,) = [chunk.usage async for chunk in stream if chunk.usage]
+                return usage.completion_tokens
+
+            return list(await asyncio.gather(*(one(n) for n in range(1, 17))))
+
+    assert asyncio.run(scenario()) == list(range(1, 17))
+
+
+def test_a_stop_string_cuts_the_text_before_it(server: Server) -> None:
+    with server.client() as client:
+        request = {"model": "tiny", "prompt": PROMPT, "max_tokens": 24, "temperature": 0, "extra_body": {"ignore_eos": True}}
+        text = client.completions.create(**request).choices[0].text  # type: ignore[call-overload]
+        stop = text[len(text) // 2 :][:3]
+        (choice,) = client.completions.create(**request, stop=[stop]).choices  # type: ignore[call-overload]
+    assert choice.finish_reason == "stop"
+    assert choice.text == text[: text.index(stop)]
+
+
+def test_token_ids_are_prompts_too(server: Server) -> None:
+    ids = load_tokenizer(server.model).encode(PROMPT).ids
+    with server.client() as client:
+        by_text, by_ids = (
+            client.completions.create(model="tiny", prompt=prompt, max_tokens=8, temperature=0).choices[0].text
+            for prompt in (PROMPT, ids)
+        )
+        several = client.completions.create(model="tiny", prompt=[PROMPT, "import"], max_tokens=8, temperature=0)
+    assert by_text == by_ids == several.choices[0].text
+    assert [c.index for c in several.choices] == [0, 1]
+
+
+def test_errors_arrive_as_the_clients_own_exceptions(server: Server) -> None:
+    with server.client() as client:
+        with pytest.raises(openai.NotFoundError, match="not served here"):
+            client.completions.create(model="gpt-9", prompt="x")
+        with pytest.raises(openai.BadRequestError, match="n=3 is not supported") as caught:
+            client.completions.create(model="tiny", prompt="x", n=3)
+        assert caught.value.param == "n"
+        with pytest.raises(openai.BadRequestError, match="context") as caught:
+            client.completions.create(model="tiny", prompt="word " * 3000)
+        assert caught.value.code == "context_length_exceeded"
+
+
+def test_models_are_listed_and_retrieved(server: Server) -> None:
+    with server.client() as client:
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        assert client.models.retrieve("tiny").id == "tiny"
+
+
+def test_a_shared_beginning_is_found_in_the_cache(server: Server) -> None:
+    before = server.metric("twostroke_prefix_hit_tokens")
+    with server.client() as client:
+        for _ in range(2):
+            client.completions.create(model="tiny", prompt="class Action(object):\n" * 8, max_tokens=2)
+    assert server.metric("twostroke_prefix_hit_tokens") > before
+
+
+def test_a_client_that_hangs_up_frees_its_pages(server: Server) -> None:
+    with server.client() as client:
+        stream = client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=450, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        stream.close()
+    deadline = time.monotonic() + 5
+    while server.metric("twostroke_kv_pages_used") or server.metric("twostroke_requests_running"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_killed_engine_is_replaced(server: Server) -> None:
+    """Last in the file: the server has another engine afterwards."""
+    (engine,) = [p for p in psutil.Process(server.process.pid).children() if "engine_process" in " ".join(p.cmdline())]
+    os.kill(engine.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while httpx.get(f"{server.url}/ready", trust_env=False).status_code != 503:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    while httpx.get(f"{server.url}/ready", trust_env=False).status_code != 200:
+        assert time.monotonic() < deadline + 50
+        time.sleep(0.1)
+    with server.client() as client:
+        assert client.completions.create(model="tiny", prompt=PROMPT, max_tokens=3).usage is not None
