@@ -1,0 +1,219 @@
+"""Checkpoints: each a new directory, complete under a manifest of hashes that is written last, or not there at all.
+
+``checkpoints/step-00000123/`` holds ``model.safetensors`` (fp32 masters under the decoder's names),
+``optimizer.safetensors``, ``state.json`` (everything small: step, random states, loader state) and ``manifest.json`` (size
+and SHA-256 of the other three). A save fills ``.saving-…`` beside it, flushes every file and the directory to disk, and
+renames. A kill at any point leaves either the complete new checkpoint or none of it, and never touches the one before. Why
+so: neither safetensors nor torch's own formats detect a flipped bit, and a kill while overwriting in place loses both copies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from twostroke.core.errors import CorruptFileError, TwostrokeError
+from twostroke.core.units import format_bytes
+
+FORMAT = 1
+MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
+_NAME = re.compile(r"step-(\d{8,})")
+_LEFTOVERS = (".saving-", ".removing-")
+
+Log = Callable[[str], None]
+
+
+class CheckpointError(TwostrokeError):
+    """A checkpoint could not be written; the ones before it are untouched."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint holds. ``state`` is plain JSON and names the step as ``state["step"]``."""
+
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
+    """(step, path) of every complete-looking checkpoint under ``directory``, oldest first. Nothing is verified."""
+    if not directory.is_dir():
+        return []
+    found = [(_NAME.fullmatch(path.name), path) for path in directory.iterdir() if path.is_dir()]
+    return sorted((int(match.group(1)), path) for match, path in found if match)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove what a killed save or a killed removal left under ``directory``. No other process may be saving there."""
+    if directory.is_dir():
+        for path in directory.iterdir():
+            if path.name.startswith(_LEFTOVERS):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    """fsync: after it, what was written to the file, or renamed in the directory, survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _needed_bytes(checkpoint: Checkpoint) -> int:
+    return sum(t.numel() * t.element_size() for part in (checkpoint.weights, checkpoint.optimizer) for t in part.values())
+
+
+def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int) -> Path:
+    """Write ``checkpoint`` as a new directory under ``directory``, then remove all but the newest ``keep``.
+
+    Returns its path. One of the same step that is there and intact is kept: a run's step is the same each time it is done.
+    Raises CheckpointError, naming the reason, where it could not be written; nothing that was there is lost.
+    Proven kill by kill in ``tests/training/test_checkpoint.py``.
+    """
+    step = int(checkpoint.state["step"])
+    target = directory / checkpoint_name(step)
+    aside = directory / f".saving-{target.name}"
+    needed = _needed_bytes(checkpoint)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(directory)
+        if target.exists():
+            try:
+                verify_checkpoint(target)
+            except CorruptFileError:
+                _discard(target)
+            else:
+                return target
+        free = shutil.disk_usage(directory).free
+        if free < needed:
+            raise CheckpointError(
+                f"checkpoint {target.name} needs {format_bytes(needed)} and {directory} has {format_bytes(free)} free. "
+                "Make room, or lower train.keep_checkpoints."
+            )
+        aside.mkdir()
+        _write(aside, checkpoint)
+        aside.rename(target)
+        _flush(directory)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)  # on a full disk this is what makes room for the log again
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise CheckpointError(f"checkpoint {target.name} was not written to {directory}: {reason}.") from error
+    for _, path in list_checkpoints(directory)[:-keep]:
+        _discard(path)
+    return target
+
+
+def _write(directory: Path, checkpoint: Checkpoint) -> None:
+    """The four files, each flushed, the manifest last."""
+    save_file({name: t.contiguous() for name, t in checkpoint.weights.items()}, directory / MODEL)
+    save_file({name: t.contiguous() for name, t in checkpoint.optimizer.items()}, directory / OPTIMIZER)
+    (directory / STATE).write_text(json.dumps(checkpoint.state, indent=1), encoding="utf-8")
+    files = {}
+    for name in (MODEL, OPTIMIZER, STATE):
+        _flush(directory / name)
+        files[name] = {"bytes": (directory / name).stat().st_size, "sha256": _sha256(directory / name)}
+    manifest = {"format": FORMAT, "step": checkpoint.state["step"], "files": files}
+    (directory / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    _flush(directory / MANIFEST)
+    _flush(directory)
+
+
+def _discard(path: Path) -> None:
+    """Remove a checkpoint. Renamed first, so that a kill half-way leaves no directory that looks like one."""
+    doomed = path.with_name(f".removing-{path.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def verify_checkpoint(path: Path) -> None:
+    """Compare every file of the checkpoint at ``path`` with its manifest. Raises CorruptFileError naming what differs."""
+    manifest = _read_json(path / MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise CorruptFileError(f"{path / MANIFEST} has format {manifest.get('format')!r}; this release reads {FORMAT}.")
+    files = manifest.get("files")
+    if not isinstance(files, dict) or set(files) != {MODEL, OPTIMIZER, STATE}:
+        raise CorruptFileError(f"{path / MANIFEST} does not list {MODEL}, {OPTIMIZER} and {STATE}.")
+    for name, expected in files.items():
+        file = path / name
+        if not file.is_file():
+            raise CorruptFileError(f"{file} is missing.")
+        size = file.stat().st_size
+        if not isinstance(expected, dict) or size != expected.get("bytes"):
+            raise CorruptFileError(f"{file} is {size} bytes, which is not what {MANIFEST} says. It was truncated or altered.")
+        if _sha256(file) != expected.get("sha256"):
+            raise CorruptFileError(f"{file} was altered: its SHA-256 is not the one in {MANIFEST}.")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CorruptFileError(f"{file} is missing.") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CorruptFileError(f"{file} is not readable: {error}.") from None
+    if not isinstance(document, dict):
+        raise CorruptFileError(f"{file} must hold a JSON object.")
+    return document
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at ``path``, verified. Raises CorruptFileError naming the file that is not as it was written."""
+    verify_checkpoint(path)
+    state = _read_json(path / STATE)
+    if checkpoint_name(int(state.get("step", -1))) != path.name:
+        raise CorruptFileError(f"{path / STATE} is of step {state.get('step')}, not of {path.name}.")
+    try:
+        return Checkpoint(load_file(path / MODEL), load_file(path / OPTIMIZER), state)
+    except (OSError, SafetensorError) as error:
+        raise CorruptFileError(f"{path} cannot be read: {error}.") from None
+
+
+def load_newest(directory: Path, log: Log) -> Checkpoint | None:
+    """The newest checkpoint under ``directory`` that verifies; None where there is none at all.
+
+    One that does not verify is named with the reason through ``log``, renamed to ``corrupt-…`` so that it is neither
+    counted nor tried again, and the one before it is taken. Raises CorruptFileError when all there were are damaged: to start
+    from nothing would be a silent loss.
+    """
+    remove_leftovers(directory)
+    reasons = []
+    for _, path in reversed(list_checkpoints(directory)):
+        try:
+            checkpoint = load_checkpoint(path)
+        except CorruptFileError as error:
+            log(f"checkpoint {path.name} is damaged and was set aside: {error}")
+            reasons.append(str(error))
+            aside = path.with_name(f"corrupt-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+            continue
+        return checkpoint
+    if reasons:
+        raise CorruptFileError(
+            f"none of the {len(reasons)} checkpoint(s) in {directory} is intact; the newest: {reasons[0]} "
+            "Start anew in another output directory."
+        )
+    return None

@@ -1,0 +1,57 @@
+"""What a run measured, under the names of its prediction."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+PARTS = ("forward_s", "backward_s", "optimizer_s", "data_s")
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One line of ``log.jsonl``. Seconds are of this step; ``step_time_s`` holds its parts and what is between them.
+
+    ``loss`` in nats per token with a target; ``grad_norm`` before clipping; ``learning_rate`` of the first optimizer;
+    ``tok_per_s`` = tokens of this step / step_time_s; ``mfu`` by ``planner.flops.mfu``, None on a machine that was not
+    calibrated; ``tokens`` seen since the run began; ``warm_up`` where compilation may have been part of it, which medians
+    leave out.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tok_per_s: float
+    mfu: float | None
+    memory_bytes: int
+    peak_memory_bytes: int
+    step_time_s: float
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    data_s: float
+    tokens: int
+    epoch: float
+    warm_up: bool = False
+    skipped: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def medians(records: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Median ``step_time_s`` and parts over the logged steps that neither warmed up nor were skipped; over all where every
+    one did."""
+    steady = [r for r in records if not r.get("warm_up") and not r.get("skipped")] or list(records)
+    if not steady:
+        return {}
+    return {name: statistics.median(float(r[name]) for r in steady) for name in ("step_time_s", *PARTS)}
+
+
+def directory_bytes(directory: Path, pattern: str = "*") -> int:
+    """Bytes of the files in ``directory`` that match."""
+    return sum(file.stat().st_size for file in directory.glob(pattern) if file.is_file())

@@ -1,0 +1,75 @@
+"""From a recipe to a model and a number of steps: what is fixed before the first step."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from twostroke.core.errors import ConfigError
+from twostroke.core.families import read_spec
+from twostroke.core.recipe import TrainRecipe, spec_from_recipe
+from twostroke.core.spec import ModelSpec
+from twostroke.data.prepare import PreparedData
+from twostroke.planner.hardware import Hardware
+from twostroke.planner.search import pick_model
+from twostroke.planner.training import TrainingShape, steps_for_budget
+
+
+def with_own_tokenizer(recipe: TrainRecipe) -> TrainRecipe:
+    """A run that starts from a model reads text with that model's tokenizer, unless the recipe names another."""
+    if recipe.model.init_from is None or recipe.data.tokenizer is not None:
+        return recipe
+    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, tokenizer=recipe.model.init_from))
+
+
+def resolve_spec(recipe: TrainRecipe, prepared: PreparedData, hardware: Hardware | None) -> ModelSpec:
+    """The model to train: that of ``model.init_from``, the planner's choice, or the recipe's sizes.
+
+    Raises ConfigError where the model cannot hold the tokenizer's vocabulary or the sequence, or where ``size = "auto"`` on a
+    machine that was not calibrated.
+    """
+    settings, model = recipe.train, recipe.model
+    if model.init_from is not None:
+        spec = read_spec(Path(model.init_from))
+        if prepared.vocab_size > spec.vocab_size:
+            raise ConfigError(
+                f"the tokenizer has {prepared.vocab_size} entries and {model.init_from} has rows for {spec.vocab_size}. "
+                "Leave data.tokenizer out to use the model's own."
+            )
+        if settings.sequence_length > spec.max_positions:
+            raise ConfigError(
+                f"train.sequence_length={settings.sequence_length} must be at most the {spec.max_positions} positions of "
+                f"{model.init_from}."
+            )
+        return spec
+    if model.size == "auto":
+        if hardware is None:
+            raise ConfigError('model.size="auto" needs to know this machine. Run `twostroke calibrate` once (a minute).')
+        picked = pick_model(settings.budget_s, prepared.vocab_size, prepared.n_train_tokens, settings, hardware)
+        # The planner chooses sizes; family, tying, rotary base and dropout are the recipe's.
+        model = dataclasses.replace(
+            model,
+            n_layers=picked.n_layers,
+            d_model=picked.d_model,
+            n_heads=picked.n_heads,
+            n_kv_heads=picked.n_kv_heads,
+            head_dim=picked.head_dim,
+            d_ff=picked.d_ff,
+        )
+    return spec_from_recipe(model, prepared.vocab_size, settings.sequence_length, (prepared.eos_id,))
+
+
+def resolve_steps(recipe: TrainRecipe, spec: ModelSpec, hardware: Hardware | None) -> int:
+    """``train.steps``, or as many as the planner expects to fit in ``train.budget_s``, start-up included.
+
+    Raises ConfigError for a budget on a machine that was not calibrated.
+    """
+    settings = recipe.train
+    if settings.steps:
+        return settings.steps
+    if hardware is None:
+        raise ConfigError(
+            f"train.budget_s={settings.budget_s:g} is turned into steps by this machine's profile, and there is none. "
+            "Run `twostroke calibrate` once (a minute), or give train.steps."
+        )
+    return steps_for_budget(spec, TrainingShape.from_settings(settings, steps=0), hardware, settings.budget_s)

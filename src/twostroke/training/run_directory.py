@@ -1,0 +1,238 @@
+"""The directory of a run: what it was asked to do, what happened in each step, and who may write to it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from twostroke.core.errors import ConfigError, CorruptFileError, InputError
+from twostroke.core.recipe import TrainRecipe
+from twostroke.core.spec import ModelSpec, RopeSpec
+
+FORMAT = 1
+CHANGEABLE = ("output", "train.checkpoint_every", "train.keep_checkpoints", "train.evaluate_every")
+"""Recipe keys that a resumed run may give another value: no weight depends on them. (A run's directory may have been moved.)"""
+
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What a recipe came down to when its run began, kept in ``recipe.json`` under "resolved" beside the recipe itself."""
+
+    spec: ModelSpec
+    steps: int
+    data_directory: str
+    data_key: str
+    run_id: str  # of the prediction in the ledger
+    torch_version: str
+    n_threads: int
+    device: str
+    format: int = FORMAT
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.json"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    def is_unused(self) -> bool:
+        """True where there is nothing, or nothing but dot files: a lock, or a recipe.json that was never completed."""
+        if self.path.exists() and not self.path.is_dir():
+            raise InputError(f"output={self.path} is a file. Name a directory.")
+        return not self.path.is_dir() or all(entry.name.startswith(".") for entry in self.path.iterdir())
+
+    def open(self, recipe: TrainRecipe, resume: bool) -> Resolved | None:
+        """None for a new run, or what the run found here was resolved to.
+
+        Raises InputError where ``resume`` and what is found do not go together, and ConfigError, naming the key, where the
+        recipe is not the one that the run began with.
+        """
+        if self.is_unused():
+            if resume:
+                raise InputError(f"there is no run in {self.path} to resume. Start it without --resume.")
+            return None
+        if not self.recipe.is_file():
+            raise InputError(
+                f"{self.path} is not empty and holds no run (it has no recipe.json). Name another directory: --set output=..."
+            )
+        if not resume:
+            raise InputError(
+                f"{self.path} already holds a run. Continue it with --resume, or name another directory: --set output=..."
+            )
+        stored = _read_json(self.recipe)
+        try:
+            resolved = _resolved_from(stored.pop("resolved"))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptFileError(f"{self.recipe} is not the record of a run: {error}.") from None
+        key = first_difference(stored, json.loads(json.dumps(recipe.to_dict())))
+        if key is not None:
+            raise ConfigError(
+                f"{key[0]}={key[2]!r} in the recipe differs from {key[1]!r}, with which the run in {self.path} began. "
+                "Resume with the same recipe, or start another run: --set output=..."
+            )
+        return resolved
+
+    def create(self, recipe: TrainRecipe, resolved: Resolved) -> None:
+        """Begin a run: from now on the directory can be resumed."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_json(self.recipe, recipe.to_dict() | {"resolved": dataclasses.asdict(resolved)})
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Nobody else trains here meanwhile. Raises InputError where another process does. The system frees the lock of a
+        dead one."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(
+                    f"another process is training in {self.path}. Wait for it, or name another directory."
+                ) from None
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def _resolved_from(record: dict[str, Any]) -> Resolved:
+    if record.get("format") != FORMAT:
+        raise ValueError(f"format {record.get('format')!r}, this release reads {FORMAT}")
+    spec = dict(record["spec"])
+    spec["rope"] = RopeSpec(**spec["rope"])
+    for name in ("eos_token_ids", "sliding_window_layers"):
+        if spec[name] is not None:
+            spec[name] = tuple(spec[name])
+    return Resolved(**(record | {"spec": ModelSpec(**spec)}))
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def first_difference(stored: dict[str, Any], given: dict[str, Any]) -> tuple[str, Any, Any] | None:
+    """(key, stored value, given value) of the first recipe key that differs and may not, in the recipe's order."""
+    before = dict(_flat(stored))
+    for key, value in _flat(given):
+        if key not in CHANGEABLE and before.get(key) != value:
+            return key, before.get(key), value
+    return None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(f"{file} is not valid JSON: {error}.") from None
+    if not isinstance(document, dict):
+        raise CorruptFileError(f"{file} must hold a JSON object.")
+    return document
+
+
+def write_json(file: Path, document: dict[str, Any]) -> None:
+    """``document`` as ``file``, whole or not at all, also after a power cut."""
+    partial = file.with_name(f".{file.name}.tmp")
+    with partial.open("w", encoding="utf-8") as stream:
+        json.dump(document, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(partial, file)
+
+
+def read_summary(directory: Path) -> dict[str, Any] | None:
+    """``summary.json`` of the finished run in ``directory``; None where it has not finished."""
+    file = RunDirectory(directory).summary
+    return _read_json(file) if file.is_file() else None
+
+
+class StepLog:
+    """``log.jsonl``: one line a step. A full disk delays lines, it does not stop the run."""
+
+    def __init__(self, file: Path, log: Log) -> None:
+        self._file, self._log = file, log
+        self._pending: list[str] = []
+        self._failed = False
+
+    def restart(self, step: int) -> list[dict[str, Any]]:
+        """Keep the lines of steps up to ``step`` and return them: what a killed run logged after its checkpoint will be done
+        again."""
+        records = [record for record in self.read() if record["step"] <= step]
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        partial = self._file.with_name(f".{self._file.name}.tmp")
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, self._file)
+        return records
+
+    def read(self) -> list[dict[str, Any]]:
+        """All whole lines. The last may be cut by a kill; a line that is not a step's record is left out."""
+        if not self._file.is_file():
+            return []
+        records = []
+        for line in self._file.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                records.append(record)
+        return records
+
+    def append(self, record: dict[str, Any]) -> None:
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self._pending.append(json.dumps(finite) + "\n")
+        size = self._file.stat().st_size if self._file.is_file() else 0
+        try:
+            with self._file.open("a", encoding="utf-8") as stream:
+                stream.write("".join(self._pending))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.truncate(self._file, size)  # what a full disk still took of them
+            if not self._failed:
+                self._log(f"{self._file} cannot be written ({error.strerror}); its lines are kept until it can.")
+            self._failed = True
+            return
+        self._pending.clear()
+        self._failed = False
+
+    def sync(self) -> None:
+        """Bring what was appended to the disk, so that no checkpoint is newer than its log."""
+        try:
+            descriptor = os.open(self._file, os.O_RDONLY)
+        except FileNotFoundError:
+            return
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

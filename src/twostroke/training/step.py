@@ -1,0 +1,132 @@
+"""One optimizer step: forward, backward and update over an accumulation window, in which nothing changes if a number is not
+finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from twostroke.data.loader import Batch
+from twostroke.model.decoder import Decoder
+from twostroke.training.clock import StepClock
+from twostroke.training.loss import ChunkFunction, chunk_loss, chunk_rows_for, chunked_cross_entropy
+from twostroke.training.memory import saved_activations_bytes
+from twostroke.training.optimizers import Optimizers
+from twostroke.training.parallelize import compile_blocks, undo_compile, why_not_compile
+from twostroke.training.precision import MasterWeights
+
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """``loss`` in nats per token with a target; ``grad_norm`` before clipping; ``skipped`` says why nothing was changed."""
+
+    loss: float
+    grad_norm: float
+    n_valid: int
+    skipped: str | None = None
+
+
+class TrainStep:
+    """The step of one run. Called with the window's micro-batches it updates the masters and the decoder's working copy."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        masters: MasterWeights,
+        optimizers: Optimizers,
+        clip_norm: float,
+        compile: bool,
+        log: Log,
+    ) -> None:
+        self.decoder, self.masters, self.optimizers, self.clip_norm = decoder, masters, optimizers, clip_norm
+        self.device = next(decoder.parameters()).device
+        self._log = log
+        self._chunk: ChunkFunction = chunk_loss
+        self._unproven = False  # compiled, but has not run yet
+        if compile:
+            missing = why_not_compile(self.device)
+            if missing is None:
+                self._chunk = compile_blocks(decoder)
+                self._unproven = True
+            else:
+                log(f"training runs uncompiled, about half as fast: {missing}.")
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._chunk is not chunk_loss
+
+    def __call__(self, batches: Sequence[Batch], learning_rate_factor: float, clock: StepClock) -> StepResult:
+        """One update from ``batches``, the micro-batches of one accumulation window.
+
+        The gradient is that of Σ loss / Σ valid tokens over the whole window, whatever the split into micro-batches: a mean of
+        the micro-batches' means would weigh a token more in a batch that has few. If the loss or the gradient's norm is not
+        finite, masters, working copy and optimizer state stay as they were.
+        """
+        n_valid = sum(batch.n_valid for batch in batches)
+        scale = 1.0 / max(1, n_valid)
+        self.masters.zero_gradients()
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
+        for batch in batches:
+            total += self._forward_backward_guarded(batch, scale, clock)
+            self.masters.collect()
+            clock.lap("optimizer")
+        gradients = list(self.masters.gradients.values())
+        norm_tensor = torch.nn.utils.get_total_norm(gradients)
+        loss, norm = total.item() * scale, norm_tensor.item()
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            clock.lap("optimizer")
+            what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {norm}"
+            return StepResult(loss, norm, n_valid, skipped=what)
+        if norm > self.clip_norm:
+            torch._foreach_mul_(gradients, self.clip_norm / norm)
+        self.optimizers.step(learning_rate_factor)
+        self.masters.publish()
+        clock.lap("optimizer")
+        return StepResult(loss, norm, n_valid)
+
+    def _forward_backward_guarded(self, batch: Batch, scale: float, clock: StepClock) -> Tensor:
+        """``forward_backward``; the first compiled one, if it fails, is repeated uncompiled."""
+        if not self._unproven:
+            return self.forward_backward(batch, scale, clock)
+        state = torch.get_rng_state()
+        try:
+            loss = self.forward_backward(batch, scale, clock)
+        except Exception as error:  # whatever the compiler, its C++ compiler or Triton may raise: the eager run decides
+            self._chunk = undo_compile(self.decoder)
+            self._unproven = False
+            torch.set_rng_state(state)
+            self.masters.zero_gradients()
+            loss = self.forward_backward(batch, scale, clock)
+            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self._log(f"training runs uncompiled, about half as fast: torch.compile failed ({first_line:.200}).")
+        self._unproven = False
+        return loss
+
+    def forward_backward(self, batch: Batch, scale: float, clock: StepClock) -> Tensor:
+        """Summed loss of one micro-batch in nats; leaves ``scale`` times its gradient in the decoder's parameters.
+
+        Positions and documents are always given. A row of one document could do without a mask, but a batch in which all
+        rows are such is rare (3% of 16 rows of 512 tokens of Python source), the mask costs next to nothing, and two kinds of
+        batches would be compiled twice, the second time in the middle of the run.
+        """
+        loss = self._loss(batch, clock.lap)
+        (loss * scale).backward()
+        clock.lap("backward")
+        return loss.detach()
+
+    def _loss(self, batch: Batch, lap: Callable[[str], None]) -> Tensor:
+        batch = batch.to(self.device, non_blocking=True)
+        hidden = self.decoder.hidden(batch.tokens, batch.positions, batch.documents).flatten(0, 1)  # (B·T, E)
+        lap("forward")
+        rows = chunk_rows_for(hidden.shape[0])
+        return chunked_cross_entropy(hidden, self.decoder.head_weight, batch.targets.flatten(), rows, self._chunk, lap)
+
+    def activations_bytes(self, batch: Batch) -> int:
+        """Bytes that one micro-batch's forward pass keeps for its backward pass. Changes nothing but the random state."""
+        return saved_activations_bytes(lambda: self._loss(batch, lambda part: None), self.decoder.parameters())
