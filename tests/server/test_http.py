@@ -191,9 +191,7 @@ def test_a_body_without_an_announced_length_is_limited_as_well(web: httpx.Client
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_frees_its_request(web: httpx.Client, echo: Served, stream: bool) -> None:
     payload = json.dumps(BODY | {"max_tokens": 4000, "prompt": [echo_engine.SLOW], "stream": stream}).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}\r\n\r\n"
-    )
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}\r\n\r\n"
     url = httpx.URL(echo.url)
     with socket.create_connection((url.host, url.port)) as peer:
         peer.sendall(head.encode() + payload)
@@ -208,9 +206,7 @@ def test_a_client_that_never_reads_is_cut_off_and_its_request_freed(web: httpx.C
     # 30 choices with wide logprobs make megabytes: more than the sockets' buffers and the 1 MiB that may wait.
     body = BODY | {"prompt": [[n] for n in range(30, 60)], "max_tokens": 4000, "logprobs": 5, "stream": True}
     payload = json.dumps(body).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}\r\n\r\n"
-    )
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}\r\n\r\n"
     url = httpx.URL(echo.url)
     with socket.create_connection((url.host, url.port)) as peer:
         peer.sendall(head.encode() + payload)
