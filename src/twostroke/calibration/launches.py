@@ -16,13 +16,14 @@ def measure_launches(clock: Clock) -> tuple[float, float]:
     a row, the best of several such rows."""
     x = torch.ones(1, 64, device=clock.device, dtype=torch.bfloat16)
     weight = torch.ones(64, 64, device=clock.device, dtype=torch.bfloat16)
+    calls = max(10, round(CALLS * clock.effort))
 
     def elementwise() -> None:
-        for _ in range(CALLS):
+        for _ in range(calls):
             torch.add(x, x)
 
     def linear() -> None:
-        for _ in range(CALLS):
+        for _ in range(calls):
             F.linear(x, weight)
 
-    return clock.best_s(elementwise, seconds=0.1) / CALLS, clock.best_s(linear, seconds=0.1) / CALLS
+    return clock.best_s(elementwise, seconds=0.1) / calls, clock.best_s(linear, seconds=0.1) / calls

@@ -13,7 +13,14 @@ from twostroke.calibration.launches import measure_launches
 from twostroke.calibration.process import measure_disk, measure_fresh_process
 from twostroke.calibration.products import CLASSES, DEEP_CLASSES, PEAK_SIDE, ROWS, measure_class, measure_peak
 from twostroke.calibration.timing import Clock
-from twostroke.calibration.transformer import BlockSize, measure_attention, measure_block, measure_loss, measure_optimizer
+from twostroke.calibration.transformer import (
+    BlockSize,
+    measure_attention,
+    measure_block,
+    measure_loss,
+    measure_optimizers,
+    measure_setup,
+)
 from twostroke.core.errors import ConfigError
 from twostroke.core.profile import BandwidthPoint, MachineProfile, MatmulPoint, read_fingerprint
 from twostroke.core.units import MIB
@@ -50,7 +57,7 @@ SMALL = Extent(
     peak_side=256,
     largest_working_set_bytes=8 * MIB,
     attention_lengths=(32,),
-    block=BlockSize(heads=1, d_ff=128, batch_size=2, sequence_length=32, vocab_size=300, chunk_rows=64),
+    block=BlockSize(heads=1, d_ff=128, tokens=64, eager_tokens=64, short=16, long=32, vocab_size=300, chunk_rows=64),
     compile=False,
     disk_bytes=4 * MIB,
     fresh_process=False,
@@ -97,12 +104,14 @@ def calibrate(progress: Progress | None = None, extent: Extent | None = None, de
 
     tell(0.60, "attention")
     extras.update(measure_attention(clock, extent.attention_lengths))
-    tell(0.72, "one transformer block")
+    tell(0.63, "one transformer block")
     extras.update(measure_block(clock, extent.block, extent.compile))
-    tell(0.90, "loss")
+    tell(0.88, "around the blocks")
+    extras.update(measure_setup(clock, extent.block))
+    tell(0.92, "loss")
     extras.update(measure_loss(clock, extent.block, extent.compile))
-    tell(0.97, "optimizer")
-    extras.update(measure_optimizer(clock, extent.block))
+    tell(0.97, "optimizers")
+    extras.update(measure_optimizers(clock, extent.block))
     extras["calibration_s"] = clock.elapsed_s
     tell(1.0, "done")
 

@@ -1,8 +1,10 @@
-"""Training-shaped pieces: attention forward and backward, one decoder block compiled and eager, the loss, the optimizer.
+"""Training-shaped pieces: one decoder block forward and backward, what surrounds the blocks, the loss, the optimizers.
 
-The planner knows how many bytes a block's norms, rotary turn, sums and activation move; what it cannot know is how fast this
-machine's fused kernels move them. So one real block is run, the products and the attention in it are timed by themselves at
-the same shapes, and what is left over, divided into those bytes, is the rate. No constant is fitted to a training run.
+The planner knows how many operations a block's attention has and how many bytes its norms, rotary turn, sums and activation
+move; it cannot know how fast this machine's kernels, fused by a compiler or not, get through them. So the model's own block
+runs at two sequence lengths with the same number of tokens. Its products, timed by themselves, are taken off; what is left
+is a + c·T, where only attention grows with T. No constant is fitted to a training run, and nothing here needs to know how
+the block computes its attention.
 """
 
 from __future__ import annotations
@@ -18,23 +20,33 @@ from torch import Tensor, nn
 
 from twostroke.calibration.timing import Clock
 from twostroke.core.spec import ModelSpec
-from twostroke.model.attention import attention_mask
-from twostroke.model.decoder import Block
-from twostroke.model.rope import rope_tables
+from twostroke.model.decoder import Decoder
+from twostroke.planner.latency import elementwise_elements, setup_bytes
 from twostroke.planner.params import block_products
-from twostroke.planner.training import TrainingShape, elementwise_elements, optimizer_bytes_moved
+from twostroke.planner.training import muon_matrices, newton_schulz_products, optimizer_bytes_moved
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+WIDTHS = {"fp32": 4, "bf16": 2}
+
+LEAST_SHARE = 0.05
+"""Noise can make a difference of two times come out near zero or below: it is held at this share of the larger, because no
+rate is infinite."""
+
+Pair = tuple[float, float]
+"""Seconds of a forward and of its backward."""
 
 
 @dataclass(frozen=True)
 class BlockSize:
-    """The block that is run: a llama block of E = 64·heads on B·T tokens, and the loss over V words."""
+    """The block that is run: a llama block of E = 64·heads on ``tokens`` tokens, as rows of ``short`` and of ``long``; the
+    loss is taken over V words."""
 
     heads: int = 4
     d_ff: int = 704
-    batch_size: int = 16
-    sequence_length: int = 512
+    tokens: int = 8192
+    eager_tokens: int = 4096
+    short: int = 512
+    long: int = 1024
     vocab_size: int = 4096
     chunk_rows: int = 1024
 
@@ -49,54 +61,24 @@ class BlockSize:
             n_kv_heads=self.heads,
             head_dim=64,
             d_ff=self.d_ff,
-            max_positions=self.sequence_length,
+            max_positions=self.long,
             tied_embeddings=True,
         )
 
-    def shape(self, dtype: str, compiled: bool) -> TrainingShape:
-        return TrainingShape(self.batch_size, self.sequence_length, dtype=dtype, compile=compiled)
 
-
-# -- attention ------------------------------------------------------------------------------------------------------------
-
-
-def attention_pass(clock: Clock, dtype: str, batch: int, heads: int, tokens: int, seconds: float = 0.15) -> tuple[float, float]:
-    """(forward, backward) seconds of scaled dot-product attention as packed training calls it: heads of 64, a boolean mask that
-    all heads share, operands that are transposed views."""
-
-    def operand() -> Tensor:
-        data = torch.randn(batch, tokens, heads, 64, device=clock.device).to(DTYPES[dtype])
-        return data.transpose(1, 2).requires_grad_()
-
-    q, k, v = operand(), operand(), operand()
-    documents = torch.zeros(batch, tokens, dtype=torch.int32, device=clock.device)
-    mask = attention_mask(tokens, None, documents, torch.device(clock.device))
-    upstream = torch.randn(batch, tokens, heads, 64, device=clock.device).to(DTYPES[dtype]).transpose(1, 2)
-
-    def backward(result: object) -> None:
-        assert isinstance(result, Tensor)
-        torch.autograd.grad(result, (q, k, v), upstream)
-
-    return clock.best_of_two_s(lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask), backward, seconds)
-
-
-def measure_attention(clock: Clock, lengths: tuple[int, ...]) -> Iterator[tuple[str, float]]:
-    """Rates by type, direction and length, counted over the whole square: forward 4·B·H·T²·64 FLOP, backward 10·B·H·T²·64."""
-    for dtype in DTYPES:
-        for tokens in lengths:
-            batch = max(1, 2048 // tokens)
-            forward_s, backward_s = attention_pass(clock, dtype, batch, 4, tokens)
-            square = batch * 4 * tokens * tokens * 64
-            yield f"sdpa_{dtype}_forward_t{tokens}_flop_per_s", 4 * square / forward_s
-            yield f"sdpa_{dtype}_backward_t{tokens}_flop_per_s", 10 * square / backward_s
+def straight_line(short: float, long: float, at_short: float, at_long: float) -> tuple[float, float]:
+    """(a, c) of a + c·T through two measurements, each part held at ``LEAST_SHARE`` or more of what was measured."""
+    slope = (at_long - at_short) / (long - short)
+    slope = min(max(slope, LEAST_SHARE * at_short / short), (1 - LEAST_SHARE) * at_short / short)
+    return at_short - slope * short, slope
 
 
 # -- one block ------------------------------------------------------------------------------------------------------------
 
 
-def _products_pass(clock: Clock, size: BlockSize, dtype: str) -> tuple[float, float]:
-    """(forward, backward) seconds of the block's four products at its own shapes."""
-    rows, forward_s, backward_s = size.batch_size * size.sequence_length, 0.0, 0.0
+def _products_pass(clock: Clock, size: BlockSize, dtype: str, rows: int) -> Pair:
+    """The block's four products by themselves, at its own shapes."""
+    forward_s = backward_s = 0.0
     for product in block_products(size.spec):
         x = torch.randn(rows, product.k, device=clock.device).to(DTYPES[dtype])
         weight = torch.randn(product.n, product.k, device=clock.device).to(DTYPES[dtype])
@@ -107,70 +89,122 @@ def _products_pass(clock: Clock, size: BlockSize, dtype: str) -> tuple[float, fl
     return forward_s, backward_s
 
 
-def _block_pass(clock: Clock, block: nn.Module, size: BlockSize, dtype: str, seconds: float) -> tuple[float, float]:
-    """(forward, backward) seconds of the block, input gradient and weight gradients included."""
-    rows, tokens = size.batch_size, size.sequence_length
-    x = torch.randn(rows, tokens, size.spec.d_model, device=clock.device).to(DTYPES[dtype]).requires_grad_()
-    upstream = torch.randn(rows, tokens, size.spec.d_model, device=clock.device).to(DTYPES[dtype])
-    positions = torch.arange(tokens, device=clock.device)[None].expand(rows, tokens)
-    documents = torch.zeros(rows, tokens, dtype=torch.int32, device=clock.device)
-    rope = rope_tables(size.spec, positions)
-    mask = attention_mask(tokens, None, documents, torch.device(clock.device))
+def _inputs(size: BlockSize, rows: int, length: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, positions, documents) of a packed batch in which every row is one document."""
+    tokens = torch.randint(0, size.vocab_size, (rows, length), device=device)
+    positions = torch.arange(length, device=device)[None].expand(rows, length)
+    return tokens, positions, torch.zeros(rows, length, dtype=torch.int32, device=device)
+
+
+def _block_arguments(decoder: Decoder, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[object, ...]:
+    """What the decoder passes to its first block, so that this file need not know how masks and tables are made."""
+    seen: list[tuple[object, ...]] = []
+    hook = decoder.blocks[0].register_forward_pre_hook(lambda module, arguments: seen.append(arguments))
+    with torch.no_grad():
+        decoder.hidden(*inputs)
+    hook.remove()
+    return seen[0]
+
+
+def _both_ways(clock: Clock, module: nn.Module, run: Callable[[], Tensor], seconds: float, least: int) -> Pair:
+    """Forward and backward of ``run``, the gradients of ``module``'s parameters included."""
+    upstream = torch.randn_like(run())
 
     def backward(result: object) -> None:
         assert isinstance(result, Tensor)
         result.backward(upstream)
-        for parameter in (x, *block.parameters()):
+        for parameter in module.parameters():
             parameter.grad = None
 
-    return clock.best_of_two_s(lambda: block(x, rope, mask), backward, seconds)
+    return clock.best_of_two_s(run, backward, seconds, least)
 
 
-def _rates(size: BlockSize, dtype: str, mode: str, rest: tuple[float, float]) -> Iterator[tuple[str, float]]:
-    """What is left of forward and backward after products and attention, as bytes/s of the planner's elementwise count."""
-    width = 4 if dtype == "fp32" else 2
-    tokens = size.batch_size * size.sequence_length
-    for direction, left_s in zip(("forward", "backward"), rest, strict=True):
-        moved = tokens * width * sum(elementwise_elements(size.spec, direction == "backward").values())
-        yield f"block_{dtype}_{mode}_{direction}_bytes_per_s", moved / left_s
+def _block_pass(clock: Clock, decoder: Decoder, inputs: tuple[Tensor, Tensor, Tensor], seconds: float, least: int) -> Pair:
+    x, *others = _block_arguments(decoder, inputs)
+    assert isinstance(x, Tensor)
+    entry = x.detach().requires_grad_()
+
+    def run() -> Tensor:
+        entry.grad = None
+        result: Tensor = decoder.blocks[0](entry, *others)
+        return result
+
+    return _both_ways(clock, decoder, run, seconds, least)
+
+
+def _rates(size: BlockSize, dtype: str, mode: str, tokens: int, shorter: Pair, longer: Pair) -> Iterator[tuple[str, float]]:
+    """Attention's and the elementwise rate from what products leave of a block at the two lengths."""
+    square_flops = 4.0 * tokens * size.heads * 64  # per key: QKᵀ and PV of the whole square
+    for i, (direction, products) in enumerate((("forward", 1.0), ("backward", 2.5))):
+        rest, per_key = straight_line(size.short, size.long, shorter[i], longer[i])
+        moved = tokens * WIDTHS[dtype] * sum(elementwise_elements(size.spec, direction == "backward").values())
+        yield f"attention_{dtype}_{mode}_{direction}_flop_per_s", products * square_flops / per_key
+        yield f"block_{dtype}_{mode}_{direction}_bytes_per_s", moved / rest
 
 
 def measure_block(clock: Clock, size: BlockSize, compile_it: bool) -> Iterator[tuple[str, float]]:
-    """Elementwise rates of an eager and (where a compiler works) a compiled bf16 block, and what compiling took.
-
-    Whatever noise makes the rest come out below a twentieth of the whole is held there: a rate is never infinite.
-    """
+    """Attention and elementwise rates of a block: fp32 and bf16 eager and, where a compiler works, bf16 compiled; and what
+    compiling one sequence length took."""
     torch.manual_seed(0)
+    runs = [("fp32", "eager"), ("bf16", "eager")] + ([("bf16", "compiled")] if compile_it else [])
+    for dtype, mode in runs:
+        tokens = size.tokens if mode == "compiled" else size.eager_tokens
+        products = _products_pass(clock, size, dtype, tokens)
+        left: list[Pair] = []
+        with contextlib.suppress(Exception) if mode == "compiled" else contextlib.nullcontext():
+            # Without a working C++ compiler there are no compiled rates, and plans fall back on the eager ones.
+            for length in (size.short, size.long):
+                decoder = Decoder(size.spec, DTYPES[dtype], clock.device).train()
+                inputs = _inputs(size, max(1, tokens // length), length, clock.device)
+                if mode == "compiled":
+                    arguments = _block_arguments(decoder, inputs)
+                    decoder.blocks[0].compile(dynamic=False)
+                    begin = time.perf_counter()
+                    decoder.blocks[0](*arguments).sum().backward()
+                    if length == size.short:
+                        yield "block_compile_s", time.perf_counter() - begin
+                whole = _block_pass(clock, decoder, inputs, 0.5, 4 if mode == "compiled" else 3)
+                forward, backward = (max(w - p, LEAST_SHARE * w) for w, p in zip(whole, products, strict=True))
+                left.append((forward, backward))
+        if len(left) == 2:
+            yield from _rates(size, dtype, mode, tokens, *left)
+
+
+def measure_setup(clock: Clock, size: BlockSize) -> Iterator[tuple[str, float]]:
+    """What surrounds the blocks, which is never compiled: embedding, rotary tables and final norm, in bytes/s of the planner's
+    count, and the mask, in elements of B·T² per second. Differences between a whole decoder and its one block, at the two lengths."""
+    around: list[Pair] = []
+    rows = 0
+    for length in (size.short, size.long):
+        decoder = Decoder(size.spec, torch.bfloat16, clock.device).train()
+        rows = max(1, size.eager_tokens // length)
+        inputs = _inputs(size, rows, length, clock.device)
+        whole = _both_ways(clock, decoder, lambda d=decoder, i=inputs: d.hidden(*i), 0.3, 3)  # type: ignore[misc]
+        block = _block_pass(clock, decoder, inputs, 0.3, 3)
+        forward, backward = (max(w - b, LEAST_SHARE * w / 4) for w, b in zip(whole, block, strict=True))
+        around.append((forward, backward))
+    tokens = rows * size.long
+    fixed_s, per_key_s = straight_line(size.short, size.long, around[0][0], around[1][0])
+    yield "setup_forward_bytes_per_s", setup_bytes(size.spec, tokens, 2, False) / fixed_s
+    yield "setup_backward_bytes_per_s", setup_bytes(size.spec, tokens, 2, True) / min(around[0][1], around[1][1])
+    yield "mask_element_per_s", tokens / per_key_s
+
+
+# -- attention of the engine's kind -----------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def measure_attention(clock: Clock, lengths: tuple[int, ...]) -> Iterator[tuple[str, float]]:
+    """Causal scaled dot-product attention of one sequence without gradients, as a prefill has it, 4 heads of 64: FLOP/s
+    counted over the whole square, 4·H·T²·64."""
     for dtype in DTYPES:
-        block = Block(size.spec).to_empty(device=clock.device).to(DTYPES[dtype])
-        with torch.no_grad():
-            for parameter in block.parameters():
-                parameter.normal_(std=0.02)
-        products = _products_pass(clock, size, dtype)
-        attention = attention_pass(clock, dtype, size.batch_size, size.heads, size.sequence_length)
-
-        def rest(
-            whole: tuple[float, float],
-            products: tuple[float, float] = products,
-            attention: tuple[float, float] = attention,
-        ) -> tuple[float, float]:
-            forward, backward = (max(w - p - a, w / 20) for w, p, a in zip(whole, products, attention, strict=True))
-            return forward, backward
-
-        yield from _rates(size, dtype, "eager", rest(_block_pass(clock, block, size, dtype, 0.3)))
-        if compile_it and dtype == "bf16":
-            begin = time.perf_counter()
-            block.compile(fullgraph=True, dynamic=False)
-            try:
-                _block_pass(Clock(clock.device, effort=0.0), block, size, dtype, 0.0)
-            except Exception:
-                # No C++ compiler, or none that works: plans for compiled training fall back on the eager rates.
-                continue
-            yield "block_compile_s", time.perf_counter() - begin
-            yield from _rates(size, dtype, "compiled", rest(_block_pass(clock, block, size, dtype, 0.6)))
+        for tokens in lengths:
+            q, k, v = (torch.randn(1, 4, tokens, 64, device=clock.device).to(DTYPES[dtype]) for _ in range(3))
+            run = lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731
+            yield f"sdpa_{dtype}_forward_t{tokens}_flop_per_s", 4 * 4 * tokens * tokens * 64 / clock.best_s(run, 0.1)
 
 
-# -- loss and optimizer ---------------------------------------------------------------------------------------------------
+# -- loss and optimizers --------------------------------------------------------------------------------------------------
 
 
 def chunk_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,30 +225,40 @@ def measure_loss(clock: Clock, size: BlockSize, compile_it: bool) -> Iterator[tu
     product_s = clock.best_s(lambda: F.linear(hidden, weight), seconds=0.1)
     functions: dict[str, Callable[..., object]] = {"eager": chunk_loss}
     if compile_it:
-        functions["compiled"] = torch.compile(chunk_loss, dynamic=False, fullgraph=True)
+        functions["compiled"] = torch.compile(chunk_loss, dynamic=False)
     for mode, function in functions.items():
         with contextlib.suppress(Exception):  # as above: without a compiler there is no compiled rate
             whole_s = clock.best_s(lambda function=function: function(hidden, weight, targets), seconds=0.2)  # type: ignore[misc]
-            left_s = max(whole_s - product_s, whole_s / 20)
+            left_s = max(whole_s - product_s, LEAST_SHARE * whole_s)
             yield f"cross_entropy_{mode}_logit_per_s", size.chunk_rows * size.vocab_size / left_s
 
 
-def measure_optimizer(clock: Clock, size: BlockSize, n_matrices: int = 12) -> Iterator[tuple[str, float]]:
-    """Bytes/s of one update as training does it: gradients widened to fp32, clipped by their norm, fused AdamW, working copy
-    written; on ``n_matrices`` matrices, over the planner's count of bytes."""
-    side = size.spec.d_model * 2
-    master = [nn.Parameter(torch.randn(side, side, device=clock.device)) for _ in range(n_matrices)]
+def measure_optimizers(clock: Clock, size: BlockSize) -> Iterator[tuple[str, float]]:
+    """An update as training does it, on the matrices of one block: gradients widened to fp32, normed and clipped, fused AdamW,
+    the working copy written, over the planner's count of bytes; and what Muon takes beyond its products, in elements/s."""
+    master = [nn.Parameter(torch.randn(rows, columns, device=clock.device)) for rows, columns in muon_matrices(size.spec)]
     working = [p.detach().to(torch.bfloat16) for p in master]
-    gradients = [torch.randn_like(p) for p in working]
-    optimizer = torch.optim.AdamW(master, lr=1e-4, fused=True)
+    backward = [torch.randn_like(p) for p in working]
+    gradients = [torch.zeros_like(p) for p in master]
+    for parameter, gradient in zip(master, gradients, strict=True):
+        parameter.grad = gradient
+    n_elements = sum(p.numel() for p in master)
+    adamw = torch.optim.AdamW(master, lr=1e-4, fused=True)
 
     @torch.no_grad()
     def update() -> None:
-        for parameter, gradient in zip(master, gradients, strict=True):
-            parameter.grad = gradient.float()
-        nn.utils.clip_grad_norm_(master, 1.0)
-        optimizer.step()
+        torch._foreach_copy_(gradients, backward)
+        torch._foreach_mul_(gradients, 1.0 / float(torch.nn.utils.get_total_norm(gradients)))
+        adamw.step()
         torch._foreach_copy_(working, [p.detach() for p in master])
 
-    moved = optimizer_bytes_moved(n_matrices * side * side, "bf16")
-    yield "adamw_bytes_per_s", moved / clock.best_s(update, seconds=0.2)
+    yield "adamw_bytes_per_s", optimizer_bytes_moved(n_elements, "bf16") / clock.best_s(update, seconds=0.2)
+    muon = torch.optim.Muon(master, lr=1e-4, adjust_lr_fn="original")
+    whole_s = clock.best_s(muon.step, seconds=0.2)
+    products_s = 0.0
+    for rows, columns in muon_matrices(size.spec):
+        for m, n, k in newton_schulz_products(rows, columns):
+            x = torch.randn(m, k, device=clock.device).to(torch.bfloat16)
+            y = torch.randn(k, n, device=clock.device).to(torch.bfloat16)
+            products_s += clock.best_s(lambda x=x, y=y: x @ y, seconds=0.01, least=3)  # type: ignore[misc]
+    yield "muon_element_per_s", n_elements / max(whole_s - products_s, LEAST_SHARE * whole_s)

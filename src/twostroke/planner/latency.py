@@ -6,10 +6,20 @@ from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import ASSUMED_ATTENTION_EFFICIENCY, Hardware, interpolate_log
 
 
-def attention_rate(hardware: Hardware, dtype: str, direction: str, sequence_length: int) -> float:
-    """FLOP/s of flash attention counted over the whole T×T square (2 products forward, 5 backward), which a CPU kernel
-    walks: measured at a few lengths and interpolated in log T; datasheets get an assumed share of peak, for the causal half."""
-    prefix, suffix = f"sdpa_{dtype}_{direction}_t", "_flop_per_s"
+def training_attention_rate(hardware: Hardware, dtype: str, mode: str, direction: str) -> float:
+    """FLOP/s of a training block's attention, counted over the whole T×T square (2 products forward, 5 backward) although a
+    causal kernel may skip part of it: ``attention_<type>_<mode>_<direction>_flop_per_s``, or the eager rate where no compiler
+    was there. Datasheets get an assumed share of peak, for the causal half."""
+    for name in (f"attention_{dtype}_{mode}_{direction}", f"attention_{dtype}_eager_{direction}"):
+        if f"{name}_flop_per_s" in hardware.extras:
+            return hardware.extras[f"{name}_flop_per_s"]
+    return 2 * ASSUMED_ATTENTION_EFFICIENCY * hardware.peak(dtype)
+
+
+def prefill_attention_rate(hardware: Hardware, dtype: str, sequence_length: int) -> float:
+    """FLOP/s of causal attention over one prompt, counted over the whole square: measured at a few lengths and interpolated in
+    log T; datasheets as above."""
+    prefix, suffix = f"sdpa_{dtype}_forward_t", "_flop_per_s"
     points = [
         (float(name[len(prefix) : -len(suffix)]), rate)
         for name, rate in hardware.extras.items()
@@ -34,6 +44,27 @@ def elementwise_elements(spec: ModelSpec, backward: bool) -> dict[str, float]:
     if backward:
         return {"norms": 14 * width, "attention": turn + 2 * spec.qkv_rows, "mlp": (6 if gated else 3) * spec.d_ff}
     return {"norms": 9 * width, "attention": turn, "mlp": (3 if gated else 2) * spec.d_ff}
+
+
+def block_rate(hardware: Hardware, dtype: str, mode: str, direction: str) -> float | None:
+    """Bytes/s at which a block's elementwise work went, ``block_<type>_<mode>_<direction>_bytes_per_s``; None where nothing was
+    measured. Compiled fp32 is not measured: it is taken to pass as many elements a second as compiled bf16, twice the bytes."""
+    extras = hardware.extras
+    found = extras.get(f"block_{dtype}_{mode}_{direction}_bytes_per_s")
+    if found is None and dtype == "fp32" and mode == "compiled":
+        half = extras.get(f"block_bf16_compiled_{direction}_bytes_per_s")
+        found = None if half is None else 2 * half
+    return found if found is not None else extras.get(f"block_{dtype}_eager_{direction}_bytes_per_s")
+
+
+def setup_bytes(spec: ModelSpec, tokens: float, width: float, backward: bool) -> float:
+    """Bytes moved around the blocks: rows of the embedding read and written and the final norm's input and output, 4·E·w a
+    token, and rotary tables, 4·D fp32 bytes; backward the same without tables, and the V·E gradient of the embedding cleared
+    and added to."""
+    around = tokens * 4 * spec.d_model * width
+    if backward:
+        return around + 2 * spec.vocab_size * spec.d_model * width
+    return around + (tokens * 4 * spec.head_dim if spec.positions == "rope" else 0.0)
 
 
 def elementwise_flops(spec: ModelSpec, backward: bool) -> dict[str, float]:

@@ -11,7 +11,7 @@ from twostroke.core.spec import ModelSpec
 from twostroke.planner.cost import Cost, cost_of, usd_per_million_tokens
 from twostroke.planner.flops import attention_flops_per_token, decode_flops, prefill_flops
 from twostroke.planner.hardware import DATASHEET_NOTE, SCHEME_BYTES, Hardware
-from twostroke.planner.latency import attention_rate, elementwise_elements, elementwise_flops
+from twostroke.planner.latency import elementwise_elements, elementwise_flops, prefill_attention_rate
 from twostroke.planner.memory import kv_bytes_per_token, weights_bytes
 from twostroke.planner.params import Parameters, Product, block_products, count_parameters, head_product
 from twostroke.planner.work import Work, merge, total_seconds
@@ -246,7 +246,7 @@ def prefill_attention(spec: ModelSpec, shape: ServingShape, hardware: Hardware) 
     square = 4.0 * spec.n_heads * spec.head_dim * tokens * tokens
     causal = attention_flops_per_token(spec, tokens) * tokens / spec.n_layers
     moved = tokens * w * (spec.qkv_rows + spec.n_heads * spec.head_dim)
-    rate = attention_rate(hardware, shape.compute_dtype, "forward", tokens)
+    rate = prefill_attention_rate(hardware, shape.compute_dtype, tokens)
     return Work.limited("attention", causal, moved, square / rate, moved / hardware.bandwidth(moved))
 
 

@@ -11,7 +11,7 @@ from twostroke.core.spec import ModelSpec
 from twostroke.planner.cost import Cost, cost_of
 from twostroke.planner.flops import attention_flops_per_token, mfu, training_flops_per_token
 from twostroke.planner.hardware import DATASHEET_NOTE, Hardware
-from twostroke.planner.latency import attention_rate, elementwise_elements, elementwise_flops
+from twostroke.planner.latency import block_rate, elementwise_elements, elementwise_flops, setup_bytes, training_attention_rate
 from twostroke.planner.memory import (
     activation_bytes_per_token_and_layer,
     checkpoint_bytes,
@@ -58,6 +58,11 @@ class TrainingShape:
     def tokens_per_pass(self) -> int:
         """Tokens of one forward and backward: B·T."""
         return self.batch_size * self.sequence_length
+
+    @property
+    def mode(self) -> str:
+        """ "compiled" or "eager", as calibrated rates are named."""
+        return "compiled" if self.compile else "eager"
 
     @property
     def tokens_per_step(self) -> int:
@@ -223,7 +228,7 @@ def attention_square(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, 
     causal = attention_flops_per_token(spec, shape.sequence_length) * tokens / spec.n_layers
     share = 2.5 if backward else 1.0
     moved = share * tokens * w * (spec.qkv_rows + spec.n_heads * spec.head_dim)
-    rate = attention_rate(hardware, shape.dtype, "backward" if backward else "forward", shape.sequence_length)
+    rate = training_attention_rate(hardware, shape.dtype, shape.mode, "backward" if backward else "forward")
     return Work.limited(
         "attention",
         flops=(2 if backward else 1) * causal,
@@ -241,10 +246,9 @@ LAUNCHES_PER_BLOCK = {"compiled": 4, "eager": 18}
 def elementwise(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, backward: bool) -> list[Work]:
     """Norms, residual sums, rotary turn and activation of one layer: bytes over the rate that a calibrated block reached
     (``block_<type>_<compiled|eager>_<direction>_bytes_per_s``), or over the plain bandwidth."""
-    mode, direction = ("compiled" if shape.compile else "eager"), ("backward" if backward else "forward")
-    measured = hardware.extras.get(f"block_{shape.dtype}_{mode}_{direction}_bytes_per_s")
+    measured = block_rate(hardware, shape.dtype, shape.mode, "backward" if backward else "forward")
     elements = elementwise_elements(spec, backward)
-    launch_s = LAUNCHES_PER_BLOCK[mode] * (2 if backward else 1) * hardware.op_launch_s / len(elements)
+    launch_s = LAUNCHES_PER_BLOCK[shape.mode] * (2 if backward else 1) * hardware.op_launch_s / len(elements)
     flops = elementwise_flops(spec, backward)
     works = []
     for component, count in elements.items():
@@ -271,19 +275,27 @@ def loss_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, backwar
         return [product_backward(head, rows, shape.dtype, hardware).times(n_chunks), summing]
     logits = float(tokens) * spec.vocab_size
     moved = 2 * w * logits
-    rate = hardware.extras.get(f"cross_entropy_{'compiled' if shape.compile else 'eager'}_logit_per_s")
+    extras = hardware.extras
+    rate = extras.get(f"cross_entropy_{shape.mode}_logit_per_s") or extras.get("cross_entropy_eager_logit_per_s")
     seconds = logits / rate if rate else moved / hardware.bandwidth(moved)
     entropy = Work.limited("head", 0.0, moved, 0.0, seconds, n_chunks * hardware.op_launch_s)
     return [product_forward(head, rows, shape.dtype, hardware).times(n_chunks), entropy]
 
 
-def embedding_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, backward: bool) -> Work:
-    """A row gathered per token; backward adds it to the gradient table (which is cleared and read whole, V·E)."""
+def setup_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, backward: bool) -> list[Work]:
+    """What surrounds the blocks: embedding, rotary tables and final norm at ``setup_<direction>_bytes_per_s``, and forward the
+    mask of packed documents, B·T² elements at ``mask_element_per_s``; at the bandwidth where nothing was measured."""
     w = bytes_of(shape.dtype)
-    moved = 2 * shape.tokens_per_pass * spec.d_model * w
-    if backward:
-        moved += 2 * spec.vocab_size * spec.d_model * w
-    return Work.limited("embedding", 0.0, moved, 0.0, moved / hardware.bandwidth(moved), hardware.op_launch_s)
+    moved = setup_bytes(spec, shape.tokens_per_pass, w, backward)
+    rate = hardware.extras.get(f"setup_{'backward' if backward else 'forward'}_bytes_per_s") or hardware.bandwidth(moved)
+    works = [Work.limited("embedding", 0.0, moved, 0.0, moved / rate, hardware.op_launch_s)]
+    if not backward and hardware.kind == "cpu":
+        elements = float(shape.tokens_per_pass) * shape.sequence_length
+        written = elements * w
+        element_rate = hardware.extras.get("mask_element_per_s")
+        seconds = elements / element_rate if element_rate else 4 * written / hardware.bandwidth(written)
+        works.append(Work.limited("attention", 0.0, written, 0.0, seconds))
+    return works
 
 
 def muon_matrices(spec: ModelSpec) -> tuple[tuple[int, int], ...]:
@@ -294,17 +306,17 @@ def muon_matrices(spec: ModelSpec) -> tuple[tuple[int, int], ...]:
     return ((inner, width), (kv, width), (kv, width), (width, inner), *up, (width, spec.d_ff))
 
 
-def newton_schulz(rows: int, columns: int, hardware: Hardware) -> tuple[float, float]:
-    """(FLOP, seconds) of Muon's 5 iterations on one matrix, s = min, l = max: XXᵀ (s,l)×(l,s), its square (s,s)×(s,s) and the
-    update (s,s)×(s,l), so 5·2·(2·s²·l + s³) FLOP, in bf16 where there is a rate for it."""
+def newton_schulz_products(rows: int, columns: int) -> tuple[tuple[int, int, int], ...]:
+    """(m, n, k) of the products of Muon's 5 iterations on one matrix, s = min, l = max: XXᵀ, its square, and the update."""
     small, large = sorted((rows, columns))
+    return NEWTON_SCHULZ_STEPS * ((small, small, large), (small, small, small), (small, large, small))
+
+
+def newton_schulz(rows: int, columns: int, hardware: Hardware) -> tuple[float, float]:
+    """(FLOP, seconds) of those products, 5·2·(2·s²·l + s³) FLOP, in bf16 where there is a rate for it."""
     scheme = "bf16" if hardware.has_scheme("bf16") else "fp32"
-    seconds = (
-        hardware.product_s(scheme, small, small, large)
-        + hardware.product_s(scheme, small, small, small)
-        + hardware.product_s(scheme, small, large, small)
-    )
-    return NEWTON_SCHULZ_STEPS * 2.0 * (2 * small * small * large + small**3), NEWTON_SCHULZ_STEPS * seconds
+    products = newton_schulz_products(rows, columns)
+    return sum(2.0 * m * n * k for m, n, k in products), sum(hardware.product_s(scheme, m, n, k) for m, n, k in products)
 
 
 def optimizer_bytes_moved(n_parameters: float, dtype: str, state_bytes: float | None = None) -> float:
@@ -329,7 +341,11 @@ def optimizer_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware) ->
             one_flops, one_s = newton_schulz(rows, columns, hardware)
             flops += spec.n_layers * one_flops
             arithmetic_s += spec.n_layers * one_s
-            launches += spec.n_layers * (3 * NEWTON_SCHULZ_STEPS + 12)
+            rest = hardware.extras.get("muon_element_per_s")
+            if rest:
+                memory_s += spec.n_layers * rows * columns / rest
+            else:
+                launches += spec.n_layers * (3 * NEWTON_SCHULZ_STEPS + 12)
     launch_s = launches * hardware.op_launch_s
     return Work("optimizer", flops, moved, arithmetic_s, memory_s, launch_s, arithmetic_s + memory_s + launch_s)
 
@@ -345,7 +361,7 @@ def _pass(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, backward: b
     layer += elementwise(spec, shape, hardware, backward)
     works = [work.times(spec.n_layers) for work in layer]
     works += loss_work(spec, shape, hardware, backward)
-    works.append(embedding_work(spec, shape, hardware, backward))
+    works += setup_work(spec, shape, hardware, backward)
     return merge(works)
 
 
