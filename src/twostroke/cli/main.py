@@ -41,6 +41,7 @@ class VerbGroup(typer.core.TyperGroup):
         if cmd_name not in VERBS:
             return None
         module = importlib.import_module(f"twostroke.cli.{cmd_name}_verb")
+        module.app.rich_markup_mode = None  # plain help: no boxes in pipes and logs, and rich stays unimported
         command = typer.main.get_command(module.app)
         command.name = cmd_name
         command.help = command.help or VERBS[cmd_name]

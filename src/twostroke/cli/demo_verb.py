@@ -1,0 +1,218 @@
+"""``twostroke demo``: the whole path once, by calling the other verbs in child processes as a person would.
+
+Each stage's result is kept in ``<directory>/stages.json``, written whole after the stage; run again, the demo goes on
+with the first stage that is not there. An interrupted training continues from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from twostroke.cli.console import JSON_HELP, emit, log
+from twostroke.core.errors import ConfigError, Interrupted, TwostrokeError
+from twostroke.core.recipe import read_recipe
+from twostroke.core.units import format_bytes, format_count, format_seconds
+
+app = typer.Typer()
+
+Result = dict[str, Any]
+LOAD = ("--users", "4", "--requests", "64", "--prompt-tokens", "64", "--output-tokens", "64")
+"""The demo's traffic: four users who each send the next request when the last is answered."""
+
+
+@dataclass(frozen=True)
+class Demo:
+    """What every stage needs: where the demo lives, and which recipe and budget it trains with."""
+
+    directory: Path
+    recipe: Path
+    budget_s: float
+
+    @property
+    def run_directory(self) -> Path:
+        return self.directory / "train"
+
+    @property
+    def model(self) -> Path:
+        return self.run_directory / "model"
+
+    @property
+    def int8_model(self) -> Path:
+        return self.directory / "model-int8"
+
+    @property
+    def report(self) -> Path:
+        return self.directory / "report.html"
+
+    @property
+    def recipe_arguments(self) -> list[str]:
+        """The same recipe and overrides for `plan train` and `train`, so that both speak of one run."""
+        return [str(self.recipe), "--set", f"train.budget_s={self.budget_s:g}", "--set", f"output={self.run_directory}"]
+
+
+def verb(*args: str) -> Result:
+    """Run ``twostroke <args> --json`` in a child; its progress goes to our stderr. Raises what the child reported."""
+    command = [sys.executable, "-m", "twostroke.cli.main", *args, "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        output = None
+        while output is None:
+            try:
+                output, _ = child.communicate()
+            except KeyboardInterrupt:
+                continue  # Ctrl-C reached the child as well, which may need a moment to write a checkpoint
+    try:
+        document = json.loads(output)
+    except ValueError:
+        document = {}
+    if child.returncode == Interrupted.exit_code:
+        raise Interrupted(f"stopped in `twostroke {args[0]}` after a checkpoint. Run the demo again to continue.")
+    if child.returncode != 0:
+        raise TwostrokeError(document.get("error") or f"`twostroke {' '.join(args)}` exited with {child.returncode}.")
+    return dict(document)
+
+
+def _calibrate(demo: Demo) -> tuple[Result, str]:
+    profile = verb("calibrate")
+    peaks = ", ".join(f"{name} {format_count(rate)}FLOP/s" for name, rate in profile["peak_flop_per_s"].items())
+    slowest = min(p["bytes_per_s"] for p in profile["read_bandwidth"])
+    return profile, f"{profile['fingerprint']['cpu_model']}: reads {format_bytes(slowest)}/s from memory; products: {peaks}"
+
+
+def _prepare(demo: Demo) -> tuple[Result, str]:
+    recipe = read_recipe(demo.recipe).data
+    options = ["--vocab-size", str(recipe.vocab_size), "--held-out-fraction", f"{recipe.held_out_fraction:g}"]
+    data = verb("data", "prepare", *recipe.sources, *options)
+    return data, (
+        f"{format_count(data['n_train_tokens'])} tokens to train on, "
+        f"{format_bytes(data['n_heldout_bytes'])} of text held out, vocabulary {data['vocab_size']}"
+    )
+
+
+def _plan(demo: Demo) -> tuple[Result, str]:
+    plan = verb("plan", "train", *demo.recipe_arguments)
+    prediction = plan["prediction"]
+    return plan, (
+        f"{format_count(plan['parameters']['total'])} parameters, {plan['shape']['steps']} steps; predicted "
+        f"{format_count(prediction['train_tok_per_s'])} tok/s and {format_seconds(prediction['train_time_s'])}"
+    )
+
+
+def _train(demo: Demo) -> tuple[Result, str]:
+    started = demo.run_directory.is_dir() and any(demo.run_directory.iterdir())
+    run = verb("train", *demo.recipe_arguments, *(["--resume"] if started else []))
+    measured = run["measurement"]
+    bits, xz = measured["heldout_bits_per_byte"], measured["xz_bits_per_byte"]
+    return run, (
+        f"{format_seconds(measured['train_time_s'])}, {format_count(measured['train_tok_per_s'])} tok/s; held-out text takes "
+        f"{bits:.3f} bits per byte, with xz -9 {xz:.3f}: "
+        + ("the model is the better compressor" if bits < xz else "xz is still the better compressor")
+    )
+
+
+def _quantize(demo: Demo) -> tuple[Result, str]:
+    shutil.rmtree(demo.int8_model, ignore_errors=True)  # what an interrupted run of this stage left
+    verb("quantize", str(demo.model), str(demo.int8_model))
+    quality = verb("compare", str(demo.model), str(demo.int8_model), "--dtype", "bf16")
+    return quality, (
+        f"int8: perplexity × {quality['perplexity_ratio']:.5f}, {format_bytes(quality['b']['model_bytes'])} "
+        f"instead of {format_bytes(quality['a']['model_bytes'])}"
+    )
+
+
+def _serve(demo: Demo) -> tuple[Result, str]:
+    load = verb("bench", "serve", str(demo.int8_model), *LOAD)
+    measured = load["measurement"]
+    return load, (
+        f"ready {format_seconds(load['server']['startup_s'])} after the start; {measured['output_tok_per_s']:.0f} tok/s "
+        f"to 4 users, median TTFT {format_seconds(measured['ttft_s'])}, TPOT {format_seconds(measured['tpot_s'])}"
+    )
+
+
+STAGES: dict[str, tuple[str, Callable[[Demo], tuple[Result, str]]]] = {
+    "calibrate": ("Calibrate this machine", _calibrate),
+    "data": ("Prepare the text", _prepare),
+    "plan": ("Plan", _plan),
+    "train": ("Train", _train),
+    "quantize": ("Quantise", _quantize),
+    "serve": ("Serve and load", _serve),
+}
+
+
+def _read_stages(file: Path) -> dict[str, Result]:
+    try:
+        stages = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return stages if isinstance(stages, dict) else {}
+
+
+def _keep(file: Path, stages: dict[str, Result]) -> None:
+    partial = file.with_suffix(".tmp")
+    partial.write_text(json.dumps(stages))
+    os.replace(partial, file)
+
+
+def _compare(demo: Demo, stages: dict[str, Result]) -> tuple[Result, str]:
+    """The table and the report, from the ledger's record of the stages' runs."""
+    from twostroke.ledger.store import Ledger
+    from twostroke.planner.hardware import load_hardware
+    from twostroke.planner.text import comparison_text
+    from twostroke.report.page import write_report
+    from twostroke.report.phases import compare_runs, phases_table
+
+    ledger, hardware = Ledger(), load_hardware("this")
+    train, bench = ledger.get(stages["train"]["run_id"]), ledger.get(stages["serve"]["run_id"])
+    server = stages["serve"]["server"].get("run_id")
+    comparison = compare_runs(train, bench, [ledger.get(server)] if server else [], hardware)
+    facts = {STAGES[name][0]: str(stages[name]["line"]) for name in STAGES}
+    write_report(demo.report, ledger, phases_table(comparison), facts)
+    return comparison.to_dict() | {"report": str(demo.report)}, comparison_text(comparison)
+
+
+@app.command(name="demo")
+def demo(
+    directory: Path = typer.Option(Path("runs/demo"), help="Where the demo keeps everything; one folder a budget."),
+    recipe: Path = typer.Option(Path("recipes/demo.toml"), help="Recipe of the training run."),
+    budget_s: float = typer.Option(300.0, help="Seconds of training."),
+    as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
+) -> None:
+    """The whole path once: calibrate, plan, train, evaluate, quantise, serve, load, compare.
+
+    Run again, it continues from what is done. It ends with training beside inference, predicted beside measured, and the
+    path of an HTML report.
+    """
+    if not recipe.is_file():
+        raise ConfigError(f"recipe {recipe} does not exist. Run the demo in the repository's root, or give --recipe.")
+    if not 0 < budget_s < float("inf"):
+        raise ConfigError(f"--budget-s {budget_s:g} must be above 0.")
+    here = Demo(directory / f"{budget_s:g}s", recipe, budget_s)
+    here.directory.mkdir(parents=True, exist_ok=True)
+    file = here.directory / "stages.json"
+    stages = _read_stages(file)
+    began = time.monotonic()
+    for number, (name, (title, work)) in enumerate(STAGES.items(), start=1):
+        heading = f"[{number}/{len(STAGES) + 1}] {title}"
+        if name in stages:
+            log(f"{heading}: done before. {stages[name]['line']}")
+            continue
+        log(heading)
+        start = time.monotonic()
+        result, line = work(here)
+        stages[name] = result | {"line": line}
+        _keep(file, stages)
+        log(f"      {line} ({format_seconds(time.monotonic() - start)})")
+    log(f"[{len(STAGES) + 1}/{len(STAGES) + 1}] Compare")
+    document, text = _compare(here, stages)
+    text = f"{text}\n\nreport: {here.report.resolve()}\nall of it took {format_seconds(time.monotonic() - began)}"
+    emit(document | {"stages": {n: s["line"] for n, s in stages.items()}, "elapsed_s": time.monotonic() - began}, text, as_json)
