@@ -9,6 +9,7 @@ so: neither safetensors nor torch's own formats detect a flipped bit, and a kill
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -121,7 +122,8 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int) -> Path:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise CheckpointError(f"checkpoint {target.name} was not written to {directory}: {reason}.") from error
     for _, path in list_checkpoints(directory)[:-keep]:
-        _discard(path)
+        with contextlib.suppress(OSError):  # the new one is safe; the next save tries again
+            _discard(path)
     return target
 
 

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from twostroke.cli.main import main
+from twostroke.core.errors import Interrupted
+from twostroke.ledger.store import Ledger
+
+RECIPE = """
+output = "{output}"
+[model]
+n_layers = 2
+d_model = 32
+n_heads = 2
+d_ff = 48
+[data]
+sources = ["{corpus}"]
+vocab_size = 300
+[train]
+steps = {steps}
+batch_size = 2
+sequence_length = 32
+dtype = "bf16"
+optimizer = "muon"
+compile = false
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return _write_recipe(tmp_path, "run", steps=3)
+
+
+def _write_recipe(folder: Path, name: str, steps: int) -> Path:
+    corpus = folder / "corpus"
+    if not corpus.is_dir():
+        corpus.mkdir()
+        draw = random.Random(1)
+        for number in range(12):
+            words = (draw.choice(("alpha", "beta", "gamma = delta\n", "(", ")")) for _ in range(150))
+            (corpus / f"{number}.txt").write_text(" ".join(words))
+    file = folder / f"{name}.toml"
+    file.write_text(RECIPE.format(output=folder / name, corpus=corpus, steps=steps))
+    return file
+
+
+def _run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", *args])
+    out, err = capsys.readouterr()
+    return int(exit_.value.code or 0), out, err
+
+
+def test_it_trains_scores_and_records(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = _run(capsys, str(recipe), "--json")
+    assert code == 0
+    document = json.loads(out)
+    measured = document["measurement"]
+    assert 0 < measured["heldout_bits_per_byte"] < 20
+    assert 0 < measured["xz_bits_per_byte"] < 8
+    assert Ledger().get(document["run_id"]).measurement == measured
+    assert json.loads((recipe.parent / "run" / "summary.json").read_text())["measurement"] == measured
+    assert "training: 100% loss" in err
+    assert "tok/s, ETA" in err
+    code, out, err = _run(capsys, str(recipe), "--resume")
+    assert code == 0
+    assert "nothing is left to train" in err
+    assert "bits per byte measured" in out
+
+
+def test_a_finished_run_that_was_not_scored_is_scored(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _run(capsys, str(recipe), "--json")
+    file = recipe.parent / "run" / "summary.json"
+    summary = json.loads(file.read_text())
+    score = summary["measurement"].pop("heldout_bits_per_byte")
+    file.write_text(json.dumps(summary))
+    code, out, _ = _run(capsys, str(recipe), "--resume", "--json")
+    assert code == 0
+    assert json.loads(out)["measurement"]["heldout_bits_per_byte"] == score
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("train.learnin_rate=1", "Did you mean 'learning_rate'?"),
+        ("train.steps=0", "exactly one of train.steps=0 and train.budget_s=0"),
+        ("train.batch_size=-1", "train.batch_size=-1 must be at least 1"),
+        ("model.n_heads=5", "must divide model.d_model=32"),
+        ("model.family=bert", "not supported"),
+        ("train.sequence_length=100000", "fewer than sequence_length"),
+        ("data.sources=['nowhere']", "nowhere"),
+        ("method=full", "give model.init_from"),
+        ("train", "must look like section.key=value"),
+    ],
+)
+def test_a_recipe_that_cannot_be_run_is_a_sentence_and_2(
+    recipe: Path, setting: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = _run(capsys, str(recipe), "--set", setting)
+    assert code == 2
+    assert sentence in err
+    assert "Traceback" not in err
+
+
+def test_a_recipe_that_is_not_there_or_not_toml_is_a_sentence_and_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = _run(capsys, str(tmp_path / "none.toml"))
+    assert code == 2
+    assert "does not exist" in err
+    (tmp_path / "bad.toml").write_text("= nonsense")
+    code, out, err = _run(capsys, str(tmp_path / "bad.toml"), "--json")
+    assert code == 2
+    assert "not valid TOML" in json.loads(out)["error"]
+
+
+def test_a_wrong_recipe_is_answered_without_importing_torch(recipe: Path) -> None:
+    code = (
+        "import sys\nfrom twostroke.cli.main import main\n"
+        f"try: main(['train', {str(recipe)!r}, '--set', 'seeed=1'])\n"
+        "except SystemExit as e: sys.exit(10 * e.code + ('torch' in sys.modules))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 20
+
+
+def _command(recipe: Path, *more: str) -> list[str]:
+    return [sys.executable, "-m", "twostroke.cli.main", "train", str(recipe), "--json", *more]
+
+
+def _exact(directory: Path) -> list[tuple[Any, ...]]:
+    lines = (json.loads(line) for line in (directory / "log.jsonl").read_text().splitlines())
+    return [(r["step"], r["loss"], r["grad_norm"], r["learning_rate"]) for r in lines]
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
+def test_stopped_by_a_signal_it_exits_75_and_resumes_to_the_same_end(tmp_path: Path, signals: list[signal.Signals]) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    steps = 60
+    whole, stopped = _write_recipe(tmp_path, "whole", steps), _write_recipe(tmp_path, "stopped", steps)
+    subprocess.run(_command(whole), check=True, capture_output=True, env=environment)
+    log = tmp_path / "stopped" / "log.jsonl"
+    with subprocess.Popen(_command(stopped), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as child:
+        deadline = time.monotonic() + 120
+        while not (log.is_file() and log.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        for number in signals:
+            child.send_signal(number)
+            time.sleep(0.001)
+        out, err = child.communicate(timeout=60)
+    assert child.returncode == Interrupted.exit_code, err
+    assert "Continue with --resume" in json.loads(out)["error"]
+    assert 0 < len(_exact(tmp_path / "stopped")) < steps
+    subprocess.run(_command(stopped, "--resume"), check=True, capture_output=True, env=environment)
+    assert _exact(tmp_path / "stopped") == _exact(tmp_path / "whole")
+    ends = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("stopped", "whole")]
+    assert ends[0] == ends[1]

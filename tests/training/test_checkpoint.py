@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from twostroke.core.errors import CorruptFileError
+from twostroke.training import checkpoint as module
+from twostroke.training.checkpoint import (
+    MANIFEST,
+    MODEL,
+    OPTIMIZER,
+    STATE,
+    Checkpoint,
+    CheckpointError,
+    list_checkpoints,
+    load_checkpoint,
+    load_newest,
+    save_checkpoint,
+)
+
+
+def _checkpoint(step: int) -> Checkpoint:
+    return Checkpoint(
+        weights={"embed.weight": torch.full((4, 3), float(step)), "final_norm.weight": torch.arange(3.0)},
+        optimizer={"embed.weight::exp_avg": torch.full((4, 3), -float(step)), "embed.weight::step": torch.tensor(float(step))},
+        state={"step": step, "loader": {"next_window": step * 2}},
+    )
+
+
+def _silent(line: str) -> None:
+    pass
+
+
+def _same(a: Checkpoint, b: Checkpoint) -> bool:
+    def equal(x: dict[str, torch.Tensor], y: dict[str, torch.Tensor]) -> bool:
+        return x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
+
+    return equal(a.weights, b.weights) and equal(a.optimizer, b.optimizer) and a.state == b.state
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, _checkpoint(7), keep=2)
+    assert path.name == "step-00000007"
+    assert _same(load_checkpoint(path), _checkpoint(7))
+
+
+def test_before_the_first_step_there_is_no_optimizer_state(tmp_path: Path) -> None:
+    empty = Checkpoint({"w": torch.ones(2)}, {}, {"step": 0})
+    assert _same(load_checkpoint(save_checkpoint(tmp_path, empty, keep=1)), empty)
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in (1, 5, 10, 123):
+        save_checkpoint(tmp_path, _checkpoint(step), keep=2)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [10, 123]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000010", "step-00000123"]
+
+
+def test_nothing_there_is_not_an_error(tmp_path: Path) -> None:
+    assert load_newest(tmp_path / "none", _silent) is None
+
+
+@pytest.mark.parametrize("file", [MODEL, OPTIMIZER, STATE, MANIFEST])
+@pytest.mark.parametrize("damage", ["flip", "zero", "truncate", "remove", "append"])
+def test_damage_is_found_named_and_the_checkpoint_before_is_taken(tmp_path: Path, file: str, damage: str) -> None:
+    draw = random.Random(f"{file}{damage}")
+    for round_ in range(1 if damage == "remove" else 8):
+        folder = tmp_path / str(round_)
+        save_checkpoint(folder, _checkpoint(1), keep=2)
+        victim = save_checkpoint(folder, _checkpoint(2), keep=2) / file
+        content = bytearray(victim.read_bytes())
+        where = draw.randrange(len(content))
+        if damage == "flip":
+            content[where] ^= 1 << draw.randrange(8)
+        elif damage == "zero":
+            content[where] = content[where] ^ content[where] if content[where] else 1
+        elif damage == "truncate":
+            del content[where:]
+        elif damage == "append":
+            content += b"}"
+        victim.write_bytes(content)
+        if damage == "remove":
+            victim.unlink()
+        lines: list[str] = []
+        newest = load_newest(folder, lines.append)
+        assert newest is not None
+        if _same(newest, _checkpoint(2)):
+            # one byte of the manifest's own white space, or of a key that says nothing of the content
+            assert file == MANIFEST
+            continue
+        assert _same(newest, _checkpoint(1))
+        assert len(lines) == 1
+        assert "step-00000002 is damaged" in lines[0]
+        assert file in lines[0]
+        assert [step for step, _ in list_checkpoints(folder)] == [1]
+
+
+def test_when_all_are_damaged_it_does_not_silently_begin_anew(tmp_path: Path) -> None:
+    for step in (1, 2):
+        (save_checkpoint(tmp_path, _checkpoint(step), keep=2) / MODEL).write_bytes(b"")
+    with pytest.raises(CorruptFileError, match="none of the 2 checkpoint"):
+        load_newest(tmp_path, _silent)
+
+
+def test_a_checkpoint_under_another_steps_name_is_refused(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, _checkpoint(3), keep=1)
+    with pytest.raises(CorruptFileError, match="is of step 3"):
+        load_checkpoint(path.rename(tmp_path / "step-00000009"))
+
+
+class _Killed(BaseException):
+    """Stands for the process's end: nothing of ours catches it."""
+
+
+CALLS = [
+    (os, "fsync"),
+    (os, "open"),
+    (Path, "mkdir"),
+    (Path, "rename"),
+    (Path, "write_text"),
+    (module, "save_file"),
+    (module, "_sha256"),
+    (shutil, "rmtree"),
+]
+
+
+def _fail_at(monkeypatch: pytest.MonkeyPatch, number: int, error: Callable[[], BaseException], after: bool) -> list[str]:
+    """Let call ``number`` of all that a save makes raise ``error``, before or ``after`` it took effect. Removals, which need no
+    room, fail by a kill only."""
+    made: list[str] = []
+
+    def wrap(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            made.append(name)
+            fails = len(made) == number
+            if fails and not after:
+                raise error()
+            result = original(*args, **kwargs)
+            if fails:
+                raise error()
+            return result
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+    kills = isinstance(error(), _Killed)
+    for owner, name in CALLS:
+        if kills or name != "rmtree":
+            wrap(owner, name)
+    return made
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_killed_at_any_call_of_a_save_the_old_or_the_new_checkpoint_loads(tmp_path: Path, after: bool) -> None:
+    outcomes = set()
+    number = 0
+    while True:
+        number += 1
+        folder = tmp_path / f"{number}"
+        save_checkpoint(folder, _checkpoint(1), keep=1)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            made = _fail_at(monkeypatch, number, _Killed, after)
+            with contextlib.suppress(_Killed):
+                save_checkpoint(folder, _checkpoint(2), keep=1)
+            if len(made) < number:
+                break
+        newest = load_newest(folder, _silent)
+        assert newest is not None
+        step = newest.state["step"]
+        assert _same(newest, _checkpoint(step))
+        outcomes.add(step)
+        save_checkpoint(folder, _checkpoint(3), keep=1)  # leftovers do not stand in the way of the next
+        assert [p.name for p in folder.iterdir()] == ["step-00000003"]
+    assert number > 20
+    assert outcomes == {1, 2}
+
+
+def test_a_full_disk_at_any_write_keeps_the_old_one_and_says_why(tmp_path: Path) -> None:
+    reasons = []
+    for number in range(1, 100):
+        folder = tmp_path / f"{number}"
+        save_checkpoint(folder, _checkpoint(1), keep=1)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            made = _fail_at(monkeypatch, number, lambda: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), after=False)
+            try:
+                save_checkpoint(folder, _checkpoint(2), keep=1)
+                failed = None
+            except CheckpointError as error:
+                failed = str(error)
+                reasons.append(failed)
+            if len(made) < number:
+                break
+        newest = load_newest(folder, _silent)
+        assert newest is not None
+        assert newest.state["step"] == 2 if failed is None else newest.state["step"] in (1, 2)
+    assert len(reasons) > 15
+    assert all("step-00000002 was not written" in r and "No space left on device" in r for r in reasons)
+
+
+def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path, _checkpoint(1), keep=1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10})())
+    with pytest.raises(CheckpointError, match=r"needs \d+ B and .* has 10 B free"):
+        save_checkpoint(tmp_path, _checkpoint(2), keep=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_an_intact_checkpoint_of_the_step_is_not_written_again(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, _checkpoint(4), keep=1)
+    before = (path / MODEL).stat().st_mtime_ns
+    assert save_checkpoint(tmp_path, _checkpoint(4), keep=1) == path
+    assert (path / MODEL).stat().st_mtime_ns == before
+    (path / MODEL).write_bytes(b"spoilt")
+    save_checkpoint(tmp_path, _checkpoint(4), keep=1)
+    assert _same(load_checkpoint(path), _checkpoint(4))

@@ -1,0 +1,325 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from twostroke.core.errors import ConfigError, InputError, Interrupted, TwostrokeError
+from twostroke.core.profile import BandwidthPoint, MachineProfile, MatmulPoint, read_fingerprint, save_profile
+from twostroke.core.recipe import TrainRecipe
+from twostroke.ledger.store import Ledger
+from twostroke.model.load import load_model
+from twostroke.planner.params import count_parameters
+from twostroke.training import checkpoint as checkpoint_module
+from twostroke.training.checkpoint import MODEL, CheckpointError, list_checkpoints, load_checkpoint
+from twostroke.training.loop import SKIPPED_IN_A_ROW, TrainingResult, find_finished, start, train
+from twostroke.training.measurement import medians
+
+EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens", "epoch")
+
+
+def _log(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "log.jsonl").read_text().splitlines()]
+
+
+def _exact(directory: Path) -> list[tuple[Any, ...]]:
+    return [tuple(record[name] for name in EXACT) for record in _log(directory)]
+
+
+def _assert_same_run(found: TrainingResult, wanted: TrainingResult) -> None:
+    """Losses to the last bit, weights, optimizer, random and loader state, and the model's file byte for byte."""
+    assert _exact(found.directory) == _exact(wanted.directory)
+    ends = [load_checkpoint(list_checkpoints(result.directory / "checkpoints")[-1][1]) for result in (found, wanted)]
+    for part in ("weights", "optimizer"):
+        a, b = (getattr(end, part) for end in ends)
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[name], b[name]) for name in a)
+    states = [{k: v for k, v in end.state.items() if k != "elapsed_s"} for end in ends]
+    assert states[0] == states[1]
+    assert (found.model / "model.safetensors").read_bytes() == (wanted.model / "model.safetensors").read_bytes()
+
+
+def _interrupted_at(recipe: TrainRecipe, *steps: int) -> TrainingResult:
+    """The run stopped at each of ``steps`` and resumed each time."""
+    for number, step in enumerate(steps):
+        with pytest.raises(Interrupted, match=f"stopped at step {step} of"):
+            train(recipe, resume=number > 0, should_stop=lambda done, at=step: done == at)
+    return train(recipe, resume=True)
+
+
+@pytest.mark.parametrize(("dtype", "optimizer"), [("fp32", "adamw"), ("bf16", "muon")])
+def test_interrupted_and_resumed_is_the_uninterrupted_run_bit_for_bit(make_recipe, dtype: str, optimizer: str) -> None:  # type: ignore[no-untyped-def]
+    sizes = {"family": "gpt2", "n_layers": 2, "d_model": 32, "n_heads": 2, "d_ff": 48, "dropout": 0.2}
+    settings = {"steps": 6, "dtype": dtype, "optimizer": optimizer, "grad_accumulation": 2}
+    whole = train(make_recipe("whole", model=sizes, **settings))
+    resumed = _interrupted_at(make_recipe("resumed", model=sizes, **settings), 2, 3)
+    _assert_same_run(resumed, whole)
+    assert len({record["loss"] for record in _log(whole.directory)}) == 6  # dropout and data move on
+    assert _log(whole.directory)[-1]["loss"] < _log(whole.directory)[0]["loss"]
+
+
+class _Killed(BaseException):
+    """Stands for the process's end."""
+
+
+def test_killed_between_checkpoints_it_repeats_the_lost_steps_exactly(make_recipe) -> None:  # type: ignore[no-untyped-def]
+    whole = train(make_recipe("whole", steps=6))
+    recipe = make_recipe("killed", steps=6, checkpoint_every=2)
+
+    def kill_at_five(record: Any, eta_s: float) -> None:
+        if record.step == 5:
+            raise _Killed
+
+    with pytest.raises(_Killed):
+        train(recipe, on_step=kill_at_five)
+    assert len(_log(Path(recipe.output))) == 5
+    _assert_same_run(train(recipe, resume=True), whole)
+
+
+def test_killed_before_any_checkpoint_it_begins_anew(make_recipe) -> None:  # type: ignore[no-untyped-def]
+    def kill(record: Any, eta_s: float) -> None:
+        raise _Killed
+
+    whole, recipe = train(make_recipe("whole", steps=3)), make_recipe("killed", steps=3)
+    with pytest.raises(_Killed):
+        train(recipe, on_step=kill)
+    _assert_same_run(train(recipe, resume=True), whole)
+
+
+def test_a_damaged_checkpoint_falls_back_and_ends_in_the_same_weights(make_recipe) -> None:  # type: ignore[no-untyped-def]
+    whole = train(make_recipe("whole", steps=6))
+    recipe = make_recipe("damaged", steps=6, checkpoint_every=2)
+    with pytest.raises(Interrupted):
+        train(recipe, should_stop=lambda step: step == 5)
+    victim = list_checkpoints(Path(recipe.output) / "checkpoints")[-1][1] / MODEL
+    content = bytearray(victim.read_bytes())
+    content[-1] ^= 1
+    victim.write_bytes(content)
+    lines: list[str] = []
+    resumed = train(recipe, resume=True, log=lines.append)
+    _assert_same_run(resumed, whole)
+    assert any("step-00000005 is damaged" in line and MODEL in line for line in lines)
+
+
+class TestRunDirectory:
+    def test_a_run_is_not_begun_over_another(self, make_recipe) -> None:  # type: ignore[no-untyped-def]
+        recipe = make_recipe(steps=1)
+        train(recipe)
+        before = {path: path.stat().st_mtime_ns for path in Path(recipe.output).rglob("*")}
+        with pytest.raises(InputError, match="already holds a run"):
+            train(recipe)
+        assert {path: path.stat().st_mtime_ns for path in Path(recipe.output).rglob("*")} == before
+
+    def test_a_directory_of_something_else_is_refused(self, make_recipe) -> None:  # type: ignore[no-untyped-def]
+        recipe = make_recipe()
+        Path(recipe.output).mkdir()
+        (Path(recipe.output) / "thesis.tex").touch()
+        for resume in (False, True):
+            with pytest.raises(InputError, match="holds no run"):
+                train(recipe, resume=resume)
+
+    def test_there_must_be_a_run_to_resume(self, make_recipe) -> None:  # type: ignore[no-untyped-def]
+        with pytest.raises(InputError, match=r"no run in .* to resume"):
+            train(make_recipe(), resume=True)
+
+    def test_a_finished_run_says_so(self, make_recipe) -> None:  # type: ignore[no-untyped-def]
+        recipe = make_recipe(steps=1)
+        first = train(recipe)
+        assert not first.was_finished
+        again = train(recipe, resume=True)
+        assert again.was_finished
+        assert again.summary == first.summary
+        assert find_finished(make_recipe("other"), resume=False) is None
+
+    def test_another_recipe_is_refused_by_its_key(self, make_recipe) -> None:  # type: ignore[no-untyped-def]
+        with pytest.raises(Interrupted):
+            train(make_recipe(), should_stop=lambda step: step == 1)
+        with pytest.raises(ConfigError, match=r"train\.learning_rate=0\.5 in the recipe differs from 0\.004"):
+            train(make_recipe(learning_rate=0.5), resume=True)
+        train(make_recipe(checkpoint_every=1, keep_checkpoints=3), resume=True)
+
+    def test_what_cannot_be_run_leaves_nothing_behind(self, make_recipe) -> None:  # type: ignore[no-untyped-def]
+        recipe = make_recipe(steps=0, budget_s=10)  # no profile of this machine
+        with pytest.raises(ConfigError, match="twostroke calibrate"):
+            train(recipe)
+        assert not Path(recipe.output).exists()
+        assert Ledger().runs() == []
+
+
+class TestFullDisk:
+    def test_in_the_middle_training_goes_on_and_the_old_checkpoint_stays(
+        self,
+        make_recipe,  # type: ignore[no-untyped-def]
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        whole = train(make_recipe("whole", steps=5))
+        recipe = make_recipe("full", steps=5, checkpoint_every=1)
+        original = checkpoint_module.save_file
+
+        def full_from_step_two(tensors: Any, file: Path) -> None:
+            if "step-00000002" in str(file) or "step-00000003" in str(file):
+                raise OSError(28, "No space left on device")
+            original(tensors, file)
+
+        monkeypatch.setattr(checkpoint_module, "save_file", full_from_step_two)
+        lines: list[str] = []
+        _assert_same_run(train(recipe, log=lines.append), whole)
+        told = [line for line in lines if "No space left on device" in line]
+        assert len(told) == 2
+        assert "Checkpoint step-00000001 is kept. Training continues." in told[0]
+
+    def test_when_stopped_it_does_not_claim_a_checkpoint(self, make_recipe, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+        def full(*args: Any) -> None:
+            raise CheckpointError("no room.")
+
+        monkeypatch.setattr("twostroke.training.loop.save_checkpoint", full)
+        with pytest.raises(TwostrokeError, match=r"stopped at step 2, but no room\. There is no earlier checkpoint") as caught:
+            train(make_recipe(), should_stop=lambda step: step == 2)
+        assert not isinstance(caught.value, Interrupted)
+        assert Ledger().runs()[0].status == "failed"
+
+
+def test_steps_that_are_not_finite_are_skipped_named_and_given_up_in_the_end(make_recipe) -> None:  # type: ignore[no-untyped-def]
+    recipe = make_recipe(steps=50, optimizer="adamw", learning_rate=1e30, dtype="fp32")
+    lines: list[str] = []
+    with pytest.raises(TwostrokeError, match=f"{SKIPPED_IN_A_ROW} steps in a row were not finite"):
+        train(recipe, log=lines.append)
+    records = _log(Path(recipe.output))
+    skipped = [record for record in records if record["skipped"]]
+    assert len(skipped) == SKIPPED_IN_A_ROW
+    assert skipped == records[-SKIPPED_IN_A_ROW:]
+    assert all(record["loss"] is None or record["grad_norm"] is None for record in skipped)
+    assert sum("was skipped" in line and "windows" in line for line in lines) == SKIPPED_IN_A_ROW
+
+
+@pytest.fixture
+def profile() -> MachineProfile:
+    """An invented machine, stored as this one's profile."""
+    points = tuple(MatmulPoint(s, m, 64, 64, 1e11) for s in ("fp32", "bf16") for m in (1, 64))
+    made = MachineProfile(
+        fingerprint=read_fingerprint(),
+        measured_at="2026-01-01T00:00:00Z",
+        device="cpu",
+        n_threads=1,
+        torch_version="2",
+        read_bandwidth=(BandwidthPoint(2**25, 1e10),),
+        matmul=points,
+        peak_flop_per_s={"fp32": 1e11, "bf16": 2e11},
+        op_launch_s=1e-5,
+        linear_launch_s=1e-5,
+        disk_write_bytes_per_s=1e9,
+    )
+    save_profile(made)
+    return made
+
+
+def test_the_prediction_is_frozen_before_and_measured_after(make_recipe, profile: MachineProfile) -> None:  # type: ignore[no-untyped-def]
+    ledger = Ledger()
+    during = []
+    recipe = make_recipe(steps=5, dtype="bf16")
+    result = train(recipe, on_step=lambda record, eta_s: during.append(ledger.runs()[0].status))
+    assert during == ["frozen"] * 5
+    run = ledger.get(result.run_id)
+    assert run.status == "finished"
+    assert run.inputs["steps"] == 5
+    assert run.inputs["recipe"]["train"]["batch_size"] == 2
+    missing = set(run.prediction) - set(run.measurement) - {"energy_kwh", "cost_usd"}
+    assert missing == set()
+    assert result.summary["measurement"] == run.measurement
+
+
+def test_measured_numbers_are_what_they_say(make_recipe, profile: MachineProfile) -> None:  # type: ignore[no-untyped-def]
+    recipe = make_recipe(steps=6, dtype="bf16", optimizer="adamw", grad_accumulation=2)
+    run = start(recipe)
+    result = run.execute()
+    records = _log(result.directory)
+    measured = result.summary["measurement"]
+    n = count_parameters(run.spec).total
+    assert measured["weights_bytes"] == measured["gradients_bytes"] == 6 * n
+    assert measured["optimizer_bytes"] == pytest.approx(8 * n, rel=0.01)  # and a step counter per tensor
+    assert measured["checkpoint_bytes"] == pytest.approx(12 * n, rel=0.2)  # headers weigh at this size
+    assert measured["model_bytes"] == pytest.approx(2 * n, rel=0.2)
+    assert [r["warm_up"] for r in records] == [True] * 3 + [False] * 3
+    assert measured["step_time_s"] == sorted(r["step_time_s"] for r in records[3:])[1]
+    for r in records:
+        assert r["tok_per_s"] == pytest.approx(128 / r["step_time_s"])
+        parts = sum(r[name] for name in ("forward_s", "backward_s", "optimizer_s", "data_s"))
+        assert parts <= r["step_time_s"] < parts + 0.05  # between the parts only a few Python lines
+        spec = run.spec
+        flops = 6 * count_parameters(spec).in_products + 6 * spec.n_layers * spec.n_heads * spec.head_dim * 32
+        assert r["mfu"] == pytest.approx(flops * r["tok_per_s"] / 2e11)
+        assert 0 < r["memory_bytes"] <= r["peak_memory_bytes"]
+    assert [r["tokens"] for r in records] == [128 * step for step in range(1, 7)]
+    assert measured["train_time_s"] >= sum(r["step_time_s"] for r in records)
+    assert measured["startup_s"] >= records[0]["step_time_s"]
+
+
+def test_time_before_an_interruption_counts(make_recipe) -> None:  # type: ignore[no-untyped-def]
+    result = _interrupted_at(make_recipe(steps=4), 2)
+    total = sum(record["step_time_s"] for record in _log(result.directory))
+    assert result.summary["measurement"]["train_time_s"] >= total
+    statuses = [m.status for m in Ledger().get(result.run_id).measurements]
+    assert statuses == ["interrupted", "finished"]
+
+
+def test_without_a_profile_it_trains_and_says_what_is_missing(make_recipe) -> None:  # type: ignore[no-untyped-def]
+    lines: list[str] = []
+    result = train(make_recipe(steps=1), log=lines.append)
+    assert _log(result.directory)[0]["mfu"] is None
+    assert "mfu" not in result.summary["measurement"]
+    assert any("no profile" in line for line in lines)
+
+
+def test_medians_leave_out_warm_up_and_skipped_steps() -> None:
+    def record(seconds: float, **flags: Any) -> dict[str, Any]:
+        names = ("step_time_s", "forward_s", "backward_s", "optimizer_s", "data_s")
+        return dict.fromkeys(names, seconds) | flags
+
+    steps = [record(90.0, warm_up=True), record(1.0), record(2.0), record(3.0), record(80.0, skipped="loss is nan")]
+    assert medians(steps)["step_time_s"] == 2.0
+    assert medians(steps[:1])["forward_s"] == 90.0
+    assert medians([]) == {}
+
+
+@pytest.mark.parametrize(("dtype", "family"), [("bf16", "llama"), ("fp32", "gpt2"), ("bf16", "qwen3")])
+def test_the_saved_model_is_the_masters_in_the_training_format(make_recipe, dtype: str, family: str) -> None:  # type: ignore[no-untyped-def]
+    sizes = {"family": family, "n_layers": 1, "d_model": 32, "n_heads": 2, "d_ff": 48}
+    result = train(make_recipe(model=sizes, steps=2, dtype=dtype))
+    masters = load_checkpoint(list_checkpoints(result.directory / "checkpoints")[-1][1]).weights
+    loaded = dict(load_model(result.model).named_parameters())
+    assert loaded.keys() == masters.keys()
+    for name, weight in masters.items():
+        stored = weight.bfloat16().float() if dtype == "bf16" else weight
+        assert torch.equal(loaded[name].detach(), stored)
+    assert (result.model / "tokenizer.json").is_file()
+
+
+def test_fine_tuning_continues_a_model_with_its_own_tokenizer(make_recipe) -> None:  # type: ignore[no-untyped-def]
+    first = train(make_recipe("first", steps=30, dtype="fp32", learning_rate=1e-2))
+    recipe = make_recipe("second", model={"init_from": str(first.model)}, steps=2, dtype="fp32", learning_rate=1e-4)
+    recipe = dataclasses.replace(recipe, method="full", data=dataclasses.replace(recipe.data, tokenizer=None))
+    second = train(recipe)
+    losses = [r["loss"] for r in _log(first.directory)]
+    # 30 steps took well over half a nat off; the second run begins about where they ended
+    assert losses[-1] < losses[0] - 0.5
+    assert _log(second.directory)[0]["loss"] < losses[0] - 0.4
+    assert (second.model / "tokenizer.json").read_bytes() == (first.model / "tokenizer.json").read_bytes()
+
+
+def test_scores_in_the_middle_join_the_log_and_change_nothing(make_recipe) -> None:  # type: ignore[no-untyped-def]
+    whole = train(make_recipe("whole", steps=4))
+
+    def evaluate(decoder: Any, prepared: Any) -> dict[str, float]:
+        decoder.eval()
+        with torch.no_grad():
+            value = decoder(torch.zeros(1, 4, dtype=torch.long)).float().mean().item()
+        decoder.train()
+        return {"heldout_bits_per_byte": value}
+
+    scored = train(make_recipe("scored", steps=4, evaluate_every=2), evaluate=evaluate)
+    _assert_same_run(scored, whole)
+    assert ["heldout_bits_per_byte" in r for r in _log(scored.directory)] == [False, True, False, True]
