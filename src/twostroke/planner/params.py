@@ -79,7 +79,7 @@ def count_parameters(spec: ModelSpec) -> Parameters:
 
     V·E·(1 if tied else 2) + P·E if positions are learned + L·[(H+2K)·D·E + E·H·D + (3 or 2)·E·F + biases + norms] + final
     norm, with G·E per norm, G = 2 for LayerNorm (weight and bias), 1 for RMSNorm. Llama-3.1-8B gives 8,030,261,248
-    (tests/planner/test_params.py, and against the built decoder in tests/planner/test_built_model.py).
+    (tests/planner/test_params.py, which also holds it against the built decoder).
     """
     norm = spec.d_model * (2 if spec.norm == "layernorm" else 1)
     sizes = {"attention": 0, "mlp": 0}

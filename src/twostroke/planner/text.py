@@ -36,7 +36,7 @@ def format_quantity(value: float | str | None, unit: str) -> str:
         return f"{format_count(value)} {unit}"
     if unit == "FLOP":
         return format_count(value)
-    return f"{value:,.3g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (), gap: str = "  ") -> str:
@@ -243,8 +243,8 @@ def comparison_text(comparison: Comparison) -> str:
     body = _ruled([head, under, None, *_main_block(comparison, has_measured), None])
 
     head, under = ["component"], [""]
-    for title, unit in (("TRAINING", "sequences"), ("PREFILL", "prompt tokens"), ("DECODE", "requests")):
-        head += [title, "", "", "arithmetic from"]
+    for title, unit in (("TRAINING", "≥ sequences"), ("PREFILL", "≥ prompt tokens"), ("DECODE", "≥ requests")):
+        head += [title, "", "", ""]
         under += ["time", "FLOP/B", "bound", unit]
     components = _ruled([head, under, None, *_component_block(comparison), None])
 
@@ -260,6 +260,7 @@ def comparison_text(comparison: Comparison) -> str:
             f"{comparison.subject} on {comparison.hardware.label}; rates {comparison.hardware.basis}",
             *body,
             *components,
+            "≥ n: from n on, arithmetic is the bound of that component",
             crossover,
             *comparison.assumptions,
             *(f"note: {note}" for note in comparison.notes),

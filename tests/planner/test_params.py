@@ -1,0 +1,87 @@
+"""Parameter counts are exact: against published counts of real models, and against the decoder that is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from machines import small_llama
+from twostroke.core.families import read_spec, spec_from_config
+from twostroke.core.spec import ModelSpec
+from twostroke.planner.params import block_products, count_parameters
+
+# From the safetensors headers of each model on the Hugging Face Hub (tied embeddings counted once).
+PUBLISHED = {
+    "hf/meta-llama--Meta-Llama-3.1-8B_config.json": 8_030_261_248,
+    "hf/Meta-Llama-3-8B.json": 8_030_261_248,
+    "hf/meta-llama--Meta-Llama-3.1-70B_config.json": 70_553_706_496,
+    "hf/meta-llama--Meta-Llama-3.1-405B_config.json": 405_853_388_800,
+    "hf/Mistral-7B-Instruct-v0.3.json": 7_248_023_552,
+    "hf/Qwen2-72B-Instruct.json": 72_706_203_648,
+    "hf/Qwen--Qwen3-0.6B_config.json": 596_049_920,
+    "hf/Qwen--Qwen3-1.7B_config.json": 1_720_574_976,
+    "hf/Qwen--Qwen3-8B_config.json": 8_190_735_360,
+    "hf/Qwen--Qwen3-32B_config.json": 32_762_123_264,
+}
+
+
+@pytest.mark.parametrize(("config", "expected"), PUBLISHED.items())
+def test_counts_of_real_models_are_exact(assets: Path, config: str, expected: int) -> None:
+    assert count_parameters(read_spec(assets / "configs" / config)).total == expected
+
+
+def test_gpt2_has_124_439_808_parameters() -> None:
+    config = {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024}
+    assert count_parameters(spec_from_config(config)).total == 124_439_808
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> ModelSpec:
+    """Any dense model: every switch of ``ModelSpec`` that has parameters."""
+    kv_heads = draw(st.integers(1, 3))
+    return small_llama(
+        n_layers=draw(st.integers(1, 3)),
+        vocab_size=draw(st.integers(3, 40)),
+        d_model=draw(st.integers(2, 24)),
+        n_heads=kv_heads * draw(st.integers(1, 3)),
+        n_kv_heads=kv_heads,
+        head_dim=2 * draw(st.integers(1, 6)),
+        d_ff=draw(st.integers(1, 30)),
+        max_positions=draw(st.integers(1, 20)),
+        norm=draw(st.sampled_from(["rmsnorm", "layernorm"])),
+        positions=draw(st.sampled_from(["rope", "learned"])),
+        mlp=draw(st.sampled_from(["swiglu", "gelu"])),
+        qkv_bias=draw(st.booleans()),
+        attn_out_bias=draw(st.booleans()),
+        mlp_bias=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
+        tied_embeddings=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(specs())
+def test_the_planner_counts_what_the_decoder_holds(spec: ModelSpec) -> None:
+    """DESIGN, decision 1. On the meta device, so nothing is allocated."""
+    from twostroke.model.decoder import Decoder
+
+    decoder = Decoder(spec, device="meta")
+    counted = count_parameters(spec)
+    assert counted.total == sum(p.numel() for p in decoder.parameters())
+    matrices = [p for name, p in decoder.named_parameters() if name.startswith("blocks.") and p.dim() == 2]
+    assert counted.block_matrices == sum(p.numel() for p in matrices)
+    shapes = {tuple(p.shape) for name, p in decoder.named_parameters() if name.startswith("blocks.0.") and p.dim() == 2}
+    assert {(p.n, p.k) for p in block_products(spec)} == shapes
+
+
+@settings(max_examples=60, deadline=None)
+@given(specs())
+def test_the_parts_add_up_to_the_total(spec: ModelSpec) -> None:
+    p = count_parameters(spec)
+    assert p.embedding + p.positions + p.head + p.final_norm + p.n_layers * p.per_block == p.total
+    looked_up = p.positions + (0 if spec.tied_embeddings else p.embedding)
+    assert p.in_products == p.total - looked_up
+    assert p.active == p.total

@@ -1,0 +1,75 @@
+"""Memory terms, and the mistakes that other calculators make with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from machines import small_llama
+from twostroke.core.families import read_spec
+from twostroke.core.units import GIB
+from twostroke.planner.memory import (
+    activation_bytes_per_token_and_layer,
+    gradients_bytes,
+    kv_bytes_per_token,
+    optimizer_bytes,
+    training_weights_bytes,
+    weights_bytes,
+)
+from twostroke.planner.params import count_parameters
+
+
+def test_llama_3_8b_needs_one_gib_of_kv_cache_at_8k(assets: Path) -> None:
+    """Without the factor 2 it would be 0.5, with all 32 query heads 4, without grouped queries halved wrongly 2."""
+    spec = read_spec(assets / "configs/hf/Meta-Llama-3-8B.json")
+    assert kv_bytes_per_token(spec, "bf16") == 131_072
+    assert 8192 * kv_bytes_per_token(spec, "bf16") == 1.00 * GIB
+
+
+def test_llama_3_70b_needs_320_kib_a_token(assets: Path) -> None:
+    spec = read_spec(assets / "configs/hf/meta-llama--Meta-Llama-3.1-70B_config.json")
+    assert kv_bytes_per_token(spec, "bf16") == 327_680
+
+
+def test_grouped_queries_shrink_the_cache_and_not_the_queries() -> None:
+    assert kv_bytes_per_token(small_llama(n_kv_heads=1)) * 4 == kv_bytes_per_token(small_llama(n_kv_heads=4))
+
+
+def test_an_int8_weight_is_one_byte_and_its_scale_four_a_row() -> None:
+    spec = small_llama()
+    p = count_parameters(spec)
+    rows = spec.n_layers * (3 * 256 + 256 + 2 * 704 + 256)
+    kept = p.total - p.block_matrices
+    assert weights_bytes(spec, "int8") == p.block_matrices + 4 * rows + 2 * kept
+    assert weights_bytes(spec, "int8") > 0.5 * weights_bytes(spec, "bf16")
+
+
+def test_weights_take_their_types_bytes() -> None:
+    spec = small_llama()
+    n = count_parameters(spec).total
+    assert weights_bytes(spec, "fp32") == 4 * n
+    assert weights_bytes(spec, "bf16") == 2 * n
+
+
+def test_training_holds_masters_copies_gradients_and_moments() -> None:
+    p = count_parameters(small_llama())
+    assert training_weights_bytes(p, "bf16") == 6 * p.total
+    assert training_weights_bytes(p, "fp32") == 4 * p.total
+    assert gradients_bytes(p, "bf16") == 6 * p.total
+    assert gradients_bytes(p, "fp32") == 4 * p.total
+    assert optimizer_bytes(p, "adamw") == 8 * p.total
+    assert optimizer_bytes(p, "muon") == 8 * p.total - 4 * p.block_matrices
+
+
+def test_activations_with_flash_attention_have_no_square(assets: Path) -> None:
+    """A formula without flash attention gives 354 GiB for an 8 B model at 8k; one sequence takes tens of GB."""
+    spec = read_spec(assets / "configs/hf/Meta-Llama-3-8B.json")
+    total = 8192 * spec.n_layers * activation_bytes_per_token_and_layer(spec, "bf16", compiled=True)
+    assert 10 * GIB < total < 40 * GIB
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_eager_training_keeps_more(dtype: str) -> None:
+    spec = small_llama()
+    assert activation_bytes_per_token_and_layer(spec, dtype, False) > activation_bytes_per_token_and_layer(spec, dtype, True)

@@ -1,0 +1,207 @@
+"""Training plans add up, follow their formulas on a machine whose rates are round numbers, and refuse impossible shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from machines import ideal_machine, machine, small_llama
+from twostroke.core.errors import ConfigError
+from twostroke.core.recipe import TrainSettings
+from twostroke.planner.flops import training_flops_per_token
+from twostroke.planner.hardware import load_hardware
+from twostroke.planner.params import block_products, count_parameters
+from twostroke.planner.training import (
+    TrainingPlan,
+    TrainingShape,
+    data_parallel_bytes,
+    muon_matrices,
+    newton_schulz,
+    plan_training,
+    steps_for_budget,
+)
+
+EXTRAS = {
+    "attention_bf16_compiled_forward_flop_per_s": 2e11,
+    "attention_bf16_compiled_backward_flop_per_s": 3e11,
+    "block_bf16_compiled_forward_bytes_per_s": 1e10,
+    "block_bf16_compiled_backward_bytes_per_s": 1e10,
+    "cross_entropy_compiled_logit_per_s": 1e9,
+    "adamw_bytes_per_s": 2e10,
+    "baseline_rss_bytes": 3e8,
+    "torch_import_s": 2.0,
+    "block_compile_s": 10.0,
+}
+
+
+def seconds(works: object, component: str) -> float:
+    return sum(w.seconds for w in works if w.component == component)  # type: ignore[attr-defined]
+
+
+def plan(**changes: object) -> TrainingPlan:
+    return plan_training(small_llama(), TrainingShape(**changes), machine(EXTRAS))  # type: ignore[arg-type]
+
+
+def test_the_step_is_the_sum_of_its_parts() -> None:
+    p = plan(grad_accumulation=3, steps=10)
+    assert p.step_time_s == pytest.approx(p.forward_s + p.backward_s + p.optimizer_s + p.data_s)
+    assert p.forward_s == pytest.approx(3 * sum(w.seconds for w in p.forward))
+    assert p.tok_per_s == pytest.approx(3 * 16 * 512 / p.step_time_s)
+    assert p.train_time_s == pytest.approx(p.startup_s + 10 * p.step_time_s)
+    assert p.peak_memory_bytes == pytest.approx(sum(p.memory_bytes.values()))
+
+
+def test_products_take_their_flops_over_the_rate() -> None:
+    """One rate for everything: forward 2·rows·n·k, backward twice that."""
+    spec = small_llama(positions="learned")
+    p = plan_training(spec, TrainingShape(), ideal_machine())
+    mlp = sum(x.n * x.k for x in block_products(spec) if x.component == "mlp")
+    flops = 2 * 8192 * mlp * spec.n_layers
+    # the activation moves 3F bf16 elements a token at 100 GB/s besides
+    activation = spec.n_layers * 8192 * 3 * 704 * 2 / 1e11
+    assert seconds(p.forward, "mlp") == pytest.approx(flops / 1e12 + activation)
+    assert seconds(p.backward, "mlp") == pytest.approx(2 * flops / 1e12 + 2 * activation)
+
+
+def test_attention_is_timed_over_the_square_and_counted_over_the_triangle() -> None:
+    spec = small_llama()
+    p, without = (
+        plan(),
+        plan_training(spec, TrainingShape(), machine({k: v for k, v in EXTRAS.items() if "attention" not in k})),
+    )
+    square = spec.n_layers * 4 * 4 * 64 * 512 * 8192
+    faster = machine(EXTRAS | {"attention_bf16_compiled_forward_flop_per_s": 4e11})
+    saved = seconds(p.forward, "attention") - seconds(plan_training(spec, TrainingShape(), faster).forward, "attention")
+    assert saved == pytest.approx(square / 2e11 - square / 4e11)
+    assert without.forward_s != p.forward_s
+
+
+def test_model_flops_exclude_elementwise_work_and_recomputation() -> None:
+    assert plan().flops_per_token == training_flops_per_token(small_llama(), 512)
+
+
+def test_mfu_is_the_share_of_the_measured_peak() -> None:
+    p = plan()
+    assert p.mfu == pytest.approx(p.flops_per_token * p.tok_per_s / 880e9)
+    assert 0 < p.mfu < 1
+
+
+def test_rates_that_were_measured_are_used_and_missing_ones_fall_back() -> None:
+    eager = plan(compile=False)  # nothing eager was measured: plain bandwidth
+    assert eager.forward_s > 0
+    slower = plan_training(small_llama(), TrainingShape(), machine(EXTRAS | {"cross_entropy_compiled_logit_per_s": 1e8}))
+    assert slower.forward_s - plan().forward_s == pytest.approx(8192 * 4096 * (1 / 1e8 - 1 / 1e9))
+
+
+def test_a_machine_without_a_compiler_uses_the_eager_rates() -> None:
+    extras = {"attention_bf16_eager_forward_flop_per_s": 1e9, "block_bf16_eager_forward_bytes_per_s": 1e8}
+    slow = plan_training(small_llama(), TrainingShape(), machine(extras))
+    assert slow.forward_s > 10 * plan().forward_s
+
+
+def test_muon_costs_products_and_saves_state() -> None:
+    adamw, muon = plan(), plan(optimizer="muon")
+    assert muon.optimizer_s > adamw.optimizer_s
+    assert muon.memory_bytes["optimizer"] < adamw.memory_bytes["optimizer"]
+    assert muon.checkpoint_bytes < adamw.checkpoint_bytes
+    matrices = muon_matrices(small_llama())
+    assert sum(r * c for r, c in matrices) * 6 == count_parameters(small_llama()).block_matrices
+    flops, at = newton_schulz(256, 704, ideal_machine())
+    assert flops == 5 * 2 * (2 * 256**2 * 704 + 256**3)
+    assert at == pytest.approx(flops / 1e12)
+
+
+def test_prediction_has_the_ledgers_names() -> None:
+    names = set(plan(steps=5).prediction())
+    assert {"step_time_s", "peak_memory_bytes", "train_tok_per_s", "train_time_s", "mfu", "energy_kwh", "cost_usd"} <= names
+    assert {"forward_s", "backward_s", "optimizer_s", "data_s", "weights_bytes", "gradients_bytes"} <= names
+    assert {"optimizer_bytes", "activations_bytes", "checkpoint_bytes", "model_bytes", "startup_s"} <= names
+    open_ended = set(plan().prediction())
+    assert not {"train_time_s", "energy_kwh", "cost_usd"} & open_ended
+
+
+def test_money_and_energy_follow_the_time() -> None:
+    p = plan(steps=1000)
+    assert p.cost is not None
+    assert p.train_time_s is not None
+    assert p.cost.usd == pytest.approx(p.train_time_s / 3600 * 0.08)  # two cores at 0.04 an hour
+    assert p.cost.energy_kwh == pytest.approx(p.train_time_s / 3600 * 8.4 / 1000)
+
+
+def test_network_is_a_ring_all_reduce_of_the_gradients() -> None:
+    p = count_parameters(small_llama())
+    assert data_parallel_bytes(p, "bf16", 2) == 2 * p.total  # 2·(n−1)/n·2·N
+    assert data_parallel_bytes(p, "bf16", 4) == 1.5 * 2 * p.total
+    assert data_parallel_bytes(p, "bf16", 1) == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 64), st.sampled_from([64, 512, 2048]), st.sampled_from(["adamw", "muon"]), st.booleans())
+def test_more_work_never_takes_less(batch: int, length: int, optimizer: str, compiled: bool) -> None:
+    shape = TrainingShape(batch, length, optimizer=optimizer, compile=compiled)
+    small = plan_training(small_llama(), shape, machine(EXTRAS))
+    for bigger in (
+        plan_training(small_llama(), dataclasses.replace(shape, batch_size=2 * batch), machine(EXTRAS)),
+        plan_training(small_llama(n_layers=12), shape, machine(EXTRAS)),
+        plan_training(small_llama(d_ff=1408), shape, machine(EXTRAS)),
+    ):
+        assert bigger.step_time_s > small.step_time_s
+        assert bigger.peak_memory_bytes > small.peak_memory_bytes
+
+
+def test_a_budget_becomes_steps_that_fit_in_it() -> None:
+    spec, shape, hardware = small_llama(), TrainingShape(), machine(EXTRAS)
+    steps = steps_for_budget(spec, shape, hardware, 300)
+    fitting = plan_training(spec, dataclasses.replace(shape, steps=steps), hardware)
+    longer = plan_training(spec, dataclasses.replace(shape, steps=steps + 1), hardware)
+    assert fitting.train_time_s is not None
+    assert longer.train_time_s is not None
+    assert fitting.train_time_s <= 300 < longer.train_time_s
+    assert steps_for_budget(spec, shape, hardware, 0.001) == 1
+    for budget in (0, -5, float("nan")):
+        with pytest.raises(ConfigError, match="budget_s"):
+            steps_for_budget(spec, shape, hardware, budget)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"batch_size": 0},
+        {"batch_size": -1},
+        {"sequence_length": 0},
+        {"grad_accumulation": 0},
+        {"steps": -1},
+        {"batch_size": 1.5},
+        {"batch_size": True},
+        {"dtype": "int8"},
+        {"optimizer": "sgd"},
+    ],
+)
+def test_impossible_shapes_are_refused_by_name(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        TrainingShape(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_recipes_settings_become_a_shape() -> None:
+    settings_ = TrainSettings(steps=7, batch_size=3, sequence_length=32, grad_accumulation=2, optimizer="muon", compile=False)
+    shape = TrainingShape.from_settings(settings_)
+    assert (shape.steps, shape.tokens_per_step, shape.optimizer, shape.mode) == (7, 192, "muon", "eager")
+    assert TrainingShape.from_settings(settings_, steps=9).steps == 9
+
+
+def test_datasheet_plans_say_what_they_are() -> None:
+    p = plan_training(small_llama(), TrainingShape(), load_hardware("h100"))
+    assert any("datasheet" in note for note in p.notes)
+    assert plan().notes == ()
+
+
+def test_plans_are_plain_data_and_repeatable() -> None:
+    import json
+
+    one, two = plan(steps=3).to_dict(), plan(steps=3).to_dict()
+    assert json.dumps(one) == json.dumps(two)
+    assert one["shape"]["steps"] == 3
+    assert one["parameters"]["total"] == count_parameters(small_llama()).total
