@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_the_same_question_has_the_same_answer() -> None:
 
 def test_the_pick_is_the_lowest_predicted_loss_of_the_ladder() -> None:
     ranked = rank_models(300, 4096, 3_000_000, SETTINGS, machine())
-    assert len(ranked) == len(LADDER)
+    assert 0 < len(ranked) <= len(LADDER)
     assert ranked[0].spec == pick_model(300, 4096, 3_000_000, SETTINGS, machine())
     assert ranked[0].predicted_loss == min(c.predicted_loss for c in ranked)
     for c in ranked:
@@ -79,8 +80,8 @@ def test_repeated_tokens_are_worth_less_each_time() -> None:
     assert effective_tokens(50, 100) == 50
     assert effective_tokens(100, 100) == 100
     values = [effective_tokens(100 * epochs, 100) for epochs in range(1, 40)]
-    gains = [b - a for a, b in zip(values, values[1:], strict=False)]
-    assert all(b < a for a, b in zip(gains, gains[1:], strict=False))
+    gains = [b - a for a, b in itertools.pairwise(values)]
+    assert all(b < a for a, b in itertools.pairwise(gains))
     assert values[-1] < 100 * (1 + REPEAT_HALF_LIFE)
 
 
