@@ -12,17 +12,20 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from twostroke.core.dtypes import BYTES, TORCH_NAMES
 from twostroke.core.errors import ConfigError, CorruptFileError, DataError, InputError
 from twostroke.core.families import config_from_spec
 from twostroke.core.spec import ModelSpec
+from twostroke.data.tokenizer import load_tokenizer, tokenizer_file
 from twostroke.model.families import from_canonical, layout
 from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME
 
-TOKENIZER_FILES = (
+COMPANION_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "added_tokens.json",
+    "generation_config.json",
 )  # fmt: skip
 """What is copied beside the weights when the tokenizer comes from a model directory."""
 
@@ -53,7 +56,7 @@ def save_model(
     if target.is_dir() and any(target.iterdir()) and not replace:
         raise InputError(f"{target} is not empty. Name a new directory, or ask for it to be replaced.")
     state = {name: p.detach() for name, p in model.named_parameters()} if isinstance(model, nn.Module) else model
-    _check_state(spec, state)
+    _check_names(spec, state)
     with written_aside(target) as aside:
         _write_json(aside / "config.json", config_from_spec(spec, TORCH_NAMES[dtype]))
         _write_json(aside / "generation_config.json", _generation_config(spec))
@@ -100,16 +103,12 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _check_state(spec: ModelSpec, state: Mapping[str, Tensor]) -> None:
-    expected = {entry.canonical: entry.shape for entry in layout(spec)}
-    for name, shape in expected.items():
+def _check_names(spec: ModelSpec, state: Mapping[str, Tensor]) -> None:
+    expected = {entry.canonical for entry in layout(spec)}
+    for name in expected:
         if name not in state:
             raise CorruptFileError(f"the state to save has no tensor {name!r}, which a {spec.family} model of its spec needs.")
-        if tuple(state[name].shape) != shape:
-            raise CorruptFileError(
-                f"tensor {name!r} to save has shape {list(state[name].shape)}, but its spec asks for {list(shape)}."
-            )
-    unexpected = sorted(set(state) - set(expected))
+    unexpected = sorted(set(state) - expected)
     if unexpected:
         raise CorruptFileError(f"the state to save holds {unexpected[0]!r}, which a {spec.family} model of its spec has not.")
 
@@ -128,7 +127,17 @@ def _shards(spec: ModelSpec, state: Mapping[str, Tensor], dtype: str, max_shard_
     wanted: torch.dtype = getattr(torch, TORCH_NAMES[dtype])
     shard: dict[str, Tensor] = {}
     shard_bytes = 0
-    for name, tensor in from_canonical(spec, state.__getitem__):
+    shapes = {entry.canonical: entry.shape for entry in layout(spec)}
+
+    def checked(name: str) -> Tensor:  # here, not before: a state may read its tensors from a file one by one
+        tensor = state[name]
+        if tuple(tensor.shape) != shapes[name]:
+            raise CorruptFileError(
+                f"tensor {name!r} to save has shape {list(tensor.shape)}, but its spec asks for {list(shapes[name])}."
+            )
+        return tensor
+
+    for name, tensor in from_canonical(spec, checked):
         n_bytes = int(tensor.numel() * BYTES[dtype])
         if shard and shard_bytes + n_bytes > max_shard_bytes:
             yield shard
@@ -161,30 +170,29 @@ def _write_weights(spec: ModelSpec, state: Mapping[str, Tensor], directory: Path
 def write_tokenizer(source: Path, spec: ModelSpec, directory: Path) -> None:
     """Put the tokenizer at ``source`` into ``directory`` so that ``transformers.AutoTokenizer`` opens it.
 
-    From a directory its tokenizer files are copied; for a bare ``tokenizer.json`` a ``tokenizer_config.json`` is made from
-    ``spec``'s bos and eos ids. Raises DataError where there is no tokenizer or it does not know those ids.
+    From a directory its tokenizer files are copied; where there is no ``tokenizer_config.json``, one is made from ``spec``'s
+    bos and eos ids. Raises DataError where there is no tokenizer or it does not know those ids, CorruptFileError where it
+    cannot be read.
     """
-    file = source / "tokenizer.json" if source.is_dir() else source
-    if not file.is_file():
-        raise DataError(f"tokenizer {file} does not exist. Give a tokenizer.json or a directory that holds one.")
+    file = tokenizer_file(source)
+    tokenizer = load_tokenizer(file)
     if source.is_dir():
-        for name in TOKENIZER_FILES:
+        for name in COMPANION_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, directory / name)
     else:
         shutil.copyfile(file, directory / "tokenizer.json")
     if not (directory / "tokenizer_config.json").is_file():
-        _write_json(directory / "tokenizer_config.json", tokenizer_config(file, spec))
+        _write_json(directory / "tokenizer_config.json", _tokenizer_config(tokenizer, spec))
 
 
-def tokenizer_config(file: Path, spec: ModelSpec) -> dict[str, Any]:
-    """A ``tokenizer_config.json`` for a bare ``tokenizer.json``."""
-    from tokenizers import Tokenizer
+def write_tokenizer_tables(tokenizer: Tokenizer, spec: ModelSpec, directory: Path, more: dict[str, Any]) -> None:
+    """Write ``tokenizer`` to ``directory``, with ``more`` keys in its ``tokenizer_config.json``. Raises DataError as above."""
+    (directory / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
+    _write_json(directory / "tokenizer_config.json", _tokenizer_config(tokenizer, spec) | more)
 
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises a bare Exception for a file it cannot parse
-        raise DataError(f"tokenizer {file} cannot be read: {error}.") from None
+
+def _tokenizer_config(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, Any]:
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": spec.max_positions,
@@ -197,6 +205,6 @@ def tokenizer_config(file: Path, spec: ModelSpec) -> dict[str, Any]:
         if token_id is not None:
             token = tokenizer.id_to_token(token_id)
             if token is None:
-                raise DataError(f"tokenizer {file} has no token {token_id}, which the model names as its {key}.")
+                raise DataError(f"the tokenizer has no token {token_id}, which the model names as its {key}.")
             config[key] = token
     return config

@@ -1,0 +1,36 @@
+"""``twostroke import``: a Hugging Face directory or Hub name, a GGUF or a llama2.c file becomes a model directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from twostroke.cli.console import JSON_HELP, emit
+from twostroke.core.units import format_bytes, format_count
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.command()
+def import_(
+    source: str = typer.Argument(help="A llama2.c .bin, a GGUF file, a Hugging Face directory, or a Hub name owner/model."),
+    directory: Path = typer.Argument(help="Directory to write, in Hugging Face layout."),
+    tokenizer: str = typer.Option(
+        "", help="Tokenizer to use instead of the source's: tokenizer.bin, tokenizer.json or a directory."
+    ),
+    dtype: str = typer.Option("auto", help="Format to store: auto (keeps every weight exactly), fp32, bf16 or fp16."),
+    replace: bool = typer.Option(False, "--replace", help="Replace what is in the directory."),
+    as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
+) -> None:
+    """Bring a model in: a Hugging Face directory or Hub name, a GGUF or a llama2.c file."""
+    from twostroke.interop.import_model import import_model
+
+    report = import_model(source, directory, tokenizer or None, dtype, replace)
+    lines = [
+        f"{report.directory}: a {report.family} model of {format_count(report.n_parameters)} parameters in {report.dtype}, "
+        f"{format_bytes(report.n_bytes)}, from {report.kind} {report.source}.",
+        f"Tokenizer: {report.tokenizer or 'none'}.",
+        *(f"Note: {note}" for note in report.notes),
+    ]
+    emit(report.to_dict(), "\n".join(lines), as_json)

@@ -1,0 +1,211 @@
+"""Reading GGUF files: metadata, tensor table and tensors, every count and offset checked against the file before it is used.
+
+Format: ggml's ``docs/gguf.md``, versions 2 and 3; block formats: ``ggml-common.h`` (``block_q8_0``, ``block_q4_0``).
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twostroke.core.errors import ConfigError, CorruptFileError, InputError
+
+MAGIC = b"GGUF"
+MAX_DIMENSIONS = 4
+MAX_ALIGNMENT = 2**20
+MAX_ARRAY_DEPTH = 4
+_LEAST_TENSOR_BYTES = 8 + 4 + 4 + 8  # name length, number of dimensions, type, offset
+_LEAST_FIELD_BYTES = 8 + 4 + 1
+
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_STRING, _ARRAY = 8, 9
+
+_BLOCK_OF = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q8_0": (32, 34), "Q4_0": (32, 18)}
+"""(elements, bytes) of one block of each tensor type that is read."""
+
+_TYPE_NAMES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K",
+    13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
+    22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0",
+    35: "TQ2_0", 39: "MXFP4",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """One row of the tensor table. ``shape`` is in torch's order, the reverse of ggml's."""
+
+    name: str
+    type_name: str
+    shape: tuple[int, ...]
+    start: int
+    n_bytes: int
+
+
+class _Cursor:
+    """Reads little-endian values in order and never past the end."""
+
+    def __init__(self, file: Path, data: Any) -> None:
+        self.file, self.data, self.at = file, data, 0
+
+    @property
+    def left(self) -> int:
+        return len(self.data) - self.at
+
+    def take(self, n_bytes: int, what: str) -> bytes:
+        if n_bytes > self.left:
+            raise CorruptFileError(
+                f"{self.file}: {what} needs {n_bytes} bytes, but only {self.left} are left. The file is truncated."
+            )
+        start, self.at = self.at, self.at + n_bytes
+        return bytes(self.data[start : self.at])
+
+    def scalar(self, form: str, what: str) -> Any:
+        return struct.unpack(form, self.take(struct.calcsize(form), what))[0]
+
+    def count(self, what: str, least_bytes: int) -> int:
+        """A count of things of at least ``least_bytes`` each, which must fit in what is left of the file."""
+        count: int = self.scalar("<Q", what)
+        if count * least_bytes > self.left:
+            raise CorruptFileError(f"{self.file}: {what} is {count}, more than the {self.left} bytes that are left can hold.")
+        return count
+
+    def string(self, what: str) -> str:
+        raw = self.take(self.count(f"the length of {what}", 1), what)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            raise CorruptFileError(f"{self.file}: {what} is not UTF-8: {raw[:40]!r}.") from None
+
+    def value(self, kind: int, what: str, depth: int = 0) -> Any:
+        if kind in _SCALARS:
+            return self.scalar(_SCALARS[kind], what)
+        if kind == _STRING:
+            return self.string(what)
+        if kind != _ARRAY:
+            raise CorruptFileError(f"{self.file}: {what} has value type {kind}, which GGUF does not define.")
+        if depth == MAX_ARRAY_DEPTH:
+            raise CorruptFileError(f"{self.file}: {what} nests arrays more than {MAX_ARRAY_DEPTH} deep.")
+        inner = self.scalar("<I", what)
+        least = struct.calcsize(_SCALARS[inner]) if inner in _SCALARS else 8
+        count = self.count(f"the number of elements of {what}", least)
+        if inner in _SCALARS:
+            # Kept as an array: a list of a million Python numbers takes thirty times the file's bytes.
+            return np.frombuffer(self.take(count * least, what), dtype=np.dtype(_SCALARS[inner]))
+        return [self.value(inner, what, depth + 1) for _ in range(count)]
+
+
+class GgufFile:
+    """An opened GGUF file: ``metadata`` (arrays of numbers are numpy arrays) and ``tensors``; ``read`` dequantises one.
+
+    Raises InputError where there is no file and CorruptFileError where it breaks the format.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise InputError(f"{self.path} does not exist.")
+        if self.path.stat().st_size < 24:
+            raise CorruptFileError(f"{self.path} is {self.path.stat().st_size} bytes; a GGUF file has a header of 24.")
+        with self.path.open("rb") as stream:
+            self._data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        cursor = _Cursor(self.path, self._data)
+        if cursor.take(4, "the magic") != MAGIC:
+            raise CorruptFileError(f"{self.path} does not begin with {MAGIC!r}: it is no GGUF file.")
+        version = cursor.scalar("<I", "the version")
+        if version & 0xFFFF == 0:
+            raise CorruptFileError(f"{self.path} is a big-endian GGUF file; only little-endian ones are read.")
+        if version not in (2, 3):
+            raise CorruptFileError(f"{self.path} is GGUF version {version}; versions 2 and 3 are read.")
+        n_tensors = cursor.count("the number of tensors", _LEAST_TENSOR_BYTES)
+        n_fields = cursor.count("the number of metadata fields", _LEAST_FIELD_BYTES)
+        self.metadata: dict[str, Any] = {}
+        for _ in range(n_fields):
+            key = cursor.string("a metadata key")
+            if key in self.metadata:
+                raise CorruptFileError(f"{self.path}: metadata key {key!r:.80} occurs twice.")
+            self.metadata[key] = cursor.value(cursor.scalar("<I", f"the type of {key!r:.80}"), f"metadata {key!r:.80}")
+        self.tensors = self._read_table(cursor, n_tensors)
+
+    def _read_table(self, cursor: _Cursor, n_tensors: int) -> dict[str, GgufTensor]:
+        rows: list[tuple[str, str, tuple[int, ...], int, int]] = []
+        for _ in range(n_tensors):
+            name = cursor.string("a tensor name")
+            n_dimensions = cursor.scalar("<I", f"tensor {name!r:.80}")
+            if not 1 <= n_dimensions <= MAX_DIMENSIONS:
+                raise CorruptFileError(
+                    f"{self.path}: tensor {name!r:.80} has {n_dimensions} dimensions; 1 to {MAX_DIMENSIONS} are legal."
+                )
+            shape = tuple(cursor.scalar("<Q", f"tensor {name!r:.80}") for _ in range(n_dimensions))[::-1]
+            type_number = cursor.scalar("<I", f"tensor {name!r:.80}")
+            offset = cursor.scalar("<Q", f"tensor {name!r:.80}")
+            type_name = _TYPE_NAMES.get(type_number, f"type {type_number}")
+            if type_name not in _BLOCK_OF:
+                raise ConfigError(
+                    f"{self.path}: tensor {name!r:.80} is {type_name}, which is not read. Read: {', '.join(_BLOCK_OF)}. "
+                    "Convert the file to one of them, for example with llama.cpp's llama-quantize."
+                )
+            elements, block_bytes = _BLOCK_OF[type_name]
+            if math.prod(shape) == 0 or shape[-1] % elements:
+                raise CorruptFileError(
+                    f"{self.path}: tensor {name!r:.80} of {type_name} has shape {list(shape)}; "
+                    f"rows must be whole blocks of {elements}."
+                )
+            rows.append((name, type_name, shape, offset, math.prod(shape) // elements * block_bytes))
+        alignment = self.metadata.get("general.alignment", 32)
+        if isinstance(alignment, bool) or not isinstance(alignment, int) or not 1 <= alignment <= MAX_ALIGNMENT:
+            raise CorruptFileError(f"{self.path}: general.alignment={alignment!r:.50} must be from 1 to {MAX_ALIGNMENT}.")
+        data_start = -(-cursor.at // alignment) * alignment
+        tensors: dict[str, GgufTensor] = {}
+        end = 0
+        for name, type_name, shape, offset, n_bytes in sorted(rows, key=lambda row: row[3]):
+            if name in tensors:
+                raise CorruptFileError(f"{self.path}: tensor {name!r:.80} occurs twice.")
+            if offset % alignment or offset < end:
+                raise CorruptFileError(
+                    f"{self.path}: tensor {name!r:.80} at offset {offset} is misaligned or overlaps the one before."
+                )
+            end = offset + n_bytes
+            if data_start + end > len(self._data):
+                raise CorruptFileError(
+                    f"{self.path} is {len(self._data)} bytes, but tensor {name!r:.80} ends at {data_start + end}. "
+                    "The file is truncated: copy or download it again."
+                )
+            tensors[name] = GgufTensor(name, type_name, shape, data_start + offset, n_bytes)
+        return tensors
+
+    def read(self, name: str) -> Tensor:
+        """The tensor ``name``: F32, F16 and BF16 as they are, Q8_0 and Q4_0 as the exact fp32 numbers that they stand for."""
+        info = self.tensors[name]
+        raw = np.frombuffer(self._data, dtype=np.uint8, count=info.n_bytes, offset=info.start)
+        if info.type_name == "Q8_0":
+            return torch.from_numpy(dequantise_q8_0(raw)).view(info.shape)
+        if info.type_name == "Q4_0":
+            return torch.from_numpy(dequantise_q4_0(raw)).view(info.shape)
+        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[info.type_name]
+        return torch.from_numpy(raw.copy()).view(dtype).view(info.shape)
+
+
+def dequantise_q8_0(raw: np.ndarray) -> np.ndarray:
+    """Blocks of 34 bytes: an fp16 scale d and 32 signed bytes q; values d·q, fp32."""
+    blocks = raw.reshape(-1, 34)
+    scale = blocks[:, :2].copy().view("<f2").astype(np.float32)
+    values: np.ndarray = scale * blocks[:, 2:].view(np.int8).astype(np.float32)
+    return values.reshape(-1)
+
+
+def dequantise_q4_0(raw: np.ndarray) -> np.ndarray:
+    """Blocks of 18 bytes: an fp16 scale d and 16 bytes, low nibbles the first 16 values, high the rest; d·(q − 8), fp32."""
+    blocks = raw.reshape(-1, 18)
+    scale = blocks[:, :2].copy().view("<f2").astype(np.float32)
+    nibbles = np.concatenate((blocks[:, 2:] & 15, blocks[:, 2:] >> 4), axis=1)
+    values: np.ndarray = scale * (nibbles.astype(np.float32) - 8.0)
+    return values.reshape(-1)

@@ -1,0 +1,135 @@
+"""Bring a model in: whatever the source is, a Hugging Face directory that this package and others open comes out."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from twostroke.core.errors import ConfigError, CorruptFileError, InputError
+from twostroke.interop.gguf import MAGIC as GGUF_MAGIC
+from twostroke.interop.gguf_model import read_gguf
+from twostroke.interop.hub import download, is_hub_name
+from twostroke.interop.llama2c import read_llama2c
+from twostroke.interop.source import SourceModel, SourceTokenizer
+from twostroke.model.families import layout
+from twostroke.model.load import load_state
+from twostroke.model.save import save_model, write_tokenizer_tables
+
+_PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+_DTYPE_NAMES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """What an import made. ``tokenizer`` says where it came from, None where the source had none."""
+
+    source: str
+    kind: str
+    directory: str
+    family: str
+    n_parameters: int
+    n_bytes: int
+    dtype: str
+    tokenizer: str | None
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def import_model(
+    source: str | Path, directory: str | Path, tokenizer: str | Path | None = None, dtype: str = "auto", replace: bool = False
+) -> ImportReport:
+    """Read ``source`` and write it to ``directory`` in Hugging Face layout.
+
+    ``source`` is a llama2.c ``.bin``, a GGUF file, a Hugging Face directory or a Hub name; its kind is found from its
+    content. ``tokenizer`` overrides the source's own: a llama2.c ``tokenizer.bin``, a ``tokenizer.json`` or a directory with
+    one. ``dtype`` "auto" keeps every weight exactly: fp32 where formats are mixed or quantised.
+
+    Raises InputError, ConfigError or CorruptFileError with a sentence, before anything is written; pickles are never opened.
+    """
+    if dtype not in ("auto", "fp32", "bf16", "fp16"):
+        raise ConfigError(f"dtype={dtype!r} is not a format to save in. Use auto, fp32, bf16 or fp16.")
+    chosen = Path(tokenizer).expanduser() if tokenizer is not None else None
+    if chosen is not None and not chosen.exists():
+        raise InputError(f"tokenizer {chosen} does not exist.")
+    model = _read(source, chosen)
+    stored = model.dtype if dtype == "auto" else dtype
+    notes = list(model.notes)
+    if stored != model.dtype and stored != "fp32":
+        notes.append(f"weights were rounded from {model.dtype} to {stored}.")
+    with tempfile.TemporaryDirectory(prefix="twostroke-import-") as scratch:
+        files: Path | None = None
+        if chosen is not None and not (model.kind == "llama2.c" and chosen.is_file() and chosen.suffix == ".bin"):
+            files, origin = chosen, str(chosen)
+        elif isinstance(model.tokenizer, SourceTokenizer):
+            files, origin = Path(scratch), f"the tables of the {model.kind} model"
+            tables = model.tokenizer
+            write_tokenizer_tables(tables.tokenizer, model.spec, files, tables.config)
+        elif model.tokenizer is not None:
+            files, origin = model.tokenizer, str(model.tokenizer)
+        else:
+            origin = None
+            notes.append("there is no tokenizer beside the source; give one with --tokenizer to generate and score text.")
+        save_model(model.state, model.spec, directory, stored, tokenizer_path=files, replace=replace)
+    shapes = [entry.shape for entry in layout(model.spec)]
+    n_parameters = sum(_product(shape) for shape in shapes)
+    n_bytes = sum(file.stat().st_size for file in Path(directory).iterdir())
+    return ImportReport(
+        str(source), model.kind, str(directory), model.spec.family, n_parameters, n_bytes, stored, origin, tuple(notes)
+    )
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    n = 1
+    for size in shape:
+        n *= size
+    return n
+
+
+def _read(source: str | Path, tokenizer: Path | None) -> SourceModel:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _read_directory(path)
+    if path.is_file():
+        return _read_file(path, tokenizer)
+    if isinstance(source, str) and is_hub_name(source):
+        return _read_directory(download(source))
+    raise InputError(f"{path} does not exist, and is no Hub name of the form owner/name.")
+
+
+def _read_file(path: Path, tokenizer: Path | None) -> SourceModel:
+    with path.open("rb") as stream:
+        start = stream.read(8)
+    if start.startswith(GGUF_MAGIC):
+        return read_gguf(path)
+    if start.startswith(_PICKLES):
+        raise InputError(
+            f"{path} is a pickle, which may run code and is never opened. Convert it to safetensors where it is trusted."
+        )
+    if path.suffix == ".safetensors":
+        raise InputError(f"{path} is one file of a model directory. Give the directory, which has the config.json as well.")
+    if path.suffix == ".bin":
+        given = tokenizer if tokenizer is not None and tokenizer.is_file() and tokenizer.suffix == ".bin" else None
+        return read_llama2c(path, given or (_tokenizer_beside(path) if tokenizer is None else None))
+    raise CorruptFileError(f"{path} is neither GGUF (it does not begin with GGUF) nor a llama2.c .bin file.")
+
+
+def _tokenizer_beside(path: Path) -> Path | None:
+    """llama2.c's two habits: ``tokenizer.bin``, and ``tok<vocabulary>.bin`` for a model with its own."""
+    with path.open("rb") as stream:
+        header = stream.read(28)
+    vocab_size = abs(int.from_bytes(header[20:24], "little", signed=True))
+    candidates = [path.parent / f"tok{vocab_size}.bin", path.parent / "tokenizer.bin"]
+    return next((file for file in candidates if file.is_file()), None)
+
+
+def _read_directory(directory: Path) -> SourceModel:
+    spec, state = load_state(directory)
+    found = Counter(_DTYPE_NAMES[str(tensor.dtype)] for tensor in state.values())
+    dtype = next(iter(found)) if len(found) == 1 else "fp32"
+    tokenizer = directory if (directory / "tokenizer.json").is_file() else None
+    return SourceModel("Hugging Face", spec, state, dtype, tokenizer)

@@ -1,0 +1,59 @@
+"""What every importer hands over: a spec, weights that are read one at a time, and a tokenizer if there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from twostroke.core.spec import ModelSpec
+
+
+class LazyState(Mapping[str, Tensor]):
+    """Canonical tensors by name, each made when it is asked for and not kept, so that a large model need not fit in memory."""
+
+    def __init__(self, readers: dict[str, Callable[[], Tensor]]) -> None:
+        self._readers = readers
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._readers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+
+@dataclass(frozen=True)
+class SourceTokenizer:
+    """A tokenizer made from a source's own tables, and keys for its ``tokenizer_config.json`` beyond bos and eos."""
+
+    tokenizer: Tokenizer
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SourceModel:
+    """``dtype`` is the format that holds the source's weights exactly. ``tokenizer``: a directory of files, or tables."""
+
+    kind: str
+    spec: ModelSpec
+    state: Mapping[str, Tensor]
+    dtype: str
+    tokenizer: Path | SourceTokenizer | None
+    notes: tuple[str, ...] = ()
+
+
+def halves_from_pairs(weight: Tensor, n_heads: int) -> Tensor:
+    """Rows of a query or key projection, reordered for a rotary embedding that turns halves instead of neighbours.
+
+    llama2.c and GGUF's llama turn the pair of rows (2j, 2j+1) of a head; Hugging Face turns (j, j + D/2). The same
+    permutation of queries and keys leaves every score as it was.
+    """
+    rows = weight.shape[0]
+    return weight.view(n_heads, rows // n_heads // 2, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)

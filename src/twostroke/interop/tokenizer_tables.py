@@ -1,0 +1,132 @@
+"""``tokenizer.json`` from the tables that GGUF and llama2.c files carry: SentencePiece-like BPE, and byte-level BPE."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers.pre_tokenizers import PreTokenizer
+
+from twostroke.core.errors import ConfigError, CorruptFileError, did_you_mean
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+"""Kinds of token, numbered as in ``llama.h`` and SentencePiece."""
+
+LLAMA3_WORDS = ("llama-bpe", "llama3", "llama-v3")
+"""Names of Llama 3's way to cut text: whole words that are tokens are taken as they are, and a text begins with a token."""
+
+_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _words(pattern: str) -> PreTokenizer:
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _gpt2_words(lone_digits: bool) -> PreTokenizer:
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words]) if lone_digits else words
+
+
+def byte_level_words(name: str) -> PreTokenizer:
+    """How text is cut before byte-level BPE, by the name in ``tokenizer.ggml.pre`` (llama.cpp's ``llama-vocab.cpp``).
+
+    Raises ConfigError for another name: a wrong cut gives plausible but wrong tokens.
+    """
+    if name in ("gpt-2", "olmo", "mpt", "phi-2", "jina-v2-code"):
+        return _gpt2_words(lone_digits=False)
+    if name in ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone"):
+        return _gpt2_words(lone_digits=True)
+    if name in LLAMA3_WORDS:
+        return _words(_LLAMA3)
+    if name in ("qwen2", "deepseek-r1-qwen", "stablelm2"):
+        return _words(_QWEN2)
+    known = ("gpt-2", "olmo", "starcoder", "refact", "command-r", "smollm", "llama-bpe", "qwen2", "stablelm2")
+    raise ConfigError(f"tokenizer.ggml.pre={name!r:.50} is not supported. {did_you_mean(name, known)}")
+
+
+def _vocabulary(pieces: Sequence[str]) -> dict[str, int]:
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    if len(vocabulary) != len(pieces):
+        twice = next(piece for i, piece in enumerate(pieces) if vocabulary[piece] != i)
+        raise CorruptFileError(f"the tokenizer's token {twice!r:.80} occurs twice.")
+    return vocabulary
+
+
+def _add_marked_tokens(tokenizer: Tokenizer, pieces: Sequence[str], kinds: Sequence[int]) -> None:
+    control = [
+        AddedToken(p, special=True, normalized=False)
+        for p, kind in zip(pieces, kinds, strict=True)
+        if kind in (CONTROL, UNKNOWN)
+    ]
+    user = [
+        AddedToken(p, special=False, normalized=False) for p, kind in zip(pieces, kinds, strict=True) if kind == USER_DEFINED
+    ]
+    tokenizer.add_special_tokens([token for token in control if token.content])
+    tokenizer.add_tokens([token for token in user if token.content])
+
+
+def _begin_with(tokenizer: Tokenizer, pieces: Sequence[str], bos_id: int) -> None:
+    """Put the begin-of-text token in front of every encoded text."""
+    bos = pieces[bos_id]
+    template = processors.TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, bos_id)])
+    # A template knows tokens by name and splits names at spaces and colons; names with those stay without one.
+    if " " not in bos and ":" not in bos and "$" not in bos:
+        tokenizer.post_processor = template
+
+
+def sentencepiece_bpe(
+    pieces: Sequence[str], scores: Sequence[float], kinds: Sequence[int], bos_id: int | None, space_prefix: bool = True
+) -> Tokenizer:
+    """SentencePiece BPE with byte fallback, as Llama 1 and 2 use: the pair whose joined piece scores highest merges first.
+
+    ``pieces`` spell a space as ▁ and bytes as <0x41>. Merges are every split of a piece into two pieces, by falling score,
+    as in transformers' ``SentencePieceExtractor``. ``bos_id`` None: texts are encoded without a begin-of-text token.
+    Raises CorruptFileError for tables that are not a vocabulary.
+    """
+    vocabulary = _vocabulary(pieces)
+    merges: list[tuple[float, int, int, str, str]] = []
+    for piece, score, kind in zip(pieces, scores, kinds, strict=True):
+        if kind not in (NORMAL, USER_DEFINED):
+            continue
+        for cut in range(1, len(piece)):
+            left, right = vocabulary.get(piece[:cut]), vocabulary.get(piece[cut:])
+            if left is not None and right is not None:
+                merges.append((-score, left, right, piece[:cut], piece[cut:]))
+    merges.sort(key=lambda merge: merge[:3])
+    unknown = next((piece for piece, kind in zip(pieces, kinds, strict=True) if kind == UNKNOWN), None)
+    pairs = [(left, right) for *_, left, right in merges]
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    # Not Metaspace, which leaves out the prefix of a text that begins with a space and so loses that space.
+    marks = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), marks]) if space_prefix else marks
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if space_prefix else steps)
+    _add_marked_tokens(tokenizer, pieces, kinds)
+    if bos_id is not None:
+        _begin_with(tokenizer, pieces, bos_id)
+    return tokenizer
+
+
+def byte_level_bpe(
+    pieces: Sequence[str], merges: Sequence[str], kinds: Sequence[int], words: str, bos_id: int | None
+) -> Tokenizer:
+    """Byte-level BPE as GPT-2, Llama 3 and Qwen use. ``merges`` are "left right" in order; ``words`` names how text is cut.
+
+    Raises CorruptFileError for a merge of unknown tokens, ConfigError for an unknown ``words``.
+    """
+    vocabulary = _vocabulary(pieces)
+    pairs: list[tuple[str, str]] = []
+    for merge in merges:
+        left, separator, right = merge.partition(" ")
+        if not separator or left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+            raise CorruptFileError(f"the tokenizer's merge {merge!r:.80} does not join two of its tokens to a third.")
+        pairs.append((left, right))
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=words in LLAMA3_WORDS))
+    tokenizer.pre_tokenizer = byte_level_words(words)
+    tokenizer.decoder = decoders.ByteLevel()
+    _add_marked_tokens(tokenizer, pieces, kinds)
+    if bos_id is not None:
+        _begin_with(tokenizer, pieces, bos_id)
+    return tokenizer
