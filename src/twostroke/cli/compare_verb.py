@@ -19,7 +19,7 @@ def compare(
     data: list[str] = typer.Option([], help="Files, folders or globs to score, all of them. Repeatable."),
     prepared: Path = typer.Option(None, help="Prepared data whose held-out part is scored. Default: that of A's training run."),
     context: int = typer.Option(None, help="Tokens in a window. Default: the shorter of the models' longest, 2048 at most."),
-    stride: int = typer.Option(None, help="Tokens by which windows move. Default: half the context."),
+    stride: int = typer.Option(None, help="Tokens by which windows move. Default: three quarters of the context."),
     dtype: str = typer.Option("fp32", help="fp32 or bf16: the format both compute in."),
     max_perplexity_ratio: float = typer.Option(None, help="Fail (exit 1) where B's perplexity is more than this times A's."),
     text_key: str = typer.Option("text", help="Where a .jsonl record keeps its text."),

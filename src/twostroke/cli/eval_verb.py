@@ -18,7 +18,9 @@ def evaluate(
     data: list[str] = typer.Option([], help="Files, folders or globs to score, all of them. Repeatable."),
     prepared: Path = typer.Option(None, help="Prepared data whose held-out part is scored. Default: the training run's."),
     context: int = typer.Option(None, help="Tokens in a window. Default: the model's longest, 2048 at most."),
-    stride: int = typer.Option(None, help="Tokens by which windows move; context − stride overlap. Default: half the context."),
+    stride: int = typer.Option(
+        None, help="Tokens by which windows move; context − stride overlap. Default: three quarters of the context."
+    ),
     dtype: str = typer.Option("fp32", help="fp32 or bf16: the format the model computes in."),
     text_key: str = typer.Option("text", help="Where a .jsonl record keeps its text."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),

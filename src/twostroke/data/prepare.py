@@ -456,10 +456,14 @@ def _write(
             pass
         if held_out.report.n_documents == 0:
             raise DataError(f"the held-out sources {', '.join(recipe.held_out)} hold no text.")
+        for _ in source.documents(set(held_hashes)):
+            pass
+        if source.report.n_documents == 0:
+            raise DataError("nothing is left to train on: every document is empty or a duplicate of a held-out one.")
         split = _Split("explicit", 0)
     else:
         split = _choose_split(source, recipe.held_out_fraction, lambda done, note: progress(0.04 * done, note))
-    total_bytes = source.report.n_bytes if held_out is None else source.n_file_bytes
+    total_bytes = source.report.n_bytes
 
     if recipe.tokenizer is None:
         texts = _training_texts(
@@ -488,8 +492,6 @@ def _write(
     for checked in (source, held_out):
         if checked is not None:
             checked.check_unchanged()
-    if writer.shards[False].n_tokens == 0:
-        raise DataError("nothing is left to train on: every document is a duplicate of a held-out one.")
     tokenizer_bytes = (directory / "tokenizer.json").read_bytes()
     files["tokenizer.json"] = {"bytes": len(tokenizer_bytes), "sha256": hashlib.sha256(tokenizer_bytes).hexdigest()}
     n_text_bytes = sum(writer.n_bytes.values())

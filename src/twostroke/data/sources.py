@@ -236,23 +236,23 @@ class DocumentSource:
             n_invalid = 0
             pending: Document | None = None  # held back by one, so that the last piece can say so
             for piece, raw in enumerate(read_pieces(stream, self.piece_bytes)):
-                if piece == 0:
-                    if len(raw) < self.piece_bytes and not raw.strip():
-                        break
-                    if _is_duplicate(digest, seen, report):
-                        return
                 text, invalid = decode(raw)
                 n_invalid += invalid
                 if piece == 0:
                     text = text.removeprefix(_BOM)  # marks the encoding, is no part of the text
                 if pending is not None:
+                    if piece == 1 and _is_duplicate(digest, seen, report):
+                        return
+                    report.n_bytes += pending.n_bytes
                     yield pending
                 pending = Document(file.key, text, _utf8_length(text), piece, is_last=False)
-                report.n_bytes += pending.n_bytes
-            if pending is None or (pending.piece == 0 and not pending.text):
+            if pending is None or (pending.piece == 0 and not pending.text.strip()):
                 report.n_empty += 1
                 return
+            if pending.piece == 0 and _is_duplicate(digest, seen, report):
+                return
             report.n_documents += 1
+            report.n_bytes += pending.n_bytes
             report.invalid_utf8_bytes += n_invalid
             report.invalid_utf8_documents += n_invalid > 0
             yield Document(pending.path, pending.text, pending.n_bytes, pending.piece)
@@ -318,7 +318,7 @@ def split_text(text: str, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[str,
     raw = text.encode()
     start = 0
     while start < len(raw) or start == 0:
-        end = start + _cut(raw[start : start + piece_bytes], at_end=start + piece_bytes >= len(raw))
+        end = start + _cut(raw[start : start + piece_bytes], at_end=start + piece_bytes > len(raw))
         yield raw[start:end].decode(), end - start, end == len(raw)
         if end == len(raw):
             return

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from twostroke.core.errors import InputError
 from twostroke.data.tokenizer import eos_id_of, load_tokenizer
-from twostroke.evaluation.bits import Progress, check_context, default_context, token_nats
+from twostroke.evaluation.bits import Progress, check_context, default_context, default_stride, token_nats
 from twostroke.evaluation.held_out import HeldOutText, tokenize_with_ends
 from twostroke.model.load import load_model
 
@@ -80,7 +80,7 @@ def compare_models(
         context = min(default_context(m) for m in models)
     for model in models:
         check_context(model, context)
-    stride = max(1, context // 2) if stride is None else stride
+    stride = default_stride(context) if stride is None else stride
     sides: list[dict[str, Any]] = []
     sums: list[npt.NDArray[np.float64]] = []
     n_bytes = 0

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from twostroke.core.errors import ConfigError, CorruptFileError, DataError
+from twostroke.data.sources import find_documents
+from twostroke.data.tokenizer import END_OF_TEXT, eos_id_of, load_tokenizer, train_tokenizer
+
+TEXT = "def hello(name):\n    return f'hello {name}'\n\n# The cat sat on the mat, and the dog sat on the log.\n"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return train_tokenizer(iter([TEXT] * 20), 320, tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=200))
+def test_any_text_round_trips(trained: Tokenizer, text: str) -> None:
+    trained.encode_special_tokens = True
+    ids = trained.encode(text, add_special_tokens=False).ids
+    assert trained.decode(ids, skip_special_tokens=False) == text
+    assert 0 not in ids, "the end of a document cannot be written inside one"
+
+
+def test_a_trained_tokenizer_has_its_end_at_zero_and_all_bytes(trained: Tokenizer) -> None:
+    assert eos_id_of(trained) == trained.token_to_id(END_OF_TEXT) == 0
+    assert trained.get_vocab_size() == len(trained.get_vocab()) > 290
+    assert set(pre_tokenizers.ByteLevel.alphabet()) <= set(trained.get_vocab())
+
+
+def test_end_of_text_inside_a_document_is_plain_text(trained: Tokenizer) -> None:
+    trained.encode_special_tokens = True
+    text = f"a{END_OF_TEXT}b"
+    assert trained.decode(trained.encode(text).ids, skip_special_tokens=False) == text
+    assert 0 not in trained.encode(text).ids
+
+
+def test_training_is_deterministic(tmp_path: Path) -> None:
+    words = [" ".join(random.Random(i).choices(TEXT.split(), k=50)) for i in range(50)]
+    train_tokenizer(iter(words), 400, tmp_path / "a.json")
+    train_tokenizer(iter(words), 400, tmp_path / "b.json")
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+def test_a_small_text_gives_a_smaller_vocabulary(tmp_path: Path) -> None:
+    assert 257 <= train_tokenizer(iter(["ab ab"]), 5000, tmp_path / "a.json").get_vocab_size() < 300
+
+
+def test_training_refuses_small_vocabularies_and_no_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"vocab_size=256 must be at least 257"):
+        train_tokenizer(iter([TEXT]), 256, tmp_path / "a.json")
+    with pytest.raises(DataError, match=r"no text to train a tokenizer on"):
+        train_tokenizer(iter([]), 300, tmp_path / "a.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_the_source_comes_through_training(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "x"}\nbroken\n')
+    with pytest.raises(DataError, match=r"line 2 is not valid JSON"):
+        train_tokenizer((d.text for d in find_documents([str(file)])), 300, tmp_path / "t.json")
+
+
+def test_loading_forgets_truncation_and_padding(trained: Tokenizer, tmp_path: Path) -> None:
+    limited = Tokenizer.from_str(trained.to_str())
+    limited.enable_truncation(4)
+    limited.enable_padding(length=8)
+    limited.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.encode(TEXT).ids == trained.encode(TEXT).ids
+    assert loaded.encode("a").ids == trained.encode("a").ids
+
+
+def test_tokenizers_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"tokenizer .*nowhere does not exist"):
+        load_tokenizer(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"tokenizer.json does not exist"):
+        load_tokenizer(tmp_path)
+    for content in ("", "{}", "[1]", "\x00" * 10, '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}'):
+        (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(CorruptFileError, match=r"tokenizer.json is not a tokenizer.json that"):
+            load_tokenizer(tmp_path)
+
+
+def test_mutated_tokenizers_never_crash(trained: Tokenizer, tmp_path: Path) -> None:
+    content = bytearray(trained.to_str().encode())
+    rng = random.Random(0)
+    file = tmp_path / "tokenizer.json"
+    n_refused = 0
+    for _ in range(150):
+        mutated = bytearray(content)
+        for _ in range(rng.randint(1, 3)):
+            mutated[rng.randrange(len(mutated))] = rng.randrange(256)
+        file.write_bytes(mutated[: rng.choice([len(mutated), rng.randrange(len(mutated))])])
+        try:
+            load_tokenizer(file).encode(TEXT)
+        except CorruptFileError:
+            n_refused += 1
+    assert n_refused > 50
+
+
+def test_the_end_token_is_the_configured_one_first(trained: Tokenizer, tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text(trained.to_str())
+    for named, expected in (
+        ("!", trained.token_to_id("!")),
+        ({"content": "?"}, trained.token_to_id("?")),
+        (None, 0),
+        ("absent", 0),
+    ):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+        assert eos_id_of(trained, file) == eos_id_of(trained, tmp_path) == expected
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(CorruptFileError, match=r"tokenizer_config.json"):
+        eos_id_of(trained, tmp_path)
+
+
+def test_a_vocabulary_without_an_end_is_refused() -> None:
+    with pytest.raises(DataError, match=r"no end-of-text token"):
+        eos_id_of(Tokenizer(models.BPE({"a": 0}, [])))
+
+
+def test_the_byte_level_pattern_gives_gpt2s_ids(assets: Path) -> None:
+    """GPT-2's own vocabulary in a tokenizer built as ours are, on llama.cpp's test vectors for it."""
+    folder = assets / "tokenizers" / "gpt2"
+    tokenizer = Tokenizer(models.BPE.from_file(str(folder / "encoder.json"), str(folder / "vocab.bpe")))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    texts = (folder / "ggml-vocab-gpt-2.gguf.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+    ids = [[int(i) for i in line.split()] for line in (folder / "ggml-vocab-gpt-2.gguf.out").read_text().split("\n")]
+    assert len(texts) >= 40
+    for text, expected in zip(texts, ids, strict=False):
+        assert tokenizer.encode(text).ids == expected, repr(text)
+        assert tokenizer.decode(expected) == text
+
+
+def test_japanese_and_prose_round_trip(assets: Path, trained: Tokenizer) -> None:
+    trained.encode_special_tokens = True
+    for name in ("wagahaiwa_nekodearu_ja.txt", "tinyshakespeare.txt"):
+        for document in find_documents([str(assets / "corpora" / "text" / name)]):
+            assert trained.decode(trained.encode(document.text).ids, skip_special_tokens=False) == document.text
