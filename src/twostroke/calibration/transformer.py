@@ -172,7 +172,7 @@ def measure_block(clock: Clock, size: BlockSize, compile_it: bool) -> Iterator[t
 
 def measure_setup(clock: Clock, size: BlockSize) -> Iterator[tuple[str, float]]:
     """What surrounds the blocks, which is never compiled: embedding, rotary tables and final norm, in bytes/s of the planner's
-    count, and the mask, in elements of B·T² per second. Differences between a whole decoder and its one block, at the two lengths."""
+    count, and the mask, in elements of B·T² per second. Differences between a decoder and its one block, at both lengths."""
     around: list[Pair] = []
     rows = 0
     for length in (size.short, size.long):

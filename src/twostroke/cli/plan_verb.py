@@ -227,7 +227,6 @@ def compare(
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Training beside prefill beside decode: passes, memory, work, bounds, latency, network, storage, energy, money."""
-    from twostroke.ledger.store import Ledger
     from twostroke.planner.comparison import compare as compare_phases
     from twostroke.planner.comparison import merge_measured
     from twostroke.planner.hardware import load_hardware
@@ -240,6 +239,8 @@ def compare(
     serving = _serving_shape(found.spec, scheme, batch, prompt, output)
     table = compare_phases(found.spec, shape, serving, machine, found.name)
     if train_run or serve_run:
+        from twostroke.ledger.store import Ledger  # only here: sqlite3 takes a tenth of the time a plan has
+
         ledger = Ledger()
         trained = ledger.get(train_run).measurement if train_run else None
         served: dict[str, Any] = {}

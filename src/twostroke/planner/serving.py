@@ -342,7 +342,7 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
     parameters = count_parameters(spec)
     activations = min(shape.prompt_tokens, 8192) * (4 * spec.d_model + 3 * spec.d_ff) * bytes_of(shape.compute_dtype)
     context = shape.prompt_tokens + (shape.output_tokens + 1) // 2
-    load = weights / hardware.extras.get("disk_read_bytes_per_s", hardware.disk_write_bytes_per_s)
+    load = weights / hardware.extras.get("disk_cached_read_bytes_per_s", hardware.disk_write_bytes_per_s)
     return ServingPlan(
         spec=spec,
         shape=shape,

@@ -1,0 +1,159 @@
+"""Calibration measures what the planner reads, in a reduced form here; its numbers are rough, its form is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from twostroke.calibration.bandwidth import WORKING_SETS_BYTES, working_sets
+from twostroke.calibration.measure import SMALL, Extent, calibrate
+from twostroke.calibration.products import make_product, measure_class
+from twostroke.calibration.timing import Clock
+from twostroke.calibration.transformer import LEAST_SHARE, BlockSize, straight_line
+from twostroke.core.errors import ConfigError
+from twostroke.core.profile import MachineProfile, load_profile, save_profile
+from twostroke.core.units import MIB
+from twostroke.planner import latency, training
+from twostroke.planner.hardware import hardware_from_profile
+from twostroke.planner.serving import ServingShape, plan_serving
+from twostroke.planner.training import TrainingShape, plan_training
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two threads on a busy machine wait for each other's time slices, which takes these tests from seconds to minutes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def notes() -> list[tuple[float, str]]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def profile(notes: list[tuple[float, str]], tmp_path_factory: pytest.TempPathFactory) -> MachineProfile:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TWOSTROKE_HOME", str(tmp_path_factory.mktemp("home")))
+        return calibrate(lambda done, note: notes.append((done, note)), SMALL, device="cpu")
+
+
+def test_every_rate_is_a_positive_finite_number(profile: MachineProfile) -> None:
+    numbers = [profile.op_launch_s, profile.linear_launch_s, profile.disk_write_bytes_per_s, *profile.peak_flop_per_s.values()]
+    numbers += [p.bytes_per_s for p in profile.read_bandwidth] + [p.flop_per_s for p in profile.matmul]
+    numbers += list(profile.extras.values())
+    assert all(math.isfinite(n) and n > 0 for n in numbers)
+
+
+def test_every_extra_names_its_unit(profile: MachineProfile) -> None:
+    for name in profile.extras:
+        assert name.endswith(("_s", "_bytes")), name
+
+
+def test_progress_rises_to_one(profile: MachineProfile, notes: list[tuple[float, str]]) -> None:
+    shares = [done for done, _ in notes]
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0.0, 1.0)
+    assert all(note for _, note in notes)
+
+
+def test_a_profile_survives_being_stored(profile: MachineProfile) -> None:
+    save_profile(profile)
+    assert load_profile() == profile
+
+
+def test_products_cover_schemes_rows_and_classes(profile: MachineProfile) -> None:
+    found = {(p.scheme, p.m, p.n, p.k) for p in profile.matmul}
+    classes = (*SMALL.classes, *SMALL.deep_classes)
+    assert found == {(s, m, n, k) for s in SMALL.schemes for m in SMALL.rows for n, k in classes}
+    assert set(profile.peak_flop_per_s) == set(SMALL.schemes)
+
+
+def test_the_planner_reads_every_name_that_calibration_writes(profile: MachineProfile) -> None:
+    """A misspelt extra would be a silent fall-back to an assumption. Names the planner builds are matched by their pattern."""
+    source = "".join(Path(str(m.__file__)).read_text() for m in (latency, training))
+    source += Path(str(latency.__file__)).with_name("serving.py").read_text()
+    patterns = [re.sub(r"\{[^{}]*\}", "[a-z0-9]+", literal) for literal in re.findall(r"f?\"([a-z_{}\w .'()]+)\"", source)]
+    known = re.compile("|".join(f"(?:{p})" for p in patterns if "_" in p))
+    for name in set(profile.extras) - {"calibration_s"}:
+        assert known.match(name), name
+    assert not known.match("atention_bf16_eager_forward_flop_per_s")
+
+
+def test_plans_stand_on_a_calibrated_profile(profile: MachineProfile) -> None:
+    hardware = hardware_from_profile(profile)
+    spec = SMALL.block.spec
+    for dtype in ("fp32", "bf16"):
+        plan = plan_training(spec, TrainingShape(2, 16, dtype=dtype, compile=False), hardware)
+        assert 0 < plan.step_time_s < 60
+    serving = plan_serving(spec, ServingShape(batch=2, prompt_tokens=8, output_tokens=8), hardware)
+    assert 0 < serving.tpot_s < 60
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Use cpu or cuda"):
+        calibrate(extent=SMALL, device="tpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="no CUDA device"):
+            calibrate(extent=SMALL, device="cuda")
+
+
+def test_working_sets_stay_within_an_eighth_of_memory() -> None:
+    assert working_sets(2**36) == list(WORKING_SETS_BYTES)
+    assert max(working_sets(2**33)) == 2**30
+    assert working_sets(1) == [WORKING_SETS_BYTES[0]]
+    assert max(working_sets(2**36, 64 * MIB)) == 64 * MIB
+
+
+def test_an_unknown_kernel_is_left_out_and_not_an_error() -> None:
+    odd = make_product("w8a8", 3, 5, 7, "cpu")  # shapes that int8 kernels may refuse
+    assert odd is None or odd() is not None
+
+
+def test_a_class_ends_before_a_run_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twostroke.calibration.products.LONGEST_S", 0.0)
+    points = list(measure_class(Clock(effort=0.01), "fp32", 64, 64, (1, 16, 256)))
+    assert [p.m for p in points] == [1]
+
+
+def test_the_clock_takes_the_shortest_run() -> None:
+    waits = iter([0.0, 0.02, 0.002, 0.02, 0.02, 0.02])
+
+    def run() -> None:
+        import time
+
+        time.sleep(next(waits, 0.02))
+
+    assert 0.002 <= Clock(effort=1.0).best_s(run, seconds=0.0, least=5) < 0.02
+
+
+@pytest.mark.parametrize(("at_long", "slope"), [(2.0, 1 / 512), (1.5, 0.5 / 512)])
+def test_a_straight_line_goes_through_both_points(at_long: float, slope: float) -> None:
+    # the first case is all slope, which is held at 95% of what was measured
+    rest, found = straight_line(512, 1024, 1.0, at_long)
+    assert rest + 512 * found == pytest.approx(1.0)
+    assert found == pytest.approx(min(slope, (1 - LEAST_SHARE) / 512))
+
+
+@pytest.mark.parametrize("at_long", [0.5, 1.0, 10.0])
+def test_noise_never_makes_a_part_vanish(at_long: float) -> None:
+    rest, slope = straight_line(512, 1024, 1.0, at_long)
+    assert rest >= LEAST_SHARE * (1 - 1e-9)
+    assert slope * 512 >= LEAST_SHARE * (1 - 1e-9)
+
+
+def test_the_default_extent_is_the_whole_table() -> None:
+    extent = Extent()
+    assert extent.rows[0] == 1
+    assert extent.rows[-1] == 4096
+    assert {"fp32", "bf16", "w8", "w8a8"} == set(extent.schemes)
+    assert extent.block == BlockSize()
+    assert dataclasses.replace(extent, effort=0.5).effort == 0.5
