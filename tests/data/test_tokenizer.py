@@ -142,8 +142,8 @@ def test_the_byte_level_pattern_gives_gpt2s_ids(assets: Path) -> None:
         assert tokenizer.decode(expected) == text
 
 
-def test_japanese_and_prose_round_trip(assets: Path, trained: Tokenizer) -> None:
+def test_japanese_round_trips_by_bytes(assets: Path, trained: Tokenizer) -> None:
     trained.encode_special_tokens = True
-    for name in ("wagahaiwa_nekodearu_ja.txt", "tinyshakespeare.txt"):
-        for document in find_documents([str(assets / "corpora" / "text" / name)]):
-            assert trained.decode(trained.encode(document.text).ids, skip_special_tokens=False) == document.text
+    for document in find_documents([str(assets / "corpora" / "text" / "wagahaiwa_nekodearu_ja.txt")]):
+        ids = trained.encode(document.text).ids
+        assert trained.decode(ids, skip_special_tokens=False) == document.text

@@ -147,8 +147,8 @@ def held_out_to_score(
 ) -> HeldOutText:
     """The text that a command scores: the sources or the prepared data it names, else what the model's own run held out.
 
-    A run keeps its model under ``model/``; its ``recipe.json`` names the data, which is found in the cache or prepared
-    again. Raises InputError where two texts are named, or none can be found.
+    A run keeps its model under ``model/``; its ``recipe.json`` names the data, which is found where it was or prepared
+    again. Raises InputError where two texts are named or none, DataError where the run's data cannot be had any more.
     """
     if sources and prepared_data is not None:
         raise InputError("give --data or --prepared, not both.")
@@ -162,9 +162,14 @@ def held_out_to_score(
             f"{model_directory} is not part of a training run, so it names no held-out text. Give --data or --prepared."
         )
     try:
-        recipe = json.loads(file.read_text(encoding="utf-8"))
-        settings = recipe["data"]
-        data = DataRecipe(**settings | {"sources": tuple(settings["sources"]), "held_out": tuple(settings["held_out"])})
+        record = json.loads(file.read_text(encoding="utf-8"))
+        settings, resolved = record["data"], record["resolved"]
+        directory, key = Path(resolved["data_directory"]), str(resolved["data_key"])
+        recipe = DataRecipe(**settings | {"sources": tuple(settings["sources"]), "held_out": tuple(settings["held_out"])})
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptFileError(f"{file} does not name the run's data: {error}. Give --data or --prepared.") from None
-    return held_out_of(prepare(data))
+    data = open_prepared(directory) if (directory / MANIFEST).is_file() else prepare(recipe)
+    if data.key != key:
+        # Prepared from input that has changed since, other documents are held out: the model was trained on some of them.
+        raise DataError(f"{directory}, the data of {model_directory.parent}, is gone or another. Give --data or --prepared.")
+    return held_out_of(data)
