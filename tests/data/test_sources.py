@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -109,9 +110,14 @@ def test_missing_sources_and_empty_folders_are_sentences(tmp_path: Path) -> None
         find_documents([])
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
-def test_an_unreadable_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_an_error_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path / "secret.txt", "a")
+    if os.geteuid() == 0:  # whom no permission stops: the refusal is acted
+
+        def refuse(path: str, mode: str) -> None:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+        monkeypatch.setattr(sources, "open", refuse, raising=False)
     file.chmod(0)
     with pytest.raises(DataError, match=r"secret.txt cannot be read: Permission denied"):
         list(find_documents([str(tmp_path)]))

@@ -301,7 +301,7 @@ def test_stories_260k_scores_english_stories(assets: Path, tmp_path: Path) -> No
     stories.write_text("".join(json.dumps({"text": record}) + "\n" for record in records[:20]))
     text = held_out_from_sources([str(stories)])
     result = bits_per_byte(load_model(tmp_path / "model"), text, tokenizer_path=tmp_path / "model", with_xz=False)
-    # 260 thousand weights reach a validation loss of 1.297 nats a token (llama2.c's table), counted after a BOS and without ends.
+    # 260 thousand weights reach a validation loss of 1.297 nats a token (llama2.c's table) behind a BOS, without ends.
     assert 1.1 < result.nats_per_token < 1.7
 
 
