@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from twostroke.cli.console import JSON_HELP, emit
+from twostroke.cli.console import JSON_HELP, emit, progress
 from twostroke.core.units import format_bytes, format_count
 
 app = typer.Typer(no_args_is_help=True)
@@ -26,7 +26,8 @@ def import_(
     """Bring a model in: a Hugging Face directory or Hub name, a GGUF or a llama2.c file."""
     from twostroke.interop.import_model import import_model
 
-    report = import_model(source, directory, tokenizer or None, dtype, replace)
+    with progress(f"importing {source}", 1.0) as advance:
+        report = import_model(source, directory, tokenizer or None, dtype, replace, advance)
     lines = [
         f"{report.directory}: a {report.family} model of {format_count(report.n_parameters)} parameters in {report.dtype}, "
         f"{format_bytes(report.n_bytes)}, from {report.kind} {report.source}.",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
 from twostroke.interop.gguf import MAGIC as GGUF_MAGIC
@@ -41,13 +45,19 @@ class ImportReport:
 
 
 def import_model(
-    source: str | Path, directory: str | Path, tokenizer: str | Path | None = None, dtype: str = "auto", replace: bool = False
+    source: str | Path,
+    directory: str | Path,
+    tokenizer: str | Path | None = None,
+    dtype: str = "auto",
+    replace: bool = False,
+    progress: Callable[[float, str], None] | None = None,
 ) -> ImportReport:
     """Read ``source`` and write it to ``directory`` in Hugging Face layout.
 
     ``source`` is a llama2.c ``.bin``, a GGUF file, a Hugging Face directory or a Hub name; its kind is found from its
     content. ``tokenizer`` overrides the source's own: a llama2.c ``tokenizer.bin``, a ``tokenizer.json`` or a directory with
-    one. ``dtype`` "auto" keeps every weight exactly: fp32 where formats are mixed or quantised.
+    one. ``dtype`` "auto" keeps every weight exactly: fp32 where formats are mixed or quantised. ``progress`` hears the share
+    of the tensors that is done, 0 to 1.
 
     Raises InputError, ConfigError or CorruptFileError with a sentence, before anything is written; pickles are never opened.
     """
@@ -74,20 +84,35 @@ def import_model(
         else:
             origin = None
             notes.append("there is no tokenizer beside the source; give one with --tokenizer to generate and score text.")
-        save_model(model.state, model.spec, directory, stored, tokenizer_path=files, replace=replace)
+        state = model.state if progress is None else _Watched(model.state, progress)
+        save_model(state, model.spec, directory, stored, tokenizer_path=files, replace=replace)
     shapes = [entry.shape for entry in layout(model.spec)]
-    n_parameters = sum(_product(shape) for shape in shapes)
+    n_parameters = sum(math.prod(shape) for shape in shapes)
     n_bytes = sum(file.stat().st_size for file in Path(directory).iterdir())
     return ImportReport(
         str(source), model.kind, str(directory), model.spec.family, n_parameters, n_bytes, stored, origin, tuple(notes)
     )
 
 
-def _product(shape: tuple[int, ...]) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n
+class _Watched(Mapping[str, Tensor]):
+    """A state that tells ``progress`` of each tensor that is taken from it."""
+
+    def __init__(self, state: Mapping[str, Tensor], progress: Callable[[float, str], None]) -> None:
+        self._state, self._progress, self._taken = state, progress, 0
+
+    def __getitem__(self, name: str) -> Tensor:
+        self._taken += 1
+        self._progress(min(1.0, self._taken / len(self._state)), name)
+        return self._state[name]
+
+    def __contains__(self, name: object) -> bool:  # Mapping's own would take the tensor
+        return name in self._state
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
 
 
 def _read(source: str | Path, tokenizer: Path | None) -> SourceModel:

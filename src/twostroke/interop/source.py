@@ -22,6 +22,9 @@ class LazyState(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._readers[name]()
 
+    def __contains__(self, name: object) -> bool:  # Mapping's own would read the tensor
+        return name in self._readers
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._readers)
 

@@ -104,11 +104,11 @@ def _flush(path: Path) -> None:
 
 
 def _check_names(spec: ModelSpec, state: Mapping[str, Tensor]) -> None:
-    expected = {entry.canonical for entry in layout(spec)}
+    expected = [entry.canonical for entry in layout(spec)]
     for name in expected:
         if name not in state:
             raise CorruptFileError(f"the state to save has no tensor {name!r}, which a {spec.family} model of its spec needs.")
-    unexpected = sorted(set(state) - expected)
+    unexpected = sorted(set(state) - set(expected))
     if unexpected:
         raise CorruptFileError(f"the state to save holds {unexpected[0]!r}, which a {spec.family} model of its spec has not.")
 

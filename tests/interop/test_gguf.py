@@ -1,0 +1,160 @@
+"""The GGUF reader against llama.cpp's own writer and dequantiser, and against files that lie."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf_files import TYPES, finish
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from twostroke.core.errors import ConfigError, CorruptFileError, InputError
+from twostroke.interop.gguf import GgufFile
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
+    """A file with one tensor of each type that is read and metadata of many types; the numbers that its tensors stand for."""
+    path = tmp_path_factory.mktemp("gguf") / "all.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint32("count", 7)
+    writer.add_int64("negative", -5)
+    writer.add_float32("number", 0.25)
+    writer.add_bool("flag", True)
+    writer.add_string("text", "grüße")
+    writer.add_array("numbers", [1.5, 2.5, -3.0])
+    writer.add_array("texts", ["a", "", "ü"])
+    rng = np.random.default_rng(0)
+    values: dict[str, np.ndarray] = {}
+    for name, kind in TYPES.items():
+        array = (rng.standard_normal((3, 5, 64)) * rng.lognormal(0, 2, (3, 5, 1))).astype(np.float32)
+        raw = gguf.quants.quantize(array, kind)
+        values[name] = gguf.quants.dequantize(raw, kind).reshape(array.shape)
+        writer.add_tensor(name, raw, raw_dtype=kind)
+    finish(writer)
+    return path, values
+
+
+def test_every_supported_type_reads_as_llama_cpp_dequantises_it(written: tuple[Path, dict[str, np.ndarray]]) -> None:
+    path, values = written
+    file = GgufFile(path)
+    assert set(file.tensors) == set(TYPES)
+    for name, expected in values.items():
+        tensor = file.read(name)
+        assert tensor.shape == expected.shape
+        assert torch.equal(tensor.float(), torch.from_numpy(expected)), name
+    assert file.read("BF16").dtype == torch.bfloat16
+    assert file.read("F16").dtype == torch.float16
+
+
+def test_metadata_of_every_kind_is_read(written: tuple[Path, Any]) -> None:
+    metadata = GgufFile(written[0]).metadata
+    assert metadata["general.architecture"] == "llama"
+    assert (metadata["count"], metadata["negative"], metadata["number"], metadata["flag"]) == (7, -5, 0.25, True)
+    assert metadata["text"] == "grüße"
+    assert metadata["numbers"].tolist() == [1.5, 2.5, -3.0]
+    assert metadata["texts"] == ["a", "", "ü"]
+
+
+def text(value: str | bytes) -> bytes:
+    raw = value if isinstance(value, bytes) else value.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def tensor_row(name: str = "t", shape: tuple[int, ...] = (32,), kind: int = 0, offset: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+def gguf_bytes(*, version: int = 3, tensors: list[bytes] | None = None, fields: list[bytes] | None = None,
+               n_tensors: int | None = None, n_fields: int | None = None, data: int = 128) -> bytes:  # fmt: skip
+    tensors, fields = tensors or [], fields or []
+    counts = (len(tensors) if n_tensors is None else n_tensors, len(fields) if n_fields is None else n_fields)
+    head = b"GGUF" + struct.pack("<IQQ", version, *counts) + b"".join(fields) + b"".join(tensors)
+    return head + bytes(-len(head) % 32) + bytes(data)
+
+
+U8_ARRAY = struct.pack("<IIQ", 9, 0, 2**60)
+HUGE_TEXTS = struct.pack("<IIQ", 9, 8, 2**40)
+NESTED = struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 50 + struct.pack("<IQB", 0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "is 0 bytes"),
+        (b"GGUF" + bytes(10), "is 14 bytes"),
+        (b"GGML" + bytes(50), "it is no GGUF file"),
+        (gguf_bytes(version=1), "version 1"),
+        (gguf_bytes(version=0x03000000), "big-endian"),
+        (gguf_bytes(n_tensors=2**62), "the number of tensors is 4611686018427387904"),
+        (gguf_bytes(n_fields=2**40), "the number of metadata fields is 1099511627776"),
+        (gguf_bytes(fields=[struct.pack("<Q", 2**63) + bytes(20)]), "the length of a metadata key is 9223372036854775808"),
+        (gguf_bytes(fields=[text("k") + U8_ARRAY]), "the number of elements of metadata 'k' is 1152921504606846976"),
+        (gguf_bytes(fields=[text("k") + HUGE_TEXTS]), "the number of elements of metadata 'k' is 1099511627776"),
+        (gguf_bytes(fields=[text("k") + NESTED]), "nests arrays"),
+        (gguf_bytes(fields=[text("k") + struct.pack("<I", 77) + bytes(8)]), "value type 77"),
+        (gguf_bytes(fields=[text("k") + struct.pack("<IB", 0, 1)] * 2), "occurs twice"),
+        (gguf_bytes(fields=[text(b"\xff\xfe") + struct.pack("<IB", 0, 1)]), "is not UTF-8"),
+        (gguf_bytes(fields=[text("general.alignment") + struct.pack("<II", 4, 0)]), "general.alignment=0"),
+        (gguf_bytes(tensors=[tensor_row(shape=(2,) * 9)]), "has 9 dimensions"),
+        (gguf_bytes(tensors=[text("t") + struct.pack("<IIQ", 0, 0, 0) + bytes(8)]), "has 0 dimensions"),
+        (gguf_bytes(tensors=[tensor_row(shape=(0,))]), "has shape [0]"),
+        (gguf_bytes(tensors=[tensor_row(shape=(33,), kind=8)]), "whole blocks of 32"),
+        (gguf_bytes(tensors=[tensor_row(shape=(2**40, 2**20))]), "The file is truncated"),
+        (gguf_bytes(tensors=[tensor_row(offset=2**60)]), "The file is truncated"),
+        (gguf_bytes(tensors=[tensor_row(offset=7)]), "misaligned"),
+        (gguf_bytes(tensors=[tensor_row("a"), tensor_row("b", offset=32)], data=999), "overlaps"),
+        (gguf_bytes(tensors=[tensor_row("a"), tensor_row("a", offset=128)], data=999), "occurs twice"),
+        (gguf_bytes(tensors=[tensor_row()], data=100), "The file is truncated"),
+    ],
+)
+def test_files_that_lie_are_found_before_anything_is_allocated(content: bytes, sentence: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.gguf"
+    file.write_bytes(content)
+    with pytest.raises(CorruptFileError, match=r"x\.gguf") as caught:
+        GgufFile(file)
+    assert sentence in str(caught.value)
+
+
+def test_a_file_made_by_these_helpers_is_legal_when_it_does_not_lie(tmp_path: Path) -> None:
+    file = tmp_path / "x.gguf"
+    file.write_bytes(gguf_bytes(tensors=[tensor_row()], fields=[text("k") + struct.pack("<IB", 0, 1)]))
+    assert torch.equal(GgufFile(file).read("t"), torch.zeros(32))
+
+
+@pytest.mark.parametrize(("kind", "name"), [(12, "Q4_K"), (14, "Q6_K"), (99, "type 99")])
+def test_formats_that_are_not_read_are_named(kind: int, name: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.gguf"
+    file.write_bytes(gguf_bytes(tensors=[tensor_row(kind=kind)]))
+    with pytest.raises(ConfigError, match=f"is {name}, which is not read"):
+        GgufFile(file)
+
+
+def test_a_missing_file_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="does not exist"):
+        GgufFile(tmp_path / "nowhere.gguf")
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_any_damage_gives_a_sentence_or_a_file_that_reads(
+    written: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    content = bytearray(written[0].read_bytes())
+    head = 800  # metadata and tensor table
+    for _ in range(data.draw(st.integers(0, 4))):
+        content[data.draw(st.integers(0, head))] = data.draw(st.integers(0, 255))
+    file = tmp_path_factory.getbasetemp() / "damaged.gguf"
+    file.write_bytes(content[: data.draw(st.integers(0, len(content)) | st.just(len(content)))])
+    try:
+        opened = GgufFile(file)
+    except InputError:
+        return
+    for name, info in opened.tensors.items():
+        assert opened.read(name).shape == info.shape
