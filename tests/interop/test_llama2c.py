@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -40,16 +39,6 @@ def imported(request: pytest.FixtureRequest, assets: Path, tmp_path_factory: pyt
     return directory
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """A model this small only waits for a second thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread")
 def test_stories260k_reproduces_its_200_tokens_exactly(imported: Path, assets: Path) -> None:
     expected = json.loads((assets / "weights/stories260K/expected_greedy_200_ids.json").read_text())
     ids: list[int] = expected["greedy_token_ids"]

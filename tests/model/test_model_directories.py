@@ -208,7 +208,7 @@ def test_tokenizers_that_are_missing_broken_or_too_small_are_sentences(tokenizer
     with pytest.raises(DataError, match="has no token 999"):
         save(tokenizer_file, SPEC.with_(vocab_size=1000, eos_token_ids=(999,)))
     (tmp_path / "broken.json").write_text("{}")
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(CorruptFileError, match=r"broken\.json is not a tokenizer"):
         save(tmp_path / "broken.json")
     assert not (tmp_path / "m").exists()
 
