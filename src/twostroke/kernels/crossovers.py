@@ -1,0 +1,40 @@
+"""Where one kernel becomes faster than another. Measured defaults; a machine profile's ``extras`` may hold its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from twostroke.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Crossovers:
+    """Defaults measured with one thread of a 2.6 GHz EPYC 9005 (AVX-512-VNNI and -BF16, no AMX), best of 300, microseconds.
+
+    ``int8_weight_only_max_macs``: an int8 product of at most this many multiply-adds (rows·N·K) runs on int8 weights and bf16
+    activations, a larger one quantises its activations too (W8A8). Weight-only against W8A8 with quantising the rows::
+
+        N×K         576×576   1024×256  1536×576  4096×384   2048×2048   4096×4096
+        1 row       9  33      9  32    23   43    48  69     229  206    925  420
+        4 rows     18  36     20  34    46   47   139  76     255  192    978  470
+        8 rows     35  40     37  37    89   59   267  99     473  237   2122  642
+        16 rows    68  50     72  44   185   84   449 135     884  331   3709  935
+
+    ``flash_max_scores``: bf16 attention of one query token with at most this many (request, KV head, key) triples runs in
+    torch's flash kernel, which starts faster; a larger one in two batched products and a softmax. Flash against products::
+
+        requests × KV heads × keys    1×2×128  14 28    1×2×1024  62 43    8×2×256  131 61    32×2×256  542 175
+    """
+
+    int8_weight_only_max_macs: float = 3e6
+    flash_max_scores: float = 800.0
+
+    @classmethod
+    def from_extras(cls, extras: Mapping[str, float]) -> Crossovers:
+        """Defaults replaced by what ``extras`` of a machine profile names alike. Raises ConfigError for a negative value."""
+        values = {f.name: extras[f.name] for f in fields(cls) if f.name in extras}
+        for name, value in values.items():
+            if not value >= 0:
+                raise ConfigError(f"machine profile extras {name}={value} must be at least 0. Run `twostroke calibrate`.")
+        return cls(**values)
