@@ -154,8 +154,8 @@ async def _run_load(
 ) -> LoadResult:
     address = Address.parse(url)
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    model = spec.model or await _first_model(address, headers)
     planned = plan_requests(spec, tokenizer)
+    model = spec.model or await _first_model(address, headers)
     sender = _Sender(address, headers, spec, model)
     warmup, measured = planned[: spec.warmup_requests], planned[spec.warmup_requests :]
     for request in warmup:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log, progress
 from twostroke.core.errors import ConfigError, TwostrokeError
+
+if TYPE_CHECKING:
+    from twostroke.bench.load import LoadSpec
+    from twostroke.bench.offline import OfflineSpec
+    from twostroke.core.spec import ModelSpec
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -82,12 +87,7 @@ def bench_serve(
     directory = None if model is None else model_directory(model)
     spec = None if directory is None else read_spec(directory)
     if spec is not None:
-        longest = load.prompt_tokens[1] + load.output_tokens[1]
-        if longest > spec.max_positions:
-            raise ConfigError(
-                f"prompt and output of up to {longest} tokens exceed the model's context of {spec.max_positions}. "
-                "Use less of either."
-            )
+        _check_context(spec, load.prompt_tokens[1] + load.output_tokens[1])
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output {output}: the folder {output.parent} does not exist.")
 
@@ -144,6 +144,7 @@ def bench_offline(
     offline = OfflineSpec(tuple(batch), prompt_tokens, output_tokens, repeats, seed)
     directory = model_directory(model)
     spec, scheme = read_spec(directory), _scheme(directory, dtype)
+    _check_context(spec, prompt_tokens + output_tokens)
     predictions = [_predicted_offline(spec, offline, scheme, n) for n in offline.batches]
     from twostroke.engine.llm import LLM
 
@@ -175,6 +176,13 @@ def bench_offline(
     emit(document, offline_text(points), as_json)
 
 
+def _check_context(spec: ModelSpec, longest: int) -> None:
+    if longest > spec.max_positions:
+        raise ConfigError(
+            f"prompt and output of up to {longest} tokens exceed the model's context of {spec.max_positions}. Use less of either."
+        )
+
+
 def _lengths(option: str, text: str) -> tuple[int, int]:
     """``64`` → (64, 64), ``32:128`` → (32, 128)."""
     least, separator, most = text.partition(":")
@@ -201,7 +209,7 @@ def _scheme(directory: Path, dtype: str) -> str:
     return scheme_of(directory, dtype)
 
 
-def _predicted_load(spec: Any, load: Any, scheme: str) -> dict[str, float]:
+def _predicted_load(spec: ModelSpec, load: LoadSpec, scheme: str) -> dict[str, float]:
     from twostroke.bench.prediction import predict_load
     from twostroke.planner.hardware import load_hardware
 
@@ -212,7 +220,7 @@ def _predicted_load(spec: Any, load: Any, scheme: str) -> dict[str, float]:
         return {}
 
 
-def _predicted_offline(spec: Any, offline: Any, scheme: str, batch: int) -> dict[str, Any]:
+def _predicted_offline(spec: ModelSpec, offline: OfflineSpec, scheme: str, batch: int) -> dict[str, Any]:
     from twostroke.planner.hardware import load_hardware
     from twostroke.planner.serving import ServingShape, plan_serving
 
