@@ -73,7 +73,7 @@ class written_aside:
     """
 
     def __init__(self, target: Path) -> None:
-        self.target = target
+        self.target = target = Path(os.path.abspath(target))  # "." has no name of its own
         self.aside = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
 
     def __enter__(self) -> Path:
