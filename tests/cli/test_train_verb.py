@@ -62,7 +62,7 @@ def _run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]
 
 
 def test_it_trains_scores_and_records(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = _run(capsys, str(recipe), "--json")
+    code, out, err = _run(capsys, str(recipe), "--json", "--set", "train.evaluate_every=2")
     assert code == 0
     document = json.loads(out)
     measured = document["measurement"]
@@ -70,6 +70,10 @@ def test_it_trains_scores_and_records(recipe: Path, capsys: pytest.CaptureFixtur
     assert 0 < measured["xz_bits_per_byte"] < 8
     assert Ledger().get(document["run_id"]).measurement == measured
     assert json.loads((recipe.parent / "run" / "summary.json").read_text())["measurement"] == measured
+    lines = [json.loads(line) for line in (recipe.parent / "run" / "log.jsonl").read_text().splitlines()]
+    assert ["heldout_bits_per_byte" in line for line in lines] == [False, True, False]
+    # a step from the end, scored in windows without overlap and in bf16: near the final score, not equal to it
+    assert lines[1]["heldout_bits_per_byte"] == pytest.approx(measured["heldout_bits_per_byte"], rel=0.1)
     assert "training: 100% loss" in err
     assert "tok/s, ETA" in err
     code, out, err = _run(capsys, str(recipe), "--resume")

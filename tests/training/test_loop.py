@@ -80,6 +80,24 @@ def test_killed_between_checkpoints_it_repeats_the_lost_steps_exactly(make_recip
     _assert_same_run(train(recipe, resume=True), whole)
 
 
+def test_killed_while_the_model_is_written_it_is_written_again(make_recipe, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    whole, recipe = train(make_recipe("whole", steps=3)), make_recipe("killed", steps=3)
+    leftover = Path(recipe.output) / ".model.0123.partial"
+
+    def kill(*args: Any, **kwargs: Any) -> None:
+        leftover.mkdir()
+        raise _Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("twostroke.training.loop.save_model", kill)
+        with pytest.raises(_Killed):
+            train(recipe)
+    resumed = train(recipe, resume=True)
+    assert not resumed.was_finished
+    assert not leftover.exists()
+    _assert_same_run(resumed, whole)
+
+
 def test_killed_before_any_checkpoint_it_begins_anew(make_recipe) -> None:  # type: ignore[no-untyped-def]
     def kill(record: Any, eta_s: float) -> None:
         raise _Killed

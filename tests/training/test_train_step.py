@@ -206,6 +206,7 @@ def test_compiled_steps_are_the_uncompiled_ones_and_share_one_graph() -> None:
         graphs.append(counters["unique_graphs"])
     assert compiled.step.is_compiled, compiled.lines
     assert graphs == [graphs[0]] * 3  # two blocks, three batches: nothing was compiled after the first step
+    assert compiled.step.activations_bytes(batch) > 0
     with parallelize.eager(compiled.step.decoder):
         compiled.step.decoder.eval()(torch.zeros(1, 5, dtype=torch.long))
         compiled.step.decoder.train()

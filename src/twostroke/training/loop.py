@@ -6,6 +6,7 @@ import base64
 import contextlib
 import dataclasses
 import json
+import shutil
 import statistics
 import time
 from collections import deque
@@ -328,6 +329,8 @@ class TrainingRun:
         except CheckpointError as error:
             self._log(f"{error} {self._what_is_kept()} The model is written all the same.")
         dtype = self.recipe.train.dtype
+        for leftover in self.directory.path.glob(".model.*"):  # of a kill while the model was being written
+            shutil.rmtree(leftover, ignore_errors=True)
         save_model(self.masters.weights, self.spec, self.directory.model, dtype, self._tokenizer(), replace=True)
         measured = self._step_measurement() | self._memory_measurement()
         if checkpoint is not None:
@@ -461,7 +464,13 @@ def start(
         prediction = plan.prediction()
     else:
         log("no prediction and no MFU: this machine has no profile (`twostroke calibrate`, once, a minute).")
-    inputs = {"recipe": recipe.to_dict(), "spec": _plain(spec), "steps": steps, "n_train_tokens": prepared.n_train_tokens}
+    inputs = {
+        "recipe": recipe.to_dict(),
+        "spec": _plain(spec),
+        "steps": steps,
+        "n_train_tokens": prepared.n_train_tokens,
+        "run_directory": str(directory.path.resolve()),
+    }
     run_id = ledger.freeze("train", str(directory.path), inputs, prediction)
     resolved = Resolved(
         spec=spec,
