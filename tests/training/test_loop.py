@@ -52,7 +52,7 @@ def _interrupted_at(recipe: TrainRecipe, *steps: int) -> TrainingResult:
 
 
 @pytest.mark.parametrize(("dtype", "optimizer"), [("fp32", "adamw"), ("bf16", "muon")])
-def test_interrupted_and_resumed_is_the_uninterrupted_run_bit_for_bit(make_recipe, dtype: str, optimizer: str) -> None:  # type: ignore[no-untyped-def]
+def test_interrupted_and_resumed_is_the_uninterrupted_run_bit_for_bit(make_recipe, dtype: str, optimizer: str) -> None:
     sizes = {"family": "gpt2", "n_layers": 2, "d_model": 32, "n_heads": 2, "d_ff": 48, "dropout": 0.2}
     settings = {"steps": 6, "dtype": dtype, "optimizer": optimizer, "grad_accumulation": 2}
     whole = train(make_recipe("whole", model=sizes, **settings))
@@ -66,7 +66,7 @@ class _Killed(BaseException):
     """Stands for the process's end."""
 
 
-def test_killed_between_checkpoints_it_repeats_the_lost_steps_exactly(make_recipe) -> None:  # type: ignore[no-untyped-def]
+def test_killed_between_checkpoints_it_repeats_the_lost_steps_exactly(make_recipe) -> None:
     whole = train(make_recipe("whole", steps=6))
     recipe = make_recipe("killed", steps=6, checkpoint_every=2)
 
@@ -80,7 +80,7 @@ def test_killed_between_checkpoints_it_repeats_the_lost_steps_exactly(make_recip
     _assert_same_run(train(recipe, resume=True), whole)
 
 
-def test_killed_while_the_model_is_written_it_is_written_again(make_recipe, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_killed_while_the_model_is_written_it_is_written_again(make_recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, recipe = train(make_recipe("whole", steps=3)), make_recipe("killed", steps=3)
     leftover = Path(recipe.output) / ".model.0123.partial"
 
@@ -98,7 +98,7 @@ def test_killed_while_the_model_is_written_it_is_written_again(make_recipe, monk
     _assert_same_run(resumed, whole)
 
 
-def test_killed_before_any_checkpoint_it_begins_anew(make_recipe) -> None:  # type: ignore[no-untyped-def]
+def test_killed_before_any_checkpoint_it_begins_anew(make_recipe) -> None:
     def kill(record: Any, eta_s: float) -> None:
         raise _Killed
 
@@ -108,7 +108,7 @@ def test_killed_before_any_checkpoint_it_begins_anew(make_recipe) -> None:  # ty
     _assert_same_run(train(recipe, resume=True), whole)
 
 
-def test_a_damaged_checkpoint_falls_back_and_ends_in_the_same_weights(make_recipe) -> None:  # type: ignore[no-untyped-def]
+def test_a_damaged_checkpoint_falls_back_and_ends_in_the_same_weights(make_recipe) -> None:
     whole = train(make_recipe("whole", steps=6))
     recipe = make_recipe("damaged", steps=6, checkpoint_every=2)
     with pytest.raises(Interrupted):
@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint_falls_back_and_ends_in_the_same_weights(make_recip
 
 
 class TestRunDirectory:
-    def test_a_run_is_not_begun_over_another(self, make_recipe) -> None:  # type: ignore[no-untyped-def]
+    def test_a_run_is_not_begun_over_another(self, make_recipe) -> None:
         recipe = make_recipe(steps=1)
         train(recipe)
         before = {path: path.stat().st_mtime_ns for path in Path(recipe.output).rglob("*")}
@@ -132,7 +132,7 @@ class TestRunDirectory:
             train(recipe)
         assert {path: path.stat().st_mtime_ns for path in Path(recipe.output).rglob("*")} == before
 
-    def test_a_directory_of_something_else_is_refused(self, make_recipe) -> None:  # type: ignore[no-untyped-def]
+    def test_a_directory_of_something_else_is_refused(self, make_recipe) -> None:
         recipe = make_recipe()
         Path(recipe.output).mkdir()
         (Path(recipe.output) / "thesis.tex").touch()
@@ -140,11 +140,11 @@ class TestRunDirectory:
             with pytest.raises(InputError, match="holds no run"):
                 train(recipe, resume=resume)
 
-    def test_there_must_be_a_run_to_resume(self, make_recipe) -> None:  # type: ignore[no-untyped-def]
+    def test_there_must_be_a_run_to_resume(self, make_recipe) -> None:
         with pytest.raises(InputError, match=r"no run in .* to resume"):
             train(make_recipe(), resume=True)
 
-    def test_a_finished_run_says_so(self, make_recipe) -> None:  # type: ignore[no-untyped-def]
+    def test_a_finished_run_says_so(self, make_recipe) -> None:
         recipe = make_recipe(steps=1)
         first = train(recipe)
         assert not first.was_finished
@@ -153,14 +153,14 @@ class TestRunDirectory:
         assert again.summary == first.summary
         assert find_finished(make_recipe("other"), resume=False) is None
 
-    def test_another_recipe_is_refused_by_its_key(self, make_recipe) -> None:  # type: ignore[no-untyped-def]
+    def test_another_recipe_is_refused_by_its_key(self, make_recipe) -> None:
         with pytest.raises(Interrupted):
             train(make_recipe(), should_stop=lambda step: step == 1)
         with pytest.raises(ConfigError, match=r"train\.learning_rate=0\.5 in the recipe differs from 0\.004"):
             train(make_recipe(learning_rate=0.5), resume=True)
         train(make_recipe(checkpoint_every=1, keep_checkpoints=3), resume=True)
 
-    def test_what_cannot_be_run_leaves_nothing_behind(self, make_recipe) -> None:  # type: ignore[no-untyped-def]
+    def test_what_cannot_be_run_leaves_nothing_behind(self, make_recipe) -> None:
         recipe = make_recipe(steps=0, budget_s=10)  # no profile of this machine
         with pytest.raises(ConfigError, match="twostroke calibrate"):
             train(recipe)
@@ -171,7 +171,7 @@ class TestRunDirectory:
 class TestFullDisk:
     def test_in_the_middle_training_goes_on_and_the_old_checkpoint_stays(
         self,
-        make_recipe,  # type: ignore[no-untyped-def]
+        make_recipe,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         whole = train(make_recipe("whole", steps=5))
@@ -190,7 +190,7 @@ class TestFullDisk:
         assert len(told) == 2
         assert "Checkpoint step-00000001 is kept. Training continues." in told[0]
 
-    def test_when_stopped_it_does_not_claim_a_checkpoint(self, make_recipe, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    def test_when_stopped_it_does_not_claim_a_checkpoint(self, make_recipe, monkeypatch: pytest.MonkeyPatch) -> None:
         def full(*args: Any) -> None:
             raise CheckpointError("no room.")
 
@@ -200,8 +200,22 @@ class TestFullDisk:
         assert not isinstance(caught.value, Interrupted)
         assert Ledger().runs()[0].status == "failed"
 
+    def test_at_the_end_the_run_can_be_resumed_to_its_model(self, make_recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+        whole, recipe = train(make_recipe("whole", steps=2)), make_recipe("full", steps=2)
 
-def test_steps_that_are_not_finite_are_skipped_named_and_given_up_in_the_end(make_recipe) -> None:  # type: ignore[no-untyped-def]
+        def full(*args: Any, **kwargs: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("twostroke.model.save.save_file", full)
+            with pytest.raises(
+                TwostrokeError, match=r"all 2 steps are done, but .* No space left on device.*step-00000002 is kept"
+            ):
+                train(recipe)
+        _assert_same_run(train(recipe, resume=True), whole)
+
+
+def test_steps_that_are_not_finite_are_skipped_named_and_given_up_in_the_end(make_recipe) -> None:
     recipe = make_recipe(steps=50, optimizer="adamw", learning_rate=1e30, dtype="fp32")
     lines: list[str] = []
     with pytest.raises(TwostrokeError, match=f"{SKIPPED_IN_A_ROW} steps in a row were not finite"):
@@ -235,7 +249,7 @@ def profile() -> MachineProfile:
     return made
 
 
-def test_the_prediction_is_frozen_before_and_measured_after(make_recipe, profile: MachineProfile) -> None:  # type: ignore[no-untyped-def]
+def test_the_prediction_is_frozen_before_and_measured_after(make_recipe, profile: MachineProfile) -> None:
     ledger = Ledger()
     during = []
     recipe = make_recipe(steps=5, dtype="bf16")
@@ -250,7 +264,7 @@ def test_the_prediction_is_frozen_before_and_measured_after(make_recipe, profile
     assert result.summary["measurement"] == run.measurement
 
 
-def test_measured_numbers_are_what_they_say(make_recipe, profile: MachineProfile) -> None:  # type: ignore[no-untyped-def]
+def test_measured_numbers_are_what_they_say(make_recipe, profile: MachineProfile) -> None:
     recipe = make_recipe(steps=6, dtype="bf16", optimizer="adamw", grad_accumulation=2)
     run = start(recipe)
     result = run.execute()
@@ -276,7 +290,7 @@ def test_measured_numbers_are_what_they_say(make_recipe, profile: MachineProfile
     assert measured["startup_s"] >= records[0]["step_time_s"]
 
 
-def test_time_before_an_interruption_counts(make_recipe) -> None:  # type: ignore[no-untyped-def]
+def test_time_before_an_interruption_counts(make_recipe) -> None:
     result = _interrupted_at(make_recipe(steps=4), 2)
     total = sum(record["step_time_s"] for record in _log(result.directory))
     assert result.summary["measurement"]["train_time_s"] >= total
@@ -284,7 +298,7 @@ def test_time_before_an_interruption_counts(make_recipe) -> None:  # type: ignor
     assert statuses == ["interrupted", "finished"]
 
 
-def test_without_a_profile_it_trains_and_says_what_is_missing(make_recipe) -> None:  # type: ignore[no-untyped-def]
+def test_without_a_profile_it_trains_and_says_what_is_missing(make_recipe) -> None:
     lines: list[str] = []
     result = train(make_recipe(steps=1), log=lines.append)
     assert _log(result.directory)[0]["mfu"] is None
@@ -304,7 +318,7 @@ def test_medians_leave_out_warm_up_and_skipped_steps() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "family"), [("bf16", "llama"), ("fp32", "gpt2"), ("bf16", "qwen3")])
-def test_the_saved_model_is_the_masters_in_the_training_format(make_recipe, dtype: str, family: str) -> None:  # type: ignore[no-untyped-def]
+def test_the_saved_model_is_the_masters_in_the_training_format(make_recipe, dtype: str, family: str) -> None:
     sizes = {"family": family, "n_layers": 1, "d_model": 32, "n_heads": 2, "d_ff": 48}
     result = train(make_recipe(model=sizes, steps=2, dtype=dtype))
     masters = load_checkpoint(list_checkpoints(result.directory / "checkpoints")[-1][1]).weights
@@ -316,7 +330,7 @@ def test_the_saved_model_is_the_masters_in_the_training_format(make_recipe, dtyp
     assert (result.model / "tokenizer.json").is_file()
 
 
-def test_fine_tuning_continues_a_model_with_its_own_tokenizer(make_recipe) -> None:  # type: ignore[no-untyped-def]
+def test_fine_tuning_continues_a_model_with_its_own_tokenizer(make_recipe) -> None:
     first = train(make_recipe("first", steps=30, dtype="fp32", learning_rate=1e-2))
     recipe = make_recipe("second", model={"init_from": str(first.model)}, steps=2, dtype="fp32", learning_rate=1e-4)
     recipe = dataclasses.replace(recipe, method="full", data=dataclasses.replace(recipe.data, tokenizer=None))
@@ -328,7 +342,7 @@ def test_fine_tuning_continues_a_model_with_its_own_tokenizer(make_recipe) -> No
     assert (second.model / "tokenizer.json").read_bytes() == (first.model / "tokenizer.json").read_bytes()
 
 
-def test_scores_in_the_middle_join_the_log_and_change_nothing(make_recipe) -> None:  # type: ignore[no-untyped-def]
+def test_scores_in_the_middle_join_the_log_and_change_nothing(make_recipe) -> None:
     whole = train(make_recipe("whole", steps=4))
 
     def evaluate(decoder: Any, prepared: Any) -> dict[str, float]:

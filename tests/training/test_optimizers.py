@@ -14,7 +14,7 @@ SPEC = ModelSpec("llama", 40, 2, 16, 4, 2, 4, 24, 32)  # grouped queries, so tha
 
 
 def _settings(optimizer: str = "muon", weight_decay: float = 0.1) -> TrainSettings:
-    return TrainSettings(steps=10, optimizer=optimizer, learning_rate=1e-3, muon_learning_rate=0.02, weight_decay=weight_decay)  # type: ignore[arg-type]
+    return TrainSettings(steps=10, optimizer=optimizer, learning_rate=1e-3, muon_learning_rate=0.02, weight_decay=weight_decay)
 
 
 def _masters() -> MasterWeights:

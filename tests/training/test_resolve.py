@@ -19,14 +19,14 @@ DATA: Any = SimpleNamespace(vocab_size=300, n_train_tokens=1_000_000, eos_id=0)
 HARDWARE = load_hardware(hardware_names()[0])
 
 
-def test_explicit_sizes_are_the_models(make_recipe) -> None:  # type: ignore[no-untyped-def]
+def test_explicit_sizes_are_the_models(make_recipe) -> None:
     spec = resolve_spec(make_recipe(), DATA, None)
     assert (spec.n_layers, spec.d_model, spec.vocab_size, spec.max_positions) == (2, 32, 300, 32)
     assert spec.eos_token_ids == (0,)
     assert spec.bos_token_id is None
 
 
-def test_auto_takes_the_planners_sizes_and_the_recipes_family(make_recipe) -> None:  # type: ignore[no-untyped-def]
+def test_auto_takes_the_planners_sizes_and_the_recipes_family(make_recipe) -> None:
     recipe = make_recipe(model={"size": "auto", "family": "qwen3", "rope_theta": 5000.0}, steps=0, budget_s=60)
     spec = resolve_spec(recipe, DATA, HARDWARE)
     picked = pick_model(60, 300, 1_000_000, recipe.train, HARDWARE)
@@ -36,7 +36,7 @@ def test_auto_takes_the_planners_sizes_and_the_recipes_family(make_recipe) -> No
     assert spec.rope.theta == 5000.0
 
 
-def test_a_budget_is_as_many_steps_as_the_planner_expects_to_fit(make_recipe) -> None:  # type: ignore[no-untyped-def]
+def test_a_budget_is_as_many_steps_as_the_planner_expects_to_fit(make_recipe) -> None:
     recipe = make_recipe(steps=0, budget_s=60)
     spec = resolve_spec(recipe, DATA, HARDWARE)
     steps = resolve_steps(recipe, spec, HARDWARE)
@@ -45,12 +45,12 @@ def test_a_budget_is_as_many_steps_as_the_planner_expects_to_fit(make_recipe) ->
     assert plan.train_time_s <= 60 < plan.train_time_s + plan.step_time_s
 
 
-def test_steps_are_taken_as_they_are(make_recipe) -> None:  # type: ignore[no-untyped-def]
+def test_steps_are_taken_as_they_are(make_recipe) -> None:
     recipe = make_recipe(steps=17)
     assert resolve_steps(recipe, resolve_spec(recipe, DATA, None), None) == 17
 
 
-def test_budget_and_auto_need_a_calibrated_machine(make_recipe) -> None:  # type: ignore[no-untyped-def]
+def test_budget_and_auto_need_a_calibrated_machine(make_recipe) -> None:
     recipe = make_recipe(steps=0, budget_s=60)
     with pytest.raises(ConfigError, match="twostroke calibrate"):
         resolve_steps(recipe, resolve_spec(recipe, DATA, None), None)
@@ -64,7 +64,7 @@ def model_directory(tmp_path: Path, tokenizer: Path) -> Path:
     return save_model(Decoder(spec), spec, tmp_path / "model", tokenizer_path=tokenizer)
 
 
-def test_a_model_to_start_from_brings_spec_and_tokenizer(make_recipe, model_directory: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_model_to_start_from_brings_spec_and_tokenizer(make_recipe, model_directory: Path) -> None:
     recipe = make_recipe(model={"init_from": str(model_directory)}, sequence_length=16)
     assert resolve_spec(recipe, DATA, None).n_layers == 1
     assert with_own_tokenizer(recipe) == recipe  # it names another
@@ -74,7 +74,7 @@ def test_a_model_to_start_from_brings_spec_and_tokenizer(make_recipe, model_dire
     assert with_own_tokenizer(bare).data.tokenizer == str(model_directory)
 
 
-def test_a_model_too_small_for_tokenizer_or_sequence_is_refused(make_recipe, model_directory: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_model_too_small_for_tokenizer_or_sequence_is_refused(make_recipe, model_directory: Path) -> None:
     recipe = make_recipe(model={"init_from": str(model_directory)}, sequence_length=16)
     larger: Any = SimpleNamespace(vocab_size=301, n_train_tokens=1, eos_id=0)
     with pytest.raises(ConfigError, match="301 entries"):

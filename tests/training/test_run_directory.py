@@ -59,7 +59,7 @@ def test_json_is_replaced_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"seed": 0}', '{"resolved": {"format": 99}}', '{"resolved": {"format": 1}}'])
-def test_a_damaged_record_is_a_sentence(tmp_path: Path, content: str, make_recipe) -> None:  # type: ignore[no-untyped-def]
+def test_a_damaged_record_is_a_sentence(tmp_path: Path, content: str, make_recipe) -> None:
     (tmp_path / "recipe.json").write_text(content)
     with pytest.raises(CorruptFileError, match=r"recipe\.json"):
         RunDirectory(tmp_path).open(make_recipe(), resume=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from twostroke.core.errors import (
     CapacityError,
@@ -328,10 +329,7 @@ class TrainingRun:
             checkpoint = self._save()
         except CheckpointError as error:
             self._log(f"{error} {self._what_is_kept()} The model is written all the same.")
-        dtype = self.recipe.train.dtype
-        for leftover in self.directory.path.glob(".model.*"):  # of a kill while the model was being written
-            shutil.rmtree(leftover, ignore_errors=True)
-        save_model(self.masters.weights, self.spec, self.directory.model, dtype, self._tokenizer(), replace=True)
+        self._write_model()
         measured = self._step_measurement() | self._memory_measurement()
         if checkpoint is not None:
             measured["checkpoint_bytes"] = directory_bytes(checkpoint)
@@ -355,6 +353,19 @@ class TrainingRun:
         self._measure(measured, "finished", "; ".join(self._notes) or None)
         write_json(self.directory.summary, summary)
         return TrainingResult(self.directory.path, self.directory.model, self.resolved.run_id, summary)
+
+    def _write_model(self) -> None:
+        """The model directory. Raises TwostrokeError where it cannot be written; the run can then be resumed to this point."""
+        for leftover in self.directory.path.glob(".model.*"):  # of a kill while the model was being written
+            shutil.rmtree(leftover, ignore_errors=True)
+        dtype, weights = self.recipe.train.dtype, self.masters.weights
+        try:
+            save_model(weights, self.spec, self.directory.model, dtype, self._tokenizer(), replace=True)
+        except (OSError, SafetensorError) as error:
+            raise TwostrokeError(
+                f"all {self.steps} steps are done, but {self.directory.model} cannot be written: {error}. "
+                f"{self._what_is_kept()} Make room and continue with --resume."
+            ) from error
 
     def _tokenizer(self) -> Path:
         """A model's tokenizer directory, with its chat template, where the run started from one; else the file the text was

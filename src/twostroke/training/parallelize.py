@@ -52,7 +52,7 @@ def compile_blocks(decoder: nn.Module) -> ChunkFunction:
 
 
 def undo_compile(decoder: nn.Module) -> ChunkFunction:
-    """Run the blocks as plain Python again, and return the plain chunk of the loss."""
+    """Run the blocks as plain Python again, and return the plain chunk of the loss. (``compile`` has no public inverse.)"""
     for block in decoder.get_submodule("blocks").children():
         block._compiled_call_impl = None
     return chunk_loss
