@@ -1,0 +1,157 @@
+"""Runs a plan with torch operators, one step of any mix of requests at a time: the reference for faster executions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twostroke.engine import plan as p
+from twostroke.engine.batch import Group, StepBatch
+from twostroke.engine.kv_pool import KVPool
+from twostroke.kernels.attention import attention
+from twostroke.model.mlp import ACTIVATIONS
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+Run = Callable[["Buffers"], None]
+
+
+class Buffers:
+    """The plan's buffers during one step (``engine.plan`` says what each holds)."""
+
+    __slots__ = ("batch", "h", "logits", "m", "mixed", "qkv", "x")
+
+    def __init__(self, batch: StepBatch) -> None:
+        self.batch = batch
+        self.x: Any = None
+        self.h: Any = None
+        self.qkv: Any = None
+        self.mixed: Any = None
+        self.m: Any = None
+        self.logits: Any = None
+
+
+class TorchInterpreter:
+    """Knows operations, not families. ``watch``, where given, is called after each operation with it and the buffers."""
+
+    def __init__(self, plan: p.Plan, pool: KVPool, watch: Callable[[p.Op, Buffers], None] | None = None) -> None:
+        self.plan, self.pool, self.watch = plan, pool, watch
+        spec = plan.spec
+        self.n_heads, self.n_kv_heads, self.head_dim = spec.n_heads, spec.n_kv_heads, spec.head_dim
+        self.group = spec.queries_per_kv_head
+        self.scale = spec.head_dim**-0.5
+        run: dict[type, Callable[[Any, Buffers], None]] = {
+            p.Embed: self._embed,
+            p.Normalise: self._normalise,
+            p.ProjectHeads: self._project_heads,
+            p.NormaliseHeads: self._normalise_heads,
+            p.TurnAndStore: self._turn_and_store,
+            p.Attend: self._attend,
+            p.KeepSampledRows: self._keep_sampled_rows,
+            p.AddMixed: self._add_mixed,
+            p.Widen: self._widen,
+            p.AddNarrowed: self._add_narrowed,
+            p.Head: self._head,
+        }
+        self._program = tuple((run[type(op)], op) for op in plan.ops)
+
+    @torch.inference_mode()
+    def run(self, batch: StepBatch) -> Float[Tensor, "sampled V"]:
+        """Logits, fp32, of the rows that a token is sampled from; keys and values of all rows are in the pool afterwards."""
+        buffers = Buffers(batch)
+        for run, op in self._program:
+            run(op, buffers)
+            if self.watch is not None:
+                self.watch(op, buffers)
+        logits: Tensor = buffers.logits
+        return logits
+
+    def _embed(self, op: p.Embed, b: Buffers) -> None:
+        b.x = F.embedding(b.batch.tokens, op.table)
+        if op.positions is not None:
+            b.x += F.embedding(b.batch.positions, op.positions)
+
+    def _normalise(self, op: p.Normalise, b: Buffers) -> None:
+        if op.bias is None:
+            b.h = F.rms_norm(b.x, op.weight.shape, op.weight, op.eps)
+        else:
+            b.h = F.layer_norm(b.x, op.weight.shape, op.weight, op.bias, op.eps)
+
+    def _project_heads(self, op: p.ProjectHeads, b: Buffers) -> None:
+        b.qkv = op.matrix(b.h).view(b.batch.n_rows, -1, self.head_dim)  # (n, H + 2K, D)
+
+    def _normalise_heads(self, op: p.NormaliseHeads, b: Buffers) -> None:
+        turned = b.qkv[:, : self.n_heads + self.n_kv_heads]
+        turned.copy_(F.rms_norm(turned, (self.head_dim,), None, op.eps).mul_(op.weight))
+
+    def _turn_and_store(self, op: p.TurnAndStore, b: Buffers) -> None:
+        if op.rotary:
+            assert b.batch.turn is not None
+            turned = b.qkv[:, : self.n_heads + self.n_kv_heads]
+            values = turned.float()  # itself where it is fp32
+            torch.view_as_complex(values.unflatten(2, (-1, 2))).mul_(b.batch.turn)
+            if values.dtype != turned.dtype:
+                turned.copy_(values)
+        keys_and_values = b.qkv[:, self.n_heads :].transpose(0, 1)  # (2K, n, D)
+        self.pool.layer(op.layer).index_copy_(1, b.batch.slots, keys_and_values)
+
+    def _attend(self, op: p.Attend, b: Buffers) -> None:
+        n = b.batch.n_rows
+        queries = b.qkv[:, : self.n_heads].view(n, self.n_kv_heads, self.group, self.head_dim)
+        groups = b.batch.groups[op.window]
+        if len(groups) == 1 and groups[0].keys.n_rows == n:  # decoding alone: nothing to put together
+            b.mixed = self._attend_group(op.layer, groups[0], queries).reshape(n, -1)
+            return
+        b.mixed = torch.empty(n, self.n_heads * self.head_dim, dtype=queries.dtype)
+        for group in groups:
+            b.mixed[group.rows] = self._attend_group(op.layer, group, queries[group.rows]).flatten(1)
+
+    def _attend_group(self, layer: int, group: Group, queries: Tensor) -> Tensor:
+        """(rows, K, G, D) → (rows, K, G, D)."""
+        keys = group.keys
+        if keys.pages is None:
+            k, v = self.pool.run(layer, keys.first_slot, keys.n_slots)
+        else:
+            k, v = self.pool.gather(layer, keys.pages, keys.n_rows, keys.n_slots)
+        q = queries.unflatten(0, (keys.n_rows, -1)).permute(2, 0, 1, 3, 4)  # (K, B, T, G, D)
+        parts = [
+            attention(
+                q[:, :, block.first : block.end],
+                k[:, :, block.first_slot : block.end_slot],
+                v[:, :, block.first_slot : block.end_slot],
+                block.mask,
+                self.scale,
+                self.plan.crossovers,
+            )
+            for block in group.blocks
+        ]
+        mixed = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        return mixed.permute(1, 2, 0, 3, 4).flatten(0, 1)
+
+    def _keep_sampled_rows(self, op: p.KeepSampledRows, b: Buffers) -> None:
+        rows = b.batch.sampled_rows
+        if rows is not None:
+            b.x, b.mixed = b.x[rows], b.mixed[rows]
+
+    def _add_mixed(self, op: p.AddMixed, b: Buffers) -> None:
+        b.x = op.matrix(b.mixed, b.x)
+
+    def _widen(self, op: p.Widen, b: Buffers) -> None:
+        wide = op.matrix(b.h)
+        activation = ACTIVATIONS[op.activation]
+        if op.gated:
+            gate, up = wide.chunk(2, dim=-1)
+            b.m = activation(gate).mul_(up)
+        else:
+            b.m = activation(wide)
+
+    def _add_narrowed(self, op: p.AddNarrowed, b: Buffers) -> None:
+        b.x = op.matrix(b.m, b.x)
+
+    def _head(self, op: p.Head, b: Buffers) -> None:
+        b.logits = op.matrix(b.h).float()

@@ -1,0 +1,65 @@
+"""The memory of cached keys and values: one array of token slots a layer, handed out in pages by the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twostroke.core.dtypes import bytes_of
+from twostroke.core.errors import CapacityError
+from twostroke.core.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+def token_bytes(spec: ModelSpec, dtype: str) -> int:
+    """Bytes of keys and values of one token in all layers: 2·L·K·D·bytes."""
+    return int(2 * spec.n_layers * spec.n_kv_heads * spec.head_dim * bytes_of(dtype))
+
+
+class KVPool:
+    """``layer(i)`` is (2K, slots, D): K key heads, then K value heads, each a run of ``n_pages``·``page_tokens`` slots.
+
+    Heads come first so that neighbouring pages of one request are one matrix a head, without a copy, and gathered pages are
+    too. Memory comes zeroed from the system page by page as it is touched, so a large pool costs nothing at start; zeros
+    matter, because a masked slot is still multiplied, by nought, and nought times a stray NaN would be NaN.
+    """
+
+    def __init__(self, spec: ModelSpec, n_pages: int, page_tokens: int, dtype: str) -> None:
+        self.n_pages, self.page_tokens, self.dtype = n_pages, page_tokens, dtype
+        self.n_kv_heads, self.head_dim = spec.n_kv_heads, spec.head_dim
+        self.n_bytes = token_bytes(spec, dtype) * n_pages * page_tokens
+        shape = (spec.n_layers, 2 * spec.n_kv_heads, n_pages * page_tokens, spec.head_dim)
+        try:
+            raw = np.zeros(shape, np.float32 if dtype == "fp32" else np.uint16)
+        except MemoryError:
+            raise CapacityError(f"a KV cache of {self.n_bytes} bytes does not fit in memory. Lower kv_cache_bytes.") from None
+        storage = torch.from_numpy(raw)
+        self.storage = storage if dtype == "fp32" else storage.view(torch.bfloat16)
+        self._layers = tuple(self.storage)
+        self._paged = tuple(layer.view(2 * spec.n_kv_heads, n_pages, page_tokens * spec.head_dim) for layer in self._layers)
+
+    def layer(self, i: int) -> Float[Tensor, "2K slots D"]:
+        return self._layers[i]
+
+    def run(self, i: int, first_slot: int, n_slots: int) -> tuple[Float[Tensor, "K 1 S D"], Float[Tensor, "K 1 S D"]]:
+        """Keys and values of neighbouring slots, as views."""
+        slots = self._layers[i][:, None, first_slot : first_slot + n_slots]
+        return slots[: self.n_kv_heads], slots[self.n_kv_heads :]
+
+    def gather(self, i: int, pages: Tensor, n_rows: int, n_slots: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (K, B, S, D) of ``n_rows`` requests with equally many pages each, copied; the first ``n_slots``."""
+        copied = self._paged[i].index_select(1, pages).view(2 * self.n_kv_heads, n_rows, -1, self.head_dim)
+        if copied.shape[2] != n_slots:
+            copied = copied[:, :, :n_slots]
+        return copied[: self.n_kv_heads], copied[self.n_kv_heads :]
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Zero what ``pages`` hold in every layer (a failed request may have left NaN there)."""
+        for layer in self._paged:
+            layer[:, list(pages)] = 0

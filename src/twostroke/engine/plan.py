@@ -1,0 +1,144 @@
+"""The flat plan that a model is lowered to: a tuple of operations over a few named buffers, the same for every family.
+
+Buffers, one row a token, all rows of a step together: ``x`` the residual stream (n, E); ``h`` its normalised copy (n, E);
+``qkv`` the packed projection (n, (H + 2K)·D); ``mixed`` what attention brings (n, H·D); ``m`` the inside of the MLP (n, F). An
+operation reads and writes the buffers its docstring names. ``interpreter`` runs a plan with torch and is the reference for
+faster executions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from twostroke.core.spec import Activation, ModelSpec
+from twostroke.kernels.crossovers import Crossovers
+from twostroke.kernels.matrix import Matrix
+
+
+@dataclass(frozen=True, eq=False)
+class Embed:
+    """x ← table[token] (+ positions[position])."""
+
+    table: Tensor
+    positions: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Normalise:
+    """h ← RMSNorm(x), or LayerNorm(x) where there is a bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+
+@dataclass(frozen=True, eq=False)
+class ProjectHeads:
+    """qkv ← h·Wᵀ + b."""
+
+    matrix: Matrix
+
+
+@dataclass(frozen=True, eq=False)
+class NormaliseHeads:
+    """RMSNorm of each query and key head in qkv; ``weight`` is (H + K, D)."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, eq=False)
+class TurnAndStore:
+    """Turn queries and keys in qkv by their position (``rotary``), then write keys and values to the layer's cache."""
+
+    layer: int
+    rotary: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Attend:
+    """mixed ← attention of qkv's queries over the cached keys and values of their own request, the last ``window`` of them."""
+
+    layer: int
+    window: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class KeepSampledRows:
+    """x, mixed ← their rows that a token will be sampled from. After the last attention no other row matters."""
+
+
+@dataclass(frozen=True, eq=False)
+class AddMixed:
+    """x ← x + mixed·Wᵀ + b."""
+
+    matrix: Matrix
+
+
+@dataclass(frozen=True, eq=False)
+class Widen:
+    """m ← activation(h·Wᵀ + b); ``gated``: the product holds gate and up, m ← activation(gate)·up."""
+
+    matrix: Matrix
+    activation: Activation
+    gated: bool
+
+
+@dataclass(frozen=True, eq=False)
+class AddNarrowed:
+    """x ← x + m·Wᵀ + b."""
+
+    matrix: Matrix
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """logits ← h·Wᵀ, fp32."""
+
+    matrix: Matrix
+
+
+Op = (
+    Embed
+    | Normalise
+    | ProjectHeads
+    | NormaliseHeads
+    | TurnAndStore
+    | Attend
+    | KeepSampledRows
+    | AddMixed
+    | Widen
+    | AddNarrowed
+    | Head
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """``weights`` is how matrices are held (fp32, bf16, int8); ``dtype`` what activations and the cache are computed in."""
+
+    spec: ModelSpec
+    ops: tuple[Op, ...]
+    weights: str
+    dtype: str
+    crossovers: Crossovers
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of weights that one step must read, whatever its rows (the embedding's rows, a few kB, left out)."""
+        total = 0
+        for op in self.ops:
+            if isinstance(op, ProjectHeads | AddMixed | Widen | AddNarrowed | Head):
+                total += op.matrix.n_bytes
+            elif isinstance(op, Normalise):
+                total += op.weight.nbytes + (op.bias.nbytes if op.bias is not None else 0)
+        return total
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of all weights as they are held: ``step_bytes`` and the tables of embeddings."""
+        embed = self.ops[0]
+        assert isinstance(embed, Embed)
+        return self.step_bytes + embed.table.nbytes + (embed.positions.nbytes if embed.positions is not None else 0)
