@@ -179,7 +179,8 @@ def bench_offline(
 def _check_context(spec: ModelSpec, longest: int) -> None:
     if longest > spec.max_positions:
         raise ConfigError(
-            f"prompt and output of up to {longest} tokens exceed the model's context of {spec.max_positions}. Use less of either."
+            f"prompt and output of up to {longest} tokens exceed the model's context of {spec.max_positions}. "
+            "Use less of either."
         )
 
 

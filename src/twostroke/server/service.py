@@ -51,9 +51,11 @@ class Choice:
             raise api_error(error, self.param) from None
         token_ids = [i for delta in deltas for i in delta.token_ids]
         logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
-        self.n_output += len(token_ids)
         finish = deltas[-1].finish_reason
         text = self.detokenizer.add(token_ids)
+        n_new = self.detokenizer.n_tokens - self.n_output  # fewer than have come where a stop string ended the text among them
+        token_ids, logprobs = token_ids[:n_new], logprobs[:n_new]
+        self.n_output += n_new
         if self.detokenizer.stopped:
             self.stream.close()
             finish = "stop"
@@ -191,7 +193,10 @@ class Generation:
             stream = self._service.client.submit(prompt_ids, params)
         except TwostrokeError as error:
             raise api_error(error) from None
-        detokenizer = IncrementalDetokenizer(self._service.text.tokenizer, params.stop)
+        eos = () if params.ignore_eos else self._service.spec.eos_token_ids
+        hidden = {*eos, *params.stop_token_ids}
+        tokenizer = self._service.text.tokenizer
+        detokenizer = IncrementalDetokenizer(tokenizer, params.stop, hidden, params.min_tokens, prompt_ids)
         self.choices.append(Choice(len(self.choices), stream, detokenizer, self._param))
         self.prompt_tokens += len(prompt_ids)
 
