@@ -81,3 +81,28 @@ def test_a_model_too_small_for_tokenizer_or_sequence_is_refused(make_recipe, mod
         resolve_spec(recipe, larger, None)
     with pytest.raises(ConfigError, match="sequence_length=32"):
         resolve_spec(make_recipe(model={"init_from": str(model_directory)}), DATA, None)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt2"])
+def test_each_family_brings_its_own_parts(make_recipe, family: str) -> None:
+    sizes = {"family": family, "n_layers": 1, "d_model": 32, "n_heads": 2, "d_ff": 48, "dropout": 0.1}
+    spec = resolve_spec(make_recipe(model=sizes), DATA, None)
+    assert (spec.norm, spec.positions) == (("layernorm", "learned") if family == "gpt2" else ("rmsnorm", "rope"))
+    assert (spec.qk_norm, spec.qkv_bias) == (family == "qwen3", family in ("qwen2", "gpt2"))
+    assert (spec.sliding_window, spec.dropout, spec.head_dim) == (None, 0.1, 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"family": "gpt2", "n_kv_heads": 1}, "leave both out for gpt2"),
+        ({"max_positions": 16}, r"sequence_length=32 must be at most model\.max_positions=16"),
+        ({"n_heads": 3}, r"model\.n_heads=3 must divide model\.d_model=32"),
+        ({"n_kv_heads": 3}, "n_kv_heads=3 must divide n_heads=2"),
+        ({"family": "mamba"}, "not supported"),
+    ],
+)
+def test_impossible_sizes_are_named(make_recipe, changes: dict[str, Any], sentence: str) -> None:
+    sizes = {"n_layers": 1, "d_model": 32, "n_heads": 2, "d_ff": 48} | changes
+    with pytest.raises(ConfigError, match=sentence):
+        resolve_spec(make_recipe(model=sizes), DATA, None)
