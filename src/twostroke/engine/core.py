@@ -1,0 +1,292 @@
+"""``EngineCore``: a model, a scheduler and a cache, advanced one step at a time by whoever owns the loop."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from twostroke.core.errors import CapacityError, ConfigError, InputError
+from twostroke.core.families import read_config, read_spec
+from twostroke.core.profile import load_profile
+from twostroke.core.spec import ModelSpec
+from twostroke.core.units import format_bytes
+from twostroke.engine.batch import BatchBuilder
+from twostroke.engine.interpreter import TorchInterpreter
+from twostroke.engine.kv_pool import KVPool, token_bytes
+from twostroke.engine.lowering import WEIGHTS, lower
+from twostroke.engine.memory import available_bytes, default_pages
+from twostroke.engine.meters import StepMeter
+from twostroke.engine.sampler import TokenLogprobs, sample
+from twostroke.kernels.crossovers import Crossovers
+from twostroke.planner.memory import weights_bytes
+from twostroke.quantization.load import load_any_state
+from twostroke.scheduling.request import FinishReason, Request
+from twostroke.scheduling.sampling_params import SamplingParams
+from twostroke.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """``dtype``: how weights are held, bf16, fp32, int8, or auto (int8 for a directory that is, else bf16).
+
+    ``max_model_len`` None: the model's positions, or fewer where the cache is smaller. ``kv_cache_bytes`` None: a quarter of
+    the free memory, at most what ``max_running`` requests of full length need. ``n_threads`` None: ``OMP_NUM_THREADS``, else
+    every core this process may use. Raises ConfigError for a value out of range.
+    """
+
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    kv_cache_bytes: int | None = None
+    max_running: int = 128
+    token_budget: int = 512
+    page_tokens: int = 16
+    n_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", *WEIGHTS):
+            raise ConfigError(f"dtype={self.dtype!r} is not a way to hold weights. Use one of auto, {', '.join(WEIGHTS)}.")
+        for name in ("max_model_len", "kv_cache_bytes", "max_running", "token_budget", "page_tokens", "n_threads"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """New tokens of one request. ``finish_reason`` is set in its last event; with "error" (its logits were not finite) there
+    is no token. A token that ended the request with "stop" is among ``token_ids``."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+
+
+@dataclass
+class EngineStats:
+    """Counts since the start and the state now. A step is *decode* when every request in it had one token to compute, *prefill*
+    when none was decoding, else *mixed*. ``…_s`` is the time of whole steps, from scheduling to tokens."""
+
+    running: int = 0
+    waiting: int = 0
+    pages_used: int = 0
+    pages_total: int = 0
+    pages_cached: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    output_tokens: int = 0
+    failed_requests: int = 0
+    prefill_steps: int = 0
+    prefill_s: float = 0.0
+    prefill_tokens: int = 0  # computed in prefill steps, prefix hits not counted
+    prefill_flop: int = 0
+    mixed_steps: int = 0
+    mixed_s: float = 0.0
+    mixed_tokens: int = 0
+    decode_steps: int = 0
+    decode_s: float = 0.0
+    decode_tokens: int = 0
+    decode_bytes: int = 0  # weights and cache that decode steps had to read
+
+
+@dataclass
+class _Loaded:
+    spec: ModelSpec
+    state: Mapping[str, Tensor]
+    weights: str
+
+
+class EngineCore:
+    """Continuous batching over one model. ``step`` while ``has_work``; nothing runs in between.
+
+    Raises InputError, ConfigError or CorruptFileError for a directory that is no usable model, CapacityError where weights or
+    cache do not fit in memory.
+    """
+
+    def __init__(self, model_dir: Path | str, config: EngineConfig | None = None) -> None:
+        began = time.perf_counter()
+        self.config = config or EngineConfig()
+        torch.set_num_threads(self.config.n_threads or _default_threads())
+        loaded = _load(Path(model_dir), self.config.dtype)
+        profile = load_profile()
+        crossovers = Crossovers.from_extras(profile.extras) if profile else Crossovers()
+        self.spec = loaded.spec
+        self.plan = lower(loaded.spec, loaded.state, loaded.weights, crossovers)
+        del loaded
+        scheduler_config = _fit(self.spec, self.config, self.plan.dtype)
+        self.scheduler = Scheduler(scheduler_config)
+        self.pool = KVPool(self.spec, scheduler_config.n_pages, scheduler_config.page_tokens, self.plan.dtype)
+        self._builder = BatchBuilder(self.spec, scheduler_config, self.plan.dtype)
+        self._interpreter = TorchInterpreter(self.plan, self.pool)
+        self._seeds: dict[str, int] = {}
+        self._counts = EngineStats(pages_total=scheduler_config.n_pages)
+        self._meter = StepMeter(self.spec, self.plan.step_bytes, token_bytes(self.spec, self.plan.dtype))
+        self.load_s = time.perf_counter() - began
+
+    @property
+    def dtype(self) -> str:
+        """How weights are held: fp32, bf16 or int8."""
+        return self.plan.weights
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and output together."""
+        return self.scheduler.config.max_model_len
+
+    @property
+    def weights_bytes(self) -> int:
+        return self.plan.weights_bytes
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return self.pool.n_bytes
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add_request(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, priority: int = 0) -> None:
+        """Queue a request; its tokens come from ``step``. Raises InputError (empty prompt, unknown token, id in use) or
+        CapacityError (it could never fit); the engine is as before then."""
+        try:
+            least, most = min(prompt_ids, default=0), max(prompt_ids, default=0)
+        except TypeError:
+            raise InputError("the prompt must be a list of token ids.") from None
+        if least < 0 or most >= self.spec.vocab_size:
+            bad = least if least < 0 else most
+            raise InputError(f"prompt token {bad} is not in the model's vocabulary of {self.spec.vocab_size}.")
+        self.scheduler.add(Request(request_id, prompt_ids, params, priority, self.spec.eos_token_ids))
+        self._seeds[request_id] = secrets.randbits(64) if params.seed is None else params.seed
+
+    def abort(self, request_id: str) -> None:
+        """Cancel a request, known or not. No event of it comes any more, and its pages are free."""
+        self._seeds.pop(request_id, None)
+        self.scheduler.abort(request_id)
+
+    @torch.inference_mode()
+    def step(self) -> list[TokenEvent]:
+        """Compute one step and return what it brought: at most one token for each running request."""
+        if not self.scheduler.has_work:
+            return []
+        began = time.perf_counter()
+        step = self.scheduler.schedule()
+        logits = self._interpreter.run(self._builder.build(step))
+        places = [i for i in range(len(step.requests)) if step.samples(i)]
+        rows = [step.requests[i] for i in places]
+        sampled = sample(logits, rows, [self._seeds[r.id] for r in rows]) if rows else None
+        tokens: list[int | None] = [None] * len(step.requests)
+        failed: set[str] = set()
+        events: list[TokenEvent] = []
+        if sampled is not None:
+            for place, token in zip(places, sampled.tokens, strict=True):
+                tokens[place] = token
+            failed = {rows[i].id for i in sampled.failed}
+        for request in rows:
+            if request.id in failed:  # before its pages go to others
+                self.pool.clear(self.scheduler.pool.sole(request.pages))
+        finished = self.scheduler.update(step, tokens, failed)
+        if sampled is not None:
+            for request, token, entry in zip(rows, sampled.tokens, sampled.logprobs, strict=True):
+                if request.id in failed:
+                    events.append(TokenEvent(request.id, [], None, "error"))
+                else:
+                    events.append(TokenEvent(request.id, [token], None if entry is None else [entry], request.finish_reason))
+        for request in finished:
+            self._seeds.pop(request.id, None)
+        self._count(step, len(rows) - len(failed), len(failed), time.perf_counter() - began)
+        return events
+
+    def stats(self) -> EngineStats:
+        """The counters, as they are now."""
+        scheduler, counts = self.scheduler, self._counts
+        counts.running, counts.waiting = scheduler.n_running, scheduler.n_waiting
+        counts.pages_used, counts.pages_cached = scheduler.pool.n_used, scheduler.pool.n_cached
+        counts.preemptions = scheduler.n_preemptions
+        counts.prompt_tokens, counts.prefix_hit_tokens = scheduler.n_prompt_tokens, scheduler.n_prefix_hit_tokens
+        return EngineStats(**vars(counts))
+
+    def _count(self, step: ScheduledStep, n_output: int, n_failed: int, seconds: float) -> None:
+        counts = self._counts
+        counts.output_tokens += n_output
+        counts.failed_requests += n_failed
+        if step.n_decodes == len(step.requests):
+            counts.decode_steps += 1
+            counts.decode_s += seconds
+            counts.decode_tokens += step.n_tokens
+            counts.decode_bytes += self._meter.bytes_read(step.starts, step.counts)
+        elif step.n_decodes == 0:
+            counts.prefill_steps += 1
+            counts.prefill_s += seconds
+            counts.prefill_tokens += step.n_tokens
+            counts.prefill_flop += self._meter.flop(step.starts, step.counts, n_output)
+        else:
+            counts.mixed_steps += 1
+            counts.mixed_s += seconds
+            counts.mixed_tokens += step.n_tokens
+
+
+def _default_threads() -> int:
+    """``OMP_NUM_THREADS`` where it is set (torch has read it), else the cores this process may use."""
+    if os.environ.get("OMP_NUM_THREADS", "").isdigit():
+        return torch.get_num_threads()
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _load(directory: Path, dtype: str) -> _Loaded:
+    spec = read_spec(directory)
+    stored = (read_config(directory).get("quantization_config") or {}).get("scheme")
+    weights = dtype if dtype != "auto" else str(stored or "bf16")
+    if stored and weights != stored:
+        raise ConfigError(
+            f"{directory} holds {stored} weights, which cannot be used as dtype={dtype!r}. "
+            "Use dtype='auto', or the unquantised model that it was made from."
+        )
+    needed, free = weights_bytes(spec, weights), available_bytes()
+    if needed > free:
+        raise CapacityError(
+            f"the weights in {weights} need {format_bytes(needed)} and {format_bytes(free)} of memory is free. "
+            "Use dtype='int8', a smaller model or a machine with more memory."
+        )
+    return _Loaded(spec, load_any_state(directory)[1], weights)
+
+
+def _fit(spec: ModelSpec, config: EngineConfig, kv_dtype: str) -> SchedulerConfig:
+    """Pages and context that the memory allows. Raises ConfigError, or CapacityError where what was asked for does not fit."""
+    max_model_len = config.max_model_len or spec.max_positions
+    if max_model_len > spec.max_positions:
+        raise ConfigError(f"max_model_len={max_model_len} is beyond the model's max_positions={spec.max_positions}.")
+    page_bytes = token_bytes(spec, kv_dtype) * config.page_tokens
+    free = available_bytes()
+    if config.kv_cache_bytes is None:
+        n_pages = default_pages(page_bytes, config.max_running, max_model_len, config.page_tokens, free)
+    else:
+        n_pages = config.kv_cache_bytes // page_bytes
+        if n_pages < 1:
+            raise ConfigError(f"kv_cache_bytes={config.kv_cache_bytes} is less than one page of {page_bytes}.")
+        if config.kv_cache_bytes > free:
+            raise CapacityError(
+                f"kv_cache_bytes={config.kv_cache_bytes} ({format_bytes(config.kv_cache_bytes)}) is more than the "
+                f"{format_bytes(free)} of memory that is free."
+            )
+    if n_pages * config.page_tokens < max_model_len:
+        if config.max_model_len is not None:
+            raise CapacityError(
+                f"max_model_len={max_model_len} needs {format_bytes(max_model_len * token_bytes(spec, kv_dtype))} of KV cache "
+                f"and there is {format_bytes(n_pages * page_bytes)}. Lower max_model_len or raise kv_cache_bytes."
+            )
+        max_model_len = n_pages * config.page_tokens
+    if max_model_len < 2:
+        raise ConfigError(f"max_model_len={max_model_len} must hold a prompt token and one more.")
+    n_useful = config.max_running * -(-max_model_len // config.page_tokens)
+    return SchedulerConfig(config.token_budget, config.max_running, config.page_tokens, min(n_pages, n_useful), max_model_len)
+
+
+__all__ = ["EngineConfig", "EngineCore", "EngineStats", "TokenEvent"]

@@ -1,0 +1,124 @@
+"""Token ids to text as they come: never half a character, never any part of a stop string. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+REPLACEMENT = "\ufffd"
+"""What decoders write for bytes that are no UTF-8 (yet)."""
+
+CONTEXT_TOKENS = 6
+"""Prompt tokens that the first text is decoded after: some decoders drop the space in front of a text's first word."""
+
+_LONG_PENDING = 32
+
+
+class IncrementalDetokenizer:
+    """``add`` ids, get the text that is certain by now; ``finish`` gives what is left. Pieces joined are the whole text.
+
+    Text is certain once no later token can change it: its last character is complete and its end is no beginning of a stop
+    string. At a stop string ``stopped`` is set, the text ends before it, and further ids are ignored; nothing of the first
+    ``min_tokens`` tokens is searched. Special tokens and ``hidden_ids`` have no text.
+
+    The window of ids that is decoded again for each new one starts where the text was last whole (the method of TGI and vLLM),
+    so a long answer costs no more a token than a short one.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        hidden_ids: Collection[int] = (),
+        min_tokens: int = 0,
+        prompt_ids: Sequence[int] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._hidden = frozenset(hidden_ids)
+        self._min_tokens = min_tokens
+        self._ids: list[int] = list(prompt_ids[-CONTEXT_TOKENS:])
+        self._read = len(self._ids)  # ids up to here were whole text when it was last looked at
+        self._sent = len(self._decode(self._ids).rstrip(REPLACEMENT))  # characters of the window that were passed on
+        self._held = ""  # passed on by the window, but perhaps the beginning of a stop string
+        self.n_tokens = 0
+        self.stopped = False
+        self.stop_string: str | None = None
+
+    def add(self, token_ids: Iterable[int]) -> str:
+        """Text that became certain with ``token_ids``."""
+        text = ""
+        for token in token_ids:
+            if self.stopped:
+                break
+            self.n_tokens += 1
+            if token not in self._hidden:
+                self._ids.append(token)
+                text += self._release(self._grown_text())
+        return text
+
+    def finish(self) -> str:
+        """The rest: no token comes any more, so an incomplete character stands as U+FFFD."""
+        if self.stopped:
+            return ""
+        rest = self._decode(self._ids)[self._sent :]
+        self._sent += len(rest)
+        text = self._release(rest) + self._held
+        self._held = ""
+        return text
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True)) if ids else ""
+
+    def _grown_text(self) -> str:
+        """What the last id added, as far as later bytes cannot change it."""
+        text = self._decode(self._ids)
+        pending = len(self._ids) - self._read
+        if not text.endswith(REPLACEMENT):
+            new = text[self._sent :]
+            self._ids = self._ids[self._read :]  # the last whole piece stays as context for the next
+            self._read = len(self._ids)
+            self._sent = len(self._decode(self._ids))
+            return new
+        # A character has at most 4 bytes, so at most 3 may wait for their last; what stands before them is final. Decoders
+        # that write one U+FFFD a byte show 3, others 1. Waiting is free while it is short, and is the usual case.
+        if pending <= 4:
+            return ""
+        stable = text[:-1].rstrip(REPLACEMENT) if text[-4:] != 4 * REPLACEMENT else text[:-3]
+        new = stable[self._sent :]
+        self._sent = max(self._sent, len(stable))
+        if pending > _LONG_PENDING:
+            self._shorten(text)
+        return new
+
+    def _shorten(self, text: str) -> None:
+        """Drop a beginning of the window that decodes the same alone: a stream of broken bytes must not cost its square."""
+        for kept in range(4, 9):
+            head, tail = self._ids[:-kept], self._ids[-kept:]
+            start = self._decode(head)
+            if start + self._decode(tail) == text and len(start) <= self._sent:
+                self._ids, self._read, self._sent = tail, 0, self._sent - len(start)
+                return
+
+    def _release(self, text: str) -> str:
+        """Pass ``text`` on up to what may be a stop string's beginning; end at a whole one."""
+        if not self._stop or (self.n_tokens <= self._min_tokens and not self._held):
+            return text
+        text = self._held + text
+        found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if found:
+            at, self.stop_string = min(found)
+            self.stopped = True
+            self._held = ""
+            return text[:at]
+        n_held = max(_overlap(text, stop) for stop in self._stop)
+        self._held = text[len(text) - n_held :]
+        return text[: len(text) - n_held]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that begins ``stop``."""
+    for n in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:n]):
+            return n
+    return 0

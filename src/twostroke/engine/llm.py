@@ -1,0 +1,226 @@
+"""``LLM``: a model to call from Python. ``LLM(directory).generate(prompts, SamplingParams(...))``, as in vLLM."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from twostroke.core.errors import DataError, EngineError, InputError
+from twostroke.data.tokenizer import load_tokenizer
+from twostroke.engine.core import EngineConfig, EngineCore, EngineStats, TokenEvent
+from twostroke.engine.detokenize import IncrementalDetokenizer
+from twostroke.engine.sampler import TokenLogprobs
+from twostroke.scheduling.request import FinishReason
+from twostroke.scheduling.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One answer. ``text`` ends before a stop string or stop token; ``token_ids`` and ``logprobs`` hold those as well."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """Seconds from ``generate`` taking the request: to its first token, and to its last."""
+
+    ttft_s: float
+    e2e_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """``prompt`` is None where token ids were given."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: RequestMetrics
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one request gained: certain text (it may lag behind tokens), the tokens, and at its end the reason."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: FinishReason | None
+
+
+@dataclass
+class _Open:
+    """A request under way."""
+
+    index: int
+    prompt: str | None
+    prompt_ids: list[int]
+    params: SamplingParams
+    detokenizer: IncrementalDetokenizer | None
+    began: float
+    first: float = 0.0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def output(self, finish_reason: FinishReason) -> RequestOutput:
+        now = time.perf_counter()
+        logprobs = self.logprobs if self.params.logprobs is not None else None
+        completion = CompletionOutput(0, self.text, self.token_ids, logprobs, finish_reason)
+        metrics = RequestMetrics((self.first or now) - self.began, now - self.began, len(self.prompt_ids), len(self.token_ids))
+        return RequestOutput(self.prompt, self.prompt_ids, [completion], metrics)
+
+
+class LLM:
+    """An engine in this process. ``model`` is a model directory, or the output of a training run.
+
+    Arguments are those of ``EngineConfig``, and so are the errors. Without a ``tokenizer.json`` prompts must be token ids and
+    answers have no text. Torch's number of threads is set for the whole process.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        kv_cache_bytes: int | None = None,
+        max_running: int = 128,
+        token_budget: int = 512,
+        page_tokens: int = 16,
+        n_threads: int | None = None,
+    ) -> None:
+        directory = Path(model)
+        if not (directory / "config.json").is_file() and (directory / "model" / "config.json").is_file():
+            directory = directory / "model"
+        config = EngineConfig(dtype, max_model_len, kv_cache_bytes, max_running, token_budget, page_tokens, n_threads)
+        self.engine = EngineCore(directory, config)
+        self.directory = directory
+        self.tokenizer = load_tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
+        self._numbers = itertools.count()
+        self._inbox: dict[str, list[TokenEvent]] = {}
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Answers to ``prompts``, in their order: texts, or lists of token ids; one alone is a list of one.
+
+        ``params`` is for all of them, or one for each; default ``SamplingParams()``. Nothing is computed unless every prompt is
+        acceptable: raises InputError, CapacityError or DataError naming what is wrong.
+        """
+        requests = self._start(prompts, params)
+        outputs: list[RequestOutput | None] = [None] * len(requests)
+        for delta in self._run(requests):
+            if delta.finish_reason is not None:
+                outputs[delta.index] = requests[delta.index].output(delta.finish_reason)
+        return [output for output in outputs if output is not None]
+
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[Delta]:
+        """The same piece by piece, as it is generated. Closing the iterator cancels what is under way."""
+        return self._run(self._start(prompts, params))
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    def _start(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[_Open]:
+        batch = _as_batch(prompts)
+        each = (
+            [params or SamplingParams()] * len(batch) if params is None or isinstance(params, SamplingParams) else list(params)
+        )
+        if len(each) != len(batch):
+            raise InputError(f"{len(each)} sampling parameters for {len(batch)} prompts. Give one for all, or one for each.")
+        return [self._prepare(i, prompt, p) for i, (prompt, p) in enumerate(zip(batch, each, strict=True))]
+
+    def _prepare(self, index: int, prompt: Prompt, params: SamplingParams) -> _Open:
+        text = prompt if isinstance(prompt, str) else None
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise DataError(f"{self.directory} has no tokenizer.json. Give the prompt as token ids.")
+            try:
+                ids = list(self.tokenizer.encode(prompt).ids)
+            except UnicodeEncodeError:
+                raise InputError("the prompt holds half of a surrogate pair, which is no character.") from None
+        else:
+            ids = list(prompt)
+        if self.tokenizer is None and params.stop:
+            raise DataError(f"{self.directory} has no tokenizer.json, so stop strings cannot be found. Use stop_token_ids.")
+        detokenizer = None
+        if self.tokenizer is not None:
+            detokenizer = IncrementalDetokenizer(self.tokenizer, params.stop, params.stop_token_ids, params.min_tokens, ids)
+        return _Open(index, text, ids, params, detokenizer, time.perf_counter())
+
+    def _run(self, requests: list[_Open]) -> Iterator[Delta]:
+        named = {f"{next(self._numbers)}": request for request in requests}
+        open_ids: set[str] = set()
+        try:
+            for name, request in named.items():
+                self.engine.add_request(name, request.prompt_ids, request.params)
+                open_ids.add(name)
+            while open_ids:
+                for event in self._events(open_ids):
+                    request = named[event.request_id]
+                    request.first = request.first or time.perf_counter()
+                    delta = _delta(request, event.token_ids, event.logprobs, event.finish_reason)
+                    if delta.finish_reason is not None:
+                        open_ids.discard(event.request_id)
+                        if event.finish_reason is None:  # a stop string, which the engine does not see
+                            self.engine.abort(event.request_id)
+                    yield delta
+        finally:
+            for name in open_ids:
+                self.engine.abort(name)
+                self._inbox.pop(name, None)
+
+    def _events(self, mine: set[str]) -> list[TokenEvent]:
+        """Events of ``mine``: what another iterator's step brought them, or a step; what it brings others is kept for them."""
+        kept = [event for name in mine for event in self._inbox.pop(name, ())]
+        if kept:
+            return kept
+        if not self.engine.has_work:
+            raise EngineError("the engine lost a request.")
+        events = self.engine.step()
+        for event in events:
+            if event.request_id not in mine:
+                self._inbox.setdefault(event.request_id, []).append(event)
+        return [event for event in events if event.request_id in mine]
+
+
+def _delta(
+    request: _Open, token_ids: list[int], logprobs: list[TokenLogprobs] | None, finish_reason: FinishReason | None
+) -> Delta:
+    request.token_ids += token_ids
+    request.logprobs += logprobs or []
+    text = ""
+    if request.detokenizer is not None:
+        text = request.detokenizer.add(token_ids)
+        if request.detokenizer.stopped:
+            finish_reason = "stop"
+        elif finish_reason is not None:
+            text += request.detokenizer.finish()
+    request.text += text
+    return Delta(request.index, text, token_ids, logprobs, finish_reason)
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    batch = list(prompts)
+    if batch and isinstance(batch[0], int):
+        return [batch]  # type: ignore[list-item]
+    return batch  # type: ignore[return-value]

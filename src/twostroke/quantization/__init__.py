@@ -1,0 +1,1 @@
+"""Weights in fewer bits: which tensors, how, and directories that hold them."""

@@ -1,0 +1,145 @@
+"""A quantised copy of a model directory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from twostroke.core.errors import ConfigError, CorruptFileError, InputError
+from twostroke.core.families import read_config
+from twostroke.kernels.matrix import quantize_columns
+from twostroke.model.families import layout
+from twostroke.model.families.layout import Entry, read_entry, write_entry
+from twostroke.model.load import open_weights
+from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME
+from twostroke.model.save import COMPANION_FILES, written_aside
+from twostroke.quantization.schemes import Scheme, scale_name, scheme_of
+
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """``source_bytes`` and ``bytes`` are of the weights as stored. ``relative_error`` is √(Σ(w − ŵ)² / Σw²) over all quantised
+    matrices, ``worst`` the matrix where it is largest."""
+
+    scheme: str
+    n_matrices: int
+    source_bytes: int
+    bytes: int
+    relative_error: float
+    worst: str
+    worst_relative_error: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@torch.inference_mode()
+def quantize_model(
+    directory: Path | str, out_directory: Path | str, scheme: str = "int8", replace: bool = False
+) -> QuantizeReport:
+    """Write a copy of the model in ``directory`` with its blocks' matrices in ``scheme`` to ``out_directory``.
+
+    Appears whole or not at all. Memory: one shard of at most 5 GB and one matrix in fp32. Raises what ``open_weights`` does,
+    and ConfigError (an unknown scheme, a model that is quantised already), InputError (``out_directory`` holds something and
+    ``replace`` is not set), CorruptFileError (a weight that is not finite).
+    """
+    chosen = scheme_of(scheme)
+    source, target = Path(directory), Path(out_directory)
+    config = read_config(source)
+    if config.get("quantization_config"):
+        raise ConfigError(f"{source} is quantised already. Start from the model that it was made from.")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())) and not replace:
+        raise InputError(f"{target} is not empty. Name a new directory, or ask for it to be replaced.")
+    if target.exists() and target.resolve() == source.resolve():
+        raise InputError(f"{target} is the model itself. Name another directory.")
+    converter = _Converter(source, chosen)
+    with written_aside(target) as aside:
+        written = _write_shards(converter.tensors(), aside)
+        document = config | {"torch_dtype": "bfloat16", "quantization_config": chosen.config()}
+        document.pop("dtype", None)
+        (aside / "config.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        for name in COMPANION_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, aside / name)
+    return converter.report(written)
+
+
+class _Converter:
+    def __init__(self, directory: Path, scheme: Scheme) -> None:
+        self.scheme = scheme
+        self.spec, self.get = open_weights(directory)
+        self.source_bytes = 0
+        self.errors: dict[str, tuple[float, float]] = {}  # canonical name: Σ(w − ŵ)², Σw²
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every stored tensor of the copy, in the order of the family's layout."""
+        for entry in layout(self.spec):
+            tensor = read_entry(entry, self.get)
+            self.source_bytes += tensor.nbytes
+            if self.scheme.touches(entry.canonical):
+                yield from self._quantised(entry, tensor)
+            else:
+                for name, part in write_entry(entry, tensor):
+                    # Rows of a packed matrix share its memory, which safetensors refuses to write.
+                    yield name, part.to(torch.bfloat16).clone(memory_format=torch.contiguous_format)
+
+    def _quantised(self, entry: Entry, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+        weight = weight.float()
+        if not bool(torch.isfinite(weight).all()):
+            raise CorruptFileError(f"tensor {entry.parts[0].name!r} holds values that are not finite. The model is damaged.")
+        codes, scale = quantize_columns(weight)
+        lost = float((codes * scale[:, None] - weight).square().sum(dtype=torch.float64))
+        self.errors[entry.canonical] = (lost, float(weight.square().sum(dtype=torch.float64)))
+        start = 0
+        for (name, part), stored in zip(write_entry(entry, codes), entry.parts, strict=True):
+            yield name, part.clone(memory_format=torch.contiguous_format)
+            yield scale_name(name), scale[start : start + stored.rows].clone()
+            start += stored.rows
+
+    def report(self, n_bytes: int) -> QuantizeReport:
+        relative = {name: (lost / total) ** 0.5 if total else 0.0 for name, (lost, total) in self.errors.items()}
+        worst = max(relative, key=relative.__getitem__)
+        whole = sum(lost for lost, _ in self.errors.values()) / max(sum(t for _, t in self.errors.values()), 1e-300)
+        return QuantizeReport(self.scheme.name, len(relative), self.source_bytes, n_bytes, whole**0.5, worst, relative[worst])
+
+
+def _write_shards(tensors: Iterator[tuple[str, Tensor]], directory: Path) -> int:
+    """Write ``tensors`` to as many files as they need, with an index if that is more than one; returns their bytes."""
+    shards: list[list[str]] = []
+    shard: dict[str, Tensor] = {}
+    shard_bytes = total = 0
+
+    def flush() -> None:
+        save_file(shard, directory / f"shard-{len(shards)}", metadata={"format": "pt"})
+        shards.append(list(shard))
+        shard.clear()
+
+    for name, tensor in tensors:
+        if shard and shard_bytes + tensor.nbytes > MAX_SHARD_BYTES:
+            flush()
+            shard_bytes = 0
+        shard[name] = tensor
+        shard_bytes += tensor.nbytes
+        total += tensor.nbytes
+    flush()
+    if len(shards) == 1:
+        (directory / "shard-0").rename(directory / SINGLE_NAME)
+        return total
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        final = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (directory / f"shard-{number}").rename(directory / final)
+        weight_map |= dict.fromkeys(names, final)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return total
