@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from twostroke.bench.offline import OfflineSpec
     from twostroke.core.spec import ModelSpec
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 
 @app.callback()

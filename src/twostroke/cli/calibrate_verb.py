@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.profile import MachineProfile
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 BUSY_SHARE = 0.5
 """Share of the cores that may be busy before calibration says that its numbers will read low."""

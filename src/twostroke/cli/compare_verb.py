@@ -9,7 +9,7 @@ import typer
 from twostroke.cli.console import JSON_HELP, emit, progress
 from twostroke.core.units import format_bytes, format_count
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 @app.command()

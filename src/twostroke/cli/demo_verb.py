@@ -24,7 +24,7 @@ from twostroke.core.errors import ConfigError, Interrupted, TwostrokeError
 from twostroke.core.recipe import read_recipe
 from twostroke.core.units import format_bytes, format_count, format_seconds
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 Result = dict[str, Any]
 LOAD = ("--users", "4", "--requests", "64", "--prompt-tokens", "64", "--output-tokens", "64")
@@ -109,7 +109,7 @@ def _plan(demo: Demo) -> tuple[Result, str]:
 
 
 def _train(demo: Demo) -> tuple[Result, str]:
-    started = demo.run_directory.is_dir() and any(demo.run_directory.iterdir())
+    started = (demo.run_directory / "recipe.json").is_file()
     run = verb("train", *demo.recipe_arguments, *(["--resume"] if started else []))
     measured = run["measurement"]
     bits, xz = measured["heldout_bits_per_byte"], measured["xz_bits_per_byte"]

@@ -9,7 +9,7 @@ import typer
 from twostroke.cli.console import JSON_HELP, emit, log, progress
 from twostroke.core.units import format_bytes
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 @app.command(name="eval")
@@ -31,11 +31,11 @@ def evaluate(
     from twostroke.evaluation.bits import bits_per_byte
     from twostroke.evaluation.comparison import model_directory
     from twostroke.evaluation.held_out import held_out_to_score
-    from twostroke.model.load import load_model
+    from twostroke.quantization.load import load_decoder
 
     directory = model_directory(model)
     text = held_out_to_score(directory, data, prepared, text_key)
-    decoder = load_model(directory, dtype)
+    decoder = load_decoder(directory, dtype)
     log(f"scoring {directory} on {text.name}")
     with progress("scoring", 1.0) as advance:
         start = time.perf_counter()

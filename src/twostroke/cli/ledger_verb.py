@@ -9,7 +9,7 @@ import typer
 
 from twostroke.cli.console import JSON_HELP, emit
 
-app = typer.Typer(no_args_is_help=True, help="Predictions and measurements of every run.")
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Predictions and measurements of every run.")
 
 LEDGER = typer.Option(None, "--ledger", help="Another ledger file than the one in Twostroke's home.")
 RUN_HELP = 'A run\'s id, enough of its beginning, or "last".'

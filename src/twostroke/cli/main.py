@@ -8,9 +8,9 @@ from typing import Any
 
 import typer
 
-from twostroke import __version__
 from twostroke.cli.console import emit_error
 from twostroke.core.errors import TwostrokeError, did_you_mean
+from twostroke.core.version import __version__
 
 VERBS: dict[str, str] = {
     "calibrate": "Measure this machine once (a minute) and store its profile.",

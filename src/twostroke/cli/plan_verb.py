@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from twostroke.planner.serving import ServingShape
     from twostroke.planner.training import TrainingShape
 
-app = typer.Typer(no_args_is_help=True, help="Predict memory, time, throughput, energy and money, before any work.")
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Predict memory, time, throughput, energy and money, before any work."
+)
 
 UNKNOWN_TRAIN_TOKENS = 10**12
 """Text that is assumed where nobody has counted it: more than any budget here reads, so that nothing is read twice."""

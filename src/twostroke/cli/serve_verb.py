@@ -10,7 +10,7 @@ from twostroke.cli.console import JSON_HELP, emit, log
 from twostroke.core.errors import ConfigError, DataError
 from twostroke.core.units import GIB, format_bytes, format_count, format_seconds
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 @app.command(name="serve")

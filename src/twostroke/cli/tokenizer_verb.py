@@ -9,7 +9,7 @@ import typer
 from twostroke.cli.console import JSON_HELP, emit, progress
 from twostroke.core.units import format_bytes
 
-app = typer.Typer(no_args_is_help=True, help="Train a byte-level BPE tokenizer.")
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Train a byte-level BPE tokenizer.")
 
 
 @app.callback()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from twostroke.training.loop import TrainingResult
     from twostroke.training.measurement import StepRecord
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 @app.command()

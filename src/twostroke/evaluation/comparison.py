@@ -13,7 +13,7 @@ from twostroke.core.errors import InputError
 from twostroke.data.tokenizer import eos_id_of, load_tokenizer
 from twostroke.evaluation.bits import Progress, check_context, default_context, default_stride, token_nats
 from twostroke.evaluation.held_out import HeldOutText, tokenize_with_ends
-from twostroke.model.load import load_model
+from twostroke.quantization.load import load_decoder
 
 BLOCK_BYTES = 4096
 """Stretch of text over which the two models are paired: long enough to be nearly independent of its neighbours."""
@@ -75,7 +75,7 @@ def compare_models(
     token of a. The verdict is "same" within two standard errors.
     """
     directories = model_directory(a), model_directory(b)
-    models = [load_model(d, dtype, device) for d in directories]
+    models = [load_decoder(d, dtype, device) for d in directories]
     if context is None:
         context = min(default_context(m) for m in models)
     for model in models:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
-from twostroke import __version__
+from twostroke.core.version import __version__
 
 
 def _commit(git: Path) -> str | None:

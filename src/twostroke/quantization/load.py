@@ -10,9 +10,10 @@ from torch import Tensor
 from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.families import read_config, read_spec
 from twostroke.core.spec import ModelSpec
+from twostroke.model.decoder import Decoder
 from twostroke.model.families import layout
 from twostroke.model.families.layout import Entry, read_entry
-from twostroke.model.load import load_state
+from twostroke.model.load import load_model, load_state, torch_dtype
 from twostroke.model.safetensors_file import WeightFiles
 from twostroke.quantization.schemes import METHOD, Scheme, scale_name, scheme_of
 
@@ -29,6 +30,22 @@ def load_any_state(directory: Path | str) -> tuple[ModelSpec, dict[str, Tensor]]
     if quantised.get("quant_method") != METHOD:
         raise ConfigError(f"{directory} is quantised by {quantised.get('quant_method')!r}, which is not supported.")
     return load_quantized(directory, scheme_of(str(quantised.get("scheme"))))
+
+
+def load_decoder(directory: Path | str, dtype: str = "fp32", device: torch.device | str = "cpu") -> Decoder:
+    """The decoder of any model directory: as ``load_model``, and a quantised one with weights ≈ code·scale in ``dtype``.
+
+    That is what rounding did to the weights; the rounding of activations that the engine's products add is not in it.
+    """
+    if not read_config(directory).get("quantization_config"):
+        return load_model(directory, dtype, device)
+    spec, state = load_any_state(directory)
+    decoder = Decoder(spec, torch_dtype(dtype), device="meta").to_empty(device=device)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            scale = state.get(name.removesuffix(".weight") + ".scale")
+            parameter.copy_(state[name] if scale is None else state[name].float() * scale[:, None])
+    return decoder.eval()
 
 
 def load_quantized(directory: Path | str, scheme: Scheme) -> tuple[ModelSpec, dict[str, Tensor]]:

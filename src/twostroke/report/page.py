@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twostroke import __version__
 from twostroke.core.errors import InputError
+from twostroke.core.version import __version__
 from twostroke.ledger.scoring import compare, summarise
 from twostroke.ledger.store import Ledger, Run
 from twostroke.ledger.text import format_error, format_value

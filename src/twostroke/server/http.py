@@ -19,7 +19,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from twostroke import __version__
+from twostroke.core.version import __version__
 from twostroke.server import protocol
 from twostroke.server.errors import ApiError
 from twostroke.server.launch import is_own_name
