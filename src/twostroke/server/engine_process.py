@@ -13,6 +13,7 @@ still finishes what is in flight.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import os
@@ -23,11 +24,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from twostroke.core.errors import CapacityError, InputError, TwostrokeError
+from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.server import wire
 
 HEARTBEAT_S = 1.0
@@ -327,3 +329,46 @@ def serve_engine(socket_path: Path, parent_pid: int | None, load: Callable[[], t
         traceback.print_exc()
         return 1
     return 0
+
+
+def load_model(args: argparse.Namespace) -> tuple[Engine, wire.Ready]:
+    """The real engine, after a few tokens of warm-up: what torch does only once is not left to the first request."""
+    began = time.perf_counter()
+    from twostroke.engine.core import EngineConfig, EngineCore  # torch takes seconds, in which the socket already answers
+
+    given = {name: getattr(args, name) for name in _NUMBERS if getattr(args, name) is not None}
+    core = EngineCore(args.model, EngineConfig(dtype=args.dtype, **given))
+    n_prompt = min(8, core.max_model_len - 2)
+    if n_prompt > 0:
+        core.add_request("warm-up", [0] * n_prompt, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+        while core.has_work:
+            core.step()
+    ready = wire.Ready(
+        dtype=core.dtype,
+        max_model_len=core.max_model_len,
+        kv_pages=core.scheduler.config.n_pages,
+        page_tokens=core.scheduler.config.page_tokens,
+        weights_bytes=core.weights_bytes,
+        kv_cache_bytes=core.kv_cache_bytes,
+        load_s=time.perf_counter() - began,
+    )
+    return core, ready
+
+
+_NUMBERS = ("max_model_len", "kv_cache_bytes", "max_running", "token_budget", "n_threads")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="twostroke.server.engine_process", description="The engine behind a Unix socket.")
+    parser.add_argument("--socket", required=True, type=Path, help="where to listen; in a directory that only this user enters")
+    parser.add_argument("--parent-pid", type=int, help="end when this process does")
+    parser.add_argument("--model", required=True, type=Path)
+    parser.add_argument("--dtype", default="auto")
+    for name in _NUMBERS:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
+    args = parser.parse_args(argv)
+    return serve_engine(args.socket, args.parent_pid, lambda: load_model(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

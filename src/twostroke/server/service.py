@@ -49,6 +49,9 @@ class Choice:
             deltas = await self.stream.next()
         except TwostrokeError as error:
             raise api_error(error, self.param) from None
+        if deltas[-1].finish_reason == "error":
+            self.finished = True
+            raise ApiError(500, "the model's output for this request was not finite.", self.param, "engine_error")
         token_ids = [i for delta in deltas for i in delta.token_ids]
         logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
         finish = deltas[-1].finish_reason
