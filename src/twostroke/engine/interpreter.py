@@ -94,7 +94,7 @@ class TorchInterpreter:
             assert b.batch.turn is not None
             turned = b.qkv[:, : self.n_heads + self.n_kv_heads]
             values = turned.float()  # itself where it is fp32
-            torch.view_as_complex(values.unflatten(2, (-1, 2))).mul_(b.batch.turn)
+            torch.view_as_complex(values.view(*values.shape[:2], -1, 2)).mul_(b.batch.turn)
             if values.dtype != turned.dtype:
                 turned.copy_(values)
         keys_and_values = b.qkv[:, self.n_heads :].transpose(0, 1)  # (2K, n, D)
@@ -107,9 +107,10 @@ class TorchInterpreter:
         if len(groups) == 1 and groups[0].keys.n_rows == n:  # decoding alone: nothing to put together
             b.mixed = self._attend_group(op.layer, groups[0], queries).reshape(n, -1)
             return
-        b.mixed = torch.empty(n, self.n_heads * self.head_dim, dtype=queries.dtype)
+        mixed = torch.empty_like(queries, memory_format=torch.contiguous_format)
         for group in groups:
-            b.mixed[group.rows] = self._attend_group(op.layer, group, queries[group.rows]).flatten(1)
+            mixed[group.rows] = self._attend_group(op.layer, group, queries[group.rows])
+        b.mixed = mixed.view(n, -1)
 
     def _attend_group(self, layer: int, group: Group, queries: Tensor) -> Tensor:
         """(rows, K, G, D) → (rows, K, G, D)."""
@@ -117,21 +118,25 @@ class TorchInterpreter:
         if keys.pages is None:
             k, v = self.pool.run(layer, keys.first_slot, keys.n_slots)
         else:
-            k, v = self.pool.gather(layer, keys.pages, keys.n_rows, keys.n_slots)
-        q = queries.unflatten(0, (keys.n_rows, -1)).permute(2, 0, 1, 3, 4)  # (K, B, T, G, D)
-        parts = [
-            attention(
-                q[:, :, block.first : block.end],
-                k[:, :, block.first_slot : block.end_slot],
-                v[:, :, block.first_slot : block.end_slot],
-                block.mask,
-                self.scale,
-                self.plan.crossovers,
+            k, v = self.pool.gather(layer, keys.pages, keys.n_rows)
+        shape = (keys.n_rows, -1, self.n_kv_heads, self.group, self.head_dim)
+        q = queries.view(shape).permute(2, 0, 1, 3, 4)  # (K, B, T, G, D)
+        parts = []
+        for block in group.blocks:
+            length = block.end_slot - block.first_slot
+            whole = length == k.shape[2]
+            parts.append(
+                attention(
+                    q if len(group.blocks) == 1 else q[:, :, block.first : block.end],
+                    k if whole else k.narrow(2, block.first_slot, length),
+                    v if whole else v.narrow(2, block.first_slot, length),
+                    block.mask,
+                    self.scale,
+                    self.plan.crossovers,
+                )
             )
-            for block in group.blocks
-        ]
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-        return mixed.permute(1, 2, 0, 3, 4).flatten(0, 1)
+        return mixed.permute(1, 2, 0, 3, 4).reshape(queries.shape)
 
     def _keep_sampled_rows(self, op: p.KeepSampledRows, b: Buffers) -> None:
         rows = b.batch.sampled_rows

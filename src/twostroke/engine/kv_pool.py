@@ -42,6 +42,7 @@ class KVPool:
         storage = torch.from_numpy(raw)
         self.storage = storage if dtype == "fp32" else storage.view(torch.bfloat16)
         self._layers = tuple(self.storage)
+        self._halves = tuple(layer[:, None].split(spec.n_kv_heads) for layer in self._layers)  # (K, 1, slots, D) twice
         self._paged = tuple(layer.view(2 * spec.n_kv_heads, n_pages, page_tokens * spec.head_dim) for layer in self._layers)
 
     def layer(self, i: int) -> Float[Tensor, "2K slots D"]:
@@ -49,15 +50,13 @@ class KVPool:
 
     def run(self, i: int, first_slot: int, n_slots: int) -> tuple[Float[Tensor, "K 1 S D"], Float[Tensor, "K 1 S D"]]:
         """Keys and values of neighbouring slots, as views."""
-        slots = self._layers[i][:, None, first_slot : first_slot + n_slots]
-        return slots[: self.n_kv_heads], slots[self.n_kv_heads :]
+        keys, values = self._halves[i]
+        return keys.narrow(2, first_slot, n_slots), values.narrow(2, first_slot, n_slots)
 
-    def gather(self, i: int, pages: Tensor, n_rows: int, n_slots: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (K, B, S, D) of ``n_rows`` requests with equally many pages each, copied; the first ``n_slots``."""
-        copied = self._paged[i].index_select(1, pages).view(2 * self.n_kv_heads, n_rows, -1, self.head_dim)
-        if copied.shape[2] != n_slots:
-            copied = copied[:, :, :n_slots]
-        return copied[: self.n_kv_heads], copied[self.n_kv_heads :]
+    def gather(self, i: int, pages: Tensor, n_rows: int) -> tuple[Float[Tensor, "K B S D"], Float[Tensor, "K B S D"]]:
+        """Keys and values of ``n_rows`` requests with equally many pages each, copied."""
+        copied = self._paged[i].index_select(1, pages).view(2, self.n_kv_heads, n_rows, -1, self.head_dim)
+        return copied[0], copied[1]
 
     def clear(self, pages: Sequence[int]) -> None:
         """Zero what ``pages`` hold in every layer (a failed request may have left NaN there)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -56,7 +57,7 @@ def sample(logits: Float[Tensor, "n V"], requests: Sequence[Request], seeds: Seq
     """One token a row by each request's ``SamplingParams``; the row's random number is the ``n_output``-th of its seed."""
     masked = _hold_off_stops(logits, requests)
     best, greedy = masked.max(dim=1)  # NaN and +inf come through max, so this is the check as well
-    failed = (~torch.isfinite(best)).nonzero().flatten().tolist()
+    failed = [i for i, value in enumerate(best.tolist()) if not math.isfinite(value)]
     tokens = greedy.tolist()
     drawn = [i for i, r in enumerate(requests) if not r.params.greedy and i not in failed]
     if drawn:
