@@ -156,10 +156,9 @@ class EngineCore:
     def add_request(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, priority: int = 0) -> None:
         """Queue a request; its tokens come from ``step``. Raises InputError (empty prompt, unknown token, id in use) or
         CapacityError (it could never fit); the engine is as before then."""
-        try:
-            least, most = min(prompt_ids, default=0), max(prompt_ids, default=0)
-        except TypeError:
-            raise InputError("the prompt must be a list of token ids.") from None
+        if not set(map(type, prompt_ids)) <= {int}:
+            raise InputError("the prompt must be a list of token ids, whole numbers.")
+        least, most = min(prompt_ids, default=0), max(prompt_ids, default=0)
         if least < 0 or most >= self.spec.vocab_size:
             bad = least if least < 0 else most
             raise InputError(f"prompt token {bad} is not in the model's vocabulary of {self.spec.vocab_size}.")

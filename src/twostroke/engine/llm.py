@@ -153,9 +153,10 @@ class LLM:
             if self.tokenizer is None:
                 raise DataError(f"{self.directory} has no tokenizer.json. Give the prompt as token ids.")
             try:
-                ids = list(self.tokenizer.encode(prompt).ids)
+                prompt.encode()
             except UnicodeEncodeError:
                 raise InputError("the prompt holds half of a surrogate pair, which is no character.") from None
+            ids = list(self.tokenizer.encode(prompt).ids)
         else:
             ids = list(prompt)
         if self.tokenizer is None and params.stop:

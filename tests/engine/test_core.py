@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import SPECS, saved
+
+from twostroke.core.errors import CapacityError, ConfigError, InputError
+from twostroke.engine import core as core_module
+from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.engine.kv_pool import token_bytes
+from twostroke.engine.memory import available_bytes, default_pages
+from twostroke.engine.meters import StepMeter
+from twostroke.model.save import save_model
+from twostroke.scheduling.sampling_params import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved("llama", tmp_path_factory.mktemp("models") / "llama")[1]
+
+
+def engine(directory: Path, **changes: Any) -> EngineCore:
+    return EngineCore(directory, EngineConfig(**{"dtype": "fp32", "n_threads": 1, "page_tokens": 4} | changes))
+
+
+def run(core: EngineCore) -> dict[str, tuple[list[int], str | None]]:
+    found: dict[str, tuple[list[int], str | None]] = {}
+    while core.has_work:
+        for event in core.step():
+            tokens, _ = found.get(event.request_id, ([], None))
+            found[event.request_id] = (tokens + event.token_ids, event.finish_reason)
+    return found
+
+
+def test_a_request_without_finite_logits_fails_alone(tmp_path: Path) -> None:
+    """One token has no finite embedding. A request with it must end, its pages be wiped, and nobody else notice."""
+    decoder, healthy = saved("llama", tmp_path / "healthy")
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    good = [[5, 9, 30, 31, 32, 33], [60, 61], [40, 41, 42, 43, 44, 45, 46, 47, 48]]
+    alone = [run_one(healthy, prompt, params) for prompt in good]
+    broken = next(token for token in range(97) if not any(token in tokens for tokens in good + alone))
+    with torch.no_grad():
+        decoder.embed.weight[broken] = float("nan")
+    core = engine(save_model(decoder, decoder.spec, tmp_path / "broken"))
+    for i, prompt in enumerate(good):
+        core.add_request(f"good{i}", prompt, params)
+    core.add_request("bad", [3, 4, 5, 6, broken, 8, 9, 10, 11, 12], params)
+    found = run(core)
+    assert found["bad"] == ([], "error")
+    assert [found[f"good{i}"][0] for i in range(3)] == alone
+    stats = core.stats()
+    assert (stats.failed_requests, stats.pages_used) == (1, 0)
+    assert bool(torch.isfinite(core.pool.storage).all())
+    # Requests that are given those pages next are as before.
+    for i, prompt in enumerate(good):
+        core.add_request(f"next{i}", prompt, params)
+    found = run(core)
+    assert [found[f"next{i}"][0] for i in range(3)] == alone
+
+
+def run_one(directory: Path, prompt: list[int], params: SamplingParams, **changes: Any) -> list[int]:
+    core = engine(directory, **changes)
+    core.add_request("a", prompt, params)
+    return run(core)["a"][0]
+
+
+def test_sampled_tokens_do_not_depend_on_the_batch_or_on_preemption(llama: Path) -> None:
+    rng = random.Random(1)
+    requests = [
+        (
+            [rng.randrange(97) for _ in range(rng.randrange(1, 20))],
+            SamplingParams(temperature=t, top_p=p, seed=i, max_tokens=16),
+        )
+        for i, (t, p) in enumerate([(1.0, 1.0), (0.8, 0.9), (1.5, 0.5), (0.0, 1.0), (1.0, 0.95)])
+    ]
+    alone = [run_one(llama, prompt, params) for prompt, params in requests]
+    page = token_bytes(SPECS["llama"], "fp32") * 4
+    core = engine(llama, kv_cache_bytes=16 * page, max_model_len=60, max_running=5, token_budget=16)
+    for i, (prompt, params) in enumerate(requests):
+        core.add_request(str(i), prompt, params)
+    found = run(core)
+    assert core.stats().preemptions > 0
+    assert [found[str(i)][0] for i in range(len(requests))] == alone
+
+
+def test_requests_without_a_seed_differ(llama: Path) -> None:
+    params = SamplingParams(temperature=2.0, max_tokens=24, ignore_eos=True)
+    core = engine(llama)
+    core.add_request("a", [5], params)
+    core.add_request("b", [5], params)
+    found = run(core)
+    assert found["a"][0] != found["b"][0]
+
+
+def test_abort_between_steps_frees_everything(llama: Path) -> None:
+    core = engine(llama)
+    core.add_request("a", [5, 6, 7], SamplingParams(max_tokens=50, ignore_eos=True))
+    core.add_request("b", [5, 6, 8], SamplingParams(max_tokens=4, ignore_eos=True))
+    core.step()
+    core.abort("a")
+    core.abort("never heard of")
+    assert set(run(core)) == {"b"}
+    assert core.stats().pages_used == 0
+
+
+def test_an_end_token_of_the_model_stops_it(llama: Path) -> None:
+    params = SamplingParams(temperature=3.0, seed=2, max_tokens=200)
+    tokens = run_one(llama, [5], params)
+    assert tokens[-1] == 1 == SPECS["llama"].eos_token_ids[0]
+    assert 1 not in tokens[:-1]
+    longer = run_one(llama, [5], SamplingParams(temperature=3.0, seed=2, max_tokens=200, ignore_eos=True))
+    assert longer[: len(tokens)] == tokens
+    assert len(longer) == 200
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sentence"),
+    [([97], "token 97 is not in the model's vocabulary of 97"), ([-1], "token -1"), ([], "no tokens"), (["a"], "token ids")],
+)
+def test_a_prompt_that_is_none_is_refused(llama: Path, prompt: Any, sentence: str) -> None:
+    core = engine(llama)
+    with pytest.raises(InputError, match=sentence):
+        core.add_request("a", prompt, SamplingParams())
+    assert not core.has_work
+
+
+def test_a_prompt_that_fills_the_context_is_refused(llama: Path) -> None:
+    core = engine(llama, max_model_len=16)
+    with pytest.raises(CapacityError, match="16 tokens and max_model_len=16"):
+        core.add_request("a", [5] * 16, SamplingParams())
+    core.add_request("b", [5] * 12, SamplingParams(max_tokens=100, ignore_eos=True))
+    assert len(run(core)["b"][0]) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "sentence"),
+    [
+        ({"dtype": "int4"}, ConfigError, "dtype='int4'"),
+        ({"max_model_len": 257}, ConfigError, "max_model_len=257 is beyond the model's max_positions=256"),
+        ({"max_model_len": 1}, ConfigError, "max_model_len=1"),
+        ({"kv_cache_bytes": 10}, ConfigError, "kv_cache_bytes=10 is less than one page"),
+        ({"kv_cache_bytes": 2**60}, CapacityError, "of memory that is free"),
+        ({"kv_cache_bytes": 40_000, "max_model_len": 256}, CapacityError, "max_model_len=256 needs"),
+        ({"token_budget": 3, "max_running": 4}, ConfigError, "token_budget=3"),
+        ({"n_threads": 0}, ConfigError, "n_threads=0"),
+    ],
+)
+def test_impossible_settings_are_sentences(llama: Path, changes: dict[str, Any], error: type, sentence: str) -> None:
+    with pytest.raises(error, match=sentence):
+        engine(llama, **changes)
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_module, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(core_module, "load_any_state", lambda _: pytest.fail("weights were read"))
+    with pytest.raises(CapacityError, match="1000 B of memory is free"):
+        engine(llama)
+
+
+def test_a_smaller_cache_means_a_shorter_context_unless_one_was_asked_for(llama: Path) -> None:
+    core = engine(llama, kv_cache_bytes=token_bytes(SPECS["llama"], "fp32") * 40)
+    assert core.max_model_len == 40
+    assert core.kv_cache_bytes == token_bytes(SPECS["llama"], "fp32") * 40
+
+
+def test_the_default_cache_is_bounded_by_use_and_by_memory(llama: Path) -> None:
+    assert engine(llama, max_running=3).scheduler.config.n_pages == 3 * 256 // 4
+    assert default_pages(100, max_running=10, max_model_len=64, page_tokens=16, available=4000) == 10  # a quarter of 4000 B
+    assert default_pages(100, 2, 64, 16, 10**9) == 8
+    assert 0 < available_bytes() < 2**50
+
+
+def test_stats_count_what_was_done(llama: Path) -> None:
+    core = engine(llama, token_budget=128)
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    core.add_request("a", [5] * 10, params)
+    run(core)
+    core.add_request("b", [5] * 10, params)
+    run(core)
+    stats = core.stats()
+    assert (stats.prefill_steps, stats.decode_steps, stats.mixed_steps) == (2, 8, 0)
+    assert (stats.prompt_tokens, stats.prefix_hit_tokens, stats.prefill_tokens) == (20, 8, 12)
+    assert (stats.output_tokens, stats.decode_tokens) == (10, 8)
+    per_token = token_bytes(SPECS["llama"], "fp32")
+    keys = 2 * (11 + 12 + 13 + 14)  # each decode step attends to all before it and to itself
+    assert stats.decode_bytes == 8 * core.plan.step_bytes + keys * per_token
+    assert stats.prefill_s > 0
+    assert stats.decode_s > 0
+
+
+def test_the_meter_counts_products_and_visible_pairs_as_a_loop_does() -> None:
+    spec = SPECS["qwen2"].with_(sliding_window=5)  # layer 0 sees all, layers 1 and 2 five keys
+    meter = StepMeter(spec, 1000, 3 * 64)
+    starts, counts = [0, 7, 3], [4, 1, 6]
+    pairs = keys = 0
+    for layer in range(spec.n_layers):
+        window = spec.window_of_layer(layer) or 10**9
+        for s, n in zip(starts, counts, strict=True):
+            pairs += sum(min(position + 1, window) for position in range(s, s + n))
+            keys += len({k for position in range(s, s + n) for k in range(max(0, position - window + 1), position + 1)})
+    assert meter.bytes_read(starts, counts) == 1000 + 64 * keys
+    qkv = 2 * spec.qkv_rows * spec.d_model
+    rest = 2 * (spec.n_heads * spec.head_dim * spec.d_model + 3 * spec.d_ff * spec.d_model)
+    products = 11 * (3 * qkv + 2 * rest) + 2 * (rest + 2 * spec.vocab_size * spec.d_model)
+    assert meter.flop(starts, counts, n_sampled=2) == products + pairs * 4 * spec.n_heads * spec.head_dim
+
+
+def test_logprobs_are_those_of_the_decoder(tmp_path: Path) -> None:
+    decoder, directory = saved("qwen3", tmp_path / "m")
+    core = engine(directory)
+    prompt = [5, 6, 7, 8, 9]
+    core.add_request("a", prompt, SamplingParams(temperature=0.9, seed=3, max_tokens=6, logprobs=3, ignore_eos=True))
+    tokens, entries = list(prompt), []
+    while core.has_work:
+        for event in core.step():
+            tokens += event.token_ids
+            entries += event.logprobs or []
+    with torch.inference_mode():
+        expected = decoder(torch.tensor([tokens]))[0].log_softmax(dim=-1)
+    for i, entry in enumerate(entries):
+        row = expected[len(prompt) - 1 + i]
+        assert entry.logprob == pytest.approx(float(row[tokens[len(prompt) + i]]), abs=1e-4)
+        assert [token for token, _ in entry.top] == row.topk(3).indices.tolist()
