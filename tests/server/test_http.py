@@ -38,6 +38,16 @@ def metric(web: httpx.Client, name: str) -> float:
     raise AssertionError(f"no metric {name}")
 
 
+def raw_request(payload: bytes) -> bytes:
+    head = (
+        "POST /v1/completions HTTP/1.1",
+        "host: localhost",
+        "content-type: application/json",
+        f"content-length: {len(payload)}",
+    )
+    return "\r\n".join(head).encode() + b"\r\n\r\n" + payload
+
+
 def until(condition: Any, within_s: float = 10.0) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
@@ -191,10 +201,9 @@ def test_a_body_without_an_announced_length_is_limited_as_well(web: httpx.Client
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_frees_its_request(web: httpx.Client, echo: Served, stream: bool) -> None:
     payload = json.dumps(BODY | {"max_tokens": 4000, "prompt": [echo_engine.SLOW], "stream": stream}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}\r\n\r\n"
     url = httpx.URL(echo.url)
     with socket.create_connection((url.host, url.port)) as peer:
-        peer.sendall(head.encode() + payload)
+        peer.sendall(raw_request(payload))
         until(lambda: metric(web, "twostroke_requests_running") == 1)
         assert metric(web, "twostroke_kv_pages_used") > 0
     until(lambda: metric(web, "twostroke_requests_running") == 0, within_s=1.0)
@@ -206,10 +215,9 @@ def test_a_client_that_never_reads_is_cut_off_and_its_request_freed(web: httpx.C
     # 30 choices with wide logprobs make megabytes: more than the sockets' buffers and the 1 MiB that may wait.
     body = BODY | {"prompt": [[n] for n in range(30, 60)], "max_tokens": 4000, "logprobs": 5, "stream": True}
     payload = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}\r\n\r\n"
     url = httpx.URL(echo.url)
     with socket.create_connection((url.host, url.port)) as peer:
-        peer.sendall(head.encode() + payload)
+        peer.sendall(raw_request(payload))
         until(lambda: metric(web, "twostroke_requests_running") > 0)
         until(lambda: metric(web, "twostroke_requests_running") == 0, within_s=30)
     until(lambda: metric(web, "twostroke_http_requests_active") == 0)
@@ -262,7 +270,7 @@ def test_keys_guard_everything_but_the_probes(echo_model: Path, tmp_path: Path) 
 def test_requests_over_the_limit_are_turned_away_at_once(echo_model: Path, tmp_path: Path) -> None:
     with echo_server(echo_model, tmp_path, ["--max-concurrent", "2"]) as served:
         with httpx.Client(base_url=served.url, timeout=30, trust_env=False) as web:
-            long = BODY | {"prompt": [echo_engine.SLOW], "max_tokens": 60}
+            long = BODY | {"prompt": [echo_engine.SLOW], "max_tokens": 20}
             threads = [threading.Thread(target=web.post, args=("/v1/completions",), kwargs={"json": long}) for _ in range(2)]
             for thread in threads:
                 thread.start()

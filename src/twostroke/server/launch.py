@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twostroke.core.errors import EngineError, TwostrokeError
+from twostroke.core.openmp import limit_spinning
 
 _MAX_SOCKET_PATH = 107  # bytes of sockaddr_un.sun_path on Linux, less the closing zero
 
@@ -78,18 +79,6 @@ class EngineChild:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def _engine_environment() -> dict[str, str]:
-    """Ours, with OpenMP's idle threads made to sleep soon instead of spinning for milliseconds.
-
-    The HTTP process and other programs use the same cores, and a thread that spins keeps the one it waits for from running:
-    measured on two cores that others used as well, a 5M-parameter model took 67 ms a token with libgomp's default and 3.7 ms
-    with 300 turns; on quiet cores 1.7 ms with either, 2.3 ms without any spinning. A setting of the user's own is left alone.
-    """
-    if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
-        return dict(os.environ)
-    return os.environ | {"GOMP_SPINCOUNT": "300"}
-
-
 def launch_engine(command: Sequence[str]) -> EngineChild:
     """Start ``command`` with ``--socket`` and ``--parent-pid``; returns at once, long before the model is loaded."""
     directory = Path(tempfile.mkdtemp(prefix="twostroke-"))  # mode 0700: only this user reaches the socket
@@ -97,11 +86,13 @@ def launch_engine(command: Sequence[str]) -> EngineChild:
     if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
         directory.rmdir()
         raise EngineError(f"socket path {path} is over {_MAX_SOCKET_PATH} bytes. Set TMPDIR to a shorter directory.")
+    environment = dict(os.environ)
+    limit_spinning(environment)
     words = [*command, "--socket", str(path), "--parent-pid", str(os.getpid())]
     try:
         # Its output joins our stderr: stdout belongs to the command's own result.
         # A session of its own: Ctrl-C in a terminal is for the HTTP process, which still finishes what is in flight.
-        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True, env=_engine_environment())
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True, env=environment)
     except OSError as error:
         shutil.rmtree(directory, ignore_errors=True)
         raise EngineError(f"the engine process could not be started: {error.strerror}.") from None

@@ -14,6 +14,7 @@ ENGINE_GAUGES: dict[str, tuple[str, str]] = {
     "running": ("twostroke_requests_running", "Requests that hold KV pages."),
     "waiting": ("twostroke_requests_waiting", "Requests queued in the engine."),
     "pages_used": ("twostroke_kv_pages_used", "KV pages held by running requests."),
+    "pages_cached": ("twostroke_kv_pages_cached", "KV pages free for use that still hold a reusable prefix."),
     "pages_total": ("twostroke_kv_pages", "KV pages there are."),
     "prefix_hit_tokens": ("twostroke_prefix_hit_tokens", "Prompt tokens found in the KV cache since the engine started."),
     "preemptions": ("twostroke_preemptions", "Requests put back into the queue for lack of pages since the engine started."),
