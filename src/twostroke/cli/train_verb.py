@@ -55,7 +55,7 @@ def train(
         log(f"the run in {result.directory} had finished: nothing is left to train.")
     summary = result.summary
     if "heldout_bits_per_byte" not in summary["measurement"]:
-        summary = _score(result)
+        summary = _score(result, parsed.train.dtype)
     emit({"directory": str(result.directory), **summary}, _text(result.directory, summary), as_json)
 
 
@@ -80,7 +80,7 @@ def _score_briefly(decoder: Decoder, prepared: PreparedData) -> dict[str, float]
     return {"heldout_bits_per_byte": scored.bits_per_byte}
 
 
-def _score(result: TrainingResult) -> dict[str, Any]:
+def _score(result: TrainingResult, dtype: str) -> dict[str, Any]:
     """Score the finished model on the run's held-out text as ``twostroke eval`` does; add it to ledger and summary."""
     from twostroke.core.errors import TwostrokeError
     from twostroke.evaluation.bits import bits_per_byte
@@ -91,7 +91,9 @@ def _score(result: TrainingResult) -> dict[str, Any]:
 
     text = held_out_to_score(result.model)
     with progress("scoring held-out text", 1.0) as advance:
-        scored = bits_per_byte(load_model(result.model), text, tokenizer_path=result.model, progress=advance)
+        # In the format that was trained and will be served; fp32 takes several times as long where products of bf16 are fast.
+        decoder = load_model(result.model, dtype)
+        scored = bits_per_byte(decoder, text, tokenizer_path=result.model, progress=advance)
     values = {"heldout_bits_per_byte": scored.bits_per_byte, "xz_bits_per_byte": scored.xz_bits_per_byte}
     summary = result.summary | {"measurement": result.summary["measurement"] | values}
     try:
