@@ -135,7 +135,7 @@ def test_order_of_records_changes_nothing() -> None:
 
 
 def test_every_number_of_a_summary_has_a_formula() -> None:
-    shown = {"n_requests", "n_completed", "failures", "prompt_tokens", "output_tokens", "slo_met", "extras"}  # plain counts
+    shown = {"n_requests", "n_completed", "failures", "prompt_tokens", "output_tokens", "slo_met", "engine"}  # plain counts
     assert set(LoadSummary.__dataclass_fields__) - shown == set(FORMULAS)
 
 

@@ -173,7 +173,7 @@ class LoadSummary:
     peak_concurrency: int
     goodput_per_s: float | None = None
     slo_met: int | None = None
-    extras: dict[str, float] = field(default_factory=dict)
+    engine: dict[str, float] = field(default_factory=dict)  # what the server's engine counted, where it tells
 
     def to_dict(self) -> dict[str, Any]:
         plain = {name: value for name, value in vars(self).items() if not isinstance(value, Distribution)}
@@ -200,7 +200,7 @@ def count_failures(records: Iterable[RequestRecord]) -> dict[str, int]:
 
 
 def summarise(
-    records: Sequence[RequestRecord], slo: Slo | None = None, extras: Mapping[str, float] | None = None
+    records: Sequence[RequestRecord], slo: Slo | None = None, engine: Mapping[str, float] | None = None
 ) -> LoadSummary:
     """Latencies over completed requests; a failed one counts as a failure and in nothing else but concurrency.
 
@@ -233,5 +233,5 @@ def summarise(
         peak_concurrency=peak_concurrency(records),
         goodput_per_s=None if met is None else met * per_s,
         slo_met=met,
-        extras=dict(extras or {}),
+        engine=dict(engine or {}),
     )

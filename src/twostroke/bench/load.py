@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from twostroke.bench.definitions import FORMULAS, Distribution, LoadSummary, RequestRecord, Slo, summarise
+from twostroke.bench.engine_counters import FORMULAS as ENGINE_FORMULAS
+from twostroke.bench.engine_counters import Counters, engine_values, read_counters
 from twostroke.bench.http_stream import Address, Answer, HttpError, exchange
 from twostroke.bench.prompts import PromptMaker
 from twostroke.core.errors import ConfigError, TwostrokeError
 from twostroke.core.units import format_seconds
+from twostroke.ledger.text import format_value
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -47,7 +50,7 @@ class LoadSpec:
     temperature: float = 0.0
     ignore_eos: bool = True
     prompt_text: str | None = None  # a text file; None: random words
-    warmup_requests: int = 2
+    warmup_requests: int = 3
     seed: int = 0
     timeout_s: float = 600.0
 
@@ -121,7 +124,7 @@ class LoadResult:
             "load": self.spec.to_dict(),
             "slo": None if self.slo is None else asdict(self.slo),
             "summary": self.summary.to_dict(),
-            "definitions": FORMULAS,
+            "definitions": FORMULAS | {name: ENGINE_FORMULAS[name] for name in self.summary.engine},
         }
 
     def write_raw(self, path: Path) -> None:
@@ -158,10 +161,13 @@ async def _run_load(
     model = spec.model or await _first_model(address, headers)
     sender = _Sender(address, headers, spec, model)
     warmup, measured = planned[: spec.warmup_requests], planned[spec.warmup_requests :]
+    warm: Counters = {}
     for request in warmup:
         first = await sender.send(request, time.perf_counter())
         if first.answer.status == 0:
             raise TwostrokeError(f"the server at {url} does not answer: {first.error}.")
+        warm = warm or await read_counters(address, headers)
+    before = await read_counters(address, headers)
     ended = 0
 
     async def send(request: PlannedRequest, scheduled: float) -> _Sent:
@@ -177,8 +183,9 @@ async def _run_load(
         sent = await _closed_loop(measured, spec.users, send)
     else:
         sent = await _open_loop(measured, start, spec.max_concurrency, send)
+    engine = engine_values(warm, before, await read_counters(address, headers), len(warmup) - 1)
     records = tuple(sorted((s.record(start) for s in sent), key=lambda r: r.index))
-    return LoadResult(url, model, spec, slo, records, summarise(records, slo))
+    return LoadResult(url, model, spec, slo, records, summarise(records, slo, engine))
 
 
 async def _closed_loop(requests: list[PlannedRequest], users: int, send: _Send) -> list[_Sent]:
@@ -355,4 +362,7 @@ def summary_text(summary: LoadSummary) -> str:
     if s.goodput_per_s is not None:
         rates.append(("goodput/s", f"{s.goodput_per_s:.2f}", f"{FORMULAS['goodput_per_s']} ({s.slo_met} of {s.n_requests})"))
     lines += [f"{title:14}{value:>10}  {formula}" for title, value, formula in rates]
+    if s.engine:
+        lines += ["", "inside the engine"]
+        lines += [f"{name:24}{format_value(name, value):>16}  {ENGINE_FORMULAS[name]}" for name, value in s.engine.items()]
     return "\n".join(lines)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from twostroke.bench.definitions import LoadSummary, RequestRecord
+from twostroke.bench.definitions import Distribution, LoadSummary, RequestRecord
 from twostroke.bench.load import LoadSpec
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import Hardware
 from twostroke.planner.serving import ServingPlan, ServingShape, plan_serving
 
-NAMES = ("ttft_s", "tpot_s", "e2e_s", "decode_tok_per_s", "output_tok_per_s")
 MAX_BATCH = 1024
 
 
@@ -33,11 +32,28 @@ def expected_concurrency(spec: ModelSpec, load: LoadSpec, scheme: str, hardware:
 
 
 def predict_load(spec: ModelSpec, load: LoadSpec, scheme: str, hardware: Hardware) -> dict[str, float]:
-    """Ledger names → predicted values, at the load's mean lengths and expected concurrency. ``ttft_s`` is that of a prompt
-    which finds the engine free: waiting behind other prompts is not in it."""
+    """Ledger names → predicted values, at the load's mean lengths and expected concurrency B.
+
+    With P the prefill of one prompt alone, T a decode step of B requests and n output tokens, a request that has B − 1 others
+    beside it takes B·P + n·T: its own prefill, one of each of the others, and its steps. It waits for half a step before its
+    prefill starts. So for B > 1: TTFT = P + T/2, E2E = B·P + n·T; alone: TTFT = P, E2E = P + (n − 1)·T. TPOT =
+    (E2E − TTFT)/(n − 1), output tokens/s = B·n/(B·P + n·T). Prompts that arrive at one moment, and HTTP itself, are not in it.
+    """
     batch = expected_concurrency(spec, load, scheme, hardware)
     plan = _plan(spec, load, scheme, batch, hardware)
-    return {"concurrency": float(batch), **{name: float(getattr(plan, name)) for name in NAMES}}
+    n, prefill, step = plan.shape.output_tokens, plan.ttft_s, plan.tpot_s
+    ttft, e2e = (prefill, plan.e2e_s) if batch == 1 else (prefill + step / 2, batch * prefill + n * step)
+    values = {
+        "concurrency": float(batch),
+        "ttft_s": ttft,
+        "e2e_s": e2e,
+        "output_tok_per_s": plan.output_tok_per_s,
+        "prefill_s": prefill,
+        "prefill_tok_per_s": plan.prefill_tok_per_s,
+        "decode_step_s": step,
+        "decode_tok_per_s": plan.decode_tok_per_s,
+    }
+    return values | ({"tpot_s": (e2e - ttft) / (n - 1)} if n > 1 else {})
 
 
 def _plan(spec: ModelSpec, load: LoadSpec, scheme: str, batch: int, hardware: Hardware) -> ServingPlan:
@@ -46,21 +62,20 @@ def _plan(spec: ModelSpec, load: LoadSpec, scheme: str, batch: int, hardware: Ha
 
 
 def measured_values(summary: LoadSummary, records: Sequence[RequestRecord]) -> dict[str, float]:
-    """The same names measured, those that have a value: medians of the latencies; ``concurrency`` the mean number of
-    requests in flight, Σ(end − sent) ÷ duration; ``decode_tok_per_s`` = concurrency ÷ median TPOT (the plan: batch ÷ TPOT)."""
+    """The same names measured, those that have a value, and the percentiles of each latency.
+
+    ``ttft_s``, ``tpot_s`` and ``e2e_s`` are medians; ``concurrency`` is the mean number of requests in flight,
+    Σ(end − sent) ÷ duration; the engine's own counters tell of prefill and decode steps where the server has them.
+    """
     duration = summary.duration_s
-    concurrency = sum(r.ended_s - r.sent_s for r in records) / duration if duration > 0 else 0.0
-    tpot = summary.tpot_s.median
     values = {
-        "concurrency": concurrency,
-        "ttft_s": summary.ttft_s.median,
-        "tpot_s": tpot,
-        "e2e_s": summary.e2e_s.median,
-        "decode_tok_per_s": concurrency / tpot if tpot > 0 else float("nan"),
+        "concurrency": sum(r.ended_s - r.sent_s for r in records) / duration if duration > 0 else 0.0,
         "output_tok_per_s": summary.output_tok_per_s,
         "requests_per_s": summary.requests_per_s,
-        "ttft_p99_s": summary.ttft_s.p99,
-        "tpot_p99_s": summary.tpot_s.p99,
-        "e2e_p99_s": summary.e2e_s.p99,
+        **summary.engine,
     }
+    for name in ("ttft", "tpot", "itl", "e2e"):
+        latency: Distribution = getattr(summary, f"{name}_s")
+        values |= {f"{name}_{p}_s": getattr(latency, p) for p in ("median", "p90", "p95", "p99")}
+    values |= {f"{name}_s": values[f"{name}_median_s"] for name in ("ttft", "tpot", "e2e")}
     return {name: value for name, value in values.items() if math.isfinite(value)}

@@ -39,7 +39,7 @@ def bench_serve(
         None, help="Of an open loop: most requests in flight; others wait, and count it."
     ),
     requests: int = typer.Option(64, help="Requests to measure."),
-    warmup: int = typer.Option(2, help="Requests sent before, one by one, and not measured."),
+    warmup: int = typer.Option(3, help="Requests sent before, one by one, and not measured."),
     prompt_tokens: str = typer.Option("64", help="Length of prompts: N, or LEAST:MOST for lengths drawn uniformly."),
     output_tokens: str = typer.Option("64", help="Length of outputs: N, or LEAST:MOST."),
     endpoint: str = typer.Option("completions", help="completions or chat."),

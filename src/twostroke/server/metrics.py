@@ -17,6 +17,16 @@ ENGINE_GAUGES: dict[str, tuple[str, str]] = {
     "pages_cached": ("twostroke_kv_pages_cached", "KV pages free for use that still hold a reusable prefix."),
     "pages_total": ("twostroke_kv_pages", "KV pages there are."),
     "prefix_hit_tokens": ("twostroke_prefix_hit_tokens", "Prompt tokens found in the KV cache since the engine started."),
+    **{
+        f"{kind}_{field}": (f"twostroke_engine_{kind}_{name}", f"{meaning} {kind} steps since the engine started.")
+        for kind in ("prefill", "mixed", "decode")
+        for field, name, meaning in (
+            ("steps", "steps", "Number of"),
+            ("s", "seconds", "Time of"),
+            ("tokens", "tokens", "Tokens computed in"),
+        )
+    },
+    "decode_bytes": ("twostroke_engine_decode_bytes", "Bytes of weights and KV cache that decode steps had to read."),
     "preemptions": ("twostroke_preemptions", "Requests put back into the queue for lack of pages since the engine started."),
 }
 """Fields of ``EngineStats`` that are shown, with metric name and meaning."""

@@ -33,6 +33,7 @@ class ServeRecord:
 
     def __init__(self, directory: Path, options: EngineOptions) -> None:
         self.run_id: str | None = None
+        self._directory = directory
         inputs = {"directory": str(directory), **asdict(options)}
         try:
             prediction = self._predict(directory, options)
@@ -62,7 +63,12 @@ class ServeRecord:
         return plan_serving(spec, shape, load_hardware("this")).prediction()
 
     def started(self, ready: wire.Ready, startup_s: float) -> None:
-        values = {"startup_s": startup_s, "weights_bytes": ready.weights_bytes, "kv_cache_bytes": ready.kv_cache_bytes}
+        values = {
+            "startup_s": startup_s,
+            "weights_bytes": ready.weights_bytes,
+            "kv_cache_bytes": ready.kv_cache_bytes,
+            "model_bytes": sum(file.stat().st_size for file in self._directory.glob("*.safetensors")),
+        }
         self._measure(values, "partial")
 
     def stopped(self, totals: Mapping[str, float]) -> None:

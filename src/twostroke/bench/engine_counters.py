@@ -1,0 +1,61 @@
+"""What the engine of a Twostroke server counted during a load, read from ``/metrics``: times of whole steps, without HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from twostroke.bench.http_stream import Address, HttpError, exchange
+
+PREFIX = "twostroke_engine_"
+
+FORMULAS: dict[str, str] = {
+    "prefill_s": "engine time of the prefill steps of one prompt on an idle server, mean of the warm-up requests but the first",
+    "prefill_tok_per_s": "tokens computed in those steps / their time",
+    "decode_step_s": "engine time of one step in which every request decodes, mean over the load",
+    "decode_tok_per_s": "tokens computed in such steps / their time",
+    "decode_read_bytes_per_s": "weights and KV cache that such steps had to read / their time",
+}
+
+Counters = Mapping[str, float]
+
+
+async def read_counters(address: Address, headers: Mapping[str, str]) -> Counters:
+    """The engine's counters now; an empty mapping where the server has none."""
+    try:
+        answer = await exchange(address, "GET", "/metrics", headers=headers, timeout_s=10.0)
+    except HttpError:
+        return {}
+    return parse_counters(answer.body.decode(errors="replace")) if answer.status == 200 else {}
+
+
+def parse_counters(text: str) -> Counters:
+    """Samples of Prometheus' text format whose names begin with ``PREFIX``, without it."""
+    counters = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(" ")
+        if name.startswith(PREFIX):
+            try:
+                counters[name.removeprefix(PREFIX)] = float(value)
+            except ValueError:
+                continue
+    return counters
+
+
+def engine_values(warm: Counters, before: Counters, after: Counters, n_idle: int) -> dict[str, float]:
+    """The values of ``FORMULAS`` that can be told: ``warm`` is read after the first warm-up request, ``before`` after the last
+    of the ``n_idle`` that follow it, ``after`` when the load has ended. An engine that was restarted in between tells nothing."""
+    values: dict[str, float] = {}
+    idle, load = _growth(warm, before), _growth(before, after)
+    if n_idle > 0 and idle.get("prefill_seconds", 0) > 0:
+        values["prefill_s"] = idle["prefill_seconds"] / n_idle
+        values["prefill_tok_per_s"] = idle["prefill_tokens"] / idle["prefill_seconds"]
+    if load.get("decode_seconds", 0) > 0 and load["decode_steps"] > 0:
+        values["decode_step_s"] = load["decode_seconds"] / load["decode_steps"]
+        values["decode_tok_per_s"] = load["decode_tokens"] / load["decode_seconds"]
+        values["decode_read_bytes_per_s"] = load["decode_bytes"] / load["decode_seconds"]
+    return values
+
+
+def _growth(earlier: Counters, later: Counters) -> dict[str, float]:
+    growth = {name: later[name] - earlier[name] for name in later if name in earlier}
+    return {} if any(value < 0 for value in growth.values()) else growth

@@ -1,0 +1,65 @@
+"""What is predicted of a load, and what is measured under the same names."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+
+from twostroke.bench.definitions import RequestRecord, summarise
+from twostroke.bench.load import LoadSpec
+from twostroke.bench.prediction import expected_concurrency, measured_values, predict_load
+from twostroke.core.spec import ModelSpec
+from twostroke.planner.hardware import load_hardware
+from twostroke.planner.serving import ServingShape, plan_serving
+
+SPEC = ModelSpec("llama", 32_000, 16, 1024, 16, 4, 64, 4096, 4096)
+HARDWARE = load_hardware("a100-sxm-80gb")
+
+
+def load(**changes: Any) -> LoadSpec:
+    return LoadSpec(**{"prompt_tokens": (100, 300), "output_tokens": (50, 50), "n_requests": 1000} | changes)
+
+
+def test_a_lone_user_is_the_planners_idle_server() -> None:
+    plan = plan_serving(SPEC, ServingShape(batch=1, prompt_tokens=200, output_tokens=50), HARDWARE)
+    predicted = predict_load(SPEC, load(users=1), "bf16", HARDWARE)
+    for name in ("ttft_s", "tpot_s", "e2e_s", "prefill_tok_per_s", "decode_tok_per_s", "output_tok_per_s"):
+        assert predicted[name] == pytest.approx(getattr(plan, name)), name
+
+
+def test_times_of_a_closed_loop_are_consistent() -> None:
+    p = predict_load(SPEC, load(users=8), "bf16", HARDWARE)
+    assert p["concurrency"] == 8
+    assert p["e2e_s"] == pytest.approx(p["ttft_s"] + 49 * p["tpot_s"])
+    # Little's law: requests in flight = rate · time in the system.
+    assert p["output_tok_per_s"] / 50 * p["e2e_s"] == pytest.approx(8)
+
+
+def test_more_users_mean_longer_waits_and_more_tokens() -> None:
+    predictions = [predict_load(SPEC, load(users=n), "bf16", HARDWARE) for n in (1, 2, 8, 32)]
+    for fewer, more in itertools.pairwise(predictions):
+        assert more["tpot_s"] > fewer["tpot_s"]
+        assert more["output_tok_per_s"] > fewer["output_tok_per_s"]
+
+
+def test_an_open_loops_concurrency_follows_littles_law_within_its_cap() -> None:
+    alone = predict_load(SPEC, load(users=1), "bf16", HARDWARE)["e2e_s"]
+    assert expected_concurrency(SPEC, load(request_rate=0.1 / alone), "bf16", HARDWARE) == 1
+    busy = expected_concurrency(SPEC, load(request_rate=4 / alone), "bf16", HARDWARE)
+    assert 4 <= busy < 64
+    assert expected_concurrency(SPEC, load(request_rate=math.inf, max_concurrency=16), "bf16", HARDWARE) == 16
+    assert expected_concurrency(SPEC, load(request_rate=math.inf, n_requests=5), "bf16", HARDWARE) == 5
+
+
+def test_measured_values_have_the_predictions_names_and_no_gaps() -> None:
+    records = [RequestRecord(i, i, i, (i + 1.0, i + 2.0, i + 3.0), i + 3.0, 10, 3) for i in range(4)]
+    summary = summarise(records, engine={"decode_step_s": 0.5})
+    measured = measured_values(summary, records)
+    assert (measured["ttft_s"], measured["tpot_s"], measured["e2e_s"], measured["decode_step_s"]) == (1.0, 1.0, 3.0, 0.5)
+    assert measured["concurrency"] == pytest.approx(4 * 3 / 6)
+    assert measured["ttft_p99_s"] == 1.0
+    one_token = [RequestRecord(0, 0.0, 0.0, (1.0,), 1.0, 10, 1)]
+    assert "tpot_s" not in measured_values(summarise(one_token), one_token)
