@@ -206,7 +206,9 @@ def test_a_client_that_goes_away_frees_its_request(web: httpx.Client, echo: Serv
         peer.sendall(raw_request(payload))
         until(lambda: metric(web, "twostroke_requests_running") == 1)
         assert metric(web, "twostroke_kv_pages_used") > 0
-    until(lambda: metric(web, "twostroke_requests_running") == 0, within_s=1.0)
+    until(
+        lambda: metric(web, "twostroke_requests_running") == 0, within_s=3.0
+    )  # one step takes 0.05 s; the rest is for a busy machine
     assert metric(web, "twostroke_kv_pages_used") == 0
     until(lambda: metric(web, "twostroke_http_requests_active") == 0)
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -206,10 +207,49 @@ def test_a_client_that_hangs_up_frees_its_pages(server: Server) -> None:
         )
         next(iter(stream))
         stream.close()
+    all_free(server)
+
+
+async def hang_up_on_some(server: Server, n: int, at_once: int, seed: int) -> int:
+    """Send ``n`` streams, hang up on about a third after a few chunks; how many were hung up on."""
+    rng = random.Random(seed)
+    plans = [(f"def f{rng.randrange(9)}({rng.random()}):", rng.randrange(1, 40), rng.random() < 0.3) for _ in range(n)]
+    places = asyncio.Semaphore(at_once)
+
+    async def one(client: openai.AsyncOpenAI, prompt: str, n_tokens: int, hang_up: bool) -> bool:
+        async with places:
+            stream = await client.completions.create(
+                model="tiny", prompt=prompt, max_tokens=n_tokens, stream=True, extra_body={"ignore_eos": True}
+            )
+            n_chunks = 0
+            async for _ in stream:
+                n_chunks += 1
+                if hang_up and n_chunks == 3:
+                    await stream.close()
+                    return True
+            return False
+
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        return sum(await asyncio.gather(*(one(client, *plan) for plan in plans)))
+
+
+def all_free(server: Server) -> None:
     deadline = time.monotonic() + 5
-    while server.metric("twostroke_kv_pages_used") or server.metric("twostroke_requests_running"):
+    names = ("kv_pages_used", "requests_running", "requests_waiting", "http_requests_active")
+    while any(server.metric(f"twostroke_{name}") for name in names):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_pages_and_places_return_after_clients_have_hung_up(server: Server) -> None:
+    assert asyncio.run(hang_up_on_some(server, n=40, at_once=16, seed=1)) > 3
+    all_free(server)
+
+
+@pytest.mark.soak
+def test_two_thousand_requests_leak_nothing(server: Server) -> None:
+    asyncio.run(hang_up_on_some(server, n=2000, at_once=64, seed=2))
+    all_free(server)
 
 
 def test_a_killed_engine_is_replaced(server: Server) -> None:

@@ -43,7 +43,7 @@ def parse_counters(text: str) -> Counters:
 
 def engine_values(warm: Counters, before: Counters, after: Counters, n_idle: int) -> dict[str, float]:
     """The values of ``FORMULAS`` that can be told: ``warm`` is read after the first warm-up request, ``before`` after the last
-    of the ``n_idle`` that follow it, ``after`` when the load has ended. An engine that was restarted in between tells nothing."""
+    of the ``n_idle`` that follow it, ``after`` when the load has ended. An engine restarted in between tells nothing."""
     values: dict[str, float] = {}
     idle, load = _growth(warm, before), _growth(before, after)
     if n_idle > 0 and idle.get("prefill_seconds", 0) > 0:
