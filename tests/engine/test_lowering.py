@@ -4,8 +4,8 @@ import inspect
 
 import pytest
 import torch
-from small_models import SPECS, decoder_of
 
+from small_models import SPECS, decoder_of
 from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.families import FAMILIES
 from twostroke.engine import batch, interpreter, kv_pool, lowering, plan
@@ -15,6 +15,7 @@ from twostroke.engine.interpreter import Buffers, TorchInterpreter
 from twostroke.engine.kv_pool import KVPool
 from twostroke.engine.lowering import interleaved, lower
 from twostroke.model.decoder import Decoder
+from twostroke.planner.memory import weights_bytes
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -134,10 +135,14 @@ def test_an_unknown_way_to_hold_weights_is_refused() -> None:
         lower(SPECS["llama"], decoder_of("llama").state_dict(), "int4")
 
 
-def test_a_step_reads_every_weight_but_the_embedding_table() -> None:
-    decoder = decoder_of("llama")
+@pytest.mark.parametrize("name", SPECS)
+def test_the_bytes_of_weights_are_those_of_the_parameters(name: str) -> None:
+    decoder = decoder_of(name)
     plan = lower(decoder.spec, decoder.state_dict(), "fp32")
     total = sum(parameter.nbytes for parameter in decoder.parameters())
-    assert plan.weights_bytes == total
-    assert plan.step_bytes == total - decoder.embed.weight.nbytes
-    assert lower(decoder.spec, decoder.state_dict(), "bf16").weights_bytes == total // 2
+    assert plan.weights_bytes == total == weights_bytes(decoder.spec, "fp32")
+    looked_up = [p for n, p in decoder.named_parameters() if n == "position_embed.weight"]
+    looked_up += [] if decoder.spec.tied_embeddings else [decoder.embed.weight]
+    assert plan.step_bytes == total - sum(p.nbytes for p in looked_up)
+    for weights in ("bf16", "int8"):
+        assert lower(decoder.spec, decoder.state_dict(), weights).weights_bytes == weights_bytes(decoder.spec, weights)

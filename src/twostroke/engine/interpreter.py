@@ -45,6 +45,7 @@ class TorchInterpreter:
         self.n_heads, self.n_kv_heads, self.head_dim = spec.n_heads, spec.n_kv_heads, spec.head_dim
         self.group = spec.queries_per_kv_head
         self.scale = spec.head_dim**-0.5
+        self.dtype = torch.float32 if plan.dtype == "fp32" else torch.bfloat16
         run: dict[type, Callable[[Any, Buffers], None]] = {
             p.Embed: self._embed,
             p.Normalise: self._normalise,
@@ -72,9 +73,9 @@ class TorchInterpreter:
         return logits
 
     def _embed(self, op: p.Embed, b: Buffers) -> None:
-        b.x = F.embedding(b.batch.tokens, op.table)
+        b.x = F.embedding(b.batch.tokens, op.table).to(self.dtype)
         if op.positions is not None:
-            b.x += F.embedding(b.batch.positions, op.positions)
+            b.x += F.embedding(b.batch.positions, op.positions).to(self.dtype)
 
     def _normalise(self, op: p.Normalise, b: Buffers) -> None:
         if op.bias is None:

@@ -120,18 +120,29 @@ class LLM:
         ``params`` is for all of them, or one for each; default ``SamplingParams()``. Nothing is computed unless every prompt is
         acceptable: raises InputError, CapacityError or DataError naming what is wrong.
         """
+        outputs: list[RequestOutput] = []
+        for _ in self.stream(prompts, params, outputs):
+            pass
+        return outputs
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        into: list[RequestOutput] | None = None,
+    ) -> Iterator[Delta]:
+        """The same piece by piece, as it is generated; the whole answers are put into ``into`` at the end.
+
+        Closing the iterator cancels what is under way. Errors come before the first piece.
+        """
         requests = self._start(prompts, params)
-        outputs: list[RequestOutput | None] = [None] * len(requests)
+        outputs: dict[int, RequestOutput] = {}
         for delta in self._run(requests):
             if delta.finish_reason is not None:
                 outputs[delta.index] = requests[delta.index].output(delta.finish_reason)
-        return [output for output in outputs if output is not None]
-
-    def stream(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> Iterator[Delta]:
-        """The same piece by piece, as it is generated. Closing the iterator cancels what is under way."""
-        return self._run(self._start(prompts, params))
+            yield delta
+        if into is not None:
+            into += [outputs[i] for i in range(len(requests))]
 
     def stats(self) -> EngineStats:
         return self.engine.stats()

@@ -70,9 +70,8 @@ class _Lowering:
         return p.Normalise(weight, self.vector(f"{name}.bias", self.spec.norm == "layernorm"), self.spec.norm_eps)
 
     def embed(self) -> p.Embed:
-        # A step reads a few rows, so the table stays where the file is mapped, when it has the right format.
-        positions = self.get("position_embed.weight").to(self.dtype) if self.spec.positions == "learned" else None
-        return p.Embed(self.get("embed.weight").to(self.dtype), positions)
+        # A step reads a few rows of it, so the table stays as it is stored, mapped from its file.
+        return p.Embed(self.get("embed.weight"), self.get("position_embed.weight") if not self.rotary else None)
 
     def head_rows(self) -> Tensor | None:
         """Order of the rows of the packed projection; None where positions do not turn heads."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from twostroke.core.dtypes import bytes_of
 from twostroke.core.spec import Activation, ModelSpec
 from twostroke.kernels.crossovers import Crossovers
 from twostroke.kernels.matrix import Matrix
@@ -19,7 +20,7 @@ from twostroke.kernels.matrix import Matrix
 
 @dataclass(frozen=True, eq=False)
 class Embed:
-    """x ← table[token] (+ positions[position])."""
+    """x ← table[token] (+ positions[position]), converted to the plan's dtype; tables are in the format they are stored in."""
 
     table: Tensor
     positions: Tensor | None
@@ -134,11 +135,20 @@ class Plan:
                 total += op.matrix.n_bytes
             elif isinstance(op, Normalise):
                 total += op.weight.nbytes + (op.bias.nbytes if op.bias is not None else 0)
+            elif isinstance(op, NormaliseHeads):
+                total += 2 * op.weight[0].nbytes  # all query heads share one row, all key heads another
         return total
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of all weights as they are held: ``step_bytes`` and the tables of embeddings."""
+        """Bytes of all weights in the formats they are computed in. A tied embedding counts once, as the head: the table that
+        tokens are looked up in stays in its file, of which a step reads a few rows."""
         embed = self.ops[0]
         assert isinstance(embed, Embed)
-        return self.step_bytes + embed.table.nbytes + (embed.positions.nbytes if embed.positions is not None else 0)
+        element_bytes = int(bytes_of(self.dtype))
+        total = self.step_bytes
+        if not self.spec.tied_embeddings:
+            total += embed.table.numel() * element_bytes
+        if embed.positions is not None:
+            total += embed.positions.numel() * element_bytes
+        return total

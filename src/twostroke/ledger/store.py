@@ -32,8 +32,8 @@ BUSY_TIMEOUT_S = 30.0
 CHECKED_BYTES = 64 * 2**20
 """A ledger up to this size is checked whole before the first write of a process."""
 
-Kind = Literal["train", "serve", "bench", "calibrate", "evaluate"]
-KINDS: tuple[Kind, ...] = ("train", "serve", "bench", "calibrate", "evaluate")
+Kind = Literal["train", "serve", "bench", "generate", "calibrate", "evaluate"]
+KINDS: tuple[Kind, ...] = ("train", "serve", "bench", "generate", "calibrate", "evaluate")
 STATUSES = ("finished", "interrupted", "failed", "partial")
 
 _SCHEMA = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,17 @@ class QuantizeReport:
 
 @torch.inference_mode()
 def quantize_model(
-    directory: Path | str, out_directory: Path | str, scheme: str = "int8", replace: bool = False
+    directory: Path | str,
+    out_directory: Path | str,
+    scheme: str = "int8",
+    replace: bool = False,
+    progress: Callable[[float, str], None] | None = None,
 ) -> QuantizeReport:
     """Write a copy of the model in ``directory`` with its blocks' matrices in ``scheme`` to ``out_directory``.
 
     Appears whole or not at all. Memory: one shard of at most 5 GB and one matrix in fp32. Raises what ``open_weights`` does,
     and ConfigError (an unknown scheme, a model that is quantised already), InputError (``out_directory`` holds something and
-    ``replace`` is not set), CorruptFileError (a weight that is not finite).
+    ``replace`` is not set), CorruptFileError (a weight that is not finite). ``progress`` hears the share done and what is next.
     """
     chosen = scheme_of(scheme)
     source, target = Path(directory), Path(out_directory)
@@ -64,7 +68,7 @@ def quantize_model(
         raise InputError(f"{target} is the model itself. Name another directory.")
     converter = _Converter(source, chosen)
     with written_aside(target) as aside:
-        written = _write_shards(converter.tensors(), aside)
+        written = _write_shards(converter.tensors(progress or (lambda done, note: None)), aside)
         document = config | {"torch_dtype": "bfloat16", "quantization_config": chosen.config()}
         document.pop("dtype", None)
         (aside / "config.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
@@ -81,9 +85,11 @@ class _Converter:
         self.source_bytes = 0
         self.errors: dict[str, tuple[float, float]] = {}  # canonical name: Σ(w − ŵ)², Σw²
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, progress: Callable[[float, str], None]) -> Iterator[tuple[str, Tensor]]:
         """Every stored tensor of the copy, in the order of the family's layout."""
-        for entry in layout(self.spec):
+        entries = list(layout(self.spec))
+        for i, entry in enumerate(entries):
+            progress(i / len(entries), entry.canonical)
             tensor = read_entry(entry, self.get)
             self.source_bytes += tensor.nbytes
             if self.scheme.touches(entry.canonical):

@@ -1,0 +1,264 @@
+"""``twostroke generate``: continue prompts on this machine, the prediction frozen before and measured after."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from twostroke.cli.console import JSON_HELP, emit, log
+from twostroke.core.errors import InputError, TwostrokeError
+from twostroke.core.units import GIB, format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from twostroke.engine.core import EngineStats
+    from twostroke.engine.llm import LLM, RequestOutput
+    from twostroke.planner.hardware import Hardware
+    from twostroke.scheduling.sampling_params import SamplingParams
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(name="generate")
+def generate(
+    model: Path = typer.Argument(help="Model directory, or the output of a training run."),
+    prompt: list[str] = typer.Option([], help="Text to continue. Repeatable. Default: what stdin brings."),
+    max_tokens: int = typer.Option(128, help="Most tokens of each answer."),
+    temperature: float = typer.Option(0.8, help="0 takes the most probable token each time."),
+    top_k: int = typer.Option(0, help="Only the k most probable tokens; 0: all."),
+    top_p: float = typer.Option(0.95, help="Only the most probable tokens that sum to this probability."),
+    min_p: float = typer.Option(0.0, help="Only tokens with this share of the highest probability."),
+    seed: int = typer.Option(None, help="Makes the answer repeatable. Default: another one each time."),
+    stop: list[str] = typer.Option([], help="Text to end before. Repeatable."),
+    ignore_eos: bool = typer.Option(False, "--ignore-eos", help="Go on after the model's end token."),
+    dtype: str = typer.Option("auto", help="How weights are held: auto, bf16, fp32 or int8."),
+    max_model_len: int = typer.Option(None, min=1, help="Longest prompt and output together, in tokens. Default: the model's."),
+    kv_cache_gib: float = typer.Option(None, min=0.0, help="Memory of the KV cache, in GiB. Default: chosen by the engine."),
+    threads: int = typer.Option(None, min=1, help="Threads. Default: the cores there are."),
+    as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
+) -> None:
+    """Continue prompts on this machine, without a server: text as it is made, then how fast it was."""
+    from twostroke.cli.serve_verb import model_directory
+    from twostroke.core.families import read_spec
+    from twostroke.scheduling.sampling_params import SamplingParams
+
+    directory = model_directory(model)
+    read_spec(directory)  # an unusable config.json is told before torch is imported
+    params = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, max_tokens=max_tokens, stop=tuple(stop),
+        ignore_eos=ignore_eos,
+    )  # fmt: skip
+    prompts = list(prompt) or [_stdin()]
+    record = _Record(directory, prompts, params, dtype, max_model_len, kv_cache_gib)
+    began = time.perf_counter()
+    # Idle OpenMP threads shall sleep soon: spinning, they keep the thread they wait for off a core that others use as well.
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = "300"
+    from twostroke.engine.llm import LLM
+
+    cache = None if kv_cache_gib is None else int(kv_cache_gib * GIB)
+    try:
+        llm = LLM(directory, dtype=dtype, max_model_len=max_model_len, kv_cache_bytes=cache, n_threads=threads)
+        startup_s = time.perf_counter() - began
+        outputs = llm.generate(prompts, params) if as_json else _stream(llm, prompts, params)
+    except BaseException:
+        record.failed()
+        raise
+    stats, measured = llm.stats(), _measured(llm, outputs, startup_s)
+    record.measure(measured)
+    document = {
+        "model": str(directory),
+        "dtype": llm.engine.dtype,
+        "outputs": [
+            {
+                "prompt": output.prompt,
+                "text": output.outputs[0].text,
+                "token_ids": output.outputs[0].token_ids,
+                "finish_reason": output.outputs[0].finish_reason,
+                "prompt_tokens": output.metrics.prompt_tokens,
+                "ttft_s": output.metrics.ttft_s,
+                "e2e_s": output.metrics.e2e_s,
+            }
+            for output in outputs
+        ],
+        "run_id": record.run_id,
+        "prediction": record.prediction,
+        "measurement": measured,
+    }
+    if as_json:
+        emit(document, "", as_json=True)
+    log(_speed(stats, measured, record.hardware, llm.engine.dtype, llm.engine.weights_bytes))
+    failed = [i for i, output in enumerate(outputs) if output.outputs[0].finish_reason == "error"]
+    if failed:
+        raise TwostrokeError(f"the model's output for prompt {failed[0] + 1} was not finite. The weights may be damaged.")
+
+
+def _stdin() -> str:
+    if sys.stdin is None or sys.stdin.isatty():
+        raise InputError("there is no prompt. Give --prompt TEXT, or pipe the text in.")
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError:
+        raise InputError("what stdin brings is not text in UTF-8.") from None
+    if not text:
+        raise InputError("the prompt from stdin is empty.")
+    return text
+
+
+def _stream(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[RequestOutput]:
+    """Print each answer as it is made; those after the first wait for their turn. Returns all of them."""
+
+    def begin(index: int) -> None:
+        if len(prompts) > 1:
+            print(f"{'' if index == 0 else chr(10)}[{index + 1}] {prompts[index]}", end="", flush=True)
+
+    turn, waiting, done = 0, [""] * len(prompts), [False] * len(prompts)
+    begin(0)
+    outputs: list[RequestOutput] = []
+    for delta in llm.stream(prompts, params, into=outputs):
+        waiting[delta.index] += delta.text
+        done[delta.index] = delta.finish_reason is not None
+        print(waiting[turn], end="", flush=True)
+        waiting[turn] = ""
+        while turn + 1 < len(prompts) and done[turn]:
+            turn += 1
+            begin(turn)
+            print(waiting[turn], end="", flush=True)
+            waiting[turn] = ""
+    print(flush=True)
+    return outputs
+
+
+def _measured(llm: LLM, outputs: Sequence[RequestOutput], startup_s: float) -> dict[str, float]:
+    """By the planner's names. ``tpot_s`` is the mean decode step, ``ttft_s`` and ``e2e_s`` medians over the prompts; rates of a
+    phase count its own steps only. ``e2e_s`` is left out where an answer ended before ``max_tokens``: that was less work than
+    predicted."""
+    import resource
+    import statistics
+
+    stats = llm.stats()
+    output_tokens = sum(output.metrics.output_tokens for output in outputs)
+    values: dict[str, float] = {
+        "startup_s": startup_s,
+        "ttft_s": statistics.median(output.metrics.ttft_s for output in outputs),
+        "prompt_tokens": stats.prompt_tokens,
+        "output_tokens": output_tokens,
+        "weights_bytes": llm.engine.weights_bytes,
+        "kv_cache_bytes": llm.engine.kv_cache_bytes,
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "output_tok_per_s": output_tokens / max(output.metrics.e2e_s for output in outputs),
+    }
+    if all(output.outputs[0].finish_reason == "length" for output in outputs):
+        values["e2e_s"] = statistics.median(output.metrics.e2e_s for output in outputs)
+    if stats.prefill_s > 0:
+        values["prefill_tok_per_s"] = stats.prefill_tokens / stats.prefill_s
+        values["prefill_flop_per_s"] = stats.prefill_flop / stats.prefill_s
+    if stats.decode_s > 0:
+        values["tpot_s"] = stats.decode_s / stats.decode_steps
+        values["decode_tok_per_s"] = stats.decode_tokens / stats.decode_s
+        values["decode_bytes_per_s"] = stats.decode_bytes / stats.decode_s
+    return values
+
+
+def _speed(stats: EngineStats, measured: Mapping[str, float], hardware: Hardware | None, dtype: str, weights_bytes: int) -> str:
+    """One line: tokens/s of both phases, and how near each came to the limit that binds it."""
+    known = hardware if hardware is not None and hardware.basis == "measured" else None
+    parts = [f"start {format_seconds(measured['startup_s'])}"]
+    if "prefill_tok_per_s" in measured:
+        rate, share = measured["prefill_flop_per_s"], ""
+        peak = known.peak_flop_per_s.get("fp32" if dtype == "fp32" else "bf16") if known else None
+        if peak:
+            share = f" ({100 * rate / peak:.0f}% of the measured {'fp32' if dtype == 'fp32' else 'bf16'} product rate)"
+        parts.append(
+            f"prefill {stats.prefill_tokens} tokens at {format_count(measured['prefill_tok_per_s'])} tok/s, "
+            f"{format_count(rate)}FLOP/s{share}"
+        )
+    if "decode_tok_per_s" in measured:
+        rate, share = measured["decode_bytes_per_s"], ""
+        if known:
+            share = f" ({100 * rate / known.bandwidth(stats.decode_bytes / stats.decode_steps):.0f}% of the measured read rate)"
+        parts.append(
+            f"decode {stats.decode_tokens} tokens at {format_count(measured['decode_tok_per_s'])} tok/s, "
+            f"{format_seconds(measured['tpot_s'])} a step, {rate / 1e9:.3g} GB/s{share}"
+        )
+    if stats.mixed_steps:
+        parts.append(f"{stats.mixed_tokens} tokens in steps of both kinds, {format_seconds(stats.mixed_s)}")
+    parts.append(f"weights {format_bytes(weights_bytes)} {dtype}")
+    return "; ".join(parts) + "."
+
+
+class _Record:
+    """This run in the ledger. Frozen before the model is loaded; a ledger that cannot be written is said, and stops nothing."""
+
+    def __init__(
+        self,
+        directory: Path,
+        prompts: Sequence[str],
+        params: SamplingParams,
+        dtype: str,
+        max_model_len: int | None,
+        kv_cache_gib: float | None,
+    ) -> None:
+        self.run_id: str | None = None
+        self.prediction: dict[str, Any] = {}
+        self.hardware: Hardware | None = None
+        inputs: dict[str, Any] = {"directory": str(directory), "dtype": dtype, "n_prompts": len(prompts)}
+        try:
+            inputs |= self._predict(directory, prompts, params, dtype, max_model_len, kv_cache_gib)
+        except TwostrokeError as error:
+            log(f"no prediction: {error}")
+        from twostroke.ledger.store import Ledger
+
+        try:
+            self.run_id = Ledger().freeze("generate", directory.resolve().name, inputs, self.prediction)
+        except (TwostrokeError, OSError) as error:
+            log(f"the ledger could not be written: {error}")
+
+    def _predict(
+        self,
+        directory: Path,
+        prompts: Sequence[str],
+        params: SamplingParams,
+        dtype: str,
+        max_model_len: int | None,
+        kv_cache_gib: float | None,
+    ) -> dict[str, Any]:
+        """Fills ``prediction`` and returns the shape that it is for: all prompts at once, of their mean length."""
+        from twostroke.core.families import read_spec
+        from twostroke.data.tokenizer import load_tokenizer
+        from twostroke.planner.hardware import load_hardware
+        from twostroke.planner.serving import ServingShape, plan_serving
+        from twostroke.server.record import scheme_of
+
+        self.hardware = load_hardware("this")
+        spec, tokenizer = read_spec(directory), load_tokenizer(directory)
+        longest = min(max_model_len or spec.max_positions, spec.max_positions)
+        n_prompt = max(1, round(sum(len(tokenizer.encode(text).ids) for text in prompts) / len(prompts)))
+        shape = ServingShape(
+            scheme=scheme_of(directory, dtype),
+            batch=len(prompts),
+            prompt_tokens=n_prompt,
+            output_tokens=max(1, min(params.max_tokens, longest - n_prompt)),
+            kv_cache_bytes=0 if kv_cache_gib is None else int(kv_cache_gib * GIB),
+            max_model_len=longest,
+        )
+        self.prediction = dict(plan_serving(spec, shape, self.hardware).prediction())
+        return {"shape": vars(shape)}
+
+    def measure(self, values: Mapping[str, float], status: str = "finished") -> None:
+        from twostroke.ledger.store import Ledger
+
+        if self.run_id is None:
+            return
+        try:
+            Ledger().measure(self.run_id, values, status)
+        except (TwostrokeError, OSError) as error:
+            log(f"the ledger could not be written: {error}")
+
+    def failed(self) -> None:
+        self.measure({}, "failed")

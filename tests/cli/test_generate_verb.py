@@ -1,0 +1,164 @@
+"""``twostroke generate`` and ``twostroke quantize``, as a person types them."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import machines
+from real_model import greedy_reference, make_model
+from twostroke.cli.main import main
+from twostroke.core.profile import read_fingerprint, save_profile
+from twostroke.data.tokenizer import load_tokenizer
+from twostroke.ledger.store import Ledger
+
+PROMPT = "def add_argument(self"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def this_machine_is_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", "300")  # the verb sets it where nobody has; tests leave the environment as it was
+    save_profile(replace(machines.profile(), fingerprint=read_fingerprint()))
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(list(args))
+    captured = capsys.readouterr()
+    assert not caught.value.code, captured.err
+    return captured.out, captured.err
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(list(args))
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return error.splitlines()[-1]
+
+
+def greedy_text(model: Path, prompt: str, n: int) -> str:
+    tokenizer = load_tokenizer(model)
+    ids = tokenizer.encode(prompt).ids
+    text: str = tokenizer.decode(ids + greedy_reference(model, ids, n)[0])
+    return text
+
+
+GREEDY = ("--temperature", "0", "--max-tokens", "12", "--dtype", "fp32", "--ignore-eos", "--threads", "1")
+
+
+def test_text_goes_to_stdout_and_one_line_of_speed_to_stderr(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    out, err = run(capsys, "generate", str(model), "--prompt", PROMPT, *GREEDY)
+    assert PROMPT + out.removesuffix("\n") == greedy_text(model, PROMPT, 12)
+    (line,) = err.splitlines()
+    assert "prefill" in line
+    assert "decode 11 tokens" in line
+    assert "GB/s" in line
+    assert "FLOP/s" in line
+    assert "of the measured read rate" in line
+
+
+def test_several_prompts_are_answered_in_order(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    out, _ = run(capsys, "generate", str(model), "--prompt", PROMPT, "--prompt", "import ", *GREEDY)
+    expected = f"[1] {greedy_text(model, PROMPT, 12)}\n[2] {greedy_text(model, 'import ', 12)}\n"
+    assert out == expected
+
+
+def test_a_prompt_may_come_from_stdin(capsys: pytest.CaptureFixture[str], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    out, _ = run(capsys, "generate", str(model), *GREEDY)
+    assert PROMPT + out.removesuffix("\n") == greedy_text(model, PROMPT, 12)
+
+
+def test_json_is_one_document_and_the_run_is_in_the_ledger(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    out, _ = run(capsys, "generate", str(model), "--prompt", PROMPT, *GREEDY, "--json")
+    document: dict[str, Any] = json.loads(out)
+    (output,) = document["outputs"]
+    assert PROMPT + output["text"] == greedy_text(model, PROMPT, 12)
+    assert (output["finish_reason"], len(output["token_ids"])) == ("length", 12)
+    record = Ledger().get(document["run_id"])
+    assert (record.kind, record.subject, record.status) == ("generate", "tiny", "finished")
+    assert record.prediction == document["prediction"]
+    assert record.inputs["shape"]["prompt_tokens"] == output["prompt_tokens"]
+    for name in ("ttft_s", "tpot_s", "e2e_s", "decode_tok_per_s", "prefill_tok_per_s", "weights_bytes", "startup_s"):
+        assert record.prediction[name] > 0
+        assert math.isfinite(record.measurement[name])
+        assert record.measurement[name] > 0
+    assert record.measurement["weights_bytes"] == record.prediction["weights_bytes"]
+
+
+def test_a_run_that_fails_is_recorded_as_failed(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    assert "max_model_len=4" in refused(capsys, "generate", str(model), "--prompt", PROMPT, "--max-model-len", "4")
+    assert [run.status for run in Ledger().runs("generate")] == ["failed"]
+
+
+def test_generating_needs_no_calibration(capsys: pytest.CaptureFixture[str], model: Path, twostroke_home: Path) -> None:
+    for file in (twostroke_home / "profiles").iterdir():
+        file.unlink()
+    out, err = run(capsys, "generate", str(model), "--prompt", PROMPT, *GREEDY)
+    assert PROMPT + out.removesuffix("\n") == greedy_text(model, PROMPT, 12)
+    assert "twostroke calibrate" in err.splitlines()[0]
+    assert "of the measured" not in err
+
+
+def test_the_same_seed_gives_the_same_text(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    args = ("generate", str(model), "--prompt", PROMPT, "--max-tokens", "10", "--seed", "7", "--temperature", "1.5")
+    assert run(capsys, *args)[0] == run(capsys, *args)[0]
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--temperature", "-1"], "temperature=-1"),
+        (["--max-tokens", "0"], "max_tokens=0"),
+        (["--top-p", "0"], "top_p=0"),
+        (["--dtype", "int5"], "dtype='int5'"),
+        (["--stop", ""], "stop"),
+        (["--max-model-len", "100000"], "max_positions=512"),
+        (["--kv-cache-gib", "0.0000001"], "kv_cache_bytes"),
+    ],
+)
+def test_bad_options_are_one_sentence(capsys: pytest.CaptureFixture[str], model: Path, args: list[str], sentence: str) -> None:
+    assert sentence in refused(capsys, "generate", str(model), "--prompt", "x", *args)
+
+
+def test_missing_prompts_and_models_are_one_sentence(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "does not exist" in refused(capsys, "generate", str(tmp_path / "nowhere"), "--prompt", "x")
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert "empty" in refused(capsys, "generate", str(model))
+    monkeypatch.setattr("sys.stdin", None)
+    assert "--prompt" in refused(capsys, "generate", str(model))
+    assert "no tokens" in refused(capsys, "generate", str(model), "--prompt", "")
+
+
+def test_quantize_writes_a_model_that_generates(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
+    out, _ = run(capsys, "quantize", str(model), str(tmp_path / "int8"), "--json")
+    report = json.loads(out)
+    assert report["n_matrices"] == 8
+    assert report["bytes"] < report["source_bytes"]
+    out, _ = run(capsys, "generate", str(tmp_path / "int8"), "--prompt", PROMPT, "--max-tokens", "4", "--json")
+    assert json.loads(out)["dtype"] == "int8"
+    out, _ = run(capsys, "quantize", str(model), str(tmp_path / "int8"), "--replace")
+    assert "8 matrices in int8" in out
+
+
+def test_quantize_refuses_in_one_sentence(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("x")
+    assert "not empty" in refused(capsys, "quantize", str(model), str(tmp_path / "full"))
+    assert "scheme='int3'" in refused(capsys, "quantize", str(model), str(tmp_path / "out"), "--scheme", "int3")
+    assert "does not exist" in refused(capsys, "quantize", str(tmp_path / "nowhere"), str(tmp_path / "out"))
