@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -11,6 +11,8 @@ from twostroke.core.profile import BandwidthPoint
 from twostroke.core.units import MIB
 
 WORKING_SETS_BYTES = tuple(n * MIB for n in (8, 32, 64, 128, 256, 512, 1024, 2048, 4096))
+
+MANY_BYTES = 256 * MIB
 
 
 def readers(memory: torch.Tensor) -> list[Callable[[], object]]:
@@ -26,16 +28,22 @@ def readers(memory: torch.Tensor) -> list[Callable[[], object]]:
     ]
 
 
-def measure_read_bandwidth(clock: Clock, sizes_bytes: Sequence[int]) -> tuple[BandwidthPoint, ...]:
-    """One point per size, in bytes/s: the best of all readers."""
-    points = []
+def measure_read_bandwidth(clock: Clock, sizes_bytes: Sequence[int]) -> Iterator[BandwidthPoint]:
+    """One point per size in rising order, in bytes/s: the best of all readers, and beyond ``MANY_BYTES``, where they wait for
+    memory alike, of the one that was fastest before."""
+    fastest = 0
     for size in sizes_bytes:
         # ones, not empty: pages that were never written are all the same zero page, and read from cache
         memory = torch.ones(size // 4, dtype=torch.int32, device=clock.device)
-        best = min(clock.best_s(read, seconds=0.1, least=4) for read in readers(memory))
-        points.append(BandwidthPoint(working_set_bytes=size, bytes_per_s=size / best))
-        del memory
-    return tuple(points)
+        reads = readers(memory)
+        if size <= MANY_BYTES:
+            times = [clock.best_s(read, seconds=0.08, least=4) for read in reads]
+            fastest = times.index(min(times))
+            best = times[fastest]
+        else:
+            best = clock.best_s(reads[fastest], seconds=0.3, least=4)
+        yield BandwidthPoint(working_set_bytes=size, bytes_per_s=size / best)
+        del memory, reads
 
 
 def working_sets(ram_bytes: int, largest: int | None = None) -> list[int]:

@@ -15,8 +15,10 @@ from twostroke.calibration.products import CLASSES, DEEP_CLASSES, PEAK_SIDE, ROW
 from twostroke.calibration.timing import Clock
 from twostroke.calibration.transformer import (
     BlockSize,
+    empty_compile_cache,
     measure_attention,
     measure_block,
+    measure_compiling,
     measure_loss,
     measure_optimizers,
     measure_setup,
@@ -86,32 +88,27 @@ def calibrate(progress: Progress | None = None, extent: Extent | None = None, de
         extras.update(measure_fresh_process())
     extras.update(measure_disk(extent.disk_bytes))
 
-    tell(0.08, "read bandwidth")
+    with empty_compile_cache():
+        extras.update(_measure_blocks(clock, extent, lambda done, note: tell(0.05 + 0.39 * done, note)))
+    tell(0.44, "around the blocks")
+    extras.update(measure_setup(clock, extent.block))
+    tell(0.50, "optimizers")
+    extras.update(measure_optimizers(clock, extent.block))
+    tell(0.52, "attention")
+    extras.update(measure_attention(clock, extent.attention_lengths))
+
+    tell(0.55, "launch costs")
+    op_launch_s, linear_launch_s = measure_launches(clock)
     memory = fingerprint.ram_bytes
     if device == "cuda":
         memory = int(torch.cuda.get_device_properties(0).total_memory)
         extras["device_memory_bytes"] = float(memory)
     sizes = working_sets(memory, extent.largest_working_set_bytes)
     bandwidth: list[BandwidthPoint] = []
-    for i, size in enumerate(sizes):
-        tell(0.08 + 0.17 * i / len(sizes), f"read bandwidth, {size // MIB} MiB")
-        bandwidth += measure_read_bandwidth(clock, [size])
-
-    tell(0.25, "launch costs")
-    op_launch_s, linear_launch_s = measure_launches(clock)
-
-    products, peaks = _measure_products(clock, extent, lambda done, note: tell(0.27 + 0.33 * done, note))
-
-    tell(0.60, "attention")
-    extras.update(measure_attention(clock, extent.attention_lengths))
-    tell(0.63, "one transformer block")
-    extras.update(measure_block(clock, extent.block, extent.compile))
-    tell(0.88, "around the blocks")
-    extras.update(measure_setup(clock, extent.block))
-    tell(0.92, "loss")
-    extras.update(measure_loss(clock, extent.block, extent.compile))
-    tell(0.97, "optimizers")
-    extras.update(measure_optimizers(clock, extent.block))
+    for point in measure_read_bandwidth(clock, sizes):
+        bandwidth.append(point)
+        tell(0.56 + 0.14 * len(bandwidth) / len(sizes), f"read bandwidth, {point.working_set_bytes // MIB} MiB")
+    products, peaks = _measure_products(clock, extent, lambda done, note: tell(0.71 + 0.29 * done, note))
     extras["calibration_s"] = clock.elapsed_s
     tell(1.0, "done")
 
@@ -131,6 +128,24 @@ def calibrate(progress: Progress | None = None, extent: Extent | None = None, de
     )
 
 
+def _measure_blocks(clock: Clock, extent: Extent, tell: Progress) -> dict[str, float]:
+    """Everything of training that is compiled where a compiler works, and the same eager."""
+    found: dict[str, float] = {}
+    runs = [("fp32", "eager"), ("bf16", "eager")]
+    if extent.compile:
+        tell(0.0, "compiling one transformer block")
+        compiled = measure_compiling(clock, extent.block)
+        if compiled is not None:
+            found.update(compiled)
+            runs.insert(0, ("bf16", "compiled"))
+    for i, (dtype, mode) in enumerate(runs):
+        tell(0.4 + 0.4 * i / len(runs), f"one transformer block, {dtype} {mode}")
+        found.update(measure_block(clock, extent.block, dtype, mode))
+    tell(0.8, "loss")
+    found.update(measure_loss(clock, extent.block, len(runs) == 3))
+    return found
+
+
 @torch.inference_mode()
 def _measure_products(clock: Clock, extent: Extent, tell: Progress) -> tuple[list[MatmulPoint], dict[str, float]]:
     points: list[MatmulPoint] = []
@@ -142,8 +157,10 @@ def _measure_products(clock: Clock, extent: Extent, tell: Progress) -> tuple[lis
         tell(0.7 * i / len(plan), f"{scheme} products, {n}×{k}")
         points += measure_class(clock, scheme, n, k, extent.rows)
     for i, scheme in enumerate(extent.schemes):
-        tell(0.7 + 0.3 * i / len(extent.schemes), f"{scheme} peak, {extent.peak_side}³")
-        peak = measure_peak(clock, scheme, extent.peak_side)
+        # Only the types that MFU is quoted in need the full 4096³.
+        side = extent.peak_side if scheme in training else extent.peak_side // 2
+        tell(0.7 + 0.3 * i / len(extent.schemes), f"{scheme} peak, {side}³")
+        peak = measure_peak(clock, scheme, side)
         if peak is not None:
             peaks[scheme] = peak
     return points, peaks

@@ -18,7 +18,7 @@ CLASSES: tuple[tuple[int, int], ...] = ((384, 384), (1536, 384), (4096, 384), (3
 DEEP_CLASSES: tuple[tuple[int, int], ...] = ((384, 8192), (1024, 8192))
 """(n, k) where k is a number of tokens: the product of a weight's gradient, whose left operand is transposed."""
 
-LONGEST_S = 0.5
+LONGEST_S = 0.25
 """A point predicted to take longer than this per run is left out; the planner takes the nearest smaller one."""
 
 PEAK_SIDE = 4096
@@ -67,7 +67,7 @@ def measure_class(
         run = make_product(scheme, m, n, k, clock.device)
         if run is None:
             continue
-        last_s, last_m = clock.best_s(run, seconds=0.03, least=4), m
+        last_s, last_m = clock.best_s(run, seconds=0.025, least=4), m
         yield MatmulPoint(scheme=scheme, m=m, n=n, k=k, flop_per_s=2.0 * m * n * k / last_s)
 
 

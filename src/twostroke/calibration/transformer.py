@@ -3,16 +3,18 @@
 The planner knows how many operations a block's attention has and how many bytes its norms, rotary turn, sums and activation
 move; it cannot know how fast this machine's kernels, fused by a compiler or not, get through them. So the model's own block
 runs at two sequence lengths with the same number of tokens. Its products, timed by themselves, are taken off; what is left
-is a + c·T, where only attention grows with T. No constant is fitted to a training run, and nothing here needs to know how
-the block computes its attention.
+is a + c·keys, where only attention grows with the keys it walks. No constant is fitted to a training run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,7 @@ from twostroke.calibration.timing import Clock
 from twostroke.core.spec import ModelSpec
 from twostroke.model.decoder import Decoder
 from twostroke.planner.latency import elementwise_elements, setup_bytes
+from twostroke.planner.memory import keys_walked
 from twostroke.planner.params import block_products
 from twostroke.planner.training import muon_matrices, newton_schulz_products, optimizer_bytes_moved
 
@@ -44,9 +47,9 @@ class BlockSize:
     heads: int = 4
     d_ff: int = 704
     tokens: int = 8192
-    eager_tokens: int = 4096
-    short: int = 512
-    long: int = 1024
+    eager_tokens: int = 2048
+    short: int = 128
+    long: int = 512
     vocab_size: int = 4096
     chunk_rows: int = 1024
 
@@ -67,7 +70,7 @@ class BlockSize:
 
 
 def straight_line(short: float, long: float, at_short: float, at_long: float) -> tuple[float, float]:
-    """(a, c) of a + c·T through two measurements, each part held at ``LEAST_SHARE`` or more of what was measured."""
+    """(a, c) of a + c·x through two measurements, each part held at ``LEAST_SHARE`` or more of what was measured."""
     slope = (at_long - at_short) / (long - short)
     slope = min(max(slope, LEAST_SHARE * at_short / short), (1 - LEAST_SHARE) * at_short / short)
     return at_short - slope * short, slope
@@ -119,8 +122,8 @@ def _both_ways(clock: Clock, module: nn.Module, run: Callable[[], Tensor], secon
     return clock.best_of_two_s(run, backward, seconds, least)
 
 
-def _block_pass(clock: Clock, decoder: Decoder, inputs: tuple[Tensor, Tensor, Tensor], seconds: float, least: int) -> Pair:
-    x, *others = _block_arguments(decoder, inputs)
+def _block_pass(clock: Clock, decoder: Decoder, arguments: tuple[object, ...], seconds: float, least: int) -> Pair:
+    x, *others = arguments
     assert isinstance(x, Tensor)
     entry = x.detach().requires_grad_()
 
@@ -132,42 +135,98 @@ def _block_pass(clock: Clock, decoder: Decoder, inputs: tuple[Tensor, Tensor, Te
     return _both_ways(clock, decoder, run, seconds, least)
 
 
-def _rates(size: BlockSize, dtype: str, mode: str, tokens: int, shorter: Pair, longer: Pair) -> Iterator[tuple[str, float]]:
+def _rates(
+    size: BlockSize, dtype: str, mode: str, tokens: int, device: str, shorter: Pair, longer: Pair
+) -> Iterator[tuple[str, float]]:
     """Attention's and the elementwise rate from what products leave of a block at the two lengths."""
-    square_flops = 4.0 * tokens * size.heads * 64  # per key: QKᵀ and PV of the whole square
+    flops_per_key = 4.0 * tokens * size.heads * 64  # QKᵀ and PV
+    kind = "gpu" if device == "cuda" else "cpu"
+    few, many = keys_walked(kind, dtype, size.short), keys_walked(kind, dtype, size.long)
     for i, (direction, products) in enumerate((("forward", 1.0), ("backward", 2.5))):
-        rest, per_key = straight_line(size.short, size.long, shorter[i], longer[i])
+        rest, per_key = straight_line(few, many, shorter[i], longer[i])
         moved = tokens * WIDTHS[dtype] * sum(elementwise_elements(size.spec, direction == "backward").values())
-        yield f"attention_{dtype}_{mode}_{direction}_flop_per_s", products * square_flops / per_key
+        yield f"attention_{dtype}_{mode}_{direction}_flop_per_s", products * flops_per_key / per_key
         yield f"block_{dtype}_{mode}_{direction}_bytes_per_s", moved / rest
 
 
-def measure_block(clock: Clock, size: BlockSize, compile_it: bool) -> Iterator[tuple[str, float]]:
-    """Attention and elementwise rates of a block: fp32 and bf16 eager and, where a compiler works, bf16 compiled; and what
-    compiling one sequence length took."""
-    torch.manual_seed(0)
-    runs = [("fp32", "eager"), ("bf16", "eager")] + ([("bf16", "compiled")] if compile_it else [])
-    for dtype, mode in runs:
-        tokens = size.tokens if mode == "compiled" else size.eager_tokens
-        products = _products_pass(clock, size, dtype, tokens)
-        left: list[Pair] = []
-        with contextlib.suppress(Exception) if mode == "compiled" else contextlib.nullcontext():
-            # Without a working C++ compiler there are no compiled rates, and plans fall back on the eager ones.
-            for length in (size.short, size.long):
-                decoder = Decoder(size.spec, DTYPES[dtype], clock.device).train()
-                inputs = _inputs(size, max(1, tokens // length), length, clock.device)
-                if mode == "compiled":
-                    arguments = _block_arguments(decoder, inputs)
-                    decoder.blocks[0].compile(dynamic=False)
-                    begin = time.perf_counter()
-                    decoder.blocks[0](*arguments).sum().backward()
-                    if length == size.short:
-                        yield "block_compile_s", time.perf_counter() - begin
-                whole = _block_pass(clock, decoder, inputs, 0.5, 4 if mode == "compiled" else 3)
-                forward, backward = (max(w - p, LEAST_SHARE * w) for w, p in zip(whole, products, strict=True))
-                left.append((forward, backward))
-        if len(left) == 2:
-            yield from _rates(size, dtype, mode, tokens, *left)
+def resident_bytes() -> float | None:
+    """Resident set of this process; None without /proc."""
+    try:
+        return float(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _decoder(size: BlockSize, dtype: str, device: str, qk_norm: bool = False) -> Decoder:
+    return Decoder(size.spec.with_(qk_norm=qk_norm), DTYPES[dtype], device).train()
+
+
+def _whole_block(clock: Clock, size: BlockSize, dtype: str, mode: str, tokens: int, length: int, qk_norm: bool) -> Pair:
+    """(forward, backward) seconds of one block on rows of ``length``."""
+    decoder = _decoder(size, dtype, clock.device, qk_norm)
+    inputs = _inputs(size, max(1, tokens // length), length, clock.device)
+    arguments = _block_arguments(decoder, inputs)  # before compiling: without gradients it would be another graph
+    if mode == "compiled":
+        decoder.blocks[0].compile(dynamic=False)
+    return _block_pass(clock, decoder, arguments, 0.7, 6 if mode == "compiled" else 4)
+
+
+def measure_block(clock: Clock, size: BlockSize, dtype: str, mode: str) -> Iterator[tuple[str, float]]:
+    """Attention and elementwise rates of a block in ``dtype``, "eager" or "compiled"; and QK-norm's, in elements normed per
+    second, from the same block with it. QK-norm is apart because in a compiled block it costs far more than its bytes: one
+    core took 112 ms for a backward without it and 132 with it."""
+    tokens = size.tokens if mode == "compiled" else size.eager_tokens
+    products = _products_pass(clock, size, dtype, tokens)
+    plain = [_whole_block(clock, size, dtype, mode, tokens, length, False) for length in (size.short, size.long)]
+    normed = _whole_block(clock, size, dtype, mode, tokens, size.short, True)
+
+    def left(whole: Pair, of: Pair) -> Pair:
+        forward, backward = (max(w - o, LEAST_SHARE * w) for w, o in zip(whole, of, strict=True))
+        return forward, backward
+
+    yield from _rates(size, dtype, mode, tokens, clock.device, left(plain[0], products), left(plain[1], products))
+    elements = tokens * 2.0 * size.heads * 64
+    for direction, with_norm, without in zip(("forward", "backward"), normed, plain[0], strict=True):
+        # So small a part may vanish in noise; then it is next to nothing, and no more is said.
+        extra_s = max(with_norm - without, 1e-3 * without)
+        yield f"head_norm_{dtype}_{mode}_{direction}_element_per_s", elements / extra_s
+
+
+@contextlib.contextmanager
+def empty_compile_cache() -> Iterator[None]:
+    """torch's compile cache in a folder of its own, empty at first and removed at the end."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(name)
+    with tempfile.TemporaryDirectory(prefix="twostroke-compile-", ignore_cleanup_errors=True) as folder:
+        os.environ[name] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop(name)
+            if before is not None:
+                os.environ[name] = before
+
+
+def measure_compiling(clock: Clock, size: BlockSize) -> dict[str, float] | None:
+    """Seconds that the first forward and backward of a compiled block take, and what the compiler leaves resident; None where
+    nothing can be compiled (no C++ compiler, or none that works). Runs first, while freed memory cannot hide the growth, and
+    inside ``empty_compile_cache``, so that a second calibration does not say that compiling takes no time."""
+    decoder = _decoder(size, "bf16", clock.device)
+    inputs = _inputs(size, max(1, size.tokens // size.long), size.long, clock.device)
+    arguments = _block_arguments(decoder, inputs)
+    decoder.blocks[0](*arguments).sum().backward()  # so that its own memory is there before
+    before = resident_bytes()
+    decoder.blocks[0].compile(dynamic=False)
+    begin = time.perf_counter()
+    try:
+        decoder.blocks[0](*arguments).sum().backward()
+    except Exception:  # whatever the compiler, its C++ compiler or Triton may raise
+        return None
+    found = {"block_compile_s": time.perf_counter() - begin}
+    after = resident_bytes()
+    if before is not None and after is not None and after > before:
+        found["compiler_rss_bytes"] = after - before
+    return found
 
 
 def measure_setup(clock: Clock, size: BlockSize) -> Iterator[tuple[str, float]]:
@@ -176,11 +235,11 @@ def measure_setup(clock: Clock, size: BlockSize) -> Iterator[tuple[str, float]]:
     around: list[Pair] = []
     rows = 0
     for length in (size.short, size.long):
-        decoder = Decoder(size.spec, torch.bfloat16, clock.device).train()
+        decoder = _decoder(size, "bf16", clock.device)
         rows = max(1, size.eager_tokens // length)
         inputs = _inputs(size, rows, length, clock.device)
-        whole = _both_ways(clock, decoder, lambda d=decoder, i=inputs: d.hidden(*i), 0.3, 3)  # type: ignore[misc]
-        block = _block_pass(clock, decoder, inputs, 0.3, 3)
+        whole = _both_ways(clock, decoder, lambda d=decoder, i=inputs: d.hidden(*i), 0.4, 4)  # type: ignore[misc]
+        block = _block_pass(clock, decoder, _block_arguments(decoder, inputs), 0.4, 4)
         forward, backward = (max(w - b, LEAST_SHARE * w / 4) for w, b in zip(whole, block, strict=True))
         around.append((forward, backward))
     tokens = rows * size.long
@@ -205,6 +264,10 @@ def measure_attention(clock: Clock, lengths: tuple[int, ...]) -> Iterator[tuple[
 
 
 # -- loss and optimizers --------------------------------------------------------------------------------------------------
+
+
+OPTIMIZER_BLOCKS = 8
+"""Blocks whose matrices one AdamW update is timed on: 6 M parameters, some 130 MB with their state."""
 
 
 def chunk_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -234,9 +297,11 @@ def measure_loss(clock: Clock, size: BlockSize, compile_it: bool) -> Iterator[tu
 
 
 def measure_optimizers(clock: Clock, size: BlockSize) -> Iterator[tuple[str, float]]:
-    """An update as training does it, on the matrices of one block: gradients widened to fp32, normed and clipped, fused AdamW,
-    the working copy written, over the planner's count of bytes; and what Muon takes beyond its products, in elements/s."""
-    master = [nn.Parameter(torch.randn(rows, columns, device=clock.device)) for rows, columns in muon_matrices(size.spec)]
+    """An update as training does it, on the matrices of ``OPTIMIZER_BLOCKS`` blocks, which leave the cache: gradients widened
+    to fp32, normed and clipped, fused AdamW, the working copy written, over the planner's count of bytes; and what Muon takes
+    beyond its products, in elements/s."""
+    shapes = muon_matrices(size.spec)
+    master = [nn.Parameter(torch.randn(*shape, device=clock.device)) for _ in range(OPTIMIZER_BLOCKS) for shape in shapes]
     working = [p.detach().to(torch.bfloat16) for p in master]
     backward = [torch.randn_like(p) for p in working]
     gradients = [torch.zeros_like(p) for p in master]
@@ -253,10 +318,12 @@ def measure_optimizers(clock: Clock, size: BlockSize) -> Iterator[tuple[str, flo
         torch._foreach_copy_(working, [p.detach() for p in master])
 
     yield "adamw_bytes_per_s", optimizer_bytes_moved(n_elements, "bf16") / clock.best_s(update, seconds=0.2)
-    muon = torch.optim.Muon(master, lr=1e-4, adjust_lr_fn="original")
+    block = master[: len(shapes)]
+    n_elements = sum(p.numel() for p in block)
+    muon = torch.optim.Muon(block, lr=1e-4, adjust_lr_fn="original")
     whole_s = clock.best_s(muon.step, seconds=0.2)
     products_s = 0.0
-    for rows, columns in muon_matrices(size.spec):
+    for rows, columns in shapes:
         for m, n, k in newton_schulz_products(rows, columns):
             x = torch.randn(m, k, device=clock.device).to(torch.bfloat16)
             y = torch.randn(k, n, device=clock.device).to(torch.bfloat16)

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import ASSUMED_ATTENTION_EFFICIENCY, Hardware, interpolate_log
+from twostroke.planner.memory import attends_explicitly
 
 
-def training_attention_rate(hardware: Hardware, dtype: str, mode: str, direction: str) -> float:
-    """FLOP/s of a training block's attention, counted over the whole T×T square (2 products forward, 5 backward) although a
-    causal kernel may skip part of it: ``attention_<type>_<mode>_<direction>_flop_per_s``, or the eager rate where no compiler
-    was there. Datasheets get an assumed share of peak, for the causal half."""
+def training_attention_rate(hardware: Hardware, dtype: str, mode: str, direction: str, sequence_length: int) -> float:
+    """FLOP/s of a training block's attention, counted over the keys that its kernel walks (2 products forward, 5 backward):
+    ``attention_<type>_<mode>_<direction>_flop_per_s``, or the eager rate where no compiler was there.
+
+    Beyond the longest explicit attention a CPU's flash kernel multiplies bf16 as it does fp32, so that rate is taken.
+    Datasheets get an assumed share of peak, for the causal half of the keys.
+    """
+    if hardware.kind == "cpu" and not attends_explicitly(hardware.kind, dtype, sequence_length):
+        dtype = "fp32"
     for name in (f"attention_{dtype}_{mode}_{direction}", f"attention_{dtype}_eager_{direction}"):
         if f"{name}_flop_per_s" in hardware.extras:
             return hardware.extras[f"{name}_flop_per_s"]
@@ -55,6 +61,15 @@ def block_rate(hardware: Hardware, dtype: str, mode: str, direction: str) -> flo
         half = extras.get(f"block_bf16_compiled_{direction}_bytes_per_s")
         found = None if half is None else 2 * half
     return found if found is not None else extras.get(f"block_{dtype}_eager_{direction}_bytes_per_s")
+
+
+def head_norm_rate(hardware: Hardware, dtype: str, mode: str, direction: str) -> float | None:
+    """Elements of q and k that QK-norm passes per second, ``head_norm_<type>_<mode>_<direction>_element_per_s`` or the eager
+    rate; None where nothing was measured."""
+    for name in (f"head_norm_{dtype}_{mode}_{direction}", f"head_norm_{dtype}_eager_{direction}"):
+        if f"{name}_element_per_s" in hardware.extras:
+            return hardware.extras[f"{name}_element_per_s"]
+    return None
 
 
 def setup_bytes(spec: ModelSpec, tokens: float, width: float, backward: bool) -> float:

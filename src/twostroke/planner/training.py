@@ -11,12 +11,20 @@ from twostroke.core.spec import ModelSpec
 from twostroke.planner.cost import Cost, cost_of
 from twostroke.planner.flops import attention_flops_per_token, mfu, training_flops_per_token
 from twostroke.planner.hardware import DATASHEET_NOTE, Hardware
-from twostroke.planner.latency import block_rate, elementwise_elements, elementwise_flops, setup_bytes, training_attention_rate
+from twostroke.planner.latency import (
+    block_rate,
+    elementwise_elements,
+    elementwise_flops,
+    head_norm_rate,
+    setup_bytes,
+    training_attention_rate,
+)
 from twostroke.planner.memory import (
-    activation_bytes_per_token_and_layer,
+    activation_bytes,
     checkpoint_bytes,
     gradients_bytes,
-    logits_bytes,
+    keys_walked,
+    loss_bytes,
     model_bytes,
     optimizer_bytes,
     training_weights_bytes,
@@ -27,8 +35,16 @@ from twostroke.planner.work import Work, merge, total_seconds
 LOSS_CHUNK_TOKENS = 1024
 """Tokens whose logits the chunked loss holds at once (``training.loss``)."""
 
+ASSUMED_DATA_TOKEN_S = 5e-8
+"""Seconds a token to cut, pack and number a batch from memory-mapped shards: 20 M tokens/s, a thousandth of a step."""
+
 NEWTON_SCHULZ_STEPS = 5
 """Iterations of Muon's orthogonalisation (Jordan et al. 2024)."""
+
+
+ASSUMED_IMPORT_S = 2.0
+ASSUMED_COMPILE_S = 20.0
+"""Seconds to import torch and to compile one block, where nothing was measured."""
 
 
 @dataclass(frozen=True)
@@ -220,20 +236,20 @@ def _product_work(component: str, flops: float, moved: float, seconds: float, n_
     return Work.limited(component, flops, moved, seconds, memory_s, launch_s)
 
 
-def attention_square(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, backward: bool) -> Work:
-    """softmax(QKᵀ)V of one layer: time from the square, FLOP from the causal part that counts; q, k, v, o moved once
+def attention_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, backward: bool) -> Work:
+    """softmax(QKᵀ)V of one layer: time from the keys walked, FLOP from the causal part that counts; q, k, v, o moved once
     (backward: read again with their gradients)."""
-    tokens, w = shape.tokens_per_pass, bytes_of(shape.dtype)
-    square = 4.0 * spec.n_heads * spec.head_dim * shape.sequence_length * tokens
+    tokens, w, length = shape.tokens_per_pass, bytes_of(shape.dtype), shape.sequence_length
+    walked = 4.0 * spec.n_heads * spec.head_dim * keys_walked(hardware.kind, shape.dtype, length) * tokens
     causal = attention_flops_per_token(spec, shape.sequence_length) * tokens / spec.n_layers
     share = 2.5 if backward else 1.0
     moved = share * tokens * w * (spec.qkv_rows + spec.n_heads * spec.head_dim)
-    rate = training_attention_rate(hardware, shape.dtype, shape.mode, "backward" if backward else "forward")
+    rate = training_attention_rate(hardware, shape.dtype, shape.mode, "backward" if backward else "forward", length)
     return Work.limited(
         "attention",
         flops=(2 if backward else 1) * causal,
         n_bytes=moved,
-        arithmetic_s=share * square / rate,
+        arithmetic_s=share * walked / rate,
         memory_s=moved / hardware.bandwidth(moved),
         launch_s=hardware.op_launch_s,
     )
@@ -245,16 +261,22 @@ LAUNCHES_PER_BLOCK = {"compiled": 4, "eager": 18}
 
 def elementwise(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, backward: bool) -> list[Work]:
     """Norms, residual sums, rotary turn and activation of one layer: bytes over the rate that a calibrated block reached
-    (``block_<type>_<compiled|eager>_<direction>_bytes_per_s``), or over the plain bandwidth."""
-    measured = block_rate(hardware, shape.dtype, shape.mode, "backward" if backward else "forward")
-    elements = elementwise_elements(spec, backward)
+    (``block_<type>_<compiled|eager>_<direction>_bytes_per_s``), or over the plain bandwidth; and QK-norm."""
+    direction = "backward" if backward else "forward"
+    measured = block_rate(hardware, shape.dtype, shape.mode, direction)
+    elements, flops = elementwise_elements(spec, backward), elementwise_flops(spec, backward)
     launch_s = LAUNCHES_PER_BLOCK[shape.mode] * (2 if backward else 1) * hardware.op_launch_s / len(elements)
-    flops = elementwise_flops(spec, backward)
     works = []
     for component, count in elements.items():
         moved = shape.tokens_per_pass * count * bytes_of(shape.dtype)
         rate = measured or hardware.bandwidth(moved)
         works.append(Work.limited(component, shape.tokens_per_pass * flops[component], moved, 0.0, moved / rate, launch_s))
+    if spec.qk_norm:
+        normed = float(shape.tokens_per_pass) * (spec.n_heads + spec.n_kv_heads) * spec.head_dim
+        moved = (3 if backward else 2) * normed * bytes_of(shape.dtype)
+        norm_rate = head_norm_rate(hardware, shape.dtype, shape.mode, direction)
+        seconds = normed / norm_rate if norm_rate else moved / hardware.bandwidth(moved)
+        works.append(Work.limited("attention", (8 if backward else 4) * normed, moved, 0.0, seconds))
     return works
 
 
@@ -290,6 +312,7 @@ def setup_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, backwa
     rate = hardware.extras.get(f"setup_{'backward' if backward else 'forward'}_bytes_per_s") or hardware.bandwidth(moved)
     works = [Work.limited("embedding", 0.0, moved, 0.0, moved / rate, hardware.op_launch_s)]
     if not backward and hardware.kind == "cpu":
+        # A GPU writes it too, in no time worth a term.
         elements = float(shape.tokens_per_pass) * shape.sequence_length
         written = elements * w
         element_rate = hardware.extras.get("mask_element_per_s")
@@ -357,7 +380,7 @@ def _pass(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, backward: b
     """One forward or backward over one micro-batch, by component."""
     make = product_backward if backward else product_forward
     layer = [make(product, shape.tokens_per_pass, shape.dtype, hardware) for product in block_products(spec)]
-    layer.append(attention_square(spec, shape, hardware, backward))
+    layer.append(attention_work(spec, shape, hardware, backward))
     layer += elementwise(spec, shape, hardware, backward)
     works = [work.times(spec.n_layers) for work in layer]
     works += loss_work(spec, shape, hardware, backward)
@@ -368,18 +391,26 @@ def _pass(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, backward: b
 def training_memory(spec: ModelSpec, shape: TrainingShape, hardware: Hardware) -> dict[str, float]:
     """Bytes by term when they are all alive, at the start of backward."""
     parameters = count_parameters(spec)
-    per_token = activation_bytes_per_token_and_layer(spec, shape.dtype, shape.compile)
-    w = bytes_of(shape.dtype)
-    activations = shape.tokens_per_pass * (spec.n_layers * per_token + 3 * spec.d_model * w)
     chunk = min(LOSS_CHUNK_TOKENS, shape.tokens_per_pass)
     return {
         "weights": training_weights_bytes(parameters, shape.dtype),
         "gradients": gradients_bytes(parameters, shape.dtype),
         "optimizer": optimizer_bytes(parameters, shape.optimizer),
-        "activations": activations,
-        "logits": logits_bytes(spec, chunk, shape.dtype),
-        "process": hardware.extras.get("baseline_rss_bytes", 0.0),
+        "activations": activation_bytes(
+            spec, shape.dtype, shape.compile, shape.batch_size, shape.sequence_length, hardware.kind
+        ),
+        "loss": loss_bytes(spec, chunk, shape.dtype, shape.compile),
+        "process": process_bytes(shape, hardware),
     }
+
+
+def process_bytes(shape: TrainingShape, hardware: Hardware) -> float:
+    """Resident bytes of the process: Python and torch (``baseline_rss_bytes``) and the compiler (``compiler_rss_bytes``).
+    Memory of a GPU holds none of it."""
+    if hardware.kind == "gpu":
+        return 0.0
+    compiler = hardware.extras.get("compiler_rss_bytes", 0.0) if shape.compile else 0.0
+    return hardware.extras.get("baseline_rss_bytes", 0.0) + compiler
 
 
 def plan_training(spec: ModelSpec, shape: TrainingShape, hardware: Hardware) -> TrainingPlan:
@@ -399,7 +430,7 @@ def plan_training(spec: ModelSpec, shape: TrainingShape, hardware: Hardware) -> 
         forward=forward,
         backward=backward,
         optimizer=update,
-        data_s=hardware.extras.get("data_token_s", 5e-8) * shape.tokens_per_step,
+        data_s=ASSUMED_DATA_TOKEN_S * shape.tokens_per_step,
         startup_s=startup_s(shape, hardware),
         flops_per_token=training_flops_per_token(spec, shape.sequence_length),
         bytes_per_token=moved / shape.tokens_per_step,
@@ -416,8 +447,8 @@ def plan_training(spec: ModelSpec, shape: TrainingShape, hardware: Hardware) -> 
 
 def startup_s(shape: TrainingShape, hardware: Hardware) -> float:
     """Seconds before the first step: importing torch and, compiled, one block's forward and backward."""
-    compile_s = hardware.extras.get("block_compile_s", 20.0) if shape.compile else 0.0
-    return hardware.extras.get("torch_import_s", 2.0) + compile_s
+    compile_s = hardware.extras.get("block_compile_s", ASSUMED_COMPILE_S) if shape.compile else 0.0
+    return hardware.extras.get("torch_import_s", ASSUMED_IMPORT_S) + compile_s
 
 
 def data_parallel_bytes(parameters: Parameters, dtype: str, n_ranks: int) -> float:
