@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import SPECS, saved
 
+from small_models import SPECS, saved
 from twostroke.core.errors import CapacityError, ConfigError, InputError
 from twostroke.engine import core as core_module
 from twostroke.engine.core import EngineConfig, EngineCore
@@ -159,6 +159,14 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(llama: Path, m
     monkeypatch.setattr(core_module, "load_any_state", lambda _: pytest.fail("weights were read"))
     with pytest.raises(CapacityError, match="1000 B of memory is free"):
         engine(llama)
+
+
+@pytest.mark.parametrize(("bf16_products", "expected"), [(True, "bf16"), (False, "fp32")])
+def test_auto_holds_weights_in_bf16_where_the_cpu_multiplies_it(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, bf16_products: bool, expected: str
+) -> None:
+    monkeypatch.setattr(core_module, "has_packed_linear", lambda _: bf16_products)
+    assert engine(llama, dtype="auto").dtype == expected
 
 
 def test_a_smaller_cache_means_a_shorter_context_unless_one_was_asked_for(llama: Path) -> None:

@@ -17,11 +17,11 @@ from twostroke.kernels.crossovers import Crossovers
     n_keys=st.integers(1, 70),
     head_dim=st.sampled_from((2, 8, 16, 64, 80)),
     bf16=st.booleans(),
-    masked=st.booleans(),
+    masked=st.sampled_from((0.0, 0.3, 1.0)),
     seed=st.integers(0, 99),
 )
 def test_both_kernels_are_the_reference(
-    n_kv: int, n_rows: int, n_queries: int, group: int, n_keys: int, head_dim: int, bf16: bool, masked: bool, seed: int
+    n_kv: int, n_rows: int, n_queries: int, group: int, n_keys: int, head_dim: int, bf16: bool, masked: float, seed: int
 ) -> None:
     g = torch.Generator().manual_seed(seed)
     dtype = torch.bfloat16 if bf16 else torch.float32
@@ -29,8 +29,8 @@ def test_both_kernels_are_the_reference(
     # Keys as they lie in the pool: one request's slots are a slice of a longer run.
     k, v = torch.randn(2, n_kv, n_rows, n_keys + 3, head_dim, generator=g).to(dtype)[:, :, :, 1 : n_keys + 1]
     mask = None
-    if masked:
-        hidden = torch.rand(n_rows, n_queries, n_keys, generator=g) < 0.5
+    if masked:  # of the last keys
+        hidden = torch.rand(n_rows, n_queries, max(1, int(masked * n_keys)), generator=g) < 0.5
         hidden[..., 0] = False
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
     expected = kernels.reference_attention(q, k, v, mask, 0.3).float()

@@ -18,7 +18,7 @@ from twostroke.scheduling.scheduler import ScheduledStep, SchedulerConfig
 if TYPE_CHECKING:
     from jaxtyping import Complex, Float, Int
 
-MAX_SCORES = 8 * 2**20
+MAX_SCORES = 16 * 2**20
 """Most attention scores held at once for a block of query tokens, all heads together."""
 
 MAX_BLOCK = 128
@@ -38,13 +38,14 @@ class Keys:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Query tokens ``first`` … ``end`` of the group's requests see slots ``first_slot`` … ``end_slot`` under ``mask``."""
+    """Query tokens ``first`` … ``end`` of the group's requests see slots ``first_slot`` … ``end_slot``, the last M under
+    ``mask``."""
 
     first: int
     end: int
     first_slot: int
     end_slot: int
-    mask: Float[Tensor, "B T S"] | None
+    mask: Float[Tensor, "B T M"] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +87,7 @@ class BatchBuilder:
         self.in_a_row = [False] * config.max_running  # whether a request's pages are ascending neighbours
         self.windows = tuple({spec.window_of_layer(i) for i in range(spec.n_layers)})
         self.heads_budget = max(1, MAX_SCORES // spec.n_heads)
+        self.triangles: dict[int, Tensor] = {}
         self.frequencies = inverse_frequencies(spec) if spec.positions == "rope" else None
 
     def build(self, step: ScheduledStep, all_rows: bool = False) -> StepBatch:
@@ -207,13 +209,12 @@ class BatchBuilder:
         blocks = []
         for first in range(0, count, size):
             last = min(first + size, count)
-            query = np.arange(start + first, start + last)
             least = 0 if window is None else max(start + first - window + 1, 0)
-            key = np.arange(least, start + last)
-            hidden = key > query[:, None]
-            if window is not None:
-                hidden |= key <= query[:, None] - window
-            mask = self._mask(hidden[None]) if hidden.any() else None
+            if window is None or start + last <= window:
+                mask = self._causal(last - first)
+            else:
+                query, key = np.arange(start + first, start + last)[:, None], np.arange(least, start + last)
+                mask = self._mask(((key > query) | (key <= query - window))[None])
             blocks.append(Block(first, last, least - first_key, start + last - first_key, mask))
         return Group(slice(end - count, end), keys, tuple(blocks))
 
@@ -225,6 +226,14 @@ class BatchBuilder:
             return Keys(1, end - first_key, int(self.table[slot, first_page]) * self.page_tokens, None), first_key
         pages = self.table[slot, first_page : last_page + 1].copy()
         return Keys(1, len(pages) * self.page_tokens, -1, torch.from_numpy(pages)), first_key
+
+    def _causal(self, n: int) -> Tensor | None:
+        """Of ``n`` successive query tokens each sees no key after itself: a triangle over the last n keys, kept for reuse."""
+        if n == 1:
+            return None
+        if n not in self.triangles:
+            self.triangles[n] = self._mask(~np.tri(n, dtype=bool)[None])
+        return self.triangles[n]
 
     def _mask(self, hidden: np.ndarray) -> Tensor:
         return torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))

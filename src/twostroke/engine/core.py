@@ -25,6 +25,7 @@ from twostroke.engine.memory import available_bytes, default_pages
 from twostroke.engine.meters import StepMeter
 from twostroke.engine.sampler import TokenLogprobs, sample
 from twostroke.kernels.crossovers import Crossovers
+from twostroke.kernels.features import has_packed_linear
 from twostroke.planner.memory import weights_bytes
 from twostroke.quantization.load import load_any_state
 from twostroke.scheduling.request import FinishReason, Request
@@ -34,7 +35,8 @@ from twostroke.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerCo
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """``dtype``: how weights are held, bf16, fp32, int8, or auto (int8 for a directory that is, else bf16).
+    """``dtype``: how weights are held, bf16, fp32, int8, or auto: int8 for a directory that is, else bf16 where the CPU has
+    products of it (AVX-512 or newer), else fp32.
 
     ``max_model_len`` None: the model's positions, or fewer where the cache is smaller. ``kv_cache_bytes`` None: a quarter of
     the free memory, at most what ``max_running`` requests of full length need. ``n_threads`` None: ``OMP_NUM_THREADS``, else
@@ -242,7 +244,9 @@ def _default_threads() -> int:
 def _load(directory: Path, dtype: str) -> _Loaded:
     spec = read_spec(directory)
     stored = (read_config(directory).get("quantization_config") or {}).get("scheme")
-    weights = dtype if dtype != "auto" else str(stored or "bf16")
+    weights = dtype
+    if dtype == "auto":
+        weights = str(stored or ("bf16" if has_packed_linear(torch.bfloat16) else "fp32"))
     if stored and weights != stored:
         raise ConfigError(
             f"{directory} holds {stored} weights, which cannot be used as dtype={dtype!r}. "

@@ -20,13 +20,14 @@ def attention(
     q: Float[Tensor, "K B T G D"],
     k: Float[Tensor, "K B S D"],
     v: Float[Tensor, "K B S D"],
-    mask: Float[Tensor, "#B T S"] | None,
+    mask: Float[Tensor, "#B T M"] | None,
     scale: float,
     crossovers: Crossovers = DEFAULT,
 ) -> Float[Tensor, "K B T G D"]:
     """softmax(q·kᵀ·scale + mask)·v, the G query heads of a group over their one key head, by whichever kernel is faster here.
 
-    ``mask`` is 0 or −∞ and the same for all heads; every query must see a key.
+    ``mask`` is 0 or −∞, for the last M ≤ S keys (those before are seen by every query) and the same for all heads; every query
+    must see a key.
     """
     n_kv, n_rows, n_queries = q.shape[:3]
     few = n_kv * n_rows * n_queries * k.shape[2] <= crossovers.flash_max_scores
@@ -38,13 +39,14 @@ def flash_attention(
     q: Float[Tensor, "K B T G D"],
     k: Float[Tensor, "K B S D"],
     v: Float[Tensor, "K B S D"],
-    mask: Float[Tensor, "#B T S"] | None,
+    mask: Float[Tensor, "#B T M"] | None,
     scale: float,
 ) -> Float[Tensor, "K B T G D"]:
     """In torch's fused kernel, with a group's heads as further query rows."""
     n_kv, n_rows, n_queries, group, head_dim = q.shape
     folded = q.reshape(n_kv, n_rows, n_queries * group, head_dim)
     if mask is not None:
+        mask = F.pad(mask, (k.shape[2] - mask.shape[2], 0))
         mask = mask.repeat_interleave(group, dim=1)[None] if n_queries > 1 else mask[None]
     return F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale).view(q.shape)
 
@@ -53,7 +55,7 @@ def explicit_attention(
     q: Float[Tensor, "K B T G D"],
     k: Float[Tensor, "K B S D"],
     v: Float[Tensor, "K B S D"],
-    mask: Float[Tensor, "#B T S"] | None,
+    mask: Float[Tensor, "#B T M"] | None,
     scale: float,
 ) -> Float[Tensor, "K B T G D"]:
     """By two batched products and a softmax. Scores of bf16 inputs are rounded to bf16.
@@ -69,7 +71,7 @@ def explicit_attention(
         keys = keys.contiguous()  # a slice of a longer run: copied 54 µs, multiplied as it is 153 (64 heads, 100 of 112 keys)
     scores = torch.bmm(folded, keys.transpose(1, 2))
     if mask is not None:
-        scores.view(n_kv, n_rows, n_queries, group, n_keys).add_(mask[:, :, None])
+        scores.view(n_kv, n_rows, n_queries, group, n_keys)[..., n_keys - mask.shape[2] :].add_(mask[:, :, None])
     mixed = torch.bmm(torch.softmax(scores, dim=-1), v.reshape(n_kv * n_rows, n_keys, head_dim))
     return mixed.view(q.shape)
 
@@ -78,5 +80,5 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sc
     """The obvious form, in fp32: what both must agree with."""
     scores = torch.einsum("kbtgd,kbsd->kbtgs", q.float(), k.float()) * scale
     if mask is not None:
-        scores = scores + mask.float()[None, :, :, None]
+        scores[..., k.shape[2] - mask.shape[2] :] += mask.float()[None, :, :, None]
     return torch.einsum("kbtgs,kbsd->kbtgd", scores.softmax(dim=-1), v.float()).to(q.dtype)

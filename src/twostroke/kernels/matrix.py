@@ -112,7 +112,9 @@ class Int8Matrix:
 
     def expanded(self, x: Float[Tensor, "M K"]) -> Float[Tensor, "M N"]:
         assert self.weight is not None
-        return F.linear(x, self.weight.to(x.dtype)).mul_(self.scale.to(x.dtype))
+        # Where oneDNN has no bf16 products torch's own are loops; fp32 is much faster there.
+        dtype = x.dtype if has_packed_linear(x.dtype) else torch.float32
+        return F.linear(x.to(dtype), self.weight.to(dtype)).mul_(self.scale.to(dtype)).to(x.dtype)
 
 
 def quantize_rows(x: Float[Tensor, "M K"]) -> tuple[Tensor, Tensor]:
