@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -245,3 +246,4 @@ def test_it_ends_when_its_parent_is_killed() -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     peer.close()
+    shutil.rmtree(Path(path).parent)

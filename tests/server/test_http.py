@@ -265,7 +265,7 @@ def test_keys_guard_everything_but_the_probes(echo_model: Path, tmp_path: Path) 
             assert web.post("/v1/completions", json=BODY, headers={"authorization": "Bearer guess"}).status_code == 401
             assert web.get("/health").status_code == web.get("/ready").status_code == 200
             assert web.post("/v1/completions", json=BODY, headers={"authorization": "Bearer sesame"}).status_code == 200
-        served.stop()
+        assert served.stop() == 0
         assert "sesame" not in served.stderr.read_text()
 
 
@@ -346,6 +346,19 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_sentence(echo_mo
     assert done.returncode == 2
     assert "says the echo engine" in json.loads(done.stdout)["error"]
     assert "Traceback" not in done.stderr
+
+
+def test_a_killed_server_leaves_no_engine_and_no_file(
+    echo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    with echo_server(echo_model, tmp_path) as served:
+        served.process.kill()
+        served.process.wait()
+        until(lambda: not psutil.pid_exists(served.engine_pid) or psutil.Process(served.engine_pid).status() == "zombie")
+    assert list(temporary.iterdir()) == []
 
 
 def test_requests_while_loading_get_503_and_the_port_answers(echo_model: Path, tmp_path: Path) -> None:

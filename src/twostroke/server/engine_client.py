@@ -274,6 +274,7 @@ class EngineClient:
         while child.process.poll() is None and not self._closing.is_set():
             try:
                 _, channel = await loop.create_unix_connection(lambda: _Channel(self._on_event), str(child.socket_path))
+                child.hide_socket()
                 return channel
             except (FileNotFoundError, ConnectionRefusedError):
                 await asyncio.sleep(0.02)

@@ -76,6 +76,11 @@ class EngineChild:
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGKILL)
         self.process.wait()
+        self.hide_socket()
+
+    def hide_socket(self) -> None:
+        """Remove the socket's directory. Connections that are made live on; nobody makes another, and nothing is left behind
+        even by a server that is killed."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
