@@ -107,6 +107,29 @@ def test_abort_between_steps_frees_everything(llama: Path) -> None:
     assert core.stats().pages_used == 0
 
 
+def test_an_interrupted_step_loses_nothing(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    alone = run_one(llama, [5, 6, 7], params)
+    core = engine(llama)
+    core.add_request("a", [5, 6, 7], params)
+    found: list[int] = []
+    for i in range(12):
+        with monkeypatch.context() as broken:
+            broken.setattr(core_module, "sample", interrupt if i % 3 == 0 else core_module.sample)
+            try:
+                events = core.step()
+            except KeyboardInterrupt:
+                continue
+        found += [token for event in events for token in event.token_ids]
+    found += run(core)["a"][0]
+    assert found == alone
+    assert core.stats().pages_used == 0
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_an_end_token_of_the_model_stops_it(llama: Path) -> None:
     params = SamplingParams(temperature=3.0, seed=2, max_tokens=200)
     tokens = run_one(llama, [5], params)

@@ -238,6 +238,23 @@ def test_a_missing_sample_is_an_error_and_not_a_stuck_request() -> None:
         s.update(step, [None])
 
 
+def test_an_abandoned_step_is_due_again_and_what_was_aborted_in_it_is_free() -> None:
+    s = make(token_budget=32)
+    s.add(request("a", 6))
+    s.add(request("b", 5))
+    before = s.schedule()
+    s.abort("b")
+    s.abandon(before)
+    step, _ = run_step(s)
+    assert step.by_request() == {"a": 6}
+    assert [r.id for r in step.grown] == ["a"]  # nobody can tell how far the first attempt came
+    assert s.n_running == 1
+    run_all(s)
+    assert s.pool.n_used == 0
+    with pytest.raises(RuntimeError, match="abandon"):
+        s.abandon(before)
+
+
 def test_schedule_and_update_must_alternate() -> None:
     s = make()
     s.add(request("a", 3))

@@ -39,8 +39,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(self.config)
         self.cache: list[list[tuple[int, ...] | None]] = [[None] * page_tokens for _ in range(n_pages)]
         self.step: ScheduledStep | None = None
+        self.tables: dict[int, list[int]] = {}  # by slot, as an engine keeps them that reads only ``grown``
         self.n_added = 0
-        self.last_decoding: set[str] = set()
 
     @precondition(lambda self: len(self.scheduler.requests) < 8)
     @rule(prompt=PROMPTS, max_tokens=st.sampled_from((1, 5, 12, 20, 30)), priority=st.integers(0, 1))
@@ -77,6 +77,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def end_step(self, seed: int) -> None:
         self._update(random.Random(seed))
 
+    @precondition(lambda self: self.step is not None)
+    @rule()
+    def abandon_step(self) -> None:
+        step, self.step = self.step, None
+        assert step is not None
+        for request in step.grown:
+            self.tables.pop(request.slot, None)
+        self.scheduler.abandon(step)
+
     def _schedule(self) -> None:
         scheduler, page_tokens = self.scheduler, self.config.page_tokens
         due = {r.id for r in scheduler.requests.values() if r.status is Status.RUNNING and len(r.tokens) - r.n_computed == 1}
@@ -88,6 +97,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         slots = [r.slot for r in scheduler.requests.values() if r.status is Status.RUNNING]
         assert len(set(slots)) == len(slots)
         assert all(0 <= slot < self.config.max_running for slot in slots)
+        self.tables |= {r.slot: list(r.pages) for r in step.grown}
+        assert all(self.tables[r.slot] == r.pages for r in step.requests)
         for request, start, n in zip(step.requests, step.starts, step.counts, strict=True):
             assert n >= 1
             assert start + n <= len(request.tokens) <= self.config.max_model_len

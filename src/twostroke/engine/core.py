@@ -23,7 +23,7 @@ from twostroke.engine.kv_pool import KVPool, token_bytes
 from twostroke.engine.lowering import WEIGHTS, lower
 from twostroke.engine.memory import available_bytes, default_pages
 from twostroke.engine.meters import StepMeter
-from twostroke.engine.sampler import TokenLogprobs, sample
+from twostroke.engine.sampler import Sampled, TokenLogprobs, sample
 from twostroke.kernels.crossovers import Crossovers
 from twostroke.kernels.features import has_packed_linear
 from twostroke.planner.memory import weights_bytes
@@ -174,32 +174,34 @@ class EngineCore:
 
     @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
-        """Compute one step and return what it brought: at most one token for each running request."""
+        """Compute one step and return what it brought: at most one token for each running request.
+
+        Interrupted by an exception, it leaves every request as it was before the step."""
         if not self.scheduler.has_work:
             return []
         began = time.perf_counter()
         step = self.scheduler.schedule()
-        logits = self._interpreter.run(self._builder.build(step))
-        places = [i for i in range(len(step.requests)) if step.samples(i)]
-        rows = [step.requests[i] for i in places]
-        sampled = sample(logits, rows, [self._seeds[r.id] for r in rows]) if rows else None
+        try:
+            logits = self._interpreter.run(self._builder.build(step))
+            places = [i for i in range(len(step.requests)) if step.samples(i)]
+            rows = [step.requests[i] for i in places]
+            sampled = sample(logits, rows, [self._seeds[r.id] for r in rows]) if rows else Sampled([], [], [])
+        except BaseException:
+            self.scheduler.abandon(step)
+            raise
         tokens: list[int | None] = [None] * len(step.requests)
-        failed: set[str] = set()
-        events: list[TokenEvent] = []
-        if sampled is not None:
-            for place, token in zip(places, sampled.tokens, strict=True):
-                tokens[place] = token
-            failed = {rows[i].id for i in sampled.failed}
-        for request in rows:
-            if request.id in failed:  # before its pages go to others
-                self.pool.clear(self.scheduler.pool.sole(request.pages))
+        for place, token in zip(places, sampled.tokens, strict=True):
+            tokens[place] = token
+        failed = {rows[i].id for i in sampled.failed}
+        for i in sampled.failed:  # before its pages go to others
+            self.pool.clear(self.scheduler.pool.sole(rows[i].pages))
         finished = self.scheduler.update(step, tokens, failed)
-        if sampled is not None:
-            for request, token, entry in zip(rows, sampled.tokens, sampled.logprobs, strict=True):
-                if request.id in failed:
-                    events.append(TokenEvent(request.id, [], None, "error"))
-                else:
-                    events.append(TokenEvent(request.id, [token], None if entry is None else [entry], request.finish_reason))
+        events: list[TokenEvent] = []
+        for request, token, entry in zip(rows, sampled.tokens, sampled.logprobs, strict=True):
+            if request.id in failed:
+                events.append(TokenEvent(request.id, [], None, "error"))
+            else:
+                events.append(TokenEvent(request.id, [token], None if entry is None else [entry], request.finish_reason))
         for request in finished:
             self._seeds.pop(request.id, None)
         self._count(step, len(rows) - len(failed), len(failed), time.perf_counter() - began)

@@ -88,6 +88,7 @@ class Scheduler:
         self._decoding: list[Request] = []  # exactly one token is due
         self._slots = list(range(config.max_running - 1, -1, -1))
         self._in_flight: ScheduledStep | None = None
+        self._grown_untold: list[Request] = []  # of an abandoned step
         self._n_arrived = 0
         self._n_steps = 0
         self.n_preemptions = 0
@@ -141,10 +142,10 @@ class Scheduler:
         return request
 
     def schedule(self) -> ScheduledStep:
-        """Decide the next step and take the pages it needs. ``update`` must follow before the next call."""
+        """Decide the next step and take the pages it needs. ``update`` or ``abandon`` must follow before the next."""
         if self._in_flight is not None:
             raise RuntimeError("schedule() was called before update() of the step under way")
-        grown: list[Request] = []
+        grown, self._grown_untold = self._grown_untold, []
         preempted: list[str] = []
         for request in [r for r in self._decoding if r.n_computed >= r.capacity]:
             if request.status is Status.RUNNING:  # it may have been preempted for one before it
@@ -168,8 +169,7 @@ class Scheduler:
                 requests.append(request)
                 counts.append(n)
                 budget -= n
-        if preempted:
-            grown = [r for r in grown if r.status is Status.RUNNING]
+        grown = [r for r in grown if r.status is Status.RUNNING]
         self._n_steps += 1
         step = ScheduledStep(self._n_steps, requests, counts, [r.n_computed for r in requests], n_decodes, grown, preempted)
         self._in_flight = step
@@ -225,6 +225,20 @@ class Scheduler:
             for request in finished:
                 self.requests.pop(request.id, None)
         return finished
+
+    def abandon(self, step: ScheduledStep) -> None:
+        """``step`` was not computed to its end (an error, Ctrl-C): its tokens stay due, and its ``grown`` are told once more.
+
+        Keys and values that it wrote will be written again, the same."""
+        if step is not self._in_flight:
+            raise RuntimeError("abandon() must follow schedule() with the step it returned")
+        self._in_flight = None
+        self._grown_untold = step.grown
+        for request in step.requests:
+            if request.status is not Status.RUNNING:
+                self._release(request)
+        self._decoding = [r for r in self._decoding if r.status is Status.RUNNING]
+        self._prefilling = [r for r in self._prefilling if r.status is Status.RUNNING]
 
     def _pages_for(self, n_tokens: int) -> int:
         return -(-n_tokens // self.config.page_tokens)
