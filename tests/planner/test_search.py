@@ -13,6 +13,7 @@ from twostroke.core.recipe import TrainSettings
 from twostroke.planner.params import count_parameters
 from twostroke.planner.search import (
     LADDER,
+    LEAST_STEPS,
     REPEAT_HALF_LIFE,
     effective_tokens,
     feed_forward_width,
@@ -96,3 +97,9 @@ def test_loss_falls_with_parameters_and_with_tokens() -> None:
 def test_impossible_questions_are_refused_by_name(name: str, arguments: tuple[int, int, int]) -> None:
     with pytest.raises(ConfigError, match=name):
         rank_models(*arguments, SETTINGS, machine())
+
+
+def test_a_budget_too_short_for_any_rung_takes_the_smallest() -> None:
+    ranked = rank_models(1e-6, 4096, 3_000_000, SETTINGS, machine())
+    assert [(c.spec.n_heads, c.spec.n_layers) for c in ranked] == [LADDER[0]]
+    assert all(c.steps >= LEAST_STEPS for c in rank_models(300, 4096, 3_000_000, SETTINGS, machine())[1:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,14 +140,12 @@ def bench_offline(
     from twostroke.bench.offline import FORMULAS, OfflineSpec, offline_text, run_offline
     from twostroke.cli.serve_verb import model_directory
     from twostroke.core.families import read_spec
-    from twostroke.core.openmp import limit_spinning
 
     offline = OfflineSpec(tuple(batch), prompt_tokens, output_tokens, repeats, seed)
     directory = model_directory(model)
     spec, scheme = read_spec(directory), _scheme(directory, dtype)
     _check_context(spec, prompt_tokens + output_tokens)
     predictions = [_predicted_offline(spec, offline, scheme, n) for n in offline.batches]
-    limit_spinning(os.environ)  # as in a server's engine
     from twostroke.engine.llm import LLM
 
     llm = LLM(str(directory), dtype=dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -10,6 +11,7 @@ import typer
 
 from twostroke.cli.console import emit_error
 from twostroke.core.errors import TwostrokeError, did_you_mean
+from twostroke.core.openmp import limit_spinning
 from twostroke.core.version import __version__
 
 VERBS: dict[str, str] = {
@@ -80,6 +82,7 @@ def root(
 def main(argv: list[str] | None = None) -> None:
     """Run the command line and exit. A deliberate error prints one sentence; with --json, a JSON object with it as well."""
     args = sys.argv[1:] if argv is None else argv
+    limit_spinning(os.environ)  # for every verb alike, so that what one measures holds for the others
     try:
         app(args=args, prog_name="twostroke")
     except TwostrokeError as error:

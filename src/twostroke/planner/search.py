@@ -37,6 +37,10 @@ LAW = {"E": 1.69, "A": 406.4, "alpha": 0.34, "B": 410.7, "beta": 0.28}
 REPEAT_HALF_LIFE = 15.4
 """R* of Muennighoff et al. 2023: how fast repeated epochs lose value."""
 
+LEAST_STEPS = 200
+"""Steps a rung must get to be considered at all: with fewer the law says nothing, and no schedule has room. The smallest rung
+is always considered."""
+
 TIE = 0.0
 """Relative difference in predicted loss under which the smaller rung is taken."""
 
@@ -112,6 +116,8 @@ def rank_models(
         if plan_training(spec, shape, hardware).peak_memory_bytes > hardware.memory_bytes:
             continue
         steps = steps_for_budget(spec, shape, hardware, budget_s)
+        if candidates and steps < LEAST_STEPS:
+            continue
         tokens = steps * shape.tokens_per_step
         parameters = count_parameters(spec)
         loss = predicted_loss(parameters.block_matrices, tokens, n_train_tokens)
