@@ -223,6 +223,21 @@ def test_stats_count_what_was_done(llama: Path) -> None:
     assert stats.decode_s > 0
 
 
+@pytest.mark.parametrize(("n_threads", "expected"), [(None, 1), (2, 2)])
+def test_small_steps_run_on_one_thread_unless_more_were_asked_for(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, n_threads: int | None, expected: int
+) -> None:
+    used = []
+    sample = core_module.sample
+    monkeypatch.setattr(core_module, "sample", lambda *a: used.append(torch.get_num_threads()) or sample(*a))
+    monkeypatch.setattr(core_module, "_default_threads", lambda: 2)
+    core = engine(llama, n_threads=n_threads)
+    core.add_request("a", [5], SamplingParams(max_tokens=3, ignore_eos=True))
+    run(core)
+    assert used == [expected] * 3
+    assert torch.get_num_threads() == 2
+
+
 def test_the_meter_counts_products_and_visible_pairs_as_a_loop_does() -> None:
     spec = SPECS["qwen2"].with_(sliding_window=5)  # layer 0 sees all, layers 1 and 2 five keys
     meter = StepMeter(spec, 1000, 3 * 64)

@@ -26,8 +26,10 @@ PROMPTS = ([5, 9, 3, 44, 7, 8, 90, 17, 33, 2, 60, 61, 62, 1, 4, 4, 4, 12, 13, 14
 class Rig:
     """A plan, a pool and a scheduler, stepped by hand; remembers hidden states and logits by (request, position)."""
 
-    def __init__(self, decoder: Decoder, weights: str = "fp32", token_budget: int = 16, page_tokens: int = 4) -> None:
-        config = SchedulerConfig(token_budget, 4, page_tokens, 64, 128)
+    def __init__(
+        self, decoder: Decoder, weights: str = "fp32", token_budget: int = 16, page_tokens: int = 4, max_model_len: int = 128
+    ) -> None:
+        config = SchedulerConfig(token_budget, 4, page_tokens, 64, max_model_len)
         self.plan = lower(decoder.spec, decoder.state_dict(), weights)
         self.pool = KVPool(decoder.spec, config.n_pages, page_tokens, self.plan.dtype)
         self.scheduler = Scheduler(config)
@@ -97,6 +99,19 @@ def test_the_plan_computes_what_the_decoder_computes_block_by_block(
                 # fp32 sums in another order, through three blocks
                 torch.testing.assert_close(found[block], state[position], rtol=1e-4, atol=2e-4)
             torch.testing.assert_close(rig.logits[f"r{i}", position], logits[position], rtol=1e-4, atol=5e-4)
+
+
+@pytest.mark.parametrize(("name", "window"), [("llama", None), ("mistral", 200)])
+def test_a_long_prompt_in_chunks_and_blocks_is_the_decoders(name: str, window: int | None) -> None:
+    decoder = decoder_of(name, max_positions=700, sliding_window=window)
+    prompt = torch.randint(0, 97, (620,), generator=torch.Generator().manual_seed(0)).tolist()
+    rig = Rig(decoder, token_budget=300, page_tokens=16, max_model_len=640)
+    rig.add("a", prompt, max_tokens=3)
+    while rig.scheduler.has_work:
+        rig.step()
+    _, logits = reference(decoder, prompt)
+    found = torch.stack([rig.logits["a", i] for i in range(len(prompt))])
+    torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-3)  # fp32, sums of up to 620 terms in another order
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -40,7 +40,7 @@ class EngineConfig:
 
     ``max_model_len`` None: the model's positions, or fewer where the cache is smaller. ``kv_cache_bytes`` None: a quarter of
     the free memory, at most what ``max_running`` requests of full length need. ``n_threads`` None: ``OMP_NUM_THREADS``, else
-    every core this process may use. Raises ConfigError for a value out of range.
+    every core this process may use, and one alone for small steps. Raises ConfigError for a value out of range.
     """
 
     dtype: str = "auto"
@@ -116,7 +116,8 @@ class EngineCore:
     def __init__(self, model_dir: Path | str, config: EngineConfig | None = None) -> None:
         began = time.perf_counter()
         self.config = config or EngineConfig()
-        torch.set_num_threads(self.config.n_threads or _default_threads())
+        self.n_threads = self.config.n_threads or _default_threads()
+        torch.set_num_threads(self.n_threads)
         loaded = _load(Path(model_dir), self.config.dtype)
         profile = load_profile()
         crossovers = Crossovers.from_extras(profile.extras) if profile else Crossovers()
@@ -181,6 +182,7 @@ class EngineCore:
             return []
         began = time.perf_counter()
         step = self.scheduler.schedule()
+        torch.set_num_threads(self._threads_for(step))
         try:
             logits = self._interpreter.run(self._builder.build(step))
             places = [i for i in range(len(step.requests)) if step.samples(i)]
@@ -189,6 +191,8 @@ class EngineCore:
         except BaseException:
             self.scheduler.abandon(step)
             raise
+        finally:
+            torch.set_num_threads(self.n_threads)
         tokens: list[int | None] = [None] * len(step.requests)
         for place, token in zip(places, sampled.tokens, strict=True):
             tokens[place] = token
@@ -215,6 +219,15 @@ class EngineCore:
         counts.preemptions = scheduler.n_preemptions
         counts.prompt_tokens, counts.prefix_hit_tokens = scheduler.n_prompt_tokens, scheduler.n_prefix_hit_tokens
         return EngineStats(**vars(counts))
+
+    def _threads_for(self, step: ScheduledStep) -> int:
+        """One for a small step, unless a number of threads was asked for (``Crossovers`` has the measurements)."""
+        crossovers = self.plan.crossovers
+        small = (
+            self._meter.weights_bytes <= crossovers.one_thread_max_bytes
+            and step.n_tokens * self._meter.row_flop <= crossovers.one_thread_max_flop
+        )
+        return 1 if small and self.config.n_threads is None else self.n_threads
 
     def _count(self, step: ScheduledStep, n_output: int, n_failed: int, seconds: float) -> None:
         counts = self._counts
