@@ -72,7 +72,11 @@ def test_a_port_in_use_is_named(capsys: pytest.CaptureFixture[str], model: Path)
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
-    [(["--dtype", "fp12"], "fp12"), (["--max-model-len", "100000"], "100000"), (["--kv-cache-gib", "0.0000001"], "kv_cache_bytes")],
+    [
+        (["--dtype", "fp12"], "fp12"),
+        (["--max-model-len", "100000"], "100000"),
+        (["--kv-cache-gib", "0.0000001"], "kv_cache_bytes"),
+    ],
 )
 def test_what_only_the_engine_can_refuse_is_one_sentence_too(
     model: Path, tmp_path: Path, options: list[str], sentence: str

@@ -24,7 +24,8 @@ def test_generated_pages_are_up_to_date() -> None:
 
 def test_every_room_is_in_the_tree() -> None:
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
-    assert spec and spec.loader
+    assert spec is not None
+    assert spec.loader is not None
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
     rooms = {p.parent.name for p in (ROOT / "src" / "twostroke").glob("*/__init__.py")}
