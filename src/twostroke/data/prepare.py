@@ -39,7 +39,7 @@ from twostroke.core.recipe import DataRecipe
 from twostroke.data.sources import PIECE_BYTES, Document, DocumentSource, find_documents
 from twostroke.data.tokenizer import LEAST_VOCAB_SIZE, eos_id_of, load_tokenizer, tokenizer_file, train_tokenizer
 
-FORMAT = 2
+FORMAT = 1
 MANIFEST = "manifest.json"
 HELD_OUT_TEXT = "heldout.txt"
 HELD_OUT_ENDS = "heldout-ends.bin"
@@ -47,9 +47,6 @@ HELD_OUT_ENDS = "heldout-ends.bin"
 LARGE_CORPUS_BYTES = 10_000_000
 LEAST_HELD_OUT_BYTES = 1_000_000
 """Held out at least, of a corpus larger than ``LARGE_CORPUS_BYTES``: less makes bits per byte too noisy to compare models."""
-
-MOST_OF_HELD_OUT = 0.25
-"""No file is held out that is longer than this share of the held-out part."""
 
 SHARD_BYTES = 512 * 2**20
 TOKENIZER_SAMPLE_BYTES = 256 * 2**20
@@ -272,11 +269,9 @@ class _Split:
 
     by: str
     threshold: int
-    too_long: frozenset[str] = frozenset()
-    """Keys of files that are never held out; few, since each is a sizeable share of the corpus."""
 
     def holds_out(self, document: Document) -> bool:
-        if self.by == "explicit" or document.path in self.too_long:
+        if self.by == "explicit":
             return False
         key = (document.path,) if self.by == "document" else (document.path, document.piece)
         return _bucket(*key) < self.threshold
@@ -294,17 +289,6 @@ def _threshold(histogram: npt.NDArray[np.int64], fraction: float) -> int | None:
     return threshold if needed <= held <= limit and held < total else None
 
 
-def _too_long(source: DocumentSource, fraction: float) -> frozenset[str]:
-    """Files that would be more than ``MOST_OF_HELD_OUT`` of the held-out part: a score that one file decides says little of
-    the others (in Python's library one file of 0.77 MB would be 43% of it). None where such files are most of the corpus.
-    """
-    most = MOST_OF_HELD_OUT * fraction * source.n_file_bytes
-    long_files = [f for f in source.files if f.n_bytes > most]
-    if sum(f.n_bytes for f in long_files) > source.n_file_bytes / 4:
-        return frozenset()
-    return frozenset(f.key for f in long_files)
-
-
 def _choose_split(source: DocumentSource, fraction: float, report: Progress) -> _Split:
     """One pass over the source, in constant memory: bytes by bucket, counted by document and by piece.
 
@@ -312,13 +296,11 @@ def _choose_split(source: DocumentSource, fraction: float, report: Progress) -> 
     """
     if source.n_file_bytes < 16 * PIECE_BYTES:
         source.piece_bytes = max(64, source.n_file_bytes // 16)
-    too_long = _too_long(source, fraction)
     by_document = np.zeros(_N_BUCKETS, dtype=np.int64)
     by_piece = np.zeros(_N_BUCKETS, dtype=np.int64)
     done = 0
     for document in source:
-        if document.path not in too_long:
-            by_document[_bucket(document.path)] += document.n_bytes
+        by_document[_bucket(document.path)] += document.n_bytes
         by_piece[_bucket(document.path, document.piece)] += document.n_bytes
         done += document.n_bytes
         report(min(1.0, done / max(1, source.n_file_bytes)), "reading")
@@ -331,7 +313,6 @@ def _choose_split(source: DocumentSource, fraction: float, report: Progress) -> 
         if threshold is not None:
             if by == "document":
                 source.piece_bytes = PIECE_BYTES
-                return _Split(by, threshold, too_long)
             return _Split(by, threshold)
     raise DataError(
         f"{source.report.n_bytes} bytes of text cannot be divided into a training and a held-out part. "
