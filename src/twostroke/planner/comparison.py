@@ -429,6 +429,9 @@ def merge_measured(
         "decode": _numbers(serve or {}),
     }
     hardware = comparison.hardware
+    if "train_time_s" in measured["train"]:
+        spent = cost_of(measured["train"]["train_time_s"], hardware)
+        measured["train"] = {"energy_kwh": spent.energy_kwh, "cost_usd": spent.usd} | measured["train"]
     rates = {"train": "train_tok_per_s", "prefill": "prefill_tok_per_s", "decode": "decode_tok_per_s"}
     rows = []
     for row in comparison.rows:
