@@ -52,6 +52,7 @@ def test_quantile_interpolates(q: float, expected: float) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
+        ("requests_per_s", 54.27, "54.27/s"),
         ("step_time_s", 0.5, "500 ms"),
         ("peak_memory_bytes", 2**30, "1 GiB"),
         ("train_tok_per_s", 8300.0, "8.3k tok/s"),

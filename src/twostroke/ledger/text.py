@@ -19,6 +19,8 @@ def format_value(name: str, value: float | None) -> str:
         return f"{format_count(value)}FLOP/s"
     if name.endswith("bytes_per_s"):
         return f"{format_bytes(value)}/s"
+    if name.endswith("_per_s"):
+        return f"{value:,.4g}/s"
     if name.endswith("_bytes"):
         return format_bytes(value)
     if name.endswith("_usd"):
