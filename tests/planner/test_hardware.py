@@ -15,6 +15,7 @@ from twostroke.core.profile import read_fingerprint, save_profile
 from twostroke.planner.hardware import (
     ASSUMED_BANDWIDTH_EFFICIENCY,
     ASSUMED_PRODUCT_EFFICIENCY,
+    hardware_from_profile,
     hardware_names,
     interpolate_log,
     load_hardware,
@@ -95,7 +96,7 @@ def test_bandwidth_is_flat_beyond_what_was_measured_and_between_within() -> None
 
 
 def test_products_interpolate_in_rows_and_take_the_nearest_class() -> None:
-    device = machine()
+    device = hardware_from_profile(dataclasses.replace(profile(), linear_launch_s=0.0))
     assert device.product_rate("bf16", 4096, 384, 384) == pytest.approx(800 * GFLOP)
     assert device.product_rate("bf16", 4, 384, 384) == pytest.approx(800 * GFLOP * math.sqrt(0.05 * 0.3))
     assert device.product_rate("bf16", 10**6, 400, 400) == pytest.approx(800 * GFLOP)
@@ -111,8 +112,21 @@ def test_near_classes_weigh_more_than_far_ones() -> None:
     assert 80 * GFLOP < near_slow < 90 * GFLOP
 
 
+def test_the_launch_is_taken_off_measured_products_and_off_no_more() -> None:
+    """A point's own time comes back when its launch is added again; of a tiny product something always remains."""
+    device = machine({"launch_w8_s": 2e-6})
+    point = next(p for p in profile().matmul if (p.scheme, p.m, p.n, p.k) == ("bf16", 16, 384, 1024))
+    flops = 2 * 16 * 384 * 1024
+    assert device.product_launch_s("bf16") == 3e-6
+    assert device.product_launch_s("w8") == 2e-6
+    seconds = flops / device.product_rate("bf16", 16, 384, 1024) + device.product_launch_s("bf16")
+    assert seconds == pytest.approx(flops / point.flop_per_s)
+    tiny = hardware_from_profile(dataclasses.replace(profile(), linear_launch_s=1.0))
+    assert 0 < tiny.product_rate("bf16", 1, 384, 384) < 1e15
+
+
 def test_a_product_takes_no_less_than_reading_its_weights() -> None:
-    device = machine()
+    device = hardware_from_profile(dataclasses.replace(profile(), linear_launch_s=0.0))
     n, k = 2048, 2048
     assert device.product_s("bf16", 1, n, k, working_set_bytes=2**30) >= 2 * n * k / 74e9
     assert device.product_s("bf16", 4096, n, k) == pytest.approx(2 * 4096 * n * k / (800 * GFLOP))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 import torch
@@ -11,12 +11,31 @@ import torch
 from twostroke.calibration.bandwidth import WORKING_SETS_BYTES, measure_read_bandwidth, working_sets
 from twostroke.calibration.launches import measure_launches
 from twostroke.calibration.process import measure_disk, measure_fresh_process
-from twostroke.calibration.products import CLASSES, DEEP_CLASSES, PEAK_SIDE, ROWS, measure_class, measure_peak
+from twostroke.calibration.products import (
+    CLASSES,
+    DEEP_CLASSES,
+    ENGINE_ROWS,
+    ENGINE_SCHEMES,
+    PEAK_SIDE,
+    TRAINING_ROWS,
+    TRAINING_SCHEMES,
+    measure_class,
+    measure_launch,
+    measure_peak,
+    weight_only_limit,
+)
+from twostroke.calibration.serving import (
+    DECODE_SCHEMES,
+    measure_decode_steps,
+    measure_flash_limit,
+    measure_layer_operations,
+    measure_prefill_attention,
+    without_products,
+)
 from twostroke.calibration.timing import Clock
 from twostroke.calibration.transformer import (
     BlockSize,
     empty_compile_cache,
-    measure_attention,
     measure_block,
     measure_compiling,
     measure_loss,
@@ -26,6 +45,7 @@ from twostroke.calibration.transformer import (
 from twostroke.core.errors import ConfigError
 from twostroke.core.profile import BandwidthPoint, MachineProfile, MatmulPoint, read_fingerprint
 from twostroke.core.units import MIB
+from twostroke.kernels.crossovers import Crossovers
 
 Progress = Callable[[float, str], None]
 """``progress(done, note)``: the share done, 0 to 1, and a few words on what is being measured."""
@@ -37,10 +57,12 @@ class Extent:
     too rough to plan by."""
 
     effort: float = 1.0
-    rows: tuple[int, ...] = ROWS
+    training_rows: tuple[int, ...] = TRAINING_ROWS
+    engine_rows: tuple[int, ...] = ENGINE_ROWS
     classes: tuple[tuple[int, int], ...] = CLASSES
     deep_classes: tuple[tuple[int, int], ...] = DEEP_CLASSES
-    schemes: tuple[str, ...] = ("fp32", "bf16", "w8", "w8a8")
+    training_schemes: tuple[str, ...] = TRAINING_SCHEMES
+    engine_schemes: tuple[str, ...] = ENGINE_SCHEMES
     peak_side: int = PEAK_SIDE
     largest_working_set_bytes: int = WORKING_SETS_BYTES[-1]
     attention_lengths: tuple[int, ...] = (128, 512, 2048)
@@ -52,10 +74,10 @@ class Extent:
 
 SMALL = Extent(
     effort=0.02,
-    rows=(1, 16),
+    training_rows=(16, 32),
+    engine_rows=(1, 16),
     classes=((64, 64),),
     deep_classes=((64, 128),),
-    schemes=("fp32", "bf16"),
     peak_side=256,
     largest_working_set_bytes=8 * MIB,
     attention_lengths=(32,),
@@ -94,9 +116,6 @@ def calibrate(progress: Progress | None = None, extent: Extent | None = None, de
     extras.update(measure_setup(clock, extent.block))
     tell(0.50, "optimizers")
     extras.update(measure_optimizers(clock, extent.block))
-    tell(0.52, "attention")
-    extras.update(measure_attention(clock, extent.attention_lengths))
-
     tell(0.55, "launch costs")
     op_launch_s, linear_launch_s = measure_launches(clock)
     memory = fingerprint.ram_bytes
@@ -108,11 +127,21 @@ def calibrate(progress: Progress | None = None, extent: Extent | None = None, de
     for point in measure_read_bandwidth(clock, sizes):
         bandwidth.append(point)
         tell(0.56 + 0.14 * len(bandwidth) / len(sizes), f"read bandwidth, {point.working_set_bytes // MIB} MiB")
-    products, peaks = _measure_products(clock, extent, lambda done, note: tell(0.71 + 0.29 * done, note))
+    products, peaks = _measure_products(clock, extent, lambda done, note: tell(0.71 + 0.26 * done, note))
+    for scheme in (*extent.training_schemes, *extent.engine_schemes):
+        launch_s = measure_launch(clock, scheme)
+        if launch_s is not None:
+            extras[f"launch_{scheme}_s"] = launch_s
+    limit = weight_only_limit(products)
+    if limit is not None:
+        extras["int8_weight_only_max_macs"] = limit
+    if device == "cpu":
+        tell(0.97, "decode steps")
+        extras.update(_measure_engine(clock, extent, limit))
     extras["calibration_s"] = clock.elapsed_s
     tell(1.0, "done")
 
-    return MachineProfile(
+    profile = MachineProfile(
         fingerprint=fingerprint,
         measured_at=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         device=device,
@@ -126,6 +155,7 @@ def calibrate(progress: Progress | None = None, extent: Extent | None = None, de
         disk_write_bytes_per_s=extras.pop("disk_write_bytes_per_s"),
         extras=extras,
     )
+    return replace(profile, extras=without_products(profile))
 
 
 def _measure_blocks(clock: Clock, extent: Extent, tell: Progress) -> dict[str, float]:
@@ -146,20 +176,33 @@ def _measure_blocks(clock: Clock, extent: Extent, tell: Progress) -> dict[str, f
     return found
 
 
+def _measure_engine(clock: Clock, extent: Extent, weight_only_limit: float | None) -> dict[str, float]:
+    """The engine's steps, and where its attention kernels change places."""
+    found = {"flash_max_scores": measure_flash_limit(clock)}
+    crossovers = Crossovers(flash_max_scores=found["flash_max_scores"])
+    if weight_only_limit is not None:
+        crossovers = replace(crossovers, int8_weight_only_max_macs=weight_only_limit)
+    found.update(measure_layer_operations(clock))
+    found.update(measure_prefill_attention(clock, extent.attention_lengths))
+    found.update(measure_decode_steps(clock, DECODE_SCHEMES, crossovers))
+    return found
+
+
 @torch.inference_mode()
 def _measure_products(clock: Clock, extent: Extent, tell: Progress) -> tuple[list[MatmulPoint], dict[str, float]]:
     points: list[MatmulPoint] = []
     peaks: dict[str, float] = {}
-    training: Sequence[str] = ("fp32", "bf16")
-    plan = [(s, n, k) for s in extent.schemes for n, k in extent.classes]
-    plan += [(s, n, k) for s in extent.schemes if s in training for n, k in extent.deep_classes]
-    for i, (scheme, n, k) in enumerate(plan):
+    training, engine = extent.training_schemes, extent.engine_schemes
+    plan = [(s, n, k, extent.training_rows) for s in training for n, k in (*extent.classes, *extent.deep_classes)]
+    plan += [(s, n, k, extent.engine_rows) for s in engine for n, k in extent.classes]
+    for i, (scheme, n, k, rows) in enumerate(plan):
         tell(0.7 * i / len(plan), f"{scheme} products, {n}×{k}")
-        points += measure_class(clock, scheme, n, k, extent.rows)
-    for i, scheme in enumerate(extent.schemes):
+        points += measure_class(clock, scheme, n, k, rows)
+    peak_schemes = (*training, *(s for s in engine if s.startswith("w8")))
+    for i, scheme in enumerate(peak_schemes):
         # Only the types that MFU is quoted in need the full 4096³.
         side = extent.peak_side if scheme in training else extent.peak_side // 2
-        tell(0.7 + 0.3 * i / len(extent.schemes), f"{scheme} peak, {side}³")
+        tell(0.7 + 0.3 * i / len(peak_schemes), f"{scheme} peak, {side}³")
         peak = measure_peak(clock, scheme, side)
         if peak is not None:
             peaks[scheme] = peak

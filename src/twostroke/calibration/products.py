@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -9,8 +11,17 @@ import torch.nn.functional as F
 
 from twostroke.calibration.timing import Clock
 from twostroke.core.profile import MatmulPoint
+from twostroke.core.units import MIB
+from twostroke.kernels.features import has_int8_weight_only, has_packed_linear, has_w8a8_linear
+from twostroke.kernels.matrix import FloatMatrix, Int8Matrix
 
-ROWS = (1, 4, 16, 64, 256, 1024, 4096)
+TRAINING_ROWS = (256, 1024, 4096)
+ENGINE_ROWS = (1, 4, 16, 64, 256, 1024)
+
+TRAINING_SCHEMES = ("fp32", "bf16")
+ENGINE_SCHEMES = ("packed_fp32", "packed_bf16", "w8", "w8a8")
+"""Products as the engine computes them: fp32 or bf16 weights packed for oneDNN; int8 weights with bf16 activations; int8
+weights with activations quantised on the way, which is part of the time."""
 
 CLASSES: tuple[tuple[int, int], ...] = ((384, 384), (1536, 384), (4096, 384), (384, 1024), (2048, 2048), (4096, 4096))
 """(n, k) of weights: small square, wide, vocabulary-like, narrow with a longer sum, and two that leave the cache."""
@@ -21,63 +32,108 @@ DEEP_CLASSES: tuple[tuple[int, int], ...] = ((384, 8192), (1024, 8192))
 LONGEST_S = 0.25
 """A point predicted to take longer than this per run is left out; the planner takes the nearest smaller one."""
 
+CYCLED_BYTES = 16 * MIB
+MOST_COPIES = 12
+"""A model's layers follow one another, so a small weight is not in the nearest cache when its turn comes: runs go round as
+many copies of it as these bytes hold."""
+
 PEAK_SIDE = 4096
 SMALLER_PEAK_SIDE = 2048
 PEAK_LONGEST_S = 3.0
 
 Run = Callable[[], object]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "packed_fp32": torch.float32, "packed_bf16": torch.bfloat16}
+
+
+def _training_product(scheme: str, m: int, n: int, k: int, device: str) -> Run:
+    dtype = DTYPES[scheme]
+    if (n, k) in DEEP_CLASSES:
+        left, right = torch.randn(k, m, device=device).to(dtype), torch.randn(k, n, device=device).to(dtype)
+        return lambda: left.t() @ right
+    x, weight = torch.randn(m, k, device=device).to(dtype), torch.randn(n, k, device=device).to(dtype)
+    return lambda: F.linear(x, weight)
+
+
+def _engine_product(scheme: str, m: int, n: int, k: int, device: str) -> Run | None:
+    """The engine's own matrices (``kernels.matrix``); None where this machine or this torch lacks the kernel."""
+    x = torch.randn(m, k, device=device)
+    apply: list[Callable[[torch.Tensor], object]] = []
+    if scheme in ("packed_fp32", "packed_bf16"):
+        dtype = DTYPES[scheme]
+        if device == "cpu" and dtype == torch.bfloat16 and not has_packed_linear(dtype):
+            return None
+        copies = max(1, min(MOST_COPIES, CYCLED_BYTES // (n * k * dtype.itemsize)))
+        weight = torch.randn(n, k, device=device).to(dtype)
+        apply += [FloatMatrix(weight) for _ in range(copies)]
+        x = x.to(dtype)
+    else:
+        if device != "cpu" or not (has_int8_weight_only() if scheme == "w8" else has_w8a8_linear()):
+            return None
+        if scheme == "w8" and k % Int8Matrix.WEIGHT_ONLY_ALIGNMENT:
+            return None
+        copies = max(1, min(MOST_COPIES, CYCLED_BYTES // (n * k)))
+        codes, scale = torch.randint(-127, 128, (n, k), dtype=torch.int8), torch.rand(n) + 0.1
+        # without integers the plain codes are kept, which weight-only products read
+        matrices = [Int8Matrix(codes, scale, integers=scheme == "w8a8") for _ in range(copies)]
+        apply += [matrix.weight_only if scheme == "w8" else matrix.w8a8 for matrix in matrices]
+        x = x.to(torch.bfloat16)
+    turn = itertools.cycle(apply)
+    return lambda: next(turn)(x)
 
 
 def make_product(scheme: str, m: int, n: int, k: int, device: str) -> Run | None:
-    """A callable that computes one (m, k) × (k, n) product as training or the engine would; None where this build cannot."""
-    generator = torch.Generator(device=device).manual_seed(0)
-    if scheme in ("fp32", "bf16"):
-        dtype = torch.float32 if scheme == "fp32" else torch.bfloat16
-        if (n, k) in DEEP_CLASSES:
-            left = torch.randn(k, m, generator=generator, device=device).to(dtype)
-            right = torch.randn(k, n, generator=generator, device=device).to(dtype)
-            return lambda: left.t() @ right
-        x = torch.randn(m, k, generator=generator, device=device).to(dtype)
-        weight = torch.randn(n, k, generator=generator, device=device).to(dtype)
-        return lambda: F.linear(x, weight)
-    weight8 = torch.randint(-127, 128, (n, k), dtype=torch.int8, device=device)
-    if scheme == "w8":
-        half = torch.randn(m, k, generator=generator, device=device).to(torch.bfloat16)
-        scale = torch.rand(n, generator=generator, device=device).to(torch.bfloat16)
-        run: Run = lambda: torch.ops.aten._weight_int8pack_mm(half, weight8, scale)  # noqa: E731
-    else:
-        x8 = torch.randint(-127, 128, (m, k), dtype=torch.int8, device=device)
-        right8 = weight8.t()
-        run = lambda: torch._int_mm(x8, right8)  # noqa: E731
-    try:
-        run()
-    except (RuntimeError, AttributeError, NotImplementedError):
-        return None  # this torch or this device lacks the kernel, or wants other shapes
-    return run
+    """A callable that computes one (m, k) × (k, n) product as training or the engine does; None where this build cannot."""
+    if scheme in TRAINING_SCHEMES:
+        return _training_product(scheme, m, n, k, device)
+    return _engine_product(scheme, m, n, k, device)
 
 
-def measure_class(
-    clock: Clock, scheme: str, n: int, k: int, rows: Sequence[int], largest_m: int | None = None
-) -> Iterator[MatmulPoint]:
+def measure_class(clock: Clock, scheme: str, n: int, k: int, rows: Sequence[int]) -> Iterator[MatmulPoint]:
     """Points of one class in rising m, ending before a run would take ``LONGEST_S``."""
     last_s, last_m = 0.0, 1
     for m in rows:
-        if (largest_m and m > largest_m) or last_s * m / last_m > LONGEST_S:
+        if last_s * m / last_m > LONGEST_S:
             return
         run = make_product(scheme, m, n, k, clock.device)
         if run is None:
-            continue
+            return
         last_s, last_m = clock.best_s(run, seconds=0.025, least=4), m
         yield MatmulPoint(scheme=scheme, m=m, n=n, k=k, flop_per_s=2.0 * m * n * k / last_s)
+
+
+def measure_launch(clock: Clock, scheme: str) -> float | None:
+    """Seconds of a product of one row with a 64×64 weight, where there is next to nothing to compute."""
+    run = make_product(scheme, 1, 64, 64, clock.device)
+    return None if run is None else clock.best_s(run, seconds=0.02, least=50)
+
+
+def weight_only_limit(points: Sequence[MatmulPoint]) -> float | None:
+    """Multiply-adds up to which int8 weights with bf16 activations beat quantising the activations too: the limit that makes
+    the sum of log times over all measured shapes least. None where one of the two was not measured."""
+    rates: dict[tuple[int, int, int], dict[str, float]] = {}
+    for p in points:
+        if p.scheme in ("w8", "w8a8"):
+            rates.setdefault((p.m, p.n, p.k), {})[p.scheme] = p.flop_per_s
+    # (multiply-adds, log of how many times weight-only is faster), small shapes first
+    faster = sorted((m * n * k, math.log(pair["w8"] / pair["w8a8"])) for (m, n, k), pair in rates.items() if len(pair) == 2)
+    if not faster:
+        return None
+    best_limit, best_gain, gain = 0.0, 0.0, 0.0
+    for macs, log_ratio in faster:
+        gain += log_ratio  # if this shape, and every smaller one, runs weight-only
+        if gain > best_gain:
+            best_limit, best_gain = float(macs), gain
+    return best_limit
 
 
 def measure_peak(clock: Clock, scheme: str, side: int = PEAK_SIDE) -> float | None:
     """FLOP/s of the side³ product, the best of three; None where the scheme cannot run. On a machine where it would take more
     than ``PEAK_LONGEST_S`` a smaller cube stands in."""
-    small = make_product(scheme, SMALLER_PEAK_SIDE // 4, SMALLER_PEAK_SIDE // 4, SMALLER_PEAK_SIDE // 4, clock.device)
+    tenth = max(64, side // 8)
+    small = make_product(scheme, tenth, tenth, tenth, clock.device)
     if small is None:
         return None
-    expected = clock.best_s(small, seconds=0.02, least=2) * (side / (SMALLER_PEAK_SIDE // 4)) ** 3
+    expected = clock.best_s(small, seconds=0.02, least=2) * (side / tenth) ** 3
     if expected > PEAK_LONGEST_S:
         side = min(side, SMALLER_PEAK_SIDE)
     run = make_product(scheme, side, side, side, clock.device)

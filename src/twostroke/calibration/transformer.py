@@ -249,20 +249,6 @@ def measure_setup(clock: Clock, size: BlockSize) -> Iterator[tuple[str, float]]:
     yield "mask_element_per_s", tokens / per_key_s
 
 
-# -- attention of the engine's kind -----------------------------------------------------------------------------------
-
-
-@torch.inference_mode()
-def measure_attention(clock: Clock, lengths: tuple[int, ...]) -> Iterator[tuple[str, float]]:
-    """Causal scaled dot-product attention of one sequence without gradients, as a prefill has it, 4 heads of 64: FLOP/s
-    counted over the whole square, 4·H·T²·64."""
-    for dtype in DTYPES:
-        for tokens in lengths:
-            q, k, v = (torch.randn(1, 4, tokens, 64, device=clock.device).to(DTYPES[dtype]) for _ in range(3))
-            run = lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731
-            yield f"sdpa_{dtype}_forward_t{tokens}_flop_per_s", 4 * 4 * tokens * tokens * 64 / clock.best_s(run, 0.1)
-
-
 # -- loss and optimizers --------------------------------------------------------------------------------------------------
 
 

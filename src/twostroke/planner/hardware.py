@@ -10,7 +10,7 @@ import itertools
 import math
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -46,8 +46,12 @@ ASSUMED_NETWORK_BYTES_PER_S = 1.25e8
 
 DATASHEET_NOTE = "from a datasheet with assumed efficiencies: expect the right order, not the right digit."
 
-SCHEME_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "w8": 1.0, "w8a8": 1.0, "int8": 1.0}
-"""Bytes of one weight by product scheme, scales excluded."""
+SCHEME_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "packed_fp32": 4.0, "packed_bf16": 2.0, "w8": 1.0, "w8a8": 1.0}
+"""Bytes of one weight by product scheme, scales excluded. ``packed_…`` are the engine's products of weights that were reordered
+once, ``w8`` int8 weights with bf16 activations, ``w8a8`` with activations quantised too."""
+
+LEAST_NET_SHARE = 0.3
+"""Of a measured product's time, what is at least left for the product itself when its launch is taken off."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +124,8 @@ class Hardware:
         if not points:
             if self.basis == "measured":
                 return self.peak(scheme)
-            return self.peak("int8" if scheme in ("w8a8", "int8") else "bf16" if scheme == "w8" else scheme) * (
-                ASSUMED_PRODUCT_EFFICIENCY
-            )
+            plain = {"w8": "bf16", "w8a8": "int8"}.get(scheme, scheme.removeprefix("packed_"))
+            return self.peak(plain) * ASSUMED_PRODUCT_EFFICIENCY
         classes: dict[tuple[int, int], list[tuple[float, float]]] = {}
         for p in points:
             classes.setdefault((p.n, p.k), []).append((p.m, p.flop_per_s))
@@ -146,6 +149,10 @@ class Hardware:
         weight_bytes = n * k * SCHEME_BYTES[scheme]
         reading = weight_bytes / self.bandwidth(max(weight_bytes, working_set_bytes or 0))
         return max(2 * m * n * k / self.product_rate(scheme, m, n, k), reading)
+
+    def product_launch_s(self, scheme: str) -> float:
+        """Seconds that a product takes before its arithmetic: ``launch_<scheme>_s``, or one linear layer's."""
+        return self.extras.get(f"launch_{scheme}_s", self.linear_launch_s)
 
     def has_scheme(self, scheme: str) -> bool:
         return any(p.scheme == scheme for p in self.matmul) or (self.basis != "measured")
@@ -293,7 +300,7 @@ def hardware_from_profile(profile: MachineProfile) -> Hardware:
         n_cores=f.n_cores,
         memory_bytes=memory,
         read_bandwidth=profile.read_bandwidth,
-        matmul=profile.matmul,
+        matmul=tuple(_without_launch(p, profile) for p in profile.matmul),
         peak_flop_per_s=dict(profile.peak_flop_per_s),
         op_launch_s=profile.op_launch_s,
         linear_launch_s=profile.linear_launch_s,
@@ -303,6 +310,14 @@ def hardware_from_profile(profile: MachineProfile) -> Hardware:
         usd_per_hour=usd,
         extras=dict(profile.extras),
     )
+
+
+def _without_launch(point: MatmulPoint, profile: MachineProfile) -> MatmulPoint:
+    """``point`` with the launch taken off its time: plans add it per product, and a small one is not a slow one."""
+    flops = 2.0 * point.m * point.n * point.k
+    seconds = flops / point.flop_per_s
+    launch_s = profile.extras.get(f"launch_{point.scheme}_s", profile.linear_launch_s)
+    return replace(point, flop_per_s=flops / max(seconds - launch_s, LEAST_NET_SHARE * seconds))
 
 
 def _datasheet_of_gpu(gpus: Sequence[str]) -> Hardware | None:

@@ -22,18 +22,29 @@ def training_attention_rate(hardware: Hardware, dtype: str, mode: str, direction
     return 2 * ASSUMED_ATTENTION_EFFICIENCY * hardware.peak(dtype)
 
 
-def prefill_attention_rate(hardware: Hardware, dtype: str, sequence_length: int) -> float:
-    """FLOP/s of causal attention over one prompt, counted over the whole square: measured at a few lengths and interpolated in
-    log T; datasheets as above."""
-    prefix, suffix = f"sdpa_{dtype}_forward_t", "_flop_per_s"
+PREFILL_BLOCK = 128
+"""Query tokens that the engine's attention takes at once (``engine.batch.MAX_BLOCK``); each block stops at its last key."""
+
+
+def keys_of_prefill(n_tokens: int) -> float:
+    """Keys an average query of a prompt is multiplied with, in blocks of ``PREFILL_BLOCK`` queries: Σ queries·last key / T."""
+    ends = [min(start + PREFILL_BLOCK, n_tokens) for start in range(0, n_tokens, PREFILL_BLOCK)]
+    starts = range(0, n_tokens, PREFILL_BLOCK)
+    return sum((end - start) * end for start, end in zip(starts, ends, strict=True)) / n_tokens
+
+
+def prefill_attention_rate(hardware: Hardware, dtype: str, n_tokens: int) -> float:
+    """FLOP/s of a prompt's attention in the engine, counted over the keys walked: measured at a few lengths and interpolated in
+    log T; datasheets get an assumed share of peak, for the causal half of the keys."""
+    prefix, suffix = f"prefill_attention_{dtype}_t", "_flop_per_s"
     points = [
         (float(name[len(prefix) : -len(suffix)]), rate)
         for name, rate in hardware.extras.items()
         if name.startswith(prefix) and name.endswith(suffix)
     ]
     if points:
-        return interpolate_log(points, sequence_length)
-    return 2 * ASSUMED_ATTENTION_EFFICIENCY * hardware.peak(dtype)
+        return interpolate_log(points, n_tokens)
+    return ASSUMED_ATTENTION_EFFICIENCY * hardware.peak(dtype) * keys_of_prefill(n_tokens) * 2 / n_tokens
 
 
 def elementwise_elements(spec: ModelSpec, backward: bool) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from twostroke.core.dtypes import bytes_of
@@ -11,7 +11,7 @@ from twostroke.core.spec import ModelSpec
 from twostroke.planner.cost import Cost, cost_of, usd_per_million_tokens
 from twostroke.planner.flops import attention_flops_per_token, decode_flops, prefill_flops
 from twostroke.planner.hardware import DATASHEET_NOTE, SCHEME_BYTES, Hardware
-from twostroke.planner.latency import elementwise_elements, elementwise_flops, prefill_attention_rate
+from twostroke.planner.latency import elementwise_elements, elementwise_flops, keys_of_prefill, prefill_attention_rate
 from twostroke.planner.memory import kv_bytes_per_token, weights_bytes
 from twostroke.planner.params import Parameters, Product, block_products, count_parameters, head_product
 from twostroke.planner.work import Work, merge, total_seconds
@@ -22,27 +22,39 @@ SCHEMES = ("fp32", "bf16", "int8")
 PAGE_TOKENS = 16
 """Tokens of one page of the KV cache; a request's last page is counted whole."""
 
-OPS_PER_LAYER = {"norms": 4, "attention": 9, "mlp": 2}
-"""Torch operators of one layer of the interpreted plan that are not products, by component: norms and sums; splitting,
-rotary turn, cache write, gather, attention; activation."""
+OPERATORS = {"norms": 2, "attention": 13, "mlp": 4}
+"""Torch operators of one layer of the interpreted plan, by component: two norms (sums are part of products); two products,
+widening, turning, copying back, gathering and storing heads, and attention's own; two products, activation and its product."""
 
-OPS_PER_STEP = 6
-"""Operators of a step outside the layers: embedding, final norm, row selection, and the copies of the batch's indices."""
+HEAD_NORM_OPERATORS = 3
+"""Operators that QK-norm adds."""
 
-SAMPLING_OPS_PER_STEP = 12
-"""Operators that turn logits into a token."""
+STEP_OPERATORS = 36
+"""Operators of a step outside the layers: tokens, positions, slots, pages and masks turned into tensors, rotary tables,
+embedding, final norm, head, and drawing tokens."""
+
+TOKEN_BUDGET = 512
+"""Tokens the engine computes in one step by default: a longer prompt is prefilled in several."""
+
+MAX_RUNNING = 128
+CACHE_SHARE = 0.25
+"""The engine's default KV cache on a CPU: pages for so many requests of full length, at most this share of free memory."""
 
 GPU_MEMORY_UTILISATION = 0.9
 CPU_MEMORY_UTILISATION = 0.5
-"""Share of memory that weights and KV cache may take: others live on a CPU machine too."""
+"""Share of memory that weights and KV cache may take at most: others live on a CPU machine too."""
+
+
+DEFAULT_WEIGHT_ONLY_MAX_MACS = 3e6
+"""``kernels.crossovers.Crossovers.int8_weight_only_max_macs`` where a machine has none of its own."""
 
 
 @dataclass(frozen=True)
 class ServingShape:
     """How a model is served: ``batch`` requests decode together, each with a prompt and an answer of the given tokens.
 
-    ``kv_cache_bytes`` = 0: as much as the memory allows, at most what ``batch`` requests of ``max_model_len`` need;
-    ``max_model_len`` = 0: the model's own. ``kv_dtype`` = "auto": bf16, or fp32 with fp32 weights. Raises ConfigError.
+    ``kv_cache_bytes`` = 0: the engine's default (``default_cache_bytes``); ``max_model_len`` = 0: the model's own;
+    ``kv_dtype`` = "auto": bf16, or fp32 with fp32 weights. Raises ConfigError.
     """
 
     scheme: str = "bf16"
@@ -75,10 +87,14 @@ class ServingShape:
         """The type of activations."""
         return "fp32" if self.scheme == "fp32" else "bf16"
 
-    @property
-    def product_scheme(self) -> str:
-        """The calibrated product that weights of this scheme use."""
-        return "w8" if self.scheme == "int8" else self.scheme
+    def product_scheme(self, macs: float, hardware: Hardware) -> str:
+        """The calibrated product that a block's matrix uses for ``macs`` = rows·n·k multiply-adds, as ``kernels.matrix``
+        chooses: int8 weights with bf16 activations for few, quantised activations for many."""
+        if self.scheme != "int8":
+            return f"packed_{self.scheme}"
+        few = macs <= hardware.extras.get("int8_weight_only_max_macs", DEFAULT_WEIGHT_ONLY_MAX_MACS)
+        first, second = ("w8", "w8a8") if few or hardware.basis != "measured" else ("w8a8", "w8")
+        return next((name for name in (first, second) if hardware.has_scheme(name)), "packed_bf16")
 
 
 @dataclass(frozen=True)
@@ -207,103 +223,165 @@ def memory_for_kv(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> f
     return share * hardware.memory_bytes - weights_bytes(spec, shape.scheme) - hardware.extras.get("baseline_rss_bytes", 0.0)
 
 
+def default_cache_bytes(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float:
+    """What the engine takes when it is not told: pages for ``MAX_RUNNING`` requests of the longest context, at most
+    ``CACHE_SHARE`` of the memory that weights and process leave on a CPU, all that may be used on a GPU; at least one page."""
+    page = PAGE_TOKENS * kv_bytes_per_token(spec, shape.cache_dtype)
+    longest = -(-(shape.max_model_len or spec.max_positions) // PAGE_TOKENS) * page
+    if hardware.kind == "gpu":
+        most = memory_for_kv(spec, shape, hardware)
+    else:
+        held = weights_bytes(spec, shape.scheme) + hardware.extras.get("baseline_rss_bytes", 0.0)
+        most = CACHE_SHARE * (hardware.memory_bytes - held)
+    return max(page, min(MAX_RUNNING * longest, most) // page * page)
+
+
 # -- time -----------------------------------------------------------------------------------------------------------------
+
+
+def layer_start_s(spec: ModelSpec, shape: ServingShape, n_requests: int, hardware: Hardware) -> float:
+    """Seconds that one layer takes beyond its arithmetic and its bytes, which is what starting its operators costs inside a
+    step: ``decode_<one|many>_<scheme>_layer_s`` (measured), or operators times the launch cost. QK-norm adds its three."""
+    n_operators = sum(OPERATORS.values())
+    measured = hardware.extras.get(f"decode_{_few_or_many(n_requests)}_{shape.scheme}_layer_s")
+    whole = n_operators * hardware.op_launch_s if measured is None else measured
+    return whole * (1 + HEAD_NORM_OPERATORS / n_operators) if spec.qk_norm else whole
+
+
+def _few_or_many(n_requests: int) -> str:
+    """The name of a calibrated step: one request's keys lie in a row, those of several are gathered first."""
+    return "one" if n_requests == 1 else "many"
+
+
+def layer_starts(spec: ModelSpec, shape: ServingShape, n_requests: int, hardware: Hardware) -> list[Work]:
+    """``layer_start_s`` shared out to the components by their operators."""
+    seconds, n_operators = layer_start_s(spec, shape, n_requests, hardware), sum(OPERATORS.values())
+    return [
+        Work.limited(component, 0.0, 0.0, 0.0, 0.0, seconds * count / n_operators) for component, count in OPERATORS.items()
+    ]
 
 
 def product_work(product: Product, rows: int, scheme: str, w: float, working_set: float, hardware: Hardware) -> Work:
     """One weight matrix applied to ``rows`` rows: 2·rows·n·k FLOP; weights read once, activations read and written."""
-    weight = product.weights * SCHEME_BYTES[scheme]
-    moved = weight + rows * (product.n + product.k) * w
+    if not hardware.has_scheme(scheme):
+        scheme = scheme.removeprefix("packed_")
+    moved = product.weights * SCHEME_BYTES[scheme] + rows * (product.n + product.k) * w
     flops = 2.0 * rows * product.weights
     arithmetic_s = flops / hardware.product_rate(scheme, rows, product.n, product.k)
-    return Work.limited(
-        product.component,
-        flops,
-        moved,
-        arithmetic_s,
-        moved / hardware.bandwidth(working_set),
-        hardware.linear_launch_s,
-    )
+    return Work.limited(product.component, flops, moved, arithmetic_s, moved / hardware.bandwidth(working_set))
 
 
-def layer_elementwise(spec: ModelSpec, rows: int, w: float, hardware: Hardware) -> list[Work]:
-    """Norms, sums, rotary turn and activation of one layer on ``rows`` tokens, eager: bytes of the fused count over the rate an
-    eager block reached in calibration, and one launch per operator."""
-    rate = hardware.extras.get("block_bf16_eager_forward_bytes_per_s")
+def layer_products(
+    spec: ModelSpec, shape: ServingShape, rows: int, working_set: float, hardware: Hardware, names: tuple[str, ...] = ()
+) -> list[Work]:
+    """The products of one layer on ``rows`` rows; of ``names`` only, where given."""
+    w = bytes_of(shape.compute_dtype)
+    return [
+        product_work(p, rows, shape.product_scheme(rows * p.weights, hardware), w, working_set, hardware)
+        for p in block_products(spec)
+        if not names or p.name in names
+    ]
+
+
+def layer_operations(spec: ModelSpec, shape: ServingShape, rows: int, hardware: Hardware) -> list[Work]:
+    """Norms, rotary turn, cache write and activation of one layer on ``rows`` tokens: the elements of the fused count at
+    ``layer_operations_<type>_element_per_s`` (measured), or their bytes at the bandwidth."""
+    w = bytes_of(shape.compute_dtype)
+    rate = hardware.extras.get(f"layer_operations_{shape.compute_dtype}_element_per_s")
     flops = elementwise_flops(spec, backward=False)
     works = []
-    for component, elements in elementwise_elements(spec, backward=False).items():
-        moved = rows * elements * w
-        seconds = moved / (rate or hardware.bandwidth(moved))
-        launch_s = OPS_PER_LAYER[component] * hardware.op_launch_s
-        works.append(Work.limited(component, rows * flops[component], moved, 0.0, seconds, launch_s))
+    for component, count in elementwise_elements(spec, backward=False).items():
+        elements = float(rows) * count
+        if component == "attention":
+            elements += rows * 2.0 * spec.n_kv_heads * spec.head_dim  # the cache's write
+            if spec.qk_norm:
+                elements += rows * 4.0 * (spec.n_heads + spec.n_kv_heads) * spec.head_dim
+        moved = elements * w
+        seconds = elements / rate if rate else moved / hardware.bandwidth(moved)
+        works.append(Work.limited(component, rows * flops[component], moved, 0.0, seconds))
     return works
 
 
 def prefill_attention(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Work:
-    """softmax(QKᵀ)V of one layer over one prompt, forward only."""
+    """softmax(QKᵀ)V of one layer over one prompt: time from the keys that blocks of queries walk, FLOP from the causal part."""
     tokens, w = shape.prompt_tokens, bytes_of(shape.compute_dtype)
-    square = 4.0 * spec.n_heads * spec.head_dim * tokens * tokens
+    walked = 4.0 * spec.n_heads * spec.head_dim * tokens * keys_of_prefill(tokens)
     causal = attention_flops_per_token(spec, tokens) * tokens / spec.n_layers
     moved = tokens * w * (spec.qkv_rows + spec.n_heads * spec.head_dim)
     rate = prefill_attention_rate(hardware, shape.compute_dtype, tokens)
-    return Work.limited("attention", causal, moved, square / rate, moved / hardware.bandwidth(moved))
+    return Work.limited("attention", causal, moved, walked / rate, moved / hardware.bandwidth(moved))
 
 
 def decode_attention(
     spec: ModelSpec, shape: ServingShape, layer: int, context: int, working_set: float, hardware: Hardware
 ) -> Work:
-    """One token of each request against its cache in one layer: 4·H·D·keys FLOP and 2·K·D·keys·w bytes a request."""
+    """One token of each request against its cache in one layer: 4·H·D·keys FLOP and 2·K·D·keys·w bytes a request.
+
+    Measured: requests · KV heads · keys · D/64 over ``decode_<one|many>_<scheme>_key_per_s``; bandwidth at the working set
+    bounds it.
+    """
     keys = min(context, spec.window_of_layer(layer) or context)
     flops = shape.batch * 4.0 * spec.n_heads * spec.head_dim * keys
+    pairs = float(shape.batch) * spec.n_kv_heads * keys * spec.head_dim / 64
     moved = shape.batch * 2.0 * spec.n_kv_heads * spec.head_dim * keys * bytes_of(shape.cache_dtype)
-    arithmetic_s = flops / hardware.product_rate(shape.compute_dtype, 1, spec.head_dim, max(keys, 1))
-    return Work.limited("attention", flops, moved, arithmetic_s, moved / hardware.bandwidth(working_set))
+    memory_s = moved / hardware.bandwidth(working_set)
+    rate = hardware.extras.get(f"decode_{_few_or_many(shape.batch)}_{shape.scheme}_key_per_s")
+    if rate is None:
+        arithmetic_s = flops / hardware.product_rate(shape.compute_dtype, 1, spec.head_dim, max(keys, 1))
+        return Work.limited("attention", flops, moved, arithmetic_s, memory_s)
+    return Work.limited("attention", flops, moved, 0.0, max(pairs / rate, memory_s))
 
 
-def _head_work(spec: ModelSpec, rows: int, shape: ServingShape, working_set: float, hardware: Hardware) -> Work:
-    """The head keeps the activations' type under every scheme, and only rows that are sampled pass through it."""
-    return product_work(head_product(spec), rows, shape.compute_dtype, bytes_of(shape.compute_dtype), working_set, hardware)
-
-
-def _outside_layers(spec: ModelSpec, rows: int, shape: ServingShape, hardware: Hardware) -> list[Work]:
-    w = bytes_of(shape.compute_dtype)
-    embedding, norm = 2.0 * rows * spec.d_model * w, 2.0 * rows * spec.d_model * w
-    step = OPS_PER_STEP * hardware.op_launch_s
-    sampling = SAMPLING_OPS_PER_STEP * hardware.op_launch_s + hardware.extras.get("engine_step_s", 0.0)
+def around_layers(
+    spec: ModelSpec, shape: ServingShape, rows: int, sampled: int, working_set: float, hardware: Hardware
+) -> list[Work]:
+    """A step outside its layers: embedding, final norm, the head of ``sampled`` rows, and as the head's start what scheduling,
+    preparing the batch and drawing tokens take, ``decode_<one|many>_<scheme>_step_s`` or operators times the launch cost."""
+    dtype = shape.compute_dtype
+    w = bytes_of(dtype)
+    embedding = 2.0 * rows * spec.d_model * w
+    copying_s = embedding / hardware.bandwidth(embedding)
+    measured = hardware.extras.get(f"decode_{_few_or_many(sampled)}_{shape.scheme}_step_s")
+    start_s = STEP_OPERATORS * hardware.op_launch_s if measured is None else measured
+    logits = 8.0 * sampled * spec.vocab_size  # fp32, written and read
     return [
-        Work.limited("embedding", 0.0, embedding, 0.0, embedding / hardware.bandwidth(embedding), step),
-        Work.limited("norms", 0.0, norm, 0.0, norm / hardware.bandwidth(norm), hardware.op_launch_s),
-        Work.limited("head", 0.0, 0.0, 0.0, 0.0, sampling),
+        Work.limited("embedding", 0.0, embedding, 0.0, copying_s),
+        Work.limited("norms", 0.0, embedding, 0.0, copying_s),
+        # The head keeps the activations' type under every scheme, and only rows that are sampled pass through it.
+        product_work(head_product(spec), sampled, f"packed_{dtype}", w, working_set, hardware),
+        Work.limited("head", 0.0, logits, 0.0, logits / hardware.bandwidth(logits), start_s),
     ]
 
 
 def prefill_works(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> tuple[Work, ...]:
-    """One prompt through the model, the head for its last token only."""
-    rows, w = shape.prompt_tokens, bytes_of(shape.compute_dtype)
+    """One prompt through the model, in as many steps as the engine's token budget makes of it. After the last layer's attention
+    only the last token goes on."""
+    rows = shape.prompt_tokens
     working_set = weights_bytes(spec, shape.scheme)
-    layer = [product_work(p, rows, shape.product_scheme, w, working_set, hardware) for p in block_products(spec)]
-    layer.append(prefill_attention(spec, shape, hardware))
-    layer += layer_elementwise(spec, rows, w, hardware)
-    works = [work.times(spec.n_layers) for work in layer]
-    works.append(_head_work(spec, 1, shape, working_set, hardware))
-    return merge([*works, *_outside_layers(spec, rows, shape, hardware)])
+    n_steps = -(-rows // TOKEN_BUDGET)
+    whole = [*layer_products(spec, shape, rows, working_set, hardware), *layer_operations(spec, shape, rows, hardware)]
+    works = [work.times(spec.n_layers - 1) for work in whole]
+    works += layer_products(spec, shape, rows, working_set, hardware, ("qkv",))
+    works += layer_products(spec, shape, 1, working_set, hardware, ("out", "gate_up", "up", "down"))
+    works += layer_operations(spec, shape, 1, hardware)
+    works.append(prefill_attention(spec, shape, hardware).times(spec.n_layers))
+    works += [work.times(n_steps * spec.n_layers) for work in layer_starts(spec, shape, 1, hardware)]
+    return merge([*works, *around_layers(spec, shape, rows, 1, working_set, hardware)])
 
 
 def decode_works(spec: ModelSpec, shape: ServingShape, hardware: Hardware, batch: int | None = None) -> tuple[Work, ...]:
     """One step of ``batch`` requests (default: the shape's), each with prompt + output/2 tokens before it."""
     if batch is not None:
-        shape = ServingShape(**{**asdict(shape), "batch": batch})
-    rows, w = shape.batch, bytes_of(shape.compute_dtype)
+        shape = replace(shape, batch=batch)
+    rows = shape.batch
     context = shape.prompt_tokens + (shape.output_tokens + 1) // 2
     cache = shape.batch * context * kv_bytes_per_token(spec, shape.cache_dtype)
     working_set = weights_bytes(spec, shape.scheme) + cache
-    layer = [product_work(p, rows, shape.product_scheme, w, working_set, hardware) for p in block_products(spec)]
-    layer += layer_elementwise(spec, rows, w, hardware)
+    layer = [*layer_products(spec, shape, rows, working_set, hardware), *layer_operations(spec, shape, rows, hardware)]
+    layer += layer_starts(spec, shape, rows, hardware)
     works = [work.times(spec.n_layers) for work in layer]
     works += [decode_attention(spec, shape, i, context, working_set, hardware) for i in range(spec.n_layers)]
-    works.append(_head_work(spec, rows, shape, working_set, hardware))
-    return merge([*works, *_outside_layers(spec, rows, shape, hardware)])
+    return merge([*works, *around_layers(spec, shape, rows, rows, working_set, hardware)])
 
 
 # -- the plan -------------------------------------------------------------------------------------------------------------
@@ -331,8 +409,7 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
             f"{hardware.label} has {hardware.memory_bytes / 1e9:.1f} GB. Use a smaller type, a shorter context or more memory."
         )
     page = PAGE_TOKENS * kv_bytes_per_token(spec, shape.cache_dtype)
-    wanted = shape.kv_cache_bytes or min(room, max(shape.batch * one, -(-limit // PAGE_TOKENS) * page))
-    pages = int(wanted // page)
+    pages = int((shape.kv_cache_bytes or default_cache_bytes(spec, shape, hardware)) // page)
     notes = []
     fitting = int(pages * page // one)
     if fitting < shape.batch:
