@@ -110,7 +110,7 @@ def rank_models(
         if not value > 0:
             raise ConfigError(f"{name}={value} must be above 0.")
     shape = TrainingShape.from_settings(settings, steps=0)
-    candidates = []
+    candidates: list[Candidate] = []
     for heads, layers in LADDER:
         spec = rung(heads, layers, vocab_size, settings.sequence_length)
         if plan_training(spec, shape, hardware).peak_memory_bytes > hardware.memory_bytes:
