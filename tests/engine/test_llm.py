@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_models import decoder_of
 
+from small_models import decoder_of
 from twostroke.core.errors import CapacityError, DataError, InputError
 from twostroke.data.tokenizer import train_tokenizer
 from twostroke.engine.llm import LLM

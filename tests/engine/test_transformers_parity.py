@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import SPECS, transformers_model
 
+from small_models import SPECS, transformers_model
 from twostroke.engine.core import EngineConfig, EngineCore
 from twostroke.engine.llm import LLM
 from twostroke.scheduling.sampling_params import SamplingParams
