@@ -406,7 +406,8 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
     if room < one:
         raise CapacityError(
             f"{shape.scheme} weights take {weights / 1e9:.1f} GB and one request's KV cache {one / 1e9:.2f} GB; "
-            f"{hardware.label} has {hardware.memory_bytes / 1e9:.1f} GB. Use a smaller type, a shorter context or more memory."
+            f"{hardware.label} has {hardware.memory_bytes / 1e9:.1f} GB, of which {(room + weights) / 1e9:.1f} GB may be used. "
+            "Use a smaller type, a shorter context or more memory."
         )
     page = PAGE_TOKENS * kv_bytes_per_token(spec, shape.cache_dtype)
     pages = int((shape.kv_cache_bytes or default_cache_bytes(spec, shape, hardware)) // page)

@@ -30,8 +30,8 @@ def _styled(figure: go.Figure, title: str, x: str, y: str, height: int = 380) ->
         yaxis_title=y,
         template="plotly_white",
         height=height,
-        margin={"l": 70, "r": 20, "t": 60, "b": 55},
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 1, "xanchor": "right"},
+        margin={"l": 70, "r": 20, "t": 60, "b": 90},
+        legend={"orientation": "h", "y": -0.2, "yanchor": "top", "x": 0, "xanchor": "left"},
         font={"family": "system-ui, sans-serif", "size": 13},
     )
     return figure
