@@ -10,7 +10,10 @@ from machines import ideal_machine, machine, small_llama
 from twostroke.planner.comparison import COLUMNS, Comparison, compare, flip_batch, merge_measured
 from twostroke.planner.hardware import load_hardware
 from twostroke.planner.serving import ServingShape, decode_works
-from twostroke.planner.text import comparison_text, format_quantity, serving_text, training_text
+from twostroke.planner.text.comparison import comparison_text
+from twostroke.planner.text.format import format_quantity
+from twostroke.planner.text.serving import serving_text
+from twostroke.planner.text.training import training_text
 from twostroke.planner.training import TrainingShape
 
 

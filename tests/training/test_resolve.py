@@ -11,7 +11,7 @@ from twostroke.core.spec import ModelSpec
 from twostroke.model.decoder import Decoder
 from twostroke.model.load import save_model
 from twostroke.planner.hardware import hardware_names, load_hardware
-from twostroke.planner.search import pick_model
+from twostroke.planner.size_ladder import pick_model
 from twostroke.planner.training import TrainingShape, plan_training
 from twostroke.training.resolve import resolve_spec, resolve_steps, with_own_tokenizer
 

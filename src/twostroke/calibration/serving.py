@@ -23,9 +23,9 @@ from twostroke.kernels.crossovers import Crossovers
 from twostroke.kernels.matrix import FloatMatrix, Int8Matrix, Matrix
 from twostroke.planner.hardware import hardware_from_profile
 from twostroke.planner.latency import PREFILL_BLOCK, keys_of_prefill
-from twostroke.planner.memory import weights_bytes
 from twostroke.planner.params import block_products
 from twostroke.planner.serving import ServingShape, around_layers, layer_operations, layer_products
+from twostroke.planner.weights import weights_bytes
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.scheduling.scheduler import Scheduler, SchedulerConfig

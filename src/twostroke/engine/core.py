@@ -26,7 +26,7 @@ from twostroke.engine.meters import StepMeter
 from twostroke.engine.sampler import Sampled, TokenLogprobs, sample
 from twostroke.kernels.crossovers import Crossovers
 from twostroke.kernels.features import has_packed_linear
-from twostroke.planner.memory import weights_bytes
+from twostroke.planner.weights import weights_bytes
 from twostroke.quantization.load import load_any_state
 from twostroke.scheduling.request import FinishReason, Request
 from twostroke.scheduling.sampling_params import SamplingParams

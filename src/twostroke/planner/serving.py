@@ -12,8 +12,8 @@ from twostroke.planner.cost import Cost, cost_of, usd_per_million_tokens
 from twostroke.planner.flops import attention_flops_per_token, decode_flops, prefill_flops
 from twostroke.planner.hardware import DATASHEET_NOTE, SCHEME_BYTES, Hardware
 from twostroke.planner.latency import elementwise_elements, elementwise_flops, keys_of_prefill, prefill_attention_rate
-from twostroke.planner.memory import kv_bytes_per_token, weights_bytes
 from twostroke.planner.params import Parameters, Product, block_products, count_parameters, head_product
+from twostroke.planner.weights import kv_bytes_per_token, weights_bytes
 from twostroke.planner.work import Work, merge, total_seconds
 
 SCHEMES = ("fp32", "bf16", "int8")

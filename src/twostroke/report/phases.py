@@ -12,7 +12,7 @@ from twostroke.ledger.store import Run
 from twostroke.planner.comparison import COLUMNS, Cell, Comparison, compare, merge_measured
 from twostroke.planner.hardware import Hardware
 from twostroke.planner.serving import ServingShape
-from twostroke.planner.text import format_quantity
+from twostroke.planner.text.format import format_quantity
 from twostroke.planner.training import TrainingShape
 from twostroke.report.page import Table
 

@@ -11,7 +11,7 @@ from machines import machine
 from twostroke.core.errors import ConfigError
 from twostroke.core.recipe import TrainSettings
 from twostroke.planner.params import count_parameters
-from twostroke.planner.search import (
+from twostroke.planner.size_ladder import (
     LADDER,
     LEAST_STEPS,
     REPEAT_HALF_LIFE,

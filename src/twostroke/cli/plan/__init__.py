@@ -1,0 +1,1 @@
+"""The plans of ``twostroke plan``, one file each; none imports torch."""

@@ -1,0 +1,133 @@
+"""What the plans share: their options, and what a SUBJECT argument stands for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from twostroke.core.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from twostroke.core.recipe import TrainRecipe
+    from twostroke.core.spec import ModelSpec
+    from twostroke.planner.hardware import Hardware
+    from twostroke.planner.serving import ServingShape
+    from twostroke.planner.size_ladder import Candidate
+    from twostroke.planner.training import TrainingShape
+
+UNKNOWN_TRAIN_TOKENS = 10**12
+"""Text that is assumed where nobody has counted it: more than any budget here reads, so that nothing is read twice."""
+
+HARDWARE = typer.Option("this", help='A device by name, or "this" for the machine that `twostroke calibrate` measured.')
+BATCH_SIZE = typer.Option(16, help="Sequences in one forward and backward.")
+SEQUENCE_LENGTH = typer.Option(512, help="Tokens of a training sequence.")
+GRAD_ACCUMULATION = typer.Option(1, help="Forward and backward passes per update.")
+DTYPE = typer.Option("bf16", help="Type of training's products: bf16 or fp32.")
+OPTIMIZER = typer.Option("adamw", help="adamw or muon.")
+EAGER = typer.Option(False, "--eager", help="Plan for training without torch.compile.")
+STEPS = typer.Option(0, help="Length of the run in steps; without it only rates are planned.")
+SETTINGS = typer.Option([], "--set", help="Override one recipe key: section.key=value. Repeatable.")
+TRAIN_TOKENS = typer.Option(0, help="Tokens of text there are; without it, those of the recipe's prepared data.")
+SCHEME = typer.Option("bf16", help="How weights are held: fp32, bf16 or int8.")
+BATCH = typer.Option(8, help="Requests that decode together.")
+PROMPT = typer.Option(0, help="Tokens of a prompt; without it half the context, at most 512.")
+OUTPUT = typer.Option(0, help="Tokens of an answer; without it what is left, at most 128.")
+KV_DTYPE = typer.Option("auto", help="Type of the KV cache: auto, bf16 or fp32.")
+KV_CACHE_BYTES = typer.Option(0, help="Size of the KV cache; 0: what the batch needs.")
+MAX_MODEL_LEN = typer.Option(0, help="Longest context to serve; 0: the model's own.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What a SUBJECT argument stands for. ``steps`` and ``ranking`` only where a recipe's budget decided them."""
+
+    name: str
+    spec: ModelSpec
+    shape: TrainingShape | None
+    steps: int = 0
+    ranking: tuple[Candidate, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def _prepared_counts(recipe: TrainRecipe) -> tuple[int, int] | None:
+    """(vocabulary, training tokens) of data that was prepared with this very recipe; None where there is none. Read from
+    manifests alone: counting anew would take longer than everything else here."""
+    from twostroke.core.paths import data_cache_dir
+
+    wanted = json.loads(json.dumps(dataclasses.asdict(recipe.data)))
+    manifests = sorted(data_cache_dir().glob("*/manifest.json"), key=lambda p: p.stat().st_mtime, reverse=True)
+    for path in manifests:
+        try:
+            manifest = json.loads(path.read_text(encoding="utf-8"))
+            if manifest["inputs"]["recipe"] == wanted:
+                return int(manifest["vocab_size"]), int(manifest["n_train_tokens"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # another version's or a damaged one: `data prepare` will say so, a plan need not
+    return None
+
+
+def _from_recipe(path: Path, settings: list[str], hardware: Hardware, train_tokens: int) -> Subject:
+    from twostroke.core.families import read_spec
+    from twostroke.core.recipe import read_recipe, spec_from_recipe
+    from twostroke.planner.size_ladder import rank_models
+    from twostroke.planner.training import TrainingShape, steps_for_budget
+
+    recipe = read_recipe(path, settings)
+    counted = _prepared_counts(recipe)
+    vocabulary, tokens = counted or (recipe.data.vocab_size, train_tokens or UNKNOWN_TRAIN_TOKENS)
+    tokens = train_tokens or tokens
+    notes = []
+    if counted is None and not train_tokens:
+        notes.append("the recipe's text is not prepared yet: unlimited text and the recipe's vocabulary are assumed.")
+    ranking: tuple[Candidate, ...] = ()
+    model = recipe.model
+    if model.init_from is not None:
+        spec = read_spec(model.init_from)
+    else:
+        if model.size == "auto":
+            ranked = rank_models(recipe.train.budget_s, vocabulary, tokens, recipe.train, hardware)
+            ranking, picked = tuple(ranked), ranked[0].spec
+            model = dataclasses.replace(
+                model,
+                n_layers=picked.n_layers,
+                d_model=picked.d_model,
+                n_heads=picked.n_heads,
+                n_kv_heads=picked.n_kv_heads,
+                head_dim=picked.head_dim,
+                d_ff=picked.d_ff,
+            )
+        spec = spec_from_recipe(model, vocabulary, recipe.train.sequence_length)
+    shape = TrainingShape.from_settings(recipe.train, steps=0)
+    steps = recipe.train.steps or steps_for_budget(spec, shape, hardware, recipe.train.budget_s)
+    return Subject(str(path), spec, dataclasses.replace(shape, steps=steps), steps, ranking, tuple(notes))
+
+
+def read_subject(text: str, settings: list[str], hardware: Hardware, train_tokens: int = 0) -> Subject:
+    """A recipe (.toml), a model directory or a config.json."""
+    from twostroke.core.families import read_spec
+
+    path = Path(text)
+    if path.suffix == ".toml":
+        return _from_recipe(path, settings, hardware, train_tokens)
+    if settings:
+        raise ConfigError(f"--set changes a recipe, and {text} is none. Use the options, or name a .toml file.")
+    if not path.exists():
+        raise InputError(f"{text} does not exist. Give a recipe (.toml), a model directory or a config.json.")
+    return Subject(str(path), read_spec(path), None)
+
+
+def serving_shape(spec: ModelSpec, scheme: str, batch: int, prompt: int, output: int, **others: Any) -> ServingShape:
+    """Prompt and output left out take half of a short context and 512 + 128 tokens of a long one."""
+    from twostroke.planner.serving import ServingShape
+
+    for name, value in (("prompt", prompt), ("output", output)):
+        if value < 0:
+            raise ConfigError(f"--{name}={value} must not be negative.")
+    limit = others.get("max_model_len") or spec.max_positions
+    prompt = prompt or max(1, min(512, limit // 2, limit - output))
+    output = output or max(1, min(128, limit - prompt))
+    return ServingShape(scheme=scheme, batch=batch, prompt_tokens=prompt, output_tokens=output, **others)

@@ -1,0 +1,109 @@
+"""``twostroke plan compare`` as text: the table of training beside prefill beside decode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from twostroke.core.units import format_count
+from twostroke.planner.comparison import COLUMNS, Cell, Comparison
+from twostroke.planner.text.format import columns, format_quantity
+
+_MARKS = {"datasheet": " datasheet", "assumed": " assumed"}
+
+
+def _cell(cell: Cell | None) -> str:
+    """The predicted value with its mark and, in brackets, what it is."""
+    if cell is None:
+        return "–"
+    text = format_quantity(cell.value, cell.unit)
+    return text + _MARKS.get(cell.kind, "") + (f" ({cell.note})" if cell.note else "")
+
+
+def _main_block(comparison: Comparison, has_measured: bool) -> list[list[str] | None]:
+    """Rows of everything but the components; None where a new section begins."""
+    rows: list[list[str] | None] = []
+    section = ""
+    for row in comparison.rows:
+        if row.section.startswith("component"):
+            continue
+        if section and row.section != section:
+            rows.append(None)
+        section = row.section
+        line = [row.label]
+        for column in COLUMNS:
+            cell = row.cells.get(column)
+            line.append(_cell(cell))
+            if has_measured:
+                found = None if cell is None else cell.measured
+                line.append("" if found is None or cell is None else format_quantity(found, cell.unit))
+        rows.append(line)
+    return rows
+
+
+def _component_block(comparison: Comparison) -> list[list[str] | None]:
+    """One line a component: share of the time, intensity, bound, and the batch from which arithmetic is the bound."""
+    found: dict[str, dict[str, dict[str, Cell]]] = {}
+    for row in comparison.rows:
+        if row.section.startswith("component"):
+            component, _, what = row.label.partition(": ")
+            found.setdefault(component, {})[what] = row.cells
+    rows: list[list[str] | None] = []
+    for component, facts in found.items():
+        line = [component]
+        for column in COLUMNS:
+            cell = facts["bound"].get(column)
+            if cell is None:
+                line += ["–", "", "", ""]
+                continue
+            flip = facts["arithmetic-bound"][column].value
+            line += [
+                format_quantity(facts["share of the step"][column].value, "share"),
+                format_quantity(facts["intensity"][column].value, ""),
+                str(cell.value),
+                f"≥ {flip:,.0f}" if isinstance(flip, int | float) else "never",
+            ]
+        rows.append(line)
+    return rows
+
+
+def _ruled(rows: Sequence[list[str] | None], right: Sequence[int] = ()) -> list[str]:
+    """Aligned lines, with a rule wherever ``rows`` has None."""
+    lines = columns([row for row in rows if row is not None], right).split("\n")
+    rule = "─" * max(map(len, lines))
+    remaining = iter(lines)
+    return [rule if row is None else next(remaining) for row in rows]
+
+
+def comparison_text(comparison: Comparison) -> str:
+    """The table: training, prefill and decode, predicted, and measured beside it once there is any. For 120 to 140 columns."""
+    has_measured = any(cell.measured is not None for row in comparison.rows for cell in row.cells.values())
+    head, under = [""], [""]
+    for title in ("TRAINING", "PREFILL", "DECODE"):
+        head += [title, ""] if has_measured else [title]
+        under += ["predicted", "measured"] if has_measured else ["predicted"]
+    body = _ruled([head, under, None, *_main_block(comparison, has_measured), None])
+
+    head, under = ["component"], [""]
+    for title, unit in (("TRAINING", "≥ sequences"), ("PREFILL", "≥ prompt tokens"), ("DECODE", "≥ requests")):
+        head += [title, "", "", ""]
+        under += ["time", "FLOP/B", "bound", unit]
+    components = _ruled([head, under, None, *_component_block(comparison), None])
+
+    served = comparison.crossover_served_tokens
+    if comparison.training.cost is None:
+        crossover = "crossover: give the run's length (--steps) to see after how many served tokens serving has cost more"
+    else:
+        crossover = f"crossover: serving has cost more than training after {format_count(served)} served tokens (predicted)"
+        if comparison.measured_crossover_served_tokens is not None:
+            crossover += f", {format_count(comparison.measured_crossover_served_tokens)} (from measured times)"
+    return "\n".join(
+        [
+            f"{comparison.subject} on {comparison.hardware.label}; rates {comparison.hardware.basis}",
+            *body,
+            *components,
+            "≥ n: from n on, arithmetic is the bound of that component",
+            crossover,
+            *comparison.assumptions,
+            *(f"note: {note}" for note in comparison.notes),
+        ]
+    )

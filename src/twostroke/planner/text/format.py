@@ -1,0 +1,68 @@
+"""What all plans are written with: quantities in their units, aligned columns, memory, passes and money."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from twostroke.core.units import format_bytes, format_count, format_money, format_seconds
+from twostroke.planner.hardware import Hardware
+from twostroke.planner.work import Work
+
+
+def format_quantity(value: float | str | None, unit: str) -> str:
+    """A value in one of the table's units; words as they are, None as a dash."""
+    if value is None:
+        return "–"
+    if isinstance(value, str):
+        return value
+    if unit == "s":
+        return format_seconds(value)
+    if unit == "bytes":
+        return format_bytes(value)
+    if unit == "usd":
+        return format_money(value)
+    if unit == "share":
+        return f"{100 * value:.3g}%"
+    if unit == "kWh":
+        return f"{value:.3g} kWh" if value >= 0.1 else f"{1000 * value:.3g} Wh"
+    if unit == "FLOP/B":
+        return f"{value:.3g} FLOP/B"
+    if unit in ("tok/s", "tokens"):
+        return f"{format_count(value)} {unit}"
+    if unit == "FLOP":
+        return format_count(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (), gap: str = "  ") -> str:
+    """Rows of cells as aligned lines; columns in ``right`` are set flush right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        gap.join(
+            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def memory_table(terms: Mapping[str, float], peak: float) -> str:
+    """Terms above zero and their peak."""
+    rows = [[name, format_bytes(value)] for name, value in terms.items() if value]
+    return columns([*rows, ["peak", format_bytes(peak)]], right=(1,))
+
+
+def work_rows(title: str, works: Sequence[Work]) -> list[list[str]]:
+    """One row a component: time, bound, intensity."""
+    return [
+        [title if i == 0 else "", w.component, format_seconds(w.seconds), w.bound, f"{w.intensity:.3g} FLOP/B"]
+        for i, w in enumerate(works)
+    ]
+
+
+def money_lines(hardware: Hardware) -> str:
+    """The price and the power that were assumed, with their sources."""
+    price, watts = hardware.usd_per_hour, hardware.watts
+    return (
+        f"price {price.kind}: ${price.value:.4g} an hour ({price.source}; {price.date})\n"
+        f"power {watts.kind}: {watts.value:.4g} W ({watts.source}; {watts.date})"
+    )
