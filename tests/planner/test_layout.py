@@ -1,0 +1,61 @@
+"""Layouts count devices, refuse what cannot be cut by naming what can, and know which groups leave a node."""
+
+from __future__ import annotations
+
+import pytest
+
+from machines import small_llama
+from twostroke.core.errors import ConfigError
+from twostroke.planner.layout import SINGLE, Layout
+
+
+def test_devices_are_the_product_of_the_three_cuts() -> None:
+    assert SINGLE.n_devices == 1
+    assert Layout(data=128, tensor=8, pipeline=16).n_devices == 16_384  # Llama 3 405B
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"data": 0}, "data=0"),
+        ({"tensor": -2}, "tensor=-2"),
+        ({"pipeline": 1.5}, "pipeline=1.5"),
+        ({"expert": True}, "expert=True"),
+        ({"zero": 4, "data": 2}, "zero=4"),
+        ({"zero": 3}, "data=1"),
+        ({"interleave": 2}, "pipeline=1"),
+        ({"zero": 3, "data": 2, "pipeline": 2}, "once a micro-batch"),
+        ({"data": 4, "expert": 3}, "Use 1, 2 or 4"),
+    ],
+)
+def test_combinations_that_mean_nothing_are_refused(wrong: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        Layout(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("layout", "sentence"),
+    [
+        (Layout(tensor=3), r"tensor=3 must divide n_heads=4. Use 1, 2 or 4"),
+        (Layout(pipeline=5), r"pipeline=5 must divide n_layers=6 \(or n_layers \+ 2\). Use 1, 2, 3, 4 or 6"),
+        (Layout(pipeline=3, interleave=3), r"pipeline=3 · interleave=3 must divide"),
+        (Layout(data=2, expert=2), "dense"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_so_names_what_can(layout: Layout, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        layout.check(small_llama())
+
+
+def test_key_value_heads_may_be_shared_but_not_split_unevenly() -> None:
+    Layout(tensor=4).check(small_llama(n_kv_heads=1))
+    Layout(tensor=4).check(small_llama(n_kv_heads=2))
+    with pytest.raises(ConfigError, match="n_kv_heads=6"):
+        Layout(tensor=4).check(small_llama(n_heads=12, n_kv_heads=6))
+
+
+def test_126_layers_on_16_stages_as_llama_3_has_them() -> None:
+    """Its first and last chunk have a layer less beside embedding and head (arXiv 2407.21783, 3.3.2)."""
+    layout = Layout(pipeline=16, interleave=8)
+    layout.check(small_llama(n_layers=126))
+    assert layout.layers_of_stage(126) == 8
