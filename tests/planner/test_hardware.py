@@ -14,6 +14,7 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.profile import read_fingerprint, save_profile
 from twostroke.planner.hardware import (
     ASSUMED_BANDWIDTH_EFFICIENCY,
+    ASSUMED_LINK_EFFICIENCY,
     ASSUMED_PRODUCT_EFFICIENCY,
     hardware_from_profile,
     hardware_names,
@@ -28,7 +29,8 @@ from twostroke.planner.hardware import (
 def test_every_number_of_a_device_has_unit_source_and_date(name: str) -> None:
     device = load_hardware(name)
     assert device.basis == "datasheet"
-    wanted = {"memory_bytes", "read_bandwidth_bytes_per_s", "watts", "network_bytes_per_s"}
+    wanted = {"memory_bytes", "read_bandwidth_bytes_per_s", "watts", "devices_per_node"}
+    wanted |= {"network.bytes_per_s", "network.alpha_s"}
     wanted |= {f"peak_flop_per_s.{dtype}" for dtype in ("fp32", "bf16", "int8")}
     assert wanted <= set(device.facts)
     for fact in device.facts.values():
@@ -143,6 +145,24 @@ def test_datasheets_are_scaled_by_the_assumed_efficiencies() -> None:
     assert device.product_rate("bf16", 512, 4096, 4096) == pytest.approx(9.89e14 * ASSUMED_PRODUCT_EFFICIENCY)
     # int8 weights with bf16 activations multiply as bf16 does
     assert device.product_rate("w8", 512, 4096, 4096) == device.product_rate("bf16", 512, 4096, 4096)
+
+
+def test_a_group_uses_the_link_while_it_fits_a_node_and_the_network_beyond() -> None:
+    device = load_hardware("h100")
+    assert device.link_for(1) is device.link_for(8) is device.link
+    assert device.link_for(9) is device.network
+    assert device.link.bytes_per_s == 4.5e11  # NVLink 4: 18 links of 25 GB/s each way
+    assert device.network_bytes_per_s == device.network.bytes_per_s == 5e10  # 400 Gbit/s
+    assert 1e-7 < device.link.alpha_s < device.network.alpha_s < 1e-4
+    assert device.link.effective_bytes_per_s == pytest.approx(ASSUMED_LINK_EFFICIENCY * 4.5e11)
+
+
+def test_calibrated_collectives_are_the_link_of_this_machine() -> None:
+    device = machine({"link_alpha_s": 2e-5, "link_bytes_per_s": 3e9, "link_ranks": 2})
+    assert device.link.kind == "measured"
+    assert device.link.effective_bytes_per_s == device.link.bytes_per_s == 3e9
+    assert device.link_for(2) is device.link
+    assert machine().link_for(2).kind == "assumed"
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e9), st.floats(1, 1e12)), min_size=1, max_size=6), st.floats(0.1, 1e12))

@@ -44,6 +44,14 @@ ASSUMED_DISK_WRITE_BYTES_PER_S = 1e9
 ASSUMED_NETWORK_BYTES_PER_S = 1.25e8
 """1 Gbit/s Ethernet: what a machine that was calibrated is assumed to have towards a second one."""
 
+ASSUMED_NETWORK_ALPHA_S = 3e-5
+"""Start of one message over TCP and Ethernet. Vidur's two A100 nodes without InfiniBand: 72 µs for an all-reduce of
+2 ranks, which is 2 messages one after another."""
+
+ASSUMED_LINK_EFFICIENCY = 0.7
+"""Share of a datasheet's link rate that a ring keeps up. Vidur's measured all-reduces of 60 MB among 8 devices give 177 of
+300 GB/s on A100 and 360 of 450 GB/s on H100; calculon takes 0.65 for NVLink."""
+
 DATASHEET_NOTE = "from a datasheet with assumed efficiencies: expect the right order, not the right digit."
 
 SCHEME_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "packed_fp32": 4.0, "packed_bf16": 2.0, "w8": 1.0, "w8a8": 1.0}
@@ -76,6 +84,25 @@ class Fact:
 
 
 @dataclass(frozen=True)
+class Link:
+    """A way from one device to others: a message of S bytes takes alpha_s + S / bytes_per_s.
+
+    ``bytes_per_s`` is one direction of one device, as the datasheet or the measurement has it; ``kind`` is the rate's.
+    ``source`` names the rate's and alpha's.
+    """
+
+    alpha_s: float
+    bytes_per_s: float
+    kind: Literal["measured", "datasheet", "assumed"]
+    source: str
+
+    @property
+    def effective_bytes_per_s(self) -> float:
+        """The rate that collectives reach: a measured one as it is, any other times ``ASSUMED_LINK_EFFICIENCY``."""
+        return self.bytes_per_s if self.kind == "measured" else self.bytes_per_s * ASSUMED_LINK_EFFICIENCY
+
+
+@dataclass(frozen=True)
 class Hardware:
     """What a plan needs to know of one machine (or one accelerator). Rates are for the whole device."""
 
@@ -91,11 +118,21 @@ class Hardware:
     op_launch_s: float
     linear_launch_s: float
     disk_write_bytes_per_s: float
-    network_bytes_per_s: float
+    link: Link  # to a device of the same node
+    network: Link  # to a device of another node
+    devices_per_node: int  # devices that reach each other through ``link``: a node, an NVLink rack, a TPU pod
     watts: Price
     usd_per_hour: Price
     extras: dict[str, float] = field(default_factory=dict)
     facts: dict[str, Fact] = field(default_factory=dict)
+
+    @property
+    def network_bytes_per_s(self) -> float:
+        return self.network.bytes_per_s
+
+    def link_for(self, n_devices: int) -> Link:
+        """The slowest link that a group of ``n_devices`` must use: ``link`` while they fit one node, ``network`` beyond."""
+        return self.link if n_devices <= self.devices_per_node else self.network
 
     def bandwidth(self, working_set_bytes: float) -> float:
         """Read rate in bytes/s of a loop over ``working_set_bytes``: measured points, linear between them in log–log, flat
@@ -166,6 +203,9 @@ class Hardware:
             "basis": self.basis,
             "memory_bytes": self.memory_bytes,
             "peak_flop_per_s": self.peak_flop_per_s,
+            "link": vars(self.link),
+            "network": vars(self.network),
+            "devices_per_node": self.devices_per_node,
             "watts": vars(self.watts),
             "usd_per_hour": vars(self.usd_per_hour),
             "facts": {name: vars(fact) for name, fact in self.facts.items()},
@@ -272,11 +312,20 @@ def _from_datasheet(name: str, table: dict[str, Any]) -> Hardware:
         op_launch_s=ASSUMED_LAUNCH_S[kind],
         linear_launch_s=ASSUMED_LAUNCH_S[kind],
         disk_write_bytes_per_s=ASSUMED_DISK_WRITE_BYTES_PER_S,
-        network_bytes_per_s=facts["network_bytes_per_s"].value,
+        link=_link(facts, "link") if "link.bytes_per_s" in facts else _link(facts, "network"),
+        network=_link(facts, "network"),
+        devices_per_node=int(facts["devices_per_node"].value),
         watts=Price(watts.value, "datasheet", watts.source, watts.date),
         usd_per_hour=usd,
         facts=facts,
     )
+
+
+def _link(facts: dict[str, Fact], name: str) -> Link:
+    """``[<name>.bytes_per_s]`` and ``[<name>.alpha_s]`` of a device's file."""
+    rate, alpha = facts[f"{name}.bytes_per_s"], facts[f"{name}.alpha_s"]
+    kind: Literal["datasheet", "assumed"] = "assumed" if rate.source.startswith("assumed") else "datasheet"
+    return Link(alpha.value, rate.value, kind, f"{rate.source}; alpha: {alpha.source}")
 
 
 def hardware_from_profile(profile: MachineProfile) -> Hardware:
@@ -287,11 +336,22 @@ def hardware_from_profile(profile: MachineProfile) -> Hardware:
     row = next(r for r in prices()["cpu_watts_per_core"] if r["match"].lower() in f.cpu_model.lower())
     watts = Price(float(row["value"]) * f.n_cores, row["kind"], f"{f.n_cores} cores as of {row['source']}", row["date"])
     memory = float(f.ram_bytes)
+    network = Link(
+        ASSUMED_NETWORK_ALPHA_S, ASSUMED_NETWORK_BYTES_PER_S, "assumed", "1 Gbit/s Ethernet; alpha: tens of µs over TCP"
+    )
+    link, per_node = network, 1
     if profile.device == "cuda":
         memory = profile.extras.get("device_memory_bytes", memory)
         sheet = _datasheet_of_gpu(f.gpus)
         if sheet is not None:
             usd, watts = sheet.usd_per_hour, sheet.watts
+            link, network, per_node = sheet.link, sheet.network, max(1, len(f.gpus))
+    if "link_bytes_per_s" in profile.extras:
+        x = profile.extras
+        link = Link(
+            x["link_alpha_s"], x["link_bytes_per_s"], "measured", "calibrated collectives between ranks of this machine"
+        )
+        per_node = max(per_node, int(x.get("link_ranks", per_node)))
     return Hardware(
         name="this",
         label=f"this machine ({', '.join(f.gpus) or f.cpu_model}, {profile.n_threads} threads)",
@@ -305,7 +365,9 @@ def hardware_from_profile(profile: MachineProfile) -> Hardware:
         op_launch_s=profile.op_launch_s,
         linear_launch_s=profile.linear_launch_s,
         disk_write_bytes_per_s=profile.disk_write_bytes_per_s,
-        network_bytes_per_s=ASSUMED_NETWORK_BYTES_PER_S,
+        link=link,
+        network=network,
+        devices_per_node=per_node,
         watts=watts,
         usd_per_hour=usd,
         extras=dict(profile.extras),
