@@ -81,7 +81,7 @@ def test_the_planner_counts_what_the_decoder_holds(spec: ModelSpec) -> None:
 @given(specs())
 def test_the_parts_add_up_to_the_total(spec: ModelSpec) -> None:
     p = count_parameters(spec)
-    assert p.embedding + p.positions + p.head + p.final_norm + p.n_layers * p.per_block == p.total
+    assert p.embedding + p.positions + p.head + p.final_norm + p.attention + p.mlp + p.norms == p.total
     looked_up = p.positions + (0 if spec.tied_embeddings else p.embedding)
     assert p.in_products == p.total - looked_up
     assert p.active == p.total

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from twostroke.core.errors import ConfigError
 
-RopeScaling = Literal["none", "linear", "llama3"]
+RopeScaling = Literal["none", "linear", "llama3", "yarn", "longrope", "by_layer"]
 Norm = Literal["rmsnorm", "layernorm"]
-Positions = Literal["rope", "learned"]
+Positions = Literal["rope", "learned", "alibi"]
 Mlp = Literal["swiglu", "gelu"]
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+"""swiglu: gated, two matrices up and one down, whatever the activation; gelu: plain, one up and one down."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 MAX_LAYERS = 10_000
 MAX_SIZE = 2**31 - 1
@@ -23,7 +25,8 @@ class RopeSpec:
     """Rotary position embedding: inverse frequencies θ^(−2i/D), optionally rescaled.
 
     ``linear`` divides every frequency by ``factor``; ``llama3`` divides the low ones by ``factor``, keeps the high ones
-    and blends between, by wavelength against ``original_max_positions`` (Llama 3.1 release, ``rope_type: llama3``).
+    and blends between, by wavelength against ``original_max_positions`` (Llama 3.1 release, ``rope_type: llama3``). ``yarn``,
+    ``longrope`` and ``by_layer`` (kinds of layer with tables of their own) are named for the planner, which no angle concerns.
     """
 
     theta: float = 10_000.0
@@ -43,12 +46,153 @@ class RopeSpec:
             )
 
 
+def _check_sizes(owner: str, values: Mapping[str, Any], least: int = 1) -> None:
+    """ConfigError for the first value that is no whole number from ``least`` to ``MAX_SIZE``."""
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"{owner}{name}={value!r} must be a whole number of at least {least}.")
+        if value > MAX_SIZE:
+            raise ConfigError(f"{owner}{name}={value} must be at most {MAX_SIZE}.")
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """Mixture of experts: a router picks ``top_k`` of ``n_experts`` MLPs of width ``d_expert`` for each token.
+
+    ``n_shared_experts`` experts of width ``d_shared`` each are passed by every token. ``layers`` lists the layers that have
+    experts (None: all); the others have the dense MLP of width ``ModelSpec.d_ff``. ``router_bias`` and ``expert_bias`` are
+    biases of the products; ``correction_bias`` is one stored number an expert that balances the choice (DeepSeek-V3,
+    arXiv 2412.19437, section 2.1.2); ``router_scales`` a scale per router input and one per expert (Gemma 4).
+    """
+
+    n_experts: int
+    top_k: int
+    d_expert: int
+    n_shared_experts: int = 0
+    d_shared: int = 0
+    layers: tuple[int, ...] | None = None
+    router_bias: bool = False
+    expert_bias: bool = False
+    correction_bias: bool = False
+    router_scales: bool = False
+
+    def __post_init__(self) -> None:
+        _check_sizes("moe ", {name: getattr(self, name) for name in ("n_experts", "top_k", "d_expert")})
+        _check_sizes("moe ", {name: getattr(self, name) for name in ("n_shared_experts", "d_shared")}, least=0)
+        if self.top_k > self.n_experts:
+            raise ConfigError(f"moe top_k={self.top_k} must be at most n_experts={self.n_experts}.")
+        if self.n_shared_experts and not self.d_shared:
+            raise ConfigError(f"moe d_shared must be given where n_shared_experts={self.n_shared_experts}.")
+
+    @property
+    def shared_width(self) -> int:
+        """Width of all shared experts together."""
+        return self.n_shared_experts * self.d_shared
+
+
+@dataclass(frozen=True)
+class MlaSpec:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are rebuilt from one cached latent vector.
+
+    Cached per token and layer: ``kv_lora_rank + qk_rope_dim`` elements. ``q_lora_rank`` None: queries are not compressed.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_dim: int
+    qk_rope_dim: int
+    v_dim: int
+
+    def __post_init__(self) -> None:
+        _check_sizes("mla ", {name: getattr(self, name) for name in ("kv_lora_rank", "qk_nope_dim", "qk_rope_dim", "v_dim")})
+        if self.q_lora_rank is not None:
+            _check_sizes("mla ", {"q_lora_rank": self.q_lora_rank})
+        if self.qk_rope_dim % 2:
+            raise ConfigError(f"mla qk_rope_dim={self.qk_rope_dim} must be even. Use {self.qk_rope_dim + 1}.")
+
+
+@dataclass(frozen=True)
+class IndexerSpec:
+    """Sparse attention (DeepSeek-V3.2, GLM-5): small heads score every key, and attention reads the ``top_k`` best."""
+
+    n_heads: int
+    head_dim: int
+    top_k: int
+
+    def __post_init__(self) -> None:
+        _check_sizes("indexer ", {name: getattr(self, name) for name in ("n_heads", "head_dim", "top_k")})
+
+
+@dataclass(frozen=True)
+class GlobalAttention:
+    """Shape of attention in the layers without a window where it is another than in those with one (Gemma 4)."""
+
+    n_kv_heads: int
+    head_dim: int
+    keys_are_values: bool = False
+
+    def __post_init__(self) -> None:
+        _check_sizes("global attention ", {name: getattr(self, name) for name in ("n_kv_heads", "head_dim")})
+
+
+@dataclass(frozen=True)
+class Departures:
+    """Where a model departs from the block that the decoder builds: what the planner counts and the builder refuses.
+
+    ``norms_per_block`` counts norms of width E. ``embedding_dim`` is the width of the embedding where two projections join it
+    to E; ``extra_positions`` are rows of the position table that no token reaches; ``rotary_dim`` the leading dimensions of a
+    head that are turned. ``without_parameters`` names features that change what is computed and add nothing to count.
+    """
+
+    parallel_block: bool = False
+    norms_per_block: int = 2
+    final_norm: bool = True
+    embedding_norm: bool = False
+    embedding_dim: int | None = None
+    extra_positions: int = 0
+    head_bias: bool = False
+    attention_sinks: bool = False
+    rotary_dim: int | None = None
+    qk_norm_over_heads: bool = False
+    layer_scale: bool = False
+    without_parameters: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_sizes("", {"norms_per_block": self.norms_per_block})
+        _check_sizes("", {"extra_positions": self.extra_positions}, least=0)
+        for name in ("embedding_dim", "rotary_dim"):
+            if getattr(self, name) is not None:
+                _check_sizes("", {name: getattr(self, name)})
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Each departure in words."""
+        named = {
+            "parallel attention and MLP": self.parallel_block,
+            "other norms than two a block and a final one": self.norms_per_block != (1 if self.parallel_block else 2)
+            or not self.final_norm,
+            "a norm on the embedding": self.embedding_norm,
+            "a projected embedding": self.embedding_dim is not None,
+            "offset positions": self.extra_positions > 0,
+            "a bias on the output head": self.head_bias,
+            "attention sinks": self.attention_sinks,
+            "partial rotary positions": self.rotary_dim is not None,
+            "QK-norm over all heads": self.qk_norm_over_heads,
+            "a scale per layer": self.layer_scale,
+        }
+        return tuple(name for name, present in named.items() if present) + self.without_parameters
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """A decoder-only transformer. One letter, one meaning, as in ``docs/notation.md``: V, L, E, H, K, D, F.
 
     ``sliding_window`` is the number of keys, itself included, that a query may see in the layers listed in
-    ``sliding_window_layers`` (None there: in all of them). Raises ConfigError, naming field, value and rule.
+    ``sliding_window_layers`` (None there: in all of them). ``moe``, ``mla``, ``indexer``, ``global_attention`` and
+    ``departures`` describe models that can be planned and not yet built (``unbuilt_features``). With latent attention
+    ``head_dim`` is the width of a rebuilt key, ``n_kv_heads`` the number of query heads. ``checkpoint_scheme`` is the format
+    that the published weights are stored in where that is quantised; ``notes`` say what was left out or taken from elsewhere.
+    Raises ConfigError, naming field, value and rule.
     """
 
     family: str
@@ -76,6 +220,13 @@ class ModelSpec:
     dropout: float = 0.0
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    moe: MoeSpec | None = None
+    mla: MlaSpec | None = None
+    indexer: IndexerSpec | None = None
+    global_attention: GlobalAttention | None = None
+    departures: Departures = Departures()
+    checkpoint_scheme: str | None = None
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "n_layers", "d_model", "n_heads", "n_kv_heads", "head_dim", "d_ff", "max_positions"):
@@ -98,6 +249,12 @@ class ModelSpec:
             raise ConfigError(f"norm_eps={self.norm_eps} must be positive and finite.")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ConfigError(f"sliding_window={self.sliding_window} must be at least 1, or absent.")
+        if self.global_attention is not None and self.n_heads % self.global_attention.n_kv_heads:
+            raise ConfigError(f"global n_kv_heads={self.global_attention.n_kv_heads} must divide n_heads={self.n_heads}.")
+        if self.moe is not None and self.moe.layers is not None and not set(self.moe.layers) <= set(range(self.n_layers)):
+            raise ConfigError(f"moe layers must be among 0 to {self.n_layers - 1}.")
+        if self.indexer is not None and (self.mla is None or self.mla.q_lora_rank is None):
+            raise ConfigError("an indexer needs latent attention with q_lora_rank: its queries are made from that latent.")
 
     @property
     def queries_per_kv_head(self) -> int:
@@ -116,6 +273,39 @@ class ModelSpec:
         if self.sliding_window_layers is None or layer in self.sliding_window_layers:
             return self.sliding_window
         return None
+
+    @property
+    def unbuilt_features(self) -> tuple[str, ...]:
+        """What the decoder and the engine do not compute yet, in words; empty where the model can be built."""
+        named = {
+            "mixture of experts": self.moe is not None,
+            "latent attention (MLA)": self.mla is not None,
+            "sparse attention by an indexer": self.indexer is not None,
+            "global attention of another shape": self.global_attention is not None,
+            "ALiBi positions": self.positions == "alibi",
+            "the ReLU activation": self.activation == "relu",
+            f"{self.rope.scaling} rotary scaling": self.rope.scaling in ("yarn", "longrope", "by_layer"),
+        }
+        return tuple(name for name, present in named.items() if present) + self.departures.names
+
+    def require_buildable(self) -> None:
+        """ConfigError, naming the features, where the model can be planned and not built."""
+        if self.unbuilt_features:
+            raise ConfigError(
+                f"model_type={self.family!r} can be planned but not built yet: {', '.join(self.unbuilt_features)}."
+            )
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> ModelSpec:
+        """The inverse of ``dataclasses.asdict``, also after a journey through JSON. TypeError for a field that is not known."""
+        parts = {"rope": RopeSpec, "moe": MoeSpec, "mla": MlaSpec, "indexer": IndexerSpec}
+        parts |= {"global_attention": GlobalAttention, "departures": Departures}
+
+        def plain(table: Mapping[str, Any]) -> dict[str, Any]:
+            return {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+
+        built = {key: parts[key](**plain(value)) for key, value in values.items() if key in parts and value is not None}
+        return ModelSpec(**(plain(values) | built))
 
     def with_(self, **changes: Any) -> ModelSpec:
         """A copy with some fields changed, checked again."""

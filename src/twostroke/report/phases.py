@@ -7,7 +7,8 @@ from typing import Any
 
 from twostroke.core.errors import CorruptFileError
 from twostroke.core.recipe import recipe_from_dict
-from twostroke.core.spec import ModelSpec, RopeSpec
+from twostroke.core.spec import ModelSpec
+from twostroke.ledger.scoring import number_of
 from twostroke.ledger.store import Run
 from twostroke.planner.comparison import COLUMNS, Cell, Comparison, compare, merge_measured
 from twostroke.planner.hardware import Hardware
@@ -21,12 +22,7 @@ TITLES = {"train": "training", "prefill": "prefill", "decode": "decode"}
 
 def spec_from_ledger(values: Mapping[str, Any]) -> ModelSpec:
     """A specification as a run's inputs hold it: a dataclass turned to a dictionary, tuples to lists."""
-    fields = dict(values)
-    fields["rope"] = RopeSpec(**fields["rope"])
-    for name in ("eos_token_ids", "sliding_window_layers"):
-        if fields.get(name) is not None:
-            fields[name] = tuple(fields[name])
-    return ModelSpec(**fields)
+    return ModelSpec.from_dict(values)
 
 
 def compare_runs(train: Run, bench: Run, others: Sequence[Run], hardware: Hardware) -> Comparison:
@@ -36,7 +32,7 @@ def compare_runs(train: Run, bench: Run, others: Sequence[Run], hardware: Hardwa
         spec = spec_from_ledger(train.inputs["spec"])
         shape = TrainingShape.from_settings(recipe_from_dict(train.inputs["recipe"]).train, train.inputs["steps"])
         prompt, output = (round(sum(bench.inputs[name]) / 2) for name in ("prompt_tokens", "output_tokens"))
-        batch = max(1, round(bench.prediction.get("concurrency") or bench.inputs["users"] or 1))
+        batch = max(1, round(number_of(bench.prediction.get("concurrency")) or bench.inputs["users"] or 1))
         serving = ServingShape(scheme=bench.inputs["scheme"] or "bf16", batch=batch, prompt_tokens=prompt, output_tokens=output)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptFileError(

@@ -15,7 +15,7 @@ from typing import Any
 
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
 from twostroke.core.recipe import TrainRecipe
-from twostroke.core.spec import ModelSpec, RopeSpec
+from twostroke.core.spec import ModelSpec
 
 FORMAT = 1
 CHANGEABLE = ("output", "train.checkpoint_every", "train.keep_checkpoints", "train.evaluate_every")
@@ -126,12 +126,7 @@ class RunDirectory:
 def _resolved_from(record: dict[str, Any]) -> Resolved:
     if record.get("format") != FORMAT:
         raise ValueError(f"format {record.get('format')!r}, this release reads {FORMAT}")
-    spec = dict(record["spec"])
-    spec["rope"] = RopeSpec(**spec["rope"])
-    for name in ("eos_token_ids", "sliding_window_layers"):
-        if spec[name] is not None:
-            spec[name] = tuple(spec[name])
-    return Resolved(**(record | {"spec": ModelSpec(**spec)}))
+    return Resolved(**(record | {"spec": ModelSpec.from_dict(record["spec"])}))
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
