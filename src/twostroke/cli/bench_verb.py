@@ -238,9 +238,12 @@ def _predicted_offline(spec: ModelSpec, offline: OfflineSpec, scheme: str, batch
 def _freeze(subject: str, inputs: Mapping[str, Any], prediction: Mapping[str, Any]) -> str | None:
     """The run's id; None, with a line on stderr, where the ledger cannot be written: a measurement must not be lost to that."""
     from twostroke.ledger.store import Ledger
+    from twostroke.planner.hardware import load_hardware
+    from twostroke.planner.intervals import predict_with_intervals
 
     try:
-        return Ledger().freeze("bench", subject, inputs, prediction)
+        frozen = predict_with_intervals(prediction, load_hardware("this"), "serve") if prediction else {}
+        return Ledger().freeze("bench", subject, inputs, frozen)
     except (TwostrokeError, OSError) as error:
         log(f"the ledger could not be written: {error}")
         return None

@@ -213,9 +213,11 @@ class _Record:
         except TwostrokeError as error:
             log(f"no prediction: {error}")
         from twostroke.ledger.store import Ledger
+        from twostroke.planner.intervals import predict_with_intervals
 
         try:
-            self.run_id = Ledger().freeze("generate", directory.resolve().name, inputs, self.prediction)
+            frozen = predict_with_intervals(self.prediction, self.hardware, "serve")
+            self.run_id = Ledger().freeze("generate", directory.resolve().name, inputs, frozen)
         except (TwostrokeError, OSError) as error:
             log(f"the ledger could not be written: {error}")
 

@@ -12,21 +12,32 @@ from twostroke.ledger.store import Run
 @dataclass(frozen=True)
 class Row:
     """One name of one run. ``error_percent`` = 100·(predicted − measured) / measured; None where either is missing, or
-    where the measured value is 0 and the relative error has no meaning."""
+    where the measured value is 0 and the relative error has no meaning. ``low`` and ``high`` are the interval that was frozen
+    with the prediction, where there was one."""
 
     name: str
     predicted: float | None
     measured: float | None
     error_percent: float | None
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def inside(self) -> bool | None:
+        """Whether the measurement fell into the interval; None where either is missing."""
+        if self.measured is None or self.low is None or self.high is None:
+            return None
+        return self.low <= self.measured <= self.high
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "inside": self.inside}
 
 
 @dataclass(frozen=True)
 class Score:
     """How well one name was predicted over ``n_runs`` runs: median, 90th percentile and worst of |error| in percent,
-    and the median of the signed error, which shows a bias."""
+    and the median of the signed error, which shows a bias. ``n_inside`` of the ``n_intervals`` measurements whose prediction
+    had an interval fell into it."""
 
     name: str
     n_runs: int
@@ -34,6 +45,8 @@ class Score:
     p90_abs_error_percent: float
     worst_abs_error_percent: float
     median_error_percent: float
+    n_intervals: int = 0
+    n_inside: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -46,6 +59,19 @@ def number_of(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value)
+
+
+def interval_of(value: Any) -> tuple[float | None, float | None]:
+    """("low", "high") of a ledger value that is a dictionary with both; two None for anything else."""
+    if not isinstance(value, Mapping):
+        return None, None
+    low, high = number_of(value.get("low")), number_of(value.get("high"))
+    return (None, None) if low is None or high is None else (low, high)
+
+
+def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
+    """The names that have a number, without intervals."""
+    return {name: number for name, value in values.items() if (number := number_of(value)) is not None}
 
 
 def error_percent(predicted: float | None, measured: float | None) -> float | None:
@@ -62,7 +88,8 @@ def compare(run: Run) -> list[Row]:
     for name in [*run.prediction, *(n for n in measurement if n not in run.prediction)]:
         predicted, measured = number_of(run.prediction.get(name)), number_of(measurement.get(name))
         if predicted is not None or measured is not None:
-            rows.append(Row(name, predicted, measured, error_percent(predicted, measured)))
+            low, high = interval_of(run.prediction.get(name))
+            rows.append(Row(name, predicted, measured, error_percent(predicted, measured), low, high))
     return rows
 
 
@@ -80,10 +107,13 @@ def quantile(values: Iterable[float], q: float) -> float:
 def summarise(runs: Iterable[Run]) -> list[Score]:
     """One ``Score`` per name that was both predicted and measured, in order of first appearance."""
     errors: dict[str, list[float]] = {}
+    inside: dict[str, list[bool]] = {}
     for run in runs:
         for row in compare(run):
             if row.error_percent is not None:
                 errors.setdefault(row.name, []).append(row.error_percent)
+                if row.inside is not None:
+                    inside.setdefault(row.name, []).append(row.inside)
     return [
         Score(
             name,
@@ -92,6 +122,8 @@ def summarise(runs: Iterable[Run]) -> list[Score]:
             quantile(map(abs, found), 0.9),
             max(map(abs, found)),
             quantile(found, 0.5),
+            len(inside.get(name, ())),
+            sum(inside.get(name, ())),
         )
         for name, found in errors.items()
     ]

@@ -11,6 +11,7 @@ from twostroke.core.errors import ConfigError, TwostrokeError
 from twostroke.core.families import read_config, spec_from_config
 from twostroke.ledger.store import Ledger
 from twostroke.planner.hardware import load_hardware
+from twostroke.planner.intervals import predict_with_intervals
 from twostroke.planner.serving import ServingShape, plan_serving
 from twostroke.server import wire
 from twostroke.server.launch import EngineOptions
@@ -60,7 +61,8 @@ class ServeRecord:
         )
         if longest < 2:
             raise ConfigError("max_model_len=1 leaves no room for an answer.")
-        return plan_serving(spec, shape, load_hardware("this")).prediction()
+        hardware = load_hardware("this")
+        return predict_with_intervals(plan_serving(spec, shape, hardware).prediction(), hardware, "serve")
 
     def started(self, ready: wire.Ready, startup_s: float) -> None:
         values = {

@@ -31,13 +31,16 @@ from twostroke.core.recipe import TrainRecipe
 from twostroke.core.spec import ModelSpec
 from twostroke.core.units import format_bytes, format_count, format_seconds
 from twostroke.data.loader import Batch, PackedLoader
-from twostroke.data.prepare import PreparedData, open_prepared, prepare
+from twostroke.data.prepare import prepare
+from twostroke.data.shards import PreparedData, open_prepared
+from twostroke.ledger.scoring import numbers_of
 from twostroke.ledger.store import Ledger
 from twostroke.model.decoder import Decoder
 from twostroke.model.initialise import initialise
 from twostroke.model.load import load_model, save_model
 from twostroke.planner.flops import mfu
 from twostroke.planner.hardware import Hardware, load_hardware
+from twostroke.planner.intervals import predict_with_intervals
 from twostroke.planner.params import count_parameters
 from twostroke.planner.training import TrainingShape, plan_training
 from twostroke.training.checkpoint import Checkpoint, CheckpointError, list_checkpoints, load_newest, save_checkpoint
@@ -482,7 +485,8 @@ def start(
         "n_train_tokens": prepared.n_train_tokens,
         "run_directory": str(directory.path.resolve()),
     }
-    run_id = ledger.freeze("train", str(directory.path), inputs, prediction)
+    frozen = predict_with_intervals(prediction, hardware, "train", ledger)
+    run_id = ledger.freeze("train", str(directory.path), inputs, frozen)
     resolved = Resolved(
         spec=spec,
         steps=steps,
@@ -525,7 +529,7 @@ def _same_data(recipe: TrainRecipe, resolved: Resolved, progress: Callable[[floa
 def _frozen_prediction(ledger: Ledger, run_id: str) -> dict[str, Any]:
     """What was predicted when the run began; empty where the ledger is another one now."""
     try:
-        return ledger.get(run_id).prediction
+        return dict(numbers_of(ledger.get(run_id).prediction))
     except TwostrokeError:
         return {}
 

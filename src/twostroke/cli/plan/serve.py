@@ -35,6 +35,7 @@ def serve(
 ) -> None:
     """Memory, time to first token, time per token, throughput, energy and money of serving."""
     from twostroke.planner.hardware import load_hardware
+    from twostroke.planner.intervals import predict_with_intervals
     from twostroke.planner.serving import plan_serving
     from twostroke.planner.text.serving import serving_text
 
@@ -45,4 +46,6 @@ def serve(
         kv_dtype=kv_dtype, kv_cache_bytes=kv_cache_bytes, max_model_len=max_model_len,
     )  # fmt: skip
     planned = plan_serving(found.spec, shape, machine)
-    emit({"subject": found.name, **planned.to_dict()}, serving_text(planned, found.name), as_json)
+    intervals = predict_with_intervals(planned.prediction(), machine, "serve")
+    document = {"subject": found.name, **planned.to_dict(), "intervals": intervals}
+    emit(document, serving_text(planned, found.name), as_json)

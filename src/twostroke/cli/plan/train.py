@@ -41,6 +41,7 @@ def train(
     A recipe brings its own shape; the options from --batch-size to --steps are for a bare model.
     """
     from twostroke.planner.hardware import load_hardware
+    from twostroke.planner.intervals import predict_with_intervals
     from twostroke.planner.text.training import candidates_text, training_text
     from twostroke.planner.training import TrainingShape, plan_training
 
@@ -49,7 +50,9 @@ def train(
     shape = found.shape or TrainingShape(batch_size, sequence_length, grad_accumulation, dtype, optimizer, not eager, steps)
     planned = plan_training(found.spec, shape, machine)
     planned = dataclasses.replace(planned, notes=(*planned.notes, *found.notes))
-    document = {"subject": found.name, **planned.to_dict(), "ranking": [c.to_dict() for c in found.ranking]}
+    intervals = predict_with_intervals(planned.prediction(), machine, "train")
+    ranking = [c.to_dict() for c in found.ranking]
+    document = {"subject": found.name, **planned.to_dict(), "intervals": intervals, "ranking": ranking}
     text = training_text(planned, found.name)
     if found.ranking:
         text = f"{candidates_text(found.ranking)}\n\n{text}"

@@ -1,0 +1,197 @@
+"""Intervals hold the share of measurements they state, and are never narrower than what is known."""
+
+from __future__ import annotations
+
+import math
+import random
+import tomllib
+from pathlib import Path
+
+import pytest
+from tests.machines import machine, small_llama
+
+from twostroke.core.errors import ConfigError
+from twostroke.core.profile import read_fingerprint
+from twostroke.ledger.store import Ledger
+from twostroke.planner import intervals
+from twostroke.planner.intervals import (
+    LEAST_RUNS,
+    LEVEL,
+    Pair,
+    Range,
+    corrected,
+    coverage,
+    fit_intervals,
+    fitted_range,
+    own_pairs,
+    predict_with_intervals,
+    range_of,
+    with_intervals,
+)
+from twostroke.planner.serving import ServingShape, plan_serving
+from twostroke.planner.training import TrainingShape, plan_training
+
+PRIOR = Range(-0.1, 0.3, "assumed", 0, "a test")
+
+
+def test_every_number_of_both_plans_lies_inside_an_interval_of_its_own() -> None:
+    spec, hardware = small_llama(), machine()
+    train = plan_training(spec, TrainingShape(steps=100), hardware).prediction()
+    serve = plan_serving(spec, ServingShape(prompt_tokens=64, output_tokens=64), hardware).prediction()
+    for phase, prediction in (("train", train), ("serve", serve)):
+        for basis in ("measured", "datasheet"):
+            found = with_intervals(prediction, basis, phase)
+            assert list(found) == list(prediction)
+            for name, interval in found.items():
+                assert interval["value"] == prediction[name]
+                assert interval["level"] == LEVEL
+                assert interval["low"] < interval["value"] < interval["high"], name
+                # A name that falls to "other" would get a factor of e either way, and nobody would have noticed.
+                assert intervals._quantity(name, phase)[0] != "other", name
+
+
+def test_a_rate_has_the_inverse_interval_of_its_time() -> None:
+    found = with_intervals({"step_time_s": 2.0, "train_tok_per_s": 500.0}, "measured", "train")
+    work = 2.0 * 500.0  # tokens of a step
+    assert found["train_tok_per_s"]["low"] == pytest.approx(work / found["step_time_s"]["high"])
+    assert found["train_tok_per_s"]["high"] == pytest.approx(work / found["step_time_s"]["low"])
+
+
+def test_known_errors_lie_inside_the_assumed_intervals() -> None:
+    # (predicted − measured)/measured of the first measured runs, in percent, written down before there were intervals.
+    known = {"step_time_s": -16, "prefill_s": -63, "ttft_s": -78, "tpot_s": 19, "peak_memory_bytes": 20, "weights_bytes": 1}
+    for name, error in known.items():
+        phase = "train" if name in ("step_time_s", "weights_bytes", "peak_memory_bytes") else "serve"
+        found = with_intervals({name: 100.0 + error}, "measured", phase)[name]
+        assert found["low"] <= 100.0 <= found["high"], name
+
+
+def test_counts_are_exact_and_what_is_no_number_has_none() -> None:
+    found = with_intervals({"n_layers": 12, "steps": 7, "word": "x", "nothing": None, "free_usd": 0.0}, "measured", "train")
+    assert (found["n_layers"]["low"], found["n_layers"]["high"]) == (12, 12)
+    assert (found["steps"]["low"], found["steps"]["high"]) == (7, 7)
+    assert found["word"] == {"value": None} == found["nothing"]
+    assert (found["free_usd"]["low"], found["free_usd"]["high"]) == (0.0, 0.0)
+
+
+def test_few_runs_leave_the_range_alone() -> None:
+    assert corrected(PRIOR, [1.0] * (LEAST_RUNS - 1)) is PRIOR
+
+
+def test_a_correction_is_the_order_statistic_of_the_scores() -> None:
+    # n = 9: rank ⌈10·0.9⌉ = 9, the largest score. Scores of r: max(−0.1 − r, r − 0.3).
+    residuals = [0.0, 0.05, 0.1, 0.1, 0.1, 0.15, 0.2, 0.25, 0.5]
+    widened = corrected(PRIOR, residuals)
+    assert (widened.low, widened.high) == (pytest.approx(-0.1 - 0.2), pytest.approx(0.3 + 0.2))  # 0.5 is 0.2 outside
+    narrowed = corrected(PRIOR, [0.1] * 8 + [0.2])
+    assert (narrowed.low, narrowed.high) == (pytest.approx(0.0), pytest.approx(0.2))  # 0.2 is 0.1 inside
+    assert (narrowed.kind, narrowed.n) == ("measured", 9)
+
+
+def test_a_correction_never_turns_a_range_inside_out() -> None:
+    found = corrected(PRIOR, [0.1] * 50)
+    assert found.low < 0.1 < found.high
+    assert found.high - found.low == pytest.approx(2 * intervals.NARROWEST)
+
+
+@pytest.mark.parametrize(("bias", "spread"), [(0.0, 0.02), (0.5, 0.1), (-0.4, 0.3)])
+def test_corrected_ranges_hold_the_next_run_as_often_as_they_say(bias: float, spread: float) -> None:
+    rng = random.Random(1)
+    hits, trials = 0, 3000
+    for _ in range(trials):
+        *seen, following = (rng.gauss(bias, spread) for _ in range(21))
+        found = corrected(PRIOR, seen)
+        hits += found.low <= following <= found.high
+    # Conformal: at least LEVEL, at most LEVEL + 1/(n + 1), on average; four standard errors of the 3,000 trials around.
+    slack = 4 * math.sqrt(0.09 / trials)
+    assert LEVEL - slack <= hits / trials <= LEVEL + 1 / 21 + slack
+
+
+def test_fitted_ranges_hold_the_next_run_as_often_as_they_say() -> None:
+    rng = random.Random(2)
+    hits, trials = 0, 3000
+    for _ in range(trials):
+        *seen, following = (rng.expovariate(1.0) for _ in range(25))  # skewed, as waiting is
+        found = fitted_range(seen, "a test")
+        hits += found.low <= following <= found.high
+    assert hits / trials == pytest.approx(23 / 25, abs=4 * math.sqrt(0.08 / trials))  # (n − 1)/(n + 1) of [least, most]
+
+
+def test_a_fitted_range_of_few_runs_is_about_their_median() -> None:
+    found = fitted_range([0.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.3], "a test")
+    assert (found.low, found.high) == (pytest.approx(-0.1), pytest.approx(0.3))
+    with pytest.raises(ConfigError, match="too few"):
+        fitted_range([0.1] * 8, "a test")
+
+
+def test_what_was_fitted_is_read_back_and_the_rest_keeps_its_range(tmp_path: Path) -> None:
+    rows = [Pair("step_time_s", 1.0, math.exp(0.01 * i), run=f"r{i}") for i in range(24)]
+    rows += [Pair("train_tok_per_s", math.exp(0.01 * i), 1.0, run=f"r{i}") for i in range(24)]  # the same, said twice
+    rows += [Pair("ttft_s", 1.0, 2.0, phase="serve", run=f"r{i}") for i in range(3)]  # too few
+    file = tmp_path / "intervals.toml"
+    file.write_text(fit_intervals(rows, "a test"))
+    ranges, before = intervals.read_ranges(file), intervals.read_ranges()
+    assert set(ranges) == set(before)
+    step = ranges["step", "measured", "train"]
+    assert (step.low, step.high, step.n, step.kind) == (pytest.approx(0.0), pytest.approx(0.23), 24, "measured")
+    unchanged = ("ttft", "measured", "serve")
+    assert ranges[unchanged] == before[unchanged]
+    assert tomllib.loads(file.read_text())["level"] == LEVEL
+
+
+def test_coverage_counts_only_what_had_an_interval() -> None:
+    rows = [
+        Pair("step_time_s", 1.0, 1.1, low=0.9, high=1.2),
+        Pair("step_time_s", 1.0, 1.3, low=0.9, high=1.2),
+        Pair("ttft_s", 1.0, 1.0, phase="serve"),
+    ]
+    found = coverage(rows)
+    assert (found["n"], found["inside"], found["share"]) == (2, 1, 0.5)
+    assert found["by_kind"] == {"step/measured/train": {"n": 2, "inside": 1, "share": 0.5}}
+    assert coverage([])["share"] is None
+
+
+def test_this_machines_runs_move_the_interval_and_anothers_do_not(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    for i in range(12):
+        run = ledger.freeze("train", "x", {}, with_intervals({"step_time_s": 1.0}, "measured", "train"))
+        ledger.measure(run, {"step_time_s": 1.5 + 0.001 * i})
+    pairs = own_pairs(ledger)
+    assert len(pairs) == 12
+    assert all(p.inside is False for p in pairs)
+    fresh = predict_with_intervals({"step_time_s": 1.0}, machine(), "train", ledger)["step_time_s"]
+    assert fresh["low"] <= 1.5 <= fresh["high"]
+    assert fresh["width"] == "measured"
+    assert own_pairs(ledger, fingerprint="another") == []
+    assert read_fingerprint().key == ledger.get("last").fingerprint
+
+
+def test_a_ledger_that_cannot_be_read_stops_no_prediction(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    path.write_bytes(b"no database at all, but long enough to look at")
+    found = predict_with_intervals({"step_time_s": 1.0}, machine(), "train", Ledger(path))
+    assert found["step_time_s"]["width"] == "assumed"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("level = 0.5", "level = 0.5"),
+        ('level = 0.9\n[[interval]]\nquantity = "step"', "not readable"),
+        (
+            'level = 0.9\n[[interval]]\nquantity="a"\nbasis="b"\nphase="c"\nlow=1\nhigh=0\nkind="assumed"\nn=0\nsource=""',
+            "must not exceed",
+        ),
+    ],
+)
+def test_a_file_of_ranges_that_is_wrong_is_a_sentence(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "intervals.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        intervals.read_ranges(file)
+
+
+def test_ranges_are_looked_up_by_phase_then_any_then_other() -> None:
+    assert range_of("peak_memory", "measured", "train") != range_of("peak_memory", "measured", "serve")
+    assert range_of("state", "measured", "serve") == range_of("state", "measured", "train")
+    assert range_of("never heard of", "datasheet", "serve") == range_of("other", "datasheet", "any")
