@@ -12,7 +12,7 @@ from twostroke.planner import network
 @dataclass(frozen=True)
 class Wire:
     alpha_s: float = 1e-5
-    bytes_per_s: float = 1e9
+    effective_bytes_per_s: float = 1e9
 
 
 WIRE = Wire()
@@ -20,7 +20,7 @@ WIRE = Wire()
 
 def ring_by_hand(n_bytes: float, n: int, passes: int) -> float:
     """Walk the ring: each pass is n − 1 rounds in which every rank sends one n-th of the tensor to its neighbour."""
-    return sum(WIRE.alpha_s + n_bytes / n / WIRE.bytes_per_s for _ in range(passes) for _ in range(n - 1))
+    return sum(WIRE.alpha_s + n_bytes / n / WIRE.effective_bytes_per_s for _ in range(passes) for _ in range(n - 1))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 64])

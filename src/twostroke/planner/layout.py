@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,8 @@ class Layout:
     ``zero`` shards over the data group: 0 nothing (DDP), 1 optimizer state and masters, 2 gradients too, 3 weights too (FSDP2).
     ``sequence_parallel`` cuts what tensor parallel leaves whole (norms, residuals) along the sequence. ``interleave`` is the
     number of chunks of layers a stage holds. ``expert`` devices of the data·tensor plane share each layer's experts.
-    Ranks are numbered tensor first, then data, then pipeline, as Megatron-LM does, so tensor groups are nearest.
+    Ranks are numbered tensor first, then data, then pipeline, as Megatron-LM does, so tensor groups are nearest. A node has
+    ``devices_per_node`` of them; None: as many as the hardware's own.
     Raises ConfigError for counts below 1 and for combinations that mean nothing.
     """
 
@@ -34,11 +35,13 @@ class Layout:
     pipeline: int = 1
     interleave: int = 1
     expert: int = 1
-    devices_per_node: int = 8
+    devices_per_node: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("data", "tensor", "pipeline", "interleave", "expert", "devices_per_node"):
             value = getattr(self, name)
+            if name == "devices_per_node" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
         if isinstance(self.zero, bool) or self.zero not in ZERO_STAGES:
@@ -61,6 +64,8 @@ class Layout:
                 f"expert={self.expert} must divide data·tensor={self.data * self.tensor}. "
                 f"Use {_divisors(self.data * self.tensor)}."
             )
+        if self.expert % self.tensor and self.tensor % self.expert:
+            raise ConfigError(f"expert={self.expert} must divide tensor={self.tensor} or be a multiple of it.")
 
     @property
     def n_devices(self) -> int:
@@ -72,9 +77,14 @@ class Layout:
         return self.tensor if self.sequence_parallel else 1
 
     @property
+    def expert_cut(self) -> int:
+        """How many ways the experts' weights are cut: by ``expert``, and by tensor parallel inside an expert beyond that."""
+        return max(self.expert, self.tensor)
+
+    @property
     def expert_data(self) -> int:
-        """Devices of the data·tensor plane that hold the same experts."""
-        return self.data * self.tensor // self.expert
+        """Devices of the data·tensor plane that hold the same part of the same experts."""
+        return self.data * self.tensor // self.expert_cut
 
     def layers_of_stage(self, n_layers: int) -> int:
         """Layers of a stage that has most: ⌈L/p⌉."""
@@ -158,9 +168,7 @@ def group_link(layout: Layout, hardware: Hardware, size: int, stride: int = 1) -
     Inside a node the device's own link. Beyond it, the g = node/stride members that a node holds each drive their own network
     port in a ring of their own, so the group's rate is min(link, g·network) (NCCL's rings, one a port), with the network's α.
     """
-    from dataclasses import replace
-
-    node = min(layout.devices_per_node, hardware.devices_per_node)
+    node = layout.devices_per_node or hardware.devices_per_node
     if size * stride <= node:
         return hardware.link
     members = max(1, min(size, node // stride))

@@ -2,28 +2,90 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.params import Parameters
+from twostroke.planner.params import LayerKind, Parameters, layer_kinds
 from twostroke.planner.weights import FP32
 
 
+@dataclass(frozen=True)
+class Precision:
+    """Bytes of one trained parameter by what holds it: the copy that forward and backward read, the fp32 master, the gradient
+    that backward leaves, one element of the optimizer's state."""
+
+    working: float
+    master: float
+    gradient: float
+    state: float
+
+
+PRECISIONS = {
+    "fp32": Precision(4, 0, 4, 4),
+    "bf16": Precision(2, 4, 2, 4),
+    "fp16": Precision(2, 4, 2, 4),
+    "pure_bf16": Precision(2, 0, 2, 2),
+}
+"""Training types by name. bf16 and fp16 are mixed precision (Micikevicius et al., arXiv 1710.03740); pure_bf16 keeps nothing in
+fp32, its optimizer's state included."""
+
+OPTIMIZERS = ("adamw", "adam", "sgd", "muon", "adamw8bit")
+
+STATE_BLOCK = 256
+"""Elements of 8-bit optimizer state that share one fp32 scale (bitsandbytes; Dettmers et al., arXiv 2110.02861)."""
+
+NF4_BLOCK, NF4_OUTER_BLOCK = 64, 256
+"""Weights that share one NF4 scale, and scales that share one fp32 scale of their own (QLoRA, arXiv 2305.14314, section 3)."""
+
+
+def nf4_bytes_per_weight() -> float:
+    """4 bits, and with double quantisation 8/64 + 32/(64·256) bits of scales: 0.5159 bytes (QLoRA's 0.127 bits more)."""
+    return (4 + 8 / NF4_BLOCK + 32 / (NF4_BLOCK * NF4_OUTER_BLOCK)) / 8
+
+
 def training_weights_bytes(parameters: Parameters, dtype: str) -> float:
-    """4·N for the fp32 master weights, and 2·N more for the bf16 working copy that forward and backward read."""
-    return parameters.total * (FP32 + (0.0 if dtype == "fp32" else bytes_of(dtype)))
+    """4·N for the fp32 master weights, and 2·N more for the bf16 working copy that forward and backward read; pure bf16 has
+    no masters and fp32 no copy."""
+    precision = PRECISIONS[dtype]
+    return parameters.total * (precision.working + precision.master)
 
 
 def gradients_bytes(parameters: Parameters, dtype: str) -> float:
     """4·N for the fp32 gradients that the optimizer reads and, with bf16 compute, 2·N for those that backward leaves beside
     them at the end of a step."""
-    return parameters.total * (FP32 + (0.0 if dtype == "fp32" else bytes_of(dtype)))
+    return parameters.total * gradient_bytes_per_parameter(dtype, alone=True, n_micro_batches=1)
 
 
-def optimizer_bytes(parameters: Parameters, optimizer: str) -> float:
-    """adamw: two fp32 moments, 8·N. muon: one fp32 momentum for the block matrices, 4·N_matrices, and AdamW for the rest."""
+def gradient_bytes_per_parameter(dtype: str, alone: bool, n_micro_batches: int) -> float:
+    """Bytes of gradient a trained parameter takes.
+
+    Our engine, ``alone`` on its device, keeps backward's and an fp32 one that the optimizer reads: 2 + 4. Over several devices:
+    2, as in the 16·N of ZeRO (arXiv 1910.02054), or 4 where several micro-batches are summed in fp32, as Megatron-LM does.
+    """
+    precision = PRECISIONS[dtype]
+    if not precision.master:
+        return precision.gradient
+    if alone:
+        return precision.gradient + FP32
+    return precision.gradient if n_micro_batches == 1 else FP32
+
+
+def optimizer_bytes(parameters: Parameters, optimizer: str, state: float = FP32) -> float:
+    """The optimizer's state of a whole model, ``state_bytes`` of all its parameters."""
+    return state_bytes(parameters.total, parameters.block_matrices, optimizer, state)
+
+
+def state_bytes(n_parameters: float, n_matrix: float, optimizer: str, state: float = FP32) -> float:
+    """adam, adamw: two moments of ``state`` bytes, 8·N in fp32. sgd: one momentum, 4·N. muon: one momentum for the block
+    matrices, 4·N_matrices, and AdamW for the rest. adamw8bit: two moments of a byte and their scales, 2.03·N."""
     if optimizer == "muon":
-        return FP32 * parameters.block_matrices + 2 * FP32 * (parameters.total - parameters.block_matrices)
-    return 2 * FP32 * parameters.total
+        return state * n_matrix + 2 * state * (n_parameters - n_matrix)
+    if optimizer == "sgd":
+        return state * n_parameters
+    if optimizer == "adamw8bit":
+        return 2 * (1 + FP32 / STATE_BLOCK) * n_parameters
+    return 2 * state * n_parameters
 
 
 EXPLICIT_ATTENTION_TOKENS = 2048
@@ -58,56 +120,131 @@ def explicit_attention_bytes(spec: ModelSpec, sequence_length: int, w: float) ->
     return spec.n_heads * w * (keys + 2 * spec.head_dim + 2 * spec.head_dim * copies)
 
 
-def flash_attention_bytes(spec: ModelSpec, w: float) -> float:
-    """Bytes kept per token by flash attention: the packed q, k, v, the turned q and k where positions are rotary, the output,
-    and 4 bytes of log-sum-exp per head. No T×T matrix."""
-    inner, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
-    turned = inner + kv if spec.positions == "rope" else 0
-    return w * (spec.qkv_rows + turned + inner) + FP32 * spec.n_heads
+@dataclass(frozen=True)
+class Kept:
+    """How activations are kept on one rank: which parts ``tensor`` parallel and the sequence cut divide, what checkpointing
+    leaves out, and which products' inputs a weight gradient needs (None: all)."""
+
+    tensor: int = 1
+    sequence_cut: int = 1
+    checkpointing: str = "none"
+    inputs_of: frozenset[str] | None = None
+
+    def input_of(self, *products: str) -> bool:
+        return self.inputs_of is None or any(product in self.inputs_of for product in products)
+
+
+EVERYTHING = Kept()
 
 
 def activation_bytes_per_token_and_layer(
     spec: ModelSpec, dtype: str, compiled: bool, sequence_length: int = 0, device_kind: str = "gpu"
 ) -> float:
-    """Bytes kept from forward for backward, for one token in one block.
+    """``kept_by_layer`` of the first kind of layer, whole and without checkpointing: what our engine keeps of a dense model."""
+    return kept_by_layer(spec, layer_kinds(spec)[0][0], dtype, compiled, sequence_length, device_kind, EVERYTHING)
+
+
+def kept_by_layer(
+    spec: ModelSpec, kind: LayerKind, dtype: str, compiled: bool, sequence_length: int, device_kind: str, kept: Kept
+) -> float:
+    """Bytes kept from forward for backward, for one token in one layer of ``kind``.
 
     In the working type w: the inputs of both norms and their outputs (4E), the MLP's pre-activation and its activated product
-    (3F gated, 2F plain), and what attention keeps (``flash_attention_bytes`` or ``explicit_attention_bytes``); 4 bytes of
-    statistics per norm row. QK-norm keeps the packed q, k, v where explicit attention would not. Eager RMSNorm also keeps its
+    (3F gated, 2F plain), and for flash attention the packed q, k, v, the turned q and k where positions are rotary, the output
+    and 4 bytes of log-sum-exp a head, no T×T matrix (``explicit_attention_bytes`` otherwise); 4 bytes of statistics per norm
+    row. QK-norm keeps the packed q, k, v where explicit attention would not. Eager RMSNorm also keeps its
     row in fp32, 8 bytes an element in all with bf16, and eager SwiGLU the activated gate (F). Proven with autograd's saved
     tensors in tests/planner/test_activations.py.
+
+    Norms are cut by the sequence, attention and MLP by ``tensor``. Routed experts keep, per expert passed, the token's copy,
+    the pre-activation, the activated product and the output (whose product with the router's weight is differentiated).
+    Checkpointing *full* keeps the layer's input alone, w·E; *selective* the results of products and of attention, and
+    recomputes norms, rotary turn, activation, and explicit attention's probabilities.
     """
-    w = bytes_of(dtype)
-    gated, rms = spec.mlp == "swiglu", spec.norm == "rmsnorm"
+    w, width, norms = bytes_of(dtype), spec.d_model, spec.departures.norms_per_block
+    if kept.checkpointing == "full":
+        return w * width / kept.sequence_cut
+    selective = kept.checkpointing == "selective"
+    rms, eager = spec.norm == "rmsnorm", not compiled
+    around = w * norms * width  # the residual stream where each norm reads it
+    if not selective:
+        around += w * width * (kept.input_of("qkv", "q", "q_a", "kv_a") + (norms > 1) * kept.input_of(*_MLP_INPUTS))
+        around += norms * (FP32 if rms else 2 * w)
+        around += norms * (8 - w) * width if eager and rms else 0.0
+    return around / kept.sequence_cut + (
+        _attention_kept(spec, kind, dtype, eager, sequence_length, device_kind, kept) / kept.tensor
+        + _mlp_kept(spec, kind, w, eager, kept) / kept.tensor
+    )
+
+
+_MLP_INPUTS = ("gate_up", "up", "expert_gate_up", "expert_up")
+
+
+def _mlp_kept(spec: ModelSpec, kind: LayerKind, w: float, eager: bool, kept: Kept) -> float:
+    total = 0.0
+    for product in kind.products:
+        rows = product.active if product.split == "expert" else 1
+        if product.name.endswith(("gate_up", "up")):
+            total += w * rows * product.n
+            total += w * product.n / 2 if eager and kind.gated and kept.checkpointing == "none" else 0.0
+            total += w * rows * spec.d_model if product.split == "expert" else 0.0  # the token's copy for each expert
+        elif product.name.endswith("down"):
+            total += w * rows * product.k if kept.checkpointing == "none" and kept.input_of(product.name) else 0.0
+            total += w * rows * spec.d_model if product.split == "expert" else 0.0
+        elif product.name == "router":
+            total += 2 * FP32 * product.n  # logits and probabilities
+    return total
+
+
+def _attention_kept(
+    spec: ModelSpec, kind: LayerKind, dtype: str, eager: bool, sequence_length: int, device_kind: str, kept: Kept
+) -> float:
+    w, selective = bytes_of(dtype), kept.checkpointing == "selective"
+    packed = w * (kind.n_heads * kind.qk_dim + kind.n_kv_heads * (kind.qk_dim + kind.v_dim))
+    if kind.latent_dim is not None:
+        latents = sum(p.n for p in kind.products if p.name in ("q_a", "kv_a"))
+        output = w * kind.n_heads * kind.v_dim + FP32 * kind.n_heads
+        return packed + output + w * latents * (1 if selective else 2) * kept.tensor  # latents are not cut
     explicit = attends_explicitly(device_kind, dtype, sequence_length)
-    kept = w * (4 * spec.d_model + (3 if gated else 2) * spec.d_ff)
-    kept += 2 * (FP32 if rms else 2 * w)
-    kept += explicit_attention_bytes(spec, sequence_length, w) if explicit else flash_attention_bytes(spec, w)
-    if spec.qk_norm:
-        kept += FP32 * (spec.n_heads + spec.n_kv_heads) + (w * spec.qkv_rows if explicit and compiled else 0.0)
-    if not compiled:
-        kept += w * spec.d_ff if gated else 0.0
-        kept += 2 * (8 - w) * spec.d_model if rms else 0.0
-        if spec.qk_norm:
-            kept += (8.0 if dtype != "fp32" else FP32) * (spec.n_heads + spec.n_kv_heads) * spec.head_dim
-    return kept
+    total = 0.0
+    if selective:
+        total = packed + w * kind.n_heads * kind.v_dim + FP32 * kind.n_heads
+    elif explicit:
+        total = explicit_attention_bytes(spec, sequence_length, w)
+    else:
+        turned = kind.n_heads * kind.qk_dim + kind.n_kv_heads * kind.qk_dim if spec.positions == "rope" else 0
+        total = packed + w * (turned + kind.n_heads * kind.v_dim) + FP32 * kind.n_heads
+    if spec.qk_norm and not selective:
+        total += FP32 * (kind.n_heads + kind.n_kv_heads) + (packed if explicit and not eager else 0.0)
+        if eager:
+            total += (8.0 if dtype != "fp32" else FP32) * (kind.n_heads + kind.n_kv_heads) * kind.qk_dim
+    return total
+
+
+def around_blocks_bytes(spec: ModelSpec, dtype: str, sequence_length: int, device_kind: str = "gpu") -> float:
+    """Bytes kept per token outside the blocks: the ids (8), the eager final norm (8E + 4; LayerNorm w·(E + 2)), the gradient
+    of the hidden state that the chunked loss computes ahead (w·E), rotary tables (4·D) or nothing, and the mask of flash
+    attention over packed documents (w·T)."""
+    w, width = bytes_of(dtype), spec.d_model
+    around = 8 + (8 * width + FP32 if spec.norm == "rmsnorm" else w * width + 2 * w) + w * width
+    around += FP32 * spec.head_dim if spec.positions == "rope" else 0.0
+    return around + (0.0 if attends_explicitly(device_kind, dtype, sequence_length) else w * sequence_length)
 
 
 def activation_bytes(
     spec: ModelSpec, dtype: str, compiled: bool, batch_size: int, sequence_length: int, device_kind: str = "gpu"
 ) -> float:
-    """Bytes kept from forward for backward by a whole micro-batch of packed documents.
+    """Bytes kept from forward for backward by a whole micro-batch of packed documents, on one device.
 
-    L blocks; around them per token the ids (8), the eager final norm (8E + 4; LayerNorm w·(E + 2)), rotary
-    tables (4·D) or nothing, the mask of flash attention (w·T); and what the chunked loss computes ahead: the gradients of the
-    hidden states (w·E a token) and of the head (w·V·E).
+    L blocks, per token ``around_blocks_bytes``, and the gradient of the head that the chunked loss computes ahead (w·V·E).
     """
-    w, width = bytes_of(dtype), spec.d_model
-    block = activation_bytes_per_token_and_layer(spec, dtype, compiled, sequence_length, device_kind)
-    around = 8 + (8 * width + FP32 if spec.norm == "rmsnorm" else w * width + 2 * w) + w * width
-    around += FP32 * spec.head_dim if spec.positions == "rope" else 0.0
-    around += 0.0 if attends_explicitly(device_kind, dtype, sequence_length) else w * sequence_length
-    return batch_size * sequence_length * (spec.n_layers * block + around) + w * spec.vocab_size * width
+    w = bytes_of(dtype)
+    blocks = sum(
+        count * kept_by_layer(spec, kind, dtype, compiled, sequence_length, device_kind, EVERYTHING)
+        for kind, count in layer_kinds(spec)
+    )
+    around = around_blocks_bytes(spec, dtype, sequence_length, device_kind)
+    return batch_size * sequence_length * (blocks + around) + w * spec.vocab_size * spec.d_model
 
 
 def loss_bytes(spec: ModelSpec, chunk_tokens: int, dtype: str, compiled: bool) -> float:
@@ -116,6 +253,12 @@ def loss_bytes(spec: ModelSpec, chunk_tokens: int, dtype: str, compiled: bool) -
     w = bytes_of(dtype)
     per_logit = 2 * w + (0.0 if compiled else 5 * FP32 + 1)
     return chunk_tokens * spec.vocab_size * per_logit + spec.vocab_size * spec.d_model * (FP32 + w)
+
+
+def whole_logits_bytes(spec: ModelSpec, n_tokens: float, dtype: str) -> float:
+    """Bytes of logits that are not taken in chunks: in the working type, and in fp32 for the softmax, (w + 4)·V a token
+    (Korthikanti et al., arXiv 2205.05198, section 4.3 count the fp32 copy alone)."""
+    return n_tokens * spec.vocab_size * (bytes_of(dtype) + FP32)
 
 
 def checkpoint_bytes(parameters: Parameters, optimizer: str) -> float:

@@ -1,4 +1,5 @@
-"""Seconds and bytes of collectives and of sending, from a link's α (s a message) and β (bytes/s, one direction a device).
+"""Seconds and bytes of collectives and of sending, from a link's α (s a message) and β (bytes/s that collectives reach,
+one direction a device: measured, or an assumed share of a datasheet's).
 
 Ring algorithms: every one of n ranks sends (n−1)/n of the data a pass, in n−1 messages (Patarasuk & Yuan 2009). ``n_bytes`` is
 the whole tensor: what is reduced, what has been gathered afterwards, or what one rank holds before an all-to-all.
@@ -30,12 +31,12 @@ def all_to_all_sent_bytes(n_bytes: float, n: int) -> float:
 
 def ring_all_reduce_s(n_bytes: float, n: int, link: Link) -> float:
     """2·(n−1)·α + 2·(n−1)/n·S/β seconds."""
-    return 2 * (n - 1) * link.alpha_s + all_reduce_sent_bytes(n_bytes, n) / link.bytes_per_s
+    return 2 * (n - 1) * link.alpha_s + all_reduce_sent_bytes(n_bytes, n) / link.effective_bytes_per_s
 
 
 def all_gather_s(n_bytes: float, n: int, link: Link) -> float:
     """(n−1)·α + (n−1)/n·S/β seconds, half an all-reduce."""
-    return (n - 1) * link.alpha_s + gather_sent_bytes(n_bytes, n) / link.bytes_per_s
+    return (n - 1) * link.alpha_s + gather_sent_bytes(n_bytes, n) / link.effective_bytes_per_s
 
 
 def reduce_scatter_s(n_bytes: float, n: int, link: Link) -> float:
@@ -45,9 +46,9 @@ def reduce_scatter_s(n_bytes: float, n: int, link: Link) -> float:
 
 def all_to_all_s(n_bytes: float, n: int, link: Link) -> float:
     """(n−1)·α + (n−1)/n·S/β seconds, S being what one rank holds."""
-    return (n - 1) * link.alpha_s + all_to_all_sent_bytes(n_bytes, n) / link.bytes_per_s
+    return (n - 1) * link.alpha_s + all_to_all_sent_bytes(n_bytes, n) / link.effective_bytes_per_s
 
 
 def send_s(n_bytes: float, link: Link) -> float:
     """α + S/β seconds from one rank to the next."""
-    return link.alpha_s + n_bytes / link.bytes_per_s
+    return link.alpha_s + n_bytes / link.effective_bytes_per_s
