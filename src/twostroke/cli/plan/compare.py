@@ -7,6 +7,7 @@ from typing import Any
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit
+from twostroke.cli.plan.explain import EXPLAIN, with_terms
 from twostroke.cli.plan.subject import (
     BATCH,
     BATCH_SIZE,
@@ -45,6 +46,7 @@ def compare(
     output: int = OUTPUT,
     train_run: str = typer.Option(None, help="A training run of the ledger whose measurements go beside the predictions."),
     serve_run: list[str] = typer.Option([], help="Serving or bench runs of the ledger, likewise. Repeatable."),
+    explain: bool = EXPLAIN,
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Training beside prefill beside decode: passes, memory, work, bounds, latency, network, storage, energy, money."""
@@ -68,4 +70,7 @@ def compare(
         for run_id in serve_run:
             served |= ledger.get(run_id).measurement
         table = merge_measured(table, trained, served)
-    emit(table.to_dict(), comparison_text(table), as_json)
+    document, text = table.to_dict(), comparison_text(table)
+    if explain:
+        document, text = with_terms(document, text, table)
+    emit(document, text, as_json)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit
+from twostroke.cli.plan.explain import EXPLAIN, with_terms
 from twostroke.cli.plan.subject import (
     BATCH,
     HARDWARE,
@@ -31,6 +32,7 @@ def serve(
     kv_dtype: str = KV_DTYPE,
     kv_cache_bytes: int = KV_CACHE_BYTES,
     max_model_len: int = MAX_MODEL_LEN,
+    explain: bool = EXPLAIN,
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Memory, time to first token, time per token, throughput, energy and money of serving."""
@@ -48,4 +50,7 @@ def serve(
     planned = plan_serving(found.spec, shape, machine)
     intervals = predict_with_intervals(planned.prediction(), machine, "serve")
     document = {"subject": found.name, **planned.to_dict(), "intervals": intervals}
-    emit(document, serving_text(planned, found.name), as_json)
+    text = serving_text(planned, found.name)
+    if explain:
+        document, text = with_terms(document, text, planned)
+    emit(document, text, as_json)

@@ -7,6 +7,7 @@ import dataclasses
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit
+from twostroke.cli.plan.explain import EXPLAIN, with_terms
 from twostroke.cli.plan.subject import (
     BATCH_SIZE,
     DTYPE,
@@ -34,6 +35,7 @@ def train(
     optimizer: str = OPTIMIZER,
     eager: bool = EAGER,
     steps: int = STEPS,
+    explain: bool = EXPLAIN,
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Memory by term, time by pass and component, throughput, energy and money of a training run.
@@ -56,4 +58,6 @@ def train(
     text = training_text(planned, found.name)
     if found.ranking:
         text = f"{candidates_text(found.ranking)}\n\n{text}"
+    if explain:
+        document, text = with_terms(document, text, planned)
     emit(document, text, as_json)

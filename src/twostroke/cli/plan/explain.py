@@ -1,0 +1,25 @@
+"""``--explain``, which every plan takes: each number's formula, substituted numbers and source."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from twostroke.planner.comparison import Comparison
+    from twostroke.planner.serving import ServingPlan
+    from twostroke.planner.training import TrainingPlan
+
+EXPLAIN = typer.Option(False, "--explain", help="Add each number's formula, substituted numbers and source.")
+
+
+def with_terms(
+    document: dict[str, Any], text: str, planned: TrainingPlan | ServingPlan | Comparison
+) -> tuple[dict[str, Any], str]:
+    """A plan's document with its "terms", and its text with a line a term."""
+    from twostroke.planner.explain.plans import explain
+    from twostroke.planner.text.explain import explanation_text
+
+    terms = explain(planned)
+    return {**document, "terms": terms.to_list()}, f"{text}\n{explanation_text(terms)}"

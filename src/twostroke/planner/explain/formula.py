@@ -1,0 +1,114 @@
+"""Formulas as people write them (·, ×, −, ⌈x⌉, x²) and as they are computed: one text for both, so that an explanation can
+be evaluated and held against the number it explains."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+import unicodedata
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+
+from twostroke.core.errors import ConfigError
+
+_SPELLINGS = {
+    "·": "*",
+    "×": "*",
+    "÷": "/",
+    "−": "-",
+    "^": "**",
+    "²": "**2",
+    "³": "**3",
+    "⌈": "ceil(",
+    "⌉": ")",
+    "⌊": "floor(",
+    "⌋": ")",
+    "√": "sqrt",
+}
+"""How each sign of ``docs/notation.md`` is spelt for Python's parser."""
+
+_FUNCTIONS: dict[str, Callable[..., float]] = {
+    "max": max,
+    "min": min,
+    "ceil": math.ceil,
+    "floor": math.floor,
+    "sqrt": math.sqrt,
+    "log2": math.log2,
+}
+
+_BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.Div: lambda a, b: a / b,
+    ast.Pow: lambda a, b: a**b,
+}
+
+
+@lru_cache(maxsize=1024)
+def parse(formula: str) -> ast.expr:
+    """The syntax tree of ``formula``. Raises ConfigError for text that is no formula."""
+    text = formula
+    for sign, spelling in _SPELLINGS.items():
+        text = text.replace(sign, spelling)
+    try:
+        return ast.parse(text, mode="eval").body
+    except SyntaxError:
+        raise ConfigError(f"formula {formula!r} is not arithmetic. Write numbers, names, + − · / ^ and functions.") from None
+
+
+def symbols(formula: str) -> tuple[str, ...]:
+    """The names that ``formula`` leaves to be substituted, in the order they are read, each once."""
+    called = {id(node.func) for node in ast.walk(parse(formula)) if isinstance(node, ast.Call)}
+    names = [(n.col_offset, n.id) for n in ast.walk(parse(formula)) if isinstance(n, ast.Name) and id(n) not in called]
+    return tuple(dict.fromkeys(name for _, name in sorted(names)))
+
+
+def evaluate(formula: str, substitutions: Mapping[str, float]) -> float:
+    """The number that ``formula`` gives with each name replaced by its number.
+
+    Nothing but numbers, names, + − · / ^ and max, min, ceil, floor, sqrt and log2 is understood. Raises ConfigError, naming
+    the formula, for a name without a number and for anything else (tests/planner/explain/test_formula.py).
+    """
+    # Python reads identifiers in this normal form; keys are written by people.
+    known = {unicodedata.normalize("NFKC", name): value for name, value in substitutions.items()}
+
+    def value_of(node: ast.expr) -> float:
+        match node:
+            case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+                return number
+            case ast.Name(id=name):
+                if name not in known:
+                    raise ConfigError(f"formula {formula!r} has no number for {name}. It has: {', '.join(known) or 'none'}.")
+                return known[name]
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -value_of(operand)
+            case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _BINARY:
+                return _BINARY[type(operator)](value_of(left), value_of(right))
+            case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
+                return _FUNCTIONS[name](*map(value_of, arguments))
+        raise ConfigError(f"formula {formula!r} holds {ast.unparse(node)!r}, which is not arithmetic.")
+
+    try:
+        return value_of(parse(formula))
+    except ZeroDivisionError:
+        raise ConfigError(f"formula {formula!r} divides by zero.") from None
+
+
+def format_number(value: float) -> str:
+    """A number inside a formula: whole ones in full, others with six significant digits."""
+    if value == int(value) and abs(value) < 1e15:
+        return str(int(value))
+    return f"{value:.6g}"
+
+
+def substituted(formula: str, substitutions: Mapping[str, float]) -> str:
+    """``formula`` with numbers in place of its names, for reading."""
+    known = {unicodedata.normalize("NFKC", name): value for name, value in substitutions.items()}
+
+    def number(match: re.Match[str]) -> str:
+        name = unicodedata.normalize("NFKC", match.group())
+        return format_number(known[name]) if name in known else match.group()
+
+    return re.sub(r"(?<![\w.])[^\W\d]\w*", number, formula)

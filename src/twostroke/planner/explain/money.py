@@ -1,0 +1,36 @@
+"""The terms of energy and money, which every plan shares."""
+
+from __future__ import annotations
+
+from twostroke.planner.cost import Cost
+from twostroke.planner.explain.term import Explanation, Mark
+from twostroke.planner.hardware import Hardware, Price, price
+
+_MARKS: dict[str, Mark] = {"listed": "given", "datasheet": "datasheet", "assumed": "assumed", "measured": "measured"}
+
+
+def _price(terms: Explanation, symbol: str, unit: str, found: Price) -> None:
+    terms.add(
+        "money", symbol, found.value, unit, "given", f"{found.kind}, {found.source}; {found.date}",
+        _MARKS.get(found.kind, "given"), given=found.value,
+    )  # fmt: skip
+
+
+def explain_prices(terms: Explanation, hardware: Hardware) -> None:
+    """What was taken as given: rent, watts, tariff, PUE, each with its source."""
+    _price(terms, "usd_per_hour", "usd/h", hardware.usd_per_hour)
+    _price(terms, "watts", "W", hardware.watts)
+    _price(terms, "usd_per_kwh", "usd/kWh", price("electricity_usd_per_kwh"))
+    _price(terms, "PUE", "", price("pue"))
+
+
+def explain_run_cost(terms: Explanation, cost: Cost | None, hardware: Hardware) -> None:
+    """Energy and rent of the time ``train_time_s``; nothing while the run's length is open."""
+    if cost is None:
+        return
+    explain_prices(terms, hardware)
+    terms.add("money", "energy_kwh", cost.energy_kwh, "kWh", "watts·train_time_s/3600·PUE/1000", "kWh = W·h·PUE/1000")
+    terms.add("money", "cost_usd", cost.usd, "usd", "train_time_s/3600·usd_per_hour", "rent of the device's hours")
+    terms.add(
+        "money", "energy_usd", cost.energy_usd, "usd", "energy_kwh·usd_per_kwh", "electricity alone, on a machine of one's own"
+    )

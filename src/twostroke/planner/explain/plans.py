@@ -1,0 +1,48 @@
+"""The explanation of any plan."""
+
+from __future__ import annotations
+
+from functools import singledispatch
+
+from twostroke.planner.comparison import Comparison
+from twostroke.planner.explain.serving import explain_serving
+from twostroke.planner.explain.term import Explanation
+from twostroke.planner.explain.training import explain_training
+from twostroke.planner.serving import ServingPlan
+from twostroke.planner.training import TrainingPlan
+
+
+@singledispatch
+def explain(plan: object) -> Explanation:
+    """Every term of ``plan``. TypeError for what is no plan."""
+    raise TypeError(f"{type(plan).__name__} is not a plan.")
+
+
+@explain.register
+def _(plan: TrainingPlan) -> Explanation:
+    return explain_training(plan)
+
+
+@explain.register
+def _(plan: ServingPlan) -> Explanation:
+    return explain_serving(plan)
+
+
+@explain.register
+def _(plan: Comparison) -> Explanation:
+    return explain_comparison(plan)
+
+
+def explain_comparison(plan: Comparison) -> Explanation:
+    """Both phases, each term named for its phase, and where serving has cost more than training."""
+    terms = Explanation()
+    terms.extend(explain_training(plan.training), "training")
+    terms.extend(explain_serving(plan.serving), "serving")
+    training_usd = plan.crossover_served_tokens * plan.serving.usd_per_mtok / 1e6
+    what = "the run's rent" if plan.training.cost else "one step's rent: the run's length is open"
+    terms.add(
+        "crossover", "crossover_served_tokens", plan.crossover_served_tokens, "tokens", "training_usd/usd_per_mtok·1e6",
+        f"{what}; served tokens at which both phases have cost the same",
+        training_usd=plan.training.cost.usd if plan.training.cost else training_usd,
+    )  # fmt: skip
+    return terms

@@ -1,0 +1,108 @@
+"""One explained number, and a whole explanation of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from twostroke.core.errors import ConfigError
+from twostroke.planner.explain.formula import evaluate, substituted, symbols
+
+Mark = Literal["predicted", "measured", "datasheet", "assumed", "given"]
+"""As in ``docs/notation.md``; "given" is an input of the plan: a batch size, a type, a shape."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """``symbol = formula``: one number of a plan.
+
+    ``value`` is the plan's own number, not the formula's: tests/planner/explain evaluates the formula with
+    ``substitutions`` and compares, so the explanation cannot drift from the code. ``section`` groups terms for reading.
+    """
+
+    section: str
+    symbol: str
+    value: float
+    unit: str
+    formula: str
+    substitutions: Mapping[str, float]
+    source: str
+    mark: Mark = "predicted"
+
+    @property
+    def evaluated(self) -> float:
+        """What the formula gives. Raises ConfigError for a name without a number."""
+        return evaluate(self.formula, self.substitutions)
+
+    @property
+    def substituted(self) -> str:
+        return substituted(self.formula, self.substitutions)
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """Names in the formula."""
+        return symbols(self.formula)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "section": self.section,
+            "symbol": self.symbol,
+            "value": self.value,
+            "unit": self.unit,
+            "formula": self.formula,
+            "substitutions": {name: self.substitutions[name] for name in self.used},
+            "source": self.source,
+            "mark": self.mark,
+        }
+
+
+@dataclass
+class Explanation:
+    """Terms in the order they are read. A later term may use the symbol of an earlier one: its value is substituted."""
+
+    terms: list[Term] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Term]:
+        return iter(self.terms)
+
+    def __getitem__(self, symbol: str) -> Term:
+        """The last term of that symbol. Raises ConfigError where there is none."""
+        for term in reversed(self.terms):
+            if term.symbol == symbol:
+                return term
+        raise ConfigError(
+            f"no term explains {symbol!r} so far. There are: {', '.join(t.symbol for t in self.terms) or 'none'}."
+        )
+
+    def add(
+        self,
+        section: str,
+        symbol: str,
+        value: float,
+        unit: str,
+        formula: str,
+        source: str,
+        mark: Mark = "predicted",
+        /,
+        **numbers: float,
+    ) -> None:
+        """Appends a term. ``numbers`` are substituted; a name in the formula that is not among them is an earlier symbol."""
+        known = dict(numbers)
+        for name in symbols(formula):
+            if name not in known:
+                known[name] = self[name].value
+        self.terms.append(Term(section, symbol, float(value), unit, formula, known, source, mark))
+
+    def extend(self, terms: Explanation, phase: str) -> None:
+        """Appends the terms of one phase, their sections named for it; a model's parameters only once."""
+        shared = {term.symbol for term in self.terms if term.section == "parameters"}
+        for term in terms:
+            if term.section != "parameters":
+                self.terms.append(replace(term, section=f"{phase}: {term.section}"))
+            elif term.symbol not in shared:
+                self.terms.append(term)
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """The "terms" of a plan document."""
+        return [term.to_dict() for term in self.terms]
