@@ -10,7 +10,7 @@ import pytest
 
 from twostroke.bench.definitions import RequestRecord, summarise
 from twostroke.bench.load import LoadSpec
-from twostroke.bench.prediction import expected_concurrency, measured_values, predict_load
+from twostroke.bench.prediction import expected_concurrency, latency_quantiles, measured_values, predict_load
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import load_hardware
 from twostroke.planner.serving import ServingShape, plan_serving
@@ -63,3 +63,13 @@ def test_measured_values_have_the_predictions_names_and_no_gaps() -> None:
     assert measured["ttft_p99_s"] == 1.0
     one_token = [RequestRecord(0, 0.0, 0.0, (1.0,), 1.0, 10, 1)]
     assert "tpot_s" not in measured_values(summarise(one_token), one_token)
+
+
+def test_quantiles_of_a_load_span_what_was_measured() -> None:
+    records = [RequestRecord(i, 0.0, 0.0, (1.0 + i, 2.0 + i), 2.0 + i, 10, 2) for i in range(5)]
+    kept = latency_quantiles([*records, RequestRecord(5, 0.0, 0.0, (), 1.0, 10, 0, error="http 500")])
+    assert kept["percent"][0] == 0
+    assert kept["percent"][-1] == 100
+    assert (kept["ttft_s"][0], kept["ttft_s"][20], kept["ttft_s"][-1]) == (1.0, 3.0, 5.0)  # of 1, 2, 3, 4, 5
+    assert len(kept["itl_s"]) == len(kept["percent"])
+    assert latency_quantiles([]) == {}

@@ -43,6 +43,9 @@ def test_show_holds_everything_stored(capsys: pytest.CaptureFixture[str], run_id
     assert record["measurement"] == {"step_time_s": 1.25}
     assert record["code_version"]
     assert record["fingerprint"]
+    _, text, _ = run(capsys, "show", run_id)
+    assert "-20.0%" in text
+    assert "steps=3" in text
 
 
 def test_compare_gives_the_error_in_percent(capsys: pytest.CaptureFixture[str], run_id: str) -> None:
@@ -52,6 +55,20 @@ def test_compare_gives_the_error_in_percent(capsys: pytest.CaptureFixture[str], 
     rows = {r["name"]: r for r in json.loads(out)["rows"]}
     assert rows["step_time_s"]["error_percent"] == pytest.approx(-20.0)
     assert rows["peak_memory_bytes"]["measured"] is None
+
+
+def test_a_miss_is_attributed_to_its_term(capsys: pytest.CaptureFixture[str]) -> None:
+    ledger = Ledger()
+    found = ledger.freeze("train", "demo", {}, {"step_time_s": 1.0, "forward_s": 0.4, "backward_s": 0.6})
+    ledger.measure(found, {"step_time_s": 2.0, "forward_s": 0.4, "backward_s": 1.6})
+    for args in (("show", found), ("compare", found)):
+        _, out, _ = run(capsys, *args, "--json")
+        (step,) = json.loads(out)["attribution"]
+        assert {s["part"]: s["percent"] for s in step["shares"]}["backward_s"] == pytest.approx(-50)
+        assert "which term missed" in run(capsys, *args)[1]
+    _, out, _ = run(capsys, "compare", "--json")
+    assert json.loads(out)["attribution"][0]["part"] == "backward_s"
+    assert "which term misses most" in run(capsys, "compare")[1]
 
 
 def test_compare_without_a_run_scores_all(capsys: pytest.CaptureFixture[str], run_id: str) -> None:

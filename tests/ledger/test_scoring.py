@@ -6,9 +6,19 @@ import math
 
 import pytest
 
+from twostroke.ledger.attribution import attribute, pool
 from twostroke.ledger.scoring import compare, error_percent, quantile, summarise
 from twostroke.ledger.store import Measurement, Run
-from twostroke.ledger.text import align, comparison_text, format_value, runs_text, scores_text
+from twostroke.ledger.text import (
+    WIDTH,
+    align,
+    comparison_text,
+    format_interval,
+    format_value,
+    run_text,
+    runs_text,
+    scores_text,
+)
 
 
 def run_of(prediction: dict[str, object], measurement: dict[str, object]) -> Run:
@@ -78,3 +88,52 @@ def test_texts_line_up_and_say_when_there_is_nothing() -> None:
     assert "Nothing" in comparison_text(run, [])
     assert "train-1" in runs_text([run])
     assert "step_time_s" in scores_text(summarise([run]))
+
+
+@pytest.mark.parametrize(
+    ("name", "interval", "text"),
+    [
+        ("step_time_s", (0.0652, 0.059, 0.0925), "65.2 ms [59–92.5]"),
+        ("tpot_s", (0.00137, 0.000875, 0.00176), "1.37 ms [0.875–1.76]"),
+        ("data_s", (0.0001, 0.00005, 0.0034), "100 µs [50–3,400]"),
+        ("train_time_s", (93.0, 60.0, 180.0), "1 min 33 s [1 min 0 s–3 min 0 s]"),
+        ("peak_memory_bytes", (2**30, 2**29, 3 * 2**30), "1 GiB [0.5–3]"),
+        ("train_tok_per_s", (31400.0, 22100.0, 34700.0), "31.4k tok/s [22.1–34.7]"),
+        ("energy_kwh", (8e-5, 6e-5, 1.2e-4), "8e-05 kWh [6e-05–0.00012]"),
+        ("data_s", (0.0, 0.0, 0.0), "0 µs [0 µs–0 µs]"),
+        ("step_time_s", (1.0, None, None), "1 s"),
+        ("step_time_s", (None, None, None), "–"),
+    ],
+)
+def test_an_interval_is_shown_in_the_unit_of_its_value(
+    name: str, interval: tuple[float | None, float | None, float | None], text: str
+) -> None:
+    assert format_interval(name, *interval) == text
+
+
+def framed(value: float) -> dict[str, float]:
+    return {"value": value, "low": 0.8 * value, "high": 1.2 * value, "level": 0.9}
+
+
+def test_a_measurement_is_inside_or_outside_its_interval() -> None:
+    run = run_of({"a_s": framed(1.0), "b_s": framed(1.0), "c_s": 1.0}, {"a_s": 1.2, "b_s": 1.3, "c_s": 1.0})
+    assert [r.inside for r in compare(run)] == [True, False, None]
+    scores = {s.name: (s.n_inside, s.n_intervals) for s in summarise([run, run])}
+    assert scores == {"a_s": (2, 2), "b_s": (0, 2), "c_s": (0, 0)}
+    text = comparison_text(run, compare(run))
+    assert text.count("OUTSIDE") == 1
+    assert "90%" in text
+    assert "2 of 4 measurements (50%)" in scores_text(summarise([run, run]))
+
+
+def test_no_line_is_wider_than_a_terminal() -> None:
+    inputs = {"recipe": {"train": {f"setting_{i}": "x" * i for i in range(80)}}, "run_directory": "/a/long/path" * 20}
+    prediction = {name: framed(1.23456e-3) for name in ("step_time_s", "forward_s", "backward_s", "train_time_s")}
+    measured = dict.fromkeys(prediction, 0.00987654)
+    run = Run("generate-20260101-000000-0123abcd", "train", "/a/very/long/subject" * 9, "2026-01-01T00:00:00.000Z",
+              "0.1.0+g0123456789ab", "0123456789ab", inputs, prediction,
+              (Measurement("2026-01-01T00:00:00Z", "interrupted", measured, "a note of many words " * 30),))  # fmt: skip
+    rows, attributions = compare(run), attribute(run)
+    for text in (runs_text([run]), run_text(run, rows, attributions), scores_text(summarise([run]), pool([run]))):
+        assert max(map(len, text.split("\n"))) <= WIDTH, text
+    assert "forward_s" in run_text(run, rows, attributions)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from twostroke.bench.definitions import Distribution, LoadSummary, RequestRecord
+from twostroke.bench.definitions import Distribution, LoadSummary, RequestRecord, percentile
 from twostroke.bench.load import LoadSpec
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import Hardware
 from twostroke.planner.serving import ServingPlan, ServingShape, plan_serving
 
 MAX_BATCH = 1024
+
+QUANTILE_PERCENTS = (*(2.5 * i for i in range(40)), 99.0, 100.0)
+"""Where the curve of a latency is kept in the ledger: enough to draw it, whatever the number of requests."""
 
 
 def expected_concurrency(spec: ModelSpec, load: LoadSpec, scheme: str, hardware: Hardware) -> int:
@@ -79,3 +82,17 @@ def measured_values(summary: LoadSummary, records: Sequence[RequestRecord]) -> d
         values |= {f"{name}_{p}_s": getattr(latency, p) for p in ("median", "p90", "p95", "p99")}
     values |= {f"{name}_s": values[f"{name}_median_s"] for name in ("ttft", "tpot", "e2e")}
     return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+def latency_quantiles(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
+    """The whole distribution of each latency over completed requests, in seconds at ``percent``, as a report draws it.
+    The ledger keeps it as ``latency_quantiles``, which is no number and therefore not scored."""
+    done = [r for r in records if r.ok]
+    values = {
+        "ttft_s": [t for r in done if (t := r.ttft_s) is not None],
+        "tpot_s": [t for r in done if (t := r.tpot_s) is not None],
+        "itl_s": [gap for r in done for gap in r.itl_s],
+        "e2e_s": [t for r in done if (t := r.e2e_s) is not None],
+    }
+    curves = {name: [percentile(found, p) for p in QUANTILE_PERCENTS] for name, found in values.items() if found}
+    return {"percent": list(QUANTILE_PERCENTS), **curves} if curves else {}

@@ -113,10 +113,11 @@ def bench_serve(
             result = run_load(url, load, objective, key, tokenizer, progress=lambda ended, _: advance(ended, f"{ended} ended"))
     if output is not None:
         result.write_raw(output)
-    from twostroke.bench.prediction import measured_values
+    from twostroke.bench.prediction import latency_quantiles, measured_values
 
     measured = measured_values(result.summary, result.records)
-    _measure(run_id, measured, "finished" if not result.summary.failures else "partial")
+    kept = {**measured, "latency_quantiles": latency_quantiles(result.records)}
+    _measure(run_id, kept, "finished" if not result.summary.failures else "partial")
     document = result.to_dict() | {"run_id": run_id, "prediction": prediction, "measurement": measured, "server": server}
     emit(document, "\n".join([result.text(), *_compared(prediction, measured)]), as_json)
     if result.summary.n_completed == 0:
@@ -249,7 +250,7 @@ def _freeze(subject: str, inputs: Mapping[str, Any], prediction: Mapping[str, An
         return None
 
 
-def _measure(run_id: str | None, values: Mapping[str, float], status: str = "finished") -> None:
+def _measure(run_id: str | None, values: Mapping[str, Any], status: str = "finished") -> None:
     from twostroke.ledger.store import Ledger
 
     if run_id is None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -22,7 +22,7 @@ def ledger() -> None:
 
 @app.command("list")
 def list_runs(
-    kind: str = typer.Option(None, help="Only runs of this kind: train, serve, bench, calibrate or evaluate."),
+    kind: str = typer.Option(None, help="Only runs of this kind: train, serve, bench, generate, calibrate or evaluate."),
     limit: int = typer.Option(20, help="At most so many, newest first."),
     path: Path = LEDGER,
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
@@ -41,11 +41,16 @@ def show(
     path: Path = LEDGER,
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Everything stored of one run: inputs, prediction, measurements."""
+    """One run: predicted with interval beside measured, which term missed, inputs, notes. --json holds everything stored."""
+    from twostroke.ledger.attribution import attribute
+    from twostroke.ledger.scoring import compare as compare_run
     from twostroke.ledger.store import Ledger
+    from twostroke.ledger.text import run_text
 
     found = Ledger(path).get(run)
-    emit(found.to_dict(), json.dumps(found.to_dict(), indent=1), as_json)
+    rows, attributions = compare_run(found), attribute(found)
+    document = {**found.to_dict(), "attribution": [one.to_dict() for one in attributions]}
+    emit(document, run_text(found, rows, attributions), as_json)
 
 
 @app.command()
@@ -55,7 +60,8 @@ def compare(
     path: Path = LEDGER,
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Predicted beside measured with the error in percent, 100·(predicted − measured) / measured."""
+    """Predicted beside measured with the error in percent, 100·(predicted − measured) / measured, and which term missed."""
+    from twostroke.ledger.attribution import attribute, pool
     from twostroke.ledger.scoring import compare as compare_run
     from twostroke.ledger.scoring import summarise
     from twostroke.ledger.store import Ledger
@@ -63,12 +69,19 @@ def compare(
 
     store = Ledger(path)
     if run is None:
-        scores = summarise(store.runs(kind))
-        emit({"scores": [s.to_dict() for s in scores]}, scores_text(scores), as_json)
+        runs = store.runs(kind)
+        scores, pooled = summarise(runs), pool(runs)
+        scored = {"scores": [s.to_dict() for s in scores], "attribution": [share.to_dict() for share in pooled]}
+        emit(scored, scores_text(scores, pooled), as_json)
         return
     found = store.get(run)
-    rows = compare_run(found)
-    emit({"run_id": found.run_id, "rows": [row.to_dict() for row in rows]}, comparison_text(found, rows), as_json)
+    rows, attributions = compare_run(found), attribute(found)
+    document: dict[str, Any] = {
+        "run_id": found.run_id,
+        "rows": [row.to_dict() for row in rows],
+        "attribution": [one.to_dict() for one in attributions],
+    }
+    emit(document, comparison_text(found, rows, attributions), as_json)
 
 
 @app.command()

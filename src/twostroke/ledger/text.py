@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from twostroke.core.units import format_bytes, format_count, format_money, format_seconds
-from twostroke.ledger.scoring import Row, Score
+from twostroke.ledger.attribution import Attribution, PooledShare
+from twostroke.ledger.scoring import Row, Score, compare
 from twostroke.ledger.store import Run
+
+WIDTH = 120
+"""Columns that no line of these texts exceeds."""
+
+HEADLINES = ("step_time_s", "tpot_s", "decode_tok_per_s", "ttft_s", "startup_s")
+"""The number that a list shows of a run: the first of these that it measured, else the first that it predicted."""
+
+LEGEND = "error = 100·(predicted − measured) / measured. [low–high]: the interval frozen with the prediction"
+
+_ONE_NUMBER = re.compile(r"^\$?(-?[\d.,]+(?:e[-+]?\d+)?)(?!.* \d)")
+"""The number of a text that has only one: not ``1 min 33 s``."""
 
 
 def format_value(name: str, value: float | None) -> str:
@@ -48,35 +62,157 @@ def align(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
     return "\n".join(lines)
 
 
+def format_interval(name: str, value: float | None, low: float | None, high: float | None) -> str:
+    """``65.2 ms [59–92.5]``: the value with its interval in the value's own unit."""
+    shown = format_value(name, value)
+    if value is None or low is None or high is None:
+        return shown
+    match = _ONE_NUMBER.match(shown)
+    if match is None or not value or not float(match[1].replace(",", "")):  # 1 min 33 s, or nothing to scale by
+        return f"{shown} [{format_value(name, low)}–{format_value(name, high)}]"
+    scale = float(match[1].replace(",", "")) / value
+    ends = [f"{end * scale:,.0f}" if abs(end * scale) >= 1000 else f"{end * scale:.3g}" for end in (low, high)]
+    return f"{shown} [{ends[0]}–{ends[1]}]"
+
+
+def format_inside(inside: bool | None) -> str:
+    return {True: "inside", False: "OUTSIDE", None: ""}[inside]
+
+
+def _shortened(text: str, width: int) -> str:
+    """``text`` in at most ``width`` columns; what is cut is its beginning, since the end of a path tells more."""
+    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
+
+
+def headline(run: Run) -> Row | None:
+    """The one row of a run that a list has room for."""
+    rows = {row.name: row for row in compare(run)}
+    for which in ("measured", "predicted"):
+        for name in HEADLINES:
+            if name in rows and getattr(rows[name], which) is not None:
+                return rows[name]
+    return None
+
+
 def runs_text(runs: Sequence[Run]) -> str:
-    """One line a run, newest first."""
+    """One line a run, newest first: its headline number, predicted and measured."""
     if not runs:
-        return "The ledger has no runs yet. Every `twostroke train`, `serve` and `bench` adds one."
-    rows = [["run", "kind", "status", "frozen (UTC)", "code", "subject"]]
-    rows += [[r.run_id, r.kind, r.status, r.frozen_at[:19].replace("T", " "), r.code_version, r.subject] for r in runs]
-    return align(rows)
+        return "The ledger has no runs yet. Every `twostroke train`, `serve`, `bench` and `generate` adds one."
+    rows = [["run", "status", "", "predicted", "measured", "error", "", "subject"]]
+    for run in runs:
+        row = headline(run)
+        cells = ["", "", "", "", ""]
+        if row is not None:
+            cells = [
+                row.name,
+                format_interval(row.name, row.predicted, row.low, row.high),
+                format_value(row.name, row.measured),
+                format_error(row.error_percent),
+                format_inside(row.inside),
+            ]
+        rows.append([run.run_id, run.status, *cells, run.subject])
+    room = WIDTH - sum(max(len(row[i]) for row in rows) + 2 for i in range(len(rows[0]) - 1))
+    rows = [[*row[:-1], _shortened(row[-1], max(8, room))] for row in rows]
+    if not any(row[6] for row in rows):  # a ledger of before there were intervals
+        rows = [[*row[:6], row[7]] for row in rows]
+    return align(rows, right=(4, 5))
 
 
-def comparison_text(run: Run, rows: Sequence[Row]) -> str:
-    """Predicted beside measured, with the error in percent."""
-    head = (
-        f"{run.run_id}  {run.subject}  {run.status}\nfrozen {run.frozen_at}  code {run.code_version}  machine {run.fingerprint}"
+def run_head(run: Run) -> str:
+    """What the run is: two lines."""
+    return (
+        f"{run.run_id}  {_shortened(run.subject, WIDTH - len(run.run_id) - len(run.status) - 4)}  {run.status}\n"
+        f"frozen {run.frozen_at}  code {run.code_version}  machine {run.fingerprint}"
     )
+
+
+def comparison_text(run: Run, rows: Sequence[Row], attributions: Sequence[Attribution] = ()) -> str:
+    """Predicted beside measured, with the interval, the error in percent, and which term caused it."""
     if not rows:
-        return f"{head}\nNothing was predicted or measured as a number."
-    cells = [["", "predicted", "measured", "error"]]
+        return f"{run_head(run)}\nNothing was predicted or measured as a number."
+    cells = [["", "predicted [interval]", "measured", "error", ""]]
     cells += [
-        [r.name, format_value(r.name, r.predicted), format_value(r.name, r.measured), format_error(r.error_percent)]
-        for r in rows
+        [
+            row.name,
+            format_interval(row.name, row.predicted, row.low, row.high),
+            format_value(row.name, row.measured),
+            format_error(row.error_percent),
+            format_inside(row.inside),
+        ]
+        for row in rows
     ]
-    return f"{head}\n{align(cells, right=(1, 2, 3))}"
+    text = f"{run_head(run)}\n\n{align(cells, right=(2, 3))}\n{LEGEND}{_level(run)}."
+    return f"{text}\n\n{attribution_text(attributions)}" if attributions else text
 
 
-def scores_text(scores: Sequence[Score]) -> str:
-    """One line a predicted quantity: how far predictions were off over all runs."""
+def _level(run: Run) -> str:
+    """Of the intervals, as they were frozen: their level and where their width came from."""
+    found = [value for value in run.prediction.values() if isinstance(value, Mapping) and "level" in value]
+    if not found:
+        return "; this run has none"
+    n_assumed = sum(value.get("width") != "measured" for value in found)
+    widths = "assumed" if n_assumed == len(found) else "measured" if not n_assumed else f"assumed for {n_assumed}"
+    return f",\nmeant to hold {100 * found[0]['level']:.0f}% of measurements; widths {widths}"
+
+
+def attribution_text(attributions: Sequence[Attribution]) -> str:
+    """Each total's error, shared out to its terms: the column of percents adds up to the total's error."""
+    cells = [["which term missed", "predicted", "measured", "of the error"]]
+    for one in attributions:
+        name = one.total
+        cells.append([name, format_value(name, one.predicted), format_value(name, one.measured), f"{one.error_percent:+.1f}%"])
+        for share in one.shares:
+            times = f" × {share.coefficient:g}" if share.coefficient != 1 else ""
+            label = _shortened(f"  {share.part}{times}", WIDTH - 50)
+            shown = [format_value(name, share.predicted), format_value(name, share.measured), f"{share.percent:+.1f}%"]
+            cells.append([label, *shown])
+    return align(cells, right=(1, 2, 3))
+
+
+def run_text(run: Run, rows: Sequence[Row], attributions: Sequence[Attribution] = ()) -> str:
+    """Everything of one run for people: inputs, numbers, terms, notes. The JSON has the whole of it."""
+    parts = [comparison_text(run, rows, attributions)]
+    inputs = list(_flat(run.inputs))
+    if inputs:
+        parts.append(_wrapped("inputs", [f"{name}={value}" for name, value in inputs]))
+    notes = [f"{m.measured_at[:19].replace('T', ' ')}  {m.status}  {m.notes or ''}".rstrip() for m in run.measurements]
+    if notes:
+        parts.append("measured\n" + "\n".join(_folded(note) for note in notes))
+    return "\n\n".join(parts)
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Inputs as name and value, nested ones with dots; what is unset or false is left out; long values lose their start."""
+    found: list[tuple[str, str]] = []
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            found += _flat(value, f"{prefix}{name}.")
+        elif value is not None and value is not False and value != []:
+            shown = ":".join(map(str, value)) if isinstance(value, list) else f"{value}"
+            found.append((f"{prefix}{name}", _shortened(shown, 60)))
+    return found
+
+
+def _wrapped(title: str, words: Sequence[str]) -> str:
+    lines, line = [title], " "
+    for word in words:
+        if len(line) + len(word) + 1 > WIDTH and line.strip():
+            lines.append(line)
+            line = " "
+        line += f" {word}"
+    return "\n".join([*lines, line])
+
+
+def _folded(note: str) -> str:
+    return _wrapped("", note.split(" ")).lstrip("\n")
+
+
+def scores_text(scores: Sequence[Score], pooled: Sequence[PooledShare] = ()) -> str:
+    """One line a predicted quantity: how far predictions were off over all runs, how many measurements fell into their
+    intervals, and which terms miss most."""
     if not scores:
         return "No run has both a prediction and a measurement yet."
-    cells = [["", "runs", "median |error|", "p90 |error|", "worst |error|", "median error"]]
+    cells = [["", "runs", "median |error|", "p90 |error|", "worst |error|", "median error", "inside"]]
     cells += [
         [
             s.name,
@@ -85,7 +221,34 @@ def scores_text(scores: Sequence[Score]) -> str:
             f"{s.p90_abs_error_percent:.1f}%",
             f"{s.worst_abs_error_percent:.1f}%",
             f"{s.median_error_percent:+.1f}%",
+            f"{s.n_inside} of {s.n_intervals}" if s.n_intervals else "–",
         ]
         for s in scores
     ]
-    return align(cells, right=(1, 2, 3, 4, 5))
+    text = align(cells, right=(1, 2, 3, 4, 5, 6))
+    n, inside = sum(s.n_intervals for s in scores), sum(s.n_inside for s in scores)
+    if n:
+        text += (
+            f"\n{inside} of {n} measurements ({100 * inside / n:.0f}%) fell inside the interval frozen with their prediction."
+        )
+    return f"{text}\n\n{pooled_text(pooled)}" if pooled else text
+
+
+def pooled_text(pooled: Sequence[PooledShare]) -> str:
+    """Which term of each total misses most, over all runs; in percent of the measured total."""
+    cells = [["which term misses most", "runs", "median |share|", "median share", "worst in"]]
+    total = None
+    for share in pooled:
+        if share.total != total:
+            total = share.total
+            cells.append([total, "", "", "", ""])
+        cells.append(
+            [
+                f"  {share.part}",
+                str(share.n_runs),
+                f"{share.median_abs_percent:.1f}%",
+                f"{share.median_percent:+.1f}%",
+                str(share.worst_in),
+            ]
+        )
+    return align(cells, right=(1, 2, 3, 4))

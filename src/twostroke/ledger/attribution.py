@@ -1,0 +1,193 @@
+"""Which term caused the miss: the error of a total, shared out to the parts it is the sum of.
+
+A total T is predicted and measured, and so are some of its parts, T = Σ cᵢ·partᵢ + rest. The residual then splits without
+anything left over:
+
+    T_predicted − T_measured = Σ cᵢ·(partᵢ_predicted − partᵢ_measured) + (rest_predicted − rest_measured),
+
+each term signed, positive where it was predicted too high. The rest holds every part that was not both predicted and measured,
+and says so in its name. Two parts may miss in opposite directions and the total look right: that is what this shows.
+
+Measured parts are medians, and a sum of medians is not the median of sums; the difference is in the rest, and of the size of
+the parts' scatter. Proved by tests/ledger/test_attribution.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from twostroke.ledger.scoring import number_of, quantile
+from twostroke.ledger.store import Run
+
+Coefficient = Callable[[Mapping[str, Any]], float | None]
+"""How often a part is in the total, from the run's inputs; None where they do not tell."""
+
+
+def _once(inputs: Mapping[str, Any]) -> float | None:
+    return 1.0
+
+
+def _steps(inputs: Mapping[str, Any]) -> float | None:
+    return number_of(inputs.get("steps"))
+
+
+def _tokens_after_the_first(inputs: Mapping[str, Any]) -> float | None:
+    """Mean output length − 1: a load draws it between two bounds, one batch has it as a number."""
+    length = inputs.get("output_tokens", (inputs.get("shape") or {}).get("output_tokens"))
+    if isinstance(length, list | tuple) and length:
+        bounds = [number_of(bound) for bound in length]
+        return None if None in bounds else sum(b for b in bounds if b is not None) / len(bounds) - 1
+    number = number_of(length)
+    return None if number is None else number - 1
+
+
+@dataclass(frozen=True)
+class Identity:
+    """``total`` = Σ coefficient·part + ``rest``, where ``rest`` names what is left once every part was measured."""
+
+    total: str
+    parts: tuple[tuple[str, Coefficient], ...]
+    rest: str
+
+
+IDENTITIES = (
+    Identity(
+        "step_time_s",
+        (("forward_s", _once), ("backward_s", _once), ("optimizer_s", _once), ("data_s", _once)),
+        "between the passes",
+    ),
+    Identity(
+        "peak_memory_bytes",
+        (
+            ("weights_bytes", _once),
+            ("gradients_bytes", _once),
+            ("optimizer_bytes", _once),
+            ("activations_bytes", _once),
+            ("kv_cache_bytes", _once),
+        ),
+        "process, loss, allocator",
+    ),
+    Identity("train_time_s", (("step_time_s", _steps), ("startup_s", _once)), "checkpoints, start-up outside the clock"),
+    Identity("ttft_s", (("prefill_s", _once),), "waiting and HTTP"),
+    Identity("tpot_s", (("decode_step_s", _once),), "others' prefills and HTTP"),
+    Identity("e2e_s", (("ttft_s", _once), ("tpot_s", _tokens_after_the_first)), "medians of different requests"),
+)
+
+
+@dataclass(frozen=True)
+class Share:
+    """One part's contribution to the total's residual, in the total's unit and in percent of the measured total."""
+
+    part: str
+    predicted: float
+    measured: float
+    residual: float
+    percent: float
+    coefficient: float = 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """The residual of one total of one run. ``shares`` sum to ``residual``; the rest is the last of them."""
+
+    total: str
+    predicted: float
+    measured: float
+    shares: tuple[Share, ...]
+
+    @property
+    def residual(self) -> float:
+        """Predicted − measured; positive where the prediction was too high."""
+        return self.predicted - self.measured
+
+    @property
+    def error_percent(self) -> float:
+        return 100.0 * self.residual / self.measured
+
+    @property
+    def worst(self) -> Share:
+        """The share that misses most, in either direction."""
+        return max(self.shares, key=lambda share: abs(share.residual))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "total": self.total,
+            "predicted": self.predicted,
+            "measured": self.measured,
+            "residual": self.residual,
+            "error_percent": self.error_percent,
+            "shares": [share.to_dict() for share in self.shares],
+        }
+
+
+@dataclass(frozen=True)
+class PooledShare:
+    """One part's contribution to one total over ``n_runs`` runs, in percent of the measured total; ``worst_in`` counts the runs
+    in which it missed more than any other part."""
+
+    total: str
+    part: str
+    n_runs: int
+    median_abs_percent: float
+    median_percent: float
+    worst_in: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def attribute(run: Run) -> list[Attribution]:
+    """The residual of every total of ``run`` that was predicted and measured and has at least one part that was as well."""
+    found = []
+    measurement = run.measurement
+    for identity in IDENTITIES:
+        predicted, measured = number_of(run.prediction.get(identity.total)), number_of(measurement.get(identity.total))
+        if predicted is None or not measured:
+            continue
+        shares, missing = [], []
+        for part, coefficient in identity.parts:
+            p, m, c = number_of(run.prediction.get(part)), number_of(measurement.get(part)), coefficient(run.inputs)
+            if p is not None and m is not None and c is not None:
+                shares.append(Share(part, c * p, c * m, c * (p - m), 100.0 * c * (p - m) / measured, c))
+            elif p is not None or m is not None:
+                missing.append(part)
+        if not shares:
+            continue
+        name = identity.rest + (f"; {', '.join(missing)} not measured apart" if missing else "")
+        rest_predicted = predicted - sum(s.predicted for s in shares)
+        rest_measured = measured - sum(s.measured for s in shares)
+        residual = rest_predicted - rest_measured
+        shares.append(Share(name, rest_predicted, rest_measured, residual, 100.0 * residual / measured))
+        found.append(Attribution(identity.total, predicted, measured, tuple(shares)))
+    return found
+
+
+def pool(runs: Iterable[Run]) -> list[PooledShare]:
+    """Every part of every total over ``runs``, the totals in the order of ``IDENTITIES``, within each the worst part first."""
+    percents: dict[tuple[str, str], list[float]] = {}
+    worst: dict[tuple[str, str], int] = {}
+    for run in runs:
+        for one in attribute(run):
+            for share in one.shares:
+                # The rest's name may list what one run did not measure; pooled, it is one term.
+                key = one.total, share.part.partition(";")[0]
+                percents.setdefault(key, []).append(share.percent)
+                worst[key] = worst.get(key, 0) + (share is one.worst)
+    pooled = [
+        PooledShare(
+            total,
+            part,
+            len(found),
+            quantile(map(abs, found), 0.5),
+            quantile(found, 0.5),
+            worst[total, part],
+        )
+        for (total, part), found in percents.items()
+    ]
+    order = {identity.total: place for place, identity in enumerate(IDENTITIES)}
+    return sorted(pooled, key=lambda share: (order[share.total], -share.median_abs_percent))
