@@ -9,6 +9,7 @@ from typing import Any, Literal
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.cost import cost_of, crossover_tokens, usd_per_million_tokens
 from twostroke.planner.hardware import Hardware
+from twostroke.planner.network import send_s
 from twostroke.planner.serving import ServingPlan, ServingShape, decode_works, plan_serving, prefill_works
 from twostroke.planner.training import TrainingPlan, TrainingShape, plan_training
 from twostroke.planner.work import COMPONENTS, Work
@@ -186,11 +187,12 @@ def compare_plans(training: TrainingPlan, serving: ServingPlan, subject: str = "
 
 def _assumptions(hardware: Hardware) -> tuple[str, ...]:
     run = cost_of(0.0, hardware)
-    price, watts, tariff = run.usd_per_hour, run.watts, run.electricity
+    price, watts, tariff, network = run.usd_per_hour, run.watts, run.electricity, hardware.network
     return (
         f"price {price.kind}: ${price.value:.4g} an hour ({price.source}; {price.date})",
         f"power {watts.kind}: {watts.value:.4g} W ({watts.source}; {watts.date})",
         f"electricity {tariff.kind}: ${tariff.value:.2f} a kWh ({tariff.source})",
+        f"network {network.kind}: {network.bytes_per_s / 1e9:.3g} GB/s to another machine ({network.source})",
     )
 
 
@@ -212,7 +214,7 @@ def _pass_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableRow]:
             "passes in a step",
             _given(micro),
             _given("fwd, whole prompt"),
-            _given("fwd, a token a request"),
+            _given("fwd, 1 token each"),
         ),
         _row(
             section,
@@ -362,21 +364,21 @@ def _serving_utilisation(serving: ServingPlan) -> list[Cell | None]:
 
 
 def _move_and_store_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableRow]:
-    network = training.hardware.network_bytes_per_s
+    network = training.hardware.network
     gradients, cache = training.network_bytes_per_step, serving.kv_request_bytes
     return [
         _row(
             "network",
-            "one more machine would move",
-            Cell(gradients, "bytes", note="gradients a step"),
+            "to one more machine",
+            Cell(gradients, "bytes", note="gradients"),
             Cell(cache, "bytes", note="KV a request"),
             None,
         ),
         _row(
             "network",
             "which would take",
-            Cell(gradients / network, "s", note=f"at {network / 1e9:.3g} GB/s"),
-            Cell(cache / network, "s", note=f"at {network / 1e9:.3g} GB/s"),
+            Cell(send_s(gradients, network), "s"),
+            Cell(send_s(cache, network), "s"),
             None,
         ),
         _row(

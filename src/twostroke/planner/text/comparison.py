@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from twostroke.core.units import format_count
@@ -9,6 +10,9 @@ from twostroke.planner.comparison import COLUMNS, Cell, Comparison
 from twostroke.planner.text.format import columns, format_quantity
 
 _MARKS = {"datasheet": " datasheet", "assumed": " assumed"}
+
+WIDTH = 120
+"""Columns that the text keeps to."""
 
 
 def _cell(cell: Cell | None) -> str:
@@ -29,7 +33,7 @@ def _main_block(comparison: Comparison, has_measured: bool) -> list[list[str] | 
         if section and row.section != section:
             rows.append(None)
         section = row.section
-        line = [row.label]
+        line = [row.label.replace("million tokens", "Mtok")]
         for column in COLUMNS:
             cell = row.cells.get(column)
             line.append(_cell(cell))
@@ -57,13 +61,24 @@ def _component_block(comparison: Comparison) -> list[list[str] | None]:
                 continue
             flip = facts["arithmetic-bound"][column].value
             line += [
-                format_quantity(facts["share of the step"][column].value, "share"),
+                _share(facts["share of the step"][column].value),
                 format_quantity(facts["intensity"][column].value, ""),
                 str(cell.value),
-                f"≥ {flip:,.0f}" if isinstance(flip, int | float) else "never",
+                format_count(flip) if isinstance(flip, int | float) else "never",
             ]
         rows.append(line)
     return rows
+
+
+def _share(value: float | str | None) -> str:
+    """Whole percents, and one digit below ten: a component's part of the time is not known better."""
+    percent = 100 * float(value or 0)
+    return f"{percent:.0f}%" if percent >= 9.95 else f"{percent:.1f}%" if percent >= 0.05 else "<0.1%"
+
+
+def _wrapped(lines: Sequence[str]) -> list[str]:
+    """Sentences at ``WIDTH``, continued with an indent."""
+    return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="    ")]
 
 
 def _ruled(rows: Sequence[list[str] | None], right: Sequence[int] = ()) -> list[str]:
@@ -75,7 +90,7 @@ def _ruled(rows: Sequence[list[str] | None], right: Sequence[int] = ()) -> list[
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """The table: training, prefill and decode, predicted, and measured beside it once there is any. For 120 to 140 columns."""
+    """The table: training, prefill and decode, predicted, and measured beside it once there is any. For 120 columns."""
     has_measured = any(cell.measured is not None for row in comparison.rows for cell in row.cells.values())
     head, under = [""], [""]
     for title in ("TRAINING", "PREFILL", "DECODE"):
@@ -84,10 +99,10 @@ def comparison_text(comparison: Comparison) -> str:
     body = _ruled([head, under, None, *_main_block(comparison, has_measured), None])
 
     head, under = ["component"], [""]
-    for title, unit in (("TRAINING", "≥ sequences"), ("PREFILL", "≥ prompt tokens"), ("DECODE", "≥ requests")):
-        head += [title, "", "", ""]
+    for title, unit in (("TRAINING", "seqs."), ("PREFILL", "tokens"), ("DECODE", "reqs.")):
+        head += [title, "", "", "from"]
         under += ["time", "FLOP/B", "bound", unit]
-    components = _ruled([head, under, None, *_component_block(comparison), None])
+    components = _ruled([head, under, None, *_component_block(comparison), None], right=(1, 2, 4, 5, 6, 8, 9, 10, 12))
 
     served = comparison.crossover_served_tokens
     if comparison.training.cost is None:
@@ -98,12 +113,16 @@ def comparison_text(comparison: Comparison) -> str:
             crossover += f", {format_count(comparison.measured_crossover_served_tokens)} (from measured times)"
     return "\n".join(
         [
-            f"{comparison.subject} on {comparison.hardware.label}; rates {comparison.hardware.basis}",
+            *_wrapped([f"{comparison.subject} on {comparison.hardware.label}; rates {comparison.hardware.basis}"]),
             *body,
             *components,
-            "≥ n: from n on, arithmetic is the bound of that component",
-            crossover,
-            *comparison.assumptions,
-            *(f"note: {note}" for note in comparison.notes),
+            *_wrapped(
+                [
+                    "from: sequences of a pass, prompt tokens and requests from which arithmetic is the bound of that component",
+                    crossover,
+                    *comparison.assumptions,
+                    *(f"note: {note}" for note in comparison.notes),
+                ]
+            ),
         ]
     )

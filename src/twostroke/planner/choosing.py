@@ -1,0 +1,279 @@
+"""Choosing among candidates: limits that reject, an objective that ranks, and the reason why each loser lost.
+
+A candidate is rejected by the first limit it misses, memory before anything else. One that keeps every limit and still loses is
+behind the winner by a factor, and that factor is a product: price (or power) an hour × communication × pipeline bubble × how
+much slower its arithmetic or memory is. The largest of them is its reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from twostroke.core.errors import ConfigError
+
+Phase = Literal["train", "serve"]
+PHASES: tuple[Phase, ...] = ("train", "serve")
+
+Objective = Literal["cost", "time", "throughput", "energy"]
+OBJECTIVES: tuple[Objective, ...] = ("cost", "time", "throughput", "energy")
+
+MOST_IDLE_SHARE = 0.999
+"""A share of time lost to communication or bubble is taken as at most this, so that its factor stays finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A limit that a candidate does not keep: it needs ``needed`` where ``allowed`` is there. ``term`` names the largest part
+    of what is needed, for memory."""
+
+    limit: str
+    needed: float
+    allowed: float
+    unit: str
+    term: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """needed ÷ allowed, above 1; infinite where nothing is allowed."""
+        return self.needed / self.allowed if self.allowed > 0 else math.inf
+
+    def to_dict(self) -> dict[str, Any]:
+        ratio = self.ratio if math.isfinite(self.ratio) else None
+        return {
+            "limit": self.limit,
+            "needed": self.needed,
+            "allowed": self.allowed,
+            "unit": self.unit,
+            "ratio": ratio,
+            "largest_term": self.term,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to do the work, with what it takes. ``values`` hold predictions by their ledger names; they are empty where the
+    memory already said no. ``settings`` are the phase's own knobs (checkpointing, micro-batch), for people and ``--json``.
+
+    ``communication_share`` and ``bubble_share`` are parts of a step's time in which nothing is computed; ``link_use`` is the
+    share of the device's link that the work keeps busy.
+    """
+
+    phase: Phase
+    device: str
+    label: str
+    n_devices: int
+    layout: dict[str, int]
+    precision: str
+    batch: int
+    settings: dict[str, Any]
+    memory_bytes: dict[str, float]
+    allowed_bytes: float
+    usd_per_hour: float
+    watts: float
+    values: dict[str, float] = field(default_factory=dict)
+    communication_share: float = 0.0
+    bubble_share: float = 0.0
+    link_use: float = 0.0
+    bound: str = ""
+    misses: tuple[Miss, ...] = ()
+
+    @property
+    def layout_text(self) -> str:
+        """``8 = dp2 tp4``: devices, and the ways they are cut that are more than one."""
+        short = {"data": "dp", "tensor": "tp", "pipeline": "pp", "expert": "ep", "replicas": "×"}
+        cuts = [f"{short[name]}{n}" for name, n in self.layout.items() if name in short and n > 1]
+        if self.layout.get("zero"):
+            cuts.append(f"z{self.layout['zero']}")
+        return f"{self.n_devices} = {' '.join(cuts)}" if cuts else str(self.n_devices)
+
+    def score(self, objective: Objective) -> float:
+        """What ``objective`` makes small: $ (a run or a million tokens), s (a run or an answer), kWh, or minus tokens/s."""
+        if self.phase == "serve":
+            names = {"cost": "cost_per_mtok_usd", "time": "e2e_s", "energy": "energy_per_mtok_kwh"}
+            rate = "output_tok_per_s"
+        else:
+            names = {"cost": "cost_usd", "time": "train_time_s", "energy": "energy_kwh"}
+            rate = "train_tok_per_s"
+        return -self.values[rate] if objective == "throughput" else self.values[names[objective]]
+
+    def order(self, objective: Objective) -> tuple[Any, ...]:
+        """Sorting key: the score, then fewer dollars an hour, fewer devices, and the names, so that ties always fall alike."""
+        ways = tuple(self.layout.get(name, 1) for name in ("tensor", "pipeline", "expert", "zero"))
+        knobs = tuple(sorted((name, str(value)) for name, value in self.settings.items()))
+        return (self.score(objective), self.usd_per_hour, self.n_devices, self.device, ways, self.precision, self.batch, knobs)
+
+    @property
+    def nearness(self) -> float:
+        """The largest factor by which a limit is missed; 1 where all are kept."""
+        return max((miss.ratio for miss in self.misses), default=1.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "device": self.device,
+            "label": self.label,
+            "n_devices": self.n_devices,
+            "layout": self.layout,
+            "precision": self.precision,
+            "batch": self.batch,
+            "settings": self.settings,
+            "memory_bytes": self.memory_bytes,
+            "allowed_bytes": self.allowed_bytes,
+            "usd_per_hour": self.usd_per_hour,
+            "watts": self.watts,
+            "prediction": self.values,
+            "communication_share": self.communication_share,
+            "bubble_share": self.bubble_share,
+            "link_use": self.link_use,
+            "bound": self.bound,
+            "misses": [miss.to_dict() for miss in self.misses],
+        }
+
+
+@dataclass(frozen=True)
+class Behind:
+    """By what factor a candidate is behind the winner, and the factors it is the product of. ``cause`` is the largest."""
+
+    ratio: float
+    factors: dict[str, float]
+    cause: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"ratio": self.ratio, "factors": self.factors, "cause": self.cause}
+
+
+@dataclass(frozen=True)
+class DeviceResult:
+    """What became of one device: its best candidate and why that is behind, or the nearest miss where none kept the limits.
+
+    ``rejected`` counts the candidates that missed a limit by that limit; ``outranked`` those that kept all, by ``lost_by``.
+    """
+
+    device: str
+    label: str
+    enumerated: int
+    rejected: dict[str, int]
+    outranked: dict[str, int]
+    best: Candidate | None
+    behind: Behind | None
+    nearest: Candidate | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "device": self.device,
+            "label": self.label,
+            "enumerated": self.enumerated,
+            "rejected": self.rejected,
+            "outranked": self.outranked,
+            "best": self.best.to_dict() if self.best else None,
+            "behind": self.behind.to_dict() if self.behind else None,
+            "nearest_miss": self.nearest.to_dict() if self.nearest else None,
+        }
+
+
+def work_rate(candidate: Candidate, objective: Objective) -> float:
+    """Work a second, in the sense of ``objective``: tokens/s, or 1/s where the time of one answer or run is what counts."""
+    if objective == "time":
+        return 1 / candidate.score("time")
+    return -candidate.score("throughput")
+
+
+def behind(candidate: Candidate, winner: Candidate, objective: Objective) -> Behind:
+    """The factor between two scores and its parts, which multiply to it.
+
+    cost: $/h ratio × time ratio; energy: W ratio × time ratio; time and throughput: the time ratio alone. The time ratio is
+    1/(1 − c) for the share c lost to communication against the winner's, the same for the pipeline's bubble, and the rest,
+    named after what bounds the candidate: slower memory, arithmetic or launches.
+    """
+    slower = work_rate(winner, objective) / work_rate(candidate, objective)
+    factors: dict[str, float] = {}
+    if objective == "cost":
+        factors["price"] = candidate.usd_per_hour / winner.usd_per_hour
+    elif objective == "energy":
+        factors["power"] = candidate.watts / winner.watts
+    communication = _lost(candidate.communication_share) / _lost(winner.communication_share)
+    bubble = _lost(candidate.bubble_share) / _lost(winner.bubble_share)
+    factors["communication"], factors["bubble"] = communication, bubble
+    factors[candidate.bound or "arithmetic"] = slower / (communication * bubble)
+    cause = max(factors, key=lambda name: factors[name])
+    return Behind(math.prod(factors.values()), factors, cause)
+
+
+def lost_by(candidate: Candidate, own: Candidate, winner: Candidate, objective: Objective) -> str:
+    """The one word for why ``candidate`` lost, ``own`` being the best of its device: the device itself where that is the larger
+    factor, else what the candidate does differently on it (communication, bubble, batch, precision, or its other choices)."""
+    device, choice = behind(own, winner, objective), behind(candidate, own, objective)
+    if candidate is own or device.ratio > choice.ratio:
+        return device.cause
+    if choice.cause in ("communication", "bubble"):
+        return choice.cause
+    if 2 * candidate.batch <= own.batch:
+        return "batch"
+    return "precision" if candidate.precision != own.precision else "choice"
+
+
+def _lost(share: float) -> float:
+    """1/(1 − share): by how much a step is longer for what it loses."""
+    return 1 / (1 - min(share, MOST_IDLE_SHARE))
+
+
+def choose(candidates: Iterable[Candidate], objective: Objective) -> tuple[list[DeviceResult], list[Candidate]]:
+    """Every device's result, best device first, and all candidates that keep the limits, best first.
+
+    Devices without any come last, the nearest miss first. Raises ConfigError for an unknown objective.
+    """
+    if objective not in OBJECTIVES:
+        raise ConfigError(f"objective={objective!r} is not known. Use one of {', '.join(OBJECTIVES)}.")
+    by_device: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        by_device.setdefault(candidate.device, []).append(candidate)
+    feasible = sorted((c for cs in by_device.values() for c in cs if not c.misses), key=lambda c: c.order(objective))
+    winner = feasible[0] if feasible else None
+    best: dict[str, Candidate] = {}
+    outranked: dict[str, Counter[str]] = {device: Counter() for device in by_device}
+    for candidate in feasible:
+        first = best.setdefault(candidate.device, candidate)
+        if winner is not None and candidate is not winner:
+            outranked[candidate.device][lost_by(candidate, first, winner, objective)] += 1
+    results = []
+    for device, those in by_device.items():
+        own = best.get(device)
+        missed = [c for c in those if c.misses]
+        results.append(
+            DeviceResult(
+                device,
+                those[0].label,
+                len(those),
+                dict(Counter(c.misses[0].limit for c in missed).most_common()),
+                dict(outranked[device].most_common()),
+                own,
+                behind(own, winner, objective) if own is not None and winner is not None else None,
+                min(missed, key=lambda c: (c.nearness, c.usd_per_hour)) if missed and own is None else None,
+            )
+        )
+    place = {id(c): i for i, c in enumerate(feasible)}
+    results.sort(
+        key=lambda r: (0, place[id(r.best)], r.device) if r.best else (1, r.nearest.nearness if r.nearest else 0.0, r.device)
+    )
+    return results, feasible
+
+
+def reliefs(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """For each limit, the candidate that misses nothing but it and misses it by least: what raising that one limit would admit.
+    Nearest first."""
+    found: dict[str, Candidate] = {}
+    for candidate in candidates:
+        if len(candidate.misses) == 1 and math.isfinite(candidate.nearness):
+            known = found.get(candidate.misses[0].limit)
+            if known is None or (candidate.nearness, candidate.usd_per_hour) < (known.nearness, known.usd_per_hour):
+                found[candidate.misses[0].limit] = candidate
+    return tuple(sorted(found.values(), key=lambda c: (c.nearness, c.usd_per_hour, c.device)))
+
+
+def nearest_miss(results: Sequence[DeviceResult]) -> Candidate | None:
+    """Of all that missed a limit, the one that misses by the smallest factor; the cheaper of equals."""
+    found = [r.nearest for r in results if r.nearest is not None]
+    return min(found, key=lambda c: (c.nearness, c.usd_per_hour, c.device), default=None)

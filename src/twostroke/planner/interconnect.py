@@ -1,0 +1,122 @@
+"""What a fast link costs and whether the work uses it: the money that buys NVLink for a model that fits one device.
+
+Between two devices the one with the faster link mostly has more of everything, so its price cannot be taken apart by
+arithmetic alone: over the price table a regression on capacity, bandwidth, arithmetic and link leaves the link's own price
+undetermined, since the four grow together. Two numbers are given instead. The *split* is an assumption: each resource's part of
+the price difference is as its ratio's logarithm is to the sum of the four, so that doubling any one of them costs the same.
+The *break-even* price assumes nothing: what the link-rich device may cost an hour if its tokens are to cost what they cost on
+the other. All beyond it buys nothing that this work uses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from twostroke.planner.choosing import Candidate, DeviceResult
+from twostroke.planner.hardware import Hardware
+
+FAST_LINK_BYTES_PER_S = 63e9
+"""One direction of a PCIe 5.0 ×16 slot (32 GT/s · 16 lanes · 128/130 ÷ 8): what every server has. More was bought."""
+
+
+@dataclass(frozen=True)
+class LinkFinding:
+    """A device with a fast link against the best one without, each in its own best layout for the same work.
+
+    $ are for one device and hour. ``link_usd`` is the assumed split's part of the price difference, ``idle_usd`` what of it
+    the layout leaves unused, ``break_even_usd`` and ``excess_usd`` = price − break-even assume nothing but the rates.
+    """
+
+    rich: Candidate
+    plain: Candidate
+    rich_link_bytes_per_s: float
+    plain_link_bytes_per_s: float
+    difference_usd: float
+    link_usd: float
+    idle_usd: float
+    break_even_usd: float
+
+    @property
+    def price_usd(self) -> float:
+        """One link-rich device an hour."""
+        return self.rich.usd_per_hour / self.rich.n_devices
+
+    @property
+    def excess_usd(self) -> float:
+        """What the device costs beyond what its tokens are worth at the plain one's price; negative where it is the bargain."""
+        return self.price_usd - self.break_even_usd
+
+    @property
+    def wasted(self) -> bool:
+        """Whether the difference is lost money: the link-rich device's tokens cost more."""
+        return self.excess_usd > 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "device": self.rich.device,
+            "against": self.plain.device,
+            "link_bytes_per_s": self.rich_link_bytes_per_s,
+            "against_link_bytes_per_s": self.plain_link_bytes_per_s,
+            "link_use": self.rich.link_use,
+            "price_difference_usd_per_hour": self.difference_usd,
+            "link_part_usd_per_hour": self.link_usd,
+            "idle_link_usd_per_hour": self.idle_usd,
+            "split": "assumed: by the logarithms of the ratios of capacity, bandwidth, arithmetic and link",
+            "break_even_usd_per_hour": self.break_even_usd,
+            "excess_usd_per_hour": self.excess_usd,
+            "cost_ratio": self.rich.score("cost") / self.plain.score("cost"),
+        }
+
+
+def resources(hardware: Hardware) -> dict[str, float]:
+    """What a device's price buys: bytes, bytes/s, 16-bit FLOP/s, and bytes/s to its neighbours."""
+    peaks = hardware.peak_flop_per_s
+    return {
+        "capacity": hardware.memory_bytes,
+        "bandwidth": max(point.bytes_per_s for point in hardware.read_bandwidth),
+        "arithmetic": peaks.get("bf16") or peaks.get("fp16") or max(peaks.values()),
+        "link": hardware.link.bytes_per_s,
+    }
+
+
+def price_split(difference_usd: float, rich: Hardware, plain: Hardware) -> dict[str, float]:
+    """``difference_usd`` over the resources of which ``rich`` has more, in proportion to ln(ratio). Empty where it costs
+    no more or has more of nothing."""
+    more = resources(rich)
+    logs = {name: math.log(more[name] / value) for name, value in resources(plain).items() if more[name] > value}
+    if difference_usd <= 0 or not logs:
+        return {}
+    return {name: difference_usd * part / sum(logs.values()) for name, part in logs.items()}
+
+
+def link_finding(rich: Candidate, plain: Candidate, machines: Mapping[str, Hardware]) -> LinkFinding:
+    """``rich`` against ``plain``, both with predicted money a token."""
+    a, b = machines[rich.device], machines[plain.device]
+    price = rich.usd_per_hour / rich.n_devices
+    difference = price - plain.usd_per_hour / plain.n_devices
+    link = price_split(difference, a, b).get("link", 0.0)
+    return LinkFinding(
+        rich,
+        plain,
+        a.link.bytes_per_s,
+        b.link.bytes_per_s,
+        difference,
+        link,
+        link * (1 - rich.link_use),
+        price * plain.score("cost") / rich.score("cost"),
+    )
+
+
+def link_findings(results: Sequence[DeviceResult], machines: Mapping[str, Hardware]) -> tuple[LinkFinding, ...]:
+    """Every device with a fast link that keeps the limits, against the cheapest a token without one; best device first. Empty
+    where either kind is missing."""
+    best = [r.best for r in results if r.best is not None and machines[r.device].kind == "gpu"]
+    fast = [c for c in best if machines[c.device].link.bytes_per_s > FAST_LINK_BYTES_PER_S]
+    plain = [c for c in best if machines[c.device].link.bytes_per_s <= FAST_LINK_BYTES_PER_S]
+    if not plain:
+        return ()
+    cheapest = min(plain, key=lambda c: c.order("cost"))
+    return tuple(link_finding(c, cheapest, machines) for c in fast)

@@ -1,0 +1,350 @@
+"""Which machine, how many of it, cut how, in which precision and at which batch: every combination of a space, ranked.
+
+Training and serving are searched apart, because they want different machines. Each space is walked whole: what the memory
+rules out costs no timing, memory is computed once for all devices, and a prefill once for all batches. What is left is timed by
+the functions that ``plan train`` and ``plan serve`` use, so a winner found here is the plan that they print.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from twostroke.core.errors import ConfigError
+from twostroke.core.spec import ModelSpec
+from twostroke.planner.choosing import Candidate, DeviceResult, Miss, Objective, Phase, choose, nearest_miss, reliefs
+from twostroke.planner.cost import energy_kwh, usd_per_million_tokens
+from twostroke.planner.hardware import Hardware, price
+from twostroke.planner.interconnect import LinkFinding, link_findings
+from twostroke.planner.serving import SCHEMES, ServingShape, decode_works, memory_for_kv, prefill_works, request_kv_bytes
+from twostroke.planner.weights import weights_bytes
+from twostroke.planner.work import Work, total_seconds
+
+SEARCHED_SCHEMES = tuple(scheme for scheme in SCHEMES if scheme != "fp32")
+
+MULTIPLIED_IN = {"int8": "bf16", "int4": "bf16", "mxfp4": "bf16", "w8a8": "int8"}
+"""The type of the products of weights held in a scheme, where that is another one."""
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Requests that decode together."""
+
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+"""Sequences of one forward and backward on one data-parallel rank."""
+
+CHECKPOINTING = ("none", "selective", "full")
+
+BATCH_TOKENS = 2**21
+"""Tokens of an optimizer step where none are given: 2 M, between the 0.5 M and 3.2 M of GPT-3's sizes (arXiv 2005.14165, table
+2.1). Assumed."""
+
+TOKENS_PER_PARAMETER = 20
+"""Training tokens where none are given: about 20 a parameter (Hoffmann et al. 2022, arXiv 2203.15556). Assumed."""
+
+MAX_DEVICES = 8
+"""Devices of one kind that a search may use where nothing is said."""
+
+MOST_DEVICES = 2**16
+
+
+@dataclass(frozen=True)
+class ServeLimits:
+    """What serving must keep to; None is no limit. Raises ConfigError for limits that are not above 0."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    usd_per_mtok: float | None = None
+    usd_per_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_positive(asdict(self))
+
+
+@dataclass(frozen=True)
+class TrainLimits:
+    """What a training run must keep to; None is no limit. Raises ConfigError for limits that are not above 0."""
+
+    days: float | None = None
+    run_usd: float | None = None
+    usd_per_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_positive(asdict(self))
+
+
+def _check_positive(limits: dict[str, float | None]) -> None:
+    for name, value in limits.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name}={value:g} must be above 0 and finite. Leave it out for no limit.")
+
+
+@dataclass(frozen=True)
+class ServeWork:
+    """What is to be served. ``requests_per_s`` = 0: one replica, kept full; above it, as many replicas as that rate needs."""
+
+    prompt_tokens: int = 512
+    output_tokens: int = 128
+    requests_per_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_tokens", "output_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
+        if not 0 <= self.requests_per_s < math.inf:
+            raise ConfigError(f"requests_per_s={self.requests_per_s:g} must be at least 0 and finite.")
+
+
+@dataclass(frozen=True)
+class TrainWork:
+    """What is to be trained: ``tokens`` in steps of ``batch_tokens``, cut into sequences of ``sequence_length``."""
+
+    tokens: float
+    sequence_length: int = 4096
+    batch_tokens: int = BATCH_TOKENS
+    optimizer: str = "adamw"
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "sequence_length", "batch_tokens"):
+            if not 1 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}={getattr(self, name):g} must be at least 1 and finite.")
+        if self.batch_tokens % self.sequence_length:
+            nearest = max(1, round(self.batch_tokens / self.sequence_length)) * self.sequence_length
+            raise ConfigError(
+                f"batch_tokens={self.batch_tokens} must be a whole number of sequences of {self.sequence_length} tokens. "
+                f"Use {nearest}."
+            )
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of one optimizer step."""
+        return self.batch_tokens // self.sequence_length
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may be combined. ``counts`` are devices of one kind; a mixture of kinds is not searched."""
+
+    machines: tuple[Hardware, ...]
+    max_devices: int = MAX_DEVICES
+    precisions: tuple[str, ...] = ()
+    batches: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.machines:
+            raise ConfigError("there is no device to search. Name one with --hardware, or none for all.")
+        if not 1 <= self.max_devices <= MOST_DEVICES:
+            raise ConfigError(f"max_devices={self.max_devices} must be from 1 to {MOST_DEVICES}.")
+        for batch in self.batches:
+            if batch < 1:
+                raise ConfigError(f"batch={batch} must be at least 1.")
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """1, 2, 4 … up to the most, and the most itself."""
+        powers = [2**i for i in range(self.max_devices.bit_length()) if 2**i <= self.max_devices]
+        return tuple(dict.fromkeys((*powers, self.max_devices)))
+
+
+@dataclass(frozen=True)
+class Search:
+    """One phase, searched. ``results`` has every device, best first; ``best`` the best candidates of all devices together."""
+
+    phase: Phase
+    objective: Objective
+    work: ServeWork | TrainWork
+    limits: ServeLimits | TrainLimits
+    results: tuple[DeviceResult, ...]
+    best: tuple[Candidate, ...]
+    enumerated: int
+    out_of_memory: int
+    timed: int
+    kept: int
+    reliefs: tuple[Candidate, ...] = ()
+    links: tuple[LinkFinding, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def winner(self) -> Candidate | None:
+        return self.best[0] if self.best else None
+
+    @property
+    def nearest(self) -> Candidate | None:
+        """The candidate that misses by least, where none keeps the limits."""
+        return None if self.best else nearest_miss(self.results)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "phase": self.phase,
+            "objective": self.objective,
+            "work": asdict(self.work),
+            "limits": asdict(self.limits),
+            "enumerated": self.enumerated,
+            "out_of_memory": self.out_of_memory,
+            "timed": self.timed,
+            "kept_every_limit": self.kept,
+            "reliefs": [c.to_dict() for c in self.reliefs],
+            "winner": self.winner.to_dict() if self.winner else None,
+            "nearest_miss": self.nearest.to_dict() if self.nearest else None,
+            "best": [c.to_dict() for c in self.best],
+            "devices": [r.to_dict() for r in self.results],
+            "links": [f.to_dict() for f in self.links],
+            "notes": list(self.notes),
+        }
+
+
+# -- serving --------------------------------------------------------------------------------------------------------------
+
+
+def search_serving(
+    spec: ModelSpec, work: ServeWork, space: Space, limits: ServeLimits = ServeLimits(), objective: Objective = "cost"
+) -> Search:
+    """Rank every way to serve ``spec``. Raises ConfigError for impossible inputs; a search that finds nothing does not raise
+    (``require_winner`` does)."""
+    if work.prompt_tokens + work.output_tokens > spec.max_positions:
+        raise ConfigError(
+            f"prompt_tokens={work.prompt_tokens} and output_tokens={work.output_tokens} make "
+            f"{work.prompt_tokens + work.output_tokens} tokens; the context holds {spec.max_positions}. Use less of either."
+        )
+    candidates = list(_serve_candidates(spec, work, space, limits))
+    return _ranked("serve", objective, work, limits, space, candidates)
+
+
+def _serve_candidates(spec: ModelSpec, work: ServeWork, space: Space, limits: ServeLimits) -> Iterator[Candidate]:
+    schemes = space.precisions or SEARCHED_SCHEMES
+    batches = tuple(sorted(set(space.batches or BATCHES)))
+    for machine in space.machines:
+        for scheme in schemes:
+            lacking = _lacking_type(scheme, machine)
+            if lacking is not None:
+                yield _without_type("serve", machine, scheme, lacking)
+                continue
+            yield from _serve_batches(spec, work, machine, scheme, batches, space, limits)
+
+
+def _lacking_type(scheme: str, machine: Hardware) -> str | None:
+    """The type that ``scheme`` multiplies in and ``machine`` has no rate for; None where it has."""
+    needed = MULTIPLIED_IN.get(scheme, scheme)
+    return None if needed in machine.peak_flop_per_s else needed
+
+
+def _without_type(phase: Phase, machine: Hardware, precision: str, lacking: str) -> Candidate:
+    """The one candidate that stands for a precision that a device has no arithmetic for."""
+    return Candidate(
+        phase, machine.name, machine.label, 1, {}, precision, 0, {}, {}, machine.memory_bytes, machine.usd_per_hour.value,
+        machine.watts.value, misses=(Miss("type", 1.0, 0.0, lacking),),
+    )  # fmt: skip
+
+
+def _serve_batches(
+    spec: ModelSpec, work: ServeWork, machine: Hardware, scheme: str, batches: Sequence[int], space: Space, limits: ServeLimits
+) -> Iterator[Candidate]:
+    """Every batch on one device, cut one way: the memory first, the prefill once."""
+    shape = ServingShape(scheme=scheme, prompt_tokens=work.prompt_tokens, output_tokens=work.output_tokens)
+    weights, request = weights_bytes(spec, scheme), request_kv_bytes(spec, shape)
+    allowed = memory_for_kv(spec, shape, machine) + weights
+    base = Candidate(
+        "serve", machine.name, machine.label, 1, {}, scheme, 0, {"kv_dtype": shape.cache_dtype}, {}, allowed,
+        machine.usd_per_hour.value, machine.watts.value,
+    )  # fmt: skip
+    ttft_s = None
+    for batch in batches:
+        memory = {"weights": weights, "kv_cache": batch * request}
+        candidate = replace(base, batch=batch, memory_bytes=memory)
+        needed = sum(memory.values())
+        if needed > allowed:
+            term = max(memory, key=lambda name: memory[name])
+            yield replace(candidate, misses=(Miss("memory", needed, max(allowed, 0.0), "bytes", term),))
+            continue
+        if ttft_s is None:
+            ttft_s = total_seconds(prefill_works(spec, shape, machine))
+        decode = decode_works(spec, shape, machine, batch)
+        yield _served(candidate, work, ttft_s, decode, space, limits)
+
+
+def _served(
+    candidate: Candidate, work: ServeWork, ttft_s: float, decode: Sequence[Work], space: Space, limits: ServeLimits
+) -> Candidate:
+    """``candidate`` with its rates, its money and the limits it misses; with as many replicas as the rate of requests needs."""
+    batch, output = candidate.batch, work.output_tokens
+    tpot_s = total_seconds(decode)
+    rate = batch * output / (batch * ttft_s + output * tpot_s)
+    replicas, served = 1, rate
+    if work.requests_per_s:
+        served = work.requests_per_s * output
+        replicas = math.ceil(served / rate)
+    n_devices = candidate.n_devices * replicas
+    usd_per_hour, watts = candidate.usd_per_hour * replicas, candidate.watts * replicas
+    values = {
+        "ttft_s": ttft_s,
+        "tpot_s": tpot_s,
+        "e2e_s": ttft_s + (output - 1) * tpot_s,
+        "output_tok_per_s": served,
+        "cost_per_mtok_usd": usd_per_million_tokens(served, usd_per_hour),
+        "energy_per_mtok_kwh": energy_kwh(1e6 / served, watts, price("pue").value),
+    }
+    checks = (
+        ("devices", float(n_devices), float(space.max_devices), "devices"),
+        ("ttft", ttft_s, limits.ttft_s, "s"),
+        ("tpot", tpot_s, limits.tpot_s, "s"),
+        ("usd_per_hour", usd_per_hour, limits.usd_per_hour, "usd"),
+        ("usd_per_mtok", values["cost_per_mtok_usd"], limits.usd_per_mtok, "usd"),
+    )
+    return replace(
+        candidate,
+        n_devices=n_devices,
+        layout={**candidate.layout, "replicas": replicas},
+        usd_per_hour=usd_per_hour,
+        watts=watts,
+        values=values,
+        bound=_bound(decode),
+        misses=_misses(checks),
+    )
+
+
+def _misses(checks: Sequence[tuple[str, float, float | None, str]]) -> tuple[Miss, ...]:
+    """The checks (limit, needed, allowed, unit) that fail."""
+    return tuple(
+        Miss(name, needed, allowed, unit) for name, needed, allowed, unit in checks if allowed is not None and needed > allowed
+    )
+
+
+def _bound(works: Sequence[Work]) -> str:
+    """What most of a step's time is bound by."""
+    totals: dict[str, float] = {}
+    for work in works:
+        totals[work.bound] = totals.get(work.bound, 0.0) + work.seconds
+    return max(totals, key=lambda name: totals[name])
+
+
+# -- ranking --------------------------------------------------------------------------------------------------------------
+
+KEPT_BEST = 10
+"""Candidates of all devices together that a search names."""
+
+
+def _ranked(
+    phase: Phase,
+    objective: Objective,
+    work: ServeWork | TrainWork,
+    limits: ServeLimits | TrainLimits,
+    space: Space,
+    candidates: Sequence[Candidate],
+) -> Search:
+    results, feasible = choose(candidates, objective)
+    out_of_memory = sum(1 for c in candidates if c.misses and c.misses[0].limit == "memory")
+    machines = {machine.name: machine for machine in space.machines}
+    return Search(
+        phase,
+        objective,
+        work,
+        limits,
+        tuple(results),
+        tuple(feasible[:KEPT_BEST]),
+        len(candidates),
+        out_of_memory,
+        sum(1 for c in candidates if c.values),
+        len(feasible),
+        () if feasible else reliefs(candidates),
+        link_findings(results, machines) if phase == "serve" else (),
+    )

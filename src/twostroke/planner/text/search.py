@@ -1,0 +1,276 @@
+"""``twostroke plan search`` as text: the winner, the best of every device and why it is behind, and why the losers lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from twostroke.core.units import format_bytes, format_count, format_money, format_seconds
+from twostroke.planner.choosing import Behind, Candidate, DeviceResult, Miss
+from twostroke.planner.interconnect import LinkFinding
+from twostroke.planner.search import Search, ServeWork, TrainWork
+from twostroke.planner.text.format import columns, format_quantity
+
+LIMIT_WORDS = {
+    "memory": "does not fit in memory",
+    "type": "no arithmetic for its type",
+    "devices": "needs more devices than allowed",
+    "ttft": "first token too late",
+    "tpot": "tokens too slow",
+    "usd_per_mtok": "tokens too dear",
+    "usd_per_hour": "an hour too dear",
+    "days": "run takes too long",
+    "run_usd": "run too dear",
+}
+
+CAUSE_WORDS = {
+    "price": "price an hour",
+    "power": "power",
+    "communication": "communication",
+    "bubble": "pipeline bubble",
+    "memory": "slower memory",
+    "arithmetic": "slower arithmetic",
+    "launch": "slower launches",
+    "batch": "smaller batch",
+    "precision": "other precision",
+    "choice": "other layout or settings",
+}
+
+LIMIT_OPTIONS = {
+    "devices": "--max-devices",
+    "ttft": "--slo-ttft-ms",
+    "tpot": "--slo-tpot-ms",
+    "usd_per_mtok": "--usd-per-mtok",
+    "usd_per_hour": "--usd-per-hour",
+    "days": "--days",
+    "run_usd": "--budget-usd",
+}
+"""The option that sets a limit, for the sentence that says how far to raise it."""
+
+NEAR = 1.05
+"""Factors within 5% of 1 are left out of a reason."""
+
+OBJECTIVE_WORDS = {
+    ("serve", "cost"): "$ per million output tokens",
+    ("serve", "time"): "time of a whole answer",
+    ("serve", "throughput"): "output tokens a second",
+    ("serve", "energy"): "kWh per million output tokens",
+    ("train", "cost"): "$ of the run",
+    ("train", "time"): "time of the run",
+    ("train", "throughput"): "trained tokens a second",
+    ("train", "energy"): "kWh of the run",
+}
+
+
+def behind_text(behind: Behind) -> str:
+    """``1.9× price, 1.3× communication``: the factors that are not near 1, those against it first."""
+    parts = [
+        f"{factor:.2g}× {CAUSE_WORDS[name].removesuffix(' an hour')}"
+        for name, factor in sorted(behind.factors.items(), key=lambda item: -item[1])
+        if factor > NEAR
+    ]
+    parts += [
+        f"{1 / factor:.2g}× {_better(name)}"
+        for name, factor in sorted(behind.factors.items(), key=lambda item: item[1])
+        if factor < 1 / NEAR
+    ]
+    return ", ".join(parts) or "as good"
+
+
+def _better(name: str) -> str:
+    return {"price": "cheaper", "power": "less power"}.get(name, CAUSE_WORDS[name].replace("slower", "faster"))
+
+
+def miss_text(miss: Miss) -> str:
+    """``does not fit in memory: 1.3× (weights 16 GiB …)``."""
+    words = LIMIT_WORDS[miss.limit]
+    if miss.limit == "type":
+        return f"{words} ({miss.unit})"
+    needed, allowed = _amount(miss.needed, miss), _amount(miss.allowed, miss)
+    term = f", mostly {miss.term.replace('_', ' ')}" if miss.term else ""
+    return f"{words}: {needed} for {allowed} ({miss.ratio:.2g}×{term})"
+
+
+def _amount(value: float, miss: Miss) -> str:
+    if miss.limit == "days":
+        return format_seconds(86400 * value)
+    return f"{value:,.0f}" if miss.unit == "devices" else format_quantity(value, miss.unit)
+
+
+def _serve_cells(candidate: Candidate) -> list[str]:
+    values = candidate.values
+    return [
+        candidate.device,
+        candidate.layout_text,
+        candidate.precision,
+        str(candidate.batch),
+        format_seconds(values["ttft_s"]),
+        format_seconds(values["tpot_s"]),
+        format_count(values["output_tok_per_s"]),
+        format_money(candidate.usd_per_hour),
+        format_money(values["cost_per_mtok_usd"]),
+    ]
+
+
+SERVE_HEAD = ["device", "devices", "weights", "batch", "TTFT", "TPOT", "tok/s", "$/h", "$/Mtok"]
+RIGHT = (3, 4, 5, 6, 7, 8, 9)
+
+
+def best_table(search: Search, top: int) -> list[str]:
+    """The best candidate of each device, and the product of factors by which it is behind the winner."""
+    head = SERVE_HEAD
+    cells = _serve_cells
+    found = [r for r in search.results if r.best is not None]
+    rows = [[*head, "behind", "because"]]
+    for result in found[:top]:
+        if result.best is None or result.behind is None:
+            continue
+        first = result.best is search.winner
+        rows.append(
+            [
+                *cells(result.best),
+                "best" if first else f"{result.behind.ratio:.2f}×",
+                "" if first else behind_text(result.behind),
+            ]
+        )
+    lines = columns(rows, RIGHT).split("\n")
+    if len(found) > top:
+        lines.append(f"… and {len(found) - top} more devices that keep every limit (--top {len(found)} shows them)")
+    return lines
+
+
+def missed_table(search: Search, top: int) -> list[str]:
+    """Devices of which nothing keeps the limits, each with its nearest miss."""
+    found = [r for r in search.results if r.best is None and r.nearest is not None]
+    if not found:
+        return []
+    rows = [[r.device, _nearest(r)] for r in found[:top]]
+    lines = ["out, with the nearest miss of each:", *columns(rows).split("\n")]
+    if len(found) > top:
+        lines.append(f"… and {len(found) - top} more devices")
+    return lines
+
+
+def _nearest(result: DeviceResult) -> str:
+    candidate = result.nearest
+    if candidate is None:
+        return ""
+    first = max(candidate.misses, key=lambda miss: miss.ratio)
+    batch = f", batch {candidate.batch}" if candidate.batch else ""
+    return f"{candidate.layout_text}, {candidate.precision}{batch}: {miss_text(first)}"
+
+
+def reason_table(search: Search) -> list[str]:
+    """How many lost for which reason, and on which devices most of them."""
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    for result in search.results:
+        for limit, n in result.rejected.items():
+            counts.setdefault((LIMIT_WORDS[limit], "misses a limit"), Counter())[result.device] += n
+        for cause, n in result.outranked.items():
+            counts.setdefault((CAUSE_WORDS[cause], "keeps all, behind"), Counter())[result.device] += n
+    rows = [["lost by", "", "candidates", "most of them on"]]
+    for (words, kind), devices in sorted(counts.items(), key=lambda item: (item[0][1] != "misses a limit", -item[1].total())):
+        most = ", ".join(f"{device} {n:,}" for device, n in devices.most_common(3))
+        rows.append([words, kind, f"{devices.total():,}", most + (", …" if len(devices) > 3 else "")])
+    return columns(rows, (2,)).split("\n")
+
+
+def link_lines(findings: Sequence[LinkFinding], top: int = 4) -> list[str]:
+    """The interconnect: what it costs, what of it this work uses, and whether the rest of the device is worth its price."""
+    if not findings:
+        return []
+    plain, link = findings[0].plain, findings[0].plain_link_bytes_per_s / 1e9
+    lines = [f"interconnect: against {plain.device} (link {link:.3g} GB/s), the cheapest a token without NVLink or its like"]
+    rows = [["device", "link", "used", "dearer by", "of it idle link", "worth here", "a token costs"]]
+    for finding in findings[:top]:
+        ratio = finding.rich.score("cost") / finding.plain.score("cost")
+        rows.append(
+            [
+                finding.rich.device,
+                f"{finding.rich_link_bytes_per_s / 1e9:.3g} GB/s",
+                format_quantity(finding.rich.link_use, "share"),
+                f"{format_money(finding.difference_usd)}/h",
+                f"{format_money(finding.idle_usd)}/h assumed",
+                f"{format_money(finding.break_even_usd)}/h of {format_money(finding.price_usd)}/h",
+                f"{ratio:.2f}× {'more' if ratio >= 1 else 'of it'}",
+            ]
+        )
+    return [
+        *lines,
+        *columns(rows, (1, 2, 3, 4)).split("\n"),
+        "idle link: its part of the price difference, split by the logarithms of capacity, bandwidth, arithmetic and link;",
+        f"worth here: the price an hour at which a token costs as much as on {plain.device}.",
+    ]
+
+
+def workload_text(search: Search) -> str:
+    work = search.work
+    if isinstance(work, TrainWork):
+        return (
+            f"{format_count(work.tokens)} tokens in steps of {format_count(work.batch_tokens)}, sequences of "
+            f"{work.sequence_length}, {work.optimizer}"
+        )
+    rate = f", {work.requests_per_s:g} requests/s" if work.requests_per_s else ", kept full"
+    return f"prompt {work.prompt_tokens}, output {work.output_tokens} tokens{rate}"
+
+
+def limits_text(search: Search) -> str:
+    """The limits that were given, in the words of their options."""
+    shown = {
+        "ttft_s": lambda v: f"TTFT ≤ {format_seconds(v)}",
+        "tpot_s": lambda v: f"TPOT ≤ {format_seconds(v)}",
+        "usd_per_mtok": lambda v: f"≤ {format_money(v)} a million tokens",
+        "usd_per_hour": lambda v: f"≤ {format_money(v)} an hour",
+        "days": lambda v: f"≤ {v:g} days",
+        "run_usd": lambda v: f"≤ {format_money(v)} the run",
+    }
+    given = [shown[name](value) for name, value in vars(search.limits).items() if value is not None]
+    return "; ".join(given) or "memory only"
+
+
+def search_text(search: Search, subject: str, top: int = 12) -> str:
+    """One phase's search. Every number is predicted but prices (see ``--json`` for their sources), at most 120 columns."""
+    phase = "SERVING" if isinstance(search.work, ServeWork) else "TRAINING"
+    lines = [
+        f"{phase} {subject}: {workload_text(search)}",
+        f"by {OBJECTIVE_WORDS[search.phase, search.objective]}; limits: {limits_text(search)}",
+        f"{search.enumerated:,} candidates: {search.out_of_memory:,} pruned by memory before any timing, "
+        f"{search.timed:,} timed, {search.kept:,} keep every limit",
+        "all numbers predicted, from datasheets and assumed efficiencies where not measured; prices listed or assumed",
+        "",
+        *best_table(search, top),
+    ]
+    for block in (missed_table(search, top), ["", *reason_table(search)], link_lines(search.links)):
+        lines += ["", *block] if block and block[0] else block
+    lines += [f"note: {note}" for note in search.notes]
+    return "\n".join(lines)
+
+
+def nothing_found(search: Search) -> str:
+    """The sentence for a search that found nothing: the nearest miss, and which single limit would have to give how much."""
+    nearest = search.nearest
+    phase = {"serve": "to serve", "train": "to train"}[search.phase]
+    head = f"none of {search.enumerated:,} ways {phase} this model keeps every limit ({limits_text(search)})."
+    if nearest is None:
+        return head
+    worst = max(nearest.misses, key=lambda miss: miss.ratio)
+    text = f"{head} The nearest is {nearest.label}, {nearest.layout_text}, {nearest.precision}: {miss_text(worst)}."
+    remedies = []
+    for candidate in search.reliefs:
+        miss = candidate.misses[0]
+        if miss.limit in LIMIT_OPTIONS:
+            remedies.append(f"{LIMIT_OPTIONS[miss.limit]} {_raised(miss)} ({candidate.device})")
+        elif miss.limit == "memory":
+            remedies.append(f"{format_bytes(miss.needed - miss.allowed)} more memory on {candidate.device}, or --max-devices")
+    if not remedies:
+        return f"{text} Raise several limits at once."
+    return f"{text} Any one of these would do: {'; '.join(remedies[:3])}."
+
+
+def _raised(miss: Miss) -> str:
+    """The limit as its option takes it, rounded up to three digits so that it admits the candidate."""
+    value = 1e3 * miss.needed if miss.limit in ("ttft", "tpot") else miss.needed
+    if miss.unit == "devices":
+        return f"{value:.0f}"
+    shown = float(f"{value:.3g}")
+    return f"{shown if shown >= value else float(f'{value * 1.005:.3g}'):g}"
