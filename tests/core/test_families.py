@@ -135,11 +135,17 @@ def test_published_configurations_agree_with_transformers(assets: Path, name: st
     assert_agree(spec_from_config(config), reference(config))
 
 
-def test_unsupported_published_configurations_name_the_supported_families(assets: Path) -> None:
-    for name in ("Mixtral-8x7B-Instruct-v0.1.json", "deepseek-ai--DeepSeek-V3_config.json", "phi-2.json"):
-        config = json.loads((assets / "configs" / "hf" / name).read_text())
-        with pytest.raises(UnsupportedFamilyError, match="llama, mistral, qwen2, qwen3, gpt2"):
-            spec_from_config(config)
+def test_an_unknown_family_names_the_near_and_the_known_ones() -> None:
+    with pytest.raises(
+        UnsupportedFamilyError, match=r"Did you mean 'mixtral' or 'mistral'\?.*llama, mistral, qwen2, qwen3, gpt2; to plan only"
+    ):
+        spec_from_config(small_config("mixtrl"))
+
+
+@pytest.mark.parametrize(("family", "reason"), [("bert", "an encoder"), ("t5", "with a decoder"), ("mamba", "recurrent")])
+def test_a_model_that_is_no_decoder_is_refused_with_the_reason(family: str, reason: str) -> None:
+    with pytest.raises(UnsupportedFamilyError, match=f"model_type='{family}' is not supported: it is .*{reason}"):
+        spec_from_config(small_config("llama") | {"model_type": family})
 
 
 ROPES = (

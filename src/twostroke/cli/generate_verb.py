@@ -48,7 +48,7 @@ def generate(
     from twostroke.scheduling.sampling_params import SamplingParams
 
     directory = model_directory(model)
-    read_spec(directory)  # an unusable config.json is told before torch is imported
+    read_spec(directory).require_buildable()  # an unusable config.json is told before torch is imported
     params = SamplingParams(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, max_tokens=max_tokens, stop=tuple(stop),
         ignore_eos=ignore_eos,

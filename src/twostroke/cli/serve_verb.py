@@ -42,7 +42,7 @@ def serve(
     from twostroke.server.launch import EngineOptions, ServeSettings, bind, is_loopback, launch_engine
 
     directory = model_directory(model)
-    read_spec(directory)  # an unusable config.json is told before anything is started
+    read_spec(directory).require_buildable()  # an unusable config.json is told before anything is started
     if api_key_file is not None and not api_key_file.is_file():
         raise ConfigError(f"API key file {api_key_file} does not exist. It holds one key a line.")
     if api_key_file is None and not is_loopback(host) and not without_key:

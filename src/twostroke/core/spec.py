@@ -253,6 +253,9 @@ class ModelSpec:
             raise ConfigError(f"global n_kv_heads={self.global_attention.n_kv_heads} must divide n_heads={self.n_heads}.")
         if self.moe is not None and self.moe.layers is not None and not set(self.moe.layers) <= set(range(self.n_layers)):
             raise ConfigError(f"moe layers must be among 0 to {self.n_layers - 1}.")
+        turned = self.departures.rotary_dim
+        if turned is not None and (turned > self.head_dim or turned % 2):
+            raise ConfigError(f"rotary_dim={turned} must be even and at most head_dim={self.head_dim}.")
         if self.indexer is not None and (self.mla is None or self.mla.q_lora_rank is None):
             raise ConfigError("an indexer needs latent attention with q_lora_rank: its queries are made from that latent.")
 

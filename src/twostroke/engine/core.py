@@ -258,6 +258,7 @@ def _default_threads() -> int:
 
 def _load(directory: Path, dtype: str) -> _Loaded:
     spec = read_spec(directory)
+    spec.require_buildable()
     stored = (read_config(directory).get("quantization_config") or {}).get("scheme")
     weights = dtype
     if dtype == "auto":

@@ -120,11 +120,12 @@ def lower(spec: ModelSpec, state: Mapping[str, Tensor], weights: str = "bf16", c
     """The plan of ``spec`` with the canonical tensors of ``state``, packed for the kernels; ``state`` is not kept.
 
     ``weights``: fp32; bf16; or int8, the blocks' matrices in int8 (those of ``state`` that are int8 already, with their
-    ``.scale``, are taken as they are), the rest and all activations bf16. Raises ConfigError for another name, and
-    CorruptFileError where a tensor is missing.
+    ``.scale``, are taken as they are), the rest and all activations bf16. Raises ConfigError for another name and for a
+    model that is planned only, and CorruptFileError where a tensor is missing.
     """
     if weights not in WEIGHTS:
         raise ConfigError(f"weights={weights!r} is not a way to hold weights. Use one of {', '.join(WEIGHTS)}.")
+    spec.require_buildable()
     crossovers = crossovers or Crossovers()
     lowering = _Lowering(spec, state, weights, crossovers)
     return p.Plan(spec, lowering.ops(), weights, "fp32" if weights == "fp32" else "bf16", crossovers)

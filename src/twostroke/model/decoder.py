@@ -62,6 +62,7 @@ class Decoder(nn.Module):
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> None:
         super().__init__()
+        spec.require_buildable()
         self.spec = spec
         with torch.device("meta"):
             self.embed = Embedding(spec.vocab_size, spec.d_model)

@@ -32,6 +32,7 @@ _RECOMPUTED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_
 
 def layout(spec: ModelSpec) -> Iterator[Entry]:
     """Every tensor of a model of ``spec``, canonical beside stored."""
+    spec.require_buildable()
     if spec.family not in LAYOUTS:
         raise UnsupportedFamilyError(f"family={spec.family!r} is not supported. Supported families: {', '.join(LAYOUTS)}.")
     return LAYOUTS[spec.family](spec)

@@ -1,0 +1,111 @@
+"""Decoders of 2021 and 2022 with LayerNorm and plain MLPs: GPT-J, GPT-Neo, BLOOM and OPT."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from twostroke.core.errors import ConfigError
+from twostroke.core.families.reader import Reader, activation
+from twostroke.core.spec import Departures, ModelSpec, RopeSpec
+
+
+def _plain(family: str, r: Reader, n_layers: int, width: int, heads: int, **values: Any) -> ModelSpec:
+    """What the four share: LayerNorm, as many key heads as query heads, a plain MLP with biases."""
+    if heads < 1 or width % heads:
+        raise ConfigError(f"config.json: the number of attention heads, {heads}, must divide the model's width, {width}.")
+    common: dict[str, Any] = {
+        "norm": "layernorm",
+        "norm_eps": r.number("layer_norm_epsilon", 1e-5),
+        "mlp": "gelu",
+        "mlp_bias": True,
+        "attn_out_bias": True,
+        "bos_token_id": r.token_id("bos_token_id", 50256),
+        "eos_token_ids": r.token_ids("eos_token_id", 50256),
+    }
+    shape: dict[str, Any] = {"n_heads": heads, "n_kv_heads": heads, "head_dim": width // heads}
+    return ModelSpec(
+        family=family, vocab_size=r.integer("vocab_size"), n_layers=n_layers, d_model=width, **(shape | common | values)
+    )
+
+
+def parse_gptj(config: dict[str, Any]) -> ModelSpec:
+    """Parallel attention and MLP under one norm, ``rotary_dim`` dimensions turned, a bias on the head, none in attention."""
+    r = Reader(config)
+    width, heads = r.integer("n_embd"), r.integer("n_head")
+    turned = r.integer("rotary_dim", 64)
+    return _plain(
+        "gptj", r, r.integer("n_layer"), width, heads,
+        d_ff=r.integer("n_inner", 4 * width), max_positions=r.integer("n_positions", 2048),
+        positions="rope", rope=RopeSpec(), activation=activation(config.get("activation_function", "gelu_new")),
+        attn_out_bias=False, tied_embeddings=r.flag("tie_word_embeddings", False), dropout=r.number("attn_pdrop", 0.0),
+        departures=Departures(
+            parallel_block=True, norms_per_block=1, head_bias=True, rotary_dim=None if heads * turned == width else turned
+        ),
+    )  # fmt: skip
+
+
+def _local_layers(config: dict[str, Any], n_layers: int) -> tuple[int, ...]:
+    """Layers that ``attention_types`` ([[["global", "local"], 12]]) makes local; every other one where the key is missing."""
+    types = config.get("attention_types")
+    if types is None:
+        return tuple(range(1, n_layers, 2))
+    kinds: list[Any] = []
+    for item in types if isinstance(types, list) else [types]:
+        if not isinstance(item, list) or len(item) != 2 or not isinstance(item[0], list) or not isinstance(item[1], int):
+            raise ConfigError(f"config.json: attention_types={types!r:.100} must list [[kinds], repetitions].")
+        kinds += item[0] * min(max(item[1], 0), n_layers)
+    if len(kinds) != n_layers or not all(kind in ("global", "local") for kind in kinds):
+        raise ConfigError(f"config.json: attention_types must name global or local for each of {n_layers} layers.")
+    return tuple(i for i, kind in enumerate(kinds) if kind == "local")
+
+
+def parse_gpt_neo(config: dict[str, Any]) -> ModelSpec:
+    """Windows of ``window_size`` keys in local layers; attention unscaled and biased only on the way out."""
+    r = Reader(config)
+    width, n_layers = r.integer("hidden_size"), r.layer_count("num_layers", "num_hidden_layers")
+    return _plain(
+        "gpt_neo", r, n_layers, width, r.first_integer("num_heads", "num_attention_heads"),
+        d_ff=r.integer("intermediate_size", 4 * width), max_positions=r.integer("max_position_embeddings", 2048),
+        positions="learned", activation=activation(config.get("activation_function", "gelu_new")),
+        tied_embeddings=r.flag("tie_word_embeddings", True), dropout=r.number("attention_dropout", 0.0),
+        sliding_window=r.integer("window_size", 256), sliding_window_layers=_local_layers(config, n_layers),
+        departures=Departures(without_parameters=("unscaled attention",)),
+    )  # fmt: skip
+
+
+def parse_bloom(config: dict[str, Any]) -> ModelSpec:
+    """ALiBi positions, a norm on the embedding, an MLP of four times the width. ``seq_length`` is the trained length; ALiBi has
+    no longest position."""
+    r = Reader(config)
+    width = r.first_integer("n_embed", "hidden_size")
+    after = ("residuals after the norm",) if r.flag("apply_residual_connection_post_layernorm", False) else ()
+    return _plain(
+        "bloom", r, r.first_integer("n_layer", "num_hidden_layers"), width, r.first_integer("n_head", "num_attention_heads"),
+        d_ff=4 * width, max_positions=r.integer("seq_length", 2048), positions="alibi", activation="gelu_tanh", qkv_bias=True,
+        tied_embeddings=r.flag("tie_word_embeddings", True), dropout=r.number("attention_dropout", 0.0),
+        bos_token_id=r.token_id("bos_token_id", 1), eos_token_ids=r.token_ids("eos_token_id", 2),
+        departures=Departures(embedding_norm=True, without_parameters=after),
+    )  # fmt: skip
+
+
+def parse_opt(config: dict[str, Any]) -> ModelSpec:
+    """Learned positions that start at row 2. OPT-350m norms after each branch, so it has no final norm, and embeds in
+    ``word_embed_proj_dim`` dimensions."""
+    r = Reader(config)
+    r.must_be("layer_norm_elementwise_affine", True)
+    width, bias = r.integer("hidden_size"), r.flag("enable_bias", True)
+    before = r.flag("do_layer_norm_before", True)
+    embedding = r.integer("word_embed_proj_dim", width)
+    return _plain(
+        "opt", r, r.integer("num_hidden_layers"), width, r.integer("num_attention_heads"),
+        d_ff=r.integer("ffn_dim"), max_positions=r.integer("max_position_embeddings", 2048), positions="learned",
+        activation=activation(config.get("activation_function", "relu")),
+        qkv_bias=bias, attn_out_bias=bias, mlp_bias=bias, norm_eps=1e-5,
+        tied_embeddings=r.flag("tie_word_embeddings", True), dropout=r.number("attention_dropout", 0.0),
+        bos_token_id=r.token_id("bos_token_id", 2), eos_token_ids=r.token_ids("eos_token_id", 2),
+        departures=Departures(
+            extra_positions=2, embedding_dim=None if embedding == width else embedding,
+            final_norm=before and not r.flag("_remove_final_layer_norm", False),
+            without_parameters=() if before else ("norms after each branch",),
+        ),
+    )  # fmt: skip

@@ -1,0 +1,60 @@
+"""Latent attention with shared and routed experts: DeepSeek-V3 (and R1), GLM-5."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from twostroke.core.errors import ConfigError
+from twostroke.core.families.llama import Defaults, llama_like
+from twostroke.core.families.reader import Reader
+from twostroke.core.spec import IndexerSpec, MlaSpec, ModelSpec, MoeSpec
+
+
+def _latent(family: str, config: dict[str, Any], defaults: Defaults, **extra: Any) -> ModelSpec:
+    r = Reader(config)
+    n_layers = r.layer_count("num_hidden_layers")
+    dense, step = r.integer("first_k_dense_replace", 3), r.integer("moe_layer_freq", 1)
+    if dense < 0 or step < 1:
+        raise ConfigError(
+            f"config.json: first_k_dense_replace={dense} must be at least 0 and moe_layer_freq={step} at least 1."
+        )
+    mla = MlaSpec(
+        q_lora_rank=r.optional_integer("q_lora_rank"),
+        kv_lora_rank=r.integer("kv_lora_rank"),
+        qk_nope_dim=r.integer("qk_nope_head_dim"),
+        qk_rope_dim=r.integer("qk_rope_head_dim"),
+        v_dim=r.integer("v_head_dim"),
+    )
+    width = r.integer("moe_intermediate_size")
+    moe = MoeSpec(
+        n_experts=r.integer("n_routed_experts"),
+        top_k=r.integer("num_experts_per_tok"),
+        d_expert=width,
+        n_shared_experts=r.integer("n_shared_experts", 0),
+        d_shared=width,
+        layers=tuple(i for i in range(n_layers) if i >= dense and i % step == 0),
+        correction_bias=True,
+    )
+    heads, bias = r.integer("num_attention_heads"), r.flag("attention_bias", False)
+    left_out = r.integer("num_nextn_predict_layers", 0)
+    # num_key_value_heads repeats the query heads, and head_dim is another number in each release: both follow from the rest.
+    shape = {"num_key_value_heads": heads, "head_dim": mla.qk_nope_dim + mla.qk_rope_dim}
+    return llama_like(
+        family, config | shape, defaults, r.rope_to_plan(), mla=mla, moe=moe, qkv_bias=bias, attn_out_bias=bias,
+        notes=(f"num_nextn_predict_layers={left_out}: the multi-token-prediction layer is left out",) if left_out else (),
+        **extra,
+    )  # fmt: skip
+
+
+def parse_deepseek_v3(config: dict[str, Any]) -> ModelSpec:
+    """arXiv 2412.19437: 671 billion parameters without the multi-token-prediction layer, which adds 14 billion on disk."""
+    return _latent("deepseek_v3", config, Defaults(max_positions=4096, bos=0, eos=1))
+
+
+def parse_glm_moe_dsa(config: dict[str, Any]) -> ModelSpec:
+    """DeepSeek-V3's layer with an indexer that picks the keys attention reads (DeepSeek-V3.2's sparse attention)."""
+    r = Reader(config)
+    for key in ("indexer_types", "mlp_layer_types", "index_topk_pattern"):
+        r.must_be(key, None)
+    indexer = IndexerSpec(r.integer("index_n_heads", 32), r.integer("index_head_dim", 128), r.integer("index_topk", 2048))
+    return _latent("glm_moe_dsa", config, Defaults(max_positions=202_752, bos=0, eos=1), indexer=indexer)

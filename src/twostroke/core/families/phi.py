@@ -1,0 +1,40 @@
+"""Phi (1, 1.5 and 2) and Phi-3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from twostroke.core.errors import ConfigError
+from twostroke.core.families.llama import Defaults, llama_like
+from twostroke.core.families.reader import STORED_OTHERWISE, Reader
+from twostroke.core.spec import Departures, ModelSpec
+
+
+def parse_phi(config: dict[str, Any]) -> ModelSpec:
+    """Attention and MLP read one LayerNorm side by side; biases everywhere, the output head's among them."""
+    r = Reader(config)
+    r.must_be("qk_layernorm", False)
+    width, heads = r.integer("hidden_size"), r.integer("num_attention_heads")
+    if heads < 1 or width % heads:
+        raise ConfigError(f"config.json: num_attention_heads={heads} must divide hidden_size={width}.")
+    return llama_like(
+        "phi", config | {"hidden_act": config.get("hidden_act", "gelu_new"), "head_dim": width // heads},
+        Defaults(max_positions=2048, bos=1, eos=2), r.rope_to_plan(),
+        norm="layernorm", norm_eps=r.number("layer_norm_eps", 1e-5), mlp="gelu",
+        qkv_bias=True, attn_out_bias=True, mlp_bias=True,
+        departures=Departures(
+            parallel_block=True, norms_per_block=1, head_bias=True, rotary_dim=r.rotary_dim(width // heads, 0.5)
+        ),
+    )  # fmt: skip
+
+
+def parse_phi3(config: dict[str, Any]) -> ModelSpec:
+    """Llama's block with a window; its checkpoints hold q, k, v and gate, up in one matrix each."""
+    r = Reader(config)
+    width, heads = r.integer("hidden_size"), r.integer("num_attention_heads")
+    turned = r.rotary_dim(r.integer("head_dim", width // max(1, heads)))
+    departures = Departures(rotary_dim=turned, without_parameters=STORED_OTHERWISE.without_parameters)
+    return llama_like(
+        "phi3", config, Defaults(max_positions=4096, bos=1, eos=32_000), r.rope_to_plan(),
+        norm_eps=r.number("rms_norm_eps", 1e-5), sliding_window=r.optional_integer("sliding_window"), departures=departures,
+    )  # fmt: skip

@@ -1,0 +1,168 @@
+"""Typed access to a ``config.json``: each key that is missing or impossible is a sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from twostroke.core.errors import ConfigError
+from twostroke.core.spec import MAX_LAYERS, Departures, RopeSpec
+
+
+class Reader:
+    """Typed access to a config dictionary; each miss is a sentence."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self.config.get(key)
+        if value is None:
+            if default is None:
+                raise ConfigError(f"config.json has no {key!r}, which model_type={self.config.get('model_type')!r} needs.")
+            return default
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"config.json: {key}={value!r} must be a whole number.")
+        return value
+
+    def first_integer(self, *keys: str, default: int | None = None) -> int:
+        """The value under the first of ``keys``, spellings of one number, that is there."""
+        present = next((key for key in keys if self.config.get(key) is not None), keys[0])
+        return self.integer(present, default)
+
+    def optional_integer(self, key: str) -> int | None:
+        """None where the key is missing or null."""
+        return None if self.config.get(key) is None else self.integer(key)
+
+    def layer_count(self, *keys: str) -> int:
+        """A number of layers that may be counted through: from 1 to ``MAX_LAYERS``."""
+        count = self.first_integer(*keys)
+        if not 0 < count <= MAX_LAYERS:
+            raise ConfigError(f"n_layers={count} must be a whole number from 1 to {MAX_LAYERS}.")
+        return count
+
+    def layers_of_kind(self, key: str, kind: str, n_layers: int, known: tuple[str, ...]) -> tuple[int, ...]:
+        """The layers that the list under ``key``, one name a layer, calls ``kind``."""
+        kinds = self.config.get(key)
+        if not isinstance(kinds, list) or len(kinds) != n_layers or not all(k in known for k in kinds):
+            raise ConfigError(f"config.json: {key} must list one of {', '.join(known)} for each of {n_layers} layers.")
+        return tuple(i for i, name in enumerate(kinds) if name == kind)
+
+    def must_be(self, key: str, value: Any) -> None:
+        """ConfigError where ``key`` is present with another value than the one that is counted here."""
+        found = self.config.get(key)
+        if found is not None and found != value:
+            family = self.config.get("model_type")
+            raise ConfigError(
+                f"config.json: {key}={found!r:.100} is not supported for model_type={family!r}. Supported: {value!r}."
+            )
+
+    def object(self, key: str) -> dict[str, Any]:
+        """The object under ``key``; an empty one where it is missing or null."""
+        value = self.config.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise ConfigError(f"config.json: {key}={value!r:.100} must be an object.")
+        return value or {}
+
+    def number(self, key: str, default: float) -> float:
+        value = self.config.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"config.json: {key}={value!r} must be a number.")
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"config.json: {key} is out of range.") from None
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.config.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise ConfigError(f"config.json: {key}={value!r} must be true or false.")
+        return value
+
+    def token_ids(self, key: str, default: int | None = None) -> tuple[int, ...]:
+        """An explicit null means that there is none; a missing key means ``default``, as in transformers."""
+        value = self.config.get(key, default)
+        if value is None:
+            return ()
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            raise ConfigError(f"config.json: {key}={value!r} must be a token id or a list of them.")
+        return tuple(ids)
+
+    def token_id(self, key: str, default: int | None = None) -> int | None:
+        ids = self.token_ids(key, default)
+        return ids[0] if ids else None
+
+    def rope(self) -> RopeSpec:
+        """Both spellings: ``rope_theta`` + ``rope_scaling`` (transformers 4) and ``rope_parameters`` (transformers 5)."""
+        parameters = self.config.get("rope_parameters") or {}
+        scaling = self.config.get("rope_scaling") or parameters
+        if not isinstance(scaling, dict) or not isinstance(parameters, dict):
+            raise ConfigError("config.json: rope_scaling and rope_parameters must be objects.")
+        theta = Reader(parameters).number("rope_theta", self.number("rope_theta", 10_000.0))
+        for table in (self.config, parameters, scaling):
+            if table.get("partial_rotary_factor") not in (None, 1, 1.0):
+                raise ConfigError(f"partial_rotary_factor={table['partial_rotary_factor']!r} is not supported. Supported: 1.0.")
+        kind = scaling.get("rope_type") or scaling.get("type") or "default"
+        if kind == "default":
+            return RopeSpec(theta=theta)
+        if kind == "linear":
+            return RopeSpec(theta=theta, scaling="linear", factor=positive_scaling(scaling, "factor"))
+        if kind == "llama3":
+            return RopeSpec(
+                theta=theta,
+                scaling="llama3",
+                factor=positive_scaling(scaling, "factor"),
+                low_freq_factor=positive_scaling(scaling, "low_freq_factor"),
+                high_freq_factor=positive_scaling(scaling, "high_freq_factor"),
+                original_max_positions=int(positive_scaling(scaling, "original_max_position_embeddings")),
+            )
+        raise ConfigError(f"rope_type={kind!r} is not supported. Supported: default, linear, llama3.")
+
+    def rope_to_plan(self, default_theta: float = 10_000.0) -> RopeSpec:
+        """As ``rope``, with the scalings that only a plan reads, and whatever share of a head is turned."""
+        parameters = self.object("rope_parameters")
+        scaling = self.object("rope_scaling") or parameters
+        theta = Reader(parameters).number("rope_theta", self.number("rope_theta", default_theta))
+        kind = scaling.get("rope_type") or scaling.get("type")
+        if kind == "yarn":
+            return RopeSpec(theta=theta, scaling="yarn", factor=positive_scaling(scaling, "factor"))
+        if kind in ("longrope", "su"):
+            return RopeSpec(theta=theta, scaling="longrope")
+        share = ("partial_rotary_factor",)
+        plain = {key: value for key, value in scaling.items() if key not in share}
+        return Reader({"rope_theta": theta, "rope_scaling": plain}).rope()
+
+    def rotary_dim(self, head_dim: int, default_share: float = 1.0) -> int | None:
+        """Leading dimensions of a head that positions turn, None for all: ``rotary_dim`` or ``partial_rotary_factor``."""
+        share = self.number("partial_rotary_factor", default_share)
+        share = Reader(self.object("rope_parameters")).number("partial_rotary_factor", share)
+        if not 0 < share <= 1:
+            raise ConfigError(f"config.json: partial_rotary_factor={share!r} must be above 0 and at most 1.")
+        turned = self.integer("rotary_dim", int(head_dim * share))
+        return None if turned == head_dim else turned
+
+
+def positive_scaling(scaling: dict[str, Any], key: str) -> float:
+    value = scaling.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ConfigError(f"config.json: rope scaling {key}={value!r} must be a positive, finite number.")
+    return float(value)
+
+
+def activation(name: Any) -> Any:
+    known = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+    known |= {"relu": "relu"}
+    if not isinstance(name, str) or name not in known:
+        raise ConfigError(f"activation {name!r} is not supported. Supported: {', '.join(known)}.")
+    return known[name]
+
+
+ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
+"""transformers' name for each activation of ours."""
+
+STORED_OTHERWISE = Departures(without_parameters=("weights under names that are not read yet",))
+"""What keeps a model from being built that computes nothing new."""

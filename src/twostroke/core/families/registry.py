@@ -1,0 +1,175 @@
+"""The registry of model families, and the two directions between a ``config.json`` and a ``ModelSpec``."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from twostroke.core.errors import ConfigError, UnsupportedFamilyError
+from twostroke.core.families import earlier, experts, gemma, gpt2, latent, llama, phi
+from twostroke.core.families.short_keys import has_short_keys, with_family_keys
+from twostroke.core.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row of the registry: ``parse`` reads a Hugging Face config, ``write`` makes one that transformers accepts.
+
+    ``write`` None: a family that is planned and not built, so nothing is ever written for it.
+    """
+
+    name: str
+    architecture: str
+    parse: Callable[[dict[str, Any]], ModelSpec]
+    write: Callable[[ModelSpec], dict[str, Any]] | None = None
+
+    @property
+    def can_build(self) -> bool:
+        """Whether models of the family can be trained and served here, and not only planned."""
+        return self.write is not None
+
+
+FAMILIES: dict[str, Family] = {
+    f.name: f
+    for f in (
+        Family("llama", "LlamaForCausalLM", llama.parse_llama, llama.write_llama),
+        Family("mistral", "MistralForCausalLM", llama.parse_mistral, llama.write_mistral),
+        Family("qwen2", "Qwen2ForCausalLM", llama.parse_qwen2, llama.write_qwen),
+        Family("qwen3", "Qwen3ForCausalLM", llama.parse_qwen3, llama.write_qwen),
+        Family("gpt2", "GPT2LMHeadModel", gpt2.parse_gpt2, gpt2.write_gpt2),
+    )
+}
+"""Families that are planned, built, trained, served and written."""
+
+PLANNED_FAMILIES: dict[str, Family] = {
+    f.name: f
+    for f in (
+        Family("mixtral", "MixtralForCausalLM", experts.parse_mixtral),
+        Family("qwen3_moe", "Qwen3MoeForCausalLM", experts.parse_qwen3_moe),
+        Family("gpt_oss", "GptOssForCausalLM", experts.parse_gpt_oss),
+        Family("minimax_m2", "MiniMaxM2ForCausalLM", experts.parse_minimax_m2),
+        Family("deepseek_v3", "DeepseekV3ForCausalLM", latent.parse_deepseek_v3),
+        Family("glm_moe_dsa", "GlmMoeDsaForCausalLM", latent.parse_glm_moe_dsa),
+        Family("gemma4", "Gemma4ForConditionalGeneration", gemma.parse_gemma4),
+        Family("gemma4_text", "Gemma4ForCausalLM", gemma.parse_gemma4_text),
+        Family("phi", "PhiForCausalLM", phi.parse_phi),
+        Family("phi3", "Phi3ForCausalLM", phi.parse_phi3),
+        Family("gpt_bigcode", "GPTBigCodeForCausalLM", gpt2.parse_gpt_bigcode),
+        Family("gptj", "GPTJForCausalLM", earlier.parse_gptj),
+        Family("gpt_neo", "GPTNeoForCausalLM", earlier.parse_gpt_neo),
+        Family("bloom", "BloomForCausalLM", earlier.parse_bloom),
+        Family("opt", "OPTForCausalLM", earlier.parse_opt),
+    )
+}
+"""Families that are planned only: the decoder and the engine refuse them by what they would have to compute."""
+
+_ENCODER = "an encoder, in which every token sees those after it; nothing is generated token by token"
+_BOTH = "an encoder with a decoder, which reads a prompt and writes an answer with different layers"
+_RECURRENT = "a recurrent model with a state of fixed size instead of a KV cache"
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(("bert", "roberta", "distilbert", "albert", "electra", "mpnet", "deberta", "xlm-roberta"), _ENCODER),
+    **dict.fromkeys(("t5", "mt5", "bart", "mbart", "pegasus", "whisper"), _BOTH),
+    **dict.fromkeys(("mamba", "mamba2", "rwkv", "rwkv5"), _RECURRENT),
+}
+"""Kinds of model that are no decoder-only transformer, with the reason."""
+
+CHECKPOINT_SCHEMES = {"fp8": "fp8", "mxfp4": "mxfp4"}
+"""``quant_method`` of a published checkpoint → our name of its scheme."""
+
+
+def all_families() -> dict[str, Family]:
+    """Every family that can be planned; ``Family.can_build`` says which can also be trained and served."""
+    return FAMILIES | PLANNED_FAMILIES
+
+
+def _refuse_unknown(family: Any, config: dict[str, Any]) -> UnsupportedFamilyError:
+    known = f"Supported families: {', '.join(FAMILIES)}; to plan only: {', '.join(PLANNED_FAMILIES)}."
+    if family is None:
+        why = "nothing says how its positions, norms, biases, MLP and output head are made, which the sizes alone do not tell"
+        model = f" of {config['name']!r:.80}" if isinstance(config.get("name"), str) else ""
+        return UnsupportedFamilyError(f"config.json{model} has no 'model_type': {why}. Add one. {known}")
+    reason = f": it is {REFUSED[family]}" if isinstance(family, str) and family in REFUSED else ""
+    near = difflib.get_close_matches(family, all_families(), n=2) if isinstance(family, str) and not reason else []
+    guess = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return UnsupportedFamilyError(f"model_type={family!r:.100} is not supported{reason}.{guess} {known}")
+
+
+def spec_from_config(config: dict[str, Any]) -> ModelSpec:
+    """``ModelSpec`` of a Hugging Face ``config.json`` already parsed to a dictionary.
+
+    Raises UnsupportedFamilyError, naming the supported families, the near ones and the reason where there is one, and
+    ConfigError for a key that is missing or impossible.
+    """
+    family = config.get("model_type")
+    if not isinstance(family, str) or family not in all_families():
+        raise _refuse_unknown(family, config)
+    notes: tuple[str, ...] = ()
+    if has_short_keys(config):
+        config, notes = with_family_keys(config)
+        family = config["model_type"]
+    scheme = _checkpoint_scheme(family, config)
+    spec = all_families()[family].parse(config)
+    return spec.with_(checkpoint_scheme=scheme, notes=spec.notes + notes) if scheme or notes else spec
+
+
+def _checkpoint_scheme(family: str, config: dict[str, Any]) -> str | None:
+    quantised = config.get("quantization_config")
+    if not quantised:
+        return None
+    if not isinstance(quantised, dict):
+        raise ConfigError(f"config.json: quantization_config={quantised!r:.100} must be an object.")
+    method = quantised.get("quant_method")
+    if method == "twostroke":
+        return None
+    if family in PLANNED_FAMILIES and isinstance(method, str) and method in CHECKPOINT_SCHEMES:
+        return CHECKPOINT_SCHEMES[method]
+    raise ConfigError(
+        f"quantization_config of method {method!r:.100} is not supported. "
+        "Start from the unquantised model and run `twostroke quantize`."
+    )
+
+
+def config_from_spec(spec: ModelSpec, dtype: str = "float32") -> dict[str, Any]:
+    """A ``config.json`` dictionary that transformers, vLLM and llama.cpp's converter read. ``dtype`` is torch's spelling."""
+    if spec.family in PLANNED_FAMILIES:
+        raise UnsupportedFamilyError(f"family={spec.family!r} can be planned but not written: no model of it is built yet.")
+    if spec.family not in FAMILIES:
+        raise UnsupportedFamilyError(f"family={spec.family!r} is not supported. Supported families: {', '.join(FAMILIES)}.")
+    family = FAMILIES[spec.family]
+    assert family.write is not None
+    eos: int | list[int] | None = None
+    if spec.eos_token_ids:
+        eos = spec.eos_token_ids[0] if len(spec.eos_token_ids) == 1 else list(spec.eos_token_ids)
+    config = {
+        "architectures": [family.architecture],
+        "model_type": family.name,
+        **family.write(spec),
+        "bos_token_id": spec.bos_token_id,
+        "eos_token_id": eos,
+        "torch_dtype": dtype,
+    }
+    _refuse_loss(spec, family.parse(config))
+    return config
+
+
+def _refuse_loss(spec: ModelSpec, written: ModelSpec) -> None:
+    """ConfigError where ``written``, read back from the config.json made of ``spec``, describes another model."""
+    for field in dataclasses.fields(spec):
+        if field.name in ("sliding_window", "sliding_window_layers", "notes"):
+            continue  # one window is spelled in several ways: compared by layer below; notes describe where a spec came from
+        if field.name == "rope" and spec.positions != "rope":
+            continue
+        asked, kept = getattr(spec, field.name), getattr(written, field.name)
+        if asked != kept:
+            raise ConfigError(
+                f"{field.name}={asked!r} cannot be written as family={spec.family!r}, whose config.json means {kept!r}."
+            )
+    for layer in range(spec.n_layers):
+        asked, kept = spec.window_of_layer(layer), written.window_of_layer(layer)
+        if asked != kept:
+            raise ConfigError(
+                f"sliding_window={asked} of layer {layer} cannot be written as family={spec.family!r}, which means {kept}."
+            )
