@@ -6,8 +6,10 @@ calibrated profile (marked *measured*).
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
+import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,13 +18,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from twostroke.core.dtypes import bytes_of
-from twostroke.core.errors import ConfigError, CorruptFileError, did_you_mean
+from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.profile import BandwidthPoint, MachineProfile, MatmulPoint, load_profile
 
 Kind = Literal["measured", "predicted", "datasheet", "assumed"]
 
 HARDWARE_DIR = Path(__file__).parent / "hardware"
+ALIASES_FILE = Path(__file__).parent / "hardware_aliases.toml"
 PRICES_FILE = Path(__file__).parent / "prices.toml"
+
+HOURS_PER_YEAR = 8766.0
+"""365.25 days."""
+
+_PLAIN_NAME = re.compile(r"[a-z0-9][a-z0-9.+-]*")
+"""What a device may be called: nothing that could name a file elsewhere."""
 
 ASSUMED_PRODUCT_EFFICIENCY = 0.7
 """Share of a datasheet's peak that large products reach, where nothing was measured. Anchors: fixed 0.7/0.9 efficiencies
@@ -82,6 +91,10 @@ class Fact:
     date: str
     note: str = ""
 
+    @property
+    def kind(self) -> Literal["datasheet", "assumed"]:
+        return "assumed" if self.source.startswith("assumed") else "datasheet"
+
 
 @dataclass(frozen=True)
 class Link:
@@ -123,6 +136,7 @@ class Hardware:
     devices_per_node: int  # devices that reach each other through ``link``: a node, an NVLink rack, a TPU pod
     watts: Price
     usd_per_hour: Price
+    place: Literal["desk", "data centre"] = "desk"  # decides what cooling and supply add to its power
     extras: dict[str, float] = field(default_factory=dict)
     facts: dict[str, Fact] = field(default_factory=dict)
 
@@ -208,7 +222,8 @@ class Hardware:
             "devices_per_node": self.devices_per_node,
             "watts": vars(self.watts),
             "usd_per_hour": vars(self.usd_per_hour),
-            "facts": {name: vars(fact) for name, fact in self.facts.items()},
+            "place": self.place,
+            "facts": {name: {**vars(fact), "kind": fact.kind} for name, fact in self.facts.items()},
         }
 
 
@@ -248,9 +263,37 @@ def price(section: str) -> Price:
     return Price(float(row["value"]), row["kind"], row["source"], row["date"])
 
 
+def device_price(section: str, name: str) -> Price | None:
+    """The device's row of ``device_usd_per_hour``, ``device_spot_usd_per_hour`` or ``device_purchase_usd``; None without."""
+    row = prices()[section].get(name)
+    if row is None:
+        return None
+    source = prices()["sources"][row["source"]]
+    return Price(float(row["value"]), source["kind"], source["text"], source["date"])
+
+
+def hourly_price(name: str, n_cores: int) -> Price:
+    """Rent of a device for an hour, or the best there is: its purchase price over years of non-stop use, or its cores'."""
+    listed = device_price("device_usd_per_hour", name)
+    if listed:
+        return listed
+    bought, years = device_price("device_purchase_usd", name), price("depreciation_years")
+    if bought:
+        source = f"nobody rents it out: ${bought.value:,.0f} ({bought.source}) over {years.value:g} years of non-stop use"
+        return Price(bought.value / (years.value * HOURS_PER_YEAR), "assumed", source, bought.date)
+    core = price("cpu_core_usd_per_hour")
+    return Price(core.value * n_cores, core.kind, f"{n_cores} cores, {core.source}", core.date)
+
+
 def hardware_names() -> list[str]:
     """Every device with a datasheet file, by its name; aliases are accepted too."""
     return sorted(path.stem for path in HARDWARE_DIR.glob("*.toml"))
+
+
+@lru_cache(maxsize=1)
+def hardware_aliases() -> dict[str, str]:
+    """Other names → names: one index, so that a plan opens one device's file."""
+    return _read_toml(ALIASES_FILE)
 
 
 def load_hardware(name: str = "this") -> Hardware:
@@ -262,43 +305,53 @@ def load_hardware(name: str = "this") -> Hardware:
         profile = load_profile()
         if profile is None:
             raise ConfigError(
-                "this machine has no profile yet. Run `twostroke calibrate` once (a minute), or name a device: "
-                f"--hardware {hardware_names()[0]}."
+                "this machine has no profile yet. Run `twostroke calibrate` once (a minute), or name a device: --hardware h100."
             )
         return hardware_from_profile(profile)
-    wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
-    if wanted in hardware_names():
-        return _from_datasheet(wanted, _read_toml(HARDWARE_DIR / f"{wanted}.toml"))
-    known: dict[str, str] = {}
-    for stem in hardware_names():
-        table = _read_toml(HARDWARE_DIR / f"{stem}.toml")
-        if wanted in table.get("aliases", ()):
-            return _from_datasheet(stem, table)
-        known |= {stem: stem} | dict.fromkeys(table.get("aliases", ()), stem)
-    hint = did_you_mean(wanted, known)
-    if hint.startswith("Known"):
-        hint = f"Known: this, {', '.join(hardware_names())}."
-    raise ConfigError(f"hardware {name!r} is not known. {hint}")
+    wanted = "-".join(name.lower().replace("_", " ").split())
+    path = HARDWARE_DIR / f"{wanted}.toml"
+    if not _PLAIN_NAME.fullmatch(wanted) or not path.exists():
+        path = HARDWARE_DIR / f"{hardware_aliases().get(wanted, '')}.toml"
+    if not path.exists():
+        raise ConfigError(f"hardware {name!r} is not known. {_near_matches(wanted)}")
+    return _from_datasheet(path.stem, _read_toml(path))
+
+
+def _near_matches(wanted: str) -> str:
+    """Up to five names that look like ``wanted``, or that begin with it; otherwise all of them."""
+    names = hardware_names()
+    known = {*names, *hardware_aliases()}
+    near = difflib.get_close_matches(wanted, known, n=5) or [
+        n for n in sorted(known) if len(wanted) > 1 and n.startswith(wanted)
+    ]
+    if not near:
+        return f"Known: this, {', '.join(names)}."
+    return f"Did you mean {' or '.join(repr(n) for n in near[:5])}?"
+
+
+def _facts(table: dict[str, Any]) -> dict[str, Fact]:
+    """Every number of a device's file by its dotted name; its source is one of the file's ``[sources]``."""
+    sources = table["sources"]
+    facts: dict[str, Fact] = {}
+    for key, row in table.items():
+        if key == "sources" or not isinstance(row, dict):
+            continue
+        for path, entry in {key: row}.items() if "value" in row else {f"{key}.{inner}": v for inner, v in row.items()}.items():
+            source = sources[entry["source"]]
+            facts[path] = Fact(float(entry["value"]), entry["unit"], source["text"], source["date"], entry.get("note", ""))
+    return facts
 
 
 def _from_datasheet(name: str, table: dict[str, Any]) -> Hardware:
-    facts: dict[str, Fact] = {}
-    for key, row in table.items():
-        if isinstance(row, dict):
-            rows = {key: row} if "value" in row else {f"{key}.{inner}": value for inner, value in row.items()}
-            for path, entry in rows.items():
-                facts[path] = Fact(float(entry["value"]), entry["unit"], entry["source"], entry["date"], entry.get("note", ""))
+    facts = _facts(table)
     kind = table["kind"]
-    main_memory = facts["read_bandwidth_bytes_per_s"].value
-    points = [BandwidthPoint(int(facts["memory_bytes"].value), main_memory)]
-    listed = prices()["device_usd_per_hour"].get(name)
     cores = int(table.get("n_cores", 1))
-    if listed:
-        usd = Price(float(listed["value"]), listed["kind"], listed["source"], listed["date"])
-    else:
-        core = price("cpu_core_usd_per_hour")
-        usd = Price(core.value * cores, core.kind, f"{cores} cores, {core.source}", core.date)
+    peaks = {key.partition(".")[2]: f.value for key, f in facts.items() if key.startswith("peak_flop_per_s.")}
+    peaks.setdefault(
+        "fp16", peaks["bf16"]
+    )  # matrix units take both 16-bit types at one rate, where the file does not say otherwise
     watts = facts["watts"]
+    network = _link(facts, "network")
     return Hardware(
         name=name,
         label=table["label"],
@@ -306,26 +359,26 @@ def _from_datasheet(name: str, table: dict[str, Any]) -> Hardware:
         basis="datasheet",
         n_cores=cores,
         memory_bytes=facts["memory_bytes"].value,
-        read_bandwidth=tuple(points),
+        read_bandwidth=(BandwidthPoint(int(facts["memory_bytes"].value), facts["read_bandwidth_bytes_per_s"].value),),
         matmul=(),
-        peak_flop_per_s={key.partition(".")[2]: f.value for key, f in facts.items() if key.startswith("peak_flop_per_s.")},
+        peak_flop_per_s=peaks,
         op_launch_s=ASSUMED_LAUNCH_S[kind],
         linear_launch_s=ASSUMED_LAUNCH_S[kind],
         disk_write_bytes_per_s=ASSUMED_DISK_WRITE_BYTES_PER_S,
-        link=_link(facts, "link") if "link.bytes_per_s" in facts else _link(facts, "network"),
-        network=_link(facts, "network"),
+        link=_link(facts, "link") if "link.bytes_per_s" in facts else network,
+        network=network,
         devices_per_node=int(facts["devices_per_node"].value),
-        watts=Price(watts.value, "datasheet", watts.source, watts.date),
-        usd_per_hour=usd,
+        watts=Price(watts.value, watts.kind, watts.source, watts.date),
+        usd_per_hour=hourly_price(name, cores),
+        place=table["place"],
         facts=facts,
     )
 
 
 def _link(facts: dict[str, Fact], name: str) -> Link:
-    """``[<name>.bytes_per_s]`` and ``[<name>.alpha_s]`` of a device's file."""
+    """``<name>.bytes_per_s`` and ``<name>.alpha_s`` of a device's file."""
     rate, alpha = facts[f"{name}.bytes_per_s"], facts[f"{name}.alpha_s"]
-    kind: Literal["datasheet", "assumed"] = "assumed" if rate.source.startswith("assumed") else "datasheet"
-    return Link(alpha.value, rate.value, kind, f"{rate.source}; alpha: {alpha.source}")
+    return Link(alpha.value, rate.value, rate.kind, f"{rate.source}; alpha: {alpha.source}")
 
 
 def hardware_from_profile(profile: MachineProfile) -> Hardware:
@@ -340,12 +393,13 @@ def hardware_from_profile(profile: MachineProfile) -> Hardware:
         ASSUMED_NETWORK_ALPHA_S, ASSUMED_NETWORK_BYTES_PER_S, "assumed", "1 Gbit/s Ethernet; alpha: tens of µs over TCP"
     )
     link, per_node = network, 1
+    place: Literal["desk", "data centre"] = "desk"
     if profile.device == "cuda":
         memory = profile.extras.get("device_memory_bytes", memory)
         sheet = _datasheet_of_gpu(f.gpus)
         if sheet is not None:
             usd, watts = sheet.usd_per_hour, sheet.watts
-            link, network, per_node = sheet.link, sheet.network, max(1, len(f.gpus))
+            link, network, per_node, place = sheet.link, sheet.network, max(1, len(f.gpus)), sheet.place
     if "link_bytes_per_s" in profile.extras:
         x = profile.extras
         link = Link(
@@ -370,6 +424,7 @@ def hardware_from_profile(profile: MachineProfile) -> Hardware:
         devices_per_node=per_node,
         watts=watts,
         usd_per_hour=usd,
+        place=place,
         extras=dict(profile.extras),
     )
 
@@ -383,10 +438,14 @@ def _without_launch(point: MatmulPoint, profile: MachineProfile) -> MatmulPoint:
 
 
 def _datasheet_of_gpu(gpus: Sequence[str]) -> Hardware | None:
-    """The datasheet whose name's first word occurs in the accelerator's own name, for its price and power."""
-    for name in hardware_names():
-        if any(name.split("-")[0] in gpu.lower().replace(" ", "") for gpu in gpus):
-            return load_hardware(name)
+    """The device whose name or alias has the most words of an accelerator's own name, as ``nvidia-smi`` writes it; None where
+    no name's words all occur. "NVIDIA A100-SXM4-80GB" is a100-sxm-80gb and not a10."""
+    names = {name: name for name in hardware_names()} | hardware_aliases()
+    for gpu in gpus:
+        words = set(re.findall(r"[a-z0-9]+", re.sub(r"sxm\d", "sxm", gpu.lower())))
+        fitting = [name for name in names if set(name.split("-")) <= words]
+        if fitting:
+            return load_hardware(names[max(fitting, key=lambda name: len(name.split("-")))])
     return None
 
 
