@@ -8,7 +8,7 @@ import pytest
 
 from twostroke.cli.main import main
 from twostroke.core.spec import ModelSpec
-from twostroke.data.prepare import open_prepared
+from twostroke.data.shards import open_prepared
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from twostroke.core.errors import ConfigError, DataError, InputError
 from twostroke.data.loader import Batch, PackedLoader
 from twostroke.data.packing import document_layout
-from twostroke.data.prepare import TokenStream
+from twostroke.data.shards import TokenStream
 
 EOS = 0
 

@@ -19,7 +19,9 @@ from tokenizers import Tokenizer
 from twostroke.core.errors import ConfigError, CorruptFileError, DataError, TwostrokeError
 from twostroke.core.recipe import DataRecipe
 from twostroke.data import prepare as preparation
-from twostroke.data.prepare import PreparedData, open_prepared, prepare
+from twostroke.data import shards
+from twostroke.data.prepare import prepare
+from twostroke.data.shards import PreparedData, open_prepared
 from twostroke.data.sources import find_documents
 from twostroke.data.tokenizer import load_tokenizer
 
@@ -270,7 +272,7 @@ def test_end_of_text_inside_a_document_ends_nothing(folder: Path, tmp_path: Path
 
 def test_tokens_span_shards(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = prepare(recipe(folder), tmp_path / "one")
-    monkeypatch.setattr(preparation, "SHARD_BYTES", 1000)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 1000)
     cut = prepare(recipe(folder), tmp_path / "many")
     assert len([n for n in cut.files if n.startswith("train-")]) > 5
     assert np.array_equal(cut.train_tokens()[:], whole.train_tokens()[:])
@@ -346,8 +348,8 @@ def test_a_kill_leaves_nothing_that_is_mistaken_for_prepared_data(folder: Path, 
         "import os, signal, sys\n"
         "from pathlib import Path\n"
         "from twostroke.core.recipe import DataRecipe\n"
-        "from twostroke.data import prepare as p\n"
-        "p._move_into_place = lambda *a: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from twostroke.data import shards\nfrom twostroke.data import prepare as p\n"
+        "shards._move_into_place = lambda *a: os.kill(os.getpid(), signal.SIGKILL)\n"
         "p.prepare(DataRecipe(sources=(sys.argv[1],), vocab_size=300), Path(sys.argv[2]))\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -365,14 +367,14 @@ def test_a_kill_leaves_nothing_that_is_mistaken_for_prepared_data(folder: Path, 
 
 def test_two_processes_that_prepare_the_same_agree(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "cache"
-    real = preparation._move_into_place
+    real = shards._move_into_place
 
     def late(partial: Path, directory: Path) -> None:
-        monkeypatch.setattr(preparation, "_move_into_place", real)
+        monkeypatch.setattr(shards, "_move_into_place", real)
         prepare(recipe(folder), cache)  # the other one is first
         real(partial, directory)
 
-    monkeypatch.setattr(preparation, "_move_into_place", late)
+    monkeypatch.setattr(shards, "_move_into_place", late)
     prepare(recipe(folder), cache).verify()
     assert len(list(cache.iterdir())) == 1
 

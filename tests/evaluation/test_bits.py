@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from twostroke.core.errors import DataError, InputError
 from twostroke.core.recipe import DataRecipe
 from twostroke.core.spec import ModelSpec
-from twostroke.data.prepare import PreparedData, prepare
+from twostroke.data.prepare import prepare
+from twostroke.data.shards import PreparedData
 from twostroke.data.tokenizer import eos_id_of, load_tokenizer, train_tokenizer
 from twostroke.evaluation.bits import (
     bits_per_byte,

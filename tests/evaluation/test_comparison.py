@@ -11,7 +11,8 @@ import pytest
 from twostroke.core.errors import CorruptFileError, DataError, InputError
 from twostroke.core.recipe import DataRecipe
 from twostroke.core.spec import ModelSpec
-from twostroke.data.prepare import PreparedData, prepare
+from twostroke.data.prepare import prepare
+from twostroke.data.shards import PreparedData
 from twostroke.data.tokenizer import train_tokenizer
 from twostroke.evaluation.bits import bits_per_byte
 from twostroke.evaluation.comparison import block_nats, compare_models, model_bytes, model_directory, paired_difference

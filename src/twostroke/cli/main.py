@@ -23,6 +23,7 @@ VERBS: dict[str, str] = {
     "train": "Train by a TOML recipe.",
     "eval": "Bits per byte and perplexity of a model on held-out text.",
     "quantize": "Write an int8 copy of a model.",
+    "export": "Write a model for other programs; merge adapters into their base.",
     "generate": "Continue prompts on this machine, without a server.",
     "serve": "Serve a model over the OpenAI-compatible HTTP interface.",
     "bench": "Send load and measure latency and throughput.",

@@ -13,7 +13,7 @@ from twostroke.cli.console import JSON_HELP, emit, log, progress
 from twostroke.core.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from twostroke.data.prepare import PreparedData
+    from twostroke.data.shards import PreparedData
     from twostroke.model.decoder import Decoder
     from twostroke.training.loop import TrainingResult
     from twostroke.training.measurement import StepRecord
@@ -54,7 +54,7 @@ def train(
     else:
         log(f"the run in {result.directory} had finished: nothing is left to train.")
     summary = result.summary
-    if "heldout_bits_per_byte" not in summary["measurement"]:
+    if not {"heldout_bits_per_byte", "heldout_answer_nats_per_token"} & summary["measurement"].keys():
         summary = _score(result, parsed.train.dtype)
     emit({"directory": str(result.directory), **summary}, _text(result.directory, summary), as_json)
 
@@ -72,9 +72,13 @@ def _shown(advance: Callable[[float, str], None]) -> Callable[[StepRecord, float
 
 
 def _score_briefly(decoder: Decoder, prepared: PreparedData) -> dict[str, float]:
-    """Held-out bits per byte in the middle of a run, for ``train.evaluate_every``, in the format that is being trained."""
-    from twostroke.evaluation.bits import bits_per_byte
+    """How well it does on held-out text in the middle of a run (``train.evaluate_every``), in the format being trained."""
+    from twostroke.evaluation.bits import bits_per_byte, default_context
+    from twostroke.evaluation.conversations import score_answers
 
+    if prepared.holds_conversations:
+        score = score_answers(decoder, prepared, default_context(decoder))
+        return {"heldout_answer_nats_per_token": score.nats_per_token}
     context = decoder.spec.max_positions
     scored = bits_per_byte(decoder, prepared, ctx=context, stride=context, with_xz=False)
     return {"heldout_bits_per_byte": scored.bits_per_byte}
@@ -83,7 +87,8 @@ def _score_briefly(decoder: Decoder, prepared: PreparedData) -> dict[str, float]
 def _score(result: TrainingResult, dtype: str) -> dict[str, Any]:
     """Score the finished model on the run's held-out text as ``twostroke eval`` does; add it to ledger and summary."""
     from twostroke.core.errors import TwostrokeError
-    from twostroke.evaluation.bits import bits_per_byte
+    from twostroke.evaluation.bits import bits_per_byte, default_context
+    from twostroke.evaluation.conversations import score_answers
     from twostroke.evaluation.held_out import held_out_to_score
     from twostroke.ledger.store import Ledger
     from twostroke.model.load import load_model
@@ -93,8 +98,12 @@ def _score(result: TrainingResult, dtype: str) -> dict[str, Any]:
     with progress("scoring held-out text", 1.0) as advance:
         # In the format that was trained and will be served; fp32 takes several times as long where products of bf16 are fast.
         decoder = load_model(result.model, dtype)
-        scored = bits_per_byte(decoder, text, tokenizer_path=result.model, progress=advance)
-    values = {"heldout_bits_per_byte": scored.bits_per_byte, "xz_bits_per_byte": scored.xz_bits_per_byte}
+        if text.prepared is not None and text.prepared.holds_conversations:
+            answers = score_answers(decoder, text.prepared, default_context(decoder), advance)
+            values: dict[str, float | None] = {"heldout_answer_nats_per_token": answers.nats_per_token}
+        else:
+            scored = bits_per_byte(decoder, text, tokenizer_path=result.model, progress=advance)
+            values = {"heldout_bits_per_byte": scored.bits_per_byte, "xz_bits_per_byte": scored.xz_bits_per_byte}
     summary = result.summary | {"measurement": result.summary["measurement"] | values}
     try:
         Ledger().measure(result.run_id, values)
@@ -106,12 +115,10 @@ def _score(result: TrainingResult, dtype: str) -> dict[str, Any]:
 
 def _text(directory: Path, summary: dict[str, Any]) -> str:
     m = summary["measurement"]
-    quality, xz = m["heldout_bits_per_byte"], m.get("xz_bits_per_byte")
-    against = f" (xz -9 on the same text: {xz:.4f}, {'below' if quality < xz else 'not below'} it)" if xz else ""
     mfu = f", MFU {100 * m['mfu']:.1f}%" if m.get("mfu") is not None else ""
     lines = [
         f"trained  {summary['steps']} steps, {format_count(summary['tokens'])} tokens, loss {summary['final_loss'] or 0:.4f}",
-        f"held out {quality:.4f} bits per byte measured{against}",
+        f"held out {_quality(m)}",
         f"time     {format_seconds(m['train_time_s'])} measured, {format_seconds(m['step_time_s'])} a step: "
         + ", ".join(f"{part} {format_seconds(m[part + '_s'])}" for part in ("forward", "backward", "optimizer", "data")),
         f"rate     {format_count(m['train_tok_per_s'])} tok/s measured{mfu}",
@@ -124,3 +131,11 @@ def _text(directory: Path, summary: dict[str, Any]) -> str:
     if summary["skipped_steps"]:
         lines.append(f"skipped  {summary['skipped_steps']} steps that were not finite; see log.jsonl")
     return "\n".join(lines)
+
+
+def _quality(measured: dict[str, Any]) -> str:
+    if "heldout_answer_nats_per_token" in measured:
+        return f"{measured['heldout_answer_nats_per_token']:.4f} nats a token of the assistant's answers measured"
+    quality, xz = measured["heldout_bits_per_byte"], measured.get("xz_bits_per_byte")
+    against = f" (xz -9 on the same text: {xz:.4f}, {'below' if quality < xz else 'not below'} it)" if xz else ""
+    return f"{quality:.4f} bits per byte measured{against}"

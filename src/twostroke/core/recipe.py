@@ -30,6 +30,9 @@ from twostroke.core.spec import ModelSpec
 STDLIB_SOURCE = "stdlib"
 """The name in ``data.sources`` that stands for this machine's own Python standard library."""
 
+ALL_LINEAR = "all-linear"
+"""The name in ``lora.targets`` that stands for every matrix of the blocks."""
+
 
 @dataclass(frozen=True)
 class ModelRecipe:
@@ -56,6 +59,12 @@ class DataRecipe:
     """``sources`` are files, folders, globs or "stdlib".
 
     Held-out documents are chosen by a hash of their path, or given in ``held_out``.
+
+    ``layout`` says what a document is: "text", or one conversation a record of .json and .jsonl files, laid out as
+    "messages" (OpenAI), "alpaca" (instruction, input, output), "sharegpt" (conversations of from and value) or "prompt"
+    (prompt and response); then the loss counts the assistant's tokens only. ``chat_template`` is a Jinja file that takes the
+    place of the model's own template. ``too_long`` is what happens to a conversation longer than the sequence: "cut" keeps
+    its beginning, "drop" leaves it out, "error" stops; each is counted.
     """
 
     sources: tuple[str, ...] = (STDLIB_SOURCE,)
@@ -64,6 +73,26 @@ class DataRecipe:
     vocab_size: int = 4096
     tokenizer: str | None = None
     text_key: str = "text"
+    layout: Literal["text", "messages", "alpaca", "sharegpt", "prompt"] = "text"
+    chat_template: str | None = None
+    too_long: Literal["cut", "drop", "error"] = "cut"
+
+
+@dataclass(frozen=True)
+class LoraRecipe:
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): W·x + ``alpha``/``rank`` · B·A·dropout(x), W itself frozen.
+
+    ``targets`` are modules by their names on disk (``q_proj``, ``mlp.c_proj``), or "all-linear" for every matrix of the
+    blocks. Under method = "qlora" (Dettmers et al. 2023, arXiv:2305.14314) all matrices of the blocks are held in NF4, 4 bits
+    and one scale for each ``nf4_block`` values; ``double_quantization`` holds those scales in 8 bits.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    dropout: float = 0.0
+    nf4_block: int = 64
+    double_quantization: bool = True
 
 
 @dataclass(frozen=True)
@@ -99,12 +128,20 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class TrainRecipe:
-    method: Literal["pretrain", "full"] = "pretrain"
+    """``method``: "pretrain" from fresh weights or from a model, "full" fine-tunes all weights of ``model.init_from``, "lora"
+    and "qlora" train adapters beside them. ``[lora]`` is read by the latter two."""
+
+    method: Literal["pretrain", "full", "lora", "qlora"] = "pretrain"
     seed: int = 0
     output: str = "runs/train"
     model: ModelRecipe = field(default_factory=ModelRecipe)
     data: DataRecipe = field(default_factory=DataRecipe)
     train: TrainSettings = field(default_factory=TrainSettings)
+    lora: LoraRecipe = field(default_factory=LoraRecipe)
+
+    @property
+    def trains_adapters(self) -> bool:
+        return self.method in ("lora", "qlora")
 
     def __post_init__(self) -> None:
         t = self.train
@@ -136,8 +173,46 @@ class TrainRecipe:
             raise ConfigError(
                 'model.size="auto" needs train.budget_s: the planner picks the size that a time budget can train.'
             )
-        if self.method == "full" and m.init_from is None:
-            raise ConfigError('method="full" fine-tunes an existing model: give model.init_from, or use method="pretrain".')
+        if self.method != "pretrain" and m.init_from is None:
+            raise ConfigError(
+                f'method="{self.method}" fine-tunes an existing model: give model.init_from, or use method="pretrain".'
+            )
+        self._check_conversations()
+        self._check_lora()
+
+    def _check_conversations(self) -> None:
+        d = self.data
+        if d.layout == "text":
+            if d.chat_template is not None:
+                raise ConfigError(
+                    f'data.chat_template={d.chat_template!r} renders conversations, and data.layout is "text". '
+                    'Set data.layout to "messages", "alpaca", "sharegpt" or "prompt".'
+                )
+            return
+        if STDLIB_SOURCE in d.sources:
+            raise ConfigError(
+                f'data.layout="{d.layout}" reads conversations, and data.sources names "{STDLIB_SOURCE}", which is source '
+                "code. Name .json or .jsonl files."
+            )
+        if self.model.init_from is None and d.tokenizer is None:
+            raise ConfigError(
+                f'data.layout="{d.layout}" needs a tokenizer that knows the template\'s special tokens: give model.init_from, '
+                "or data.tokenizer."
+            )
+
+    def _check_lora(self) -> None:
+        lora = self.lora
+        _at_least("lora.rank", lora.rank, 1)
+        if not 0 < lora.alpha < float("inf"):
+            raise ConfigError(f"lora.alpha={lora.alpha} must be above 0 and finite.")
+        if not 0 <= lora.dropout < 1:
+            raise ConfigError(f"lora.dropout={lora.dropout} must be at least 0 and less than 1.")
+        if not lora.targets:
+            raise ConfigError(f'lora.targets is empty. Name modules such as "q_proj", or "{ALL_LINEAR}".')
+        if lora.nf4_block < 2 or lora.nf4_block % 2:
+            raise ConfigError(f"lora.nf4_block={lora.nf4_block} must be even and at least 2: two codes share a byte.")
+        if not self.trains_adapters and lora != LoraRecipe():
+            raise ConfigError(f'[lora] is set, but method="{self.method}" trains no adapters. Use method="lora" or "qlora".')
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from twostroke.core.errors import InputError
+from twostroke.core.errors import CorruptFileError, InputError
 
 DEFAULT_TEMPLATE = (
     "{% for message in messages %}"
@@ -19,6 +20,8 @@ DEFAULT_TEMPLATE = (
 
 MAX_RENDERED_CHARACTERS = 16 * 2**20
 MAX_TEMPLATE_CHARACTERS = 2**20
+MAX_CONFIG_BYTES = 16 * 2**20
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def render_chat(
@@ -97,3 +100,43 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
+
+
+def read_chat_template(directory: Path) -> tuple[str | None, dict[str, Any]]:
+    """The template (``chat_template.jinja``, else ``tokenizer_config.json``) and the special tokens it may name.
+
+    None where the model has none. Raises CorruptFileError where a file cannot be read.
+    """
+    variables: dict[str, Any] = {}
+    template: str | None = None
+    config_file, template_file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+    if config_file.is_file():
+        try:
+            config = json.loads(read_template_file(config_file))
+        except (ValueError, RecursionError) as error:
+            raise CorruptFileError(f"{config_file} is not valid JSON: {error}.") from None
+        if not isinstance(config, dict):
+            raise CorruptFileError(f"{config_file} must hold a JSON object.")
+        for name in _SPECIAL_TOKENS:
+            token = config.get(name)
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                variables[name] = token
+        found = config.get("chat_template")
+        if isinstance(found, list):  # several named templates: "default" is the one for plain chats
+            named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+            found = named.get("default")
+        template = found if isinstance(found, str) else None
+    if template_file.is_file():
+        template = read_template_file(template_file)
+    return template, variables
+
+
+def read_template_file(file: Path) -> str:
+    """A template or configuration as text. Raises CorruptFileError."""
+    if file.stat().st_size > MAX_CONFIG_BYTES:
+        raise CorruptFileError(f"{file} is over {MAX_CONFIG_BYTES} bytes.")
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CorruptFileError(f"{file} cannot be read as UTF-8 text ({type(error).__name__}).") from None

@@ -11,7 +11,7 @@ import torch
 from twostroke.core.errors import ConfigError, DataError, InputError
 from twostroke.data.packing import IGNORED, document_layout, next_token_targets
 from twostroke.data.permutation import permute, random_below
-from twostroke.data.prepare import TokenStream
+from twostroke.data.shards import TokenStream
 
 
 @dataclass(frozen=True)
@@ -123,13 +123,17 @@ class PackedLoader:
 
     def restore(self, state: dict[str, int]) -> None:
         """Continue where ``state`` was taken. Raises InputError where it belongs to other data, seed or sequence length."""
-        own = self.state()
-        for name, found in own.items():
-            value = state.get(name)
-            if not isinstance(value, int) or isinstance(value, bool) or (name == "next_window" and value < 0):
-                raise InputError(f"loader state has {name}={value!r}, which must be a whole number of at least 0.")
-            if name != "next_window" and value != found:
-                raise InputError(
-                    f"loader state was saved with {name}={value}, this run has {found}. Resume with the same data and recipe."
-                )
-        self._next_window = state["next_window"]
+        self._next_window = restored_window(state, self.state())
+
+
+def restored_window(state: dict[str, int], own: dict[str, int]) -> int:
+    """``next_window`` of a saved ``state``, after what it must agree on with a loader's ``own``. Raises InputError."""
+    for name, found in own.items():
+        value = state.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or (name == "next_window" and value < 0):
+            raise InputError(f"loader state has {name}={value!r}, which must be a whole number of at least 0.")
+        if name != "next_window" and value != found:
+            raise InputError(
+                f"loader state was saved with {name}={value}, this run has {found}. Resume with the same data and recipe."
+            )
+    return state["next_window"]

@@ -15,15 +15,10 @@ kill leaves nothing under the final name.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import hashlib
-import json
-import os
 import shutil
-import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,155 +28,35 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers import Tokenizer
 
-from twostroke.core.errors import ConfigError, CorruptFileError, DataError, TwostrokeError
+from twostroke.core.errors import ConfigError, DataError
 from twostroke.core.paths import data_cache_dir
 from twostroke.core.recipe import DataRecipe
+from twostroke.data.shards import (
+    FORMAT,
+    HELD_OUT_ENDS,
+    HELD_OUT_TEXT,
+    N_BUCKETS,
+    HashedFile,
+    PreparedData,
+    Progress,
+    ShardWriter,
+    bucket,
+    digest,
+    hash_and_flush,
+    made_whole,
+    write_manifest,
+)
 from twostroke.data.sources import PIECE_BYTES, Document, DocumentSource, find_documents
 from twostroke.data.tokenizer import LEAST_VOCAB_SIZE, eos_id_of, load_tokenizer, tokenizer_file, train_tokenizer
-
-FORMAT = 1
-MANIFEST = "manifest.json"
-HELD_OUT_TEXT = "heldout.txt"
-HELD_OUT_ENDS = "heldout-ends.bin"
 
 LARGE_CORPUS_BYTES = 10_000_000
 LEAST_HELD_OUT_BYTES = 1_000_000
 """Held out at least, of a corpus larger than ``LARGE_CORPUS_BYTES``: less makes bits per byte too noisy to compare models."""
 
-SHARD_BYTES = 512 * 2**20
 TOKENIZER_SAMPLE_BYTES = 256 * 2**20
 """A tokenizer is trained on about this much text at most: more does not change the merges, and the trainer's memory grows."""
 
 _BATCH_BYTES = 2**20
-_MAX_MANIFEST_BYTES = 64 * 2**20
-_STALE_S = 24 * 3600.0
-_N_BUCKETS = 2**16
-
-Progress = Callable[[float, str], None]
-"""``progress(done, note)``, done from 0 to 1."""
-
-TokenArray = npt.NDArray[np.integer]
-
-
-class TokenStream:
-    """Token ids of several memory-mapped shards as one sequence. Slices are views where they lie in one shard."""
-
-    def __init__(self, paths: list[Path], dtype: str) -> None:
-        self.dtype = np.dtype(dtype)
-        # As plain arrays over the maps: slicing a np.memmap costs several microseconds more.
-        self._shards = [np.asarray(np.memmap(p, dtype=self.dtype, mode="r")) for p in paths if p.stat().st_size]
-        self._ends = np.cumsum([len(s) for s in self._shards], dtype=np.int64).tolist()
-
-    def __len__(self) -> int:
-        return int(self._ends[-1]) if self._ends else 0
-
-    def __getitem__(self, where: slice) -> TokenArray:
-        start, stop, step = where.indices(len(self))
-        if step != 1:
-            raise IndexError("a token stream is sliced with step 1 only.")
-        if start >= stop:
-            return np.empty(0, dtype=self.dtype)
-        first = bisect.bisect_right(self._ends, start)
-        begin = self._ends[first - 1] if first else 0
-        if stop <= self._ends[first]:
-            return self._shards[first][start - begin : stop - begin]
-        parts = []
-        while start < stop:
-            part = self._shards[first][start - begin : min(stop, self._ends[first]) - begin]
-            parts.append(part)
-            start += len(part)
-            begin = self._ends[first]
-            first += 1
-        return np.concatenate(parts)
-
-
-@dataclass(frozen=True)
-class PreparedData:
-    """A prepared directory, its manifest checked. ``key`` names the combination of input, recipe and format."""
-
-    directory: Path
-    key: str
-    vocab_size: int
-    eos_id: int
-    dtype: str
-    n_train_tokens: int
-    n_heldout_tokens: int
-    n_heldout_bytes: int
-    n_heldout_documents: int
-    report: dict[str, Any]
-    files: dict[str, dict[str, Any]]
-
-    @property
-    def tokenizer_path(self) -> Path:
-        return self.directory / "tokenizer.json"
-
-    @property
-    def heldout_path(self) -> Path:
-        return self.directory / HELD_OUT_TEXT
-
-    def _stream(self, split: str) -> TokenStream:
-        names = sorted(n for n in self.files if n.startswith(f"{split}-") and n.endswith(".bin") and n != HELD_OUT_ENDS)
-        return TokenStream([self.directory / n for n in names], self.dtype)
-
-    def train_tokens(self) -> TokenStream:
-        return self._stream("train")
-
-    def heldout_tokens(self) -> TokenStream:
-        return self._stream("heldout")
-
-    def heldout_documents(self) -> Iterator[str]:
-        """The held-out documents' text, one after another: for scoring with a tokenizer other than this one."""
-        ends = np.fromfile(self.directory / HELD_OUT_ENDS, dtype="<u8")
-        with open(self.heldout_path, "rb") as stream:
-            start = 0
-            for end in ends.tolist():
-                yield stream.read(end - start).decode()
-                start = end
-
-    def verify(self) -> None:
-        """Read every file and compare its sha256 with the manifest's. Raises CorruptFileError naming the first that differs."""
-        for name, expected in self.files.items():
-            with open(self.directory / name, "rb") as stream:
-                found = hashlib.file_digest(stream, "sha256").hexdigest()
-            if found != expected["sha256"]:
-                raise CorruptFileError(
-                    f"{self.directory / name} was altered: its sha256 is not the one in {MANIFEST}. "
-                    f"Delete {self.directory} and prepare again."
-                )
-
-
-def open_prepared(directory: Path | str, verify: bool = False) -> PreparedData:
-    """The prepared data in ``directory``. Sizes are checked always, hashes when ``verify`` is set.
-
-    Raises DataError where there is no manifest, CorruptFileError naming the file that is missing, truncated or altered.
-    """
-    directory = Path(directory)
-    path = directory / MANIFEST
-    if not path.is_file():
-        raise DataError(f"{directory} is not prepared data: it has no {MANIFEST}. Make it with `twostroke data prepare`.")
-    again = f"Delete {directory} and prepare again."
-    if path.stat().st_size > _MAX_MANIFEST_BYTES:
-        raise CorruptFileError(f"{path} is {path.stat().st_size} bytes; a manifest is at most {_MAX_MANIFEST_BYTES}. {again}")
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        claimed = manifest.pop("sha256")
-    except (ValueError, RecursionError, KeyError, AttributeError, TypeError):
-        raise CorruptFileError(f"{path} is not a manifest. {again}") from None
-    if claimed != _digest(manifest):
-        raise CorruptFileError(f"{path} was altered: its sha256 is not the one it holds. {again}")
-    if manifest["format"] != FORMAT:
-        raise DataError(f"{directory} has format {manifest['format']}; this version reads {FORMAT}. {again}")
-    for name, expected in manifest["files"].items():
-        file = directory / name
-        if not file.is_file():
-            raise CorruptFileError(f"{file} is missing. {again}")
-        if file.stat().st_size != expected["bytes"]:
-            raise CorruptFileError(f"{file} is {file.stat().st_size} bytes, the manifest says {expected['bytes']}. {again}")
-    names = {f.name for f in dataclasses.fields(PreparedData)} - {"directory"}
-    prepared = PreparedData(directory=directory, **{name: manifest[name] for name in names})
-    if verify:
-        prepared.verify()
-    return prepared
 
 
 def prepare(
@@ -198,9 +73,15 @@ def prepare(
     by pieces of about 64 kB cut at line ends. Documents of ``recipe.held_out`` are held out instead where it is given,
     and their duplicates leave the training part.
 
+    Conversations (``recipe.layout`` other than "text") are prepared by ``data.conversations``.
+
     Raises DataError, ConfigError, CorruptFileError for bad input, TwostrokeError where the directory cannot be written.
     """
     report_progress = progress or (lambda done, note: None)
+    if recipe.layout != "text":
+        from twostroke.data.conversations import prepare_conversations
+
+        return prepare_conversations(recipe, cache_dir, report_progress, out)
     if not 0 < recipe.held_out_fraction < 1:
         raise ConfigError(f"held_out_fraction={recipe.held_out_fraction} must be between 0 and 1.")
     if recipe.tokenizer is None and recipe.vocab_size < LEAST_VOCAB_SIZE:
@@ -208,31 +89,17 @@ def prepare(
     source = find_documents(recipe.sources, recipe.text_key)
     held_out = find_documents(recipe.held_out, recipe.text_key) if recipe.held_out else None
     inputs = _inputs(recipe, source, held_out)
-    key = _digest(inputs)[:20]
+    key = digest(inputs)[:20]
     directory = out if out is not None else (cache_dir or data_cache_dir()) / key
-    if directory.is_dir() and any(directory.iterdir()):
-        prepared = open_prepared(directory)
-        if prepared.key != key:
-            raise DataError(f"{directory} holds data prepared from other input or settings. Delete it or choose another place.")
-        report_progress(1.0, "reused")
-        return prepared
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(directory.parent)
-        partial = directory.parent / f".partial-{directory.name}-{uuid.uuid4().hex}"
-        partial.mkdir()
-        try:
-            _write(partial, recipe, source, held_out, inputs, key, report_progress)
-            _move_into_place(partial, directory)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    except OSError as error:
-        raise TwostrokeError(
-            f"prepared data cannot be written to {directory}: {error.strerror or error}. "
-            "Make room there, or choose another place with --out or TWOSTROKE_HOME."
-        ) from error
-    prepared = open_prepared(directory)
-    report_progress(1.0, "done")
+    made = False
+
+    def fill(partial: Path) -> None:
+        nonlocal made
+        made = True
+        _write(partial, recipe, source, held_out, inputs, key, report_progress)
+
+    prepared = made_whole(directory, key, fill)
+    report_progress(1.0, "done" if made else "reused")
     return prepared
 
 
@@ -253,16 +120,6 @@ def _inputs(recipe: DataRecipe, source: DocumentSource, held_out: DocumentSource
     }
 
 
-def _digest(table: dict[str, Any]) -> str:
-    # Through JSON and back, so that tuples and lists are one.
-    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
-
-
-def _bucket(*key: object) -> int:
-    """The top 16 bits of sha256(key): bucket / 2¹⁶ is a number in [0, 1) that depends on the key alone."""
-    return int.from_bytes(hashlib.sha256("\0".join(map(str, key)).encode()).digest()[:2], "big")
-
-
 @dataclass
 class _Split:
     """Which documents, or pieces of them, are held out: those whose bucket is below ``threshold``. No list is kept."""
@@ -274,7 +131,7 @@ class _Split:
         if self.by == "explicit":
             return False
         key = (document.path,) if self.by == "document" else (document.path, document.piece)
-        return _bucket(*key) < self.threshold
+        return bucket(*key) < self.threshold
 
 
 def _threshold(histogram: npt.NDArray[np.int64], fraction: float) -> int | None:
@@ -282,9 +139,9 @@ def _threshold(histogram: npt.NDArray[np.int64], fraction: float) -> int | None:
     total = int(histogram.sum())
     needed = LEAST_HELD_OUT_BYTES if total > LARGE_CORPUS_BYTES else 1
     below = np.cumsum(histogram)  # below[t] = bytes in buckets 0 … t
-    first = max(1, round(fraction * _N_BUCKETS))
+    first = max(1, round(fraction * N_BUCKETS))
     threshold = max(first, int(np.searchsorted(below, needed)) + 1)
-    held = int(below[min(threshold, _N_BUCKETS) - 1])
+    held = int(below[min(threshold, N_BUCKETS) - 1])
     limit = max(0.5, fraction + 0.25) * total
     return threshold if needed <= held <= limit and held < total else None
 
@@ -296,12 +153,12 @@ def _choose_split(source: DocumentSource, fraction: float, report: Progress) -> 
     """
     if source.n_file_bytes < 16 * PIECE_BYTES:
         source.piece_bytes = max(64, source.n_file_bytes // 16)
-    by_document = np.zeros(_N_BUCKETS, dtype=np.int64)
-    by_piece = np.zeros(_N_BUCKETS, dtype=np.int64)
+    by_document = np.zeros(N_BUCKETS, dtype=np.int64)
+    by_piece = np.zeros(N_BUCKETS, dtype=np.int64)
     done = 0
     for document in source:
-        by_document[_bucket(document.path)] += document.n_bytes
-        by_piece[_bucket(document.path, document.piece)] += document.n_bytes
+        by_document[bucket(document.path)] += document.n_bytes
+        by_piece[bucket(document.path, document.piece)] += document.n_bytes
         done += document.n_bytes
         report(min(1.0, done / max(1, source.n_file_bytes)), "reading")
     if source.report.n_documents == 0:
@@ -331,62 +188,9 @@ def _training_texts(
         # The library reads all text first and merges then; its merging reports nothing, so reading is given half the bar.
         report(0.5 * min(1.0, done / max(1, total_bytes)), "training the tokenizer")
         if not split.holds_out(document) and (
-            share == 1.0 or _bucket("sample", document.path, document.piece) < share * _N_BUCKETS
+            share == 1.0 or bucket("sample", document.path, document.piece) < share * N_BUCKETS
         ):
             yield document.text
-
-
-class _HashedFile:
-    """A file that is hashed as it is written, and flushed to disk when closed."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.n_bytes = 0
-        self._hash = hashlib.sha256()
-        self._stream = open(path, "xb")  # noqa: SIM115 - closed by close(), or by the removal of its directory
-
-    def write(self, data: bytes) -> None:
-        self._stream.write(data)
-        self._hash.update(data)
-        self.n_bytes += len(data)
-
-    def close(self) -> dict[str, Any]:
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
-        return {"bytes": self.n_bytes, "sha256": self._hash.hexdigest()}
-
-    def abandon(self) -> None:
-        self._stream.close()
-
-
-class _ShardWriter:
-    """Writes one split's tokens in order, as many files as needed."""
-
-    def __init__(self, directory: Path, split: str, dtype: str) -> None:
-        self.directory, self.split, self.dtype = directory, split, np.dtype(dtype)
-        self.files: dict[str, dict[str, Any]] = {}
-        self.n_tokens = 0
-        self._file = self._open()
-
-    def _open(self) -> _HashedFile:
-        return _HashedFile(self.directory / f"{self.split}-{len(self.files):05d}.bin")
-
-    def write(self, ids: list[int]) -> None:
-        self._file.write(np.asarray(ids, dtype=self.dtype).tobytes())
-        self.n_tokens += len(ids)
-        if self._file.n_bytes >= SHARD_BYTES:
-            self._finish()
-            self._file = self._open()
-
-    def _finish(self) -> None:
-        self.files[self._file.path.name] = self._file.close()
-
-    def close(self) -> None:
-        self._finish()
-
-    def abandon(self) -> None:
-        self._file.abandon()
 
 
 class _SplitWriter:
@@ -397,11 +201,11 @@ class _SplitWriter:
 
     def __init__(self, directory: Path, tokenizer: Tokenizer, eos_id: int, dtype: str) -> None:
         self.tokenizer, self.eos_id = tokenizer, eos_id
-        self.shards = {False: _ShardWriter(directory, "train", dtype), True: _ShardWriter(directory, "heldout", dtype)}
+        self.shards = {False: ShardWriter(directory, "train", dtype), True: ShardWriter(directory, "heldout", dtype)}
         self.n_documents = {False: 0, True: 0}
         self.n_bytes = {False: 0, True: 0}
-        self.text = _HashedFile(directory / HELD_OUT_TEXT)
-        self.ends = _HashedFile(directory / HELD_OUT_ENDS)
+        self.text = HashedFile(directory / HELD_OUT_TEXT)
+        self.ends = HashedFile(directory / HELD_OUT_ENDS)
         self._batch: list[tuple[str, bool, bool]] = []  # text, held out, an end-of-text behind it
         self._batch_bytes = 0
 
@@ -492,8 +296,7 @@ def _write(
     for checked in (source, held_out):
         if checked is not None:
             checked.check_unchanged()
-    tokenizer_bytes = (directory / "tokenizer.json").read_bytes()
-    files["tokenizer.json"] = {"bytes": len(tokenizer_bytes), "sha256": hashlib.sha256(tokenizer_bytes).hexdigest()}
+    files["tokenizer.json"] = hash_and_flush(directory / "tokenizer.json")
     n_text_bytes = sum(writer.n_bytes.values())
     n_tokens = writer.shards[False].n_tokens + writer.shards[True].n_tokens
     manifest: dict[str, Any] = {
@@ -517,14 +320,7 @@ def _write(
         },
         "files": files,
     }
-    manifest = json.loads(json.dumps(manifest))
-    manifest["sha256"] = _digest(manifest)
-    _fsync(directory / "tokenizer.json")
-    with open(directory / MANIFEST, "x", encoding="utf-8") as stream:
-        json.dump(manifest, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    _fsync(directory)
+    write_manifest(directory, manifest)
 
 
 def _encode(
@@ -557,31 +353,3 @@ def _encode(
         for name, count in held_out.report.to_dict().items():
             reports[name] += count
     return reports
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _move_into_place(partial: Path, directory: Path) -> None:
-    try:
-        os.rename(partial, directory)  # also onto an empty directory, never onto a full one
-    except OSError:
-        if not (directory / MANIFEST).is_file():
-            raise
-        return  # another process made the same in the meantime: the key is the same, so the content is
-    _fsync(directory.parent)
-
-
-def _remove_stale(parent: Path) -> None:
-    """Remove what killed preparations left behind a day ago or longer: younger ones may be at work."""
-    for left in parent.glob(".partial-*"):
-        try:
-            if time.time() - left.stat().st_mtime > _STALE_S:
-                shutil.rmtree(left, ignore_errors=True)
-        except OSError:
-            continue

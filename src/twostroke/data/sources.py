@@ -76,9 +76,9 @@ class SourceFile:
     mtime_ns: int
 
 
-def _suffix_of(name: str) -> str | None:
+def _suffix_of(name: str, suffixes: Sequence[str] = SUFFIXES) -> str | None:
     lowered = name.lower()
-    return next((s for s in SUFFIXES if lowered.endswith(s)), None)
+    return next((s for s in suffixes if lowered.endswith(s)), None)
 
 
 def _source_file(path: str, key: str) -> SourceFile | None:
@@ -122,15 +122,15 @@ def stdlib_files() -> list[SourceFile]:
     return files
 
 
-def _find(source: str, report: SourceReport) -> list[SourceFile]:
+def _find(source: str, report: SourceReport, suffixes: Sequence[str] = SUFFIXES) -> list[SourceFile]:
     if source == STDLIB_SOURCE:
         return stdlib_files()
     path = os.path.expanduser(source)
     if os.path.isdir(path):
         root, paths, what = path, _walk(path), f"folder {source}"
     elif os.path.exists(path):
-        if _suffix_of(path) is None:
-            raise DataError(f"{source} is not one of the formats {', '.join(SUFFIXES)}.")
+        if _suffix_of(path, suffixes) is None:
+            raise DataError(f"{source} is not one of the formats {', '.join(suffixes)}.")
         root, paths, what = os.path.dirname(path), iter([path]), source
     elif glob.has_magic(path):
         root = path
@@ -141,15 +141,28 @@ def _find(source: str, report: SourceReport) -> list[SourceFile]:
         raise DataError(f'source {source} does not exist. Name a file, a folder, a glob or "{STDLIB_SOURCE}".')
     files = []
     for candidate in paths:
-        if _suffix_of(candidate) is None:
+        if _suffix_of(candidate, suffixes) is None:
             report.n_other_files += 1
             continue
         found = _source_file(candidate, os.path.relpath(candidate, root or "."))
         if found is not None:
             files.append(found)
     if not files:
-        raise DataError(f"{what} holds no regular file of the formats {', '.join(SUFFIXES)}.")
+        raise DataError(f"{what} holds no regular file of the formats {', '.join(suffixes)}.")
     return files
+
+
+def find_files(sources: Sequence[str], suffixes: Sequence[str]) -> tuple[tuple[SourceFile, ...], int]:
+    """The files of ``suffixes`` that files, folders or globs name, each once, and how many others were passed over.
+
+    Raises DataError as ``find_documents`` does.
+    """
+    report = SourceReport()
+    files: dict[str, SourceFile] = {}
+    for source in sources:
+        for file in _find(source, report, suffixes):
+            files.setdefault(file.path, file)
+    return tuple(files.values()), report.n_other_files
 
 
 def find_documents(sources: Sequence[str], text_key: str = "text", piece_bytes: int = PIECE_BYTES) -> DocumentSource:
@@ -160,12 +173,8 @@ def find_documents(sources: Sequence[str], text_key: str = "text", piece_bytes: 
     """
     if not sources:
         raise DataError(f'no sources were named. Name files, folders, globs or "{STDLIB_SOURCE}".')
-    found_report = SourceReport()
-    files: dict[str, SourceFile] = {}
-    for source in sources:
-        for file in _find(source, found_report):
-            files.setdefault(file.path, file)
-    return DocumentSource(tuple(files.values()), text_key, piece_bytes, found_report.n_other_files)
+    files, n_other_files = find_files(sources, SUFFIXES)
+    return DocumentSource(files, text_key, piece_bytes, n_other_files)
 
 
 class DocumentSource:

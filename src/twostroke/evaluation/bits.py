@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from twostroke.core.errors import DataError, InputError
 from twostroke.data.packing import document_layout
-from twostroke.data.prepare import PreparedData
+from twostroke.data.shards import PreparedData
 from twostroke.data.sources import write_text_atomically
 from twostroke.data.tokenizer import eos_id_of, load_tokenizer
 from twostroke.evaluation.held_out import HeldOutText, Tokens, held_out_at, held_out_of, tokenize

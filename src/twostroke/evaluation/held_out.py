@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 
 from twostroke.core.errors import CorruptFileError, DataError, InputError
 from twostroke.core.recipe import DataRecipe
-from twostroke.data.prepare import MANIFEST, PreparedData, open_prepared, prepare
+from twostroke.data.prepare import prepare
+from twostroke.data.shards import MANIFEST, PreparedData, open_prepared
 from twostroke.data.sources import PIECE_BYTES, decode, find_documents, read_pieces, split_text
 
 _BATCH_CHARACTERS = 2**20

@@ -17,7 +17,9 @@ from twostroke.interop.gguf import MAGIC as GGUF_MAGIC
 from twostroke.interop.gguf_model import read_gguf
 from twostroke.interop.hub import download, is_hub_name
 from twostroke.interop.llama2c import read_llama2c
+from twostroke.interop.peft import read_peft
 from twostroke.interop.source import SourceModel, SourceTokenizer
+from twostroke.model.adapter_directory import is_adapter_directory
 from twostroke.model.families import layout
 from twostroke.model.load import load_state
 from twostroke.model.save import save_model, write_tokenizer_tables
@@ -84,7 +86,7 @@ def import_model(
         else:
             origin = None
             notes.append("there is no tokenizer beside the source; give one with --tokenizer to generate and score text.")
-        state = model.state if progress is None else _Watched(model.state, progress)
+        state = model.state if progress is None else Watched(model.state, progress)
         save_model(state, model.spec, directory, stored, tokenizer_path=files, replace=replace)
     shapes = [entry.shape for entry in layout(model.spec)]
     n_parameters = sum(math.prod(shape) for shape in shapes)
@@ -94,7 +96,7 @@ def import_model(
     )
 
 
-class _Watched(Mapping[str, Tensor]):
+class Watched(Mapping[str, Tensor]):
     """A state that tells ``progress`` of each tensor that is taken from it."""
 
     def __init__(self, state: Mapping[str, Tensor], progress: Callable[[float, str], None]) -> None:
@@ -153,6 +155,8 @@ def _tokenizer_beside(path: Path) -> Path | None:
 
 
 def _read_directory(directory: Path) -> SourceModel:
+    if is_adapter_directory(directory):
+        return read_peft(directory)
     spec, state = load_state(directory)
     found = Counter(_DTYPE_NAMES[str(tensor.dtype)] for tensor in state.values())
     dtype = next(iter(found)) if len(found) == 1 else "fp32"

@@ -12,6 +12,7 @@ from twostroke.core.dtypes import TORCH_NAMES
 from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.families import read_config, read_spec
 from twostroke.core.spec import ModelSpec
+from twostroke.model.adapter_directory import is_adapter_directory, open_merged
 from twostroke.model.decoder import Decoder
 from twostroke.model.families import is_recomputed, layout, stored_name, to_canonical
 from twostroke.model.safetensors_file import WeightFiles
@@ -36,8 +37,11 @@ def open_weights(directory: Path | str) -> tuple[ModelSpec, Callable[[str], Tens
 
     Raises InputError (nothing there), ConfigError (a config that is impossible or quantised), CorruptFileError (a tensor
     missing, unexpected or of another shape, or a file that breaks its format). No weight has been read when it returns.
+    An adapter directory is read as its base with the adapters merged in (``model.adapter_directory``).
     """
     directory = Path(directory)
+    if is_adapter_directory(directory):
+        return open_merged(directory, open_weights)
     config = read_config(directory)
     spec = read_spec(directory)
     if config.get("quantization_config"):

@@ -9,16 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from twostroke.core.errors import CorruptFileError, InputError
-from twostroke.data.chat import render_chat
+from twostroke.core.errors import InputError
+from twostroke.data.chat import read_chat_template, render_chat
 from twostroke.data.tokenizer import load_tokenizer
 from twostroke.server.errors import bad_request
 
 LONG_TEXT = 20_000
 """Characters above which a text is tokenised in a thread (the tokenizers library lets go of the interpreter meanwhile)."""
-MAX_CONFIG_BYTES = 16 * 2**20
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class ModelText:
@@ -27,7 +25,7 @@ class ModelText:
     def __init__(self, directory: Path) -> None:
         self.tokenizer = load_tokenizer(directory)
         self.vocab_size: int = self.tokenizer.get_vocab_size()
-        self._template, self._template_variables = _read_chat_template(directory)
+        self._template, self._template_variables = read_chat_template(directory)
         self._byte_level = '"ByteLevel"' in json.dumps(json.loads(self.tokenizer.to_str()).get("decoder"))
         self._special = {id for id, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
 
@@ -79,39 +77,3 @@ def _byte_of_character() -> dict[str, int]:
 
 
 _BYTE_OF_CHARACTER = _byte_of_character()
-
-
-def _read_chat_template(directory: Path) -> tuple[str | None, dict[str, Any]]:
-    """The template (``chat_template.jinja``, else ``tokenizer_config.json``) and the special tokens it may name."""
-    variables: dict[str, Any] = {}
-    template: str | None = None
-    config_file, template_file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
-    if config_file.is_file():
-        try:
-            config = json.loads(_read_text(config_file))
-        except (ValueError, RecursionError) as error:
-            raise CorruptFileError(f"{config_file} is not valid JSON: {error}.") from None
-        if not isinstance(config, dict):
-            raise CorruptFileError(f"{config_file} must hold a JSON object.")
-        for name in _SPECIAL_TOKENS:
-            token = config.get(name)
-            token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str):
-                variables[name] = token
-        found = config.get("chat_template")
-        if isinstance(found, list):  # several named templates: "default" is the one for plain chats
-            named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-            found = named.get("default")
-        template = found if isinstance(found, str) else None
-    if template_file.is_file():
-        template = _read_text(template_file)
-    return template, variables
-
-
-def _read_text(file: Path) -> str:
-    if file.stat().st_size > MAX_CONFIG_BYTES:
-        raise CorruptFileError(f"{file} is over {MAX_CONFIG_BYTES} bytes.")
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CorruptFileError(f"{file} cannot be read as UTF-8 text ({type(error).__name__}).") from None

@@ -30,7 +30,7 @@ from twostroke.core.errors import (
 from twostroke.core.recipe import TrainRecipe
 from twostroke.core.spec import ModelSpec
 from twostroke.core.units import format_bytes, format_count, format_seconds
-from twostroke.data.loader import Batch, PackedLoader
+from twostroke.data.loader import Batch
 from twostroke.data.prepare import prepare
 from twostroke.data.shards import PreparedData, open_prepared
 from twostroke.ledger.scoring import numbers_of
@@ -43,8 +43,10 @@ from twostroke.planner.hardware import Hardware, load_hardware
 from twostroke.planner.intervals import predict_with_intervals
 from twostroke.planner.params import count_parameters
 from twostroke.planner.training import TrainingShape, plan_training
+from twostroke.training.adapters import base_state, check_adapters, check_base, load_adapted, write_adapters
 from twostroke.training.checkpoint import Checkpoint, CheckpointError, list_checkpoints, load_newest, save_checkpoint
 from twostroke.training.clock import StepClock
+from twostroke.training.conversations import make_loader, write_chat_template
 from twostroke.training.measurement import PARTS, StepRecord, directory_bytes, medians
 from twostroke.training.memory import memory_bytes, peak_memory_bytes, reset_peak
 from twostroke.training.optimizers import Optimizers
@@ -124,7 +126,9 @@ class TrainingRun:
         self.device = pick_device()
         checkpoint = load_newest(self.directory.checkpoints, self._log) if self.resumes else None
         torch.manual_seed(self.recipe.seed)
-        if self.recipe.model.init_from is not None and checkpoint is None:
+        if self.recipe.trains_adapters:  # the base is not in checkpoints
+            decoder = load_adapted(self.recipe, self.device)
+        elif self.recipe.model.init_from is not None and checkpoint is None:
             decoder = load_model(self.recipe.model.init_from, "fp32", self.device)
         else:
             decoder = Decoder(self.spec, device="meta").to_empty(device=self.device)
@@ -134,7 +138,7 @@ class TrainingRun:
         self.decoder = decoder
         self.masters = MasterWeights(decoder, torch.bfloat16 if settings.dtype == "bf16" else torch.float32)
         self.optimizers = Optimizers(self.masters, self.spec, settings)
-        self.loader = PackedLoader(self.prepared, settings.batch_size, settings.sequence_length, self.recipe.seed)
+        self.loader = make_loader(self.prepared, self.recipe, self._log)
         self.step_log = StepLog(self.directory.log, self._log)
         if checkpoint is not None:
             self._restore(checkpoint)
@@ -142,6 +146,7 @@ class TrainingRun:
         self.train_step = TrainStep(decoder, self.masters, self.optimizers, settings.clip_norm, settings.compile, self._log)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
+        check_base(self.recipe, checkpoint.state)
         missing = set(self.masters.weights) ^ set(checkpoint.weights)
         if missing:
             raise CorruptFileError(
@@ -175,7 +180,7 @@ class TrainingRun:
             "elapsed_s": self._elapsed_s(),
             "loader": self.loader.state(),
             "rng": rng,
-        }
+        } | base_state(self.recipe)
         return Checkpoint(self.masters.weights, self.optimizers.state(), state)
 
     def _elapsed_s(self) -> float:
@@ -292,6 +297,8 @@ class TrainingRun:
         self._train_time_s = self._elapsed_s()
 
     def _mfu(self, tok_per_s: float) -> float | None:
+        if self.recipe.trains_adapters:
+            return None  # its operations a token are counted for training all weights
         peak = self.hardware.peak_flop_per_s.get(self.recipe.train.dtype) if self.hardware is not None else None
         return None if peak is None else mfu(self.spec, self.recipe.train.sequence_length, tok_per_s, peak)
 
@@ -343,6 +350,7 @@ class TrainingRun:
             "run_id": self.resolved.run_id,
             "model": str(self.directory.model),
             "n_parameters": count_parameters(self.spec).total,
+            "n_trained_parameters": sum(weight.numel() for weight in self.masters.weights.values()),
             "steps": self.steps,
             "tokens": self.tokens,
             "epochs": self.loader.epoch,
@@ -363,7 +371,11 @@ class TrainingRun:
             shutil.rmtree(leftover, ignore_errors=True)
         dtype, weights = self.recipe.train.dtype, self.masters.weights
         try:
-            save_model(weights, self.spec, self.directory.model, dtype, self._tokenizer(), replace=True)
+            if self.recipe.trains_adapters:
+                write_adapters(self.recipe, self.spec, weights, self.directory.model)
+            else:
+                save_model(weights, self.spec, self.directory.model, dtype, self._tokenizer(), replace=True)
+            write_chat_template(self.recipe, self.directory.model)
         except (OSError, SafetensorError) as error:
             raise TwostrokeError(
                 f"all {self.steps} steps are done, but {self.directory.model} cannot be written: {error}. "
@@ -471,9 +483,12 @@ def start(
         return TrainingRun(recipe, directory, resolved, prepared, hardware, frozen, True, log, ledger)
     prepared = prepare(recipe.data, progress=data_progress)
     spec = resolve_spec(recipe, prepared, hardware)
+    check_adapters(recipe, spec)
     steps = resolve_steps(recipe, spec, hardware)
     prediction: dict[str, Any] = {}
-    if hardware is not None:
+    if recipe.trains_adapters:
+        log(f"no prediction: the planner knows runs that train all weights, not method={recipe.method!r}.")
+    elif hardware is not None:
         plan = plan_training(spec, TrainingShape.from_settings(recipe.train, steps), hardware)
         prediction = plan.prediction()
     else:

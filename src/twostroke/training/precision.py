@@ -18,13 +18,19 @@ class MasterWeights:
     """
 
     def __init__(self, decoder: nn.Module, dtype: torch.dtype) -> None:
-        """Take over ``decoder``, whose parameters must be fp32, and leave it computing in ``dtype``."""
-        self.weights: dict[str, Tensor] = {name: p.detach() for name, p in decoder.named_parameters()}
+        """Take over ``decoder``, whose trained parameters must be fp32, and leave it computing in ``dtype``.
+
+        Frozen parameters have no master and no gradient; they are rounded to ``dtype`` for good. Buffers stay as they are.
+        """
+        self.weights: dict[str, Tensor] = {name: p.detach() for name, p in decoder.named_parameters() if p.requires_grad}
         wrong = [name for name, weight in self.weights.items() if weight.dtype != torch.float32]
         if wrong:
             raise TypeError(f"{wrong[0]} is {self.weights[wrong[0]].dtype}; masters are taken from fp32 parameters")
-        decoder.to(dtype)
-        self._parameters = dict(decoder.named_parameters())
+        for parameter in decoder.parameters():
+            parameter.data = parameter.data.to(dtype)
+        self._parameters = {name: p for name, p in decoder.named_parameters() if p.requires_grad}
+        frozen = [p for p in decoder.parameters() if not p.requires_grad]
+        self.frozen_bytes = sum(t.numel() * t.element_size() for t in (*frozen, *decoder.buffers()))
         self.has_working_copy = dtype != torch.float32
         self.gradients = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
         self._is_first = True
@@ -72,10 +78,10 @@ class MasterWeights:
 
     @property
     def weights_bytes(self) -> int:
-        """Masters and working copy."""
+        """Masters and working copy, and what is frozen beside them."""
         n_parameters = sum(w.numel() for w in self.weights.values())
         working = next(iter(self._parameters.values())).element_size() if self.has_working_copy else 0
-        return n_parameters * (4 + working)
+        return n_parameters * (4 + working) + self.frozen_bytes
 
     @property
     def gradients_bytes(self) -> int:

@@ -9,7 +9,7 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.families import read_spec
 from twostroke.core.recipe import TrainRecipe, spec_from_recipe
 from twostroke.core.spec import ModelSpec
-from twostroke.data.prepare import PreparedData
+from twostroke.data.shards import PreparedData
 from twostroke.planner.hardware import Hardware
 from twostroke.planner.size_ladder import pick_model
 from twostroke.planner.training import TrainingShape, steps_for_budget

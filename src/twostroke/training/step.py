@@ -129,4 +129,5 @@ class TrainStep:
 
     def activations_bytes(self, batch: Batch) -> int:
         """Bytes that one micro-batch's forward pass keeps for its backward pass. Changes nothing but the random state."""
-        return saved_activations_bytes(lambda: self._loss(batch, lambda part: None), self.decoder.parameters())
+        own = (*self.decoder.parameters(), *self.decoder.buffers())
+        return saved_activations_bytes(lambda: self._loss(batch, lambda part: None), own)

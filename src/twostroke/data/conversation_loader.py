@@ -1,0 +1,180 @@
+"""Whole conversations packed into rows of fixed length, shuffled each epoch, with a state of a few numbers."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from twostroke.core.errors import ConfigError, DataError
+from twostroke.data.conversations import BEGINS, LEARNED
+from twostroke.data.loader import Batch, restored_window
+from twostroke.data.packing import IGNORED
+from twostroke.data.permutation import permute
+from twostroke.data.shards import TokenStream
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class MarkedTokens(Protocol):
+    """What a loader needs of prepared conversations."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def eos_id(self) -> int: ...
+    def train_tokens(self) -> TokenStream: ...
+    def train_marks(self) -> TokenStream: ...
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """What became of conversations longer than the sequence: ``n_cut`` kept their beginning, ``n_dropped`` were left out, by
+    order or because what was kept held nothing to learn."""
+
+    n_conversations: int
+    n_cut: int
+    n_dropped: int
+    n_rows: int
+    filled: float  # share of the rows' tokens that belong to conversations
+
+
+def pack_rows(lengths: Sequence[int], row_length: int) -> list[list[int]]:
+    """Indices of ``lengths`` in rows of at most ``row_length`` in all, the longest first into the fullest row that takes it.
+
+    Best-fit decreasing: at most 11/9 of the fewest rows possible plus one (Johnson 1973), and the same for the same lengths.
+    ``lengths`` must be at most ``row_length``. O(n log n + n · row_length / 64) at worst.
+    """
+    rows: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}  # room left: rows (a heap, so that the order is fixed)
+    rooms = 0  # bit r is set where a row has room r: the least room that suffices is found without a search tree
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fitting = rooms >> lengths[index]
+        if fitting:
+            room = lengths[index] + (fitting & -fitting).bit_length() - 1
+            row = heapq.heappop(with_room[room])
+            if not with_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, row = row_length, len(rows)
+            rows.append([])
+        rows[row].append(index)
+        left = room - lengths[index]
+        heapq.heappush(with_room.setdefault(left, []), row)
+        rooms |= 1 << left
+    return rows
+
+
+class ConversationLoader:
+    """Endless batches of rows of T = ``sequence_length`` tokens, each row whole conversations and padding behind them.
+
+    A conversation is a document: positions begin at 0 in it, and it sees itself alone. Targets are its learned tokens, so the
+    loss counts nothing else. Which conversations share a row is fixed by their lengths; the rows' order is a permutation
+    computed from (seed, epoch), so the state is the number of rows handed out and may be restored at any batch size.
+    Padding is end-of-text tokens in a document of their own, without targets.
+    """
+
+    def __init__(self, prepared: MarkedTokens, batch_size: int, sequence_length: int, seed: int, too_long: str = "cut") -> None:
+        if batch_size < 1 or sequence_length < 2:
+            raise ConfigError(f"batch_size={batch_size} must be at least 1 and sequence_length={sequence_length} at least 2.")
+        self.batch_size, self.sequence_length, self.seed = batch_size, sequence_length, seed
+        self.eos_id = prepared.eos_id
+        self._tokens, self._marks = prepared.train_tokens(), prepared.train_marks()
+        self._data = int(prepared.key[:12], 16)
+        begins, lengths, self.fitting = self._fit(too_long)
+        self._rows = [[(int(begins[i]), int(lengths[i])) for i in row] for row in pack_rows(lengths.tolist(), sequence_length)]
+        n_rows = len(self._rows)
+        self.fitting = Fitting(
+            len(lengths), self.fitting.n_cut, self.fitting.n_dropped, n_rows, float(lengths.sum()) / (n_rows * sequence_length)
+        )
+        self.windows_per_epoch = n_rows
+        self._next_window = 0
+
+    def _fit(self, too_long: str) -> tuple[Int64Array, Int64Array, Fitting]:
+        """Where each conversation begins in the stream and how many of its tokens are used."""
+        marks = self._marks[0 : len(self._marks)]
+        begins = np.flatnonzero(marks & BEGINS).astype(np.int64)
+        ends = np.append(begins[1:], len(marks))
+        lengths = ends - begins
+        is_long = lengths > self.sequence_length
+        if too_long == "error" and is_long.any():
+            raise DataError(
+                f"{int(is_long.sum())} of {len(lengths)} conversations are longer than train.sequence_length="
+                f'{self.sequence_length}; the longest has {int(lengths.max())} tokens. Raise it, or set data.too_long to "cut" '
+                'or "drop".'
+            )
+        kept = np.minimum(lengths, self.sequence_length)
+        # A conversation's first token is nobody's target, so it teaches nothing even where it is marked.
+        learned = np.concatenate(([0], np.cumsum(marks & LEARNED, dtype=np.int64)))
+        teaches = learned[begins + kept] - learned[begins + 1] > 0
+        use = teaches & ~is_long if too_long == "drop" else teaches
+        if not use.any():
+            raise DataError(
+                f"none of {len(lengths)} conversations has an answer within train.sequence_length={self.sequence_length} "
+                f"tokens; the shortest has {int(lengths.min())}. Raise it."
+            )
+        n_cut = int((use & is_long).sum())
+        return begins[use], kept[use], Fitting(int(use.sum()), n_cut, int((~use).sum()), 0, 0.0)
+
+    @property
+    def epoch(self) -> float:
+        """Epochs handed out so far."""
+        return self._next_window / self.windows_per_epoch
+
+    def next_rows(self) -> list[int]:
+        """Which rows the next batch is made of; moves on."""
+        windows = np.arange(self._next_window, self._next_window + self.batch_size)
+        self._next_window += self.batch_size
+        rows = np.empty(self.batch_size, dtype=np.int64)
+        epochs = windows // self.windows_per_epoch
+        for epoch in np.unique(epochs).tolist():
+            chosen = epochs == epoch
+            rows[chosen] = permute(windows[chosen] % self.windows_per_epoch, self.windows_per_epoch, self.seed, epoch)
+        return list(map(int, rows))
+
+    def next_batch(self) -> Batch:
+        shape = (self.batch_size, self.sequence_length)
+        tokens = np.full(shape, self.eos_id, dtype=np.int64)
+        targets = np.full(shape, IGNORED, dtype=np.int64)
+        positions = np.zeros(shape, dtype=np.int64)
+        documents = np.zeros(shape, dtype=np.int32)
+        for i, row in enumerate(self.next_rows()):
+            place = 0
+            for document, (begin, length) in enumerate(self._rows[row]):
+                here = slice(place, place + length)
+                tokens[i, here] = self._tokens[begin : begin + length]
+                learned = (self._marks[begin + 1 : begin + length] & LEARNED).astype(bool)
+                # From the row in int64: in the shards' unsigned type IGNORED would be a token id.
+                targets[i, place : place + length - 1] = np.where(learned, tokens[i, place + 1 : place + length], IGNORED)
+                positions[i, here] = np.arange(length)
+                documents[i, here] = document
+                place += length
+            positions[i, place:] = np.arange(self.sequence_length - place)
+            documents[i, place:] = len(self._rows[row])
+        return Batch(
+            torch.from_numpy(tokens),
+            torch.from_numpy(targets),
+            torch.from_numpy(positions),
+            torch.from_numpy(documents),
+            n_valid=int(np.count_nonzero(targets != IGNORED)),
+        )
+
+    def state(self) -> dict[str, int]:
+        """All that a resumed run needs to continue with the very next row, and what it must agree on."""
+        return {
+            "next_window": self._next_window,
+            "seed": self.seed,
+            "sequence_length": self.sequence_length,
+            "n_tokens": len(self._tokens),
+            "n_rows": self.windows_per_epoch,
+            "data": self._data,
+        }
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Continue where ``state`` was taken. Raises InputError where it belongs to other data, seed or sequence length."""
+        self._next_window = restored_window(state, self.state())

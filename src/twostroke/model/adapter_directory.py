@@ -1,0 +1,288 @@
+"""Adapters on disk in PEFT's layout, and reading them merged into their base.
+
+An adapter directory holds ``adapter_config.json`` and ``adapter_model.safetensors``, which the ``peft`` package reads. Ours
+hold more: the base's ``config.json`` and tokenizer files, so that every command takes the directory for a model, and
+``twostroke_adapter.json``: the fingerprint of the base, and whether the adapters were trained on it in NF4.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from twostroke.core.errors import ConfigError, CorruptFileError, InputError
+from twostroke.core.spec import ModelSpec
+from twostroke.model.adapters import PEFT_PREFIX, AdapterSettings, Target, all_targets, choose_targets, nf4_round_trip
+from twostroke.model.families import layout
+from twostroke.model.families.layout import Entry, read_entry, write_entry
+from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME, read_header
+from twostroke.model.save import COMPANION_FILES, written_aside
+
+CONFIG_NAME, WEIGHTS_NAME, OWN_NAME = "adapter_config.json", "adapter_model.safetensors", "twostroke_adapter.json"
+MAX_CONFIG_BYTES = 4 * 2**20
+_SAMPLE_BYTES = 2**20
+
+Get = Callable[[str], Tensor]
+OpenBase = Callable[[Path], tuple[ModelSpec, Get]]
+
+_MUST_BE: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "lora_bias": (False, None),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, []),
+    "target_parameters": (None, []),
+    "use_bdlora": (None, False),
+    "alora_invocation_tokens": (None, []),
+}
+"""Settings of PEFT that would change what an adapter computes in ways that are not implemented here: refused by name."""
+
+
+def is_adapter_directory(directory: Path | str) -> bool:
+    """True where ``directory`` holds adapters and no model of its own."""
+    directory = Path(directory)
+    whole = (directory / SINGLE_NAME).is_file() or (directory / INDEX_NAME).is_file()
+    return (directory / CONFIG_NAME).is_file() and not whole
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What ``adapter_config.json`` and our own file beside it say. ``base`` is where the base model is."""
+
+    base: str
+    rank: int
+    alpha: float
+    use_rslora: bool = False
+    rank_pattern: Mapping[str, int] | None = None
+    alpha_pattern: Mapping[str, float] | None = None
+    nf4: tuple[int, bool] | None = None  # block, double quantisation
+    fingerprint: str | None = None
+
+    def scale(self, target: Target) -> float:
+        """alpha / rank, or alpha / √rank (Kalajdzievski 2023, arXiv:2312.03732), by the target's own numbers if it has any."""
+        rank = _of_pattern(self.rank_pattern, target, self.rank)
+        alpha = _of_pattern(self.alpha_pattern, target, self.alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def _of_pattern(pattern: Mapping[str, float] | None, target: Target, default: float) -> float:
+    # PEFT reads the keys as regular expressions; foreign ones are not run here, so only plain names are taken.
+    return next((value for name, value in (pattern or {}).items() if target.matches(name)), default)
+
+
+def read_adapter_config(directory: Path | str) -> AdapterConfig:
+    """The configuration in ``directory``. Raises CorruptFileError, and ConfigError naming a setting that is not supported."""
+    file = Path(directory) / CONFIG_NAME
+    document = _read_object(file)
+    for key, allowed in _MUST_BE.items():
+        value = document.get(key)
+        if value not in allowed and value not in ({}, ""):
+            raise ConfigError(
+                f"{file}: {key}={value!r} is not supported; plain LoRA adapters are. Merge the adapter where it was made."
+            )
+    initial = document.get("init_lora_weights")
+    if isinstance(initial, str) and initial not in ("gaussian", "orthogonal", "true"):
+        raise ConfigError(
+            f"{file}: init_lora_weights={initial!r} may have changed the base's weights. Convert it to plain LoRA in PEFT "
+            "(path_initial_model_for_weight_conversion), or merge the adapter where it was made."
+        )
+    rank, alpha, base = document.get("r"), document.get("lora_alpha"), document.get("base_model_name_or_path")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not alpha > 0:
+        raise CorruptFileError(f"{file}: r={rank!r} must be at least 1 and lora_alpha={alpha!r} above 0.")
+    if not isinstance(base, str) or not base:
+        raise CorruptFileError(f"{file}: base_model_name_or_path={base!r} must name the base model.")
+    for name in ("rank_pattern", "alpha_pattern"):
+        for key, value in (document.get(name) or {}).items():
+            if any(c in key for c in "^$*+?[](){}|\\") or not isinstance(value, int | float) or not value > 0:
+                raise ConfigError(f"{file}: {name} has {key!r}: {value!r}; plain module names with numbers above 0 are read.")
+    own_file = Path(directory) / OWN_NAME
+    own = _read_object(own_file) if own_file.is_file() else {}
+    nf4 = own.get("nf4")
+    try:
+        format = (int(nf4["block"]), bool(nf4["double_quantization"])) if nf4 is not None else None
+    except (KeyError, TypeError, ValueError):
+        raise CorruptFileError(f"{own_file}: nf4={nf4!r} must have a block and double_quantization.") from None
+    return AdapterConfig(
+        base, rank, float(alpha), bool(document.get("use_rslora")), document.get("rank_pattern"), document.get("alpha_pattern"),
+        format, own.get("base_fingerprint"),
+    )  # fmt: skip
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    if file.stat().st_size > MAX_CONFIG_BYTES:
+        raise CorruptFileError(f"{file} is {file.stat().st_size} bytes; such a file is at most {MAX_CONFIG_BYTES}.")
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(f"{file} is not valid JSON: {error}.") from None
+    if not isinstance(document, dict):
+        raise CorruptFileError(f"{file} must hold a JSON object.")
+    return document
+
+
+def base_directory(directory: Path | str, config: AdapterConfig | None = None) -> Path:
+    """Where the base of the adapters in ``directory`` is. Raises InputError where it is not there any more."""
+    directory = Path(directory)
+    config = config or read_adapter_config(directory)
+    for candidate in (Path(config.base).expanduser(), directory / config.base):
+        if (candidate / "config.json").is_file():
+            return candidate
+    raise InputError(
+        f"{directory} holds adapters of {config.base}, which is not a model directory here. Put the base there, or write where "
+        f"it is into {CONFIG_NAME} as base_model_name_or_path."
+    )
+
+
+def fingerprint(directory: Path | str) -> str:
+    """sha256 over names, sizes, and the first and last MiB of a model's weight files: cheap, and every change by training, or
+    of a header, changes it. (Whole files would take a second a GB at each start.)"""
+    digest = hashlib.sha256()
+    for file in sorted(Path(directory).glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(_SAMPLE_BYTES))
+            stream.seek(max(0, size - _SAMPLE_BYTES))
+            digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def save_adapters(
+    weights: Mapping[str, Tensor], spec: ModelSpec, settings: AdapterSettings, base: Path, directory: Path, tokenizer: Path
+) -> Path:
+    """Write adapters, by PEFT's names in fp32, as a directory that ``peft`` and all commands here open. Replaces ``directory``.
+
+    ``tokenizer`` is the directory of a model, whose tokenizer files are copied, or a ``tokenizer.json``.
+    """
+    chosen = choose_targets(spec, settings.targets)
+    document = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base.resolve()),
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": settings.dropout,
+        "target_modules": _peft_targets(spec, settings.targets, chosen),
+        "fan_in_fan_out": any(target.transposed for target in chosen),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    nf4 = {"block": settings.nf4_block, "double_quantization": settings.double_quantization} if settings.nf4 else None
+    own = {"format": 1, "base_fingerprint": fingerprint(base), "nf4": nf4}
+    with written_aside(directory) as aside:
+        for name, content in ((CONFIG_NAME, document), (OWN_NAME, own)):
+            (aside / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        save_file({name: t.float().cpu().contiguous() for name, t in weights.items()}, aside / WEIGHTS_NAME, {"format": "pt"})
+        shutil.copyfile(base / "config.json", aside / "config.json")
+        source = tokenizer if tokenizer.is_dir() else tokenizer.parent
+        for name in COMPANION_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, aside / name)
+        if not tokenizer.is_dir():
+            shutil.copyfile(tokenizer, aside / "tokenizer.json")
+    return directory
+
+
+def _peft_targets(spec: ModelSpec, wanted: tuple[str, ...], chosen: list[Target]) -> list[str]:
+    """``wanted`` as PEFT understands it: its "all-linear" leaves out GPT-2's Conv1D in some releases, so names are written."""
+    if all(target.matches(name) for name in wanted for target in chosen) and len(chosen) == len(list(all_targets(spec))):
+        return sorted({target.name for target in chosen})
+    return sorted(wanted)
+
+
+class _Adapters:
+    """The adapter tensors of a directory, every name and shape checked against the targets of ``spec``."""
+
+    def __init__(self, directory: Path, spec: ModelSpec, config: AdapterConfig) -> None:
+        self.config = config
+        file = directory / WEIGHTS_NAME
+        if not file.is_file():
+            pickled = (
+                " adapter_model.bin is a pickle, which is never opened." if (directory / "adapter_model.bin").is_file() else ""
+            )
+            raise InputError(f"{directory} has no {WEIGHTS_NAME}.{pickled} Save the adapter as safetensors.")
+        infos = read_header(file)
+        self.targets: dict[str, Target] = {}
+        expected: set[str] = set()
+        for target in all_targets(spec):
+            a, b = (self._name(target, which) for which in "AB")
+            if a not in infos and b not in infos:
+                continue
+            rank = int(_of_pattern(config.rank_pattern, target, config.rank))
+            for name, shape in ((a, (rank, target.columns)), (b, (target.rows, rank))):
+                if name not in infos or infos[name].shape != shape:
+                    found = f"has shape {list(infos[name].shape)}" if name in infos else "is missing"
+                    raise CorruptFileError(f"{file}: tensor {name!r} {found}; {list(shape)} is due for this base.")
+                expected.add(name)
+            self.targets[target.stored] = target
+        unexpected = sorted(set(infos) - expected)
+        if unexpected or not expected:
+            named = f"tensor {unexpected[0]!r}, which fits no matrix" if unexpected else "no adapter for any matrix"
+            raise CorruptFileError(f"{file} holds {named} of the base's blocks. It belongs to another base.")
+        self._file = safetensors.safe_open(str(file), framework="pt")
+
+    @staticmethod
+    def _name(target: Target, which: str) -> str:
+        return f"{PEFT_PREFIX}{target.stored}.lora_{which}.weight"
+
+    def delta(self, target: Target) -> Tensor:
+        """What merging adds to the target's rows, in fp32: scale · B · A."""
+        a, b = (self._file.get_tensor(self._name(target, which)).float() for which in "AB")
+        product: Tensor = self.config.scale(target) * (b @ a)
+        return product
+
+
+def open_merged(directory: Path, open_base: OpenBase) -> tuple[ModelSpec, Get]:
+    """The base's spec, and a reader of its stored tensors with the adapters of ``directory`` merged in, one at a time.
+
+    Merged matrices are fp32, the others as the base stores them. Adapters that were trained on NF4 are merged into what NF4
+    left of the base, because that is what they were trained to correct: merged into the exact weights they compute something
+    else (peft#2321). Raises as ``open_base``; InputError where base or adapters are not there; CorruptFileError where they do
+    not belong together.
+    """
+    config = read_adapter_config(directory)
+    base = base_directory(directory, config)
+    if config.fingerprint is not None and fingerprint(base) != config.fingerprint:
+        raise CorruptFileError(
+            f"the weights of {base} have changed since the adapters in {directory} were trained on them. Put the former back."
+        )
+    spec, get = open_base(base)
+    adapters = _Adapters(Path(directory), spec, config)
+    entries = {part.name: entry for entry in layout(spec) for part in entry.parts}
+    in_blocks = {target.stored for target in all_targets(spec)}
+    last: dict[str, Tensor] = {}  # the parts of the packed matrix read last, in NF4 a whole packed matrix is rounded
+
+    def base_weight(name: str) -> Tensor:
+        if config.nf4 is None or name.removesuffix(".weight") not in in_blocks:
+            return get(name)
+        if name not in last:
+            last.clear()
+            last.update(_rounded(entries[name], get, config.nf4))
+        return last[name]
+
+    @torch.no_grad()
+    def merged(name: str) -> Tensor:
+        weight = base_weight(name)
+        target = adapters.targets.get(name.removesuffix(".weight"))
+        if target is None or not name.endswith(".weight"):
+            return weight
+        delta = adapters.delta(target)
+        return weight.float() + (delta.T if target.transposed else delta)
+
+    return spec, merged
+
+
+def _rounded(entry: Entry, get: Get, nf4: tuple[int, bool]) -> dict[str, Tensor]:
+    return dict(write_entry(entry, nf4_round_trip(read_entry(entry, get), *nf4)))
