@@ -1,17 +1,24 @@
-"""Energy and money, with the price and the watts that were assumed, and the point where serving has cost more than training."""
+"""Money and energy: device time that is rented, taken on spot or bought; what training costs beside it; tokens; storage.
+
+Every price is an input with a source (``prices.toml``); a result names those it used.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import math
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
 
-from twostroke.planner.hardware import Hardware, Price, price
+from twostroke.core.errors import ConfigError
+from twostroke.planner.hardware import HOURS_PER_YEAR, Hardware, Price, device_price, price
+
+Terms = Literal["on demand", "spot", "bought"]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Device time in money and energy. ``usd`` is rent for the time; ``energy_usd`` what the electricity alone would cost on
-    a machine of one's own (rent includes it, so the two are not added)."""
+    """Device time in money and energy, all devices together. ``energy_usd`` is what the electricity alone would cost on a
+    machine of one's own: rent and a bought device's rate include it: never add them. ``usd_per_hour``: of one device."""
 
     seconds: float
     energy_kwh: float
@@ -20,17 +27,39 @@ class Cost:
     watts: Price
     usd_per_hour: Price
     electricity: Price
+    n_devices: int = 1
+    co2_kg: float = 0.0
+    terms: Terms = "on demand"
+    pue: Price = field(default_factory=lambda: price("pue"))
+    grid: Price = field(default_factory=lambda: price("grid_kg_co2_per_kwh"))
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "seconds": self.seconds,
+            "n_devices": self.n_devices,
+            "terms": self.terms,
             "energy_kwh": self.energy_kwh,
+            "co2_kg": self.co2_kg,
             "usd": self.usd,
             "energy_usd": self.energy_usd,
             "watts": vars(self.watts),
             "usd_per_hour": vars(self.usd_per_hour),
             "electricity_usd_per_kwh": vars(self.electricity),
+            "pue": vars(self.pue),
+            "grid_kg_co2_per_kwh": vars(self.grid),
         }
+
+
+@dataclass(frozen=True)
+class DeviceRate:
+    """$ for an hour in which one device works, and what it is made of: the parts add up to ``usd_per_hour.value``."""
+
+    terms: Terms
+    usd_per_hour: Price
+    parts: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"terms": self.terms, "usd_per_hour": vars(self.usd_per_hour), "parts": self.parts}
 
 
 def energy_kwh(seconds: float, watts: float, pue: float) -> float:
@@ -38,29 +67,214 @@ def energy_kwh(seconds: float, watts: float, pue: float) -> float:
     return watts * seconds / 3600 * pue / 1000
 
 
+def co2_kg(energy_kwh: float, grid_kg_per_kwh: float) -> float:
+    """kg CO₂ = kWh · grid intensity. Making the devices is excluded. Proved by Llama 2's model card."""
+    return energy_kwh * grid_kg_per_kwh
+
+
+def pue_of(hardware: Hardware) -> Price:
+    """What cooling and supply add where the device stands: the mean data centre, or nothing on a desk."""
+    return price("pue_data_centre" if hardware.place == "data centre" else "pue")
+
+
 def rent_usd(seconds: float, usd_per_hour: float) -> float:
     """$ = h · $/h."""
     return seconds / 3600 * usd_per_hour
 
 
-def cost_of(seconds: float, hardware: Hardware) -> Cost:
-    """Money and energy of ``seconds`` of ``hardware`` at its watts, its price and the assumed tariff."""
-    electricity, pue = price("electricity_usd_per_kwh"), price("pue")
-    energy = energy_kwh(seconds, hardware.watts.value, pue.value)
+def check_share(name: str, value: float) -> float:
+    """A share of time that something works: above 0, at most 1. Raises ConfigError."""
+    if not 0 < value <= 1:
+        raise ConfigError(f"{name}={value:g} must be a share above 0 and at most 1. Give 0.6 for 60%.")
+    return value
+
+
+def check_amount(name: str, value: float) -> float:
+    """An amount of money, time or work: finite, not negative. Raises ConfigError."""
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"{name}={value:g} must be a finite number that is not negative.")
+    return value
+
+
+# -- device time ----------------------------------------------------------------------------------------------------------
+
+
+def on_demand_rate(hardware: Hardware) -> DeviceRate:
+    """The device's rent."""
+    return DeviceRate("on demand", hardware.usd_per_hour, {"rent": hardware.usd_per_hour.value})
+
+
+def spot_rate(hardware: Hardware) -> DeviceRate:
+    """Rent on spot and the work that interruptions lose: $/h · 1/(1 − interruptions/h · s lost each / 3600).
+
+    A spot price that is not listed is ``spot_share_of_on_demand`` of the rent. Raises ConfigError where interruptions leave no
+    time for work.
+    """
+    listed = device_price("device_spot_usd_per_hour", hardware.name)
+    if listed is None:
+        share = price("spot_share_of_on_demand")
+        rent = hardware.usd_per_hour
+        listed = Price(rent.value * share.value, "assumed", f"{share.value:g} of ${rent.value:.4g} on demand", share.date)
+    often, lost_s = price("spot_interruptions_per_hour"), price("spot_lost_s_per_interruption")
+    lost = often.value * lost_s.value / 3600
+    if lost >= 1:
+        raise ConfigError(f"{often.value:g} interruptions an hour of {lost_s.value:g} s each leave no time for work.")
+    total = listed.value / (1 - lost)
+    source = f"{listed.source}; {100 * lost:.2g}% of the time is lost to interruptions (assumed)"
+    return DeviceRate(
+        "spot",
+        Price(total, listed.kind, source, listed.date),
+        {"rent": listed.value, "lost to interruptions": total - listed.value},
+    )
+
+
+def bought_rate(hardware: Hardware, years: float | None = None, utilisation: float | None = None) -> DeviceRate:
+    """An hour's work of a bought device: capex · (1 + host share) / (years · 8766 h · utilisation) + W·PUE/1000 · $/kWh.
+
+    A purchase price that is not listed is ``purchase_hours_of_rent`` hours of rent; a whole machine's (a laptop's, a Mac's) has
+    no host added. People, space, repair and interest are excluded. Raises ConfigError for years or utilisation out of range.
+    """
+    years = price("depreciation_years").value if years is None else years
+    if not years > 0:
+        raise ConfigError(f"years={years:g} of depreciation must be above 0. Give 3 to 5.")
+    utilisation = check_share("utilisation", price("bought_utilisation").value if utilisation is None else utilisation)
+    listed = device_price("device_purchase_usd", hardware.name)
+    if listed is None:
+        hours = price("purchase_hours_of_rent")
+        listed = Price(hardware.usd_per_hour.value * hours.value, "assumed", f"{hours.value:,.0f} hours of rent", hours.date)
+    worked_hours = years * HOURS_PER_YEAR * utilisation
+    host = price("host_share_of_purchase").value if hardware.place == "data centre" else 0.0
+    parts = {
+        "device": listed.value / worked_hours,
+        "server and network": listed.value * host / worked_hours,
+        "electricity": energy_kwh(3600, hardware.watts.value, pue_of(hardware).value) * price("electricity_usd_per_kwh").value,
+    }
+    source = (
+        f"bought for ${listed.value:,.0f} ({listed.source}) over {years:g} years, {100 * utilisation:g}% in use; electricity"
+    )
+    return DeviceRate("bought", Price(sum(parts.values()), "assumed", source, listed.date), parts)
+
+
+def rate_of(hardware: Hardware, terms: Terms) -> DeviceRate:
+    """The device's rate on those terms, at the assumed years and use."""
+    return {"on demand": on_demand_rate, "spot": spot_rate, "bought": bought_rate}[terms](hardware)
+
+
+def cost_of(seconds: float, hardware: Hardware, n_devices: int = 1, rate: DeviceRate | None = None) -> Cost:
+    """Money, energy and CO₂ of ``seconds`` of ``n_devices`` at their watts, the rate (rent on demand unless given), the assumed
+    tariff and grid. Raises ConfigError for a negative time or no device."""
+    check_amount("seconds", seconds)
+    if n_devices < 1:
+        raise ConfigError(f"n_devices={n_devices} must be at least 1.")
+    rate = rate or on_demand_rate(hardware)
+    electricity, pue, grid = price("electricity_usd_per_kwh"), pue_of(hardware), price("grid_kg_co2_per_kwh")
+    energy = n_devices * energy_kwh(seconds, hardware.watts.value, pue.value)
     return Cost(
         seconds,
         energy,
-        rent_usd(seconds, hardware.usd_per_hour.value),
+        n_devices * rent_usd(seconds, rate.usd_per_hour.value),
         energy * electricity.value,
         hardware.watts,
-        hardware.usd_per_hour,
+        rate.usd_per_hour,
         electricity,
+        n_devices,
+        co2_kg(energy, grid.value),
+        rate.terms,
+        pue,
+        grid,
+    )
+
+
+# -- a training project ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ProjectInputs:
+    """What a training project costs beside its final run. All 0 unless given: nobody else knows them.
+
+    ``repeated_runs``: sweeps, ablations and failures, in runs of the final's size. ``stored_gb`` for ``storage_months``: data
+    and checkpoints. Raises ConfigError for a negative amount.
+    """
+
+    data_acquisition_usd: float = 0.0
+    data_cleaning_usd: float = 0.0
+    people_months: float = 0.0
+    repeated_runs: float = 0.0
+    evaluation_usd: float = 0.0
+    stored_gb: float = 0.0
+    storage_months: float = 0.0
+    egress_gb: float = 0.0
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            check_amount(f.name, getattr(self, f.name))
+
+
+@dataclass(frozen=True)
+class ProjectCost:
+    """$ by item, in the order they are shown; the final run first."""
+
+    inputs: ProjectInputs
+    items: dict[str, float]
+
+    @property
+    def usd(self) -> float:
+        return sum(self.items.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"inputs": asdict(self.inputs), "items_usd": self.items, "usd": self.usd}
+
+
+def project_cost(run_usd: float, inputs: ProjectInputs) -> ProjectCost:
+    """run · (1 + repeated runs) + data + people + evaluation + storage + egress, each by itself."""
+    check_amount("run_usd", run_usd)
+    return ProjectCost(
+        inputs,
+        {
+            "final run": run_usd,
+            "repeated runs": run_usd * inputs.repeated_runs,
+            "data acquisition": inputs.data_acquisition_usd,
+            "data cleaning": inputs.data_cleaning_usd,
+            "people": inputs.people_months * price("person_usd_per_month").value,
+            "evaluation": inputs.evaluation_usd,
+            "storage": storage_usd(inputs.stored_gb * 1e9, inputs.storage_months),
+            "egress": inputs.egress_gb * price("egress_usd_per_gb").value,
+        },
+    )
+
+
+def storage_usd(n_bytes: float, months: float) -> float:
+    """$ = GB · months · $/GB-month."""
+    return n_bytes / 1e9 * months * price("storage_usd_per_gb_month").value
+
+
+# -- tokens ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TokenPrices:
+    """$ per million tokens, prefill and decode apart: what an input and an output token cost."""
+
+    input_usd_per_mtok: float
+    output_usd_per_mtok: float
+
+    def request_usd(self, prompt_tokens: float, output_tokens: float) -> float:
+        return (prompt_tokens * self.input_usd_per_mtok + output_tokens * self.output_usd_per_mtok) / 1e6
+
+
+def token_prices(
+    prefill_tok_per_s: float, decode_tok_per_s: float, usd_per_hour: float, utilisation: float = 1.0
+) -> TokenPrices:
+    """Both phases by the time they take of the same machine: a token's seconds are 1/rate."""
+    return TokenPrices(
+        usd_per_million_tokens(prefill_tok_per_s, usd_per_hour, utilisation),
+        usd_per_million_tokens(decode_tok_per_s, usd_per_hour, utilisation),
     )
 
 
 def usd_per_million_tokens(tok_per_s: float, usd_per_hour: float, utilisation: float = 1.0) -> float:
-    """$/Mtok = $/h · 10⁶ / (3600 · tokens/s · utilisation)."""
-    return usd_per_hour * 1e6 / (3600 * tok_per_s * utilisation)
+    """$/Mtok = $/h · 10⁶ / (3600 · tokens/s · utilisation). Raises ConfigError for a utilisation out of range."""
+    return usd_per_hour * 1e6 / (3600 * tok_per_s * check_share("utilisation", utilisation))
 
 
 def crossover_tokens(training_usd: float, serving_usd_per_million_tokens: float) -> float:

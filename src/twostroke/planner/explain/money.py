@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from twostroke.planner.cost import Cost
+from twostroke.planner.cost import Cost, pue_of
 from twostroke.planner.explain.term import Explanation, Mark
 from twostroke.planner.hardware import Hardware, Price, price
 
@@ -21,7 +21,7 @@ def explain_prices(terms: Explanation, hardware: Hardware) -> None:
     _price(terms, "usd_per_hour", "usd/h", hardware.usd_per_hour)
     _price(terms, "watts", "W", hardware.watts)
     _price(terms, "usd_per_kwh", "usd/kWh", price("electricity_usd_per_kwh"))
-    _price(terms, "PUE", "", price("pue"))
+    _price(terms, "PUE", "", pue_of(hardware))
 
 
 def explain_run_cost(terms: Explanation, cost: Cost | None, hardware: Hardware) -> None:
