@@ -14,12 +14,11 @@ from twostroke.core.recipe import TrainSettings
 from twostroke.planner.flops import training_flops_per_token
 from twostroke.planner.hardware import load_hardware
 from twostroke.planner.params import block_products, count_parameters
+from twostroke.planner.passes import muon_matrices, newton_schulz
 from twostroke.planner.training import (
     TrainingPlan,
     TrainingShape,
     data_parallel_bytes,
-    muon_matrices,
-    newton_schulz,
     plan_training,
     steps_for_budget,
 )
@@ -172,7 +171,12 @@ def test_a_budget_becomes_steps_that_fit_in_it() -> None:
         {"batch_size": 1.5},
         {"batch_size": True},
         {"dtype": "int8"},
-        {"optimizer": "sgd"},
+        {"optimizer": "lion"},
+        {"method": "dora"},
+        {"checkpointing": "some"},
+        {"logits": "half"},
+        {"lora_rank": 0},
+        {"lora_targets": ()},
     ],
 )
 def test_impossible_shapes_are_refused_by_name(wrong: dict[str, object]) -> None:

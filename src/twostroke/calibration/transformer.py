@@ -11,10 +11,8 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +24,7 @@ from twostroke.model.decoder import Decoder
 from twostroke.planner.latency import elementwise_elements, setup_bytes
 from twostroke.planner.memory import keys_walked
 from twostroke.planner.params import block_products
-from twostroke.planner.training import muon_matrices, newton_schulz_products, optimizer_bytes_moved
+from twostroke.planner.passes import muon_matrices, newton_schulz_products, optimizer_bytes_moved
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WIDTHS = {"fp32": 4, "bf16": 2}
@@ -149,14 +147,6 @@ def _rates(
         yield f"block_{dtype}_{mode}_{direction}_bytes_per_s", moved / rest
 
 
-def resident_bytes() -> float | None:
-    """Resident set of this process; None without /proc."""
-    try:
-        return float(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
-    except (OSError, ValueError, IndexError):
-        return None
-
-
 def _decoder(size: BlockSize, dtype: str, device: str, qk_norm: bool = False) -> Decoder:
     return Decoder(size.spec.with_(qk_norm=qk_norm), DTYPES[dtype], device).train()
 
@@ -205,28 +195,6 @@ def empty_compile_cache() -> Iterator[None]:
             os.environ.pop(name)
             if before is not None:
                 os.environ[name] = before
-
-
-def measure_compiling(clock: Clock, size: BlockSize) -> dict[str, float] | None:
-    """Seconds that the first forward and backward of a compiled block take, and what the compiler leaves resident; None where
-    nothing can be compiled (no C++ compiler, or none that works). Runs first, while freed memory cannot hide the growth, and
-    inside ``empty_compile_cache``, so that a second calibration does not say that compiling takes no time."""
-    decoder = _decoder(size, "bf16", clock.device)
-    inputs = _inputs(size, max(1, size.tokens // size.long), size.long, clock.device)
-    arguments = _block_arguments(decoder, inputs)
-    decoder.blocks[0](*arguments).sum().backward()  # so that its own memory is there before
-    before = resident_bytes()
-    decoder.blocks[0].compile(dynamic=False)
-    begin = time.perf_counter()
-    try:
-        decoder.blocks[0](*arguments).sum().backward()
-    except Exception:  # whatever the compiler, its C++ compiler or Triton may raise
-        return None
-    found = {"block_compile_s": time.perf_counter() - begin}
-    after = resident_bytes()
-    if before is not None and after is not None and after > before:
-        found["compiler_rss_bytes"] = after - before
-    return found
 
 
 def measure_setup(clock: Clock, size: BlockSize) -> Iterator[tuple[str, float]]:

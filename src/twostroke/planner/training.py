@@ -8,49 +8,46 @@ from typing import Any
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError
 from twostroke.core.spec import ModelSpec
+from twostroke.planner.adapters import ALL_LINEAR, adapter_parameters, check_targets
+from twostroke.planner.checkpointing import Resilience, resilience
+from twostroke.planner.communication import Traffic, across_data, within_micro_batch
 from twostroke.planner.cost import Cost, cost_of
-from twostroke.planner.flops import attention_flops_per_token, mfu, training_flops_per_token
+from twostroke.planner.flops import attention_flops_per_token, training_flops_per_token
 from twostroke.planner.hardware import DATASHEET_NOTE, Hardware
-from twostroke.planner.latency import (
-    block_rate,
-    elementwise_elements,
-    elementwise_flops,
-    head_norm_rate,
-    setup_bytes,
-    training_attention_rate,
+from twostroke.planner.layout import SINGLE, Layout
+from twostroke.planner.memory import FP32, OPTIMIZERS, PRECISIONS, attends_explicitly, state_bytes
+from twostroke.planner.params import Parameters, count_parameters
+from twostroke.planner.passes import (
+    layer_works,
+    loss_work,
+    optimizer_work,
+    recomputed_works,
+    setup_work,
+    stage_layers,
 )
-from twostroke.planner.memory import (
-    activation_bytes,
-    checkpoint_bytes,
-    gradients_bytes,
-    keys_walked,
-    loss_bytes,
-    model_bytes,
-    optimizer_bytes,
-    training_weights_bytes,
-)
-from twostroke.planner.params import Parameters, Product, block_products, count_parameters, head_product
+from twostroke.planner.sharding import LOSS_CHUNK_TOKENS as LOSS_CHUNK_TOKENS
+from twostroke.planner.sharding import Stage, rank_memory, rank_state_bytes, stage_held, stages
 from twostroke.planner.work import Work, merge, total_seconds
-
-LOSS_CHUNK_TOKENS = 1024
-"""Tokens whose logits the chunked loss holds at once (``training.loss``)."""
 
 ASSUMED_DATA_TOKEN_S = 5e-8
 """Seconds a token to cut, pack and number a batch from memory-mapped shards: 20 M tokens/s, a thousandth of a step."""
-
-NEWTON_SCHULZ_STEPS = 5
-"""Iterations of Muon's orthogonalisation (Jordan et al. 2024)."""
-
 
 ASSUMED_IMPORT_S = 2.0
 ASSUMED_COMPILE_S = 20.0
 """Seconds to import torch and to compile one block, where nothing was measured."""
 
+METHODS = ("full", "lora", "qlora")
+CHECKPOINTING = ("none", "selective", "full")
+LOGITS = ("chunked", "whole")
+
 
 @dataclass(frozen=True)
 class TrainingShape:
-    """How a run trains. One optimizer step reads batch_size·sequence_length·grad_accumulation tokens; ``steps`` = 0 leaves the
-    length of the run open. Raises ConfigError for impossible values."""
+    """How a run trains. One optimizer step of one data-parallel rank reads batch_size·sequence_length·grad_accumulation tokens;
+    under pipeline parallel ``grad_accumulation`` is the number of micro-batches in the pipe. ``steps`` = 0 leaves the length of
+    the run open. ``method`` lora trains adapters of ``lora_rank`` beside the frozen base, qlora beside a base in NF4.
+    ``checkpointing`` says what backward computes again (``memory.kept_by_layer``), ``logits`` whether the loss takes them in
+    chunks. Raises ConfigError for impossible values."""
 
     batch_size: int = 16
     sequence_length: int = 512
@@ -59,16 +56,34 @@ class TrainingShape:
     optimizer: str = "adamw"
     compile: bool = True
     steps: int = 0
+    method: str = "full"
+    lora_rank: int = 16
+    lora_targets: tuple[str, ...] = (ALL_LINEAR,)
+    checkpointing: str = "none"
+    logits: str = "chunked"
 
     def __post_init__(self) -> None:
-        for name, least in (("batch_size", 1), ("sequence_length", 1), ("grad_accumulation", 1), ("steps", 0)):
+        for name, least in (
+            ("batch_size", 1),
+            ("sequence_length", 1),
+            ("grad_accumulation", 1),
+            ("steps", 0),
+            ("lora_rank", 1),
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}.")
-        if self.dtype not in ("bf16", "fp32"):
-            raise ConfigError(f"dtype={self.dtype!r} is not a training type. Use one of bf16, fp32.")
-        if self.optimizer not in ("adamw", "muon"):
-            raise ConfigError(f"optimizer={self.optimizer!r} is not known. Use one of adamw, muon.")
+        for name, choices, kind in (
+            ("dtype", tuple(PRECISIONS), "a training type"),
+            ("optimizer", OPTIMIZERS, "an optimizer"),
+            ("method", METHODS, "a way to train"),
+            ("checkpointing", CHECKPOINTING, "a checkpointing policy"),
+            ("logits", LOGITS, "a way to hold logits"),
+        ):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not {kind}. Use one of {', '.join(choices)}.")
+        if not self.lora_targets:
+            raise ConfigError(f"lora_targets is empty. Name matrices, as q_proj, or {ALL_LINEAR}.")
 
     @property
     def tokens_per_pass(self) -> int:
@@ -83,6 +98,11 @@ class TrainingShape:
     @property
     def tokens_per_step(self) -> int:
         return self.tokens_per_pass * self.grad_accumulation
+
+    @property
+    def compute_dtype(self) -> str:
+        """The type of forward and backward: pure bf16 computes in bf16."""
+        return "bf16" if self.dtype == "pure_bf16" else self.dtype
 
     @classmethod
     def from_settings(cls, settings: Any, steps: int | None = None) -> TrainingShape:
@@ -100,7 +120,8 @@ class TrainingShape:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Everything predicted of a run. Bytes and seconds are of one device; ``works`` hold the three passes by component."""
+    """Everything predicted of a run. Bytes and seconds are of one device, the one that holds most and the one that takes
+    longest; ``works`` hold the three passes by component."""
 
     spec: ModelSpec
     shape: TrainingShape
@@ -108,7 +129,7 @@ class TrainingPlan:
     parameters: Parameters
     memory_bytes: dict[str, float]  # by term; "peak" is apart
     forward: tuple[Work, ...]
-    backward: tuple[Work, ...]
+    backward: tuple[Work, ...]  # what is computed again included
     optimizer: tuple[Work, ...]
     data_s: float
     startup_s: float
@@ -119,6 +140,13 @@ class TrainingPlan:
     network_bytes_per_step: float
     cost: Cost | None  # None while the number of steps is open
     notes: tuple[str, ...] = field(default=())
+    layout: Layout = SINGLE
+    traffic: tuple[Traffic, ...] = ()
+    bubble_s: float = 0.0
+    recomputed_flops_per_token: float = 0.0
+    masters_bytes: float = 0.0  # the part of memory_bytes["weights"] that is fp32 masters
+    trained_parameters: int = 0
+    resilience: Resilience | None = None
 
     @property
     def forward_s(self) -> float:
@@ -134,18 +162,40 @@ class TrainingPlan:
         return total_seconds(self.optimizer)
 
     @property
+    def communication_s(self) -> float:
+        """Seconds of a step in which a device waits for a collective: the exposed part."""
+        return sum(t.exposed_s for t in self.traffic)
+
+    @property
     def step_time_s(self) -> float:
-        """forward + backward + optimizer + data, one after another: nothing overlaps on one device."""
-        return self.forward_s + self.backward_s + self.optimizer_s + self.data_s
+        """forward + backward + optimizer + data, one after another, and over several devices exposed communication and the
+        pipeline's bubble."""
+        compute = self.forward_s + self.backward_s + self.optimizer_s + self.data_s
+        return compute + self.communication_s + self.bubble_s
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one step over all data-parallel ranks."""
+        return self.shape.tokens_per_step * self.layout.data
 
     @property
     def tok_per_s(self) -> float:
-        return self.shape.tokens_per_step / self.step_time_s
+        """Of the whole job."""
+        return self.tokens_per_step / self.step_time_s
 
     @property
     def mfu(self) -> float:
-        peak = self.hardware.peak(self.shape.dtype)
-        return mfu(self.spec, self.shape.sequence_length, self.tok_per_s, peak)
+        """Model FLOP a second over the peaks of all devices."""
+        return self.flops_per_token * self.tok_per_s / (self.hardware.peak(self._rate_dtype) * self.layout.n_devices)
+
+    @property
+    def hfu(self) -> float:
+        """As MFU, with what is computed again counted."""
+        return self.mfu * (1 + self.recomputed_flops_per_token / self.flops_per_token)
+
+    @property
+    def _rate_dtype(self) -> str:
+        return rate_dtype(self.shape, self.hardware)
 
     @property
     def peak_memory_bytes(self) -> float:
@@ -156,6 +206,13 @@ class TrainingPlan:
     def train_time_s(self) -> float | None:
         """Start-up and all steps; None while their number is open."""
         return self.startup_s + self.shape.steps * self.step_time_s if self.shape.steps else None
+
+    @property
+    def wall_time_s(self) -> float | None:
+        """``train_time_s`` and what failures and checkpoints are expected to add; None while the length is open."""
+        if self.train_time_s is None or self.resilience is None:
+            return self.train_time_s
+        return self.train_time_s * (1 + self.resilience.lost_share)
 
     def prediction(self) -> dict[str, float | dict[str, float]]:
         """Ledger names → values."""
@@ -189,260 +246,221 @@ class TrainingPlan:
             "kind": "train",
             "model": asdict(self.spec),
             "shape": asdict(self.shape),
+            "layout": asdict(self.layout) | {"n_devices": self.layout.n_devices},
             "hardware": self.hardware.to_dict(),
             "parameters": self.parameters.to_dict(),
+            "trained_parameters": self.trained_parameters,
             "prediction": self.prediction(),
             "memory_bytes": {**self.memory_bytes, "peak": self.peak_memory_bytes},
+            "masters_bytes": self.masters_bytes,
             "passes": {
                 name: [w.to_dict() for w in works]
                 for name, works in (("forward", self.forward), ("backward", self.backward), ("optimizer", self.optimizer))
             },
+            "communication": [t.to_dict() for t in self.traffic],
+            "communication_s": self.communication_s,
+            "bubble_s": self.bubble_s,
+            "tokens_per_step": self.tokens_per_step,
+            "hfu": self.hfu,
+            "wall_time_s": self.wall_time_s,
             "flops_per_token": self.flops_per_token,
             "bytes_per_token": self.bytes_per_token,
             "network_bytes_per_step": self.network_bytes_per_step,
+            "resilience": self.resilience.to_dict() if self.resilience else None,
             "cost": self.cost.to_dict() if self.cost else None,
             "notes": list(self.notes),
         }
 
 
-# -- time -----------------------------------------------------------------------------------------------------------------
-
-
-def product_bytes(product: Product, rows: int, w: float) -> float:
-    """w·(rows·k + k·n + rows·n) bytes: both operands read and the result written once."""
-    return w * (rows * product.k + product.weights + rows * product.n)
-
-
-def product_forward(product: Product, rows: int, dtype: str, hardware: Hardware) -> Work:
-    """(rows, k) × (k, n): 2·rows·n·k FLOP."""
-    moved = product_bytes(product, rows, bytes_of(dtype))
-    seconds = hardware.product_s(dtype, rows, product.n, product.k)
-    return _product_work(product.component, 2.0 * rows * product.weights, moved, seconds, 1, hardware)
-
-
-def product_backward(product: Product, rows: int, dtype: str, hardware: Hardware) -> Work:
-    """Two products: the input's gradient (rows, n) × (n, k) and the weight's (n, rows) × (rows, k); 4·rows·n·k FLOP."""
-    moved = 2 * product_bytes(product, rows, bytes_of(dtype))
-    to_input = hardware.product_s(dtype, rows, product.k, product.n)
-    to_weight = hardware.product_s(dtype, product.n, product.k, rows)
-    return _product_work(product.component, 4.0 * rows * product.weights, moved, to_input + to_weight, 2, hardware)
-
-
-def _product_work(component: str, flops: float, moved: float, seconds: float, n_launches: int, hardware: Hardware) -> Work:
-    """A measured rate already holds the traffic of its operands; a datasheet's does not, and the larger limit counts."""
-    memory_s, launch_s = moved / hardware.bandwidth(moved), n_launches * hardware.linear_launch_s
-    if hardware.basis == "measured":
-        return Work(component, flops, moved, seconds, memory_s, launch_s, seconds + launch_s)
-    return Work.limited(component, flops, moved, seconds, memory_s, launch_s)
-
-
-def attention_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, backward: bool) -> Work:
-    """softmax(QKᵀ)V of one layer: time from the keys walked, FLOP from the causal part that counts; q, k, v, o moved once
-    (backward: read again with their gradients)."""
-    tokens, w, length = shape.tokens_per_pass, bytes_of(shape.dtype), shape.sequence_length
-    walked = 4.0 * spec.n_heads * spec.head_dim * keys_walked(hardware.kind, shape.dtype, length) * tokens
-    causal = attention_flops_per_token(spec, shape.sequence_length) * tokens / spec.n_layers
-    share = 2.5 if backward else 1.0
-    moved = share * tokens * w * (spec.qkv_rows + spec.n_heads * spec.head_dim)
-    rate = training_attention_rate(hardware, shape.dtype, shape.mode, "backward" if backward else "forward", length)
-    return Work.limited(
-        "attention",
-        flops=(2 if backward else 1) * causal,
-        n_bytes=moved,
-        arithmetic_s=share * walked / rate,
-        memory_s=moved / hardware.bandwidth(moved),
-        launch_s=hardware.op_launch_s,
-    )
-
-
-LAUNCHES_PER_BLOCK = {"compiled": 4, "eager": 18}
-"""Operations of one block's forward that are not products: fused kernels, or single torch operators. Backward: twice."""
-
-
-def elementwise(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, backward: bool) -> list[Work]:
-    """Norms, residual sums, rotary turn and activation of one layer: bytes over the rate that a calibrated block reached
-    (``block_<type>_<compiled|eager>_<direction>_bytes_per_s``), or over the plain bandwidth; and QK-norm."""
-    direction = "backward" if backward else "forward"
-    measured = block_rate(hardware, shape.dtype, shape.mode, direction)
-    elements, flops = elementwise_elements(spec, backward), elementwise_flops(spec, backward)
-    launch_s = LAUNCHES_PER_BLOCK[shape.mode] * (2 if backward else 1) * hardware.op_launch_s / len(elements)
-    works = []
-    for component, count in elements.items():
-        moved = shape.tokens_per_pass * count * bytes_of(shape.dtype)
-        rate = measured or hardware.bandwidth(moved)
-        works.append(Work.limited(component, shape.tokens_per_pass * flops[component], moved, 0.0, moved / rate, launch_s))
-    if spec.qk_norm:
-        normed = float(shape.tokens_per_pass) * (spec.n_heads + spec.n_kv_heads) * spec.head_dim
-        moved = (3 if backward else 2) * normed * bytes_of(shape.dtype)
-        norm_rate = head_norm_rate(hardware, shape.dtype, shape.mode, direction)
-        seconds = normed / norm_rate if norm_rate else moved / hardware.bandwidth(moved)
-        works.append(Work.limited("attention", (8 if backward else 4) * normed, moved, 0.0, seconds))
-    return works
-
-
-def loss_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, backward: bool) -> list[Work]:
-    """The head and the chunked loss, which takes the logits' gradient right after the logits.
-
-    Forward: per chunk one product, then the cross-entropy and its gradient at ``cross_entropy_<compiled|eager>_logit_per_s``
-    (measured, or a bf16 read and write of the logits at the bandwidth). Backward: per chunk two products, and an fp32 sum of
-    the weight's gradient that reads and writes V·E·(w + 8) bytes.
-    """
-    head, tokens = head_product(spec), shape.tokens_per_pass
-    rows = min(LOSS_CHUNK_TOKENS, tokens)
-    n_chunks = -(-tokens // rows)
-    w = bytes_of(shape.dtype)
-    if backward:
-        moved = n_chunks * head.weights * (2 * w + 8)
-        summing = Work.limited("head", 0.0, moved, 0.0, moved / hardware.bandwidth(moved), n_chunks * hardware.op_launch_s)
-        return [product_backward(head, rows, shape.dtype, hardware).times(n_chunks), summing]
-    logits = float(tokens) * spec.vocab_size
-    moved = 2 * w * logits
-    extras = hardware.extras
-    rate = extras.get(f"cross_entropy_{shape.mode}_logit_per_s") or extras.get("cross_entropy_eager_logit_per_s")
-    seconds = logits / rate if rate else moved / hardware.bandwidth(moved)
-    entropy = Work.limited("head", 0.0, moved, 0.0, seconds, n_chunks * hardware.op_launch_s)
-    return [product_forward(head, rows, shape.dtype, hardware).times(n_chunks), entropy]
-
-
-def setup_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, backward: bool) -> list[Work]:
-    """What surrounds the blocks: embedding, rotary tables and final norm at ``setup_<direction>_bytes_per_s``, and forward the
-    mask of packed documents, B·T² elements at ``mask_element_per_s``; at the bandwidth where nothing was measured."""
-    w = bytes_of(shape.dtype)
-    moved = setup_bytes(spec, shape.tokens_per_pass, w, backward)
-    rate = hardware.extras.get(f"setup_{'backward' if backward else 'forward'}_bytes_per_s") or hardware.bandwidth(moved)
-    works = [Work.limited("embedding", 0.0, moved, 0.0, moved / rate, hardware.op_launch_s)]
-    if not backward and hardware.kind == "cpu":
-        # A GPU writes it too, in no time worth a term.
-        elements = float(shape.tokens_per_pass) * shape.sequence_length
-        written = elements * w
-        element_rate = hardware.extras.get("mask_element_per_s")
-        seconds = elements / element_rate if element_rate else 4 * written / hardware.bandwidth(written)
-        works.append(Work.limited("attention", 0.0, written, 0.0, seconds))
-    return works
-
-
-def muon_matrices(spec: ModelSpec) -> tuple[tuple[int, int], ...]:
-    """(rows, columns) of each matrix of a block that Muon orthogonalises: q, k, v, gate and up apart, as
-    ``training.optimizers`` splits the packed ones."""
-    width, inner, kv = spec.d_model, spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
-    up = ((spec.d_ff, width), (spec.d_ff, width)) if spec.mlp == "swiglu" else ((spec.d_ff, width),)
-    return ((inner, width), (kv, width), (kv, width), (width, inner), *up, (width, spec.d_ff))
-
-
-def newton_schulz_products(rows: int, columns: int) -> tuple[tuple[int, int, int], ...]:
-    """(m, n, k) of the products of Muon's 5 iterations on one matrix, s = min, l = max: XXᵀ, its square, and the update."""
-    small, large = sorted((rows, columns))
-    return NEWTON_SCHULZ_STEPS * ((small, small, large), (small, small, small), (small, large, small))
-
-
-def newton_schulz(rows: int, columns: int, hardware: Hardware) -> tuple[float, float]:
-    """(FLOP, seconds) of those products, 5·2·(2·s²·l + s³) FLOP, in bf16 where there is a rate for it."""
-    scheme = "bf16" if hardware.has_scheme("bf16") else "fp32"
-    products = newton_schulz_products(rows, columns)
-    return sum(2.0 * m * n * k for m, n, k in products), sum(hardware.product_s(scheme, m, n, k) for m, n, k in products)
-
-
-def optimizer_bytes_moved(n_parameters: float, dtype: str, state_bytes: float | None = None) -> float:
-    """Bytes one update moves: the gradient is read and widened to fp32 (w + 4), normed (4), clipped (8) and read (4); master
-    and state are read and written (8 a parameter, and twice ``state_bytes``, AdamW's 8·N by default); the master is read once
-    more (4) and the working copy written (w). With fp32 there is neither widening nor a copy."""
-    w = bytes_of(dtype)
-    return n_parameters * (24.0 if dtype == "fp32" else w + 20 + 8 + 4 + w) + 2 * (
-        8.0 * n_parameters if state_bytes is None else state_bytes
-    )
-
-
-def optimizer_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware) -> Work:
-    """One update: bytes over ``adamw_bytes_per_s`` (measured) or the bandwidth, and for Muon the Newton–Schulz products.
-    About 12 FLOP a parameter for AdamW."""
-    parameters = count_parameters(spec)
-    moved = optimizer_bytes_moved(parameters.total, shape.dtype, optimizer_bytes(parameters, shape.optimizer))
-    memory_s = moved / (hardware.extras.get("adamw_bytes_per_s") or hardware.bandwidth(moved))
-    flops, arithmetic_s, launches = 12.0 * parameters.total, 0.0, 12
-    if shape.optimizer == "muon":
-        for rows, columns in muon_matrices(spec):
-            one_flops, one_s = newton_schulz(rows, columns, hardware)
-            flops += spec.n_layers * one_flops
-            arithmetic_s += spec.n_layers * one_s
-            rest = hardware.extras.get("muon_element_per_s")
-            if rest:
-                memory_s += spec.n_layers * rows * columns / rest
-            else:
-                launches += spec.n_layers * (3 * NEWTON_SCHULZ_STEPS + 12)
-    launch_s = launches * hardware.op_launch_s
-    return Work("optimizer", flops, moved, arithmetic_s, memory_s, launch_s, arithmetic_s + memory_s + launch_s)
+def rate_dtype(shape: TrainingShape, hardware: Hardware) -> str:
+    """The type whose rates apply: fp16 runs at bf16's on every device that lists only that one."""
+    if shape.dtype == "fp16" and "fp16" not in hardware.peak_flop_per_s:
+        return "bf16"
+    return shape.compute_dtype
 
 
 # -- the plan -------------------------------------------------------------------------------------------------------------
 
 
-def _pass(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, backward: bool) -> tuple[Work, ...]:
-    """One forward or backward over one micro-batch, by component."""
-    make = product_backward if backward else product_forward
-    layer = [make(product, shape.tokens_per_pass, shape.dtype, hardware) for product in block_products(spec)]
-    layer.append(attention_work(spec, shape, hardware, backward))
-    layer += elementwise(spec, shape, hardware, backward)
-    works = [work.times(spec.n_layers) for work in layer]
-    works += loss_work(spec, shape, hardware, backward)
-    works += setup_work(spec, shape, hardware, backward)
-    return merge(works)
+@dataclass(frozen=True)
+class StageTime:
+    """The slowest stage's passes over one micro-batch, and the seconds of a stage without embedding and head."""
+
+    stage: Stage
+    forward: tuple[Work, ...]
+    backward: tuple[Work, ...]
+    ordinary_s: float
 
 
-def training_memory(spec: ModelSpec, shape: TrainingShape, hardware: Hardware) -> dict[str, float]:
-    """Bytes by term when they are all alive, at the start of backward."""
-    parameters = count_parameters(spec)
-    chunk = min(LOSS_CHUNK_TOKENS, shape.tokens_per_pass)
-    return {
-        "weights": training_weights_bytes(parameters, shape.dtype),
-        "gradients": gradients_bytes(parameters, shape.dtype),
-        "optimizer": optimizer_bytes(parameters, shape.optimizer),
-        "activations": activation_bytes(
-            spec, shape.dtype, shape.compile, shape.batch_size, shape.sequence_length, hardware.kind
-        ),
-        "loss": loss_bytes(spec, chunk, shape.dtype, shape.compile),
-        "process": process_bytes(shape, hardware),
+def stage_time(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> StageTime:
+    """Each kind of layer is timed once, and put on the stages as often as they have it."""
+    passes: dict[bool, list[tuple[list[Work], float]]] = {}
+    whole = stages(spec.n_layers, layout.pipeline, layout.interleave)
+    per_model = Stage(0, spec.n_layers, first=True, last=True)
+    for backward in (False, True):
+        passes[backward] = []
+        for layer, count in stage_layers(spec, layout, shape, per_model):
+            works = layer_works(spec, shape, hardware, layer, layout, backward)
+            if backward:
+                works += recomputed_works(spec, shape, hardware, layer, layout)
+            passes[backward].append((works, count))
+    layer_s = sum(count * total_seconds(works) for found in passes.values() for works, count in found) / spec.n_layers
+    ends = {
+        backward: (
+            loss_work(spec, shape, hardware, layout.tensor, backward),
+            setup_work(spec, shape, hardware, backward),
+        )
+        for backward in (False, True)
     }
+    loss_s = sum(total_seconds(loss) for loss, _ in ends.values())
+    setup_s = sum(total_seconds(setup) for _, setup in ends.values())
+
+    def seconds(stage: Stage) -> float:
+        return stage.n_layers * layer_s + stage.last * loss_s + stage.first * setup_s
+
+    slowest = max(whole, key=seconds)
+    share = slowest.n_layers / spec.n_layers
+    forward, backward_works = (
+        merge(
+            [
+                *(work.times(count * share) for works, count in passes[backward] for work in works),
+                *(ends[backward][0] if slowest.last else ()),
+                *(ends[backward][1] if slowest.first else ()),
+            ]
+        )
+        for backward in (False, True)
+    )
+    return StageTime(slowest, forward, backward_works, max(stage.n_layers for stage in whole) * layer_s)
 
 
-def process_bytes(shape: TrainingShape, hardware: Hardware) -> float:
-    """Resident bytes of the process: Python and torch (``baseline_rss_bytes``) and the compiler (``compiler_rss_bytes``).
-    Memory of a GPU holds none of it."""
-    if hardware.kind == "gpu":
+def step_traffic(
+    spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout, time: StageTime
+) -> tuple[Traffic, ...]:
+    """Everything a rank of the slowest stage sends in a step."""
+    if layout.n_devices == 1:
+        return ()
+    part = stage_held(spec, shape, layout, time.stage)
+    forward_s, backward_s = total_seconds(time.forward), total_seconds(time.backward)
+    return (
+        *within_micro_batch(spec, shape, hardware, layout, time.stage),
+        *across_data(shape, hardware, layout, part, time.stage.n_layers, forward_s, backward_s),
+    )
+
+
+def bubble_of(shape: TrainingShape, layout: Layout, time: StageTime, traffic: tuple[Traffic, ...]) -> float:
+    """(p − 1)/v ordinary stages' micro-batches, the time that a device waits for the pipe to fill and to empty: the share
+    (p−1)/(v·m) of m micro-batches (Narayanan et al., arXiv 2104.04473, section 2.2). Traffic inside a micro-batch waits too."""
+    if layout.pipeline == 1:
         return 0.0
-    compiler = hardware.extras.get("compiler_rss_bytes", 0.0) if shape.compile else 0.0
-    return hardware.extras.get("baseline_rss_bytes", 0.0) + compiler
+    inside = sum(t.exposed_s for t in traffic if t.parallel != "data") / shape.grad_accumulation
+    return (layout.pipeline - 1) / layout.interleave * (time.ordinary_s + inside)
 
 
-def plan_training(spec: ModelSpec, shape: TrainingShape, hardware: Hardware) -> TrainingPlan:
-    """Predict a training run of ``spec`` on one ``hardware``. Raises ConfigError for a type it has no rates for."""
+def training_memory(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout = SINGLE) -> dict[str, float]:
+    """Bytes by term when they are all alive, at the start of backward, on the rank that holds most (``sharding.rank_memory``).
+    About 50 µs once a model's shapes are cached."""
+    return rank_memory(spec, shape, hardware, layout)
+
+
+def step_time_s(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout = SINGLE) -> float:
+    """``TrainingPlan.step_time_s`` without the rest of the plan: what a search over layouts asks."""
+    timed = replace(shape, dtype=rate_dtype(shape, hardware))
+    time = stage_time(spec, timed, hardware, layout)
+    traffic = step_traffic(spec, shape, hardware, layout, time)
+    passes = shape.grad_accumulation * (total_seconds(time.forward) + total_seconds(time.backward))
+    update = optimizer_work(spec, shape, hardware, layout).seconds
+    waiting = sum(t.exposed_s for t in traffic) + bubble_of(shape, layout, time, traffic)
+    return passes + update + ASSUMED_DATA_TOKEN_S * shape.tokens_per_step + waiting
+
+
+def plan_training(
+    spec: ModelSpec,
+    shape: TrainingShape,
+    hardware: Hardware,
+    layout: Layout = SINGLE,
+    mtbf_device_hours: float | None = None,
+) -> TrainingPlan:
+    """Predict a training run of ``spec`` on ``layout.n_devices`` of ``hardware``. Raises ConfigError for a type it has no rates
+    for and for a layout that does not divide the model.
+
+    Held against published step times in tests/planner/test_training_published.py.
+    """
+    layout.check(spec)
+    if shape.method != "full":
+        check_targets(spec, shape.lora_targets)
     parameters = count_parameters(spec)
-    hardware.peak(shape.dtype)
-    forward, backward = _pass(spec, shape, hardware, False), _pass(spec, shape, hardware, True)
-    update = (optimizer_work(spec, shape, hardware),)
-    moved = shape.grad_accumulation * sum(w.bytes for w in (*forward, *backward)) + update[0].bytes
-    notes = () if hardware.basis == "measured" else (DATASHEET_NOTE,)
+    timed = replace(shape, dtype=rate_dtype(shape, hardware))
+    hardware.peak(timed.dtype)
+    time = stage_time(spec, timed, hardware, layout)
+    update = (optimizer_work(spec, shape, hardware, layout),)
+    traffic = step_traffic(spec, shape, hardware, layout, time)
+    moved = shape.grad_accumulation * sum(w.bytes for w in (*time.forward, *time.backward)) + update[0].bytes
+    trained = parameters.total if shape.method == "full" else adapter_parameters(spec, shape.lora_rank, shape.lora_targets)
+    n_matrix = parameters.block_matrices if shape.method == "full" else trained
+    precision = PRECISIONS[shape.dtype]
+    state = state_bytes(trained, n_matrix, shape.optimizer, precision.state)
+    stored = (FP32 if precision.master else precision.working) * trained + state
+    masters = max(
+        rank_state_bytes(shape, layout, stage_held(spec, shape, layout, stage))["masters"]
+        for stage in stages(spec.n_layers, layout.pipeline, layout.interleave)
+    )
     plan = TrainingPlan(
         spec=spec,
         shape=shape,
         hardware=hardware,
         parameters=parameters,
-        memory_bytes=training_memory(spec, shape, hardware),
-        forward=forward,
-        backward=backward,
+        memory_bytes=training_memory(spec, shape, hardware, layout),
+        forward=time.forward,
+        backward=time.backward,
         optimizer=update,
         data_s=ASSUMED_DATA_TOKEN_S * shape.tokens_per_step,
         startup_s=startup_s(shape, hardware),
-        flops_per_token=training_flops_per_token(spec, shape.sequence_length),
-        bytes_per_token=moved / shape.tokens_per_step,
-        checkpoint_bytes=checkpoint_bytes(parameters, shape.optimizer),
-        model_bytes=model_bytes(parameters, "bf16" if shape.dtype == "bf16" else "fp32"),
-        network_bytes_per_step=data_parallel_bytes(parameters, shape.dtype, 2),
+        flops_per_token=flops_per_token(spec, shape),
+        bytes_per_token=moved / shape.tokens_per_step * layout.tensor * layout.pipeline,
+        checkpoint_bytes=stored,
+        model_bytes=bytes_of("fp32" if shape.dtype == "fp32" else shape.compute_dtype) * trained,
+        network_bytes_per_step=sum(t.sent_bytes for t in traffic) or data_parallel_bytes(parameters, shape.compute_dtype, 2),
         cost=None,
-        notes=notes,
+        notes=() if hardware.basis == "measured" else (DATASHEET_NOTE,),
+        layout=layout,
+        traffic=traffic,
+        bubble_s=bubble_of(shape, layout, time, traffic),
+        recomputed_flops_per_token=recomputed_flops_per_token(spec, shape, hardware),
+        masters_bytes=masters,
+        trained_parameters=trained,
+        resilience=resilience(
+            stored, hardware.disk_write_bytes_per_s * n_nodes(layout, hardware), layout.n_devices, mtbf_device_hours
+        ),
     )
     if plan.train_time_s is not None:
-        plan = replace(plan, cost=cost_of(plan.train_time_s, hardware))
+        spent = plan.train_time_s if layout.n_devices == 1 else plan.wall_time_s
+        assert spent is not None
+        plan = replace(plan, cost=cost_of(spent * layout.n_devices, hardware))
     return plan
+
+
+def n_nodes(layout: Layout, hardware: Hardware) -> int:
+    """Nodes that write their part of a checkpoint at once."""
+    return -(-layout.n_devices // (layout.devices_per_node or hardware.devices_per_node))
+
+
+def flops_per_token(spec: ModelSpec, shape: TrainingShape) -> float:
+    """Model FLOP of a token. full: 6·N + 3·attention. Adapters: a frozen matrix has no gradient of its own, so 4·N_matrices
+    for the base and 6 a parameter of the adapters."""
+    if shape.method == "full":
+        return training_flops_per_token(spec, shape.sequence_length)
+    adapters = adapter_parameters(spec, shape.lora_rank, shape.lora_targets)
+    attention = attention_flops_per_token(spec, shape.sequence_length)
+    return 4 * count_parameters(spec).in_products + 6 * adapters + 3 * attention
+
+
+def recomputed_flops_per_token(spec: ModelSpec, shape: TrainingShape, hardware: Hardware) -> float:
+    """FLOP of a token's second forward: the blocks' products and attention (full), explicit attention (selective)."""
+    attention = attention_flops_per_token(spec, shape.sequence_length)
+    if shape.checkpointing == "full":
+        return 2 * count_parameters(spec).active_matrices + attention
+    explicit = attends_explicitly(hardware.kind, shape.compute_dtype, shape.sequence_length)
+    return attention if shape.checkpointing == "selective" and explicit else 0.0
 
 
 def startup_s(shape: TrainingShape, hardware: Hardware) -> float:

@@ -1,0 +1,203 @@
+"""What one rank sends in a training step, by parallelism: bytes, bursts, seconds, and the part that work does not hide.
+
+Every burst happens in lockstep: all ranks of a group send at once and wait for the slowest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from twostroke.core.dtypes import bytes_of
+from twostroke.core.spec import ModelSpec
+from twostroke.planner import network
+from twostroke.planner.layout import Layout, group_link
+from twostroke.planner.memory import PRECISIONS, gradient_bytes_per_parameter
+from twostroke.planner.params import layer_kinds
+from twostroke.planner.sharding import Held, Stage
+
+if TYPE_CHECKING:
+    from twostroke.planner.hardware import Hardware, Link
+    from twostroke.planner.training import TrainingShape
+
+BUCKET_PARAMETERS = 40_000_000
+"""Gradients that a burst reduces together under DDP and ZeRO-1/2, or a million a rank where that is more (Megatron-LM's
+``bucket_size``); ZeRO-3 gathers and reduces layer by layer."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One kind of collective in one optimizer step. ``sent_bytes`` and ``seconds`` are a rank's, of all ``bursts`` together;
+    ``burst_bytes`` is the tensor of one burst; ``exposed_s`` is what ``overlap`` leaves on the critical path."""
+
+    parallel: str  # tensor, expert, pipeline or data
+    what: str
+    n_ranks: int
+    bursts: float
+    burst_bytes: float
+    sent_bytes: float
+    seconds: float
+    exposed_s: float
+    overlap: str
+    link_kind: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def within_micro_batch(
+    spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout, stage: Stage
+) -> list[Traffic]:
+    """Tensor, expert and pipeline traffic of a step: all of it on the critical path of each micro-batch.
+
+    Tensor: 2 all-reduces of w·s·b·E a layer forward and 2 backward, or as many pairs of reduce-scatter and all-gather under
+    sequence parallel (the same bytes; Korthikanti et al., arXiv 2205.05198); full checkpointing repeats the forward ones.
+    Expert: 2 all-to-alls each way of s·b·k·E·w. Pipeline: w·s·b·E each way over each boundary, once per chunk of layers.
+    """
+    w, n_micro = bytes_of(shape.compute_dtype), shape.grad_accumulation
+    hidden = w * shape.tokens_per_pass * spec.d_model
+    share = stage.n_layers / spec.n_layers
+    passes = 3 if shape.checkpointing == "full" else 2
+    found = []
+    by_experts = layout.expert > 1 and layout.expert >= layout.tensor
+    if layout.tensor > 1:
+        per_pass = share * sum(count * (1 if kind.mlp == "moe" and by_experts else 2) for kind, count in layer_kinds(spec))
+        link = group_link(layout, hardware, layout.tensor)
+        bursts, once = n_micro * passes * per_pass, network.ring_all_reduce_s(hidden, layout.tensor, link)
+        found.append(
+            Traffic(
+                "tensor",
+                "reduce-scatter and all-gather" if layout.sequence_parallel else "all-reduce",
+                layout.tensor,
+                bursts,
+                hidden,
+                bursts * network.all_reduce_sent_bytes(hidden, layout.tensor),
+                bursts * once,
+                bursts * once,
+                "none: the next product waits for it",
+                link.kind,
+            )
+        )
+    if layout.expert > 1 and spec.moe is not None:
+        moe_layers = share * sum(count for kind, count in layer_kinds(spec) if kind.mlp == "moe")
+        routed = hidden * spec.moe.top_k / layout.sequence_cut
+        link = group_link(layout, hardware, layout.expert)
+        bursts, once = n_micro * passes * 2 * moe_layers, network.all_to_all_s(routed, layout.expert, link)
+        found.append(
+            Traffic(
+                "expert",
+                "all-to-all",
+                layout.expert,
+                bursts,
+                routed,
+                bursts * network.all_to_all_sent_bytes(routed, layout.expert),
+                bursts * once,
+                bursts * once,
+                "none: experts wait for their tokens",
+                link.kind,
+            )
+        )
+    if layout.pipeline > 1:
+        message = hidden / layout.sequence_cut
+        plane = layout.tensor * layout.data
+        link = group_link(layout, hardware, layout.pipeline, plane)
+        bursts, once = n_micro * 2 * layout.interleave, network.send_s(message, link)
+        found.append(
+            Traffic(
+                "pipeline",
+                "send to the next stage, and back",
+                layout.pipeline,
+                bursts,
+                message,
+                bursts * message,
+                bursts * once,
+                bursts * once,
+                "none: a stage waits for its input",
+                link.kind,
+            )
+        )
+    return found
+
+
+def across_data(
+    shape: TrainingShape, hardware: Hardware, layout: Layout, part: Held, n_layers: float, forward_s: float, backward_s: float
+) -> list[Traffic]:
+    """Gradients and weights between data-parallel ranks, with ``forward_s`` and ``backward_s`` of one micro-batch to hide in.
+
+    DDP: an all-reduce of the gradients, 2·Ψ elements a rank. ZeRO-1: a reduce-scatter and an all-gather of the new weights,
+    2·Ψ. ZeRO-2: the same, its reduce-scatter in every micro-batch, since no rank keeps a whole gradient. ZeRO-3: two
+    all-gathers of the weights and a reduce-scatter in every micro-batch, 3·Ψ (arXiv 1910.02054, section 7). Reductions hide
+    behind the backward pass they follow, gathers behind the pass they serve; what is longer, and one burst, is exposed.
+    Sharing the memory's bandwidth with the products is not counted.
+    """
+    if layout.data == 1:
+        return []
+    precision, n_micro = PRECISIONS[shape.dtype], shape.grad_accumulation
+    gradient = gradient_bytes_per_parameter(shape.dtype, False, n_micro)
+    groups = [(_Group.of(layout, hardware, layout.data, layout.tensor, ""), part.trained, part.frozen_bytes)]
+    if part.trained_experts or part.frozen_expert_bytes:
+        group = _Group.of(layout, hardware, layout.expert_data, layout.expert_cut, " of experts")
+        groups.append((group, part.trained_experts, part.frozen_expert_bytes))
+    found = []
+    for group, trained, frozen_bytes in groups:
+        if group.ranks == 1:
+            continue
+        gradients, weights = gradient * trained, precision.working * trained
+        buckets = max(1.0, trained / max(BUCKET_PARAMETERS, 1_000_000 * group.ranks))
+        if layout.zero == 0:
+            found.append(group.all_reduced(gradients, buckets, backward_s))
+        elif layout.zero < 3:
+            found.append(group.scattered(gradients, buckets, n_micro if layout.zero == 2 else 1, backward_s))
+            found.append(group.gathered(weights, buckets, 1, forward_s, "the next forward"))
+        else:
+            found.append(group.gathered(weights + frozen_bytes, n_layers, n_micro, forward_s, "forward"))
+            again = group.gathered(weights + frozen_bytes, n_layers, n_micro, backward_s, "backward")
+            found.append(again)
+            if trained:
+                left = max(0.0, backward_s - again.seconds / n_micro)
+                found.append(group.scattered(gradients, n_layers, n_micro, left))
+    return found
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Data-parallel ranks that hold the same parameters, and the link between them."""
+
+    ranks: int
+    link: Link
+    suffix: str
+
+    @classmethod
+    def of(cls, layout: Layout, hardware: Hardware, ranks: int, stride: int, suffix: str) -> _Group:
+        return cls(ranks, group_link(layout, hardware, ranks, stride), suffix)
+
+    def all_reduced(self, whole: float, bursts: float, hidden_s: float) -> Traffic:
+        once = network.ring_all_reduce_s(whole / bursts, self.ranks, self.link)
+        sent = network.all_reduce_sent_bytes(whole, self.ranks)
+        return self._traffic("all-reduce of gradients", whole, sent, once, bursts, 1, hidden_s, "backward")
+
+    def scattered(self, whole: float, bursts: float, times: int, hidden_s: float) -> Traffic:
+        once = network.reduce_scatter_s(whole / bursts, self.ranks, self.link)
+        sent = network.gather_sent_bytes(whole, self.ranks)
+        return self._traffic("reduce-scatter of gradients", whole, sent, once, bursts, times, hidden_s, "backward")
+
+    def gathered(self, whole: float, bursts: float, times: int, hidden_s: float, behind: str) -> Traffic:
+        once = network.all_gather_s(whole / bursts, self.ranks, self.link)
+        sent = network.gather_sent_bytes(whole, self.ranks)
+        return self._traffic("all-gather of weights", whole, sent, once, bursts, times, hidden_s, behind)
+
+    def _traffic(
+        self, what: str, whole: float, sent: float, once_s: float, bursts: float, times: int, hidden_s: float, behind: str
+    ) -> Traffic:
+        return Traffic(
+            parallel="data",
+            what=what + self.suffix,
+            n_ranks=self.ranks,
+            bursts=times * bursts,
+            burst_bytes=whole / bursts,
+            sent_bytes=times * sent,
+            seconds=times * bursts * once_s,
+            exposed_s=times * max(once_s, bursts * once_s - hidden_s),
+            overlap=f"behind {behind}, all but one burst",
+            link_kind=self.link.kind,
+        )

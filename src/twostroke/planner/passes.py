@@ -1,0 +1,330 @@
+"""Work of the passes of a training step on one rank, by component: products, attention, elementwise work, loss, update."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from twostroke.core.dtypes import bytes_of
+from twostroke.core.spec import ModelSpec
+from twostroke.planner.flops import mean_keys
+from twostroke.planner.hardware import Hardware
+from twostroke.planner.latency import block_rate, head_norm_rate, setup_bytes, training_attention_rate
+from twostroke.planner.layout import SINGLE, Layout
+from twostroke.planner.memory import PRECISIONS, attends_explicitly, keys_walked, nf4_bytes_per_weight, state_bytes
+from twostroke.planner.params import LayerKind, Product, layer_kinds
+from twostroke.planner.sharding import (
+    LOSS_CHUNK_TOKENS,
+    RankLayer,
+    RankProduct,
+    Stage,
+    head_on_rank,
+    rank_layers,
+    stage_held,
+    stages,
+)
+from twostroke.planner.work import Work
+
+if TYPE_CHECKING:
+    from twostroke.planner.training import TrainingShape
+
+NEWTON_SCHULZ_STEPS = 5
+"""Iterations of Muon's orthogonalisation (Jordan et al. 2024)."""
+
+
+def product_bytes(product: Product, rows: int, w: float) -> float:
+    """w·(rows·k + k·n + rows·n) bytes: both operands read and the result written once."""
+    return w * (rows * product.k + product.weights + rows * product.n)
+
+
+def product_forward(product: Product, rows: int, dtype: str, hardware: Hardware) -> Work:
+    """(rows, k) × (k, n): 2·rows·n·k FLOP."""
+    moved = product_bytes(product, rows, bytes_of(dtype))
+    seconds = hardware.product_s(dtype, rows, product.n, product.k)
+    return _product_work(product.component, 2.0 * rows * product.weights, moved, seconds, 1, hardware)
+
+
+def product_backward(product: Product, rows: int, dtype: str, hardware: Hardware) -> Work:
+    """Two products: the input's gradient (rows, n) × (n, k) and the weight's (n, rows) × (rows, k); 4·rows·n·k FLOP."""
+    moved = 2 * product_bytes(product, rows, bytes_of(dtype))
+    to_input = hardware.product_s(dtype, rows, product.k, product.n)
+    to_weight = hardware.product_s(dtype, product.n, product.k, rows)
+    return _product_work(product.component, 4.0 * rows * product.weights, moved, to_input + to_weight, 2, hardware)
+
+
+def _product_work(component: str, flops: float, moved: float, seconds: float, n_launches: int, hardware: Hardware) -> Work:
+    """A measured rate already holds the traffic of its operands; a datasheet's does not, and the larger limit counts."""
+    memory_s, launch_s = moved / hardware.bandwidth(moved), n_launches * hardware.linear_launch_s
+    if hardware.basis == "measured":
+        return Work(component, flops, moved, seconds, memory_s, launch_s, seconds + launch_s)
+    return Work.limited(component, flops, moved, seconds, memory_s, launch_s)
+
+
+def input_gradient(product: Product, rows: int, dtype: str, hardware: Hardware) -> Work:
+    """Backward of a frozen matrix: the input's gradient alone, 2·rows·n·k FLOP."""
+    moved = product_bytes(product, rows, bytes_of(dtype))
+    seconds = hardware.product_s(dtype, rows, product.k, product.n)
+    return _product_work(product.component, 2.0 * rows * product.weights, moved, seconds, 1, hardware)
+
+
+def attention_work(
+    spec: ModelSpec, shape: TrainingShape, hardware: Hardware, kind: LayerKind, tensor: int, backward: bool
+) -> Work:
+    """softmax(QKᵀ)V of one layer: time from the keys walked, FLOP from the causal part that counts; q, k, v, o moved once
+    (backward: read again with their gradients). Heads are divided by ``tensor``. An indexer's scores are counted with it."""
+    tokens, w, length = shape.tokens_per_pass / tensor, bytes_of(shape.dtype), shape.sequence_length
+    window = min((n for n in (kind.window, kind.top_keys) if n is not None), default=None)
+    causal_keys = mean_keys(length, window)
+    walked_keys = keys_walked(hardware.kind, shape.dtype, length)
+    if hardware.kind != "cpu" and window is not None:
+        walked_keys = 2 * causal_keys  # kernels skip blocks outside a window
+    per_key = 2.0 * kind.n_heads * (kind.qk_dim + kind.v_dim)
+    scores = 2.0 * kind.index_heads * kind.index_dim * mean_keys(length)
+    causal = tokens * (per_key * causal_keys + scores)
+    walked = tokens * (per_key * walked_keys + 2 * scores)
+    share = 2.5 if backward else 1.0
+    packed = kind.n_heads * kind.qk_dim + kind.n_kv_heads * (kind.qk_dim + kind.v_dim)
+    moved = share * tokens * w * (packed + kind.n_heads * kind.v_dim)
+    rate = training_attention_rate(hardware, shape.dtype, shape.mode, "backward" if backward else "forward", length)
+    return Work.limited(
+        "attention",
+        flops=(2 if backward else 1) * causal,
+        n_bytes=moved,
+        arithmetic_s=share * walked / rate,
+        memory_s=moved / hardware.bandwidth(moved),
+        launch_s=hardware.op_launch_s,
+    )
+
+
+LAUNCHES_PER_BLOCK = {"compiled": 4, "eager": 18}
+"""Operations of one block's forward that are not products: fused kernels, or single torch operators. Backward: twice."""
+
+
+def elementwise_counts(
+    spec: ModelSpec, layer: RankLayer, tensor: int, sequence_cut: int, backward: bool
+) -> tuple[dict[str, float], dict[str, float]]:
+    """(elements read and written, FLOP) per token of the micro-batch in one layer by component, as a rank has them.
+
+    ``latency.elementwise_elements`` states the counts of a dense layer; experts activate ``top_k`` of their widths, norms are
+    divided by the sequence cut and the rest by ``tensor``.
+    """
+    kind, width = layer.kind, spec.d_model
+    heads = kind.n_heads * kind.qk_dim + kind.n_kv_heads * kind.qk_dim
+    packed = heads + kind.n_kv_heads * kind.v_dim
+    activated = sum(p.product.k * p.rows_per_token * p.calls for p in layer.products if p.product.name.endswith("down"))
+    turn = 2 * heads if spec.positions == "rope" else 0
+    times = 2 if backward else 1
+    per_activated = (6 if kind.gated else 3) if backward else (3 if kind.gated else 2)
+    elements = {
+        "norms": (14 if backward else 9) * width / sequence_cut,
+        "attention": (turn + (2 * packed if backward else 0)) / tensor,
+        "mlp": per_activated * activated,
+    }
+    flops = {
+        "norms": times * 10 * width / sequence_cut,
+        "attention": times * 3 * heads / tensor if spec.positions == "rope" else 0.0,
+        "mlp": times * 5 * activated,
+    }
+    return elements, flops
+
+
+def elementwise(
+    spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layer: RankLayer, layout: Layout, backward: bool
+) -> list[Work]:
+    """Norms, residual sums, rotary turn and activation of one layer: bytes over the rate that a calibrated block reached
+    (``block_<type>_<compiled|eager>_<direction>_bytes_per_s``), or over the plain bandwidth; and QK-norm."""
+    direction = "backward" if backward else "forward"
+    measured = block_rate(hardware, shape.dtype, shape.mode, direction)
+    elements, flops = elementwise_counts(spec, layer, layout.tensor, layout.sequence_cut, backward)
+    launch_s = LAUNCHES_PER_BLOCK[shape.mode] * (2 if backward else 1) * hardware.op_launch_s / len(elements)
+    works = []
+    for component, count in elements.items():
+        moved = shape.tokens_per_pass * count * bytes_of(shape.dtype)
+        rate = measured or hardware.bandwidth(moved)
+        works.append(Work.limited(component, shape.tokens_per_pass * flops[component], moved, 0.0, moved / rate, launch_s))
+    if spec.qk_norm:
+        normed = float(shape.tokens_per_pass) * (layer.kind.n_heads + layer.kind.n_kv_heads) * layer.kind.qk_dim / layout.tensor
+        moved = (3 if backward else 2) * normed * bytes_of(shape.dtype)
+        norm_rate = head_norm_rate(hardware, shape.dtype, shape.mode, direction)
+        seconds = normed / norm_rate if norm_rate else moved / hardware.bandwidth(moved)
+        works.append(Work.limited("attention", (8 if backward else 4) * normed, moved, 0.0, seconds))
+    return works
+
+
+def loss_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, tensor: int, backward: bool) -> list[Work]:
+    """The head and the loss, which takes the logits' gradient right after the logits, in chunks or of the whole micro-batch.
+
+    Forward: per chunk one product, then the cross-entropy and its gradient at ``cross_entropy_<compiled|eager>_logit_per_s``
+    (measured, or a bf16 read and write of the logits at the bandwidth). Backward: per chunk two products, and an fp32 sum of
+    the weight's gradient that reads and writes V·E·(w + 8) bytes.
+    """
+    head, tokens = head_on_rank(spec, tensor), shape.tokens_per_pass
+    rows = min(LOSS_CHUNK_TOKENS, tokens) if shape.logits == "chunked" else tokens
+    n_chunks = -(-tokens // rows)
+    w = bytes_of(shape.dtype)
+    if backward and shape.method != "full":
+        return [input_gradient(head, rows, shape.dtype, hardware).times(n_chunks)]
+    if backward:
+        moved = n_chunks * head.weights * (2 * w + 8)
+        summing = Work.limited("head", 0.0, moved, 0.0, moved / hardware.bandwidth(moved), n_chunks * hardware.op_launch_s)
+        return [product_backward(head, rows, shape.dtype, hardware).times(n_chunks), summing]
+    logits = float(tokens) * head.n
+    moved = 2 * w * logits
+    extras = hardware.extras
+    rate = extras.get(f"cross_entropy_{shape.mode}_logit_per_s") or extras.get("cross_entropy_eager_logit_per_s")
+    seconds = logits / rate if rate else moved / hardware.bandwidth(moved)
+    entropy = Work.limited("head", 0.0, moved, 0.0, seconds, n_chunks * hardware.op_launch_s)
+    return [product_forward(head, rows, shape.dtype, hardware).times(n_chunks), entropy]
+
+
+def setup_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, backward: bool) -> list[Work]:
+    """What surrounds the blocks: embedding, rotary tables and final norm at ``setup_<direction>_bytes_per_s``, and forward the
+    mask of packed documents, B·T² elements at ``mask_element_per_s``; at the bandwidth where nothing was measured."""
+    w = bytes_of(shape.dtype)
+    if backward and shape.method != "full":
+        return []
+    moved = setup_bytes(spec, shape.tokens_per_pass, w, backward)
+    rate = hardware.extras.get(f"setup_{'backward' if backward else 'forward'}_bytes_per_s") or hardware.bandwidth(moved)
+    works = [Work.limited("embedding", 0.0, moved, 0.0, moved / rate, hardware.op_launch_s)]
+    if not backward and hardware.kind == "cpu":
+        # A GPU writes it too, in no time worth a term.
+        elements = float(shape.tokens_per_pass) * shape.sequence_length
+        written = elements * w
+        element_rate = hardware.extras.get("mask_element_per_s")
+        seconds = elements / element_rate if element_rate else 4 * written / hardware.bandwidth(written)
+        works.append(Work.limited("attention", 0.0, written, 0.0, seconds))
+    return works
+
+
+def muon_matrices(spec: ModelSpec) -> tuple[tuple[int, int], ...]:
+    """(rows, columns) of each matrix of a dense block that Muon orthogonalises: q, k, v, gate and up apart, as
+    ``training.optimizers`` splits the packed ones."""
+    return matrices_of(layer_kinds(spec)[0][0])
+
+
+@lru_cache(maxsize=256)
+def matrices_of(kind: LayerKind) -> tuple[tuple[int, int], ...]:
+    """(rows, columns) of each matrix of a layer of ``kind``, packed ones taken apart, every expert's by itself."""
+    found: list[tuple[int, int]] = []
+    for p in kind.products:
+        if p.name == "qkv":
+            keys = kind.n_kv_heads * kind.qk_dim
+            values = p.n - kind.n_heads * kind.qk_dim - keys
+            found += [(rows, p.k) for rows in (kind.n_heads * kind.qk_dim, keys, values) if rows]
+        elif p.name.endswith("gate_up"):
+            found += 2 * p.copies * [(p.n // 2, p.k)]
+        else:
+            found += p.copies * [(p.n, p.k)]
+    return tuple(found)
+
+
+def newton_schulz_products(rows: int, columns: int) -> tuple[tuple[int, int, int], ...]:
+    """(m, n, k) of the products of Muon's 5 iterations on one matrix, s = min, l = max: XXᵀ, its square, and the update."""
+    small, large = sorted((rows, columns))
+    return NEWTON_SCHULZ_STEPS * ((small, small, large), (small, small, small), (small, large, small))
+
+
+def newton_schulz(rows: int, columns: int, hardware: Hardware) -> tuple[float, float]:
+    """(FLOP, seconds) of those products, 5·2·(2·s²·l + s³) FLOP, in bf16 where there is a rate for it."""
+    scheme = "bf16" if hardware.has_scheme("bf16") else "fp32"
+    products = newton_schulz_products(rows, columns)
+    return sum(2.0 * m * n * k for m, n, k in products), sum(hardware.product_s(scheme, m, n, k) for m, n, k in products)
+
+
+def optimizer_bytes_moved(n_parameters: float, dtype: str, state_bytes: float | None = None) -> float:
+    """Bytes one update moves: the gradient is read and widened to fp32 (w + 4), normed (4), clipped (8) and read (4); master
+    and state are read and written (8 a parameter, and twice ``state_bytes``, AdamW's 8·N by default); the master is read once
+    more (4) and the working copy written (w). With fp32 there is neither widening nor a copy; pure bf16 norms (2), clips (4)
+    and reads (2) the gradient and reads and writes the weight (4)."""
+    each = {"fp32": 24.0, "pure_bf16": 12.0}.get(dtype) or 2 * bytes_of(dtype) + 20 + 8 + 4
+    return n_parameters * each + 2 * (8.0 * n_parameters if state_bytes is None else state_bytes)
+
+
+def optimizer_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout = SINGLE) -> Work:
+    """One update of what a rank updates: bytes over ``adamw_bytes_per_s`` (measured) or the bandwidth, and for Muon the
+    Newton–Schulz products, shared out over all devices. About 12 FLOP a parameter for AdamW. ZeRO divides the update by the
+    data-parallel ranks."""
+    part = stage_held(spec, shape, layout, stages(spec.n_layers, layout.pipeline, layout.interleave)[-1])
+    ranks = (layout.data, layout.expert_data) if layout.zero else (1, 1)
+    n_parameters = part.trained / ranks[0] + part.trained_experts / ranks[1]
+    n_matrix = part.matrices / ranks[0] + part.expert_matrices / ranks[1]
+    state = state_bytes(n_parameters, n_matrix, shape.optimizer, PRECISIONS[shape.dtype].state)
+    moved = optimizer_bytes_moved(n_parameters, shape.dtype, state)
+    memory_s = moved / (hardware.extras.get("adamw_bytes_per_s") or hardware.bandwidth(moved))
+    flops, arithmetic_s, launches = 12.0 * n_parameters, 0.0, 12.0
+    if shape.optimizer == "muon":
+        shared = layout.n_devices
+        for kind, count in layer_kinds(spec):
+            for rows, columns in matrices_of(kind):
+                one_flops, one_s = newton_schulz(rows, columns, hardware)
+                flops += count * one_flops / shared
+                arithmetic_s += count * one_s / shared
+                rest = hardware.extras.get("muon_element_per_s")
+                if rest:
+                    memory_s += count * rows * columns / rest / shared
+                else:
+                    launches += count * (3 * NEWTON_SCHULZ_STEPS + 12) / shared
+    launch_s = launches * hardware.op_launch_s
+    return Work("optimizer", flops, moved, arithmetic_s, memory_s, launch_s, arithmetic_s + memory_s + launch_s)
+
+
+# -- a layer --------------------------------------------------------------------------------------------------------------
+
+
+def adapter_works(part: RankProduct, shape: TrainingShape, hardware: Hardware, rows: int, backward: bool) -> list[Work]:
+    """The two narrow products of each adapter of a matrix; ``part.calls`` matrices in a row."""
+    make = product_backward if backward else product_forward
+    works = []
+    for outputs in part.adapter_outputs:
+        for n, k in ((shape.lora_rank, part.product.k), (outputs, shape.lora_rank)):
+            narrow = Product(part.product.component, "adapter", n, k)
+            works.append(make(narrow, rows, shape.dtype, hardware).times(part.calls))
+    return works
+
+
+def dequantising(part: RankProduct, shape: TrainingShape, hardware: Hardware) -> Work:
+    """NF4 read and the working type written, before a product of QLoRA."""
+    moved = part.calls * part.product.weights * (nf4_bytes_per_weight() + bytes_of(shape.dtype))
+    return Work.limited(part.product.component, 0.0, moved, 0.0, moved / hardware.bandwidth(moved), hardware.op_launch_s)
+
+
+def layer_works(
+    spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layer: RankLayer, layout: Layout, backward: bool
+) -> list[Work]:
+    """One layer's forward or backward over a micro-batch on one rank, recomputation apart."""
+    works = []
+    trains_matrices = shape.method == "full"
+    for part in layer.products:
+        rows = max(1, round(shape.tokens_per_pass * part.rows_per_token))
+        if not backward:
+            once = product_forward(part.product, rows, shape.dtype, hardware)
+        elif trains_matrices:
+            once = product_backward(part.product, rows, shape.dtype, hardware)
+        else:
+            once = input_gradient(part.product, rows, shape.dtype, hardware)
+        works.append(once.times(part.calls) if part.calls > 1 else once)
+        if not trains_matrices:
+            works += adapter_works(part, shape, hardware, rows, backward)
+            if shape.method == "qlora":
+                works.append(dequantising(part, shape, hardware))
+    works.append(attention_work(spec, shape, hardware, layer.kind, layout.tensor, backward))
+    return works + elementwise(spec, shape, hardware, layer, layout, backward)
+
+
+def recomputed_works(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layer: RankLayer, layout: Layout) -> list[Work]:
+    """What backward computes again of one layer: nothing; elementwise work, and explicit attention (selective); everything."""
+    if shape.checkpointing == "full":
+        return layer_works(spec, shape, hardware, layer, layout, False)
+    if shape.checkpointing == "selective":
+        works = elementwise(spec, shape, hardware, layer, layout, False)
+        if attends_explicitly(hardware.kind, shape.dtype, shape.sequence_length):
+            works.append(attention_work(spec, shape, hardware, layer.kind, layout.tensor, False))
+        return works
+    return []
+
+
+def stage_layers(spec: ModelSpec, layout: Layout, shape: TrainingShape, stage: Stage) -> tuple[tuple[RankLayer, float], ...]:
+    """(layer, how many of it) on a stage: each kind in proportion."""
+    targets = shape.lora_targets if shape.method != "full" else ()
+    share = stage.n_layers / spec.n_layers
+    return tuple((layer, layer.count * share) for layer in rank_layers(spec, layout.tensor, layout.expert, targets))

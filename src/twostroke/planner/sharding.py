@@ -1,0 +1,333 @@
+"""What one rank of a layout holds: its part of the parameters, stage by stage, and memory by term.
+
+ZeRO with Adam and N ranks, Ψ parameters in mixed precision (Rajbhandari et al., arXiv 1910.02054, figure 1): 16Ψ bytes; ZeRO-1
+4Ψ + 12Ψ/N; ZeRO-2 2Ψ + 14Ψ/N; ZeRO-3 16Ψ/N. Tensor, pipeline and expert parallel divide Ψ itself first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from twostroke.core.dtypes import bytes_of
+from twostroke.core.spec import ModelSpec
+from twostroke.planner.adapters import ALL_LINEAR, check_targets, targeted
+from twostroke.planner.layout import Layout
+from twostroke.planner.memory import (
+    FP32,
+    PRECISIONS,
+    Kept,
+    around_blocks_bytes,
+    gradient_bytes_per_parameter,
+    kept_by_layer,
+    loss_bytes,
+    nf4_bytes_per_weight,
+    state_bytes,
+    whole_logits_bytes,
+)
+from twostroke.planner.params import LayerKind, Product, count_parameters, head_product, layer_kinds
+
+if TYPE_CHECKING:
+    from twostroke.planner.hardware import Hardware
+    from twostroke.planner.training import TrainingShape
+
+LOSS_CHUNK_TOKENS = 1024
+"""Tokens whose logits the chunked loss holds at once (``training.loss``)."""
+
+
+@dataclass(frozen=True)
+class RankProduct:
+    """A product as one rank runs it: its part of the matrix, rows per token of the micro-batch, matrices in a row.
+    ``adapter_outputs`` are the outputs of the modules with an adapter."""
+
+    product: Product
+    rows_per_token: float
+    calls: int
+    adapter_outputs: tuple[int, ...] = ()
+
+    @property
+    def elements(self) -> float:
+        """Parameters of it that the rank holds, biases included (those of a row cut stay whole)."""
+        return self.calls * (self.product.weights + (self.product.n if self.product.bias else 0))
+
+    def adapters(self, rank: int) -> float:
+        """Adapter parameters that the rank holds: of the two factors one is cut with the matrix and one is whole."""
+        return self.calls * sum(rank * (self.product.k + outputs) for outputs in self.adapter_outputs)
+
+
+def rank_product(product: Product, kind: LayerKind, layout: Layout, targets: tuple[str, ...] = ()) -> RankProduct:
+    """``product`` cut for one rank: columns or rows by ``tensor``; experts by ``expert`` and, beyond it, inside by ``tensor``.
+    Key-value heads are not cut below one."""
+    tensor = layout.tensor
+    outputs = targeted(product, kind, targets) if targets else ()
+    if product.split == "expert":
+        within = max(1, tensor // layout.expert)
+        cut = (
+            replace(product, k=product.k // within)
+            if product.name.endswith("down")
+            else replace(product, n=product.n // within)
+        )
+        rows = product.active * max(1, layout.expert // tensor) / product.copies
+        return RankProduct(cut, rows, product.copies // layout.expert, outputs)
+    if product.split == "replicated" or tensor == 1:
+        return RankProduct(product, 1, 1, outputs)
+    if product.split == "row":
+        return RankProduct(replace(product, k=product.k // tensor), 1, 1, outputs)
+    if product.name == "qkv":
+        keys_and_values = (product.n - kind.n_heads * kind.qk_dim) // kind.n_kv_heads * max(1, kind.n_kv_heads // tensor)
+        cut = replace(product, n=kind.n_heads * kind.qk_dim // tensor + keys_and_values)
+        return RankProduct(cut, 1, 1, tuple(o // tensor for o in outputs))
+    return RankProduct(replace(product, n=-(-product.n // tensor)), 1, 1, tuple(o // tensor for o in outputs))
+
+
+@dataclass(frozen=True)
+class RankLayer:
+    """One kind of layer on one rank, and how many layers of the model are of it."""
+
+    kind: LayerKind
+    count: int
+    products: tuple[RankProduct, ...]
+
+    @property
+    def dense(self) -> float:
+        """Parameters that every rank of the data group holds alike."""
+        kept = sum(p.elements for p in self.products if p.product.split != "expert")
+        return kept + self.kind.norm_parameters + self.kind.other_parameters
+
+    @property
+    def experts(self) -> float:
+        return sum(p.elements for p in self.products if p.product.split == "expert")
+
+
+@lru_cache(maxsize=4096)
+def rank_layers(spec: ModelSpec, tensor: int, expert: int, targets: tuple[str, ...] = ()) -> tuple[RankLayer, ...]:
+    """Every kind of layer as a rank of a group of ``tensor`` and ``expert`` devices holds it."""
+    plane = Layout(tensor=tensor, expert=expert, data=max(1, expert // tensor))
+    return tuple(
+        RankLayer(kind, count, tuple(rank_product(p, kind, plane, targets) for p in kind.products))
+        for kind, count in layer_kinds(spec)
+    )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage: its layers, and whether embedding and head are on it."""
+
+    index: int
+    n_layers: float
+    first: bool
+    last: bool
+
+
+@lru_cache(maxsize=4096)
+def stages(n_layers: int, pipeline: int, interleave: int) -> tuple[Stage, ...]:
+    """The stages that can be the fullest or the slowest: the first, the second where the first has fewer layers, the last."""
+    if pipeline == 1:
+        return (Stage(0, n_layers, first=True, last=True),)
+    if n_layers % (pipeline * interleave) == 0:
+        each = n_layers / pipeline
+        return Stage(0, each, True, False), Stage(pipeline - 1, each, False, True)
+    each = (n_layers + 2) / pipeline
+    ends = (Stage(0, each - 1, True, False), Stage(pipeline - 1, each - 1, False, True))
+    return ends if pipeline == 2 else (ends[0], Stage(1, each, False, False), ends[1])
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters of one stage on one rank before ZeRO divides them. ``trained`` and ``frozen_bytes`` are alike on every data
+    rank, those of experts on ``Layout.expert_data`` ranks. ``layer`` is the parameters of its largest layer."""
+
+    trained: float
+    trained_experts: float
+    matrices: float
+    expert_matrices: float
+    frozen_bytes: float
+    frozen_expert_bytes: float
+    layer: float
+    layer_bytes: float
+    embedding_bytes: float
+
+
+@lru_cache(maxsize=8192)
+def held(
+    spec: ModelSpec, method: str, rank: int, targets: tuple[str, ...], working: float, tensor: int, expert: int, stage: Stage
+) -> Held:
+    """What a rank of ``stage`` holds when ``method`` trains: everything (full), or adapters beside a frozen base in the working
+    type (lora) or with its block matrices in NF4 (qlora)."""
+    counts = count_parameters(spec)
+    layers = rank_layers(spec, tensor, expert, targets)
+    share = stage.n_layers / spec.n_layers
+    dense = share * sum(layer.count * layer.dense for layer in layers)
+    experts = share * sum(layer.count * layer.experts for layer in layers)
+    ends = 0.0
+    if stage.first:
+        ends += counts.embedding / tensor + counts.positions + counts.projections
+    if stage.last:
+        ends += counts.head / tensor + counts.final_norm
+        ends += counts.embedding / tensor if spec.tied_embeddings and not stage.first else 0.0  # the head's own copy
+    dense_matrices = share * sum(
+        layer.count * p.calls * p.product.weights for layer in layers for p in layer.products if p.product.split != "expert"
+    )
+    expert_matrices = share * sum(
+        layer.count * p.calls * p.product.weights for layer in layers for p in layer.products if p.product.split == "expert"
+    )
+    largest = max(layer.dense + layer.experts for layer in layers)
+    embedding_bytes = working * (counts.embedding + counts.head) / tensor
+    if method == "full":
+        everything = dense + ends
+        return Held(everything, experts, dense_matrices, expert_matrices, 0.0, 0.0, largest, working * largest, embedding_bytes)
+    of_matrices = nf4_bytes_per_weight() if method == "qlora" else working
+    adapters = {
+        expert_part: share
+        * sum(
+            layer.count * p.adapters(rank)
+            for layer in layers
+            for p in layer.products
+            if (p.product.split == "expert") == expert_part
+        )
+        for expert_part in (False, True)
+    }
+    return Held(
+        trained=adapters[False],
+        trained_experts=adapters[True],
+        matrices=adapters[False],
+        expert_matrices=adapters[True],
+        frozen_bytes=of_matrices * dense_matrices + working * (dense + ends - dense_matrices),
+        frozen_expert_bytes=of_matrices * expert_matrices + working * (experts - expert_matrices),
+        layer=max(sum(p.adapters(rank) for p in layer.products) for layer in layers),
+        layer_bytes=of_matrices * largest,
+        embedding_bytes=embedding_bytes,
+    )
+
+
+def micro_batches_in_flight(layout: Layout, n_micro_batches: int, stage: Stage) -> float:
+    """Micro-batches whose activations a stage holds at once, 1F1B: min(m, p − i), and interleaved (p − 1)/v more (Korthikanti
+    et al., arXiv 2205.05198, section 4.2.3: L·(1 + (p−1)/(p·v)) layers' worth on the first stage)."""
+    if layout.pipeline == 1:
+        return 1.0
+    extra = (layout.pipeline - 1) / layout.interleave if layout.interleave > 1 else 0.0
+    return min(float(n_micro_batches), layout.pipeline - stage.index + extra)
+
+
+@lru_cache(maxsize=8192)
+def _kept_per_token(
+    spec: ModelSpec, dtype: str, compiled: bool, sequence_length: int, device_kind: str, kept: Kept
+) -> tuple[float, float]:
+    """(bytes a token keeps in an average layer, in the layer that keeps most when nothing is recomputed)."""
+    average = sum(
+        count * kept_by_layer(spec, kind, dtype, compiled, sequence_length, device_kind, kept)
+        for kind, count in layer_kinds(spec)
+    )
+    whole = replace(kept, checkpointing="none")
+    most = max(kept_by_layer(spec, kind, dtype, compiled, sequence_length, device_kind, whole) for kind, _ in layer_kinds(spec))
+    return average / spec.n_layers, most
+
+
+@lru_cache(maxsize=1024)
+def _inputs_kept(spec: ModelSpec, method: str, targets: tuple[str, ...]) -> frozenset[str] | None:
+    """Products whose inputs a weight gradient needs: all, or those with an adapter."""
+    if method == "full" or ALL_LINEAR in targets:
+        return None
+    return frozenset(p.name for kind, _ in layer_kinds(spec) for p in kind.products if targeted(p, kind, targets))
+
+
+def rank_memory(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> dict[str, float]:
+    """Bytes by term on the rank that holds most, when they are all alive, at the start of a backward pass.
+
+    ``weights`` are the working copy and the masters. ``gathered`` is what ZeRO-3 holds whole for the moment: this layer and the
+    next, embedding and head, and one layer's gradient. ``dequantised`` is QLoRA's largest matrix in the working type.
+    """
+    layout.check(spec)
+    if shape.method != "full":
+        check_targets(spec, shape.lora_targets)
+    found: list[dict[str, float]] = [
+        _stage_memory(spec, shape, hardware, layout, stage)
+        for stage in stages(spec.n_layers, layout.pipeline, layout.interleave)
+    ]
+    return max(found, key=lambda terms: sum(terms.values()))
+
+
+def rank_state_bytes(shape: TrainingShape, layout: Layout, part: Held) -> dict[str, float]:
+    """weights, masters (a part of them), gradients and optimizer of one stage, divided as ``layout.zero`` says."""
+    precision = PRECISIONS[shape.dtype]
+    zero, data, expert_data = layout.zero, layout.data, layout.expert_data
+    weight_ranks = (data, expert_data) if zero == 3 else (1, 1)
+    gradient_ranks = (data, expert_data) if zero >= 2 else (1, 1)
+    state_ranks = (data, expert_data) if zero >= 1 else (1, 1)
+    gradient = gradient_bytes_per_parameter(shape.dtype, layout.n_devices == 1, shape.grad_accumulation)
+    masters = precision.master * (part.trained / state_ranks[0] + part.trained_experts / state_ranks[1])
+    working = precision.working * (part.trained / weight_ranks[0] + part.trained_experts / weight_ranks[1])
+    frozen = part.frozen_bytes / weight_ranks[0] + part.frozen_expert_bytes / weight_ranks[1]
+    optimizer = state_bytes(part.trained, part.matrices, shape.optimizer, precision.state) / state_ranks[0]
+    optimizer += state_bytes(part.trained_experts, part.expert_matrices, shape.optimizer, precision.state) / state_ranks[1]
+    return {
+        "weights": working + frozen + masters,
+        "masters": masters,
+        "gradients": gradient * (part.trained / gradient_ranks[0] + part.trained_experts / gradient_ranks[1]),
+        "optimizer": optimizer,
+    }
+
+
+def stage_held(spec: ModelSpec, shape: TrainingShape, layout: Layout, stage: Stage) -> Held:
+    working = PRECISIONS[shape.dtype].working
+    targets = shape.lora_targets if shape.method != "full" else ()
+    return held(spec, shape.method, shape.lora_rank, targets, working, layout.tensor, layout.expert, stage)
+
+
+def _stage_memory(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout, stage: Stage) -> dict[str, float]:
+    part = stage_held(spec, shape, layout, stage)
+    state = rank_state_bytes(shape, layout, part)
+    dtype, tokens, tensor = shape.compute_dtype, shape.tokens_per_pass, layout.tensor
+    targets = shape.lora_targets if shape.method != "full" else ()
+    kept = Kept(tensor, layout.sequence_cut, shape.checkpointing, _inputs_kept(spec, shape.method, targets))
+    layer, most = _kept_per_token(spec, dtype, shape.compile, shape.sequence_length, hardware.kind, kept)
+    activations = tokens * stage.n_layers * layer * micro_batches_in_flight(layout, shape.grad_accumulation, stage)
+    if shape.checkpointing == "full":
+        activations += tokens * most  # the one layer that is being computed again
+    loss = 0.0
+    w = bytes_of(dtype)
+    if stage.last:
+        around = around_blocks_bytes(spec, dtype, shape.sequence_length, hardware.kind)
+        if layout.n_devices > 1:
+            around -= w * shape.sequence_length  # packed documents are told by their boundaries, not by a mask
+        activations += tokens * around / layout.sequence_cut
+        chunk = min(LOSS_CHUNK_TOKENS, tokens)
+        if shape.logits == "whole":
+            loss = whole_logits_bytes(spec, tokens, dtype) / tensor
+        elif shape.method == "full":
+            loss = loss_bytes(spec, chunk, dtype, shape.compile) / tensor
+        else:
+            per_head = spec.vocab_size * spec.d_model * (FP32 + w)
+            loss = (loss_bytes(spec, chunk, dtype, shape.compile) - per_head) / tensor
+        if shape.method == "full" and shape.logits == "chunked":
+            activations += w * spec.vocab_size * spec.d_model / tensor  # the head's gradient, computed ahead
+    terms = {
+        "weights": state["weights"],
+        "gradients": state["gradients"],
+        "optimizer": state["optimizer"],
+        "activations": activations,
+        "loss": loss,
+        "process": process_bytes(shape, hardware),
+    }
+    if layout.zero == 3:
+        terms["gathered"] = 2 * part.layer_bytes + part.embedding_bytes + PRECISIONS[shape.dtype].gradient * part.layer
+    if shape.method == "qlora":
+        matrices = [p.product.weights for layer in rank_layers(spec, tensor, layout.expert) for p in layer.products]
+        terms["dequantised"] = w * max(matrices)
+    return terms
+
+
+def process_bytes(shape: TrainingShape, hardware: Hardware) -> float:
+    """Resident bytes of the process: Python and torch (``baseline_rss_bytes``) and the compiler (``compiler_rss_bytes``).
+    Memory of a GPU holds none of it."""
+    if hardware.kind == "gpu":
+        return 0.0
+    compiler = hardware.extras.get("compiler_rss_bytes", 0.0) if shape.compile else 0.0
+    return hardware.extras.get("baseline_rss_bytes", 0.0) + compiler
+
+
+@lru_cache(maxsize=4096)
+def head_on_rank(spec: ModelSpec, tensor: int) -> Product:
+    head = head_product(spec)
+    return replace(head, n=-(-head.n // tensor))
