@@ -4,7 +4,7 @@ Korthikanti et al. (arXiv 2205.05198); causal attention is counted as the half t
 from __future__ import annotations
 
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.params import count_parameters
+from twostroke.planner.params import LayerKind, count_parameters, head_product, layer_kinds
 
 
 def mean_keys(n_tokens: float, window: int | None = None) -> float:
@@ -14,17 +14,35 @@ def mean_keys(n_tokens: float, window: int | None = None) -> float:
     return window - window * window / (2 * n_tokens)
 
 
+def _flops_per_key(kind: LayerKind) -> float:
+    """QKᵀ and PV of one query with one key in all heads: 2·H·(d_qk + d_v), which is 4·H·D where both are D."""
+    return 2 * kind.n_heads * (kind.qk_dim + kind.v_dim)
+
+
+def _keys_read(kind: LayerKind) -> int | None:
+    """Most keys a query reads: those of a window or those an indexer picked; None: all before it."""
+    return kind.top_keys if kind.window is None else kind.window
+
+
 def attention_flops_per_token(spec: ModelSpec, n_tokens: float) -> float:
-    """FLOP of QKᵀ and of PV for an average token of a causal sequence: Σ_layers 4·H·D·mean_keys. Forward only."""
-    keys = sum(mean_keys(n_tokens, spec.window_of_layer(i)) for i in range(spec.n_layers))
-    return 4 * spec.n_heads * spec.head_dim * keys
+    """FLOP of QKᵀ and of PV for an average token of a causal sequence: Σ_layers 2·H·(d_qk + d_v)·mean_keys. Forward only.
+
+    Latent attention is counted with its keys and values rebuilt, as training and prefill run it. An indexer adds
+    2·(index heads)·(index dim) for every key it scores.
+    """
+    flops = 0.0
+    for kind, count in layer_kinds(spec):
+        scored = 2 * kind.index_heads * kind.index_dim * mean_keys(n_tokens)
+        flops += count * (_flops_per_key(kind) * mean_keys(n_tokens, _keys_read(kind)) + scored)
+    return flops
 
 
 def training_flops_per_token(spec: ModelSpec, sequence_length: int) -> float:
     """6·N + 6·L·H·D·s FLOP a token, forward and backward: the numerator of MFU (DESIGN decision 11).
 
-    N counts the parameters a token is multiplied with, so neither an untied input embedding nor learned positions.
-    Recomputation is excluded, as MFU asks; a sliding window shortens s.
+    N counts the parameters a token is multiplied with: the experts it passes, neither an untied input embedding nor learned
+    positions. With latent attention 2·D is d_qk + d_v: DeepSeek-V3 at 4,096 tokens costs 250 GFLOP a token (arXiv 2505.09343,
+    table 2; tests/planner/test_flops.py). Recomputation is excluded, as MFU asks; a sliding window shortens s.
     """
     return 6 * count_parameters(spec).in_products + 3 * attention_flops_per_token(spec, sequence_length)
 
@@ -35,14 +53,30 @@ def mfu(spec: ModelSpec, sequence_length: int, tok_per_s: float, peak_flop_per_s
 
 
 def prefill_flops(spec: ModelSpec, prompt_tokens: int) -> float:
-    """2·N_blocks·s + 2·V·E (the head, for the last token only) + causal attention, FLOP for one prompt."""
-    head = 2 * spec.vocab_size * spec.d_model
-    blocks = 2 * count_parameters(spec).block_matrices * prompt_tokens
-    return blocks + head + attention_flops_per_token(spec, prompt_tokens) * prompt_tokens
+    """2·N_blocks·s + 2·V·E (the head, for the last token only) + causal attention, FLOP for one prompt.
+
+    N_blocks are the matrices that one token passes: ``top_k`` of a layer's experts.
+    """
+    head = 2 * head_product(spec).weights
+    return _matrix_flops(spec) * prompt_tokens + head + attention_flops_per_token(spec, prompt_tokens) * prompt_tokens
+
+
+def _matrix_flops(spec: ModelSpec) -> float:
+    parameters = count_parameters(spec)
+    return 2 * (parameters.active_matrices + parameters.projections)
 
 
 def decode_flops(spec: ModelSpec, context: int) -> float:
-    """FLOP of one new token with ``context`` keys before it: 2·(block matrices + V·E) + Σ_layers 4·H·D·keys."""
-    keys = sum(min(context, spec.window_of_layer(i) or context) for i in range(spec.n_layers))
-    products = 2 * (count_parameters(spec).block_matrices + spec.vocab_size * spec.d_model)
-    return products + 4 * spec.n_heads * spec.head_dim * keys
+    """FLOP of one new token with ``context`` keys before it: 2·(active block matrices + V·E) + Σ_layers 2·H·(d_qk + d_v)·keys.
+
+    Latent attention is counted absorbed, as engines decode it: queries are taken into the latent space, where a key costs
+    2·H·(2·d_c + d_rope), and the two halves of the matrix that rebuilds keys and values are each used once, as before.
+    """
+    flops = _matrix_flops(spec) + 2 * head_product(spec).weights
+    for kind, count in layer_kinds(spec):
+        keys = min(context, _keys_read(kind) or context)
+        per_key = _flops_per_key(kind)
+        if kind.latent_dim is not None:
+            per_key = 2 * kind.n_heads * (2 * kind.latent_dim + kind.qk_rope_dim)
+        flops += count * (per_key * keys + 2 * kind.index_heads * kind.index_dim * context)
+    return flops
