@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from assets_folder import ASSETS
 from twostroke.core.openmp import limit_spinning
-
-REPOSITORY = Path(__file__).resolve().parent.parent
-ASSETS = Path(os.environ.get("TWOSTROKE_ASSETS", REPOSITORY.parent / "shared" / "assets"))
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 limit_spinning(os.environ)

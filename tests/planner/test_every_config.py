@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from conftest import ASSETS
+from assets_folder import ASSETS
 from twostroke.core.errors import ConfigError
 from twostroke.core.families import read_spec
 from twostroke.core.spec import ModelSpec
