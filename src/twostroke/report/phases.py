@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from twostroke.core.errors import CorruptFileError
+from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.recipe import recipe_from_dict
 from twostroke.core.spec import ModelSpec
 from twostroke.ledger.scoring import number_of
@@ -20,28 +20,41 @@ from twostroke.report.page import Table
 TITLES = {"train": "training", "prefill": "prefill", "decode": "decode"}
 
 
-def spec_from_ledger(values: Mapping[str, Any]) -> ModelSpec:
-    """A specification as a run's inputs hold it: a dataclass turned to a dictionary, tuples to lists."""
-    return ModelSpec.from_dict(values)
+def training_shape_of(train: Run) -> tuple[ModelSpec, TrainingShape]:
+    """Model and shape of a training run, from its inputs. Raises CorruptFileError where they are not what its kind records."""
+    try:
+        spec = ModelSpec.from_dict(train.inputs["spec"])
+        return spec, TrainingShape.from_settings(recipe_from_dict(train.inputs["recipe"]).train, train.inputs["steps"])
+    except (KeyError, TypeError, ValueError, ConfigError) as error:
+        raise CorruptFileError(f"run {train.run_id} cannot be planned again: {error!r} in its inputs.") from None
+
+
+def serving_shape_of(bench: Run) -> ServingShape:
+    """Shape of a load run, over HTTP or offline, from its inputs. Raises CorruptFileError likewise."""
+    try:
+        inputs = bench.inputs
+        prompt, output = (_mean(inputs[name]) for name in ("prompt_tokens", "output_tokens"))
+        users = number_of(bench.prediction.get("concurrency")) or inputs.get("users") or inputs.get("batch") or 1
+        return ServingShape(
+            scheme=inputs["scheme"] or "bf16", batch=max(1, round(users)), prompt_tokens=prompt, output_tokens=output
+        )
+    except (KeyError, TypeError, ValueError, ConfigError) as error:
+        raise CorruptFileError(f"run {bench.run_id} cannot be planned again: {error!r} in its inputs.") from None
+
+
+def _mean(length: Sequence[int] | int) -> int:
+    """A length of the load: a number, or the middle of its two bounds."""
+    return length if isinstance(length, int) else round(sum(length) / len(length))
 
 
 def compare_runs(train: Run, bench: Run, others: Sequence[Run], hardware: Hardware) -> Comparison:
     """The table for the model of run ``train``, served as in the load run ``bench``, measured values beside the predictions;
     ``others`` add what they measured of serving. Raises CorruptFileError where a run's inputs are not what its kind records."""
-    try:
-        spec = spec_from_ledger(train.inputs["spec"])
-        shape = TrainingShape.from_settings(recipe_from_dict(train.inputs["recipe"]).train, train.inputs["steps"])
-        prompt, output = (round(sum(bench.inputs[name]) / 2) for name in ("prompt_tokens", "output_tokens"))
-        batch = max(1, round(number_of(bench.prediction.get("concurrency")) or bench.inputs["users"] or 1))
-        serving = ServingShape(scheme=bench.inputs["scheme"] or "bf16", batch=batch, prompt_tokens=prompt, output_tokens=output)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptFileError(
-            f"runs {train.run_id} and {bench.run_id} cannot be compared: {error!r} in their inputs."
-        ) from None
+    spec, shape = training_shape_of(train)
     served: dict[str, Any] = {}
     for run in (*others, bench):
         served |= run.measurement
-    return merge_measured(compare(spec, shape, serving, hardware, spec.family), train.measurement, served)
+    return merge_measured(compare(spec, shape, serving_shape_of(bench), hardware, spec.family), train.measurement, served)
 
 
 def phases_table(comparison: Comparison) -> Table:

@@ -1,0 +1,159 @@
+"""The roofline of one machine with both phases on it: what each part of training, prefill and decode reaches, and why.
+
+Source of the model: Williams, Waterman, Patterson 2009, "Roofline": attainable FLOP/s = min(peak, intensity · bandwidth).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import log10
+from typing import Any
+
+import plotly.graph_objects as go
+
+from twostroke.core.units import format_bytes, format_count
+from twostroke.ledger.scoring import number_of
+from twostroke.planner.serving import ServingPlan
+from twostroke.planner.training import TrainingPlan
+from twostroke.planner.work import Work
+from twostroke.report.plot import TERMS, Plot, log_ticks, styled
+
+CACHED_BYTES = 2**24
+"""A working set small enough for the last-level cache of most processors: the second, steeper roof."""
+
+LOOKS = {  # phase: colour, symbol, side of its labels
+    "training forward": (TERMS[0], "circle", "middle left"),
+    "training backward": (TERMS[2], "diamond", "top center"),
+    "prefill": (TERMS[1], "triangle-up", "middle left"),
+    "decode": (TERMS[3], "square", "bottom center"),
+}
+
+
+def phases_of(
+    training: TrainingPlan, serving: ServingPlan, trained: Mapping[str, Any], served: Mapping[str, Any]
+) -> list[tuple[str, Sequence[Work], float | None]]:
+    """(phase, its work by component, measured seconds of the whole of it or None)."""
+    n = training.shape.grad_accumulation
+    prefill = number_of(served.get("prefill_s"))
+    return [
+        ("training forward", [w.times(n) for w in training.forward], number_of(trained.get("forward_s"))),
+        ("training backward", [w.times(n) for w in training.backward], number_of(trained.get("backward_s"))),
+        ("prefill", serving.prefill, prefill),
+        ("decode", serving.decode, number_of(served.get("decode_step_s")) or number_of(served.get("tpot_s"))),
+    ]
+
+
+def roofline(
+    training: TrainingPlan, serving: ServingPlan, trained: Mapping[str, Any], served: Mapping[str, Any]
+) -> Plot | None:
+    """Components of both phases by arithmetic intensity and speed, under the machine's roofs; ``trained`` and ``served`` are
+    measurements as the ledger holds them."""
+    hardware = training.hardware
+    weights = training.memory_bytes["weights"]
+    whole = [
+        (phase, sum(w.flops for w in works) / moved, sum(w.flops for w in works), sum(w.seconds for w in works), measured)
+        for phase, works, measured in phases_of(training, serving, trained, served)
+        if (moved := sum(w.bytes for w in works)) and any(w.flops for w in works)
+    ]
+    if not whole:
+        return None
+    figure = go.Figure()
+    slowest: list[float] = [flops / (measured or seconds) for _, _, flops, seconds, measured in whole]
+    intensities = [intensity for _, intensity, *_ in whole]
+    left, right = min(0.1, *intensities) / 2, max(1000.0, *intensities) * 2
+    memory = hardware.bandwidth(max(weights, 2**30))
+    peak = hardware.peak(training.shape.dtype)
+    for name, bandwidth, dash in (("memory", memory, "solid"), ("cache", hardware.bandwidth(CACHED_BYTES), "dot")):
+        if dash == "dot" and bandwidth < 1.1 * memory:
+            continue
+        ridge = peak / bandwidth
+        figure.add_trace(
+            go.Scatter(
+                x=[left, ridge, right], y=[left * bandwidth, peak, peak], mode="lines", hoverinfo="skip",
+                name=f"{name} {format_bytes(bandwidth)}/s, {training.shape.dtype} products {_rate(peak)}",
+                line={"color": "#7c8796", "width": 2, "dash": dash},
+            )
+        )  # fmt: skip
+    for phase, works, _ in phases_of(training, serving, trained, served):
+        colour, symbol, position = LOOKS[phase]
+        points = [w for w in works if w.flops and w.bytes and w.seconds]
+        total = sum(w.seconds for w in works)
+        slowest += [w.flops / w.seconds for w in points]
+        figure.add_trace(
+            go.Scatter(
+                x=[w.intensity for w in points],
+                y=[w.flops / w.seconds for w in points],
+                mode="markers+text",
+                texttemplate="%{customdata}",
+                customdata=_labels(points),
+                textposition=position,
+                textfont={"size": 11},
+                name=f"{phase}, components",
+                marker={"color": colour, "symbol": symbol, "opacity": 0.75, "line": {"width": 0},
+                        "size": [7 + 17 * (w.seconds / total) ** 0.5 for w in points]},
+                hovertext=[f"{phase}, {w.component}: {100 * w.seconds / total:.0f}% of its time, {w.bound}" for w in points],
+                hovertemplate="%{hovertext}<br>%{x:.3g} FLOP/byte, %{y:.3s}FLOP/s (predicted)<extra></extra>",
+            )
+        )  # fmt: skip
+    for phase, intensity, flops, seconds, measured in whole:
+        colour, symbol, _ = LOOKS[phase]
+        if measured:
+            figure.add_trace(
+                go.Scatter(
+                    x=[intensity, intensity], y=[flops / seconds, flops / measured], mode="lines+markers", showlegend=False,
+                    line={"color": colour, "width": 1.5, "dash": "dot"},
+                    marker={"color": colour, "symbol": ["circle-open", f"{symbol}-open"], "size": [1, 18],
+                            "line": {"width": 3}},
+                    hovertemplate=phase + ", whole: %{x:.3g} FLOP/byte, %{y:.3s}FLOP/s (large: measured)<extra></extra>",
+                )
+            )  # fmt: skip
+            figure.add_annotation(
+                x=log10(intensity), y=log10(flops / measured), text=f"{phase}, measured", showarrow=False, xshift=14,
+                xanchor="left", font={"size": 11.5, "color": colour}, bgcolor="rgba(127,127,127,0.10)",
+            )  # fmt: skip
+    figure.update_xaxes(**log_ticks(left, right))
+    figure.update_yaxes(**log_ticks(min(slowest) / 2, 2 * peak))
+    figure = styled(figure, "arithmetic intensity, FLOP per byte moved", "FLOP per second", 520)
+    return Plot(_title(whole, peak / memory), _TEXT, figure, wide=True)
+
+
+def _title(whole: Sequence[tuple[str, float, float, float, float | None]], ridge: float) -> str:
+    found = {phase: intensity for phase, intensity, *_ in whole}
+    does = [
+        f"{label} does {found[phase]:.3g} FLOP for each byte it moves"
+        for phase, label in (("training forward", "Training"), ("decode", "decode"))
+        if phase in found
+    ]
+    return f"{', '.join(does)}; below {ridge:.3g} memory is this machine's limit, above it arithmetic"
+
+
+def _labels(points: Sequence[Work]) -> list[str]:
+    """The names of the components that take most of a phase's time; neighbours share one label, so that none lies on another."""
+    total = sum(w.seconds for w in points)
+    labels = [""] * len(points)
+    large = [i for i, w in enumerate(points) if w.seconds > 0.15 * total]
+    for i in sorted(large, key=lambda i: points[i].intensity):
+        near = next((j for j in large if labels[j] and _close(points[i], points[j])), i)
+        labels[near] = f"{labels[near]}, {points[i].component}" if labels[near] else points[i].component
+    return labels
+
+
+def _close(a: Work, b: Work) -> bool:
+    """Whether two marks' labels would overlap: within a third of a decade to the side and upwards."""
+    return abs(log10(a.intensity / b.intensity)) < 0.34 and abs(log10(a.flops / a.seconds * b.seconds / b.flops)) < 0.34
+
+
+def _rate(flop_per_s: float) -> str:
+    """``938 GFLOP/s``."""
+    text = format_count(flop_per_s)
+    return f"{text[:-1]} {text[-1]}FLOP/s" if text[-1].isalpha() else f"{text} FLOP/s"
+
+
+_TEXT = (
+    "The roofline. To the right: more arithmetic for each byte that is moved. Up: more arithmetic a second. The grey roof is the "
+    "most this machine can do: on its slope memory is the limit, on its flat part the product units are; the dotted roof holds "
+    "for what fits in the cache. Small marks are components as predicted, sized by their share of the phase's time; large open "
+    "marks are whole phases as measured. Training and prefill use a weight for many tokens each time they read it and sit to "
+    "the right; decode reads every weight for one token of each request and sits to the left. A mark far below the roof is held "
+    "by something else: starting operations, or shapes too small to fill the units."
+)
