@@ -1,0 +1,354 @@
+"""Claims on what each phase holds."""
+
+from __future__ import annotations
+
+import math
+
+from twostroke.planner.claims.claim import Case, Claim
+from twostroke.planner.claims.subjects import (
+    GB,
+    LLAMA_3B,
+    LLAMA_8B,
+    LLAMA_70B,
+    block_activations_bytes,
+    device,
+    n_parameters,
+)
+from twostroke.planner.memory import PRECISIONS, gradient_bytes_per_parameter
+from twostroke.planner.serving import GPU_MEMORY_UTILISATION
+from twostroke.planner.weights import kv_bytes_per_token, weights_bytes
+
+PURE_16 = 8.0
+"""Bytes a parameter: weights, gradient and both Adam moments of 2 bytes each."""
+
+MIXED_16 = 16.0
+"""Bytes a parameter: weights 2, gradient 2, fp32 master 4, two fp32 moments 8 (ZeRO, arXiv 1910.02054, section 3.1)."""
+
+LORA_SHARE = 0.005
+"""Trained share of a model under LoRA of rank 16 on all matrices, about."""
+
+
+def state_bytes_per_parameter(dtype: str) -> float:
+    """Weights, gradient and AdamW's state of one parameter on one of several devices."""
+    precision = PRECISIONS[dtype]
+    gradient = gradient_bytes_per_parameter(dtype, alone=False, n_micro_batches=1)
+    return precision.working + precision.master + gradient + 2 * precision.state
+
+
+def training_against_inference() -> Claim:
+    n = n_parameters(LLAMA_8B)
+    model = 2.0 * n
+    tokens, length = 8192, 8192
+    activations = tokens * block_activations_bytes(LLAMA_8B, length)
+    recomputed = tokens * block_activations_bytes(LLAMA_8B, length, "full")
+    full = state_bytes_per_parameter("bf16") * n
+    pure = state_bytes_per_parameter("pure_bf16") * n
+    lora = model + LORA_SHARE * n * state_bytes_per_parameter("bf16") + recomputed
+    kv = kv_bytes_per_token(LLAMA_8B)
+    one, busy = model + 8192 * kv, model + 64 * 8192 * kv
+    n70 = n_parameters(LLAMA_70B)
+    large = (state_bytes_per_parameter("bf16") * n70 + 32768 * block_activations_bytes(LLAMA_70B, length)) / GB
+    served = weights_bytes(LLAMA_70B, "bf16") / GB
+    four = weights_bytes(LLAMA_70B, "int4") / GB
+    cases = (
+        Case(
+            "mixed",
+            "AdamW, mixed precision, 8,192 tokens a pass, nothing recomputed",
+            (full + activations) / model,
+            "x",
+            f"(16·N + {activations / GB:.3g} GB of activations) ÷ 2·N",
+        ),
+        Case(
+            "mixed_recomputed",
+            "the same, every layer recomputed",
+            (full + recomputed) / model,
+            "x",
+            f"(16·N + {recomputed / GB:.3g} GB) ÷ 2·N",
+        ),
+        Case(
+            "pure",
+            "everything in bf16, Adam's moments too, every layer recomputed",
+            (pure + recomputed) / model,
+            "x",
+            "(8·N + activations) ÷ 2·N",
+        ),
+        Case(
+            "lora",
+            f"LoRA with {100 * LORA_SHARE:g}% of the parameters, every layer recomputed",
+            lora / model,
+            "x",
+            "(2·N + 16·0.005·N + activations) ÷ 2·N",
+        ),
+        Case("one_request", "inference, one request of 8,192 tokens", one / model, "x", "(2·N + 8,192·131,072 bytes) ÷ 2·N"),
+        Case("busy", "inference, 64 requests of 8,192 tokens", busy / model, "x", "(2·N + 64·8,192·131,072 bytes) ÷ 2·N"),
+        Case(
+            "ratio_70b_bf16",
+            "70B: training (16·N, 32,768 tokens a pass) against bf16 weights",
+            large / served,
+            "x",
+            f"{large / 1000:.3g} TB ÷ {served:.3g} GB",
+        ),
+        Case(
+            "ratio_70b_int4", "70B: the same against int4 weights", large / four, "x", f"{large / 1000:.3g} TB ÷ {four:.3g} GB"
+        ),
+    )
+    return Claim(
+        "training_against_inference",
+        "Memory of training against inference",
+        ("3–10× the model's size against about 2×", "4–8× against 1.2×", "3–4×", "5–10×", "8–10×", "20–60×"),
+        ("Llama 3.1 8B where nothing else is said", "a model's size is 2·N bytes", "flash attention, chunked loss"),
+        cases,
+        "holds when",
+        f"8–10× is AdamW in mixed precision ({cases[1].value:.2g}× with recomputation, {cases[0].value:.2g}× without); 4–5× "
+        f"everything in bf16; {cases[7].value:.0f}× compares training in bf16 with serving in int4. 1.2× is one long request.",
+        f"No ratio holds for all: LoRA needs {cases[3].value:.2g}×, and a server that is full holds {cases[5].value:.2g}× its "
+        f"weights. KV equals the weights at {model / kv:,.0f} cached tokens.",
+    )
+
+
+def three_billion_training() -> Claim:
+    n = 3e9
+    real = n_parameters(LLAMA_3B)
+    a_token = block_activations_bytes(LLAMA_3B, 2048)
+    recomputed = block_activations_bytes(LLAMA_3B, 2048, "full")
+    logits = 6.0 * LLAMA_3B.vocab_size
+    cases = (
+        Case("weights", "weights in bf16", 2 * n / GB, "GB", "2·3·10⁹"),
+        Case("gradients", "gradients in bf16", 2 * n / GB, "GB", "2·3·10⁹"),
+        Case("optimizer", "two Adam moments in bf16", 4 * n / GB, "GB", "2·2·3·10⁹"),
+        Case("state", "without activations", PURE_16 * n / GB, "GB", "8·3·10⁹"),
+        Case("sum", "with the 8 GB of activations that are stated", PURE_16 * n / GB + 8, "GB", "24 + 8"),
+        Case(
+            "mixed", "AdamW with fp32 master weights and fp32 moments, without activations", MIXED_16 * n / GB, "GB", "16·3·10⁹"
+        ),
+        Case(
+            "activation_tokens",
+            "tokens a pass whose activations are 8 GB, nothing recomputed",
+            8e9 / a_token,
+            "tokens",
+            f"8·10⁹ ÷ {a_token:,.0f} bytes a token (Llama 3.2 3B, 28 layers, flash attention)",
+        ),
+        Case(
+            "recomputed_tokens",
+            "the same, every layer recomputed",
+            8e9 / recomputed,
+            "tokens",
+            f"8·10⁹ ÷ {recomputed:,.0f} bytes a token",
+        ),
+        Case(
+            "logits_tokens",
+            "tokens whose whole logits alone are 8 GB",
+            8e9 / logits,
+            "tokens",
+            "8·10⁹ ÷ (2 + 4)·V bytes; a chunked loss holds 1,024 at once",
+        ),
+        Case("real", "Llama 3.2 3B has more than 3·10⁹ parameters", real * PURE_16 / GB + 8, "GB", f"8·{real:,} + 8 GB"),
+    )
+    return Claim(
+        "three_billion_training",
+        "Training 3B parameters in bf16",
+        ("weights 6 GB, gradients 6 GB, optimizer 12 GB, activations 8 GB: at least 32 GB",),
+        ("3·10⁹ parameters; weights, gradients and both moments of Adam in 16 bits, no fp32 master weights",),
+        cases,
+        "holds when",
+        "The sum is 8 bytes a parameter and is right for pure bf16, where small updates are rounded away. 8 GB of "
+        "activations are "
+        f"{cases[6].value:,.0f} tokens a pass, or {cases[7].value:,.0f} with every layer recomputed.",
+        "With fp32 master weights and fp32 moments, which is what mixed precision means, the state alone is 48 GB; it is "
+        "no lower bound either: 8-bit moments, LoRA and recomputation all go below 32 GB.",
+    )
+
+
+def three_billion_inference() -> Claim:
+    kv = kv_bytes_per_token(LLAMA_3B)
+    weights, four = weights_bytes(LLAMA_3B, "bf16"), weights_bytes(LLAMA_3B, "int4")
+    cases = (
+        Case("weights", "weights in bf16", weights / GB, "GB", f"2·{n_parameters(LLAMA_3B):,}"),
+        Case("int4", "weights in int4 with their scales", four / GB, "GB", "scheme int4 of the planner"),
+        Case("kv_tokens", "cached tokens in 2 GB of KV", 2e9 / kv, "tokens", f"2·10⁹ ÷ {kv:,.0f} bytes a token"),
+        Case("least", "int4 and 2 GB of KV", (four + 2e9) / GB, "GB", "sum"),
+        Case("most", "bf16 and 2 GB of KV", (weights + 2e9) / GB, "GB", "sum"),
+        Case("full_context", "KV of one request of 131,072 tokens", 131072 * kv / GB, "GB", f"131,072·{kv:,.0f}"),
+    )
+    return Claim(
+        "three_billion_inference",
+        "Serving 3B parameters",
+        ("weights 6 GB (int4 2 GB), KV 2 GB: 4–8 GB",),
+        ("Llama 3.2 3B; KV cache in bf16, 8 key heads of 24",),
+        cases,
+        "holds when",
+        f"up to {cases[2].value:,.0f} cached tokens, all requests together.",
+        f"One request of the model's whole context takes {cases[5].value:.3g} GB of KV, more than twice the weights.",
+    )
+
+
+def seventy_billion_inference() -> Claim:
+    bf16, four = weights_bytes(LLAMA_70B, "bf16"), weights_bytes(LLAMA_70B, "int4")
+    kv = kv_bytes_per_token(LLAMA_70B)
+    consumer, two = device("rtx-5090").memory_bytes, 2 * 80e9 * GPU_MEMORY_UTILISATION
+    left = max(0.0, 2 * 80e9 * 1.0 - bf16)
+    cases = (
+        Case("bf16", "weights in 16 bits", bf16 / GB, "GB", f"2·{n_parameters(LLAMA_70B):,}"),
+        Case(
+            "half_byte",
+            "half a byte a parameter",
+            n_parameters(LLAMA_70B) / 2 / GB,
+            "GB",
+            "0.5·N: no scales, nothing kept in bf16",
+        ),
+        Case(
+            "int4",
+            "int4 as it is stored: groups of 128 with scales, embedding and head in bf16",
+            four / GB,
+            "GB",
+            "scheme int4 of the planner",
+        ),
+        Case("consumer", "memory of the largest consumer GPU here (RTX 5090)", consumer / GB, "GB", "datasheet"),
+        Case(
+            "consumer_bits",
+            "bits a weight that would fill it, with no KV cache",
+            8 * consumer / n_parameters(LLAMA_70B),
+            "count",
+            "8·memory ÷ N",
+        ),
+        Case("two_80", "two 80 GB GPUs, 90% usable, less the weights", (two - bf16) / GB, "GB", "0.9·160 − 2·N"),
+        Case(
+            "two_80_tokens",
+            "cached tokens in what two leave when all of it may be used",
+            left / kv,
+            "tokens",
+            f"(160 GB − 2·N) ÷ {kv:,.0f}",
+        ),
+        Case(
+            "four_80_tokens",
+            "cached tokens with four of them, 90% usable",
+            (0.9 * 320e9 - bf16) / kv,
+            "tokens",
+            f"(0.9·320 GB − 2·N) ÷ {kv:,.0f}",
+        ),
+    )
+    return Claim(
+        "seventy_billion_inference",
+        "Serving 70B parameters",
+        ("140 GB in fp16", "35 GB in int4, on a single consumer GPU?", "two 80 GB GPUs"),
+        ("Llama 3.1 70B; KV cache in bf16",),
+        cases,
+        "breaks",
+        f"140 GB is right ({cases[0].value:.3g} GB), and 35 GB is half a byte a parameter. Two 80 GB GPUs do hold the weights.",
+        f"No consumer GPU holds int4: {cases[2].value:.3g} GB with scales, {consumer / GB:.3g} GB there, before any KV. "
+        "Two 80 GB "
+        f"GPUs have {cases[5].value:.2g} GB left for KV at 90% use, {cases[5].value * 1e9 / kv:,.0f} tokens of all requests "
+        "together: enough to start, not to serve.",
+    )
+
+
+def seventy_billion_training() -> Claim:
+    n = 70e9
+    real = n_parameters(LLAMA_70B)
+    a_token = block_activations_bytes(LLAMA_70B, 8192)
+    cases = (
+        Case("twelve", "bf16 weights and gradients, fp32 moments, no master weights", 12 * n / GB, "GB", "(2 + 2 + 8)·70·10⁹"),
+        Case("sixteen", "with fp32 master weights", 16 * n / GB, "GB", "(2 + 2 + 4 + 8)·70·10⁹"),
+        Case("twenty", "with an fp32 gradient beside the bf16 one", 20 * n / GB, "GB", "(2 + 2 + 4 + 4 + 8)·70·10⁹"),
+        Case(
+            "planner",
+            "what the planner counts for several devices",
+            state_bytes_per_parameter("bf16"),
+            "B/parameter",
+            "working + master + gradient + 2 moments",
+        ),
+        Case(
+            "devices",
+            "80 GB devices that hold 16 bytes a parameter, without activations",
+            math.ceil(16 * real / (0.9 * 80e9)),
+            "count",
+            f"⌈16·{real:,} ÷ (0.9·80 GB)⌉",
+        ),
+        Case(
+            "activations",
+            "activations of 32,768 tokens, nothing recomputed",
+            32768 * a_token / GB,
+            "GB",
+            f"32,768·{a_token:,.0f} bytes (80 layers, flash attention)",
+        ),
+        Case(
+            "two_terabytes",
+            "tokens in flight at which 16 bytes a parameter and activations make 2 TB",
+            (2e12 - 16 * real) / a_token,
+            "tokens",
+            f"(2 TB − 16·N) ÷ {a_token:,.0f}",
+        ),
+    )
+    return Claim(
+        "seventy_billion_training",
+        "Training 70B parameters",
+        ("140 + 140 + 560 = 840 GB, 12 bytes a parameter", "16 to 20 bytes a parameter", "1–2 TB"),
+        ("70·10⁹ parameters, AdamW, summed over all devices",),
+        cases,
+        "holds when",
+        "840 GB is bf16 weights without fp32 masters. 16 bytes is mixed precision (1.12 TB), 20 adds gradients summed in fp32 "
+        f"(1.4 TB); with activations up to {cases[6].value:,.0f} tokens in flight it stays within 2 TB.",
+        "12 bytes leaves out the master weights that make small updates count; only with stochastic rounding or a fp32 sum "
+        "elsewhere does training in it converge as well. More tokens in flight than that break 2 TB.",
+    )
+
+
+def twice_the_billions() -> Claim:
+    kv8, kv70 = kv_bytes_per_token(LLAMA_8B), kv_bytes_per_token(LLAMA_70B)
+    w8, w70 = weights_bytes(LLAMA_8B, "bf16"), weights_bytes(LLAMA_70B, "bf16")
+    cases = (
+        Case("weights_8b", "8B weights", w8 / GB, "GB", f"2·{n_parameters(LLAMA_8B):,}"),
+        Case("weights_70b", "70B weights", w70 / GB, "GB", f"2·{n_parameters(LLAMA_70B):,}"),
+        Case("tenth_8b", "8B: cached tokens that add a tenth", 0.1 * w8 / kv8, "tokens", f"0.1·2·N ÷ {kv8:,.0f}"),
+        Case("tenth_70b", "70B: cached tokens that add a tenth", 0.1 * w70 / kv70, "tokens", f"0.1·2·N ÷ {kv70:,.0f}"),
+        Case("double_8b", "8B: cached tokens that double it", w8 / kv8, "tokens", f"2·N ÷ {kv8:,.0f}"),
+        Case("double_70b", "70B: cached tokens that double it", w70 / kv70, "tokens", f"2·N ÷ {kv70:,.0f}"),
+    )
+    return Claim(
+        "twice_the_billions",
+        "Inference memory from parameters",
+        ("2 × billions of parameters GB in fp16",),
+        ("Llama 3.1 8B and 70B; KV cache in bf16; all requests' cached tokens together",),
+        cases,
+        "holds when",
+        f"for weights exactly, and within a tenth up to {cases[2].value:,.0f} cached tokens (8B) or {cases[3].value:,.0f} "
+        "(70B).",
+        f"KV has doubled it at {cases[4].value:,.0f} and {cases[5].value:,.0f} cached tokens: "
+        f"{cases[4].value / 8192:.0f} and {cases[5].value / 8192:.0f} requests of 8,192 tokens.",
+    )
+
+
+def no_gradient_graph() -> Claim:
+    model = weights_bytes(LLAMA_8B, "bf16")
+    a_token = block_activations_bytes(LLAMA_8B, 2048)
+    boundary = model / a_token
+    cases = (
+        Case("per_token", "kept for backward, a token", a_token / 1e3, "kB", "32 layers, bf16, flash attention"),
+        Case(
+            "half_at",
+            "tokens in one forward at which the graph is half of all memory",
+            boundary,
+            "tokens",
+            f"2·N ÷ {a_token:,.0f}",
+        ),
+        Case("one_request", "share saved at 512 tokens", 512 * a_token / (model + 512 * a_token), "share", "A ÷ (2·N + A)"),
+        Case("batch", "share saved at 16,384 tokens", 16384 * a_token / (model + 16384 * a_token), "share", "A ÷ (2·N + A)"),
+        Case(
+            "decode",
+            "share saved in a decode step of 32 requests",
+            32 * a_token / (model + 32 * a_token),
+            "share",
+            "A ÷ (2·N + A)",
+        ),
+    )
+    return Claim(
+        "no_gradient_graph",
+        "Inference without a gradient graph",
+        ("saves about 50% of memory",),
+        ("Llama 3.1 8B in bf16; what is saved are the activations that backward would read; gradients are not counted",),
+        cases,
+        "holds when",
+        f"at {boundary:,.0f} tokens in one forward.",
+        f"It grows with tokens, not with the model: {100 * cases[2].value:.2g}% at 512 tokens, {100 * cases[3].value:.2g}% at "
+        f"16,384, {100 * cases[4].value:.2g}% in a decode step of 32 requests.",
+    )

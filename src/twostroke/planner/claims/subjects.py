@@ -1,0 +1,35 @@
+"""Models and devices that the claims are computed for: published shapes and datasheets, written down once."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from twostroke.core.spec import ModelSpec
+from twostroke.planner.hardware import Hardware, load_hardware
+from twostroke.planner.memory import Kept, kept_by_layer
+from twostroke.planner.params import count_parameters, layer_kinds
+
+LLAMA_3B = ModelSpec("llama", 128256, 28, 3072, 24, 8, 128, 8192, 131072, tied_embeddings=True)
+LLAMA_8B = ModelSpec("llama", 128256, 32, 4096, 32, 8, 128, 14336, 131072)
+LLAMA_70B = ModelSpec("llama", 128256, 80, 8192, 64, 8, 128, 28672, 131072)
+"""Llama 3.2 3B, 3.1 8B and 3.1 70B: their published config.json (arXiv 2407.21783, table 3)."""
+
+GB = 1e9
+
+
+@lru_cache(maxsize=64)
+def device(name: str) -> Hardware:
+    """A datasheet's device, read once."""
+    return load_hardware(name)
+
+
+def n_parameters(spec: ModelSpec) -> int:
+    return count_parameters(spec).total
+
+
+def block_activations_bytes(spec: ModelSpec, sequence_length: int, checkpointing: str = "none") -> float:
+    """Bytes of a token in all blocks in bf16, compiled, with flash attention, under a checkpointing policy."""
+    kept = Kept(checkpointing=checkpointing)
+    return sum(
+        count * kept_by_layer(spec, kind, "bf16", True, sequence_length, "gpu", kept) for kind, count in layer_kinds(spec)
+    )
