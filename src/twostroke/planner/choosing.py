@@ -2,7 +2,7 @@
 
 A candidate is rejected by the first limit it misses, memory before anything else. One that keeps every limit and still loses is
 behind the winner by a factor, and that factor is a product: price (or power) an hour × communication × pipeline bubble × how
-much slower its arithmetic or memory is. The largest of them is its reason.
+much slower its arithmetic or memory is, each for one device. The largest of them is its reason.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ class Candidate:
 
     @property
     def layout_text(self) -> str:
-        """``8 = dp2 tp4``: devices, and the ways they are cut that are more than one."""
+        """``8: dp2 tp4``: devices, and the ways they are cut that are more than one."""
         short = {"data": "dp", "tensor": "tp", "pipeline": "pp", "expert": "ep", "replicas": "×"}
         cuts = [f"{short[name]}{n}" for name, n in self.layout.items() if name in short and n > 1]
         if self.layout.get("zero"):
             cuts.append(f"z{self.layout['zero']}")
-        return f"{self.n_devices} = {' '.join(cuts)}" if cuts else str(self.n_devices)
+        return f"{self.n_devices}: {' '.join(cuts)}" if cuts else str(self.n_devices)
 
     def score(self, objective: Objective) -> float:
         """What ``objective`` makes small: $ (a run or a million tokens), s (a run or an answer), kWh, or minus tokens/s."""
@@ -184,16 +184,19 @@ def work_rate(candidate: Candidate, objective: Objective) -> float:
 def behind(candidate: Candidate, winner: Candidate, objective: Objective) -> Behind:
     """The factor between two scores and its parts, which multiply to it.
 
-    cost: $/h ratio × time ratio; energy: W ratio × time ratio; time and throughput: the time ratio alone. The time ratio is
-    1/(1 − c) for the share c lost to communication against the winner's, the same for the pipeline's bubble, and the rest,
-    named after what bounds the candidate: slower memory, arithmetic or launches.
+    cost: $/h ratio × time ratio; energy: W ratio × time ratio; both of one device. time and throughput: the ratio of device
+    counts × the time ratio of one. The time ratio is 1/(1 − c) for the share c lost to communication against the winner's, the
+    same for the pipeline's bubble, and the rest, named after what bounds the candidate: slower memory, arithmetic or launches.
     """
-    slower = work_rate(winner, objective) / work_rate(candidate, objective)
+    fewer = winner.n_devices / candidate.n_devices
+    slower = work_rate(winner, objective) / work_rate(candidate, objective) / fewer
     factors: dict[str, float] = {}
     if objective == "cost":
-        factors["price"] = candidate.usd_per_hour / winner.usd_per_hour
+        factors["price"] = candidate.usd_per_hour / winner.usd_per_hour * fewer
     elif objective == "energy":
-        factors["power"] = candidate.watts / winner.watts
+        factors["power"] = candidate.watts / winner.watts * fewer
+    else:
+        factors["devices"] = fewer
     communication = _lost(candidate.communication_share) / _lost(winner.communication_share)
     bubble = _lost(candidate.bubble_share) / _lost(winner.bubble_share)
     factors["communication"], factors["bubble"] = communication, bubble
@@ -251,13 +254,11 @@ def choose(candidates: Iterable[Candidate], objective: Objective) -> tuple[list[
                 dict(outranked[device].most_common()),
                 own,
                 behind(own, winner, objective) if own is not None and winner is not None else None,
-                min(missed, key=lambda c: (c.nearness, c.usd_per_hour)) if missed and own is None else None,
+                min(missed, key=_miss_order) if missed and own is None else None,
             )
         )
     place = {id(c): i for i, c in enumerate(feasible)}
-    results.sort(
-        key=lambda r: (0, place[id(r.best)], r.device) if r.best else (1, r.nearest.nearness if r.nearest else 0.0, r.device)
-    )
+    results.sort(key=lambda r: (0, place[id(r.best)]) if r.best else (1, *_miss_order(r.nearest)) if r.nearest else (2,))
     return results, feasible
 
 
@@ -274,6 +275,10 @@ def reliefs(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
 
 
 def nearest_miss(results: Sequence[DeviceResult]) -> Candidate | None:
-    """Of all that missed a limit, the one that misses by the smallest factor; the cheaper of equals."""
-    found = [r.nearest for r in results if r.nearest is not None]
-    return min(found, key=lambda c: (c.nearness, c.usd_per_hour, c.device), default=None)
+    """Of all that missed a limit, the one that misses by the smallest factor: of those that fit the memory, where any does."""
+    return min((r.nearest for r in results if r.nearest is not None), key=_miss_order, default=None)
+
+
+def _miss_order(candidate: Candidate) -> tuple[bool, float, float, str]:
+    """Those that fit the memory first, since of the others nothing more is known; then by how little they miss."""
+    return (not candidate.values, candidate.nearness, candidate.usd_per_hour, candidate.device)

@@ -7,18 +7,39 @@ the functions that ``plan train`` and ``plan serve`` use, so a winner found here
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from twostroke.core.errors import ConfigError
 from twostroke.core.spec import ModelSpec
+from twostroke.planner.checkpointing import resilience
 from twostroke.planner.choosing import Candidate, DeviceResult, Miss, Objective, Phase, choose, nearest_miss, reliefs
-from twostroke.planner.cost import energy_kwh, usd_per_million_tokens
-from twostroke.planner.hardware import Hardware, price
+from twostroke.planner.cost import energy_kwh, pue_of, rent_usd, usd_per_million_tokens
+from twostroke.planner.flops import training_flops_per_token
+from twostroke.planner.hardware import Hardware
 from twostroke.planner.interconnect import LinkFinding, link_findings
+from twostroke.planner.layout import Layout
+from twostroke.planner.memory import FP32, PRECISIONS, state_bytes
+from twostroke.planner.params import count_parameters
+from twostroke.planner.passes import optimizer_work
 from twostroke.planner.serving import SCHEMES, ServingShape, decode_works, memory_for_kv, prefill_works, request_kv_bytes
+from twostroke.planner.training import (
+    ASSUMED_DATA_TOKEN_S,
+    CHECKPOINTING,
+    StageTime,
+    TrainingShape,
+    bubble_of,
+    n_nodes,
+    rate_dtype,
+    stage_time,
+    startup_s,
+    step_traffic,
+    training_memory,
+)
 from twostroke.planner.weights import weights_bytes
 from twostroke.planner.work import Work, total_seconds
 
@@ -30,10 +51,8 @@ MULTIPLIED_IN = {"int8": "bf16", "int4": "bf16", "mxfp4": "bf16", "w8a8": "int8"
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Requests that decode together."""
 
-MICRO_BATCHES = (1, 2, 4, 8, 16)
+MICRO_BATCHES = (1, 2, 4, 8)
 """Sequences of one forward and backward on one data-parallel rank."""
-
-CHECKPOINTING = ("none", "selective", "full")
 
 BATCH_TOKENS = 2**21
 """Tokens of an optimizer step where none are given: 2 M, between the 0.5 M and 3.2 M of GPT-3's sizes (arXiv 2005.14165, table
@@ -42,10 +61,15 @@ BATCH_TOKENS = 2**21
 TOKENS_PER_PARAMETER = 20
 """Training tokens where none are given: about 20 a parameter (Hoffmann et al. 2022, arXiv 2203.15556). Assumed."""
 
+SEQUENCE_LENGTH = 4096
+"""Training tokens of a sequence where none are given: Llama 2's (arXiv 2307.09288). Assumed."""
+
 MAX_DEVICES = 8
 """Devices of one kind that a search may use where nothing is said."""
 
 MOST_DEVICES = 2**16
+
+DAY_S = 86400.0
 
 
 @dataclass(frozen=True)
@@ -259,11 +283,11 @@ def _serve_batches(
         if ttft_s is None:
             ttft_s = total_seconds(prefill_works(spec, shape, machine))
         decode = decode_works(spec, shape, machine, batch)
-        yield _served(candidate, work, ttft_s, decode, space, limits)
+        yield _served(candidate, work, ttft_s, decode, space, limits, pue_of(machine).value)
 
 
 def _served(
-    candidate: Candidate, work: ServeWork, ttft_s: float, decode: Sequence[Work], space: Space, limits: ServeLimits
+    candidate: Candidate, work: ServeWork, ttft_s: float, decode: Sequence[Work], space: Space, limits: ServeLimits, pue: float
 ) -> Candidate:
     """``candidate`` with its rates, its money and the limits it misses; with as many replicas as the rate of requests needs."""
     batch, output = candidate.batch, work.output_tokens
@@ -281,7 +305,7 @@ def _served(
         "e2e_s": ttft_s + (output - 1) * tpot_s,
         "output_tok_per_s": served,
         "cost_per_mtok_usd": usd_per_million_tokens(served, usd_per_hour),
-        "energy_per_mtok_kwh": energy_kwh(1e6 / served, watts, price("pue").value),
+        "energy_per_mtok_kwh": energy_kwh(1e6 / served, watts, pue),
     }
     checks = (
         ("devices", float(n_devices), float(space.max_devices), "devices"),
@@ -317,6 +341,218 @@ def _bound(works: Sequence[Work]) -> str:
     return max(totals, key=lambda name: totals[name])
 
 
+# -- training -------------------------------------------------------------------------------------------------------------
+
+
+def search_training(
+    spec: ModelSpec, work: TrainWork, space: Space, limits: TrainLimits = TrainLimits(), objective: Objective = "cost"
+) -> Search:
+    """Rank every way to train ``spec``. Raises as ``search_serving`` does."""
+    if work.sequence_length > spec.max_positions:
+        raise ConfigError(
+            f"sequence_length={work.sequence_length} is more than the model's max_positions={spec.max_positions}. Use less."
+        )
+    candidates = list(_train_candidates(spec, work, space, limits))
+    return _ranked("train", objective, work, limits, space, candidates)
+
+
+def train_work(
+    spec: ModelSpec, tokens: float = 0.0, sequence_length: int = 0, batch_tokens: int = 0, optimizer: str = "adamw"
+) -> TrainWork:
+    """The work that is meant where 0 stands: 20 tokens a parameter, sequences of 4096 or the context, steps of about 2 M."""
+    length = sequence_length or min(SEQUENCE_LENGTH, spec.max_positions)
+    batch = batch_tokens or max(1, BATCH_TOKENS // length) * length
+    return TrainWork(tokens or TOKENS_PER_PARAMETER * count_parameters(spec).total, length, batch, optimizer)
+
+
+@lru_cache(maxsize=1024)
+def train_layouts(spec: ModelSpec, n_devices: int, devices_per_node: int) -> tuple[Layout, ...]:
+    """Every way to cut training over ``n_devices``: tensor within a node and pipeline by powers of 2, the rest data parallel
+    under each ZeRO stage; experts whole on each device, or as far apart as they go. What a model's heads, widths or layers do
+    not divide by is left out."""
+    found = []
+    powers = [2**i for i in range(n_devices.bit_length()) if n_devices % 2**i == 0]
+    for tensor, pipeline in itertools.product(powers, powers):
+        if tensor > devices_per_node or n_devices % (tensor * pipeline):
+            continue
+        data = n_devices // (tensor * pipeline)
+        stages = (0,) if data == 1 else (0, 1) if pipeline > 1 else (0, 1, 2, 3)
+        experts = (1,) if spec.moe is None else tuple(dict.fromkeys((1, math.gcd(data * tensor, spec.moe.n_experts))))
+        for zero, expert in itertools.product(stages, experts):
+            layout = Layout(data, zero, tensor, True, pipeline, 1, expert, devices_per_node)
+            try:
+                layout.check(spec)
+            except ConfigError:
+                continue
+            found.append(layout)
+    return tuple(found)
+
+
+def _train_candidates(spec: ModelSpec, work: TrainWork, space: Space, limits: TrainLimits) -> Iterator[Candidate]:
+    micro_batches = tuple(sorted(set(space.batches or MICRO_BATCHES)))
+    memories = _TrainMemory(spec)
+    for machine in space.machines:
+        timer = _TrainTimer(spec, work, machine, limits)
+        for dtype in space.precisions or (_training_type(machine),):
+            lacking = _lacking_type(dtype, machine)
+            if lacking is not None:
+                yield _without_type("train", machine, dtype, lacking)
+                continue
+            shapes = _TrainShapes(work, dtype)
+            for n_devices in space.counts:
+                for layout in train_layouts(spec, n_devices, machine.devices_per_node):
+                    for micro, checkpointing in itertools.product(micro_batches, CHECKPOINTING):
+                        shape = shapes.of(micro, layout.data, checkpointing)
+                        if shape is not None:
+                            yield timer.candidate(layout, shape, memories.of(machine, layout, shape))
+
+
+def _training_type(machine: Hardware) -> str:
+    """The 16-bit type that a device multiplies in, or fp32."""
+    return next((dtype for dtype in ("bf16", "fp16") if dtype in machine.peak_flop_per_s), "fp32")
+
+
+def stored_bytes(spec: ModelSpec, shape: TrainingShape) -> float:
+    """A checkpoint: masters, or the weights where there are none, and the optimizer's state."""
+    parameters, precision = count_parameters(spec), PRECISIONS[shape.dtype]
+    state = state_bytes(parameters.total, parameters.block_matrices, shape.optimizer, precision.state)
+    return (FP32 if precision.master else precision.working) * parameters.total + state
+
+
+class _TrainShapes:
+    """The shape of a step by micro-batch, ranks and policy, made once; None where they do not divide the batch."""
+
+    def __init__(self, work: TrainWork, dtype: str) -> None:
+        self.work, self.dtype = work, dtype
+        self.made: dict[tuple[int, int, str], TrainingShape | None] = {}
+
+    def of(self, micro: int, data: int, checkpointing: str) -> TrainingShape | None:
+        key = (micro, data, checkpointing)
+        if key not in self.made:
+            n_micro, left = divmod(self.work.sequences, data * micro)
+            self.made[key] = None
+            if n_micro and not left:
+                self.made[key] = TrainingShape(
+                    micro,
+                    self.work.sequence_length,
+                    n_micro,
+                    self.dtype,
+                    self.work.optimizer,
+                    checkpointing=checkpointing,
+                )
+        return self.made[key]
+
+
+class _TrainMemory:
+    """``training_memory`` of a layout, computed once for all datasheets of a kind: it asks nothing else of the hardware."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.made: dict[tuple[str, Layout, TrainingShape], dict[str, float]] = {}
+
+    def of(self, machine: Hardware, layout: Layout, shape: TrainingShape) -> dict[str, float]:
+        key = (machine.kind if machine.basis == "datasheet" else machine.name, layout, shape)
+        if key not in self.made:
+            self.made[key] = training_memory(self.spec, shape, machine, layout)
+        return self.made[key]
+
+
+class _TrainTimer:
+    """Candidates of one machine with their time. The passes of a micro-batch, which take longest to plan, are the same for any
+    number of data-parallel ranks and any ZeRO stage, and are made once."""
+
+    def __init__(self, spec: ModelSpec, work: TrainWork, machine: Hardware, limits: TrainLimits) -> None:
+        self.spec, self.work, self.machine, self.limits = spec, work, machine, limits
+        self.passes: dict[tuple[Any, ...], StageTime] = {}
+        self.lost: dict[int, float] = {}
+        self.steps = math.ceil(work.tokens / work.batch_tokens)
+        self.pue = pue_of(machine).value
+        self.flops_per_token = training_flops_per_token(spec, work.sequence_length)
+
+    def candidate(self, layout: Layout, shape: TrainingShape, memory: dict[str, float]) -> Candidate:
+        """One way to train, with its memory and, where that fits, its time, money, energy and the limits it misses."""
+        machine, n_devices = self.machine, layout.n_devices
+        cuts = {"data": layout.data, "zero": layout.zero, "tensor": layout.tensor, "pipeline": layout.pipeline}
+        needed = sum(memory.values())
+        fits = needed <= machine.memory_bytes
+        misses: tuple[Miss, ...] = ()
+        values: dict[str, float] = {}
+        communication = bubble = busy = 0.0
+        bound = ""
+        if fits:
+            values, communication, bubble, busy, bound = self._timed(layout, shape)
+            checks = (
+                ("days", values["train_time_s"] / DAY_S, self.limits.days, "days"),
+                ("usd_per_hour", n_devices * machine.usd_per_hour.value, self.limits.usd_per_hour, "usd"),
+                ("run_usd", values["cost_usd"], self.limits.run_usd, "usd"),
+            )
+            misses = _misses(checks)
+        else:
+            misses = (Miss("memory", needed, machine.memory_bytes, "bytes", max(memory, key=lambda name: memory[name])),)
+        return Candidate(
+            "train",
+            machine.name,
+            machine.label,
+            n_devices,
+            cuts | ({"expert": layout.expert} if layout.expert > 1 else {}),
+            shape.dtype,
+            shape.batch_size,
+            {"checkpointing": shape.checkpointing, "grad_accumulation": shape.grad_accumulation},
+            memory,
+            machine.memory_bytes,
+            n_devices * machine.usd_per_hour.value,
+            n_devices * machine.watts.value,
+            values,
+            communication,
+            bubble,
+            busy,
+            bound,
+            misses,
+        )
+
+    def _timed(self, layout: Layout, shape: TrainingShape) -> tuple[dict[str, float], float, float, float, str]:
+        """Predictions, and the shares of a step that go to communication and bubble, in which links are busy, and the bound. As
+        ``plan_training`` adds them up (tests/planner/test_search.py)."""
+        machine = self.machine
+        passes = self._passes(layout, shape)
+        traffic = step_traffic(self.spec, shape, machine, layout, passes)
+        update = optimizer_work(self.spec, shape, machine, layout)
+        bubble_s = bubble_of(shape, layout, passes, traffic)
+        exposed_s = sum(t.exposed_s for t in traffic)
+        works = (*passes.forward, *passes.backward)
+        compute_s = shape.grad_accumulation * total_seconds(works) + update.seconds
+        step_s = compute_s + ASSUMED_DATA_TOKEN_S * shape.tokens_per_step + exposed_s + bubble_s
+        running_s = startup_s(shape, machine) + self.steps * step_s
+        if layout.n_devices > 1:
+            running_s *= 1 + self._lost_share(layout, shape)
+        tok_per_s = self.work.batch_tokens / step_s
+        values = {
+            "step_time_s": step_s,
+            "train_tok_per_s": tok_per_s,
+            "mfu": self.flops_per_token * tok_per_s / (machine.peak(rate_dtype(shape, machine)) * layout.n_devices),
+            "train_time_s": running_s,
+            "cost_usd": layout.n_devices * rent_usd(running_s, machine.usd_per_hour.value),
+            "energy_kwh": layout.n_devices * energy_kwh(running_s, machine.watts.value, self.pue),
+        }
+        busy = min(1.0, sum(t.seconds for t in traffic) / step_s)
+        return values, exposed_s / step_s, bubble_s / step_s, busy, _bound((*works, update))
+
+    def _passes(self, layout: Layout, shape: TrainingShape) -> StageTime:
+        key = (layout.tensor, layout.pipeline, layout.expert, shape.dtype, shape.batch_size, shape.checkpointing)
+        if key not in self.passes:
+            timed = replace(shape, dtype=rate_dtype(shape, self.machine))
+            self.passes[key] = stage_time(self.spec, timed, self.machine, layout)
+        return self.passes[key]
+
+    def _lost_share(self, layout: Layout, shape: TrainingShape) -> float:
+        """What failures and checkpoints add to the time of several devices."""
+        n = layout.n_devices
+        if n not in self.lost:
+            stored = stored_bytes(self.spec, shape)
+            self.lost[n] = resilience(stored, self.machine.disk_write_bytes_per_s * n_nodes(layout, self.machine), n).lost_share
+        return self.lost[n]
+
+
 # -- ranking --------------------------------------------------------------------------------------------------------------
 
 KEPT_BEST = 10
@@ -346,5 +582,5 @@ def _ranked(
         sum(1 for c in candidates if c.values),
         len(feasible),
         () if feasible else reliefs(candidates),
-        link_findings(results, machines) if phase == "serve" else (),
+        link_findings(results, machines),
     )

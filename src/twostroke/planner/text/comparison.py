@@ -118,7 +118,7 @@ def comparison_text(comparison: Comparison) -> str:
             *components,
             *_wrapped(
                 [
-                    "from: sequences of a pass, prompt tokens and requests from which arithmetic is the bound of that component",
+                    "from: sequences of a pass, prompt tokens and requests from which arithmetic bounds that component",
                     crossover,
                     *comparison.assumptions,
                     *(f"note: {note}" for note in comparison.notes),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -26,6 +27,7 @@ LIMIT_WORDS = {
 CAUSE_WORDS = {
     "price": "price an hour",
     "power": "power",
+    "devices": "fewer devices",
     "communication": "communication",
     "bubble": "pipeline bubble",
     "memory": "slower memory",
@@ -35,6 +37,8 @@ CAUSE_WORDS = {
     "precision": "other precision",
     "choice": "other layout or settings",
 }
+
+SHORT_WORDS = {"price": "price", "arithmetic": "slower compute"}
 
 LIMIT_OPTIONS = {
     "devices": "--max-devices",
@@ -63,22 +67,33 @@ OBJECTIVE_WORDS = {
 
 
 def behind_text(behind: Behind) -> str:
-    """``1.9× price, 1.3× communication``: the factors that are not near 1, those against it first."""
-    parts = [
-        f"{factor:.2g}× {CAUSE_WORDS[name].removesuffix(' an hour')}"
-        for name, factor in sorted(behind.factors.items(), key=lambda item: -item[1])
-        if factor > NEAR
-    ]
-    parts += [
-        f"{1 / factor:.2g}× {_better(name)}"
-        for name, factor in sorted(behind.factors.items(), key=lambda item: item[1])
-        if factor < 1 / NEAR
-    ]
-    return ", ".join(parts) or "as good"
+    """``1.9× price, 1.3× communication``: the two largest factors that are not near 1, those against it first."""
+    largest = sorted(behind.factors.items(), key=lambda item: -abs(math.log(item[1])))[:2]
+    parts = []
+    for name, factor in sorted(largest, key=lambda item: -item[1]):
+        if factor > NEAR:
+            parts.append(f"{_times(factor)} {SHORT_WORDS.get(name, CAUSE_WORDS[name])}")
+        elif factor < 1 / NEAR:
+            parts.append(f"{_times(1 / factor)} {_better(name)}")
+    return ", ".join(parts) or "hardly"
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.0f}×" if factor >= 9.95 else f"{factor:.2g}×"
+
+
+def _behind_ratio(ratio: float) -> str:
+    return f"{ratio:.2f}×" if ratio < 9.995 else f"{ratio:,.0f}×"
+
+
+def _rate_usd(usd: float) -> str:
+    """$ per million tokens with three digits: neighbours in a ranking differ by less than a cent."""
+    return f"${usd:.3g}" if 0.001 <= usd < 100 else format_money(usd)
 
 
 def _better(name: str) -> str:
-    return {"price": "cheaper", "power": "less power"}.get(name, CAUSE_WORDS[name].replace("slower", "faster"))
+    opposite = {"price": "cheaper", "power": "less power", "devices": "more devices", "communication": "less communication"}
+    return opposite.get(name, SHORT_WORDS.get(name, CAUSE_WORDS[name]).replace("slower", "faster"))
 
 
 def miss_text(miss: Miss) -> str:
@@ -88,7 +103,7 @@ def miss_text(miss: Miss) -> str:
         return f"{words} ({miss.unit})"
     needed, allowed = _amount(miss.needed, miss), _amount(miss.allowed, miss)
     term = f", mostly {miss.term.replace('_', ' ')}" if miss.term else ""
-    return f"{words}: {needed} for {allowed} ({miss.ratio:.2g}×{term})"
+    return f"{words}: {needed} for {allowed} ({_times(miss.ratio)}{term})"
 
 
 def _amount(value: float, miss: Miss) -> str:
@@ -108,18 +123,33 @@ def _serve_cells(candidate: Candidate) -> list[str]:
         format_seconds(values["tpot_s"]),
         format_count(values["output_tok_per_s"]),
         format_money(candidate.usd_per_hour),
-        format_money(values["cost_per_mtok_usd"]),
+        _rate_usd(values["cost_per_mtok_usd"]),
     ]
 
 
+def _train_cells(candidate: Candidate) -> list[str]:
+    values, recomputed = candidate.values, candidate.settings["checkpointing"]
+    return [
+        candidate.device,
+        candidate.layout_text,
+        candidate.precision,
+        str(candidate.batch),
+        {"none": "–", "selective": "some", "full": "all"}[recomputed],
+        format_quantity(values["mfu"], "share"),
+        f"{values['train_time_s'] / 86400:.3g}",
+        format_money(candidate.usd_per_hour),
+        format_money(values["cost_usd"]),
+    ]
+
+
+TRAIN_HEAD = ["device", "devices", "type", "micro", "again", "MFU", "days", "$/h", "$ run"]
 SERVE_HEAD = ["device", "devices", "weights", "batch", "TTFT", "TPOT", "tok/s", "$/h", "$/Mtok"]
 RIGHT = (3, 4, 5, 6, 7, 8, 9)
 
 
 def best_table(search: Search, top: int) -> list[str]:
     """The best candidate of each device, and the product of factors by which it is behind the winner."""
-    head = SERVE_HEAD
-    cells = _serve_cells
+    head, cells = (SERVE_HEAD, _serve_cells) if search.phase == "serve" else (TRAIN_HEAD, _train_cells)
     found = [r for r in search.results if r.best is not None]
     rows = [[*head, "behind", "because"]]
     for result in found[:top]:
@@ -129,13 +159,13 @@ def best_table(search: Search, top: int) -> list[str]:
         rows.append(
             [
                 *cells(result.best),
-                "best" if first else f"{result.behind.ratio:.2f}×",
+                "best" if first else _behind_ratio(result.behind.ratio),
                 "" if first else behind_text(result.behind),
             ]
         )
-    lines = columns(rows, RIGHT).split("\n")
+    lines = columns(rows, RIGHT, gap=" ").split("\n")
     if len(found) > top:
-        lines.append(f"… and {len(found) - top} more devices that keep every limit (--top {len(found)} shows them)")
+        lines.append(f"… and {len(found) - top} more that keep every limit (--top {len(found)} shows them)")
     return lines
 
 

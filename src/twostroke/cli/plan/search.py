@@ -1,0 +1,107 @@
+"""``twostroke plan search``."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import typer
+
+from twostroke.cli.console import JSON_HELP, emit
+from twostroke.cli.plan.subject import OUTPUT, PROMPT, SETTINGS, read_subject, serving_shape
+
+if TYPE_CHECKING:
+    from twostroke.planner.hardware import Hardware
+
+TERMS = {"on-demand": "on demand", "spot": "spot", "bought": "bought"}
+
+
+def search(
+    subject: str = typer.Argument(metavar="MODEL|RECIPE", help="A model directory, a config.json or a recipe (.toml)."),
+    phase: str = typer.Option("both", help="What to choose for: train, serve or both (each apart)."),
+    hardware: list[str] = typer.Option([], help='A device by name, or "this". Repeatable; without it every device.'),
+    objective: str = typer.Option("cost", help="What is best: cost, time, throughput or energy."),
+    max_devices: int = typer.Option(8, help="Most devices of one kind."),
+    precision: list[str] = typer.Option([], help="Only these types of weights (serving) or products (training). Repeatable."),
+    usd_per_hour: float = typer.Option(None, help="Most $ an hour, all devices together."),
+    terms: str = typer.Option("on-demand", help="How devices are paid for: on-demand, spot or bought."),
+    prompt: int = PROMPT,
+    output: int = OUTPUT,
+    requests_per_s: float = typer.Option(0.0, help="Serving: requests a second, for the number of replicas; 0: one kept full."),
+    slo_ttft_ms: float = typer.Option(None, help="Serving: longest time to the first token, in ms."),
+    slo_tpot_ms: float = typer.Option(None, help="Serving: longest time per output token, in ms."),
+    usd_per_mtok: float = typer.Option(None, help="Serving: most $ per million output tokens."),
+    tokens: float = typer.Option(0.0, help="Training: tokens of the run; without it 20 a parameter."),
+    sequence_length: int = typer.Option(0, help="Training: tokens of a sequence; without it 4096, or the model's context."),
+    batch_tokens: int = typer.Option(0, help="Training: tokens of an optimizer step; without it about 2 million."),
+    optimizer: str = typer.Option("adamw", help="Training: adamw, adam, sgd, muon or adamw8bit."),
+    days: float = typer.Option(None, help="Training: most days of the run."),
+    budget_usd: float = typer.Option(None, help="Training: most $ of the run."),
+    top: int = typer.Option(12, help="Devices to show; --json has all."),
+    settings: list[str] = SETTINGS,
+    as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
+) -> None:
+    """Rank devices, counts, layouts, precisions and batches for each phase, and say why the losers lost."""
+    from twostroke.core.errors import CapacityError, ConfigError
+    from twostroke.planner.choosing import OBJECTIVES
+    from twostroke.planner.hardware import hardware_names, load_hardware
+    from twostroke.planner.search import ServeLimits, ServeWork, Space, TrainLimits, search_serving, search_training, train_work
+    from twostroke.planner.text.search import nothing_found, search_text
+
+    if phase not in ("train", "serve", "both"):
+        raise ConfigError(f"--phase={phase} is not known. Use train, serve or both.")
+    if objective not in OBJECTIVES:
+        raise ConfigError(f"--objective={objective} is not known. Use one of {', '.join(OBJECTIVES)}.")
+    if terms not in TERMS:
+        raise ConfigError(f"--terms={terms} is not known. Use one of {', '.join(TERMS)}.")
+    if top < 1:
+        raise ConfigError(f"--top={top} must be at least 1.")
+    serving: dict[str, float | None] = {
+        "--slo-ttft-ms": slo_ttft_ms,
+        "--slo-tpot-ms": slo_tpot_ms,
+        "--usd-per-mtok": usd_per_mtok,
+    }
+    training: dict[str, float | None] = {"--days": days, "--budget-usd": budget_usd}
+    _refuse_other_phase(phase, "train", serving | {"--requests-per-s": requests_per_s or None})
+    _refuse_other_phase(phase, "serve", training | {"--tokens": tokens or None})
+    names = dict.fromkeys(hardware or hardware_names())
+    machines = tuple(_at_terms(load_hardware(name), terms) for name in names)
+    found = read_subject(subject, settings, machines[0])
+    space = Space(machines, max_devices, tuple(precision))
+    searches = []
+    if phase != "serve":
+        work = train_work(found.spec, tokens, sequence_length, batch_tokens, optimizer)
+        searches.append(search_training(found.spec, work, space, TrainLimits(days, budget_usd, usd_per_hour), objective))
+    if phase != "train":
+        shape = serving_shape(found.spec, "bf16", 1, prompt, output)
+        limits = ServeLimits(_seconds(slo_ttft_ms), _seconds(slo_tpot_ms), usd_per_mtok, usd_per_hour)
+        asked = ServeWork(shape.prompt_tokens, shape.output_tokens, requests_per_s)
+        searches.append(search_serving(found.spec, asked, space, limits, objective))
+    for done in searches:
+        if done.winner is None:
+            raise CapacityError(nothing_found(done))
+    document = {"kind": "search", "subject": found.name, "searches": {done.phase: done.to_dict() for done in searches}}
+    emit(document, "\n\n".join(search_text(done, found.name, top) for done in searches), as_json)
+
+
+def _at_terms(machine: Hardware, terms: str) -> Hardware:
+    """``machine`` at the price an hour of those terms."""
+    from twostroke.planner.cost import rate_of
+
+    return dataclasses.replace(machine, usd_per_hour=rate_of(machine, TERMS[terms]).usd_per_hour)  # type: ignore[arg-type]
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
+
+
+def _refuse_other_phase(phase: str, asked: str, options: dict[str, float | None]) -> None:
+    """Raise ConfigError for a limit of the phase that was not asked for."""
+    from twostroke.core.errors import ConfigError
+
+    other = {"train": "serving", "serve": "training"}[asked]
+    for name, value in options.items():
+        if phase == asked and value is not None:
+            raise ConfigError(
+                f"{name}={value:g} is about {other}, which --phase={phase} leaves out. Drop it or use --phase=both."
+            )
