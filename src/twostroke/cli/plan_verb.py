@@ -5,6 +5,8 @@ from __future__ import annotations
 import typer
 
 from twostroke.cli.plan.compare import compare
+from twostroke.cli.plan.crossover import crossover
+from twostroke.cli.plan.search import search
 from twostroke.cli.plan.serve import serve
 from twostroke.cli.plan.train import train
 
@@ -18,5 +20,5 @@ def plan() -> None:
     """Predict memory, time, throughput, energy and money, before any work."""
 
 
-for command in (train, serve, compare):
+for command in (train, serve, compare, crossover, search):
     app.command()(command)

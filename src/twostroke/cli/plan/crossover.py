@@ -1,0 +1,158 @@
+"""``twostroke plan crossover``."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from twostroke.cli.console import JSON_HELP, emit
+from twostroke.cli.plan.subject import (
+    BATCH,
+    BATCH_SIZE,
+    HARDWARE,
+    OUTPUT,
+    PROMPT,
+    SCHEME,
+    SEQUENCE_LENGTH,
+    SETTINGS,
+    STEPS,
+    Subject,
+    read_subject,
+    serving_shape,
+)
+from twostroke.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from twostroke.planner.cost import Cost, Terms
+    from twostroke.planner.hardware import Hardware
+
+UTILISATION = 0.5
+"""Share of the time that serving machines work: they are there for the busiest hour."""
+
+
+def crossover(
+    subject: str | None = typer.Argument(
+        None, metavar="[MODEL|RECIPE]", help="What is trained and served; not needed with both prices given."
+    ),
+    hardware: str = HARDWARE,
+    settings: list[str] = SETTINGS,
+    training_usd: float | None = typer.Option(
+        None, help="What the final training run costs; without it, that of the subject's plan."
+    ),
+    tokens: float = typer.Option(0.0, help="Tokens that training reads; without it a recipe's own or --steps."),
+    steps: int = STEPS,
+    devices: int = typer.Option(1, help="Devices that train together (data parallel, ZeRO-3 above one)."),
+    batch_size: int = BATCH_SIZE,
+    sequence_length: int = SEQUENCE_LENGTH,
+    requests_per_day: float | None = typer.Option(None, help="Requests on the first day."),
+    tokens_per_day: float | None = typer.Option(None, help="Tokens on the first day instead, prompts and answers together."),
+    growth: float = typer.Option(0.0, help="Growth of the demand in percent a month."),
+    months: float = typer.Option(12.0, help="How long it is served, for the bills and what 10% is worth."),
+    scheme: str = SCHEME,
+    batch: int = BATCH,
+    prompt: int = PROMPT,
+    output: int = OUTPUT,
+    utilisation: float = typer.Option(UTILISATION, help="Share of the time that serving machines work."),
+    usd_per_request: float | None = typer.Option(
+        None, help="What serving one request costs; without it, that of the subject's plan."
+    ),
+    always_on: bool = typer.Option(False, "--always-on", help="Whole replicas run day and night, at least one."),
+    spot: bool = typer.Option(False, "--spot", help="Devices are rented where they may be taken away."),
+    bought: bool = typer.Option(False, "--bought", help="Devices are bought and depreciated; electricity is paid."),
+    years: float | None = typer.Option(None, help="Years over which bought devices are depreciated."),
+    data_usd: float = typer.Option(0.0, help="Acquiring the data."),
+    cleaning_usd: float = typer.Option(0.0, help="Cleaning the data."),
+    people_months: float = typer.Option(0.0, help="Months of work of people."),
+    repeated_runs: float = typer.Option(0.0, help="Sweeps, ablations and failures, in runs of the final's size."),
+    evaluation_usd: float = typer.Option(0.0, help="Evaluation, by people or by other models."),
+    stored_gb: float = typer.Option(0.0, help="Data and checkpoints kept, in GB."),
+    storage_months: float = typer.Option(0.0, help="How long they are kept."),
+    egress_gb: float = typer.Option(0.0, help="GB moved out of a cloud."),
+    api: str | None = typer.Option(
+        None, help="A vendor's model to compare with; without it, the one of the subject's name, if any."
+    ),
+    as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
+) -> None:
+    """The day and the token at which serving has cost more than training, what 10% saved is worth, an API's price beside it."""
+    from twostroke.planner.api_prices import api_price, nearest_api
+    from twostroke.planner.cost import ProjectInputs, project_cost
+    from twostroke.planner.crossover import Demand, PaidByRequest, Serving, own_serving, plan_crossover
+    from twostroke.planner.hardware import load_hardware
+    from twostroke.planner.serving import plan_serving
+    from twostroke.planner.text.crossover import crossover_text, terms_lines
+
+    if (requests_per_day is None) == (tokens_per_day is None):
+        raise ConfigError("the demand is needed once: give --requests-per-day or --tokens-per-day.")
+    terms = _terms(spot, bought, years)
+    inputs = ProjectInputs(
+        data_usd, cleaning_usd, people_months, repeated_runs, evaluation_usd, stored_gb, storage_months, egress_gb
+    )
+    vendor = api_price(api) if api else None
+    document: dict[str, Any] = {"subject": subject or "a model"}
+    lines: list[str] = []
+    serving: Serving | None = PaidByRequest(usd_per_request) if usd_per_request is not None else None
+    replica = None
+    if training_usd is None or serving is None:
+        if subject is None:
+            raise ConfigError(
+                "a model or recipe is needed to plan with. Name one, or give --training-usd and --usd-per-request."
+            )
+        machine = load_hardware(hardware)
+        found = read_subject(subject, settings, machine)
+        vendor = vendor or nearest_api(found.name)
+        document["hardware"] = machine.to_dict()
+        if training_usd is None:
+            spent = _training_cost(found, machine, terms, years, tokens, steps, devices, batch_size, sequence_length)
+            training_usd, document["training_cost"] = spent.usd, spent.to_dict()
+        if serving is None:
+            planned = plan_serving(found.spec, serving_shape(found.spec, scheme, batch, prompt, output), machine)
+            own = own_serving(planned, terms, utilisation, years)
+            prompt, output = planned.shape.prompt_tokens, planned.shape.output_tokens
+            replica = own.by_replica
+            serving = own.by_replica if always_on else own.by_request
+            document |= {
+                "worked_hour": own.worked.to_dict(), "utilisation": utilisation, "token_prices": dataclasses.asdict(own.tokens)
+            }  # fmt: skip
+            lines = terms_lines(own, machine)
+    if always_on and replica is None:
+        raise ConfigError("--always-on needs a replica's speed, which --usd-per-request does not tell. Name a model instead.")
+    prompt, output = prompt or 512, output or 128
+    requests = requests_per_day if tokens_per_day is None else tokens_per_day / (prompt + output)
+    assert requests is not None  # one of the two was given
+    demand = Demand(requests, prompt, output, growth / 100)
+    plan = plan_crossover(project_cost(training_usd, inputs), demand, serving, months, vendor, replica)
+    emit(document | plan.to_dict(), crossover_text(plan, document["subject"], lines), as_json)
+
+
+def _terms(spot: bool, bought: bool, years: float | None) -> Terms:
+    if spot and bought:
+        raise ConfigError("--spot and --bought exclude each other: a device is rented or bought.")
+    if years is not None and not bought:
+        raise ConfigError(f"--years={years:g} depreciates bought devices. Add --bought.")
+    return "spot" if spot else "bought" if bought else "on demand"
+
+
+def _training_cost(
+    found: Subject, machine: Hardware, terms: Terms, years: float | None, tokens: float, steps: int, devices: int,
+    batch_size: int, sequence_length: int,
+) -> Cost:  # fmt: skip
+    """The subject's final run on ``devices``: a recipe's own length, or ``tokens``, or ``steps``."""
+    from twostroke.planner.cost import bought_rate, cost_of, rate_of
+    from twostroke.planner.layout import Layout
+    from twostroke.planner.training import TrainingShape, plan_training
+
+    if not (math.isfinite(tokens) and tokens >= 0):
+        raise ConfigError(f"--tokens={tokens:g} must be a finite number that is not negative.")
+    shape = found.shape or TrainingShape(batch_size, sequence_length, steps=steps)
+    layout = Layout(data=devices, zero=3 if devices > 1 else 0)
+    if tokens:
+        shape = dataclasses.replace(shape, steps=math.ceil(tokens / (shape.tokens_per_step * layout.data)))
+    if not shape.steps:
+        raise ConfigError("the training run has no length. Give --tokens, --steps or --training-usd.")
+    planned = plan_training(found.spec, shape, machine, layout).cost
+    assert planned is not None  # it has steps
+    rate = bought_rate(machine, years) if terms == "bought" else rate_of(machine, terms)
+    return cost_of(planned.seconds * planned.n_devices, machine, rate=rate)

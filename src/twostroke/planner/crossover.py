@@ -1,0 +1,336 @@
+"""When serving has cost more than training: the day, the request and the token; what a tenth saved of either is worth; what an
+API would ask for the same tokens.
+
+Training is paid once, serving every day, so that the answer depends on the demand above all.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+from twostroke.core.errors import ConfigError
+from twostroke.planner.api_prices import ApiPrice
+from twostroke.planner.cost import DeviceRate, ProjectCost, Terms, TokenPrices, bought_rate, check_share, rate_of, token_prices
+from twostroke.planner.serving import ServingPlan
+
+DAYS_PER_MONTH = 365.25 / 12
+SECONDS_PER_DAY = 86400
+
+LIMIT_DAYS = 50 * 365.25
+"""A crossover after fifty years is none."""
+
+LIMIT_GROWTH_PER_MONTH = 1.0
+"""Twice as much every month: more is a slip of the percent sign."""
+
+SAVED = 0.1
+"""The share whose saving is weighed in training and in serving: the claim is about a tenth."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Requests a day at the start, their lengths, and the share by which they grow in a month. Raises ConfigError."""
+
+    requests_per_day: float
+    prompt_tokens: int
+    output_tokens: int
+    growth_per_month: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.requests_per_day) and self.requests_per_day > 0):
+            raise ConfigError(f"requests_per_day={self.requests_per_day:g} must be a finite number above 0.")
+        for name in ("prompt_tokens", "output_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
+        if not -1 < self.growth_per_month <= LIMIT_GROWTH_PER_MONTH:
+            raise ConfigError(
+                f"growth_per_month={self.growth_per_month:g} must be above -1 and at most {LIMIT_GROWTH_PER_MONTH:g}. "
+                "Give 0.1 for 10% a month."
+            )
+
+    @property
+    def tokens_per_request(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
+    def requests_on(self, day: float) -> float:
+        """Rate after ``day`` days, in requests a day: r·(1+g)^(day/month)."""
+        return self.requests_per_day * (1 + self.growth_per_month) ** (day / DAYS_PER_MONTH)
+
+    @property
+    def daily_growth(self) -> float:
+        """ln(1+g) a day; below a 10⁻¹⁵th it is none, and the formulae with it would divide by it."""
+        rate = math.log1p(self.growth_per_month) / DAYS_PER_MONTH
+        return rate if abs(rate) > 1e-15 else 0.0
+
+    def requests_until(self, day: float) -> float:
+        """Requests of the first ``day`` days: r·day, or with growth r·month/ln(1+g)·((1+g)^(day/month) − 1)."""
+        rate = self.daily_growth
+        return self.requests_per_day * (math.expm1(rate * day) / rate if rate else day)
+
+    def day_of(self, requests: float) -> float | None:
+        """Days until so many requests have come, the inverse of ``requests_until``; None where a shrinking demand never gets
+        there."""
+        rate, days = self.daily_growth, requests / self.requests_per_day
+        if rate == 0:
+            return days
+        return math.log1p(days * rate) / rate if days * rate > -1 else None
+
+
+class Serving(Protocol):
+    """A way to pay for serving."""
+
+    def usd_until(self, demand: Demand, day: float) -> float:
+        """$ of the first ``day`` days."""
+        ...
+
+    def day_of(self, demand: Demand, usd: float) -> float | None:
+        """Days until ``usd`` are spent; None where they never are."""
+        ...
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class PaidByRequest:
+    """Every request costs the same: machines are shared, or their number follows the load. Raises ConfigError."""
+
+    usd_per_request: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.usd_per_request) and self.usd_per_request > 0):
+            raise ConfigError(f"usd_per_request={self.usd_per_request:g} must be a finite number above 0.")
+
+    def usd_until(self, demand: Demand, day: float) -> float:
+        return self.usd_per_request * demand.requests_until(day)
+
+    def day_of(self, demand: Demand, usd: float) -> float | None:
+        return demand.day_of(usd / self.usd_per_request)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"paid": "by request", **asdict(self)}
+
+
+@dataclass(frozen=True)
+class PaidByReplica:
+    """Whole replicas run day and night, as many as the day's first moment needs and at least one. Raises ConfigError."""
+
+    usd_per_replica_day: float
+    requests_per_replica_day: float
+
+    def __post_init__(self) -> None:
+        for name in ("usd_per_replica_day", "requests_per_replica_day"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name}={value:g} must be a finite number above 0.")
+
+    def replicas(self, demand: Demand, day: float) -> int:
+        return max(1, math.ceil(demand.requests_on(day) / self.requests_per_replica_day))
+
+    def usd_until(self, demand: Demand, day: float) -> float:
+        if demand.daily_growth == 0:
+            return self.usd_per_replica_day * day * self.replicas(demand, 0)
+        whole = math.floor(day)
+        replica_days = sum(self.replicas(demand, d) for d in range(whole)) + (day - whole) * self.replicas(demand, whole)
+        return self.usd_per_replica_day * replica_days
+
+    def day_of(self, demand: Demand, usd: float) -> float | None:
+        left = usd
+        for day in range(int(LIMIT_DAYS)):
+            today = self.usd_per_replica_day * self.replicas(demand, day)
+            if left <= today:
+                return day + left / today
+            left -= today
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"paid": "by replica", **asdict(self)}
+
+
+@dataclass(frozen=True)
+class ApiComparison:
+    """The same requests at a vendor's price. ``break_even_requests_per_day`` pays one's own replica; None where a full replica
+    costs more than the API would. ``repaid_day``: training and own serving have cost as much as the API; None if never."""
+
+    price: ApiPrice
+    usd_per_request: float
+    horizon_usd: float
+    break_even_requests_per_day: float | None
+    repaid_day: float | None
+    tokens_per_request: int
+
+    @property
+    def break_even_tokens_per_day(self) -> float | None:
+        requests = self.break_even_requests_per_day
+        return None if requests is None else requests * self.tokens_per_request
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.price.model,
+            "price": asdict(self.price),
+            "usd_per_request": self.usd_per_request,
+            "horizon_usd": self.horizon_usd,
+            "break_even_requests_per_day": self.break_even_requests_per_day,
+            "break_even_tokens_per_day": self.break_even_tokens_per_day,
+            "repaid_day": self.repaid_day,
+        }
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """Everything predicted of the two bills. ``day`` is None where serving never costs as much as training."""
+
+    training: ProjectCost
+    demand: Demand
+    serving: Serving
+    horizon_months: float
+    day: float | None
+    api: ApiComparison | None = None
+
+    @property
+    def requests(self) -> float | None:
+        """Requests served by that day."""
+        return None if self.day is None else self.demand.requests_until(self.day)
+
+    @property
+    def tokens(self) -> float | None:
+        """Tokens served by that day, prompts included."""
+        return None if self.requests is None else self.requests * self.demand.tokens_per_request
+
+    @property
+    def output_tokens(self) -> float | None:
+        return None if self.requests is None else self.requests * self.demand.output_tokens
+
+    @property
+    def serving_usd(self) -> float:
+        """$ of serving over the horizon."""
+        return self.serving.usd_until(self.demand, self.horizon_months * DAYS_PER_MONTH)
+
+    @property
+    def saved_usd(self) -> dict[str, float]:
+        """$ that a tenth saved is worth over the horizon: once in training, every day in serving."""
+        return {"training": SAVED * self.training.usd, "serving": SAVED * self.serving_usd}
+
+    def curve(self, n_points: int = 25) -> list[dict[str, float]]:
+        """Both bills over the horizon, for a plot: day, training_usd, serving_usd and, with an API, api_usd."""
+        points = []
+        for i in range(n_points):
+            day = i / (n_points - 1) * self.horizon_months * DAYS_PER_MONTH
+            point = {"day": day, "training_usd": self.training.usd, "serving_usd": self.serving.usd_until(self.demand, day)}
+            if self.api is not None:
+                point["api_usd"] = self.api.usd_per_request * self.demand.requests_until(day)
+            points.append(point)
+        return points
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "kind": "crossover",
+            "training": self.training.to_dict(),
+            "demand": {**asdict(self.demand), "tokens_per_day": self.demand.requests_per_day * self.demand.tokens_per_request},
+            "serving": self.serving.to_dict(),
+            "horizon_months": self.horizon_months,
+            "prediction": {
+                "crossover_day": self.day,
+                "crossover_requests": self.requests,
+                "crossover_tokens": self.tokens,
+                "crossover_output_tokens": self.output_tokens,
+                "training_usd": self.training.usd,
+                "serving_usd": self.serving_usd,
+                "saved_usd": self.saved_usd,
+            },
+            "api": self.api.to_dict() if self.api else None,
+            "curve": self.curve(),
+        }
+
+
+def plan_crossover(
+    training: ProjectCost, demand: Demand, serving: Serving, horizon_months: float = 12.0, api: ApiPrice | None = None,
+    replica: PaidByReplica | None = None, cached_share: float = 0.0,
+) -> Crossover:  # fmt: skip
+    """Both bills of ``training`` and of ``serving`` under ``demand``, beside an API's. ``replica`` is one's own smallest unit,
+    for the load at which it undercuts the API. Raises ConfigError for numbers out of range."""
+    if not 0 < horizon_months * DAYS_PER_MONTH <= LIMIT_DAYS:
+        raise ConfigError(f"months={horizon_months:g} must be above 0 and at most {LIMIT_DAYS / DAYS_PER_MONTH:g}.")
+    found = Crossover(training, demand, serving, horizon_months, _within_limit(serving.day_of(demand, training.usd)))
+    if api is None:
+        return found
+    per_request = api.request_usd(demand.prompt_tokens, demand.output_tokens, cached_share)
+    bill = PaidByRequest(per_request)
+    comparison = ApiComparison(
+        api,
+        per_request,
+        bill.usd_until(demand, horizon_months * DAYS_PER_MONTH),
+        break_even_requests_per_day(replica, per_request) if replica else None,
+        _repaid_day(training.usd, demand, serving, bill),
+        demand.tokens_per_request,
+    )
+    return Crossover(training, demand, serving, horizon_months, found.day, comparison)
+
+
+def break_even_requests_per_day(replica: PaidByReplica, api_usd_per_request: float) -> float | None:
+    """Requests a day whose API bill pays one replica, day and night; None where they are more than the replica can serve: then
+    the API is cheaper at any load."""
+    requests = replica.usd_per_replica_day / api_usd_per_request
+    return requests if requests <= replica.requests_per_replica_day else None
+
+
+def _within_limit(day: float | None) -> float | None:
+    return day if day is not None and day <= LIMIT_DAYS else None
+
+
+def _repaid_day(training_usd: float, demand: Demand, serving: Serving, api: PaidByRequest) -> float | None:
+    """The first day on which training + own serving ≤ the API's bill, by bisection between the days of a doubling search."""
+
+    def ahead(day: float) -> bool:
+        return api.usd_until(demand, day) >= training_usd + serving.usd_until(demand, day)
+
+    late = 1.0
+    while not ahead(late):
+        late *= 2
+        if late > LIMIT_DAYS:
+            return None
+    early = late / 2 if late > 1 else 0.0
+    while late - early > 0.01:
+        middle = (early + late) / 2
+        early, late = (early, middle) if ahead(middle) else (middle, late)
+    return late
+
+
+@dataclass(frozen=True)
+class OwnServing:
+    """What a serving plan costs on some terms, at a share of busy time: by the request, by the replica, and by the token with
+    prefill and decode apart. ``worked`` is the rate of an hour in which a device works."""
+
+    worked: DeviceRate
+    utilisation: float
+    by_request: PaidByRequest
+    by_replica: PaidByReplica
+    tokens: TokenPrices
+
+
+def own_serving(plan: ServingPlan, terms: Terms, utilisation: float, years: float | None = None) -> OwnServing:
+    """The plan's rent (prefill included, never idle) on ``terms`` and with idle time: · $ of a worked hour / rent.
+
+    Rented devices are paid while idle: worked hour = rate / utilisation. Bought ones wear out by the year and draw power by
+    use. Raises ConfigError for a utilisation out of range.
+    """
+    hardware, shape = plan.hardware, plan.shape
+    check_share("utilisation", utilisation)
+    if terms == "bought":
+        worked = bought_rate(hardware, years, utilisation)
+    else:
+        paid = rate_of(hardware, terms)
+        usd = replace(paid.usd_per_hour, value=paid.usd_per_hour.value / utilisation)
+        idle = usd.value - paid.usd_per_hour.value
+        worked = DeviceRate(terms, usd, {**paid.parts, "idle": idle})
+    dearer = worked.usd_per_hour.value / hardware.usd_per_hour.value
+    usd_per_request = plan.usd_per_mtok * shape.output_tokens / 1e6 * dearer
+    requests_per_day = SECONDS_PER_DAY * utilisation * plan.output_tok_per_s / shape.output_tokens
+    replica_usd_per_hour = plan.usd_per_mtok * 3600 * plan.output_tok_per_s / 1e6 * dearer
+    return OwnServing(
+        worked,
+        utilisation,
+        PaidByRequest(usd_per_request),
+        PaidByReplica(requests_per_day * usd_per_request, requests_per_day),
+        token_prices(plan.prefill_tok_per_s, plan.decode_tok_per_s, replica_usd_per_hour),
+    )

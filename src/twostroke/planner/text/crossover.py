@@ -1,0 +1,108 @@
+"""``twostroke plan crossover`` as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from twostroke.core.units import format_count, format_money
+from twostroke.planner.crossover import DAYS_PER_MONTH, Crossover, OwnServing, PaidByReplica
+from twostroke.planner.hardware import Hardware
+from twostroke.planner.text.format import columns
+
+
+def format_days(day: float | None) -> str:
+    """``182.6`` → ``day 183 (6.0 months)``; None: never."""
+    if day is None:
+        return "never within 50 years"
+    months = day / DAYS_PER_MONTH
+    return f"day {day:,.3g}" if months < 1 else f"day {day:,.0f} ({months:.3g} months)"
+
+
+def crossover_text(plan: Crossover, subject: str, sources: Sequence[str] = ()) -> str:
+    """The two bills, where they meet, what a tenth is worth, the API beside it; ``sources`` of prices go last."""
+    demand, months = plan.demand, f"{plan.horizon_months:g} months"
+    growth = f", growing {100 * demand.growth_per_month:g}% a month" if demand.growth_per_month else ""
+    tokens = demand.requests_per_day * demand.tokens_per_request
+    lines = [
+        f"Training and serving {subject} (everything below is predicted)",
+        f"demand: {format_count(demand.requests_per_day)} requests a day of "
+        f"{demand.prompt_tokens:,} + {demand.output_tokens:,} tokens ({format_count(tokens)} tokens a day){growth}",
+        "",
+        columns(
+            [
+                ["training, once", ""],
+                *([f"  {name}", format_money(usd)] for name, usd in plan.training.items.items()),
+                ["  in all", format_money(plan.training.usd)],
+                [f"serving, {months}", format_money(plan.serving_usd)],
+                *_serving_rows(plan),
+            ],
+            right=(1,),
+        ),
+        "",
+        f"crossover: {_crossover(plan)}",
+        f"10% saved: {format_money(plan.saved_usd['training'])} of training, once; "
+        f"{format_money(plan.saved_usd['serving'])} of serving in {months}",
+        *_api_lines(plan),
+        *sources,
+    ]
+    return "\n".join(lines)
+
+
+def terms_lines(own: OwnServing, machine: Hardware) -> list[str]:
+    """What tokens cost, prefill and decode apart, and the prices behind it with their sources."""
+    usd, watts = own.worked.usd_per_hour, machine.watts
+    parts = ", ".join(f"{name} {format_money(value)}" for name, value in own.worked.parts.items())
+    return [
+        "",
+        f"tokens: {format_money(own.tokens.input_usd_per_mtok)} a million in (prefill), "
+        f"{format_money(own.tokens.output_usd_per_mtok)} out (decode), at {100 * own.utilisation:g}% use (assumed)",
+        f"device {own.worked.terms}: {format_money(usd.value)} for an hour's work ({parts})",
+        f"price {usd.kind}: {usd.source}; {usd.date}",
+        f"power {watts.kind}: {watts.value:.4g} W ({watts.source}; {watts.date})",
+    ]
+
+
+def _serving_rows(plan: Crossover) -> list[list[str]]:
+    serving, demand = plan.serving, plan.demand
+    if isinstance(serving, PaidByReplica):
+        return [
+            ["  a replica a day", format_money(serving.usd_per_replica_day)],
+            ["  requests it serves a day", format_count(serving.requests_per_replica_day)],
+            ["  replicas on the first day", f"{serving.replicas(demand, 0):,}"],
+        ]
+    first = serving.usd_until(demand, 1)
+    return [
+        ["  the first day", format_money(first)],
+        ["  a request", format_money(first / demand.requests_until(1))],
+    ]
+
+
+def _crossover(plan: Crossover) -> str:
+    if plan.day is None or plan.requests is None or plan.tokens is None:
+        return f"{format_days(plan.day)}: serving does not come to cost what training did"
+    return (
+        f"{format_days(plan.day)}: from then on serving has cost more than training, after {format_count(plan.requests)} "
+        f"requests, {format_count(plan.tokens)} tokens"
+    )
+
+
+def _api_lines(plan: Crossover) -> list[str]:
+    api = plan.api
+    if api is None:
+        return []
+    price = api.price
+    break_even = (
+        "no load: a full replica costs more than the API"
+        if api.break_even_requests_per_day is None or api.break_even_tokens_per_day is None
+        else f"{format_count(api.break_even_tokens_per_day)} tokens ({format_count(api.break_even_requests_per_day)} requests) "
+        "a day pay one replica of one's own"
+    )
+    return [
+        "",
+        f"API: {price.model} ({price.vendor}) asks ${price.input_usd_per_mtok:g} and ${price.output_usd_per_mtok:g} "
+        "a million tokens in and out: "
+        f"{format_money(api.usd_per_request)} a request, {format_money(api.horizon_usd)} in {plan.horizon_months:g} months",
+        f"break-even: {break_even}",
+        f"training repaid against the API: {format_days(api.repaid_day)}",
+        f"API price listed: {price.source}; {price.date}",
+    ]
