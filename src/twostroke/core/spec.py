@@ -241,7 +241,7 @@ class ModelSpec:
             raise ConfigError(
                 f"n_kv_heads={self.n_kv_heads} must divide n_heads={self.n_heads}. Use one of {', '.join(map(str, divisors))}."
             )
-        if self.positions == "rope" and self.head_dim % 2:
+        if self.positions == "rope" and self.mla is None and self.head_dim % 2:
             raise ConfigError(f"head_dim={self.head_dim} must be even for rotary positions. Use {self.head_dim + 1}.")
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"dropout={self.dropout} must be at least 0 and less than 1.")

@@ -158,8 +158,12 @@ def _moe_products(spec: ModelSpec) -> tuple[Product, ...]:
     return routed + (_mlp_products(spec, "shared_", moe.shared_width) if moe.shared_width else ())
 
 
-def _kind_of_layer(spec: ModelSpec, layer: int) -> LayerKind:
-    window = spec.window_of_layer(layer)
+def _has_experts(spec: ModelSpec, layer: int) -> bool:
+    return spec.moe is not None and (spec.moe.layers is None or layer in spec.moe.layers)
+
+
+def _layer_kind(spec: ModelSpec, window: int | None, sparse: bool) -> LayerKind:
+    """The layer with ``window`` (None: none) and, where ``sparse``, experts: nothing else tells layers of one model apart."""
     n_kv_heads, head_dim, values = spec.n_kv_heads, spec.head_dim, True
     if spec.global_attention is not None and window is None:
         n_kv_heads, head_dim = spec.global_attention.n_kv_heads, spec.global_attention.head_dim
@@ -169,7 +173,6 @@ def _kind_of_layer(spec: ModelSpec, layer: int) -> LayerKind:
         other += (spec.n_heads + n_kv_heads) * head_dim if spec.departures.qk_norm_over_heads else 2 * head_dim
     other += spec.n_heads if spec.departures.attention_sinks else 0
     other += 1 if spec.departures.layer_scale else 0
-    sparse = spec.moe is not None and (spec.moe.layers is None or layer in spec.moe.layers)
     if spec.moe is not None and sparse:
         other += spec.moe.n_experts if spec.moe.correction_bias else 0
         other += spec.d_model + spec.moe.n_experts if spec.moe.router_scales else 0
@@ -215,7 +218,8 @@ def _kind_of_layer(spec: ModelSpec, layer: int) -> LayerKind:
 @lru_cache(maxsize=256)
 def layer_kinds(spec: ModelSpec) -> tuple[tuple[LayerKind, int], ...]:
     """(kind, how many layers are of it), in order of first appearance; a uniform model has one entry."""
-    return tuple(Counter(_kind_of_layer(spec, layer) for layer in range(spec.n_layers)).items())
+    told_apart = Counter((spec.window_of_layer(i), _has_experts(spec, i)) for i in range(spec.n_layers))
+    return tuple((_layer_kind(spec, window, sparse), count) for (window, sparse), count in told_apart.items())
 
 
 def head_product(spec: ModelSpec) -> Product:
