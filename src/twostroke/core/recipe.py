@@ -166,16 +166,16 @@ class TrainRecipe:
         if self.data.tokenizer is None and self.data.vocab_size < 257:
             raise ConfigError(f"data.vocab_size={self.data.vocab_size} must be at least 257: 256 bytes and one end-of-text.")
         m = self.model
+        if self.method != "pretrain" and m.init_from is None:
+            raise ConfigError(
+                f'method="{self.method}" fine-tunes an existing model: give model.init_from, or use method="pretrain".'
+            )
         if m.init_from is None and m.size == "explicit":
             for name in ("n_layers", "d_model", "n_heads", "d_ff"):
                 _at_least(f"model.{name}", getattr(m, name), 1)
         if m.init_from is None and m.size == "auto" and t.budget_s <= 0:
             raise ConfigError(
                 'model.size="auto" needs train.budget_s: the planner picks the size that a time budget can train.'
-            )
-        if self.method != "pretrain" and m.init_from is None:
-            raise ConfigError(
-                f'method="{self.method}" fine-tunes an existing model: give model.init_from, or use method="pretrain".'
             )
         self._check_conversations()
         self._check_lora()

@@ -70,10 +70,10 @@ class ConversationTemplate:
 
 
 def learned_tokens(encoding: Encoding, spans: Sequence[tuple[int, int]]) -> list[bool]:
-    """For each token of a whole text, tokenised at once as a server does, whether it is the assistant's.
+    """For each token of a whole text, tokenised at once as a server does, whether any of it is the assistant's.
 
-    A token belongs to where it begins. Byte-level tokenizers leave leading white space out of a token's offsets, so a token
-    is taken to begin where the one before it ended.
+    Byte-level tokenizers leave leading white space out of a token's offsets, so a token is taken to begin where the one
+    before it ended. One that begins in the generation prompt is learned, or the answer's first word never would be.
     """
     learned, ended, waiting = [], 0, list(spans)
     for begin, end in encoding.offsets:
@@ -82,5 +82,5 @@ def learned_tokens(encoding: Encoding, spans: Sequence[tuple[int, int]]) -> list
         while waiting and start >= waiting[0][1]:
             waiting.pop(0)
         # What a post-processor adds has the empty offsets (0, 0); a prompt is never empty, so it is in no span.
-        learned.append(bool(waiting) and waiting[0][0] <= start)
+        learned.append(bool(waiting) and end > waiting[0][0])
     return learned

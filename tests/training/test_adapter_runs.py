@@ -1,0 +1,220 @@
+"""Runs of methods "lora", "qlora" and "full" from a small model, on conversations and on text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from twostroke.core.errors import ConfigError, CorruptFileError, Interrupted
+from twostroke.core.recipe import TrainRecipe, recipe_from_dict
+from twostroke.core.spec import ModelSpec
+from twostroke.data.tokenizer import load_tokenizer
+from twostroke.model.adapters import peft_names
+from twostroke.model.decoder import Decoder
+from twostroke.model.initialise import initialise
+from twostroke.model.load import load_model, load_state
+from twostroke.model.save import save_model
+from twostroke.training.checkpoint import list_checkpoints, load_checkpoint
+from twostroke.training.loop import TrainingResult, train
+
+Make = Callable[..., TrainRecipe]
+
+
+@pytest.fixture
+def base(tokenizer: Path, tmp_path: Path) -> Path:
+    vocabulary = load_tokenizer(tokenizer).get_vocab_size()
+    spec = ModelSpec(
+        "llama", vocabulary, n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=48, max_positions=96,
+        tied_embeddings=True, eos_token_ids=(0,),
+    )  # fmt: skip
+    decoder = Decoder(spec)
+    initialise(decoder, 7)
+    return save_model(decoder, spec, tmp_path / "base", "fp32", tokenizer)
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    file = tmp_path / "chats.jsonl"
+    records = [{"instruction": f"def {i} if", "output": f"return {i} while not {i % 3}"} for i in range(60)]
+    file.write_text("\n".join(map(json.dumps, records)))
+    return file
+
+
+@pytest.fixture
+def make(base: Path, chats: Path, tmp_path: Path) -> Make:
+    def recipe(name: str = "run", method: str = "lora", lora: dict[str, Any] | None = None, **train: Any) -> TrainRecipe:
+        settings = {"steps": 4, "batch_size": 2, "sequence_length": 64, "compile": False, "dtype": "fp32", "weight_decay": 0.0}
+        return recipe_from_dict(
+            {
+                "method": method,
+                "output": str(tmp_path / name),
+                "model": {"init_from": str(base)},
+                "data": {"sources": [str(chats)], "layout": "alpaca"},
+                "train": settings | {"learning_rate": 1e-2} | train,
+            }
+            | ({"lora": lora or {"rank": 4, "alpha": 8.0}} if method != "full" else {})
+        )
+
+    return recipe
+
+
+def _log(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "log.jsonl").read_text().splitlines()]
+
+
+def _last(result: TrainingResult) -> Path:
+    return list_checkpoints(result.directory / "checkpoints")[-1][1]
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype", "lora"),
+    [
+        ("lora", "fp32", {"rank": 4, "dropout": 0.3}),
+        ("lora", "bf16", {"rank": 4, "targets": ["q_proj", "v_proj"]}),
+        ("qlora", "bf16", {"rank": 4, "dropout": 0.1}),
+        ("qlora", "fp32", {"rank": 2, "double_quantization": False, "nf4_block": 32}),
+        ("full", "bf16", None),
+    ],
+)
+def test_interrupted_and_resumed_is_the_uninterrupted_run_bit_for_bit(make: Make, method: str, dtype: str, lora: Any) -> None:
+    settings: dict[str, Any] = {"method": method, "dtype": dtype, "lora": lora, "steps": 6, "grad_accumulation": 2}
+    whole = train(make("whole", **settings))
+    recipe = make("resumed", **settings)
+    for number, step in enumerate((2, 3)):
+        with pytest.raises(Interrupted):
+            train(recipe, resume=number > 0, should_stop=lambda done, at=step: done == at)
+    resumed = train(recipe, resume=True)
+    names = ("step", "loss", "grad_norm", "tokens", "epoch")
+    assert [[r[n] for n in names] for r in _log(resumed.directory)] == [[r[n] for n in names] for r in _log(whole.directory)]
+    ends = [load_checkpoint(_last(result)) for result in (resumed, whole)]
+    for part in ("weights", "optimizer"):
+        a, b = (getattr(end, part) for end in ends)
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[name], b[name]) for name in a)
+    files = "model.safetensors" if method == "full" else "adapter_model.safetensors"
+    assert (resumed.model / files).read_bytes() == (whole.model / files).read_bytes()
+    losses = [r["loss"] for r in _log(whole.directory)]
+    assert len(set(losses)) == 6
+    assert losses[-1] < losses[0]
+
+
+def test_checkpoints_hold_adapters_and_their_optimizer_and_nothing_else(make: Make) -> None:
+    result = train(make())
+    checkpoint = load_checkpoint(_last(result))
+    spec, _ = load_state(result.model)
+    assert set(checkpoint.weights) == set(peft_names(spec))
+    assert {key.partition("::")[0] for key in checkpoint.optimizer} == set(checkpoint.weights)
+    assert result.summary["n_trained_parameters"] == sum(w.numel() for w in checkpoint.weights.values())
+    assert result.summary["measurement"]["model_bytes"] < (result.directory.parent / "base/model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_the_written_model_is_what_was_trained(make: Make, method: str) -> None:
+    """Merged on loading, its loss on the next batch is that of the decoder that was training."""
+    from twostroke.training.adapters import load_adapted
+    from twostroke.training.precision import MasterWeights
+
+    recipe = make(method=method)
+    result = train(recipe)
+    decoder = load_adapted(recipe, torch.device("cpu"))
+    MasterWeights(decoder, torch.float32).load(load_checkpoint(_last(result)).weights)
+    tokens = torch.arange(40)[None] % 200
+    with torch.no_grad():
+        unmerged, merged = decoder.eval()(tokens), load_model(result.model)(tokens)
+    assert (merged - unmerged).abs().max() <= 1e-4 * unmerged.abs().max()
+
+
+def test_a_base_that_changed_meanwhile_stops_the_resume(make: Make, base: Path) -> None:
+    recipe = make()
+    with pytest.raises(Interrupted):
+        train(recipe, should_stop=lambda step: step == 2)
+    content = bytearray((base / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (base / "model.safetensors").write_bytes(content)
+    with pytest.raises(CorruptFileError, match="have changed since the run began"):
+        train(recipe, resume=True)
+
+
+def test_the_loss_counts_the_assistants_tokens_only(make: Make, base: Path) -> None:
+    """With fresh adapters and no learning rate to speak of, the first loss is the base's mean over the answers' tokens."""
+    recipe = make(steps=1, batch_size=1, learning_rate=1e-30)
+    result = train(recipe)
+    decoder, tokenizer = load_model(base), load_tokenizer(base)
+    from twostroke.data.prepare import prepare
+    from twostroke.training.conversations import make_loader
+    from twostroke.training.resolve import with_own_tokenizer
+
+    with_tokenizer = with_own_tokenizer(recipe)
+    batch = make_loader(prepare(with_tokenizer.data), with_tokenizer, lambda line: None).next_batch()
+    nats: list[float] = []
+    ids, document = batch.tokens[0], batch.documents[0]
+    for number in range(int(document.max()) + 1):
+        own = ids[document == number]
+        text = tokenizer.decode(own.tolist(), skip_special_tokens=False)
+        if "Assistant:" not in text:
+            continue  # padding
+        prompt = text[: text.index("Assistant:") + len("Assistant:")]
+        n_prompt = len(tokenizer.encode(prompt, add_special_tokens=False).ids)
+        with torch.no_grad():
+            logarithms = torch.log_softmax(decoder(own[None])[0], dim=-1)
+        nats += [-float(logarithms[i - 1, own[i]]) for i in range(n_prompt, len(own))]
+    assert batch.n_valid == len(nats)
+    assert _log(result.directory)[0]["loss"] == pytest.approx(sum(nats) / len(nats), rel=1e-5)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("lora", "sentence"),
+        [
+            ({"rank": 0}, r"lora.rank=0 must be at least 1"),
+            ({"rank": 33}, r"lora.rank=33 is more than q_proj of 32 × 32 can have: at most 32"),
+            ({"targets": ["q_pro"]}, r"no matrix 'q_pro'. Did you mean 'q_proj'"),
+            ({"targets": []}, "lora.targets is empty"),
+            ({"dropout": 1.0}, "lora.dropout=1.0 must be"),
+            ({"alpha": 0.0}, "lora.alpha=0.0 must be above 0"),
+            ({"nf4_block": 63}, "lora.nf4_block=63 must be even"),
+            ({"rnak": 3}, r"lora.rnak is not known. Did you mean 'rank'"),
+        ],
+    )
+    def test_bad_adapters_get_a_sentence_before_anything_is_made(
+        self, make: Make, tmp_path: Path, lora: dict[str, Any], sentence: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=sentence):
+            train(make(lora=lora))
+        assert not (tmp_path / "run").exists()
+
+    def test_adapters_on_adapters(self, make: Make) -> None:
+        first = make("first")
+        train(first)
+        second = make("second").to_dict()
+        second["model"]["init_from"] = str(Path(first.output) / "model")
+        with pytest.raises(ConfigError, match=r"holds adapters. Make a whole model of it first"):
+            train(recipe_from_dict(second))
+
+    @pytest.mark.parametrize(
+        ("changes", "sentence"),
+        [
+            ({"method": "lora", "model": {}}, 'method="lora" fine-tunes an existing model'),
+            ({"method": "full", "lora": {"rank": 3}}, "is set, but method=.full. trains no adapters"),
+            ({"data": {"layout": "alpaca", "sources": ["stdlib"]}}, 'names "stdlib"'),
+            ({"data": {"chat_template": "x.jinja"}}, "data.layout is .text."),
+            ({"model": {"n_layers": 1, "d_model": 8, "n_heads": 1, "d_ff": 8}, "method": "pretrain",
+              "data": {"layout": "messages", "sources": ["x.json"]}}, "needs a tokenizer that knows"),
+        ],
+    )  # fmt: skip
+    def test_recipes_that_do_not_go_together(self, changes: dict[str, Any], sentence: str) -> None:
+        table = {"method": "lora", "model": {"init_from": "base"}, "train": {"steps": 1}} | changes
+        with pytest.raises(ConfigError, match=sentence):
+            recipe_from_dict(table)
+
+
+def test_adapters_on_plain_text(make: Make, corpus: Path) -> None:
+    table = make("text").to_dict()
+    table["data"] |= {"layout": "text", "sources": [str(corpus)]}
+    result = train(recipe_from_dict(table))
+    assert (result.model / "adapter_config.json").is_file()
