@@ -52,7 +52,8 @@ def within_micro_batch(
 
     Tensor: 2 all-reduces of w·s·b·E a layer forward and 2 backward, or as many pairs of reduce-scatter and all-gather under
     sequence parallel (the same bytes; Korthikanti et al., arXiv 2205.05198); full checkpointing repeats the forward ones.
-    Expert: 2 all-to-alls each way of s·b·k·E·w. Pipeline: w·s·b·E each way over each boundary, once per chunk of layers.
+    Expert: 2 all-to-alls each way of s·b·k·E·w. Pipeline: w·s·b·E/t each way over each boundary, once per chunk of layers
+    (Narayanan et al., arXiv 2104.04473, section 4.1 scatter and gather it over the tensor group).
     """
     w, n_micro = bytes_of(shape.compute_dtype), shape.grad_accumulation
     hidden = w * shape.tokens_per_pass * spec.d_model
@@ -98,7 +99,7 @@ def within_micro_batch(
             )
         )
     if layout.pipeline > 1:
-        message = hidden / layout.sequence_cut
+        message = hidden / layout.tensor  # each of the tensor group sends its part, and they gather at the other end
         plane = layout.tensor * layout.data
         link = group_link(layout, hardware, layout.pipeline, plane)
         bursts, once = n_micro * 2 * layout.interleave, network.send_s(message, link)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.flops import mean_keys
-from twostroke.planner.hardware import Hardware
+from twostroke.planner.hardware import ASSUMED_BANDWIDTH_EFFICIENCY, Hardware
 from twostroke.planner.latency import block_rate, head_norm_rate, setup_bytes, training_attention_rate
 from twostroke.planner.layout import SINGLE, Layout
 from twostroke.planner.memory import PRECISIONS, attends_explicitly, keys_walked, nf4_bytes_per_weight, state_bytes
@@ -128,11 +128,24 @@ def elementwise_counts(
     return elements, flops
 
 
+ASSUMED_ELEMENTWISE_SHARE = {"norms": 0.53, "attention": 0.45, "mlp": 0.5}
+"""Share of a datasheet's bandwidth that elementwise kernels of an accelerator reach, by component: medians over 1,072 public
+timings of Llama-2 7B and 70B on A100 and H100 at 2,048 tokens and more (microsoft/vidur, data/profiling/compute @7d47513, MIT):
+norms 0.34, residual sums 0.93 (together 0.53 by their bytes), rotary turn 0.45, gated activation 0.52."""
+
+
+def _assumed_rate(hardware: Hardware, component: str, moved: float) -> float:
+    if hardware.kind == "cpu" or hardware.basis == "measured":
+        return hardware.bandwidth(moved)
+    return hardware.bandwidth(moved) / ASSUMED_BANDWIDTH_EFFICIENCY * ASSUMED_ELEMENTWISE_SHARE[component]
+
+
 def elementwise(
     spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layer: RankLayer, layout: Layout, backward: bool
 ) -> list[Work]:
     """Norms, residual sums, rotary turn and activation of one layer: bytes over the rate that a calibrated block reached
-    (``block_<type>_<compiled|eager>_<direction>_bytes_per_s``), or over the plain bandwidth; and QK-norm."""
+    (``block_<type>_<compiled|eager>_<direction>_bytes_per_s``), or over the bandwidth (an accelerator's datasheet: times
+    ``ASSUMED_ELEMENTWISE_SHARE``); and QK-norm."""
     direction = "backward" if backward else "forward"
     measured = block_rate(hardware, shape.dtype, shape.mode, direction)
     elements, flops = elementwise_counts(spec, layer, layout.tensor, layout.sequence_cut, backward)
@@ -140,7 +153,7 @@ def elementwise(
     works = []
     for component, count in elements.items():
         moved = shape.tokens_per_pass * count * bytes_of(shape.dtype)
-        rate = measured or hardware.bandwidth(moved)
+        rate = measured or _assumed_rate(hardware, component, moved)
         works.append(Work.limited(component, shape.tokens_per_pass * flops[component], moved, 0.0, moved / rate, launch_s))
     if spec.qk_norm:
         normed = float(shape.tokens_per_pass) * (layer.kind.n_heads + layer.kind.n_kv_heads) * layer.kind.qk_dim / layout.tensor
