@@ -74,6 +74,18 @@ def test_decoder_lowering_and_weight_names_refuse_what_is_not_built(assets: Path
             make()
 
 
+def test_a_directory_of_a_planned_model_is_refused_before_its_weights_are_looked_for(assets: Path, tmp_path: Path) -> None:
+    from twostroke.engine.core import EngineCore
+    from twostroke.model.load import load_model
+
+    (tmp_path / "config.json").write_text(json.dumps(published(assets, "deepseek_v3")))
+    for load in (lambda: load_model(tmp_path), lambda: EngineCore(tmp_path)):
+        with pytest.raises(
+            ConfigError, match=r"can be planned but not built yet: mixture of experts, latent attention \(MLA\)"
+        ):
+            load()
+
+
 def test_a_specification_survives_a_journey_through_json(assets: Path) -> None:
     for family in HF:
         spec = spec_from_config(published(assets, family))

@@ -44,6 +44,7 @@ def open_weights(directory: Path | str) -> tuple[ModelSpec, Callable[[str], Tens
         return open_merged(directory, open_weights)
     config = read_config(directory)
     spec = read_spec(directory)
+    spec.require_buildable()
     if config.get("quantization_config"):
         raise ConfigError(f"{directory} is quantised; training and scoring need the unquantised model that it was made from.")
     files = WeightFiles(directory)

@@ -25,12 +25,13 @@ def with_own_tokenizer(recipe: TrainRecipe) -> TrainRecipe:
 def resolve_spec(recipe: TrainRecipe, prepared: PreparedData, hardware: Hardware | None) -> ModelSpec:
     """The model to train: that of ``model.init_from``, the planner's choice, or the recipe's sizes.
 
-    Raises ConfigError where the model cannot hold the tokenizer's vocabulary or the sequence, or where ``size = "auto"`` on a
-    machine that was not calibrated.
+    Raises ConfigError where the model is of a kind that is only planned, or cannot hold the tokenizer's vocabulary or the
+    sequence, or where ``size = "auto"`` on a machine that was not calibrated.
     """
     settings, model = recipe.train, recipe.model
     if model.init_from is not None:
         spec = read_spec(Path(model.init_from))
+        spec.require_buildable()
         if prepared.vocab_size > spec.vocab_size:
             raise ConfigError(
                 f"the tokenizer has {prepared.vocab_size} entries and {model.init_from} has rows for {spec.vocab_size}. "
