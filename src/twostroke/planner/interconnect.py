@@ -18,8 +18,8 @@ from typing import Any
 from twostroke.planner.choosing import Candidate, DeviceResult
 from twostroke.planner.hardware import Hardware
 
-FAST_LINK_BYTES_PER_S = 63e9
-"""One direction of a PCIe 5.0 ×16 slot (32 GT/s · 16 lanes · 128/130 ÷ 8): what every server has. More was bought."""
+FAST_LINK_BYTES_PER_S = 64e9
+"""One direction of a PCIe 5.0 ×16 slot (32 GT/s · 16 lanes ÷ 8): what every server has. More was bought."""
 
 
 @dataclass(frozen=True)

@@ -230,6 +230,7 @@ def search_serving(
             f"prompt_tokens={work.prompt_tokens} and output_tokens={work.output_tokens} make "
             f"{work.prompt_tokens + work.output_tokens} tokens; the context holds {spec.max_positions}. Use less of either."
         )
+    _check_precisions(space, SCHEMES, "a way to hold weights")
     candidates = list(_serve_candidates(spec, work, space, limits))
     return _ranked("serve", objective, work, limits, space, candidates)
 
@@ -244,6 +245,12 @@ def _serve_candidates(spec: ModelSpec, work: ServeWork, space: Space, limits: Se
                 yield _without_type("serve", machine, scheme, lacking)
                 continue
             yield from _serve_batches(spec, work, machine, scheme, batches, space, limits)
+
+
+def _check_precisions(space: Space, known: tuple[str, ...], what: str) -> None:
+    for precision in space.precisions:
+        if precision not in known:
+            raise ConfigError(f"{precision!r} is not {what}. Use one of {', '.join(known)}.")
 
 
 def _lacking_type(scheme: str, machine: Hardware) -> str | None:
@@ -352,6 +359,7 @@ def search_training(
         raise ConfigError(
             f"sequence_length={work.sequence_length} is more than the model's max_positions={spec.max_positions}. Use less."
         )
+    _check_precisions(space, tuple(PRECISIONS), "a training type")
     candidates = list(_train_candidates(spec, work, space, limits))
     return _ranked("train", objective, work, limits, space, candidates)
 

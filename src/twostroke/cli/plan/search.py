@@ -22,11 +22,11 @@ def search(
     hardware: list[str] = typer.Option([], help='A device by name, or "this". Repeatable; without it every device.'),
     objective: str = typer.Option("cost", help="What is best: cost, time, throughput or energy."),
     max_devices: int = typer.Option(8, help="Most devices of one kind."),
-    precision: list[str] = typer.Option([], help="Only these types of weights (serving) or products (training). Repeatable."),
     usd_per_hour: float = typer.Option(None, help="Most $ an hour, all devices together."),
     terms: str = typer.Option("on-demand", help="How devices are paid for: on-demand, spot or bought."),
     prompt: int = PROMPT,
     output: int = OUTPUT,
+    scheme: list[str] = typer.Option([], help="Serving: only these ways to hold weights. Repeatable."),
     requests_per_s: float = typer.Option(0.0, help="Serving: requests a second, for the number of replicas; 0: one kept full."),
     slo_ttft_ms: float = typer.Option(None, help="Serving: longest time to the first token, in ms."),
     slo_tpot_ms: float = typer.Option(None, help="Serving: longest time per output token, in ms."),
@@ -34,6 +34,7 @@ def search(
     tokens: float = typer.Option(0.0, help="Training: tokens of the run; without it 20 a parameter."),
     sequence_length: int = typer.Option(0, help="Training: tokens of a sequence; without it 4096, or the model's context."),
     batch_tokens: int = typer.Option(0, help="Training: tokens of an optimizer step; without it about 2 million."),
+    dtype: list[str] = typer.Option([], help="Training: only these types; without it bf16, or the device's own. Repeatable."),
     optimizer: str = typer.Option("adamw", help="Training: adamw, adam, sgd, muon or adamw8bit."),
     days: float = typer.Option(None, help="Training: most days of the run."),
     budget_usd: float = typer.Option(None, help="Training: most $ of the run."),
@@ -45,6 +46,7 @@ def search(
     from twostroke.core.errors import CapacityError, ConfigError
     from twostroke.planner.choosing import OBJECTIVES
     from twostroke.planner.hardware import hardware_names, load_hardware
+    from twostroke.planner.schema import PLAN_SCHEMA
     from twostroke.planner.search import ServeLimits, ServeWork, Space, TrainLimits, search_serving, search_training, train_work
     from twostroke.planner.text.search import nothing_found, search_text
 
@@ -56,23 +58,26 @@ def search(
         raise ConfigError(f"--terms={terms} is not known. Use one of {', '.join(TERMS)}.")
     if top < 1:
         raise ConfigError(f"--top={top} must be at least 1.")
-    serving: dict[str, float | None] = {
+    serving: dict[str, float | str | None] = {
         "--slo-ttft-ms": slo_ttft_ms,
         "--slo-tpot-ms": slo_tpot_ms,
         "--usd-per-mtok": usd_per_mtok,
     }
-    training: dict[str, float | None] = {"--days": days, "--budget-usd": budget_usd}
-    _refuse_other_phase(phase, "train", serving | {"--requests-per-s": requests_per_s or None})
-    _refuse_other_phase(phase, "serve", training | {"--tokens": tokens or None})
+    training: dict[str, float | str | None] = {"--days": days, "--budget-usd": budget_usd}
+    _refuse_other_phase(
+        phase, "train", serving | {"--requests-per-s": requests_per_s or None, "--scheme": next(iter(scheme), None)}
+    )
+    _refuse_other_phase(phase, "serve", training | {"--tokens": tokens or None, "--dtype": next(iter(dtype), None)})
     names = dict.fromkeys(hardware or hardware_names())
     machines = tuple(_at_terms(load_hardware(name), terms) for name in names)
     found = read_subject(subject, settings, machines[0])
-    space = Space(machines, max_devices, tuple(precision))
     searches = []
     if phase != "serve":
+        space = Space(machines, max_devices, tuple(dtype))
         work = train_work(found.spec, tokens, sequence_length, batch_tokens, optimizer)
         searches.append(search_training(found.spec, work, space, TrainLimits(days, budget_usd, usd_per_hour), objective))
     if phase != "train":
+        space = Space(machines, max_devices, tuple(scheme))
         shape = serving_shape(found.spec, "bf16", 1, prompt, output)
         limits = ServeLimits(_seconds(slo_ttft_ms), _seconds(slo_tpot_ms), usd_per_mtok, usd_per_hour)
         asked = ServeWork(shape.prompt_tokens, shape.output_tokens, requests_per_s)
@@ -80,7 +85,12 @@ def search(
     for done in searches:
         if done.winner is None:
             raise CapacityError(nothing_found(done))
-    document = {"kind": "search", "subject": found.name, "searches": {done.phase: done.to_dict() for done in searches}}
+    document = {
+        "schema": PLAN_SCHEMA,
+        "kind": "search",
+        "subject": found.name,
+        "searches": {done.phase: done.to_dict() for done in searches},
+    }
     emit(document, "\n\n".join(search_text(done, found.name, top) for done in searches), as_json)
 
 
@@ -95,13 +105,14 @@ def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
 
-def _refuse_other_phase(phase: str, asked: str, options: dict[str, float | None]) -> None:
-    """Raise ConfigError for a limit of the phase that was not asked for."""
+def _refuse_other_phase(phase: str, asked: str, options: dict[str, float | str | None]) -> None:
+    """Raise ConfigError for an option of the phase that was not asked for."""
     from twostroke.core.errors import ConfigError
 
     other = {"train": "serving", "serve": "training"}[asked]
     for name, value in options.items():
         if phase == asked and value is not None:
+            shown = value if isinstance(value, str) else f"{value:g}"
             raise ConfigError(
-                f"{name}={value:g} is about {other}, which --phase={phase} leaves out. Drop it or use --phase=both."
+                f"{name}={shown} is about {other}, which --phase={phase} leaves out. Drop it or use --phase=both."
             )

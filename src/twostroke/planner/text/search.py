@@ -205,32 +205,38 @@ def reason_table(search: Search) -> list[str]:
     return columns(rows, (2,)).split("\n")
 
 
-def link_lines(findings: Sequence[LinkFinding], top: int = 4) -> list[str]:
+def link_lines(findings: Sequence[LinkFinding], top: int = 6) -> list[str]:
     """The interconnect: what it costs, what of it this work uses, and whether the rest of the device is worth its price."""
     if not findings:
         return []
     plain, link = findings[0].plain, findings[0].plain_link_bytes_per_s / 1e9
     lines = [f"interconnect: against {plain.device} (link {link:.3g} GB/s), the cheapest a token without NVLink or its like"]
-    rows = [["device", "link", "used", "dearer by", "of it idle link", "worth here", "a token costs"]]
-    for finding in findings[:top]:
-        ratio = finding.rich.score("cost") / finding.plain.score("cost")
-        rows.append(
-            [
-                finding.rich.device,
-                f"{finding.rich_link_bytes_per_s / 1e9:.3g} GB/s",
-                format_quantity(finding.rich.link_use, "share"),
-                f"{format_money(finding.difference_usd)}/h",
-                f"{format_money(finding.idle_usd)}/h assumed",
-                f"{format_money(finding.break_even_usd)}/h of {format_money(finding.price_usd)}/h",
-                f"{ratio:.2f}× {'more' if ratio >= 1 else 'of it'}",
-            ]
-        )
+    rows = [["device", "link", "used", "dearer by", "of it idle link", "worth here", "asked", f"against {plain.device}"]]
+    rows += [
+        [
+            finding.rich.device,
+            f"{finding.rich_link_bytes_per_s / 1e9:.3g} GB/s",
+            format_quantity(finding.rich.link_use, "share"),
+            f"{format_money(finding.difference_usd)}/h",
+            f"{format_money(finding.idle_usd)}/h assumed",
+            f"{format_money(finding.break_even_usd)}/h",
+            f"{format_money(finding.price_usd)}/h",
+            _verdict(finding),
+        ]
+        for finding in findings[:top]
+    ]
     return [
         *lines,
-        *columns(rows, (1, 2, 3, 4)).split("\n"),
+        *columns(rows, (1, 2, 3, 4, 5, 6)).split("\n"),
         "idle link: its part of the price difference, split by the logarithms of capacity, bandwidth, arithmetic and link;",
-        f"worth here: the price an hour at which a token costs as much as on {plain.device}.",
+        f"worth here: the price an hour at which the work costs as much as on {plain.device}; more is lost money",
     ]
+
+
+def _verdict(finding: LinkFinding) -> str:
+    """Whether the dearer device pays for itself in this work, with or without the use of its link."""
+    ratio = finding.rich.score("cost") / finding.plain.score("cost")
+    return f"{ratio:.2f}× the cost, overpaid" if finding.wasted else f"{ratio:.2f}× the cost"
 
 
 def workload_text(search: Search) -> str:
