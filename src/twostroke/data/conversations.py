@@ -16,7 +16,7 @@ import json
 import shutil
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ def prepare_conversations(
     inputs = {
         "format": FORMAT,
         "tokenizers_version": tokenizers.__version__,
-        "recipe": {name: value for name, value in asdict(recipe).items() if name != "too_long"},  # the loader's business
+        "recipe": asdict(replace(recipe, too_long="cut")),  # whatever it is, is the loader's business
         "tokenizer_sha256": hashlib.sha256(tokenizer_path.read_bytes()).hexdigest(),
         "template": template.source,
         "template_variables": dict(template.variables),

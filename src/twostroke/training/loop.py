@@ -38,11 +38,10 @@ from twostroke.ledger.store import Ledger
 from twostroke.model.decoder import Decoder
 from twostroke.model.initialise import initialise
 from twostroke.model.load import load_model, save_model
-from twostroke.planner.flops import mfu
 from twostroke.planner.hardware import Hardware, load_hardware
 from twostroke.planner.intervals import predict_with_intervals
 from twostroke.planner.params import count_parameters
-from twostroke.planner.training import TrainingShape, plan_training
+from twostroke.planner.training import flops_per_token, plan_training
 from twostroke.training.adapters import base_state, check_adapters, check_base, load_adapted, write_adapters
 from twostroke.training.checkpoint import Checkpoint, CheckpointError, list_checkpoints, load_newest, save_checkpoint
 from twostroke.training.clock import StepClock
@@ -52,7 +51,7 @@ from twostroke.training.memory import memory_bytes, peak_memory_bytes, reset_pea
 from twostroke.training.optimizers import Optimizers
 from twostroke.training.parallelize import eager, pick_device
 from twostroke.training.precision import MasterWeights
-from twostroke.training.resolve import resolve_spec, resolve_steps, with_own_tokenizer
+from twostroke.training.resolve import resolve_spec, resolve_steps, training_shape, with_own_tokenizer
 from twostroke.training.run_directory import Resolved, RunDirectory, StepLog, read_summary, write_json
 from twostroke.training.schedules import learning_rate_factor
 from twostroke.training.step import TrainStep
@@ -297,10 +296,8 @@ class TrainingRun:
         self._train_time_s = self._elapsed_s()
 
     def _mfu(self, tok_per_s: float) -> float | None:
-        if self.recipe.trains_adapters:
-            return None  # its operations a token are counted for training all weights
         peak = self.hardware.peak_flop_per_s.get(self.recipe.train.dtype) if self.hardware is not None else None
-        return None if peak is None else mfu(self.spec, self.recipe.train.sequence_length, tok_per_s, peak)
+        return None if peak is None else flops_per_token(self.spec, training_shape(self.recipe, self.steps)) * tok_per_s / peak
 
     def _count_skipped(self, skipped: str | None, first_window: int, last_window: int) -> None:
         if skipped is None:
@@ -486,10 +483,8 @@ def start(
     check_adapters(recipe, spec)
     steps = resolve_steps(recipe, spec, hardware)
     prediction: dict[str, Any] = {}
-    if recipe.trains_adapters:
-        log(f"no prediction: the planner knows runs that train all weights, not method={recipe.method!r}.")
-    elif hardware is not None:
-        plan = plan_training(spec, TrainingShape.from_settings(recipe.train, steps), hardware)
+    if hardware is not None:
+        plan = plan_training(spec, training_shape(recipe, steps), hardware)
         prediction = plan.prediction()
     else:
         log("no prediction and no MFU: this machine has no profile (`twostroke calibrate`, once, a minute).")

@@ -60,6 +60,15 @@ def resolve_spec(recipe: TrainRecipe, prepared: PreparedData, hardware: Hardware
     return spec_from_recipe(model, prepared.vocab_size, settings.sequence_length, (prepared.eos_id,))
 
 
+def training_shape(recipe: TrainRecipe, steps: int) -> TrainingShape:
+    """What the planner needs to know of ``recipe``, its method and adapters included."""
+    shape = TrainingShape.from_settings(recipe.train, steps)
+    if not recipe.trains_adapters:
+        return shape
+    lora = recipe.lora
+    return dataclasses.replace(shape, method=recipe.method, lora_rank=lora.rank, lora_targets=lora.targets)
+
+
 def resolve_steps(recipe: TrainRecipe, spec: ModelSpec, hardware: Hardware | None) -> int:
     """``train.steps``, or as many as the planner expects to fit in ``train.budget_s``, start-up included.
 
@@ -73,4 +82,4 @@ def resolve_steps(recipe: TrainRecipe, spec: ModelSpec, hardware: Hardware | Non
             f"train.budget_s={settings.budget_s:g} is turned into steps by this machine's profile, and there is none. "
             "Run `twostroke calibrate` once (a minute), or give train.steps."
         )
-    return steps_for_budget(spec, TrainingShape.from_settings(settings, steps=0), hardware, settings.budget_s)
+    return steps_for_budget(spec, training_shape(recipe, steps=0), hardware, settings.budget_s)
