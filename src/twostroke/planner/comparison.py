@@ -10,6 +10,7 @@ from twostroke.core.spec import ModelSpec
 from twostroke.planner.cost import cost_of, crossover_tokens, usd_per_million_tokens
 from twostroke.planner.hardware import Hardware
 from twostroke.planner.network import send_s
+from twostroke.planner.schema import PLAN_SCHEMA
 from twostroke.planner.serving import ServingPlan, ServingShape, decode_works, plan_serving, prefill_works
 from twostroke.planner.training import TrainingPlan, TrainingShape, plan_training
 from twostroke.planner.work import COMPONENTS, Work
@@ -66,6 +67,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         return {
+            "schema": PLAN_SCHEMA,
             "kind": "compare",
             "subject": self.subject,
             "hardware": self.hardware.to_dict(),

@@ -12,7 +12,19 @@ from typing import Any, Protocol
 
 from twostroke.core.errors import ConfigError
 from twostroke.planner.api_prices import ApiPrice
-from twostroke.planner.cost import DeviceRate, ProjectCost, Terms, TokenPrices, bought_rate, check_share, rate_of, token_prices
+from twostroke.planner.cost import (
+    DeviceRate,
+    ProjectCost,
+    Terms,
+    TokenPrices,
+    bought_rate,
+    check_share,
+    co2_kg,
+    rate_of,
+    token_prices,
+)
+from twostroke.planner.hardware import Price
+from twostroke.planner.schema import PLAN_SCHEMA
 from twostroke.planner.serving import ServingPlan
 
 DAYS_PER_MONTH = 365.25 / 12
@@ -177,6 +189,25 @@ class ApiComparison:
 
 
 @dataclass(frozen=True)
+class Energy:
+    """kWh of the final run and of a served request, both with PUE; idle machines draw nothing here."""
+
+    training_kwh: float
+    kwh_per_request: float
+    grid: Price
+
+    def to_dict(self, serving_kwh: float) -> dict[str, Any]:
+        return {
+            "training_kwh": self.training_kwh,
+            "serving_kwh": serving_kwh,
+            "training_co2_kg": co2_kg(self.training_kwh, self.grid.value),
+            "serving_co2_kg": co2_kg(serving_kwh, self.grid.value),
+            "kwh_per_request": self.kwh_per_request,
+            "grid_kg_co2_per_kwh": vars(self.grid),
+        }
+
+
+@dataclass(frozen=True)
 class Crossover:
     """Everything predicted of the two bills. ``day`` is None where serving never costs as much as training."""
 
@@ -186,6 +217,7 @@ class Crossover:
     horizon_months: float
     day: float | None
     api: ApiComparison | None = None
+    energy: Energy | None = None
 
     @property
     def requests(self) -> float | None:
@@ -211,6 +243,13 @@ class Crossover:
         """$ that a tenth saved is worth over the horizon: once in training, every day in serving."""
         return {"training": SAVED * self.training.usd, "serving": SAVED * self.serving_usd}
 
+    @property
+    def serving_kwh(self) -> float | None:
+        """kWh of serving over the horizon; None where no machine was planned."""
+        if self.energy is None:
+            return None
+        return self.energy.kwh_per_request * self.demand.requests_until(self.horizon_months * DAYS_PER_MONTH)
+
     def curve(self, n_points: int = 25) -> list[dict[str, float]]:
         """Both bills over the horizon, for a plot: day, training_usd, serving_usd and, with an API, api_usd."""
         points = []
@@ -224,6 +263,7 @@ class Crossover:
 
     def to_dict(self) -> dict[str, Any]:
         return {
+            "schema": PLAN_SCHEMA,
             "kind": "crossover",
             "training": self.training.to_dict(),
             "demand": {**asdict(self.demand), "tokens_per_day": self.demand.requests_per_day * self.demand.tokens_per_request},
@@ -239,21 +279,24 @@ class Crossover:
                 "saved_usd": self.saved_usd,
             },
             "api": self.api.to_dict() if self.api else None,
+            "energy": self.energy.to_dict(self.serving_kwh) if self.energy and self.serving_kwh is not None else None,
             "curve": self.curve(),
         }
 
 
 def plan_crossover(
     training: ProjectCost, demand: Demand, serving: Serving, horizon_months: float = 12.0, api: ApiPrice | None = None,
-    replica: PaidByReplica | None = None, cached_share: float = 0.0,
+    replica: PaidByReplica | None = None, cached_share: float = 0.0, energy: Energy | None = None,
 ) -> Crossover:  # fmt: skip
     """Both bills of ``training`` and of ``serving`` under ``demand``, beside an API's. ``replica`` is one's own smallest unit,
     for the load at which it undercuts the API. Raises ConfigError for numbers out of range."""
     if not 0 < horizon_months * DAYS_PER_MONTH <= LIMIT_DAYS:
         raise ConfigError(f"months={horizon_months:g} must be above 0 and at most {LIMIT_DAYS / DAYS_PER_MONTH:g}.")
-    found = Crossover(training, demand, serving, horizon_months, _within_limit(serving.day_of(demand, training.usd)))
+    if not 0 <= cached_share <= 1:
+        raise ConfigError(f"cached_share={cached_share:g} must be between 0 and 1. Give 0.8 for 80%.")
+    day = _within_limit(serving.day_of(demand, training.usd))
     if api is None:
-        return found
+        return Crossover(training, demand, serving, horizon_months, day, None, energy)
     per_request = api.request_usd(demand.prompt_tokens, demand.output_tokens, cached_share)
     bill = PaidByRequest(per_request)
     comparison = ApiComparison(
@@ -264,7 +307,7 @@ def plan_crossover(
         _repaid_day(training.usd, demand, serving, bill),
         demand.tokens_per_request,
     )
-    return Crossover(training, demand, serving, horizon_months, found.day, comparison)
+    return Crossover(training, demand, serving, horizon_months, day, comparison, energy)
 
 
 def break_even_requests_per_day(replica: PaidByReplica, api_usd_per_request: float) -> float | None:

@@ -13,11 +13,30 @@ from twostroke.planner.flops import attention_flops_per_token, decode_flops, pre
 from twostroke.planner.hardware import DATASHEET_NOTE, SCHEME_BYTES, Hardware
 from twostroke.planner.latency import elementwise_elements, elementwise_flops, keys_of_prefill, prefill_attention_rate
 from twostroke.planner.params import Parameters, Product, block_products, count_parameters, head_product
+from twostroke.planner.schema import PLAN_SCHEMA
+from twostroke.planner.speculation import Speculation
+from twostroke.planner.step_time import (
+    ENGINES,
+    Efficiencies,
+    Part,
+    Pass,
+    Placement,
+    device_bytes,
+    efficiencies_of,
+    efficiencies_table,
+    one_pass,
+)
+from twostroke.planner.weights import SCHEMES as WEIGHT_SCHEMES
 from twostroke.planner.weights import kv_bytes_per_token, weights_bytes
 from twostroke.planner.work import Work, merge, total_seconds
 
-SCHEMES = ("fp32", "bf16", "int8")
-"""Weight schemes that the engine serves."""
+SCHEMES = tuple(WEIGHT_SCHEMES)
+"""Weight schemes that can be planned on a datasheet's accelerators."""
+
+ENGINE_SCHEMES = ("fp32", "bf16", "int8")
+"""Those that our own engine serves, and that a calibrated machine can be planned with."""
+
+CACHE_DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8", "int8")
 
 PAGE_TOKENS = 16
 """Tokens of one page of the KV cache; a request's last page is counted whole."""
@@ -54,7 +73,9 @@ class ServingShape:
     """How a model is served: ``batch`` requests decode together, each with a prompt and an answer of the given tokens.
 
     ``kv_cache_bytes`` = 0: the engine's default (``default_cache_bytes``); ``max_model_len`` = 0: the model's own;
-    ``kv_dtype`` = "auto": bf16, or fp32 with fp32 weights. Raises ConfigError.
+    ``kv_dtype`` = "auto": bf16, or fp32 with fp32 weights. ``tensor`` · ``pipeline`` devices hold one copy; ``expert`` above
+    ``tensor`` spreads the experts over more, with attention in expert/tensor groups. ``prefix_hit_share`` of a prompt's tokens
+    are in the cache already. ``engine``: whose step and launch times are taken on datasheet accelerators. Raises ConfigError.
     """
 
     scheme: str = "bf16"
@@ -64,17 +85,44 @@ class ServingShape:
     kv_dtype: str = "auto"
     kv_cache_bytes: int = 0
     max_model_len: int = 0
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    prefix_hit_share: float = 0.0
+    speculation: Speculation | None = None
+    engine: str = "any"
 
     def __post_init__(self) -> None:
         least = {"batch": 1, "prompt_tokens": 1, "output_tokens": 1, "kv_cache_bytes": 0, "max_model_len": 0}
+        least |= {"tensor": 1, "pipeline": 1, "expert": 1}
         for name, bound in least.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < bound:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least {bound}.")
         if self.scheme not in SCHEMES:
             raise ConfigError(f"scheme={self.scheme!r} is not a way to hold weights. Use one of {', '.join(SCHEMES)}.")
-        if self.kv_dtype != "auto":
-            bytes_of(self.kv_dtype)
+        if self.kv_dtype not in CACHE_DTYPES:
+            raise ConfigError(f"kv_dtype={self.kv_dtype!r} is not a type of KV cache. Use one of {', '.join(CACHE_DTYPES)}.")
+        if not 0 <= self.prefix_hit_share < 1:
+            raise ConfigError(
+                f"prefix_hit_share={self.prefix_hit_share} must be at least 0 and below 1: the last token is new."
+            )
+        if self.engine not in ENGINES:
+            raise ConfigError(f"engine={self.engine!r} is not in the measured tables. Use one of {', '.join(ENGINES)}.")
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.tensor, self.pipeline, max(self.tensor, self.expert))
+
+    @property
+    def hit_tokens(self) -> int:
+        """Prompt tokens that are found in the cache: whole pages, never the last token."""
+        return min(int(self.prefix_hit_share * self.prompt_tokens) // PAGE_TOKENS * PAGE_TOKENS, self.prompt_tokens - 1)
+
+    @property
+    def context(self) -> int:
+        """Tokens before an average token of an answer: prompt + output/2."""
+        return self.prompt_tokens + (self.output_tokens + 1) // 2
 
     @property
     def cache_dtype(self) -> str:
@@ -116,7 +164,10 @@ class ServingPlan:
     decode_flops_per_token: float
     model_bytes: float
     startup_s: float
-    cost_per_hour: Cost
+    cost_per_hour: Cost  # of all devices of one copy
+    check_s: float | None = None  # a step that checks drafted tokens
+    prompt_beside_s: float | None = None  # what a prompt adds to a step; None: it runs apart and takes its whole prefill
+    interference: float = 1.0
     notes: tuple[str, ...] = ()
 
     @property
@@ -125,9 +176,48 @@ class ServingPlan:
         return total_seconds(self.prefill)
 
     @property
-    def tpot_s(self) -> float:
-        """Seconds between tokens of one request while ``batch`` requests decode: one decode step."""
+    def step_s(self) -> float:
+        """One plain decode step of ``batch`` requests."""
         return total_seconds(self.decode)
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds between tokens of one request while ``batch`` requests decode and none arrives: one decode step; with
+        speculation step ÷ speed-up."""
+        if self.shape.speculation is None or self.check_s is None:
+            return self.step_s
+        return self.step_s / self.shape.speculation.speed_up_of(self.step_s, self.check_s)
+
+    @property
+    def devices(self) -> int:
+        """Accelerators that hold one copy."""
+        return self.shape.placement.devices
+
+    @property
+    def added_by_a_prompt_s(self) -> float:
+        """Seconds by which others' decoding is held up when a prompt is computed: a step with it − a step without, or the
+        whole prefill where it runs apart; times the share that is felt."""
+        beside = self.ttft_s if self.prompt_beside_s is None else self.prompt_beside_s
+        return self.interference * beside
+
+    @property
+    def loaded_tpot_s(self) -> float:
+        """TPOT of ``batch`` users who each ask again at once: TPOT + (batch − 1)/output · what a prompt adds."""
+        return self.tpot_s + (self.shape.batch - 1) / self.shape.output_tokens * self.added_by_a_prompt_s
+
+    @property
+    def loaded_ttft_s(self) -> float:
+        """TTFT beside batch − 1 such users: the step that is running ends (half of one on average), prompts that arrived during
+        the same step go first (half of (batch − 1)/output), then its own prefill. Alone: the prefill."""
+        if self.shape.batch == 1:
+            return self.ttft_s
+        before = (self.shape.batch - 1) / (2 * self.shape.output_tokens)
+        return self.ttft_s * (1 + before) + self.tpot_s / 2
+
+    @property
+    def loaded_e2e_s(self) -> float:
+        """Loaded TTFT + (output − 1) · loaded TPOT."""
+        return self.loaded_ttft_s + (self.shape.output_tokens - 1) * self.loaded_tpot_s
 
     @property
     def decode_tok_per_s(self) -> float:
@@ -152,7 +242,7 @@ class ServingPlan:
     @property
     def usd_per_mtok(self) -> float:
         """$ per million output tokens of the machine's price, prefill included, never idle."""
-        return usd_per_million_tokens(self.output_tok_per_s, self.hardware.usd_per_hour.value)
+        return usd_per_million_tokens(self.output_tok_per_s, self.devices * self.hardware.usd_per_hour.value)
 
     @property
     def kwh_per_mtok(self) -> float:
@@ -177,6 +267,8 @@ class ServingPlan:
             "prefill_tok_per_s": self.prefill_tok_per_s,
             "decode_tok_per_s": self.decode_tok_per_s,
             "output_tok_per_s": self.output_tok_per_s,
+            "loaded_ttft_s": self.loaded_ttft_s,
+            "loaded_tpot_s": self.loaded_tpot_s,
             "weights_bytes": self.memory_bytes["weights"],
             "kv_cache_bytes": self.memory_bytes["kv_cache"],
             "peak_memory_bytes": self.peak_memory_bytes,
@@ -189,6 +281,7 @@ class ServingPlan:
     def to_dict(self) -> dict[str, Any]:
         """The whole plan as plain data."""
         return {
+            "schema": PLAN_SCHEMA,
             "kind": "serve",
             "model": asdict(self.spec),
             "shape": asdict(self.shape),
@@ -199,6 +292,7 @@ class ServingPlan:
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "kv_request_bytes": self.kv_request_bytes,
             "pages": self.pages,
+            "devices": self.devices,
             "largest_batch": self.largest_batch,
             "passes": {"prefill": [w.to_dict() for w in self.prefill], "decode": [w.to_dict() for w in self.decode]},
             "prefill_flops_per_token": self.prefill_flops_per_token,
@@ -217,21 +311,43 @@ def request_kv_bytes(spec: ModelSpec, shape: ServingShape) -> float:
     return pages * PAGE_TOKENS * kv_bytes_per_token(spec, shape.cache_dtype)
 
 
+def weights_on_device(spec: ModelSpec, shape: ServingShape) -> float:
+    """Bytes of weights on one device: the blocks' matrices as ``Placement`` divides them, the rest (embedding, head, norms)
+    by tensor; all of it where there is one device. Stages hold equally many layers, the first the embedding, the last the head:
+    the fuller one is counted."""
+    whole, at = weights_bytes(spec, shape.scheme), shape.placement
+    if at.devices == 1:
+        return whole
+    rest = whole - device_bytes(spec, shape.scheme, 1, 1)
+    stages = min(at.pipeline, spec.n_layers)
+    layers = -(-spec.n_layers // stages) / spec.n_layers
+    ends = rest / at.tensor / (1 if stages == 1 or spec.tied_embeddings else 2)
+    return layers * device_bytes(spec, shape.scheme, at.tensor, at.stage_devices) + ends
+
+
+def kv_bytes_on_device(spec: ModelSpec, shape: ServingShape, kv_bytes: float) -> float:
+    """Of ``kv_bytes`` of cached tokens what one device keeps: key heads divided by tensor (no further than there are heads,
+    and not at all under latent attention), layers by pipeline, requests by attention groups."""
+    at = shape.placement
+    heads = 1 if spec.mla is not None else min(at.tensor, spec.n_kv_heads)
+    return kv_bytes / (heads * min(at.pipeline, spec.n_layers) * at.attention_groups)
+
+
 def memory_for_kv(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float:
-    """Bytes left for the KV cache: utilisation · memory − weights − the process at rest. May be negative."""
+    """Bytes left for the KV cache on one device: utilisation · memory − weights − the process at rest. May be negative."""
     share = GPU_MEMORY_UTILISATION if hardware.kind == "gpu" else CPU_MEMORY_UTILISATION
-    return share * hardware.memory_bytes - weights_bytes(spec, shape.scheme) - hardware.extras.get("baseline_rss_bytes", 0.0)
+    return share * hardware.memory_bytes - weights_on_device(spec, shape) - hardware.extras.get("baseline_rss_bytes", 0.0)
 
 
 def default_cache_bytes(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float:
     """What the engine takes when it is not told: pages for ``MAX_RUNNING`` requests of the longest context, at most
     ``CACHE_SHARE`` of the memory that weights and process leave on a CPU, all that may be used on a GPU; at least one page."""
-    page = PAGE_TOKENS * kv_bytes_per_token(spec, shape.cache_dtype)
+    page = kv_bytes_on_device(spec, shape, PAGE_TOKENS * kv_bytes_per_token(spec, shape.cache_dtype))
     longest = -(-(shape.max_model_len or spec.max_positions) // PAGE_TOKENS) * page
     if hardware.kind == "gpu":
         most = memory_for_kv(spec, shape, hardware)
     else:
-        held = weights_bytes(spec, shape.scheme) + hardware.extras.get("baseline_rss_bytes", 0.0)
+        held = weights_on_device(spec, shape) + hardware.extras.get("baseline_rss_bytes", 0.0)
         most = CACHE_SHARE * (hardware.memory_bytes - held)
     return max(page, min(MAX_RUNNING * longest, most) // page * page)
 
@@ -304,9 +420,10 @@ def layer_operations(spec: ModelSpec, shape: ServingShape, rows: int, hardware: 
 
 def prefill_attention(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Work:
     """softmax(QKᵀ)V of one layer over one prompt: time from the keys that blocks of queries walk, FLOP from the causal part."""
-    tokens, w = shape.prompt_tokens, bytes_of(shape.compute_dtype)
-    walked = 4.0 * spec.n_heads * spec.head_dim * tokens * keys_of_prefill(tokens)
-    causal = attention_flops_per_token(spec, tokens) * tokens / spec.n_layers
+    tokens, w = shape.prompt_tokens - shape.hit_tokens, bytes_of(shape.compute_dtype)
+    cached = 4.0 * spec.n_heads * spec.head_dim * tokens * shape.hit_tokens
+    walked = 4.0 * spec.n_heads * spec.head_dim * tokens * keys_of_prefill(tokens) + cached
+    causal = attention_flops_per_token(spec, tokens) * tokens / spec.n_layers + cached
     moved = tokens * w * (spec.qkv_rows + spec.n_heads * spec.head_dim)
     rate = prefill_attention_rate(hardware, shape.compute_dtype, tokens)
     return Work.limited("attention", causal, moved, walked / rate, moved / hardware.bandwidth(moved))
@@ -354,9 +471,11 @@ def around_layers(
 
 
 def prefill_works(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> tuple[Work, ...]:
-    """One prompt through the model, in as many steps as the engine's token budget makes of it. After the last layer's attention
-    only the last token goes on."""
-    rows = shape.prompt_tokens
+    """One prompt through the model, what the cache has of it left out, in as many steps as the engine's token budget makes of
+    it. After the last layer's attention only the last token goes on."""
+    if not runs_our_engine(spec, shape, hardware):
+        return accelerator_works(spec, prompt_pass(spec, shape, hardware), efficiencies_of(hardware, shape.engine))
+    rows = shape.prompt_tokens - shape.hit_tokens
     working_set = weights_bytes(spec, shape.scheme)
     n_steps = -(-rows // TOKEN_BUDGET)
     whole = [*layer_products(spec, shape, rows, working_set, hardware), *layer_operations(spec, shape, rows, hardware)]
@@ -373,8 +492,10 @@ def decode_works(spec: ModelSpec, shape: ServingShape, hardware: Hardware, batch
     """One step of ``batch`` requests (default: the shape's), each with prompt + output/2 tokens before it."""
     if batch is not None:
         shape = replace(shape, batch=batch)
+    if not runs_our_engine(spec, shape, hardware):
+        return accelerator_works(spec, decode_pass(spec, shape, hardware), efficiencies_of(hardware, shape.engine))
     rows = shape.batch
-    context = shape.prompt_tokens + (shape.output_tokens + 1) // 2
+    context = shape.context
     cache = shape.batch * context * kv_bytes_per_token(spec, shape.cache_dtype)
     working_set = weights_bytes(spec, shape.scheme) + cache
     layer = [*layer_products(spec, shape, rows, working_set, hardware), *layer_operations(spec, shape, rows, hardware)]
@@ -384,14 +505,134 @@ def decode_works(spec: ModelSpec, shape: ServingShape, hardware: Hardware, batch
     return merge([*works, *around_layers(spec, shape, rows, rows, working_set, hardware)])
 
 
+# -- accelerators known by their datasheet --------------------------------------------------------------------------------
+
+CHUNK_TOKENS = 8192
+"""Prompt tokens that engines on accelerators compute in one step at most."""
+
+
+def runs_our_engine(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> bool:
+    """Whether rates of this very engine were measured for the plan: a calibrated machine, one device, a dense model of equal
+    layers. Everything else is planned by ``step_time``."""
+    plain = spec.moe is None and spec.mla is None and spec.global_attention is None
+    return hardware.basis == "measured" and shape.placement.devices == 1 and plain and shape.scheme in ENGINE_SCHEMES
+
+
+def decode_pass(
+    spec: ModelSpec, shape: ServingShape, hardware: Hardware, prompt: bool = False, checked: int = 1, batch: int | None = None
+) -> Pass:
+    """A step of the batch at an answer's mean context, with one prompt beside it where asked for; each request with ``checked``
+    tokens."""
+    return one_pass(
+        spec, shape.scheme, bytes_of(shape.cache_dtype), shape.placement, hardware,
+        decoding=batch or shape.batch, context=shape.context, checked=checked,
+        prompt_tokens=shape.prompt_tokens if prompt else 0.0, hit_tokens=shape.hit_tokens if prompt else 0.0,
+    )  # fmt: skip
+
+
+def prompt_pass(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Pass:
+    """One prompt alone, in steps of ``CHUNK_TOKENS``."""
+    fresh = shape.prompt_tokens - shape.hit_tokens
+    return one_pass(
+        spec, shape.scheme, bytes_of(shape.cache_dtype), shape.placement, hardware,
+        prompt_tokens=shape.prompt_tokens, hit_tokens=shape.hit_tokens, steps=-(-fresh // CHUNK_TOKENS),
+    )  # fmt: skip
+
+
+def accelerator_works(spec: ModelSpec, once: Pass, rates: Efficiencies) -> tuple[Work, ...]:
+    """A pass by component. Collectives are shared by attention and MLP, each of which ends in one; scheduling and sampling
+    stand with the head. Norms move their bytes within what products were fitted to, so only their launches count."""
+    network = once.network_s(rates) / 2
+    norms, attention, mlp = (count * rates.operator_s for count in once.operators)
+    launches = {"attention": attention + network, "mlp": mlp + network, "head": once.around_s(rates)}
+    works = [Work.limited("norms", 0.0, 0.0, 0.0, 0.0, norms)]
+    works += [_work_of(part, once, rates, launches[part.component]) for part in once.products]
+    for part, seconds in ((once.cache, once.cache_s(rates)), (once.prompts, once.prompts_s(rates))):
+        if seconds:
+            arithmetic, memory = part.arithmetic_s / rates.attention_share, part.memory_s / rates.cache_bandwidth_share
+            works.append(Work("attention", part.flops, part.n_bytes, arithmetic, memory, 0.0, seconds))
+    return merge(works)
+
+
+def _work_of(part: Part, once: Pass, rates: Efficiencies, launch_s: float) -> Work:
+    arithmetic, memory = part.arithmetic_s / rates.arithmetic(once.dtype), part.memory_s / rates.product_bandwidth_share
+    seconds = once.product_s(part, rates) + launch_s
+    return Work(part.component, part.flops, part.n_bytes, arithmetic, memory, launch_s, seconds)
+
+
+def serving_times(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> tuple[float, float, float]:
+    """(bytes on one device, TTFT, TPOT) of a shape and nothing else: what a search asks thousands of times. TTFT and TPOT are
+    those of ``ServingPlan``."""
+    memory = weights_on_device(spec, shape) + kv_bytes_on_device(spec, shape, shape.batch * request_kv_bytes(spec, shape))
+    if runs_our_engine(spec, shape, hardware):
+        return memory, total_seconds(prefill_works(spec, shape, hardware)), total_seconds(decode_works(spec, shape, hardware))
+    rates = efficiencies_of(hardware, shape.engine)
+    step = decode_pass(spec, shape, hardware).seconds(rates)
+    if shape.speculation is not None:
+        check = decode_pass(spec, shape, hardware, checked=shape.speculation.draft_tokens + 1).seconds(rates)
+        step /= shape.speculation.speed_up_of(step, check)
+    return memory, prompt_pass(spec, shape, hardware).seconds(rates), step
+
+
+def check_s(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float | None:
+    """A step that checks γ drafted tokens and draws one more, for every request; None without speculation. Our own engine takes
+    the rows of so many requests (their cache is read once a row, so this is the slower side)."""
+    if shape.speculation is None:
+        return None
+    rows = shape.speculation.draft_tokens + 1
+    if runs_our_engine(spec, shape, hardware):
+        return total_seconds(decode_works(spec, shape, hardware, rows * shape.batch))
+    return decode_pass(spec, shape, hardware, checked=rows).seconds(efficiencies_of(hardware, shape.engine))
+
+
+def check_placement(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> None:
+    """Raises ConfigError where heads, layers or experts do not divide, or where a calibrated machine is asked for more than its
+    engine does."""
+    tensor, pipeline, expert = shape.tensor, shape.pipeline, shape.expert
+    if spec.n_heads % tensor or (spec.n_kv_heads % tensor and tensor % spec.n_kv_heads):
+        fitting = [
+            d for d in range(1, spec.n_heads + 1) if not spec.n_heads % d and not (spec.n_kv_heads % d and d % spec.n_kv_heads)
+        ]
+        raise ConfigError(
+            f"tensor={tensor} must divide n_heads={spec.n_heads} and go with n_kv_heads={spec.n_kv_heads}. "
+            f"Use one of {', '.join(map(str, fitting))}."
+        )
+    if pipeline > spec.n_layers:
+        raise ConfigError(f"pipeline={pipeline} is more than the model's n_layers={spec.n_layers}. Use at most that many.")
+    if expert > 1 and spec.moe is None:
+        raise ConfigError(f"expert={expert} spreads experts, and this model has none. Use --tensor or --pipeline.")
+    if spec.moe is not None and spec.moe.n_experts % expert:
+        raise ConfigError(f"expert={expert} must divide n_experts={spec.moe.n_experts}.")
+    if expert > tensor and expert % tensor:
+        raise ConfigError(f"expert={expert} must be a multiple of tensor={tensor}, or at most as much.")
+    if hardware.basis == "measured" and hardware.kind == "cpu" and shape.scheme not in ENGINE_SCHEMES:
+        raise ConfigError(
+            f"scheme={shape.scheme!r} is not served by the engine on this machine. Use one of {', '.join(ENGINE_SCHEMES)}, or "
+            "name an accelerator with --hardware."
+        )
+
+
+def rate_note(hardware: Hardware) -> str:
+    """How far a datasheet plan is to be trusted: the error on models that the fit had not seen, where that was measured."""
+    error = efficiencies_table()["unseen_model_error"].get(hardware.name)
+    if error is None:
+        return DATASHEET_NOTE
+    return (
+        "rates are the datasheet's times shares fitted to public measurements; on models that the fit had not seen, the "
+        f"median error of TPOT on this device was {error:.0%}."
+    )
+
+
 # -- the plan -------------------------------------------------------------------------------------------------------------
 
 
 def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> ServingPlan:
     """Predict serving ``spec`` on one ``hardware``.
 
-    Raises ConfigError where prompt and output exceed the context, CapacityError where the weights alone do not fit.
+    Raises ConfigError where prompt and output exceed the context or the placement does not divide the model, CapacityError
+    where weights and one request do not fit.
     """
+    check_placement(spec, shape, hardware)
     limit = shape.max_model_len or spec.max_positions
     if limit > spec.max_positions:
         raise ConfigError(f"max_model_len={limit} is more than the model's max_positions={spec.max_positions}.")
@@ -400,26 +641,33 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
             f"prompt_tokens={shape.prompt_tokens} and output_tokens={shape.output_tokens} make "
             f"{shape.prompt_tokens + shape.output_tokens} tokens; the context holds {limit}. Use less of either."
         )
-    weights = weights_bytes(spec, shape.scheme)
+    weights = weights_on_device(spec, shape)
     room = memory_for_kv(spec, shape, hardware)
-    one = request_kv_bytes(spec, shape)
+    one = kv_bytes_on_device(spec, shape, request_kv_bytes(spec, shape))
     if room < one:
+        each = f" on each of {shape.placement.devices} devices" if shape.placement.devices > 1 else ""
         raise CapacityError(
-            f"{shape.scheme} weights take {weights / 1e9:.1f} GB and one request's KV cache {one / 1e9:.2f} GB; "
+            f"{shape.scheme} weights take {weights / 1e9:.1f} GB and one request's KV cache {one / 1e9:.2f} GB{each}; "
             f"{hardware.label} has {hardware.memory_bytes / 1e9:.1f} GB, of which {(room + weights) / 1e9:.1f} GB may be used. "
-            "Use a smaller type, a shorter context or more memory."
+            "Use a smaller type, a shorter context, more memory or more devices (--tensor)."
         )
-    page = PAGE_TOKENS * kv_bytes_per_token(spec, shape.cache_dtype)
+    page = kv_bytes_on_device(spec, shape, PAGE_TOKENS * kv_bytes_per_token(spec, shape.cache_dtype))
     pages = int((shape.kv_cache_bytes or default_cache_bytes(spec, shape, hardware)) // page)
     notes = []
     fitting = int(pages * page // one)
     if fitting < shape.batch:
         notes.append(f"the KV cache holds {fitting} such requests at once, fewer than batch={shape.batch}: the others wait.")
     if hardware.basis == "datasheet":
-        notes.append(DATASHEET_NOTE)
+        notes.append(rate_note(hardware))
+    ours = runs_our_engine(spec, shape, hardware)
+    if hardware.basis == "measured" and not ours:
+        notes.append("this engine was not measured in such a shape: the machine's rates, with nothing lost between operations.")
+    decode = decode_works(spec, shape, hardware)
+    step, beside, rates = total_seconds(decode), None, efficiencies_of(hardware, shape.engine)
+    if not ours:
+        beside = max(0.0, decode_pass(spec, shape, hardware, prompt=True).seconds(rates) - step)
     parameters = count_parameters(spec)
     activations = min(shape.prompt_tokens, 8192) * (4 * spec.d_model + 3 * spec.d_ff) * bytes_of(shape.compute_dtype)
-    context = shape.prompt_tokens + (shape.output_tokens + 1) // 2
     load = weights / hardware.extras.get("disk_cached_read_bytes_per_s", hardware.disk_write_bytes_per_s)
     return ServingPlan(
         spec=spec,
@@ -436,11 +684,14 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
         pages=pages,
         largest_batch=int(room // one),
         prefill=prefill_works(spec, shape, hardware),
-        decode=decode_works(spec, shape, hardware),
+        decode=decode,
         prefill_flops_per_token=prefill_flops(spec, shape.prompt_tokens) / shape.prompt_tokens,
-        decode_flops_per_token=decode_flops(spec, context),
-        model_bytes=weights,
+        decode_flops_per_token=decode_flops(spec, shape.context),
+        model_bytes=weights_bytes(spec, shape.scheme),
         startup_s=hardware.extras.get("torch_import_s", 2.0) + load,
-        cost_per_hour=cost_of(3600.0, hardware),
+        cost_per_hour=cost_of(3600.0, hardware, shape.placement.devices),
+        check_s=check_s(spec, shape, hardware),
+        prompt_beside_s=beside,
+        interference=1.0 if ours else rates.interference,
         notes=tuple(notes),
     )

@@ -25,6 +25,7 @@ from twostroke.planner.passes import (
     setup_work,
     stage_layers,
 )
+from twostroke.planner.schema import PLAN_SCHEMA
 from twostroke.planner.sharding import LOSS_CHUNK_TOKENS as LOSS_CHUNK_TOKENS
 from twostroke.planner.sharding import Stage, rank_memory, rank_state_bytes, stage_held, stages
 from twostroke.planner.work import Work, merge, total_seconds
@@ -243,6 +244,7 @@ class TrainingPlan:
     def to_dict(self) -> dict[str, Any]:
         """The whole plan as plain data."""
         return {
+            "schema": PLAN_SCHEMA,
             "kind": "train",
             "model": asdict(self.spec),
             "shape": asdict(self.shape),
