@@ -111,3 +111,37 @@ def test_a_corrupt_ledger_is_a_sentence_and_stays_as_it_is(capsys: pytest.Captur
         assert code == 2
         assert "not a Twostroke ledger" in err
     assert path.read_bytes() == b"nonsense" * 100
+
+
+def test_damaged_pages_are_found_by_every_verb_and_left_as_they_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "damaged.sqlite"
+    ledger = Ledger(path)
+    for i in range(40):
+        ledger.freeze("train", "a", {"filler": "x" * 500, "i": i}, {})
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 :] = b"\xa5" * (len(data) - len(data) // 2)
+    path.write_bytes(bytes(data))
+    out = str(tmp_path / "r.html")
+    for args in (("list", "--limit", "1"), ("show", "last"), ("compare",), ("compare", "last"), ("report", "--out", out)):
+        code, _, err = run(capsys, *args, "--ledger", str(path))
+        assert code == 2, args
+        assert "damaged" in err
+        assert "Traceback" not in err
+    assert path.read_bytes() == bytes(data)
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_a_report_that_cannot_be_written_is_a_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for place in (tmp_path, tmp_path / "file" / "r.html"):
+        code, _, err = run(capsys, "report", "--out", str(place))
+        assert code == 2
+        assert str(place) in err
+        assert "Traceback" not in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file"]
+
+
+def test_an_empty_ledger_still_gives_a_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = run(capsys, "report", "--out", str(tmp_path / "r.html"), "--json")
+    assert code == 0
+    assert "nothing to report yet" in Path(json.loads(out)["report"]).read_text()

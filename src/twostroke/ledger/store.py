@@ -30,7 +30,7 @@ APPLICATION_ID = 0x5477734B
 SCHEMA_VERSION = 1
 BUSY_TIMEOUT_S = 30.0
 CHECKED_BYTES = 64 * 2**20
-"""A ledger up to this size is checked whole before the first write of a process."""
+"""A ledger up to this size is checked whole before it is first read or written through a ``Ledger``."""
 
 Kind = Literal["train", "serve", "bench", "generate", "calibrate", "evaluate"]
 KINDS: tuple[Kind, ...] = ("train", "serve", "bench", "generate", "calibrate", "evaluate")
@@ -252,6 +252,15 @@ class Ledger:
                 ) from None
             if "no such table" in text or "no such column" in text or "has no column" in text:
                 raise self._foreign() from None
+            if "full" in text or "I/O" in text:
+                raise TwostrokeError(
+                    f"ledger {self.path} could not be written ({text}). Make room on its disk; earlier rows are kept."
+                ) from None
+            if "readonly" in text or "unable to open" in text:
+                raise TwostrokeError(
+                    f"ledger {self.path} could not be opened for writing ({text}). Allow writing to it and its folder, or set "
+                    "TWOSTROKE_HOME to another."
+                ) from None
             raise TwostrokeError(f"ledger {self.path}: {text}.") from None
         except sqlite3.IntegrityError as error:
             raise TwostrokeError(f"ledger {self.path} refused a row: {error}.") from None
@@ -269,14 +278,20 @@ class Ledger:
         """Refuse, before SQLite opens it, a file that is no SQLite database: opened for writing it might be altered."""
         if self.path.is_dir():
             raise InputError(f"ledger {self.path} is a folder; it must be a file.")
-        if self.path.is_file() and self.path.stat().st_size:
-            with self.path.open("rb") as file:
-                if file.read(16) != b"SQLite format 3\0":
-                    raise self._foreign()
+        try:
+            if self.path.is_file() and self.path.stat().st_size:
+                with self.path.open("rb") as file:
+                    if file.read(16) != b"SQLite format 3\0":
+                        raise self._foreign()
+        except OSError as error:
+            raise TwostrokeError(f"ledger {self.path} cannot be read: {error.strerror}.") from None
 
     def _connect(self, read_only: bool) -> sqlite3.Connection:
-        # A reader opens "rw" too: a write-ahead log left by a killed writer has to be recovered before it can be read.
+        # A reader opens "rw" too: a write-ahead log left by a killed writer has to be recovered before it can be read. On a
+        # read-only disk or folder there can be no writer, and "immutable" reads without the files that SQLite would make.
         mode = "rw" if read_only else "rwc"
+        if read_only and not (os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)):
+            mode = "ro" if self.path.with_name(f"{self.path.name}-wal").exists() else "ro&immutable=1"
         uri = f"{self.path.resolve().as_uri()}?mode={mode}"
         connection = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
         connection.row_factory = sqlite3.Row
@@ -310,6 +325,7 @@ class Ledger:
                     yield None
                     return
                 connection.execute("BEGIN")
+                self._check_pages(connection)
                 yield connection
             finally:
                 connection.close()
@@ -318,7 +334,12 @@ class Ledger:
     def _writing(self) -> Iterator[sqlite3.Connection]:
         """A connection inside one write transaction, committed at the end; on any error nothing of it is kept."""
         self._check_header()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TwostrokeError(
+                f"the ledger's folder {self.path.parent} cannot be made: {error.strerror}. Set TWOSTROKE_HOME to another."
+            ) from None
         with self._translated():
             connection = self._connect(read_only=False)
             try:
@@ -327,7 +348,8 @@ class Ledger:
                 try:
                     yield connection
                 except BaseException:
-                    connection.execute("ROLLBACK")
+                    if connection.in_transaction:  # SQLite has rolled back by itself where the disk was full
+                        connection.execute("ROLLBACK")
                     raise
                 connection.execute("COMMIT")
             finally:
@@ -343,14 +365,20 @@ class Ledger:
             connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             connection.execute("COMMIT")
-        elif not self._checked and self.path.stat().st_size <= CHECKED_BYTES:
+        else:
+            self._check_pages(connection)
+        connection.execute("PRAGMA synchronous = FULL")  # one row a run: a lost row costs more than an fsync
+
+    def _check_pages(self, connection: sqlite3.Connection) -> None:
+        """Look at every page once a ``Ledger``: a query that happens to avoid a damaged page would hide rows, not fail."""
+        if not self._checked and self.path.stat().st_size <= CHECKED_BYTES:
             found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
             if found != "ok":
+                what = " ".join(found.split())
                 raise CorruptFileError(
-                    f"ledger {self.path} is damaged ({found}). It was left as it is; move it away to start anew."
+                    f"ledger {self.path} is damaged ({what}). It was left as it is; move it away to start anew."
                 )
         self._checked = True
-        connection.execute("PRAGMA synchronous = FULL")  # one row a run: a lost row costs more than an fsync
 
     def _switch_to_wal(self, connection: sqlite3.Connection) -> None:
         """Switching modes does not honour the busy timeout, so two processes creating a ledger at once must try again here."""

@@ -89,7 +89,7 @@ def predicted_against_measured(runs: Sequence[Run]) -> Plot | None:
     if inside:
         title += f"; {100 * sum(inside) / len(inside):.0f}% of measurements fell inside their interval"
     text = (
-        "Each mark is one number of one run, predicted before the run and measured in it. On the dotted line the two are equal; "
+        "Each mark is one number of one run, predicted before it and measured in it. On the dotted line the two are equal; "
         "above it the prediction was too high. The bar is the interval frozen with the prediction, meant to hold 90% of "
         "measurements: where it crosses the dotted line, it did. Point at a mark to see which number it is."
     )
@@ -213,7 +213,7 @@ def training_curve(steps: Sequence[Mapping[str, Any]], prediction: Mapping[str, 
         figure.update_yaxes(title_text="tokens per second", rangemode="tozero", row=2, col=1)
     figure.update_xaxes(title_text="tokens trained on", row=rows, col=1)
     text = (
-        "Above, the loss of each optimizer step; e to its power is the number of tokens the model is still torn between. Below, "
+        "Above, the loss of each optimizer step; e to its power is how many tokens the model is still torn between. Below, "
         "the speed of each step; the first compile, dips are the machine doing something else. The dashed line was predicted."
     )
     return Plot(title, text, styled(figure, height=430 if rates else 300))
@@ -298,7 +298,7 @@ def memory_by_term(runs: Sequence[Run]) -> Plot | None:
     figure.update_xaxes(range=[0, 1.18 * max(sum(terms.values()) for _, terms in bars)])
     text = (
         "A training run holds weights, gradients, optimizer state and activations; a server holds weights and the KV cache of "
-        "its requests. Grey is the process itself, the loss and what the allocator keeps: the peak minus the other terms, where "
+        "its requests. Grey is the process, the loss and what the allocator keeps: the peak minus the other terms, where "
         "a peak was measured. A KV cache is reserved when a server starts, whether or not it is used."
     )
     return Plot(
@@ -348,7 +348,8 @@ def latencies(run: Run | None) -> Plot | None:
         if predicted:
             figure.add_trace(
                 go.Scatter(
-                    x=[1e3 * predicted], y=[50], mode="markers", name="predicted median", legendgroup="predicted", showlegend=name == first_predicted,
+                    x=[1e3 * predicted], y=[50], mode="markers", name="predicted median", legendgroup="predicted",
+                    showlegend=name == first_predicted,
                     marker={"symbol": "diamond-open", "size": 11, "color": colour, "line": {"width": 2.5}},
                 )
             )  # fmt: skip
@@ -360,7 +361,7 @@ def latencies(run: Run | None) -> Plot | None:
     half, most = _at(first, 50), _at(first, 99)
     title = f"Half of the {label} came within {format_seconds(half)}, 99% within {format_seconds(most)}"
     text = (
-        "How many requests were at least so fast. TTFT: time to the first token. TPOT: time per later token, mean of a request. "
+        "How many requests were at least so fast. TTFT: time to the first token. TPOT: mean time of each later token. "
         "ITL: each gap between two tokens. End to end: the whole answer. A steep line is an even service; a long flat top is a "
         "few who waited. Diamonds are the predicted medians."
     )

@@ -66,10 +66,11 @@ def crossover(trained: Mapping[str, Any], served: Mapping[str, Any], hardware: H
         "full load"
     )
     text = (
-        f"Money spent since the model went into service, both axes logarithmic. Training is paid once ({format_seconds(seconds)} "
-        f"measured); each served token adds {format_money(per_million)} per million (at {format_count(rate)} tokens/s measured). "
-        f"The dots are where serving overtakes training, at three loads. Price {price.kind}: ${price.value:.4g} an hour for this "
-        f"machine ({price.source}). People, data and repeated runs, which often cost more than the final run, are not in it."
+        f"Money spent since the model went into service, both axes logarithmic. Training is paid once "
+        f"({format_seconds(seconds)} measured); served tokens cost {format_money(per_million)} per million (at "
+        f"{format_count(rate)} tokens/s measured). The dots are where serving overtakes training, at three loads. Price "
+        f"{price.kind}: ${price.value:.4g} an hour for this machine "
+        f"({price.source}). People, data and repeated runs, which often cost more than the final run, are not in it."
     )
     return Plot(title, text, styled(figure, f"{unit} of service", "dollars so far", 420), wide=True)
 

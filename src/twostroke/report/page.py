@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twostroke.core.errors import TwostrokeError
+from twostroke.core.errors import InputError, TwostrokeError
 from twostroke.core.version import __version__
 from twostroke.ledger.scoring import compare, number_of, quantile, summarise
 from twostroke.ledger.store import Ledger, Run
@@ -92,6 +92,9 @@ def write_report(
     import jinja2
     from plotly.offline import get_plotlyjs
 
+    target = Path(path)
+    if target.is_dir():
+        raise InputError(f"the report cannot be written to {target}: it is a folder. Name a file, as {target / 'report.html'}.")
     runs = ledger.runs()
     plots, notes = _plots(runs)
     environment = jinja2.Environment(
@@ -111,11 +114,16 @@ def write_report(
         ledger=str(ledger.path),
         n_runs=len(runs),
     )
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_suffix(f".{os.getpid()}.tmp")
-    partial.write_text(html, encoding="utf-8")
-    os.replace(partial, target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            partial.write_text(html, encoding="utf-8")
+            os.replace(partial, target)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(f"the report cannot be written to {target}: {error.strerror}. Name another file with --out.") from None
     return target
 
 

@@ -21,10 +21,10 @@ from twostroke.report.plot import TERMS, Plot, log_ticks, styled
 CACHED_BYTES = 2**24
 """A working set small enough for the last-level cache of most processors: the second, steeper roof."""
 
-LOOKS = {  # phase: colour, symbol, side of its labels
-    "training forward": (TERMS[0], "circle", "middle left"),
-    "training backward": (TERMS[2], "diamond", "top center"),
-    "prefill": (TERMS[1], "triangle-up", "middle left"),
+LOOKS: dict[str, tuple[str, str, str | None]] = {  # phase: colour, symbol, side of its labels
+    "training forward": (TERMS[0], "circle", None),  # its marks lie among those of backward
+    "training backward": (TERMS[2], "diamond", "middle right"),
+    "prefill": (TERMS[1], "triangle-up", "middle right"),
     "decode": (TERMS[3], "square", "bottom center"),
 }
 
@@ -85,7 +85,7 @@ def roofline(
                 y=[w.flops / w.seconds for w in points],
                 mode="markers+text",
                 texttemplate="%{customdata}",
-                customdata=_labels(points),
+                customdata=_labels(points) if position else [""] * len(points),
                 textposition=position,
                 textfont={"size": 11},
                 name=f"{phase}, components",
@@ -120,15 +120,15 @@ def roofline(
 def _title(whole: Sequence[tuple[str, float, float, float, float | None]], ridge: float) -> str:
     found = {phase: intensity for phase, intensity, *_ in whole}
     does = [
-        f"{label} does {found[phase]:.3g} FLOP for each byte it moves"
+        f"{label} does {found[phase]:.3g}"
         for phase, label in (("training forward", "Training"), ("decode", "decode"))
         if phase in found
     ]
-    return f"{', '.join(does)}; below {ridge:.3g} memory is this machine's limit, above it arithmetic"
+    return f"{', '.join(does)} FLOP for each byte moved; below {ridge:.3g} memory is this machine's limit, above it arithmetic"
 
 
 def _labels(points: Sequence[Work]) -> list[str]:
-    """The names of the components that take most of a phase's time; neighbours share one label, so that none lies on another."""
+    """The names of the components that take most of a phase's time; neighbours share one label, so that none overlap."""
     total = sum(w.seconds for w in points)
     labels = [""] * len(points)
     large = [i for i, w in enumerate(points) if w.seconds > 0.15 * total]
@@ -150,10 +150,10 @@ def _rate(flop_per_s: float) -> str:
 
 
 _TEXT = (
-    "The roofline. To the right: more arithmetic for each byte that is moved. Up: more arithmetic a second. The grey roof is the "
-    "most this machine can do: on its slope memory is the limit, on its flat part the product units are; the dotted roof holds "
-    "for what fits in the cache. Small marks are components as predicted, sized by their share of the phase's time; large open "
-    "marks are whole phases as measured. Training and prefill use a weight for many tokens each time they read it and sit to "
-    "the right; decode reads every weight for one token of each request and sits to the left. A mark far below the roof is held "
-    "by something else: starting operations, or shapes too small to fill the units."
+    "The roofline. To the right: more arithmetic for each byte that is moved. Up: more arithmetic a second. The grey roof "
+    "is the most this machine can do: on its slope memory is the limit, on its flat part the product units are; the dotted "
+    "roof holds for what fits in the cache. Small marks are components as predicted, sized by their share of the phase's "
+    "time; large open marks are whole phases as measured. Training and prefill use a weight for many tokens each time they "
+    "read it and sit to the right; decode reads every weight for one token of each request and sits to the left. A mark far "
+    "below the roof is held by something else: starting operations, or shapes too small to fill the units."
 )
