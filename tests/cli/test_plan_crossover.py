@@ -58,6 +58,10 @@ def test_a_planned_model_shows_both_bills_prices_and_sources(capsys: pytest.Capt
     assert found["training"]["items_usd"]["final run"] == pytest.approx(found["training_cost"]["usd"])
     assert found["token_prices"]["output_usd_per_mtok"] > found["token_prices"]["input_usd_per_mtok"] > 0
     assert found["api"]["price"]["vendor"] == "openai"
+    assert found["energy"]["training_kwh"] == pytest.approx(found["training_cost"]["energy_kwh"])
+    code, out, _ = run(capsys, *args, "--explain", "--json")
+    terms = {term["symbol"]: term for term in json.loads(out)["terms"]}
+    assert terms["day"]["value"] == pytest.approx(json.loads(out)["prediction"]["crossover_day"])
 
 
 def test_terms_and_hidden_costs_reach_the_bill(capsys: pytest.CaptureFixture[str], model: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -15,12 +16,14 @@ from twostroke.planner.cost import ProjectInputs, project_cost
 from twostroke.planner.crossover import (
     DAYS_PER_MONTH,
     Demand,
+    Energy,
     PaidByReplica,
     PaidByRequest,
     break_even_requests_per_day,
     own_serving,
     plan_crossover,
 )
+from twostroke.planner.hardware import price
 from twostroke.planner.serving import ServingShape, plan_serving
 from twostroke.planner.text.crossover import crossover_text
 
@@ -155,6 +158,26 @@ def test_an_api_is_overtaken_when_what_it_asks_more_has_paid_for_training() -> N
     assert dear.api is not None
     assert dear.api.repaid_day is None
     assert dear.api.break_even_requests_per_day is None
+
+
+def test_energy_grows_with_the_requests() -> None:
+    energy = Energy(training_kwh=100.0, kwh_per_request=0.001, grid=price("grid_kg_co2_per_kwh"))
+    plan = plan_crossover(FIVE_MILLION, demand(1000), PaidByRequest(0.001), 12, energy=energy)
+    assert plan.serving_kwh == pytest.approx(365.25)
+    found = plan.to_dict()["energy"]
+    assert found["serving_co2_kg"] == pytest.approx(365.25 * 0.45)
+    assert found["training_co2_kg"] == pytest.approx(45.0)
+    assert "100 kWh (45 kg CO2) to train, 365 kWh (164 kg CO2) to serve 12 months" in crossover_text(plan, "x")
+    assert plan_crossover(FIVE_MILLION, demand(1000), PaidByRequest(0.001)).to_dict()["energy"] is None
+
+
+def test_prompts_that_an_api_has_read_before_are_cheaper() -> None:
+    cached = dataclasses.replace(API, cached_usd_per_mtok=0.1)
+    plan = plan_crossover(FIVE_MILLION, demand(), PaidByRequest(0.001), 12, cached, cached_share=0.5)
+    assert plan.api is not None
+    assert plan.api.usd_per_request == pytest.approx((200 * 1.0 + 200 * 0.1 + 100 * 2.0) / 1e6)
+    with pytest.raises(ConfigError, match=r"cached_share=1\.5 must be between 0 and 1"):
+        plan_crossover(FIVE_MILLION, demand(), PaidByRequest(0.001), 12, cached, cached_share=1.5)
 
 
 def test_the_curve_is_the_bills() -> None:

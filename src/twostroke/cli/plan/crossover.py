@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit
+from twostroke.cli.plan.explain import EXPLAIN, with_terms
 from twostroke.cli.plan.subject import (
     BATCH,
     BATCH_SIZE,
@@ -74,13 +75,15 @@ def crossover(
     api: str | None = typer.Option(
         None, help="A vendor's model to compare with; without it, the one of the subject's name, if any."
     ),
+    api_cached_share: float = typer.Option(0.0, help="Share of the prompts' tokens that the API has read before."),
+    explain: bool = EXPLAIN,
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """The day and the token at which serving has cost more than training, what 10% saved is worth, an API's price beside it."""
     from twostroke.planner.api_prices import api_price, nearest_api
     from twostroke.planner.cost import ProjectInputs, project_cost
-    from twostroke.planner.crossover import Demand, PaidByRequest, Serving, own_serving, plan_crossover
-    from twostroke.planner.hardware import load_hardware
+    from twostroke.planner.crossover import Demand, Energy, PaidByRequest, Serving, own_serving, plan_crossover
+    from twostroke.planner.hardware import load_hardware, price
     from twostroke.planner.serving import plan_serving
     from twostroke.planner.text.crossover import crossover_text, terms_lines
 
@@ -93,6 +96,7 @@ def crossover(
     vendor = api_price(api) if api else None
     document: dict[str, Any] = {"subject": subject or "a model"}
     lines: list[str] = []
+    energy = None
     serving: Serving | None = PaidByRequest(usd_per_request) if usd_per_request is not None else None
     replica = None
     if training_usd is None or serving is None:
@@ -112,6 +116,9 @@ def crossover(
             own = own_serving(planned, terms, utilisation, years)
             prompt, output = planned.shape.prompt_tokens, planned.shape.output_tokens
             replica = own.by_replica
+            if "training_cost" in document:
+                kwh_per_request = planned.kwh_per_mtok * planned.shape.output_tokens / 1e6
+                energy = Energy(document["training_cost"]["energy_kwh"], kwh_per_request, price("grid_kg_co2_per_kwh"))
             serving = own.by_replica if always_on else own.by_request
             document |= {
                 "worked_hour": own.worked.to_dict(), "utilisation": utilisation, "token_prices": dataclasses.asdict(own.tokens)
@@ -123,8 +130,13 @@ def crossover(
     requests = requests_per_day if tokens_per_day is None else tokens_per_day / (prompt + output)
     assert requests is not None  # one of the two was given
     demand = Demand(requests, prompt, output, growth / 100)
-    plan = plan_crossover(project_cost(training_usd, inputs), demand, serving, months, vendor, replica)
-    emit(document | plan.to_dict(), crossover_text(plan, document["subject"], lines), as_json)
+    plan = plan_crossover(
+        project_cost(training_usd, inputs), demand, serving, months, vendor, replica, api_cached_share, energy
+    )
+    document, text = document | plan.to_dict(), crossover_text(plan, document["subject"], lines)
+    if explain:
+        document, text = with_terms(document, text, plan)
+    emit(document, text, as_json)
 
 
 def _terms(spot: bool, bought: bool, years: float | None) -> Terms:

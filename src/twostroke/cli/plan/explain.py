@@ -8,6 +8,7 @@ import typer
 
 if TYPE_CHECKING:
     from twostroke.planner.comparison import Comparison
+    from twostroke.planner.crossover import Crossover
     from twostroke.planner.serving import ServingPlan
     from twostroke.planner.training import TrainingPlan
 
@@ -15,7 +16,7 @@ EXPLAIN = typer.Option(False, "--explain", help="Add each number's formula, subs
 
 
 def with_terms(
-    document: dict[str, Any], text: str, planned: TrainingPlan | ServingPlan | Comparison
+    document: dict[str, Any], text: str, planned: TrainingPlan | ServingPlan | Comparison | Crossover
 ) -> tuple[dict[str, Any], str]:
     """A plan's document with its "terms", and its text with a line a term."""
     from twostroke.planner.explain.plans import explain

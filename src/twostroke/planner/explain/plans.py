@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import singledispatch
 
 from twostroke.planner.comparison import Comparison
+from twostroke.planner.crossover import Crossover
+from twostroke.planner.explain.crossover import explain_crossover
 from twostroke.planner.explain.serving import explain_serving
 from twostroke.planner.explain.term import Explanation
 from twostroke.planner.explain.training import explain_training
@@ -31,6 +33,11 @@ def _(plan: ServingPlan) -> Explanation:
 @explain.register
 def _(plan: Comparison) -> Explanation:
     return explain_comparison(plan)
+
+
+@explain.register
+def _(plan: Crossover) -> Explanation:
+    return explain_crossover(plan)
 
 
 def explain_comparison(plan: Comparison) -> Explanation:

@@ -42,6 +42,7 @@ def crossover_text(plan: Crossover, subject: str, sources: Sequence[str] = ()) -
         f"crossover: {_crossover(plan)}",
         f"10% saved: {format_money(plan.saved_usd['training'])} of training, once; "
         f"{format_money(plan.saved_usd['serving'])} of serving in {months}",
+        *_energy_lines(plan),
         *_api_lines(plan),
         *sources,
     ]
@@ -84,6 +85,20 @@ def _crossover(plan: Crossover) -> str:
         f"{format_days(plan.day)}: from then on serving has cost more than training, after {format_count(plan.requests)} "
         f"requests, {format_count(plan.tokens)} tokens"
     )
+
+
+def _energy_lines(plan: Crossover) -> list[str]:
+    energy, served = plan.energy, plan.serving_kwh
+    if energy is None or served is None:
+        return []
+    grid = energy.grid
+    phases = [("to train", energy.training_kwh), (f"to serve {plan.horizon_months:g} months", served)]
+    used = ", ".join(f"{_amount(kwh)} kWh ({_amount(kwh * grid.value)} kg CO2) {what}" for what, kwh in phases)
+    return [f"energy: {used}; {grid.value:g} kg/kWh {grid.kind} ({grid.source}; {grid.date})"]
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _api_lines(plan: Crossover) -> list[str]:
