@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from twostroke.core.profile import BandwidthPoint, MachineProfile, MatmulPoint, read_fingerprint, save_profile
 from twostroke.core.recipe import TrainRecipe, recipe_from_dict
 from twostroke.data.tokenizer import train_tokenizer
 
@@ -64,3 +65,24 @@ def make_recipe(corpus: Path, tokenizer: Path, tmp_path: Path) -> MakeRecipe:
         return recipe_from_dict(table)
 
     return make
+
+
+@pytest.fixture
+def profile() -> MachineProfile:
+    """An invented machine, stored as this one's profile."""
+    points = tuple(MatmulPoint(s, m, 64, 64, 1e11) for s in ("fp32", "bf16") for m in (1, 64))
+    made = MachineProfile(
+        fingerprint=read_fingerprint(),
+        measured_at="2026-01-01T00:00:00Z",
+        device="cpu",
+        n_threads=1,
+        torch_version="2",
+        read_bandwidth=(BandwidthPoint(2**25, 1e10),),
+        matmul=points,
+        peak_flop_per_s={"fp32": 1e11, "bf16": 2e11},
+        op_launch_s=1e-5,
+        linear_launch_s=1e-5,
+        disk_write_bytes_per_s=1e9,
+    )
+    save_profile(made)
+    return made

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from twostroke.core.errors import ConfigError, CorruptFileError, Interrupted
+from twostroke.core.profile import MachineProfile
 from twostroke.core.recipe import TrainRecipe, recipe_from_dict
 from twostroke.core.spec import ModelSpec
 from twostroke.data.tokenizer import load_tokenizer
@@ -19,6 +20,7 @@ from twostroke.model.decoder import Decoder
 from twostroke.model.initialise import initialise
 from twostroke.model.load import load_model, load_state
 from twostroke.model.save import save_model
+from twostroke.planner.params import count_parameters
 from twostroke.training.checkpoint import list_checkpoints, load_checkpoint
 from twostroke.training.loop import TrainingResult, train
 
@@ -218,3 +220,17 @@ def test_adapters_on_plain_text(make: Make, corpus: Path) -> None:
     table["data"] |= {"layout": "text", "sources": [str(corpus)]}
     result = train(recipe_from_dict(table))
     assert (result.model / "adapter_config.json").is_file()
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_memory_and_operations_are_predicted_for_the_method(make: Make, profile: MachineProfile, method: str) -> None:
+    result = train(make(method=method, dtype="bf16", lora={"rank": 4, "targets": ["q_proj", "down_proj"]}))
+    predicted, measured = result.summary["prediction"], result.summary["measurement"]
+    # Exactly, but for the optimizer's counter a tensor, and in NF4 the four bytes a matrix of the scales' mean.
+    assert measured["weights_bytes"] == pytest.approx(predicted["weights_bytes"], rel=0.005)
+    assert measured["gradients_bytes"] == predicted["gradients_bytes"]
+    assert measured["optimizer_bytes"] == pytest.approx(predicted["optimizer_bytes"], rel=0.01)
+    n = result.summary["n_trained_parameters"]
+    assert n == 2 * 4 * ((32 + 32) + (48 + 32))  # layers · rank · (inputs + outputs) of q_proj and down_proj
+    frozen = 4 * count_parameters(load_state(result.model)[0]).in_products  # forward, and the gradient of its input
+    assert measured["mfu"] == pytest.approx((frozen + 6 * n + 6 * 2 * 32 * 64) * measured["train_tok_per_s"] / 2e11)

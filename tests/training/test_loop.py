@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from twostroke.core.errors import ConfigError, InputError, Interrupted, TwostrokeError
-from twostroke.core.profile import BandwidthPoint, MachineProfile, MatmulPoint, read_fingerprint, save_profile
+from twostroke.core.profile import MachineProfile
 from twostroke.core.recipe import TrainRecipe
 from twostroke.ledger.store import Ledger
 from twostroke.model.load import load_model
@@ -226,27 +226,6 @@ def test_steps_that_are_not_finite_are_skipped_named_and_given_up_in_the_end(mak
     assert skipped == records[-SKIPPED_IN_A_ROW:]
     assert all(record["loss"] is None or record["grad_norm"] is None for record in skipped)
     assert sum("was skipped" in line and "windows" in line for line in lines) == SKIPPED_IN_A_ROW
-
-
-@pytest.fixture
-def profile() -> MachineProfile:
-    """An invented machine, stored as this one's profile."""
-    points = tuple(MatmulPoint(s, m, 64, 64, 1e11) for s in ("fp32", "bf16") for m in (1, 64))
-    made = MachineProfile(
-        fingerprint=read_fingerprint(),
-        measured_at="2026-01-01T00:00:00Z",
-        device="cpu",
-        n_threads=1,
-        torch_version="2",
-        read_bandwidth=(BandwidthPoint(2**25, 1e10),),
-        matmul=points,
-        peak_flop_per_s={"fp32": 1e11, "bf16": 2e11},
-        op_launch_s=1e-5,
-        linear_launch_s=1e-5,
-        disk_write_bytes_per_s=1e9,
-    )
-    save_profile(made)
-    return made
 
 
 def test_the_prediction_is_frozen_before_and_measured_after(make_recipe, profile: MachineProfile) -> None:
