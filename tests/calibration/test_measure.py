@@ -19,7 +19,7 @@ from twostroke.calibration.transformer import LEAST_SHARE, BlockSize, straight_l
 from twostroke.core.errors import ConfigError
 from twostroke.core.profile import MachineProfile, load_profile, save_profile
 from twostroke.core.units import MIB
-from twostroke.planner import latency, training
+from twostroke.planner import latency
 from twostroke.planner.hardware import hardware_from_profile
 from twostroke.planner.serving import ServingShape, plan_serving
 from twostroke.planner.training import TrainingShape, plan_training
@@ -49,13 +49,14 @@ def profile(notes: list[tuple[float, str]], tmp_path_factory: pytest.TempPathFac
 def test_every_rate_is_a_positive_finite_number(profile: MachineProfile) -> None:
     numbers = [profile.op_launch_s, profile.linear_launch_s, profile.disk_write_bytes_per_s, *profile.peak_flop_per_s.values()]
     numbers += [p.bytes_per_s for p in profile.read_bandwidth] + [p.flop_per_s for p in profile.matmul]
-    numbers += list(profile.extras.values())
+    numbers += [value for name, value in profile.extras.items() if name != "disturbed_share"]
+    assert 0 <= profile.extras["disturbed_share"] <= 1
     assert all(math.isfinite(n) and n > 0 for n in numbers)
 
 
 def test_every_extra_names_its_unit(profile: MachineProfile) -> None:
     for name in profile.extras:
-        assert name.endswith(("_s", "_bytes", "_macs", "_scores")), name
+        assert name.endswith(("_s", "_bytes", "_macs", "_scores", "_share")), name
 
 
 def test_progress_rises_to_one(profile: MachineProfile, notes: list[tuple[float, str]]) -> None:
@@ -82,13 +83,12 @@ def test_products_cover_schemes_rows_and_classes(profile: MachineProfile) -> Non
 
 def test_the_planner_reads_every_name_that_calibration_writes(profile: MachineProfile) -> None:
     """A misspelt extra would be a silent fall-back to an assumption. Names the planner builds are matched by their pattern."""
-    source = "".join(Path(str(m.__file__)).read_text() for m in (latency, training))
-    source += "".join(Path(str(latency.__file__)).with_name(name).read_text() for name in ("serving.py", "hardware.py"))
+    source = "".join(path.read_text() for path in Path(str(latency.__file__)).parent.glob("*.py"))
     # A pattern that begins with a variable says nothing; those that begin with a word are matched as beginnings.
     literals = [text for text in re.findall(r"f?\"([a-z_{}\w .'()]+)\"", source) if "_" in text and not text.startswith("{")]
     patterns = [re.sub(r"\{[^{}]*\}", "(?:packed_)?[a-z0-9]+", text) for text in literals]
     known = re.compile("|".join(f"(?:{p})" for p in patterns))
-    for name in set(profile.extras) - {"calibration_s", "flash_max_scores"}:  # the latter is for kernels.crossovers
+    for name in set(profile.extras) - {"calibration_s", "disturbed_share", "flash_max_scores"}:  # the last is kernels'
         assert known.match(name), name
     assert not known.match("atention_bf16_eager_forward_flop_per_s")
 

@@ -17,6 +17,7 @@ from twostroke.core.profile import (
     profile_path,
     read_fingerprint,
     save_profile,
+    what_changed,
 )
 
 
@@ -48,6 +49,19 @@ def test_another_machine_is_not_found_under_this_ones_key() -> None:
     here = read_fingerprint()
     save_profile(profile_for(dataclasses.replace(here, cpu_model="another")))
     assert load_profile() is None
+
+
+def test_a_changed_machine_is_told_what_changed() -> None:
+    here = read_fingerprint()
+    assert what_changed(here) is None
+    before = dataclasses.replace(here, n_cores=here.n_cores + 2, isa=())
+    save_profile(profile_for(before))
+    told = what_changed(here)
+    assert told is not None
+    assert f"n_cores {here.n_cores + 2} → {here.n_cores}" in told
+    assert "cpu_model" not in told
+    profile_path(before).write_text("{")  # a damaged one is no ground to say anything
+    assert what_changed(here) is None
 
 
 def test_fingerprint_forgives_a_few_reserved_megabytes() -> None:

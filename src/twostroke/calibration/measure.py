@@ -10,6 +10,7 @@ import torch
 
 from twostroke.calibration.bandwidth import WORKING_SETS_BYTES, measure_read_bandwidth, working_sets
 from twostroke.calibration.launches import measure_launches
+from twostroke.calibration.operations import measure_flash_limit, measure_layer_operations, measure_prefill_attention
 from twostroke.calibration.process import measure_disk, measure_fresh_process
 from twostroke.calibration.products import (
     CLASSES,
@@ -24,20 +25,13 @@ from twostroke.calibration.products import (
     measure_peak,
     weight_only_limit,
 )
-from twostroke.calibration.serving import (
-    DECODE_SCHEMES,
-    measure_decode_steps,
-    measure_flash_limit,
-    measure_layer_operations,
-    measure_prefill_attention,
-    without_products,
-)
+from twostroke.calibration.serving_steps import measure_serving_steps, without_products
 from twostroke.calibration.timing import Clock
+from twostroke.calibration.training_steps import measure_steps
 from twostroke.calibration.transformer import (
     BlockSize,
     empty_compile_cache,
     measure_block,
-    measure_compiling,
     measure_loss,
     measure_optimizers,
     measure_setup,
@@ -45,7 +39,7 @@ from twostroke.calibration.transformer import (
 from twostroke.core.errors import ConfigError
 from twostroke.core.profile import BandwidthPoint, MachineProfile, MatmulPoint, read_fingerprint
 from twostroke.core.units import MIB
-from twostroke.kernels.crossovers import Crossovers
+from twostroke.planner.anchors import TRAINING_ANCHORS, TRAINING_PARTS
 
 Progress = Callable[[float, str], None]
 """``progress(done, note)``: the share done, 0 to 1, and a few words on what is being measured."""
@@ -70,6 +64,7 @@ class Extent:
     compile: bool = True
     disk_bytes: int = 128 * MIB
     fresh_process: bool = True
+    whole_steps: bool = True
 
 
 SMALL = Extent(
@@ -85,6 +80,7 @@ SMALL = Extent(
     compile=False,
     disk_bytes=4 * MIB,
     fresh_process=False,
+    whole_steps=False,
 )
 
 
@@ -105,18 +101,17 @@ def calibrate(progress: Progress | None = None, extent: Extent | None = None, de
     extras: dict[str, float] = {}
     fingerprint = read_fingerprint()
 
-    tell(0.0, "process and disk")
+    with empty_compile_cache():
+        extras.update(_measure_training(clock, extent, lambda done, note: tell(0.5 * done, note)))
+    tell(0.50, "process and disk")
     if extent.fresh_process:
         extras.update(measure_fresh_process())
     extras.update(measure_disk(extent.disk_bytes))
-
-    with empty_compile_cache():
-        extras.update(_measure_blocks(clock, extent, lambda done, note: tell(0.05 + 0.39 * done, note)))
-    tell(0.44, "around the blocks")
+    tell(0.53, "around the blocks")
     extras.update(measure_setup(clock, extent.block))
-    tell(0.50, "optimizers")
+    tell(0.55, "optimizers")
     extras.update(measure_optimizers(clock, extent.block))
-    tell(0.55, "launch costs")
+    tell(0.57, "launch costs")
     op_launch_s, linear_launch_s = measure_launches(clock)
     memory = fingerprint.ram_bytes
     if device == "cuda":
@@ -126,8 +121,8 @@ def calibrate(progress: Progress | None = None, extent: Extent | None = None, de
     bandwidth: list[BandwidthPoint] = []
     for point in measure_read_bandwidth(clock, sizes):
         bandwidth.append(point)
-        tell(0.56 + 0.14 * len(bandwidth) / len(sizes), f"read bandwidth, {point.working_set_bytes // MIB} MiB")
-    products, peaks = _measure_products(clock, extent, lambda done, note: tell(0.71 + 0.26 * done, note))
+        tell(0.58 + 0.04 * len(bandwidth) / len(sizes), f"read bandwidth, {point.working_set_bytes // MIB} MiB")
+    products, peaks = _measure_products(clock, extent, lambda done, note: tell(0.62 + 0.24 * done, note))
     for scheme in (*extent.training_schemes, *extent.engine_schemes):
         launch_s = measure_launch(clock, scheme)
         if launch_s is not None:
@@ -136,8 +131,13 @@ def calibrate(progress: Progress | None = None, extent: Extent | None = None, de
     if limit is not None:
         extras["int8_weight_only_max_macs"] = limit
     if device == "cpu":
-        tell(0.97, "decode steps")
-        extras.update(_measure_engine(clock, extent, limit))
+        tell(0.86, "attention of the engine")
+        extras["flash_max_scores"] = measure_flash_limit(clock)
+        extras.update(measure_layer_operations(clock))
+        extras.update(measure_prefill_attention(clock, extent.attention_lengths))
+        if extent.whole_steps:
+            extras.update(measure_serving_steps(clock, lambda done, note: tell(0.88 + 0.12 * done, note)))
+    extras["disturbed_share"] = clock.disturbed_share
     extras["calibration_s"] = clock.elapsed_s
     tell(1.0, "done")
 
@@ -158,33 +158,33 @@ def calibrate(progress: Progress | None = None, extent: Extent | None = None, de
     return replace(profile, extras=without_products(profile))
 
 
-def _measure_blocks(clock: Clock, extent: Extent, tell: Progress) -> dict[str, float]:
-    """Everything of training that is compiled where a compiler works, and the same eager."""
+def _measure_training(clock: Clock, extent: Extent, tell: Progress) -> dict[str, float]:
+    """Whole steps of the anchors, compiled where a compiler works, as training does it by default, and the narrow one eager;
+    then a block and the loss by themselves, both ways. The first anchor compiles into an empty cache: its first step says what
+    compiling takes, and a block of the same shape finds it there."""
     found: dict[str, float] = {}
-    runs = [("fp32", "eager"), ("bf16", "eager")]
-    if extent.compile:
-        tell(0.0, "compiling one transformer block")
-        compiled = measure_compiling(clock, extent.block)
-        if compiled is not None:
-            found.update(compiled)
-            runs.insert(0, ("bf16", "compiled"))
-    for i, (dtype, mode) in enumerate(runs):
-        tell(0.4 + 0.4 * i / len(runs), f"one transformer block, {dtype} {mode}")
-        found.update(measure_block(clock, extent.block, dtype, mode))
-    tell(0.8, "loss")
-    found.update(measure_loss(clock, extent.block, len(runs) == 3))
-    return found
-
-
-def _measure_engine(clock: Clock, extent: Extent, weight_only_limit: float | None) -> dict[str, float]:
-    """The engine's steps, and where its attention kernels change places."""
-    found = {"flash_max_scores": measure_flash_limit(clock)}
-    crossovers = Crossovers(flash_max_scores=found["flash_max_scores"])
-    if weight_only_limit is not None:
-        crossovers = replace(crossovers, int8_weight_only_max_macs=weight_only_limit)
-    found.update(measure_layer_operations(clock))
-    found.update(measure_prefill_attention(clock, extent.attention_lengths))
-    found.update(measure_decode_steps(clock, DECODE_SCHEMES, crossovers))
+    narrow, wide = TRAINING_ANCHORS
+    is_compiled = extent.compile
+    tell(0.0, f"training steps of width {narrow.width}")
+    if extent.whole_steps and extent.compile:
+        found.update(measure_steps(clock, narrow, "bf16", "compiled"))
+        is_compiled = bool(found)
+        if is_compiled:
+            steady = sum(found[narrow.name("bf16", "compiled", part)] for part in TRAINING_PARTS)
+            found["block_compile_s"] = max(found[narrow.name("bf16", "compiled", "first_step_s")] - steady, 1e-3)
+    if is_compiled:
+        tell(0.4, "one transformer block, bf16 compiled")
+        found.update(measure_block(clock, extent.block, "bf16", "compiled"))
+        if extent.whole_steps:
+            tell(0.6, f"training steps of width {wide.width}")
+            found.update(measure_steps(clock, wide, "bf16", "compiled"))
+    for i, dtype in enumerate(("bf16", "fp32")):
+        tell(0.75 + 0.1 * i, f"eager training, {dtype}")
+        if extent.whole_steps:
+            found.update(measure_steps(clock, narrow, dtype, "eager"))
+        found.update(measure_block(clock, extent.block, dtype, "eager"))
+    tell(0.95, "loss")
+    found.update(measure_loss(clock, extent.block, is_compiled))
     return found
 
 

@@ -143,6 +143,27 @@ def save_profile(profile: MachineProfile) -> Path:
     return path
 
 
+def what_changed(now: Fingerprint) -> str | None:
+    """Where this machine has no profile of its own but its folder holds another's: in what the newest of those differs, as in
+    "n_cores 2 → 4". None where there is none to compare with."""
+    stored = sorted(profiles_dir().glob("*.json"), key=lambda p: p.stat().st_mtime, reverse=True)
+    for file in stored:
+        try:
+            profile = MachineProfile.from_dict(json.loads(file.read_text()))
+        except (OSError, ValueError, ConfigError, CorruptFileError):
+            continue
+        before, after = asdict(profile.fingerprint), asdict(now)
+        changes = [f"{name} {_short(before[name])} → {_short(after[name])}" for name in after if before[name] != after[name]]
+        return "; ".join(changes) or None
+    return None
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return ", ".join(map(str, value)) or "none"
+    return str(value)
+
+
 def load_profile(path: Path | None = None) -> MachineProfile | None:
     """Profile of this machine (or the one at ``path``); None where this machine was never calibrated."""
     file = path or profile_path(read_fingerprint())

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError, CorruptFileError
-from twostroke.core.profile import BandwidthPoint, MachineProfile, MatmulPoint, load_profile
+from twostroke.core.profile import BandwidthPoint, MachineProfile, MatmulPoint, load_profile, read_fingerprint, what_changed
 
 Kind = Literal["measured", "predicted", "datasheet", "assumed"]
 
@@ -304,9 +304,9 @@ def load_hardware(name: str = "this") -> Hardware:
     if name == "this":
         profile = load_profile()
         if profile is None:
-            raise ConfigError(
-                "this machine has no profile yet. Run `twostroke calibrate` once (a minute), or name a device: --hardware h100."
-            )
+            changes = what_changed(read_fingerprint())
+            why = f"the stored profile is of another machine ({changes})" if changes else "this machine has no profile yet"
+            raise ConfigError(f"{why}. Run `twostroke calibrate` once (a minute), or name a device: --hardware h100.")
         return hardware_from_profile(profile)
     wanted = "-".join(name.lower().replace("_", " ").split())
     path = HARDWARE_DIR / f"{wanted}.toml"

@@ -1,0 +1,130 @@
+"""One serving configuration of the real engine; prints as JSON what was predicted, measured and disturbed.
+
+Memory is the C library's count of allocated bytes: around loading with a cache of one page for the weights, and around making
+a second engine with the planned cache for the KV pool (their difference). Times are of whole calls of the engine: TTFT from
+adding a request to an idle engine to its first token, TPOT of decode steps with the whole batch.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+from allocated import allocated_bytes
+
+REPEATS = 9
+DISTURBED_SHARE = 0.02
+
+
+def main(directory: str, scheme: str, batch: int, prompt_tokens: int, output_tokens: int) -> None:
+    import psutil
+    import torch
+
+    from twostroke.core.contention import waited_s
+    from twostroke.core.families import read_spec
+    from twostroke.engine.core import EngineConfig, EngineCore
+    from twostroke.ledger.store import Ledger
+    from twostroke.planner.hardware import load_hardware
+    from twostroke.planner.intervals import predict_with_intervals
+    from twostroke.planner.serving import ServingShape, plan_serving, request_kv_bytes
+    from twostroke.scheduling.sampling_params import SamplingParams
+
+    spec = read_spec(directory)
+    shape = ServingShape(scheme=scheme, batch=batch, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    cache = int((batch + 1) * request_kv_bytes(spec, shape)) * 3 // 2
+    shape = ServingShape(
+        scheme=scheme, batch=batch, prompt_tokens=prompt_tokens, output_tokens=output_tokens, kv_cache_bytes=cache
+    )
+    hardware = load_hardware("this")
+    plan = plan_serving(spec, shape, hardware)
+    values = plan.prediction()
+    names = ("weights_bytes", "kv_cache_bytes", "ttft_s", "tpot_s", "decode_tok_per_s", "prefill_tok_per_s", "startup_s")
+    ledger = Ledger()
+    frozen = predict_with_intervals({name: values[name] for name in names}, hardware, "serve", ledger)
+    inputs = {"model": directory, "scheme": scheme, "batch": batch, "prompt": prompt_tokens, "output": output_tokens}
+    run_id = ledger.freeze("bench", f"{directory} {scheme} batch {batch} prompt {prompt_tokens}", inputs, frozen)
+
+    def made(**changes: int) -> tuple[EngineCore, int]:
+        gc.collect()
+        before = allocated_bytes()
+        engine = EngineCore(directory, EngineConfig(dtype=scheme, **changes))
+        gc.collect()
+        return engine, allocated_bytes() - before
+
+    made(kv_cache_bytes=cache)  # what the first of its kind leaves behind: thread pools, caches of the matrix library
+    small, with_little = made(kv_cache_bytes=1 << 20)
+    little = small.kv_cache_bytes
+    del small
+    engine, with_all = made(kv_cache_bytes=cache)
+    ready_s = time.time() - psutil.Process().create_time()
+    kv = with_all - with_little + little
+
+    generator = torch.Generator().manual_seed(0)
+    numbers = iter(range(10**9))
+
+    def add(n_output: int) -> str:
+        tokens = torch.randint(0, spec.vocab_size, (prompt_tokens,), generator=generator).tolist()
+        name = f"r{next(numbers)}"
+        engine.add_request(name, tokens, SamplingParams(max_tokens=n_output, ignore_eos=True, temperature=0.0))
+        return name
+
+    def timed(run: Callable[[], int], repeats: int) -> tuple[float, float]:
+        """(median seconds a unit, share disturbed): undisturbed repeats where there are any."""
+        clean, all_of_them = [], []
+        for i in range(repeats + 1):
+            waited, begin = waited_s() or 0.0, time.perf_counter()
+            units = run()
+            elapsed = time.perf_counter() - begin
+            if i == 0:
+                continue
+            all_of_them.append(elapsed / units)
+            if (waited_s() or 0.0) - waited <= DISTURBED_SHARE * elapsed:
+                clean.append(elapsed / units)
+        return statistics.median(clean or all_of_them), 1 - len(clean) / len(all_of_them)
+
+    def first_token() -> int:
+        add(1)
+        while engine.has_work:
+            engine.step()
+        return 1
+
+    ttft_s, ttft_disturbed = timed(first_token, REPEATS)
+
+    def decode() -> int:
+        steps = 0
+        while engine.has_work and steps < 8:
+            engine.step()
+            steps += 1
+        return steps
+
+    found = []
+    for _ in range(2):
+        names_ = [add(output_tokens + 32) for _ in range(batch)]
+        started: set[str] = set()
+        while len(started) < batch:
+            started |= {event.request_id for event in engine.step()}
+        found.append(timed(decode, max(2, output_tokens // 8 - 2)))
+        for name in names_:
+            engine.abort(name)
+    tpot_s = statistics.median(seconds for seconds, _ in found)
+    tpot_disturbed = statistics.mean(share for _, share in found)
+    measured = {
+        "weights_bytes": float(with_little - little),
+        "kv_cache_bytes": float(kv),
+        "ttft_s": ttft_s,
+        "tpot_s": tpot_s,
+        "decode_tok_per_s": batch / tpot_s,
+        "prefill_tok_per_s": prompt_tokens / ttft_s,
+    }
+    ledger.measure(run_id, measured)
+    disturbed = max(ttft_disturbed, tpot_disturbed)
+    print(json.dumps({"run_id": run_id, "measured": measured, "disturbed_share": disturbed, "ready_s": ready_s}))
+
+
+if __name__ == "__main__":
+    model, weights, *numbers_ = sys.argv[1:]
+    main(model, weights, *map(int, numbers_))

@@ -1,0 +1,179 @@
+"""Whole steps of the real engine on small models of random weights: decode at several batch sizes, depths, contexts and widths,
+and prompts of several lengths. What a step and a layer cost beyond their arithmetic is read off them."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from twostroke.calibration.operations import LEAST_FIXED_S, fixed_and_rate
+from twostroke.calibration.timing import Clock, Window
+from twostroke.core.profile import MachineProfile
+from twostroke.core.spec import ModelSpec
+from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.model.decoder import Decoder
+from twostroke.model.initialise import initialise
+from twostroke.model.save import save_model
+from twostroke.planner.anchors import (
+    DECODE_BATCHES,
+    DECODE_CONTEXT,
+    DECODE_LAYERS,
+    PREFILL_TOKENS,
+    SERVING_SCHEMES,
+    WIDTHS,
+    anchor_spec,
+    decode_name,
+    prefill_name,
+)
+from twostroke.planner.hardware import hardware_from_profile
+from twostroke.planner.serving import ServingShape, around_layers, layer_operations, layer_products
+from twostroke.planner.weights import weights_bytes
+from twostroke.scheduling.sampling_params import SamplingParams
+
+MANY = 8
+"""Requests of a step that stands for many."""
+
+SHALLOW = 2
+LONG_CONTEXT = 1024
+LEAST_STEPS = 6
+MOST_STEPS = 200
+SECONDS = 0.1
+LEAST_START_SHARE = 0.2
+
+
+class Engines:
+    """Engines on random models, made when they are asked for and kept as long as this object."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._engines: dict[tuple[int, int, str], EngineCore] = {}
+
+    def get(self, width: int, n_layers: int, scheme: str) -> EngineCore:
+        key = (width, n_layers, scheme)
+        if key not in self._engines:
+            directory = self._folder / f"e{width}-l{n_layers}"
+            if not directory.is_dir():
+                decoder = Decoder(anchor_spec(width, n_layers))
+                initialise(decoder, 0)
+                save_model(decoder, decoder.spec, directory, "bf16")
+            most = max(DECODE_BATCHES) * 2 * LONG_CONTEXT
+            n_bytes = 2 * n_layers * width * (4 if scheme == "fp32" else 2) * most
+            self._engines[key] = EngineCore(directory, EngineConfig(dtype=scheme, kv_cache_bytes=n_bytes // 4))
+        return self._engines[key]
+
+
+class _Prompts:
+    """Prompts of which no two begin alike, so that none is found in the prefix cache."""
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+        self._n = 0
+
+    def add(self, engine: EngineCore, n_tokens: int, n_output: int) -> str:
+        self._n += 1
+        tokens = torch.randint(0, engine.spec.vocab_size, (n_tokens,), generator=self._generator).tolist()
+        name = f"anchor-{self._n}"
+        engine.add_request(name, tokens, SamplingParams(max_tokens=n_output, ignore_eos=True, temperature=0.0))
+        return name
+
+
+def _steady_s(clock: Clock, step: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+    """Median seconds of undisturbed steps; ``before`` each, its own time not counted. As scored runs are: by their median."""
+    clean: list[float] = []
+    disturbed: list[float] = []
+    begin = time.perf_counter()
+    for n in range(MOST_STEPS):
+        before()
+        window = Window()
+        seconds = clock.once_s(step)
+        if n:
+            (disturbed if window.disturbed else clean).append(seconds)
+        elapsed = time.perf_counter() - begin
+        if elapsed >= SECONDS * clock.effort and (len(clean) >= LEAST_STEPS or elapsed >= 4 * SECONDS * clock.effort):
+            break
+    clock.n_measured += 1
+    clock.n_disturbed += not clean
+    return statistics.median(clean or disturbed)
+
+
+def decode_step_s(clock: Clock, engine: EngineCore, prompts: _Prompts, batch: int, context: int) -> float:
+    """One step of ``batch`` requests that each have about ``context`` tokens before them."""
+    names = [prompts.add(engine, context, MOST_STEPS + 8) for _ in range(batch)]
+    started: set[str] = set()
+    while len(started) < batch:
+        started |= {event.request_id for event in engine.step()}
+    try:
+        return _steady_s(clock, engine.step)
+    finally:
+        for name in names:
+            engine.abort(name)
+
+
+def prefill_step_s(clock: Clock, engine: EngineCore, prompts: _Prompts, n_tokens: int) -> float:
+    """One prompt of ``n_tokens`` and its first token, in one step."""
+    return _steady_s(clock, engine.step, lambda: prompts.add(engine, n_tokens, 1))
+
+
+def measure_serving_steps(clock: Clock, tell: Callable[[float, str], None]) -> Iterator[tuple[str, float]]:
+    """The anchors of ``planner.anchors``, and for the narrow model ``decode_<one|many>_<scheme>_…``: a step outside its layers
+    and a layer without keys, products included as they are, and (KV head, key) pairs per second of its attention."""
+    narrow, deep = WIDTHS[0], DECODE_LAYERS[WIDTHS[0]]
+    heads = narrow // 64
+    with tempfile.TemporaryDirectory(prefix="twostroke-anchors-") as folder:
+        engines, prompts = Engines(Path(folder)), _Prompts()
+        for i, scheme in enumerate(SERVING_SCHEMES):
+            tell(i / len(SERVING_SCHEMES), f"{scheme} steps of the engine")
+            at_depth: dict[int, float] = {}
+            for width in WIDTHS:
+                engine = engines.get(width, DECODE_LAYERS[width], scheme)
+                for n_tokens in PREFILL_TOKENS:
+                    yield prefill_name(width, scheme, n_tokens), prefill_step_s(clock, engine, prompts, n_tokens)
+                for batch in DECODE_BATCHES:
+                    seconds = decode_step_s(clock, engine, prompts, batch, DECODE_CONTEXT)
+                    yield decode_name(width, scheme, batch), seconds
+                    if width == narrow:
+                        at_depth[batch] = seconds
+            for name, batch in (("one", 1), ("many", MANY)):
+                shallow = decode_step_s(clock, engines.get(narrow, SHALLOW, scheme), prompts, batch, DECODE_CONTEXT)
+                longer = decode_step_s(clock, engines.get(narrow, deep, scheme), prompts, batch, LONG_CONTEXT)
+                layer_s = max((at_depth[batch] - shallow) / (deep - SHALLOW), LEAST_FIXED_S)
+                longer_s = layer_s + max(longer - at_depth[batch], 0.0) / deep
+                pairs = float(heads * batch)
+                fixed_s, pairs_per_s = fixed_and_rate(pairs * DECODE_CONTEXT, pairs * LONG_CONTEXT, layer_s, longer_s)
+                prefix = f"decode_{name}_{scheme}"
+                yield f"{prefix}_step_s", max(shallow - SHALLOW * layer_s, LEAST_FIXED_S)
+                yield f"{prefix}_layer_s", fixed_s
+                yield f"{prefix}_key_per_s", pairs_per_s
+
+
+def without_products(profile: MachineProfile) -> dict[str, float]:
+    """``profile.extras`` with the arithmetic and the bytes of products and small operations taken off every
+    ``decode_…_layer_s``, and the head's off every ``…_step_s``, at the profile's own rates: what is left is the start of
+    operators, which a wider model pays alike. At least ``LEAST_START_SHARE`` is left."""
+    hardware = hardware_from_profile(profile)
+    extras = dict(profile.extras)
+    spec: ModelSpec = anchor_spec(WIDTHS[0], DECODE_LAYERS[WIDTHS[0]])
+    for scheme in SERVING_SCHEMES:
+        for name, n_requests in (("one", 1), ("many", MANY)):
+            layer, step = f"decode_{name}_{scheme}_layer_s", f"decode_{name}_{scheme}_step_s"
+            if layer not in extras:
+                continue
+            shape = ServingShape(scheme=scheme, batch=n_requests, prompt_tokens=DECODE_CONTEXT, output_tokens=1)
+            working_set = weights_bytes(spec, scheme)
+            inside = [
+                *layer_products(spec, shape, n_requests, working_set, hardware),
+                *layer_operations(spec, shape, n_requests, hardware),
+            ]
+            around = around_layers(spec, shape, n_requests, n_requests, working_set, hardware)
+            extras[layer] = _left(extras[layer], sum(w.seconds for w in inside))
+            extras[step] = _left(extras[step], sum(w.seconds - w.launch_s for w in around))
+    return extras
+
+
+def _left(whole_s: float, known_s: float) -> float:
+    return max(whole_s - known_s, LEAST_START_SHARE * whole_s)

@@ -1,0 +1,84 @@
+"""Whole steps that calibration takes with the real engines, and how a plan is held to them.
+
+Rates of parts, measured one by one, miss what parts do to one another: caches that are never warm, an allocator that has to
+find room, threads that wait. So a few whole steps are measured as well. A plan for an anchor's own shape should give what was
+measured; measured ÷ planned is the anchor's ratio, and other plans are multiplied with the ratios of the anchors next to them,
+linear in log width and in log rows, flat beyond the ends. Public decode tables say how much that is worth: rates alone leave
+36 to 59% of median error, two measured points 8.8% (the comparison is in ``docs/decisions.md``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from twostroke.core.spec import ModelSpec
+from twostroke.planner.hardware import interpolate_log
+
+HEAD_DIM = 64
+VOCABULARY = 4096
+D_FF = {256: 704, 768: 2048}
+"""Width → feed-forward width of the models that are run."""
+
+WIDTHS = tuple(D_FF)
+MAX_POSITIONS = 2048
+
+
+def anchor_spec(width: int, n_layers: int) -> ModelSpec:
+    """The llama whose steps are measured."""
+    heads = width // HEAD_DIM
+    return ModelSpec(
+        "llama", VOCABULARY, n_layers, width, heads, heads, HEAD_DIM, D_FF[width], MAX_POSITIONS, tied_embeddings=True
+    )
+
+
+@dataclass(frozen=True)
+class TrainingAnchor:
+    """A training step: L layers of ``width`` on ``batch_size`` rows of ``sequence_length`` tokens, with AdamW."""
+
+    width: int
+    n_layers: int
+    batch_size: int
+    sequence_length: int = 512
+
+    @property
+    def spec(self) -> ModelSpec:
+        return anchor_spec(self.width, self.n_layers).with_(max_positions=self.sequence_length)
+
+    def name(self, dtype: str, mode: str, part: str) -> str:
+        """Of the measurement: ``anchor_train_e256_bf16_compiled_forward_s``."""
+        return f"anchor_train_e{self.width}_{dtype}_{mode}_{part}"
+
+
+TRAINING_ANCHORS = (TrainingAnchor(256, 2, 16), TrainingAnchor(768, 2, 8))
+TRAINING_PARTS = ("forward_s", "backward_s", "optimizer_s")
+
+DECODE_LAYERS = {256: 6, 768: 4}
+DECODE_BATCHES = (1, 8, 32)
+DECODE_CONTEXT = 128
+PREFILL_TOKENS = (32, 128, 512)
+SERVING_SCHEMES = ("fp32", "bf16", "int8")
+
+
+def decode_name(width: int, scheme: str, batch: int) -> str:
+    """Seconds of one decode step of ``batch`` requests with ``DECODE_CONTEXT`` tokens each."""
+    return f"anchor_decode_e{width}_{scheme}_b{batch}_s"
+
+
+def prefill_name(width: int, scheme: str, n_tokens: int) -> str:
+    """Seconds of the step that computes one prompt of ``n_tokens``."""
+    return f"anchor_prefill_e{width}_{scheme}_t{n_tokens}_s"
+
+
+Ratios = Mapping[tuple[int, int], float]
+"""(width, rows) → measured ÷ planned."""
+
+
+def ratio_at(ratios: Ratios, width: float, rows: float) -> float:
+    """The ratio at (``width``, ``rows``): bilinear in the logs between anchors, flat beyond them; 1 without any."""
+    if not ratios:
+        return 1.0
+    columns: dict[int, list[tuple[float, float]]] = {}
+    for (w, n), ratio in ratios.items():
+        columns.setdefault(w, []).append((float(n), ratio))
+    return interpolate_log([(float(w), interpolate_log(points, rows)) for w, points in columns.items()], width)
