@@ -58,13 +58,14 @@ def test_key_heads_are_copied_where_there_are_fewer_than_devices(llama_70b: Mode
 
 def test_tensor_parallelism_divides_the_weights(llama_70b: ModelSpec) -> None:
     assert device_bytes(llama_70b, "fp8", 8, 8) == pytest.approx(device_bytes(llama_70b, "fp8", 1, 1) / 8)
-    assert device_bytes(llama_70b, "bf16", 1, 1) == 2 * device_bytes(llama_70b, "fp8", 1, 1)
+    halved = device_bytes(llama_70b, "bf16", 1, 1) / device_bytes(llama_70b, "fp8", 1, 1)
+    assert halved == pytest.approx(2, rel=1e-3)  # less its scales
 
 
 def test_int8_is_a_byte_and_int4_a_half_with_its_scales(llama_70b: ModelSpec) -> None:
     """Other calculators count compressed int8 weights as half a byte."""
     whole = device_bytes(llama_70b, "bf16", 1, 1)
-    assert device_bytes(llama_70b, "int8", 1, 1) / whole == pytest.approx(1 / 2)
+    assert device_bytes(llama_70b, "int8", 1, 1) / whole == pytest.approx(1 / 2, rel=1e-3)  # and a scale a row
     assert 1 / 4 < device_bytes(llama_70b, "int4", 1, 1) / whole < 0.27
 
 

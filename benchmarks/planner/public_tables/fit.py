@@ -406,7 +406,7 @@ def main() -> None:
     if options.out:
         write_run(options.out, text, rows, of, splits)
     if options.write_efficiencies:
-        write_efficiencies(values, expected)
+        write_efficiencies(values, dense, splits["model"])
 
 
 def summary(
@@ -482,8 +482,8 @@ def write_run(
                              f"{1e3 * r.ttft_s:.5g}", f"{1e3 * first_token_s(r, of):.4g}"])  # fmt: skip
 
 
-def write_efficiencies(values: dict[str, float], expected: Sequence[Prior]) -> None:
-    """``planner/efficiencies.toml`` anew."""
+def write_efficiencies(values: dict[str, float], dense: Sequence[Row], unseen: dict[str, float]) -> None:
+    """``planner/efficiencies.toml`` anew: constants, and the median error on models that a fit had not seen."""
     units = {name: "s" if name.endswith("_s") else "1" for name in NAMES}
     source = "ai-dynamo/aiconfigurator measured serving table (Apache-2.0)"
     lines = [
@@ -502,6 +502,10 @@ def write_efficiencies(values: dict[str, float], expected: Sequence[Prior]) -> N
         "[generation.blackwell.factors]",
     ]
     lines += [f"{name} = {values[f'blackwell.{name}']:.4g}" for name in GENERATION_CONSTANTS]
+    lines += ["", "[unseen_model_error]"]
+    for system, device in SYSTEMS.items():
+        errors = [abs(unseen[r.id] / r.tpot_s - 1) for r in dense if r.system == system]
+        lines.append(f"{device} = {median(errors):.3f}")
     step_time.EFFICIENCIES_FILE.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 

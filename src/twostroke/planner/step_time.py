@@ -19,9 +19,16 @@ from typing import Any
 
 from twostroke.core.errors import ConfigError, CorruptFileError, did_you_mean
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.hardware import Hardware, Link
+from twostroke.planner.hardware import (
+    ASSUMED_ATTENTION_EFFICIENCY,
+    ASSUMED_BANDWIDTH_EFFICIENCY,
+    ASSUMED_PRODUCT_EFFICIENCY,
+    Hardware,
+    Link,
+)
 from twostroke.planner.network import all_to_all_s, ring_all_reduce_s, send_s
 from twostroke.planner.params import LayerKind, Product, head_product, layer_kinds
+from twostroke.planner.weights import matrix_bytes
 
 EFFICIENCIES_FILE = Path(__file__).parent / "efficiencies.toml"
 
@@ -30,20 +37,17 @@ COMPUTE_DTYPES = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "int8": "bf16"
 """The type in which a scheme's products are computed. int8 and int4 hold weights only; a device without fp8, int8 or fp4 units
 computes in bf16 (``compute_dtype``)."""
 
-WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "w8a8": 1.0, "int4": 0.5 + 4 / 128,
-                "mxfp4": 0.5 + 1 / 32, "nvfp4": 0.5 + 1 / 16}  # fmt: skip
-"""Bytes of one weight of a block's matrices with its share of scales: int4 a 16-bit scale and zero for 128, mxfp4 one byte for
-32, nvfp4 one byte for 16. Scales per row or matrix are left out: below 0.1% of the time."""
+LAYER_OPERATORS = {"norms": 2, "attention": 5, "mlp": 3}
+"""Kernels of one dense layer under a fused engine: two norms with their sums; qkv, rotary turn with cache write, attention, its
+combination, out; gate and up, activation, down. An all-reduce adds none: engines fuse it with the norm behind it."""
 
-LAYER_OPERATORS = {"plain": 10, "quantised": 14}
-"""Kernels of one dense layer under a fused engine: two norms with their sums, qkv, rotary turn with cache write, attention and
-its combination, out, gate and up, activation, down; quantised activations add one before each of the four products. An
-all-reduce adds none: engines fuse it with the norm behind it."""
+QUANTISING_OPERATORS = {"attention": 2, "mlp": 2}
+"""More of them where activations are quantised before each of the four products."""
 
-MOE_OPERATORS = 6
+MOE_OPERATORS = {"mlp": 6}
 """More of them in a layer of experts: router, choice, ordering, gathering, their activation apart, weighting."""
 
-LATENT_OPERATORS = 4
+LATENT_OPERATORS = {"attention": 4}
 """More of them under latent attention: compressing and rebuilding queries and keys, two norms."""
 
 EDGE = 3.0
@@ -125,7 +129,7 @@ class Shard:
     decode_pair_flops: float
     window: int | None
     top_keys: int | None
-    operators: int
+    operators: tuple[int, int, int]  # of norms, attention, mlp
 
     def touched(self, tokens: float) -> float:
         """Expected share of experts that ``tokens`` tokens need: 1 − (1 − top_k/E)^tokens, choices taken as independent."""
@@ -143,8 +147,7 @@ def _share(product: Product, tensor: int, expert_devices: int) -> float:
     return 1 / expert_devices if product.split == "expert" else 1 / tensor
 
 
-def _shard(kind: LayerKind, count: int, scheme: str, tensor: int, expert_devices: int) -> Shard:
-    w = WEIGHT_BYTES[scheme]
+def _shard(spec: ModelSpec, kind: LayerKind, count: int, scheme: str, tensor: int, expert_devices: int) -> Shard:
     read = {"attention": 0.0, "mlp": 0.0, "expert": 0.0}
     passed = dict(read)
     idle = 1.0
@@ -152,7 +155,7 @@ def _shard(kind: LayerKind, count: int, scheme: str, tensor: int, expert_devices
         name, share = p.component, _share(p, tensor, expert_devices)
         if p.split == "expert":
             name, idle = "expert", 1 - p.active / p.copies
-        read[name] += p.stored * share * w
+        read[name] += p.copies * matrix_bytes(spec, p, scheme) * share
         passed[name] += p.active * p.weights * share
     heads = kind.n_heads / tensor
     latent = kind.latent_dim
@@ -162,9 +165,13 @@ def _shard(kind: LayerKind, count: int, scheme: str, tensor: int, expert_devices
     else:  # one latent vector a token serves all heads, so every device keeps it whole
         cached = float(kind.kv_elements - kind.index_dim)
         pair, decode_pair = 2.0 * heads * (kind.qk_dim + kind.v_dim), 2.0 * heads * (2 * latent + kind.qk_rope_dim)
-    quantised = COMPUTE_DTYPES[scheme] in ("fp8", "int8", "fp4")
-    operators = LAYER_OPERATORS["quantised" if quantised else "plain"]
-    operators += (MOE_OPERATORS if kind.mlp == "moe" else 0) + (LATENT_OPERATORS if latent is not None else 0)
+    counts = dict(LAYER_OPERATORS)
+    more = [QUANTISING_OPERATORS] if COMPUTE_DTYPES[scheme] in ("fp8", "int8", "fp4") else []
+    more += [MOE_OPERATORS] if kind.mlp == "moe" else []
+    more += [LATENT_OPERATORS] if latent is not None else []
+    for group in more:
+        for component, count_more in group.items():
+            counts[component] += count_more
     return Shard(
         count=count,
         attention_bytes=read["attention"],
@@ -180,16 +187,14 @@ def _shard(kind: LayerKind, count: int, scheme: str, tensor: int, expert_devices
         decode_pair_flops=decode_pair,
         window=kind.window,
         top_keys=kind.top_keys,
-        operators=operators,
+        operators=(counts["norms"], counts["attention"], counts["mlp"]),
     )
 
 
 @lru_cache(maxsize=1024)
 def shards(spec: ModelSpec, scheme: str, tensor: int, expert_devices: int) -> tuple[Shard, ...]:
     """Every kind of layer as one device sees it. Raises ConfigError for an unknown scheme."""
-    if scheme not in WEIGHT_BYTES:
-        raise ConfigError(f"scheme={scheme!r} is not a way to hold weights. Use one of {', '.join(WEIGHT_BYTES)}.")
-    return tuple(_shard(kind, count, scheme, tensor, expert_devices) for kind, count in layer_kinds(spec))
+    return tuple(_shard(spec, kind, count, scheme, tensor, expert_devices) for kind, count in layer_kinds(spec))
 
 
 @lru_cache(maxsize=1024)
@@ -255,7 +260,7 @@ class Pass:
     products: tuple[Part, ...]
     cache: Part
     prompts: Part
-    operators: int
+    operators: tuple[float, float, float]  # of norms, attention, mlp
     steps: float
     requests: float
     tensor: int
@@ -299,7 +304,7 @@ class Pass:
         return seconds
 
     def starts_s(self, rates: Efficiencies) -> float:
-        return self.operators * rates.operator_s
+        return sum(self.operators) * rates.operator_s
 
     def around_s(self, rates: Efficiencies) -> float:
         """Scheduling and sampling: a step's and each request's."""
@@ -362,12 +367,11 @@ def one_pass(
     everywhere = rows if groups == 1 else here * checked * groups + fresh
     sums = {"attention": [0.0, 0.0], "mlp": [0.0, 0.0]}
     cache_read = cache_flops = prompt_flops = 0.0
-    operators = reduces = exchanges = 0
-    n_layers = 0
+    norms = turning = mlps = 0  # kernels
+    reduces = exchanges = 0
     pairs = prompts * (prompt_tokens - hit_tokens) * (prompt_tokens + hit_tokens) / 2
     for shard in shards(spec, scheme, placement.tensor, stage):
         count = shard.count
-        n_layers += count
         attention, mlp = sums["attention"], sums["mlp"]
         attention[0] += count * shard.attention_bytes
         attention[1] += count * 2.0 * rows * shard.attention_elements
@@ -383,7 +387,9 @@ def one_pass(
                 pairs if reach is None or reach >= prompt_tokens else fresh * min(mean, reach - reach**2 / (2 * prompt_tokens))
             )
             prompt_flops += count * used * shard.prefill_pair_flops
-        operators += count * shard.operators
+        norms += count * shard.operators[0]
+        turning += count * shard.operators[1]
+        mlps += count * shard.operators[2]
         reduces += 2 * count if placement.tensor > 1 else 0
         exchanges += 2 * count if groups > 1 and shard.expert_bytes else 0
     head = head_product(spec)
@@ -402,7 +408,7 @@ def one_pass(
             "attention", cache_flops, cache_read * cache_bytes, cache_flops / plain, cache_read * cache_bytes / bandwidth
         ),
         prompts=Part("attention", prompt_flops, 0.0, prompt_flops / plain, 0.0),
-        operators=operators + exchanges,
+        operators=(norms * steps, turning * steps, mlps * steps + exchanges),
         steps=steps,
         requests=decoding / groups,
         tensor=placement.tensor,
@@ -423,13 +429,22 @@ MEASURED = Efficiencies(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1
 """A calibrated machine's rates are what it reaches already."""
 
 
+CPU = replace(
+    MEASURED,
+    product_bandwidth_share=ASSUMED_BANDWIDTH_EFFICIENCY,
+    cache_bandwidth_share=ASSUMED_BANDWIDTH_EFFICIENCY,
+    arithmetic_share=ASSUMED_PRODUCT_EFFICIENCY,
+    attention_share=ASSUMED_ATTENTION_EFFICIENCY,
+)
+"""A CPU that is known by its datasheet: assumed shares, no graph of captured kernels whose times could be fitted."""
+
+
 def efficiencies_of(hardware: Hardware, engine: str = "any") -> Efficiencies:
-    """The constants that hold for ``hardware``: fitted ones for a datasheet, launches of its own for a calibrated machine or a
-    CPU (operators of an interpreted plan; no step of a captured graph)."""
+    """The constants that hold for ``hardware``: the fitted ones for an accelerator's datasheet, assumed ones for a CPU's,
+    and none for a calibrated machine."""
     if hardware.basis == "measured":
         return replace(MEASURED, operator_s=hardware.op_launch_s)
-    found = efficiencies(engine, hardware.name)
-    return replace(found, operator_s=hardware.op_launch_s) if hardware.kind == "cpu" else found
+    return replace(CPU, operator_s=hardware.op_launch_s) if hardware.kind == "cpu" else efficiencies(engine, hardware.name)
 
 
 def token_s(decode: Pass, mixed: Pass, rates: Efficiencies, prompts_per_token: float) -> float:

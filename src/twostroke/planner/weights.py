@@ -59,6 +59,8 @@ SCHEMES: dict[str, Scheme] = {
     "int4": Scheme(0.5, 2.5, 1, 128),
     # OCP Microscaling 1.0: blocks of 32 with one 8-bit exponent, 4.25 bits an element.
     "mxfp4": Scheme(0.5, 1.0, 1, 32, experts_only=True),
+    # NVIDIA's: blocks of 16 with one e4m3 scale, 4.5 bits an element.
+    "nvfp4": Scheme(0.5, 1.0, 1, 16),
 }
 """Schemes by the name that options and ledger records use. All but the first three quantise the blocks' matrices, routers
 aside; embedding, positions, output head, norms, biases and other small tensors stay in 16 bits."""

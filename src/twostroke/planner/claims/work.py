@@ -9,8 +9,9 @@ from twostroke.planner.claims.memory import state_bytes_per_parameter
 from twostroke.planner.claims.subjects import GB, LLAMA_8B, LLAMA_70B, block_activations_bytes, device, n_parameters
 from twostroke.planner.comparison import component_flips
 from twostroke.planner.flops import attention_flops_per_token, decode_flops, prefill_flops
-from twostroke.planner.hardware import ASSUMED_BANDWIDTH_EFFICIENCY, ASSUMED_PRODUCT_EFFICIENCY
+from twostroke.planner.hardware import ASSUMED_BANDWIDTH_EFFICIENCY
 from twostroke.planner.serving import ServingPlan, ServingShape, plan_serving
+from twostroke.planner.step_time import efficiencies_of
 from twostroke.planner.training import TrainingPlan, TrainingShape, plan_training
 from twostroke.planner.weights import kv_bytes_per_token, weights_bytes
 
@@ -74,7 +75,9 @@ def every_token_reads_the_weights() -> Claim:
 
 def decode_bound() -> Claim:
     found, hardware = flips()["decode"], device(DEVICE)
-    ridge = hardware.peak("bf16") * ASSUMED_PRODUCT_EFFICIENCY / hardware.bandwidth(1e10)
+    reached = efficiencies_of(hardware)
+    bandwidth = hardware.read_bandwidth[0].bytes_per_s * reached.product_bandwidth_share
+    ridge = hardware.peak("bf16") * reached.arithmetic_share / bandwidth
     intensity = 2 * LLAMA_8B.queries_per_kv_head / 2.0
     attention = found["attention"]
     plan = serving(batch=64, prompt=8192, output=256)
@@ -85,7 +88,7 @@ def decode_bound() -> Claim:
             "FLOP a byte at which this device turns from memory to arithmetic",
             ridge,
             "count",
-            "0.7·π ÷ (0.8·β), datasheet's bf16 and bandwidth",
+            f"{reached.arithmetic_share:.2f}·π ÷ ({reached.product_bandwidth_share:.2f}·β), datasheet's bf16 and bandwidth",
         ),
         Case(
             "mlp",
