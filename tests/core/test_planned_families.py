@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from twostroke.core.errors import ConfigError, UnsupportedFamilyError
 from twostroke.core.families import FAMILIES, PLANNED_FAMILIES, all_families, config_from_spec, spec_from_config
 from twostroke.core.spec import ModelSpec
+from twostroke.planner.params import count_parameters
 
 HF = {
     "mixtral": "mistralai--Mixtral-8x7B-v0.1_config.json",
@@ -72,6 +73,28 @@ def test_decoder_lowering_and_weight_names_refuse_what_is_not_built(assets: Path
     for make in (lambda: Decoder(spec, device="meta"), lambda: lower(spec, {}), lambda: list(layout(spec))):
         with pytest.raises(ConfigError, match=r"'mixtral' can be planned but not built yet: mixture of experts\."):
             make()
+
+
+@pytest.mark.parametrize(
+    ("changes", "feature"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn rotary scaling"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic rotary scaling"),
+        ({"partial_rotary_factor": 0.5}, "partial rotary positions"),
+        ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "partial rotary positions"),
+        ({"hidden_act": "relu"}, "the ReLU activation"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "weights stored in int4"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "weights stored in fp8"),
+    ],
+)
+def test_a_built_family_with_a_part_that_is_not_built_is_planned(assets: Path, changes: dict[str, Any], feature: str) -> None:
+    plain: dict[str, Any] = json.loads((assets / "configs" / "hf" / "Qwen--Qwen3-8B_config.json").read_text())
+    spec = spec_from_config(plain | changes)
+    assert spec.unbuilt_features == (feature,)
+    for make in (lambda: spec.require_buildable(), lambda: config_from_spec(spec)):
+        with pytest.raises(ConfigError, match="'qwen3' can be planned but not built yet"):
+            make()
+    assert count_parameters(spec) == count_parameters(spec_from_config(plain))
 
 
 def test_a_directory_of_a_planned_model_is_refused_before_its_weights_are_looked_for(assets: Path, tmp_path: Path) -> None:
@@ -136,12 +159,12 @@ def test_short_keys_without_what_the_family_needs_are_refused() -> None:
         ("deepseek_v3", {"kv_lora_rank": None}, "no 'kv_lora_rank', which model_type='deepseek_v3' needs"),
         ("deepseek_v3", {"qk_rope_head_dim": 63}, "qk_rope_dim=63 must be even"),
         ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace=-1"),
-        ("deepseek_v3", {"quantization_config": {"quant_method": "awq"}}, "'awq' is not supported"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "quip"}}, "'quip' is not supported"),
         ("glm_moe_dsa", {"q_lora_rank": None}, "an indexer needs latent attention with q_lora_rank"),
         ("gemma4", {"text_config": None}, "no 'text_config'"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm=True is not supported"),
         ("phi", {"partial_rotary_factor": 0}, "partial_rotary_factor"),
-        ("phi3", {"rope_scaling": {"type": "dynamic"}}, "rope_type='dynamic' is not supported"),
+        ("phi3", {"rope_scaling": {"type": "ntk"}}, "rope_type='ntk' is not supported"),
         ("minimax_m2", {"rotary_dim": 4096}, "rotary_dim=4096 must be"),
     ],
 )

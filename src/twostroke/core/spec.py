@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from twostroke.core.errors import ConfigError
 
-RopeScaling = Literal["none", "linear", "llama3", "yarn", "longrope", "by_layer"]
+RopeScaling = Literal["none", "linear", "llama3", "dynamic", "yarn", "longrope", "by_layer"]
 Norm = Literal["rmsnorm", "layernorm"]
 Positions = Literal["rope", "learned", "alibi"]
 Mlp = Literal["swiglu", "gelu"]
@@ -25,8 +25,8 @@ class RopeSpec:
     """Rotary position embedding: inverse frequencies θ^(−2i/D), optionally rescaled.
 
     ``linear`` divides every frequency by ``factor``; ``llama3`` divides the low ones by ``factor``, keeps the high ones
-    and blends between, by wavelength against ``original_max_positions`` (Llama 3.1 release, ``rope_type: llama3``). ``yarn``,
-    ``longrope`` and ``by_layer`` (kinds of layer with tables of their own) are named for the planner, which no angle concerns.
+    and blends between, by wavelength against ``original_max_positions`` (Llama 3.1 release, ``rope_type: llama3``). The
+    others, of which ``by_layer`` is kinds of layer with tables of their own, are named for plans, which read no angle.
     """
 
     theta: float = 10_000.0
@@ -287,16 +287,18 @@ class ModelSpec:
             "global attention of another shape": self.global_attention is not None,
             "ALiBi positions": self.positions == "alibi",
             "the ReLU activation": self.activation == "relu",
-            f"{self.rope.scaling} rotary scaling": self.rope.scaling in ("yarn", "longrope", "by_layer"),
+            f"{self.rope.scaling} rotary scaling": self.rope.scaling not in ("none", "linear", "llama3"),
+            f"weights stored in {self.checkpoint_scheme}": self.checkpoint_scheme is not None,
         }
         return tuple(name for name, present in named.items() if present) + self.departures.names
 
     def require_buildable(self) -> None:
         """ConfigError, naming the features, where the model can be planned and not built."""
-        if self.unbuilt_features:
-            raise ConfigError(
-                f"model_type={self.family!r} can be planned but not built yet: {', '.join(self.unbuilt_features)}."
-            )
+        if not self.unbuilt_features:
+            return
+        remedy = " Start from the unquantised model." if self.checkpoint_scheme else ""
+        features = ", ".join(self.unbuilt_features)
+        raise ConfigError(f"model_type={self.family!r} can be planned but not built yet: {features}.{remedy}")
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ModelSpec:

@@ -15,7 +15,7 @@ def parse_mixtral(config: dict[str, Any]) -> ModelSpec:
     moe = MoeSpec(r.integer("num_local_experts", 8), r.integer("num_experts_per_tok", 2), r.integer("intermediate_size"))
     defaults = Defaults(max_positions=131_072, n_kv_heads=8, bos=1, eos=2)
     window = r.optional_integer("sliding_window")
-    rope = r.rope_to_plan(default_theta=1e6)
+    rope = r.rope(default_theta=1e6)
     return llama_like(
         "mixtral", config | {"rms_norm_eps": r.number("rms_norm_eps", 1e-5)}, defaults, rope, moe=moe, sliding_window=window
     )
@@ -36,7 +36,7 @@ def parse_qwen3_moe(config: dict[str, Any]) -> ModelSpec:
         layers=None if len(sparse) == n_layers else sparse,
     )
     defaults = Defaults(max_positions=32_768, n_kv_heads=4)
-    return llama_like("qwen3_moe", config, defaults, r.rope_to_plan(), moe=moe, qk_norm=True, qkv_bias=bias, attn_out_bias=bias)
+    return llama_like("qwen3_moe", config, defaults, r.rope(), moe=moe, qk_norm=True, qkv_bias=bias, attn_out_bias=bias)
 
 
 def parse_gpt_oss(config: dict[str, Any]) -> ModelSpec:
@@ -56,7 +56,7 @@ def parse_gpt_oss(config: dict[str, Any]) -> ModelSpec:
         expert_bias=True,
     )
     return llama_like(
-        "gpt_oss", {"head_dim": 64} | config, Defaults(max_positions=131_072, n_kv_heads=8), r.rope_to_plan(150_000.0),
+        "gpt_oss", {"head_dim": 64} | config, Defaults(max_positions=131_072, n_kv_heads=8), r.rope(150_000.0),
         moe=moe, qkv_bias=bias, attn_out_bias=bias, norm_eps=r.number("rms_norm_eps", 1e-5),
         sliding_window=r.integer("sliding_window", 128), sliding_window_layers=windowed,
         departures=Departures(attention_sinks=True, without_parameters=("clamped SwiGLU",)),
@@ -78,7 +78,7 @@ def parse_minimax_m2(config: dict[str, Any]) -> ModelSpec:
     normed = r.flag("use_qk_norm", True)
     left_out = r.integer("num_mtp_modules", 0) if r.flag("use_mtp", False) else 0
     return llama_like(
-        "minimax_m2", config, Defaults(max_positions=196_608, n_kv_heads=8, bos=200_034, eos=200_020), r.rope_to_plan(5e6),
+        "minimax_m2", config, Defaults(max_positions=196_608, n_kv_heads=8, bos=200_034, eos=200_020), r.rope(5e6),
         moe=moe, qk_norm=normed,
         departures=Departures(rotary_dim=r.rotary_dim(Reader(config).integer("head_dim")), qk_norm_over_heads=normed),
         notes=(f"{left_out} multi-token-prediction modules are left out",) if left_out else (),

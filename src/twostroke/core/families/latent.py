@@ -40,7 +40,7 @@ def _latent(family: str, config: dict[str, Any], defaults: Defaults, **extra: An
     # num_key_value_heads repeats the query heads, and head_dim is another number in each release: both follow from the rest.
     shape = {"num_key_value_heads": heads, "head_dim": mla.qk_nope_dim + mla.qk_rope_dim}
     return llama_like(
-        family, config | shape, defaults, r.rope_to_plan(), mla=mla, moe=moe, qkv_bias=bias, attn_out_bias=bias,
+        family, config | shape, defaults, r.rope(), mla=mla, moe=moe, qkv_bias=bias, attn_out_bias=bias,
         notes=(f"num_nextn_predict_layers={left_out}: the multi-token-prediction layer is left out",) if left_out else (),
         **extra,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 
 from twostroke.core.errors import ConfigError
 from twostroke.core.families.reader import ACTIVATION_NAMES, Reader, activation
-from twostroke.core.spec import MAX_LAYERS, ModelSpec, RopeSpec
+from twostroke.core.spec import MAX_LAYERS, Departures, ModelSpec, RopeSpec
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ def llama_like(
     kv_heads = heads if "num_key_value_heads" in config or defaults.n_kv_heads is None else defaults.n_kv_heads
     if config.get("head_dim") is None and heads > 0 and width % heads:
         raise ConfigError(f"config.json: num_attention_heads={heads} must divide hidden_size={width}, or head_dim be given.")
+    head_dim = r.integer("head_dim", width // heads if heads > 0 else 1)
     values: dict[str, Any] = {
         "family": family,
         "vocab_size": r.integer("vocab_size"),
@@ -38,11 +39,12 @@ def llama_like(
         "d_model": width,
         "n_heads": heads,
         "n_kv_heads": r.integer("num_key_value_heads", kv_heads),
-        "head_dim": r.integer("head_dim", width // heads if heads > 0 else 1),
+        "head_dim": head_dim,
         "d_ff": r.integer("intermediate_size"),
         "max_positions": r.integer("max_position_embeddings", defaults.max_positions),
         "norm_eps": r.number("rms_norm_eps", 1e-6),
         "rope": rope or r.rope(),
+        "departures": Departures(rotary_dim=r.rotary_dim(head_dim)),
         "activation": activation(config.get("hidden_act", "silu")),
         "tied_embeddings": r.flag("tie_word_embeddings", False),
         "dropout": r.number("attention_dropout", 0.0),

@@ -19,7 +19,7 @@ def parse_phi(config: dict[str, Any]) -> ModelSpec:
         raise ConfigError(f"config.json: num_attention_heads={heads} must divide hidden_size={width}.")
     return llama_like(
         "phi", config | {"hidden_act": config.get("hidden_act", "gelu_new"), "head_dim": width // heads},
-        Defaults(max_positions=2048, bos=1, eos=2), r.rope_to_plan(),
+        Defaults(max_positions=2048, bos=1, eos=2), r.rope(),
         norm="layernorm", norm_eps=r.number("layer_norm_eps", 1e-5), mlp="gelu",
         qkv_bias=True, attn_out_bias=True, mlp_bias=True,
         departures=Departures(
@@ -35,6 +35,6 @@ def parse_phi3(config: dict[str, Any]) -> ModelSpec:
     turned = r.rotary_dim(r.integer("head_dim", width // max(1, heads)))
     departures = Departures(rotary_dim=turned, without_parameters=STORED_OTHERWISE.without_parameters)
     return llama_like(
-        "phi3", config, Defaults(max_positions=4096, bos=1, eos=32_000), r.rope_to_plan(),
+        "phi3", config, Defaults(max_positions=4096, bos=1, eos=32_000), r.rope(),
         norm_eps=r.number("rms_norm_eps", 1e-5), sliding_window=r.optional_integer("sliding_window"), departures=departures,
     )  # fmt: skip

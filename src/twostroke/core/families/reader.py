@@ -96,21 +96,21 @@ class Reader:
         ids = self.token_ids(key, default)
         return ids[0] if ids else None
 
-    def rope(self) -> RopeSpec:
-        """Both spellings: ``rope_theta`` + ``rope_scaling`` (transformers 4) and ``rope_parameters`` (transformers 5)."""
-        parameters = self.config.get("rope_parameters") or {}
-        scaling = self.config.get("rope_scaling") or parameters
-        if not isinstance(scaling, dict) or not isinstance(parameters, dict):
-            raise ConfigError("config.json: rope_scaling and rope_parameters must be objects.")
-        theta = Reader(parameters).number("rope_theta", self.number("rope_theta", 10_000.0))
-        for table in (self.config, parameters, scaling):
-            if table.get("partial_rotary_factor") not in (None, 1, 1.0):
-                raise ConfigError(f"partial_rotary_factor={table['partial_rotary_factor']!r} is not supported. Supported: 1.0.")
-        kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    def rope(self, default_theta: float = 10_000.0) -> RopeSpec:
+        """Both spellings: ``rope_theta`` + ``rope_scaling`` (transformers 4) and ``rope_parameters`` (transformers 5).
+
+        Scalings that are read for a plan only keep their name and factor; the decoder refuses them.
+        """
+        parameters = self.object("rope_parameters")
+        scaling = self.object("rope_scaling") or parameters
+        theta = Reader(parameters).number("rope_theta", self.number("rope_theta", default_theta))
+        kind: Any = scaling.get("rope_type") or scaling.get("type") or "default"
         if kind == "default":
             return RopeSpec(theta=theta)
-        if kind == "linear":
-            return RopeSpec(theta=theta, scaling="linear", factor=positive_scaling(scaling, "factor"))
+        if kind in ("linear", "dynamic", "yarn"):
+            return RopeSpec(theta=theta, scaling=kind, factor=positive_scaling(scaling, "factor"))
+        if kind in ("longrope", "su"):  # factors of its own for every frequency
+            return RopeSpec(theta=theta, scaling="longrope")
         if kind == "llama3":
             return RopeSpec(
                 theta=theta,
@@ -120,26 +120,15 @@ class Reader:
                 high_freq_factor=positive_scaling(scaling, "high_freq_factor"),
                 original_max_positions=int(positive_scaling(scaling, "original_max_position_embeddings")),
             )
-        raise ConfigError(f"rope_type={kind!r} is not supported. Supported: default, linear, llama3.")
-
-    def rope_to_plan(self, default_theta: float = 10_000.0) -> RopeSpec:
-        """As ``rope``, with the scalings that only a plan reads, and whatever share of a head is turned."""
-        parameters = self.object("rope_parameters")
-        scaling = self.object("rope_scaling") or parameters
-        theta = Reader(parameters).number("rope_theta", self.number("rope_theta", default_theta))
-        kind = scaling.get("rope_type") or scaling.get("type")
-        if kind == "yarn":
-            return RopeSpec(theta=theta, scaling="yarn", factor=positive_scaling(scaling, "factor"))
-        if kind in ("longrope", "su"):
-            return RopeSpec(theta=theta, scaling="longrope")
-        share = ("partial_rotary_factor",)
-        plain = {key: value for key, value in scaling.items() if key not in share}
-        return Reader({"rope_theta": theta, "rope_scaling": plain}).rope()
+        raise ConfigError(
+            f"rope_type={kind!r:.100} is not supported. Supported: default, linear, dynamic, yarn, longrope, llama3."
+        )
 
     def rotary_dim(self, head_dim: int, default_share: float = 1.0) -> int | None:
         """Leading dimensions of a head that positions turn, None for all: ``rotary_dim`` or ``partial_rotary_factor``."""
         share = self.number("partial_rotary_factor", default_share)
-        share = Reader(self.object("rope_parameters")).number("partial_rotary_factor", share)
+        for table in ("rope_scaling", "rope_parameters"):
+            share = Reader(self.object(table)).number("partial_rotary_factor", share)
         if not 0 < share <= 1:
             raise ConfigError(f"config.json: partial_rotary_factor={share!r} must be above 0 and at most 1.")
         turned = self.integer("rotary_dim", int(head_dim * share))

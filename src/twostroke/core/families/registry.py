@@ -10,6 +10,7 @@ from typing import Any
 
 from twostroke.core.errors import ConfigError, UnsupportedFamilyError
 from twostroke.core.families import earlier, experts, gemma, gpt2, latent, llama, phi
+from twostroke.core.families.reader import Reader
 from twostroke.core.families.short_keys import has_short_keys, with_family_keys
 from twostroke.core.spec import ModelSpec
 
@@ -76,8 +77,8 @@ REFUSED: dict[str, str] = {
 }
 """Kinds of model that are no decoder-only transformer, with the reason."""
 
-CHECKPOINT_SCHEMES = {"fp8": "fp8", "mxfp4": "mxfp4"}
-"""``quant_method`` of a published checkpoint → our name of its scheme."""
+CHECKPOINT_SCHEMES = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "mxfp4"}
+"""``quant_method`` of a published checkpoint → our name of its scheme. GPTQ and AWQ say theirs in ``bits``."""
 
 
 def all_families() -> dict[str, Family]:
@@ -110,26 +111,29 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     if has_short_keys(config):
         config, notes = with_family_keys(config)
         family = config["model_type"]
-    scheme = _checkpoint_scheme(family, config)
+    scheme = _checkpoint_scheme(config)
     spec = all_families()[family].parse(config)
     return spec.with_(checkpoint_scheme=scheme, notes=spec.notes + notes) if scheme or notes else spec
 
 
-def _checkpoint_scheme(family: str, config: dict[str, Any]) -> str | None:
-    quantised = config.get("quantization_config")
-    if not quantised:
-        return None
-    if not isinstance(quantised, dict):
-        raise ConfigError(f"config.json: quantization_config={quantised!r:.100} must be an object.")
+def _checkpoint_scheme(config: dict[str, Any]) -> str | None:
+    """The format of a published checkpoint's weights; None where they are not quantised, or by ``twostroke quantize``."""
+    quantised = Reader(config).object("quantization_config")
     method = quantised.get("quant_method")
-    if method == "twostroke":
+    if not quantised or method == "twostroke":
         return None
-    if family in PLANNED_FAMILIES and isinstance(method, str) and method in CHECKPOINT_SCHEMES:
-        return CHECKPOINT_SCHEMES[method]
-    raise ConfigError(
-        f"quantization_config of method {method!r:.100} is not supported. "
-        "Start from the unquantised model and run `twostroke quantize`."
-    )
+    if method in ("gptq", "awq"):
+        bits = Reader(quantised).integer("bits", 4)
+        if bits not in (4, 8):
+            raise ConfigError(f"quantization_config of method {method!r} with bits={bits} is not supported. Supported: 4, 8.")
+        return f"int{bits}"
+    scheme = CHECKPOINT_SCHEMES.get(method) if isinstance(method, str) else None
+    if scheme is None:
+        raise ConfigError(
+            f"quantization_config of method {method!r:.100} is not supported. "
+            "Start from the unquantised model and run `twostroke quantize`."
+        )
+    return scheme
 
 
 def config_from_spec(spec: ModelSpec, dtype: str = "float32") -> dict[str, Any]:
@@ -138,6 +142,7 @@ def config_from_spec(spec: ModelSpec, dtype: str = "float32") -> dict[str, Any]:
         raise UnsupportedFamilyError(f"family={spec.family!r} can be planned but not written: no model of it is built yet.")
     if spec.family not in FAMILIES:
         raise UnsupportedFamilyError(f"family={spec.family!r} is not supported. Supported families: {', '.join(FAMILIES)}.")
+    spec.require_buildable()
     family = FAMILIES[spec.family]
     assert family.write is not None
     eos: int | list[int] | None = None
