@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from twostroke.core.units import format_bytes, format_count, format_money, format_seconds
-from twostroke.planner.hardware import Hardware
+from twostroke.planner.cost import pue_of
+from twostroke.planner.hardware import Hardware, price
 from twostroke.planner.work import Work
 
 
@@ -60,9 +61,11 @@ def work_rows(title: str, works: Sequence[Work]) -> list[list[str]]:
 
 
 def money_lines(hardware: Hardware) -> str:
-    """The price and the power that were assumed, with their sources."""
-    price, watts = hardware.usd_per_hour, hardware.watts
+    """The price, the power, what cooling adds to it and the grid's CO₂ that were assumed, with their sources."""
+    usd, watts, pue, grid = hardware.usd_per_hour, hardware.watts, pue_of(hardware), price("grid_kg_co2_per_kwh")
     return (
-        f"price {price.kind}: ${price.value:.4g} an hour ({price.source}; {price.date})\n"
-        f"power {watts.kind}: {watts.value:.4g} W ({watts.source}; {watts.date})"
+        f"price {usd.kind}: ${usd.value:.4g} an hour ({usd.source}; {usd.date})\n"
+        f"power {watts.kind}: {watts.value:.4g} W ({watts.source}; {watts.date})\n"
+        f"PUE {pue.kind}: {pue.value:g} ({pue.source}; {pue.date}); "
+        f"CO2 {grid.kind}: {grid.value:g} kg/kWh ({grid.source}; {grid.date})"
     )
