@@ -128,7 +128,7 @@ def test_options_shape_the_plan(capsys: pytest.CaptureFixture[str], model: str) 
         "fp32",
     )
     found = document(capsys, "plan", "train", model, *args, "--optimizer", "muon", "--eager", "--steps", "7")
-    assert found["shape"] == {
+    asked = {
         "batch_size": 4,
         "sequence_length": 128,
         "grad_accumulation": 2,
@@ -137,6 +137,9 @@ def test_options_shape_the_plan(capsys: pytest.CaptureFixture[str], model: str) 
         "compile": False,
         "steps": 7,
     }
+    trained = found["shape"]
+    assert isinstance(trained, dict)
+    assert {name: trained[name] for name in asked} == asked
     served = document(
         capsys, "plan", "serve", model, "--hardware", "l40s", "--scheme", "int8", "--batch", "3", "--prompt", "100"
     )

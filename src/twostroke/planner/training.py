@@ -16,6 +16,7 @@ from twostroke.planner.flops import attention_flops_per_token, training_flops_pe
 from twostroke.planner.hardware import DATASHEET_NOTE, Hardware
 from twostroke.planner.layout import SINGLE, Layout
 from twostroke.planner.memory import FP32, OPTIMIZERS, PRECISIONS, attends_explicitly, state_bytes
+from twostroke.planner.network import all_reduce_sent_bytes
 from twostroke.planner.params import Parameters, count_parameters
 from twostroke.planner.passes import (
     layer_works,
@@ -421,7 +422,8 @@ def plan_training(
         bytes_per_token=moved / shape.tokens_per_step * layout.tensor * layout.pipeline,
         checkpoint_bytes=stored,
         model_bytes=bytes_of("fp32" if shape.dtype == "fp32" else shape.compute_dtype) * trained,
-        network_bytes_per_step=sum(t.sent_bytes for t in traffic) or data_parallel_bytes(parameters, shape.compute_dtype, 2),
+        network_bytes_per_step=sum(t.sent_bytes for t in traffic)
+        or all_reduce_sent_bytes(bytes_of(shape.compute_dtype) * trained, 2),
         cost=None,
         notes=() if hardware.basis == "measured" else (DATASHEET_NOTE,),
         layout=layout,
@@ -437,7 +439,7 @@ def plan_training(
     if plan.train_time_s is not None:
         spent = plan.train_time_s if layout.n_devices == 1 else plan.wall_time_s
         assert spent is not None
-        plan = replace(plan, cost=cost_of(spent * layout.n_devices, hardware))
+        plan = replace(plan, cost=cost_of(spent, hardware, layout.n_devices))
     return plan
 
 
@@ -469,11 +471,6 @@ def startup_s(shape: TrainingShape, hardware: Hardware) -> float:
     """Seconds before the first step: importing torch and, compiled, one block's forward and backward."""
     compile_s = hardware.extras.get("block_compile_s", ASSUMED_COMPILE_S) if shape.compile else 0.0
     return hardware.extras.get("torch_import_s", ASSUMED_IMPORT_S) + compile_s
-
-
-def data_parallel_bytes(parameters: Parameters, dtype: str, n_ranks: int) -> float:
-    """Bytes each of ``n_ranks`` sends per step in a ring all-reduce of the gradients: 2·(n−1)/n·w·N."""
-    return 2 * (n_ranks - 1) / n_ranks * bytes_of(dtype) * parameters.total
 
 
 def steps_for_budget(

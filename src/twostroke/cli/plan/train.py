@@ -3,55 +3,117 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeVar
 
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit
 from twostroke.cli.plan.explain import EXPLAIN, with_terms
-from twostroke.cli.plan.subject import (
-    BATCH_SIZE,
-    DTYPE,
-    EAGER,
-    GRAD_ACCUMULATION,
-    HARDWARE,
-    OPTIMIZER,
-    SEQUENCE_LENGTH,
-    SETTINGS,
-    STEPS,
-    TRAIN_TOKENS,
-    read_subject,
+from twostroke.cli.plan.subject import EAGER, HARDWARE, SEQUENCE_LENGTH, SETTINGS, STEPS, TRAIN_TOKENS, read_subject
+from twostroke.core.errors import ConfigError
+
+Number = TypeVar("Number", int, float)
+
+SHAPE_OPTIONS = (
+    "batch_size",
+    "sequence_length",
+    "grad_accumulation",
+    "dtype",
+    "optimizer",
+    "eager",
+    "steps",
+    "tokens",
+    "method",
+    "lora_rank",
+    "lora_targets",
+    "checkpointing",
+    "logits",
 )
+"""Options that a recipe answers itself."""
 
 
 def train(
+    context: typer.Context,
     subject: str = typer.Argument(metavar="RECIPE|MODEL", help="A recipe (.toml), a model directory or a config.json."),
     hardware: str = HARDWARE,
     settings: list[str] = SETTINGS,
     train_tokens: int = TRAIN_TOKENS,
-    batch_size: int = BATCH_SIZE,
+    batch_size: int = typer.Option(16, help="Sequences in one forward and backward of one data-parallel rank."),
     sequence_length: int = SEQUENCE_LENGTH,
-    grad_accumulation: int = GRAD_ACCUMULATION,
-    dtype: str = DTYPE,
-    optimizer: str = OPTIMIZER,
+    grad_accumulation: int = typer.Option(1, help="Forward and backward passes per update: micro-batches in a pipeline."),
+    dtype: str = typer.Option("bf16", help="fp32, bf16 (mixed), fp16 (mixed) or pure_bf16."),
+    optimizer: str = typer.Option("adamw", help="adamw, adam, sgd (with momentum), muon or adamw8bit."),
     eager: bool = EAGER,
     steps: int = STEPS,
+    tokens: int = typer.Option(0, help="Length of the run in tokens, in place of --steps."),
+    method: str = typer.Option("full", help="full, lora or qlora."),
+    lora_rank: int = typer.Option(16, help="Rank of the adapters."),
+    lora_targets: str = typer.Option("all-linear", help="Matrices with an adapter, as q_proj,v_proj."),
+    checkpointing: str = typer.Option("none", help="What backward computes again: none, selective (elementwise work) or full."),
+    logits: str = typer.Option("chunked", help="chunked, or whole for a loss that takes a micro-batch's logits at once."),
+    data_parallel: int = typer.Option(1, help="Ranks that each read their own part of the batch."),
+    zero: int = typer.Option(
+        0, help="What they share out: 0 nothing (DDP), 1 optimizer, 2 gradients too, 3 weights too (FSDP2)."
+    ),
+    tensor: int = typer.Option(1, help="Devices that share each matrix."),
+    sequence_parallel: bool = typer.Option(True, help="Tensor parallel cuts norms along the sequence."),
+    pipeline: int = typer.Option(1, help="Stages of layers."),
+    interleave: int = typer.Option(1, help="Chunks of layers that a stage holds."),
+    expert: int = typer.Option(1, help="Devices that share a layer's experts."),
+    devices_per_node: int = typer.Option(0, help="Devices that the fast link joins; without it, the hardware's own number."),
+    mtbf_hours: float = typer.Option(0.0, help="Hours between failures of one device; without it, 50,676 (Llama 3's H100)."),
     explain: bool = EXPLAIN,
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Memory by term, time by pass and component, throughput, energy and money of a training run.
+    """Memory by term, time by pass and component, traffic, throughput, energy and money of a training run.
 
-    A recipe brings its own shape; the options from --batch-size to --steps are for a bare model.
+    A recipe brings its own shape; the options from --batch-size to --logits are for a bare model. Memory, time and traffic are
+    one device's, rate and money the whole job's.
     """
+    from twostroke.planner.fitting import smallest_change
     from twostroke.planner.hardware import load_hardware
     from twostroke.planner.intervals import predict_with_intervals
+    from twostroke.planner.layout import Layout
     from twostroke.planner.text.training import candidates_text, training_text
     from twostroke.planner.training import TrainingShape, plan_training
 
     machine = load_hardware(hardware)
+    layout = Layout(
+        data_parallel,
+        zero,
+        tensor,
+        sequence_parallel,
+        pipeline,
+        interleave,
+        expert,
+        _or_none("devices-per-node", devices_per_node),
+    )
+    if tokens < 0 or (tokens and steps):
+        raise ConfigError(f"--tokens={tokens} and --steps={steps}: give one of them, above 0.")
     found = read_subject(subject, settings, machine, train_tokens)
-    shape = found.shape or TrainingShape(batch_size, sequence_length, grad_accumulation, dtype, optimizer, not eager, steps)
-    planned = plan_training(found.spec, shape, machine)
+    if found.shape is not None:
+        _refuse_shape_options(context, subject)
+    shape = found.shape or TrainingShape(
+        batch_size,
+        sequence_length,
+        grad_accumulation,
+        dtype,
+        optimizer,
+        not eager,
+        steps,
+        method,
+        lora_rank,
+        tuple(name.strip() for name in lora_targets.split(",") if name.strip()),
+        checkpointing,
+        logits,
+    )
+    if tokens:
+        shape = dataclasses.replace(shape, steps=-(-tokens // (shape.tokens_per_step * layout.data)))
+    planned = plan_training(found.spec, shape, machine, layout, _or_none("mtbf-hours", mtbf_hours))
     planned = dataclasses.replace(planned, notes=(*planned.notes, *found.notes))
+    if planned.peak_memory_bytes > machine.memory_bytes:
+        change = smallest_change(found.spec, shape, machine, layout)
+        planned = dataclasses.replace(planned, notes=(*planned.notes, change.sentence if change else NOTHING_FITS))
     intervals = predict_with_intervals(planned.prediction(), machine, "train")
     ranking = [c.to_dict() for c in found.ranking]
     document = {"subject": found.name, **planned.to_dict(), "intervals": intervals, "ranking": ranking}
@@ -61,3 +123,24 @@ def train(
     if explain:
         document, text = with_terms(document, text, planned)
     emit(document, text, as_json)
+
+
+NOTHING_FITS = (
+    "no number of devices, sharded so and recomputing everything, makes it fit: shorten the sequence or use adapters."
+)
+
+
+def _or_none(name: str, value: Number) -> Number | None:
+    """None for an option that was left at 0. Raises ConfigError below it."""
+    if value < 0:
+        raise ConfigError(f"--{name}={value:g} must be above 0.")
+    return value or None
+
+
+def _refuse_shape_options(context: typer.Context, subject: str) -> None:
+    """ConfigError for an option that a recipe would silently overrule."""
+    for name in SHAPE_OPTIONS:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} is for a bare model, and {subject} is a recipe. Use --set train.{name}=… instead.")

@@ -12,14 +12,17 @@ from twostroke.planner.training import TrainingPlan
 
 def training_text(plan: TrainingPlan, subject: str) -> str:
     """``twostroke plan train``: all predicted."""
-    shape = plan.shape
+    shape, layout, n = plan.shape, plan.layout, plan.layout.n_devices
+    devices = f"{n:,} × " if n > 1 else ""
     lines = [
-        f"Training {subject} on {plan.hardware.label} (rates {plan.hardware.basis}; everything below is predicted)",
+        f"Training {subject} on {devices}{plan.hardware.label} (rates {plan.hardware.basis}; everything below is predicted)",
         f"{plan.parameters.total:,} parameters; batch {shape.batch_size} × {shape.sequence_length} × {shape.grad_accumulation}"
-        f", {shape.dtype}, {shape.optimizer}, {'compiled' if shape.compile else 'eager'}",
+        f"{f' × {layout.data} ranks' if layout.data > 1 else ''}, {shape.dtype}, {shape.optimizer}, "
+        f"{'compiled' if shape.compile else 'eager'}",
+        *shape_lines(plan),
         "",
-        "memory",
-        memory_table(plan.memory_bytes, plan.peak_memory_bytes),
+        "memory" if n == 1 else "memory of the device that holds most",
+        memory_table(_with_masters_apart(plan), plan.peak_memory_bytes),
         "",
         columns(
             [
@@ -31,21 +34,101 @@ def training_text(plan: TrainingPlan, subject: str) -> str:
             right=(2, 4),
         ),
         "",
+        *traffic_lines(plan),
         f"step      {format_seconds(plan.step_time_s)}: forward {format_seconds(plan.forward_s)}, backward "
-        f"{format_seconds(plan.backward_s)}, optimizer {format_seconds(plan.optimizer_s)}, data {format_seconds(plan.data_s)}",
-        f"rate      {plan.tok_per_s:,.0f} tok/s, MFU {100 * plan.mfu:.1f}%",
+        f"{format_seconds(plan.backward_s)}, optimizer {format_seconds(plan.optimizer_s)}, data {format_seconds(plan.data_s)}"
+        + (f", waiting for traffic {format_seconds(plan.communication_s)}" if plan.traffic else "")
+        + (f", bubble {format_seconds(plan.bubble_s)}" if plan.bubble_s else ""),
+        f"rate      {plan.tok_per_s:,.0f} tok/s, MFU {100 * plan.mfu:.1f}%"
+        + (f", HFU {100 * plan.hfu:.1f}% with what is computed again" if plan.recomputed_flops_per_token else ""),
         f"work      {format_count(plan.flops_per_token)} FLOP and {format_bytes(plan.bytes_per_token)} moved a token",
         f"disk      checkpoint {format_bytes(plan.checkpoint_bytes)}, model {format_bytes(plan.model_bytes)}",
-        f"network   {format_bytes(plan.network_bytes_per_step)} of gradients a step, were there one more machine",
     ]
-    if plan.cost is not None and plan.train_time_s is not None:
-        tokens = shape.steps * shape.tokens_per_step
-        lines.append(
-            f"run       {shape.steps:,} steps, {format_count(tokens)} tokens, {format_seconds(plan.train_time_s)}, "
-            f"{plan.cost.energy_kwh:.3g} kWh, {format_money(plan.cost.usd)}"
-        )
-    lines += [money_lines(plan.hardware), *(f"note: {note}" for note in (*plan.notes, *memory_notes(plan)))]
+    if n == 1:
+        lines.append(f"network   {format_bytes(plan.network_bytes_per_step)} of gradients a step, were there one more machine")
+    else:
+        lines.append(f"network   {format_bytes(plan.network_bytes_per_step)} sent by a device a step")
+    lines += [*resilience_lines(plan), *run_lines(plan)]
+    lines += [money_lines(plan.hardware), *(f"note: {note}" for note in (*memory_notes(plan), *plan.notes))]
     return "\n".join(lines)
+
+
+def shape_lines(plan: TrainingPlan) -> list[str]:
+    """Method, recomputation and layout, where they are not the plain ones."""
+    shape, layout = plan.shape, plan.layout
+    parts = []
+    if shape.method != "full":
+        parts.append(f"{shape.method} of rank {shape.lora_rank} on {', '.join(shape.lora_targets)}: "
+                     f"{plan.trained_parameters:,} parameters trained")  # fmt: skip
+    if shape.checkpointing != "none":
+        parts.append(f"{shape.checkpointing} checkpointing")
+    if shape.logits != "chunked":
+        parts.append("whole logits")
+    if layout.n_devices > 1:
+        cuts = {"data": layout.data, "tensor": layout.tensor, "pipeline": layout.pipeline, "expert": layout.expert}
+        words = [f"{name} {count}" for name, count in cuts.items() if count > 1]
+        words += [f"ZeRO-{layout.zero}"] if layout.zero else []
+        words += [f"interleaved {layout.interleave}"] if layout.interleave > 1 else []
+        parts.append(", ".join(words))
+    return ["; ".join(parts)] if parts else []
+
+
+def _with_masters_apart(plan: TrainingPlan) -> dict[str, float]:
+    """The memory terms with fp32 masters in a row of their own."""
+    terms = dict(plan.memory_bytes)
+    weights = terms.pop("weights") - plan.masters_bytes
+    return {"weights": weights, "masters": plan.masters_bytes, **terms}
+
+
+def traffic_lines(plan: TrainingPlan) -> list[str]:
+    """A table of what a device sends in a step; nothing for one device."""
+    if not plan.traffic:
+        return []
+    rows = [["traffic", "", "ranks", "bursts", "each", "sent", "time", "waited", "overlap"]]
+    rows += [
+        [
+            t.parallel,
+            t.what,
+            f"{t.n_ranks:,}",
+            f"{t.bursts:,.0f}",
+            format_bytes(t.burst_bytes),
+            format_bytes(t.sent_bytes),
+            format_seconds(t.seconds),
+            format_seconds(t.exposed_s),
+            t.overlap,
+        ]
+        for t in plan.traffic
+    ]
+    return [columns(rows, right=(2, 3, 4, 5, 6, 7)), ""]
+
+
+def resilience_lines(plan: TrainingPlan) -> list[str]:
+    """How often to write a checkpoint and what failures cost, for a job of several devices."""
+    found = plan.resilience
+    if found is None or plan.layout.n_devices == 1:
+        return []
+    return [
+        f"failures  one in {format_seconds(found.mtbf_s)} ({found.mtbf_kind}: {found.mtbf_device_hours:,.0f} device-hours); a "
+        f"checkpoint takes {format_seconds(found.checkpoint_s)}: write one every {format_seconds(found.interval_s)} "
+        f"(Daly; Young {format_seconds(found.young_s)}); {100 * found.lost_share:.2g}% of the time is lost"
+    ]
+
+
+def run_lines(plan: TrainingPlan) -> list[str]:
+    """The whole run, where its length is known."""
+    if plan.cost is None or plan.wall_time_s is None or plan.train_time_s is None:
+        return []
+    tokens = plan.shape.steps * plan.tokens_per_step
+    lines = [
+        f"run       {plan.shape.steps:,} steps, {format_count(tokens)} tokens, {format_seconds(plan.train_time_s)}, "
+        f"{plan.cost.energy_kwh:,.3g} kWh, {format_money(plan.cost.usd)}"
+    ]
+    if plan.layout.n_devices > 1:
+        lines.append(
+            f"          {plan.wall_time_s / 86_400:,.1f} days with failures, "
+            f"{plan.wall_time_s / 3600 * plan.layout.n_devices:,.0f} device-hours; energy and money are of these"
+        )
+    return lines
 
 
 def memory_notes(plan: TrainingPlan) -> list[str]:
