@@ -16,6 +16,7 @@ from real_model import greedy_reference, make_model
 from twostroke.cli.main import main
 from twostroke.core.profile import read_fingerprint, save_profile
 from twostroke.data.tokenizer import load_tokenizer
+from twostroke.ledger.scoring import numbers_of
 from twostroke.ledger.store import Ledger
 
 PROMPT = "def add_argument(self"
@@ -90,13 +91,14 @@ def test_json_is_one_document_and_the_run_is_in_the_ledger(capsys: pytest.Captur
     assert (output["finish_reason"], len(output["token_ids"])) == ("length", 12)
     record = Ledger().get(document["run_id"])
     assert (record.kind, record.subject, record.status) == ("generate", "tiny", "finished")
-    assert record.prediction == document["prediction"]
+    assert numbers_of(record.prediction) == document["prediction"]
+    assert all(frozen["low"] <= frozen["value"] <= frozen["high"] for frozen in record.prediction.values())
     assert record.inputs["shape"]["prompt_tokens"] == output["prompt_tokens"]
     for name in ("ttft_s", "tpot_s", "e2e_s", "decode_tok_per_s", "prefill_tok_per_s", "weights_bytes", "startup_s"):
-        assert record.prediction[name] > 0
+        assert document["prediction"][name] > 0
         assert math.isfinite(record.measurement[name])
         assert record.measurement[name] > 0
-    assert record.measurement["weights_bytes"] == record.prediction["weights_bytes"]
+    assert record.measurement["weights_bytes"] == document["prediction"]["weights_bytes"]
 
 
 def test_a_run_that_fails_is_recorded_as_failed(capsys: pytest.CaptureFixture[str], model: Path) -> None:

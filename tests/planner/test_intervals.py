@@ -57,6 +57,20 @@ def test_a_rate_has_the_inverse_interval_of_its_time() -> None:
     assert found["train_tok_per_s"]["high"] == pytest.approx(work / found["step_time_s"]["low"])
 
 
+def test_a_short_run_is_as_uncertain_as_its_start_up_and_a_long_one_as_its_step() -> None:
+    def whole(steps: int) -> dict[str, dict[str, float]]:
+        values = {"step_time_s": 0.01, "startup_s": 30.0, "train_time_s": 30.0 + 0.01 * steps, "cost_usd": 5.0}
+        return with_intervals(values, "measured", "train")
+
+    for steps, like in ((1, "startup_s"), (10**8, "step_time_s")):
+        found = whole(steps)
+        for name in ("train_time_s", "cost_usd"):
+            for end in ("low", "high"):
+                ratio = found[name][end] / found[name]["value"]
+                assert ratio == pytest.approx(found[like][end] / found[like]["value"], rel=0.01), (steps, name, end)
+    assert with_intervals({"train_time_s": 5.0}, "measured", "train")["train_time_s"]["high"] > 5.0
+
+
 def test_known_errors_lie_inside_the_assumed_intervals() -> None:
     # (predicted − measured)/measured of the first measured runs, in percent, written down before there were intervals.
     known = {"step_time_s": -16, "prefill_s": -63, "ttft_s": -78, "tpot_s": 19, "peak_memory_bytes": 20, "weights_bytes": 1}

@@ -223,7 +223,31 @@ def with_intervals(
         result[name] = {
             "value": value, "low": ends[0], "high": ends[1], "level": LEVEL, "basis": basis, "width": found.kind,
         }  # fmt: skip
-    return result
+    return result | _whole_run(result)
+
+
+_WHOLE_RUN = ("train_time_s", "energy_kwh", "cost_usd")
+
+
+def _whole_run(found: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The run's time from its parts, start-up and all steps, each at its own end; energy and money go with the time.
+
+    A run of seconds is as uncertain as its start-up, one of days as its step; one range for both would be wrong for either.
+    Adding the ends takes the two errors to agree, which errs to the wide side. Empty where the parts are not there.
+    """
+    parts = [found.get(name, {}).get("value") for name in ("train_time_s", "startup_s", "step_time_s")]
+    if any(part is None for part in parts):
+        return {}
+    whole, startup, step = (found[name] for name in ("train_time_s", "startup_s", "step_time_s"))
+    n_steps = (whole["value"] - startup["value"]) / step["value"] if step["value"] else 0.0
+    if n_steps <= 0:
+        return {}
+    stretch = {end: (startup[end] + n_steps * step[end]) / whole["value"] for end in ("low", "high")}
+    return {
+        name: found[name] | {end: found[name]["value"] * factor for end, factor in stretch.items()}
+        for name in _WHOLE_RUN
+        if found.get(name, {}).get("value") is not None
+    }
 
 
 # -- this machine's own runs ----------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ CACHED_BYTES = 2**24
 
 LOOKS: dict[str, tuple[str, str, str | None]] = {  # phase: colour, symbol, side of its labels
     "training forward": (TERMS[0], "circle", None),  # its marks lie among those of backward
-    "training backward": (TERMS[2], "diamond", "middle right"),
+    "training backward": (TERMS[2], "diamond", "top center"),
     "prefill": (TERMS[1], "triangle-up", "middle right"),
     "decode": (TERMS[3], "square", "bottom center"),
 }
