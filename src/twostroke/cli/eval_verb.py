@@ -28,14 +28,26 @@ def evaluate(
     """Bits per byte and perplexity of a model on held-out text, beside what xz -9 needs for the same bytes."""
     import time
 
-    from twostroke.evaluation.bits import bits_per_byte
+    from twostroke.evaluation.bits import bits_per_byte, default_context
     from twostroke.evaluation.comparison import model_directory
+    from twostroke.evaluation.conversations import score_answers
     from twostroke.evaluation.held_out import held_out_to_score
     from twostroke.quantization.load import load_decoder
 
     directory = model_directory(model)
     text = held_out_to_score(directory, data, prepared, text_key)
     decoder = load_decoder(directory, dtype)
+    if text.prepared is not None and text.prepared.holds_conversations:
+        log(f"scoring the assistant's answers of {directory} on {text.name}")
+        with progress("scoring", 1.0) as advance:
+            score = score_answers(decoder, text.prepared, context or default_context(decoder), advance)
+        cut = f", {score.n_cut} cut at the context" if score.n_cut else ""
+        lines = [
+            f"answers        {score.nats_per_token:.4f} nats a token measured, perplexity {score.perplexity:.3f}",
+            f"conversations  {score.n_conversations} held out{cut}, {score.n_tokens} tokens of answers, {dtype}",
+        ]
+        emit({"model": str(directory), "text": text.name, "dtype": dtype, **score.to_dict()}, "\n".join(lines), as_json)
+        return
     log(f"scoring {directory} on {text.name}")
     with progress("scoring", 1.0) as advance:
         start = time.perf_counter()
