@@ -42,7 +42,7 @@ def test_each_phase_is_searched_apart(capsys: pytest.CaptureFixture[str], model:
     assert out.index("TRAINING") < out.index("SERVING")
     for word in ("h100-sxm", "l40s", "behind", "lost by", "candidates", "interconnect", "idle link", "assumed"):
         assert word in out
-    assert max(map(len, out.split("\n")[1:])) <= 120
+    assert max(len(line) for line in out.split("\n") if model not in line) <= 120
     code, out, _ = run(capsys, model, *TWO, "--phase", "serve")
     assert code == 0
     assert "TRAINING" not in out
@@ -67,6 +67,19 @@ def test_spot_is_cheaper_than_on_demand(capsys: pytest.CaptureFixture[str], mode
         _, out, _ = run(capsys, model, "--hardware", "h100", "--phase", "serve", "--terms", terms, "--json")
         costs.append(json.loads(out)["searches"]["serve"]["winner"]["prediction"]["cost_per_mtok_usd"])
     assert costs[1] < costs[0]
+
+
+def test_a_phase_that_finds_nothing_says_so_beside_the_other(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    code, out, _ = run(capsys, model, *TWO, "--days", "2", "--top", "1")
+    assert code == 0
+    assert "run takes too long" in out.partition("SERVING")[0]
+    assert "$/Mtok" in out
+    code, out, _ = run(capsys, model, *TWO, "--days", "2", "--json")
+    assert code == 0
+    found = json.loads(out)["searches"]
+    assert found["train"]["winner"] is None
+    assert found["train"]["nearest_miss"]["misses"][0]["limit"] == "days"
+    assert found["serve"]["winner"] is not None
 
 
 @pytest.mark.parametrize(

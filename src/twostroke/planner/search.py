@@ -26,7 +26,21 @@ from twostroke.planner.layout import Layout
 from twostroke.planner.memory import FP32, PRECISIONS, state_bytes
 from twostroke.planner.params import count_parameters
 from twostroke.planner.passes import optimizer_work
-from twostroke.planner.serving import SCHEMES, ServingShape, decode_works, memory_for_kv, prefill_works, request_kv_bytes
+from twostroke.planner.serving import (
+    ENGINE_SCHEMES,
+    SCHEMES,
+    ServingShape,
+    decode_pass,
+    decode_works,
+    kv_bytes_on_device,
+    memory_for_kv,
+    prefill_works,
+    prompt_pass,
+    request_kv_bytes,
+    runs_our_engine,
+    weights_on_device,
+)
+from twostroke.planner.step_time import Efficiencies, Pass, efficiencies_of
 from twostroke.planner.training import (
     ASSUMED_DATA_TOKEN_S,
     CHECKPOINTING,
@@ -40,12 +54,12 @@ from twostroke.planner.training import (
     step_traffic,
     training_memory,
 )
-from twostroke.planner.weights import weights_bytes
 from twostroke.planner.work import Work, total_seconds
 
-SEARCHED_SCHEMES = tuple(scheme for scheme in SCHEMES if scheme != "fp32")
+SEARCHED_SCHEMES = ("bf16", "fp8", "int8", "int4")
+"""Ways to hold weights that are tried where none are named."""
 
-MULTIPLIED_IN = {"int8": "bf16", "int4": "bf16", "mxfp4": "bf16", "w8a8": "int8"}
+MULTIPLIED_IN = {"int8": "bf16", "int4": "bf16", "mxfp4": "bf16", "w8a8": "int8", "nvfp4": "fp4"}
 """The type of the products of weights held in a scheme, where that is another one."""
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -235,16 +249,35 @@ def search_serving(
     return _ranked("serve", objective, work, limits, space, candidates)
 
 
+def serve_placements(spec: ModelSpec, max_devices: int, devices_per_node: int) -> tuple[tuple[int, int, int], ...]:
+    """(tensor, pipeline, expert) of every way to lay one copy over at most ``max_devices``: powers of 2, tensor and expert
+    parallel within a node. What heads, layers or experts do not divide by is left out."""
+    powers = [2**i for i in range(max_devices.bit_length()) if 2**i <= max_devices]
+    found = []
+    for tensor, pipeline in itertools.product(powers, powers):
+        wider = [e for e in powers if spec.moe is not None and e > tensor and spec.moe.n_experts % e == 0]
+        for expert in (1, *wider):
+            stage = max(tensor, expert)
+            fits = stage * pipeline <= max_devices and stage <= devices_per_node and spec.n_layers % pipeline == 0
+            if fits and not spec.n_heads % tensor and not (spec.n_kv_heads % tensor and tensor % spec.n_kv_heads):
+                found.append((tensor, pipeline, expert))
+    return tuple(found)
+
+
 def _serve_candidates(spec: ModelSpec, work: ServeWork, space: Space, limits: ServeLimits) -> Iterator[Candidate]:
-    schemes = space.precisions or SEARCHED_SCHEMES
     batches = tuple(sorted(set(space.batches or BATCHES)))
     for machine in space.machines:
-        for scheme in schemes:
+        one_only = machine.basis == "measured" and machine.kind == "cpu"
+        for scheme in space.precisions or SEARCHED_SCHEMES:
             lacking = _lacking_type(scheme, machine)
+            if one_only and scheme not in ENGINE_SCHEMES:
+                lacking = scheme
             if lacking is not None:
                 yield _without_type("serve", machine, scheme, lacking)
                 continue
-            yield from _serve_batches(spec, work, machine, scheme, batches, space, limits)
+            most = 1 if one_only else space.max_devices
+            for placement in serve_placements(spec, most, machine.devices_per_node):
+                yield from _ServeTimer(spec, work, machine, scheme, placement, space, limits).candidates(batches)
 
 
 def _check_precisions(space: Space, known: tuple[str, ...], what: str) -> None:
@@ -267,70 +300,148 @@ def _without_type(phase: Phase, machine: Hardware, precision: str, lacking: str)
     )  # fmt: skip
 
 
-def _serve_batches(
-    spec: ModelSpec, work: ServeWork, machine: Hardware, scheme: str, batches: Sequence[int], space: Space, limits: ServeLimits
-) -> Iterator[Candidate]:
-    """Every batch on one device, cut one way: the memory first, the prefill once."""
-    shape = ServingShape(scheme=scheme, prompt_tokens=work.prompt_tokens, output_tokens=work.output_tokens)
-    weights, request = weights_bytes(spec, scheme), request_kv_bytes(spec, shape)
-    allowed = memory_for_kv(spec, shape, machine) + weights
-    base = Candidate(
-        "serve", machine.name, machine.label, 1, {}, scheme, 0, {"kv_dtype": shape.cache_dtype}, {}, allowed,
-        machine.usd_per_hour.value, machine.watts.value,
-    )  # fmt: skip
-    ttft_s = None
-    for batch in batches:
-        memory = {"weights": weights, "kv_cache": batch * request}
-        candidate = replace(base, batch=batch, memory_bytes=memory)
-        needed = sum(memory.values())
-        if needed > allowed:
-            term = max(memory, key=lambda name: memory[name])
-            yield replace(candidate, misses=(Miss("memory", needed, max(allowed, 0.0), "bytes", term),))
-            continue
-        if ttft_s is None:
-            ttft_s = total_seconds(prefill_works(spec, shape, machine))
-        decode = decode_works(spec, shape, machine, batch)
-        yield _served(candidate, work, ttft_s, decode, space, limits, pue_of(machine).value)
+class _ServeTimer:
+    """Candidates of one machine, scheme and placement: its weights and its prefill are the same for every batch."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        work: ServeWork,
+        machine: Hardware,
+        scheme: str,
+        placement: tuple[int, int, int],
+        space: Space,
+        limits: ServeLimits,
+    ) -> None:
+        self.spec, self.work, self.machine, self.space, self.limits = spec, work, machine, space, limits
+        self.shape = ServingShape(
+            scheme,
+            prompt_tokens=work.prompt_tokens,
+            output_tokens=work.output_tokens,
+            tensor=placement[0],
+            pipeline=placement[1],
+            expert=placement[2],
+        )
+        self.layout = dict(zip(("tensor", "pipeline", "expert"), placement, strict=True))
+        self.weights = weights_on_device(spec, self.shape)
+        self.request = kv_bytes_on_device(spec, self.shape, request_kv_bytes(spec, self.shape))
+        self.room = memory_for_kv(spec, self.shape, machine)
+        self.rates = efficiencies_of(machine, self.shape.engine)
+        self.ours = runs_our_engine(spec, self.shape, machine)
+        self.pue = pue_of(machine).value
+
+    def candidates(self, batches: Sequence[int]) -> Iterator[Candidate]:
+        ttft_s = None
+        for batch in batches:
+            memory = {"weights": self.weights, "kv_cache": batch * self.request}
+            if memory["kv_cache"] > self.room:
+                yield self._candidate(batch, memory)
+                continue
+            if ttft_s is None:
+                ttft_s = self._ttft_s()
+            yield self._timed(batch, memory, ttft_s)
+
+    def _candidate(self, batch: int, memory: dict[str, float]) -> Candidate:
+        """One that does not fit."""
+        allowed, machine, n_devices = self.room + self.weights, self.machine, self.shape.placement.devices
+        miss = Miss("memory", sum(memory.values()), max(allowed, 0.0), "bytes", max(memory, key=lambda name: memory[name]))
+        return Candidate(
+            "serve",
+            machine.name,
+            machine.label,
+            n_devices,
+            self.layout,
+            self.shape.scheme,
+            batch,
+            {"kv_dtype": self.shape.cache_dtype},
+            memory,
+            allowed,
+            n_devices * machine.usd_per_hour.value,
+            n_devices * machine.watts.value,
+            misses=(miss,),
+        )
+
+    def _ttft_s(self) -> float:
+        if self.ours:
+            return total_seconds(prefill_works(self.spec, self.shape, self.machine))
+        return prompt_pass(self.spec, self.shape, self.machine).seconds(self.rates)
+
+    def _step(self, batch: int) -> tuple[float, float, float, str]:
+        """(seconds of a decode step, what a prompt beside it adds, seconds in collectives, bound)."""
+        if self.ours:
+            works = decode_works(self.spec, self.shape, self.machine, batch)
+            return total_seconds(works), -1.0, 0.0, _bound(works)
+        once = decode_pass(self.spec, self.shape, self.machine, batch=batch)
+        step_s = once.seconds(self.rates)
+        mixed_s = decode_pass(self.spec, self.shape, self.machine, prompt=True, batch=batch).seconds(self.rates)
+        return step_s, max(0.0, mixed_s - step_s), once.network_s(self.rates), _pass_bound(once, self.rates)
+
+    def _timed(self, batch: int, memory: dict[str, float], ttft_s: float) -> Candidate:
+        """One that fits, with its rates, its money and the limits it misses; with as many replicas as the requests need.
+
+        TTFT and TPOT are those of users who ask again at once, as ``ServingPlan.loaded_ttft_s`` and ``loaded_tpot_s`` say;
+        the equality is tested in tests/planner/test_search.py.
+        """
+        work, machine, output = self.work, self.machine, self.work.output_tokens
+        step_s, beside_s, network_s, bound = self._step(batch)
+        added_s = ttft_s if self.ours else self.rates.interference * beside_s
+        loaded_tpot_s = step_s + (batch - 1) / output * added_s
+        loaded_ttft_s = ttft_s if batch == 1 else ttft_s * (1 + (batch - 1) / (2 * output)) + step_s / 2
+        rate = batch * output / (batch * ttft_s + output * step_s)
+        served = work.requests_per_s * output or rate
+        replicas = math.ceil(served / rate) if work.requests_per_s else 1
+        n_devices = self.shape.placement.devices * replicas
+        usd_per_hour, watts = n_devices * machine.usd_per_hour.value, n_devices * machine.watts.value
+        values = {
+            "ttft_s": ttft_s,
+            "tpot_s": step_s,
+            "loaded_ttft_s": loaded_ttft_s,
+            "loaded_tpot_s": loaded_tpot_s,
+            "e2e_s": loaded_ttft_s + (output - 1) * loaded_tpot_s,
+            "output_tok_per_s": served,
+            "cost_per_mtok_usd": usd_per_million_tokens(served, usd_per_hour),
+            "energy_per_mtok_kwh": energy_kwh(1e6 / served, watts, self.pue),
+        }
+        limits = self.limits
+        checks = (
+            ("devices", float(n_devices), float(self.space.max_devices), "devices"),
+            ("ttft", loaded_ttft_s, limits.ttft_s, "s"),
+            ("tpot", loaded_tpot_s, limits.tpot_s, "s"),
+            ("usd_per_hour", usd_per_hour, limits.usd_per_hour, "usd"),
+            ("usd_per_mtok", values["cost_per_mtok_usd"], limits.usd_per_mtok, "usd"),
+        )
+        return Candidate(
+            "serve",
+            machine.name,
+            machine.label,
+            n_devices,
+            {**self.layout, "replicas": replicas},
+            self.shape.scheme,
+            batch,
+            {"kv_dtype": self.shape.cache_dtype},
+            memory,
+            self.room + self.weights,
+            usd_per_hour,
+            watts,
+            values,
+            network_s / step_s,
+            0.0,
+            network_s / step_s,
+            bound,
+            _misses(checks),
+        )
 
 
-def _served(
-    candidate: Candidate, work: ServeWork, ttft_s: float, decode: Sequence[Work], space: Space, limits: ServeLimits, pue: float
-) -> Candidate:
-    """``candidate`` with its rates, its money and the limits it misses; with as many replicas as the rate of requests needs."""
-    batch, output = candidate.batch, work.output_tokens
-    tpot_s = total_seconds(decode)
-    rate = batch * output / (batch * ttft_s + output * tpot_s)
-    replicas, served = 1, rate
-    if work.requests_per_s:
-        served = work.requests_per_s * output
-        replicas = math.ceil(served / rate)
-    n_devices = candidate.n_devices * replicas
-    usd_per_hour, watts = candidate.usd_per_hour * replicas, candidate.watts * replicas
-    values = {
-        "ttft_s": ttft_s,
-        "tpot_s": tpot_s,
-        "e2e_s": ttft_s + (output - 1) * tpot_s,
-        "output_tok_per_s": served,
-        "cost_per_mtok_usd": usd_per_million_tokens(served, usd_per_hour),
-        "energy_per_mtok_kwh": energy_kwh(1e6 / served, watts, pue),
+def _pass_bound(once: Pass, rates: Efficiencies) -> str:
+    """Which limit most of a step would take alone: memory, arithmetic, or starting operations."""
+    shares = rates.arithmetic(once.dtype)
+    limits = {
+        "memory": sum(p.memory_s for p in once.products) / rates.product_bandwidth_share
+        + once.cache.memory_s / rates.cache_bandwidth_share,
+        "arithmetic": sum(p.arithmetic_s for p in once.products) / shares + once.cache.arithmetic_s / rates.attention_share,
+        "launch": once.starts_s(rates) + once.around_s(rates),
     }
-    checks = (
-        ("devices", float(n_devices), float(space.max_devices), "devices"),
-        ("ttft", ttft_s, limits.ttft_s, "s"),
-        ("tpot", tpot_s, limits.tpot_s, "s"),
-        ("usd_per_hour", usd_per_hour, limits.usd_per_hour, "usd"),
-        ("usd_per_mtok", values["cost_per_mtok_usd"], limits.usd_per_mtok, "usd"),
-    )
-    return replace(
-        candidate,
-        n_devices=n_devices,
-        layout={**candidate.layout, "replicas": replicas},
-        usd_per_hour=usd_per_hour,
-        watts=watts,
-        values=values,
-        bound=_bound(decode),
-        misses=_misses(checks),
-    )
+    return max(limits, key=lambda name: limits[name])
 
 
 def _misses(checks: Sequence[tuple[str, float, float | None, str]]) -> tuple[Miss, ...]:

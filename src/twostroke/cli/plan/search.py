@@ -13,6 +13,9 @@ from twostroke.cli.plan.subject import OUTPUT, PROMPT, SETTINGS, read_subject, s
 if TYPE_CHECKING:
     from twostroke.planner.hardware import Hardware
 
+A_YEAR = 365.0
+"""Days that a run may take where nothing is said: beyond them the machine is the wrong one, however cheap."""
+
 TERMS = {"on-demand": "on demand", "spot": "spot", "bought": "bought"}
 
 
@@ -36,7 +39,7 @@ def search(
     batch_tokens: int = typer.Option(0, help="Training: tokens of an optimizer step; without it about 2 million."),
     dtype: list[str] = typer.Option([], help="Training: only these types; without it bf16, or the device's own. Repeatable."),
     optimizer: str = typer.Option("adamw", help="Training: adamw, adam, sgd, muon or adamw8bit."),
-    days: float = typer.Option(None, help="Training: most days of the run."),
+    days: float = typer.Option(A_YEAR, help="Training: most days of the run."),
     budget_usd: float = typer.Option(None, help="Training: most $ of the run."),
     top: int = typer.Option(12, help="Devices to show; --json has all."),
     settings: list[str] = SETTINGS,
@@ -63,7 +66,7 @@ def search(
         "--slo-tpot-ms": slo_tpot_ms,
         "--usd-per-mtok": usd_per_mtok,
     }
-    training: dict[str, float | str | None] = {"--days": days, "--budget-usd": budget_usd}
+    training: dict[str, float | str | None] = {"--days": None if days == A_YEAR else days, "--budget-usd": budget_usd}
     _refuse_other_phase(
         phase, "train", serving | {"--requests-per-s": requests_per_s or None, "--scheme": next(iter(scheme), None)}
     )
@@ -82,9 +85,8 @@ def search(
         limits = ServeLimits(_seconds(slo_ttft_ms), _seconds(slo_tpot_ms), usd_per_mtok, usd_per_hour)
         asked = ServeWork(shape.prompt_tokens, shape.output_tokens, requests_per_s)
         searches.append(search_serving(found.spec, asked, space, limits, objective))
-    for done in searches:
-        if done.winner is None:
-            raise CapacityError(nothing_found(done))
+    if all(done.winner is None for done in searches):
+        raise CapacityError(" ".join(nothing_found(done) for done in searches))
     document = {
         "schema": PLAN_SCHEMA,
         "kind": "search",

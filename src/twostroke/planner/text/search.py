@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
 from twostroke.core.units import format_bytes, format_count, format_money, format_seconds
 from twostroke.planner.choosing import Behind, Candidate, DeviceResult, Miss
 from twostroke.planner.interconnect import LinkFinding
-from twostroke.planner.search import Search, ServeWork, TrainWork
+from twostroke.planner.search import Search, TrainWork
 from twostroke.planner.text.format import columns, format_quantity
+
+WIDTH = 120
+"""Columns that the text keeps to."""
+
+PHASE_WORDS = {"serve": "SERVING", "train": "TRAINING"}
 
 LIMIT_WORDS = {
     "memory": "does not fit in memory",
@@ -32,7 +38,7 @@ CAUSE_WORDS = {
     "bubble": "pipeline bubble",
     "memory": "slower memory",
     "arithmetic": "slower arithmetic",
-    "launch": "slower launches",
+    "launch": "more overhead",
     "batch": "smaller batch",
     "precision": "other precision",
     "choice": "other layout or settings",
@@ -79,7 +85,11 @@ def behind_text(behind: Behind) -> str:
 
 
 def _times(factor: float) -> str:
-    return f"{factor:.0f}×" if factor >= 9.95 else f"{factor:.2g}×"
+    return f"{factor:.0f}×" if factor >= 9.95 else f"{factor:.2f}×" if factor < 1.1 else f"{factor:.2g}×"
+
+
+def _signed_usd(usd: float) -> str:
+    return f"-{format_money(-usd)}" if usd < 0 else format_money(usd)
 
 
 def _behind_ratio(ratio: float) -> str:
@@ -93,7 +103,7 @@ def _rate_usd(usd: float) -> str:
 
 def _better(name: str) -> str:
     opposite = {"price": "cheaper", "power": "less power", "devices": "more devices", "communication": "less communication"}
-    return opposite.get(name, SHORT_WORDS.get(name, CAUSE_WORDS[name]).replace("slower", "faster"))
+    return opposite.get(name, SHORT_WORDS.get(name, CAUSE_WORDS[name]).replace("slower", "faster").replace("more", "less"))
 
 
 def miss_text(miss: Miss) -> str:
@@ -119,8 +129,8 @@ def _serve_cells(candidate: Candidate) -> list[str]:
         candidate.layout_text,
         candidate.precision,
         str(candidate.batch),
-        format_seconds(values["ttft_s"]),
-        format_seconds(values["tpot_s"]),
+        format_seconds(values["loaded_ttft_s"]),
+        format_seconds(values["loaded_tpot_s"]),
         format_count(values["output_tok_per_s"]),
         format_money(candidate.usd_per_hour),
         _rate_usd(values["cost_per_mtok_usd"]),
@@ -136,7 +146,7 @@ def _train_cells(candidate: Candidate) -> list[str]:
         str(candidate.batch),
         {"none": "–", "selective": "some", "full": "all"}[recomputed],
         format_quantity(values["mfu"], "share"),
-        f"{values['train_time_s'] / 86400:.3g}",
+        format_count(values["train_time_s"] / 86400),
         format_money(candidate.usd_per_hour),
         format_money(values["cost_usd"]),
     ]
@@ -217,7 +227,7 @@ def link_lines(findings: Sequence[LinkFinding], top: int = 6) -> list[str]:
             finding.rich.device,
             f"{finding.rich_link_bytes_per_s / 1e9:.3g} GB/s",
             format_quantity(finding.rich.link_use, "share"),
-            f"{format_money(finding.difference_usd)}/h",
+            f"{_signed_usd(finding.difference_usd)}/h",
             f"{format_money(finding.idle_usd)}/h assumed",
             f"{format_money(finding.break_even_usd)}/h",
             f"{format_money(finding.price_usd)}/h",
@@ -264,11 +274,28 @@ def limits_text(search: Search) -> str:
     return "; ".join(given) or "memory only"
 
 
+NOTES = {
+    "serve": (
+        "TTFT and TPOT: as users of a full batch see them, each asking again at once.",
+        "types of fewer bits must pass your own quality gate (`twostroke compare`); --scheme bf16 leaves them out.",
+        "shares of a datasheet's rates are fitted to NVIDIA's devices; on others well-kept software is assumed.",
+    ),
+    "train": (
+        "micro: sequences of a pass on one rank; again: what backward computes a second time (checkpointing).",
+        "shares of a datasheet's rates are assumed alike for every vendor: software that lags reaches less.",
+        "by $ or kWh alone a slow run is as good as a fast one: --days bounds it.",
+    ),
+}
+
+
 def search_text(search: Search, subject: str, top: int = 12) -> str:
-    """One phase's search. Every number is predicted but prices (see ``--json`` for their sources), at most 120 columns."""
-    phase = "SERVING" if isinstance(search.work, ServeWork) else "TRAINING"
+    """One phase's search at most 120 columns wide; one that found nothing is the sentence that says so. Every number is
+    predicted but prices (see ``--json`` for their sources)."""
+    if search.winner is None:
+        return "\n".join(textwrap.wrap(f"{PHASE_WORDS[search.phase]} {subject}: {nothing_found(search)}", WIDTH))
+    phase = PHASE_WORDS[search.phase]
     lines = [
-        f"{phase} {subject}: {workload_text(search)}",
+        *textwrap.wrap(f"{phase} {subject}: {workload_text(search)}", WIDTH, break_long_words=False, break_on_hyphens=False),
         f"by {OBJECTIVE_WORDS[search.phase, search.objective]}; limits: {limits_text(search)}",
         f"{search.enumerated:,} candidates: {search.out_of_memory:,} pruned by memory before any timing, "
         f"{search.timed:,} timed, {search.kept:,} keep every limit",
@@ -278,8 +305,7 @@ def search_text(search: Search, subject: str, top: int = 12) -> str:
     ]
     for block in (missed_table(search, top), ["", *reason_table(search)], link_lines(search.links)):
         lines += ["", *block] if block and block[0] else block
-    lines += [f"note: {note}" for note in search.notes]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *(f"note: {note}" for note in (*NOTES[search.phase], *search.notes))])
 
 
 def nothing_found(search: Search) -> str:
