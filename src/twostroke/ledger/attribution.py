@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from twostroke.ledger.scoring import number_of, quantile
-from twostroke.ledger.store import Run
+
+if TYPE_CHECKING:
+    from twostroke.ledger.store import Run
 
 Coefficient = Callable[[Mapping[str, Any]], float | None]
 """How often a part is in the total, from the run's inputs; None where they do not tell."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from twostroke.ledger.store import Run
+if TYPE_CHECKING:
+    from twostroke.ledger.store import Run  # for its type alone: a plan shows intervals and has no time to import sqlite3
 
 
 @dataclass(frozen=True)

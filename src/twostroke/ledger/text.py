@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from twostroke.core.units import format_bytes, format_count, format_money, format_seconds
 from twostroke.ledger.attribution import Attribution, PooledShare
 from twostroke.ledger.scoring import Row, Score, compare
-from twostroke.ledger.store import Run
+
+if TYPE_CHECKING:
+    from twostroke.ledger.store import Run
 
 WIDTH = 120
 """Columns that no line of these texts exceeds."""

@@ -39,6 +39,7 @@ def serve(
     from twostroke.planner.hardware import load_hardware
     from twostroke.planner.intervals import predict_with_intervals
     from twostroke.planner.serving import plan_serving
+    from twostroke.planner.text.intervals import intervals_text
     from twostroke.planner.text.serving import serving_text
 
     machine = load_hardware(hardware)
@@ -50,7 +51,7 @@ def serve(
     planned = plan_serving(found.spec, shape, machine)
     intervals = predict_with_intervals(planned.prediction(), machine, "serve")
     document = {"subject": found.name, **planned.to_dict(), "intervals": intervals}
-    text = serving_text(planned, found.name)
+    text = f"{serving_text(planned, found.name)}\n{intervals_text(intervals)}"
     if explain:
         document, text = with_terms(document, text, planned)
     emit(document, text, as_json)

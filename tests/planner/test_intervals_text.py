@@ -1,0 +1,22 @@
+"""A plan's text shows intervals of what was predicted, and says whether their widths were measured."""
+
+from __future__ import annotations
+
+from twostroke.planner.intervals import with_intervals
+from twostroke.planner.text.intervals import intervals_text
+
+
+def test_the_headlines_are_shown_with_their_ends_and_the_source_of_the_width() -> None:
+    found = with_intervals({"step_time_s": 0.0652, "peak_memory_bytes": 2.0**30, "mfu": 0.3}, "measured", "train")
+    found["step_time_s"] |= {"low": 0.059, "high": 0.0925, "width": "measured"}
+    found["peak_memory_bytes"] |= {"low": 2.0**29, "high": 2.0**31, "width": "assumed"}
+    text = intervals_text(found)
+    assert text.startswith("range     step 65.2 ms [59–92.5], peak 1 GiB [0.5–2]; 90% of measurements")
+    assert "(widths assumed for peak)" in " ".join(text.split())
+    assert "mfu" not in text
+    assert max(map(len, text.split("\n"))) <= 118
+
+
+def test_nothing_predicted_is_nothing_shown() -> None:
+    assert intervals_text({}) == ""
+    assert intervals_text({"step_time_s": {"value": None}}) == ""
