@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 import torch
 
 from twostroke.calibration.bandwidth import WORKING_SETS_BYTES, measure_read_bandwidth, working_sets
+from twostroke.calibration.collectives import is_launched, measure_between_processes, measure_in_launched_group
 from twostroke.calibration.launches import measure_launches
 from twostroke.calibration.operations import measure_flash_limit, measure_layer_operations, measure_prefill_attention
 from twostroke.calibration.process import measure_disk, measure_fresh_process
@@ -84,18 +85,30 @@ SMALL = Extent(
 )
 
 
-def calibrate(progress: Progress | None = None, extent: Extent | None = None, device: str | None = None) -> MachineProfile:
-    """Measure this machine and return its profile (``core.profile.save_profile`` stores it).
-
-    Every number is the best of several runs, since other work only ever adds time; rates are for all threads that torch uses.
-    ``device`` is "cpu" or "cuda" (default: cuda where torch has it). Raises ConfigError for another.
-    """
-    extent = extent or Extent()
+def pick_device(device: str | None) -> str:
+    """ "cpu" or "cuda": what was asked for, else cuda where torch has it. Raises ConfigError for what is not there."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"device={device!r} cannot be calibrated. Use cpu or cuda.")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device='cuda' was asked for, but torch finds no CUDA device here. Use cpu.")
+    return device
+
+
+def calibrate(
+    progress: Progress | None = None, extent: Extent | None = None, device: str | None = None, n_ranks: int | None = None
+) -> MachineProfile:
+    """Measure this machine and return its profile (``core.profile.save_profile`` stores it).
+
+    Collectives are measured between ``n_ranks`` processes (default: one for each GPU), or between the ranks that a launcher
+    started, of which this is the first and the others call ``collectives.measure_in_launched_group``.
+
+    Every number is the best of several runs, since other work only ever adds time; rates are for all threads that torch uses.
+    ``device`` is "cpu" or "cuda" (default: cuda where torch has it). Raises ConfigError for another.
+    """
+    extent = extent or Extent()
+    device = pick_device(device)
+    n_ranks = n_ranks or (torch.cuda.device_count() if device == "cuda" else 1)
     clock = Clock(device, extent.effort)
     tell = progress or (lambda done, note: None)
     extras: dict[str, float] = {}
@@ -137,6 +150,10 @@ def calibrate(progress: Progress | None = None, extent: Extent | None = None, de
         extras.update(measure_prefill_attention(clock, extent.attention_lengths))
         if extent.whole_steps:
             extras.update(measure_serving_steps(clock, lambda done, note: tell(0.88 + 0.12 * done, note)))
+    if is_launched():
+        extras.update(measure_in_launched_group(device))
+    elif n_ranks > 1:
+        extras.update(measure_between_processes(n_ranks, device))
     extras["disturbed_share"] = clock.disturbed_share
     extras["calibration_s"] = clock.elapsed_s
     tell(1.0, "done")

@@ -21,22 +21,38 @@ BUSY_SHARE = 0.5
 """Share of the cores that may be busy before calibration says that its numbers will read low."""
 
 
+DISTURBED_SHARE = 0.1
+"""Share of the measurements that may have been disturbed throughout before calibration says so."""
+
+
 @app.command()
 def calibrate(
     device: str = typer.Option(None, help="cpu or cuda; without it cuda where there is one."),
+    ranks: int = typer.Option(0, min=0, help="Processes between which collectives are measured; 0: one for each GPU."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Measure this machine once (a minute on two cores) and store its profile, which every plan for "this" stands on."""
+    """Measure this machine once (a minute or two on two cores) and store its profile, which every plan for "this" stands on.
+
+    Under torchrun, collectives are measured between its ranks as well, and the first rank does the rest.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > BUSY_SHARE * cores:
         log(f"other programs keep {load:.1f} of {cores} cores busy: rates will read low. Calibrate when the machine is idle.")
+    from twostroke.calibration.collectives import is_launched, measure_in_launched_group
     from twostroke.calibration.measure import calibrate as measure
+    from twostroke.calibration.measure import pick_device
     from twostroke.core.profile import save_profile
 
+    if is_launched() and os.environ["RANK"] != "0":
+        measure_in_launched_group(pick_device(device))
+        return
     with progress("calibrating", 1.0) as advance:
-        profile = measure(advance, device=device)
+        profile = measure(advance, device=device, n_ranks=ranks)
     path = save_profile(profile)
+    share = profile.extras["disturbed_share"]
+    if share > DISTURBED_SHARE:
+        log(f"other programs disturbed {100 * share:.0f}% of the measurements throughout: rates read low. Repeat it when idle.")
     emit({**profile.to_dict(), "path": str(path)}, _text(profile, path), as_json)
 
 
@@ -51,7 +67,18 @@ def _text(profile: MachineProfile, path: Path) -> str:
         f"reads      {reads}",
         f"products   4096³: {peaks}",
         f"launches   {launch_s} an operation, {linear_s} a linear layer",
+        *([f"ring       {_ring(profile.extras)}"] if _ring(profile.extras) else []),
         f"disk       {format_bytes(profile.disk_write_bytes_per_s)}/s written",
         f"profile    {path}",
     ]
     return "\n".join(lines)
+
+
+def _ring(extras: dict[str, float]) -> str:
+    """Start-up and rate of the collectives that were measured; nothing where there was one rank."""
+    found = [
+        f"{where} {format_seconds(extras[f'{where}_alpha_s'])} a message, {extras[f'{where}_bytes_per_s'] / 1e9:.3g} GB/s"
+        for where in ("link", "network")
+        if f"{where}_alpha_s" in extras
+    ]
+    return "; ".join(found)

@@ -400,12 +400,12 @@ def hardware_from_profile(profile: MachineProfile) -> Hardware:
         if sheet is not None:
             usd, watts = sheet.usd_per_hour, sheet.watts
             link, network, per_node, place = sheet.link, sheet.network, max(1, len(f.gpus)), sheet.place
-    if "link_bytes_per_s" in profile.extras:
-        x = profile.extras
-        link = Link(
-            x["link_alpha_s"], x["link_bytes_per_s"], "measured", "calibrated collectives between ranks of this machine"
-        )
-        per_node = max(per_node, int(x.get("link_ranks", per_node)))
+    x = profile.extras
+    if "link_bytes_per_s" in x:
+        link = Link(x["link_alpha_s"], x["link_bytes_per_s"], "measured", "calibrated collectives between ranks of this machine")
+        per_node = max(per_node, int(x["link_ranks"]))
+    if "network_bytes_per_s" in x:
+        network = Link(x["network_alpha_s"], x["network_bytes_per_s"], "measured", "calibrated collectives between machines")
     return Hardware(
         name="this",
         label=f"this machine ({', '.join(f.gpus) or f.cpu_model}, {profile.n_threads} threads)",
