@@ -69,6 +69,7 @@ def test_as_transformers_marks_them(directory: Path, tokenizer: Tokenizer) -> No
         TURNS, chat_template=CHATML_WITH_GENERATION, return_assistant_tokens_mask=True, return_dict=True
     )
     ids, learned = mask(tokenizer, CHATML)
+    assert (ids, learned) == mask(tokenizer, CHATML_WITH_GENERATION)  # the marks themselves change nothing
     assert ids == list(wanted["input_ids"])
     assert [int(flag) for flag in learned] == list(wanted["assistant_masks"])
     assert 0 < sum(learned) < len(learned)

@@ -98,6 +98,17 @@ def test_killed_while_the_model_is_written_it_is_written_again(make_recipe, monk
     _assert_same_run(resumed, whole)
 
 
+def test_a_run_of_a_release_that_had_fewer_recipe_keys_is_resumed(make_recipe) -> None:
+    recipe = make_recipe(steps=2)
+    with pytest.raises(Interrupted):
+        train(recipe, should_stop=lambda step: step == 1)
+    file = Path(recipe.output) / "recipe.json"
+    stored = json.loads(file.read_text())
+    del stored["lora"], stored["data"]["layout"]
+    file.write_text(json.dumps(stored))
+    assert train(recipe, resume=True).summary["steps"] == 2
+
+
 def test_killed_before_any_checkpoint_it_begins_anew(make_recipe) -> None:
     def kill(record: Any, eta_s: float) -> None:
         raise _Killed

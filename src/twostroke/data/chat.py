@@ -39,6 +39,7 @@ def render_chat(
     """
     # Imported here: this room runs with a bare PyTorch, where nobody renders chats.
     import jinja2
+    import jinja2.ext
     import jinja2.sandbox
 
     if template is not None and len(template) > MAX_TEMPLATE_CHARACTERS:
@@ -58,7 +59,16 @@ def render_chat(
                 raise jinja2.TemplateError(f"operator {operator} is not allowed on these values")
             return super().call_binop(context, operator, left, right)
 
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    class Generation(jinja2.ext.Extension):
+        """``{% generation %} … {% endgeneration %}``, which marks answers for transformers: what is in it is rendered."""
+
+        tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
-from twostroke.core.recipe import TrainRecipe
+from twostroke.core.recipe import TrainRecipe, recipe_from_dict
 from twostroke.core.spec import ModelSpec
 
 FORMAT = 1
@@ -92,7 +92,7 @@ class RunDirectory:
             resolved = _resolved_from(stored.pop("resolved"))
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptFileError(f"{self.recipe} is not the record of a run: {error}.") from None
-        key = first_difference(stored, json.loads(json.dumps(recipe.to_dict())))
+        key = first_difference(_completed(stored), json.loads(json.dumps(recipe.to_dict())))
         if key is not None:
             raise ConfigError(
                 f"{key[0]}={key[2]!r} in the recipe differs from {key[1]!r}, with which the run in {self.path} began. "
@@ -121,6 +121,15 @@ class RunDirectory:
             yield
         finally:
             os.close(descriptor)
+
+
+def _completed(stored: dict[str, Any]) -> dict[str, Any]:
+    """A stored recipe with the defaults of keys that the release that wrote it had not: those are what it did."""
+    try:
+        completed: dict[str, Any] = json.loads(json.dumps(recipe_from_dict(stored).to_dict()))
+    except ConfigError:
+        return stored  # of another release's rules: compared as it is, which names the key
+    return completed
 
 
 def _resolved_from(record: dict[str, Any]) -> Resolved:
