@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from twostroke.core.errors import ConfigError, UnsupportedFamilyError
 from twostroke.core.families import FAMILIES, PLANNED_FAMILIES, all_families, config_from_spec, spec_from_config
 from twostroke.core.spec import ModelSpec
+from twostroke.planner.flops import decode_flops
 from twostroke.planner.params import count_parameters
+from twostroke.planner.weights import kv_bytes, weights_bytes
 
 HF = {
     "mixtral": "mistralai--Mixtral-8x7B-v0.1_config.json",
@@ -191,4 +193,8 @@ def test_any_json_in_any_key_is_a_model_or_a_sentence(assets: Path, data: st.Dat
     extra = ["attention_types", "rope_parameters", "layer_types", "mlp_only_layers", "quantization_config", "rotary_dim"]
     changed |= data.draw(st.dictionaries(st.sampled_from([*changed, *extra]), json_values, max_size=4))
     with contextlib.suppress(ConfigError):  # any other exception fails
-        spec_from_config(config)
+        spec = spec_from_config(config)
+        assert 0 < count_parameters(spec).active <= count_parameters(spec).total
+        assert weights_bytes(spec, "int4") > 0
+        assert decode_flops(spec, 100) > 0
+        assert kv_bytes(spec, "bf16", 100) > 0

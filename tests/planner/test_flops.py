@@ -86,7 +86,7 @@ def test_an_indexer_bounds_the_keys_and_scores_all_of_them() -> None:
     latent = small_llama(n_layers=1).with_(mla=MlaSpec(64, 32, 16, 8, 24))
     sparse = latent.with_(indexer=IndexerSpec(n_heads=2, head_dim=8, top_k=50))
     matrices = 2 * (2 * 8 * 64 + 8 * 256 + 2 * 256)  # its queries, its key, its weights per head
-    scores = 2 * 2 * 8
+    scores = 2 * 2 * (8 + 1)  # two heads of eight, and their weighted sum
     assert decode_flops(sparse, 50) == decode_flops(latent, 50) + matrices + scores * 50
     assert decode_flops(sparse, 1000) == decode_flops(latent, 50) + matrices + scores * 1000
 

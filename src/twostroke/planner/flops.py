@@ -28,11 +28,11 @@ def attention_flops_per_token(spec: ModelSpec, n_tokens: float) -> float:
     """FLOP of QKᵀ and of PV for an average token of a causal sequence: Σ_layers 2·H·(d_qk + d_v)·mean_keys. Forward only.
 
     Latent attention is counted with its keys and values rebuilt, as training and prefill run it. An indexer adds
-    2·(index heads)·(index dim) for every key it scores.
+    2·(index heads)·(index dim + 1) for every key it scores: the product, and the weighted sum over its heads.
     """
     flops = 0.0
     for kind, count in layer_kinds(spec):
-        scored = 2 * kind.index_heads * kind.index_dim * mean_keys(n_tokens)
+        scored = kind.index_flops_per_key * mean_keys(n_tokens)
         flops += count * (_flops_per_key(kind) * mean_keys(n_tokens, _keys_read(kind)) + scored)
     return flops
 
@@ -78,5 +78,5 @@ def decode_flops(spec: ModelSpec, context: int) -> float:
         per_key = _flops_per_key(kind)
         if kind.latent_dim is not None:
             per_key = 2 * kind.n_heads * (2 * kind.latent_dim + kind.qk_rope_dim)
-        flops += count * (per_key * keys + 2 * kind.index_heads * kind.index_dim * context)
+        flops += count * (per_key * keys + kind.index_flops_per_key * context)
     return flops

@@ -75,6 +75,11 @@ class LayerKind:
     index_dim: int = 0
 
     @property
+    def index_flops_per_key(self) -> int:
+        """FLOP of an indexer for one query and one key: a product in each of its heads, and their weighted sum."""
+        return 2 * self.index_heads * (self.index_dim + 1)
+
+    @property
     def matrix_parameters(self) -> int:
         """Elements of every stored matrix, all experts included."""
         return sum(p.stored for p in self.products)
@@ -158,10 +163,6 @@ def _moe_products(spec: ModelSpec) -> tuple[Product, ...]:
     return routed + (_mlp_products(spec, "shared_", moe.shared_width) if moe.shared_width else ())
 
 
-def _has_experts(spec: ModelSpec, layer: int) -> bool:
-    return spec.moe is not None and (spec.moe.layers is None or layer in spec.moe.layers)
-
-
 def _layer_kind(spec: ModelSpec, window: int | None, sparse: bool) -> LayerKind:
     """The layer with ``window`` (None: none) and, where ``sparse``, experts: nothing else tells layers of one model apart."""
     n_kv_heads, head_dim, values = spec.n_kv_heads, spec.head_dim, True
@@ -218,7 +219,8 @@ def _layer_kind(spec: ModelSpec, window: int | None, sparse: bool) -> LayerKind:
 @lru_cache(maxsize=256)
 def layer_kinds(spec: ModelSpec) -> tuple[tuple[LayerKind, int], ...]:
     """(kind, how many layers are of it), in order of first appearance; a uniform model has one entry."""
-    told_apart = Counter((spec.window_of_layer(i), _has_experts(spec, i)) for i in range(spec.n_layers))
+    experts = range(spec.n_layers) if spec.moe is None or spec.moe.layers is None else frozenset(spec.moe.layers)
+    told_apart = Counter((spec.window_of_layer(i), spec.moe is not None and i in experts) for i in range(spec.n_layers))
     return tuple((_layer_kind(spec, window, sparse), count) for (window, sparse), count in told_apart.items())
 
 

@@ -17,7 +17,7 @@ def parse_gemma4(config: dict[str, Any]) -> ModelSpec:
         raise ConfigError("config.json has no 'text_config', which model_type='gemma4' needs.")
     towers = [name for name in ("vision", "audio") if config.get(f"{name}_config")]
     notes = tuple(f"the {name} tower and its projection are left out" for name in towers)
-    return parse_gemma4_text(text | {"model_type": "gemma4"}).with_(notes=notes)
+    return parse_gemma4_text(text).with_(family="gemma4", notes=notes)
 
 
 def parse_gemma4_text(config: dict[str, Any]) -> ModelSpec:
@@ -46,7 +46,7 @@ def parse_gemma4_text(config: dict[str, Any]) -> ModelSpec:
         )
     capped = ("logit soft-capping",) if config.get("final_logit_softcapping") else ()
     return llama_like(
-        "gemma4", config | {"hidden_act": config.get("hidden_activation", "gelu_pytorch_tanh")},
+        "gemma4_text", config | {"hidden_act": config.get("hidden_activation", "gelu_pytorch_tanh")},
         Defaults(max_positions=131_072, bos=2, eos=1), RopeSpec(scaling="by_layer"),
         moe=moe, qk_norm=True, tied_embeddings=r.flag("tie_word_embeddings", True),
         sliding_window=r.integer("sliding_window", 512), sliding_window_layers=windowed, global_attention=global_attention,
