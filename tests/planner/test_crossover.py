@@ -23,7 +23,7 @@ from twostroke.planner.crossover import (
     own_serving,
     plan_crossover,
 )
-from twostroke.planner.hardware import price
+from twostroke.planner.hardware import load_hardware, price
 from twostroke.planner.serving import ServingShape, plan_serving
 from twostroke.planner.text.crossover import crossover_text
 
@@ -128,6 +128,14 @@ def test_own_serving_agrees_by_request_by_replica_and_by_token(terms: str) -> No
     full = own.by_replica.usd_per_replica_day / own.by_replica.requests_per_replica_day
     assert full == pytest.approx(own.by_request.usd_per_request)
     assert sum(own.worked.parts.values()) == pytest.approx(own.worked.usd_per_hour.value)
+
+
+def test_a_replica_of_two_devices_costs_twice_the_hour() -> None:
+    shape = ServingShape(batch=4, prompt_tokens=100, output_tokens=50, tensor=2)
+    planned = plan_serving(small_llama(), shape, load_hardware("h100"))
+    own = own_serving(planned, "on demand", 1.0)
+    assert own.by_replica.usd_per_replica_day == pytest.approx(2 * 24 * 2.95)
+    assert own.by_request.usd_per_request == pytest.approx(planned.usd_per_mtok * 50 / 1e6)
 
 
 def test_a_rented_replica_costs_its_rent_day_and_night() -> None:

@@ -352,24 +352,22 @@ class OwnServing:
 
 
 def own_serving(plan: ServingPlan, terms: Terms, utilisation: float, years: float | None = None) -> OwnServing:
-    """The plan's rent (prefill included, never idle) on ``terms`` and with idle time: · $ of a worked hour / rent.
+    """The plan's replica, its batch kept full while it works, on ``terms``: $ = device hours of work · $ of a worked hour.
 
     Rented devices are paid while idle: worked hour = rate / utilisation. Bought ones wear out by the year and draw power by
     use. Raises ConfigError for a utilisation out of range.
     """
-    hardware, shape = plan.hardware, plan.shape
     check_share("utilisation", utilisation)
     if terms == "bought":
-        worked = bought_rate(hardware, years, utilisation)
+        worked = bought_rate(plan.hardware, years, utilisation)
     else:
-        paid = rate_of(hardware, terms)
+        paid = rate_of(plan.hardware, terms)
         usd = replace(paid.usd_per_hour, value=paid.usd_per_hour.value / utilisation)
-        idle = usd.value - paid.usd_per_hour.value
-        worked = DeviceRate(terms, usd, {**paid.parts, "idle": idle})
-    dearer = worked.usd_per_hour.value / hardware.usd_per_hour.value
-    usd_per_request = plan.usd_per_mtok * shape.output_tokens / 1e6 * dearer
-    requests_per_day = SECONDS_PER_DAY * utilisation * plan.output_tok_per_s / shape.output_tokens
-    replica_usd_per_hour = plan.usd_per_mtok * 3600 * plan.output_tok_per_s / 1e6 * dearer
+        worked = DeviceRate(terms, usd, {**paid.parts, "idle": usd.value - paid.usd_per_hour.value})
+    replica_usd_per_hour = plan.devices * worked.usd_per_hour.value
+    request_s = plan.shape.output_tokens / plan.output_tok_per_s
+    usd_per_request = replica_usd_per_hour * request_s / 3600
+    requests_per_day = SECONDS_PER_DAY * utilisation / request_s
     return OwnServing(
         worked,
         utilisation,

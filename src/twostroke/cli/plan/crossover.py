@@ -56,6 +56,9 @@ def crossover(
     batch: int = BATCH,
     prompt: int = PROMPT,
     output: int = OUTPUT,
+    tensor: int = typer.Option(1, help="Serving: devices that share each matrix."),
+    pipeline: int = typer.Option(1, help="Serving: stages of layers."),
+    expert: int = typer.Option(1, help="Serving: devices that share a layer's experts."),
     utilisation: float = typer.Option(UTILISATION, help="Share of the time that serving machines work."),
     usd_per_request: float | None = typer.Option(
         None, help="What serving one request costs; without it, that of the subject's plan."
@@ -112,7 +115,8 @@ def crossover(
             spent = _training_cost(found, machine, terms, years, tokens, steps, devices, batch_size, sequence_length)
             training_usd, document["training_cost"] = spent.usd, spent.to_dict()
         if serving is None:
-            planned = plan_serving(found.spec, serving_shape(found.spec, scheme, batch, prompt, output), machine)
+            shape = serving_shape(found.spec, scheme, batch, prompt, output, tensor=tensor, pipeline=pipeline, expert=expert)
+            planned = plan_serving(found.spec, shape, machine)
             own = own_serving(planned, terms, utilisation, years)
             prompt, output = planned.shape.prompt_tokens, planned.shape.output_tokens
             replica = own.by_replica
