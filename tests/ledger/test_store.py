@@ -335,7 +335,7 @@ def test_a_read_only_folder_can_be_read_and_is_a_sentence_to_write_to() -> None:
         assert child.returncode == 0, child.stderr
         count, into_file, into_folder = child.stdout.strip().split("\n")
         assert count == "1"
-        assert "could not be opened for writing" in into_file
+        assert "could not be opened" in into_file
         assert "cannot be made" in into_folder
         assert [run.subject for run in Ledger(path).runs()] == ["a"]
 

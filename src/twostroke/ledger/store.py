@@ -258,7 +258,7 @@ class Ledger:
                 ) from None
             if "readonly" in text or "unable to open" in text:
                 raise TwostrokeError(
-                    f"ledger {self.path} could not be opened for writing ({text}). Allow writing to it and its folder, or set "
+                    f"ledger {self.path} could not be opened ({text}). Allow writing to it and its folder, or set "
                     "TWOSTROKE_HOME to another."
                 ) from None
             raise TwostrokeError(f"ledger {self.path}: {text}.") from None

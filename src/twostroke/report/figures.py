@@ -41,14 +41,17 @@ PANELS = (  # ending of the ledger's name, title, factor to the axis' unit
     (re.compile(r"tok_per_s$"), "rates, tokens per second", 1.0),
 )
 
+SHOWN_RUNS = 200
+"""Newest runs whose every number is drawn: more would only lie on each other, and each mark carries its words."""
+
 
 # -- predicted against measured -------------------------------------------------------------------------------------------
 
 
 def predicted_against_measured(runs: Sequence[Run]) -> Plot | None:
-    """Every prediction of every run against its measurement, log-log, one panel a unit, intervals as bars."""
+    """Each prediction of the newest ``SHOWN_RUNS`` runs against its measurement, log-log, a panel a unit, with intervals."""
     points: list[list[tuple[Run, Row]]] = [[] for _ in PANELS]
-    for run in runs:
+    for run in runs[:SHOWN_RUNS]:
         for row in compare(run):
             panel = next((i for i, (ending, _, _) in enumerate(PANELS) if ending.search(row.name)), None)
             if panel is not None and (row.predicted or 0) > 0 and (row.measured or 0) > 0:

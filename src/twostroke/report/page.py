@@ -80,6 +80,23 @@ def _scores_table(runs: Sequence[Run]) -> Table | None:
     return Table("All predictions so far", columns, rows)
 
 
+def _terms_table(runs: Sequence[Run]) -> Table | None:
+    """Which term of each total misses most, over all runs."""
+    from twostroke.ledger.attribution import pool
+
+    rows: list[list[str]] = []
+    total = None
+    for share in pool(runs):
+        if share.total != total:
+            total = share.total
+            rows.append([total])
+        percents = (f"{share.median_abs_percent:.1f}%", f"{share.median_percent:+.1f}%")
+        rows.append([share.part, str(share.n_runs), *percents, str(share.worst_in)])
+    note = "Each total's error, shared out to its terms, in percent of the measured total; medians over the runs."
+    columns = ("", "runs", "median |share|", "median share", "largest share in")
+    return Table("Which term misses most", columns, rows, note) if rows else None
+
+
 def write_report(
     path: Path | str, ledger: Ledger, comparison: Table | None = None, facts: Mapping[str, str] | None = None
 ) -> Path:
@@ -100,12 +117,12 @@ def write_report(
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    scores = _scores_table(runs)
+    overall = [table for table in (_scores_table(runs), _terms_table(runs)) if table is not None]
     html = environment.get_template("page.html").render(
         version=__version__,
         facts=dict(facts or _facts(runs)),
         comparison=comparison,
-        scores=scores,
+        overall=overall,
         tables=[_run_table(run) for run in _newest(runs).values()],
         plots=[{"title": p.title, "text": p.text, "html": p.to_html(), "wide": p.wide} for p in plots],
         notes=notes,

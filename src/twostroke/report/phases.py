@@ -78,4 +78,4 @@ def phases_table(comparison: Comparison) -> Table:
             section = row.section
             rows.append([section])
         rows.append([row.label, *(part for c in COLUMNS for part in text(row.cells.get(c)))])
-    return Table("Training beside inference", columns, rows, " ".join(comparison.assumptions))
+    return Table("Training beside inference", columns, rows, "; ".join(comparison.assumptions) + ".")
