@@ -8,7 +8,7 @@ from typing import Any
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.cost import Cost, cost_of, usd_per_million_tokens
+from twostroke.planner.cost import Cost, TokenPrices, cost_of, token_prices, usd_per_million_tokens
 from twostroke.planner.flops import attention_flops_per_token, decode_flops, prefill_flops
 from twostroke.planner.hardware import DATASHEET_NOTE, SCHEME_BYTES, Hardware
 from twostroke.planner.latency import elementwise_elements, elementwise_flops, keys_of_prefill, prefill_attention_rate
@@ -245,6 +245,12 @@ class ServingPlan:
         return usd_per_million_tokens(self.output_tok_per_s, self.devices * self.hardware.usd_per_hour.value)
 
     @property
+    def usd_by_phase(self) -> TokenPrices:
+        """$ per million input tokens (prefill) and output tokens (decode), each by the time it takes; never idle."""
+        usd_per_hour = self.devices * self.hardware.usd_per_hour.value
+        return token_prices(self.prefill_tok_per_s, self.decode_tok_per_s, usd_per_hour)
+
+    @property
     def kwh_per_mtok(self) -> float:
         """kWh per million output tokens."""
         return self.cost_per_hour.energy_kwh * 1e6 / (3600 * self.output_tok_per_s)
@@ -297,6 +303,7 @@ class ServingPlan:
             "prefill_flops_per_token": self.prefill_flops_per_token,
             "decode_flops_per_token": self.decode_flops_per_token,
             "cost_per_hour": self.cost_per_hour.to_dict(),
+            "token_prices": asdict(self.usd_by_phase),
             "notes": list(self.notes),
         }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from twostroke.core.units import format_bytes, format_money, format_seconds
 from twostroke.planner.serving import ServingPlan
 from twostroke.planner.text.format import columns, memory_table, money_lines, work_rows
+from twostroke.planner.text.tokens import token_lines
 
 
 def serving_text(plan: ServingPlan, subject: str) -> str:
@@ -35,6 +36,7 @@ def serving_text(plan: ServingPlan, subject: str) -> str:
         f"rate      {plan.output_tok_per_s:,.0f} output tok/s with the batch kept full, prefills included",
         f"start     {format_seconds(plan.startup_s)}",
         f"cost      {format_money(plan.usd_per_mtok)} and {plan.kwh_per_mtok:.3g} kWh per million output tokens",
+        *token_lines(plan, subject),
         money_lines(plan.hardware),
         *(f"note: {note}" for note in plan.notes),
     ]
