@@ -121,7 +121,7 @@ def run_lines(plan: TrainingPlan) -> list[str]:
     tokens = plan.shape.steps * plan.tokens_per_step
     lines = [
         f"run       {plan.shape.steps:,} steps, {format_count(tokens)} tokens, {format_seconds(plan.train_time_s)}, "
-        f"{plan.cost.energy_kwh:,.3g} kWh, {format_money(plan.cost.usd)}"
+        f"{plan.cost.energy_kwh:,.3g} kWh, {plan.cost.co2_kg:,.3g} kg CO2, {format_money(plan.cost.usd)}"
     ]
     if plan.layout.n_devices > 1:
         lines.append(
