@@ -86,17 +86,15 @@ class ConversationLoader:
         self.eos_id = prepared.eos_id
         self._tokens, self._marks = prepared.train_tokens(), prepared.train_marks()
         self._data = int(prepared.key[:12], 16)
-        begins, lengths, self.fitting = self._fit(too_long)
-        self._rows = [[(int(begins[i]), int(lengths[i])) for i in row] for row in pack_rows(lengths.tolist(), sequence_length)]
-        n_rows = len(self._rows)
-        self.fitting = Fitting(
-            len(lengths), self.fitting.n_cut, self.fitting.n_dropped, n_rows, float(lengths.sum()) / (n_rows * sequence_length)
-        )
-        self.windows_per_epoch = n_rows
+        self._begins, self._lengths, n_cut, n_dropped = self._fit(too_long)
+        self._rows = pack_rows(self._lengths.tolist(), sequence_length)
+        self.windows_per_epoch = n_rows = len(self._rows)
+        filled = float(self._lengths.sum()) / (n_rows * sequence_length)
+        self.fitting = Fitting(len(self._lengths), n_cut, n_dropped, n_rows, filled)
         self._next_window = 0
 
-    def _fit(self, too_long: str) -> tuple[Int64Array, Int64Array, Fitting]:
-        """Where each conversation begins in the stream and how many of its tokens are used."""
+    def _fit(self, too_long: str) -> tuple[Int64Array, Int64Array, int, int]:
+        """Where each conversation begins in the stream, how many of its tokens are used; how many are cut and left out."""
         marks = self._marks[0 : len(self._marks)]
         begins = np.flatnonzero(marks & BEGINS).astype(np.int64)
         ends = np.append(begins[1:], len(marks))
@@ -118,8 +116,7 @@ class ConversationLoader:
                 f"none of {len(lengths)} conversations has an answer within train.sequence_length={self.sequence_length} "
                 f"tokens; the shortest has {int(lengths.min())}. Raise it."
             )
-        n_cut = int((use & is_long).sum())
-        return begins[use], kept[use], Fitting(int(use.sum()), n_cut, int((~use).sum()), 0, 0.0)
+        return begins[use], kept[use], int((use & is_long).sum()), int((~use).sum())
 
     @property
     def epoch(self) -> float:
@@ -145,7 +142,8 @@ class ConversationLoader:
         documents = np.zeros(shape, dtype=np.int32)
         for i, row in enumerate(self.next_rows()):
             place = 0
-            for document, (begin, length) in enumerate(self._rows[row]):
+            for document, index in enumerate(self._rows[row]):
+                begin, length = int(self._begins[index]), int(self._lengths[index])
                 here = slice(place, place + length)
                 tokens[i, here] = self._tokens[begin : begin + length]
                 learned = (self._marks[begin + 1 : begin + length] & LEARNED).astype(bool)

@@ -108,7 +108,11 @@ class Nf4Linear(nn.Module):
 
 
 class AdaptedLinear(nn.Module):
-    """A frozen ``base`` product of packed rows, and an adapter for each part of them that has one."""
+    """A frozen ``base`` product of packed rows, and an adapter for each part of them that has one.
+
+    One product for the A of all parts was tried: x is read once, and nothing is gained (3 × 384, rank 16, bf16, CPU time of a
+    step: 168 ms each and 165 together, compiled 105 and 108), and the parts could no longer drop inputs of their own.
+    """
 
     def __init__(self, base: nn.Module, rows: Sequence[int], names: Sequence[str | None], adapters: dict[str, LowRank]) -> None:
         super().__init__()

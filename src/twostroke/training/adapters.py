@@ -38,7 +38,7 @@ def _base(recipe: TrainRecipe) -> Path:
 
 
 def check_adapters(recipe: TrainRecipe, spec: ModelSpec) -> None:
-    """Raise ConfigError where the base is no whole model, a target is not known, or a rank is above what a matrix can have."""
+    """Raise ConfigError where the base is no whole model, a target is not known, or the rank is above that of every matrix."""
     if not recipe.trains_adapters:
         return
     if is_adapter_directory(_base(recipe)):
@@ -46,12 +46,14 @@ def check_adapters(recipe: TrainRecipe, spec: ModelSpec) -> None:
             f"model.init_from={str(_base(recipe))!r} holds adapters. Make a whole model of it first: "
             "`twostroke export --merge`, or name its base."
         )
-    for target in choose_targets(spec, recipe.lora.targets):
-        if recipe.lora.rank > min(target.rows, target.columns):
-            raise ConfigError(
-                f"lora.rank={recipe.lora.rank} is more than {target.name} of {target.rows} × {target.columns} can have: at "
-                f"most {min(target.rows, target.columns)}."
-            )
+    chosen = choose_targets(spec, recipe.lora.targets)
+    largest = max(chosen, key=lambda target: min(target.rows, target.columns))
+    most = min(largest.rows, largest.columns)
+    if recipe.lora.rank > most:  # of some matrices, as the few key rows of grouped queries, it may be
+        raise ConfigError(
+            f"lora.rank={recipe.lora.rank} is more than any of the targets can have: {largest.name} is {largest.rows} × "
+            f"{largest.columns}, so at most {most}."
+        )
 
 
 @torch.no_grad()
