@@ -6,11 +6,11 @@ import pytest
 
 from machines import ideal_machine, small_llama
 from twostroke.core.errors import ConfigError
-from twostroke.planner.adapters import ALL_LINEAR, adapter_parameters
+from twostroke.planner.adapters import ALL_LINEAR, adapter_parameters, modules_of
 from twostroke.planner.flops import attention_flops_per_token, training_flops_per_token
 from twostroke.planner.layout import Layout
 from twostroke.planner.memory import nf4_bytes_per_weight
-from twostroke.planner.params import count_parameters
+from twostroke.planner.params import count_parameters, layer_kinds
 from twostroke.planner.training import TrainingShape, plan_training, training_memory
 
 TARGETS = (("q_proj", "v_proj"), ("o_proj", "down_proj"), ("gate_proj",), (ALL_LINEAR,))
@@ -63,8 +63,8 @@ def test_inputs_are_kept_only_where_an_adapter_needs_them() -> None:
     attention_only = TrainingShape(method="lora", lora_targets=("q_proj", "v_proj"))
     everything = training_memory(small_llama(), TrainingShape(method="lora"), ideal_machine())
     some = training_memory(small_llama(), attention_only, ideal_machine())
-    # the MLP's two inputs are not kept: E and F elements a token and layer
-    assert everything["activations"] - some["activations"] == pytest.approx(8192 * 6 * 2 * (256 + 704))
+    # not kept in each layer: the inputs of out (E), gate and up (E) and down (F), and five adapters' narrow products
+    assert everything["activations"] - some["activations"] == pytest.approx(8192 * 6 * 2 * (256 + 256 + 704 + 5 * 16))
 
 
 def test_frozen_matrices_cost_four_flop_a_parameter_and_adapters_six() -> None:
@@ -94,3 +94,60 @@ def test_qlora_is_smaller_and_slower_than_lora() -> None:
     lora, qlora = (plan_training(spec, TrainingShape(1, 512, method=m), machine) for m in ("lora", "qlora"))
     assert qlora.memory_bytes["weights"] < 0.5 * lora.memory_bytes["weights"]
     assert qlora.step_time_s > lora.step_time_s
+
+
+GPT2 = {
+    "family": "gpt2", "norm": "layernorm", "positions": "learned", "mlp": "gelu", "activation": "gelu_tanh", "qkv_bias": True,
+    "attn_out_bias": True, "mlp_bias": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"n_kv_heads": 2, "family": "qwen3", "qk_norm": True}, GPT2], ids=["llama", "qwen3", "gpt2"]
+)
+def test_modules_are_those_that_the_adapters_of_a_decoder_know(changes: dict[str, object]) -> None:
+    """The planner may not import the model, so two rooms state one naming."""
+    from twostroke.model.adapters import all_targets
+
+    spec = small_llama(n_layers=1, **changes)
+    ((kind, _),) = layer_kinds(spec)
+    ours = {
+        (module, outputs, product.k) for product in kind.products for module, outputs in modules_of(product, kind, spec.family)
+    }
+    theirs = {(".".join(t.stored.split(".")[-2:]), t.rows, t.columns) for t in all_targets(spec)}
+    assert ours == theirs
+
+
+def test_names_match_as_peft_matches_them() -> None:
+    spec = small_llama(**GPT2)
+    both = adapter_parameters(spec, 8, ("c_proj",))
+    assert both == adapter_parameters(spec, 8, ("attn.c_proj", "mlp.c_proj"))
+    assert adapter_parameters(spec, 8, ("transformer.h.0.attn.c_attn",)) == adapter_parameters(spec, 8, ("c_attn",))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("targets", [(ALL_LINEAR,), ("q_proj", "v_proj"), ("up_proj", "down_proj")], ids=str)
+def test_activations_beside_a_frozen_base_are_what_autograd_keeps(dtype: str, targets: tuple[str, ...]) -> None:
+    import torch
+
+    from twostroke.model.adapters import AdapterSettings, attach_adapters
+    from twostroke.model.decoder import Decoder
+    from twostroke.training.loss import chunked_cross_entropy
+    from twostroke.training.memory import saved_activations_bytes
+
+    spec = small_llama(n_layers=2, vocab_size=300, d_model=64, d_ff=192, n_heads=4, head_dim=16)
+    torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    decoder = Decoder(spec, torch_dtype).train()
+    attach_adapters(decoder, spec, AdapterSettings(8, 16.0, targets), seed=0)
+    for parameter in decoder.parameters():
+        parameter.data = parameter.data.to(torch_dtype)
+    tokens = torch.randint(0, spec.vocab_size, (2, 100))
+    positions = torch.arange(100)[None].expand(2, 100)
+
+    def forward() -> torch.Tensor:
+        hidden = decoder.hidden(tokens, positions, (positions >= 50).int()).flatten(0, 1)
+        return chunked_cross_entropy(hidden, decoder.head_weight, tokens.flatten(), 200)
+
+    shape = TrainingShape(2, 100, dtype=dtype, compile=False, method="lora", lora_rank=8, lora_targets=targets)
+    predicted = training_memory(spec, shape, ideal_machine())["activations"]
+    assert saved_activations_bytes(forward, decoder.parameters()) == pytest.approx(predicted, rel=0.02)

@@ -123,12 +123,18 @@ def explicit_attention_bytes(spec: ModelSpec, sequence_length: int, w: float) ->
 @dataclass(frozen=True)
 class Kept:
     """How activations are kept on one rank: which parts ``tensor`` parallel and the sequence cut divide, what checkpointing
-    leaves out, and which products' inputs a weight gradient needs (None: all)."""
+    leaves out; and beside a frozen base, products with an adapter, whose inputs are kept, and the width of all adapters of a
+    layer together (None: everything is trained)."""
 
     tensor: int = 1
     sequence_cut: int = 1
     checkpointing: str = "none"
     inputs_of: frozenset[str] | None = None
+    adapter_width: int = 0
+
+    @property
+    def frozen(self) -> bool:
+        return self.inputs_of is not None
 
     def input_of(self, *products: str) -> bool:
         return self.inputs_of is None or any(product in self.inputs_of for product in products)
@@ -159,7 +165,8 @@ def kept_by_layer(
     Norms are cut by the sequence, attention and MLP by ``tensor``. Routed experts keep, per expert passed, the token's copy,
     the pre-activation, the activated product and the output (whose product with the router's weight is differentiated).
     Checkpointing *full* keeps the layer's input alone, w·E; *selective* the results of products and of attention, and
-    recomputes norms, rotary turn, activation, and explicit attention's probabilities.
+    recomputes norms, rotary turn, activation, and explicit attention's probabilities. Beside a frozen base a norm keeps no
+    normed row, a matrix without an adapter no input, and an adapter its narrow product.
     """
     w, width, norms = bytes_of(dtype), spec.d_model, spec.departures.norms_per_block
     if kept.checkpointing == "full":
@@ -170,11 +177,28 @@ def kept_by_layer(
     if not selective:
         around += w * width * (kept.input_of("qkv", "q", "q_a", "kv_a") + (norms > 1) * kept.input_of(*_MLP_INPUTS))
         around += norms * (FP32 if rms else 2 * w)
-        around += norms * (8 - w) * width if eager and rms else 0.0
+        around += norms * ((4 if kept.frozen else 8) - w) * width if eager and rms else 0.0
+        around += w * kept.adapter_width
     return around / kept.sequence_cut + (
         _attention_kept(spec, kind, dtype, eager, sequence_length, device_kind, kept) / kept.tensor
         + _mlp_kept(spec, kind, w, eager, kept) / kept.tensor
     )
+
+
+def not_kept_at_the_bottom(
+    spec: ModelSpec, kind: LayerKind, dtype: str, compiled: bool, sequence_length: int, device_kind: str, kept: Kept
+) -> float:
+    """Bytes a token of ``kept_by_layer`` that the first layer does not keep beside a frozen base, since nothing below its first
+    adapter has a gradient: its first norm's input, where only its MLP has adapters the rest of attention too, and the ids."""
+    if not kept.frozen or kept.checkpointing != "none":
+        return 0.0
+    w = bytes_of(dtype)
+    rms, eager = spec.norm == "rmsnorm", not compiled
+    norm = ((4 if eager and rms else w) * spec.d_model + (FP32 if rms else 2 * w)) / kept.sequence_cut
+    if kept.input_of(*(p.name for p in kind.products if p.component == "attention")):
+        return norm + 8
+    attention = _attention_kept(spec, kind, dtype, eager, sequence_length, device_kind, kept) / kept.tensor
+    return 2 * norm + attention + 8
 
 
 _MLP_INPUTS = ("gate_up", "up", "expert_gate_up", "expert_up")
@@ -211,6 +235,7 @@ def _attention_kept(
         total = packed + w * kind.n_heads * kind.v_dim + FP32 * kind.n_heads
     elif explicit:
         total = explicit_attention_bytes(spec, sequence_length, w)
+        total -= 0.0 if kept.input_of("out") else w * kind.n_heads * kind.v_dim  # its own products do not need the output
     else:
         turned = kind.n_heads * kind.qk_dim + kind.n_kv_heads * kind.qk_dim if spec.positions == "rope" else 0
         total = packed + w * (turned + kind.n_heads * kind.v_dim) + FP32 * kind.n_heads
@@ -221,12 +246,15 @@ def _attention_kept(
     return total
 
 
-def around_blocks_bytes(spec: ModelSpec, dtype: str, sequence_length: int, device_kind: str = "gpu") -> float:
-    """Bytes kept per token outside the blocks: the ids (8), the eager final norm (8E + 4; LayerNorm w·(E + 2)), the gradient
+def around_blocks_bytes(
+    spec: ModelSpec, dtype: str, sequence_length: int, device_kind: str = "gpu", frozen: bool = False
+) -> float:
+    """Bytes kept per token outside the blocks: the ids (8), the eager final norm (8E + 4, frozen 4E + 4; LayerNorm w·(E + 2)),
+    the gradient
     of the hidden state that the chunked loss computes ahead (w·E), rotary tables (4·D) or nothing, and the mask of flash
     attention over packed documents (w·T)."""
     w, width = bytes_of(dtype), spec.d_model
-    around = 8 + (8 * width + FP32 if spec.norm == "rmsnorm" else w * width + 2 * w) + w * width
+    around = 8 + ((4 if frozen else 8) * width + FP32 if spec.norm == "rmsnorm" else w * width + 2 * w) + w * width
     around += FP32 * spec.head_dim if spec.positions == "rope" else 0.0
     return around + (0.0 if attends_explicitly(device_kind, dtype, sequence_length) else w * sequence_length)
 

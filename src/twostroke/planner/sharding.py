@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.adapters import ALL_LINEAR, check_targets, targeted
+from twostroke.planner.adapters import check_targets, targeted
 from twostroke.planner.layout import Layout
 from twostroke.planner.memory import (
     FP32,
@@ -23,6 +23,7 @@ from twostroke.planner.memory import (
     kept_by_layer,
     loss_bytes,
     nf4_bytes_per_weight,
+    not_kept_at_the_bottom,
     state_bytes,
     whole_logits_bytes,
 )
@@ -56,11 +57,13 @@ class RankProduct:
         return self.calls * sum(rank * (self.product.k + outputs) for outputs in self.adapter_outputs)
 
 
-def rank_product(product: Product, kind: LayerKind, layout: Layout, targets: tuple[str, ...] = ()) -> RankProduct:
+def rank_product(
+    product: Product, kind: LayerKind, layout: Layout, targets: tuple[str, ...] = (), family: str = "llama"
+) -> RankProduct:
     """``product`` cut for one rank: columns or rows by ``tensor``; experts by ``expert`` and, beyond it, inside by ``tensor``.
     Key-value heads are not cut below one."""
     tensor = layout.tensor
-    outputs = targeted(product, kind, targets) if targets else ()
+    outputs = targeted(product, kind, targets, family) if targets else ()
     if product.split == "expert":
         within = max(1, tensor // layout.expert)
         cut = (
@@ -105,7 +108,7 @@ def rank_layers(spec: ModelSpec, tensor: int, expert: int, targets: tuple[str, .
     """Every kind of layer as a rank of a group of ``tensor`` and ``expert`` devices holds it."""
     plane = Layout(tensor=tensor, expert=expert, data=max(1, expert // tensor))
     return tuple(
-        RankLayer(kind, count, tuple(rank_product(p, kind, plane, targets) for p in kind.products))
+        RankLayer(kind, count, tuple(rank_product(p, kind, plane, targets, spec.family) for p in kind.products))
         for kind, count in layer_kinds(spec)
     )
 
@@ -224,12 +227,22 @@ def _kept_per_token(
     return average / spec.n_layers, most
 
 
-@lru_cache(maxsize=1024)
-def _inputs_kept(spec: ModelSpec, method: str, targets: tuple[str, ...]) -> frozenset[str] | None:
-    """Products whose inputs a weight gradient needs: all, or those with an adapter."""
-    if method == "full" or ALL_LINEAR in targets:
-        return None
-    return frozenset(p.name for kind, _ in layer_kinds(spec) for p in kind.products if targeted(p, kind, targets))
+@lru_cache(maxsize=4096)
+def kept_on_rank(
+    spec: ModelSpec, method: str, rank: int, targets: tuple[str, ...], tensor: int, sequence_cut: int, checkpointing: str
+) -> Kept:
+    """What a rank keeps: everything, or beside a frozen base the inputs and narrow products of adapters, in the layer with
+    most of them."""
+    if method == "full":
+        return Kept(tensor, sequence_cut, checkpointing)
+    adapted = [[(p.name, targeted(p, k, targets, spec.family)) for p in k.products] for k, _ in layer_kinds(spec)]
+    return Kept(
+        tensor,
+        sequence_cut,
+        checkpointing,
+        frozenset(name for layer in adapted for name, outputs in layer if outputs),
+        rank * max(sum(len(outputs) for _, outputs in layer) for layer in adapted),
+    )
 
 
 def rank_memory(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> dict[str, float]:
@@ -246,6 +259,14 @@ def rank_memory(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layou
         for stage in stages(spec.n_layers, layout.pipeline, layout.interleave)
     ]
     return max(found, key=lambda terms: sum(terms.values()))
+
+
+def fullest_stage(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> Stage:
+    """The stage whose ranks hold most: the one that ``rank_memory`` counts."""
+    return max(
+        stages(spec.n_layers, layout.pipeline, layout.interleave),
+        key=lambda stage: sum(_stage_memory(spec, shape, hardware, layout, stage).values()),
+    )
 
 
 def rank_state_bytes(shape: TrainingShape, layout: Layout, part: Held) -> dict[str, float]:
@@ -280,15 +301,20 @@ def _stage_memory(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, lay
     state = rank_state_bytes(shape, layout, part)
     dtype, tokens, tensor = shape.compute_dtype, shape.tokens_per_pass, layout.tensor
     targets = shape.lora_targets if shape.method != "full" else ()
-    kept = Kept(tensor, layout.sequence_cut, shape.checkpointing, _inputs_kept(spec, shape.method, targets))
+    kept = kept_on_rank(spec, shape.method, shape.lora_rank, targets, tensor, layout.sequence_cut, shape.checkpointing)
     layer, most = _kept_per_token(spec, dtype, shape.compile, shape.sequence_length, hardware.kind, kept)
     activations = tokens * stage.n_layers * layer * micro_batches_in_flight(layout, shape.grad_accumulation, stage)
     if shape.checkpointing == "full":
         activations += tokens * most  # the one layer that is being computed again
+    if stage.first and kept.frozen:
+        first = layer_kinds(spec)[0][0]
+        activations -= tokens * not_kept_at_the_bottom(
+            spec, first, dtype, shape.compile, shape.sequence_length, hardware.kind, kept
+        )
     loss = 0.0
     w = bytes_of(dtype)
     if stage.last:
-        around = around_blocks_bytes(spec, dtype, shape.sequence_length, hardware.kind)
+        around = around_blocks_bytes(spec, dtype, shape.sequence_length, hardware.kind, kept.frozen)
         if layout.n_devices > 1:
             around -= w * shape.sequence_length  # packed documents are told by their boundaries, not by a mask
         activations += tokens * around / layout.sequence_cut
