@@ -213,7 +213,7 @@ def scores_text(scores: Sequence[Score], pooled: Sequence[PooledShare] = ()) -> 
     """One line a predicted quantity: how far predictions were off over all runs, how many measurements fell into their
     intervals, and which terms miss most."""
     if not scores:
-        return "No run has both a prediction and a measurement yet."
+        return "No run has both a prediction and a measurement yet. A prediction needs a profile: `twostroke calibrate`."
     cells = [["", "runs", "median |error|", "p90 |error|", "worst |error|", "median error", "inside"]]
     cells += [
         [

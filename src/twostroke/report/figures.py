@@ -194,7 +194,9 @@ def training_curve(steps: Sequence[Mapping[str, Any]], prediction: Mapping[str, 
     figure = make_subplots(rows, 1, shared_xaxes=True, vertical_spacing=0.09)
     figure.add_trace(_line(losses, "loss", TERMS[0]), 1, 1)
     figure.update_yaxes(title_text="loss, nats per token", row=1, col=1)
-    title = f"Loss fell from {losses[0][1]:.2f} to {losses[-1][1]:.2f} nats per token over {format_count(losses[-1][0])} tokens"
+    first, last = losses[0][1], quantile([loss for _, loss in losses[-max(1, len(losses) // 10) :]], 0.5)
+    fell = "fell" if last < first else "went"
+    title = f"Loss {fell} from {first:.2f} to {last:.2f} nats per token over {format_count(losses[-1][0])} tokens"
     if rates:
         median = quantile([rate for _, rate in rates], 0.5)
         figure.add_trace(_line(rates, "tokens per second", TERMS[1]), 2, 1)
@@ -217,8 +219,10 @@ def training_curve(steps: Sequence[Mapping[str, Any]], prediction: Mapping[str, 
     figure.update_xaxes(title_text="tokens trained on", row=rows, col=1)
     text = (
         "Above, the loss of each optimizer step; e to its power is how many tokens the model is still torn between. Below, "
-        "the speed of each step; the first compile, dips are the machine doing something else. The dashed line was predicted."
+        "the speed of each step; the first compile, dips are the machine doing something else."
     )
+    if number_of(prediction.get("train_tok_per_s")):
+        text += " The dashed line was predicted."
     return Plot(title, text, styled(figure, height=430 if rates else 300))
 
 
@@ -263,7 +267,9 @@ def step_split(run: Run | None) -> Plot | None:
     step, predicted = number_of(run.measurement.get("step_time_s")), number_of(run.prediction.get("step_time_s"))
     if step and predicted:
         title += f" of {format_seconds(step)}, predicted {format_seconds(predicted)}"
-    text = "Medians over all steps but the first of a session. The grey bar is the interval of the prediction."
+    text = "Medians over all steps but the first of a session."
+    if predicted:
+        text += " The grey line is the interval of the prediction."
     return Plot(title, text, styled(figure, "", "milliseconds a step", 430))
 
 
@@ -313,13 +319,12 @@ def _memory_title(runs: Sequence[Run]) -> str:
     for run in runs:
         predicted = number_of(run.prediction.get("peak_memory_bytes"))
         measured = number_of(run.measurement.get("peak_memory_bytes"))
-        if predicted and measured:
-            error = error_percent(predicted, measured) or 0.0
-            what = "training" if run.kind == "train" else "serving"
-            return (
-                f"{what.capitalize()} took {format_bytes(measured)} at its peak, {format_bytes(predicted)} were predicted "
-                f"({error:+.0f}%)"
-            )
+        if measured:
+            title = f"{'Training' if run.kind == 'train' else 'Serving'} took {format_bytes(measured)} at its peak"
+            if predicted:
+                error = error_percent(predicted, measured) or 0.0
+                title += f", {format_bytes(predicted)} were predicted ({error:+.0f}%)"
+            return title
     return "Memory by term, predicted beside measured"
 
 
@@ -366,8 +371,10 @@ def latencies(run: Run | None) -> Plot | None:
     text = (
         "How many requests were at least so fast. TTFT: time to the first token. TPOT: mean time of each later token. "
         "ITL: each gap between two tokens. End to end: the whole answer. A steep line is an even service; a long flat top is a "
-        "few who waited. Diamonds are the predicted medians."
+        "few who waited."
     )
+    if first_predicted:
+        text += " Diamonds are the predicted medians."
     return Plot(title, text, styled(figure, "milliseconds", "share of requests"))
 
 

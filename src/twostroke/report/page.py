@@ -186,6 +186,10 @@ def _plots(runs: Sequence[Run]) -> tuple[list[Plot], list[str]]:
         figures.latencies(bench),
     ]
     phases, notes = _phase_plots(train, bench)
+    if runs and not any(run.prediction for run in runs):
+        notes.insert(
+            0, "No run has a prediction: without a profile of the machine, which `twostroke calibrate` makes, none is."
+        )
     return [plot for plot in (*plots, *phases) if plot is not None], notes
 
 
