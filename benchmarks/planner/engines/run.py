@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,15 @@ MOST_DISTURBED = 0.34
 TRAIN_SECONDS = 12.0
 LEAST_STEPS, MOST_STEPS = 12, 60
 
+TRANSFORMERS = "weights_bytes_in_transformers"
+"""The same prediction as ``weights_bytes``, held against what transformers takes for the model."""
+
 SCORED = {
     "train": (
         "weights_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes", "checkpoint_bytes", "model_bytes",
         "peak_memory_bytes", "step_time_s", "forward_s", "backward_s", "optimizer_s", "train_tok_per_s",
     ),
-    "serve": ("weights_bytes", "kv_cache_bytes", "ttft_s", "tpot_s", "prefill_tok_per_s", "decode_tok_per_s"),
+    "serve": ("weights_bytes", TRANSFORMERS, "kv_cache_bytes", "ttft_s", "tpot_s", "prefill_tok_per_s", "decode_tok_per_s"),
 }  # fmt: skip
 """Start-up and run time depend on how warm the compile cache is: they are in the raw data and not scored."""
 
@@ -106,7 +110,18 @@ def _model(model: ServedModel, folder: Path) -> Path:
 
 def serve(case: ServingCase, folder: Path, environment: dict[str, str]) -> dict[str, Any]:
     numbers = map(str, (case.batch, case.prompt_tokens, case.output_tokens))
-    return _run([sys.executable, "serve_one.py", str(_model(case.model, folder)), case.scheme, *numbers], environment)
+    directory = str(_model(case.model, folder))
+    found = _run([sys.executable, "serve_one.py", directory, case.scheme, *numbers], environment)
+    if case.scheme != "int8":
+        found["measured"][TRANSFORMERS] = _transformers_bytes(directory, case.scheme)
+    return found
+
+
+@lru_cache
+def _transformers_bytes(directory: str, dtype: str) -> float:
+    command = [sys.executable, "transformers_size.py", directory, dtype]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, timeout=300, check=True)
+    return float(done.stdout.split()[-1])
 
 
 def _done(raw: Path) -> dict[str, dict[str, Any]]:
@@ -162,6 +177,7 @@ def main() -> None:
                 break
         assert best is not None
         predicted = Ledger().get(best["run_id"]).prediction
+        predicted[TRANSFORMERS] = predicted["weights_bytes"]
         record = {
             "phase": phase,
             "name": case.name,

@@ -40,7 +40,7 @@ from twostroke.calibration.transformer import (
 from twostroke.core.errors import ConfigError
 from twostroke.core.profile import BandwidthPoint, MachineProfile, MatmulPoint, read_fingerprint
 from twostroke.core.units import MIB
-from twostroke.planner.anchors import TRAINING_ANCHORS, TRAINING_PARTS
+from twostroke.planner.anchors import COMPILED_ANCHORS, EAGER_ANCHORS, TRAINING_PARTS
 
 Progress = Callable[[float, str], None]
 """``progress(done, note)``: the share done, 0 to 1, and a few words on what is being measured."""
@@ -180,7 +180,7 @@ def _measure_training(clock: Clock, extent: Extent, tell: Progress) -> dict[str,
     then a block and the loss by themselves, both ways. The first anchor compiles into an empty cache: its first step says what
     compiling takes, and a block of the same shape finds it there."""
     found: dict[str, float] = {}
-    narrow, wide = TRAINING_ANCHORS
+    narrow, wide = COMPILED_ANCHORS
     is_compiled = extent.compile
     tell(0.0, f"training steps of width {narrow.width}")
     if extent.whole_steps and extent.compile:
@@ -198,7 +198,7 @@ def _measure_training(clock: Clock, extent: Extent, tell: Progress) -> dict[str,
     for i, dtype in enumerate(("bf16", "fp32")):
         tell(0.75 + 0.1 * i, f"eager training, {dtype}")
         if extent.whole_steps:
-            found.update(measure_steps(clock, narrow, dtype, "eager"))
+            found.update(measure_steps(clock, EAGER_ANCHORS[0], dtype, "eager"))
         found.update(measure_block(clock, extent.block, dtype, "eager"))
     tell(0.95, "loss")
     found.update(measure_loss(clock, extent.block, is_compiled))

@@ -158,7 +158,7 @@ def _whole_block(clock: Clock, size: BlockSize, dtype: str, mode: str, tokens: i
     arguments = _block_arguments(decoder, inputs)  # before compiling: without gradients it would be another graph
     if mode == "compiled":
         decoder.blocks[0].compile(dynamic=False)
-    return _block_pass(clock, decoder, arguments, 0.7, 6 if mode == "compiled" else 4)
+    return _block_pass(clock, decoder, arguments, 0.4, 4)
 
 
 def measure_block(clock: Clock, size: BlockSize, dtype: str, mode: str) -> Iterator[tuple[str, float]]:

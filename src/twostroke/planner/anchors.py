@@ -50,7 +50,16 @@ class TrainingAnchor:
         return f"anchor_train_e{self.width}_{dtype}_{mode}_{part}"
 
 
-TRAINING_ANCHORS = (TrainingAnchor(256, 2, 16), TrainingAnchor(768, 2, 8))
+COMPILED_ANCHORS = (TrainingAnchor(256, 2, 16), TrainingAnchor(768, 2, 8))
+EAGER_ANCHORS = (TrainingAnchor(256, 2, 4),)
+"""Eager steps are what a machine without a compiler takes: one anchor, and a small one, since each takes twice as long."""
+
+
+def training_anchors(mode: str) -> tuple[TrainingAnchor, ...]:
+    """Those that are measured "compiled" (in bf16) or "eager"."""
+    return COMPILED_ANCHORS if mode == "compiled" else EAGER_ANCHORS
+
+
 TRAINING_PARTS = ("forward_s", "backward_s", "optimizer_s")
 
 DECODE_LAYERS = {256: 6, 768: 4}
