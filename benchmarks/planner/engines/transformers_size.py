@@ -1,4 +1,4 @@
-"""Bytes that transformers holds a model in (``get_memory_footprint``: parameters and buffers), to hold ours against another's."""
+"""Bytes that transformers holds a model in (``get_memory_footprint``: parameters and buffers), beside our own count."""
 
 from __future__ import annotations
 
