@@ -85,6 +85,18 @@ def test_terms_and_hidden_costs_reach_the_bill(capsys: pytest.CaptureFixture[str
     assert hidden["data acquisition"] == 7
 
 
+def test_a_run_that_does_not_fit_its_device_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    large = tmp_path / "large.json"
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    large.write_text(json.dumps(LLAMA | sizes))
+    args = (str(large), "--hardware", "h100", "--requests-per-day", "1", "--usd-per-request", "1", "--tokens", "1e9")
+    code, out, err = run(capsys, *args)
+    assert code == 0, err
+    assert "its price is of its work alone" in out
+    code, out, _ = run(capsys, *args, "--devices", "8", "--batch-size", "1", "--json")
+    assert json.loads(out)["notes"] == []
+
+
 def test_more_devices_train_for_as_much_money_or_more(capsys: pytest.CaptureFixture[str], model: str) -> None:
     costs = []
     for n in ("1", "8"):

@@ -25,6 +25,7 @@ from twostroke.cli.plan.subject import (
     serving_shape,
 )
 from twostroke.core.errors import ConfigError
+from twostroke.core.units import format_bytes
 
 if TYPE_CHECKING:
     from twostroke.planner.cost import Cost, Terms
@@ -99,6 +100,7 @@ def crossover(
     vendor = api_price(api) if api else None
     document: dict[str, Any] = {"subject": subject or "a model"}
     lines: list[str] = []
+    notes: list[str] = []
     energy = None
     serving: Serving | None = PaidByRequest(usd_per_request) if usd_per_request is not None else None
     replica = None
@@ -112,7 +114,7 @@ def crossover(
         vendor = vendor or nearest_api(found.name)
         document["hardware"] = machine.to_dict()
         if training_usd is None:
-            spent = _training_cost(found, machine, terms, years, tokens, steps, devices, batch_size, sequence_length)
+            spent, notes = _training_cost(found, machine, terms, years, tokens, steps, devices, batch_size, sequence_length)
             training_usd, document["training_cost"] = spent.usd, spent.to_dict()
         if serving is None:
             shape = serving_shape(found.spec, scheme, batch, prompt, output, tensor=tensor, pipeline=pipeline, expert=expert)
@@ -128,6 +130,7 @@ def crossover(
                 "worked_hour": own.worked.to_dict(), "utilisation": utilisation, "token_prices": dataclasses.asdict(own.tokens)
             }  # fmt: skip
             lines = terms_lines(own, machine)
+        lines += notes
     if always_on and replica is None:
         raise ConfigError("--always-on needs a replica's speed, which --usd-per-request does not tell. Name a model instead.")
     prompt, output = prompt or 512, output or 128
@@ -137,7 +140,7 @@ def crossover(
     plan = plan_crossover(
         project_cost(training_usd, inputs), demand, serving, months, vendor, replica, api_cached_share, energy
     )
-    document, text = document | plan.to_dict(), crossover_text(plan, document["subject"], lines)
+    document, text = document | plan.to_dict() | {"notes": notes}, crossover_text(plan, document["subject"], lines)
     if explain:
         document, text = with_terms(document, text, plan)
     emit(document, text, as_json)
@@ -154,8 +157,8 @@ def _terms(spot: bool, bought: bool, years: float | None) -> Terms:
 def _training_cost(
     found: Subject, machine: Hardware, terms: Terms, years: float | None, tokens: float, steps: int, devices: int,
     batch_size: int, sequence_length: int,
-) -> Cost:  # fmt: skip
-    """The subject's final run on ``devices``: a recipe's own length, or ``tokens``, or ``steps``."""
+) -> tuple[Cost, list[str]]:  # fmt: skip
+    """The subject's final run on ``devices``: a recipe's own length, or ``tokens``, or ``steps``; and what to know of it."""
     from twostroke.planner.cost import bought_rate, cost_of, rate_of
     from twostroke.planner.layout import Layout
     from twostroke.planner.training import TrainingShape, plan_training
@@ -168,7 +171,15 @@ def _training_cost(
         shape = dataclasses.replace(shape, steps=math.ceil(tokens / (shape.tokens_per_step * layout.data)))
     if not shape.steps:
         raise ConfigError("the training run has no length. Give --tokens, --steps or --training-usd.")
-    planned = plan_training(found.spec, shape, machine, layout).cost
+    run = plan_training(found.spec, shape, machine, layout)
+    planned = run.cost
     assert planned is not None  # it has steps
+    notes = []
+    if run.peak_memory_bytes > machine.memory_bytes:
+        notes.append(
+            f"note: the run needs {format_bytes(run.peak_memory_bytes)} a device and {machine.label} has "
+            f"{format_bytes(machine.memory_bytes)}: its price is of its work alone. `plan search` finds layouts that fit; "
+            "give their price as --training-usd."
+        )
     rate = bought_rate(machine, years) if terms == "bought" else rate_of(machine, terms)
-    return cost_of(planned.seconds * planned.n_devices, machine, rate=rate)
+    return cost_of(planned.seconds * planned.n_devices, machine, rate=rate), notes
