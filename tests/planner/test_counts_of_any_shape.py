@@ -44,7 +44,19 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
         c |= {"decoder_sparse_step": draw(FEW), "mlp_only_layers": draw(st.lists(st.integers(0, 3), max_size=2))}
     elif family == "gpt_oss":
         c |= routed | {"num_local_experts": experts, "layer_types": layer_types(draw, c["num_hidden_layers"])}
-    elif family in ("deepseek_v3", "glm_moe_dsa"):
+    elif family == "qwen2_moe":
+        c |= routed | {"num_experts": experts, "moe_intermediate_size": draw(WIDTH), "qkv_bias": draw(st.booleans())}
+        c |= {"shared_expert_intermediate_size": draw(WIDTH), "decoder_sparse_step": draw(FEW)}
+    elif family == "glm4_moe":
+        c |= routed | {"n_routed_experts": experts, "moe_intermediate_size": draw(WIDTH), "attention_bias": draw(st.booleans())}
+        c |= {"n_shared_experts": draw(FEW), "first_k_dense_replace": draw(FEW), "use_qk_norm": draw(st.booleans())}
+    elif family in ("gemma", "gemma2", "gemma3_text", "olmo2", "granite"):
+        c |= {"attention_bias": draw(st.booleans())} if family in ("olmo2", "granite") else {}
+    elif family == "gpt_neox":
+        c |= {"attention_bias": draw(st.booleans()), "use_parallel_residual": draw(st.booleans()), "rotary_pct": 0.5}
+    elif family == "starcoder2":
+        c |= {"use_bias": draw(st.booleans())}
+    elif family in ("deepseek_v2", "deepseek_v3", "glm_moe_dsa"):
         c |= routed | {
             "n_routed_experts": experts, "n_shared_experts": draw(FEW), "moe_intermediate_size": draw(WIDTH),
             "first_k_dense_replace": draw(st.integers(0, 3)), "kv_lora_rank": draw(WIDTH), "q_lora_rank": draw(WIDTH),
@@ -87,8 +99,8 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
     return {"model_type": family, **c}
 
 
-# gemma4 wraps gemma4_text in a model with towers, which are left out.
-@pytest.mark.parametrize("family", [name for name in PLANNED_FAMILIES if name != "gemma4"])
+# gemma3 and gemma4 wrap their language models with towers, which are left out.
+@pytest.mark.parametrize("family", [name for name in PLANNED_FAMILIES if name not in ("gemma3", "gemma4")])
 @pytest.mark.filterwarnings("ignore")  # transformers' own, about ids and old keys
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())

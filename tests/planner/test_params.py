@@ -38,6 +38,48 @@ def test_gpt2_has_124_439_808_parameters() -> None:
     assert count_parameters(spec_from_config(config)).total == 124_439_808
 
 
+# config.json keys and the elements in the safetensors headers of models on the Hugging Face Hub.
+MORE: dict[str, tuple[dict[str, object], int]] = {
+    "gemma-2-2b": (
+        {
+            "model_type": "gemma2", "vocab_size": 256_000, "hidden_size": 2304, "num_hidden_layers": 26,
+            "intermediate_size": 9216, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        },
+        2_614_341_888,
+    ),
+    "pythia-70m": (
+        {
+            "model_type": "gpt_neox", "vocab_size": 50_304, "hidden_size": 512, "num_hidden_layers": 6,
+            "intermediate_size": 2048, "num_attention_heads": 8,
+        },
+        70_426_624,
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        {
+            "model_type": "qwen2_moe", "vocab_size": 151_936, "hidden_size": 2048, "num_hidden_layers": 24,
+            "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 60,
+            "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+        },
+        14_315_784_192,
+    ),
+    "DeepSeek-V2-Lite": (
+        {
+            "model_type": "deepseek_v2", "vocab_size": 102_400, "hidden_size": 2048, "num_hidden_layers": 27,
+            "intermediate_size": 10_944, "num_attention_heads": 16, "q_lora_rank": None, "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64,
+            "num_experts_per_tok": 6, "n_shared_experts": 2, "moe_intermediate_size": 1408, "first_k_dense_replace": 1,
+        },
+        15_706_484_224,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_counts_of_published_shapes_are_exact(name: str) -> None:
+    config, total = MORE[name]
+    assert count_parameters(spec_from_config(config)).total == total
+
+
 @st.composite
 def specs(draw: st.DrawFn) -> ModelSpec:
     """Any dense model: every switch of ``ModelSpec`` that has parameters."""

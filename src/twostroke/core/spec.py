@@ -62,7 +62,8 @@ class MoeSpec:
     ``n_shared_experts`` experts of width ``d_shared`` each are passed by every token. ``layers`` lists the layers that have
     experts (None: all); the others have the dense MLP of width ``ModelSpec.d_ff``. ``router_bias`` and ``expert_bias`` are
     biases of the products; ``correction_bias`` is one stored number an expert that balances the choice (DeepSeek-V3,
-    arXiv 2412.19437, section 2.1.2); ``router_scales`` a scale per router input and one per expert (Gemma 4).
+    arXiv 2412.19437, section 2.1.2); ``router_scales`` a scale per router input and one per expert (Gemma 4);
+    ``shared_gate`` one number a token that weighs the shared experts (Qwen1.5-MoE).
     """
 
     n_experts: int
@@ -75,6 +76,7 @@ class MoeSpec:
     expert_bias: bool = False
     correction_bias: bool = False
     router_scales: bool = False
+    shared_gate: bool = False
 
     def __post_init__(self) -> None:
         _check_sizes("moe ", {name: getattr(self, name) for name in ("n_experts", "top_k", "d_expert")})
@@ -169,8 +171,8 @@ class Departures:
         """Each departure in words."""
         named = {
             "parallel attention and MLP": self.parallel_block,
-            "other norms than two a block and a final one": self.norms_per_block != (1 if self.parallel_block else 2)
-            or not self.final_norm,
+            "other norms than two a block and a final one": not self.final_norm
+            or (self.norms_per_block != 2 and not self.parallel_block),
             "a norm on the embedding": self.embedding_norm,
             "a projected embedding": self.embedding_dim is not None,
             "offset positions": self.extra_positions > 0,

@@ -160,7 +160,9 @@ def _moe_products(spec: ModelSpec) -> tuple[Product, ...]:
         Product("mlp", "expert_gate_up" if ups == 2 else "expert_up", ups * moe.d_expert, spec.d_model, **experts),  # type: ignore[arg-type]
         Product("mlp", "expert_down", spec.d_model, moe.d_expert, **experts),  # type: ignore[arg-type]
     )
-    return routed + (_mlp_products(spec, "shared_", moe.shared_width) if moe.shared_width else ())
+    shared = _mlp_products(spec, "shared_", moe.shared_width) if moe.shared_width else ()
+    gate = (Product("mlp", "shared_gate", 1, spec.d_model, split="replicated"),) if moe.shared_gate else ()
+    return routed + shared + gate
 
 
 def _layer_kind(spec: ModelSpec, window: int | None, sparse: bool) -> LayerKind:

@@ -41,7 +41,7 @@ class Scheme:
     def quantises(self, product: Product, of_experts: bool) -> bool:
         """Whether the matrices of ``product``, in a mixture of experts or not, are quantised. Routers never are: they are
         small, and a token's path hangs on them (gpt-oss and DeepSeek-V3 leave them out too)."""
-        if not self.quantised or product.name == "router":
+        if not self.quantised or product.name in ("router", "shared_gate"):
             return False
         return product.split == "expert" or not (self.experts_only and of_experts)
 

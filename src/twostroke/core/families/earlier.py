@@ -1,11 +1,11 @@
-"""Decoders of 2021 and 2022 with LayerNorm and plain MLPs: GPT-J, GPT-Neo, BLOOM and OPT."""
+"""Decoders of 2021 and 2022 with LayerNorm and plain MLPs: GPT-J, GPT-Neo, GPT-NeoX, BLOOM and OPT."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from twostroke.core.errors import ConfigError
-from twostroke.core.families.reader import Reader, activation
+from twostroke.core.families.reader import STORED_OTHERWISE, Reader, activation
 from twostroke.core.spec import Departures, ModelSpec, RopeSpec
 
 
@@ -70,6 +70,26 @@ def parse_gpt_neo(config: dict[str, Any]) -> ModelSpec:
         tied_embeddings=r.flag("tie_word_embeddings", True), dropout=r.number("attention_dropout", 0.0),
         sliding_window=r.integer("window_size", 256), sliding_window_layers=_local_layers(config, n_layers),
         departures=Departures(without_parameters=("unscaled attention",)),
+    )  # fmt: skip
+
+
+def parse_gpt_neox(config: dict[str, Any]) -> ModelSpec:
+    """GPT-NeoX-20B and Pythia: attention and MLP side by side under a norm each, a quarter of each head turned."""
+    r = Reader(config)
+    width, heads = r.integer("hidden_size"), r.integer("num_attention_heads")
+    bias = r.flag("attention_bias", True)
+    share = r.number("rotary_pct", 0.25)
+    return _plain(
+        "gpt_neox", r, r.integer("num_hidden_layers"), width, heads,
+        d_ff=r.integer("intermediate_size"), max_positions=r.integer("max_position_embeddings", 2048),
+        positions="rope", rope=r.rope(r.number("rotary_emb_base", 10_000.0)), norm_eps=r.number("layer_norm_eps", 1e-5),
+        activation=activation(config.get("hidden_act", "gelu")), qkv_bias=bias, attn_out_bias=bias,
+        tied_embeddings=r.flag("tie_word_embeddings", False), dropout=r.number("attention_dropout", 0.0),
+        bos_token_id=r.token_id("bos_token_id", 0), eos_token_ids=r.token_ids("eos_token_id", 2),
+        departures=Departures(
+            parallel_block=r.flag("use_parallel_residual", True), rotary_dim=r.rotary_dim(width // max(1, heads), share),
+            without_parameters=STORED_OTHERWISE.without_parameters,
+        ),
     )  # fmt: skip
 
 

@@ -1,9 +1,10 @@
-"""Mixtures of experts on the attention of Llama: Mixtral, Qwen3-MoE, gpt-oss and MiniMax-M2."""
+"""Mixtures of experts on the attention of Llama: Mixtral, Qwen2- and Qwen3-MoE, GLM-4.5, gpt-oss and MiniMax-M2."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from twostroke.core.errors import ConfigError
 from twostroke.core.families.llama import Defaults, llama_like
 from twostroke.core.families.reader import Reader
 from twostroke.core.spec import Departures, ModelSpec, MoeSpec
@@ -21,22 +22,75 @@ def parse_mixtral(config: dict[str, Any]) -> ModelSpec:
     )
 
 
+def _sparse_layers(config: dict[str, Any]) -> tuple[int, ...] | None:
+    """Layers with experts, None for all: each ``decoder_sparse_step``-th that ``mlp_only_layers`` does not list."""
+    r = Reader(config)
+    n_layers, step = r.layer_count("num_hidden_layers"), max(1, r.integer("decoder_sparse_step", 1))
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(i, int) for i in dense):
+        raise ConfigError(f"config.json: mlp_only_layers={dense!r:.100} must be a list of layers.")
+    sparse = tuple(i for i in range(n_layers) if (i + 1) % step == 0 and i not in dense)
+    return None if len(sparse) == n_layers else sparse
+
+
+def prediction_layers_left_out(n_layers: int) -> tuple[str, ...]:
+    """The note on multi-token-prediction layers, which the count leaves out; none where there are none."""
+    return (f"{n_layers} multi-token-prediction layer(s) are left out",) if n_layers else ()
+
+
 def parse_qwen3_moe(config: dict[str, Any]) -> ModelSpec:
     """Experts in every ``decoder_sparse_step``-th layer that ``mlp_only_layers`` does not list; Qwen3's QK-norm."""
     r = Reader(config)
     r.must_be("use_sliding_window", False)
-    n_layers, step = r.layer_count("num_hidden_layers"), max(1, r.integer("decoder_sparse_step", 1))
-    dense = config.get("mlp_only_layers") or []
-    sparse = tuple(i for i in range(n_layers) if (i + 1) % step == 0 and not (isinstance(dense, list) and i in dense))
     bias = r.flag("attention_bias", False)
     moe = MoeSpec(
         n_experts=r.integer("num_experts", 128),
         top_k=r.integer("num_experts_per_tok", 8),
         d_expert=r.integer("moe_intermediate_size", 768),
-        layers=None if len(sparse) == n_layers else sparse,
+        layers=_sparse_layers(config),
     )
     defaults = Defaults(max_positions=32_768, n_kv_heads=4)
     return llama_like("qwen3_moe", config, defaults, r.rope(), moe=moe, qk_norm=True, qkv_bias=bias, attn_out_bias=bias)
+
+
+def parse_qwen2_moe(config: dict[str, Any]) -> ModelSpec:
+    """Qwen1.5-MoE and Qwen2-57B-A14B: routed experts beside a shared one, which a gate of one number a token weighs."""
+    r = Reader(config)
+    r.must_be("use_sliding_window", False)
+    moe = MoeSpec(
+        n_experts=r.integer("num_experts", 60),
+        top_k=r.integer("num_experts_per_tok", 4),
+        d_expert=r.integer("moe_intermediate_size", 1408),
+        n_shared_experts=1,
+        d_shared=r.integer("shared_expert_intermediate_size", 5632),
+        layers=_sparse_layers(config),
+        shared_gate=True,
+    )
+    defaults = Defaults(max_positions=32_768, n_kv_heads=16)
+    return llama_like("qwen2_moe", config, defaults, moe=moe, qkv_bias=r.flag("qkv_bias", True))
+
+
+def parse_glm4_moe(config: dict[str, Any]) -> ModelSpec:
+    """GLM-4.5: DeepSeek-V3's experts and routing on grouped-query attention, half of each head turned."""
+    r = Reader(config)
+    n_layers, dense = r.layer_count("num_hidden_layers"), max(0, r.integer("first_k_dense_replace", 1))
+    width, heads = r.integer("hidden_size"), r.integer("num_attention_heads")
+    head_dim = r.integer("head_dim", width // max(1, heads))
+    moe = MoeSpec(
+        n_experts=r.integer("n_routed_experts", 128),
+        top_k=r.integer("num_experts_per_tok", 8),
+        d_expert=r.integer("moe_intermediate_size", 1408),
+        n_shared_experts=r.integer("n_shared_experts", 1),
+        d_shared=r.integer("moe_intermediate_size", 1408),
+        layers=tuple(range(dense, n_layers)),
+        correction_bias=True,
+    )
+    left_out = r.integer("num_nextn_predict_layers", 0)
+    return llama_like(
+        "glm4_moe", config, Defaults(max_positions=131_072, n_kv_heads=8), moe=moe, qk_norm=r.flag("use_qk_norm", False),
+        qkv_bias=r.flag("attention_bias", False), norm_eps=r.number("rms_norm_eps", 1e-5),
+        departures=Departures(rotary_dim=r.rotary_dim(head_dim, 0.5)), notes=prediction_layers_left_out(left_out),
+    )  # fmt: skip
 
 
 def parse_gpt_oss(config: dict[str, Any]) -> ModelSpec:
@@ -81,5 +135,5 @@ def parse_minimax_m2(config: dict[str, Any]) -> ModelSpec:
         "minimax_m2", config, Defaults(max_positions=196_608, n_kv_heads=8, bos=200_034, eos=200_020), r.rope(5e6),
         moe=moe, qk_norm=normed,
         departures=Departures(rotary_dim=r.rotary_dim(Reader(config).integer("head_dim")), qk_norm_over_heads=normed),
-        notes=(f"{left_out} multi-token-prediction modules are left out",) if left_out else (),
+        notes=prediction_layers_left_out(left_out),
     )  # fmt: skip

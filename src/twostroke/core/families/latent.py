@@ -1,19 +1,22 @@
-"""Latent attention with shared and routed experts: DeepSeek-V3 (and R1), GLM-5."""
+"""Latent attention with shared and routed experts: DeepSeek-V2, DeepSeek-V3 (and R1), GLM-5."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from twostroke.core.errors import ConfigError
+from twostroke.core.families.experts import prediction_layers_left_out
 from twostroke.core.families.llama import Defaults, llama_like
 from twostroke.core.families.reader import Reader
 from twostroke.core.spec import IndexerSpec, MlaSpec, ModelSpec, MoeSpec
 
 
-def _latent(family: str, config: dict[str, Any], defaults: Defaults, **extra: Any) -> ModelSpec:
+def _latent(
+    family: str, config: dict[str, Any], defaults: Defaults, first_dense: int = 3, correction_bias: bool = True, **extra: Any
+) -> ModelSpec:
     r = Reader(config)
     n_layers = r.layer_count("num_hidden_layers")
-    dense, step = r.integer("first_k_dense_replace", 3), r.integer("moe_layer_freq", 1)
+    dense, step = r.integer("first_k_dense_replace", first_dense), r.integer("moe_layer_freq", 1)
     if dense < 0 or step < 1:
         raise ConfigError(
             f"config.json: first_k_dense_replace={dense} must be at least 0 and moe_layer_freq={step} at least 1."
@@ -33,7 +36,7 @@ def _latent(family: str, config: dict[str, Any], defaults: Defaults, **extra: An
         n_shared_experts=r.integer("n_shared_experts", 0),
         d_shared=width,
         layers=tuple(i for i in range(n_layers) if i >= dense and i % step == 0),
-        correction_bias=True,
+        correction_bias=correction_bias,
     )
     heads, bias = r.integer("num_attention_heads"), r.flag("attention_bias", False)
     left_out = r.integer("num_nextn_predict_layers", 0)
@@ -41,9 +44,14 @@ def _latent(family: str, config: dict[str, Any], defaults: Defaults, **extra: An
     shape = {"num_key_value_heads": heads, "head_dim": mla.qk_nope_dim + mla.qk_rope_dim}
     return llama_like(
         family, config | shape, defaults, r.rope(), mla=mla, moe=moe, qkv_bias=bias, attn_out_bias=bias,
-        notes=(f"num_nextn_predict_layers={left_out}: the multi-token-prediction layer is left out",) if left_out else (),
+        notes=prediction_layers_left_out(left_out),
         **extra,
     )  # fmt: skip
+
+
+def parse_deepseek_v2(config: dict[str, Any]) -> ModelSpec:
+    """arXiv 2405.04434: no correction bias; the Lite model does not compress its queries."""
+    return _latent("deepseek_v2", config, Defaults(max_positions=2048, bos=1, eos=2), first_dense=0, correction_bias=False)
 
 
 def parse_deepseek_v3(config: dict[str, Any]) -> ModelSpec:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from twostroke.core.errors import ConfigError, UnsupportedFamilyError
-from twostroke.core.families import earlier, experts, gemma, gpt2, latent, llama, phi
+from twostroke.core.families import dense, earlier, experts, gemma, gpt2, latent, llama, phi
 from twostroke.core.families.reader import Reader
 from twostroke.core.families.short_keys import has_short_keys, with_family_keys
 from twostroke.core.spec import ModelSpec
@@ -49,18 +49,29 @@ PLANNED_FAMILIES: dict[str, Family] = {
     f.name: f
     for f in (
         Family("mixtral", "MixtralForCausalLM", experts.parse_mixtral),
+        Family("qwen2_moe", "Qwen2MoeForCausalLM", experts.parse_qwen2_moe),
         Family("qwen3_moe", "Qwen3MoeForCausalLM", experts.parse_qwen3_moe),
+        Family("glm4_moe", "Glm4MoeForCausalLM", experts.parse_glm4_moe),
         Family("gpt_oss", "GptOssForCausalLM", experts.parse_gpt_oss),
         Family("minimax_m2", "MiniMaxM2ForCausalLM", experts.parse_minimax_m2),
+        Family("deepseek_v2", "DeepseekV2ForCausalLM", latent.parse_deepseek_v2),
         Family("deepseek_v3", "DeepseekV3ForCausalLM", latent.parse_deepseek_v3),
         Family("glm_moe_dsa", "GlmMoeDsaForCausalLM", latent.parse_glm_moe_dsa),
+        Family("gemma", "GemmaForCausalLM", gemma.parse_gemma),
+        Family("gemma2", "Gemma2ForCausalLM", gemma.parse_gemma2),
+        Family("gemma3", "Gemma3ForConditionalGeneration", gemma.parse_gemma3),
+        Family("gemma3_text", "Gemma3ForCausalLM", gemma.parse_gemma3_text),
         Family("gemma4", "Gemma4ForConditionalGeneration", gemma.parse_gemma4),
         Family("gemma4_text", "Gemma4ForCausalLM", gemma.parse_gemma4_text),
         Family("phi", "PhiForCausalLM", phi.parse_phi),
         Family("phi3", "Phi3ForCausalLM", phi.parse_phi3),
+        Family("starcoder2", "Starcoder2ForCausalLM", dense.parse_starcoder2),
+        Family("olmo2", "Olmo2ForCausalLM", dense.parse_olmo2),
+        Family("granite", "GraniteForCausalLM", dense.parse_granite),
         Family("gpt_bigcode", "GPTBigCodeForCausalLM", gpt2.parse_gpt_bigcode),
         Family("gptj", "GPTJForCausalLM", earlier.parse_gptj),
         Family("gpt_neo", "GPTNeoForCausalLM", earlier.parse_gpt_neo),
+        Family("gpt_neox", "GPTNeoXForCausalLM", earlier.parse_gpt_neox),
         Family("bloom", "BloomForCausalLM", earlier.parse_bloom),
         Family("opt", "OPTForCausalLM", earlier.parse_opt),
     )
