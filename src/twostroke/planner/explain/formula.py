@@ -35,6 +35,9 @@ _FUNCTIONS: dict[str, Callable[..., float]] = {
     "floor": math.floor,
     "sqrt": math.sqrt,
     "log2": math.log2,
+    "ln": math.log,
+    "exp": math.exp,
+    "expm1": math.expm1,
 }
 
 _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
@@ -68,8 +71,8 @@ def symbols(formula: str) -> tuple[str, ...]:
 def evaluate(formula: str, substitutions: Mapping[str, float]) -> float:
     """The number that ``formula`` gives with each name replaced by its number.
 
-    Nothing but numbers, names, + − · / ^ and max, min, ceil, floor, sqrt and log2 is understood. Raises ConfigError, naming
-    the formula, for a name without a number and for anything else (tests/planner/explain/test_formula.py).
+    Nothing but numbers, names, + − · / ^ and the functions above is understood. Raises ConfigError, naming the formula,
+    for a name without a number and for anything else (tests/planner/explain/test_formula.py).
     """
     # Python reads identifiers in this normal form; keys are written by people.
     known = {unicodedata.normalize("NFKC", name): value for name, value in substitutions.items()}

@@ -78,7 +78,7 @@ def stored(product: Product, kind: LayerKind) -> str:
     return f"X·{one}" if product.copies > 1 else one
 
 
-def _outside_matrices(spec: ModelSpec, kind: LayerKind) -> list[str]:
+def outside_matrices(spec: ModelSpec, kind: LayerKind) -> list[str]:
     """Formulas of a layer's parameters that are neither matrices nor biases nor norms of width E."""
     away = spec.departures
     parts = []
@@ -128,7 +128,7 @@ def explain_model(terms: Explanation, spec: ModelSpec) -> None:
         norms = f"{spec.departures.norms_per_block}·{norm}"
         terms.add(
             "parameters", f"N_block{suffix}", kind.parameters, "parameters",
-            total([*matrices, norms, *_outside_matrices(spec, kind)]), f"matrices, norms and what else is stored{label}", **own,
+            total([*matrices, norms, *outside_matrices(spec, kind)]), f"matrices, norms and what else is stored{label}", **own,
         )  # fmt: skip
     _ends(terms, spec, parameters, numbers)
     blocks = [f"L_{i}·N_block_{i}" for i in range(1, len(kinds) + 1)] if len(kinds) > 1 else ["L·N_block"]
@@ -198,8 +198,8 @@ def _matrices(
         )  # fmt: skip
 
 
-def cached_elements(spec: ModelSpec, kind: LayerKind) -> str:
+def cached_elements(spec: ModelSpec, kind: LayerKind, suffix: str = "") -> str:
     """Formula of the elements one token leaves in the cache of one layer."""
     if kind.latent_dim is None:
-        return "2·K·D"
+        return f"2·K{suffix}·D{suffix}"
     return "(R_kv + D_rope + D_index)" if spec.indexer is not None else "(R_kv + D_rope)"

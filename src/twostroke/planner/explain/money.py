@@ -25,12 +25,22 @@ def explain_prices(terms: Explanation, hardware: Hardware) -> None:
 
 
 def explain_run_cost(terms: Explanation, cost: Cost | None, hardware: Hardware) -> None:
-    """Energy and rent of the time ``train_time_s``; nothing while the run's length is open."""
+    """Energy, CO₂ and rent of a run; nothing while its length is open."""
     if cost is None:
         return
-    explain_prices(terms, hardware)
-    terms.add("money", "energy_kwh", cost.energy_kwh, "kWh", "watts·train_time_s/3600·PUE/1000", "kWh = W·h·PUE/1000")
-    terms.add("money", "cost_usd", cost.usd, "usd", "train_time_s/3600·usd_per_hour", "rent of the device's hours")
+    _price(terms, "usd_per_hour", "usd/h", cost.usd_per_hour)
+    _price(terms, "watts", "W", cost.watts)
+    _price(terms, "usd_per_kwh", "usd/kWh", cost.electricity)
+    _price(terms, "PUE", "", cost.pue)
+    _price(terms, "grid", "kg/kWh", cost.grid)
+    time = "wall_time_s" if any(t.symbol == "wall_time_s" and t.value == cost.seconds for t in terms) else "train_time_s"
     terms.add(
-        "money", "energy_usd", cost.energy_usd, "usd", "energy_kwh·usd_per_kwh", "electricity alone, on a machine of one's own"
-    )
+        "money", "energy_kwh", cost.energy_kwh, "kWh", f"n_devices·watts·{time}/3600·PUE/1000", "kWh = W·h·PUE/1000",
+        n_devices=cost.n_devices,
+    )  # fmt: skip
+    terms.add("money", "co2_kg", cost.co2_kg, "kg", "energy_kwh·grid", "at the grid's mean intensity")
+    terms.add(
+        "money", "cost_usd", cost.usd, "usd", f"n_devices·{time}/3600·usd_per_hour", f"device hours, {cost.terms}",
+        n_devices=cost.n_devices,
+    )  # fmt: skip
+    terms.add("money", "energy_usd", cost.energy_usd, "usd", "energy_kwh·usd_per_kwh", "electricity alone; rent includes it")

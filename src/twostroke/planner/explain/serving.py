@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from twostroke.core.dtypes import bytes_of
-from twostroke.planner.explain.model import cached_elements, explain_model, letters, total
+from twostroke.planner.explain.attention import kinds_of, numbers_of_kinds
+from twostroke.planner.explain.model import cached_elements, explain_model, total
 from twostroke.planner.explain.money import explain_prices
 from twostroke.planner.explain.term import Explanation
-from twostroke.planner.params import count_parameters, layer_kinds
+from twostroke.planner.params import count_parameters
 from twostroke.planner.serving import (
     CPU_MEMORY_UTILISATION,
     GPU_MEMORY_UTILISATION,
@@ -43,12 +44,8 @@ def _weights(terms: Explanation, plan: ServingPlan) -> None:
 def _memory(terms: Explanation, plan: ServingPlan) -> None:
     spec, shape, hardware = plan.spec, plan.shape, plan.hardware
     _weights(terms, plan)
-    parts, numbers = [], {"w": bytes_of(shape.cache_dtype)} | letters(spec)
-    kinds = layer_kinds(spec)
-    for number, (kind, count) in enumerate(kinds, 1):
-        suffix = f"_{number}" if len(kinds) > 1 else ""
-        numbers |= {f"L{suffix}": count}
-        parts.append(f"L{suffix}·{cached_elements(spec, kind)}")
+    parts = [f"L{suffix}·{cached_elements(spec, kind, suffix)}" for suffix, kind, _ in kinds_of(spec)]
+    numbers = numbers_of_kinds(spec) | {"w": bytes_of(shape.cache_dtype)}
     terms.add(
         "memory", "kv_bytes_per_token", plan.kv_bytes_per_token, "bytes", f"({total(parts)})·w",
         f"keys and values of every layer in {shape.cache_dtype}; K key heads, not H", **numbers,

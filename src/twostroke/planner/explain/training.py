@@ -1,30 +1,55 @@
-"""The terms of a training plan: memory, work, time by operation, rate, storage, money."""
+"""The terms of a training plan: what a rank holds, memory, work, communication, time, failures, storage, money."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from twostroke.core.dtypes import bytes_of
+from twostroke.planner.explain.activations import below_adapters, explain_kept, kept_numbers
+from twostroke.planner.explain.attention import PALM, explain_attention_flops, kinds_of
 from twostroke.planner.explain.model import explain_model
 from twostroke.planner.explain.money import explain_run_cost
-from twostroke.planner.explain.term import Explanation, Mark
-from twostroke.planner.flops import attention_flops_per_token
-from twostroke.planner.memory import activation_bytes_per_token_and_layer, attends_explicitly, keys_walked, query_blocks
-from twostroke.planner.training import ASSUMED_DATA_TOKEN_S, LOSS_CHUNK_TOKENS, TrainingPlan
+from twostroke.planner.explain.ranks import explain_rank
+from twostroke.planner.explain.term import Explanation
+from twostroke.planner.layout import group_link
+from twostroke.planner.memory import (
+    PRECISIONS,
+    STATE_BLOCK,
+    attends_explicitly,
+    gradient_bytes_per_parameter,
+)
+from twostroke.planner.sharding import (
+    LOSS_CHUNK_TOKENS,
+    Held,
+    Stage,
+    fullest_stage,
+    kept_on_rank,
+    micro_batches_in_flight,
+    rank_layers,
+    stage_held,
+)
+from twostroke.planner.training import ASSUMED_DATA_TOKEN_S, TrainingPlan, rate_dtype
 from twostroke.planner.work import Work
 
-KORTHIKANTI = "what autograd keeps (after Korthikanti et al., arXiv 2205.05198), flash attention and gated MLP counted"
 ZERO = "Rajbhandari et al., arXiv 1910.02054, section 3"
-PALM = "PaLM, arXiv 2204.02311, appendix B; causal half of the keys"
+RING = "ring, Patarasuk and Yuan 2009"
 
 
 def explain_training(plan: TrainingPlan) -> Explanation:
     """Every number of ``plan``, in the order in which one follows from another."""
     terms = Explanation()
+    stage = fullest_stage(plan.spec, plan.shape, plan.hardware, plan.layout)
+    part = stage_held(plan.spec, plan.shape, plan.layout, stage)
     explain_model(terms, plan.spec)
     _batch(terms, plan)
-    _memory(terms, plan)
+    explain_rank(terms, plan, stage, part)
+    _state(terms, plan, part)
+    _activations(terms, plan, stage)
+    _loss(terms, plan, stage)
+    _rest(terms, plan, part)
     _work(terms, plan)
+    _traffic(terms, plan)
     _time(terms, plan)
     _storage(terms, plan)
     explain_run_cost(terms, plan.cost, plan.hardware)
@@ -34,118 +59,232 @@ def explain_training(plan: TrainingPlan) -> Explanation:
 def _batch(terms: Explanation, plan: TrainingPlan) -> None:
     shape = plan.shape
     terms.add(
-        "batch", "tokens_per_pass", shape.tokens_per_pass, "tokens", "B·T", "the shape asked for", "given",
+        "batch", "tokens_per_pass", shape.tokens_per_pass, "tokens", "B·T", "of one replica, as asked for", "given",
         B=shape.batch_size, T=shape.sequence_length,
     )  # fmt: skip
     terms.add(
-        "batch", "tokens_per_step", shape.tokens_per_step, "tokens", "tokens_per_pass·passes",
-        "gradients of all passes are summed before one update", "given", passes=shape.grad_accumulation,
+        "batch", "tokens_per_step", plan.tokens_per_step, "tokens", "tokens_per_pass·passes·data",
+        "gradients of all passes and replicas are summed before one update", "given",
+        passes=shape.grad_accumulation, data=plan.layout.data,
     )  # fmt: skip
 
 
-# -- memory ---------------------------------------------------------------------------------------------------------------
+# -- memory of the fullest rank -------------------------------------------------------------------------------------------
 
 
-def _memory(terms: Explanation, plan: TrainingPlan) -> None:
-    spec, shape, memory = plan.spec, plan.shape, plan.memory_bytes
-    w = bytes_of(shape.dtype)
-    copy = "4 + w" if shape.dtype != "fp32" else "4"
+def _sum_over_ranks(part: Held, each: str, ranks: tuple[int, int]) -> str:
+    """``each`` times what is trained, divided over (data ranks, ranks that hold the same experts)."""
+    dense = f"{each}·N_trained" + (f"/{ranks[0]}" if ranks[0] > 1 else "")
+    if not part.trained_experts:
+        return dense
+    return f"{dense} + {each}·N_trained_experts" + (f"/{ranks[1]}" if ranks[1] > 1 else "")
+
+
+def _state(terms: Explanation, plan: TrainingPlan, part: Held) -> None:
+    shape, layout, memory = plan.shape, plan.layout, plan.memory_bytes
+    precision, alone = PRECISIONS[shape.dtype], layout.n_devices == 1
+    every = (layout.data, layout.expert_data)
+    weight_ranks = every if layout.zero == 3 else (1, 1)
+    gradient_ranks = every if layout.zero >= 2 else (1, 1)
+    state_ranks = every if layout.zero >= 1 else (1, 1)
+    numbers = {"working": precision.working, "master": precision.master, "state": precision.state}
+    shared = f"; ZeRO-{layout.zero} over {layout.data} ranks" if layout.zero else ""
+    weights = [_sum_over_ranks(part, "working", weight_ranks)]
+    weights += [_sum_over_ranks(part, "master", state_ranks)] if precision.master else []
+    if part.frozen_bytes:
+        weights.append("frozen_bytes" + (f"/{weight_ranks[0]}" if weight_ranks[0] > 1 else ""))
+    if part.frozen_expert_bytes:
+        weights.append("frozen_expert_bytes" + (f"/{weight_ranks[1]}" if weight_ranks[1] > 1 else ""))
     terms.add(
-        "memory", "weights_bytes", memory["weights"], "bytes", f"N·({copy})",
-        "fp32 master weights, and the working copy that forward and backward read", w=w,
+        "memory", "weights_bytes", memory["weights"], "bytes", " + ".join(weights),
+        f"the copy that forward and backward read, and fp32 masters{shared}; {ZERO}", **numbers,
     )  # fmt: skip
     terms.add(
-        "memory", "gradients_bytes", memory["gradients"], "bytes", f"N·({copy})",
-        "fp32 gradients that the optimizer reads, and those that backward leaves in the working type", w=w,
+        "memory", "gradients_bytes", memory["gradients"], "bytes", _sum_over_ranks(part, "gradient", gradient_ranks),
+        "what backward leaves and, alone on a device, the fp32 sum that the optimizer reads" + shared,
+        gradient=gradient_bytes_per_parameter(shape.dtype, alone, shape.grad_accumulation),
     )  # fmt: skip
-    if shape.optimizer == "muon":
-        formula, source = "4·N_matrices + 8·(N − N_matrices)", "one fp32 momentum for blocks' matrices, AdamW for the rest"
-    else:
-        formula, source = "2·4·N", f"two fp32 moments; {ZERO}"
-    terms.add("memory", "optimizer_bytes", memory["optimizer"], "bytes", formula, source)
-    _activations(terms, plan)
-    chunk = min(LOSS_CHUNK_TOKENS, shape.tokens_per_pass)
-    logit = "2·w" if shape.compile else "(2·w + 5·4 + 1)"
-    terms.add(
-        "memory", "loss_bytes", memory["loss"], "bytes", f"chunk·V·{logit} + V·E·(4 + w)",
-        "one chunk's logits with their gradient, and the head's gradient in fp32 beside a chunk's share",
-        chunk=chunk, V=spec.vocab_size, E=spec.d_model, w=w,
-    )  # fmt: skip
-    mark: Mark = "measured" if memory["process"] else "given"
-    extras = plan.hardware.extras
-    terms.add(
-        "memory", "process_bytes", memory["process"], "bytes", "python_and_torch + compiler",
-        "resident memory of the process at rest; a GPU's memory holds none of it", mark,
-        python_and_torch=extras.get("baseline_rss_bytes", 0.0) if plan.hardware.kind == "cpu" else 0.0,
-        compiler=extras.get("compiler_rss_bytes", 0.0) if plan.hardware.kind == "cpu" and shape.compile else 0.0,
-    )  # fmt: skip
-    parts = " + ".join(f"{name}_bytes" for name in memory)
-    terms.add("memory", "peak_memory_bytes", plan.peak_memory_bytes, "bytes", parts, "what is alive when backward starts")
+    formula, source = _optimizer(plan, part, state_ranks)
+    numbers |= {"M": part.matrices, "M_experts": part.expert_matrices, "block": STATE_BLOCK}
+    terms.add("memory", "optimizer_bytes", memory["optimizer"], "bytes", formula, source + shared, **numbers)
 
 
-def _activations(terms: Explanation, plan: TrainingPlan) -> None:
-    spec, shape, kind = plan.spec, plan.shape, plan.hardware.kind
-    w, explicit = bytes_of(shape.dtype), attends_explicitly(plan.hardware.kind, shape.dtype, shape.sequence_length)
-    gated, rms, rope = spec.mlp == "swiglu", spec.norm == "rmsnorm", spec.positions == "rope"
-    numbers: dict[str, float] = {
-        "w": w, "E": spec.d_model, "F": spec.d_ff, "H": spec.n_heads, "K": spec.n_kv_heads, "D": spec.head_dim,
-        "T": shape.sequence_length,
+def _optimizer(plan: TrainingPlan, part: Held, ranks: tuple[int, int]) -> tuple[str, str]:
+    def over(formula: str, n: int) -> str:
+        return f"({formula})/{n}" if n > 1 else formula
+
+    kind = plan.shape.optimizer
+    if kind == "muon":
+        parts = [over("state·M + 2·state·(N_trained − M)", ranks[0])]
+        if part.trained_experts:
+            parts.append(over("state·M_experts + 2·state·(N_trained_experts − M_experts)", ranks[1]))
+        return " + ".join(parts), "one momentum for the M elements of blocks' matrices, AdamW for the rest"
+    each, source = {
+        "sgd": ("state", "one momentum"),
+        "adamw8bit": ("2·(1 + 4/block)", "two moments of a byte, an fp32 scale a block; arXiv 2110.02861"),
+    }.get(kind, ("2·state", f"two moments; {ZERO}"))
+    return _sum_over_ranks(part, each, ranks), source
+
+
+def _activations(terms: Explanation, plan: TrainingPlan, stage: Stage) -> None:
+    spec, shape, layout, kind = plan.spec, plan.shape, plan.layout, plan.hardware.kind
+    targets = shape.lora_targets if shape.method != "full" else ()
+    cuts = (layout.tensor, layout.sequence_cut)
+    kept = kept_on_rank(spec, shape.method, shape.lora_rank, targets, *cuts, shape.checkpointing)
+    w = bytes_of(shape.compute_dtype)
+    layers = explain_kept(terms, spec, shape, kind, kept, "kept")
+    numbers: dict[str, float] = kept_numbers(spec, shape, kind, kept, kinds_of(spec)[0][1]) | {
+        "w": w, "E": spec.d_model, "V": spec.vocab_size,
+        "D_head": spec.head_dim, "T": shape.sequence_length, "L": spec.n_layers,
+        "in_flight": micro_batches_in_flight(layout, shape.grad_accumulation, stage), "cut": layout.sequence_cut,
+        "tensor": layout.tensor,
     }  # fmt: skip
-    parts = [f"w·(4·E + {3 if gated else 2}·F)", "2·4" if rms else "2·2·w"]
-    if explicit:
-        length = shape.sequence_length
-        numbers["keys"] = keys_walked(kind, shape.dtype, length)
-        numbers["copies"] = sum(end for _, end in query_blocks(length)) / length
-        parts.append("H·w·(keys + 2·D + 2·D·copies)")
-    else:
-        turned = "(H + K)·D" if rope else "0"
-        parts.append(f"w·((H + 2·K)·D + {turned} + H·D) + 4·H")
-    if spec.qk_norm:
-        parts.append("4·(H + K)")
-        if explicit and shape.compile:
-            parts.append("w·(H + 2·K)·D")
-    if not shape.compile:
-        parts += ["w·F"] if gated else []
-        parts += ["2·(8 − w)·E"] if rms else []
-        if spec.qk_norm:
-            parts.append(f"{8 if shape.dtype != 'fp32' else 4}·(H + K)·D")
-    layer = activation_bytes_per_token_and_layer(spec, shape.dtype, shape.compile, shape.sequence_length, kind)
-    attention = "explicit attention keeps its probabilities" if explicit else "flash attention keeps no T×T matrix"
+    parts = [f"tokens_per_pass·layers_here/L·({layers})" + ("·in_flight" if layout.pipeline > 1 else "")]
+    if shape.checkpointing == "full":
+        explain_kept(terms, spec, shape, kind, replace(kept, checkpointing="none"), "again")
+        largest = [t.symbol for t in terms if t.symbol.startswith("again_bytes")]
+        parts.append(f"tokens_per_pass·max({', '.join(largest)})" if len(largest) > 1 else f"tokens_per_pass·{largest[0]}")
+    if stage.first and kept.frozen:
+        parts.append(f"(0 − tokens_per_pass·({below_adapters(spec, shape, kind, kept)}))")
+    if stage.last:
+        explicit = attends_explicitly(kind, shape.compute_dtype, shape.sequence_length)
+        around = ["8", f"{4 if kept.frozen else 8}·E + 4" if spec.norm == "rmsnorm" else "w·E + 2·w", "w·E"]
+        around += ["4·D_head"] if spec.positions == "rope" else []
+        around += [] if explicit else ["w·T"]
+        around += ["(0 − w·T)"] if layout.n_devices > 1 else []
+        parts.append(f"tokens_per_pass·({' + '.join(around)})" + ("/cut" if layout.sequence_cut > 1 else ""))
+        if shape.method == "full" and shape.logits == "chunked":
+            parts.append("w·V·E" + ("/tensor" if layout.tensor > 1 else ""))
     terms.add(
-        "memory", "activation_bytes_per_token_and_layer", layer, "bytes", " + ".join(parts), f"{KORTHIKANTI}; {attention}",
+        "memory", "activations_bytes", plan.memory_bytes["activations"], "bytes", " + ".join(parts),
+        "blocks"
+        + (", the one computed again" if shape.checkpointing == "full" else "")
+        + (
+            "; around them ids, final norm, hidden gradients, rotary tables, mask; the head's gradient"
+            if stage.last
+            else "; embedding and head are on other stages"
+        ),
         **numbers,
     )  # fmt: skip
-    around = ["8", "8·E + 4" if rms else "w·E + 2·w", "w·E"]
-    around += ["4·D"] if rope else []
-    around += [] if explicit else ["w·T"]
+
+
+def _loss(terms: Explanation, plan: TrainingPlan, stage: Stage) -> None:
+    spec, shape = plan.spec, plan.shape
+    formula, source = "0", "the head is on another stage"
+    logit = "2·w" if shape.compile else "(2·w + 5·4 + 1)"
+    over = "/tensor" if plan.layout.tensor > 1 else ""
+    if stage.last and shape.logits == "whole":
+        formula, source = f"tokens_per_pass·V·(w + 4){over}", "logits in the working type and in fp32"
+    elif stage.last and shape.method == "full":
+        formula = f"(chunk·V·{logit} + V·E·(4 + w)){over}"
+        source = "one chunk's logits with their gradient, the head's gradient in fp32 beside a chunk's share"
+    elif stage.last:
+        formula, source = f"chunk·V·{logit}{over}", "one chunk's logits with their gradient"
     terms.add(
-        "memory", "activations_bytes", plan.memory_bytes["activations"], "bytes",
-        f"tokens_per_pass·(L·activation_bytes_per_token_and_layer + {' + '.join(around)}) + w·V·E",
-        "blocks; around them ids, final norm, hidden gradients, rotary tables, mask; the head's gradient",
-        **numbers, L=spec.n_layers, V=spec.vocab_size,
+        "memory", "loss_bytes", plan.memory_bytes["loss"], "bytes", formula, source,
+        chunk=min(LOSS_CHUNK_TOKENS, shape.tokens_per_pass), V=spec.vocab_size, E=spec.d_model,
+        w=bytes_of(shape.compute_dtype), tensor=plan.layout.tensor,
     )  # fmt: skip
+
+
+def _rest(terms: Explanation, plan: TrainingPlan, part: Held) -> None:
+    memory, shape, extras = plan.memory_bytes, plan.shape, plan.hardware.extras
+    on_cpu = plan.hardware.kind == "cpu"
+    terms.add(
+        "memory", "process_bytes", memory["process"], "bytes", "python_and_torch + compiler",
+        "resident memory of the process at rest; a GPU's memory holds none of it", "measured" if memory["process"] else "given",
+        python_and_torch=extras.get("baseline_rss_bytes", 0.0) if on_cpu else 0.0,
+        compiler=extras.get("compiler_rss_bytes", 0.0) if on_cpu and shape.compile else 0.0,
+    )  # fmt: skip
+    if "gathered" in memory:
+        terms.add(
+            "memory", "gathered_bytes", memory["gathered"], "bytes", "2·layer_bytes + ends + gradient·layer",
+            "ZeRO-3 holds this layer and the next whole, embedding and head, and one layer's gradient",
+            layer_bytes=part.layer_bytes, ends=part.embedding_bytes, layer=part.layer,
+            gradient=PRECISIONS[shape.dtype].gradient,
+        )  # fmt: skip
+    if "dequantised" in memory:
+        layers = rank_layers(plan.spec, plan.layout.tensor, plan.layout.expert)
+        largest = max((p.product for layer in layers for p in layer.products), key=lambda product: product.weights)
+        terms.add(
+            "memory", "dequantised_bytes", memory["dequantised"], "bytes", "w·n·k",
+            f"QLoRA's largest matrix ({largest.name}) in the working type", w=bytes_of(shape.compute_dtype), n=largest.n,
+            k=largest.k,
+        )  # fmt: skip
+    parts = " + ".join(f"{name}_bytes" for name in memory)
+    terms.add("memory", "peak_memory_bytes", plan.peak_memory_bytes, "bytes", parts, "what is alive when backward starts")
 
 
 # -- work -----------------------------------------------------------------------------------------------------------------
 
 
 def _work(terms: Explanation, plan: TrainingPlan) -> None:
-    terms.add(
-        "work", "attention_flops_per_token", attention_flops_per_token(plan.spec, plan.shape.sequence_length), "FLOP",
-        "4·H·D·keys_of_all_layers", PALM,
-        H=plan.spec.n_heads, D=plan.spec.head_dim, keys_of_all_layers=_keys_of_all_layers(plan),
-    )  # fmt: skip
-    terms.add(
-        "work", "flops_per_token", plan.flops_per_token, "FLOP", "6·N_multiplied + 3·attention_flops_per_token",
-        f"2 forward, 4 backward; {PALM}",
-    )  # fmt: skip
+    shape = plan.shape
+    explain_attention_flops(terms, plan.spec, "T", shape.sequence_length)
+    if shape.method == "full":
+        formula, source = "6·N_multiplied + 3·attention_flops_per_token", f"2 forward, 4 backward; {PALM}"
+    else:
+        formula = "4·N_multiplied + 6·N_adapters + 3·attention_flops_per_token"
+        source = "a frozen matrix has no gradient of its own: 2 forward, 2 backward; adapters 6"
+    terms.add("work", "flops_per_token", plan.flops_per_token, "FLOP", formula, source, N_adapters=plan.trained_parameters)
+    if plan.recomputed_flops_per_token:
+        formula = "attention_flops_per_token"
+        if shape.checkpointing == "full":
+            active = "N_matrices_active" if any(t.symbol == "N_matrices_active" for t in terms) else "N_matrices"
+            formula = f"2·{active} + attention_flops_per_token"
+        terms.add(
+            "work", "recomputed_flops_per_token", plan.recomputed_flops_per_token, "FLOP", formula,
+            f"a second forward; checkpointing {shape.checkpointing}",
+        )  # fmt: skip
 
 
-def _keys_of_all_layers(plan: TrainingPlan) -> float:
-    """Σ over layers of the keys an average query attends to."""
-    length = plan.shape.sequence_length
-    windows = [plan.spec.window_of_layer(i) for i in range(plan.spec.n_layers)]
-    return sum(length / 2 if w is None or w >= length else w - w * w / (2 * length) for w in windows)
+# -- communication --------------------------------------------------------------------------------------------------------
+
+
+def _traffic(terms: Explanation, plan: TrainingPlan) -> None:
+    """Bytes that a rank sends in a step and the seconds of each collective, by kind."""
+    layout, hardware = plan.layout, plan.hardware
+    strides = {"tensor": 1, "expert": 1, "pipeline": layout.tensor * layout.data, "data": layout.tensor}
+    seen: dict[str, int] = {}
+    for traffic in plan.traffic:
+        stride = layout.expert_cut if traffic.what.endswith("of experts") else strides[traffic.parallel]
+        link = group_link(layout, hardware, traffic.n_ranks, stride)
+        name = "_".join([traffic.parallel, *(w for w in traffic.what.replace("-", "_").replace(",", "").split())])
+        seen[name] = seen.get(name, 0) + 1
+        name += f"_{seen[name]}" if seen[name] > 1 else ""
+        passes = 2 if "all-reduce" in traffic.what or "scatter and" in traffic.what else 1
+        one, once = f"{passes}·(n − 1)/n·burst" if passes > 1 else "(n − 1)/n·burst", f"{passes}·(n − 1)·α + "
+        if traffic.parallel == "pipeline":
+            one, once = "burst", "α + "
+        numbers = {
+            "n": traffic.n_ranks, "bursts": traffic.bursts, "burst": traffic.burst_bytes, "α": link.alpha_s,
+            "β": link.effective_bytes_per_s,
+        }  # fmt: skip
+        terms.add(
+            "communication", f"sent_{name}_bytes", traffic.sent_bytes, "bytes", f"bursts·{one}",
+            f"{traffic.what}, a rank and step; {RING}", **numbers,
+        )  # fmt: skip
+        terms.add(
+            "communication", f"{name}_s", traffic.seconds, "s", f"bursts·({once}{one}/β)",
+            f"{link.kind} link: {link.source}; hidden: {traffic.overlap}", **numbers,
+        )  # fmt: skip
+    if plan.traffic:
+        exposed = " + ".join(f"exposed_{i}" for i in range(1, len(plan.traffic) + 1))
+        terms.add(
+            "communication", "communication_s", plan.communication_s, "s", exposed, "the parts that work does not hide",
+            **{f"exposed_{i}": t.exposed_s for i, t in enumerate(plan.traffic, 1)},
+        )  # fmt: skip
+    if plan.bubble_s:
+        inside = sum(t.exposed_s for t in plan.traffic if t.parallel != "data") / plan.shape.grad_accumulation
+        waits = (layout.pipeline - 1) / layout.interleave
+        terms.add(
+            "communication", "bubble_s", plan.bubble_s, "s", "(pipeline − 1)/interleave·(micro_batch + waiting)",
+            "filling and emptying the pipeline; Narayanan et al., arXiv 2104.04473, section 2.2",
+            pipeline=layout.pipeline, interleave=layout.interleave, waiting=inside, micro_batch=plan.bubble_s / waits - inside,
+        )  # fmt: skip
+
+
+# -- time -----------------------------------------------------------------------------------------------------------------
 
 
 def _components(works: Sequence[Work]) -> tuple[str, dict[str, float]]:
@@ -162,18 +301,19 @@ def _time(terms: Explanation, plan: TrainingPlan) -> None:
     formula, numbers = _components(plan.optimizer)
     terms.add("time", "optimizer_s", plan.optimizer_s, "s", formula, f"one update; {basis}", **numbers)
     terms.add(
-        "time", "data_s", plan.data_s, "s", "tokens_per_step·seconds_a_token", "cutting and packing a batch", "assumed",
-        seconds_a_token=ASSUMED_DATA_TOKEN_S,
+        "time", "data_s", plan.data_s, "s", "tokens_per_pass·passes·seconds_a_token", "cutting and packing a replica's batch",
+        "assumed", passes=passes, seconds_a_token=ASSUMED_DATA_TOKEN_S,
     )  # fmt: skip
+    parts = ["forward_s", "backward_s", "optimizer_s", "data_s"]
+    parts += ["communication_s"] if plan.traffic else []
+    parts += ["bubble_s"] if plan.bubble_s else []
+    terms.add("time", "step_time_s", plan.step_time_s, "s", " + ".join(parts), "one after another; what is hidden is left out")
+    terms.add("time", "tok_per_s", plan.tok_per_s, "tok/s", "tokens_per_step/step_time_s", "of the whole job")
+    dtype, n_devices = rate_dtype(plan.shape, plan.hardware), plan.layout.n_devices
+    over = "(π·n_devices)" if n_devices > 1 else "π"
     terms.add(
-        "time", "step_time_s", plan.step_time_s, "s", "forward_s + backward_s + optimizer_s + data_s",
-        "nothing overlaps on one device",
-    )  # fmt: skip
-    terms.add("time", "tok_per_s", plan.tok_per_s, "tok/s", "tokens_per_step/step_time_s", "all passes of one update")
-    peak = plan.hardware.peak(plan.shape.dtype)
-    terms.add(
-        "time", "MFU", plan.mfu, "share", "flops_per_token·tok_per_s/π",
-        f"π: {plan.hardware.basis} rate of {plan.shape.dtype} products", π=peak,
+        "time", "MFU", plan.mfu, "share", f"flops_per_token·tok_per_s/{over}",
+        f"π: {plan.hardware.basis} rate of {dtype} products", π=plan.hardware.peak(dtype), n_devices=n_devices,
     )  # fmt: skip
     if plan.train_time_s is not None:
         terms.add(
@@ -186,9 +326,49 @@ def _time(terms: Explanation, plan: TrainingPlan) -> None:
 
 
 def _storage(terms: Explanation, plan: TrainingPlan) -> None:
+    shape, precision, found = plan.shape, PRECISIONS[plan.shape.dtype], plan.resilience
+    n_matrices = plan.parameters.block_matrices if shape.method == "full" else plan.trained_parameters
+    state = {
+        "muon": "state·M + 2·state·(N_all_trained − M)", "sgd": "state·N_all_trained",
+        "adamw8bit": "2·(1 + 4/block)·N_all_trained",
+    }.get(shape.optimizer, "2·state·N_all_trained")  # fmt: skip
+    numbers = {"N_all_trained": plan.trained_parameters, "M": n_matrices, "state": precision.state, "block": STATE_BLOCK}
+    numbers["stored"] = 4 if precision.master else precision.working
     terms.add(
-        "storage", "checkpoint_bytes", plan.checkpoint_bytes, "bytes", "4·N + optimizer_bytes",
-        "fp32 master weights and the optimizer's state on disk",
+        "storage", "checkpoint_bytes", plan.checkpoint_bytes, "bytes", f"stored·N_all_trained + {state}",
+        "weights as they are trained and the optimizer's state, of all ranks", **numbers,
     )  # fmt: skip
-    w = 2 if plan.shape.dtype == "bf16" else 4
-    terms.add("storage", "model_bytes", plan.model_bytes, "bytes", "w·N", "the finished model on disk", w=w)
+    w = 4 if shape.dtype == "fp32" else bytes_of(shape.compute_dtype)
+    terms.add(
+        "storage", "model_bytes", plan.model_bytes, "bytes", "w·N_all_trained", "the finished model on disk", **numbers, w=w
+    )
+    if found is None:
+        return
+    terms.add(
+        "storage", "mtbf_s", found.mtbf_s, "s", "mtbf_device_hours·3600/n_devices",
+        f"any device's failure stops the job; {found.mtbf_kind}",
+        "assumed" if found.mtbf_kind == "assumed" else "given", mtbf_device_hours=found.mtbf_device_hours,
+        n_devices=found.n_devices,
+    )  # fmt: skip
+    terms.add("storage", "young_s", found.young_s, "s", "√(2·δ·mtbf_s)", "Young 1974", δ=found.checkpoint_s)
+    if found.checkpoint_s < 2 * found.mtbf_s:
+        terms.add(
+            "storage", "interval_s", found.interval_s, "s", "young_s·(1 + √(δ/(2·mtbf_s))/3 + δ/(2·mtbf_s)/9) − δ",
+            "work between checkpoints; Daly 2006, equation 37", δ=found.checkpoint_s,
+        )  # fmt: skip
+    if found.lost_share < 10:
+        terms.add(
+            "storage", "lost_share", found.lost_share, "share",
+            "mtbf_s·exp(R/mtbf_s)·expm1((interval_s + δ)/mtbf_s)/interval_s − 1",
+            "wall time beyond the work's; Daly 2006, equation 20", R=found.restart_s, δ=found.checkpoint_s,
+            interval_s=found.interval_s,
+        )  # fmt: skip
+        if plan.wall_time_s is not None:
+            terms.add(
+                "storage",
+                "wall_time_s",
+                plan.wall_time_s,
+                "s",
+                "train_time_s·(1 + lost_share)",
+                "with failures and checkpoints",
+            )
