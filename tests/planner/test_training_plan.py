@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from machines import ideal_machine, machine, small_llama
 from twostroke.core.errors import ConfigError
-from twostroke.core.recipe import TrainSettings
+from twostroke.core.recipe import LoraRecipe, ModelRecipe, TrainRecipe, TrainSettings
 from twostroke.planner.flops import training_flops_per_token
 from twostroke.planner.hardware import load_hardware
 from twostroke.planner.params import block_products, count_parameters
@@ -185,6 +185,14 @@ def test_a_recipes_settings_become_a_shape() -> None:
     shape = TrainingShape.from_settings(settings_)
     assert (shape.steps, shape.tokens_per_step, shape.optimizer, shape.mode) == (7, 192, "muon", "eager")
     assert TrainingShape.from_settings(settings_, steps=9).steps == 9
+
+
+def test_a_recipes_adapters_are_planned() -> None:
+    lora = LoraRecipe(rank=4, targets=("q_proj",))
+    recipe = TrainRecipe(method="lora", model=ModelRecipe(init_from="base"), train=TrainSettings(steps=7), lora=lora)
+    shape = TrainingShape.from_recipe(recipe, steps=9)
+    assert (shape.steps, shape.method, shape.lora_rank, shape.lora_targets) == (9, "lora", 4, ("q_proj",))
+    assert TrainingShape.from_recipe(dataclasses.replace(recipe, method="full", lora=LoraRecipe())).method == "full"
 
 
 def test_datasheet_plans_say_what_they_are() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError
@@ -30,6 +30,9 @@ from twostroke.planner.schema import PLAN_SCHEMA
 from twostroke.planner.sharding import LOSS_CHUNK_TOKENS as LOSS_CHUNK_TOKENS
 from twostroke.planner.sharding import Stage, rank_memory, rank_state_bytes, stage_held, stages
 from twostroke.planner.work import Work, merge, total_seconds
+
+if TYPE_CHECKING:
+    from twostroke.core.recipe import TrainRecipe
 
 ASSUMED_DATA_TOKEN_S = 5e-8
 """Seconds a token to cut, pack and number a batch from memory-mapped shards: 20 M tokens/s, a thousandth of a step."""
@@ -118,6 +121,14 @@ class TrainingShape:
             compile=settings.compile,
             steps=settings.steps if steps is None else steps,
         )
+
+    @classmethod
+    def from_recipe(cls, recipe: TrainRecipe, steps: int | None = None) -> TrainingShape:
+        """As ``from_settings``, with the recipe's adapters where it trains any."""
+        shape = cls.from_settings(recipe.train, steps)
+        if not recipe.trains_adapters:
+            return shape
+        return replace(shape, method=recipe.method, lora_rank=recipe.lora.rank, lora_targets=recipe.lora.targets)
 
 
 @dataclass(frozen=True)

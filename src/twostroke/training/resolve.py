@@ -62,11 +62,7 @@ def resolve_spec(recipe: TrainRecipe, prepared: PreparedData, hardware: Hardware
 
 def training_shape(recipe: TrainRecipe, steps: int) -> TrainingShape:
     """What the planner needs to know of ``recipe``, its method and adapters included."""
-    shape = TrainingShape.from_settings(recipe.train, steps)
-    if not recipe.trains_adapters:
-        return shape
-    lora = recipe.lora
-    return dataclasses.replace(shape, method=recipe.method, lora_rank=lora.rank, lora_targets=lora.targets)
+    return TrainingShape.from_recipe(recipe, steps)
 
 
 def resolve_steps(recipe: TrainRecipe, spec: ModelSpec, hardware: Hardware | None) -> int:

@@ -101,7 +101,7 @@ def _from_recipe(path: Path, settings: list[str], hardware: Hardware, train_toke
                 d_ff=picked.d_ff,
             )
         spec = spec_from_recipe(model, vocabulary, recipe.train.sequence_length)
-    shape = TrainingShape.from_settings(recipe.train, steps=0)
+    shape = TrainingShape.from_recipe(recipe, steps=0)
     steps = recipe.train.steps or steps_for_budget(spec, shape, hardware, recipe.train.budget_s)
     return Subject(str(path), spec, dataclasses.replace(shape, steps=steps), steps, ranking, tuple(notes))
 
