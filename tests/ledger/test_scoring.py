@@ -126,6 +126,18 @@ def test_a_measurement_is_inside_or_outside_its_interval() -> None:
     assert "2 of 4 measurements (50%)" in scores_text(summarise([run, run]))
 
 
+def test_an_interrupted_run_is_no_measure_of_the_whole_runs_time() -> None:
+    prediction = {"train_time_s": framed(100.0), "step_time_s": framed(1.0), "startup_s": 5.0}
+    measured = {"train_time_s": 10.0, "step_time_s": 1.1, "startup_s": 5.0}
+    for status, error in (("finished", 900.0), ("interrupted", None), ("failed", None)):
+        rows = (Measurement("2026-01-01T00:00:00Z", status, measured, None),)
+        run = Run("train-1", "train", "demo", "2026-01-01T00:00:00Z", "0.1.0", "abc", {"steps": 95}, prediction, rows)
+        whole, step, _ = compare(run)
+        assert (whole.predicted, whole.measured, whole.error_percent) == (100.0, 10.0, error and pytest.approx(error))
+        assert step.error_percent == pytest.approx(-100 / 11)  # a step is a step
+        assert {one.total for one in attribute(run)} == ({"train_time_s"} if error else set())
+
+
 def test_no_line_is_wider_than_a_terminal() -> None:
     inputs = {"recipe": {"train": {f"setting_{i}": "x" * i for i in range(80)}}, "run_directory": "/a/long/path" * 20}
     prediction = {name: framed(1.23456e-3) for name in ("step_time_s", "forward_s", "backward_s", "train_time_s")}

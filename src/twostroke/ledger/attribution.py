@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from twostroke.ledger.scoring import number_of, quantile
+from twostroke.ledger.scoring import WHOLE_RUN, is_whole, number_of, quantile
 
 if TYPE_CHECKING:
     from twostroke.ledger.store import Run
@@ -149,7 +149,7 @@ def attribute(run: Run) -> list[Attribution]:
     measurement = run.measurement
     for identity in IDENTITIES:
         predicted, measured = number_of(run.prediction.get(identity.total)), number_of(measurement.get(identity.total))
-        if predicted is None or not measured:
+        if predicted is None or not measured or (identity.total in WHOLE_RUN and not is_whole(run)):
             continue
         shares, missing = [], []
         for part, coefficient in identity.parts:

@@ -82,6 +82,15 @@ def error_percent(predicted: float | None, measured: float | None) -> float | No
     return 100.0 * (predicted - measured) / measured
 
 
+WHOLE_RUN = frozenset({"train_time_s"})
+"""What is predicted of a whole run: of one that was interrupted or failed it is shown, and is no measure of the prediction."""
+
+
+def is_whole(run: Run) -> bool:
+    """False where the run stopped before its end."""
+    return run.status not in ("interrupted", "failed")
+
+
 def compare(run: Run) -> list[Row]:
     """Every name that was predicted or measured, in the prediction's order, then names that were only measured."""
     measurement = run.measurement
@@ -89,6 +98,9 @@ def compare(run: Run) -> list[Row]:
     for name in [*run.prediction, *(n for n in measurement if n not in run.prediction)]:
         predicted, measured = number_of(run.prediction.get(name)), number_of(measurement.get(name))
         if predicted is not None or measured is not None:
+            if name in WHOLE_RUN and not is_whole(run):
+                rows.append(Row(name, predicted, measured, None))
+                continue
             low, high = interval_of(run.prediction.get(name))
             rows.append(Row(name, predicted, measured, error_percent(predicted, measured), low, high))
     return rows

@@ -260,7 +260,7 @@ def pairs_of(run: Run) -> list[Pair]:
     phase = "train" if run.kind == "train" else "serve"
     pairs = []
     for row in compare(run):
-        if row.predicted is not None and row.measured is not None:
+        if row.predicted is not None and row.measured is not None and row.error_percent is not None:
             frozen = run.prediction[row.name]
             basis = frozen.get("basis", "measured") if isinstance(frozen, Mapping) else "measured"
             pairs.append(Pair(row.name, row.predicted, row.measured, basis, phase, row.low, row.high, run.run_id))

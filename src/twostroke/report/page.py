@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import InputError, TwostrokeError
 from twostroke.core.version import __version__
-from twostroke.ledger.scoring import compare, number_of, quantile, summarise
+from twostroke.ledger.scoring import compare, is_whole, quantile, summarise
 from twostroke.ledger.store import Ledger, Run
 from twostroke.ledger.text import format_error, format_inside, format_interval, format_value
 
@@ -145,13 +145,13 @@ def write_report(
 
 
 def _newest(runs: Sequence[Run]) -> dict[str, Run]:
-    """The newest measured run of each kind; of loads rather one over HTTP, which has latencies."""
+    """The newest measured run of each kind: rather one that came to its end, of loads rather one over HTTP, with latencies."""
     found: dict[str, Run] = {}
     for kind in ("train", "serve", "bench"):
         measured = [r for r in runs if r.kind == kind and r.measurements]
-        with_latencies = [r for r in measured if number_of(r.measurement.get("ttft_p99_s")) is not None]
+        better = [r for r in measured if is_whole(r) and (kind != "bench" or "ttft_p99_s" in r.measurement)]
         if measured:
-            found[kind] = (with_latencies or measured)[0]
+            found[kind] = (better or measured)[0]
     return found
 
 
