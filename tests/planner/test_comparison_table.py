@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from machines import ideal_machine, machine, small_llama
+from twostroke.core.families import read_spec
 from twostroke.planner.comparison import COLUMNS, Comparison, compare, flip_batch, merge_measured
 from twostroke.planner.hardware import load_hardware
+from twostroke.planner.layout import Layout
 from twostroke.planner.serving import ServingShape, decode_works
 from twostroke.planner.text.comparison import comparison_text
 from twostroke.planner.text.format import format_quantity
@@ -146,6 +149,32 @@ def test_the_text_keeps_to_120_columns(table: Comparison, measured: bool) -> Non
     for word in ("TRAINING", "PREFILL", "DECODE", "predicted", "arithmetic", "crossover"):
         assert word in text
     assert ("measured" in text.split("\n")[2]) == measured
+
+
+def test_several_devices_wait_for_links_and_are_paid_for() -> None:
+    """Two H100s train and serve: both are in the money, and what they wait for each other has a row."""
+    spec, hardware = small_llama(), load_hardware("h100")
+    pair = compare(
+        spec, TrainingShape(16, 512), ServingShape(tensor=2, prompt_tokens=256), hardware, layout=Layout(data=2, zero=1)
+    )
+    assert pair.row("devices").cells["train"].value == "2: dp2 z1"
+    assert pair.row("devices").cells["decode"].value == "2: tp2"
+    assert float(pair.row("waiting for links").cells["train"].value or 0) == pytest.approx(pair.training.communication_s)
+    assert float(pair.row("waiting for links").cells["decode"].value or 0) > 0
+    rate = pair.serving.decode_tok_per_s
+    expected = 2 * hardware.usd_per_hour.value * 1e6 / 3600 / rate
+    assert float(pair.row("money per million tokens").cells["decode"].value or 0) == pytest.approx(expected)
+    text = comparison_text(pair)
+    assert "2: dp2 z1" in text
+    assert max(map(len, text.split("\n"))) <= 120
+
+
+def test_experts_and_latents_have_a_table_too(assets: Path) -> None:
+    for name in ("mistralai--Mixtral-8x7B-v0.1_config.json", "deepseek-ai--DeepSeek-V3_config.json"):
+        spec = read_spec(assets / "configs/hf" / name)
+        text = comparison_text(compare(spec, TrainingShape(1, 512), ServingShape("int4", tensor=8), load_hardware("h200")))
+        assert "a token passing" in text
+        assert max(map(len, text.split("\n"))) <= 120
 
 
 def test_plans_read_as_text() -> None:

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from twostroke.core.dtypes import bytes_of
 from twostroke.core.spec import ModelSpec
+from twostroke.planner import flips
 from twostroke.planner.cost import cost_of, crossover_tokens, usd_per_million_tokens
+from twostroke.planner.flips import Amounts, Balance, flip_point
 from twostroke.planner.hardware import Hardware
+from twostroke.planner.layout import SINGLE, Layout
+from twostroke.planner.memory import PRECISIONS
 from twostroke.planner.network import send_s
 from twostroke.planner.schema import PLAN_SCHEMA
-from twostroke.planner.serving import ServingPlan, ServingShape, decode_works, plan_serving, prefill_works
-from twostroke.planner.training import TrainingPlan, TrainingShape, plan_training
+from twostroke.planner.serving import (
+    ServingPlan,
+    ServingShape,
+    decode_pass,
+    decode_works,
+    plan_serving,
+    prefill_works,
+    prompt_pass,
+)
+from twostroke.planner.step_time import efficiencies_of
+from twostroke.planner.training import TrainingPlan, TrainingShape, plan_training, rate_dtype, stage_time
 from twostroke.planner.work import COMPONENTS, Work
 
 Column = Literal["train", "prefill", "decode"]
@@ -59,6 +74,7 @@ class Comparison:
     rows: tuple[TableRow, ...]
     assumptions: tuple[str, ...]
     crossover_served_tokens: float
+    flips: dict[str, Any]
     measured_crossover_served_tokens: float | None = None
     notes: tuple[str, ...] = field(default=())
 
@@ -75,6 +91,7 @@ class Comparison:
             "rows": [
                 {"section": r.section, "label": r.label, **{c: asdict(cell) for c, cell in r.cells.items()}} for r in self.rows
             ],
+            "flips": self.flips,
             "crossover_served_tokens": self.crossover_served_tokens,
             "measured_crossover_served_tokens": self.measured_crossover_served_tokens,
             "assumptions": list(self.assumptions),
@@ -104,6 +121,72 @@ def flip_batch(bound_at: Callable[[int], str]) -> int | None:
     return high
 
 
+CONTEXTS = (128, 1024, 8192, 32768, 131072)
+"""Tokens before a decoded one at which the flip of attention is shown, as far as the model goes."""
+
+SETTLED_TOKENS = 2**16
+"""Rows at which every product's rate has settled."""
+
+DENSE_BATCHES = ("attention", "mlp", "head")
+"""Components that multiply by weights: the others have no batch at which arithmetic bounds them."""
+
+
+def balance_of(works: Sequence[Work], component: str) -> Balance | None:
+    """The rates that a component reaches in these works: FLOP over its arithmetic's seconds, bytes over its memory's. None
+    where it has neither."""
+    found = [w for w in works if w.component == component]
+    work = _sum(found) if found else None
+    if work is None or not work.arithmetic_s or not work.memory_s:
+        return None
+    return Balance(work.flops / work.arithmetic_s, work.bytes / work.memory_s)
+
+
+def analytic_flips(training: TrainingPlan, serving: ServingPlan) -> dict[str, dict[str, float | None]]:
+    """Column → component → the batch at which FLOP per byte, written down by hand (``flips``), equals the machine's balance.
+
+    The same questions as ``component_flips`` answers by searching the plans. They agree where starting operations costs nothing
+    (tests/planner/test_flips.py); with launches in the plan, the searched batch is the larger one.
+    """
+    spec, shape = training.spec, serving.shape
+    w_kv, dtype = bytes_of(shape.cache_dtype), training.shape.compute_dtype
+    makers: dict[str, Callable[[str], Amounts]] = {
+        "train": lambda name: flips.training(spec, name, training.shape.sequence_length, dtype),
+        "prefill": lambda name: flips.prefilling(spec, name, shape.scheme),
+        "decode": lambda name: flips.decoding(spec, name, float(shape.context), shape.scheme, w_kv),
+    }
+    # Of training the rates of a large pass: with few rows a product's seconds are those of reading its weights.
+    rows = replace(training.shape, batch_size=-(-SETTLED_TOKENS // training.shape.sequence_length), steps=0)
+    settled = stage_time(spec, replace(rows, dtype=rate_dtype(rows, training.hardware)), training.hardware, training.layout)
+    works = {"train": (*settled.forward, *settled.backward), "prefill": serving.prefill, "decode": serving.decode}
+    found: dict[str, dict[str, float | None]] = {column: {} for column in COLUMNS}
+    for column, component in itertools.product(COLUMNS, DENSE_BATCHES):
+        balance = balance_of(works[column], component)
+        found[column][component] = None if balance is None else flip_point(makers[column](component), balance.flop_per_byte)
+    return found
+
+
+def context_flips(serving: ServingPlan) -> dict[str, Any]:
+    """Decode's attention by context: the searched and the analytic batch at each of ``CONTEXTS``, and the last context at which
+    there is one."""
+    spec, shape, hardware = serving.spec, serving.shape, serving.hardware
+    w_kv = bytes_of(shape.cache_dtype)
+    balance = balance_of(serving.decode, "attention")
+    rows = []
+    for context in sorted({c for c in CONTEXTS if c < spec.max_positions} | {spec.max_positions - 1}):
+        at = replace(shape, prompt_tokens=max(1, context - 1), output_tokens=1, prefix_hit_share=0.0)
+
+        def bound(n: int, at: ServingShape = at) -> str:
+            found = [w for w in decode_works(spec, at, hardware, n) if w.component == "attention"]
+            return _sum(found).bound
+
+        by_hand = None
+        if balance is not None:
+            by_hand = flip_point(flips.decoding(spec, "attention", float(context), shape.scheme, w_kv), balance.flop_per_byte)
+        rows.append({"context": context, "searched": flip_batch(bound), "analytic": by_hand})
+    last = None if balance is None else flips.last_context(spec, balance.flop_per_byte, shape.scheme, w_kv)
+    return {"contexts": rows, "last_context": last}
+
+
 def component_flips(training: TrainingPlan, serving: ServingPlan) -> dict[str, dict[str, int | None]]:
     """Column → component → batch at which arithmetic becomes its limit: training in sequences of the plan's length, prefill in
     prompt tokens, decode in requests."""
@@ -113,7 +196,7 @@ def component_flips(training: TrainingPlan, serving: ServingPlan) -> dict[str, d
     def works(column: str, n: int) -> Sequence[Work]:
         if n not in caches[column]:
             if column == "train":
-                plan = plan_training(spec, replace(training.shape, batch_size=n, steps=0), hardware)
+                plan = plan_training(spec, replace(training.shape, batch_size=n, steps=0), hardware, training.layout)
                 caches[column][n] = (*plan.forward, *plan.backward, *plan.optimizer)
             elif column == "prefill":
                 caches[column][n] = prefill_works(spec, replace(serving.shape, prompt_tokens=n), hardware)
@@ -155,26 +238,33 @@ def _sum(works: Sequence[Work]) -> Work:
 
 
 def compare(
-    spec: ModelSpec, training_shape: TrainingShape, serving_shape: ServingShape, hardware: Hardware, subject: str = ""
+    spec: ModelSpec,
+    training_shape: TrainingShape,
+    serving_shape: ServingShape,
+    hardware: Hardware,
+    subject: str = "",
+    layout: Layout = SINGLE,
 ) -> Comparison:
-    """Both phases of ``spec`` on ``hardware``, predicted. Raises what ``plan_training`` and ``plan_serving`` raise."""
-    training, serving = plan_training(spec, training_shape, hardware), plan_serving(spec, serving_shape, hardware)
+    """Both phases of ``spec`` on ``hardware``, predicted: training over ``layout``, serving as its shape places it. Raises what
+    ``plan_training`` and ``plan_serving`` raise."""
+    training, serving = plan_training(spec, training_shape, hardware, layout), plan_serving(spec, serving_shape, hardware)
     return compare_plans(training, serving, subject)
 
 
 def compare_plans(training: TrainingPlan, serving: ServingPlan, subject: str = "") -> Comparison:
     """The table of two plans that were already made."""
     hardware = training.hardware
+    searched = component_flips(training, serving)
     rows = [
         *_pass_rows(training, serving),
         *_memory_rows(training, serving),
         *_work_rows(training, serving),
-        *_component_rows(training, serving),
+        *_component_rows(training, serving, searched),
         *_rate_rows(training, serving),
         *_move_and_store_rows(training, serving),
         *_money_rows(training, serving),
     ]
-    run = training.cost or cost_of(training.step_time_s, hardware)
+    run = training.cost or cost_of(training.step_time_s, hardware, training.layout.n_devices)
     return Comparison(
         subject=subject or f"{training.spec.family} of {training.parameters.total:,} parameters",
         hardware=hardware,
@@ -183,6 +273,11 @@ def compare_plans(training: TrainingPlan, serving: ServingPlan, subject: str = "
         rows=tuple(rows),
         assumptions=_assumptions(hardware),
         crossover_served_tokens=crossover_tokens(run.usd, serving.usd_per_mtok),
+        flips={
+            "searched": searched,
+            "analytic": analytic_flips(training, serving),
+            "attention": context_flips(serving),
+        },
         notes=tuple(dict.fromkeys((*training.notes, *serving.notes))),
     )
 
@@ -253,6 +348,11 @@ def _memory_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableRow]
         _row(section, "activations", *terms("activations", "activations", "activations_bytes", "activations_bytes")),
         _row(section, "loss", *terms("loss", None, None, None)),
         _row(section, "KV cache", *terms(None, "kv_cache", None, "kv_cache_bytes")),
+        *[
+            _row(section, label, *terms(term, None, None, None))
+            for term, label in (("gathered", "gathered for a layer"), ("dequantised", "dequantised"))
+            if term in training.memory_bytes
+        ],
         _row(section, "process at rest", *terms("process", "process", None, None)),
         _row(
             section,
@@ -286,9 +386,8 @@ def _work_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableRow]:
     ]
 
 
-def _component_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableRow]:
+def _component_rows(training: TrainingPlan, serving: ServingPlan, searched: dict[str, dict[str, int | None]]) -> list[TableRow]:
     """For each component: share of the step, arithmetic intensity, the bound that holds and the batch at which it flips."""
-    flips = component_flips(training, serving)
     n = training.shape.grad_accumulation
     passes: dict[str, Sequence[Work]] = {
         "train": [*(w.times(n) for w in (*training.forward, *training.backward)), *training.optimizer],
@@ -312,7 +411,7 @@ def _component_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableR
             share[column] = Cell(work.seconds / whole, "share")
             intensity[column] = Cell(work.intensity, "FLOP/B")
             bound[column] = Cell(work.bound)
-            at = flips[column].get(component)
+            at = searched[column].get(component)
             flip[column] = Cell(at, units[column])
         rows += [
             TableRow(section, f"{component}: share of the step", share),
@@ -326,11 +425,15 @@ def _component_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableR
 def _rate_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableRow]:
     section, shape = "rate", training.shape
     serve = serving.shape
-    sequences = shape.batch_size * shape.grad_accumulation
-    precision = "bf16, fp32 masters" if shape.dtype == "bf16" else "fp32"
+    sequences = shape.batch_size * shape.grad_accumulation * training.layout.data
+    precision = shape.dtype if not PRECISIONS[shape.dtype].master or shape.dtype == "fp32" else f"{shape.dtype}, fp32 masters"
     weights = {"int8": "int8 × bf16"}.get(serve.scheme, serve.scheme)
     cached = f"{weights}, {serve.cache_dtype} KV"
+    several = training.layout.n_devices > 1 or serving.devices > 1
+    placed = _given(serve_cut(serving))
+    devices = [_row(section, "devices", _given(train_cut(training.layout)), placed, placed)] if several else []
     return [
+        *devices,
         _row(
             section,
             "batch",
@@ -357,9 +460,24 @@ def _rate_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableRow]:
     ]
 
 
+def cuts_text(n_devices: int, **cuts: int) -> str:
+    """``8: dp2 tp4``: devices, and the ways they are cut that are more than one."""
+    words = " ".join(f"{name}{n}" for name, n in cuts.items() if n > 1 or (name == "z" and n))
+    return f"{n_devices}: {words}" if words else str(n_devices)
+
+
+def train_cut(layout: Layout) -> str:
+    return cuts_text(layout.n_devices, dp=layout.data, tp=layout.tensor, pp=layout.pipeline, ep=layout.expert, z=layout.zero)
+
+
+def serve_cut(serving: ServingPlan) -> str:
+    shape = serving.shape
+    return cuts_text(serving.devices, tp=shape.tensor, pp=shape.pipeline, ep=shape.expert)
+
+
 def _serving_utilisation(serving: ServingPlan) -> list[Cell | None]:
     """Model FLOP a second ÷ the peak of the activations' type, for prefill and for decode."""
-    peak = serving.hardware.peak(serving.shape.compute_dtype)
+    peak = serving.hardware.peak(serving.shape.compute_dtype) * serving.devices
     prefill = serving.prefill_flops_per_token * serving.prefill_tok_per_s / peak
     decode = serving.decode_flops_per_token * serving.decode_tok_per_s / peak
     return [Cell(prefill, "share"), Cell(decode, "share")]
@@ -367,19 +485,29 @@ def _serving_utilisation(serving: ServingPlan) -> list[Cell | None]:
 
 def _move_and_store_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableRow]:
     network = training.hardware.network
-    gradients, cache = training.network_bytes_per_step, serving.kv_request_bytes
+    alone = training.layout.n_devices == 1
+    gradients, cache = training.network_bytes_per_step if alone else None, serving.kv_request_bytes
+    rows = []
+    if not alone or serving.devices > 1:
+        sent = None if alone else Cell(training.network_bytes_per_step, "bytes", note="a device")
+        waiting = None if alone else Cell(training.communication_s, "s")
+        rows = [
+            _row("network", "sent in a step", sent, None, None),
+            _row("network", "waiting for links", waiting, *_serving_waits(serving)),
+        ]
     return [
+        *rows,
         _row(
             "network",
             "to one more machine",
-            Cell(gradients, "bytes", note="gradients"),
+            None if gradients is None else Cell(gradients, "bytes", note="gradients"),
             Cell(cache, "bytes", note="KV a request"),
             None,
         ),
         _row(
             "network",
             "which would take",
-            Cell(send_s(gradients, network), "s"),
+            None if gradients is None else Cell(send_s(gradients, network), "s"),
             Cell(send_s(cache, network), "s"),
             None,
         ),
@@ -393,12 +521,22 @@ def _move_and_store_rows(training: TrainingPlan, serving: ServingPlan) -> list[T
     ]
 
 
+def _serving_waits(serving: ServingPlan) -> list[Cell | None]:
+    """Seconds of a prefill and of a decode step in collectives; none on one device."""
+    if serving.devices == 1:
+        return [None, None]
+    spec, shape, hardware = serving.spec, serving.shape, serving.hardware
+    rates = efficiencies_of(hardware, shape.engine)
+    both = (prompt_pass(spec, shape, hardware), decode_pass(spec, shape, hardware))
+    return [Cell(once.network_s(rates), "s") for once in both]
+
+
 def _money_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableRow]:
     """Energy and rent: of the run where its length is known, and per million tokens in every column."""
     hardware, million = training.hardware, 1e6
     rows = []
     if training.cost is not None and training.train_time_s is not None:
-        tokens = training.shape.steps * training.shape.tokens_per_step
+        tokens = training.shape.steps * training.tokens_per_step
         rows += [
             _row("money", "whole run, tokens", _given(tokens, "tokens"), None, None),
             _row("money", "whole run, time", Cell(training.train_time_s, "s", name="train_time_s"), None, None),
@@ -406,8 +544,9 @@ def _money_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableRow]:
             _row("money", "whole run, money", Cell(training.cost.usd, "usd", name="cost_usd"), None, None),
         ]
     rates = (training.tok_per_s, serving.prefill_tok_per_s, serving.decode_tok_per_s)
-    energy = [Cell(cost_of(million / rate, hardware).energy_kwh, "kWh") for rate in rates]
-    money = [Cell(usd_per_million_tokens(rate, hardware.usd_per_hour.value), "usd") for rate in rates]
+    devices = (training.layout.n_devices, serving.devices, serving.devices)
+    each = [cost_of(million / rate, hardware, n) for rate, n in zip(rates, devices, strict=True)]
+    energy, money = [Cell(cost.energy_kwh, "kWh") for cost in each], [Cell(cost.usd, "usd") for cost in each]
     return [
         *rows,
         _row("money", "energy per million tokens", *energy),

@@ -26,6 +26,21 @@ from twostroke.cli.plan.subject import (
     read_subject,
     serving_shape,
 )
+from twostroke.core.errors import ConfigError
+
+TRAIN_WAYS = ("data", "zero", "tensor", "pipeline", "interleave", "expert")
+SERVE_WAYS = ("tensor", "pipeline", "expert")
+
+
+def _ways(option: str, text: str, known: tuple[str, ...]) -> dict[str, Any]:
+    """``data=8,zero=3`` as a dictionary. Raises ConfigError for another form or name."""
+    found: dict[str, int] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        name, _, value = part.partition("=")
+        if name not in known or not value.isdigit():
+            raise ConfigError(f"{option}={text}: {part!r} is not one of {', '.join(known)} with a number, as {known[0]}=2.")
+        found[name] = int(value)
+    return found
 
 
 def compare(
@@ -44,6 +59,9 @@ def compare(
     batch: int = BATCH,
     prompt: int = PROMPT,
     output: int = OUTPUT,
+    train_layout: str = typer.Option("", help="Devices of training, as data=8,zero=3 or tensor=8,pipeline=2; one without it."),
+    checkpointing: str = typer.Option("none", help="What training's backward computes again: none, selective or full."),
+    serve_layout: str = typer.Option("", help="Devices of serving, as tensor=8 or tensor=1,expert=8; one without it."),
     train_run: str = typer.Option(None, help="A training run of the ledger whose measurements go beside the predictions."),
     serve_run: list[str] = typer.Option([], help="Serving or bench runs of the ledger, likewise. Repeatable."),
     explain: bool = EXPLAIN,
@@ -53,14 +71,18 @@ def compare(
     from twostroke.planner.comparison import compare as compare_phases
     from twostroke.planner.comparison import merge_measured
     from twostroke.planner.hardware import load_hardware
+    from twostroke.planner.layout import Layout
     from twostroke.planner.text.comparison import comparison_text
     from twostroke.planner.training import TrainingShape
 
     machine = load_hardware(hardware)
+    layout = Layout(**_ways("--train-layout", train_layout, TRAIN_WAYS))
     found = read_subject(subject, settings, machine, train_tokens)
-    shape = found.shape or TrainingShape(batch_size, sequence_length, grad_accumulation, dtype, optimizer, not eager, steps)
-    serving = serving_shape(found.spec, scheme, batch, prompt, output)
-    table = compare_phases(found.spec, shape, serving, machine, found.name)
+    shape = found.shape or TrainingShape(
+        batch_size, sequence_length, grad_accumulation, dtype, optimizer, not eager, steps, checkpointing=checkpointing
+    )
+    serving = serving_shape(found.spec, scheme, batch, prompt, output, **_ways("--serve-layout", serve_layout, SERVE_WAYS))
+    table = compare_phases(found.spec, shape, serving, machine, found.name, layout)
     if train_run or serve_run:
         from twostroke.ledger.store import Ledger  # only here: sqlite3 takes a tenth of the time a plan has
 

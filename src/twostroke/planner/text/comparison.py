@@ -89,6 +89,31 @@ def _ruled(rows: Sequence[list[str] | None], right: Sequence[int] = ()) -> list[
     return [rule if row is None else next(remaining) for row in rows]
 
 
+def flip_lines(comparison: Comparison) -> list[str]:
+    """Where decode's memory and arithmetic take equally long, by hand: the MLP's batch, which experts raise, and attention's,
+    which context raises until there is none."""
+    analytic, attention = comparison.flips["analytic"]["decode"], comparison.flips["attention"]
+    moe = comparison.serving.spec.moe
+    why = f", a token passing {moe.top_k} of {moe.n_experts} experts" if moe else ""
+    last = attention["last_context"]
+    until = "" if last is None else f"; at none beyond {last:,} tokens"
+    by_context = ", ".join(f"{_context(row['context'])} tokens: {_flip(row['analytic'])}" for row in attention["contexts"])
+    return [
+        "decode's bound depends on component, batch and context. Memory and arithmetic take equally long (by hand) at",
+        f"  mlp        {_flip(analytic['mlp'])} requests{why}",
+        f"  attention  by context {by_context}{until}",
+        "never in the table beside a number here: starting operations and waiting for links take longer than either",
+    ]
+
+
+def _context(tokens: int) -> str:
+    return f"{(tokens + 1) // 1024}k" if tokens >= 1023 else str(tokens)
+
+
+def _flip(batch: float | None) -> str:
+    return "never" if batch is None else format_count(batch) if batch >= 1000 else f"{batch:.0f}"
+
+
 def comparison_text(comparison: Comparison) -> str:
     """The table: training, prefill and decode, predicted, and measured beside it once there is any. For 120 columns."""
     has_measured = any(cell.measured is not None for row in comparison.rows for cell in row.cells.values())
@@ -119,6 +144,7 @@ def comparison_text(comparison: Comparison) -> str:
             *_wrapped(
                 [
                     "from: sequences of a pass, prompt tokens and requests from which arithmetic bounds that component",
+                    *flip_lines(comparison),
                     crossover,
                     *comparison.assumptions,
                     *(f"note: {note}" for note in comparison.notes),
