@@ -243,8 +243,9 @@ def _whole_run(found: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
     if n_steps <= 0:
         return {}
     stretch = {end: (startup[end] + n_steps * step[end]) / whole["value"] for end in ("low", "high")}
+    width = "measured" if startup["width"] == step["width"] == "measured" else "assumed"
     return {
-        name: found[name] | {end: found[name]["value"] * factor for end, factor in stretch.items()}
+        name: found[name] | {end: found[name]["value"] * factor for end, factor in stretch.items()} | {"width": width}
         for name in _WHOLE_RUN
         if found.get(name, {}).get("value") is not None
     }
