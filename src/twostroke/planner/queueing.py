@@ -1,4 +1,4 @@
-"""Waiting before the first token: queues in front of one or several servers, open (a rate) and closed (a number of users).
+"""Waiting before the first token: queues in front of several servers, and of one that works in steps.
 
 Times are seconds, rates requests a second. ``scv`` is a squared coefficient of variation, variance ÷ mean²: 0 for constant
 times, 1 for exponential ones. Every formula is held against a discrete-event simulation in tests/planner/test_queueing.py.
@@ -7,7 +7,6 @@ times, 1 for exponential ones. Every formula is held against a discrete-event si
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from twostroke.core.errors import ConfigError
 
@@ -27,13 +26,6 @@ def utilisation(rate_per_s: float, service_s: float, servers: int = 1) -> float:
     if servers < 1:
         raise ConfigError(f"servers={servers} must be at least 1.")
     return rate_per_s * service_s / servers
-
-
-def single_server_wait_s(rate_per_s: float, service_s: float, service_scv: float = 0.0) -> float:
-    """Mean wait of a Poisson arrival at one server, M/G/1 (Pollaczek–Khinchine): ρ·S·(1 + scv) ÷ 2(1 − ρ); ∞ for ρ ≥ 1."""
-    _check(service_scv=service_scv)
-    busy = utilisation(rate_per_s, service_s)
-    return math.inf if busy >= 1 else busy * service_s * (1 + service_scv) / (2 * (1 - busy))
 
 
 def erlang_c(offered_load: float, servers: int) -> float:
@@ -64,48 +56,18 @@ def several_servers_wait_s(
     return erlang_c(rate_per_s * service_s, servers) * service_s / (servers * (1 - busy)) * (arrival_scv + service_scv) / 2
 
 
-def largest_rate_per_s(response_s: float, service_s: float, service_scv: float = 0.0) -> float:
-    """The Poisson rate at which wait and service of one server take ``response_s`` on average; 0 where service alone is longer.
+def stepped_server_wait_s(rate_per_s: float, step_s: float, added_s: float) -> float:
+    """Mean time that a Poisson arrival takes beyond step + added of its own, at a server that works in steps of
+    step + N · added seconds, N being the requests that arrived during the step before (gated service); ∞ for
+    ρ = rate · added ≥ 1.
 
-    Pollaczek–Khinchine solved for the rate: ρ = 2w ÷ (2w + S(1 + scv)), w = response − S.
+    Steps last L with mean T ÷ (1 − ρ) and variance X²·λ·mean; an arrival meets m = E[L²]/E[L] = mean + λ·X². It waits for
+    half of that and for those who arrived in it and go into the same step, on average λ·m·X in all: m/2 + ρ·m. The variance
+    leaves out that long steps follow long ones, so waits near ρ = 1 are longer than this.
     """
-    _check(response_s=response_s, service_s=service_s, service_scv=service_scv)
-    wait = response_s - service_s
-    if wait <= 0 or service_s == 0:
-        return 0.0
-    return 2 * wait / (2 * wait + service_s * (1 + service_scv)) / service_s
-
-
-@dataclass(frozen=True)
-class ClosedLoop:
-    """``users`` who each send their next request as soon as the last is answered, seen in the steady state."""
-
-    response_s: float  # wait and service at the server
-    service_s: float
-    rate_per_s: float
-
-    @property
-    def wait_s(self) -> float:
-        return self.response_s - self.service_s
-
-    @property
-    def utilisation(self) -> float:
-        """rate · service: the share of time that the server works."""
-        return self.rate_per_s * self.service_s
-
-
-def closed_loop(users: int, service_s: float, away_s: float) -> ClosedLoop:
-    """``users`` requests that go round between one server (a prefill of ``service_s``) and ``away_s`` elsewhere (its decoding).
-
-    Mean value analysis (Reiser and Lavenberg, J. ACM 27(2), 1980): R(n) = S(1 + Q(n−1)), X(n) = n ÷ (R(n) + Z), Q(n) = X·R.
-    Exact for exponential service; for the even services of equal prompts it waits too long, by at most a service time.
-    """
-    _check(service_s=service_s, away_s=away_s)
-    if users < 1:
-        raise ConfigError(f"users={users} must be at least 1.")
-    queue = rate = response = 0.0
-    for n in range(1, users + 1):
-        response = service_s * (1 + queue)
-        rate = n / (response + away_s) if response + away_s else math.inf
-        queue = rate * response if response else 0.0
-    return ClosedLoop(response, service_s, rate)
+    _check(step_s=step_s, added_s=added_s)
+    busy = utilisation(rate_per_s, added_s)
+    if busy >= 1:
+        return math.inf
+    met = step_s / (1 - busy) + rate_per_s * added_s**2
+    return met / 2 + busy * met

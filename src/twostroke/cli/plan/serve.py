@@ -20,6 +20,17 @@ from twostroke.cli.plan.subject import (
     serving_shape,
 )
 
+TENSOR = typer.Option(1, help="Devices that share every matrix (tensor parallel).")
+PIPELINE = typer.Option(1, help="Stages of layers, each on devices of its own.")
+EXPERT = typer.Option(1, help="Devices that share the experts; above --tensor, attention is data-parallel over them.")
+ENGINE = typer.Option("any", help="Engine whose step times are taken on a datasheet's device: any, vllm, trtllm or sglang.")
+PREFIX_HITS = typer.Option(0.0, help="Share of a prompt's tokens that are in the cache already, 0 to 1.")
+SPECULATE = typer.Option("", metavar="γ,α,c", help="Speculation: tokens drafted, share accepted, a draft's time ÷ a step's.")
+SLO_TTFT = typer.Option(0.0, "--slo-ttft-ms", help="Highest mean time to the first token, in ms.")
+SLO_TPOT = typer.Option(0.0, "--slo-tpot-ms", help="Highest mean time per output token, in ms.")
+RATE = typer.Option(0.0, help="Requests a second to be served: how many replicas that takes.")
+DISAGGREGATE = typer.Option(False, "--disaggregate", help="Also plan --rate with prefill and decode on machines of their own.")
+
 
 def serve(
     subject: str = typer.Argument(metavar="MODEL|RECIPE", help="A model directory, a config.json or a recipe (.toml)."),
@@ -32,26 +43,53 @@ def serve(
     kv_dtype: str = KV_DTYPE,
     kv_cache_bytes: int = KV_CACHE_BYTES,
     max_model_len: int = MAX_MODEL_LEN,
+    tensor: int = TENSOR,
+    pipeline: int = PIPELINE,
+    expert: int = EXPERT,
+    engine: str = ENGINE,
+    prefix_hits: float = PREFIX_HITS,
+    speculate: str = SPECULATE,
+    slo_ttft_ms: float = SLO_TTFT,
+    slo_tpot_ms: float = SLO_TPOT,
+    rate: float = RATE,
+    disaggregate: bool = DISAGGREGATE,
     explain: bool = EXPLAIN,
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Memory, time to first token, time per token, throughput, energy and money of serving."""
+    """Memory, time to first token, time per token, throughput at an SLO, replicas, energy and money of serving."""
+    from twostroke.core.errors import ConfigError
     from twostroke.planner.hardware import load_hardware
     from twostroke.planner.intervals import predict_with_intervals
     from twostroke.planner.serving import plan_serving
+    from twostroke.planner.serving_load import Slo, latency_table, load_of
+    from twostroke.planner.speculation import Speculation
     from twostroke.planner.text.intervals import intervals_text
     from twostroke.planner.text.serving import serving_text
+    from twostroke.planner.text.serving_load import load_text, loaded_text
 
+    if disaggregate and not rate:
+        raise ConfigError("--disaggregate sizes two pools for a rate. Give --rate, in requests/s.")
+    for name, value in (("--rate", rate), ("--slo-ttft-ms", slo_ttft_ms), ("--slo-tpot-ms", slo_tpot_ms)):
+        if not 0 <= value < float("inf"):
+            raise ConfigError(f"{name}={value:g} must be above 0 and finite. Leave it out for none.")
     machine = load_hardware(hardware)
     found = read_subject(subject, settings, machine)
     shape = serving_shape(
         found.spec, scheme, batch, prompt, output,
-        kv_dtype=kv_dtype, kv_cache_bytes=kv_cache_bytes, max_model_len=max_model_len,
+        kv_dtype=kv_dtype, kv_cache_bytes=kv_cache_bytes, max_model_len=max_model_len, tensor=tensor, pipeline=pipeline,
+        expert=expert, engine=engine, prefix_hit_share=prefix_hits,
+        speculation=Speculation.parse(speculate) if speculate else None,
     )  # fmt: skip
     planned = plan_serving(found.spec, shape, machine)
     intervals = predict_with_intervals(planned.prediction(), machine, "serve")
-    document = {"subject": found.name, **planned.to_dict(), "intervals": intervals}
-    text = f"{serving_text(planned, found.name)}\n{intervals_text(intervals)}"
+    table = latency_table(planned)
+    document = {"subject": found.name, **planned.to_dict(), "intervals": intervals, "latency_table": table.to_dict()}
+    text = f"{serving_text(planned, found.name)}\n{intervals_text(intervals)}\n\n{loaded_text(planned, table)}"
+    if slo_ttft_ms or slo_tpot_ms or rate:
+        slo = Slo(slo_ttft_ms / 1e3 if slo_ttft_ms else None, slo_tpot_ms / 1e3 if slo_tpot_ms else None)
+        load = load_of(planned, slo, rate, disaggregate)
+        document["load"] = load.to_dict()
+        text = f"{text}\n\n{load_text(load)}"
     if explain:
         document, text = with_terms(document, text, planned)
     emit(document, text, as_json)

@@ -1,0 +1,265 @@
+"""A served model under load: what a request rate does to latency, the rate that keeps to an SLO, replicas, separated pools.
+
+One copy of the model computes steps. A step takes T(b) for b decoding requests, and X more when a prompt is computed beside it.
+At a rate λ the prompts take the share ρ = λ·X of all time, so that
+
+    TPOT = T(b) ÷ (1 − ρ),   b = λ·(output − 1)·TPOT   (Little's law)
+
+A request that arrives waits until the running step ends and goes into the next with all that arrived meanwhile. Steps take
+L = T + N·X, N being Poisson with mean λ·L: mean T ÷ (1 − ρ), and met by an arrival at length m = mean + λ·X². So
+
+    TTFT = m/2 + ρ·m + T + X
+
+(gated service: the rest of the running step, the others that arrived in it, its own step). All prompts and answers have the
+plan's lengths; where they vary, waits are longer. Held against a simulated server in tests/planner/test_serving_load.py.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from twostroke.core.errors import CapacityError, ConfigError
+from twostroke.planner.cost import usd_per_million_tokens
+from twostroke.planner.disaggregation import MOST_UTILISED, Disaggregation, disaggregate, transfer_s
+from twostroke.planner.queueing import stepped_server_wait_s
+from twostroke.planner.serving import ServingPlan, serving_times
+
+MAX_SAMPLED_BATCH = 2**14
+CLOSE = 1e-6
+"""Relative change at which an iteration is done."""
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Limits that the mean TTFT and TPOT keep to; None is no limit. Raises ConfigError for limits that are not above 0."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("TTFT", self.ttft_s), ("TPOT", self.tpot_s)):
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"an SLO of {value:g} s for {name} must be above 0 and finite. Leave it out for no limit.")
+
+    def met(self, ttft_s: float, tpot_s: float) -> bool:
+        return (self.ttft_s is None or ttft_s <= self.ttft_s) and (self.tpot_s is None or tpot_s <= self.tpot_s)
+
+
+@dataclass(frozen=True)
+class AtRate:
+    """One copy at a request rate."""
+
+    rate_per_s: float
+    batch: float  # requests that decode, on average
+    prefill_utilisation: float  # share of time that prompts take
+    wait_s: float  # until its own step begins
+    ttft_s: float
+    tpot_s: float
+    e2e_s: float
+
+
+def step_of_batch(plan: ServingPlan) -> Callable[[float], float]:
+    """TPOT without others' prompts by batch: sampled at powers of two up to the largest batch, linear between them."""
+    most = min(max(plan.largest_batch, 1), MAX_SAMPLED_BATCH)
+    batches = [2**k for k in range(most.bit_length()) if 2**k < most] + [most]
+    seconds = [serving_times(plan.spec, replace(plan.shape, batch=b), plan.hardware)[2] for b in batches]
+
+    def of(batch: float) -> float:
+        i = min(max(bisect.bisect_right(batches, batch), 1), len(batches) - 1)
+        if len(batches) == 1:
+            return seconds[0]
+        share = (batch - batches[i - 1]) / (batches[i] - batches[i - 1])
+        return seconds[i - 1] + max(0.0, share) * (seconds[i] - seconds[i - 1])
+
+    return of
+
+
+def at_rate(plan: ServingPlan, rate_per_s: float, step: Callable[[float], float] | None = None) -> AtRate | None:
+    """One copy at ``rate_per_s``; None where it cannot carry it: prompts alone take all the time, or more requests decode at
+    once than the memory holds. Raises ConfigError for a rate that is not above 0."""
+    if not 0 < rate_per_s < math.inf:
+        raise ConfigError(f"rate={rate_per_s:g} requests/s must be above 0 and finite.")
+    step = step or step_of_batch(plan)
+    busy = rate_per_s * plan.added_by_a_prompt_s
+    if busy >= 1:
+        return None
+    later = plan.shape.output_tokens - 1
+    batch, tpot = 1.0, step(1.0) / (1 - busy)
+    while True:  # rises towards the least fixed point
+        wanted = rate_per_s * later * tpot
+        if wanted > plan.largest_batch:
+            return None
+        if wanted <= batch * (1 + CLOSE):
+            break
+        batch = wanted
+        tpot = step(batch) / (1 - busy)
+    decoding = min(1.0, wanted)  # share of time in which anything decodes, while that is little
+    running, added = decoding * step(batch), plan.added_by_a_prompt_s
+    wait = stepped_server_wait_s(rate_per_s, running, added)
+    ttft = wait + decoding * (running + added) + (1 - decoding) * plan.ttft_s
+    return AtRate(rate_per_s, wanted, busy, wait, ttft, tpot, ttft + later * tpot)
+
+
+def largest_rate(plan: ServingPlan, slo: Slo, step: Callable[[float], float] | None = None) -> AtRate | None:
+    """The highest rate that one copy carries within the SLO, by bisection; None where it is not met even alone."""
+    step = step or step_of_batch(plan)
+    if not slo.met(plan.ttft_s, step(1.0)):
+        return None
+    # Nothing is carried beyond prompts that fill all time, nor beyond the largest batch of steps that hold no prompt.
+    later = max(1, plan.shape.output_tokens - 1)
+    high = min(1 / plan.added_by_a_prompt_s if plan.added_by_a_prompt_s else math.inf, plan.largest_batch / (later * step(1.0)))
+    low, found = 0.0, None
+    for _ in range(40):
+        middle = (low + high) / 2
+        there = at_rate(plan, middle, step)
+        if there is not None and slo.met(there.ttft_s, there.tpot_s):
+            low, found = middle, there
+        else:
+            high = middle
+    return found
+
+
+def largest_batch_within(plan: ServingPlan, tpot_s: float, step: Callable[[float], float] | None = None) -> int:
+    """The most users, each asking again at once, whose mean TPOT stays within ``tpot_s``: T(b) + (b − 1)/output·X. 0: none."""
+    step = step or step_of_batch(plan)
+
+    def within(batch: int) -> bool:
+        return step(batch) + (batch - 1) / plan.shape.output_tokens * plan.added_by_a_prompt_s <= tpot_s
+
+    low, high = 0, min(max(plan.largest_batch, 1), MAX_SAMPLED_BATCH)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if within(middle) else (low, middle - 1)
+    return low
+
+
+@dataclass(frozen=True)
+class Service:
+    """What a rate needs: ``replicas`` copies, each at its share of the rate; ``capacity`` is one copy's highest within the SLO
+    (or at ``MOST_UTILISED`` of what it can carry, without one)."""
+
+    rate_per_s: float
+    replicas: int
+    devices: int
+    capacity_per_s: float
+    concurrency: float  # requests in flight on all replicas: rate · E2E
+    each: AtRate
+    usd_per_hour: float
+    usd_per_mtok: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def replicas_for(plan: ServingPlan, rate_per_s: float, slo: Slo) -> Service:
+    """Copies for ``rate_per_s``, so that each keeps to the SLO. Raises CapacityError where no number of them can."""
+    step = step_of_batch(plan)
+    best = largest_rate(plan, slo, step)
+    if best is None:
+        alone = f"TTFT {1e3 * plan.ttft_s:.3g} ms and TPOT {1e3 * step(1.0):.3g} ms"
+        raise CapacityError(
+            f"one request alone takes {alone}: no number of replicas meets the SLO. Use --tensor, or allow more."
+        )
+    free = slo.ttft_s is None and slo.tpot_s is None
+    capacity = best.rate_per_s * (MOST_UTILISED if free else 1.0)
+    replicas = max(1, math.ceil(rate_per_s / capacity * (1 - CLOSE)))
+    each = at_rate(plan, rate_per_s / replicas, step) or best
+    devices = replicas * plan.devices
+    usd = devices * plan.hardware.usd_per_hour.value
+    output_tok_per_s = rate_per_s * plan.shape.output_tokens
+    money = usd_per_million_tokens(output_tok_per_s, usd)
+    return Service(rate_per_s, replicas, devices, capacity, rate_per_s * each.e2e_s, each, usd, money)
+
+
+def pools_for(plan: ServingPlan, rate_per_s: float, slo: Slo) -> Disaggregation:
+    """The same rate with prefill and decode on machines of their own. Decode instances hold the largest batch whose steps keep
+    to the SLO's TPOT (the plan's batch without one). Every device sends its part of a prompt's cache to another node."""
+    step = step_of_batch(plan)
+    batch = min(plan.shape.batch, plan.largest_batch)
+    if slo.tpot_s is not None:
+        alone = replace(plan, interference=0.0)
+        batch = largest_batch_within(alone, slo.tpot_s, step)
+        if batch == 0:
+            raise CapacityError(
+                f"one request alone decodes a token in {1e3 * step(1.0):.3g} ms, above the SLO of {1e3 * slo.tpot_s:.3g} ms. "
+                "Use --tensor, or allow more."
+            )
+    link = plan.hardware.network
+    sending = transfer_s(
+        plan.shape.prompt_tokens, plan.kv_bytes_per_token / plan.devices, link.alpha_s, link.effective_bytes_per_s
+    )
+    return disaggregate(rate_per_s, plan.ttft_s, step(batch), batch, plan.shape.output_tokens, plan.kv_request_bytes, sending)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What was asked of a plan: an SLO, a rate or both. ``best`` is one copy at its highest rate within the SLO (None: not met
+    even alone), ``largest_batch`` the most users within its TPOT (None: no such limit)."""
+
+    slo: Slo
+    best: AtRate | None
+    largest_batch: int | None
+    service: Service | None
+    pools: Disaggregation | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def load_of(plan: ServingPlan, slo: Slo, rate_per_s: float = 0.0, separated: bool = False) -> Load:
+    """``largest_rate`` and ``largest_batch_within``; with a rate also replicas, and pools where they are asked for."""
+    step = step_of_batch(plan)
+    return Load(
+        slo,
+        largest_rate(plan, slo, step),
+        None if slo.tpot_s is None else largest_batch_within(plan, slo.tpot_s, step),
+        replicas_for(plan, rate_per_s, slo) if rate_per_s else None,
+        pools_for(plan, rate_per_s, slo) if rate_per_s and separated else None,
+    )
+
+
+# -- a small table --------------------------------------------------------------------------------------------------------
+
+TABLE_BATCHES = (1, 4, 16, 64, 256)
+TABLE_CONTEXTS = (256, 1024, 4096, 16384, 65536)
+
+
+@dataclass(frozen=True)
+class LatencyTable:
+    """TTFT of a prompt of each context alone, and TPOT by batch (rows) and context (columns); None where memory ends."""
+
+    contexts: tuple[int, ...]
+    ttft_s: tuple[float, ...]
+    rows: tuple[tuple[int, tuple[float | None, ...]], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "contexts": list(self.contexts),
+            "ttft_s": list(self.ttft_s),
+            "rows": [{"batch": batch, "tpot_s": list(values)} for batch, values in self.rows],
+        }
+
+
+def latency_table(plan: ServingPlan) -> LatencyTable:
+    """TTFT and TPOT around the plan: its own batch and context, and the usual ones that the model and the memory allow."""
+    most = plan.shape.max_model_len or plan.spec.max_positions
+    own = plan.shape.context
+    contexts = sorted({c for c in TABLE_CONTEXTS if c < most} | {own})
+    batches = sorted({b for b in TABLE_BATCHES if b <= plan.largest_batch} | {min(plan.shape.batch, plan.largest_batch)})
+    room = plan.largest_batch * (plan.shape.prompt_tokens + plan.shape.output_tokens)  # tokens that the memory holds
+    first, rows = [], []
+    for context in contexts:
+        shape = replace(plan.shape, batch=1, prompt_tokens=context, output_tokens=1)
+        first.append(serving_times(plan.spec, shape, plan.hardware)[1])
+    for batch in batches:
+        row = []
+        for context in contexts:
+            # One answer token after context − 1 others: the step at that very context.
+            shape = replace(plan.shape, batch=batch, prompt_tokens=max(1, context - 1), output_tokens=1)
+            row.append(serving_times(plan.spec, shape, plan.hardware)[2] if batch * context <= room else None)
+        rows.append((batch, tuple(row)))
+    return LatencyTable(tuple(contexts), tuple(first), tuple(rows))

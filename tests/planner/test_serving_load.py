@@ -1,0 +1,186 @@
+"""A served model under load behaves as a simulated server does, and SLOs are kept at the edge they were searched to."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from machines import machine, small_llama
+from twostroke.core.errors import CapacityError, ConfigError
+from twostroke.core.families import read_spec
+from twostroke.core.spec import ModelSpec
+from twostroke.planner.hardware import load_hardware
+from twostroke.planner.serving import ServingPlan, ServingShape, plan_serving
+from twostroke.planner.serving_load import (
+    Slo,
+    at_rate,
+    largest_batch_within,
+    largest_rate,
+    latency_table,
+    pools_for,
+    replicas_for,
+    step_of_batch,
+)
+
+
+@pytest.fixture(scope="module")
+def llama_8b() -> ModelSpec:
+    return small_llama(
+        vocab_size=128_256,
+        n_layers=32,
+        d_model=4096,
+        n_heads=32,
+        n_kv_heads=8,
+        head_dim=128,
+        d_ff=14_336,
+        max_positions=131_072,
+    )
+
+
+@pytest.fixture
+def plan(llama_8b: ModelSpec) -> ServingPlan:
+    return plan_serving(llama_8b, ServingShape(batch=16, prompt_tokens=2048, output_tokens=256), load_hardware("h100"))
+
+
+def simulated(plan: ServingPlan, rate: float, n: int = 3000) -> tuple[float, float]:
+    """Mean TTFT and TPOT of ``n`` Poisson arrivals at a server that computes steps: all decoding requests advance by one token,
+    and all prompts that wait are computed beside them."""
+    step, beside, first = step_of_batch(plan), plan.added_by_a_prompt_s, plan.ttft_s
+    rng, now, arrivals = random.Random(3), 0.0, []
+    for _ in range(n):
+        now += rng.expovariate(rate)
+        arrivals.append(now)
+    waiting = list(arrivals)
+    heapq.heapify(waiting)
+    left: dict[int, list[float]] = {}
+    ttft, tpot, now, number = [], [], 0.0, 0
+    while waiting or left:
+        if not left and waiting and waiting[0] > now:
+            now = waiting[0]
+        prompts = []
+        while waiting and waiting[0] <= now:
+            prompts.append(heapq.heappop(waiting))
+        now += step(len(left)) + beside * len(prompts) if left else first + beside * (len(prompts) - 1)
+        for key in list(left):
+            left[key][0] -= 1
+            if left[key][0] == 0:
+                tpot.append((now - left.pop(key)[1]) / (plan.shape.output_tokens - 1))
+        for prompt in prompts:
+            ttft.append(now - prompt)
+            left[number] = [plan.shape.output_tokens - 1, now]
+            number += 1
+    return sum(ttft) / len(ttft), sum(tpot) / len(tpot)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.4])
+def test_latency_at_a_rate_is_that_of_a_simulated_server(plan: ServingPlan, share: float) -> None:
+    rate = share / plan.added_by_a_prompt_s
+    found = at_rate(plan, rate)
+    assert found is not None
+    ttft, tpot = simulated(plan, rate)
+    assert found.tpot_s == pytest.approx(tpot, rel=0.1)  # the batch varies around its mean
+    assert found.ttft_s == pytest.approx(ttft, rel=0.1)
+
+
+def test_littles_law_holds(plan: ServingPlan) -> None:
+    found = at_rate(plan, 5.0)
+    assert found is not None
+    assert found.batch == pytest.approx(5.0 * 255 * found.tpot_s, rel=1e-3)
+    assert found.e2e_s == pytest.approx(found.ttft_s + 255 * found.tpot_s)
+
+
+def test_a_rate_beyond_the_prompts_is_not_carried(plan: ServingPlan) -> None:
+    assert at_rate(plan, 1.01 / plan.added_by_a_prompt_s) is None
+    with pytest.raises(ConfigError, match="rate"):
+        at_rate(plan, 0.0)
+
+
+@pytest.mark.parametrize("slo", [Slo(tpot_s=0.012), Slo(ttft_s=0.1), Slo(ttft_s=0.2, tpot_s=0.02)])
+def test_the_largest_rate_is_at_the_edge_of_its_slo(plan: ServingPlan, slo: Slo) -> None:
+    found = largest_rate(plan, slo)
+    assert found is not None
+    assert slo.met(found.ttft_s, found.tpot_s)
+    beyond = at_rate(plan, 1.01 * found.rate_per_s)
+    assert beyond is None or not slo.met(beyond.ttft_s, beyond.tpot_s)
+
+
+def test_an_slo_below_one_request_alone_is_met_by_nothing(plan: ServingPlan) -> None:
+    assert largest_rate(plan, Slo(tpot_s=1e-6)) is None
+    with pytest.raises(CapacityError, match="no number of replicas"):
+        replicas_for(plan, 1.0, Slo(ttft_s=1e-6))
+
+
+def test_the_largest_batch_is_the_last_within_the_limit(plan: ServingPlan) -> None:
+    most = largest_batch_within(plan, 0.015)
+    for batch, holds in ((most, True), (most + 1, False)):
+        one = plan_serving(plan.spec, replace(plan.shape, batch=batch), plan.hardware)
+        # steps are interpolated between powers of two, on a curve that bends by less than 2% there
+        assert (one.loaded_tpot_s <= 0.015 * (1.02 if holds else 1.0)) or holds is False
+        assert holds or one.loaded_tpot_s > 0.015 * 0.98
+    assert largest_batch_within(plan, 1e-6) == 0
+
+
+def test_replicas_carry_the_rate_within_the_slo(plan: ServingPlan) -> None:
+    slo = Slo(ttft_s=0.3, tpot_s=0.02)
+    found = replicas_for(plan, 100.0, slo)
+    assert slo.met(found.each.ttft_s, found.each.tpot_s)
+    assert found.replicas * found.capacity_per_s >= 100.0 > (found.replicas - 1) * found.capacity_per_s
+    assert found.concurrency == pytest.approx(100.0 * found.each.e2e_s)
+    assert found.devices == found.replicas
+    assert found.usd_per_mtok == pytest.approx(found.usd_per_hour / (100.0 * 256 * 3600) * 1e6)
+
+
+def test_more_devices_a_copy_keep_a_tighter_slo(llama_8b: ModelSpec) -> None:
+    shape = ServingShape(batch=16, prompt_tokens=2048, output_tokens=256)
+    rates = []
+    for tensor in (1, 4):
+        wide = plan_serving(llama_8b, replace(shape, tensor=tensor), load_hardware("h100"))
+        best = largest_rate(wide, Slo(tpot_s=0.012))
+        assert best is not None
+        rates.append(best.rate_per_s)
+    assert rates[1] > 2 * rates[0]
+
+
+def test_separated_pools_keep_prompts_from_decoding(plan: ServingPlan) -> None:
+    pools, together = pools_for(plan, 50.0, Slo(tpot_s=0.012)), replicas_for(plan, 50.0, Slo(tpot_s=0.012))
+    assert pools.tpot_s <= 0.012 * 1.05  # and the transfer, once an answer
+    assert pools.transfer_bytes == 2048 * 131_072
+    assert pools.transfer_s == pytest.approx(2048 * 131_072 / plan.hardware.network.effective_bytes_per_s, rel=0.05)
+    assert pools.prefill_instances + pools.decode_instances <= together.replicas + 2
+
+
+def test_the_table_holds_the_plan_itself(plan: ServingPlan) -> None:
+    table = latency_table(plan)
+    assert plan.shape.context in table.contexts
+    column = table.contexts.index(plan.shape.context)
+    row = dict(table.rows)[16]
+    assert row[column] == pytest.approx(plan.tpot_s, rel=1e-3)
+    assert list(table.ttft_s) == sorted(table.ttft_s)
+    for _, values in table.rows:
+        known = [v for v in values if v is not None]
+        assert known == sorted(known)
+    assert dict(table.rows)[64][-1] is None  # 64 requests of 64 Ki tokens do not fit in 80 GB
+
+
+def test_a_calibrated_machine_is_planned_under_load_too() -> None:
+    small = plan_serving(small_llama(), ServingShape(batch=4, prompt_tokens=100, output_tokens=50), machine())
+    assert small.added_by_a_prompt_s == small.ttft_s  # our engine computes a prompt in steps of its own
+    assert small.loaded_tpot_s == pytest.approx(small.tpot_s + 3 / 50 * small.ttft_s)
+    found = at_rate(small, 0.3 / small.ttft_s)
+    assert found is not None
+    assert found.ttft_s > small.ttft_s
+    assert latency_table(small).rows
+
+
+def test_published_cache_sizes_hold(assets: Path) -> None:
+    """Llama-3-8B at 8,192 tokens: 1.00 GiB in bf16. Without grouped-query heads it would be 4, without values 0.5."""
+    spec = read_spec(assets / "configs/hf/Meta-Llama-3-8B.json")
+    shape = ServingShape(prompt_tokens=8191, output_tokens=1)
+    served = plan_serving(spec, shape, load_hardware("h100"))
+    assert served.kv_bytes_per_token * 8192 == 2**30
+    halved = plan_serving(spec, replace(shape, kv_dtype="fp8"), load_hardware("h100"))
+    assert halved.kv_bytes_per_token * 8192 == 2**29
