@@ -210,7 +210,7 @@ def _mlp_kept(spec: ModelSpec, kind: LayerKind, w: float, eager: bool, kept: Kep
         rows = product.active if product.split == "expert" else 1
         if product.name.endswith(("gate_up", "up")):
             total += w * rows * product.n
-            total += w * product.n / 2 if eager and kind.gated and kept.checkpointing == "none" else 0.0
+            total += w * rows * product.n / 2 if eager and kind.gated and kept.checkpointing == "none" else 0.0
             total += w * rows * spec.d_model if product.split == "expert" else 0.0  # the token's copy for each expert
         elif product.name.endswith("down"):
             total += w * rows * product.k if kept.checkpointing == "none" and kept.input_of(product.name) else 0.0

@@ -436,7 +436,7 @@ def plan_training(
         network_bytes_per_step=sum(t.sent_bytes for t in traffic)
         or all_reduce_sent_bytes(bytes_of(shape.compute_dtype) * trained, 2),
         cost=None,
-        notes=() if hardware.basis == "measured" else (DATASHEET_NOTE,),
+        notes=(*(() if hardware.basis == "measured" else (DATASHEET_NOTE,)), *beyond_our_trainer(shape, layout)),
         layout=layout,
         traffic=traffic,
         bubble_s=bubble_of(shape, layout, time, traffic),
@@ -452,6 +452,19 @@ def plan_training(
         assert spent is not None
         plan = replace(plan, cost=cost_of(spent, hardware, layout.n_devices))
     return plan
+
+
+def beyond_our_trainer(shape: TrainingShape, layout: Layout) -> tuple[str, ...]:
+    """A note that names what is planned and ``twostroke train`` does not do by itself."""
+    named = {
+        f"optimizer {shape.optimizer}": shape.optimizer not in ("adamw", "muon"),
+        f"dtype {shape.dtype}": shape.dtype not in ("bf16", "fp32"),
+        f"{shape.checkpointing} checkpointing": shape.checkpointing != "none",
+        "whole logits": shape.logits != "chunked",
+        f"{layout.n_devices:,} devices": layout.n_devices > 1,
+    }
+    found = ", ".join(name for name, wanted in named.items() if wanted)
+    return (f"`twostroke train` does not do this by itself: {found}.",) if found else ()
 
 
 def n_nodes(layout: Layout, hardware: Hardware) -> int:

@@ -99,7 +99,18 @@ def traffic_lines(plan: TrainingPlan) -> list[str]:
         ]
         for t in plan.traffic
     ]
-    return [columns(rows, right=(2, 3, 4, 5, 6, 7)), ""]
+    return [columns(rows, right=(2, 3, 4, 5, 6, 7)), link_line(plan), ""]
+
+
+def link_line(plan: TrainingPlan) -> str:
+    """The links that the traffic was timed with."""
+    machine, found = plan.hardware, []
+    node = plan.layout.devices_per_node or machine.devices_per_node
+    for where, link in ((f"inside a node of {node}", machine.link), ("between nodes", machine.network)):
+        share = link.effective_bytes_per_s / link.bytes_per_s
+        reached = f", {100 * share:.0f}% of it reached (assumed)" if share < 1 else ""
+        found.append(f"{where} {link.bytes_per_s / 1e9:,.4g} GB/s ({link.kind}{reached})")
+    return f"links     {'; '.join(found)}"
 
 
 def resilience_lines(plan: TrainingPlan) -> list[str]:
