@@ -296,11 +296,11 @@ class Pass:
         seconds = 0.0
         near = self.tensor > 1 or self.exchange_devices > 1
         if near and self.reduces:
-            seconds += self.reduces * ring_all_reduce_s(self.reduced_bytes, self.tensor, _scaled(self.link, rates))
+            seconds += self.reduces * ring_all_reduce_s(self.reduced_bytes, self.tensor, scaled_link(self.link, rates))
         if self.exchanges:
-            seconds += self.exchanges * all_to_all_s(self.exchanged_bytes, self.exchange_devices, _scaled(self.link, rates))
+            seconds += self.exchanges * all_to_all_s(self.exchanged_bytes, self.exchange_devices, scaled_link(self.link, rates))
         if self.sends:
-            seconds += self.sends * send_s(self.sent_bytes, _scaled(self.far_link, rates))
+            seconds += self.sends * send_s(self.sent_bytes, scaled_link(self.far_link, rates))
         return seconds
 
     def starts_s(self, rates: Efficiencies) -> float:
@@ -326,7 +326,7 @@ class _Wire:
     effective_bytes_per_s: float
 
 
-def _scaled(link: Link, rates: Efficiencies) -> Any:
+def scaled_link(link: Link, rates: Efficiencies) -> Any:
     """``link`` as collectives of serving engines find it: the fitted α on a fast one, the fitted share of its rate."""
     if link.kind == "measured":
         return link

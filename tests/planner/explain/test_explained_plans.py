@@ -19,6 +19,7 @@ from twostroke.planner.explain.term import Explanation
 from twostroke.planner.hardware import Hardware, hardware_names, load_hardware
 from twostroke.planner.layout import Layout
 from twostroke.planner.serving import ServingShape, plan_serving
+from twostroke.planner.speculation import Speculation
 from twostroke.planner.text.explain import explanation_text, term_line
 from twostroke.planner.training import TrainingShape, plan_training
 
@@ -127,11 +128,36 @@ def test_terms_of_expert_parallel_ranks_give_the_plan(layout: Layout, method: st
 
 @pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize(
-    "changes", [{}, {"scheme": "int8", "batch": 8}, {"scheme": "fp32", "prompt_tokens": 77, "output_tokens": 3}], ids=str
+    "changes",
+    [
+        {},
+        {"scheme": "int8", "batch": 8},
+        {"scheme": "fp32", "prompt_tokens": 77, "output_tokens": 3},
+        {"batch": 64, "prefix_hit_share": 0.5, "speculation": Speculation(4, 0.8, 0.05)},
+    ],
+    ids=str,
 )
 def test_terms_of_serving_give_the_plan(name: str, changes: dict[str, object], hardware: Hardware) -> None:
     plan = plan_serving(MODELS[name], ServingShape(**changes), hardware)  # type: ignore[arg-type]
     assert held(explain(plan)) > 25
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("scheme", ["fp8", "int4", "mxfp4", "w8a8"])
+@pytest.mark.parametrize("placement", [{"tensor": 2}, {"pipeline": 2, "tensor": 4}, {"pipeline": 3}], ids=str)
+def test_terms_of_serving_on_several_devices_give_the_plan(name: str, scheme: str, placement: dict[str, int]) -> None:
+    shape = ServingShape(scheme=scheme, batch=16, kv_dtype="fp8", **placement)  # type: ignore[arg-type]
+    terms = explain(plan_serving(MODELS[name], shape, load_hardware("h200")))
+    assert held(terms) > 25
+    assert any(t.symbol.endswith(("_reduces_s", "_sends_s")) for t in terms)
+
+
+@pytest.mark.parametrize("name", ["experts", "latent"])
+def test_terms_of_serving_with_spread_experts_give_the_plan(name: str) -> None:
+    shape = ServingShape(scheme="fp8", batch=64, tensor=2, expert=8)
+    terms = explain(plan_serving(MODELS[name], shape, load_hardware("h200")))
+    held(terms)
+    assert terms["decode_exchanges_s"].value > 0
 
 
 @pytest.mark.parametrize("steps", [0, 50])

@@ -111,7 +111,7 @@ def _mlp(kind: LayerKind, eager: bool, kept: Kept) -> list[str]:
         times = "X_active·" if product.split == "expert" else ""
         if product.name.endswith(("gate_up", "up")):
             parts.append(f"w·{times}{rows}")
-            parts += [f"w·{rows}/2"] if eager and kind.gated and nothing_recomputed else []
+            parts += [f"w·{times}{rows}/2"] if eager and kind.gated and nothing_recomputed else []
             parts += ["w·X_active·E"] if times else []
         elif product.name.endswith("down"):
             parts += [f"w·{times}{columns}"] if nothing_recomputed and kept.input_of(product.name) else []

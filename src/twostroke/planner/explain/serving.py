@@ -2,58 +2,116 @@
 
 from __future__ import annotations
 
+import math
+
 from twostroke.core.dtypes import bytes_of
-from twostroke.planner.explain.attention import kinds_of, numbers_of_kinds
-from twostroke.planner.explain.model import cached_elements, explain_model, total
+from twostroke.planner.explain.attention import (
+    decode_attention,
+    explain_attention_flops,
+    kinds_of,
+    numbers_of_kinds,
+)
+from twostroke.planner.explain.model import cached_elements, explain_model, letters, total
 from twostroke.planner.explain.money import explain_prices
+from twostroke.planner.explain.passes import explain_pass
 from twostroke.planner.explain.term import Explanation
-from twostroke.planner.params import count_parameters
+from twostroke.planner.params import count_parameters, head_product, layer_kinds
 from twostroke.planner.serving import (
     CPU_MEMORY_UTILISATION,
     GPU_MEMORY_UTILISATION,
     PAGE_TOKENS,
     ServingPlan,
+    decode_pass,
+    kv_bytes_on_device,
     memory_for_kv,
+    prompt_pass,
     request_kv_bytes,
+    runs_our_engine,
 )
+from twostroke.planner.step_time import efficiencies_of
+from twostroke.planner.weights import KEPT, matrix_bytes, scheme_of, weights_bytes
 
 
 def explain_serving(plan: ServingPlan) -> Explanation:
     """Every number of ``plan``, in the order in which one follows from another."""
     terms = Explanation()
     explain_model(terms, plan.spec)
+    _weights(terms, plan)
     _memory(terms, plan)
+    _work(terms, plan)
     _time(terms, plan)
+    _load(terms, plan)
     _money(terms, plan)
     return terms
 
 
+# -- memory ---------------------------------------------------------------------------------------------------------------
+
+
 def _weights(terms: Explanation, plan: ServingPlan) -> None:
-    scheme, value = plan.shape.scheme, plan.memory_bytes["weights"]
-    if scheme == "int8":
-        rows = value - count_parameters(plan.spec).block_matrices
-        rows = (rows - 2.0 * (count_parameters(plan.spec).total - count_parameters(plan.spec).block_matrices)) / 4
-        terms.add(
-            "memory", "weights_bytes", value, "bytes", "1·N_matrices + 4·rows + 2·(N − N_matrices)",
-            "int8: one byte an element and an fp32 scale an output row; the rest stays bf16", rows=rows,
-        )  # fmt: skip
+    """Bytes of the whole model under its scheme, and of one device's part."""
+    spec, scheme = plan.spec, plan.shape.scheme
+    how, whole = scheme_of(scheme), weights_bytes(plan.spec, plan.shape.scheme)
+    if not how.quantised:
+        terms.add("memory", "model_bytes", whole, "bytes", "w·N", f"every parameter in {scheme}", w=how.element_bytes)
     else:
-        terms.add("memory", "weights_bytes", value, "bytes", "w·N", f"every parameter in {scheme}", w=bytes_of(scheme))
+        quantised = blocks = 0.0
+        for kind, count in layer_kinds(spec):
+            for product in kind.products:
+                if how.quantises(product, spec.moe is not None):
+                    columns = math.ceil(product.k / how.block_columns) if how.block_columns else 1
+                    quantised += count * product.stored
+                    blocks += count * product.copies * math.ceil(product.n / how.block_rows) * columns
+        each = f"{how.block_rows} × {how.block_columns or 'all'} elements"
+        terms.add(
+            "memory", "model_bytes", whole, "bytes", "element·quantised + scale·blocks + kept·(N − quantised)",
+            f"{scheme}: a scale for {each} of the blocks' matrices; the rest in 16 bits", element=how.element_bytes,
+            quantised=quantised, scale=how.scale_bytes, blocks=blocks, kept=KEPT,
+        )  # fmt: skip
+    at, value = plan.shape.placement, plan.memory_bytes["weights"]
+    if at.devices == 1:
+        terms.add("memory", "weights_bytes", value, "bytes", "model_bytes", "all of it on one device")
+        return
+    sums = {"replicated": 0.0, "expert": 0.0, "cut": 0.0}
+    for kind, count in layer_kinds(spec):
+        for product in kind.products:
+            name = product.split if product.split in sums else "cut"
+            sums[name] += count * product.copies * matrix_bytes(spec, product, scheme)
+    stages = min(at.pipeline, spec.n_layers)
+    ends = 1 if stages == 1 or spec.tied_embeddings else 2
+    terms.add(
+        "memory", "weights_bytes", value, "bytes",
+        "⌈L/stages⌉/L·(cut/tensor + expert_bytes/stage_devices + replicated) "
+        "+ (model_bytes − cut − expert_bytes − replicated)/tensor/ends",
+        "one device: matrices cut by tensor parallel, whole experts spread, layers by stage; embedding or head at an end",
+        L=spec.n_layers, stages=stages, cut=sums["cut"], expert_bytes=sums["expert"], replicated=sums["replicated"],
+        tensor=at.tensor, stage_devices=at.stage_devices, ends=ends,
+    )  # fmt: skip
 
 
 def _memory(terms: Explanation, plan: ServingPlan) -> None:
-    spec, shape, hardware = plan.spec, plan.shape, plan.hardware
-    _weights(terms, plan)
+    spec, shape, hardware, at = plan.spec, plan.shape, plan.hardware, plan.shape.placement
     parts = [f"L{suffix}·{cached_elements(spec, kind, suffix)}" for suffix, kind, _ in kinds_of(spec)]
-    numbers = numbers_of_kinds(spec) | {"w": bytes_of(shape.cache_dtype)}
     terms.add(
         "memory", "kv_bytes_per_token", plan.kv_bytes_per_token, "bytes", f"({total(parts)})·w",
-        f"keys and values of every layer in {shape.cache_dtype}; K key heads, not H", **numbers,
+        f"keys and values of every layer in {shape.cache_dtype}; K key heads, not H",
+        **numbers_of_kinds(spec) | {"w": bytes_of(shape.cache_dtype)},
     )  # fmt: skip
     terms.add(
         "memory", "kv_request_bytes", request_kv_bytes(spec, shape), "bytes",
         "⌈(prompt + output)/page⌉·page·kv_bytes_per_token", "a request's last page is counted whole",
         prompt=shape.prompt_tokens, output=shape.output_tokens, page=PAGE_TOKENS,
+    )  # fmt: skip
+    numbers: dict[str, float] = {"page": PAGE_TOKENS, "pages": plan.pages, "heads": 1}
+    over = ""
+    if at.devices > 1:
+        numbers["heads"] = 1 if spec.mla is not None else min(at.tensor, spec.n_kv_heads)
+        numbers |= {"stages": min(at.pipeline, spec.n_layers), "groups": at.attention_groups}
+        over = "/(heads·stages·groups)"
+    here = kv_bytes_on_device(spec, shape, request_kv_bytes(spec, shape))
+    terms.add(
+        "memory", "kv_request_here_bytes", here, "bytes", f"kv_request_bytes{over}",
+        "of it on one device: key heads by tensor, layers by stage, requests by attention group", **numbers,
     )  # fmt: skip
     share = GPU_MEMORY_UTILISATION if hardware.kind == "gpu" else CPU_MEMORY_UTILISATION
     process = plan.memory_bytes["process"]
@@ -63,11 +121,11 @@ def _memory(terms: Explanation, plan: ServingPlan) -> None:
         share=share, memory=hardware.memory_bytes, process=process,
     )  # fmt: skip
     terms.add(
-        "memory", "largest_batch", plan.largest_batch, "requests", "⌊room_for_kv_bytes/kv_request_bytes⌋", "whole requests"
+        "memory", "largest_batch", plan.largest_batch, "requests", "⌊room_for_kv_bytes/kv_request_here_bytes⌋", "whole requests"
     )
     terms.add(
-        "memory", "kv_cache_bytes", plan.memory_bytes["kv_cache"], "bytes", "pages·page·kv_bytes_per_token",
-        "whole pages of the cache the engine takes", pages=plan.pages, page=PAGE_TOKENS,
+        "memory", "kv_cache_bytes", plan.memory_bytes["kv_cache"], "bytes", f"pages·page·kv_bytes_per_token{over}",
+        "whole pages of the cache the engine takes, one device", **numbers,
     )  # fmt: skip
     terms.add(
         "memory", "activations_bytes", plan.memory_bytes["activations"], "bytes", "min(prompt, 8192)·(4·E + 3·F)·w",
@@ -80,35 +138,104 @@ def _memory(terms: Explanation, plan: ServingPlan) -> None:
     )  # fmt: skip
 
 
+# -- work -----------------------------------------------------------------------------------------------------------------
+
+
+def _work(terms: Explanation, plan: ServingPlan) -> None:
+    spec, shape = plan.spec, plan.shape
+    explain_attention_flops(terms, spec, "prompt", shape.prompt_tokens)
+    active = "N_matrices_active" if any(t.symbol == "N_matrices_active" for t in terms) else "N_matrices"
+    matrices = f"2·({active} + N_projections)" if count_parameters(spec).projections else f"2·{active}"
+    numbers = letters(spec) | {"prompt": shape.prompt_tokens, "context": shape.context, "E_head": head_product(spec).k}
+    terms.add(
+        "work", "prefill_flops_per_token", plan.prefill_flops_per_token, "FLOP",
+        f"{matrices} + 2·V·E_head/prompt + attention_flops_per_token", "the head for the last token only", **numbers,
+    )  # fmt: skip
+    terms.add(
+        "work", "decode_flops_per_token", plan.decode_flops_per_token, "FLOP",
+        f"{matrices} + 2·V·E_head + {decode_attention(spec, 'context', shape.context)}", "one new token at the mean context",
+        **numbers | numbers_of_kinds(spec),
+    )  # fmt: skip
+
+
+# -- time -----------------------------------------------------------------------------------------------------------------
+
+
 def _time(terms: Explanation, plan: ServingPlan) -> None:
-    shape, basis = plan.shape, f"rates {plan.hardware.basis}"
-    for symbol, works, what in (
-        ("ttft_s", plan.prefill, "one prompt alone"), ("tpot_s", plan.decode, f"one step of {shape.batch} requests")
-    ):  # fmt: skip
+    spec, shape, hardware, basis = plan.spec, plan.shape, plan.hardware, f"rates {plan.hardware.basis}"
+    if runs_our_engine(spec, shape, hardware):
+        for symbol, works, what in (
+            ("ttft_s", plan.prefill, "one prompt alone"),
+            ("step_s", plan.decode, f"one step of {shape.batch} requests"),
+        ):
+            terms.add(
+                "time", symbol, sum(w.seconds for w in works), "s", " + ".join(w.component for w in works),
+                f"{what}; {basis}: products, attention, operators of the engine as calibrated", "measured",
+                **{w.component: w.seconds for w in works},
+            )  # fmt: skip
+    else:
+        rates = efficiencies_of(hardware, shape.engine)
+        explain_pass(terms, "prefill", "ttft_s", prompt_pass(spec, shape, hardware), rates, hardware)
+        explain_pass(terms, "decode", "step_s", decode_pass(spec, shape, hardware), rates, hardware)
+    if shape.speculation is None or plan.check_s is None:
+        terms.add("time", "tpot_s", plan.tpot_s, "s", "step_s", "a token a step")
+    else:
+        guess = shape.speculation
+        formula = "(1 − α^(γ + 1))/(1 − α)" if guess.acceptance < 1 else "γ + 1"
+        numbers = {"α": guess.acceptance, "γ": guess.draft_tokens, "c": guess.draft_cost, "check_s": plan.check_s}
+        source = "Leviathan et al., arXiv 2211.17192"
+        terms.add("time", "tokens_per_step", guess.tokens_per_step, "tokens", formula, f"{source}, equation 1", **numbers)
         terms.add(
-            "time", symbol, sum(w.seconds for w in works), "s", " + ".join(w.component for w in works), f"{what}; {basis}",
-            **{w.component: w.seconds for w in works},
+            "time", "tpot_s", plan.tpot_s, "s", "(γ·c·step_s + check_s)/tokens_per_step",
+            f"{source}: drafting, and a step that checks γ + 1 tokens", **numbers,
         )  # fmt: skip
     terms.add(
         "time", "e2e_s", plan.e2e_s, "s", "ttft_s + (output − 1)·tpot_s", "the first token is the prefill's",
         output=shape.output_tokens,
     )  # fmt: skip
-    numbers = {"B": shape.batch, "prompt": shape.prompt_tokens, "output": shape.output_tokens}
-    terms.add("time", "prefill_tok_per_s", plan.prefill_tok_per_s, "tok/s", "prompt/ttft_s", "one prompt alone", **numbers)
-    terms.add("time", "decode_tok_per_s", plan.decode_tok_per_s, "tok/s", "B/tpot_s", "all requests together", **numbers)
+    counts = {"B": shape.batch, "prompt": shape.prompt_tokens, "output": shape.output_tokens}
+    terms.add("time", "prefill_tok_per_s", plan.prefill_tok_per_s, "tok/s", "prompt/ttft_s", "one prompt alone", **counts)
+    terms.add("time", "decode_tok_per_s", plan.decode_tok_per_s, "tok/s", "B/tpot_s", "all requests together", **counts)
     terms.add(
         "time", "output_tok_per_s", plan.output_tok_per_s, "tok/s", "B·output/(B·ttft_s + output·tpot_s)",
-        "a batch kept full, prefills one after another", **numbers,
+        "a batch kept full, prefills one after another", **counts,
+    )  # fmt: skip
+
+
+def _load(terms: Explanation, plan: ServingPlan) -> None:
+    """B users who each ask again at once."""
+    shape = plan.shape
+    numbers = {"B": shape.batch, "output": shape.output_tokens, "interference": plan.interference}
+    beside = "ttft_s" if plan.prompt_beside_s is None else "prompt_beside_s"
+    numbers |= {} if plan.prompt_beside_s is None else {"prompt_beside_s": plan.prompt_beside_s}
+    terms.add(
+        "load", "loaded_tpot_s", plan.loaded_tpot_s, "s", f"tpot_s + (B − 1)/output·interference·{beside}",
+        "other users' prompts are computed between tokens", **numbers,
+    )  # fmt: skip
+    formula = "ttft_s" if shape.batch == 1 else "ttft_s·(1 + (B − 1)/(2·output)) + tpot_s/2"
+    terms.add(
+        "load", "loaded_ttft_s", plan.loaded_ttft_s, "s", formula, "half a running step, and prompts that came just before",
+        **numbers,
+    )  # fmt: skip
+    terms.add(
+        "load", "loaded_e2e_s", plan.loaded_e2e_s, "s", "loaded_ttft_s + (output − 1)·loaded_tpot_s", "of a whole answer",
+        **numbers,
     )  # fmt: skip
 
 
 def _money(terms: Explanation, plan: ServingPlan) -> None:
     explain_prices(terms, plan.hardware)
+    by_phase = plan.usd_by_phase
+    for symbol, value, rate, what in (
+        ("usd_per_mtok", plan.usd_per_mtok, "output_tok_per_s", "output tokens, prefill included"),
+        ("input_usd_per_mtok", by_phase.input_usd_per_mtok, "prefill_tok_per_s", "prompt tokens"),
+        ("output_usd_per_mtok", by_phase.output_usd_per_mtok, "decode_tok_per_s", "output tokens, prefill apart"),
+    ):
+        terms.add(
+            "money", symbol, value, "usd", f"devices·usd_per_hour·1e6/(3600·{rate})", f"per million {what}, never idle",
+            devices=plan.devices,
+        )  # fmt: skip
     terms.add(
-        "money", "usd_per_mtok", plan.usd_per_mtok, "usd", "usd_per_hour·1e6/(3600·output_tok_per_s)",
-        "per million output tokens, prefill included, never idle",
-    )  # fmt: skip
-    terms.add(
-        "money", "kwh_per_mtok", plan.kwh_per_mtok, "kWh", "watts·PUE/1000·1e6/(3600·output_tok_per_s)",
-        "per million output tokens",
+        "money", "kwh_per_mtok", plan.kwh_per_mtok, "kWh", "devices·watts·PUE/1000·1e6/(3600·output_tok_per_s)",
+        "per million output tokens", devices=plan.devices,
     )  # fmt: skip
