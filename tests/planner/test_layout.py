@@ -6,6 +6,7 @@ import pytest
 
 from machines import small_llama
 from twostroke.core.errors import ConfigError
+from twostroke.core.spec import MoeSpec
 from twostroke.planner.layout import SINGLE, Layout
 
 
@@ -59,3 +60,14 @@ def test_126_layers_on_16_stages_as_llama_3_has_them() -> None:
     layout = Layout(pipeline=16, interleave=8)
     layout.check(small_llama(n_layers=126))
     assert layout.layers_of_stage(126) == 8
+
+
+def test_an_expert_is_cut_only_where_experts_leave_devices_for_it() -> None:
+    spec = small_llama(moe=MoeSpec(n_experts=8, top_k=2, d_expert=3, n_shared_experts=1, d_shared=64))
+    Layout(tensor=4, expert=4).check(spec)
+    with pytest.raises(ConfigError, match=r"tensor=4 must divide moe.d_expert=3. Use 1 or 2"):
+        Layout(tensor=4, expert=2).check(spec)
+    with pytest.raises(ConfigError, match="shared experts' width=2"):
+        Layout(tensor=4).check(small_llama(moe=MoeSpec(8, 2, 64, n_shared_experts=1, d_shared=2)))
+    with pytest.raises(ConfigError, match="n_experts=8"):
+        Layout(data=3, expert=3).check(spec)

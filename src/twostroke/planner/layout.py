@@ -108,15 +108,15 @@ SINGLE = Layout()
 def _check(layout: Layout, spec: ModelSpec) -> None:
     tensor = layout.tensor
     if tensor > 1:
+        broken = {}
         if spec.n_heads % tensor:
-            raise ConfigError(f"tensor={tensor} must divide n_heads={spec.n_heads}. Use {_tensor_choices(spec)}.")
-        if spec.mla is None and spec.n_kv_heads % tensor and tensor % spec.n_kv_heads:
-            raise ConfigError(
-                f"tensor={tensor} must divide n_kv_heads={spec.n_kv_heads} or be a multiple. Use {_tensor_choices(spec)}."
-            )
-        for name, width in _mlp_widths(spec).items():
-            if width % tensor:
-                raise ConfigError(f"tensor={tensor} must divide {name}={width}. Use {_tensor_choices(spec)}.")
+            broken["n_heads"] = f"n_heads={spec.n_heads}"
+        elif spec.mla is None and spec.n_kv_heads % tensor and tensor % spec.n_kv_heads:
+            broken["n_kv_heads"] = f"n_kv_heads={spec.n_kv_heads} or be a multiple"
+        broken |= {name: f"{name}={width}" for name, width in _mlp_widths(spec, tensor, layout.expert).items()}
+        if broken:
+            rule = next(iter(broken.values()))
+            raise ConfigError(f"tensor={tensor} must divide {rule}. Use {_tensor_choices(spec, layout)}.")
     chunks = layout.pipeline * layout.interleave
     if spec.n_layers % chunks and (spec.n_layers + 2) % chunks:
         words = f"pipeline={layout.pipeline}" + (f" · interleave={layout.interleave}" if layout.interleave > 1 else "")
@@ -131,20 +131,22 @@ def _check(layout: Layout, spec: ModelSpec) -> None:
             )
 
 
-def _mlp_widths(spec: ModelSpec) -> dict[str, int]:
-    """The MLP widths that tensor parallel cuts, by name: the dense one where any layer has it, and the shared experts'."""
-    if spec.moe is None:
-        return {"d_ff": spec.d_ff}
-    widths = {"moe.d_expert": spec.moe.d_expert}
-    if spec.moe.layers is not None and len(spec.moe.layers) < spec.n_layers:
-        widths["d_ff"] = spec.d_ff
-    return widths
+def _mlp_widths(spec: ModelSpec, tensor: int, expert: int) -> dict[str, int]:
+    """The MLP widths that tensor parallel cannot cut, by name: the dense one where any layer has it, the shared experts', and
+    an expert's own, which is cut only as far as ``expert`` leaves devices for it."""
+    cuts = {}
+    if spec.moe is None or (spec.moe.layers is not None and len(spec.moe.layers) < spec.n_layers):
+        cuts["d_ff"] = (spec.d_ff, tensor)
+    if spec.moe is not None:
+        cuts["moe.d_expert"] = (spec.moe.d_expert, max(1, tensor // expert))
+        cuts["the shared experts' width"] = (spec.moe.shared_width, tensor)
+    return {name: width for name, (width, cut) in cuts.items() if width % cut}
 
 
-def _tensor_choices(spec: ModelSpec) -> str:
+def _tensor_choices(spec: ModelSpec, layout: Layout) -> str:
     def fits(tensor: int) -> bool:
         heads = spec.mla is not None or spec.n_kv_heads % tensor == 0 or tensor % spec.n_kv_heads == 0
-        return heads and all(width % tensor == 0 for width in _mlp_widths(spec).values())
+        return heads and not _mlp_widths(spec, tensor, layout.expert)
 
     return _one_of([d for d in _divisors_of(spec.n_heads) if fits(d)])
 
