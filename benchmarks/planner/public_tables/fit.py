@@ -346,10 +346,8 @@ def error_table(title: str, keyed: Iterable[tuple[tuple[str, ...], float]]) -> l
     for key in sorted(groups):
         found = np.array(groups[key])
         size = np.abs(found)
-        lines.append(
-            f"| {' · '.join(key)} | {len(found)} | {100 * np.median(size):.1f}% | {100 * np.quantile(size, 0.9):.1f}% "
-            f"| {100 * np.median(found):+.1f}% |"
-        )
+        middle, high, bias = (100 * v for v in (np.median(size), np.quantile(size, 0.9), np.median(found)))
+        lines.append(f"| {' · '.join(filter(None, key))} | {len(found)} | {middle:.1f}% | {high:.1f}% | {bias:+.1f}% |")
     return [*lines, ""]
 
 
@@ -439,7 +437,10 @@ def summary(
         lines += error_table("Cached prompts, told", (((r.system, r.model), error(predict(r, of, True), r)) for r in hits))
     lines += ["## Experts, and prefill apart from decode: constants of the dense rows, no row of these seen", ""]
     others = [r for r in rows if not (r.dense and r.mode == "agg")]
-    lines += error_table("By device and mode", (((r.system, r.mode), error(predict(r, of), r)) for r in others))
+    lines += error_table(
+        "By device and mode",
+        (((r.system, r.mode, "over 8 devices as written" if r.tensor > 8 else ""), error(predict(r, of), r)) for r in others),
+    )
     lines += error_table(
         "By model", (((r.model, r.system, r.engine, r.precision, r.mode), error(predict(r, of), r)) for r in others)
     )
