@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import pytest
 
+from machines import machine as calibrated_machine
 from machines import small_llama
 from twostroke.core.errors import ConfigError
-from twostroke.core.spec import ModelSpec
+from twostroke.core.spec import ModelSpec, MoeSpec
 from twostroke.planner.choosing import OBJECTIVES, Objective
 from twostroke.planner.hardware import Hardware, hardware_names, load_hardware
 from twostroke.planner.layout import Layout
@@ -25,6 +26,7 @@ from twostroke.planner.search import (
     TrainWork,
     search_serving,
     search_training,
+    serve_placements,
     train_layouts,
 )
 from twostroke.planner.serving import ServingShape, plan_serving
@@ -69,6 +71,47 @@ def test_the_winner_is_what_planning_each_by_itself_finds(objective: Objective) 
     assert found(search) == pytest.approx(best[0], rel=1e-9)
     assert (winner.device, winner.precision, winner.batch) == best[1:]
     assert search.kept == len(scores)
+
+
+def test_several_devices_are_planned_as_plan_serve_does() -> None:
+    """Brute force over tensor, pipeline and expert parallel, of a mixture of experts: what ``plan_serving`` says of each, with
+    the latencies of users who ask again at once."""
+    spec = llama_8b().with_(moe=MoeSpec(n_experts=8, top_k=2, d_expert=14336))
+    machine, batches = load_hardware("h200"), (4, 128)
+    search = search_serving(spec, SERVED, Space((machine,), 4, ("fp8",), batches), ServeLimits(tpot_s=0.02), "time")
+    placements = {(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 4, 1)}
+    placements |= {(1, 1, 2), (1, 1, 4), (1, 2, 2), (2, 1, 4)}  # experts on more devices than attention
+    assert set(serve_placements(spec, 4, 8)) == placements
+    best = None
+    kept = 0
+    for (tensor, pipeline, expert), batch in itertools.product(sorted(placements), batches):
+        shape = ServingShape("fp8", batch, 512, 128, tensor=tensor, pipeline=pipeline, expert=expert)
+        plan = plan_serving(spec, shape, machine)
+        if plan.largest_batch >= batch and plan.loaded_tpot_s <= 0.02:
+            kept += 1
+            best = min(best or (plan.loaded_e2e_s, plan), (plan.loaded_e2e_s, plan), key=lambda pair: pair[0])
+    assert best is not None
+    winner, plan = search.winner, best[1]
+    assert winner is not None
+    assert search.kept == kept
+    assert winner.n_devices == plan.devices
+    for name, value in {
+        "e2e_s": best[0],
+        "loaded_ttft_s": plan.loaded_ttft_s,
+        "loaded_tpot_s": plan.loaded_tpot_s,
+        "output_tok_per_s": plan.output_tok_per_s,
+        "cost_per_mtok_usd": plan.usd_per_mtok,
+        "energy_per_mtok_kwh": plan.kwh_per_mtok,
+    }.items():
+        assert winner.values[name] == pytest.approx(value, rel=1e-9), name
+
+
+def test_more_devices_never_find_a_worse_one() -> None:
+    """A larger space contains the smaller one."""
+    spec = llama_8b()
+    times = [found(search_serving(spec, SERVED, Space(machines("l40s"), n), ServeLimits(), "time")) for n in (1, 2, 4, 8)]
+    assert times == sorted(times, reverse=True)
+    assert times[-1] < times[0]
 
 
 def test_every_candidate_is_accounted_for() -> None:
@@ -140,6 +183,20 @@ def test_a_precision_without_arithmetic_is_a_reason() -> None:
     assert a100.rejected == {"type": 1}
     assert search.winner is not None
     assert search.winner.device == "h100-sxm"
+
+
+def test_of_a_calibrated_machine_there_is_one() -> None:
+    """A laptop is not bought eight times, and its engine serves three ways to hold weights."""
+    spec, here = small_llama(), calibrated_machine()
+    served = search_serving(spec, SERVED, Space((here,), 8))
+    assert {c.n_devices for c in served.best} == {1}
+    assert served.results[0].rejected["type"] == 2  # fp8 and int4
+    assert served.winner is not None
+    plan = plan_serving(spec, ServingShape(served.winner.precision, served.winner.batch, 512, 128), here)
+    assert served.winner.values["loaded_tpot_s"] == pytest.approx(plan.loaded_tpot_s)
+    assert served.winner.values["cost_per_mtok_usd"] == pytest.approx(plan.usd_per_mtok)
+    trained = search_training(spec, TrainWork(1e8, 512, 2**15), Space((here,), 8))
+    assert {c.n_devices for c in trained.best} == {1}
 
 
 # -- training -------------------------------------------------------------------------------------------------------------

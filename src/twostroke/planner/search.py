@@ -161,7 +161,8 @@ class TrainWork:
 
 @dataclass(frozen=True)
 class Space:
-    """What may be combined. ``counts`` are devices of one kind; a mixture of kinds is not searched."""
+    """What may be combined: up to ``max_devices`` of one kind (a mixture of kinds is not searched), ``precisions`` and
+    ``batches`` (none: those of the phase)."""
 
     machines: tuple[Hardware, ...]
     max_devices: int = MAX_DEVICES
@@ -177,11 +178,15 @@ class Space:
             if batch < 1:
                 raise ConfigError(f"batch={batch} must be at least 1.")
 
-    @property
-    def counts(self) -> tuple[int, ...]:
+    def most(self, machine: Hardware) -> int:
+        """Devices of ``machine``'s kind that may be used: of a calibrated machine as many as it has."""
+        return min(self.max_devices, machine.devices_per_node) if machine.basis == "measured" else self.max_devices
+
+    def counts(self, machine: Hardware) -> tuple[int, ...]:
         """1, 2, 4 … up to the most, and the most itself."""
-        powers = [2**i for i in range(self.max_devices.bit_length()) if 2**i <= self.max_devices]
-        return tuple(dict.fromkeys((*powers, self.max_devices)))
+        most = self.most(machine)
+        powers = [2**i for i in range(most.bit_length()) if 2**i <= most]
+        return tuple(dict.fromkeys((*powers, most)))
 
 
 @dataclass(frozen=True)
@@ -267,16 +272,15 @@ def serve_placements(spec: ModelSpec, max_devices: int, devices_per_node: int) -
 def _serve_candidates(spec: ModelSpec, work: ServeWork, space: Space, limits: ServeLimits) -> Iterator[Candidate]:
     batches = tuple(sorted(set(space.batches or BATCHES)))
     for machine in space.machines:
-        one_only = machine.basis == "measured" and machine.kind == "cpu"
+        our_engine = machine.basis == "measured" and machine.kind == "cpu"
         for scheme in space.precisions or SEARCHED_SCHEMES:
             lacking = _lacking_type(scheme, machine)
-            if one_only and scheme not in ENGINE_SCHEMES:
+            if our_engine and scheme not in ENGINE_SCHEMES:
                 lacking = scheme
             if lacking is not None:
                 yield _without_type("serve", machine, scheme, lacking)
                 continue
-            most = 1 if one_only else space.max_devices
-            for placement in serve_placements(spec, most, machine.devices_per_node):
+            for placement in serve_placements(spec, space.most(machine), machine.devices_per_node):
                 yield from _ServeTimer(spec, work, machine, scheme, placement, space, limits).candidates(batches)
 
 
@@ -404,7 +408,7 @@ class _ServeTimer:
         }
         limits = self.limits
         checks = (
-            ("devices", float(n_devices), float(self.space.max_devices), "devices"),
+            ("devices", float(n_devices), float(self.space.most(machine)), "devices"),
             ("ttft", loaded_ttft_s, limits.ttft_s, "s"),
             ("tpot", loaded_tpot_s, limits.tpot_s, "s"),
             ("usd_per_hour", usd_per_hour, limits.usd_per_hour, "usd"),
@@ -518,7 +522,7 @@ def _train_candidates(spec: ModelSpec, work: TrainWork, space: Space, limits: Tr
                 yield _without_type("train", machine, dtype, lacking)
                 continue
             shapes = _TrainShapes(work, dtype)
-            for n_devices in space.counts:
+            for n_devices in space.counts(machine):
                 for layout in train_layouts(spec, n_devices, machine.devices_per_node):
                     for micro, checkpointing in itertools.product(micro_batches, CHECKPOINTING):
                         shape = shapes.of(micro, layout.data, checkpointing)

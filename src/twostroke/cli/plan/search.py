@@ -51,7 +51,7 @@ def search(
     from twostroke.planner.hardware import hardware_names, load_hardware
     from twostroke.planner.schema import PLAN_SCHEMA
     from twostroke.planner.search import ServeLimits, ServeWork, Space, TrainLimits, search_serving, search_training, train_work
-    from twostroke.planner.text.search import nothing_found, search_text
+    from twostroke.planner.text.search import nothing_found, search_text, verdict_text
 
     if phase not in ("train", "serve", "both"):
         raise ConfigError(f"--phase={phase} is not known. Use train, serve or both.")
@@ -67,6 +67,7 @@ def search(
         "--usd-per-mtok": usd_per_mtok,
     }
     training: dict[str, float | str | None] = {"--days": None if days == A_YEAR else days, "--budget-usd": budget_usd}
+    _refuse_not_positive(serving | training | {"--usd-per-hour": usd_per_hour, "--days": days})
     _refuse_other_phase(
         phase, "train", serving | {"--requests-per-s": requests_per_s or None, "--scheme": next(iter(scheme), None)}
     )
@@ -93,7 +94,8 @@ def search(
         "subject": found.name,
         "searches": {done.phase: done.to_dict() for done in searches},
     }
-    emit(document, "\n\n".join(search_text(done, found.name, top) for done in searches), as_json)
+    texts = [*(search_text(done, found.name, top) for done in searches), verdict_text(searches)]
+    emit(document, "\n\n".join(filter(None, texts)), as_json)
 
 
 def _at_terms(machine: Hardware, terms: str) -> Hardware:
@@ -101,6 +103,15 @@ def _at_terms(machine: Hardware, terms: str) -> Hardware:
     from twostroke.planner.cost import rate_of
 
     return dataclasses.replace(machine, usd_per_hour=rate_of(machine, TERMS[terms]).usd_per_hour)  # type: ignore[arg-type]
+
+
+def _refuse_not_positive(options: dict[str, float | str | None]) -> None:
+    """Raise ConfigError for a limit that nothing could keep."""
+    from twostroke.core.errors import ConfigError
+
+    for name, value in options.items():
+        if isinstance(value, float) and not value > 0:
+            raise ConfigError(f"{name}={value:g} must be above 0. Leave it out for no limit.")
 
 
 def _seconds(milliseconds: float | None) -> float | None:

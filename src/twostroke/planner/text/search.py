@@ -308,6 +308,20 @@ def search_text(search: Search, subject: str, top: int = 12) -> str:
     return "\n".join([*lines, "", *(f"note: {note}" for note in (*NOTES[search.phase], *search.notes))])
 
 
+def verdict_text(searches: Sequence[Search]) -> str:
+    """What each phase wants, side by side; empty where there are not two winners."""
+    winners = [search.winner for search in searches if search.winner is not None]
+    if len(winners) < 2:
+        return ""
+    words = []
+    for winner in winners:
+        what = {"serve": "serving", "train": "training"}[winner.phase]
+        links = "uses no link" if winner.link_use == 0 else f"keeps its links busy {format_quantity(winner.link_use, 'share')}"
+        bound = f"is bound by {winner.bound}" if winner.bound != "launch" else "is bound by starting operations"
+        words.append(f"{what} wants {winner.label} ({winner.layout_text}; {winner.precision}): it {bound} and {links}")
+    return "\n".join(textwrap.wrap(f"{words[0][0].upper()}{'; '.join(words)[1:]}.", WIDTH))
+
+
 def nothing_found(search: Search) -> str:
     """The sentence for a search that found nothing: the nearest miss, and which single limit would have to give how much."""
     nearest = search.nearest
