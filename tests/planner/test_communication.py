@@ -89,6 +89,19 @@ def test_reductions_hide_behind_backward_and_never_wholly() -> None:
     assert slow.communication_s > 0.5 * slow.step_time_s
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_no_more_is_hidden_than_there_is_work_to_hide_behind(zero: int) -> None:
+    """Experts and the rest reduce over different groups and the same link, behind the same passes."""
+    spec = small_llama(moe=MoeSpec(n_experts=8, top_k=1, d_expert=704))
+    passes = 2
+    p = plan(Layout(data=16, expert=4, zero=zero), spec, batch_size=1, sequence_length=128, grad_accumulation=passes)
+    groups = {t.n_ranks for t in p.traffic if t.parallel == "data"}
+    assert groups == {16, 4}
+    hidden = sum(t.seconds - t.exposed_s for t in p.traffic if t.parallel == "data")
+    behind = (p.forward_s + p.backward_s) / (1 if zero >= 2 else passes)
+    assert hidden <= behind * (1 + 1e-9)
+
+
 def test_a_group_that_leaves_its_node_uses_all_the_ports_its_members_have() -> None:
     machine = h100()
     assert group_link(Layout(), machine, 8) == machine.link

@@ -41,6 +41,10 @@ class Traffic:
     overlap: str
     link_kind: str
 
+    def leaves(self, hidden_s: float, times: int) -> float:
+        """Seconds of ``hidden_s`` that are left for other traffic to hide in, where this one comes ``times`` a step."""
+        return max(0.0, hidden_s - self.seconds / times)
+
     def to_dict(self) -> dict[str, Any]:
         return dict(vars(self))
 
@@ -145,19 +149,24 @@ def across_data(
             continue
         gradients, weights = gradient * trained, precision.working * trained
         buckets = max(1.0, trained / max(BUCKET_PARAMETERS, 1_000_000 * group.ranks))
+        gathered: Traffic | None = None
         if layout.zero == 0:
-            found.append(group.all_reduced(gradients, buckets, backward_s))
+            reduced = group.all_reduced(gradients, buckets, backward_s)
         elif layout.zero < 3:
-            found.append(group.scattered(gradients, buckets, n_micro if layout.zero == 2 else 1, backward_s))
-            found.append(group.gathered(weights, buckets, 1, forward_s, "the next forward"))
+            reduced = group.scattered(gradients, buckets, n_micro if layout.zero == 2 else 1, backward_s)
+            gathered = group.gathered(weights, buckets, 1, forward_s, "the next forward")
+            found.append(gathered)
         else:
-            found.append(group.gathered(weights + frozen_bytes, n_layers, n_micro, forward_s, "forward"))
+            gathered = group.gathered(weights + frozen_bytes, n_layers, n_micro, forward_s, "forward")
             again = group.gathered(weights + frozen_bytes, n_layers, n_micro, backward_s, "backward")
-            found.append(again)
-            if trained:
-                left = max(0.0, backward_s - again.seconds / n_micro)
-                found.append(group.scattered(gradients, n_layers, n_micro, left))
-    return found
+            backward_s = again.leaves(backward_s, n_micro)
+            reduced = group.scattered(gradients, n_layers, n_micro, backward_s)
+            found += [gathered, again]
+        found.append(reduced)
+        # Two groups share the link, so what one hides in is not there for the next.
+        backward_s = reduced.leaves(backward_s, n_micro if layout.zero >= 2 else 1)
+        forward_s = gathered.leaves(forward_s, n_micro if layout.zero == 3 else 1) if gathered else forward_s
+    return [traffic for traffic in found if traffic.sent_bytes]
 
 
 @dataclass(frozen=True)
