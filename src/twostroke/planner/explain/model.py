@@ -26,6 +26,7 @@ _ROWS_AND_COLUMNS = {
     "shared_gate_up": ("2·F_shared", "E"),
     "shared_up": ("F_shared", "E"),
     "shared_down": ("E", "F_shared"),
+    "shared_gate": ("1", "E"),
     "router": ("X", "E"),
     "expert_gate_up": ("2·F_expert", "E"),
     "expert_up": ("F_expert", "E"),
