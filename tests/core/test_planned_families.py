@@ -133,6 +133,9 @@ def test_windows_follow_the_layer_types(assets: Path) -> None:
     assert [oss.window_of_layer(i) for i in range(4)] == [128, None, 128, None]
     neo = spec_from_config({"model_type": "gpt_neo", **SHORT})
     assert [neo.window_of_layer(i) for i in range(4)] == [None, 256, None, 256]
+    for types in ([[["global"] * 3, 10**9]], [[["global", "local"], 1]], [[["left"], 4]], [[["local"], -4]]):
+        with pytest.raises(ConfigError, match="attention_types must name global or local for each of 4 layers"):
+            spec_from_config({"model_type": "gpt_neo", **SHORT, "attention_types": types})
 
 
 def test_short_keys_without_what_the_family_needs_are_refused() -> None:

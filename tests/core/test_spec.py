@@ -22,7 +22,8 @@ def test_derived_sizes() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"n_kv_heads": 4}, "n_kv_heads=4 must divide n_heads=6"),
+        ({"n_kv_heads": 4}, r"n_kv_heads=4 must divide n_heads=6\. Use one of 1, 2, 3, 6\."),
+        ({"n_heads": 2**31 - 1}, r"n_kv_heads=2 must divide n_heads=2147483647\. Use one of 1, 2147483647\."),
         ({"head_dim": 7}, "head_dim=7 must be even"),
         ({"n_layers": 0}, "n_layers=0"),
         ({"vocab_size": -5}, "vocab_size=-5"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -53,6 +54,17 @@ def _check_sizes(owner: str, values: Mapping[str, Any], least: int = 1) -> None:
             raise ConfigError(f"{owner}{name}={value!r} must be a whole number of at least {least}.")
         if value > MAX_SIZE:
             raise ConfigError(f"{owner}{name}={value} must be at most {MAX_SIZE}.")
+
+
+def _check_heads(owner: str, n_kv_heads: int, n_heads: int) -> None:
+    """ConfigError, naming up to ten nearest divisors, where key heads do not divide query heads evenly."""
+    if n_heads % n_kv_heads == 0:
+        return
+    small = [d for d in range(1, math.isqrt(n_heads) + 1) if n_heads % d == 0]
+    nearest = sorted({*small, *(n_heads // d for d in small)}, key=lambda d: abs(d - n_kv_heads))[:10]
+    raise ConfigError(
+        f"{owner}n_kv_heads={n_kv_heads} must divide n_heads={n_heads}. Use one of {', '.join(map(str, sorted(nearest)))}."
+    )
 
 
 @dataclass(frozen=True)
@@ -238,11 +250,7 @@ class ModelSpec:
             most = MAX_LAYERS if name == "n_layers" else MAX_SIZE
             if value > most:
                 raise ConfigError(f"{name}={value} must be at most {most}.")
-        if self.n_heads % self.n_kv_heads:
-            divisors = [d for d in range(1, self.n_heads + 1) if self.n_heads % d == 0]
-            raise ConfigError(
-                f"n_kv_heads={self.n_kv_heads} must divide n_heads={self.n_heads}. Use one of {', '.join(map(str, divisors))}."
-            )
+        _check_heads("", self.n_kv_heads, self.n_heads)
         if self.positions == "rope" and self.mla is None and self.head_dim % 2:
             raise ConfigError(f"head_dim={self.head_dim} must be even for rotary positions. Use {self.head_dim + 1}.")
         if not 0.0 <= self.dropout < 1.0:
@@ -251,8 +259,8 @@ class ModelSpec:
             raise ConfigError(f"norm_eps={self.norm_eps} must be positive and finite.")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ConfigError(f"sliding_window={self.sliding_window} must be at least 1, or absent.")
-        if self.global_attention is not None and self.n_heads % self.global_attention.n_kv_heads:
-            raise ConfigError(f"global n_kv_heads={self.global_attention.n_kv_heads} must divide n_heads={self.n_heads}.")
+        if self.global_attention is not None:
+            _check_heads("global ", self.global_attention.n_kv_heads, self.n_heads)
         if self.moe is not None and self.moe.layers is not None and not set(self.moe.layers) <= set(range(self.n_layers)):
             raise ConfigError(f"moe layers must be among 0 to {self.n_layers - 1}.")
         turned = self.departures.rotary_dim

@@ -53,7 +53,9 @@ def _local_layers(config: dict[str, Any], n_layers: int) -> tuple[int, ...]:
     for item in types if isinstance(types, list) else [types]:
         if not isinstance(item, list) or len(item) != 2 or not isinstance(item[0], list) or not isinstance(item[1], int):
             raise ConfigError(f"config.json: attention_types={types!r:.100} must list [[kinds], repetitions].")
-        kinds += item[0] * min(max(item[1], 0), n_layers)
+        if len(kinds) + len(item[0]) * item[1] > n_layers:  # before it is written out: both numbers are the file's
+            break
+        kinds += item[0] * item[1]
     if len(kinds) != n_layers or not all(kind in ("global", "local") for kind in kinds):
         raise ConfigError(f"config.json: attention_types must name global or local for each of {n_layers} layers.")
     return tuple(i for i, kind in enumerate(kinds) if kind == "local")
