@@ -12,6 +12,7 @@ import torch
 
 from real_model import make_model
 from twostroke.cli.main import main
+from twostroke.evaluation.comparison import model_bytes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -63,6 +64,7 @@ def test_the_recipe_on_a_small_model_end_to_end(
     answers = [greedy(model, prompt) for model in (output / "model", merged)]
     assert answers[0] == answers[1]
     assert answers[0] != greedy(base, prompt)
+    assert model_bytes(output / "model") > model_bytes(base)  # adapters are no model without it
 
 
 def test_what_cannot_be_exported_gets_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from twostroke.core.errors import InputError
 from twostroke.data.tokenizer import eos_id_of, load_tokenizer
 from twostroke.evaluation.bits import Progress, check_context, default_context, default_stride, token_nats
 from twostroke.evaluation.held_out import HeldOutText, tokenize_with_ends
+from twostroke.model.adapter_directory import base_directory, is_adapter_directory
 from twostroke.quantization.load import load_decoder
 
 BLOCK_BYTES = 4096
@@ -29,8 +30,9 @@ def model_directory(path: Path | str) -> Path:
 
 
 def model_bytes(directory: Path | str) -> int:
-    """Size on disk of all files of a model directory."""
-    return sum(f.stat().st_size for f in Path(directory).rglob("*") if f.is_file())
+    """Size on disk of all files of a model directory; of adapters with those of the base that they need."""
+    own = sum(f.stat().st_size for f in Path(directory).rglob("*") if f.is_file())
+    return own + model_bytes(base_directory(directory)) if is_adapter_directory(directory) else own
 
 
 def block_nats(ends: npt.NDArray[np.int64], nats: npt.NDArray[np.float32], n_bytes: int) -> npt.NDArray[np.float64]:
