@@ -142,7 +142,9 @@ def test_an_unknown_family_names_the_near_and_the_known_ones() -> None:
         spec_from_config(small_config("mixtrl"))
 
 
-@pytest.mark.parametrize(("family", "reason"), [("bert", "an encoder"), ("t5", "with a decoder"), ("mamba", "recurrent")])
+@pytest.mark.parametrize(
+    ("family", "reason"), [("bert", "an encoder"), ("t5", "with a decoder"), ("mamba", "recurrent"), ("jamba", "mixes")]
+)
 def test_a_model_that_is_no_decoder_is_refused_with_the_reason(family: str, reason: str) -> None:
     with pytest.raises(UnsupportedFamilyError, match=f"model_type='{family}' is not supported: it is .*{reason}"):
         spec_from_config(small_config("llama") | {"model_type": family})

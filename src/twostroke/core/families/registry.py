@@ -81,10 +81,12 @@ PLANNED_FAMILIES: dict[str, Family] = {
 _ENCODER = "an encoder, in which every token sees those after it; nothing is generated token by token"
 _BOTH = "an encoder with a decoder, which reads a prompt and writes an answer with different layers"
 _RECURRENT = "a recurrent model with a state of fixed size instead of a KV cache"
+_HYBRID = "a model that mixes attention with recurrent layers, whose state is not counted here"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("bert", "roberta", "distilbert", "albert", "electra", "mpnet", "deberta", "xlm-roberta"), _ENCODER),
     **dict.fromkeys(("t5", "mt5", "bart", "mbart", "pegasus", "whisper"), _BOTH),
-    **dict.fromkeys(("mamba", "mamba2", "rwkv", "rwkv5"), _RECURRENT),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "rwkv5"), _RECURRENT),
+    **dict.fromkeys(("jamba", "recurrent_gemma", "zamba2", "bamba", "nemotron_h", "qwen3_next", "falcon_h1"), _HYBRID),
 }
 """Kinds of model that are no decoder-only transformer, with the reason."""
 
