@@ -30,7 +30,7 @@ from twostroke.planner.search import (
     train_layouts,
 )
 from twostroke.planner.serving import ServingShape, plan_serving
-from twostroke.planner.text.search import nothing_found, search_text
+from twostroke.planner.text.search import nothing_found, search_text, verdict_text
 from twostroke.planner.training import CHECKPOINTING, TrainingShape, plan_training
 
 SERVED = ServeWork(prompt_tokens=512, output_tokens=128)
@@ -313,6 +313,22 @@ def test_the_text_keeps_to_120_columns_and_names_reasons() -> None:
     assert max(map(len, text.split("\n"))) <= 120
     for words in ("does not fit in memory", "tokens too slow", "interconnect", "pruned by memory", "behind", "$/Mtok"):
         assert words in text
+
+
+def test_a_search_for_little_energy_shows_it() -> None:
+    text = search_text(search_serving(llama_8b(), SERVED, Space(machines("h100-sxm", "l40s"), 1), objective="energy"), "8B")
+    assert "kWh/Mtok" in text
+    assert "draws its datasheet's limit" in text
+
+
+def test_two_winners_are_set_side_by_side() -> None:
+    space = Space(machines("h100-sxm", "l40s"), 8)
+    both = [search_training(llama_8b(), TRAINED, space), search_serving(llama_8b(), SERVED, Space(space.machines, 1))]
+    text = verdict_text(both)
+    assert text.startswith("Training wants NVIDIA H100")
+    assert "serving wants" in text
+    assert "uses no link" in text
+    assert verdict_text(both[:1]) == ""
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def behind_text(behind: Behind) -> str:
             parts.append(f"{_times(factor)} {SHORT_WORDS.get(name, CAUSE_WORDS[name])}")
         elif factor < 1 / NEAR:
             parts.append(f"{_times(1 / factor)} {_better(name)}")
-    return ", ".join(parts) or "hardly"
+    return ", ".join(parts) or "about equal"
 
 
 def _times(factor: float) -> str:
@@ -122,7 +122,15 @@ def _amount(value: float, miss: Miss) -> str:
     return f"{value:,.0f}" if miss.unit == "devices" else format_quantity(value, miss.unit)
 
 
-def _serve_cells(candidate: Candidate) -> list[str]:
+def _spent(candidate: Candidate, objective: str) -> str:
+    """$ an hour, or in a search for little energy kWh."""
+    if objective != "energy":
+        return format_money(candidate.usd_per_hour)
+    kwh = candidate.score("energy")
+    return format_count(kwh) if kwh >= 1000 else f"{kwh:.3g}"
+
+
+def _serve_cells(candidate: Candidate, objective: str) -> list[str]:
     values = candidate.values
     return [
         candidate.device,
@@ -132,12 +140,12 @@ def _serve_cells(candidate: Candidate) -> list[str]:
         format_seconds(values["loaded_ttft_s"]),
         format_seconds(values["loaded_tpot_s"]),
         format_count(values["output_tok_per_s"]),
-        format_money(candidate.usd_per_hour),
+        _spent(candidate, objective),
         _rate_usd(values["cost_per_mtok_usd"]),
     ]
 
 
-def _train_cells(candidate: Candidate) -> list[str]:
+def _train_cells(candidate: Candidate, objective: str) -> list[str]:
     values, recomputed = candidate.values, candidate.settings["checkpointing"]
     return [
         candidate.device,
@@ -147,7 +155,7 @@ def _train_cells(candidate: Candidate) -> list[str]:
         {"none": "–", "selective": "some", "full": "all"}[recomputed],
         format_quantity(values["mfu"], "share"),
         format_count(values["train_time_s"] / 86400),
-        format_money(candidate.usd_per_hour),
+        _spent(candidate, objective),
         format_money(values["cost_usd"]),
     ]
 
@@ -161,6 +169,8 @@ def best_table(search: Search, top: int) -> list[str]:
     """The best candidate of each device, and the product of factors by which it is behind the winner."""
     head, cells = (SERVE_HEAD, _serve_cells) if search.phase == "serve" else (TRAIN_HEAD, _train_cells)
     found = [r for r in search.results if r.best is not None]
+    if search.objective == "energy":
+        head = [{"$/h": "kWh/Mtok" if search.phase == "serve" else "kWh"}.get(word, word) for word in head]
     rows = [[*head, "behind", "because"]]
     for result in found[:top]:
         if result.best is None or result.behind is None:
@@ -168,7 +178,7 @@ def best_table(search: Search, top: int) -> list[str]:
         first = result.best is search.winner
         rows.append(
             [
-                *cells(result.best),
+                *cells(result.best, search.objective),
                 "best" if first else _behind_ratio(result.behind.ratio),
                 "" if first else behind_text(result.behind),
             ]
@@ -288,6 +298,9 @@ NOTES = {
 }
 
 
+POWER_NOTE = "energy: every device draws its datasheet's limit all the time, times what cooling and supply add."
+
+
 def search_text(search: Search, subject: str, top: int = 12) -> str:
     """One phase's search at most 120 columns wide; one that found nothing is the sentence that says so. Every number is
     predicted but prices (see ``--json`` for their sources)."""
@@ -305,7 +318,8 @@ def search_text(search: Search, subject: str, top: int = 12) -> str:
     ]
     for block in (missed_table(search, top), ["", *reason_table(search)], link_lines(search.links)):
         lines += ["", *block] if block and block[0] else block
-    return "\n".join([*lines, "", *(f"note: {note}" for note in (*NOTES[search.phase], *search.notes))])
+    power = (POWER_NOTE,) if search.objective == "energy" else ()
+    return "\n".join([*lines, "", *(f"note: {note}" for note in (*NOTES[search.phase], *power, *search.notes))])
 
 
 def verdict_text(searches: Sequence[Search]) -> str:
