@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
+import statistics
 from typing import Any
 
 import pytest
 
 from twostroke.bench.definitions import RequestRecord, summarise
 from twostroke.bench.load import LoadSpec
-from twostroke.bench.prediction import expected_concurrency, latency_quantiles, measured_values, predict_load
+from twostroke.bench.prediction import expected_concurrency, first_token_s, latency_quantiles, measured_values, predict_load
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import load_hardware
 from twostroke.planner.serving import ServingShape, plan_serving
@@ -36,6 +38,42 @@ def test_times_of_a_closed_loop_are_consistent() -> None:
     assert p["e2e_s"] == pytest.approx(p["ttft_s"] + 49 * p["tpot_s"])
     # Little's law: requests in flight = rate · time in the system.
     assert p["output_tok_per_s"] / 50 * p["e2e_s"] == pytest.approx(8)
+
+
+def simulated_ttft_s(users: int, prefill: float, step: float, together: int, answers: tuple[int, int], n: int) -> float:
+    """Median TTFT of a closed loop in an engine of steps: all decode one token, and at most ``together`` prompts go in."""
+    rng, now, sent, left, found = random.Random(1), 0.0, users, [], []
+    waiting = [0.0] * users
+    while waiting or left:
+        taken = [t for t in waiting if t <= now][:together]
+        if not taken and not left:
+            now = min(waiting)
+            continue
+        for arrived in taken:
+            waiting.remove(arrived)
+        now += (step if left else 0.0) + prefill * len(taken)
+        found += [now - arrived for arrived in taken]
+        ended = sum(1 for tokens in left if tokens == 1)
+        left = [tokens - 1 for tokens in left if tokens > 1] + [rng.randint(*answers) - 1 for _ in taken]
+        again = min(ended, n - sent)
+        waiting += [now + 1e-6] * again  # after the next step has begun
+        sent += again
+    return statistics.median(found)
+
+
+@pytest.mark.parametrize(
+    ("users", "prompt", "answers", "n"),
+    [(4, 64, (64, 64), 64), (4, 64, (32, 96), 200), (8, 100, (64, 64), 200), (8, 400, (40, 80), 400), (4, 64, (64, 64), 6),
+     (16, 64, (60, 68), 600)],
+)  # fmt: skip
+def test_the_first_token_waits_as_in_a_simulated_engine(users: int, prompt: int, answers: tuple[int, int], n: int) -> None:
+    """Prompts that come together go together: four users with equal answers wait four prefills, not one."""
+    wanted = load(users=users, prompt_tokens=(prompt, prompt), output_tokens=answers, n_requests=n)
+    plan = plan_serving(
+        SPEC, ServingShape(batch=users, prompt_tokens=prompt, output_tokens=sum(answers) // 2), HARDWARE
+    )  # fmt: skip
+    exact = simulated_ttft_s(users, plan.ttft_s, plan.tpot_s, max(1, min(users, 512 // prompt)), answers, n)
+    assert first_token_s(wanted, plan) == pytest.approx(exact, rel=0.2)
 
 
 def test_more_users_mean_longer_waits_and_more_tokens() -> None:

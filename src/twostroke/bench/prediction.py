@@ -9,7 +9,8 @@ from twostroke.bench.definitions import Distribution, LoadSummary, RequestRecord
 from twostroke.bench.load import LoadSpec
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import Hardware
-from twostroke.planner.serving import ServingPlan, ServingShape, plan_serving
+from twostroke.planner.queueing import stepped_server_wait_s
+from twostroke.planner.serving import TOKEN_BUDGET, ServingPlan, ServingShape, plan_serving
 
 MAX_BATCH = 1024
 
@@ -38,14 +39,16 @@ def predict_load(spec: ModelSpec, load: LoadSpec, scheme: str, hardware: Hardwar
     """Ledger names → predicted values, at the load's mean lengths and expected concurrency B.
 
     With P the prefill of one prompt alone, T a decode step of B requests and n output tokens, a request that has B − 1 others
-    beside it takes B·P + n·T: its own prefill, one of each of the others, and its steps. It waits for half a step before its
-    prefill starts. So for B > 1: TTFT = P + T/2, E2E = B·P + n·T; alone: TTFT = P, E2E = P + (n − 1)·T. TPOT =
-    (E2E − TTFT)/(n − 1), output tokens/s = B·n/(B·P + n·T). Prompts that arrive at one moment, and HTTP itself, are not in it.
+    beside it takes B·P + n·T: its own prefill, one of each of the others, and its steps. So for B > 1 E2E = B·P + n·T; alone
+    TTFT = P, E2E = P + (n − 1)·T. TPOT = (E2E − TTFT)/(n − 1), output tokens/s = B·n/(B·P + n·T). TTFT beside others:
+    ``first_token_s``. HTTP itself is not in it.
     """
     batch = expected_concurrency(spec, load, scheme, hardware)
     plan = _plan(spec, load, scheme, batch, hardware)
     n, prefill, step = plan.shape.output_tokens, plan.ttft_s, plan.tpot_s
-    ttft, e2e = (prefill, plan.e2e_s) if batch == 1 else (prefill + step / 2, batch * prefill + n * step)
+    ttft, e2e = prefill, plan.e2e_s
+    if batch > 1:
+        ttft, e2e = first_token_s(load, plan), batch * prefill + n * step
     values = {
         "concurrency": float(batch),
         "ttft_s": ttft,
@@ -57,6 +60,28 @@ def predict_load(spec: ModelSpec, load: LoadSpec, scheme: str, hardware: Hardwar
         "decode_tok_per_s": plan.decode_tok_per_s,
     }
     return values | ({"tpot_s": (e2e - ttft) / (n - 1)} if n > 1 else {})
+
+
+def first_token_s(load: LoadSpec, plan: ServingPlan) -> float:
+    """Median TTFT of a request beside B − 1 others in flight, P a prefill alone, T a decode step, n output tokens.
+
+    A step takes the prompts that wait, as far as the token budget goes: g = min(B, budget ÷ prompt) of them, which get their
+    first tokens together. In a closed loop a request comes when another has ended. Where all answers are equally long, those
+    g end together again: g·P, and for the share that has others decoding beside it the step it comes in and its own, 2T. At
+    random it finds q = (B − 1)/n others ending in its own and in the last step: 2T + P·(1 + 2q). Answers of W different lengths
+    end together with probability 1/W. In a load of less than two waves most come at once, and half of them go first:
+    (B/g + 1)/2 groups of g·P. In an open loop they come by chance: ``stepped_server_wait_s``.
+    """
+    batch, prefill, step, n = plan.shape.batch, plan.ttft_s, plan.tpot_s, plan.shape.output_tokens
+    if load.users is None and load.request_rate not in (None, math.inf):
+        rate = batch / (batch * prefill + n * step)
+        return stepped_server_wait_s(rate, step, prefill) + step + prefill
+    together = max(1, min(batch, TOKEN_BUDGET // plan.shape.prompt_tokens))
+    if load.n_requests < 2 * batch:
+        return (batch / together + 1) / 2 * together * prefill
+    in_step = together * prefill + 2 * step * (1 - together / batch)
+    by_chance = 2 * step + prefill * (1 + 2 * (batch - 1) / n)
+    return by_chance + (in_step - by_chance) / (load.output_tokens[1] - load.output_tokens[0] + 1)
 
 
 def _plan(spec: ModelSpec, load: LoadSpec, scheme: str, batch: int, hardware: Hardware) -> ServingPlan:
