@@ -51,6 +51,10 @@ GLOSSARY: dict[str, str] = {
     "bursts": "messages of a step",
     "burst": "bytes of one message",
     "α": "seconds a message takes before its first byte; of speculation, the share accepted",
+    "R_1": "rate of a product of this shape, FLOP/s (R_2: of the weight's gradient)",
+    "β_1": "bandwidth at that operand's size, bytes/s (β_2: of the weight's gradient)",
+    "own": "seconds of a layer that are no products: attention itself, norms, activation",
+    "outside": "seconds outside the layers: embedding, loss",
     "γ": "tokens drafted a step",
     "c": "time of a draft token over a step's",
     "FLOP": "floating-point operations of the pass",
@@ -80,5 +84,5 @@ GLOSSARY: dict[str, str] = {
     "prompt": "prompt tokens of a request",
     "output": "output tokens of a request",
     "share": "share of memory that may be used",
-    "rows": "output rows of all quantised matrices, each with a scale",
+    "rows": "tokens that a matrix is applied to",
 }

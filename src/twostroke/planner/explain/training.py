@@ -11,6 +11,7 @@ from twostroke.planner.explain.attention import PALM, explain_attention_flops, k
 from twostroke.planner.explain.model import explain_model
 from twostroke.planner.explain.money import explain_run_cost
 from twostroke.planner.explain.ranks import explain_rank
+from twostroke.planner.explain.step import explain_pass
 from twostroke.planner.explain.term import Explanation
 from twostroke.planner.layout import group_link
 from twostroke.planner.memory import (
@@ -295,9 +296,14 @@ def _components(works: Sequence[Work]) -> tuple[str, dict[str, float]]:
 def _time(terms: Explanation, plan: TrainingPlan) -> None:
     passes, basis = plan.shape.grad_accumulation, f"rates {plan.hardware.basis}"
     for direction, works, value in (("forward", plan.forward, plan.forward_s), ("backward", plan.backward, plan.backward_s)):
-        formula, numbers = _components(works)
+        numbers: dict[str, float] = {"passes": passes}
+        if plan.shape.method == "full":
+            formula = " + ".join(explain_pass(terms, plan, backward=direction == "backward"))
+        else:  # adapters run beside every product: only the components are shown
+            formula, components = _components(works)
+            numbers |= components
         source = f"components one after another; {basis}"
-        terms.add("time", f"{direction}_s", value, "s", f"passes·({formula})", source, passes=passes, **numbers)
+        terms.add("time", f"{direction}_s", value, "s", f"passes·({formula})", source, **numbers)
     formula, numbers = _components(plan.optimizer)
     terms.add("time", "optimizer_s", plan.optimizer_s, "s", formula, f"one update; {basis}", **numbers)
     terms.add(
