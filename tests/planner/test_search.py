@@ -304,6 +304,31 @@ def test_the_break_even_price_makes_the_tokens_cost_the_same() -> None:
     assert finding.wasted == (finding.price_usd > finding.break_even_usd)
 
 
+def test_a_loser_that_pays_for_an_idle_link_lost_by_it() -> None:
+    """An L40S and the same with NVLink at twice the price: nothing else differs, so the link is the whole reason."""
+    plain = load_hardware("l40s")
+    price = replace(plain.usd_per_hour, value=2 * plain.usd_per_hour.value)
+    rich = replace(plain, name="l40s-nvlink", usd_per_hour=price, link=load_hardware("h100").link)
+    search = search_serving(llama_8b(), SERVED, Space((plain, rich), 1))
+    loser = search.results[1]
+    assert (loser.device, search.winner and search.winner.device) == ("l40s-nvlink", "l40s")
+    assert loser.behind is not None
+    assert loser.behind.cause == "interconnect"
+    assert loser.behind.factors["interconnect"] == pytest.approx(2.0)
+    assert loser.behind.factors["price"] == pytest.approx(1.0)
+    assert loser.outranked["interconnect"] >= 1
+    assert "2× idle link" in search_text(search, "8B")
+    (finding,) = search.links
+    assert finding.wasted
+    assert finding.excess_usd == pytest.approx(plain.usd_per_hour.value)
+    trained = search_training(llama_8b(), TRAINED, Space((plain, rich), 8)).results
+    used = next(r for r in trained if r.device == "l40s-nvlink")
+    assert used.best is not None
+    assert used.best.link_use > 0
+    assert used.behind is not None
+    assert "interconnect" not in used.behind.factors  # training sends over it
+
+
 # -- what people see ------------------------------------------------------------------------------------------------------
 
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from twostroke.planner.choosing import Candidate, DeviceResult
+from twostroke.planner.choosing import Behind, Candidate, DeviceResult
 from twostroke.planner.hardware import Hardware
 
 FAST_LINK_BYTES_PER_S = 64e9
@@ -120,3 +120,33 @@ def link_findings(results: Sequence[DeviceResult], machines: Mapping[str, Hardwa
         return ()
     cheapest = min(plain, key=lambda c: c.order("cost"))
     return tuple(link_finding(c, cheapest, machines) for c in fast)
+
+
+def blame_idle_links(results: Sequence[DeviceResult], findings: Sequence[LinkFinding]) -> list[DeviceResult]:
+    """``results``, best first, with the price factor of devices whose layout sends nothing taken apart.
+
+    A device pays p/(p − idle) for the link that idles, by the assumed split; over the winner's own such factor that is
+    "interconnect", and what is left is "price". Where the link is the largest factor, it is the cause, and candidates that had
+    lost by the device's price are counted under it.
+    """
+    paid = {
+        finding.rich.device: finding.price_usd / (finding.price_usd - finding.idle_usd)
+        for finding in findings
+        if finding.rich.link_use == 0 and finding.idle_usd > 0
+    }
+    if not results or not paid:
+        return list(results)
+    winner = paid.get(results[0].device, 1.0)
+    return [results[0], *(_blamed(result, paid.get(result.device, 1.0) / winner) for result in results[1:])]
+
+
+def _blamed(result: DeviceResult, link: float) -> DeviceResult:
+    if result.behind is None or "price" not in result.behind.factors or link == 1.0:
+        return result
+    factors = {"interconnect": link} | result.behind.factors
+    factors["price"] = result.behind.factors["price"] / link
+    cause = max(factors, key=lambda name: factors[name])
+    outranked = dict(result.outranked)
+    if cause == "interconnect" and "price" in outranked:
+        outranked["interconnect"] = outranked.pop("price")
+    return replace(result, behind=Behind(result.behind.ratio, factors, cause), outranked=outranked)

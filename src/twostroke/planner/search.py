@@ -21,7 +21,7 @@ from twostroke.planner.choosing import Candidate, DeviceResult, Miss, Objective,
 from twostroke.planner.cost import energy_kwh, pue_of, rent_usd, usd_per_million_tokens
 from twostroke.planner.flops import training_flops_per_token
 from twostroke.planner.hardware import Hardware
-from twostroke.planner.interconnect import LinkFinding, link_findings
+from twostroke.planner.interconnect import LinkFinding, blame_idle_links, link_findings
 from twostroke.planner.layout import Layout
 from twostroke.planner.memory import FP32, PRECISIONS, state_bytes
 from twostroke.planner.params import count_parameters
@@ -693,17 +693,18 @@ def _ranked(
     results, feasible = choose(candidates, objective)
     out_of_memory = sum(1 for c in candidates if c.misses and c.misses[0].limit == "memory")
     machines = {machine.name: machine for machine in space.machines}
+    links = link_findings(results, machines)
     return Search(
         phase,
         objective,
         work,
         limits,
-        tuple(results),
+        tuple(blame_idle_links(results, links)),
         tuple(feasible[:KEPT_BEST]),
         len(candidates),
         out_of_memory,
         sum(1 for c in candidates if c.values),
         len(feasible),
         () if feasible else reliefs(candidates),
-        link_findings(results, machines),
+        links,
     )

@@ -32,6 +32,7 @@ LIMIT_WORDS = {
 
 CAUSE_WORDS = {
     "price": "price an hour",
+    "interconnect": "price of an idle link",
     "power": "power",
     "devices": "fewer devices",
     "communication": "communication",
@@ -44,7 +45,17 @@ CAUSE_WORDS = {
     "choice": "other layout or settings",
 }
 
-SHORT_WORDS = {"price": "price", "arithmetic": "slower compute"}
+SHORT_WORDS = {"price": "price", "interconnect": "idle link", "arithmetic": "slower compute"}
+
+BETTER_WORDS = {
+    "price": "cheaper",
+    "interconnect": "less idle link",
+    "power": "less power",
+    "devices": "more devices",
+    "communication": "less communication",
+    "bubble": "less bubble",
+}
+"""What a factor below 1 is called where the cause's own word does not turn."""
 
 LIMIT_OPTIONS = {
     "devices": "--max-devices",
@@ -102,8 +113,7 @@ def _rate_usd(usd: float) -> str:
 
 
 def _better(name: str) -> str:
-    opposite = {"price": "cheaper", "power": "less power", "devices": "more devices", "communication": "less communication"}
-    return opposite.get(name, SHORT_WORDS.get(name, CAUSE_WORDS[name]).replace("slower", "faster").replace("more", "less"))
+    return BETTER_WORDS.get(name, SHORT_WORDS.get(name, CAUSE_WORDS[name]).replace("slower", "faster").replace("more", "less"))
 
 
 def miss_text(miss: Miss) -> str:
