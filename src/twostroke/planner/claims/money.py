@@ -405,7 +405,7 @@ def inference_chips() -> Claim:
         ("3–10× better cost-efficiency",),
         (
             "Llama 3.2 3B in bf16, 1,000 + 500 tokens, 32 requests, one device, never idle; prices as in the planner's table",
-            "datasheet rates with the same assumed efficiencies for all, which favours new chips",
+            "datasheet rates times the same shares for all, which favours new chips",
         ),
         cases,
         "breaks" if max(ratios) < 3 else "holds when",

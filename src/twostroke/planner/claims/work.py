@@ -97,7 +97,13 @@ def decode_bound() -> Claim:
             "requests",
             "plan of one decode step, doubled and bisected",
         ),
-        Case("head", "requests from which the output head is", float(found["head"] or 0), "requests", "the same"),
+        Case(
+            "head",
+            "requests from which the output head is; 0: never, scheduling and sampling take longer",
+            float(found["head"] or 0),
+            "requests",
+            "the same",
+        ),
         Case(
             "attention",
             "requests from which attention (with its projections) is; 0: never",
@@ -118,7 +124,7 @@ def decode_bound() -> Claim:
         "decode_bound",
         "What bounds decode",
         ("FFN is compute-bound, attention memory-bound", "memory-bound, not compute-bound"),
-        ("Llama 3.1 8B in bf16 on one H100 SXM, datasheet rates with assumed efficiencies", "prompt 1,024, output 256"),
+        ("Llama 3.1 8B in bf16 on one H100 SXM, datasheet rates times fitted shares", "prompt 1,024, output 256"),
         cases,
         "holds when",
         f"Decode is memory-bound below {cases[1].value:,.0f} requests. From there on the first sentence is right: the MLP is "
@@ -156,7 +162,7 @@ def prefill_bound() -> Claim:
         "prefill_bound",
         "What bounds prefill",
         ("compute-bound, parallel over tokens",),
-        ("Llama 3.1 8B in bf16 on one H100 SXM, datasheet rates with assumed efficiencies",),
+        ("Llama 3.1 8B in bf16 on one H100 SXM, datasheet rates times fitted shares",),
         cases,
         "holds when",
         f"a step has at least {cases[0].value:,.0f} prompt tokens, of one request or of several.",
