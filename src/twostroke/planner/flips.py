@@ -9,7 +9,8 @@ Decoding, one token each of n requests with c tokens before it, w bytes a weight
 
     dense MLP   2·n·P                   over  P·w                              flips at n = w/2 · π/β
     experts     2·n·k·P_e               over  E·P_e·w·(1 − (1 − k/E)^n)        flips about E/k times later
-    attention   n·(2·P + 4·H·D·c)       over  P·w + n·c·2·K·D·w_kv             flips later for larger c, beyond some c never
+    attention   n·(2·P + 4·H·D·c)       over  P·w + n·c·2·K·D·w_kv             later for larger c, beyond some c never (a
+                                                                               latent, read once for all heads: earlier)
     head        2·n·V·E                 over  V·E·w                            as the dense MLP
 """
 

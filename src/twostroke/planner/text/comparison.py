@@ -78,7 +78,7 @@ def _share(value: float | str | None) -> str:
 
 def _wrapped(lines: Sequence[str]) -> list[str]:
     """Sentences at ``WIDTH``, continued with an indent."""
-    return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="    ")]
+    return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False)]
 
 
 def _ruled(rows: Sequence[list[str] | None], right: Sequence[int] = ()) -> list[str]:
@@ -92,17 +92,21 @@ def _ruled(rows: Sequence[list[str] | None], right: Sequence[int] = ()) -> list[
 def flip_lines(comparison: Comparison) -> list[str]:
     """Where decode's memory and arithmetic take equally long, by hand: the MLP's batch, which experts raise, and attention's,
     which context raises until there is none."""
-    analytic, attention = comparison.flips["analytic"]["decode"], comparison.flips["attention"]
+    analytic, searched = comparison.flips["analytic"]["decode"], comparison.flips["searched"]["decode"]
+    attention = comparison.flips["attention"]
     moe = comparison.serving.spec.moe
     why = f", a token passing {moe.top_k} of {moe.n_experts} experts" if moe else ""
     last = attention["last_context"]
-    until = "" if last is None else f"; at none beyond {last:,} tokens"
-    by_context = ", ".join(f"{_context(row['context'])} tokens: {_flip(row['analytic'])}" for row in attention["contexts"])
+    numbers = [row for row in attention["contexts"] if row["analytic"] is not None]
+    by_context = [f"{_context(row['context'])} tokens: {_flip(row['analytic'])} requests" for row in numbers]
+    if last is not None:
+        by_context.append(f"never beyond {last:,} tokens" if last else "never")
+    never = any(analytic[name] is not None and searched[name] is None for name in ("mlp", "attention"))
     return [
         "decode's bound depends on component, batch and context. Memory and arithmetic take equally long (by hand) at",
         f"  mlp        {_flip(analytic['mlp'])} requests{why}",
-        f"  attention  by context {by_context}{until}",
-        "never in the table beside a number here: starting operations and waiting for links take longer than either",
+        f"  attention  by context: {', '.join(by_context)}",
+        *(["never in the table: starting operations and waiting for links take longer than either"] if never else []),
     ]
 
 
