@@ -45,7 +45,8 @@ fails while the page is out of date.
 
 GB is 10⁹ bytes. N is the number of parameters; the other letters are those of [notation](notation.md). Every number is
 *predicted* from published shapes, from vendors' *datasheet* figures times shares that are fitted to public measured tables or
-*assumed*, and from *listed* or *assumed* prices: expect the right order of times and money, and exact bytes. `twostroke plan … --explain` shows how each is made.
+*assumed*, and from *listed* or *assumed* prices: expect the right order of times and money, and exact bytes.
+`twostroke plan … --explain` shows how each is made.
 """
 
 
