@@ -95,6 +95,10 @@ class Row:
         return (self.system, self.model, self.engine, self.version, self.precision, self.mode)
 
 
+def table_rows(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+
+
 def cache_bytes(row: dict[str, str], precision: str) -> float:
     """Bytes of a cached element: TensorRT-LLM keeps an fp8 cache with fp8 and fp4 checkpoints, and runs on B200 are set to it;
     others keep the model's bf16. The table does not say; these are the engines' and the recipes' defaults."""
@@ -140,7 +144,7 @@ def read_rows(assets: Path) -> tuple[list[Row], dict[str, int]]:
     rows: list[Row] = []
     left_out: dict[str, int] = defaultdict(int)
     machines = {name: load_hardware(file) for name, file in SYSTEMS.items()}
-    for row in csv.DictReader((assets / TABLE).open(encoding="utf-8")):
+    for row in table_rows(assets / TABLE):
         if row["model_path"] not in CONFIGS:
             left_out[row["model_path"]] += 1
             continue
@@ -295,7 +299,7 @@ def vidur_shares(assets: Path, device: str, hardware: Hardware) -> dict[str, flo
     reading, multiplying = [], []
     for model in ("7b", "70b"):
         path = assets / f"profiles/vidur/{device}/Llama-2-{model}-hf_mlp.csv"
-        for row in csv.DictReader(path.open(encoding="utf-8")):
+        for row in table_rows(path):
             tokens, ranks = int(row["num_tokens"]), int(row["num_tensor_parallel_workers"])
             width, inner = int(row["n_embd"]), int(row["n_expanded_embd"]) // ranks
             for name, n, k in (("mlp_up_proj", 2 * inner, width), ("mlp_down_proj", width, inner)):
@@ -306,7 +310,7 @@ def vidur_shares(assets: Path, device: str, hardware: Hardware) -> dict[str, flo
                     multiplying.append(2 * tokens * n * k / seconds / hardware.peak_flop_per_s["bf16"])
     link = []
     collectives = assets / f"profiles/vidur/network_{device}_dgx_all_reduce.csv"
-    for row in csv.DictReader(collectives.open(encoding="utf-8")):
+    for row in table_rows(collectives):
         ranks, size = int(row["num_workers"]), float(row["size"])
         if ranks == int(row["devices_per_node"]) and size >= 3e7:
             seconds = float(row["time_stats.all_reduce.median"]) / 1e3
@@ -321,7 +325,7 @@ def splitwise_errors(assets: Path, of: Callable[[str, str], Efficiencies]) -> li
     the fit: an engine of 2023 on A100 and H100."""
     spec = read_spec(assets / "configs/hf/meta-llama--Meta-Llama-3.1-70B_config.json").with_(vocab_size=32000)
     errors: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for row in csv.DictReader((assets / "traces/splitwise_perf_model.csv").open(encoding="utf-8")):
+    for row in table_rows(assets / "traces/splitwise_perf_model.csv"):
         device = {"a100-80gb": "a100-sxm-80gb", "h100-80gb": "h100-sxm"}.get(row["hardware"])
         if row["model"] != "llama2-70b" or device is None:
             continue
