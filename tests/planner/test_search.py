@@ -254,7 +254,9 @@ def test_a_budget_for_the_run_rejects_and_says_so() -> None:
     assert search.winner is None
     assert search.nearest is not None
     assert search.nearest.misses[0].limit == "run_usd"
-    assert "--budget-usd" in nothing_found(search)
+    sentence = nothing_found(search)
+    assert "--budget-usd" in sentence
+    assert "more memory" not in sentence  # those that do not fit would be too dear as well
 
 
 def test_a_model_too_large_for_every_count_misses_by_memory() -> None:

@@ -360,11 +360,12 @@ def nothing_found(search: Search) -> str:
         miss = candidate.misses[0]
         if miss.limit in LIMIT_OPTIONS:
             remedies.append(f"{LIMIT_OPTIONS[miss.limit]} {_raised(miss)} ({candidate.device})")
-        elif miss.limit == "memory":
+        elif miss.limit == "memory" and not search.timed:  # of others, nobody knows that memory is all they miss
             remedies.append(f"{format_bytes(miss.needed - miss.allowed)} more memory on {candidate.device}, or --max-devices")
     if not remedies:
         return f"{text} Raise several limits at once."
-    return f"{text} Any one of these would do: {'; '.join(remedies[:3])}."
+    would = "Any one of these would do" if search.timed else "To fit, it takes"
+    return f"{text} {would}: {'; '.join(remedies[:3])}."
 
 
 def _raised(miss: Miss) -> str:
