@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from machines import machine, small_llama
+from twostroke.cli.main import main
 from twostroke.core.errors import ConfigError
-from twostroke.core.families import read_spec
+from twostroke.core.families import config_from_spec, read_spec
 from twostroke.core.spec import MlaSpec, ModelSpec, MoeSpec
 from twostroke.planner.comparison import compare
 from twostroke.planner.explain.glossary import GLOSSARY
+from twostroke.planner.explain.model import letters
 from twostroke.planner.explain.plans import explain
 from twostroke.planner.explain.term import Explanation
 from twostroke.planner.hardware import Hardware, hardware_names, load_hardware
@@ -39,6 +42,7 @@ MODELS: dict[str, ModelSpec] = {
         family="mixtral", moe=MoeSpec(8, 2, 128, n_shared_experts=1, d_shared=192, layers=(1, 2, 3, 4, 5), router_bias=True,
                                       expert_bias=True, correction_bias=True),
     ),
+    "gated shared experts": small_llama(family="qwen2_moe", moe=MoeSpec(8, 2, 128, 1, 256, shared_gate=True), qkv_bias=True),
     "latent": small_llama(family="deepseek_v3", mla=MlaSpec(96, 64, 32, 32, 48), moe=MoeSpec(8, 2, 128)),
 }  # fmt: skip
 
@@ -217,3 +221,24 @@ def test_every_letter_is_explained_and_text_and_data_agree() -> None:
     assert json.loads(json.dumps(terms.to_list()))[0]["symbol"] == terms.terms[0].symbol
     text = explanation_text(terms)
     assert all(term_line(t) in text for t in terms)
+
+
+def test_letters_stand_for_the_fields_that_the_notation_names() -> None:
+    notation = (Path(__file__).resolve().parents[3] / "docs" / "notation.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\w) \|[^|]*\| `(\w+)` \|$", notation, flags=re.MULTILINE)
+    spec = MODELS["grouped"]
+    found = letters(spec) | {"L": spec.n_layers, "G": spec.queries_per_kv_head}
+    assert {letter for letter, _ in rows} >= set("VLEHKDFP")
+    for letter, field in rows:
+        assert found[letter] == getattr(spec, field), letter
+
+
+def test_the_command_line_prints_every_term(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config_from_spec(small_llama())))
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "serve", str(path), "--hardware", "h100", "--explain"])
+    text = capsys.readouterr().out
+    assert stopped.value.code == 0
+    assert "kv_bytes_per_token = (L·2·K·D)·w = (6·2·4·64)·2 = 6,144 bytes" in text
+    assert "  w: bytes of one stored element" in text
