@@ -37,9 +37,6 @@ class Disaggregation:
     prefill_utilisation: float
     decode_utilisation: float
 
-    def to_dict(self) -> dict[str, float]:
-        return vars(self) | {}
-
 
 def disaggregate(
     rate_per_s: float,

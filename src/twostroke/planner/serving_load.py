@@ -151,9 +151,6 @@ class Service:
     usd_per_hour: float
     usd_per_mtok: float
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def replicas_for(plan: ServingPlan, rate_per_s: float, slo: Slo) -> Service:
     """Copies for ``rate_per_s``, so that each keeps to the SLO. Raises CapacityError where no number of them can."""

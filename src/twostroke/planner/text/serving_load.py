@@ -21,7 +21,8 @@ def loaded_text(plan: ServingPlan, table: LatencyTable) -> str:
     if shape.speculation is not None:
         lines.append(
             f"speculation: {shape.speculation.tokens_per_step:.3g} tokens a check, {plan.step_s / plan.tpot_s:.3g} times as "
-            f"fast as plain steps of {format_seconds(plan.step_s)} (α, c assumed)"
+            f"fast as plain steps of {format_seconds(plan.step_s)}, {shape.speculation.operations:.3g} times the arithmetic "
+            "(α, c assumed)"
         )
     return "\n".join([*lines, "", "predicted TTFT of a prompt alone, TPOT by batch, by tokens of context:", _table(table)])
 
