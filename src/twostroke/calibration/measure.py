@@ -28,7 +28,7 @@ from twostroke.calibration.products import (
 )
 from twostroke.calibration.serving_steps import measure_serving_steps, without_products
 from twostroke.calibration.timing import Clock
-from twostroke.calibration.training_steps import measure_steps
+from twostroke.calibration.training_steps import measure_process_peak, measure_steps
 from twostroke.calibration.transformer import (
     BlockSize,
     empty_compile_cache,
@@ -36,6 +36,7 @@ from twostroke.calibration.transformer import (
     measure_loss,
     measure_optimizers,
     measure_setup,
+    measure_toolchain,
 )
 from twostroke.core.errors import ConfigError
 from twostroke.core.profile import BandwidthPoint, MachineProfile, MatmulPoint, read_fingerprint
@@ -177,28 +178,33 @@ def calibrate(
 
 def _measure_training(clock: Clock, extent: Extent, tell: Progress) -> dict[str, float]:
     """Whole steps of the anchors, compiled where a compiler works, as training does it by default, and the narrow one eager;
-    then a block and the loss by themselves, both ways. The first anchor compiles into an empty cache: its first step says what
-    compiling takes, and a block of the same shape finds it there."""
+    then a block and the loss by themselves, both ways. The first anchor compiles into an empty cache, the compiler's own start
+    taken off: its first step says what compiling takes, and a block of the same shape finds it there."""
     found: dict[str, float] = {}
     narrow, wide = COMPILED_ANCHORS
     is_compiled = extent.compile
-    tell(0.0, f"training steps of width {narrow.width}")
-    if extent.whole_steps and extent.compile:
+    tell(0.0, "compiler")
+    if extent.compile:
+        toolchain_s = measure_toolchain(clock.device)
+        is_compiled = toolchain_s is not None
+        found["toolchain_start_s"] = toolchain_s or 1e-3
+    if is_compiled and extent.whole_steps:
+        tell(0.2, f"training steps of width {narrow.width}")
         found.update(measure_steps(clock, narrow, "bf16", "compiled"))
-        is_compiled = bool(found)
-        if is_compiled:
-            steady = sum(found[narrow.name("bf16", "compiled", part)] for part in TRAINING_PARTS)
-            found["block_compile_s"] = max(found[narrow.name("bf16", "compiled", "first_step_s")] - steady, 1e-3)
+        steady = sum(found[narrow.name("bf16", "compiled", part)] for part in TRAINING_PARTS)
+        found["block_compile_s"] = max(found[narrow.name("bf16", "compiled", "first_step_s")] - steady, 1e-3)
     if is_compiled:
-        tell(0.4, "one transformer block, bf16 compiled")
+        tell(0.35, "one transformer block, bf16 compiled")
         found.update(measure_block(clock, extent.block, "bf16", "compiled"))
         if extent.whole_steps:
-            tell(0.6, f"training steps of width {wide.width}")
+            tell(0.55, f"training steps of width {wide.width}")
             found.update(measure_steps(clock, wide, "bf16", "compiled"))
+            found.update(measure_process_peak(narrow, "bf16", "compiled", clock.device))
     for i, dtype in enumerate(("bf16", "fp32")):
         tell(0.75 + 0.1 * i, f"eager training, {dtype}")
         if extent.whole_steps:
             found.update(measure_steps(clock, EAGER_ANCHORS[0], dtype, "eager"))
+            found.update(measure_process_peak(EAGER_ANCHORS[0], dtype, "eager", clock.device))
         found.update(measure_block(clock, extent.block, dtype, "eager"))
     tell(0.95, "loss")
     found.update(measure_loss(clock, extent.block, is_compiled))

@@ -1,12 +1,15 @@
-"""Whole training steps of the anchors: times by part, what compiling takes, and for the first of them the peak of memory.
+"""Whole training steps of the anchors: their times by part, and apart from that the peak of memory they take.
 
-The first one runs before anything else does, in a process whose compiler and allocator were never used: that is what a real
-run pays, and a peak is of a whole process.
+Times are measured in the calibrating process, one anchor after the other, since a compiler that has warmed up compiles the next
+graph in a third of the time. The peak is that of a whole process, so it is measured in a new one, as a real run has it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+import subprocess
+import sys
 import time
 
 import torch
@@ -18,7 +21,7 @@ from twostroke.model.decoder import Decoder
 from twostroke.model.initialise import initialise
 from twostroke.planner.anchors import TRAINING_PARTS, TrainingAnchor
 from twostroke.training.clock import StepClock
-from twostroke.training.memory import memory_bytes, peak_memory_bytes, reset_peak
+from twostroke.training.memory import peak_memory_bytes, reset_peak
 from twostroke.training.optimizers import Optimizers
 from twostroke.training.precision import MasterWeights
 from twostroke.training.step import TrainStep
@@ -29,6 +32,9 @@ WARM_UP_STEPS = 2
 SECONDS = 1.5
 """Steps are repeated for so long after the warm-up, and at most thrice as long until ``LEAST_STEPS`` were undisturbed."""
 
+PEAK_STEPS = 5
+PEAK_TIMEOUT_S = 120
+
 
 def _batch(anchor: TrainingAnchor, device: torch.device) -> Batch:
     rows, length = anchor.batch_size, anchor.sequence_length
@@ -38,50 +44,75 @@ def _batch(anchor: TrainingAnchor, device: torch.device) -> Batch:
     return Batch(tokens=tokens, targets=tokens.roll(-1, 1), positions=positions, documents=documents, n_valid=tokens.numel())
 
 
-def measure_steps(clock: Clock, anchor: TrainingAnchor, dtype: str, mode: str) -> dict[str, float]:
-    """Medians over undisturbed steps of ``TRAINING_PARTS``, ``first_step_s``, ``peak_bytes`` of a step, and ``rest_bytes``:
-    what the process held before it had the model, all under the anchor's names. Nothing where compiling does not work.
-
-    Medians, not minima: a run's own steps are scored by their median, and a step's best is one that ran out of luck's cache.
-    """
-    device, effort = clock.device, clock.effort
-    place = torch.device(device)
-    rest = memory_bytes(place)
-    settings = TrainSettings(batch_size=anchor.batch_size, sequence_length=anchor.sequence_length, dtype=dtype)  # type: ignore[arg-type]
-    decoder = Decoder(anchor.spec, device=device)
+def _training_step(anchor: TrainingAnchor, dtype: str, mode: str, device: torch.device) -> TrainStep:
+    settings = TrainSettings(batch_size=anchor.batch_size, sequence_length=anchor.sequence_length)
+    decoder = Decoder(anchor.spec, device=str(device))
     initialise(decoder, 0)
     decoder.train()
     masters = MasterWeights(decoder, torch.bfloat16 if dtype == "bf16" else torch.float32)
-    step = TrainStep(
-        decoder, masters, Optimizers(masters, anchor.spec, settings), settings.clip_norm, mode == "compiled", lambda line: None
-    )
-    laps, batch = StepClock(place), _batch(anchor, place)
-    begin = time.perf_counter()
+    optimizers = Optimizers(masters, anchor.spec, settings)
+    return TrainStep(decoder, masters, optimizers, settings.clip_norm, mode == "compiled", lambda line: None)
+
+
+def measure_steps(clock: Clock, anchor: TrainingAnchor, dtype: str, mode: str) -> dict[str, float]:
+    """Medians over undisturbed steps of ``TRAINING_PARTS``, and ``first_step_s``, under the anchor's names; nothing where
+    compiling does not work.
+
+    Medians, not minima: a run's own steps are scored by their median, and the shortest step is one that was lucky.
+    """
+    place = torch.device(clock.device)
+    step, laps, batch = _training_step(anchor, dtype, mode, place), StepClock(place), _batch(anchor, place)
     laps.start()
     step([batch], 1.0, laps)
     first_s, _ = laps.finish()
     if mode == "compiled" and not step.is_compiled:
         return {}
-    found: dict[str, list[dict[str, float]]] = {"clean": [], "disturbed": []}
-    peak = 0
+    clean: list[dict[str, float]] = []
+    disturbed: list[dict[str, float]] = []
+    begin = time.perf_counter()
     for n in range(MOST_STEPS):
         if n == WARM_UP_STEPS:
             begin = time.perf_counter()
-        reset_peak(place)
         window = Window()
         laps.start()
         step([batch], 1.0, laps)
         _, parts = laps.finish()
-        peak = max(peak, peak_memory_bytes(place))
         if n >= WARM_UP_STEPS:
-            found["disturbed" if window.disturbed else "clean"].append(parts)
+            (disturbed if window.disturbed else clean).append(parts)
             elapsed = time.perf_counter() - begin
-            enough = len(found["clean"]) >= LEAST_STEPS and elapsed >= SECONDS * effort
-            if enough or elapsed >= 3 * SECONDS * effort:
+            enough = len(clean) >= LEAST_STEPS and elapsed >= SECONDS * clock.effort
+            if enough or elapsed >= 3 * SECONDS * clock.effort:
                 break
-    steady = found["clean"] or found["disturbed"]
-    values = {part: statistics.median(parts[part.removesuffix("_s")] for parts in steady) for part in TRAINING_PARTS}
     clock.n_measured += 1
-    clock.n_disturbed += not found["clean"]
-    values |= {"first_step_s": first_s, "peak_bytes": float(peak), "rest_bytes": float(rest)}
+    clock.n_disturbed += not clean
+    steady = clean or disturbed
+    values = {part: statistics.median(parts[part.removesuffix("_s")] for parts in steady) for part in TRAINING_PARTS}
+    values["first_step_s"] = first_s
     return {anchor.name(dtype, mode, part): value for part, value in values.items()}
+
+
+def measure_process_peak(anchor: TrainingAnchor, dtype: str, mode: str, device: str) -> dict[str, float]:
+    """``peak_bytes`` of the anchor's steps in a process of their own; nothing where that process fails or takes too long."""
+    shape = map(str, (anchor.width, anchor.n_layers, anchor.batch_size, anchor.sequence_length))
+    command = [sys.executable, "-m", __name__, *shape, dtype, mode, device, str(torch.get_num_threads())]
+    with contextlib.suppress(OSError, ValueError, IndexError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PEAK_TIMEOUT_S, check=True)
+        return {anchor.name(dtype, mode, "peak_bytes"): float(done.stdout.split()[-1])}
+    return {}
+
+
+def _main(arguments: list[str]) -> None:
+    *shape, dtype, mode, device, n_threads = arguments
+    torch.set_num_threads(int(n_threads))
+    anchor, place = TrainingAnchor(*map(int, shape)), torch.device(device)
+    step, laps, batch = _training_step(anchor, dtype, mode, place), StepClock(place), _batch(anchor, place)
+    for n in range(PEAK_STEPS):
+        if n == 1:  # what compiling takes for a while is not a step's
+            reset_peak(place)
+        laps.start()
+        step([batch], 1.0, laps)
+    print(peak_memory_bytes(place))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -195,6 +196,18 @@ def empty_compile_cache() -> Iterator[None]:
             os.environ.pop(name)
             if before is not None:
                 os.environ[name] = before
+
+
+def measure_toolchain(device: str) -> float | None:
+    """Seconds that the compiler takes for next to nothing, the first time it is used with an empty cache: probing the
+    processor and preparing headers, which it does once on a machine. None where it does not work."""
+    begin = time.perf_counter()
+    x = torch.ones(64, 64, device=device, requires_grad=True)
+    try:
+        torch.compile(lambda y: (y.sin() * y).sum(), dynamic=False)(x).backward()
+    except Exception:  # whatever the compiler, its C++ compiler or Triton may raise
+        return None
+    return time.perf_counter() - begin
 
 
 def measure_setup(clock: Clock, size: BlockSize) -> Iterator[tuple[str, float]]:

@@ -8,6 +8,17 @@ from typing import Any
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.core.spec import ModelSpec
+from twostroke.planner.anchors import (
+    DECODE_BATCHES,
+    DECODE_CONTEXT,
+    DECODE_LAYERS,
+    PREFILL_TOKENS,
+    WIDTHS,
+    anchor_spec,
+    decode_name,
+    prefill_name,
+    ratio_at,
+)
 from twostroke.planner.cost import Cost, TokenPrices, cost_of, token_prices, usd_per_million_tokens
 from twostroke.planner.flops import attention_flops_per_token, decode_flops, prefill_flops
 from twostroke.planner.hardware import DATASHEET_NOTE, SCHEME_BYTES, Hardware
@@ -477,10 +488,42 @@ def around_layers(
 
 
 def prefill_works(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> tuple[Work, ...]:
-    """One prompt through the model, what the cache has of it left out, in as many steps as the engine's token budget makes of
-    it. After the last layer's attention only the last token goes on."""
+    """One prompt through the model, what the cache has of it left out; our own engine's held to the anchors."""
     if not runs_our_engine(spec, shape, hardware):
         return accelerator_works(spec, prompt_pass(spec, shape, hardware), efficiencies_of(hardware, shape.engine))
+    ratio = prefill_ratio(spec, shape, hardware)
+    return tuple(work.stretched(ratio) for work in engine_prefill_works(spec, shape, hardware))
+
+
+def prefill_ratio(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float:
+    """Measured ÷ planned of the prompts that calibration computed (``planner.anchors``), at this width and so many tokens."""
+    ratios = {}
+    for width in WIDTHS:
+        anchor = anchor_spec(width, DECODE_LAYERS[width])
+        for n_tokens in PREFILL_TOKENS:
+            measured = hardware.extras.get(prefill_name(width, shape.scheme, n_tokens))
+            if measured is not None:
+                like = ServingShape(scheme=shape.scheme, prompt_tokens=n_tokens, output_tokens=1)
+                ratios[width, n_tokens] = measured / total_seconds(engine_prefill_works(anchor, like, hardware))
+    return ratio_at(ratios, spec.d_model, max(1, shape.prompt_tokens - shape.hit_tokens))
+
+
+def decode_ratio(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float:
+    """The same of decode steps, at this width and this many requests."""
+    ratios = {}
+    for width in WIDTHS:
+        anchor = anchor_spec(width, DECODE_LAYERS[width])
+        for batch in DECODE_BATCHES:
+            measured = hardware.extras.get(decode_name(width, shape.scheme, batch))
+            if measured is not None:
+                like = ServingShape(scheme=shape.scheme, batch=batch, prompt_tokens=DECODE_CONTEXT, output_tokens=1)
+                ratios[width, batch] = measured / total_seconds(engine_decode_works(anchor, like, hardware))
+    return ratio_at(ratios, spec.d_model, shape.batch)
+
+
+def engine_prefill_works(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> tuple[Work, ...]:
+    """A prompt in our own engine from the rates of its parts, in as many steps as the token budget makes of it. After the last
+    layer's attention only the last token goes on."""
     rows = shape.prompt_tokens - shape.hit_tokens
     working_set = weights_bytes(spec, shape.scheme)
     n_steps = -(-rows // TOKEN_BUDGET)
@@ -500,6 +543,12 @@ def decode_works(spec: ModelSpec, shape: ServingShape, hardware: Hardware, batch
         shape = replace(shape, batch=batch)
     if not runs_our_engine(spec, shape, hardware):
         return accelerator_works(spec, decode_pass(spec, shape, hardware), efficiencies_of(hardware, shape.engine))
+    ratio = decode_ratio(spec, shape, hardware)
+    return tuple(work.stretched(ratio) for work in engine_decode_works(spec, shape, hardware))
+
+
+def engine_decode_works(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> tuple[Work, ...]:
+    """A decode step in our own engine from the rates of its parts."""
     rows = shape.batch
     context = shape.context
     cache = shape.batch * context * kv_bytes_per_token(spec, shape.cache_dtype)

@@ -9,6 +9,7 @@ from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.adapters import ALL_LINEAR, adapter_parameters, check_targets
+from twostroke.planner.anchors import TRAINING_PARTS, ratio_at, training_anchors
 from twostroke.planner.checkpointing import Resilience, resilience
 from twostroke.planner.communication import Traffic, across_data, within_micro_batch
 from twostroke.planner.cost import Cost, cost_of
@@ -28,7 +29,7 @@ from twostroke.planner.passes import (
 )
 from twostroke.planner.schema import PLAN_SCHEMA
 from twostroke.planner.sharding import LOSS_CHUNK_TOKENS as LOSS_CHUNK_TOKENS
-from twostroke.planner.sharding import Stage, rank_memory, rank_state_bytes, stage_held, stages
+from twostroke.planner.sharding import Stage, anchor_shape, rank_memory, rank_state_bytes, stage_held, stages
 from twostroke.planner.work import Work, merge, total_seconds
 
 if TYPE_CHECKING:
@@ -306,8 +307,49 @@ class StageTime:
     ordinary_s: float
 
 
+def anchor_ratios(spec: ModelSpec, shape: TrainingShape, hardware: Hardware) -> dict[str, float]:
+    """Part ("forward_s", "backward_s", "optimizer_s") → measured ÷ planned at ``spec``'s width, from the whole steps that
+    calibration took (``planner.anchors``); 1 where it took none. Compiled fp32 is taken to gain and lose what compiled bf16
+    does. What Muon adds to an update was not part of them."""
+    found: dict[str, dict[tuple[int, int], float]] = {part: {} for part in TRAINING_PARTS}
+    for anchor in training_anchors(shape.mode):
+        dtypes = [
+            d for d in (rate_dtype(shape, hardware), "bf16") if anchor.name(d, shape.mode, "forward_s") in hardware.extras
+        ]
+        if not dtypes:
+            continue
+        like = anchor_shape(anchor, dtypes[0], shape)
+        parts = parts_time(anchor.spec, like, hardware, SINGLE)
+        planned = {
+            "forward_s": total_seconds(parts.forward),
+            "backward_s": total_seconds(parts.backward),
+            "optimizer_s": optimizer_work(anchor.spec, like, hardware).seconds,
+        }
+        for part, seconds in planned.items():
+            found[part][anchor.width, 1] = hardware.extras[anchor.name(dtypes[0], shape.mode, part)] / seconds
+    return {part: ratio_at(ratios, spec.d_model, 1) for part, ratios in found.items()}
+
+
+def update_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> Work:
+    """The optimizer's update, held to the anchors."""
+    work = optimizer_work(spec, shape, hardware, layout)
+    return work if shape.optimizer == "muon" else work.stretched(anchor_ratios(spec, shape, hardware)["optimizer_s"])
+
+
 def stage_time(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> StageTime:
-    """Each kind of layer is timed once, and put on the stages as often as they have it."""
+    """``parts_time``, held to the anchors."""
+    parts, ratios = parts_time(spec, shape, hardware, layout), anchor_ratios(spec, shape, hardware)
+    forward, backward = ratios["forward_s"], ratios["backward_s"]
+    return StageTime(
+        parts.stage,
+        tuple(work.stretched(forward) for work in parts.forward),
+        tuple(work.stretched(backward) for work in parts.backward),
+        parts.ordinary_s * (forward + 2 * backward) / 3,
+    )
+
+
+def parts_time(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> StageTime:
+    """From the rates of parts: each kind of layer is timed once, and put on the stages as often as they have it."""
     passes: dict[bool, list[tuple[list[Work], float]]] = {}
     whole = stages(spec.n_layers, layout.pipeline, layout.interleave)
     per_model = Stage(0, spec.n_layers, first=True, last=True)
@@ -382,7 +424,7 @@ def step_time_s(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layou
     time = stage_time(spec, timed, hardware, layout)
     traffic = step_traffic(spec, shape, hardware, layout, time)
     passes = shape.grad_accumulation * (total_seconds(time.forward) + total_seconds(time.backward))
-    update = optimizer_work(spec, shape, hardware, layout).seconds
+    update = update_work(spec, shape, hardware, layout).seconds
     waiting = sum(t.exposed_s for t in traffic) + bubble_of(shape, layout, time, traffic)
     return passes + update + ASSUMED_DATA_TOKEN_S * shape.tokens_per_step + waiting
 
@@ -406,7 +448,7 @@ def plan_training(
     timed = replace(shape, dtype=rate_dtype(shape, hardware))
     hardware.peak(timed.dtype)
     time = stage_time(spec, timed, hardware, layout)
-    update = (optimizer_work(spec, shape, hardware, layout),)
+    update = (update_work(spec, shape, hardware, layout),)
     traffic = step_traffic(spec, shape, hardware, layout, time)
     moved = shape.grad_accumulation * sum(w.bytes for w in (*time.forward, *time.backward)) + update[0].bytes
     trained = parameters.total if shape.method == "full" else adapter_parameters(spec, shape.lora_rank, shape.lora_targets)

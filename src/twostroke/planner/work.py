@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 COMPONENTS = ("attention", "mlp", "norms", "embedding", "head", "optimizer")
@@ -55,6 +55,16 @@ class Work:
             n * self.memory_s,
             n * self.launch_s,
             n * self.seconds,
+        )
+
+    def stretched(self, ratio: float) -> Work:
+        """The same work in ``ratio`` times the time, every limit with it."""
+        return replace(
+            self,
+            arithmetic_s=ratio * self.arithmetic_s,
+            memory_s=ratio * self.memory_s,
+            launch_s=ratio * self.launch_s,
+            seconds=ratio * self.seconds,
         )
 
     def to_dict(self) -> dict[str, Any]:
