@@ -53,6 +53,8 @@ GLOSSARY: dict[str, str] = {
     "α": "seconds a message takes before its first byte; of speculation, the share accepted",
     "R_1": "rate of a product of this shape, FLOP/s (R_2: of the weight's gradient)",
     "β_1": "bandwidth at that operand's size, bytes/s (β_2: of the weight's gradient)",
+    "anchors": "measured over planned time of the whole steps that calibration took",
+    "slack": "share of activations that the heap cannot reuse",
     "own": "seconds of a layer that are no products: attention itself, norms, activation",
     "outside": "seconds outside the layers: embedding, loss",
     "γ": "tokens drafted a step",

@@ -24,6 +24,9 @@ from twostroke.planner.sharding import RankProduct, Stage
 from twostroke.planner.training import TrainingPlan, TrainingShape, rate_dtype, stage_time
 from twostroke.planner.work import Work
 
+NEGLIGIBLE = 1e-10
+"""Ratios nearer to 1 than this are rounding."""
+
 
 def _seconds(works: Iterable[Work], component: str) -> float:
     return sum(work.seconds for work in works if work.component == component)
@@ -85,11 +88,13 @@ def explain_pass(terms: Explanation, plan: TrainingPlan, backward: bool) -> list
         own[suffix] = [attention_work(spec, shape, hardware, kind, layout.tensor, backward)]
         own[suffix] += elementwise(spec, shape, hardware, layer, layout, backward)
         own[suffix] += recomputed_works(spec, shape, hardware, layer, layout) if backward else []
-    found = []
-    for work in plan.backward if backward else plan.forward:
-        component, numbers, parts = work.component, {}, []
+    works = plan.backward if backward else plan.forward
+    rows: dict[str, tuple[str, dict[str, float], float]] = {}
+    for work in works:
+        component, numbers, parts, planned = work.component, {}, [], 0.0
         for (suffix, _, _), (_, count) in layers:
             inner = list(products[suffix].get(component, ()))
+            seconds = sum(_value(terms, symbol) for symbol in inner)
             rest = _seconds(own[suffix], component)
             if rest:
                 inner.append(f"own{suffix}")
@@ -97,16 +102,31 @@ def explain_pass(terms: Explanation, plan: TrainingPlan, backward: bool) -> list
             if inner:
                 numbers[f"layers{suffix}"] = count
                 parts.append(f"layers{suffix}·({' + '.join(inner)})")
+                planned += count * (seconds + rest)
         around = _seconds(ends, component)
         if around:
             parts.append("outside")
             numbers["outside"] = around
-        symbol = f"{name}_{component}_s"
+        rows[component] = (" + ".join(parts) or "0", numbers, planned + around)
+    # One ratio for the whole pass: what calibration measured of whole steps over the sum of their parts.
+    ratio = sum(work.seconds for work in works) / sum(planned for _, _, planned in rows.values())
+    found = []
+    for work in works:
+        formula, numbers, _ = rows[work.component]
+        if abs(ratio - 1) > NEGLIGIBLE:
+            formula, numbers["anchors"] = f"anchors·({formula})", ratio
+        symbol = f"{name}_{work.component}_s"
         again = f", checkpointing {shape.checkpointing} recomputes" if backward and shape.checkpointing != "none" else ""
         terms.add(
-            "time", symbol, work.seconds, "s", " + ".join(parts) or "0",
+            "time", symbol, work.seconds, "s", formula,
             f"products, attention's own and elementwise work, what is outside the layers; {work.bound}-bound{again}",
             **numbers,
         )  # fmt: skip
         found.append(symbol)
     return found
+
+
+def _value(terms: Explanation, symbol: str) -> float:
+    """Seconds of a product that is run so often: ``8·forward_down_s`` or ``forward_down_s``."""
+    times, _, name = symbol.rpartition("·")
+    return float(times or 1) * terms[name].value

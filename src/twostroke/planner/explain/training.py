@@ -21,6 +21,8 @@ from twostroke.planner.memory import (
     gradient_bytes_per_parameter,
 )
 from twostroke.planner.sharding import (
+    ALLOCATOR_SLACK,
+    BACKWARD_SHARE,
     LOSS_CHUNK_TOKENS,
     Held,
     Stage,
@@ -189,14 +191,20 @@ def _loss(terms: Explanation, plan: TrainingPlan, stage: Stage) -> None:
 
 
 def _rest(terms: Explanation, plan: TrainingPlan, part: Held) -> None:
-    memory, shape, extras = plan.memory_bytes, plan.shape, plan.hardware.extras
-    on_cpu = plan.hardware.kind == "cpu"
+    memory, shape = plan.memory_bytes, plan.shape
     terms.add(
-        "memory", "process_bytes", memory["process"], "bytes", "python_and_torch + compiler",
-        "resident memory of the process at rest; a GPU's memory holds none of it", "measured" if memory["process"] else "given",
-        python_and_torch=extras.get("baseline_rss_bytes", 0.0) if on_cpu else 0.0,
-        compiler=extras.get("compiler_rss_bytes", 0.0) if on_cpu and shape.compile else 0.0,
+        "memory", "process_bytes", memory["process"], "bytes", "given",
+        "resident memory of the process beside everything counted here; a GPU's memory holds none of it",
+        "measured" if memory["process"] else "given", given=memory["process"],
     )  # fmt: skip
+    if "workspace" in memory:
+        on_cpu = plan.hardware.kind == "cpu"
+        terms.add(
+            "memory", "workspace_bytes", memory["workspace"], "bytes",
+            "slack·activations_bytes + share·activations_bytes/layers_here" if on_cpu else "0",
+            "pieces of the heap that nothing fits into, and gradients inside a layer; fitted on CPUs, not counted on a GPU",
+            slack=ALLOCATOR_SLACK, share=BACKWARD_SHARE,
+        )  # fmt: skip
     if "gathered" in memory:
         terms.add(
             "memory", "gathered_bytes", memory["gathered"], "bytes", "2·layer_bytes + ends + gradient·layer",

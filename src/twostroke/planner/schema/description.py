@@ -308,6 +308,7 @@ OBJECTS: dict[str, tuple[str, Fields]] = {
             "activations": ("number", "kept for backward"),
             "loss": ("number", "logits and their gradients"),
             "process": ("number", "resident memory at rest (CPU)"),
+            "workspace?": ("number", "what training on a CPU holds beyond its tensors"),
             "gathered?": ("number", "what ZeRO-3 holds whole for the moment"),
             "dequantised?": ("number", "QLoRA's largest matrix in the working type"),
             "peak": ("number", "sum of the terms"),
