@@ -14,6 +14,7 @@ from twostroke.cli.main import main
 from twostroke.core.errors import ConfigError
 from twostroke.core.families import config_from_spec, read_spec
 from twostroke.core.spec import MlaSpec, ModelSpec, MoeSpec
+from twostroke.planner.anchors import training_anchors
 from twostroke.planner.comparison import compare
 from twostroke.planner.explain.glossary import GLOSSARY
 from twostroke.planner.explain.model import letters
@@ -128,6 +129,20 @@ def test_terms_of_expert_parallel_ranks_give_the_plan(layout: Layout, method: st
     for name in ("experts", "latent"):
         plan = plan_training(MODELS[name], TrainingShape(method=method, steps=3), load_hardware("h100"), layout)
         held(explain(plan))
+
+
+def test_terms_of_a_machine_with_measured_whole_steps_give_the_plan() -> None:
+    """A pass takes what its parts say times one ratio, measured over planned of the calibrated steps."""
+    extras = {}
+    for anchor in training_anchors("compiled"):
+        for part, seconds in (("forward_s", 0.5), ("backward_s", 1.1), ("optimizer_s", 0.07)):
+            extras[anchor.name("bf16", "compiled", part)] = seconds
+    plan = plan_training(small_llama(), TrainingShape(steps=3), machine(extras))
+    terms = explain(plan)
+    held(terms)
+    ratios = {t.substitutions["anchors"] for t in terms if t.symbol.startswith("forward_") and "anchors" in t.substitutions}
+    assert len(ratios) == 1
+    assert ratios != {1.0}
 
 
 @pytest.mark.parametrize("name", list(MODELS))
