@@ -1,6 +1,6 @@
 """What is predicted and then run: training configurations and serving configurations of the real engines.
 
-They differ from the shapes that calibration measures (widths 256 and 768, 2 to 6 layers, 16 × 512 and 8 × 512 tokens), so that
+They differ from the shapes that calibration measures (widths 256 and 768, 2 to 6 layers, rows of 512 tokens), so that
 none is predicted from itself: widths from 128 to 1,024, depths from 2 to 30, sequences from 64 to 2,048, five families, three
 vocabularies, grouped queries, accumulation, both optimizers, both types, compiled and not.
 """

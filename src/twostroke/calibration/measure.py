@@ -204,8 +204,9 @@ def _measure_training(clock: Clock, extent: Extent, tell: Progress) -> dict[str,
         tell(0.75 + 0.1 * i, f"eager training, {dtype}")
         if extent.whole_steps:
             found.update(measure_steps(clock, EAGER_ANCHORS[0], dtype, "eager"))
-            found.update(measure_process_peak(EAGER_ANCHORS[0], dtype, "eager", clock.device))
         found.update(measure_block(clock, extent.block, dtype, "eager"))
+    if extent.whole_steps:
+        found.update(measure_process_peak(EAGER_ANCHORS[0], "bf16", "eager", clock.device))
     tell(0.95, "loss")
     found.update(measure_loss(clock, extent.block, is_compiled))
     return found

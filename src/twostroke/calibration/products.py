@@ -15,7 +15,7 @@ from twostroke.core.units import MIB
 from twostroke.kernels.features import has_int8_weight_only, has_packed_linear, has_w8a8_linear
 from twostroke.kernels.matrix import FloatMatrix, Int8Matrix
 
-TRAINING_ROWS = (256, 1024, 4096)
+TRAINING_ROWS = (256, 4096)
 ENGINE_ROWS = (1, 4, 16, 64, 256, 1024)
 
 TRAINING_SCHEMES = ("fp32", "bf16")
@@ -102,7 +102,7 @@ def measure_class(clock: Clock, scheme: str, n: int, k: int, rows: Sequence[int]
         run = make_product(scheme, m, n, k, clock.device)
         if run is None:
             return
-        last_s, last_m = clock.best_s(run, seconds=0.025, least=4), m
+        last_s, last_m = clock.best_s(run, seconds=0.02, least=4), m
         yield MatmulPoint(scheme=scheme, m=m, n=n, k=k, flop_per_s=2.0 * m * n * k / last_s)
 
 

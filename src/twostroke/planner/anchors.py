@@ -50,7 +50,7 @@ class TrainingAnchor:
         return f"anchor_train_e{self.width}_{dtype}_{mode}_{part}"
 
 
-COMPILED_ANCHORS = (TrainingAnchor(256, 2, 16), TrainingAnchor(768, 2, 8))
+COMPILED_ANCHORS = (TrainingAnchor(256, 2, 16), TrainingAnchor(768, 2, 4))
 EAGER_ANCHORS = (TrainingAnchor(256, 2, 4),)
 """Eager steps are what a machine without a compiler takes: one anchor, and a small one, since each takes twice as long."""
 

@@ -402,7 +402,9 @@ def hardware_from_profile(profile: MachineProfile) -> Hardware:
             link, network, per_node, place = sheet.link, sheet.network, max(1, len(f.gpus)), sheet.place
     x = profile.extras
     if "link_bytes_per_s" in x:
-        link = Link(x["link_alpha_s"], x["link_bytes_per_s"], "measured", "calibrated collectives between ranks of this machine")
+        link = Link(
+            x["link_alpha_s"], x["link_bytes_per_s"], "measured", "calibrated collectives between ranks of this machine"
+        )
         per_node = max(per_node, int(x["link_ranks"]))
     if "network_bytes_per_s" in x:
         network = Link(x["network_alpha_s"], x["network_bytes_per_s"], "measured", "calibrated collectives between machines")
