@@ -31,11 +31,12 @@ def main(directory: str, scheme: str, batch: int, prompt_tokens: int, output_tok
     from twostroke.planner.hardware import load_hardware
     from twostroke.planner.intervals import predict_with_intervals
     from twostroke.planner.serving import ServingShape, plan_serving, request_kv_bytes
+    from twostroke.planner.weights import kv_bytes_per_token
     from twostroke.scheduling.sampling_params import SamplingParams
 
     spec = read_spec(directory)
     shape = ServingShape(scheme=scheme, batch=batch, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
-    cache = int((batch + 1) * request_kv_bytes(spec, shape)) * 3 // 2
+    cache = int((batch + 2) * request_kv_bytes(spec, shape)) * 2
     shape = ServingShape(
         scheme=scheme, batch=batch, prompt_tokens=prompt_tokens, output_tokens=output_tokens, kv_cache_bytes=cache
     )
@@ -48,18 +49,22 @@ def main(directory: str, scheme: str, batch: int, prompt_tokens: int, output_tok
     inputs = {"model": directory, "scheme": scheme, "batch": batch, "prompt": prompt_tokens, "output": output_tokens}
     run_id = ledger.freeze("bench", f"{directory} {scheme} batch {batch} prompt {prompt_tokens}", inputs, frozen)
 
-    def made(**changes: int) -> tuple[EngineCore, int]:
+    longest = prompt_tokens + output_tokens + 64  # for all engines: tables grow with it
+
+    def made(kv_cache_bytes: int) -> tuple[EngineCore, int]:
         gc.collect()
         before = allocated_bytes()
-        engine = EngineCore(directory, EngineConfig(dtype=scheme, **changes))
+        config = EngineConfig(dtype=scheme, kv_cache_bytes=kv_cache_bytes, max_model_len=longest)
+        engine = EngineCore(directory, config)
         gc.collect()
         return engine, allocated_bytes() - before
 
-    made(kv_cache_bytes=cache)  # what the first of its kind leaves behind: thread pools, caches of the matrix library
-    small, with_little = made(kv_cache_bytes=1 << 20)
+    made(cache)  # what the first of its kind leaves behind: thread pools, caches of the matrix library
+    one = int(kv_bytes_per_token(spec, shape.cache_dtype)) * (longest + 16)
+    small, with_little = made(one)
     little = small.kv_cache_bytes
     del small
-    engine, with_all = made(kv_cache_bytes=cache)
+    engine, with_all = made(cache)
     ready_s = time.time() - psutil.Process().create_time()
     kv = with_all - with_little + little
 

@@ -191,8 +191,8 @@ def _measure_training(clock: Clock, extent: Extent, tell: Progress) -> dict[str,
     if is_compiled and extent.whole_steps:
         tell(0.2, f"training steps of width {narrow.width}")
         found.update(measure_steps(clock, narrow, "bf16", "compiled"))
-        steady = sum(found[narrow.name("bf16", "compiled", part)] for part in TRAINING_PARTS)
-        found["block_compile_s"] = max(found[narrow.name("bf16", "compiled", "first_step_s")] - steady, 1e-3)
+        steady = sum(found[narrow.name(narrow.shallow, "bf16", "compiled", part)] for part in TRAINING_PARTS)
+        found["block_compile_s"] = max(found[narrow.name(narrow.shallow, "bf16", "compiled", "first_step_s")] - steady, 1e-3)
     if is_compiled:
         tell(0.35, "one transformer block, bf16 compiled")
         found.update(measure_block(clock, extent.block, "bf16", "compiled"))

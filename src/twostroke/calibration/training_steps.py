@@ -19,7 +19,7 @@ from twostroke.core.recipe import TrainSettings
 from twostroke.data.loader import Batch
 from twostroke.model.decoder import Decoder
 from twostroke.model.initialise import initialise
-from twostroke.planner.anchors import TRAINING_PARTS, TrainingAnchor
+from twostroke.planner.anchors import TRAINING_PARTS, VOCABULARY, TrainingAnchor
 from twostroke.training.clock import StepClock
 from twostroke.training.memory import peak_memory_bytes, reset_peak
 from twostroke.training.optimizers import Optimizers
@@ -38,30 +38,37 @@ PEAK_TIMEOUT_S = 120
 
 def _batch(anchor: TrainingAnchor, device: torch.device) -> Batch:
     rows, length = anchor.batch_size, anchor.sequence_length
-    tokens = torch.randint(0, anchor.spec.vocab_size, (rows, length), device=device)
+    tokens = torch.randint(0, VOCABULARY, (rows, length), device=device)
     positions = torch.arange(length, device=device)[None].expand(rows, length).contiguous()
     documents = torch.zeros(rows, length, dtype=torch.int32, device=device)
     return Batch(tokens=tokens, targets=tokens.roll(-1, 1), positions=positions, documents=documents, n_valid=tokens.numel())
 
 
-def _training_step(anchor: TrainingAnchor, dtype: str, mode: str, device: torch.device) -> TrainStep:
-    settings = TrainSettings(batch_size=anchor.batch_size, sequence_length=anchor.sequence_length)
-    decoder = Decoder(anchor.spec, device=str(device))
+def _training_step(anchor: TrainingAnchor, n_layers: int, dtype: str, mode: str, device: torch.device) -> TrainStep:
+    settings, spec = TrainSettings(batch_size=anchor.batch_size, sequence_length=anchor.sequence_length), anchor.spec(n_layers)
+    decoder = Decoder(spec, device=str(device))
     initialise(decoder, 0)
     decoder.train()
     masters = MasterWeights(decoder, torch.bfloat16 if dtype == "bf16" else torch.float32)
-    optimizers = Optimizers(masters, anchor.spec, settings)
+    optimizers = Optimizers(masters, spec, settings)
     return TrainStep(decoder, masters, optimizers, settings.clip_norm, mode == "compiled", lambda line: None)
 
 
 def measure_steps(clock: Clock, anchor: TrainingAnchor, dtype: str, mode: str) -> dict[str, float]:
+    """``measure_depth`` of both depths; nothing where compiling does not work. The second compiles nothing: all layers share
+    one graph."""
+    shallow = measure_depth(clock, anchor, anchor.shallow, dtype, mode)
+    return shallow | measure_depth(clock, anchor, anchor.deep, dtype, mode) if shallow else {}
+
+
+def measure_depth(clock: Clock, anchor: TrainingAnchor, n_layers: int, dtype: str, mode: str) -> dict[str, float]:
     """Medians over undisturbed steps of ``TRAINING_PARTS``, and ``first_step_s``, under the anchor's names; nothing where
     compiling does not work.
 
     Medians, not minima: a run's own steps are scored by their median, and the shortest step is one that was lucky.
     """
     place = torch.device(clock.device)
-    step, laps, batch = _training_step(anchor, dtype, mode, place), StepClock(place), _batch(anchor, place)
+    step, laps, batch = _training_step(anchor, n_layers, dtype, mode, place), StepClock(place), _batch(anchor, place)
     laps.start()
     step([batch], 1.0, laps)
     first_s, _ = laps.finish()
@@ -88,16 +95,16 @@ def measure_steps(clock: Clock, anchor: TrainingAnchor, dtype: str, mode: str) -
     steady = clean or disturbed
     values = {part: statistics.median(parts[part.removesuffix("_s")] for parts in steady) for part in TRAINING_PARTS}
     values["first_step_s"] = first_s
-    return {anchor.name(dtype, mode, part): value for part, value in values.items()}
+    return {anchor.name(n_layers, dtype, mode, part): value for part, value in values.items()}
 
 
 def measure_process_peak(anchor: TrainingAnchor, dtype: str, mode: str, device: str) -> dict[str, float]:
-    """``peak_bytes`` of the anchor's steps in a process of their own; nothing where that process fails or takes too long."""
-    shape = map(str, (anchor.width, anchor.n_layers, anchor.batch_size, anchor.sequence_length))
+    """``peak_bytes`` of the shallow anchor's steps in a process of their own; nothing where it fails or takes too long."""
+    shape = map(str, (anchor.width, anchor.shallow, anchor.deep, anchor.batch_size, anchor.sequence_length))
     command = [sys.executable, "-m", __name__, *shape, dtype, mode, device, str(torch.get_num_threads())]
     with contextlib.suppress(OSError, ValueError, IndexError, subprocess.SubprocessError):
         done = subprocess.run(command, capture_output=True, text=True, timeout=PEAK_TIMEOUT_S, check=True)
-        return {anchor.name(dtype, mode, "peak_bytes"): float(done.stdout.split()[-1])}
+        return {anchor.name(anchor.shallow, dtype, mode, "peak_bytes"): float(done.stdout.split()[-1])}
     return {}
 
 
@@ -105,7 +112,8 @@ def _main(arguments: list[str]) -> None:
     *shape, dtype, mode, device, n_threads = arguments
     torch.set_num_threads(int(n_threads))
     anchor, place = TrainingAnchor(*map(int, shape)), torch.device(device)
-    step, laps, batch = _training_step(anchor, dtype, mode, place), StepClock(place), _batch(anchor, place)
+    laps, batch = StepClock(place), _batch(anchor, place)
+    step = _training_step(anchor, anchor.shallow, dtype, mode, place)
     for n in range(PEAK_STEPS):
         if n == 1:  # what compiling takes for a while is not a step's
             reset_peak(place)

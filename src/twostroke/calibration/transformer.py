@@ -47,8 +47,8 @@ class BlockSize:
     d_ff: int = 704
     tokens: int = 8192
     eager_tokens: int = 2048
-    short: int = 128
-    long: int = 512
+    short: int = 256
+    long: int = 1024
     vocab_size: int = 4096
     chunk_rows: int = 1024
 

@@ -141,12 +141,15 @@ class Plan:
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of all weights in the formats they are computed in. A tied embedding counts once, as the head: the table that
+        """Bytes of all weights in the formats they are computed in, second copies included. A tied embedding counts once, as the head: the table that
         tokens are looked up in stays in its file, of which a step reads a few rows."""
         embed = self.ops[0]
         assert isinstance(embed, Embed)
         element_bytes = int(bytes_of(self.dtype))
         total = self.step_bytes
+        for op in self.ops:
+            if isinstance(op, ProjectHeads | AddMixed | Widen | AddNarrowed | Head):
+                total += op.matrix.held_bytes - op.matrix.n_bytes
         if not self.spec.tied_embeddings:
             total += embed.table.numel() * element_bytes
         if embed.positions is not None:

@@ -23,6 +23,9 @@ class Matrix(Protocol):
     n_bytes: int
     """Bytes that one application must read: the weights, once, with their scales and bias."""
 
+    held_bytes: int
+    """Bytes that it keeps: ``n_bytes``, and a second copy where few rows and many want the weights in another order."""
+
     def __call__(self, x: Float[Tensor, "M K"], residual: Float[Tensor, "M N"] | None = None) -> Float[Tensor, "M N"]: ...
 
 
@@ -37,7 +40,7 @@ class FloatMatrix:
         self, weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None = None, packed: bool | None = None
     ) -> None:
         self.n_rows, self.n_columns = weight.shape
-        self.n_bytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
+        self.n_bytes = self.held_bytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
         self.bias = bias
         self.packed = (weight.device.type == "cpu" and has_packed_linear(weight.dtype)) if packed is None else packed
         # The copy matters where the weight is mapped from a file: a step must not wait for the disk.
@@ -71,7 +74,6 @@ class Int8Matrix:
         integers: bool | None = None,
     ) -> None:
         self.n_rows, self.n_columns = weight.shape
-        self.n_bytes = weight.nbytes + 4 * self.n_rows + (bias.nbytes if bias is not None else 0)
         self.bias = bias
         limit = (crossovers or Crossovers()).int8_weight_only_max_macs
         on_cpu = weight.device.type == "cpu"
@@ -87,6 +89,8 @@ class Int8Matrix:
         keep = not self.integers or self.largest_weight_only > 0
         self.weight: Tensor | None = weight.contiguous().clone() if keep else None
         self.scale_bf16 = self.scale.bfloat16()
+        self.n_bytes = weight.nbytes + 4 * self.n_rows + (bias.nbytes if bias is not None else 0)
+        self.held_bytes = self.n_bytes + (weight.nbytes if self.integers and keep else 0)
 
     def __call__(self, x: Float[Tensor, "M K"], residual: Float[Tensor, "M N"] | None = None) -> Float[Tensor, "M N"]:
         if x.dtype == torch.bfloat16 and x.shape[0] <= self.largest_weight_only:

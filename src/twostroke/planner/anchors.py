@@ -34,24 +34,25 @@ def anchor_spec(width: int, n_layers: int) -> ModelSpec:
 
 @dataclass(frozen=True)
 class TrainingAnchor:
-    """A training step: L layers of ``width`` on ``batch_size`` rows of ``sequence_length`` tokens, with AdamW."""
+    """A training step with AdamW, of ``shallow`` and of ``deep`` layers of ``width``, on ``batch_size`` rows of
+    ``sequence_length`` tokens. The two depths tell what a layer takes from what surrounds the layers."""
 
     width: int
-    n_layers: int
+    shallow: int
+    deep: int
     batch_size: int
-    sequence_length: int = 512
+    sequence_length: int = 1024
 
-    @property
-    def spec(self) -> ModelSpec:
-        return anchor_spec(self.width, self.n_layers).with_(max_positions=self.sequence_length)
+    def spec(self, n_layers: int) -> ModelSpec:
+        return anchor_spec(self.width, n_layers).with_(max_positions=self.sequence_length)
 
-    def name(self, dtype: str, mode: str, part: str) -> str:
-        """Of the measurement: ``anchor_train_e256_bf16_compiled_forward_s``."""
-        return f"anchor_train_e{self.width}_{dtype}_{mode}_{part}"
+    def name(self, n_layers: int, dtype: str, mode: str, part: str) -> str:
+        """Of the measurement: ``anchor_train_e256_l2_bf16_compiled_forward_s``."""
+        return f"anchor_train_e{self.width}_l{n_layers}_{dtype}_{mode}_{part}"
 
 
-COMPILED_ANCHORS = (TrainingAnchor(256, 2, 16), TrainingAnchor(768, 2, 4))
-EAGER_ANCHORS = (TrainingAnchor(256, 2, 4),)
+COMPILED_ANCHORS = (TrainingAnchor(256, 2, 6, 8), TrainingAnchor(768, 1, 3, 2))
+EAGER_ANCHORS = (TrainingAnchor(256, 1, 3, 2),)
 """Eager steps are what a machine without a compiler takes: one anchor, and a small one, since each takes twice as long."""
 
 
@@ -61,6 +62,18 @@ def training_anchors(mode: str) -> tuple[TrainingAnchor, ...]:
 
 
 TRAINING_PARTS = ("forward_s", "backward_s", "optimizer_s")
+
+AROUND_SHARES = (0.02, 0.9)
+"""Shares of a shallow step that what surrounds its layers is held between, when noise would leave nothing or all of it."""
+
+
+def layer_and_around(anchor: TrainingAnchor, shallow_s: float, deep_s: float) -> tuple[float, float]:
+    """(seconds of one layer, seconds around all of them) of the line through the two depths."""
+    around_s = (anchor.deep * shallow_s - anchor.shallow * deep_s) / (anchor.deep - anchor.shallow)
+    least, most = (share * shallow_s for share in AROUND_SHARES)
+    around_s = min(max(around_s, least), most)
+    return max(deep_s - around_s, shallow_s - around_s) / anchor.deep, around_s
+
 
 DECODE_LAYERS = {256: 6, 768: 4}
 DECODE_BATCHES = (1, 8, 32)

@@ -342,6 +342,26 @@ def weights_on_device(spec: ModelSpec, shape: ServingShape) -> float:
     return layers * device_bytes(spec, shape.scheme, at.tensor, at.stage_devices) + ends
 
 
+WEIGHT_ONLY_ALIGNMENT = 32
+"""Inputs of a matrix must be a multiple of this for the kernel of int8 weights alone (``kernels.matrix.Int8Matrix``)."""
+
+
+def second_copies_bytes(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float:
+    """Bytes of the int8 matrices that our engine holds twice, plain for few rows and packed for many: those that one row passes
+    with int8 weights alone, where the machine has both kernels. No copy is on disk."""
+    both = hardware.has_scheme("w8") and hardware.has_scheme("w8a8")
+    if shape.scheme != "int8" or not both or not runs_our_engine(spec, shape, hardware):
+        return 0.0
+    limit = hardware.extras.get("int8_weight_only_max_macs", DEFAULT_WEIGHT_ONLY_MAX_MACS)
+    twice = (p.weights for p in block_products(spec) if p.weights <= limit and p.k % WEIGHT_ONLY_ALIGNMENT == 0)
+    return float(spec.n_layers * sum(twice))
+
+
+def weights_held(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float:
+    """``weights_on_device`` and ``second_copies_bytes``: what the weights take in memory."""
+    return weights_on_device(spec, shape) + second_copies_bytes(spec, shape, hardware)
+
+
 def kv_bytes_on_device(spec: ModelSpec, shape: ServingShape, kv_bytes: float) -> float:
     """Of ``kv_bytes`` of cached tokens what one device keeps: key heads divided by tensor (no further than there are heads,
     and not at all under latent attention), layers by pipeline, requests by attention groups."""
@@ -353,7 +373,8 @@ def kv_bytes_on_device(spec: ModelSpec, shape: ServingShape, kv_bytes: float) ->
 def memory_for_kv(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float:
     """Bytes left for the KV cache on one device: utilisation · memory − weights − the process at rest. May be negative."""
     share = GPU_MEMORY_UTILISATION if hardware.kind == "gpu" else CPU_MEMORY_UTILISATION
-    return share * hardware.memory_bytes - weights_on_device(spec, shape) - hardware.extras.get("baseline_rss_bytes", 0.0)
+    held = weights_held(spec, shape, hardware)
+    return share * hardware.memory_bytes - held - hardware.extras.get("baseline_rss_bytes", 0.0)
 
 
 def default_cache_bytes(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float:
@@ -364,7 +385,7 @@ def default_cache_bytes(spec: ModelSpec, shape: ServingShape, hardware: Hardware
     if hardware.kind == "gpu":
         most = memory_for_kv(spec, shape, hardware)
     else:
-        held = weights_on_device(spec, shape) + hardware.extras.get("baseline_rss_bytes", 0.0)
+        held = weights_held(spec, shape, hardware) + hardware.extras.get("baseline_rss_bytes", 0.0)
         most = CACHE_SHARE * (hardware.memory_bytes - held)
     return max(page, min(MAX_RUNNING * longest, most) // page * page)
 
@@ -618,7 +639,7 @@ def _work_of(part: Part, once: Pass, rates: Efficiencies, launch_s: float) -> Wo
 def serving_times(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> tuple[float, float, float]:
     """(bytes on one device, TTFT, TPOT) of a shape and nothing else: what a search asks thousands of times. TTFT and TPOT are
     those of ``ServingPlan``."""
-    memory = weights_on_device(spec, shape) + kv_bytes_on_device(spec, shape, shape.batch * request_kv_bytes(spec, shape))
+    memory = weights_held(spec, shape, hardware) + kv_bytes_on_device(spec, shape, shape.batch * request_kv_bytes(spec, shape))
     if runs_our_engine(spec, shape, hardware):
         return memory, total_seconds(prefill_works(spec, shape, hardware)), total_seconds(decode_works(spec, shape, hardware))
     rates = efficiencies_of(hardware, shape.engine)
@@ -696,7 +717,7 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
             f"prompt_tokens={shape.prompt_tokens} and output_tokens={shape.output_tokens} make "
             f"{shape.prompt_tokens + shape.output_tokens} tokens; the context holds {limit}. Use less of either."
         )
-    weights = weights_on_device(spec, shape)
+    weights = weights_held(spec, shape, hardware)
     room = memory_for_kv(spec, shape, hardware)
     one = kv_bytes_on_device(spec, shape, request_kv_bytes(spec, shape))
     if room < one:

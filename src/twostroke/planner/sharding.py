@@ -335,12 +335,13 @@ def _held_terms(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layou
             loss = (loss_bytes(spec, chunk, dtype, shape.compile) - per_head) / tensor
         if shape.method == "full" and shape.logits == "chunked":
             activations += w * spec.vocab_size * spec.d_model / tensor  # the head's gradient, computed ahead
+    beside = backward_gradient_bytes(shape.dtype) * (part.trained + part.trained_experts)
     terms = {
         "weights": state["weights"],
         "gradients": state["gradients"],
         "optimizer": state["optimizer"],
         "activations": activations,
-        "loss": loss,
+        "loss": loss_at_peak_bytes(loss, activations, stage.n_layers, beside, hardware),
         "workspace": workspace_bytes(activations, stage.n_layers, hardware),
     }
     if layout.zero == 3:
@@ -351,11 +352,11 @@ def _held_terms(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layou
     return terms
 
 
-ALLOCATOR_SLACK = 0.18
-BACKWARD_SHARE = 0.37
+ALLOCATOR_SLACK = 0.09
+BACKWARD_SHARE = 1.1
 """What training on a CPU holds beyond its tensors, as shares of all activations and of one layer's: freed pieces of the heap
-that nothing fits into, and gradients of a layer that is being differentiated. Least squares over 22 compiled runs of
-benchmarks/planner/engines (glibc 2.36, torch 2.13); with them the median error of those runs' peaks is 1.7%."""
+that nothing fits into, and gradients of a layer that is being differentiated. Found over 44 compiled runs of
+benchmarks/planner/engines (glibc 2.36, torch 2.13), whose peaks they leave with a median error of 2%."""
 
 
 def workspace_bytes(activations: float, n_layers: float, hardware: Hardware) -> float:
@@ -364,6 +365,22 @@ def workspace_bytes(activations: float, n_layers: float, hardware: Hardware) -> 
     if hardware.kind == "gpu":
         return 0.0
     return ALLOCATOR_SLACK * activations + BACKWARD_SHARE * activations / n_layers
+
+
+def backward_gradient_bytes(dtype: str) -> float:
+    """Bytes a parameter of the gradients that a backward pass leaves beside the fp32 ones; none where those are the same."""
+    precision = PRECISIONS[dtype]
+    return precision.gradient if precision.master else 0.0
+
+
+def loss_at_peak_bytes(
+    loss: float, activations: float, n_layers: float, backward_gradients: float, hardware: Hardware
+) -> float:
+    """What the loss adds to the peak. On a CPU it is over when backward begins, so it adds what it takes beyond backward's own
+    gradients and its workspace in one layer; on a GPU, where that was not measured, all of it."""
+    if hardware.kind == "gpu":
+        return loss
+    return max(loss - backward_gradients - BACKWARD_SHARE * activations / n_layers, 0.0)
 
 
 def process_bytes(shape: TrainingShape, hardware: Hardware) -> float:
@@ -376,10 +393,10 @@ def process_bytes(shape: TrainingShape, hardware: Hardware) -> float:
         return 0.0
     anchor = training_anchors(shape.mode)[0]
     for dtype in (shape.compute_dtype, "bf16"):
-        peak = hardware.extras.get(anchor.name(dtype, shape.mode, "peak_bytes"))
+        peak = hardware.extras.get(anchor.name(anchor.shallow, dtype, shape.mode, "peak_bytes"))
         if peak is not None:
-            like = anchor_shape(anchor, dtype, shape)
-            terms = _held_terms(anchor.spec, like, hardware, SINGLE, Stage(0, anchor.n_layers, first=True, last=True))
+            like, stage = anchor_shape(anchor, dtype, shape), Stage(0, anchor.shallow, first=True, last=True)
+            terms = _held_terms(anchor.spec(anchor.shallow), like, hardware, SINGLE, stage)
             return max(peak - sum(terms.values()), 0.0)
     return hardware.extras.get("baseline_rss_bytes", 0.0)
 

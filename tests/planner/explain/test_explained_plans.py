@@ -132,11 +132,12 @@ def test_terms_of_expert_parallel_ranks_give_the_plan(layout: Layout, method: st
 
 
 def test_terms_of_a_machine_with_measured_whole_steps_give_the_plan() -> None:
-    """A pass takes what its parts say times one ratio, measured over planned of the calibrated steps."""
+    """Layers and what surrounds them take what their parts say times a ratio each, from calibrated steps of two depths."""
     extras = {}
     for anchor in training_anchors("compiled"):
-        for part, seconds in (("forward_s", 0.5), ("backward_s", 1.1), ("optimizer_s", 0.07)):
-            extras[anchor.name("bf16", "compiled", part)] = seconds
+        for n_layers in (anchor.shallow, anchor.deep):
+            for part, seconds in (("forward_s", 0.1), ("backward_s", 0.2), ("optimizer_s", 0.07)):
+                extras[anchor.name(n_layers, "bf16", "compiled", part)] = (0.3 + n_layers) * seconds
     plan = plan_training(small_llama(), TrainingShape(steps=3), machine(extras))
     terms = explain(plan)
     held(terms)

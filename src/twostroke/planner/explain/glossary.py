@@ -53,7 +53,9 @@ GLOSSARY: dict[str, str] = {
     "α": "seconds a message takes before its first byte; of speculation, the share accepted",
     "R_1": "rate of a product of this shape, FLOP/s (R_2: of the weight's gradient)",
     "β_1": "bandwidth at that operand's size, bytes/s (β_2: of the weight's gradient)",
-    "anchors": "measured over planned time of the whole steps that calibration took",
+    "anchors": "measured over planned time of a layer, from the whole steps that calibration took",
+    "anchors_outside": "the same of what surrounds the layers",
+    "beside": "bytes of gradient that backward leaves beside the fp32 one",
     "slack": "share of activations that the heap cannot reuse",
     "own": "seconds of a layer that are no products: attention itself, norms, activation",
     "outside": "seconds outside the layers: embedding, loss",
@@ -85,6 +87,6 @@ GLOSSARY: dict[str, str] = {
     "page": "tokens of one page of the KV cache",
     "prompt": "prompt tokens of a request",
     "output": "output tokens of a request",
-    "share": "share of memory that may be used",
+    "share": "share of memory that may be used; in training, of one layer's activations that its backward takes on top",
     "rows": "tokens that a matrix is applied to",
 }

@@ -21,7 +21,7 @@ from twostroke.planner.passes import (
     stage_layers,
 )
 from twostroke.planner.sharding import RankProduct, Stage
-from twostroke.planner.training import TrainingPlan, TrainingShape, rate_dtype, stage_time
+from twostroke.planner.training import TrainingPlan, TrainingShape, anchor_ratios, rate_dtype, stage_time
 from twostroke.planner.work import Work
 
 NEGLIGIBLE = 1e-10
@@ -89,12 +89,13 @@ def explain_pass(terms: Explanation, plan: TrainingPlan, backward: bool) -> list
         own[suffix] += elementwise(spec, shape, hardware, layer, layout, backward)
         own[suffix] += recomputed_works(spec, shape, hardware, layer, layout) if backward else []
     works = plan.backward if backward else plan.forward
-    rows: dict[str, tuple[str, dict[str, float], float]] = {}
+    ratios = anchor_ratios(spec, shape, hardware)
+    of_layers, of_rest = ratios.layer[name], ratios.around[name]
+    found = []
     for work in works:
-        component, numbers, parts, planned = work.component, {}, [], 0.0
+        component, numbers, parts = work.component, {}, []
         for (suffix, _, _), (_, count) in layers:
             inner = list(products[suffix].get(component, ()))
-            seconds = sum(_value(terms, symbol) for symbol in inner)
             rest = _seconds(own[suffix], component)
             if rest:
                 inner.append(f"own{suffix}")
@@ -102,31 +103,21 @@ def explain_pass(terms: Explanation, plan: TrainingPlan, backward: bool) -> list
             if inner:
                 numbers[f"layers{suffix}"] = count
                 parts.append(f"layers{suffix}·({' + '.join(inner)})")
-                planned += count * (seconds + rest)
+        formula = " + ".join(parts)
+        if parts and abs(of_layers - 1) > NEGLIGIBLE:
+            formula, numbers["anchors"] = f"anchors·({formula})", of_layers
         around = _seconds(ends, component)
         if around:
-            parts.append("outside")
-            numbers["outside"] = around
-        rows[component] = (" + ".join(parts) or "0", numbers, planned + around)
-    # One ratio for the whole pass: what calibration measured of whole steps over the sum of their parts.
-    ratio = sum(work.seconds for work in works) / sum(planned for _, _, planned in rows.values())
-    found = []
-    for work in works:
-        formula, numbers, _ = rows[work.component]
-        if abs(ratio - 1) > NEGLIGIBLE:
-            formula, numbers["anchors"] = f"anchors·({formula})", ratio
-        symbol = f"{name}_{work.component}_s"
+            outside, numbers["outside"] = "outside", around
+            if abs(of_rest - 1) > NEGLIGIBLE:
+                outside, numbers["anchors_outside"] = "anchors_outside·outside", of_rest
+            formula = f"{formula} + {outside}" if formula else outside
+        symbol = f"{name}_{component}_s"
         again = f", checkpointing {shape.checkpointing} recomputes" if backward and shape.checkpointing != "none" else ""
         terms.add(
-            "time", symbol, work.seconds, "s", formula,
+            "time", symbol, work.seconds, "s", formula or "0",
             f"products, attention's own and elementwise work, what is outside the layers; {work.bound}-bound{again}",
             **numbers,
         )  # fmt: skip
         found.append(symbol)
     return found
-
-
-def _value(terms: Explanation, symbol: str) -> float:
-    """Seconds of a product that is run so often: ``8·forward_down_s`` or ``forward_down_s``."""
-    times, _, name = symbol.rpartition("·")
-    return float(times or 1) * terms[name].value

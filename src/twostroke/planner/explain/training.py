@@ -26,6 +26,7 @@ from twostroke.planner.sharding import (
     LOSS_CHUNK_TOKENS,
     Held,
     Stage,
+    backward_gradient_bytes,
     fullest_stage,
     kept_on_rank,
     micro_batches_in_flight,
@@ -49,7 +50,7 @@ def explain_training(plan: TrainingPlan) -> Explanation:
     explain_rank(terms, plan, stage, part)
     _state(terms, plan, part)
     _activations(terms, plan, stage)
-    _loss(terms, plan, stage)
+    _loss(terms, plan, stage, part)
     _rest(terms, plan, part)
     _work(terms, plan)
     _traffic(terms, plan)
@@ -171,7 +172,7 @@ def _activations(terms: Explanation, plan: TrainingPlan, stage: Stage) -> None:
     )  # fmt: skip
 
 
-def _loss(terms: Explanation, plan: TrainingPlan, stage: Stage) -> None:
+def _loss(terms: Explanation, plan: TrainingPlan, stage: Stage, part: Held) -> None:
     spec, shape = plan.spec, plan.shape
     formula, source = "0", "the head is on another stage"
     logit = "2·w" if shape.compile else "(2·w + 5·4 + 1)"
@@ -183,8 +184,13 @@ def _loss(terms: Explanation, plan: TrainingPlan, stage: Stage) -> None:
         source = "one chunk's logits with their gradient, the head's gradient in fp32 beside a chunk's share"
     elif stage.last:
         formula, source = f"chunk·V·{logit}{over}", "one chunk's logits with their gradient"
+    if plan.hardware.kind == "cpu":
+        trained = "beside·N_trained" + (" − beside·N_trained_experts" if part.trained_experts else "")
+        formula = f"max({formula} − {trained} − share·activations_bytes/layers_here, 0)"
+        source += "; beyond what backward takes after it: its own gradients and those inside a layer"
     terms.add(
         "memory", "loss_bytes", plan.memory_bytes["loss"], "bytes", formula, source,
+        beside=backward_gradient_bytes(shape.dtype), share=BACKWARD_SHARE, layers_here=stage.n_layers,
         chunk=min(LOSS_CHUNK_TOKENS, shape.tokens_per_pass), V=spec.vocab_size, E=spec.d_model,
         w=bytes_of(shape.compute_dtype), tensor=plan.layout.tensor,
     )  # fmt: skip
