@@ -90,7 +90,7 @@ class ServingCase:
     scheme: str
     batch: int
     prompt_tokens: int
-    output_tokens: int = 32
+    output_tokens: int = 64
 
     @property
     def name(self) -> str:

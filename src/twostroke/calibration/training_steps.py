@@ -15,6 +15,7 @@ import time
 import torch
 
 from twostroke.calibration.timing import Clock, Window
+from twostroke.core.allocator import keep_freed_memory
 from twostroke.core.recipe import TrainSettings
 from twostroke.data.loader import Batch
 from twostroke.model.decoder import Decoder
@@ -28,8 +29,8 @@ from twostroke.training.step import TrainStep
 
 LEAST_STEPS = 5
 MOST_STEPS = 40
-WARM_UP_STEPS = 2
-SECONDS = 1.5
+WARM_UP_STEPS = 1
+SECONDS = 1.2
 """Steps are repeated for so long after the warm-up, and at most thrice as long until ``LEAST_STEPS`` were undisturbed."""
 
 PEAK_STEPS = 5
@@ -111,6 +112,7 @@ def measure_process_peak(anchor: TrainingAnchor, dtype: str, mode: str, device: 
 def _main(arguments: list[str]) -> None:
     *shape, dtype, mode, device, n_threads = arguments
     torch.set_num_threads(int(n_threads))
+    keep_freed_memory()
     anchor, place = TrainingAnchor(*map(int, shape)), torch.device(device)
     laps, batch = StepClock(place), _batch(anchor, place)
     step = _training_step(anchor, anchor.shallow, dtype, mode, place)

@@ -45,7 +45,7 @@ class BlockSize:
 
     heads: int = 4
     d_ff: int = 704
-    tokens: int = 8192
+    tokens: int = 4096
     eager_tokens: int = 2048
     short: int = 256
     long: int = 1024

@@ -141,8 +141,8 @@ class Plan:
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of all weights in the formats they are computed in, second copies included. A tied embedding counts once, as the
-        head: the table that tokens are looked up in stays in its file, of which a step reads a few rows."""
+        """Bytes of all weights in the formats they are computed in, second copies included. A tied embedding counts once, as
+        the head: the table that tokens are looked up in stays in its file, of which a step reads a few rows."""
         embed = self.ops[0]
         assert isinstance(embed, Embed)
         element_bytes = int(bytes_of(self.dtype))

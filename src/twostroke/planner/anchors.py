@@ -51,7 +51,7 @@ class TrainingAnchor:
         return f"anchor_train_e{self.width}_l{n_layers}_{dtype}_{mode}_{part}"
 
 
-COMPILED_ANCHORS = (TrainingAnchor(256, 2, 6, 8), TrainingAnchor(768, 1, 3, 2))
+COMPILED_ANCHORS = (TrainingAnchor(256, 2, 6, 4), TrainingAnchor(768, 1, 3, 2))
 EAGER_ANCHORS = (TrainingAnchor(256, 1, 3, 2),)
 """Eager steps are what a machine without a compiler takes: one anchor, and a small one, since each takes twice as long."""
 

@@ -45,7 +45,7 @@ def train(
     optimizer: str = typer.Option("adamw", help="adamw, adam, sgd (with momentum), muon or adamw8bit."),
     eager: bool = EAGER,
     steps: int = STEPS,
-    tokens: int = typer.Option(0, help="Length of the run in tokens, in place of --steps."),
+    tokens: float = typer.Option(0.0, help="Length of the run in tokens, as in 1e12, in place of --steps."),
     method: str = typer.Option("full", help="full, lora or qlora."),
     lora_rank: int = typer.Option(16, help="Rank of the adapters."),
     lora_targets: str = typer.Option("all-linear", help="Matrices with an adapter, as q_proj,v_proj."),
@@ -89,8 +89,8 @@ def train(
         expert,
         _or_none("devices-per-node", devices_per_node),
     )
-    if tokens < 0 or (tokens and steps):
-        raise ConfigError(f"--tokens={tokens} and --steps={steps}: give one of them, above 0.")
+    if not (tokens == 0 or 1 <= tokens < float("inf")) or (tokens and steps):
+        raise ConfigError(f"--tokens={tokens:g} and --steps={steps}: give one of them, at least 1.")
     found = read_subject(subject, settings, machine, train_tokens)
     if found.shape is not None:
         _refuse_shape_options(context, subject)
@@ -109,7 +109,7 @@ def train(
         logits,
     )
     if tokens:
-        shape = dataclasses.replace(shape, steps=-(-tokens // (shape.tokens_per_step * layout.data)))
+        shape = dataclasses.replace(shape, steps=-(-int(tokens) // (shape.tokens_per_step * layout.data)))
     planned = plan_training(found.spec, shape, machine, layout, _or_none("mtbf-hours", mtbf_hours))
     planned = dataclasses.replace(planned, notes=(*planned.notes, *found.notes))
     if planned.peak_memory_bytes > machine.memory_bytes:
