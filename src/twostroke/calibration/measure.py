@@ -38,7 +38,6 @@ from twostroke.calibration.transformer import (
     measure_setup,
     measure_toolchain,
 )
-from twostroke.core.allocator import keep_freed_memory
 from twostroke.core.errors import ConfigError
 from twostroke.core.profile import BandwidthPoint, MachineProfile, MatmulPoint, read_fingerprint
 from twostroke.core.units import MIB
@@ -111,7 +110,6 @@ def calibrate(
     extent = extent or Extent()
     device = pick_device(device)
     n_ranks = n_ranks or (torch.cuda.device_count() if device == "cuda" else 1)
-    keep_freed_memory()  # as both engines do
     clock = Clock(device, extent.effort)
     tell = progress or (lambda done, note: None)
     extras: dict[str, float] = {}

@@ -15,7 +15,6 @@ import time
 import torch
 
 from twostroke.calibration.timing import Clock, Window
-from twostroke.core.allocator import keep_freed_memory
 from twostroke.core.recipe import TrainSettings
 from twostroke.data.loader import Batch
 from twostroke.model.decoder import Decoder
@@ -112,7 +111,6 @@ def measure_process_peak(anchor: TrainingAnchor, dtype: str, mode: str, device: 
 def _main(arguments: list[str]) -> None:
     *shape, dtype, mode, device, n_threads = arguments
     torch.set_num_threads(int(n_threads))
-    keep_freed_memory()
     anchor, place = TrainingAnchor(*map(int, shape)), torch.device(device)
     laps, batch = StepClock(place), _batch(anchor, place)
     step = _training_step(anchor, anchor.shallow, dtype, mode, place)

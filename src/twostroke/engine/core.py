@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from twostroke.core.allocator import keep_freed_memory
 from twostroke.core.errors import CapacityError, ConfigError, InputError
 from twostroke.core.families import read_config, read_spec
 from twostroke.core.profile import load_profile
@@ -119,7 +118,6 @@ class EngineCore:
         self.config = config or EngineConfig()
         self.n_threads = self.config.n_threads or _default_threads()
         torch.set_num_threads(self.n_threads)
-        keep_freed_memory()
         loaded = _load(Path(model_dir), self.config.dtype)
         profile = load_profile()
         crossovers = Crossovers.from_extras(profile.extras) if profile else Crossovers()

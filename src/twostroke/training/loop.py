@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from twostroke.core.allocator import keep_freed_memory
 from twostroke.core.errors import (
     CapacityError,
     ConfigError,
@@ -123,7 +122,6 @@ class TrainingRun:
     def _build(self) -> None:
         """Decoder, masters, optimizers, loader and step, from the newest intact checkpoint where the run resumes."""
         settings = self.recipe.train
-        keep_freed_memory()
         self.device = pick_device()
         checkpoint = load_newest(self.directory.checkpoints, self._log) if self.resumes else None
         torch.manual_seed(self.recipe.seed)
