@@ -42,6 +42,8 @@ lint: $(VENV)/.test
 
 docs: $(VENV)/.test
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/generate_plan_schema.py
+	$(BIN)/python docs/generate_claims.py
 
 clean:
 	rm -rf $(VENV) runs build src/*.egg-info

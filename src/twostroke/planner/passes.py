@@ -79,7 +79,7 @@ def attention_work(
     if hardware.kind != "cpu" and window is not None:
         walked_keys = 2 * causal_keys  # kernels skip blocks outside a window
     per_key = 2.0 * kind.n_heads * (kind.qk_dim + kind.v_dim)
-    scores = 2.0 * kind.index_heads * kind.index_dim * mean_keys(length)
+    scores = kind.index_flops_per_key * mean_keys(length)
     causal = tokens * (per_key * causal_keys + scores)
     walked = tokens * (per_key * walked_keys + 2 * scores)
     share = 2.5 if backward else 1.0

@@ -729,7 +729,7 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
         )
     page = kv_bytes_on_device(spec, shape, PAGE_TOKENS * kv_bytes_per_token(spec, shape.cache_dtype))
     pages = int((shape.kv_cache_bytes or default_cache_bytes(spec, shape, hardware)) // page)
-    notes = []
+    notes = list(spec.notes)
     fitting = int(pages * page // one)
     if fitting < shape.batch:
         notes.append(f"the KV cache holds {fitting} such requests at once, fewer than batch={shape.batch}: the others wait.")

@@ -529,7 +529,11 @@ def plan_training(
         network_bytes_per_step=sum(t.sent_bytes for t in traffic)
         or all_reduce_sent_bytes(bytes_of(shape.compute_dtype) * trained, 2),
         cost=None,
-        notes=(*(() if hardware.basis == "measured" else (DATASHEET_NOTE,)), *beyond_our_trainer(shape, layout)),
+        notes=(
+            *spec.notes,
+            *(() if hardware.basis == "measured" else (DATASHEET_NOTE,)),
+            *beyond_our_trainer(shape, layout),
+        ),
         layout=layout,
         traffic=traffic,
         bubble_s=bubble_of(shape, layout, time, traffic),

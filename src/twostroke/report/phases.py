@@ -24,7 +24,7 @@ def training_shape_of(train: Run) -> tuple[ModelSpec, TrainingShape]:
     """Model and shape of a training run, from its inputs. Raises CorruptFileError where they are not what its kind records."""
     try:
         spec = ModelSpec.from_dict(train.inputs["spec"])
-        return spec, TrainingShape.from_settings(recipe_from_dict(train.inputs["recipe"]).train, train.inputs["steps"])
+        return spec, TrainingShape.from_recipe(recipe_from_dict(train.inputs["recipe"]), train.inputs["steps"])
     except (KeyError, TypeError, ValueError, ConfigError) as error:
         raise CorruptFileError(f"run {train.run_id} cannot be planned again: {error!r} in its inputs.") from None
 
