@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from twostroke.bench.definitions import Distribution, LoadSummary, RequestRecord, percentile
 from twostroke.bench.load import LoadSpec
 from twostroke.core.spec import ModelSpec
+from twostroke.planner.engine_passes import TOKEN_BUDGET
 from twostroke.planner.hardware import Hardware
 from twostroke.planner.queueing import stepped_server_wait_s
-from twostroke.planner.serving import TOKEN_BUDGET, ServingPlan, ServingShape, plan_serving
+from twostroke.planner.serving import ServingPlan, ServingShape, plan_serving
 
 MAX_BATCH = 1024
 

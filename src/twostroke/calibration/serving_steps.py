@@ -30,8 +30,9 @@ from twostroke.planner.anchors import (
     decode_name,
     prefill_name,
 )
+from twostroke.planner.engine_passes import around_layers, layer_operations, layer_products
 from twostroke.planner.hardware import hardware_from_profile
-from twostroke.planner.serving import ServingShape, around_layers, layer_operations, layer_products
+from twostroke.planner.serving import ServingShape
 from twostroke.planner.weights import weights_bytes
 from twostroke.scheduling.sampling_params import SamplingParams
 

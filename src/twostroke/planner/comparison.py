@@ -26,8 +26,9 @@ from twostroke.planner.serving import (
     prefill_works,
     prompt_pass,
 )
+from twostroke.planner.stage_times import rate_dtype, stage_time
 from twostroke.planner.step_time import efficiencies_of
-from twostroke.planner.training import TrainingPlan, TrainingShape, plan_training, rate_dtype, stage_time
+from twostroke.planner.training import TrainingPlan, TrainingShape, plan_training
 from twostroke.planner.work import COMPONENTS, Work
 
 Column = Literal["train", "prefill", "decode"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,6 @@ from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.adapters import ALL_LINEAR, adapter_parameters, check_targets
-from twostroke.planner.anchors import TRAINING_PARTS, layer_and_around, ratio_at, training_anchors
 from twostroke.planner.checkpointing import Resilience, resilience
 from twostroke.planner.communication import Traffic, across_data, within_micro_batch
 from twostroke.planner.cost import Cost, cost_of
@@ -20,18 +18,11 @@ from twostroke.planner.layout import SINGLE, Layout
 from twostroke.planner.memory import FP32, OPTIMIZERS, PRECISIONS, attends_explicitly, state_bytes
 from twostroke.planner.network import all_reduce_sent_bytes
 from twostroke.planner.params import Parameters, count_parameters
-from twostroke.planner.passes import (
-    layer_works,
-    loss_work,
-    optimizer_work,
-    recomputed_works,
-    setup_work,
-    stage_layers,
-)
 from twostroke.planner.schema import PLAN_SCHEMA
 from twostroke.planner.sharding import LOSS_CHUNK_TOKENS as LOSS_CHUNK_TOKENS
-from twostroke.planner.sharding import Stage, anchor_shape, rank_memory, rank_state_bytes, stage_held, stages
-from twostroke.planner.work import Work, merge, total_seconds
+from twostroke.planner.sharding import rank_memory, rank_state_bytes, stage_held, stages
+from twostroke.planner.stage_times import StageTime, rate_dtype, stage_time, update_work
+from twostroke.planner.work import Work, total_seconds
 
 if TYPE_CHECKING:
     from twostroke.core.recipe import TrainRecipe
@@ -288,156 +279,7 @@ class TrainingPlan:
         }
 
 
-def rate_dtype(shape: TrainingShape, hardware: Hardware) -> str:
-    """The type whose rates apply: fp16 runs at bf16's on every device that lists only that one."""
-    if shape.dtype == "fp16" and "fp16" not in hardware.peak_flop_per_s:
-        return "bf16"
-    return shape.compute_dtype
-
-
 # -- the plan -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class StageTime:
-    """The slowest stage's passes over one micro-batch, and the seconds of a stage without embedding and head."""
-
-    stage: Stage
-    forward: tuple[Work, ...]
-    backward: tuple[Work, ...]
-    ordinary_s: float
-
-
-@dataclass(frozen=True)
-class AnchorRatios:
-    """Measured ÷ planned of what calibration measured of whole steps (``planner.anchors``): of a layer and of what is around
-    the layers, by direction ("forward", "backward"), and of the update. 1 where nothing was measured."""
-
-    layer: Mapping[str, float] = field(default_factory=lambda: {"forward": 1.0, "backward": 1.0})
-    around: Mapping[str, float] = field(default_factory=lambda: {"forward": 1.0, "backward": 1.0})
-    update: float = 1.0
-
-
-AS_PLANNED = AnchorRatios()
-
-
-def anchor_ratios(spec: ModelSpec, shape: TrainingShape, hardware: Hardware) -> AnchorRatios:
-    """The ratios at ``spec``'s width. Compiled fp32 is taken to gain and lose what compiled bf16 does."""
-    layer: dict[str, dict[tuple[int, int], float]] = {"forward": {}, "backward": {}}
-    around: dict[str, dict[tuple[int, int], float]] = {"forward": {}, "backward": {}}
-    update: dict[tuple[int, int], float] = {}
-    for anchor in training_anchors(shape.mode):
-        for dtype in (rate_dtype(shape, hardware), "bf16"):
-            depths = (anchor.shallow, anchor.deep)
-            measured = [
-                {part: hardware.extras.get(anchor.name(n, dtype, shape.mode, part)) for part in TRAINING_PARTS} for n in depths
-            ]
-            if None not in (*measured[0].values(), *measured[1].values()):
-                break
-        else:
-            continue
-        like, deep = anchor_shape(anchor, dtype, shape), anchor.spec(anchor.deep)
-        planned = passes_of(deep, like, hardware, SINGLE)
-        for direction in layer:
-            shallow_s, deep_s = (float(m[f"{direction}_s"] or 0.0) for m in measured)
-            layer_s, around_s = layer_and_around(anchor, shallow_s, deep_s)
-            layer[direction][anchor.width, 1] = layer_s / planned.layer_s(direction)
-            around[direction][anchor.width, 1] = around_s / planned.around_s(direction)
-        update[anchor.width, 1] = float(measured[1]["optimizer_s"] or 0.0) / optimizer_work(deep, like, hardware).seconds
-    if not update:
-        return AS_PLANNED
-    width = spec.d_model
-    return AnchorRatios(
-        {direction: ratio_at(found, width, 1) for direction, found in layer.items()},
-        {direction: ratio_at(found, width, 1) for direction, found in around.items()},
-        ratio_at(update, width, 1),
-    )
-
-
-def update_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> Work:
-    """The optimizer's update, held to the anchors. What Muon adds to one was not part of them."""
-    work = optimizer_work(spec, shape, hardware, layout)
-    return work if shape.optimizer == "muon" else work.stretched(anchor_ratios(spec, shape, hardware).update)
-
-
-@dataclass(frozen=True)
-class Passes:
-    """Works of forward and backward: of each kind of layer with how many there are, of the loss, and of what comes before the
-    first layer."""
-
-    layers: Mapping[str, tuple[tuple[tuple[Work, ...], float], ...]]
-    loss: Mapping[str, tuple[Work, ...]]
-    setup: Mapping[str, tuple[Work, ...]]
-    n_layers: int
-
-    def layer_s(self, direction: str) -> float:
-        """Seconds of an average layer."""
-        return sum(count * total_seconds(works) for works, count in self.layers[direction]) / self.n_layers
-
-    def around_s(self, direction: str) -> float:
-        return total_seconds(self.loss[direction]) + total_seconds(self.setup[direction])
-
-    def held_to(self, ratios: AnchorRatios) -> Passes:
-        """The same with every time multiplied by its ratio."""
-        if ratios is AS_PLANNED:
-            return self
-
-        def each(works: Iterable[Work], ratio: float) -> tuple[Work, ...]:
-            return tuple(work.stretched(ratio) for work in works)
-
-        return Passes(
-            {d: tuple((each(works, ratios.layer[d]), n) for works, n in found) for d, found in self.layers.items()},
-            {d: each(works, ratios.around[d]) for d, works in self.loss.items()},
-            {d: each(works, ratios.around[d]) for d, works in self.setup.items()},
-            self.n_layers,
-        )
-
-
-def passes_of(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> Passes:
-    """From the rates of parts: each kind of layer is timed once."""
-    per_model = Stage(0, spec.n_layers, first=True, last=True)
-    layers: dict[str, tuple[tuple[tuple[Work, ...], float], ...]] = {}
-    for direction in ("forward", "backward"):
-        found = []
-        for layer, count in stage_layers(spec, layout, shape, per_model):
-            works = layer_works(spec, shape, hardware, layer, layout, direction == "backward")
-            if direction == "backward":
-                works += recomputed_works(spec, shape, hardware, layer, layout)
-            found.append((tuple(works), count))
-        layers[direction] = tuple(found)
-    directions = {"forward": False, "backward": True}
-    return Passes(
-        layers,
-        {d: tuple(loss_work(spec, shape, hardware, layout.tensor, backward)) for d, backward in directions.items()},
-        {d: tuple(setup_work(spec, shape, hardware, backward)) for d, backward in directions.items()},
-        spec.n_layers,
-    )
-
-
-def stage_time(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> StageTime:
-    """The passes, held to the anchors, and put on the stages as often as each has its layers."""
-    passes = passes_of(spec, shape, hardware, layout).held_to(anchor_ratios(spec, shape, hardware))
-    whole = stages(spec.n_layers, layout.pipeline, layout.interleave)
-    layer_s = passes.layer_s("forward") + passes.layer_s("backward")
-    loss_s = sum(total_seconds(works) for works in passes.loss.values())
-    setup_s = sum(total_seconds(works) for works in passes.setup.values())
-
-    def seconds(stage: Stage) -> float:
-        return stage.n_layers * layer_s + stage.last * loss_s + stage.first * setup_s
-
-    slowest = max(whole, key=seconds)
-    share = slowest.n_layers / spec.n_layers
-    forward, backward = (
-        merge(
-            [
-                *(work.times(count * share) for works, count in passes.layers[direction] for work in works),
-                *(passes.loss[direction] if slowest.last else ()),
-                *(passes.setup[direction] if slowest.first else ()),
-            ]
-        )
-        for direction in ("forward", "backward")
-    )
-    return StageTime(slowest, forward, backward, max(stage.n_layers for stage in whole) * layer_s)
 
 
 def step_traffic(

@@ -21,7 +21,8 @@ from twostroke.planner.passes import (
     stage_layers,
 )
 from twostroke.planner.sharding import RankProduct, Stage
-from twostroke.planner.training import TrainingPlan, TrainingShape, anchor_ratios, rate_dtype, stage_time
+from twostroke.planner.stage_times import anchor_ratios, rate_dtype, stage_time
+from twostroke.planner.training import TrainingPlan, TrainingShape
 from twostroke.planner.work import Work
 
 NEGLIGIBLE = 1e-10

@@ -33,7 +33,8 @@ from twostroke.planner.sharding import (
     rank_layers,
     stage_held,
 )
-from twostroke.planner.training import ASSUMED_DATA_TOKEN_S, TrainingPlan, rate_dtype
+from twostroke.planner.stage_times import rate_dtype
+from twostroke.planner.training import ASSUMED_DATA_TOKEN_S, TrainingPlan
 from twostroke.planner.work import Work
 
 ZERO = "Rajbhandari et al., arXiv 1910.02054, section 3"

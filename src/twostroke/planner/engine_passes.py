@@ -1,0 +1,212 @@
+"""Prefill and decode in our own engine on a calibrated machine: from the rates of parts, and held to whole measured steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from twostroke.core.dtypes import bytes_of
+from twostroke.core.spec import ModelSpec
+from twostroke.planner.anchors import (
+    DECODE_BATCHES,
+    DECODE_CONTEXT,
+    DECODE_LAYERS,
+    PREFILL_TOKENS,
+    WIDTHS,
+    anchor_spec,
+    decode_name,
+    prefill_name,
+    ratio_at,
+)
+from twostroke.planner.flops import attention_flops_per_token
+from twostroke.planner.hardware import SCHEME_BYTES, Hardware
+from twostroke.planner.latency import elementwise_elements, elementwise_flops, keys_of_prefill, prefill_attention_rate
+from twostroke.planner.params import Product, block_products, head_product
+from twostroke.planner.weights import kv_bytes_per_token, weights_bytes
+from twostroke.planner.work import Work, merge, total_seconds
+
+if TYPE_CHECKING:
+    from twostroke.planner.serving import ServingShape
+
+OPERATORS = {"norms": 2, "attention": 13, "mlp": 4}
+"""Torch operators of one layer of the interpreted plan, by component: two norms (sums are part of products); two products,
+widening, turning, copying back, gathering and storing heads, and attention's own; two products, activation and its product."""
+
+HEAD_NORM_OPERATORS = 3
+"""Operators that QK-norm adds."""
+
+STEP_OPERATORS = 36
+"""Operators of a step outside the layers: tokens, positions, slots, pages and masks turned into tensors, rotary tables,
+embedding, final norm, head, and drawing tokens."""
+
+TOKEN_BUDGET = 512
+"""Tokens the engine computes in one step by default: a longer prompt is prefilled in several."""
+
+
+def layer_start_s(spec: ModelSpec, shape: ServingShape, n_requests: int, hardware: Hardware) -> float:
+    """Seconds that one layer takes beyond its arithmetic and its bytes, which is what starting its operators costs inside a
+    step: ``decode_<one|many>_<scheme>_layer_s`` (measured), or operators times the launch cost. QK-norm adds its three."""
+    n_operators = sum(OPERATORS.values())
+    measured = hardware.extras.get(f"decode_{_few_or_many(n_requests)}_{shape.scheme}_layer_s")
+    whole = n_operators * hardware.op_launch_s if measured is None else measured
+    return whole * (1 + HEAD_NORM_OPERATORS / n_operators) if spec.qk_norm else whole
+
+
+def _few_or_many(n_requests: int) -> str:
+    """The name of a calibrated step: one request's keys lie in a row, those of several are gathered first."""
+    return "one" if n_requests == 1 else "many"
+
+
+def layer_starts(spec: ModelSpec, shape: ServingShape, n_requests: int, hardware: Hardware) -> list[Work]:
+    """``layer_start_s`` shared out to the components by their operators."""
+    seconds, n_operators = layer_start_s(spec, shape, n_requests, hardware), sum(OPERATORS.values())
+    return [
+        Work.limited(component, 0.0, 0.0, 0.0, 0.0, seconds * count / n_operators) for component, count in OPERATORS.items()
+    ]
+
+
+def product_work(product: Product, rows: int, scheme: str, w: float, working_set: float, hardware: Hardware) -> Work:
+    """One weight matrix applied to ``rows`` rows: 2·rows·n·k FLOP; weights read once, activations read and written."""
+    if not hardware.has_scheme(scheme):
+        scheme = scheme.removeprefix("packed_")
+    moved = product.weights * SCHEME_BYTES[scheme] + rows * (product.n + product.k) * w
+    flops = 2.0 * rows * product.weights
+    arithmetic_s = flops / hardware.product_rate(scheme, rows, product.n, product.k)
+    return Work.limited(product.component, flops, moved, arithmetic_s, moved / hardware.bandwidth(working_set))
+
+
+def layer_products(
+    spec: ModelSpec, shape: ServingShape, rows: int, working_set: float, hardware: Hardware, names: tuple[str, ...] = ()
+) -> list[Work]:
+    """The products of one layer on ``rows`` rows; of ``names`` only, where given."""
+    w = bytes_of(shape.compute_dtype)
+    return [
+        product_work(p, rows, shape.product_scheme(rows * p.weights, hardware), w, working_set, hardware)
+        for p in block_products(spec)
+        if not names or p.name in names
+    ]
+
+
+def layer_operations(spec: ModelSpec, shape: ServingShape, rows: int, hardware: Hardware) -> list[Work]:
+    """Norms, rotary turn, cache write and activation of one layer on ``rows`` tokens: the elements of the fused count at
+    ``layer_operations_<type>_element_per_s`` (measured), or their bytes at the bandwidth."""
+    w = bytes_of(shape.compute_dtype)
+    rate = hardware.extras.get(f"layer_operations_{shape.compute_dtype}_element_per_s")
+    flops = elementwise_flops(spec, backward=False)
+    works = []
+    for component, count in elementwise_elements(spec, backward=False).items():
+        elements = float(rows) * count
+        if component == "attention":
+            elements += rows * 2.0 * spec.n_kv_heads * spec.head_dim  # the cache's write
+            if spec.qk_norm:
+                elements += rows * 4.0 * (spec.n_heads + spec.n_kv_heads) * spec.head_dim
+        moved = elements * w
+        seconds = elements / rate if rate else moved / hardware.bandwidth(moved)
+        works.append(Work.limited(component, rows * flops[component], moved, 0.0, seconds))
+    return works
+
+
+def prefill_attention(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Work:
+    """softmax(QKᵀ)V of one layer over one prompt: time from the keys that blocks of queries walk, FLOP from the causal part."""
+    tokens, w = shape.prompt_tokens - shape.hit_tokens, bytes_of(shape.compute_dtype)
+    cached = 4.0 * spec.n_heads * spec.head_dim * tokens * shape.hit_tokens
+    walked = 4.0 * spec.n_heads * spec.head_dim * tokens * keys_of_prefill(tokens) + cached
+    causal = attention_flops_per_token(spec, tokens) * tokens / spec.n_layers + cached
+    moved = tokens * w * (spec.qkv_rows + spec.n_heads * spec.head_dim)
+    rate = prefill_attention_rate(hardware, shape.compute_dtype, tokens)
+    return Work.limited("attention", causal, moved, walked / rate, moved / hardware.bandwidth(moved))
+
+
+def decode_attention(
+    spec: ModelSpec, shape: ServingShape, layer: int, context: int, working_set: float, hardware: Hardware
+) -> Work:
+    """One token of each request against its cache in one layer: 4·H·D·keys FLOP and 2·K·D·keys·w bytes a request.
+
+    Measured: requests · KV heads · keys · D/64 over ``decode_<one|many>_<scheme>_key_per_s``; bandwidth at the working set
+    bounds it.
+    """
+    keys = min(context, spec.window_of_layer(layer) or context)
+    flops = shape.batch * 4.0 * spec.n_heads * spec.head_dim * keys
+    pairs = float(shape.batch) * spec.n_kv_heads * keys * spec.head_dim / 64
+    moved = shape.batch * 2.0 * spec.n_kv_heads * spec.head_dim * keys * bytes_of(shape.cache_dtype)
+    memory_s = moved / hardware.bandwidth(working_set)
+    rate = hardware.extras.get(f"decode_{_few_or_many(shape.batch)}_{shape.scheme}_key_per_s")
+    if rate is None:
+        arithmetic_s = flops / hardware.product_rate(shape.compute_dtype, 1, spec.head_dim, max(keys, 1))
+        return Work.limited("attention", flops, moved, arithmetic_s, memory_s)
+    return Work.limited("attention", flops, moved, 0.0, max(pairs / rate, memory_s))
+
+
+def around_layers(
+    spec: ModelSpec, shape: ServingShape, rows: int, sampled: int, working_set: float, hardware: Hardware
+) -> list[Work]:
+    """A step outside its layers: embedding, final norm, the head of ``sampled`` rows, and as the head's start what scheduling,
+    preparing the batch and drawing tokens take, ``decode_<one|many>_<scheme>_step_s`` or operators times the launch cost."""
+    dtype = shape.compute_dtype
+    w = bytes_of(dtype)
+    embedding = 2.0 * rows * spec.d_model * w
+    copying_s = embedding / hardware.bandwidth(embedding)
+    measured = hardware.extras.get(f"decode_{_few_or_many(sampled)}_{shape.scheme}_step_s")
+    start_s = STEP_OPERATORS * hardware.op_launch_s if measured is None else measured
+    logits = 8.0 * sampled * spec.vocab_size  # fp32, written and read
+    return [
+        Work.limited("embedding", 0.0, embedding, 0.0, copying_s),
+        Work.limited("norms", 0.0, embedding, 0.0, copying_s),
+        # The head keeps the activations' type under every scheme, and only rows that are sampled pass through it.
+        product_work(head_product(spec), sampled, f"packed_{dtype}", w, working_set, hardware),
+        Work.limited("head", 0.0, logits, 0.0, logits / hardware.bandwidth(logits), start_s),
+    ]
+
+
+def prefill_ratio(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float:
+    """Measured ÷ planned of the prompts that calibration computed (``planner.anchors``), at this width and so many tokens."""
+    ratios = {}
+    for width in WIDTHS:
+        anchor = anchor_spec(width, DECODE_LAYERS[width])
+        for n_tokens in PREFILL_TOKENS:
+            measured = hardware.extras.get(prefill_name(width, shape.scheme, n_tokens))
+            if measured is not None:
+                like = type(shape)(scheme=shape.scheme, prompt_tokens=n_tokens, output_tokens=1)
+                ratios[width, n_tokens] = measured / total_seconds(engine_prefill_works(anchor, like, hardware))
+    return ratio_at(ratios, spec.d_model, max(1, shape.prompt_tokens - shape.hit_tokens))
+
+
+def decode_ratio(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float:
+    """The same of decode steps, at this width and this many requests."""
+    ratios = {}
+    for width in WIDTHS:
+        anchor = anchor_spec(width, DECODE_LAYERS[width])
+        for batch in DECODE_BATCHES:
+            measured = hardware.extras.get(decode_name(width, shape.scheme, batch))
+            if measured is not None:
+                like = type(shape)(scheme=shape.scheme, batch=batch, prompt_tokens=DECODE_CONTEXT, output_tokens=1)
+                ratios[width, batch] = measured / total_seconds(engine_decode_works(anchor, like, hardware))
+    return ratio_at(ratios, spec.d_model, shape.batch)
+
+
+def engine_prefill_works(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> tuple[Work, ...]:
+    """A prompt in our own engine from the rates of its parts, in as many steps as the token budget makes of it. After the last
+    layer's attention only the last token goes on."""
+    rows = shape.prompt_tokens - shape.hit_tokens
+    working_set = weights_bytes(spec, shape.scheme)
+    n_steps = -(-rows // TOKEN_BUDGET)
+    whole = [*layer_products(spec, shape, rows, working_set, hardware), *layer_operations(spec, shape, rows, hardware)]
+    works = [work.times(spec.n_layers - 1) for work in whole]
+    works += layer_products(spec, shape, rows, working_set, hardware, ("qkv",))
+    works += layer_products(spec, shape, 1, working_set, hardware, ("out", "gate_up", "up", "down"))
+    works += layer_operations(spec, shape, 1, hardware)
+    works.append(prefill_attention(spec, shape, hardware).times(spec.n_layers))
+    works += [work.times(n_steps * spec.n_layers) for work in layer_starts(spec, shape, 1, hardware)]
+    return merge([*works, *around_layers(spec, shape, rows, 1, working_set, hardware)])
+
+
+def engine_decode_works(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> tuple[Work, ...]:
+    """A decode step in our own engine from the rates of its parts."""
+    rows = shape.batch
+    context = shape.context
+    cache = shape.batch * context * kv_bytes_per_token(spec, shape.cache_dtype)
+    working_set = weights_bytes(spec, shape.scheme) + cache
+    layer = [*layer_products(spec, shape, rows, working_set, hardware), *layer_operations(spec, shape, rows, hardware)]
+    layer += layer_starts(spec, shape, rows, hardware)
+    works = [work.times(spec.n_layers) for work in layer]
+    works += [decode_attention(spec, shape, i, context, working_set, hardware) for i in range(spec.n_layers)]
+    return merge([*works, *around_layers(spec, shape, rows, rows, working_set, hardware)])
