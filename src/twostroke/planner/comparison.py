@@ -347,12 +347,16 @@ def _memory_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableRow]
         _row(section, "gradients", *terms("gradients", None, "gradients_bytes", None)),
         _row(section, "optimizer state", *terms("optimizer", None, "optimizer_bytes", None)),
         _row(section, "activations", *terms("activations", "activations", "activations_bytes", "activations_bytes")),
-        _row(section, "loss", *terms("loss", None, None, None)),
         _row(section, "KV cache", *terms(None, "kv_cache", None, "kv_cache_bytes")),
         *[
             _row(section, label, *terms(term, None, None, None))
-            for term, label in (("gathered", "gathered for a layer"), ("dequantised", "dequantised"))
-            if term in training.memory_bytes
+            for term, label in (
+                ("loss", "loss"),
+                ("workspace", "heap and workspace"),
+                ("gathered", "gathered for a layer"),
+                ("dequantised", "dequantised"),
+            )
+            if training.memory_bytes.get(term)
         ],
         _row(section, "process at rest", *terms("process", "process", None, None)),
         _row(
