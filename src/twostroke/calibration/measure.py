@@ -49,7 +49,7 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True)
 class Extent:
-    """How much to measure. The default takes about a minute on two cores; ``SMALL`` a few seconds, for tests, with numbers
+    """How much to measure. The default takes under two minutes on two cores; ``SMALL`` a few seconds, for tests, with numbers
     too rough to plan by."""
 
     effort: float = 1.0

@@ -31,7 +31,7 @@ def calibrate(
     ranks: int = typer.Option(0, min=0, help="Processes between which collectives are measured; 0: one for each GPU."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Measure this machine once (a minute or two on two cores) and store its profile, which every plan for "this" stands on.
+    """Measure this machine once (under two minutes on two cores) and store its profile, which every plan for "this" stands on.
 
     Under torchrun, collectives are measured between its ranks as well, and the first rank does the rest.
     """

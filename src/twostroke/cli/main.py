@@ -15,7 +15,7 @@ from twostroke.core.openmp import limit_spinning
 from twostroke.core.version import __version__
 
 VERBS: dict[str, str] = {
-    "calibrate": "Measure this machine once (a minute) and store its profile.",
+    "calibrate": "Measure this machine once (two minutes) and store its profile.",
     "plan": "Predict memory, time, throughput, energy and money, before any work.",
     "data": "Prepare text into token shards.",
     "tokenizer": "Train a byte-level BPE tokenizer.",

@@ -306,7 +306,7 @@ def load_hardware(name: str = "this") -> Hardware:
         if profile is None:
             changes = what_changed(read_fingerprint())
             why = f"the stored profile is of another machine ({changes})" if changes else "this machine has no profile yet"
-            raise ConfigError(f"{why}. Run `twostroke calibrate` once (a minute), or name a device: --hardware h100.")
+            raise ConfigError(f"{why}. Run `twostroke calibrate` once (two minutes), or name a device: --hardware h100.")
         return hardware_from_profile(profile)
     wanted = "-".join(name.lower().replace("_", " ").split())
     path = HARDWARE_DIR / f"{wanted}.toml"

@@ -487,7 +487,7 @@ def start(
         plan = plan_training(spec, training_shape(recipe, steps), hardware)
         prediction = plan.prediction()
     else:
-        log("no prediction and no MFU: this machine has no profile (`twostroke calibrate`, once, a minute).")
+        log("no prediction and no MFU: this machine has no profile (`twostroke calibrate`, once, two minutes).")
     inputs = {
         "recipe": recipe.to_dict(),
         "spec": _plain(spec),

@@ -45,7 +45,7 @@ def resolve_spec(recipe: TrainRecipe, prepared: PreparedData, hardware: Hardware
         return spec
     if model.size == "auto":
         if hardware is None:
-            raise ConfigError('model.size="auto" needs to know this machine. Run `twostroke calibrate` once (a minute).')
+            raise ConfigError('model.size="auto" needs to know this machine. Run `twostroke calibrate` once (two minutes).')
         picked = pick_model(settings.budget_s, prepared.vocab_size, prepared.n_train_tokens, settings, hardware)
         # The planner chooses sizes; family, tying, rotary base and dropout are the recipe's.
         model = dataclasses.replace(
@@ -76,6 +76,6 @@ def resolve_steps(recipe: TrainRecipe, spec: ModelSpec, hardware: Hardware | Non
     if hardware is None:
         raise ConfigError(
             f"train.budget_s={settings.budget_s:g} is turned into steps by this machine's profile, and there is none. "
-            "Run `twostroke calibrate` once (a minute), or give train.steps."
+            "Run `twostroke calibrate` once (two minutes), or give train.steps."
         )
     return steps_for_budget(spec, training_shape(recipe, steps=0), hardware, settings.budget_s)
