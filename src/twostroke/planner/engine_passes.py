@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from twostroke.core.dtypes import bytes_of
@@ -12,6 +14,7 @@ from twostroke.planner.anchors import (
     DECODE_LAYERS,
     PREFILL_TOKENS,
     WIDTHS,
+    Ratios,
     anchor_spec,
     decode_name,
     prefill_name,
@@ -159,28 +162,34 @@ def around_layers(
 
 def prefill_ratio(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float:
     """Measured ÷ planned of the prompts that calibration computed (``planner.anchors``), at this width and so many tokens."""
-    ratios = {}
-    for width in WIDTHS:
-        anchor = anchor_spec(width, DECODE_LAYERS[width])
-        for n_tokens in PREFILL_TOKENS:
-            measured = hardware.extras.get(prefill_name(width, shape.scheme, n_tokens))
-            if measured is not None:
-                like = type(shape)(scheme=shape.scheme, prompt_tokens=n_tokens, output_tokens=1)
-                ratios[width, n_tokens] = measured / total_seconds(engine_prefill_works(anchor, like, hardware))
+    ratios = _anchor_ratios(type(shape)(scheme=shape.scheme, output_tokens=1), hardware)[0]
     return ratio_at(ratios, spec.d_model, max(1, shape.prompt_tokens - shape.hit_tokens))
 
 
 def decode_ratio(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float:
     """The same of decode steps, at this width and this many requests."""
-    ratios = {}
+    ratios = _anchor_ratios(type(shape)(scheme=shape.scheme, output_tokens=1), hardware)[1]
+    return ratio_at(ratios, spec.d_model, shape.batch)
+
+
+@lru_cache(maxsize=64)
+def _anchor_ratios(like: ServingShape, hardware: Hardware) -> tuple[Ratios, Ratios]:
+    """Of prompts by (width, tokens) and of decode steps by (width, requests), under the scheme of ``like``: every plan of a
+    machine asks for the same few."""
+    prompts, steps = {}, {}
     for width in WIDTHS:
         anchor = anchor_spec(width, DECODE_LAYERS[width])
-        for batch in DECODE_BATCHES:
-            measured = hardware.extras.get(decode_name(width, shape.scheme, batch))
+        for n_tokens in PREFILL_TOKENS:
+            measured = hardware.extras.get(prefill_name(width, like.scheme, n_tokens))
             if measured is not None:
-                like = type(shape)(scheme=shape.scheme, batch=batch, prompt_tokens=DECODE_CONTEXT, output_tokens=1)
-                ratios[width, batch] = measured / total_seconds(engine_decode_works(anchor, like, hardware))
-    return ratio_at(ratios, spec.d_model, shape.batch)
+                works = engine_prefill_works(anchor, replace(like, prompt_tokens=n_tokens), hardware)
+                prompts[width, n_tokens] = measured / total_seconds(works)
+        for batch in DECODE_BATCHES:
+            measured = hardware.extras.get(decode_name(width, like.scheme, batch))
+            if measured is not None:
+                works = engine_decode_works(anchor, replace(like, batch=batch, prompt_tokens=DECODE_CONTEXT), hardware)
+                steps[width, batch] = measured / total_seconds(works)
+    return prompts, steps
 
 
 def engine_prefill_works(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> tuple[Work, ...]:

@@ -115,7 +115,7 @@ class Link:
         return self.bytes_per_s if self.kind == "measured" else self.bytes_per_s * ASSUMED_LINK_EFFICIENCY
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # by identity, so that what is derived from one can be cached
 class Hardware:
     """What a plan needs to know of one machine (or one accelerator). Rates are for the whole device."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from twostroke.core.spec import ModelSpec
@@ -46,39 +47,50 @@ class AnchorRatios:
 
 
 AS_PLANNED = AnchorRatios()
+DIRECTIONS = ("forward", "backward")
 
 
 def anchor_ratios(spec: ModelSpec, shape: TrainingShape, hardware: Hardware) -> AnchorRatios:
     """The ratios at ``spec``'s width. Compiled fp32 is taken to gain and lose what compiled bf16 does."""
-    layer: dict[str, dict[tuple[int, int], float]] = {"forward": {}, "backward": {}}
-    around: dict[str, dict[tuple[int, int], float]] = {"forward": {}, "backward": {}}
-    update: dict[tuple[int, int], float] = {}
-    for anchor in training_anchors(shape.mode):
-        for dtype in (rate_dtype(shape, hardware), "bf16"):
-            depths = (anchor.shallow, anchor.deep)
+    found = _measured_ratios(type(shape)(dtype=shape.dtype, compile=shape.compile), hardware)
+    if not found:
+        return AS_PLANNED
+
+    def at_width(part: Callable[[AnchorRatios], float]) -> float:
+        return ratio_at({(width, 1): part(ratios) for width, ratios in found.items()}, spec.d_model, 1)
+
+    return AnchorRatios(
+        {direction: at_width(lambda r, d=direction: r.layer[d]) for direction in DIRECTIONS},  # type: ignore[misc]
+        {direction: at_width(lambda r, d=direction: r.around[d]) for direction in DIRECTIONS},  # type: ignore[misc]
+        at_width(lambda r: r.update),
+    )
+
+
+@lru_cache(maxsize=64)
+def _measured_ratios(like: TrainingShape, hardware: Hardware) -> dict[int, AnchorRatios]:
+    """Width → ratios of its anchor, for the type and mode of ``like``: every plan of a machine asks for the same few."""
+    found: dict[int, AnchorRatios] = {}
+    for anchor in training_anchors(like.mode):
+        for dtype in (rate_dtype(like, hardware), "bf16"):
             measured = [
-                {part: hardware.extras.get(anchor.name(n, dtype, shape.mode, part)) for part in TRAINING_PARTS} for n in depths
+                {part: hardware.extras.get(anchor.name(n, dtype, like.mode, part)) for part in TRAINING_PARTS}
+                for n in (anchor.shallow, anchor.deep)
             ]
             if None not in (*measured[0].values(), *measured[1].values()):
                 break
         else:
             continue
-        like, deep = anchor_shape(anchor, dtype, shape), anchor.spec(anchor.deep)
-        planned = passes_of(deep, like, hardware, SINGLE)
-        for direction in layer:
+        shape, deep = anchor_shape(anchor, dtype, like), anchor.spec(anchor.deep)
+        planned = passes_of(deep, shape, hardware, SINGLE)
+        layer, around = {}, {}
+        for direction in DIRECTIONS:
             shallow_s, deep_s = (float(m[f"{direction}_s"] or 0.0) for m in measured)
             layer_s, around_s = layer_and_around(anchor, shallow_s, deep_s)
-            layer[direction][anchor.width, 1] = layer_s / planned.layer_s(direction)
-            around[direction][anchor.width, 1] = around_s / planned.around_s(direction)
-        update[anchor.width, 1] = float(measured[1]["optimizer_s"] or 0.0) / optimizer_work(deep, like, hardware).seconds
-    if not update:
-        return AS_PLANNED
-    width = spec.d_model
-    return AnchorRatios(
-        {direction: ratio_at(found, width, 1) for direction, found in layer.items()},
-        {direction: ratio_at(found, width, 1) for direction, found in around.items()},
-        ratio_at(update, width, 1),
-    )
+            layer[direction] = layer_s / planned.layer_s(direction)
+            around[direction] = around_s / planned.around_s(direction)
+        update = float(measured[1]["optimizer_s"] or 0.0) / optimizer_work(deep, shape, hardware).seconds
+        found[anchor.width] = AnchorRatios(layer, around, update)
+    return found
 
 
 def update_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> Work:
