@@ -53,6 +53,11 @@ class ModelRecipe:
     rope_theta: float = 10_000.0
     dropout: float = 0.0
 
+    def sized_as(self, spec: ModelSpec) -> ModelRecipe:
+        """The sizes of ``spec``, which the planner picked; family, tying, rotary base and dropout stay the recipe's."""
+        names = ("n_layers", "d_model", "n_heads", "n_kv_heads", "head_dim", "d_ff")
+        return dataclasses.replace(self, **{name: getattr(spec, name) for name in names})
+
 
 @dataclass(frozen=True)
 class DataRecipe:

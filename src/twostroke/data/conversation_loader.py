@@ -13,9 +13,8 @@ import torch
 
 from twostroke.core.errors import ConfigError, DataError
 from twostroke.data.conversations import BEGINS, LEARNED
-from twostroke.data.loader import Batch, restored_window
+from twostroke.data.loader import Batch, ShuffledLoader
 from twostroke.data.packing import IGNORED
-from twostroke.data.permutation import permute
 from twostroke.data.shards import TokenStream
 
 Int64Array = npt.NDArray[np.int64]
@@ -70,7 +69,7 @@ def pack_rows(lengths: Sequence[int], row_length: int) -> list[list[int]]:
     return rows
 
 
-class ConversationLoader:
+class ConversationLoader(ShuffledLoader):
     """Endless batches of rows of T = ``sequence_length`` tokens, each row whole conversations and padding behind them.
 
     A conversation is a document: positions begin at 0 in it, and it sees itself alone. Targets are its learned tokens, so the
@@ -118,20 +117,11 @@ class ConversationLoader:
             )
         return begins[use], kept[use], int((use & is_long).sum()), int((~use).sum())
 
-    @property
-    def epoch(self) -> float:
-        """Epochs handed out so far."""
-        return self._next_window / self.windows_per_epoch
-
     def next_rows(self) -> list[int]:
         """Which rows the next batch is made of; moves on."""
-        windows = np.arange(self._next_window, self._next_window + self.batch_size)
-        self._next_window += self.batch_size
         rows = np.empty(self.batch_size, dtype=np.int64)
-        epochs = windows // self.windows_per_epoch
-        for epoch in np.unique(epochs).tolist():
-            chosen = epochs == epoch
-            rows[chosen] = permute(windows[chosen] % self.windows_per_epoch, self.windows_per_epoch, self.seed, epoch)
+        for _, chosen, order in self._next_order():
+            rows[chosen] = order
         return list(map(int, rows))
 
     def next_batch(self) -> Batch:
@@ -172,7 +162,3 @@ class ConversationLoader:
             "n_rows": self.windows_per_epoch,
             "data": self._data,
         }
-
-    def restore(self, state: dict[str, int]) -> None:
-        """Continue where ``state`` was taken. Raises InputError where it belongs to other data, seed or sequence length."""
-        self._next_window = restored_window(state, self.state())

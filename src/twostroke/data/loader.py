@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from twostroke.core.errors import ConfigError, DataError, InputError
@@ -46,7 +48,39 @@ class TrainingTokens(Protocol):
     def train_tokens(self) -> TokenStream: ...
 
 
-class PackedLoader:
+class ShuffledLoader:
+    """What loaders of windows share: every window once an epoch, in an order computed from (seed, epoch), so that the state is
+    the number of windows handed out and may be restored at any batch size."""
+
+    batch_size: int
+    seed: int
+    windows_per_epoch: int
+    _next_window: int
+
+    @property
+    def epoch(self) -> float:
+        """Epochs handed out so far."""
+        return self._next_window / self.windows_per_epoch
+
+    def _next_order(self) -> Iterator[tuple[int, npt.NDArray[np.bool_], npt.NDArray[np.int64]]]:
+        """(epoch, which places of the next batch are of it, their windows) of each epoch the batch touches; moves on."""
+        windows = np.arange(self._next_window, self._next_window + self.batch_size)
+        self._next_window += self.batch_size
+        epochs = windows // self.windows_per_epoch
+        for epoch in np.unique(epochs).tolist():
+            chosen = epochs == epoch
+            yield epoch, chosen, permute(windows[chosen] % self.windows_per_epoch, self.windows_per_epoch, self.seed, epoch)
+
+    def state(self) -> dict[str, int]:
+        """``next_window``, and what a resumed run must agree on."""
+        raise NotImplementedError
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Continue where ``state`` was taken. Raises InputError where it belongs to other data, seed or sequence length."""
+        self._next_window = restored_window(state, self.state())
+
+
+class PackedLoader(ShuffledLoader):
     """Endless batches of windows of T = ``sequence_length`` tokens over the stream of N training tokens, taken as a ring.
 
     An epoch is ⌊N / T⌋ windows that start T apart from an offset drawn for the epoch, so every token is in exactly one,
@@ -71,20 +105,10 @@ class PackedLoader:
             )
         self._next_window = 0
 
-    @property
-    def epoch(self) -> float:
-        """Epochs handed out so far."""
-        return self._next_window / self.windows_per_epoch
-
     def next_starts(self) -> list[int]:
         """Where in the stream the next batch's windows start; moves on."""
-        windows = np.arange(self._next_window, self._next_window + self.batch_size)
-        self._next_window += self.batch_size
         starts = np.empty(self.batch_size, dtype=np.int64)
-        epochs = windows // self.windows_per_epoch
-        for epoch in np.unique(epochs).tolist():
-            chosen = epochs == epoch
-            order = permute(windows[chosen] % self.windows_per_epoch, self.windows_per_epoch, self.seed, epoch)
+        for epoch, chosen, order in self._next_order():
             offset = random_below(self._n_tokens, self.seed, epoch, 1)
             starts[chosen] = (offset + order * self.sequence_length) % self._n_tokens
         return list(map(int, starts))
@@ -120,10 +144,6 @@ class PackedLoader:
             "n_tokens": self._n_tokens,
             "data": self._data,
         }
-
-    def restore(self, state: dict[str, int]) -> None:
-        """Continue where ``state`` was taken. Raises InputError where it belongs to other data, seed or sequence length."""
-        self._next_window = restored_window(state, self.state())
 
 
 def restored_window(state: dict[str, int], own: dict[str, int]) -> int:

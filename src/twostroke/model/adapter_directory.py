@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
+from twostroke.core.families.files import read_object
 from twostroke.core.spec import ModelSpec
 from twostroke.model.adapters import PEFT_PREFIX, AdapterSettings, Target, all_targets, choose_targets, nf4_round_trip
 from twostroke.model.families import layout
@@ -30,7 +31,6 @@ from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME, read_heade
 from twostroke.model.save import COMPANION_FILES, written_aside
 
 CONFIG_NAME, WEIGHTS_NAME, OWN_NAME = "adapter_config.json", "adapter_model.safetensors", "twostroke_adapter.json"
-MAX_CONFIG_BYTES = 4 * 2**20
 _SAMPLE_BYTES = 2**20
 
 Get = Callable[[str], Tensor]
@@ -85,7 +85,7 @@ def _of_pattern(pattern: Mapping[str, float] | None, target: Target, default: fl
 def read_adapter_config(directory: Path | str) -> AdapterConfig:
     """The configuration in ``directory``. Raises CorruptFileError, and ConfigError naming a setting that is not supported."""
     file = Path(directory) / CONFIG_NAME
-    document = _read_object(file)
+    document = read_object(file)
     for key, allowed in _MUST_BE.items():
         value = document.get(key)
         if value not in allowed and value not in ({}, ""):
@@ -108,7 +108,7 @@ def read_adapter_config(directory: Path | str) -> AdapterConfig:
             if any(c in key for c in "^$*+?[](){}|\\") or not isinstance(value, int | float) or not value > 0:
                 raise ConfigError(f"{file}: {name} has {key!r}: {value!r}; plain module names with numbers above 0 are read.")
     own_file = Path(directory) / OWN_NAME
-    own = _read_object(own_file) if own_file.is_file() else {}
+    own = read_object(own_file) if own_file.is_file() else {}
     nf4 = own.get("nf4")
     try:
         format = (int(nf4["block"]), bool(nf4["double_quantization"])) if nf4 is not None else None
@@ -118,18 +118,6 @@ def read_adapter_config(directory: Path | str) -> AdapterConfig:
         base, rank, float(alpha), bool(document.get("use_rslora")), document.get("rank_pattern"), document.get("alpha_pattern"),
         format, own.get("base_fingerprint"),
     )  # fmt: skip
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    if file.stat().st_size > MAX_CONFIG_BYTES:
-        raise CorruptFileError(f"{file} is {file.stat().st_size} bytes; such a file is at most {MAX_CONFIG_BYTES}.")
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CorruptFileError(f"{file} is not valid JSON: {error}.") from None
-    if not isinstance(document, dict):
-        raise CorruptFileError(f"{file} must hold a JSON object.")
-    return document
 
 
 def base_directory(directory: Path | str, config: AdapterConfig | None = None) -> Path:

@@ -41,7 +41,7 @@ from twostroke.model.load import load_model, save_model
 from twostroke.planner.hardware import Hardware, load_hardware
 from twostroke.planner.intervals import predict_with_intervals
 from twostroke.planner.params import count_parameters
-from twostroke.planner.training import flops_per_token, plan_training
+from twostroke.planner.training import TrainingShape, flops_per_token, plan_training
 from twostroke.training.adapters import base_state, check_adapters, check_base, load_adapted, write_adapters
 from twostroke.training.checkpoint import Checkpoint, CheckpointError, list_checkpoints, load_newest, save_checkpoint
 from twostroke.training.clock import StepClock
@@ -51,7 +51,7 @@ from twostroke.training.memory import memory_bytes, peak_memory_bytes, reset_pea
 from twostroke.training.optimizers import Optimizers
 from twostroke.training.parallelize import eager, pick_device
 from twostroke.training.precision import MasterWeights
-from twostroke.training.resolve import resolve_spec, resolve_steps, training_shape, with_own_tokenizer
+from twostroke.training.resolve import resolve_spec, resolve_steps, with_own_tokenizer
 from twostroke.training.run_directory import Resolved, RunDirectory, StepLog, read_summary, write_json
 from twostroke.training.schedules import learning_rate_factor
 from twostroke.training.step import TrainStep
@@ -101,6 +101,7 @@ class TrainingRun:
         self.recipe, self.directory, self.resolved, self.prepared = recipe, directory, resolved, prepared
         self.hardware, self.prediction, self.resumes = hardware, prediction, resumes
         self._log, self._ledger = log, ledger
+        self._flops_per_token = flops_per_token(resolved.spec, TrainingShape.from_recipe(recipe, resolved.steps))
         self._notes: list[str] = []
         self.step = self.tokens = self.skipped_in_a_row = 0
         self._began = time.perf_counter()
@@ -297,7 +298,7 @@ class TrainingRun:
 
     def _mfu(self, tok_per_s: float) -> float | None:
         peak = self.hardware.peak_flop_per_s.get(self.recipe.train.dtype) if self.hardware is not None else None
-        return None if peak is None else flops_per_token(self.spec, training_shape(self.recipe, self.steps)) * tok_per_s / peak
+        return None if peak is None else self._flops_per_token * tok_per_s / peak
 
     def _count_skipped(self, skipped: str | None, first_window: int, last_window: int) -> None:
         if skipped is None:
@@ -484,7 +485,7 @@ def start(
     steps = resolve_steps(recipe, spec, hardware)
     prediction: dict[str, Any] = {}
     if hardware is not None:
-        plan = plan_training(spec, training_shape(recipe, steps), hardware)
+        plan = plan_training(spec, TrainingShape.from_recipe(recipe, steps), hardware)
         prediction = plan.prediction()
     else:
         log("no prediction and no MFU: this machine has no profile (`twostroke calibrate`, once, two minutes).")

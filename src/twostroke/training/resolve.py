@@ -47,22 +47,8 @@ def resolve_spec(recipe: TrainRecipe, prepared: PreparedData, hardware: Hardware
         if hardware is None:
             raise ConfigError('model.size="auto" needs to know this machine. Run `twostroke calibrate` once (two minutes).')
         picked = pick_model(settings.budget_s, prepared.vocab_size, prepared.n_train_tokens, settings, hardware)
-        # The planner chooses sizes; family, tying, rotary base and dropout are the recipe's.
-        model = dataclasses.replace(
-            model,
-            n_layers=picked.n_layers,
-            d_model=picked.d_model,
-            n_heads=picked.n_heads,
-            n_kv_heads=picked.n_kv_heads,
-            head_dim=picked.head_dim,
-            d_ff=picked.d_ff,
-        )
+        model = model.sized_as(picked)
     return spec_from_recipe(model, prepared.vocab_size, settings.sequence_length, (prepared.eos_id,))
-
-
-def training_shape(recipe: TrainRecipe, steps: int) -> TrainingShape:
-    """What the planner needs to know of ``recipe``, its method and adapters included."""
-    return TrainingShape.from_recipe(recipe, steps)
 
 
 def resolve_steps(recipe: TrainRecipe, spec: ModelSpec, hardware: Hardware | None) -> int:
@@ -78,4 +64,4 @@ def resolve_steps(recipe: TrainRecipe, spec: ModelSpec, hardware: Hardware | Non
             f"train.budget_s={settings.budget_s:g} is turned into steps by this machine's profile, and there is none. "
             "Run `twostroke calibrate` once (two minutes), or give train.steps."
         )
-    return steps_for_budget(spec, training_shape(recipe, steps=0), hardware, settings.budget_s)
+    return steps_for_budget(spec, TrainingShape.from_recipe(recipe, steps=0), hardware, settings.budget_s)

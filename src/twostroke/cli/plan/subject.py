@@ -91,15 +91,7 @@ def _from_recipe(path: Path, settings: list[str], hardware: Hardware, train_toke
         if model.size == "auto":
             ranked = rank_models(recipe.train.budget_s, vocabulary, tokens, recipe.train, hardware)
             ranking, picked = tuple(ranked), ranked[0].spec
-            model = dataclasses.replace(
-                model,
-                n_layers=picked.n_layers,
-                d_model=picked.d_model,
-                n_heads=picked.n_heads,
-                n_kv_heads=picked.n_kv_heads,
-                head_dim=picked.head_dim,
-                d_ff=picked.d_ff,
-            )
+            model = model.sized_as(picked)
         spec = spec_from_recipe(model, vocabulary, recipe.train.sequence_length)
     shape = TrainingShape.from_recipe(recipe, steps=0)
     steps = recipe.train.steps or steps_for_budget(spec, shape, hardware, recipe.train.budget_s)

@@ -20,10 +20,11 @@ def read_config(path: Path | str) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise InputError(f"{file} does not exist. Give a model directory with a config.json, or the file itself.")
-    return _read_object(file)
+    return read_object(file)
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in ``file``, which is at most ``MAX_CONFIG_BYTES`` long. Raises CorruptFileError."""
     if file.stat().st_size > MAX_CONFIG_BYTES:
         raise CorruptFileError(f"{file} is {file.stat().st_size} bytes; such a file is at most {MAX_CONFIG_BYTES}.")
     try:
@@ -45,5 +46,5 @@ def read_spec(path: Path | str) -> ModelSpec:
     generation = Path(path) / "generation_config.json"
     if not generation.is_file():
         return spec
-    more = Reader(_read_object(generation)).token_ids("eos_token_id")
+    more = Reader(read_object(generation)).token_ids("eos_token_id")
     return spec.with_(eos_token_ids=tuple(dict.fromkeys(spec.eos_token_ids + more)))
