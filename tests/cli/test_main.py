@@ -59,3 +59,18 @@ def test_an_input_error_is_one_sentence_and_one_json_document(capsys: pytest.Cap
 def test_verbs_and_files_agree() -> None:
     for verb in VERBS:
         assert importlib.util.find_spec(f"twostroke.cli.{verb}_verb"), verb
+
+
+def test_ctrl_c_in_a_verb_is_a_sentence_and_exit_code_130(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("twostroke.planner.hardware.load_hardware", stopped)
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "train", "recipes/quick.toml", "--json"])
+    found = capsys.readouterr()
+    assert ended.value.code == 130
+    assert json.loads(found.out) == {"error": "stopped by Ctrl-C."}
+    assert found.err == "error: stopped by Ctrl-C.\n"

@@ -115,12 +115,12 @@ def calibrate(
     extras: dict[str, float] = {}
     fingerprint = read_fingerprint()
 
-    with empty_compile_cache():
-        extras.update(_measure_training(clock, extent, lambda done, note: tell(0.5 * done, note)))
-    tell(0.50, "process and disk")
+    tell(0.0, "process and disk")  # first: a folder that cannot be written is no news after two minutes
     if extent.fresh_process:
         extras.update(measure_fresh_process())
     extras.update(measure_disk(extent.disk_bytes))
+    with empty_compile_cache():
+        extras.update(_measure_training(clock, extent, lambda done, note: tell(0.02 + 0.51 * done, note)))
     tell(0.53, "around the blocks")
     extras.update(measure_setup(clock, extent.block))
     tell(0.55, "optimizers")

@@ -34,6 +34,10 @@ VERBS: dict[str, str] = {
 """Each verb lives in ``twostroke.cli.<verb>_verb`` and exports ``app``, a ``typer.Typer``."""
 
 
+class _CtrlC(Exception):
+    """Typer ends a KeyboardInterrupt with exit code 130 and not a word; this passes it by."""
+
+
 class VerbGroup(typer.core.TyperGroup):
     """Imports a verb's module when that verb is asked for, never before: `twostroke plan` must not pay for torch."""
 
@@ -49,6 +53,12 @@ class VerbGroup(typer.core.TyperGroup):
         command.name = cmd_name
         command.help = command.help or VERBS[cmd_name]
         return command
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise _CtrlC from None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and not args[0].startswith("-") and args[0] not in VERBS:
@@ -89,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
     except TwostrokeError as error:
         emit_error(str(error), as_json="--json" in args)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
+    except (_CtrlC, KeyboardInterrupt):
         emit_error("stopped by Ctrl-C.", as_json="--json" in args)
         sys.exit(130)
     except BrokenPipeError:
