@@ -138,6 +138,33 @@ def test_a_gradient_that_is_not_finite_changes_nothing(monkeypatch: pytest.Monke
     assert all(torch.equal(a, b) for a, b in zip(before, setup.copy_of_state(), strict=True))
 
 
+def test_a_refused_step_changes_nothing_and_says_why() -> None:
+    setup = _Setup()
+    setup.run([_batch(2, 24, 0, 1)])
+    before = setup.copy_of_state()
+    asked: list[tuple[float, float]] = []
+
+    def refuse(loss: float, grad_norm: float) -> str:
+        asked.append((loss, grad_norm))
+        return "gradient norm is far above the others"
+
+    result = setup.step([_batch(2, 24, 0, 2)], 1.0, setup.clock, refuse)
+    assert result.skipped == "gradient norm is far above the others"
+    assert asked == [(result.loss, result.grad_norm)]
+    assert all(torch.equal(a, b) for a, b in zip(before, setup.copy_of_state(), strict=True))
+    assert setup.step([_batch(2, 24, 0, 2)], 1.0, setup.clock, lambda loss, norm: None).skipped is None
+
+
+def test_gradient_norms_of_the_parts_are_those_of_their_gradients() -> None:
+    setup = _Setup()
+    result = setup.run([_batch(2, 24, 0, 1)])
+    assert list(result.block_grad_norms) == ["embed", "blocks.0", "blocks.1", "final_norm"]
+    of_block = [g.double().flatten() for name, g in setup.masters.gradients.items() if name.startswith("blocks.1.")]
+    # the gradients are as they were: nothing was clipped
+    assert result.block_grad_norms["blocks.1"] == pytest.approx(torch.cat(of_block).norm().item(), rel=1e-6)
+    assert sum(n**2 for n in result.block_grad_norms.values()) ** 0.5 == pytest.approx(result.grad_norm, rel=1e-6)
+
+
 def test_parts_of_the_step_are_timed_and_add_up_to_it() -> None:
     setup = _Setup()
     setup.clock.start()

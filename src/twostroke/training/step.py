@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,16 +20,38 @@ from twostroke.training.parallelize import compile_blocks, undo_compile, why_not
 from twostroke.training.precision import MasterWeights
 
 Log = Callable[[str], None]
+Accept = Callable[[float, float], str | None]
+"""Asked with a step's loss and gradient norm, both finite, before any weight changes; a returned sentence refuses the step."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """``loss`` in nats per token with a target; ``grad_norm`` before clipping; ``skipped`` says why nothing was changed."""
+    """``loss`` in nats per token with a target; ``grad_norm`` before clipping, and by part of the model in
+    ``block_grad_norms`` ("embed", "blocks.0", …, "final_norm", "head"); ``skipped`` says why nothing was changed."""
 
     loss: float
     grad_norm: float
     n_valid: int
     skipped: str | None = None
+    block_grad_norms: dict[str, float] = field(default_factory=dict)
+
+
+def _accept_all(loss: float, grad_norm: float) -> None:
+    return None
+
+
+def part_of(name: str) -> str:
+    """The part of the model that parameter ``name`` belongs to: its block, or its module outside the blocks."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
+
+
+def norms_by_part(names: Sequence[str], norms: Sequence[float]) -> dict[str, float]:
+    """√Σ‖g‖² over the gradients of each part, from the norms of single gradients."""
+    squares: dict[str, float] = {}
+    for name, norm in zip(names, norms, strict=True):
+        squares[part_of(name)] = squares.get(part_of(name), 0.0) + norm * norm
+    return {part: math.sqrt(square) for part, square in squares.items()}
 
 
 class TrainStep:
@@ -61,12 +83,14 @@ class TrainStep:
     def is_compiled(self) -> bool:
         return self._chunk is not chunk_loss
 
-    def __call__(self, batches: Sequence[Batch], learning_rate_factor: float, clock: StepClock) -> StepResult:
+    def __call__(
+        self, batches: Sequence[Batch], learning_rate_factor: float, clock: StepClock, accept: Accept = _accept_all
+    ) -> StepResult:
         """One update from ``batches``, the micro-batches of one accumulation window.
 
         The gradient is that of Σ loss / Σ valid tokens over the whole window, whatever the split into micro-batches: a mean of
         the micro-batches' means would weigh a token more in a batch that has few. If the loss or the gradient's norm is not
-        finite, masters, working copy and optimizer state stay as they were.
+        finite, or ``accept`` refuses them, masters, working copy and optimizer state stay as they were.
         """
         n_valid = sum(batch.n_valid for batch in batches)
         scale = 1.0 / max(1, n_valid)
@@ -77,18 +101,23 @@ class TrainStep:
             self.masters.collect()
             clock.lap("optimizer")
         gradients = list(self.masters.gradients.values())
-        norm_tensor = torch.nn.utils.get_total_norm(gradients)
-        loss, norm = total.item() * scale, norm_tensor.item()
+        norms = torch.stack(torch._foreach_norm(gradients))
+        loss, norm = total.item() * scale, torch.linalg.vector_norm(norms).item()
+        by_part = norms_by_part(list(self.masters.gradients), norms.tolist())
+        refused: str | None
         if not math.isfinite(loss) or not math.isfinite(norm):
+            refused = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {norm}"
+        else:
+            refused = accept(loss, norm)
+        if refused is not None:
             clock.lap("optimizer")
-            what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {norm}"
-            return StepResult(loss, norm, n_valid, skipped=what)
+            return StepResult(loss, norm, n_valid, refused, by_part)
         if norm > self.clip_norm:
             torch._foreach_mul_(gradients, self.clip_norm / norm)
         self.optimizers.step(learning_rate_factor)
         self.masters.publish()
         clock.lap("optimizer")
-        return StepResult(loss, norm, n_valid)
+        return StepResult(loss, norm, n_valid, block_grad_norms=by_part)
 
     def _forward_backward_guarded(self, batch: Batch, scale: float, clock: StepClock) -> Tensor:
         """``forward_backward``; the first compiled one, if it fails, is repeated uncompiled."""
