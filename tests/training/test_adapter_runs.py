@@ -22,7 +22,8 @@ from twostroke.model.load import load_model, load_state
 from twostroke.model.save import save_model
 from twostroke.planner.params import count_parameters
 from twostroke.training.checkpoint import list_checkpoints, load_checkpoint
-from twostroke.training.loop import TrainingResult, train
+from twostroke.training.finish import TrainingResult
+from twostroke.training.start import train
 
 Make = Callable[..., TrainRecipe]
 

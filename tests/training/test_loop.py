@@ -16,8 +16,10 @@ from twostroke.model.load import load_model
 from twostroke.planner.params import count_parameters
 from twostroke.training import checkpoint as checkpoint_module
 from twostroke.training.checkpoint import MODEL, CheckpointError, list_checkpoints, load_checkpoint
-from twostroke.training.loop import SKIPPED_IN_A_ROW, TrainingResult, find_finished, start, train
+from twostroke.training.finish import TrainingResult
+from twostroke.training.loop import SKIPPED_IN_A_ROW
 from twostroke.training.measurement import medians
+from twostroke.training.start import find_finished, start, train
 
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens", "epoch")
 
@@ -89,7 +91,7 @@ def test_killed_while_the_model_is_written_it_is_written_again(make_recipe, monk
         raise _Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr("twostroke.training.loop.save_model", kill)
+        patch.setattr("twostroke.training.finish.save_model", kill)
         with pytest.raises(_Killed):
             train(recipe)
     resumed = train(recipe, resume=True)
@@ -345,3 +347,34 @@ def test_scores_in_the_middle_join_the_log_and_change_nothing(make_recipe) -> No
     scored = train(make_recipe("scored", steps=4, evaluate_every=2), evaluate=evaluate)
     _assert_same_run(scored, whole)
     assert ["heldout_bits_per_byte" in r for r in _log(scored.directory)] == [False, True, False, True]
+
+
+class _Watcher:
+    """Adds the first block's largest weight and the loss it was shown to each line."""
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    def after_step(self, run: Any, record: Any) -> dict[str, Any]:
+        assert run.last_result.loss == record.loss
+        assert run.last_batch.tokens.shape == (2, 32)
+        return {"watched_step": record.step, "largest": float(run.masters.weights["embed.weight"].abs().max())}
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_what_observers_see_joins_the_log_and_changes_nothing(make_recipe) -> None:
+    whole, watcher = train(make_recipe("whole")), _Watcher()
+    watched = train(make_recipe("watched"), observers=[watcher])
+    _assert_same_run(watched, whole)
+    assert [r["watched_step"] for r in _log(watched.directory)] == [1, 2, 3, 4]
+    assert len({r["largest"] for r in _log(watched.directory)}) == 4
+    assert watcher.closed == 1
+
+
+def test_observers_are_closed_when_a_run_is_stopped(make_recipe) -> None:
+    watcher = _Watcher()
+    with pytest.raises(Interrupted):
+        start(make_recipe()).execute(should_stop=lambda step: step == 1, observers=[watcher])
+    assert watcher.closed == 1

@@ -19,9 +19,9 @@ def main(recipe_path: str, settings: list[str]) -> None:
     import psutil
 
     from twostroke.core.recipe import read_recipe
-    from twostroke.training.loop import start
     from twostroke.training.measurement import PARTS, StepRecord
     from twostroke.training.parallelize import use_available_cores
+    from twostroke.training.start import start
 
     use_available_cores()
     run = start(read_recipe(recipe_path, settings))

@@ -15,7 +15,7 @@ from twostroke.core.units import format_bytes, format_count, format_seconds
 if TYPE_CHECKING:
     from twostroke.data.shards import PreparedData
     from twostroke.model.decoder import Decoder
-    from twostroke.training.loop import TrainingResult
+    from twostroke.training.finish import TrainingResult
     from twostroke.training.measurement import StepRecord
 
 app = typer.Typer(add_completion=False)
@@ -39,8 +39,8 @@ def train(
 
     import psutil
 
-    from twostroke.training.loop import describe, find_finished, start
     from twostroke.training.parallelize import use_available_cores
+    from twostroke.training.start import describe, find_finished, start
 
     use_available_cores()
     result = find_finished(parsed, resume)

@@ -1,0 +1,100 @@
+"""What a run computes with: made new, or as the newest intact checkpoint left it."""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING
+
+import torch
+
+from twostroke.core.errors import CorruptFileError
+from twostroke.model.decoder import Decoder
+from twostroke.model.initialise import initialise
+from twostroke.model.load import load_model
+from twostroke.training.adapters import base_state, check_base, load_adapted
+from twostroke.training.checkpoint import Checkpoint, load_newest
+from twostroke.training.conversations import make_loader
+from twostroke.training.optimizers import Optimizers
+from twostroke.training.parallelize import pick_device
+from twostroke.training.precision import MasterWeights
+from twostroke.training.run_directory import StepLog
+from twostroke.training.step import TrainStep
+
+if TYPE_CHECKING:
+    from twostroke.training.loop import TrainingRun
+
+
+def build(run: TrainingRun) -> None:
+    """Decoder, masters, optimizers, loader and step of ``run``, from the newest intact checkpoint where it resumes."""
+    recipe, settings = run.recipe, run.recipe.train
+    run.device = pick_device()
+    checkpoint = load_newest(run.directory.checkpoints, run.log) if run.resumes else None
+    torch.manual_seed(recipe.seed)
+    if recipe.trains_adapters:  # the base is not in checkpoints
+        decoder = load_adapted(recipe, run.device)
+    elif recipe.model.init_from is not None and checkpoint is None:
+        decoder = load_model(recipe.model.init_from, "fp32", run.device)
+    else:
+        decoder = Decoder(run.spec, device="meta").to_empty(device=run.device)
+        if checkpoint is None:
+            initialise(decoder, recipe.seed)
+    decoder.train()
+    run.decoder = decoder
+    run.masters = MasterWeights(decoder, torch.bfloat16 if settings.dtype == "bf16" else torch.float32)
+    run.optimizers = Optimizers(run.masters, run.spec, settings)
+    run.loader = make_loader(run.prepared, recipe, run.log)
+    run.step_log = StepLog(run.directory.log, run.log)
+    if checkpoint is not None:
+        restore(run, checkpoint)
+    run.step_log.restart(run.step)
+    run.train_step = TrainStep(decoder, run.masters, run.optimizers, settings.clip_norm, settings.compile, run.log)
+
+
+def capture(run: TrainingRun) -> Checkpoint:
+    """All that decides what the rest of ``run`` computes. The tensors are the run's own, not copies."""
+    rng = {"cpu": _encode(torch.get_rng_state())}
+    if run.device.type == "cuda":
+        rng["cuda"] = _encode(torch.cuda.get_rng_state(run.device))
+    state = {
+        "step": run.step,
+        "tokens": run.tokens,
+        "skipped_in_a_row": run.skipped_in_a_row,
+        "elapsed_s": run.elapsed_s(),
+        "loader": run.loader.state(),
+        "rng": rng,
+    } | base_state(run.recipe)
+    return Checkpoint(run.masters.weights, run.optimizers.state(), state)
+
+
+def restore(run: TrainingRun, checkpoint: Checkpoint) -> None:
+    """Put ``run`` where ``capture`` found it. Raises CorruptFileError or InputError where they are of different runs."""
+    check_base(run.recipe, checkpoint.state)
+    missing = set(run.masters.weights) ^ set(checkpoint.weights)
+    if missing:
+        raise CorruptFileError(
+            f"the checkpoint's weights are of another model: {sorted(missing)[0]!r} is in one of the two only."
+        )
+    run.masters.load(checkpoint.weights)
+    run.optimizers.load_state(checkpoint.optimizer)
+    state = checkpoint.state
+    run.step, run.tokens = int(state["step"]), int(state["tokens"])
+    run.skipped_in_a_row, run.elapsed_before_s = int(state["skipped_in_a_row"]), float(state["elapsed_s"])
+    run.loader.restore(state["loader"])
+    torch.set_rng_state(_decode(state["rng"]["cpu"]))
+    if run.device.type == "cuda" and "cuda" in state["rng"]:
+        torch.cuda.set_rng_state(_decode(state["rng"]["cuda"]), run.device)
+    now = (torch.__version__, torch.get_num_threads(), str(run.device))
+    then = (run.resolved.torch_version, run.resolved.n_threads, run.resolved.device)
+    if now != then:
+        run.log(
+            f"resuming on torch {now[0]}, {now[1]} threads, {now[2]}; the run began on torch {then[0]}, {then[1]} threads, "
+            f"{then[2]}: sums may round otherwise, so losses need not be equal to the last bit."
+        )
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,0 +1,139 @@
+"""The end of a run: last checkpoint, model, measurement, and the summary that says it is done."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
+
+from twostroke.core.errors import TwostrokeError
+from twostroke.model.load import save_model
+from twostroke.planner.params import count_parameters
+from twostroke.training.adapters import write_adapters
+from twostroke.training.checkpoint import CheckpointError
+from twostroke.training.conversations import write_chat_template
+from twostroke.training.measurement import directory_bytes, medians
+from twostroke.training.run_directory import RunDirectory, read_summary, write_json
+
+if TYPE_CHECKING:
+    from twostroke.training.loop import TrainingRun
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """A finished run. ``summary`` is what ``summary.json`` holds; ``was_finished`` where there was nothing left to do."""
+
+    directory: Path
+    model: Path
+    run_id: str
+    summary: dict[str, Any]
+    was_finished: bool = False
+
+
+def finished(directory: RunDirectory) -> TrainingResult | None:
+    """The result of the run in ``directory`` where it has finished; else None."""
+    summary = read_summary(directory.path)
+    if summary is None:
+        return None
+    return TrainingResult(directory.path, directory.model, str(summary.get("run_id", "")), summary, was_finished=True)
+
+
+def finish(run: TrainingRun) -> TrainingResult:
+    """Last checkpoint, model, measurement, summary: the summary last, because it says that the run is done."""
+    checkpoint: Path | None = None
+    try:
+        checkpoint = run.save()
+    except CheckpointError as error:
+        run.log(f"{error} {run.what_is_kept()} The model is written all the same.")
+    _write_model(run)
+    measured = step_measurement(run) | _memory_measurement(run)
+    if checkpoint is not None:
+        measured["checkpoint_bytes"] = directory_bytes(checkpoint)
+    measured["model_bytes"] = directory_bytes(run.directory.model, "*.safetensors")
+    records = run.step_log.read()
+    last: dict[str, Any] = next((r for r in reversed(records) if r.get("loss") is not None), {})
+    summary = {
+        "run_id": run.resolved.run_id,
+        "model": str(run.directory.model),
+        "n_parameters": count_parameters(run.spec).total,
+        "n_trained_parameters": sum(weight.numel() for weight in run.masters.weights.values()),
+        "steps": run.steps,
+        "tokens": run.tokens,
+        "epochs": run.loader.epoch,
+        "skipped_steps": sum(1 for r in records if r.get("skipped")),
+        "final_loss": last.get("loss"),
+        "compiled": run.train_step.is_compiled,
+        "prediction": run.prediction,
+        "measurement": measured,
+        "notes": run.notes,
+    }
+    record_measurement(run, measured, "finished", "; ".join(run.notes) or None)
+    write_json(run.directory.summary, summary)
+    return TrainingResult(run.directory.path, run.directory.model, run.resolved.run_id, summary)
+
+
+def _write_model(run: TrainingRun) -> None:
+    """The model directory. Raises TwostrokeError where it cannot be written; the run can then be resumed to this point."""
+    for leftover in run.directory.path.glob(".model.*"):  # of a kill while the model was being written
+        shutil.rmtree(leftover, ignore_errors=True)
+    dtype, weights = run.recipe.train.dtype, run.masters.weights
+    try:
+        if run.recipe.trains_adapters:
+            write_adapters(run.recipe, run.spec, weights, run.directory.model)
+        else:
+            save_model(weights, run.spec, run.directory.model, dtype, _tokenizer(run), replace=True)
+        write_chat_template(run.recipe, run.directory.model)
+    except (OSError, SafetensorError) as error:
+        raise TwostrokeError(
+            f"all {run.steps} steps are done, but {run.directory.model} cannot be written: {error}. "
+            f"{run.what_is_kept()} Make room and continue with --resume."
+        ) from error
+
+
+def _tokenizer(run: TrainingRun) -> Path:
+    """A model's tokenizer directory, with its chat template, where the run started from one; else the file the text was
+    read with."""
+    source = run.recipe.data.tokenizer
+    return Path(source) if source is not None and Path(source).is_dir() else run.prepared.tokenizer_path
+
+
+def step_measurement(run: TrainingRun) -> dict[str, Any]:
+    """Medians over the whole log, all sessions, and the run's length so far."""
+    records = run.step_log.read()
+    measured: dict[str, Any] = dict(medians(records))
+    if not measured:
+        return {}
+    settings = run.recipe.train
+    tokens_per_step = settings.batch_size * settings.sequence_length * settings.grad_accumulation
+    measured["train_tok_per_s"] = tokens_per_step / measured["step_time_s"]
+    utilisation = run.mfu(measured["train_tok_per_s"])
+    if utilisation is not None:
+        measured["mfu"] = utilisation
+    measured["train_time_s"] = run.elapsed_s() if run.train_time_s is None else run.train_time_s
+    measured["peak_memory_bytes"] = max(r["peak_memory_bytes"] for r in records)
+    if run.startup_s is not None:
+        measured["startup_s"] = run.startup_s
+    return measured
+
+
+def _memory_measurement(run: TrainingRun) -> dict[str, Any]:
+    measured: dict[str, Any] = {
+        "weights_bytes": run.masters.weights_bytes,
+        "gradients_bytes": run.masters.gradients_bytes,
+        "optimizer_bytes": run.optimizers.state_bytes,
+    }
+    if run.last_batch is not None:
+        measured["activations_bytes"] = run.train_step.activations_bytes(run.last_batch)
+        run.notes.append("activations_bytes: storages that autograd saved in one micro-step (saved-tensor hooks)")
+    return measured
+
+
+def record_measurement(run: TrainingRun, measured: dict[str, Any], status: str, notes: str | None) -> None:
+    """Into the ledger. A ledger that cannot be written must not cost a finished run its summary."""
+    try:
+        run.ledger.measure(run.resolved.run_id, measured, status, notes)
+    except (TwostrokeError, OSError) as error:
+        run.log(f"the measurement was not recorded: {error}")

@@ -1,0 +1,171 @@
+"""The beginning of a run: its directory, data, model and steps are fixed and its prediction frozen before the first step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from twostroke.core.errors import ConfigError, DataError, InputError, TwostrokeError
+from twostroke.core.recipe import TrainRecipe
+from twostroke.core.spec import ModelSpec
+from twostroke.core.units import format_bytes, format_count, format_seconds
+from twostroke.data.prepare import prepare
+from twostroke.data.shards import PreparedData, open_prepared
+from twostroke.ledger.scoring import numbers_of
+from twostroke.ledger.store import Ledger
+from twostroke.planner.hardware import Hardware, load_hardware
+from twostroke.planner.intervals import predict_with_intervals
+from twostroke.planner.params import count_parameters
+from twostroke.planner.training import TrainingShape, plan_training
+from twostroke.training.adapters import check_adapters
+from twostroke.training.finish import TrainingResult, finished
+from twostroke.training.loop import Evaluate, TrainingRun
+from twostroke.training.measurement import StepRecord
+from twostroke.training.observers import Observer
+from twostroke.training.parallelize import pick_device
+from twostroke.training.resolve import resolve_spec, resolve_steps, with_own_tokenizer
+from twostroke.training.run_directory import Resolved, RunDirectory
+
+Log = Callable[[str], None]
+
+
+def _silent(line: str) -> None:
+    pass
+
+
+def find_finished(recipe: TrainRecipe, resume: bool) -> TrainingResult | None:
+    """The result of the run that ``recipe`` would resume, where it has finished; else None.
+
+    Raises as ``start`` does where the run directory and the recipe do not go together.
+    """
+    directory = RunDirectory(Path(recipe.output))
+    return finished(directory) if directory.open(with_own_tokenizer(recipe), resume) is not None else None
+
+
+def start(
+    recipe: TrainRecipe,
+    resume: bool = False,
+    log: Log = _silent,
+    data_progress: Callable[[float, str], None] | None = None,
+    ledger: Ledger | None = None,
+) -> TrainingRun:
+    """Everything before the first step: open or refuse the run directory, prepare the data, fix model and steps, predict.
+
+    The prediction is frozen in the ledger before anything is trained. Raises InputError, ConfigError, DataError or
+    CorruptFileError with nothing created where the recipe cannot be run.
+    """
+    recipe = with_own_tokenizer(recipe)
+    ledger = ledger or Ledger()
+    directory = RunDirectory(Path(recipe.output))
+    resolved = directory.open(recipe, resume)
+    try:
+        hardware: Hardware | None = load_hardware("this")
+    except ConfigError:
+        hardware = None
+    if resolved is not None:
+        prepared = _same_data(recipe, resolved, data_progress)
+        frozen = _frozen_prediction(ledger, resolved.run_id)
+        return TrainingRun(recipe, directory, resolved, prepared, hardware, frozen, True, log, ledger)
+    prepared = prepare(recipe.data, progress=data_progress)
+    spec = resolve_spec(recipe, prepared, hardware)
+    check_adapters(recipe, spec)
+    steps = resolve_steps(recipe, spec, hardware)
+    prediction: dict[str, Any] = {}
+    if hardware is not None:
+        plan = plan_training(spec, TrainingShape.from_recipe(recipe, steps), hardware)
+        prediction = plan.prediction()
+    else:
+        log("no prediction and no MFU: this machine has no profile (`twostroke calibrate`, once, two minutes).")
+    inputs = {
+        "recipe": recipe.to_dict(),
+        "spec": _plain(spec),
+        "steps": steps,
+        "n_train_tokens": prepared.n_train_tokens,
+        "run_directory": str(directory.path.resolve()),
+    }
+    frozen = predict_with_intervals(prediction, hardware, "train", ledger)
+    run_id = ledger.freeze("train", str(directory.path), inputs, frozen)
+    resolved = Resolved(
+        spec=spec,
+        steps=steps,
+        data_directory=str(prepared.directory),
+        data_key=prepared.key,
+        run_id=run_id,
+        torch_version=str(torch.__version__),
+        n_threads=torch.get_num_threads(),
+        device=str(pick_device()),
+    )
+    with directory.locked():
+        if not directory.is_unused():
+            raise InputError(f"another process began a run in {directory.path} meanwhile. Name another directory.")
+        directory.create(recipe, resolved)
+    return TrainingRun(recipe, directory, resolved, prepared, hardware, prediction, False, log, ledger)
+
+
+def _plain(spec: ModelSpec) -> dict[str, Any]:
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(spec)))
+    return plain
+
+
+def _same_data(recipe: TrainRecipe, resolved: Resolved, progress: Callable[[float, str], None] | None) -> PreparedData:
+    """The shards the run began with: where they were, or prepared again if the sources still give the same."""
+    try:
+        prepared = open_prepared(resolved.data_directory)
+        if prepared.key == resolved.data_key:
+            return prepared
+    except DataError:
+        pass
+    prepared = prepare(recipe.data, progress=progress)
+    if prepared.key != resolved.data_key:
+        raise DataError(
+            f"the run's prepared data {resolved.data_directory} is gone, and the sources have changed since: its steps "
+            "cannot be repeated exactly. Start another run: --set output=..."
+        )
+    return prepared
+
+
+def _frozen_prediction(ledger: Ledger, run_id: str) -> dict[str, Any]:
+    """What was predicted when the run began; empty where the ledger is another one now."""
+    try:
+        return dict(numbers_of(ledger.get(run_id).prediction))
+    except TwostrokeError:
+        return {}
+
+
+def train(
+    recipe: TrainRecipe,
+    resume: bool = False,
+    log: Log = _silent,
+    on_step: Callable[[StepRecord, float], None] | None = None,
+    evaluate: Evaluate | None = None,
+    should_stop: Callable[[int], bool] | None = None,
+    ledger: Ledger | None = None,
+    observers: Sequence[Observer] = (),
+) -> TrainingResult:
+    """Train by ``recipe`` from beginning to end: ``start`` and ``TrainingRun.execute`` in one call."""
+    done = find_finished(recipe, resume)
+    if done is not None:
+        return done
+    run = start(recipe, resume, log, ledger=ledger)
+    return run.execute(on_step, evaluate, should_stop, observers=observers)
+
+
+def describe(run: TrainingRun) -> str:
+    """One line for the person watching: what will be trained on what, and how long it is expected to take."""
+    spec, settings = run.spec, run.recipe.train
+    n_parameters = count_parameters(spec).total
+    tokens = run.steps * settings.batch_size * settings.sequence_length * settings.grad_accumulation
+    line = (
+        f"{spec.family}, {format_count(n_parameters)} parameters ({spec.n_layers} × {spec.d_model}), {run.steps} steps, "
+        f"{format_count(tokens)} tokens ({tokens / max(1, run.prepared.n_train_tokens):.2g} epochs of "
+        f"{format_count(run.prepared.n_train_tokens)})"
+    )
+    time_s, peak = run.prediction.get("train_time_s"), run.prediction.get("peak_memory_bytes")
+    if isinstance(time_s, float) and isinstance(peak, float):
+        line += f"; predicted {format_seconds(time_s)}, {format_bytes(peak)}"
+    return line
