@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -184,7 +184,7 @@ class EngineCore:
         step = self.scheduler.schedule()
         torch.set_num_threads(self._threads_for(step))
         try:
-            logits = self._interpreter.run(self._builder.build(step))
+            logits = self.compute(step)
             places = [i for i in range(len(step.requests)) if step.samples(i)]
             rows = [step.requests[i] for i in places]
             sampled = sample(logits, rows, [self._seeds[r.id] for r in rows]) if rows else Sampled([], [], [])
@@ -210,6 +210,11 @@ class EngineCore:
             self._seeds.pop(request.id, None)
         self._count(step, len(rows) - len(failed), len(failed), time.perf_counter() - began)
         return events
+
+    def compute(self, step: ScheduledStep, rows: Tensor | None = None) -> Tensor:
+        """Run ``step``: logits, fp32, of the rows that a token is sampled from, or of ``rows``, indices of the step's rows."""
+        batch = self._builder.build(step)
+        return self._interpreter.run(batch if rows is None else replace(batch, sampled_rows=rows))
 
     def stats(self) -> EngineStats:
         """The counters, as they are now."""

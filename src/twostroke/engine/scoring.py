@@ -1,0 +1,148 @@
+"""Log-probabilities of given tokens by the engine's own computation: the plan, cache, kernels and chunks that serve."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from twostroke.core.errors import CapacityError, EngineError, InputError
+from twostroke.engine.core import EngineCore
+from twostroke.scheduling.request import Request
+from twostroke.scheduling.sampling_params import SamplingParams
+from twostroke.scheduling.scheduler import ScheduledStep
+
+_LOGITS_PER_STEP = 2**25  # 128 MiB of fp32, and as much again for their logarithms
+
+TokenScores = tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]
+"""−ln p of each scored token, and whether it was the most probable one."""
+
+
+@dataclass
+class _Open:
+    """A sequence under way. Row i of it, the i-th token, predicts ``targets[i]``; rows from ``first_row`` on are wanted."""
+
+    index: int
+    request: Request
+    first_row: int
+    targets: npt.NDArray[np.int64]
+    nats: list[npt.NDArray[np.float32]] = field(default_factory=list)
+    greedy: list[npt.NDArray[np.bool_]] = field(default_factory=list)
+
+    @property
+    def n_due(self) -> int:
+        return len(self.request.tokens) - self.request.n_computed
+
+
+@torch.inference_mode()
+def token_scores(
+    engine: EngineCore, sequences: Sequence[tuple[Sequence[int], int]], progress: Callable[[float], None] | None = None
+) -> list[TokenScores]:
+    """Of each (ids, first) the scores of ``ids[first:]``, each token given all before it; ``first`` is 1 at least.
+
+    Sequences run together in steps of the engine's token budget, as prompts do, so int8 products round activations as they do
+    when it serves. Known prefixes are not looked up: every row is computed. Needs an idle engine, which is idle again after
+    it, also after an error. Raises InputError for ids that the model has not, CapacityError where a sequence is longer than
+    ``max_model_len`` + 1, EngineError where a logarithm is not finite. Proven in tests/engine/test_scoring.py.
+    """
+    if engine.has_work:
+        raise EngineError("scoring needs an engine that has no requests under way.")
+    config, pool = engine.scheduler.config, engine.scheduler.pool
+    for ids, first in sequences:
+        _check(engine, ids, first)
+    results: list[TokenScores] = [_empty()] * len(sequences)
+    waiting = deque(i for i, (ids, first) in enumerate(sequences) if first < len(ids))
+    n_total = n_left = sum(len(sequences[i][0]) - 1 for i in waiting)
+    budget = max(1, min(config.token_budget, _LOGITS_PER_STEP // engine.spec.vocab_size))
+    slots = list(range(config.max_running - 1, -1, -1))
+    running: list[_Open] = []
+    try:
+        number = 0
+        while running or waiting:
+            left = budget - sum(o.n_due for o in running)
+            grown: list[Request] = []
+            while left > 0 and waiting and slots:
+                ids, first = sequences[waiting[0]]
+                pages = pool.take(-(-(len(ids) - 1) // config.page_tokens))
+                if pages is None:
+                    break
+                index = waiting.popleft()
+                request = Request(f"score-{index}", [int(i) for i in ids[:-1]], SamplingParams(max_tokens=1))
+                request.pages, request.slot = pages, slots.pop()
+                running.append(_Open(index, request, first - 1, np.asarray(ids[1:], np.int64)))
+                grown.append(request)
+                left -= len(request.tokens)
+            number += 1
+            n_left -= _run(engine, running, grown, budget, number)
+            for done in [o for o in running if o.n_due == 0]:
+                results[done.index] = np.concatenate(done.nats), np.concatenate(done.greedy)
+                running.remove(done)
+                pool.release(done.request.pages)
+                slots.append(done.request.slot)
+            if progress is not None:
+                progress(1 - n_left / n_total)
+    finally:
+        for unfinished in running:
+            engine.pool.clear(unfinished.request.pages)  # what is not finite must not stay for others
+            pool.release(unfinished.request.pages)
+    return results
+
+
+def _run(engine: EngineCore, running: Sequence[_Open], grown: list[Request], budget: int, number: int) -> int:
+    """One step: the oldest first, the last in part. Returns how many tokens were computed."""
+    taken: list[_Open] = []
+    counts: list[int] = []
+    left = budget
+    for o in running:
+        if left <= 0:
+            break
+        counts.append(min(left, o.n_due))
+        taken.append(o)
+        left -= counts[-1]
+    starts = [o.request.n_computed for o in taken]
+    step = ScheduledStep(number, [o.request for o in taken], counts, starts, 0, grown, [])
+    begins = np.cumsum([0, *counts[:-1]])
+    wanted = [np.arange(max(o.first_row, s), s + n) for o, s, n in zip(taken, starts, counts, strict=True)]
+    rows = np.concatenate([w - s + b for w, s, b in zip(wanted, starts, begins, strict=True)])
+    logits = engine.compute(step, torch.from_numpy(rows))
+    nats, greedy = _scores(logits, np.concatenate([o.targets[w] for o, w in zip(taken, wanted, strict=True)]))
+    if not np.isfinite(nats).all():
+        raise EngineError("the model's output was not finite. The weights may be damaged.")
+    at = 0
+    for o, w, n in zip(taken, wanted, counts, strict=True):
+        o.nats.append(nats[at : at + len(w)])
+        o.greedy.append(greedy[at : at + len(w)])
+        at += len(w)
+        o.request.n_computed += n
+    return sum(counts)
+
+
+def _scores(logits: Tensor, targets: npt.NDArray[np.int64]) -> TokenScores:
+    if not len(targets):
+        return _empty()
+    chosen = torch.from_numpy(targets)
+    nats = torch.nn.functional.cross_entropy(logits, chosen, reduction="none")
+    return nats.numpy(), (logits.argmax(dim=-1) == chosen).numpy()
+
+
+def _empty() -> TokenScores:
+    return np.empty(0, np.float32), np.empty(0, np.bool_)
+
+
+def _check(engine: EngineCore, ids: Sequence[int], first: int) -> None:
+    n_vocabulary, longest = engine.spec.vocab_size, engine.max_model_len
+    if first < 1:
+        raise InputError(f"first={first} must be at least 1: nothing predicts a sequence's first token.")
+    bad = [i for i in (min(ids, default=0), max(ids, default=0)) if not 0 <= i < n_vocabulary]
+    if bad:
+        raise InputError(f"token {bad[0]} is not in the model's vocabulary of {n_vocabulary}. Use its own tokenizer.")
+    if len(ids) - 1 > longest:
+        raise CapacityError(
+            f"a sequence of {len(ids)} tokens has {len(ids) - 1} to compute and max_model_len={longest}. "
+            "Cut it from the left, or raise max_model_len."
+        )
