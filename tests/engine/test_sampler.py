@@ -166,3 +166,43 @@ def test_logprobs_of_none_but_the_chosen_and_of_more_than_there_are() -> None:
     assert result.logprobs[1] is None
     assert result.logprobs[2] is not None
     assert len(result.logprobs[2].top) == 5
+
+
+def _request(params: SamplingParams, prompt: list[int], output: list[int]) -> Request:
+    request = Request("r", prompt, params)
+    request.tokens += output
+    return request
+
+
+def test_repetition_penalty_agrees_with_transformers() -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(3)) * 4
+    prompt, output = [1, 5, 5, 9], [20, 21, 20]
+    request = _request(SamplingParams(temperature=0.0, repetition_penalty=1.7), prompt, output)
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([prompt + output]), logits.clone())
+    assert torch.equal(sampler._adjusted(logits, [request]), expected)
+
+
+def test_presence_and_frequency_count_the_output_alone() -> None:
+    logits = torch.zeros(1, 8)
+    request = _request(SamplingParams(presence_penalty=0.5, frequency_penalty=0.25), [0, 1], [2, 3, 3, 3])
+    adjusted = sampler._adjusted(logits, [request])
+    assert adjusted[0].tolist() == [0.0, 0.0, -0.75, -1.25, 0.0, 0.0, 0.0, 0.0]
+    assert logits.abs().sum() == 0  # the model's own distribution is what logprobs are of
+
+
+def test_a_bias_can_force_and_forbid_a_token() -> None:
+    logits = torch.randn(2, 16, generator=torch.Generator().manual_seed(1))
+    forced = _request(SamplingParams(temperature=0.0, logit_bias={7: 100.0}), [0], [])
+    best = int(logits[1].argmax())
+    forbidden = _request(SamplingParams(temperature=0.0, logit_bias={best: -100.0, 99: 5.0}), [0], [])
+    tokens = sample(logits, [forced, forbidden], [0, 0]).tokens
+    assert tokens[0] == 7
+    assert tokens[1] == int(logits[1].argsort(descending=True)[1])
+
+
+def test_requests_without_penalties_beside_one_with_are_not_changed() -> None:
+    logits = torch.randn(2, 16, generator=torch.Generator().manual_seed(1))
+    rows = [_request(SamplingParams(), [0], [1]), _request(SamplingParams(frequency_penalty=2.0), [0], [1])]
+    assert torch.equal(sampler._adjusted(logits, rows)[0], logits[0])

@@ -55,7 +55,7 @@ def _mix(z: int) -> int:
 
 def sample(logits: Float[Tensor, "n V"], requests: Sequence[Request], seeds: Sequence[int]) -> Sampled:
     """One token a row by each request's ``SamplingParams``; the row's random number is the ``n_output``-th of its seed."""
-    masked = _hold_off_stops(logits, requests)
+    masked = _adjusted(logits, requests)
     best, greedy = masked.max(dim=1)  # NaN and +inf come through max, so this is the check as well
     failed = [i for i, value in enumerate(best.tolist()) if not math.isfinite(value)]
     tokens = greedy.tolist()
@@ -69,22 +69,44 @@ def sample(logits: Float[Tensor, "n V"], requests: Sequence[Request], seeds: Seq
     wanted = [i for i, r in enumerate(requests) if r.params.logprobs is not None and i not in failed]
     if wanted:
         counts = [requests[i].params.logprobs or 0 for i in wanted]
-        for i, entry in zip(wanted, _logprobs(logits[wanted], [tokens[i] for i in wanted], counts), strict=True):
+        for i, entry in zip(wanted, logprobs_of(logits[wanted], [tokens[i] for i in wanted], counts), strict=True):
             logprobs[i] = entry
     return Sampled(tokens, logprobs, failed)
 
 
-def _hold_off_stops(logits: Tensor, requests: Sequence[Request]) -> Tensor:
-    """Logits with −∞ at the end tokens of requests that lack tokens of their ``min_tokens``; the same tensor if none does."""
-    early = [i for i, r in enumerate(requests) if r.n_output < r.params.min_tokens and r.stop_ids]
-    if not early:
+def _adjusted(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    """Logits with biases and penalties, and −∞ at the end tokens of requests that lack tokens of their ``min_tokens``; the same
+    tensor where no request asks for any of it."""
+    changed = [
+        i
+        for i, r in enumerate(requests)
+        if (r.n_output < r.params.min_tokens and r.stop_ids) or r.params.logit_bias or r.params.has_penalties
+    ]
+    if not changed:
         return logits
     logits = logits.clone()
-    for i in early:
-        ids = [token for token in requests[i].stop_ids if token < logits.shape[1]]
-        if len(ids) < logits.shape[1]:  # a request that may end with every token cannot be held off
-            logits[i, ids] = float("-inf")
+    for i in changed:
+        _adjust(logits[i], requests[i])
     return logits
+
+
+def _adjust(row: Float[Tensor, " V"], request: Request) -> None:
+    """In place; the order is bias, penalties, held-off ends."""
+    params, n_vocab = request.params, row.shape[0]
+    if params.logit_bias:
+        tokens, biases = zip(*((token, bias) for token, bias in params.logit_bias if token < n_vocab), strict=True)
+        row[list(tokens)] += torch.tensor(biases, dtype=row.dtype)
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(request.tokens).unique()
+        values = row[seen]
+        row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    if (params.presence_penalty or params.frequency_penalty) and request.n_output:
+        generated, counts = torch.tensor(request.output_ids).unique(return_counts=True)
+        row[generated] -= params.presence_penalty + params.frequency_penalty * counts.to(row.dtype)
+    if request.n_output < params.min_tokens:
+        ends = [token for token in request.stop_ids if token < n_vocab]
+        if len(ends) < n_vocab:  # a request that may end with every token cannot be held off
+            row[ends] = float("-inf")
 
 
 def _draw(logits: Float[Tensor, "n V"], requests: Sequence[Request], seeds: Sequence[int]) -> list[int]:
@@ -141,7 +163,7 @@ def _nucleus_floor(logits: Float[Tensor, "n V"], top_p: Float[Tensor, "n 1"]) ->
     return values.gather(1, n_kept - 1)
 
 
-def _logprobs(logits: Float[Tensor, "n V"], tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+def logprobs_of(logits: Float[Tensor, "n V"], tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
     """Of the model's own distribution: log softmax of the raw logits."""
     logprobs = torch.log_softmax(logits, dim=1)
     chosen: list[float] = logprobs.gather(1, torch.tensor(tokens)[:, None]).flatten().tolist()

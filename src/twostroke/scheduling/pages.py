@@ -88,12 +88,12 @@ class PagePool:
                     self._blank[page] = None
 
     def sole(self, pages: Iterable[int]) -> list[int]:
-        """Those of ``pages`` that one request alone refers to."""
-        return [page for page in pages if self.references[page] == 1]
+        """Those of ``pages`` that one request alone refers to; −1, a page given back, is none."""
+        return [page for page in pages if page >= 0 and self.references[page] == 1]
 
     def discard_content(self, pages: Iterable[int]) -> None:
         """Nobody shall find these pages again: their content proved bad (a request whose logits were not finite)."""
-        for page in pages:
+        for page in pages:  # −1, a page given back, is in neither
             self.tree.forget(page)
             if page in self._cached:
                 del self._cached[page]

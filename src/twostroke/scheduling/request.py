@@ -7,10 +7,11 @@ from enum import Enum
 from typing import Literal
 
 from twostroke.scheduling.sampling_params import SamplingParams
+from twostroke.scheduling.waiting import Account
 
-FinishReason = Literal["stop", "length", "abort", "error"]
-"""``stop``: an end token or stop string; ``length``: max_tokens, or the context is full; ``abort``: cancelled; ``error``: this
-request alone failed."""
+FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
+"""``stop``: an end token or stop string; ``length``: max_tokens, or the context is full; ``abort``: cancelled; ``timeout``: its
+deadline passed; ``error``: this request alone failed."""
 
 
 class Status(Enum):
@@ -23,17 +24,26 @@ class Request:
     """``tokens`` is the prompt followed by what was generated; ``n_computed`` of them have their keys and values in ``pages``.
 
     There is no phase: a request is due whatever it lacks, ``len(tokens) − n_computed`` tokens, and when the last of them has
-    been computed one more is sampled. Lower ``priority`` is served earlier, equal priorities in order of arrival.
+    been computed one more is sampled. Lower ``priority`` is served earlier; among equal ones ``client``s take turns by what they
+    were given, and each client's requests go in order of arrival. ``deadline`` is when, in seconds of the caller's clock, the
+    request ends whatever it has. ``fork_of``: a request with the same prompt, whose pages are taken over once it has computed
+    them.
     """
 
     __slots__ = (
+        "account",
         "arrival",
         "capacity",
+        "client",
+        "deadline",
         "finish_reason",
+        "fork_of",
+        "forks",
         "id",
         "limit",
         "min_length",
         "n_computed",
+        "n_dropped",
         "n_preemptions",
         "n_prefix_hit",
         "n_prompt",
@@ -55,10 +65,18 @@ class Request:
         params: SamplingParams,
         priority: int = 0,
         eos_token_ids: Iterable[int] = (),
+        client: str = "",
+        deadline: float | None = None,
+        fork_of: Request | None = None,
     ) -> None:
         self.id = id
         self.params = params
         self.priority = priority
+        self.client = client
+        self.deadline = deadline
+        self.fork_of = fork_of
+        self.forks: list[Request] = []  # not yet queued: they wait for this one's prompt
+        self.account: Account | None = None  # its client's, given by the scheduler
         self.tokens: list[int] = list(prompt_ids)
         self.n_prompt = len(self.tokens)
         self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_token_ids))
@@ -70,7 +88,8 @@ class Request:
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.n_computed = 0
-        self.pages: list[int] = []
+        self.pages: list[int] = []  # −1 where the window has passed and the page was given back
+        self.n_dropped = 0  # leading pages given back
         self.capacity = 0  # tokens that ``pages`` hold
         self.slot = -1  # row of per-request tables in the engine while it runs
         self.page_keys: list[bytes] = []  # chained hash of each full page of ``tokens``, computed once

@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from twostroke.core.errors import InputError
 
 MAX_LOGPROBS = 20
 """Most alternatives a request may ask for at each token (OpenAI's bound): they cost a sort of the vocabulary and output."""
 
+MAX_BIASED_TOKENS = 1024
+MAX_N = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
+
+FORK_STRIDE = 0x9E3779B97F4A7C15
+"""Between the seeds of the answers to one prompt: the golden ratio's bits, so that small seeds of other requests stay apart."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """Validated on construction; raises InputError naming field, value and rule.
 
-    The model's logits are divided by ``temperature``; then ``top_k`` keeps the k most probable tokens (0: all), ``top_p`` the
+    First ``logit_bias`` adds to the logits of single tokens; ``repetition_penalty`` divides the positive logits of tokens that
+    stand in prompt or output by r and multiplies the negative ones (Keskar et al. 2019, arXiv:1909.05858); ``presence_penalty``
+    is taken off the logits of every token of the output, ``frequency_penalty`` as often as it stands there (OpenAI's API).
+
+    Then the logits are divided by ``temperature``; then ``top_k`` keeps the k most probable tokens (0: all), ``top_p`` the
     smallest set of them whose probabilities sum to at least p, and ``min_p`` those with at least min_p times the highest
     probability. Each filter sees what the one before it left. ``temperature=0`` takes the most probable token, unfiltered.
 
     ``seed`` fixes the request's own random stream: the i-th token of a request is drawn with the i-th number of that stream,
     whatever else is in the batch. Without one the engine draws a seed. ``logprobs=n`` reports the natural logarithm of the
-    chosen token's probability and of the n most probable ones, under the model's own distribution (before temperature and
-    filters).
+    chosen token's probability and of the n most probable ones, under the model's own distribution (before bias, penalties,
+    temperature and filters); ``prompt_logprobs=n`` the same of every token of the prompt but the first, given what is before it.
+
+    ``n`` answers to the same prompt, which is computed once; the i-th uses the i-th stream of random numbers of ``seed``.
 
     A request ends with ``"stop"`` at an end-of-sequence token of the model (unless ``ignore_eos``), at one of
     ``stop_token_ids``, or when its text contains one of ``stop`` (never before ``min_tokens`` tokens), and with ``"length"``
@@ -44,8 +55,15 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    prompt_logprobs: int | None = None
+    n: int = 1
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         object.__setattr__(self, "stop", _strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
         _number("temperature", self.temperature, 0.0, 100.0)
@@ -64,10 +82,26 @@ class SamplingParams:
             raise InputError(f"ignore_eos={self.ignore_eos!r} must be true or false.")
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _number("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        _number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        if self.prompt_logprobs is not None:
+            _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _integer("n", self.n, 1, MAX_N)
+
+    def of_fork(self, i: int) -> SamplingParams:
+        """What the ``i``-th further answer of ``n`` is made with: another stream of random numbers, one answer, and no
+        ``prompt_logprobs``, which the first has."""
+        seed = None if self.seed is None else (self.seed + i * FORK_STRIDE) % 2**63
+        return replace(self, n=1, seed=seed, prompt_logprobs=None)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 def _number(name: str, value: object, least: float, most: float) -> None:
@@ -88,6 +122,16 @@ def _strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
         if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_CHARACTERS:
             raise InputError(f"stop={str(text)[:40]!r} must be text of 1 to {MAX_STOP_CHARACTERS} characters.")
     return strings
+
+
+def _biases(value: Mapping[int, float] | Sequence[tuple[int, float]] | None) -> tuple[tuple[int, float], ...]:
+    pairs = () if value is None else tuple(value.items()) if isinstance(value, Mapping) else tuple(value)
+    if len(pairs) > MAX_BIASED_TOKENS:
+        raise InputError(f"logit_bias names {len(pairs)} tokens; at most {MAX_BIASED_TOKENS} are allowed.")
+    for token, bias in pairs:
+        _integer("logit_bias's token", token, 0, 2**31)
+        _number("logit_bias", bias, -100.0, 100.0)
+    return tuple((token, float(bias)) for token, bias in pairs)
 
 
 def _token_ids(value: Sequence[int] | None) -> tuple[int, ...]:

@@ -6,28 +6,35 @@ chunked prefill, prefix hits and resumption after preemption all follow from tha
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from twostroke.core.errors import CapacityError, ConfigError, InputError
 from twostroke.scheduling.pages import PagePool
 from twostroke.scheduling.prefix_tree import ROOT, chain_key
 from twostroke.scheduling.request import FinishReason, Request, Status
+from twostroke.scheduling.waiting import OUTPUT_WEIGHT, Accounts, WaitingQueue
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
     """At most ``token_budget`` tokens are computed in a step, for at most ``max_running`` requests; keys and values live in
-    ``n_pages`` pages of ``page_tokens`` tokens. No request outgrows ``max_model_len`` tokens, prompt and output together."""
+    ``n_pages`` pages of ``page_tokens`` tokens. No request outgrows ``max_model_len`` tokens, prompt and output together.
+
+    ``window``: no layer's query looks further back than so many tokens, its own included, so that pages before it are given
+    back; None where a layer sees everything."""
 
     token_budget: int
     max_running: int
     page_tokens: int
     n_pages: int
     max_model_len: int
+    window: int | None = None
 
     def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ConfigError(f"window={self.window} must be at least 1, or None.")
         for name in ("token_budget", "max_running", "page_tokens", "n_pages", "max_model_len"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -44,7 +51,8 @@ class ScheduledStep:
     """What to compute: of ``requests[i]`` the ``counts[i]`` tokens from position ``starts[i]`` on. The first ``n_decodes`` have
     exactly one token each. Where a request's tokens end with the step (``samples``), its last row yields a new token.
 
-    A request's page table is ``request.pages``; ``grown`` are those whose table changed since the step before.
+    A request's page table is ``request.pages``; ``grown`` are those whose table changed since the step before, other than by
+    pages given back. ``copies`` are (page, page) pairs: what the first holds must be in the second before anything is computed.
     """
 
     number: int
@@ -54,6 +62,7 @@ class ScheduledStep:
     n_decodes: int
     grown: list[Request]
     preempted: list[str]
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def n_tokens(self) -> int:
@@ -70,20 +79,26 @@ class ScheduledStep:
 
 class Scheduler:
     """Decides by three rules. Every decoding request gets its token first, so that no prefill can starve it. What is left of
-    the token budget goes to prompts, the oldest first, in chunks. A waiting request is admitted only when pages for all its
-    known tokens are free and each running request could still take one more; it then holds those pages, so that only decoding
-    can run out.
+    the token budget goes to prompts, the oldest first, in chunks. A waiting request (``scheduling.waiting`` says which) is
+    admitted only when pages for all its known tokens are free and each running request could still take one more; it then holds
+    those pages, so that only decoding can run out.
 
     When decoding runs out of pages, the request that arrived last is preempted: its pages are freed and it waits to be
     recomputed from its tokens, which gives the same keys and values. The request that arrived first always has its way, so
     there is always progress.
+
+    A fork shares its original's whole pages and gets a copy of the one that both will write in, so nothing is computed again.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.pool = PagePool(config.n_pages)
         self.requests: dict[str, Request] = {}  # all that are not finished
-        self._waiting: list[Request] = []  # sorted by _rank
+        self._waiting = WaitingQueue()
+        self._n_held = 0  # forks whose original computes the prompt
+        self._accounts = Accounts()
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; finished requests leave when their time comes
+        self._copied: list[Request] = []  # forks admitted in the step under way by copying a page
         self._prefilling: list[Request] = []  # admitted, prompt not yet computed; in order of admission
         self._decoding: list[Request] = []  # exactly one token is due
         self._slots = list(range(config.max_running - 1, -1, -1))
@@ -97,7 +112,7 @@ class Scheduler:
 
     @property
     def n_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + self._n_held
 
     @property
     def n_running(self) -> int:
@@ -129,7 +144,15 @@ class Scheduler:
         request.arrival = self._n_arrived
         self._n_arrived += 1
         self.requests[request.id] = request
-        insort(self._waiting, request, key=_rank)
+        request.account = self._accounts.open(request.client)
+        if request.deadline is not None:
+            heappush(self._deadlines, (request.deadline, request.arrival, request))
+        original = request.fork_of
+        if original is not None and original.status is not Status.FINISHED and original.n_computed < original.n_prompt:
+            original.forks.append(request)
+            self._n_held += 1
+        else:
+            self._waiting.add(request)
 
     def abort(self, request_id: str) -> Request | None:
         """Cancel a request. Its pages are free when this returns, or after ``update`` where a step with it is under way.
@@ -140,6 +163,17 @@ class Scheduler:
             return None
         self._finish(request, "abort")
         return request
+
+    def expire(self, now: float) -> list[Request]:
+        """End every request whose deadline has passed, as ``abort`` does, with ``"timeout"``; returns them."""
+        expired = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = heappop(self._deadlines)[2]
+            if request.status is not Status.FINISHED:
+                del self.requests[request.id]
+                self._finish(request, "timeout")
+                expired.append(request)
+        return expired
 
     def schedule(self) -> ScheduledStep:
         """Decide the next step and take the pages it needs. ``update`` or ``abandon`` must follow before the next."""
@@ -161,9 +195,15 @@ class Scheduler:
             requests.append(request)
             counts.append(n)
             budget -= n
+        copies: list[tuple[int, int]] = []
+        self._copied = []
         if not preempted:  # pages just ran out: admitting would preempt again
-            while budget > 0 and self._waiting and self._slots and self._admit(self._waiting[0]):
-                request = self._waiting.pop(0)
+            while budget > 0 and self._slots:
+                first = self._waiting.first()
+                if first is None or not (self._fork(first, copies) or self._admit(first)):
+                    break
+                request = first
+                self._waiting.remove(request)
                 n = min(budget, len(request.tokens) - request.n_computed)
                 grown.append(request)
                 requests.append(request)
@@ -171,7 +211,9 @@ class Scheduler:
                 budget -= n
         grown = [r for r in grown if r.status is Status.RUNNING]
         self._n_steps += 1
-        step = ScheduledStep(self._n_steps, requests, counts, [r.n_computed for r in requests], n_decodes, grown, preempted)
+        step = ScheduledStep(
+            self._n_steps, requests, counts, [r.n_computed for r in requests], n_decodes, grown, preempted, copies
+        )
         self._in_flight = step
         return step
 
@@ -186,7 +228,7 @@ class Scheduler:
             raise ValueError(f"{len(sampled)} samples for {len(step.requests)} requests")
         self._in_flight = None
         finished: list[Request] = []
-        page_tokens = self.config.page_tokens
+        page_tokens, window = self.config.page_tokens, self.config.window
         running, ended = Status.RUNNING, False
         for i, (request, token) in enumerate(zip(step.requests, sampled, strict=True)):
             if request.status is not running:  # aborted while the step was under way
@@ -202,6 +244,13 @@ class Scheduler:
             n_computed = request.n_computed = request.n_computed + step.counts[i]
             if n_computed // page_tokens > request.n_registered:
                 self._register(request)
+                if window is not None:
+                    self._drop_passed(request, window)
+            account = request.account
+            assert account is not None
+            account.served += step.counts[i] if i >= step.n_decodes else OUTPUT_WEIGHT
+            if request.forks and n_computed >= request.n_prompt:
+                self._queue_forks(request)
             if token is None:
                 if n_computed == len(request.tokens):
                     raise ValueError(f"request {request.id!r} ended its tokens in this step and has no sample")
@@ -233,9 +282,12 @@ class Scheduler:
         if step is not self._in_flight:
             raise RuntimeError("abandon() must follow schedule() with the step it returned")
         self._in_flight = None
-        self._grown_untold = step.grown
+        for fork in self._copied:  # its page may not have been copied, and what it should hold may change before the next step
+            if fork.status is Status.RUNNING:
+                self._preempt(fork)
+        self._grown_untold = [r for r in step.grown if r.status is Status.RUNNING]
         for request in step.requests:
-            if request.status is not Status.RUNNING:
+            if request.status is Status.FINISHED:
                 self._release(request)
         self._decoding = [r for r in self._decoding if r.status is Status.RUNNING]
         self._prefilling = [r for r in self._prefilling if r.status is Status.RUNNING]
@@ -266,7 +318,8 @@ class Scheduler:
         request.n_computed = 0
         request.n_preemptions += 1
         self.n_preemptions += 1
-        insort(self._waiting, request, key=_rank)
+        self._waiting.add(request)
+        self._queue_forks(request)
 
     def _admit(self, request: Request) -> bool:
         """Give the first waiting request its pages, known prefix first; False (and nothing changed) where too few are free."""
@@ -275,7 +328,8 @@ class Scheduler:
         n_needed = self._pages_for(n_known)
         self._extend_keys(request)
         # At least one token must be computed to have logits, hence the cap at length − 1; and only whole pages are shared.
-        hits = pool.tree.match(request.page_keys, request.tokens, c.page_tokens, (n_known - 1) // c.page_tokens)
+        most_hits = 0 if request.params.prompt_logprobs is not None else (n_known - 1) // c.page_tokens
+        hits = pool.tree.match(request.page_keys, request.tokens, c.page_tokens, most_hits)
         n_hits_free = sum(map(pool.is_free, hits))
         margin = self.n_running
         if n_needed - len(hits) + n_hits_free + margin > pool.n_free:
@@ -283,17 +337,68 @@ class Scheduler:
         pool.retain(hits)
         fresh = pool.take(n_needed - len(hits), after=hits[-1] if hits else -1)
         assert fresh is not None  # counted above
-        request.pages = hits + fresh
-        request.capacity = len(request.pages) * c.page_tokens
-        request.n_computed = request.n_prefix_hit = len(hits) * c.page_tokens
-        request.n_registered = len(hits)
+        self._start(request, hits + fresh, len(hits), len(hits) * c.page_tokens)
+        return True
+
+    def _fork(self, request: Request, copies: list[tuple[int, int]]) -> bool:
+        """Start ``request`` from what its original has computed; False (and nothing changed) where that cannot be.
+
+        All but the prompt's last token is taken over: that one is computed again, because its logits are what is sampled from.
+        """
+        original, c = request.fork_of, self.config
+        if original is None or original.status is not Status.RUNNING or original.n_computed < request.n_prompt:
+            return False
+        if request.n_output:  # preempted since: it has tokens of its own
+            return False
+        n_computed = request.n_prompt - 1
+        if c.window is not None and original.n_dropped > self._first_seen(n_computed, c.window):
+            return False  # it has gone on so far that pages are given back which the fork still sees
+        n_shared = n_computed // c.page_tokens
+        shared = original.pages[:n_shared]
+        n_fresh = self._pages_for(request.n_prompt) - n_shared
+        if n_fresh + self.n_running > self.pool.n_free:
+            return False
+        self.pool.retain(page for page in shared if page >= 0)
+        fresh = self.pool.take(n_fresh, after=shared[-1] if shared else -1)
+        assert fresh is not None  # counted above
+        if n_computed % c.page_tokens:
+            copies.append((original.pages[n_shared], fresh[0]))
+            self._copied.append(request)
+        self._extend_keys(request)
+        request.n_dropped = original.n_dropped
+        self._start(request, shared + fresh, n_shared, n_computed)
+        return True
+
+    def _start(self, request: Request, pages: list[int], n_registered: int, n_computed: int) -> None:
+        request.pages = pages
+        request.capacity = len(pages) * self.config.page_tokens
+        request.n_computed = request.n_prefix_hit = n_computed
+        request.n_registered = n_registered
         request.slot = self._slots.pop()
         request.status = Status.RUNNING
         if request.n_preemptions == 0:
             self.n_prompt_tokens += request.n_prompt
-            self.n_prefix_hit_tokens += request.n_prefix_hit
+            self.n_prefix_hit_tokens += n_computed
         self._prefilling.append(request)
-        return True
+
+    def _queue_forks(self, request: Request) -> None:
+        """``request`` has computed its prompt, or will not before others: its forks wait like everyone else."""
+        for fork in request.forks:
+            self._waiting.add(fork)
+        self._n_held -= len(request.forks)
+        request.forks = []
+
+    def _first_seen(self, position: int, window: int) -> int:
+        """The first page that the query at ``position`` sees."""
+        return max(0, position - window + 1) // self.config.page_tokens
+
+    def _drop_passed(self, request: Request, window: int) -> None:
+        """Give back the pages that no later query can see: the next one, at ``n_computed``, sees the last ``window`` tokens."""
+        first_seen = self._first_seen(request.n_computed, window)
+        if first_seen > request.n_dropped:
+            self.pool.release(request.pages[request.n_dropped : first_seen])
+            request.pages[request.n_dropped : first_seen] = [-1] * (first_seen - request.n_dropped)
+            request.n_dropped = first_seen
 
     def _extend_keys(self, request: Request) -> None:
         """Hash the full pages that were not hashed yet; a request that waits through many attempts is hashed once."""
@@ -316,17 +421,26 @@ class Scheduler:
         was_waiting = request.status is Status.WAITING
         request.status = Status.FINISHED
         request.finish_reason = reason
+        assert request.account is not None
+        self._accounts.close(request.account)
+        self._queue_forks(request)
         if was_waiting:
-            del self._waiting[bisect_left(self._waiting, _rank(request), key=_rank)]
+            original = request.fork_of
+            if original is not None and request in original.forks:
+                original.forks.remove(request)
+                self._n_held -= 1
+            else:
+                self._waiting.remove(request)
         elif self._in_flight is None or request not in self._in_flight.requests:
             self._release(request)
-            if reason == "abort":
+            if reason in ("abort", "timeout"):
                 (self._decoding if request in self._decoding else self._prefilling).remove(request)
 
     def _release(self, request: Request) -> None:
-        self.pool.release(request.pages)
+        self.pool.release(request.pages[request.n_dropped :])
         self._slots.append(request.slot)
         request.pages = []
+        request.n_dropped = 0
         request.capacity = 0
         request.n_registered = 0
         request.slot = -1
