@@ -23,12 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from twostroke.core.data_recipe import STDLIB_SOURCE, DataRecipe
 from twostroke.core.errors import ConfigError, InputError, did_you_mean
 from twostroke.core.families import spec_from_config
 from twostroke.core.spec import ModelSpec
-
-STDLIB_SOURCE = "stdlib"
-"""The name in ``data.sources`` that stands for this machine's own Python standard library."""
 
 ALL_LINEAR = "all-linear"
 """The name in ``lora.targets`` that stands for every matrix of the blocks."""
@@ -57,30 +55,6 @@ class ModelRecipe:
         """The sizes of ``spec``, which the planner picked; family, tying, rotary base and dropout stay the recipe's."""
         names = ("n_layers", "d_model", "n_heads", "n_kv_heads", "head_dim", "d_ff")
         return dataclasses.replace(self, **{name: getattr(spec, name) for name in names})
-
-
-@dataclass(frozen=True)
-class DataRecipe:
-    """``sources`` are files, folders, globs or "stdlib".
-
-    Held-out documents are chosen by a hash of their path, or given in ``held_out``.
-
-    ``layout`` says what a document is: "text", or one conversation a record of .json and .jsonl files, laid out as
-    "messages" (OpenAI), "alpaca" (instruction, input, output), "sharegpt" (conversations of from and value) or "prompt"
-    (prompt and response); then the loss counts the assistant's tokens only. ``chat_template`` is a Jinja file that takes the
-    place of the model's own template. ``too_long`` is what happens to a conversation longer than the sequence: "cut" keeps
-    its beginning, "drop" leaves it out, "error" stops; each is counted.
-    """
-
-    sources: tuple[str, ...] = (STDLIB_SOURCE,)
-    held_out: tuple[str, ...] = ()
-    held_out_fraction: float = 0.1
-    vocab_size: int = 4096
-    tokenizer: str | None = None
-    text_key: str = "text"
-    layout: Literal["text", "messages", "alpaca", "sharegpt", "prompt"] = "text"
-    chat_template: str | None = None
-    too_long: Literal["cut", "drop", "error"] = "cut"
 
 
 @dataclass(frozen=True)
@@ -129,6 +103,10 @@ class TrainSettings:
     checkpoint_every: int = 0  # steps; 0: only at the end and on a signal
     keep_checkpoints: int = 2
     evaluate_every: int = 0  # steps; 0: only at the end
+    diagnostics_every: int = 0  # steps between looks at activations and update sizes; 0: never
+    tensorboard: bool = False  # scalars into <output>/tensorboard
+    sample_every: int = 0  # steps between texts that continue sample_prompts; 0: never
+    sample_prompts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -154,7 +132,7 @@ class TrainRecipe:
             raise ConfigError(f"give exactly one of train.steps={t.steps} and train.budget_s={t.budget_s:g}, above 0.")
         for name in ("batch_size", "sequence_length", "grad_accumulation", "keep_checkpoints"):
             _at_least(f"train.{name}", getattr(t, name), 1)
-        for name in ("steps", "budget_s", "checkpoint_every", "evaluate_every", "weight_decay"):
+        for name in ("steps", "budget_s", "checkpoint_every", "evaluate_every", "weight_decay", "diagnostics_every", "sample_every"):
             _at_least(f"train.{name}", getattr(t, name), 0)
         for name in ("learning_rate", "muon_learning_rate", "clip_norm", "eps"):
             if not 0 < getattr(t, name) < float("inf"):
@@ -182,8 +160,19 @@ class TrainRecipe:
             raise ConfigError(
                 'model.size="auto" needs train.budget_s: the planner picks the size that a time budget can train.'
             )
+        self._check_samples()
         self._check_conversations()
         self._check_lora()
+
+    def _check_samples(self) -> None:
+        t = self.train
+        if (t.sample_every > 0) != bool(t.sample_prompts):
+            raise ConfigError(
+                f"train.sample_every={t.sample_every} and train.sample_prompts={list(t.sample_prompts)!r} go together: how often "
+                "texts are written, and what they continue. Give both or none."
+            )
+        if not all(t.sample_prompts):
+            raise ConfigError("train.sample_prompts holds an empty text: there is nothing to continue. Give it a few words.")
 
     def _check_conversations(self) -> None:
         d = self.data

@@ -58,7 +58,7 @@ def _prepared_counts(recipe: TrainRecipe) -> tuple[int, int] | None:
     manifests alone: counting anew would take longer than everything else here."""
     from twostroke.core.paths import data_cache_dir
 
-    wanted = json.loads(json.dumps(dataclasses.asdict(recipe.data)))
+    wanted = json.loads(json.dumps(recipe.data.preparation()))
     manifests = sorted(data_cache_dir().glob("*/manifest.json"), key=lambda p: p.stat().st_mtime, reverse=True)
     for path in manifests:
         try:
