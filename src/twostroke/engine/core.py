@@ -23,6 +23,7 @@ from twostroke.engine.kv_pool import KVPool, token_bytes
 from twostroke.engine.lowering import WEIGHTS, lower
 from twostroke.engine.memory import available_bytes, default_pages
 from twostroke.engine.meters import StepMeter
+from twostroke.engine.prompt_scores import PromptScores, rows_of
 from twostroke.engine.sampler import Sampled, TokenLogprobs, sample
 from twostroke.kernels.crossovers import Crossovers
 from twostroke.kernels.features import has_packed_linear
@@ -62,13 +63,16 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """New tokens of one request. ``finish_reason`` is set in its last event; with "error" (its logits were not finite) there
-    is no token. A token that ended the request with "stop" is among ``token_ids``."""
+    """New tokens of answer ``index`` to one request. ``finish_reason`` is set in its last event; with "error" (its logits were
+    not finite) and "timeout" there is no token. A token that ended the request with "stop" is among ``token_ids``. The first
+    event of answer 0 has the ``prompt_logprobs``, where they were asked for."""
 
     request_id: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
+    index: int = 0
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass
@@ -97,6 +101,13 @@ class EngineStats:
     decode_s: float = 0.0
     decode_tokens: int = 0
     decode_bytes: int = 0  # weights and cache that decode steps had to read
+
+
+@dataclass(frozen=True)
+class _Answer:
+    request_id: str
+    index: int
+    seed: int
 
 
 @dataclass
@@ -129,7 +140,9 @@ class EngineCore:
         self.pool = KVPool(self.spec, scheduler_config.n_pages, scheduler_config.page_tokens, self.plan.dtype)
         self._builder = BatchBuilder(self.spec, scheduler_config, self.plan.dtype)
         self._interpreter = TorchInterpreter(self.plan, self.pool)
-        self._seeds: dict[str, int] = {}
+        self._answers: dict[str, _Answer] = {}  # by the scheduler's id, all that are not finished
+        self._names: dict[str, list[str]] = {}  # of a request: its answers' ids in the scheduler
+        self._prompt_scores = PromptScores()
         self._counts = EngineStats(pages_total=scheduler_config.n_pages)
         self._meter = StepMeter(self.spec, self.plan.step_bytes, token_bytes(self.spec, self.plan.dtype))
         self.load_s = time.perf_counter() - began
@@ -156,8 +169,19 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def add_request(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, priority: int = 0) -> None:
-        """Queue a request; its tokens come from ``step``. Raises InputError (empty prompt, unknown token, id in use) or
+    def add_request(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        client: str = "",
+        timeout_s: float | None = None,
+    ) -> None:
+        """Queue a request; its tokens come from ``step``, those of ``params.n`` answers from one computation of the prompt.
+
+        Lower ``priority`` goes first; requests of one ``client`` do not hold up those of another; ``timeout_s`` seconds from now
+        what is not finished ends. Raises InputError (empty prompt, unknown token, id in use, a timeout that is none) or
         CapacityError (it could never fit); the engine is as before then."""
         if not set(map(type, prompt_ids)) <= {int}:
             raise InputError("the prompt must be a list of token ids, whole numbers.")
@@ -165,29 +189,54 @@ class EngineCore:
         if least < 0 or most >= self.spec.vocab_size:
             bad = least if least < 0 else most
             raise InputError(f"prompt token {bad} is not in the model's vocabulary of {self.spec.vocab_size}.")
-        self.scheduler.add(Request(request_id, prompt_ids, params, priority, self.spec.eos_token_ids))
-        self._seeds[request_id] = secrets.randbits(64) if params.seed is None else params.seed
+        if timeout_s is not None and not 0 < timeout_s < float("inf"):
+            raise InputError(f"timeout_s={timeout_s} must be a number of seconds above 0.")
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        original: Request | None = None
+        for i in range(params.n):
+            own = params if i == 0 else params.of_fork(i)
+            name = request_id if i == 0 else f"{request_id}\x1f{i}"
+            eos = self.spec.eos_token_ids
+            request = Request(name, prompt_ids, own, priority, eos, client, deadline, original)
+            self.scheduler.add(request)  # raises for the first or for none: all ask for the same
+            self._answers[name] = _Answer(request_id, i, secrets.randbits(64) if own.seed is None else own.seed)
+            self._names.setdefault(request_id, []).append(name)
+            original = original or request
 
-    def abort(self, request_id: str) -> None:
-        """Cancel a request, known or not. No event of it comes any more, and its pages are free."""
-        self._seeds.pop(request_id, None)
-        self.scheduler.abort(request_id)
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Cancel a request, or one answer to it, known or not. No event of it comes any more, and its pages are free."""
+        for name in self._names.get(request_id, [])[:]:
+            if index is None or self._answers[name].index == index:
+                self.scheduler.abort(name)
+                self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        request_id = self._answers.pop(name).request_id
+        self._names[request_id].remove(name)
+        if not self._names[request_id]:
+            del self._names[request_id]
+        self._prompt_scores.take(name)
 
     @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
         """Compute one step and return what it brought: at most one token for each running request.
 
         Interrupted by an exception, it leaves every request as it was before the step."""
+        events: list[TokenEvent] = []
+        for request in self.scheduler.expire(time.monotonic()):
+            events.append(self._event(request.id, [], finish_reason="timeout"))
+            self._forget(request.id)
         if not self.scheduler.has_work:
-            return []
+            return events
         began = time.perf_counter()
         step = self.scheduler.schedule()
         torch.set_num_threads(self._threads_for(step))
         try:
-            logits = self.compute(step)
             places = [i for i in range(len(step.requests)) if step.samples(i)]
             rows = [step.requests[i] for i in places]
-            sampled = sample(logits, rows, [self._seeds[r.id] for r in rows]) if rows else Sampled([], [], [])
+            logits = self._logits(step, places)
+            seeds = [self._answers[r.id].seed for r in rows]
+            sampled = sample(logits, rows, seeds) if rows else Sampled([], [], [])
         except BaseException:
             self.scheduler.abandon(step)
             raise
@@ -200,16 +249,37 @@ class EngineCore:
         for i in sampled.failed:  # before its pages go to others
             self.pool.clear(self.scheduler.pool.sole(rows[i].pages))
         finished = self.scheduler.update(step, tokens, failed)
-        events: list[TokenEvent] = []
         for request, token, entry in zip(rows, sampled.tokens, sampled.logprobs, strict=True):
             if request.id in failed:
-                events.append(TokenEvent(request.id, [], None, "error"))
+                events.append(self._event(request.id, [], finish_reason="error"))
             else:
-                events.append(TokenEvent(request.id, [token], None if entry is None else [entry], request.finish_reason))
+                events.append(self._event(request.id, [token], None if entry is None else [entry], request.finish_reason))
         for request in finished:
-            self._seeds.pop(request.id, None)
+            self._forget(request.id)
         self._count(step, len(rows) - len(failed), len(failed), time.perf_counter() - began)
         return events
+
+    def _logits(self, step: ScheduledStep, places: Sequence[int]) -> Tensor:
+        """Logits of the last rows of the requests at ``places``; those of prompts that are to be scored are taken on the way."""
+        if step.copies:
+            self.pool.copy(step.copies)
+        wanted = self._prompt_scores.wanted(step)
+        if not wanted:
+            return self.compute(step)
+        logits = self.compute(step, rows_of(step, places, wanted))
+        self._prompt_scores.add(step, wanted, logits[len(places) :])
+        return logits[: len(places)]
+
+    def _event(
+        self,
+        name: str,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None = None,
+        finish_reason: FinishReason | None = None,
+    ) -> TokenEvent:
+        answer = self._answers[name]
+        scores = self._prompt_scores.take(name) if token_ids else None
+        return TokenEvent(answer.request_id, token_ids, logprobs, finish_reason, answer.index, scores)
 
     def compute(self, step: ScheduledStep, rows: Tensor | None = None) -> Tensor:
         """Run ``step``: logits, fp32, of the rows that a token is sampled from, or of ``rows``, indices of the step's rows."""
@@ -309,8 +379,12 @@ def _fit(spec: ModelSpec, config: EngineConfig, kv_dtype: str) -> SchedulerConfi
         max_model_len = n_pages * config.page_tokens
     if max_model_len < 2:
         raise ConfigError(f"max_model_len={max_model_len} must hold a prompt token and one more.")
+    windows = {spec.window_of_layer(i) for i in range(spec.n_layers)}
+    window = None if None in windows else max(w for w in windows if w is not None)
     n_useful = config.max_running * -(-max_model_len // config.page_tokens)
-    return SchedulerConfig(config.token_budget, config.max_running, config.page_tokens, min(n_pages, n_useful), max_model_len)
+    return SchedulerConfig(
+        config.token_budget, config.max_running, config.page_tokens, min(n_pages, n_useful), max_model_len, window
+    )
 
 
 __all__ = ["EngineConfig", "EngineCore", "EngineStats", "TokenEvent"]

@@ -62,3 +62,9 @@ class KVPool:
         """Zero what ``pages`` hold in every layer (a failed request may have left NaN there)."""
         for layer in self._paged:
             layer[:, list(pages)] = 0
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """What the first page of each pair holds, in every layer, into the second."""
+        sources, targets = map(list, zip(*pairs, strict=True))
+        for layer in self._paged:
+            layer[:, targets] = layer[:, sources]

@@ -42,23 +42,38 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """``prompt`` is None where token ids were given."""
+    """``prompt`` is None where token ids were given; ``outputs`` are the ``n`` answers. ``prompt_logprobs``, where asked for, are
+    of the prompt's tokens from the second on."""
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What one request gained: certain text (it may lag behind tokens), the tokens, and at its end the reason."""
+    """What answer ``answer`` to prompt ``index`` gained: certain text (it may lag behind tokens), the tokens, and at its end the
+    reason."""
 
     index: int
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
     finish_reason: FinishReason | None
+    answer: int = 0
+
+
+@dataclass
+class _Answer:
+    """One answer under way."""
+
+    detokenizer: IncrementalDetokenizer | None
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
 
 
 @dataclass
@@ -69,19 +84,25 @@ class _Open:
     prompt: str | None
     prompt_ids: list[int]
     params: SamplingParams
-    detokenizer: IncrementalDetokenizer | None
+    answers: list[_Answer]
     began: float
     first: float = 0.0
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
-    def output(self, finish_reason: FinishReason) -> RequestOutput:
+    @property
+    def finished(self) -> bool:
+        return all(answer.finish_reason is not None for answer in self.answers)
+
+    def output(self) -> RequestOutput:
         now = time.perf_counter()
-        logprobs = self.logprobs if self.params.logprobs is not None else None
-        completion = CompletionOutput(0, self.text, self.token_ids, logprobs, finish_reason)
-        metrics = RequestMetrics((self.first or now) - self.began, now - self.began, len(self.prompt_ids), len(self.token_ids))
-        return RequestOutput(self.prompt, self.prompt_ids, [completion], metrics)
+        completions = []
+        for i, answer in enumerate(self.answers):
+            assert answer.finish_reason is not None
+            logprobs = answer.logprobs if self.params.logprobs is not None else None
+            completions.append(CompletionOutput(i, answer.text, answer.token_ids, logprobs, answer.finish_reason))
+        n_output = sum(len(answer.token_ids) for answer in self.answers)
+        metrics = RequestMetrics((self.first or now) - self.began, now - self.began, len(self.prompt_ids), n_output)
+        return RequestOutput(self.prompt, self.prompt_ids, completions, metrics, self.prompt_logprobs)
 
 
 class LLM:
@@ -138,8 +159,8 @@ class LLM:
         requests = self._start(prompts, params)
         outputs: dict[int, RequestOutput] = {}
         for delta in self._run(requests):
-            if delta.finish_reason is not None:
-                outputs[delta.index] = requests[delta.index].output(delta.finish_reason)
+            if delta.finish_reason is not None and requests[delta.index].finished:
+                outputs[delta.index] = requests[delta.index].output()
             yield delta
         if into is not None:
             into += [outputs[i] for i in range(len(requests))]
@@ -172,10 +193,13 @@ class LLM:
             ids = list(prompt)
         if self.tokenizer is None and params.stop:
             raise DataError(f"{self.directory} has no tokenizer.json, so stop strings cannot be found. Use stop_token_ids.")
-        detokenizer = None
-        if self.tokenizer is not None:
-            detokenizer = IncrementalDetokenizer(self.tokenizer, params.stop, params.stop_token_ids, params.min_tokens, ids)
-        return _Open(index, text, ids, params, detokenizer, time.perf_counter())
+        answers = [_Answer(self._detokenizer(params, ids)) for _ in range(params.n)]
+        return _Open(index, text, ids, params, answers, time.perf_counter())
+
+    def _detokenizer(self, params: SamplingParams, prompt_ids: list[int]) -> IncrementalDetokenizer | None:
+        if self.tokenizer is None:
+            return None
+        return IncrementalDetokenizer(self.tokenizer, params.stop, params.stop_token_ids, params.min_tokens, prompt_ids)
 
     def _run(self, requests: list[_Open]) -> Iterator[Delta]:
         named = {f"{next(self._numbers)}": request for request in requests}
@@ -188,11 +212,12 @@ class LLM:
                 for event in self._events(open_ids):
                     request = named[event.request_id]
                     request.first = request.first or time.perf_counter()
-                    delta = _delta(request, event.token_ids, event.logprobs, event.finish_reason)
+                    delta = _delta(request, event)
                     if delta.finish_reason is not None:
-                        open_ids.discard(event.request_id)
+                        if request.finished:
+                            open_ids.discard(event.request_id)
                         if event.finish_reason is None:  # a stop string, which the engine does not see
-                            self.engine.abort(event.request_id)
+                            self.engine.abort(event.request_id, event.index)
                     yield delta
         finally:
             for name in open_ids:
@@ -213,20 +238,21 @@ class LLM:
         return [event for event in events if event.request_id in mine]
 
 
-def _delta(
-    request: _Open, token_ids: list[int], logprobs: list[TokenLogprobs] | None, finish_reason: FinishReason | None
-) -> Delta:
-    request.token_ids += token_ids
-    request.logprobs += logprobs or []
+def _delta(request: _Open, event: TokenEvent) -> Delta:
+    answer, finish_reason = request.answers[event.index], event.finish_reason
+    answer.token_ids += event.token_ids
+    answer.logprobs += event.logprobs or []
+    request.prompt_logprobs = event.prompt_logprobs or request.prompt_logprobs
     text = ""
-    if request.detokenizer is not None:
-        text = request.detokenizer.add(token_ids)
-        if request.detokenizer.stopped:
+    if answer.detokenizer is not None:
+        text = answer.detokenizer.add(event.token_ids)
+        if answer.detokenizer.stopped:
             finish_reason = "stop"
         elif finish_reason is not None:
-            text += request.detokenizer.finish()
-    request.text += text
-    return Delta(request.index, text, token_ids, logprobs, finish_reason)
+            text += answer.detokenizer.finish()
+    answer.text += text
+    answer.finish_reason = finish_reason
+    return Delta(request.index, text, event.token_ids, event.logprobs, finish_reason, event.index)
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

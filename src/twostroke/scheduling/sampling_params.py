@@ -35,7 +35,7 @@ class SamplingParams:
     ``seed`` fixes the request's own random stream: the i-th token of a request is drawn with the i-th number of that stream,
     whatever else is in the batch. Without one the engine draws a seed. ``logprobs=n`` reports the natural logarithm of the
     chosen token's probability and of the n most probable ones, under the model's own distribution (before bias, penalties,
-    temperature and filters); ``prompt_logprobs=n`` the same of every token of the prompt but the first, given what is before it.
+    temperature and filters); ``prompt_logprobs=n`` the same of each token of the prompt but the first.
 
     ``n`` answers to the same prompt, which is computed once; the i-th uses the i-th stream of random numbers of ``seed``.
 

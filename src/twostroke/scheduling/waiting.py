@@ -54,7 +54,7 @@ class Accounts:
 
 
 class WaitingQueue:
-    """Waiting requests by (priority, client), each queue in order of arrival. Finding the first costs one look at each queue."""
+    """Waiting requests by (priority, client), each queue in order of arrival. The first is found by a look at each."""
 
     def __init__(self) -> None:
         self._queues: dict[tuple[int, str], list[Request]] = {}
