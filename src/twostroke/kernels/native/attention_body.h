@@ -1,0 +1,419 @@
+// Attention of a few query rows of one request over the cached keys of one KV head.
+//
+// Online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867) over blocks of kBlock keys; spans of kSpan keys are computed
+// apart and combined in order (as flash-decoding does, so that threads can share them out). Borders of blocks and spans are
+// absolute positions and every sum runs over single keys or pairs of dimensions in order, so a row's result does not depend on the
+// rows beside it, on how a prompt was cut into chunks, or on the number of threads. A block that a row may not see changes
+// nothing of it: its weights are exactly 0 and the correction exactly 1.
+#pragma once
+
+#include "step_kernels.h"
+#include "step_lanes.h"
+
+namespace {
+
+constexpr int kTilesPerBlock = ts::kBlock / ts::kTile;
+constexpr float kLog2e = 1.44269504f;
+
+// Keys and values as the loops read them: words of two bf16, or floats. kPair numbers of a row make one word.
+struct Bf16Pairs {
+    static constexpr int kPair = 2;
+    TS_INLINE Floats dot(Floats sum, uint32_t one, Words many) { return dot_pairs(sum, all_words(one), many); }
+};
+struct SingleFloats {
+    static constexpr int kPair = 1;
+    TS_INLINE Floats dot(Floats sum, uint32_t one, Words many) { return fma((Floats)all_words(one), (Floats)many, sum); }
+};
+
+#if defined(__AVX512F__)
+constexpr int kRowsAtOnce = 6;
+#elif defined(__AVX2__)
+constexpr int kRowsAtOnce = 2;
+#else
+constexpr int kRowsAtOnce = 1;
+#endif
+
+// scores[row][key] of Rows rows and Tiles tiles of 16 keys.
+template <typename Format, int Rows, int Tiles>
+TS_INLINE void score_rows(const uint32_t* q, int64_t q_words, const uint32_t* const* keys, float* scores) {
+    Floats sums[Rows][Tiles];
+    for (int r = 0; r < Rows; r++)
+        for (int t = 0; t < Tiles; t++) sums[r][t] = all(0.0f);
+    for (int64_t d = 0; d < q_words; d++) {
+        Words k[Tiles];
+        for (int t = 0; t < Tiles; t++) k[t] = load_words(keys[t] + d * ts::kTile);
+        for (int r = 0; r < Rows; r++)
+            for (int t = 0; t < Tiles; t++) sums[r][t] = Format::dot(sums[r][t], q[r * q_words + d], k[t]);
+    }
+    for (int r = 0; r < Rows; r++)
+        for (int t = 0; t < Tiles; t++) store(scores + r * ts::kBlock + t * ts::kTile, sums[r][t]);
+}
+
+template <typename Format, int Rows>
+void score_tiles(const uint32_t* q, int64_t q_words, const uint32_t* const* keys, int n_tiles, float* scores) {
+    int t = 0;
+    for (; t + 4 <= n_tiles; t += 4) score_rows<Format, Rows, 4>(q, q_words, keys + t, scores + t * ts::kTile);
+    for (; t < n_tiles; t++) score_rows<Format, Rows, 1>(q, q_words, keys + t, scores + t * ts::kTile);
+}
+
+// sums[row][dimension] += weights · values, for Rows rows and Parts·16 dimensions.
+template <typename Format, int Rows, int Parts>
+TS_INLINE void mix_rows(
+    const uint32_t* weights, const uint32_t* const* values, int n_tiles, int64_t head_dim, int64_t padded, float* sums) {
+    Floats s[Rows][Parts];
+    for (int r = 0; r < Rows; r++)
+        for (int p = 0; p < Parts; p++) s[r][p] = load(sums + r * padded + p * kLanes);
+    constexpr int kWords = ts::kTile / Format::kPair;
+    for (int t = 0; t < n_tiles; t++)
+        for (int j = 0; j < kWords; j++) {
+            const uint32_t* row = values[t] + j * head_dim;
+            Words v[Parts];
+            for (int p = 0; p < Parts; p++) v[p] = load_words(row + p * kLanes);
+            for (int r = 0; r < Rows; r++)
+                for (int p = 0; p < Parts; p++) s[r][p] = Format::dot(s[r][p], weights[r * ts::kBlock + t * kWords + j], v[p]);
+        }
+    for (int r = 0; r < Rows; r++)
+        for (int p = 0; p < Parts; p++) store(sums + r * padded + p * kLanes, s[r][p]);
+}
+
+template <typename Format, int Rows>
+void mix_tiles(
+    const uint32_t* weights, const uint32_t* const* values, int n_tiles, int64_t head_dim, int64_t padded, float* sums) {
+    const uint32_t* v[kTilesPerBlock];
+    for (int64_t first = 0; first < padded; first += 4 * kLanes) {
+        for (int t = 0; t < n_tiles; t++) v[t] = values[t] + first;
+        const int64_t left = (padded - first) / kLanes;
+        if (left >= 4) mix_rows<Format, Rows, 4>(weights, v, n_tiles, head_dim, padded, sums + first);
+        else if (left == 3) mix_rows<Format, Rows, 3>(weights, v, n_tiles, head_dim, padded, sums + first);
+        else if (left == 2) mix_rows<Format, Rows, 2>(weights, v, n_tiles, head_dim, padded, sums + first);
+        else mix_rows<Format, Rows, 1>(weights, v, n_tiles, head_dim, padded, sums + first);
+    }
+}
+
+// Calls body<Rows>(first row) over all rows, kRowsAtOnce at a time and what is left in smaller pieces.
+template <template <typename, int> class Body, typename Format, typename... Args>
+TS_INLINE void by_rows(int n_rows, Args... args) {
+    int r = 0;
+    for (; r + kRowsAtOnce <= n_rows; r += kRowsAtOnce) Body<Format, kRowsAtOnce>::run(r, args...);
+    if constexpr (kRowsAtOnce > 4) {
+        if (n_rows - r >= 4) Body<Format, 4>::run(r, args...), r += 4;
+        if (n_rows - r >= 3) Body<Format, 3>::run(r, args...), r += 3;
+        if (n_rows - r >= 2) Body<Format, 2>::run(r, args...), r += 2;
+    }
+    for (; r < n_rows; r++) Body<Format, 1>::run(r, args...);
+}
+template <typename Format, int Rows>
+struct Score {
+    TS_INLINE void run(int r, const uint32_t* q, int64_t words, const uint32_t* const* keys, int n_tiles, float* scores) {
+        score_tiles<Format, Rows>(q + r * words, words, keys, n_tiles, scores + r * ts::kBlock);
+    }
+};
+template <typename Format, int Rows>
+struct Mix {
+    TS_INLINE void run(
+        int r, const uint32_t* weights, const uint32_t* const* values, int n_tiles, int64_t D, int64_t padded, float* sums) {
+        mix_tiles<Format, Rows>(weights + r * ts::kBlock, values, n_tiles, D, padded, sums + r * padded);
+    }
+};
+
+// One thread's memory for one task.
+struct Scratch {
+    int64_t n_rows, q_words, padded;
+    uint32_t* q;       // (rows, q_words)
+    float* scores;     // (rows, kBlock)
+    uint32_t* weights; // (rows, kBlock)
+    float* sums;       // (rows, padded): of the span
+    float* total;      // (rows, padded): of the spans before it
+    float *most, *count, *total_most, *total_count;  // (rows)
+    uint32_t* key_tiles;    // (kTilesPerBlock, q_words, 16): tiles that had to be put together or widened
+    uint32_t* value_tiles;  // (kTilesPerBlock, 16, head_dim), a lane's width of slack behind them
+
+    static int64_t round(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+    static int64_t rows_of(int64_t group) { return group > ts::kMaxRows ? group : ts::kMaxRows; }
+
+    int64_t lay_out(const ts::KvLayout& kv, int64_t group, uint8_t* base) {
+        n_rows = rows_of(group);
+        const int64_t pair = kv.type == ts::KvType::F32 ? 1 : 2;
+        q_words = (kv.head_dim + pair - 1) / pair;
+        padded = round(kv.head_dim, kLanes);
+        int64_t at = 0;
+        auto take = [&](int64_t words) {
+            uint8_t* place = base + at;
+            at += round(words * 4, 64);
+            return place;
+        };
+        q = reinterpret_cast<uint32_t*>(take(n_rows * q_words));
+        scores = reinterpret_cast<float*>(take(n_rows * ts::kBlock));
+        weights = reinterpret_cast<uint32_t*>(take(n_rows * ts::kBlock));
+        sums = reinterpret_cast<float*>(take(n_rows * padded));
+        total = reinterpret_cast<float*>(take(n_rows * padded));
+        most = reinterpret_cast<float*>(take(n_rows));
+        count = reinterpret_cast<float*>(take(n_rows));
+        total_most = reinterpret_cast<float*>(take(n_rows));
+        total_count = reinterpret_cast<float*>(take(n_rows));
+        key_tiles = reinterpret_cast<uint32_t*>(take(kTilesPerBlock * q_words * ts::kTile));
+        value_tiles = reinterpret_cast<uint32_t*>(take(kTilesPerBlock * ts::kTile * kv.head_dim + 4 * kLanes));
+        return at;
+    }
+};
+
+int64_t attend_scratch_bytes(const ts::KvLayout& kv, int64_t group) {
+    Scratch scratch;
+    return scratch.lay_out(kv, group, nullptr);
+}
+
+inline int64_t slot_of(const ts::KvLayout& kv, const int64_t* pages, int64_t position) {
+    return pages[position / kv.page_tokens] * kv.page_tokens + position % kv.page_tokens;
+}
+
+// Words of two bf16 from bytes of two codes: sixteen at a time.
+TS_INLINE void widen(const int8_t* codes, int64_t n_words, uint32_t* out) {
+    const uint16_t* pairs = reinterpret_cast<const uint16_t*>(codes);
+    int64_t i = 0;
+    for (; i + kLanes <= n_words; i += kLanes) {
+        const Ints both = (Ints)__builtin_convertvector(*reinterpret_cast<const LooseHalves*>(pairs + i), Words);
+        const Words low = (Words)__builtin_convertvector((both << 24) >> 24, Floats) >> 16;  // a code needs 7 of bf16's 8 bits
+        const Words high = (Words)__builtin_convertvector((both << 16) >> 24, Floats) & 0xffff0000u;
+        *reinterpret_cast<LooseWords*>(out + i) = low | high;
+    }
+    for (; i < n_words; i++)
+        out[i] = static_cast<uint32_t>(bf16_of(codes[2 * i])) | static_cast<uint32_t>(bf16_of(codes[2 * i + 1])) << 16;
+}
+
+// One block's tiles: pointers into the cache where a tile's slots are together there, else copies in the scratch.
+struct Tiles {
+    const uint32_t* keys[kTilesPerBlock];
+    const uint32_t* values[kTilesPerBlock];
+    float key_scales[ts::kBlock], value_scales[ts::kBlock];
+};
+
+void find_tiles(
+    const ts::KvLayout& kv, const ts::KvHead& head, const int64_t* pages, int64_t first, int64_t end, int n_tiles, Scratch& s,
+    Tiles& tiles) {
+    const int64_t D = kv.head_dim;
+    const bool together = kv.page_tokens % ts::kTile == 0, codes = kv.type == ts::KvType::INT8;
+    const int64_t bytes = kv.type == ts::KvType::F32 ? 4 : codes ? 1 : 2, pair = kv.type == ts::KvType::F32 ? 1 : 2;
+    const int64_t key_words = s.q_words * ts::kTile, value_words = ts::kTile / pair * D;
+    for (int t = 0; t < n_tiles; t++) {
+        const int64_t position = first + t * ts::kTile;
+        uint32_t* keys = s.key_tiles + t * key_words;
+        uint32_t* values = s.value_tiles + t * value_words;
+        if (together) {
+            const int64_t slot = slot_of(kv, pages, position), tile = slot / ts::kTile;
+            const uint8_t* k = head.keys + tile * kv.key_tile_bytes;
+            const uint8_t* v = head.values + tile * kv.value_tile_bytes;
+            if (codes) {
+                widen(reinterpret_cast<const int8_t*>(k), key_words, keys);
+                widen(reinterpret_cast<const int8_t*>(v), value_words, values);
+                std::memcpy(tiles.key_scales + t * ts::kTile, head.key_scales + slot, ts::kTile * 4);
+                std::memcpy(tiles.value_scales + t * ts::kTile, head.value_scales + slot, ts::kTile * 4);
+                tiles.keys[t] = keys;
+                tiles.values[t] = values;
+            } else {
+                tiles.keys[t] = reinterpret_cast<const uint32_t*>(k);
+                tiles.values[t] = reinterpret_cast<const uint32_t*>(v);
+            }
+            continue;
+        }
+        std::memset(keys, 0, static_cast<size_t>(key_words) * 4);
+        std::memset(values, 0, static_cast<size_t>(value_words) * 4);
+        uint8_t* own_keys = reinterpret_cast<uint8_t*>(keys);
+        uint8_t* own_values = reinterpret_cast<uint8_t*>(values);
+        // Codes are put together in the second half of the memory that they are widened into, from its start.
+        if (codes) own_keys += key_words * 2, own_values += value_words * 2;
+        for (int lane = 0; lane < ts::kTile; lane++) {
+            tiles.key_scales[t * ts::kTile + lane] = tiles.value_scales[t * ts::kTile + lane] = 1.0f;
+            if (position + lane >= end) continue;
+            const int64_t slot = slot_of(kv, pages, position + lane), from = slot % ts::kTile;
+            const uint8_t* k = head.keys + slot / ts::kTile * kv.key_tile_bytes;
+            const uint8_t* v = head.values + slot / ts::kTile * kv.value_tile_bytes;
+            for (int64_t d = 0; d < s.q_words; d++)
+                std::memcpy(own_keys + (d * ts::kTile + lane) * pair * bytes, k + (d * ts::kTile + from) * pair * bytes, static_cast<size_t>(pair * bytes));
+            for (int64_t d = 0; d < D; d++)
+                std::memcpy(
+                    own_values + (lane / pair * D * pair + d * pair + lane % pair) * bytes,
+                    v + (from / pair * D * pair + d * pair + from % pair) * bytes, static_cast<size_t>(bytes));
+            if (codes) {
+                tiles.key_scales[t * ts::kTile + lane] = head.key_scales[slot];
+                tiles.value_scales[t * ts::kTile + lane] = head.value_scales[slot];
+            }
+        }
+        if (codes) {
+            widen(reinterpret_cast<const int8_t*>(own_keys), key_words, keys);
+            widen(reinterpret_cast<const int8_t*>(own_values), value_words, values);
+        }
+        tiles.keys[t] = keys;
+        tiles.values[t] = values;
+    }
+}
+
+// Queries times scale·log₂e, so that weights are powers of 2, in the words that the format's products read.
+void prepare_queries(const ts::KvLayout& kv, const ts::AttendTask& task, float scale, Scratch& s) {
+    const int64_t D = kv.head_dim;
+    const float factor = scale * kLog2e;
+    for (int64_t i = 0; i < task.n_tokens; i++)
+        for (int64_t g = 0; g < task.group; g++) {
+            const float* from = task.queries + i * task.query_stride + g * D;
+            uint32_t* to = s.q + (i * task.group + g) * s.q_words;
+            if (kv.type == ts::KvType::F32) {
+                for (int64_t d = 0; d < D; d++) reinterpret_cast<float*>(to)[d] = from[d] * factor;
+                continue;
+            }
+            uint16_t* halves = reinterpret_cast<uint16_t*>(to);
+            for (int64_t d = 0; d < D; d += kLanes) {
+                const int left = D - d < kLanes ? static_cast<int>(D - d) : kLanes;
+                store_halves(halves + d, low_halves(bf16_words(load_some(from + d, left) * all(factor))), left);
+            }
+            if (D % 2) halves[D] = 0;
+        }
+}
+
+// One block's scores of row r become weights; its maximum, sum and what was summed so far are brought up to date.
+TS_INLINE void soften(
+    const ts::KvLayout& kv, const Tiles& tiles, int64_t r, int64_t first, int64_t least, int64_t last, int n_tiles, Scratch& s) {
+    float* scores = s.scores + r * ts::kBlock;
+    const Floats none = all(-__builtin_inff());
+    Floats x[kTilesPerBlock];
+    Floats most = none;
+    for (int t = 0; t < kTilesPerBlock; t++) {
+        x[t] = none;
+        if (t >= n_tiles) continue;
+        x[t] = load(scores + t * ts::kTile);
+        if (kv.type == ts::KvType::INT8) x[t] *= load(tiles.key_scales + t * ts::kTile);
+        const int64_t position = first + t * ts::kTile;
+        if (position < least || position + ts::kTile - 1 > last) {
+            const Ints lane = lane_numbers();
+            const int low = least - position > 0 ? static_cast<int>(least - position < 16 ? least - position : 16) : 0;
+            const int high = last - position < 15 ? static_cast<int>(last - position > -1 ? last - position : -1) : 15;
+            x[t] = lane < low ? none : x[t];
+            x[t] = lane > high ? none : x[t];
+        }
+        most = greater(most, x[t]);
+    }
+    const float before = s.most[r], here = most_of(most);
+    const float now = here > before ? here : before;
+    const float base = now > -__builtin_inff() ? now : 0.0f;
+    const float correction = exp2_of(all(before - base))[0];
+    Floats total = all(0.0f);
+    for (int t = 0; t < n_tiles; t++) {
+        Floats w = exp2_of(x[t] - all(base));
+        if (kv.type == ts::KvType::F32) {
+            total += w;
+            store(reinterpret_cast<float*>(s.weights) + r * ts::kBlock + t * ts::kTile, w);
+            continue;
+        }
+        if (kv.type == ts::KvType::BF16) {
+            const Words rounded = bf16_words(w);
+            total += (Floats)(rounded << 16);  // the sum of what is multiplied, so that weights sum to 1
+            store_halves(reinterpret_cast<uint16_t*>(s.weights + r * ts::kBlock) + t * ts::kTile, low_halves(rounded), kLanes);
+            continue;
+        }
+        total += w;
+        w *= load(tiles.value_scales + t * ts::kTile);
+        store_halves(reinterpret_cast<uint16_t*>(s.weights + r * ts::kBlock) + t * ts::kTile, low_halves(bf16_words(w)), kLanes);
+    }
+    s.count[r] = s.count[r] * correction + sum_of(total);
+    s.most[r] = now;
+    if (correction != 1.0f)
+        for (int64_t d = 0; d < s.padded; d += kLanes) store(s.sums + r * s.padded + d, load(s.sums + r * s.padded + d) * all(correction));
+}
+
+// One span joins those before it: both are sums relative to their own maximum.
+TS_INLINE void join(float* total, float& total_most, float& total_count, const float* sums, float most, float count, int64_t n) {
+    if (!(most > -__builtin_inff()) && count == 0.0f) return;  // nothing visible in it
+    const float now = most > total_most ? most : total_most;
+    const Floats a = exp2_of(all(total_most > -__builtin_inff() ? total_most - now : -200.0f)), b = exp2_of(all(most - now));
+    for (int64_t d = 0; d < n; d += kLanes) {
+        const int left = n - d < kLanes ? static_cast<int>(n - d) : kLanes;
+        store_some(total + d, fma(load_some(total + d, left), a, load_some(sums + d, left) * b), left);
+    }
+    total_count = total_count * a[0] + count * b[0];
+    total_most = now;
+}
+
+TS_INLINE void finish(const float* total, float count, int64_t head_dim, float* mixed) {
+    const Floats factor = all(1.0f / count);
+    for (int64_t d = 0; d < head_dim; d += kLanes) {
+        const int left = head_dim - d < kLanes ? static_cast<int>(head_dim - d) : kLanes;
+        store_some(mixed + d, load_some(total + d, left) * factor, left);
+    }
+}
+
+template <typename Format>
+void attend_as(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendTask& task, float scale, Scratch& s) {
+    const int64_t D = kv.head_dim, n_rows = static_cast<int64_t>(task.n_tokens) * task.group;
+    prepare_queries(kv, task, scale, s);
+    for (int64_t r = 0; r < n_rows; r++) s.total_most[r] = -__builtin_inff(), s.total_count[r] = 0.0f;
+    std::memset(s.total, 0, static_cast<size_t>(n_rows * s.padded) * 4);
+    Tiles tiles;
+    for (int64_t span = task.first_key / ts::kSpan * ts::kSpan; span < task.end_key; span += ts::kSpan) {
+        for (int64_t r = 0; r < n_rows; r++) s.most[r] = -__builtin_inff(), s.count[r] = 0.0f;
+        std::memset(s.sums, 0, static_cast<size_t>(n_rows * s.padded) * 4);
+        const int64_t end = span + ts::kSpan < task.end_key ? span + ts::kSpan : task.end_key;
+        for (int64_t block = span; block < end; block += ts::kBlock) {
+            if (block + ts::kBlock <= task.first_key) continue;
+            const int64_t here = block + ts::kBlock < end ? block + ts::kBlock : end;
+            const int n_tiles = static_cast<int>((here - block + ts::kTile - 1) / ts::kTile);
+            // The first tokens may see nothing of this block yet, and the last nothing of it any more.
+            int64_t first_token = block > task.first_position ? block - task.first_position : 0;
+            int64_t last_token = task.n_tokens;
+            if (task.window > 0) {
+                const int64_t out = here - 1 + task.window - task.first_position;  // this token sees none of its keys
+                if (out < last_token) last_token = out;
+            }
+            if (first_token >= last_token) continue;
+            find_tiles(kv, head, task.pages, block, here, n_tiles, s, tiles);
+            const int64_t first_row = first_token * task.group;
+            const int rows = static_cast<int>(last_token * task.group - first_row);
+            by_rows<Score, Format>(rows, (const uint32_t*)s.q + first_row * s.q_words, s.q_words, tiles.keys, n_tiles,
+                                   s.scores + first_row * ts::kBlock);
+            for (int64_t r = first_row; r < first_row + rows; r++) {
+                const int64_t last = task.first_position + r / task.group;
+                const int64_t least = task.window > 0 ? last - task.window + 1 : 0;
+                soften(kv, tiles, r, block, least, last, n_tiles, s);
+            }
+            by_rows<Mix, Format>(rows, (const uint32_t*)s.weights + first_row * ts::kBlock, tiles.values, n_tiles, D, s.padded,
+                                 s.sums + first_row * s.padded);
+        }
+        if (task.partial != nullptr) {
+            float* out = task.partial + (span - task.first_key / ts::kSpan * ts::kSpan) / ts::kSpan * n_rows * (D + 2);
+            for (int64_t r = 0; r < n_rows; r++) {
+                out[2 * r] = s.most[r];
+                out[2 * r + 1] = s.count[r];
+                std::memcpy(out + 2 * n_rows + r * D, s.sums + r * s.padded, static_cast<size_t>(D) * 4);
+            }
+            continue;
+        }
+        for (int64_t r = 0; r < n_rows; r++)
+            join(s.total + r * s.padded, s.total_most[r], s.total_count[r], s.sums + r * s.padded, s.most[r], s.count[r], s.padded);
+    }
+    if (task.partial != nullptr) return;
+    for (int64_t r = 0; r < n_rows; r++)
+        finish(s.total + r * s.padded, s.total_count[r], D, task.mixed + r / task.group * task.mixed_stride + r % task.group * D);
+}
+
+void attend(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendTask& task, float scale, void* memory) {
+    Scratch scratch;
+    scratch.lay_out(kv, task.group, static_cast<uint8_t*>(memory));
+    if (kv.type == ts::KvType::F32) attend_as<SingleFloats>(kv, head, task, scale, scratch);
+    else attend_as<Bf16Pairs>(kv, head, task, scale, scratch);
+}
+
+// The spans of one token's group of heads, computed by whichever threads, put together in order. The first span serves as the sum.
+void combine(const ts::KvLayout& kv, const ts::AttendTask& task, int64_t n_spans) {
+    const int64_t D = kv.head_dim, n_rows = static_cast<int64_t>(task.n_tokens) * task.group;
+    float* first = task.partial;
+    for (int64_t r = 0; r < n_rows; r++) {
+        float most = -__builtin_inff(), count = 0.0f;
+        float* total = first + 2 * n_rows + r * D;
+        const float first_most = first[2 * r], first_count = first[2 * r + 1];
+        if (first_count != 0.0f) most = first_most, count = first_count;
+        for (int64_t i = 1; i < n_spans; i++) {
+            const float* span = first + i * n_rows * (D + 2);
+            join(total, most, count, span + 2 * n_rows + r * D, span[2 * r], span[2 * r + 1], D);
+        }
+        finish(total, count, D, task.mixed + r / task.group * task.mixed_stride + r % task.group * D);
+    }
+}
+
+}  // namespace

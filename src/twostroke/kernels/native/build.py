@@ -1,0 +1,121 @@
+"""Compiles the native library: every ``.cpp`` beside this file, each with the flags its name asks for, into one shared library.
+
+Standard library only, and loaded by path from ``setup.py``, which runs where nothing is installed. A file named
+``*_avx512.cpp`` is compiled for AVX-512 with VNNI, and so on (``FLAGS_OF_SUFFIX``); such files hold nothing that runs before the
+processor was asked. Objects are kept under the hash of what they were made from, so that a rebuild compiles what changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+LIBRARY_NAME = "_native.so"
+# No contraction: a·b + c is rounded twice where it is written so, on every instruction set alike.
+COMMON_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=default",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-Wall",
+    "-Wextra",
+)
+LINK_FLAGS = ("-shared", "-pthread")
+AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=512")
+FLAGS_OF_SUFFIX = {
+    "_avx2": AVX2,
+    "_avxvnni": (*AVX2, "-mavxvnni"),
+    "_avx512": AVX512,
+    "_avx512bf16": (*AVX512, "-mavx512bf16"),
+}
+
+
+class BuildError(Exception):
+    """No compiler, or it refused; the text says which and holds the compiler's words."""
+
+
+def compiler() -> list[str]:
+    """The C++ compiler's command: ``CXX`` where it is set, else g++, else c++. Raises BuildError where there is none."""
+    wanted = shlex.split(os.environ.get("CXX", ""))
+    for candidate in [wanted] if wanted else [["g++"], ["c++"]]:
+        if shutil.which(candidate[0]):
+            return candidate
+    raise BuildError(
+        f"no C++ compiler: {shlex.join(wanted) if wanted else 'neither g++ nor c++'} was found. Install one (Debian: apt-get install g++)."
+    )
+
+
+def sources() -> list[Path]:
+    """The files that this processor's library is made of."""
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return [path for path in sorted(FOLDER.glob("*.cpp")) if x86 or not _flags(path)]
+
+
+def sources_hash() -> str:
+    """Of all sources and headers and of the flags: a library that was built from others is not used."""
+    digest = hashlib.sha256(repr((COMMON_FLAGS, FLAGS_OF_SUFFIX, LINK_FLAGS)).encode())
+    for path in sorted([*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def build(target: Path, extra_flags: tuple[str, ...] = ()) -> Path:
+    """Write the library to ``target``, in one step, so that no program loads half of it. Raises BuildError."""
+    command = compiler()
+    headers = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(FOLDER.glob("*.h")))).hexdigest()
+    cache = Path(tempfile.gettempdir()) / f"twostroke-objects-{os.getuid()}"
+    cache.mkdir(mode=0o700, exist_ok=True)
+    if cache.stat().st_uid != os.getuid():
+        raise BuildError(f"{cache} belongs to another user. Set TMPDIR to a folder of your own.")
+    stamp = f'-DTS_SOURCES="{sources_hash()}"'
+
+    def compile_one(source: Path) -> Path:
+        flags = [*COMMON_FLAGS, *_flags(source), *extra_flags]
+        if b"TS_SOURCES" in source.read_bytes():
+            flags.append(stamp)
+        key = hashlib.sha256(repr((command, flags, headers, source.name)).encode() + source.read_bytes()).hexdigest()[:32]
+        made = cache / f"{key}.o"
+        if not made.exists():
+            partial = cache / f"{key}.{os.getpid()}.part.o"
+            _run([*command, *flags, "-c", str(source), "-o", str(partial)])
+            partial.replace(made)
+        return made
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        objects = list(pool.map(compile_one, sources()))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        _run([*command, *extra_flags, *LINK_FLAGS, *map(str, objects), "-o", str(partial)])
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    _forget_old_objects(cache, keep=set(objects))
+    return target
+
+
+def _flags(source: Path) -> tuple[str, ...]:
+    return FLAGS_OF_SUFFIX.get("_" + source.stem.rpartition("_")[2], ()) if "_" in source.stem else ()
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise BuildError(f"`{shlex.join(command)}` failed:\n{done.stderr.strip()[-4000:]}")
+
+
+def _forget_old_objects(cache: Path, keep: set[Path], at_most: int = 200) -> None:
+    others = sorted((path for path in cache.glob("*.o") if path not in keep), key=lambda path: path.stat().st_mtime)
+    for path in others[: max(0, len(others) - at_most)]:
+        path.unlink(missing_ok=True)

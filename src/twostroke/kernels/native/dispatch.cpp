@@ -1,0 +1,63 @@
+// Which level's code runs.
+#include "layout.h"
+#include "products.h"
+
+#include <atomic>
+
+namespace ts {
+namespace {
+
+Level find_best() {
+    return Level::Plain;
+}
+
+std::atomic<Level>& in_use() {
+    static std::atomic<Level> level{find_best()};
+    return level;
+}
+
+}  // namespace
+
+Level best_level() {
+    static const Level best = find_best();
+    return best;
+}
+
+Level level() { return in_use().load(std::memory_order_relaxed); }
+
+void set_level(Level wanted) { in_use() = wanted < best_level() ? wanted : best_level(); }
+
+#define TS_DISPATCH(CALL) return plain::CALL
+
+void product(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
+    if (n0 >= n1 || rows.m <= 0) return;
+    TS_DISPATCH(product(w, rows, n0, n1, y, ldy, add));
+}
+
+void prepare_rows(Format format, const float* x, int64_t m, int64_t k, Rows& out, int64_t first, int64_t last) {
+    if (format == Format::F32 || format == Format::INT8 || first >= last) return;
+    (void)m;
+    TS_DISPATCH(prepare_rows(format, x, k, out, first, last));
+}
+
+uint64_t sum_words(const uint64_t* words, int64_t n_words) { TS_DISPATCH(sum_words(words, n_words)); }
+
+int64_t output_tile(Format) { return layout::TILE; }
+
+void share_outputs(const Matrix& w, int thread, int n_threads, int64_t& n0, int64_t& n1) {
+    const int64_t tiles = layout::tiles(w.n);
+    n0 = tiles * thread / n_threads * layout::TILE;
+    n1 = tiles * (thread + 1) / n_threads * layout::TILE;
+    if (n0 > w.n) n0 = w.n;
+    if (n1 > w.n) n1 = w.n;
+}
+
+void prefetch(const Matrix& w, int64_t n0, int64_t n1, int64_t bytes) {
+    if (n0 >= n1) return;
+    const char* from = layout::tile(w, n0 / layout::TILE);
+    const char* end = layout::tile(w, layout::tiles(n1));
+    if (end > from + bytes) end = from + bytes;
+    for (; from < end; from += layout::STEP_BYTES) __builtin_prefetch(from, 0, 2);
+}
+
+}  // namespace ts

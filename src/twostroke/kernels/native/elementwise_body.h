@@ -1,0 +1,160 @@
+// Norms, rotary turn, cache write, activations: rows of fp32, each computed in one order whatever else is in the step.
+#pragma once
+
+#include "step_kernels.h"
+#include "step_lanes.h"
+
+namespace {
+
+void embed(const void* table, int32_t type, int64_t token, int64_t n, float* x, bool add) {
+    const int64_t first = token * n;
+    for (int64_t i = 0; i < n; i++) {
+        float v;
+        if (type == 0) {
+            v = static_cast<const float*>(table)[first + i];
+        } else {
+            const uint16_t half = static_cast<const uint16_t*>(table)[first + i];
+            v = type == 1 ? float_of_bf16(half) : float_of_fp16(half);
+        }
+        x[i] = add ? x[i] + v : v;
+    }
+}
+
+TS_INLINE float sum_of_squares(const float* x, float mean, int64_t n) {
+    Floats sums[4] = {all(0.0f), all(0.0f), all(0.0f), all(0.0f)};
+    const Floats offset = all(mean);
+    int64_t i = 0;
+    for (; i + 4 * kLanes <= n; i += 4 * kLanes)
+        for (int j = 0; j < 4; j++) {
+            const Floats v = load(x + i + j * kLanes) - offset;
+            sums[j] = fma(v, v, sums[j]);
+        }
+    for (; i < n; i += kLanes) {
+        const int left = n - i < kLanes ? static_cast<int>(n - i) : kLanes;
+        Floats v = load_some(x + i, left) - offset;
+        if (left < kLanes) v = lane_numbers() < left ? v : all(0.0f);
+        sums[0] = fma(v, v, sums[0]);
+    }
+    return sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* y) {
+    const float factor = 1.0f / __builtin_sqrtf(sum_of_squares(x, 0.0f, n) / static_cast<float>(n) + eps);
+    const Floats factors = all(factor);
+    for (int64_t i = 0; i < n; i += kLanes) {
+        const int left = n - i < kLanes ? static_cast<int>(n - i) : kLanes;
+        store_some(y + i, load_some(x + i, left) * factors * load_some(weight + i, left), left);
+    }
+}
+
+void layer_norm(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* y) {
+    Floats total = all(0.0f);
+    for (int64_t i = 0; i < n; i += kLanes) total += load_some(x + i, n - i < kLanes ? static_cast<int>(n - i) : kLanes);
+    const float mean = sum_of(total) / static_cast<float>(n);
+    const float factor = 1.0f / __builtin_sqrtf(sum_of_squares(x, mean, n) / static_cast<float>(n) + eps);
+    const Floats factors = all(factor), offset = all(mean);
+    for (int64_t i = 0; i < n; i += kLanes) {
+        const int left = n - i < kLanes ? static_cast<int>(n - i) : kLanes;
+        const Floats normal = (load_some(x + i, left) - offset) * factors;
+        store_some(y + i, fma(normal, load_some(weight + i, left), load_some(bias + i, left)), left);
+    }
+}
+
+// (a, b) → (a·cos − b·sin, b·cos + a·sin) for neighbours a, b; cosines come twice each, sines as −sin, +sin.
+void turn(float* head, const float* cosines, const float* sines, int64_t head_dim) {
+    int64_t i = 0;
+    for (; i + kLanes <= head_dim; i += kLanes) {
+        const Floats v = load(head + i);
+        const Floats swapped = __builtin_shuffle(v, Ints{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14});
+        store(head + i, fma(swapped, load(sines + i), v * load(cosines + i)));
+    }
+    for (; i < head_dim; i += 2) {
+        const float a = head[i], b = head[i + 1];
+        head[i] = a * cosines[i] + b * sines[i];
+        head[i + 1] = b * cosines[i + 1] + a * sines[i + 1];
+    }
+}
+
+TS_INLINE float largest(const float* x, int64_t n) {
+    Floats most = all(0.0f);
+    for (int64_t i = 0; i < n; i += kLanes)
+        most = greater(most, magnitude(load_some(x + i, n - i < kLanes ? static_cast<int>(n - i) : kLanes)));
+    return most_of(most);
+}
+
+inline int8_t code_of(float x) {  // to nearest even, as adding 1.5·2²³ rounds
+    const float shifted = x + 12582912.0f;
+    int32_t bits;
+    std::memcpy(&bits, &shifted, 4);
+    const int32_t code = bits - 0x4b400000;
+    return static_cast<int8_t>(code > 127 ? 127 : code < -127 ? -127 : code);
+}
+
+// A head's numbers that are not finite cannot be told by their codes: the scale says so.
+inline float kv_scale(const float* x, int64_t n) {
+    const float most = largest(x, n);
+    float total = 0.0f;
+    for (int64_t i = 0; i < n; i++) total += x[i] * 0.0f;
+    return (most > 1e-30f ? most : 1e-30f) / 127.0f + total;
+}
+
+void store_kv(const ts::KvLayout& kv, const ts::KvHead& head, const float* key, const float* value, int64_t slot) {
+    const int64_t tile = slot / ts::kTile, lane = slot % ts::kTile, D = kv.head_dim;
+    uint8_t* keys = head.keys + tile * kv.key_tile_bytes;
+    uint8_t* values = head.values + tile * kv.value_tile_bytes;
+    if (kv.type == ts::KvType::F32) {
+        float* k = reinterpret_cast<float*>(keys) + lane;
+        for (int64_t d = 0; d < D; d++) k[d * ts::kTile] = key[d];
+        std::memcpy(reinterpret_cast<float*>(values) + lane * D, value, static_cast<size_t>(D) * 4);
+        return;
+    }
+    if (kv.type == ts::KvType::BF16) {
+        uint16_t* k = reinterpret_cast<uint16_t*>(keys) + 2 * lane;
+        uint16_t* v = reinterpret_cast<uint16_t*>(values) + (lane / 2) * 2 * D + lane % 2;
+        for (int64_t d = 0; d < D; d++) k[(d / 2) * 2 * ts::kTile + d % 2] = bf16_of(key[d]);
+        for (int64_t d = 0; d < D; d++) v[2 * d] = bf16_of(value[d]);
+        return;
+    }
+    int8_t* k = reinterpret_cast<int8_t*>(keys) + 2 * lane;
+    int8_t* v = reinterpret_cast<int8_t*>(values) + (lane / 2) * 2 * D + lane % 2;
+    const float key_scale = kv_scale(key, D), value_scale = kv_scale(value, D);
+    const float per_key = 1.0f / key_scale, per_value = 1.0f / value_scale;
+    for (int64_t d = 0; d < D; d++) k[(d / 2) * 2 * ts::kTile + d % 2] = code_of(key[d] * per_key);
+    for (int64_t d = 0; d < D; d++) v[2 * d] = code_of(value[d] * per_value);
+    head.key_scales[slot] = key_scale;
+    head.value_scales[slot] = value_scale;
+}
+
+TS_INLINE Floats silu(Floats x) { return x / (all(1.0f) + exp_of(-x)); }
+
+TS_INLINE Floats gelu_tanh(Floats x) {
+    // tanh(u) = 1 − 2/(1 + e²ᵘ), so x/2·(1 + tanh(u)) = x·(1 − 1/(1 + e²ᵘ))
+    const Floats u = all(0.7978845608f) * fma(all(0.044715f) * x * x, x, x);
+    return x - x / (all(1.0f) + exp_of(u + u));
+}
+
+TS_INLINE Floats gelu(Floats x) {
+    // erf by Abramowitz & Stegun 7.1.26, absolute error below 1.5e-7.
+    const Floats z = magnitude(x) * all(0.70710678f);
+    const Floats t = all(1.0f) / fma(all(0.3275911f), z, all(1.0f));
+    Floats p = all(1.061405429f);
+    p = fma(p, t, all(-1.453152027f));
+    p = fma(p, t, all(1.421413741f));
+    p = fma(p, t, all(-0.284496736f));
+    p = fma(p, t, all(0.254829592f));
+    const Floats tail = p * t * exp_of(-z * z);  // 1 − erf(|z|)
+    const Floats half = all(0.5f) * x;
+    return x < all(0.0f) ? half * tail : half * (all(2.0f) - tail);
+}
+
+void activate(int32_t activation, const float* gate, const float* up, int64_t n, float* y) {
+    for (int64_t i = 0; i < n; i += kLanes) {
+        const int left = n - i < kLanes ? static_cast<int>(n - i) : kLanes;
+        Floats v = load_some(gate + i, left);
+        v = activation == 0 ? silu(v) : activation == 1 ? gelu(v) : gelu_tanh(v);
+        if (up != nullptr) v *= load_some(up + i, left);
+        store_some(y + i, v, left);
+    }
+}
+
+}  // namespace

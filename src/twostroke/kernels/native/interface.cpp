@@ -1,0 +1,147 @@
+// The C interface that Python loads. Numbers in, numbers out; nothing here throws.
+#include "cpu.h"
+#include "layout.h"
+#include "matrix.h"
+#include "pool.h"
+
+#include <chrono>
+#include <cstdlib>
+#include <vector>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#ifndef TS_SOURCES
+#define TS_SOURCES ""
+#endif
+
+namespace ts {
+uint64_t sum_words(const uint64_t* words, int64_t n_words);
+}
+
+using namespace ts;
+
+extern "C" {
+
+// A hash of the sources that this library was built from.
+const char* ts_sources() { return TS_SOURCES; }
+
+// Bits: 1 AVX2, 2 AVX-VNNI, 4 AVX-512 with VNNI, 8 AVX-512-BF16, 16 AMX.
+int ts_features() {
+    const Cpu& c = cpu();
+    return c.avx2 | c.avx_vnni << 1 | c.avx512 << 2 | c.avx512_bf16 << 3 | c.amx << 4;
+}
+
+int ts_best_level() { return int(best_level()); }
+int ts_level() { return int(level()); }
+void ts_set_level(int wanted) { set_level(Level(wanted)); }
+
+int ts_threads() { return Pool::shared().threads(); }
+void ts_set_threads(int n_threads) { Pool::shared().resize(n_threads); }
+
+// Memory for packed matrices: whole large pages where the system gives them, because a step walks through all of it.
+void* ts_allocate(int64_t bytes) {
+    constexpr size_t huge = size_t{1} << 21;
+    const size_t alignment = size_t(bytes) >= huge ? huge : 64;
+    void* memory = std::aligned_alloc(alignment, size_t(layout::up(bytes > 0 ? bytes : 1, int64_t(alignment))));
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    if (memory && alignment == huge) madvise(memory, size_t(layout::up(bytes, int64_t(huge))), MADV_HUGEPAGE);
+#endif
+    return memory;
+}
+
+void ts_release(void* memory) { std::free(memory); }
+
+int64_t ts_packed_bytes(int format, int group, int64_t n, int64_t k) { return packed_bytes(Format(format), group, n, k); }
+int64_t ts_padded(int64_t k) { return padded(k); }
+int64_t ts_sums_per_row(int64_t k) { return sums_per_row(k); }
+
+// On all threads.
+void ts_pack(int format, int group, int64_t n, int64_t k, const void* weight, const float* scales, const uint8_t* zeros, void* packed) {
+    Pool::shared().run([&](int thread, int n_threads) {
+        int64_t n0, n1;
+        share_outputs(Matrix{Format(format), group, n, k, packed, nullptr}, thread, n_threads, n0, n1);
+        if (n0 < n1) pack(Format(format), group, n, k, weight, scales, zeros, packed, n0, n1);
+    });
+}
+
+// On all threads: rows [0, m) of x into the buffers of matrix.h's Rows (those that the format reads; others null).
+void ts_prepare_rows(int format, const float* x, int64_t m, int64_t k, uint16_t* bf16, int8_t* codes, float* scales, int32_t* sums) {
+    Pool::shared().run([&](int thread, int n_threads) {
+        Rows rows{m, x, bf16, codes, scales, sums};
+        prepare_rows(Format(format), x, m, k, rows, m * thread / n_threads, m * (thread + 1) / n_threads);
+    });
+}
+
+// On all threads: y (+)= rows · matrixᵀ (+ bias) of prepared rows.
+void ts_product(int format, int group, int64_t n, int64_t k, const void* packed, const float* bias, int64_t m, const float* f32,
+                const uint16_t* bf16, const int8_t* codes, const float* scales, const int32_t* sums, float* y, int64_t ldy, int add) {
+    const Matrix matrix{Format(format), group, n, k, packed, bias};
+    const Rows rows{m, f32, bf16, codes, scales, sums};
+    Pool::shared().run([&](int thread, int n_threads) {
+        int64_t n0, n1;
+        share_outputs(matrix, thread, n_threads, n0, n1);
+        product(matrix, rows, n0, n1, y, ldy, add != 0);
+    });
+}
+
+// The same by the calling thread alone, outputs [n0, n1).
+void ts_product_range(int format, int group, int64_t n, int64_t k, const void* packed, const float* bias, int64_t m, const float* f32,
+                      const uint16_t* bf16, const int8_t* codes, const float* scales, const int32_t* sums, int64_t n0, int64_t n1, float* y,
+                      int64_t ldy, int add) {
+    product(Matrix{Format(format), group, n, k, packed, bias}, Rows{m, f32, bf16, codes, scales, sums}, n0, n1, y, ldy, add != 0);
+}
+
+// Best seconds of `repeats` readings of a buffer by all threads, each its share of it: the rate that nothing can beat.
+double ts_read_seconds(const void* buffer, int64_t bytes, int repeats) {
+    double best = 1e300;
+    volatile uint64_t sink = 0;
+    const int64_t lines = bytes / 64;
+    for (int i = 0; i < repeats; ++i) {
+        const auto start = std::chrono::steady_clock::now();
+        Pool::shared().run([&](int thread, int n_threads) {
+            const int64_t from = lines * thread / n_threads, to = lines * (thread + 1) / n_threads;
+            const uint64_t sum = sum_words(static_cast<const uint64_t*>(buffer) + from * 8, (to - from) * 8);
+            if (thread == 0) sink = sink + sum;
+        });
+        const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+        if (seconds < best) best = seconds;
+    }
+    return best;
+}
+
+// Best seconds of `repeats` passes through a model's matrices in turn, one region with a barrier after each, prepared rows given; every
+// matrix's outputs go to `y` (m rows of `ldy`). `prefetch_bytes` of the next matrix are fetched before the barrier.
+double ts_pass_seconds(const Matrix* matrices, int count, const Rows* rows, float* y, int64_t ldy, int64_t prefetch_bytes, int repeats) {
+    double best = 1e300;
+    for (int i = 0; i < repeats; ++i) {
+        const auto start = std::chrono::steady_clock::now();
+        Pool::shared().run([&](int thread, int n_threads) {
+            for (int j = 0; j < count; ++j) {
+                int64_t n0, n1;
+                share_outputs(matrices[j], thread, n_threads, n0, n1);
+                product(matrices[j], rows[j], n0, n1, y, ldy, false);
+                if (prefetch_bytes && j + 1 < count) {
+                    share_outputs(matrices[j + 1], thread, n_threads, n0, n1);
+                    prefetch(matrices[j + 1], n0, n1, prefetch_bytes);
+                }
+                Pool::shared().barrier();
+            }
+        });
+        const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+        if (seconds < best) best = seconds;
+    }
+    return best;
+}
+
+// Seconds that a barrier takes, mean of many in one region.
+double ts_barrier_seconds(int count) {
+    const auto start = std::chrono::steady_clock::now();
+    Pool::shared().run([&](int, int) {
+        for (int i = 0; i < count; ++i) Pool::shared().barrier();
+    });
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / count;
+}
+
+}  // extern "C"

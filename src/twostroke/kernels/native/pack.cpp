@@ -1,0 +1,92 @@
+#include "layout.h"
+#include "numbers.h"
+
+#include <cmath>
+#include <cstring>
+
+namespace ts {
+namespace {
+
+using layout::TILE;
+
+// The power of two p with largest / p in (0.5, 1].
+float power_for(float largest) {
+    if (!(largest > 0)) return 1.0f;
+    int exponent;
+    const float fraction = std::frexp(largest, &exponent);
+    return std::ldexp(1.0f, fraction == 0.5f ? exponent - 1 : exponent);
+}
+
+// One output's inputs into its lane of the tile's steps; `weight` null: an output behind n.
+void pack_lane(Format format, int64_t k, const void* weight, int64_t row, char* steps, int64_t lane) {
+    const int64_t n_steps = layout::steps(format, k);
+    for (int64_t s = 0; s < n_steps; ++s) {
+        auto* word = reinterpret_cast<uint8_t*>(steps + s * layout::STEP_BYTES + lane * 4);
+        switch (format) {
+            case Format::F32: {
+                const float value = weight ? static_cast<const float*>(weight)[row * k + s] : 0.0f;
+                std::memcpy(word, &value, 4);
+                break;
+            }
+            case Format::BF16:
+                for (int64_t j = 0; j < 2; ++j) {
+                    const int64_t i = s * 2 + j;
+                    const uint16_t value = weight && i < k ? static_cast<const uint16_t*>(weight)[row * k + i] : uint16_t{0};
+                    std::memcpy(word + 2 * j, &value, 2);
+                }
+                break;
+            case Format::W8A8:
+            case Format::INT8:
+                for (int64_t j = 0; j < 4; ++j) {
+                    const int64_t i = s * 4 + j;
+                    word[j] = uint8_t(weight && i < k ? static_cast<const int8_t*>(weight)[row * k + i] + 128 : 128);
+                }
+                break;
+            case Format::INT4:
+                for (int64_t j = 0; j < 4; ++j) {
+                    const auto* codes = static_cast<const uint8_t*>(weight) + (weight ? row * k : 0);
+                    const int64_t i = s * 8 + j;
+                    const int low = weight && i < k ? codes[i] & 15 : 0, high = weight && i + 4 < k ? codes[i + 4] & 15 : 0;
+                    word[j] = uint8_t(low | (high << 4));
+                }
+                break;
+        }
+    }
+}
+
+}  // namespace
+
+int64_t packed_bytes(Format format, int32_t group, int64_t n, int64_t k) {
+    const bool scaled = format != Format::F32 && format != Format::BF16;
+    return layout::tiles(n) * (layout::tile_bytes(format, group, k) + (scaled ? TILE * 4 : 0));
+}
+
+void pack(Format format, int32_t group, int64_t n, int64_t k, const void* weight, const float* scales, const uint8_t* zeros, void* packed,
+          int64_t n0, int64_t n1) {
+    const int64_t tile_bytes = layout::tile_bytes(format, group, k), head = layout::head_bytes(format, group, k);
+    const int64_t n_groups = format == Format::INT4 ? layout::groups(k, group) : 0;
+    auto* to = static_cast<char*>(packed);
+    auto* output_scales = reinterpret_cast<float*>(to + layout::tiles(n) * tile_bytes);
+    for (int64_t t = n0 / TILE; t < layout::tiles(n1); ++t) {
+        char* tile = to + t * tile_bytes;
+        std::memset(tile, 0, size_t(head));
+        for (int64_t lane = 0; lane < TILE; ++lane) {
+            const int64_t row = t * TILE + lane;
+            const bool inside = row < n;
+            pack_lane(format, k, inside ? weight : nullptr, row, tile + head, lane);
+            if (format == Format::W8A8 || format == Format::INT8) output_scales[row] = inside ? scales[row] : 0.0f;
+            if (format != Format::INT4) continue;
+            float largest = 0;
+            for (int64_t g = 0; g < n_groups && inside; ++g) largest = std::fmax(largest, scales[row * n_groups + g]);
+            const float power = power_for(largest);
+            output_scales[row] = power;
+            for (int64_t g = 0; g < n_groups; ++g) {
+                const uint16_t scale = inside ? fp16_of_unit(scales[row * n_groups + g] / power) : uint16_t{0};
+                std::memcpy(tile + (g * TILE + lane) * 2, &scale, 2);
+                tile[n_groups * TILE * 2 + g * TILE + lane] = char(inside && zeros ? zeros[row * n_groups + g] : 8);
+            }
+        }
+    }
+}
+
+}  // namespace ts

@@ -1,0 +1,157 @@
+#include "pool.h"
+
+#include <chrono>
+#include <csignal>
+#include <new>
+#include <pthread.h>
+#if defined(__linux__)
+#include <climits>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace ts {
+namespace {
+
+using Word = std::atomic<uint32_t>;
+using Clock = std::chrono::steady_clock;
+
+void relax() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+#if defined(__linux__)
+void sleep_while(Word& word, uint32_t value) {
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+void wake_all(Word& word) { syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
+#else
+void sleep_while(Word&, uint32_t) { std::this_thread::sleep_for(std::chrono::microseconds(50)); }
+void wake_all(Word&) {}
+#endif
+
+// True once `word` differs from `value`; false after SPIN_S.
+bool spin_while(const Word& word, uint32_t value) {
+    for (int i = 0; i < 200; ++i) {  // some microseconds without asking for the time
+        if (word.load(std::memory_order_acquire) != value) return true;
+        relax();
+    }
+    const auto end = Clock::now() + std::chrono::duration<double>(Pool::SPIN_S);
+    do {
+        for (int i = 0; i < 20; ++i) {
+            if (word.load(std::memory_order_acquire) != value) return true;
+            relax();
+        }
+    } while (Clock::now() < end);
+    return false;
+}
+
+// Wait until `word` differs from `value`. `sleepers` counts those in the kernel: who changes the word wakes them if there are any.
+// Both sides order their write before their read (seq_cst), so either the sleeper sees the new word or the waker sees the sleeper.
+void wait_while(Word& word, uint32_t value, Word& sleepers) {
+    if (spin_while(word, value)) return;
+    sleepers.fetch_add(1);
+    while (word.load() == value) sleep_while(word, value);
+    sleepers.fetch_sub(1);
+}
+
+void child_after_fork() { Pool::shared().after_fork(); }
+
+}  // namespace
+
+Pool& Pool::shared() {
+    static Pool* pool = [] {  // never destroyed: threads may run until the process ends
+        auto* made = new Pool(std::thread::hardware_concurrency() == 1 ? 1 : 2);
+        return made;
+    }();
+    static const int registered = pthread_atfork(nullptr, nullptr, child_after_fork);
+    (void)registered;
+    return *pool;
+}
+
+Pool::~Pool() { stop(); }
+
+void Pool::start() {
+    sigset_t all, before;  // signals are the caller's business
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const uint32_t seen = epoch_.value.load();
+    for (int thread = 1; thread < n_threads_; ++thread) workers_.emplace_back([this, thread, seen] { work(thread, seen); });
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+void Pool::stop() {
+    if (workers_.empty()) return;
+    stopping_ = true;
+    epoch_.value.fetch_add(1);
+    wake_all(epoch_.value);
+    for (auto& worker : workers_) worker.join();
+    workers_.clear();
+    stopping_ = false;
+}
+
+void Pool::resize(int n_threads) {
+    std::lock_guard<std::mutex> lock(region_);
+    if (n_threads < 1) n_threads = 1;
+    if (n_threads > MAX_THREADS) n_threads = MAX_THREADS;
+    if (n_threads == n_threads_) return;
+    stop();
+    n_threads_ = n_threads;
+}
+
+void Pool::after_fork() {
+    // The parent's threads do not exist here, and a lock or a counter may have been caught half way.
+    // Nothing of theirs is destroyed: joining or detaching a thread that is not there is an error.
+    new (&workers_) std::vector<std::thread>;
+    new (&region_) std::mutex;
+    for (Line* line : {&epoch_, &epoch_sleepers_, &remaining_, &caller_sleeps_, &arrived_, &phase_, &phase_sleepers_}) line->value = 0;
+    stopping_ = false;
+}
+
+void Pool::work(int thread, uint32_t seen) {
+    for (;;) {
+        wait_while(epoch_.value, seen, epoch_sleepers_.value);
+        ++seen;
+        if (stopping_) return;
+        function_(argument_, thread, n_threads_);
+        if (remaining_.value.fetch_sub(1) == 1 && caller_sleeps_.value.load()) wake_all(remaining_.value);
+    }
+}
+
+void Pool::run_raw(Function function, void* argument) {
+    std::lock_guard<std::mutex> lock(region_);
+    if (n_threads_ == 1) {
+        function(argument, 0, 1);
+        return;
+    }
+    if (workers_.empty()) start();
+    function_ = function;
+    argument_ = argument;
+    remaining_.value.store(uint32_t(n_threads_ - 1));
+    epoch_.value.fetch_add(1);
+    if (epoch_sleepers_.value.load()) wake_all(epoch_.value);
+    function(argument, 0, n_threads_);
+    for (uint32_t left; (left = remaining_.value.load()) != 0;) wait_while(remaining_.value, left, caller_sleeps_.value);
+}
+
+void Pool::barrier() {
+    if (n_threads_ == 1) return;
+    const uint32_t phase = phase_.value.load(std::memory_order_relaxed);
+    if (arrived_.value.fetch_add(1, std::memory_order_acq_rel) + 1 == uint32_t(n_threads_)) {
+        arrived_.value.store(0, std::memory_order_relaxed);
+        phase_.value.store(phase + 1);
+        if (phase_sleepers_.value.load()) wake_all(phase_.value);
+    } else {
+        wait_while(phase_.value, phase, phase_sleepers_.value);
+    }
+}
+
+}  // namespace ts

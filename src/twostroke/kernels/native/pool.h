@@ -1,0 +1,65 @@
+// Threads of our own, for steps of a few milliseconds made of a hundred small parallel parts.
+//
+// A region runs one function on all threads, the caller being thread 0; barrier() inside it costs well under a microsecond while
+// every thread has a core. Waiting spins for SPIN_S, then sleeps in the kernel, because other programs share the cores: an idle
+// pool uses no processor time. After a fork the child's pool makes new threads at its first region.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+namespace ts {
+
+class Pool {
+public:
+    static constexpr double SPIN_S = 50e-6;
+    static constexpr int MAX_THREADS = 256;
+
+    explicit Pool(int n_threads) : n_threads_(n_threads) {}
+    ~Pool();
+    Pool(const Pool&) = delete;
+    Pool& operator=(const Pool&) = delete;
+
+    static Pool& shared();  // the process's pool; two threads, or one on a single processor, until resized
+
+    int threads() const { return n_threads_; }
+    void resize(int n_threads);  // waits for a running region
+
+    // f(thread, n_threads) on every thread; returns when all have returned. A second caller waits. Not from inside a region.
+    template <class F>
+    void run(F&& f) {
+        run_raw([](void* p, int thread, int n) { (*static_cast<std::remove_reference_t<F>*>(p))(thread, n); }, &f);
+    }
+
+    // Inside a region, by all threads: what each wrote before is seen by all after.
+    void barrier();
+
+    // In a child process after fork: forget the parent's threads. Called by the library's fork handler.
+    void after_fork();
+
+private:
+    using Function = void (*)(void*, int, int);
+    using Word = std::atomic<uint32_t>;
+    struct alignas(64) Line { Word value{0}; };
+
+    void run_raw(Function, void*);
+    void start();
+    void stop();
+    void work(int thread, uint32_t seen);
+
+    int n_threads_;
+    std::mutex region_;
+    std::vector<std::thread> workers_;
+    Function function_ = nullptr;
+    void* argument_ = nullptr;
+    bool stopping_ = false;
+    Line epoch_, epoch_sleepers_;      // a region starts
+    Line remaining_, caller_sleeps_;   // a region ends
+    Line arrived_, phase_, phase_sleepers_;  // barriers
+};
+
+}  // namespace ts

@@ -1,0 +1,97 @@
+"""The native library through ctypes: found, checked and loaded once; absent where it was not built or does not fit.
+
+``python -m twostroke.kernels.native_library build`` builds it beside the sources. ``TWOSTROKE_NATIVE=0`` turns it off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+from twostroke.kernels.native import build as native_build
+
+PATH = native_build.FOLDER / native_build.LIBRARY_NAME
+LEVELS = ("plain", "avx2", "avxvnni", "avx512", "avx512bf16")
+FEATURES = ("avx2", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx")
+
+_POINTER, _INT, _INT64, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
+_SHAPE = [_INT, _INT, _INT64, _INT64]  # format, group, n, k
+_ROWS = [_INT64, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER]  # m, f32, bf16, codes, scales, sums
+_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "ts_sources": (ctypes.c_char_p, []),
+    "ts_features": (_INT, []),
+    "ts_best_level": (_INT, []),
+    "ts_level": (_INT, []),
+    "ts_set_level": (None, [_INT]),
+    "ts_threads": (_INT, []),
+    "ts_set_threads": (None, [_INT]),
+    "ts_allocate": (_POINTER, [_INT64]),
+    "ts_release": (None, [_POINTER]),
+    "ts_packed_bytes": (_INT64, _SHAPE),
+    "ts_padded": (_INT64, [_INT64]),
+    "ts_sums_per_row": (_INT64, [_INT64]),
+    "ts_pack": (None, [*_SHAPE, _POINTER, _POINTER, _POINTER, _POINTER]),
+    "ts_prepare_rows": (None, [_INT, _POINTER, _INT64, _INT64, _POINTER, _POINTER, _POINTER, _POINTER]),
+    "ts_product": (None, [*_SHAPE, _POINTER, _POINTER, *_ROWS, _POINTER, _INT64, _INT]),
+    "ts_product_range": (None, [*_SHAPE, _POINTER, _POINTER, *_ROWS, _INT64, _INT64, _POINTER, _INT64, _INT]),
+    "ts_read_seconds": (_DOUBLE, [_POINTER, _INT64, _INT]),
+    "ts_pass_seconds": (_DOUBLE, [_POINTER, _INT, _POINTER, _POINTER, _INT64, _INT64, _INT]),
+    "ts_barrier_seconds": (_DOUBLE, [_INT]),
+}
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The loaded library, or None; ``why_absent`` then says why."""
+    return _load()[0]
+
+
+@cache
+def why_absent() -> str:
+    """A sentence that says why there is no native library; empty where there is one."""
+    return _load()[1]
+
+
+@cache
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    remedy = "Build it with `python -m twostroke.kernels.native_library build`."
+    if os.environ.get("TWOSTROKE_NATIVE", "1").strip().lower() in ("0", "off", "no", "false"):
+        return None, f"TWOSTROKE_NATIVE={os.environ['TWOSTROKE_NATIVE']} turns native code off."
+    if not PATH.exists():
+        return None, f"{PATH} does not exist: no compiler was there when Twostroke was installed. {remedy}"
+    try:
+        loaded = ctypes.CDLL(str(PATH))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(loaded, name)
+            function.restype, function.argtypes = result, arguments
+        built_from = loaded.ts_sources().decode()
+    except (OSError, AttributeError) as error:
+        return None, f"{PATH} cannot be used ({error}). {remedy}"
+    if native_build.sources() and built_from != native_build.sources_hash():
+        return None, f"{PATH} was built from other sources than those beside it. {remedy}"
+    return loaded, ""
+
+
+def features() -> tuple[str, ...]:
+    """What the processor can run, among ``FEATURES``; empty without the library."""
+    loaded = library()
+    return () if loaded is None else tuple(name for bit, name in enumerate(FEATURES) if loaded.ts_features() >> bit & 1)
+
+
+def main(arguments: list[str]) -> int:
+    if arguments != ["build"]:
+        print("usage: python -m twostroke.kernels.native_library build", file=sys.stderr)
+        return 2
+    try:
+        print(native_build.build(Path(PATH)))
+    except native_build.BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
