@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from twostroke.training.checkpoint import MODEL, CheckpointError, list_checkpoin
 from twostroke.training.finish import TrainingResult
 from twostroke.training.loop import SKIPPED_IN_A_ROW
 from twostroke.training.measurement import medians
+from twostroke.training.observers import Observer
 from twostroke.training.start import find_finished, start, train
+from twostroke.training.tensor_file import HashedFile
 
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens", "epoch")
 
@@ -181,33 +184,38 @@ class TestRunDirectory:
         assert Ledger().runs() == []
 
 
+SAVES_OF_TWO_TO_FOUR = [f".saving-step-0000000{step}" for step in (2, 3, 4)]
+
+
 class TestFullDisk:
+    @pytest.mark.parametrize("in_background", [False, True])
     def test_in_the_middle_training_goes_on_and_the_old_checkpoint_stays(
-        self,
-        make_recipe,
-        monkeypatch: pytest.MonkeyPatch,
+        self, make_recipe, monkeypatch: pytest.MonkeyPatch, in_background: bool
     ) -> None:
-        whole = train(make_recipe("whole", steps=5))
-        recipe = make_recipe("full", steps=5, checkpoint_every=1)
-        original = checkpoint_module.save_file
+        whole = train(make_recipe("whole", steps=6))
+        recipe = make_recipe("full", steps=6, checkpoint_every=1, checkpoint_in_background=in_background)
+        original = checkpoint_module.write_tensors
 
-        def full_from_step_two(tensors: Any, file: Path) -> None:
-            if "step-00000002" in str(file) or "step-00000003" in str(file):
+        def full_at_two_to_four(file: HashedFile, tensors: Any) -> None:
+            if Path(os.readlink(f"/proc/self/fd/{file._descriptor}")).parent.name in SAVES_OF_TWO_TO_FOUR:
                 raise OSError(28, "No space left on device")
-            original(tensors, file)
+            original(file, tensors)
 
-        monkeypatch.setattr(checkpoint_module, "save_file", full_from_step_two)
+        monkeypatch.setattr(checkpoint_module, "write_tensors", full_at_two_to_four)
         lines: list[str] = []
-        _assert_same_run(train(recipe, log=lines.append), whole)
+        settle = lambda record, eta_s: run.saver.settle()  # noqa: E731 - each save ends within its step
+        run = start(recipe, log=lines.append)
+        _assert_same_run(run.execute(on_step=settle), whole)
         told = [line for line in lines if "No space left on device" in line]
-        assert len(told) == 2
+        assert len(told) == 1  # it is not said again within a minute
         assert "Checkpoint step-00000001 is kept. Training continues." in told[0]
+        assert any("written again, after 3 that were not" in line for line in lines)
 
     def test_when_stopped_it_does_not_claim_a_checkpoint(self, make_recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-        def full(*args: Any) -> None:
+        def full(*args: Any, **kwargs: Any) -> None:
             raise CheckpointError("no room.")
 
-        monkeypatch.setattr("twostroke.training.loop.save_checkpoint", full)
+        monkeypatch.setattr("twostroke.training.saver.save_checkpoint", full)
         with pytest.raises(TwostrokeError, match=r"stopped at step 2, but no room\. There is no earlier checkpoint") as caught:
             train(make_recipe(), should_stop=lambda step: step == 2)
         assert not isinstance(caught.value, Interrupted)
@@ -349,7 +357,7 @@ def test_scores_in_the_middle_join_the_log_and_change_nothing(make_recipe) -> No
     assert ["heldout_bits_per_byte" in r for r in _log(scored.directory)] == [False, True, False, True]
 
 
-class _Watcher:
+class _Watcher(Observer):
     """Adds the first block's largest weight and the loss it was shown to each line."""
 
     def __init__(self) -> None:

@@ -101,7 +101,9 @@ class TrainSettings:
     clip_norm: float = 1.0
     compile: bool = True
     checkpoint_every: int = 0  # steps; 0: only at the end and on a signal
+    checkpoint_in_background: bool = True  # the step pays for a copy in memory, not for the disk
     keep_checkpoints: int = 2
+    keep_every: int = 0  # steps whose checkpoints are never removed; 0: none
     evaluate_every: int = 0  # steps; 0: only at the end
     diagnostics_every: int = 0  # steps between looks at activations and update sizes; 0: never
     tensorboard: bool = False  # scalars into <output>/tensorboard
@@ -132,7 +134,16 @@ class TrainRecipe:
             raise ConfigError(f"give exactly one of train.steps={t.steps} and train.budget_s={t.budget_s:g}, above 0.")
         for name in ("batch_size", "sequence_length", "grad_accumulation", "keep_checkpoints"):
             _at_least(f"train.{name}", getattr(t, name), 1)
-        for name in ("steps", "budget_s", "checkpoint_every", "evaluate_every", "weight_decay", "diagnostics_every", "sample_every"):
+        for name in (
+            "steps",
+            "budget_s",
+            "checkpoint_every",
+            "keep_every",
+            "evaluate_every",
+            "weight_decay",
+            "diagnostics_every",
+            "sample_every",
+        ):
             _at_least(f"train.{name}", getattr(t, name), 0)
         for name in ("learning_rate", "muon_learning_rate", "clip_norm", "eps"):
             if not 0 < getattr(t, name) < float("inf"):
@@ -168,8 +179,8 @@ class TrainRecipe:
         t = self.train
         if (t.sample_every > 0) != bool(t.sample_prompts):
             raise ConfigError(
-                f"train.sample_every={t.sample_every} and train.sample_prompts={list(t.sample_prompts)!r} go together: how often "
-                "texts are written, and what they continue. Give both or none."
+                f"train.sample_every={t.sample_every} and train.sample_prompts={list(t.sample_prompts)!r} go together: how "
+                "often texts are written, and what they continue. Give both or none."
             )
         if not all(t.sample_prompts):
             raise ConfigError("train.sample_prompts holds an empty text: there is nothing to continue. Give it a few words.")

@@ -17,7 +17,9 @@ from twostroke.training.conversations import make_loader
 from twostroke.training.optimizers import Optimizers
 from twostroke.training.parallelize import pick_device
 from twostroke.training.precision import MasterWeights
+from twostroke.training.retention import Retention
 from twostroke.training.run_directory import StepLog
+from twostroke.training.saver import CheckpointSaver
 from twostroke.training.step import TrainStep
 
 if TYPE_CHECKING:
@@ -44,6 +46,14 @@ def build(run: TrainingRun) -> None:
     run.optimizers = Optimizers(run.masters, run.spec, settings)
     run.loader = make_loader(run.prepared, recipe, run.log)
     run.step_log = StepLog(run.directory.log, run.log)
+    run.saver = CheckpointSaver(
+        run.directory.checkpoints,
+        Retention(settings.keep_checkpoints, settings.keep_every),
+        run.log,
+        flush_log=run.step_log.flush,
+        sync_log=run.step_log.sync,
+        in_background=settings.checkpoint_in_background,
+    )
     if checkpoint is not None:
         restore(run, checkpoint)
     run.step_log.restart(run.step)

@@ -3,8 +3,9 @@
 ``checkpoints/step-00000123/`` holds ``model.safetensors`` (fp32 masters under the decoder's names),
 ``optimizer.safetensors``, ``state.json`` (everything small: step, random states, loader state) and ``manifest.json`` (size
 and SHA-256 of the other three). A save fills ``.saving-…`` beside it, flushes every file and the directory to disk, and
-renames. A kill at any point leaves either the complete new checkpoint or none of it, and never touches the one before. Why
-so: neither safetensors nor torch's own formats detect a flipped bit, and a kill while overwriting in place loses both copies.
+renames; ``training.saver`` does so in the background. A kill at any point leaves either the complete new checkpoint or none
+of it, and never touches the one before. Why so: neither safetensors nor torch's own formats detect a flipped bit, and a kill
+while overwriting in place loses both copies.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from twostroke.core.errors import CorruptFileError, TwostrokeError
 from twostroke.core.units import format_bytes
+from twostroke.training.retention import Retention
+from twostroke.training.tensor_file import HashedFile, write_tensors
 
 FORMAT = 1
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
@@ -82,21 +85,29 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _needed_bytes(checkpoint: Checkpoint) -> int:
+def checkpoint_bytes(checkpoint: Checkpoint) -> int:
+    """Bytes of its tensors."""
     return sum(t.numel() * t.element_size() for part in (checkpoint.weights, checkpoint.optimizer) for t in part.values())
 
 
-def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write ``checkpoint`` as a new directory under ``directory``, then remove all but the newest ``keep``.
+def _nothing() -> None:
+    pass
+
+
+def save_checkpoint(
+    directory: Path, checkpoint: Checkpoint, retention: Retention, before_rename: Callable[[], None] = _nothing
+) -> Path:
+    """Write ``checkpoint`` as a new directory under ``directory``, then remove those that ``retention`` does not keep.
 
     Returns its path. One of the same step that is there and intact is kept: a run's step is the same each time it is done.
-    Raises CheckpointError, naming the reason, where it could not be written; nothing that was there is lost.
-    Proven kill by kill in ``tests/training/test_checkpoint.py``.
+    ``before_rename`` is called when everything is on the disk and nothing has its name yet. Raises CheckpointError, naming the
+    reason, where it could not be written; nothing that was there is lost. Proven kill by kill and failure by failure in
+    ``tests/training/test_checkpoint.py``.
     """
     step = int(checkpoint.state["step"])
     target = directory / checkpoint_name(step)
     aside = directory / f".saving-{target.name}"
-    needed = _needed_bytes(checkpoint)
+    needed = checkpoint_bytes(checkpoint)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         remove_leftovers(directory)
@@ -115,31 +126,44 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int) -> Path:
             )
         aside.mkdir()
         _write(aside, checkpoint)
+        before_rename()
         aside.rename(target)
         _flush(directory)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)  # on a full disk this is what makes room for the log again
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        reason = error.strerror or str(error)
         raise CheckpointError(f"checkpoint {target.name} was not written to {directory}: {reason}.") from error
-    for _, path in list_checkpoints(directory)[:-keep]:
+    present = dict(list_checkpoints(directory))
+    for removable in retention.removable(list(present)):
         with contextlib.suppress(OSError):  # the new one is safe; the next save tries again
-            _discard(path)
+            _discard(present[removable])
     return target
 
 
 def _write(directory: Path, checkpoint: Checkpoint) -> None:
     """The four files, each flushed, the manifest last."""
-    save_file({name: t.contiguous() for name, t in checkpoint.weights.items()}, directory / MODEL)
-    save_file({name: t.contiguous() for name, t in checkpoint.optimizer.items()}, directory / OPTIMIZER)
-    (directory / STATE).write_text(json.dumps(checkpoint.state, indent=1), encoding="utf-8")
-    files = {}
-    for name in (MODEL, OPTIMIZER, STATE):
-        _flush(directory / name)
-        files[name] = {"bytes": (directory / name).stat().st_size, "sha256": _sha256(directory / name)}
-    manifest = {"format": FORMAT, "step": checkpoint.state["step"], "files": files}
-    (directory / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    _flush(directory / MANIFEST)
+    files: dict[str, dict[str, Any]] = {}
+
+    def written(name: str, fill: Callable[[HashedFile], None]) -> None:
+        with HashedFile(directory / name) as file:
+            fill(file)
+        files[name] = {"bytes": file.n_bytes, "sha256": file.sha256()}
+
+    def document(content: dict[str, Any]) -> Callable[[HashedFile], None]:
+        return lambda file: file.write(json.dumps(content, indent=1).encode())
+
+    written(MODEL, lambda file: write_tensors(file, checkpoint.weights))
+    written(OPTIMIZER, lambda file: write_tensors(file, checkpoint.optimizer))
+    written(STATE, document(checkpoint.state))
+    written(MANIFEST, document({"format": FORMAT, "step": checkpoint.state["step"], "files": dict(files)}))
     _flush(directory)
+
+
+def remove_newer(directory: Path, step: int) -> None:
+    """Remove the checkpoints under ``directory`` of steps after ``step``."""
+    for found, path in list_checkpoints(directory):
+        if found > step:
+            _discard(path)
 
 
 def _discard(path: Path) -> None:

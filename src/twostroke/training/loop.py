@@ -23,16 +23,17 @@ from twostroke.model.decoder import Decoder
 from twostroke.planner.hardware import Hardware
 from twostroke.planner.training import TrainingShape, flops_per_token
 from twostroke.training.build import build, capture
-from twostroke.training.checkpoint import CheckpointError, list_checkpoints, save_checkpoint
+from twostroke.training.checkpoint import CheckpointError
 from twostroke.training.clock import StepClock
 from twostroke.training.finish import TrainingResult, finish, finished, record_measurement, step_measurement
 from twostroke.training.measurement import PARTS, StepRecord
 from twostroke.training.memory import memory_bytes, peak_memory_bytes, reset_peak
-from twostroke.training.observers import Observer
+from twostroke.training.observers import Observer, Observers, requested
 from twostroke.training.optimizers import Optimizers
 from twostroke.training.parallelize import eager
 from twostroke.training.precision import MasterWeights
 from twostroke.training.run_directory import Resolved, RunDirectory, StepLog
+from twostroke.training.saver import CheckpointSaver
 from twostroke.training.schedules import learning_rate_factor
 from twostroke.training.step import StepResult, TrainStep
 from twostroke.training.stop import StopSignals
@@ -52,8 +53,8 @@ SKIPPED_IN_A_ROW = 10
 class TrainingRun:
     """One run, resolved and predicted, not yet started. Made by ``start``; ``execute`` does the work.
 
-    ``build`` adds what it computes with: ``device``, ``decoder``, ``masters``, ``optimizers``, ``loader``, ``step_log`` and
-    ``train_step``. Observers read these.
+    ``build`` adds what it computes with: ``device``, ``decoder``, ``masters``, ``optimizers``, ``loader``, ``step_log``,
+    ``saver`` and ``train_step``. Observers read these.
     """
 
     device: torch.device
@@ -62,6 +63,7 @@ class TrainingRun:
     optimizers: Optimizers
     loader: PackedLoader | ConversationLoader
     step_log: StepLog
+    saver: CheckpointSaver
     train_step: TrainStep
 
     def __init__(
@@ -105,13 +107,11 @@ class TrainingRun:
         return None if peak is None else self._flops_per_token * tok_per_s / peak
 
     def save(self) -> Path:
-        """A checkpoint of this step. Raises CheckpointError with the older ones untouched."""
-        self.step_log.sync()
-        return save_checkpoint(self.directory.checkpoints, capture(self), self.recipe.train.keep_checkpoints)
+        """A checkpoint of this step, on the disk. Raises CheckpointError with the older ones untouched."""
+        return self.saver.save(capture(self))
 
     def what_is_kept(self) -> str:
-        kept = list_checkpoints(self.directory.checkpoints)
-        return f"Checkpoint {kept[-1][1].name} is kept." if kept else "There is no earlier checkpoint."
+        return self.saver.what_is_kept()
 
     def execute(
         self,
@@ -134,11 +134,12 @@ class TrainingRun:
             began = time.time() if command_began is None else command_began
             build(self)
             with StopSignals(self.log) as stop, contextlib.ExitStack() as closing:
-                for observer in observers:
-                    closing.callback(observer.close)
+                watching = Observers((*requested(self.recipe, self.log), *observers), self.log)
+                closing.callback(watching.close)
+                watching.begin(self)
                 try:
                     self._train(
-                        on_step, evaluate, lambda: stop.requested or (should_stop or _never)(self.step), began, observers
+                        on_step, evaluate, lambda: stop.requested or (should_stop or _never)(self.step), began, watching
                     )
                 except Interrupted as error:
                     record_measurement(self, step_measurement(self), "interrupted", str(error))
@@ -162,7 +163,7 @@ class TrainingRun:
         evaluate: Evaluate | None,
         stop_asked: Callable[[], bool],
         command_began: float,
-        observers: Sequence[Observer],
+        observers: Observers,
     ) -> None:
         settings = self.recipe.train
         clock = StepClock(self.device)
@@ -205,23 +206,23 @@ class TrainingRun:
                 epoch=self.loader.epoch,
                 warm_up=self.step - first_step <= WARM_UP_STEPS,
                 skipped=result.skipped,
+                elapsed_s=self.elapsed_s(),
+                block_grad_norms=result.block_grad_norms,
             )
             line = record.to_dict()
-            for observer in observers:
-                line |= observer.after_step(self, record)
+            line |= observers.after_step(self, record)
             if evaluate is not None and settings.evaluate_every and self.step % settings.evaluate_every == 0:
                 with eager(self.decoder):
                     line |= evaluate(self.decoder, self.prepared)
             self.step_log.append(line)
+            observers.after_line(line)
             recent.append(step_time_s)
             if on_step is not None:
                 on_step(record, statistics.median(recent) * (self.steps - self.step))
             self._count_skipped(result.skipped, starts, self.loader.state()["next_window"] - 1)
             if settings.checkpoint_every and self.step % settings.checkpoint_every == 0 and self.step < self.steps:
-                try:
-                    self.save()
-                except CheckpointError as error:
-                    self.log(f"{error} {self.what_is_kept()} Training continues.")
+                self.saver.begin(lambda: capture(self), wait=False)
+            self.saver.poll()
         self.train_time_s = self.elapsed_s()
 
     def _count_skipped(self, skipped: str | None, first_window: int, last_window: int) -> None:

@@ -18,7 +18,18 @@ from twostroke.core.recipe import TrainRecipe, recipe_from_dict
 from twostroke.core.spec import ModelSpec
 
 FORMAT = 1
-CHANGEABLE = ("output", "train.checkpoint_every", "train.keep_checkpoints", "train.evaluate_every")
+CHANGEABLE = (
+    "output",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.keep_every",
+    "train.checkpoint_in_background",
+    "train.evaluate_every",
+    "train.diagnostics_every",
+    "train.tensorboard",
+    "train.sample_every",
+    "train.sample_prompts",
+)
 """Recipe keys that a resumed run may give another value: no weight depends on them. (A run's directory may have been moved.)"""
 
 Log = Callable[[str], None]
@@ -216,17 +227,25 @@ class StepLog:
     def append(self, record: dict[str, Any]) -> None:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self._pending.append(json.dumps(finite) + "\n")
+        try:
+            self.flush()
+        except OSError as error:
+            if not self._failed:
+                self._log(f"{self._file} cannot be written ({error.strerror}); its lines are kept until it can.")
+            self._failed = True
+
+    def flush(self) -> None:
+        """Hand every line to the system. Raises OSError where it does not take them; they are kept for the next time."""
+        if not self._pending:
+            return
         size = self._file.stat().st_size if self._file.is_file() else 0
         try:
             with self._file.open("a", encoding="utf-8") as stream:
                 stream.write("".join(self._pending))
-        except OSError as error:
+        except OSError:
             with contextlib.suppress(OSError):
                 os.truncate(self._file, size)  # what a full disk still took of them
-            if not self._failed:
-                self._log(f"{self._file} cannot be written ({error.strerror}); its lines are kept until it can.")
-            self._failed = True
-            return
+            raise
         self._pending.clear()
         self._failed = False
 

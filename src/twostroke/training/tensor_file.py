@@ -1,0 +1,87 @@
+"""Tensors written to a safetensors file in one pass that also hashes them.
+
+``safetensors.torch.save_file`` copies every tensor to bytes before it writes the first, and a hash of the file then reads all
+of it again; here a piece is hashed while it is in the cache, and the memory taken is one piece's. The format is described
+where it is read (``model.safetensors_file``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PIECE_BYTES = 1 << 20
+"""Hashed, then written: small enough to be still in a core's cache for the second, and to let other threads have the GIL."""
+
+_TAGS = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.bool: "BOOL",
+}
+
+
+class HashedFile:
+    """``with HashedFile(path) as file``: a new file; ``n_bytes`` and ``sha256()`` are of what was written to it. At the end it
+    is flushed to the disk. Raises OSError, also where the disk took only a part."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        self._hash = hashlib.sha256()
+        self.n_bytes = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        for start in range(0, len(view), PIECE_BYTES):
+            piece = view[start : start + PIECE_BYTES]
+            self._hash.update(piece)
+            self.n_bytes += len(piece)
+            while piece:  # the system may take less than it was given
+                piece = piece[os.write(self._descriptor, piece) :]
+
+    def sha256(self) -> str:
+        return self._hash.hexdigest()
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
+
+def write_tensors(file: HashedFile, tensors: Mapping[str, Tensor]) -> None:
+    """Write ``tensors`` in the order of their names, whatever device they are on, one at a time."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _TAGS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that tensors are aligned when the file is mapped
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in sorted(tensors):
+        file.write(tensor_bytes(tensors[name]))
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of ``tensor`` in row-major order; without a copy where it is on the CPU and contiguous."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy()) if flat.numel() else memoryview(b"")
