@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ class StepRecord:
     ``loss`` in nats per token with a target; ``grad_norm`` before clipping; ``learning_rate`` of the first optimizer;
     ``tok_per_s`` = tokens of this step / step_time_s; ``mfu`` by ``planner.flops.mfu``, None on a machine that was not
     calibrated; ``tokens`` seen since the run began; ``warm_up`` where compilation may have been part of it, which medians
-    leave out.
+    leave out; ``elapsed_s`` of all the run's sessions until the end of this step, with checkpoints and scores between steps;
+    ``block_grad_norms`` the norm of each part of the model's gradient. The line also has ``data_wait_share`` = data_s /
+    step_time_s.
     """
 
     step: int
@@ -38,9 +41,21 @@ class StepRecord:
     epoch: float
     warm_up: bool = False
     skipped: str | None = None
+    elapsed_s: float = 0.0
+    block_grad_norms: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def data_wait_share(self) -> float:
+        return self.data_s / self.step_time_s if self.step_time_s > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        norms = {part: rounded(norm) if math.isfinite(norm) else None for part, norm in self.block_grad_norms.items()}
+        return asdict(self) | {"data_wait_share": rounded(self.data_wait_share), "block_grad_norms": norms}
+
+
+def rounded(value: float) -> float:
+    """Six significant digits: log lines are read by people and sent to pages."""
+    return float(f"{value:.6g}")
 
 
 def medians(records: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -30,6 +30,7 @@ from twostroke.training.observers import Observer
 from twostroke.training.parallelize import pick_device
 from twostroke.training.resolve import resolve_spec, resolve_steps, with_own_tokenizer
 from twostroke.training.run_directory import Resolved, RunDirectory
+from twostroke.training.tensorboard import require_tensorboard
 
 Log = Callable[[str], None]
 
@@ -59,6 +60,8 @@ def start(
     The prediction is frozen in the ledger before anything is trained. Raises InputError, ConfigError, DataError or
     CorruptFileError with nothing created where the recipe cannot be run.
     """
+    if recipe.train.tensorboard:
+        require_tensorboard()
     recipe = with_own_tokenizer(recipe)
     ledger = ledger or Ledger()
     directory = RunDirectory(Path(recipe.output))

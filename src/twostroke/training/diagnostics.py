@@ -1,0 +1,148 @@
+"""What a model's insides look like while it trains: its activations, and how far an update moves its weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from twostroke.data.loader import Batch
+from twostroke.model.decoder import Decoder
+from twostroke.training.measurement import rounded
+from twostroke.training.observers import Observer
+from twostroke.training.parallelize import eager
+from twostroke.training.step import part_of
+
+if TYPE_CHECKING:
+    from twostroke.training.loop import TrainingRun
+    from twostroke.training.measurement import StepRecord
+
+SAMPLED_PER_TENSOR = 2**16
+"""Weights of a tensor whose movement is looked at. A copy of all of them would be as large as the model."""
+
+DEAD_SHARE_OF_RMS = 0.01
+"""An inner channel of an MLP is called dead where it stays below this share of the layer's RMS at every token."""
+
+
+@contextmanager
+def undisturbed(decoder: nn.Module) -> Iterator[None]:
+    """Run ``decoder`` meanwhile as plain Python, without gradients and dropout; the random states are as before afterwards.
+
+    Compiled blocks stay compiled: nothing is compiled for the shapes met here.
+    """
+    was_training = decoder.training
+    devices = sorted({p.device.index for p in decoder.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices), torch.no_grad(), eager(decoder):
+        decoder.eval()
+        try:
+            yield
+        finally:
+            decoder.train(was_training)
+
+
+def activation_statistics(decoder: Decoder, batch: Batch) -> dict[str, list[float]]:
+    """One number a block, from one forward pass over ``batch``:
+
+    ``residual_rms`` and ``residual_max`` of what leaves the block (√mean x², max |x|); ``mlp_rms``, ``mlp_max`` and
+    ``mlp_zero_share`` (share of exact zeros) of what the MLP's second matrix reads; ``mlp_dead_share``, the share of its
+    channels whose |x| stays below ``DEAD_SHARE_OF_RMS`` of ``mlp_rms`` at every token of the batch.
+
+    Changes nothing (``tests/training/test_diagnostics.py`` compares weights with and without).
+    """
+    found: dict[str, list[Tensor]] = {}
+
+    def note(**values: Tensor) -> None:
+        for name, value in values.items():
+            found.setdefault(name, []).append(value.float())
+
+    def after_block(block: nn.Module, inputs: tuple[Tensor, ...], x: Tensor) -> None:
+        note(residual_rms=_rms(x), residual_max=x.abs().amax())
+
+    def before_down(down: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0].flatten(0, -2)  # (B·T, F)
+        rms, by_channel = _rms(x), x.abs().amax(0).float()
+        zeros = 1.0 - x.count_nonzero() / x.numel()
+        dead = (by_channel < DEAD_SHARE_OF_RMS * rms).float().mean()
+        note(mlp_rms=rms, mlp_max=by_channel.amax(), mlp_zero_share=zeros, mlp_dead_share=dead)
+
+    hooks = []
+    for block in decoder.blocks:
+        hooks.append(block.register_forward_hook(after_block))
+        hooks.append(block.get_submodule("mlp.down").register_forward_pre_hook(before_down))
+    try:
+        with undisturbed(decoder):
+            batch = batch.to(next(decoder.parameters()).device)
+            decoder.hidden(batch.tokens, batch.positions, batch.documents)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: [rounded(value) for value in torch.stack(values).tolist()] for name, values in found.items()}
+
+
+def _rms(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dtype=torch.float32) / math.sqrt(x.numel())
+
+
+class WeightSample:
+    """Up to ``SAMPLED_PER_TENSOR`` evenly spaced values of each tensor, to see how far a step moves the tensors."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._values = {name: _sample(weight).clone() for name, weight in weights.items()}
+
+    def update_ratios(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
+        """‖w_now − w_then‖ / ‖w_then‖ of each part of the model ("embed", "blocks.0", …), estimated on the sample: a tensor's
+        sums of squares count as often as it is larger than its sample. A part that was all zeros is left out.
+        """
+        moved: dict[str, float] = {}
+        size: dict[str, float] = {}
+        for name, then in self._values.items():
+            part, weight = part_of(name), weights[name].numel() / max(1, then.numel())
+            difference = _sample(weights[name]).float() - then.float()
+            moved[part] = moved.get(part, 0.0) + weight * float(difference.square().sum())
+            size[part] = size.get(part, 0.0) + weight * float(then.float().square().sum())
+        return {part: rounded(math.sqrt(moved[part] / size[part])) for part in moved if size[part] > 0}
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """Evenly spaced values, by a stride that visits every column."""
+    flat = weight.detach().reshape(-1)
+    stride = max(1, flat.numel() // SAMPLED_PER_TENSOR)
+    columns = weight.shape[-1] if weight.dim() else 1
+    while stride > 1 and math.gcd(stride, columns) > 1:
+        stride += 1
+    return flat[::stride]
+
+
+class Diagnostics(Observer):
+    """Every ``every`` steps: ``activation_statistics`` of the step's last micro-batch under "activations", and how far the
+    step moved each part of the weights under "update_ratios"."""
+
+    name = "diagnostics"
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._before: WeightSample | None = None
+
+    def begin(self, run: TrainingRun) -> None:
+        self._look_ahead(run)
+
+    def after_step(self, run: TrainingRun, record: StepRecord) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        if record.step % self.every == 0:
+            if self._before is not None:
+                values["update_ratios"] = self._before.update_ratios(run.masters.weights)
+            if run.last_batch is not None:
+                values["activations"] = activation_statistics(run.decoder, run.last_batch)
+        self._look_ahead(run)
+        return values
+
+    def _look_ahead(self, run: TrainingRun) -> None:
+        """Take the weights before a step that will be looked at."""
+        self._before = WeightSample(run.masters.weights) if (run.step + 1) % self.every == 0 else None
+
+    def close(self) -> None:
+        self._before = None

@@ -1,0 +1,57 @@
+"""A file that grows during a run, and whose disk may fill up without stopping the run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class PatientFile:
+    """Bytes are added to ``path``; what cannot be written is kept and tried again with the next, and said once.
+
+    No record is left half written: what a full disk still took of one is cut off again.
+    """
+
+    def __init__(self, path: Path, log: Callable[[str], None]) -> None:
+        self.path, self._log = path, log
+        self._pending = bytearray()
+        self._failed = False
+
+    def keep_lines(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Of the file's JSON lines keep those that are ``wanted``: a resumed run writes the later ones again."""
+        try:
+            lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except FileNotFoundError:
+            return
+        kept = []
+        for line in lines:
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a line cut by a kill
+                if wanted(json.loads(line)):
+                    kept.append(line + "\n")
+        partial = self.path.with_name(f".{self.path.name}.tmp")
+        partial.write_text("".join(kept), encoding="utf-8")
+        os.replace(partial, self.path)
+
+    def append(self, data: bytes) -> None:
+        self._pending += data
+        size = 0
+        try:
+            size = self.path.stat().st_size if self.path.is_file() else 0
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab") as stream:
+                stream.write(self._pending)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.truncate(self.path, size)
+            if not self._failed:
+                self._log(
+                    f"{self.path} cannot be written ({error.strerror or error}); what belongs there is kept until it can."
+                )
+            self._failed = True
+            return
+        self._pending.clear()
+        self._failed = False

@@ -1,0 +1,110 @@
+"""What the model writes while it is still training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from twostroke.model.decoder import Decoder
+from twostroke.training.diagnostics import undisturbed
+from twostroke.training.observers import Observer
+from twostroke.training.patient_file import PatientFile
+
+if TYPE_CHECKING:
+    from twostroke.training.loop import TrainingRun
+    from twostroke.training.measurement import StepRecord
+
+SAMPLES_FILE = "samples.jsonl"
+NEW_TOKENS = 64
+TEMPERATURE = 0.8
+"""Beside the greedy text: greedy shows what is most likely, and soon repeats itself."""
+
+
+def continuation(
+    decoder: Decoder, prompt: Sequence[int], n_tokens: int, context: int, eos_id: int, temperature: float = 0.0, seed: int = 0
+) -> list[int]:
+    """Up to ``n_tokens`` ids after ``prompt``: the likeliest each, or drawn at ``temperature`` from ``seed``.
+
+    Every token is a whole forward pass over at most ``context`` of the newest tokens: no cache, no second path through the
+    model. Ends before ``eos_id``. Decoder and random states are as before afterwards.
+    """
+    device = next(decoder.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    ids = list(prompt)
+    with undisturbed(decoder):
+        for _ in range(n_tokens):
+            tokens = torch.tensor([ids[-context:]], device=device)
+            logits = (decoder.hidden(tokens)[0, -1] @ decoder.head_weight.T).float().cpu()
+            if temperature > 0:
+                chosen = int(torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=generator))
+            else:
+                chosen = int(logits.argmax())
+            if chosen == eos_id:
+                break
+            ids.append(chosen)
+    return ids[len(prompt) :]
+
+
+class Samples(Observer):
+    """Every ``every`` steps the texts that follow ``prompts``: into the console, the line's "samples" and ``samples.jsonl``.
+
+    A line of the file: step, prompt, the text that is likeliest, and one drawn at ``TEMPERATURE`` whose seed follows from the
+    recipe's seed, the step and the prompt. Where the run reads conversations a prompt is a user's message.
+    """
+
+    name = "sampling"
+
+    def __init__(self, every: int, prompts: Sequence[str], log: Callable[[str], None]) -> None:
+        self.every, self.prompts = every, tuple(prompts)
+        self._log = log
+        self._file: PatientFile | None = None
+        self._encoded: list[list[int]] = []
+
+    def begin(self, run: TrainingRun) -> None:
+        from twostroke.data.tokenizer import load_tokenizer
+
+        self._tokenizer = load_tokenizer(run.prepared.tokenizer_path)
+        self._encoded = [self._encode(run, prompt) for prompt in self.prompts]
+        self._file = PatientFile(run.directory.path / SAMPLES_FILE, self._log)
+        self._file.keep_lines(lambda line: int(line["step"]) <= run.step)
+
+    def _encode(self, run: TrainingRun, prompt: str) -> list[int]:
+        if not run.prepared.holds_conversations:
+            ids: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False).ids
+            return ids
+        from twostroke.data.chat import render_chat
+        from twostroke.data.conversations import conversation_template
+
+        template = conversation_template(run.recipe.data, self._tokenizer, run.prepared.eos_id)
+        text = render_chat(template.source, [{"role": "user", "content": prompt}], True, **template.variables)
+        rendered: list[int] = self._tokenizer.encode(text, add_special_tokens=template.source is None).ids
+        return rendered
+
+    def after_step(self, run: TrainingRun, record: StepRecord) -> dict[str, Any]:
+        if record.step % self.every or self._file is None:
+            return {}
+        samples = []
+        context = min(run.spec.max_positions, run.recipe.train.sequence_length)
+        for number, (prompt, ids) in enumerate(zip(self.prompts, self._encoded, strict=True)):
+            seed = (run.recipe.seed * 1_000_003 + record.step) * 1_009 + number
+            texts = [
+                self._tokenizer.decode(
+                    continuation(run.decoder, ids, NEW_TOKENS, context, run.prepared.eos_id, temperature, seed)
+                )
+                for temperature in (0.0, TEMPERATURE)
+            ]
+            samples.append({"step": record.step, "prompt": prompt, "greedy": texts[0], "sampled": texts[1]})
+            self._log(f"step {record.step}  {_one_line(prompt)} → {_one_line(texts[0])}")
+        self._file.append("".join(json.dumps(sample) + "\n" for sample in samples).encode())
+        return {}
+
+    def close(self) -> None:
+        self._file = None
+
+
+def _one_line(text: str, width: int = 100) -> str:
+    flat = "⏎".join(text.splitlines())
+    return flat if len(flat) <= width else flat[: width - 1] + "…"
