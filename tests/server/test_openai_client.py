@@ -174,6 +174,15 @@ def test_token_ids_are_prompts_too(server: Server) -> None:
     assert [c.index for c in several.choices] == [0, 1]
 
 
+def test_a_bias_forces_a_token(server: Server) -> None:
+    token = load_tokenizer(server.model).encode("import").ids[0]
+    with server.client() as client:
+        answer = client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=3, temperature=0, logit_bias={str(token): 100}, frequency_penalty=0.5
+        )
+    assert answer.choices[0].text == load_tokenizer(server.model).decode([token]) * 3
+
+
 def test_errors_arrive_as_the_clients_own_exceptions(server: Server) -> None:
     with server.client() as client:
         with pytest.raises(openai.NotFoundError, match="not served here"):

@@ -30,8 +30,11 @@ def chat(**fields: Any) -> protocol.ChatRequest:
         ({"best_of": 3}, "best_of"),
         ({"echo": True}, "echo"),
         ({"suffix": "x"}, "suffix"),
-        ({"presence_penalty": 0.1}, "presence_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": "much"}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias[...]"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"top_p": 0}, "top_p"),
@@ -153,6 +156,13 @@ def test_sampling_parameters_arrive_unchanged() -> None:
         7,
         2,
     )
+
+
+def test_penalties_and_biases_arrive_unchanged() -> None:
+    fields = {"presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.2, "logit_bias": {"5": 2, "17": -100}}
+    params = completion(**fields).sampling(7, None)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.5, -1, 1.2)
+    assert params.logit_bias == ((5, 2.0), (17, -100.0))
 
 
 def test_text_parts_are_joined_and_developer_is_system() -> None:

@@ -180,9 +180,9 @@ class EngineCore:
     ) -> None:
         """Queue a request; its tokens come from ``step``, those of ``params.n`` answers from one computation of the prompt.
 
-        Lower ``priority`` goes first; requests of one ``client`` do not hold up those of another; ``timeout_s`` seconds from now
-        what is not finished ends. Raises InputError (empty prompt, unknown token, id in use, a timeout that is none) or
-        CapacityError (it could never fit); the engine is as before then."""
+        Lower ``priority`` goes first; requests of one ``client`` do not hold up those of another; what is not
+        finished ``timeout_s`` seconds from now ends. Raises InputError (empty prompt, unknown token, id in use, a timeout that
+        is none) or CapacityError (it could never fit); the engine is as before then."""
         if not set(map(type, prompt_ids)) <= {int}:
             raise InputError("the prompt must be a list of token ids, whole numbers.")
         least, most = min(prompt_ids, default=0), max(prompt_ids, default=0)
@@ -260,7 +260,7 @@ class EngineCore:
         return events
 
     def _logits(self, step: ScheduledStep, places: Sequence[int]) -> Tensor:
-        """Logits of the last rows of the requests at ``places``; those of prompts that are to be scored are taken on the way."""
+        """Logits of the last rows of the requests at ``places``; those of prompts to be scored are taken on the way."""
         if step.copies:
             self.pool.copy(step.copies)
         wanted = self._prompt_scores.wanted(step)

@@ -42,8 +42,8 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """``prompt`` is None where token ids were given; ``outputs`` are the ``n`` answers. ``prompt_logprobs``, where asked for, are
-    of the prompt's tokens from the second on."""
+    """``prompt`` is None where token ids were given; ``outputs`` are the ``n`` answers. ``prompt_logprobs``, where asked
+    for, are of the prompt's tokens from the second on."""
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -54,8 +54,8 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class Delta:
-    """What answer ``answer`` to prompt ``index`` gained: certain text (it may lag behind tokens), the tokens, and at its end the
-    reason."""
+    """What answer ``answer`` to prompt ``index`` gained: certain text (it may lag behind tokens), the tokens, and at its end
+    the reason."""
 
     index: int
     text: str

@@ -25,9 +25,9 @@ class Request:
 
     There is no phase: a request is due whatever it lacks, ``len(tokens) − n_computed`` tokens, and when the last of them has
     been computed one more is sampled. Lower ``priority`` is served earlier; among equal ones the clients take turns by what
-    they were given, and each client's requests go in order of arrival. ``deadline`` is when, in seconds of the caller's clock, the
-    request ends whatever it has. ``fork_of``: a request with the same prompt, whose pages are taken over once it has computed
-    them.
+    they were given, and each client's requests go in order of arrival. ``deadline`` is when, by the caller's clock in seconds,
+    the request ends whatever it has. ``fork_of``: a request with the same prompt, whose pages are taken over once they are
+    computed.
     """
 
     __slots__ = (

@@ -2,7 +2,7 @@
 
 Strict on the way in: a field that is not known, or that is known and asks for something this server does not do, is a 400
 naming it. Nothing is silently dropped. Fields that OpenAI clients send with a value that changes nothing (``n=1``,
-``logit_bias={}``, ``user``) are accepted with that value; ``NEUTRAL`` and ``BOOKKEEPING`` list them.
+``echo=false``, ``user``) are accepted with that value; ``NEUTRAL`` and ``BOOKKEEPING`` list them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
     "store": (False,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -54,6 +51,7 @@ DEFAULT_MAX_TOKENS = 16
 Whole = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -62,8 +60,8 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
 
 class CommonRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both endpoints share. ``top_k``, ``min_p``, ``min_tokens``, ``stop_token_ids`` and ``ignore_eos`` are our additions,
-    under the names that other servers use."""
+    """What both endpoints share. ``top_k``, ``min_p``, ``repetition_penalty``, ``min_tokens``, ``stop_token_ids`` and
+    ``ignore_eos`` are our additions, under the names that other servers use."""
 
     model: str
     max_tokens: Positive | None = None
@@ -71,6 +69,10 @@ class CommonRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Whole | None = None
     min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[Whole] | None = None
@@ -88,12 +90,19 @@ class CommonRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(stop) > MAX_STOP:
             raise bad_request(f"stop has {len(stop)} strings; at most {MAX_STOP} are allowed.", "stop")
+        for token in self.logit_bias or ():
+            if not re.fullmatch(r"[0-9]{1,9}", token):
+                raise bad_request(f"logit_bias={token!r:.40} must name tokens by their ids.", "logit_bias")
         try:
             return SamplingParams(
                 temperature=1.0 if self.temperature is None else self.temperature,
                 top_k=self.top_k or 0,
                 top_p=1.0 if self.top_p is None else self.top_p,
                 min_p=self.min_p or 0.0,
+                presence_penalty=self.presence_penalty or 0.0,
+                frequency_penalty=self.frequency_penalty or 0.0,
+                repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+                logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
                 seed=self.seed,
                 max_tokens=max_tokens,
                 min_tokens=self.min_tokens or 0,
