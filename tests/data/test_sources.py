@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twostroke.core.errors import DataError
-from twostroke.data import sources
+from twostroke.data import records, source_files
 from twostroke.data.sources import DocumentSource, SourceFile, decode, find_documents, split_text
 
 
@@ -38,7 +38,7 @@ def test_every_format_is_read_from_a_folder_in_sorted_order(tmp_path: Path) -> N
     write(tmp_path / "d.md", "# title\n")
     write(tmp_path / "e.jsonl", '{"text": "one"}\n\n{"text": "two"}\n')
     write(tmp_path / "f.jsonl.gz", gzip.compress(b'{"text": "three"}\n'))
-    write(tmp_path / "g.parquet", b"PAR1")
+    write(tmp_path / "g.csv", b"a,b")
     write(tmp_path / ".git" / "h.txt", "hidden")
     source = find_documents([str(tmp_path)])
     assert joined(source) == {
@@ -69,7 +69,7 @@ def test_a_file_reached_twice_is_one_document_and_no_duplicate(tmp_path: Path) -
 
 
 def test_the_standard_library_comes_without_tests_and_installed_packages() -> None:
-    files = sources.stdlib_files()
+    files = source_files.stdlib_files()
     keys = {f.key for f in files}
     assert {"json/decoder.py", "typing.py"} <= keys
     assert not [k for k in keys if {"test", "tests", "idle_test", "site-packages"} & set(k.split("/")[:-1])]
@@ -117,7 +117,7 @@ def test_an_unreadable_file_is_an_error_that_names_it(tmp_path: Path, monkeypatc
         def refuse(path: str, mode: str) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
-        monkeypatch.setattr(sources, "open", refuse, raising=False)
+        monkeypatch.setattr(records, "open", refuse, raising=False)
     file.chmod(0)
     with pytest.raises(DataError, match=r"secret.txt cannot be read: Permission denied"):
         list(find_documents([str(tmp_path)]))
@@ -231,7 +231,7 @@ def test_a_50_mb_file_is_read_in_constant_memory(tmp_path: Path, kind: str) -> N
 
 
 def test_a_line_too_long_to_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(records, "MAX_LINE_BYTES", 100)
     file = write(tmp_path / "a.jsonl", '{"text": "%s"}' % ("x" * 100))
     with pytest.raises(DataError, match=r"a.jsonl line 1 is longer than 100 bytes"):
         list(find_documents([str(file)]))

@@ -158,6 +158,14 @@ _READERS: dict[str, Callable[[Mapping[str, Any], str], Conversation]] = {
     "sharegpt": _sharegpt,
     "prompt": _prompt,
 }
+LAYOUT_KEYS = {
+    "messages": ("messages", "tools"),
+    "alpaca": ("instruction", "input", "output", "system", "history"),
+    "sharegpt": ("conversations", "system", "tools"),
+    "prompt": ("prompt", "response", "completion"),
+}
+"""The keys that each layout reads."""
+
 _KEYS = {
     "messages": ("messages",),
     "alpaca": ("instruction", "output"),

@@ -10,11 +10,8 @@ Ends of text cannot mark the boundaries, as they do between documents: many chat
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
 import shutil
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,7 +25,8 @@ from twostroke.core.paths import data_cache_dir
 from twostroke.core.recipe import DataRecipe
 from twostroke.data.answer_spans import ConversationTemplate, Rendered, learned_tokens
 from twostroke.data.chat import read_chat_template, read_template_file
-from twostroke.data.conversation_layouts import Conversation, read_conversation
+from twostroke.data.conversation_layouts import LAYOUT_KEYS, Conversation, read_conversation
+from twostroke.data.records import is_table, parse_json, read_array, read_lines, read_table, reading, table_columns
 from twostroke.data.shards import (
     FORMAT,
     HELD_OUT_ENDS,
@@ -44,14 +42,10 @@ from twostroke.data.shards import (
     made_whole,
     write_manifest,
 )
-from twostroke.data.sources import MAX_LINE_BYTES, SourceFile, find_files
+from twostroke.data.source_files import CONVERSATION_SUFFIXES, SourceFile, check_unchanged, find_files
 from twostroke.data.tokenizer import eos_id_of, load_tokenizer, tokenizer_file
 
-SUFFIXES = (".json", ".jsonl", ".jsonl.gz")
 LEARNED, BEGINS = 1, 2
-MAX_JSON_BYTES = 2**31
-"""Longest .json file: one array must be parsed whole. A .jsonl of any length is read a line at a time."""
-
 _BATCH = 256
 
 
@@ -118,6 +112,8 @@ def prepare_conversations(
         except BaseException:
             writer.abandon()
             raise
+        for checked in (source, held_out):
+            check_unchanged(checked.files if checked else ())
         manifest = {"key": key, "inputs": inputs, "eos_id": eos_id, **writer.manifest(), "files": files}
         write_manifest(partial, manifest)
 
@@ -145,7 +141,7 @@ class _Source:
     """Records of .json and .jsonl files in order, each with a key (``file#number``) that its part is chosen by."""
 
     def __init__(self, sources: tuple[str, ...], layout: str) -> None:
-        self.files, self.n_other_files = find_files(sources, SUFFIXES)
+        self.files, self.n_other_files = find_files(sources, CONVERSATION_SUFFIXES)
         self.layout = layout
 
     def fingerprint(self) -> list[Any]:
@@ -158,47 +154,25 @@ class _Source:
     def __iter__(self) -> Iterator[tuple[str, str, Conversation]]:
         """(key, where for messages, conversation)."""
         for file in self.files:
-            try:
-                records = _lines(file) if not file.path.lower().endswith(".json") else _array(file)
-                for number, where, record in records:
+            with reading(file):
+                for number, where, record in _records(file, self.layout):
                     if not isinstance(record, dict):
                         raise DataError(f"{where} holds {type(record).__name__}, not an object.")
                     yield f"{file.key}#{number}", where, read_conversation(record, self.layout, where)
-            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                raise DataError(f"{file.path} is not a whole gzip file: {error}.") from None
 
 
-def _parse(text: str | bytes, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise DataError(f"{where} is not valid JSON: {error}.") from None
-
-
-def _array(file: SourceFile) -> Iterator[tuple[int, str, Any]]:
-    if file.n_bytes > MAX_JSON_BYTES:
-        raise DataError(f"{file.path} is longer than {MAX_JSON_BYTES} bytes. Write it as .jsonl, a record a line.")
-    content = Path(file.path).read_bytes()
-    if not content.strip():
-        raise DataError(f"{file.path} is empty.")
-    records = _parse(content, file.path)
-    if not isinstance(records, list):
-        raise DataError(f"{file.path} must hold a JSON array of records. A file of one record a line is named .jsonl.")
-    for number, record in enumerate(records, start=1):
-        yield number, f"{file.path} record {number}", record
-
-
-def _lines(file: SourceFile) -> Iterator[tuple[int, str, Any]]:
-    opener: Any = gzip.open if file.path.lower().endswith(".gz") else open
-    with opener(file.path, "rb") as stream:
-        number = 0
-        while line := stream.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            where = f"{file.path} line {number}"
-            if len(line) > MAX_LINE_BYTES:
-                raise DataError(f"{where} is longer than {MAX_LINE_BYTES} bytes.")
-            if line.strip():
-                yield number, where, _parse(line, where)
+def _records(file: SourceFile, layout: str) -> Iterator[tuple[int, str, Any]]:
+    """(number, where for messages, record). Of a table the columns that ``layout`` reads."""
+    if is_table(file):
+        names = table_columns(file)
+        columns = [name for name in names if name in LAYOUT_KEYS[layout]] or names  # all, for a message that names them
+        for number, where, values in read_table(file, columns):
+            yield number, where, {name: value for name, value in zip(columns, values, strict=True) if value is not None}
+    elif file.path.lower().endswith(".json"):
+        yield from read_array(file)
+    else:
+        for number, where, line in read_lines(file):
+            yield number, where, parse_json(line, where)
 
 
 def _write(writer: _Writer, source: _Source, held_out: _Source | None, fraction: float, progress: Progress) -> None:

@@ -46,7 +46,7 @@ from twostroke.data.shards import (
     made_whole,
     write_manifest,
 )
-from twostroke.data.sources import PIECE_BYTES, Document, DocumentSource, find_documents
+from twostroke.data.sources import PIECE_BYTES, Document, DocumentSource, FirstOfEach, find_documents
 from twostroke.data.tokenizer import LEAST_VOCAB_SIZE, eos_id_of, load_tokenizer, tokenizer_file, train_tokenizer
 
 LARGE_CORPUS_BYTES = 10_000_000
@@ -183,7 +183,7 @@ def _training_texts(
     """What a tokenizer is trained on: never held-out text; of a very large corpus the pieces that a hash chooses."""
     share = min(1.0, TOKENIZER_SAMPLE_BYTES / max(1, total_bytes))
     done = 0
-    for document in source.documents(seen):
+    for document in source.documents(FirstOfEach(seen)):
         done += document.n_bytes
         # The library reads all text first and merges then; its merging reports nothing, so reading is given half the bar.
         report(0.5 * min(1.0, done / max(1, total_bytes)), "training the tokenizer")
@@ -256,11 +256,11 @@ def _write(
 ) -> None:
     held_hashes: set[bytes] = set()
     if held_out is not None:
-        for _ in held_out.documents(held_hashes):
+        for _ in held_out.documents(FirstOfEach(held_hashes)):
             pass
         if held_out.report.n_documents == 0:
             raise DataError(f"the held-out sources {', '.join(recipe.held_out)} hold no text.")
-        for _ in source.documents(set(held_hashes)):
+        for _ in source.documents(FirstOfEach(set(held_hashes))):
             pass
         if source.report.n_documents == 0:
             raise DataError("nothing is left to train on: every document is empty or a duplicate of a held-out one.")
@@ -338,7 +338,7 @@ def _encode(
         for document in held_out:
             writer.add(document.text, document.n_bytes, held=True, ends=document.is_last)
     waiting: tuple[Document, bool] | None = None  # until it is known whether the next piece goes on in the same part
-    for document in source.documents(set(held_hashes)):
+    for document in source.documents(FirstOfEach(set(held_hashes))):
         held = split.holds_out(document)
         if waiting is not None:
             before, before_held = waiting

@@ -1,4 +1,4 @@
-"""Finding and reading text: files, folders, globs and the standard library, lazily and in constant memory.
+"""Documents of files, data sets and the standard library, read lazily and in constant memory.
 
 Nothing is lost without being counted: invalid UTF-8, duplicates, empty documents and files of other kinds all appear
 in the ``SourceReport`` of a pass.
@@ -6,30 +6,22 @@ in the ``SourceReport`` of a pass.
 
 from __future__ import annotations
 
-import glob
-import gzip
 import hashlib
 import json
 import os
-import stat
-import sysconfig
-import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Protocol
 
+from twostroke.core.data_recipe import STDLIB_SOURCE
 from twostroke.core.errors import DataError
-from twostroke.core.recipe import STDLIB_SOURCE
+from twostroke.data.records import is_table, open_file, parse_json, read_lines, read_table, reading, table_columns
+from twostroke.data.source_files import SUFFIXES, SourceFile, check_unchanged, find_files, suffix_of
 
-SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".jsonl.gz")
 PIECE_BYTES = 64 * 1024
 """Longest stretch of text handed on at once, and the unit by which a corpus of one file is split. See ``DocumentSource``."""
 
-MAX_LINE_BYTES = 64 * 2**20
-"""Longest line of a .jsonl file: one line must be held in memory whole, so an unbounded one would break constant memory."""
-
-_STDLIB_SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _BOM = "\ufeff"
 
 
@@ -38,7 +30,8 @@ class Document:
     """A document, or one piece of it where it is longer than the source's ``piece_bytes``.
 
     ``path`` is the key relative to the source that was named (``json/decoder.py``; ``stories.jsonl#12`` for a record on
-    line 12), the same for every piece. ``n_bytes`` is the length of ``text`` in UTF-8.
+    line 12), the same for every piece. ``n_bytes`` is the length of ``text`` in UTF-8. ``ordinal`` counts the documents that
+    are not empty, those that were not admitted too: the same in every pass. ``source`` counts the sources that were named.
     """
 
     path: str
@@ -46,6 +39,8 @@ class Document:
     n_bytes: int
     piece: int = 0
     is_last: bool = True
+    ordinal: int = 0
+    source: int = 0
 
 
 @dataclass
@@ -66,107 +61,37 @@ class SourceReport:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class SourceFile:
-    """One file found: where it is, its key relative to the named source, and what tells that it changed."""
+class Admission(Protocol):
+    """Which documents a pass hands on."""
 
-    path: str
-    key: str
-    n_bytes: int
-    mtime_ns: int
-
-
-def _suffix_of(name: str, suffixes: Sequence[str] = SUFFIXES) -> str | None:
-    lowered = name.lower()
-    return next((s for s in suffixes if lowered.endswith(s)), None)
+    def admits(self, ordinal: int, key: str, digest: Callable[[], bytes]) -> bool:
+        """``key`` is the document's ``path``. ``digest`` computes its content hash, 16 bytes: costly, so only where it is
+        asked for."""
+        ...
 
 
-def _source_file(path: str, key: str) -> SourceFile | None:
-    """None where ``path`` is no regular file: a dangling link, a pipe or a device inside a folder is no text."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    if not stat.S_ISREG(status.st_mode):
-        return None
-    return SourceFile(os.path.realpath(path), key.replace(os.sep, "/"), status.st_size, status.st_mtime_ns)
+class AdmitAll:
+    def admits(self, ordinal: int, key: str, digest: Callable[[], bytes]) -> bool:
+        return True
 
 
-def _raise(error: OSError) -> None:
-    raise DataError(f"folder {error.filename} cannot be read: {error.strerror}.")
+class FirstOfEach:
+    """The first of equal documents. ``seen`` holds the content hashes and is added to."""
 
+    def __init__(self, seen: set[bytes] | None = None) -> None:
+        self.seen = set() if seen is None else seen
 
-def _walk(folder: str) -> Iterator[str]:
-    """Paths under ``folder`` in a fixed order, without hidden files and folders (.git, .venv) and caches."""
-    for directory, folders, names in os.walk(folder, onerror=_raise):
-        folders[:] = sorted(f for f in folders if not f.startswith(".") and f != "__pycache__")
-        for name in sorted(names):
-            if not name.startswith("."):
-                yield os.path.join(directory, name)
-
-
-def stdlib_files() -> list[SourceFile]:
-    """The running interpreter's standard library: its .py files without tests and installed packages."""
-    root = sysconfig.get_path("stdlib")
-    files = []
-    for directory, folders, names in os.walk(root, onerror=_raise):
-        folders[:] = sorted(f for f in folders if f not in _STDLIB_SKIPPED_FOLDERS)
-        for name in sorted(names):
-            if name.endswith(".py") and not name.startswith("test_"):
-                path = os.path.join(directory, name)
-                found = _source_file(path, os.path.relpath(path, root))
-                if found is not None:
-                    files.append(found)
-    if not files:
-        raise DataError(f"the standard library at {root} holds no .py files. Name other sources.")
-    return files
-
-
-def _find(source: str, report: SourceReport, suffixes: Sequence[str] = SUFFIXES) -> list[SourceFile]:
-    if source == STDLIB_SOURCE:
-        return stdlib_files()
-    path = os.path.expanduser(source)
-    if os.path.isdir(path):
-        root, paths, what = path, _walk(path), f"folder {source}"
-    elif os.path.exists(path):
-        if _suffix_of(path, suffixes) is None:
-            raise DataError(f"{source} is not one of the formats {', '.join(suffixes)}.")
-        root, paths, what = os.path.dirname(path), iter([path]), source
-    elif glob.has_magic(path):
-        root = path
-        while glob.has_magic(root):
-            root = os.path.dirname(root)
-        paths, what = iter(sorted(p for p in glob.iglob(path, recursive=True) if not os.path.isdir(p))), f"glob {source!r}"
-    else:
-        raise DataError(f'source {source} does not exist. Name a file, a folder, a glob or "{STDLIB_SOURCE}".')
-    files = []
-    for candidate in paths:
-        if _suffix_of(candidate, suffixes) is None:
-            report.n_other_files += 1
-            continue
-        found = _source_file(candidate, os.path.relpath(candidate, root or "."))
-        if found is not None:
-            files.append(found)
-    if not files:
-        raise DataError(f"{what} holds no regular file of the formats {', '.join(suffixes)}.")
-    return files
-
-
-def find_files(sources: Sequence[str], suffixes: Sequence[str]) -> tuple[tuple[SourceFile, ...], int]:
-    """The files of ``suffixes`` that files, folders or globs name, each once, and how many others were passed over.
-
-    Raises DataError as ``find_documents`` does.
-    """
-    report = SourceReport()
-    files: dict[str, SourceFile] = {}
-    for source in sources:
-        for file in _find(source, report, suffixes):
-            files.setdefault(file.path, file)
-    return tuple(files.values()), report.n_other_files
+    def admits(self, ordinal: int, key: str, digest: Callable[[], bytes]) -> bool:
+        name = digest()
+        if name in self.seen:
+            return False
+        self.seen.add(name)
+        return True
 
 
 def find_documents(sources: Sequence[str], text_key: str = "text", piece_bytes: int = PIECE_BYTES) -> DocumentSource:
-    """The documents of files, folders, globs or "stdlib". Nothing is read before iteration; each iteration is a new pass.
+    """The documents of files, folders, globs, data sets or "stdlib". Nothing is read before iteration; each iteration is a new
+    pass.
 
     A folder is walked in sorted order, hidden entries left out. A file reached by two sources is taken once. Raises
     DataError where a source is missing, holds nothing readable, or names a file of an unknown format.
@@ -178,7 +103,8 @@ def find_documents(sources: Sequence[str], text_key: str = "text", piece_bytes: 
 
 
 class DocumentSource:
-    """Documents of ``files``, read lazily. A text file is one document; each line of a .jsonl file is one.
+    """Documents of ``files``, read lazily. A text file is one document; each line of a .jsonl file is one, each row of a
+    .parquet file and of a data set.
 
     A document longer than ``piece_bytes`` is handed on in pieces cut behind a line end where there is one, so memory
     stays constant whatever the size of a file. What grows is the set of 16-byte content hashes by which duplicates
@@ -210,38 +136,53 @@ class DocumentSource:
 
     def check_unchanged(self) -> None:
         """Raise DataError naming the first file that was altered since it was found."""
-        for f in self.files:
-            now = _source_file(f.path, f.key)
-            if now is None or (now.n_bytes, now.mtime_ns) != (f.n_bytes, f.mtime_ns):
-                raise DataError(f"{f.path} changed while it was being read. Run again when nothing writes to it.")
+        check_unchanged(self.files)
 
     def __iter__(self) -> Iterator[Document]:
         return self.documents()
 
-    def documents(self, seen: set[bytes] | None = None) -> Iterator[Document]:
-        """One pass. ``seen`` holds content hashes of documents to drop as duplicates and is added to.
+    def documents(self, admission: Admission | None = None) -> Iterator[Document]:
+        """One pass over what ``admission`` admits; without one, over the first of equal documents.
 
-        Raises DataError where a file cannot be read, or a .jsonl line is no JSON object with the text key.
+        Raises DataError where a file cannot be read, or a record has no text under the text key.
         """
-        self.report = report = SourceReport(n_other_files=self.n_other_files)
-        seen = set() if seen is None else seen
+        self.report = SourceReport(n_other_files=self.n_other_files)
+        reader = _Pass(self, admission or FirstOfEach(), self.report)
         for file in self.files:
-            report.n_files += 1
-            try:
-                if _suffix_of(file.path) in (".jsonl", ".jsonl.gz"):
-                    yield from self._records(file, seen, report)
-                else:
-                    yield from self._text(file, seen, report)
-            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                raise DataError(f"{file.path} is not a whole gzip file: {error}.") from None
-            except OSError as error:
-                raise DataError(f"{file.path} cannot be read: {error.strerror or error}.") from None
+            self.report.n_files += 1
+            with reading(file):
+                yield from reader.file(file)
 
-    def _text(self, file: SourceFile, seen: set[bytes], report: SourceReport) -> Iterator[Document]:
-        with open(file.path, "rb") as stream:
-            # Two readings of a long file, one to hash it: duplicates must be known before the first piece is handed on.
-            digest = hashlib.file_digest(stream, "sha256").digest()[:16]
-            stream.seek(0)
+
+class _Pass:
+    """One pass: its counts, and how many documents it met."""
+
+    def __init__(self, source: DocumentSource, admission: Admission, report: SourceReport) -> None:
+        self.text_key, self.piece_bytes = source.text_key, source.piece_bytes
+        self.admission, self.report = admission, report
+        self.ordinal = -1
+
+    def file(self, file: SourceFile) -> Iterator[Document]:
+        if is_table(file):
+            return self._records(file, self._rows(file))
+        is_jsonl = (suffix_of(file.path, SUFFIXES) or "").startswith(".jsonl")
+        return self._records(file, self._lines(file)) if is_jsonl else self._text(file)
+
+    def _admits(self, key: str, digest: Callable[[], bytes]) -> bool:
+        self.ordinal += 1
+        if self.admission.admits(self.ordinal, key, digest):
+            return True
+        self.report.n_duplicates += 1
+        return False
+
+    def _text(self, file: SourceFile) -> Iterator[Document]:
+        report = self.report
+
+        def digest() -> bytes:  # a second reading of a long file: duplicates must be known before its first piece is handed on
+            with open_file(file.path) as stream:
+                return hashlib.file_digest(stream, "sha256").digest()[:16]  # type: ignore[arg-type]
+
+        with open_file(file.path) as stream:
             n_invalid = 0
             pending: Document | None = None  # held back by one, so that the last piece can say so
             for piece, raw in enumerate(read_pieces(stream, self.piece_bytes)):
@@ -250,76 +191,87 @@ class DocumentSource:
                 if piece == 0:
                     text = text.removeprefix(_BOM)  # marks the encoding, is no part of the text
                 if pending is not None:
-                    if piece == 1 and _is_duplicate(digest, seen, report):
+                    if piece == 1 and not self._admits(file.key, digest):
                         return
                     report.n_bytes += pending.n_bytes
-                    yield pending
-                pending = Document(file.key, text, _utf8_length(text), piece, is_last=False)
+                    yield replace(pending, ordinal=self.ordinal)
+                pending = Document(file.key, text, _utf8_length(text), piece, is_last=False, source=file.source)
             if pending is None or (pending.piece == 0 and not pending.text.strip()):
                 report.n_empty += 1
                 return
-            if pending.piece == 0 and _is_duplicate(digest, seen, report):
+            if pending.piece == 0 and not self._admits(file.key, digest):
                 return
             report.n_documents += 1
             report.n_bytes += pending.n_bytes
             report.invalid_utf8_bytes += n_invalid
             report.invalid_utf8_documents += n_invalid > 0
-            yield Document(pending.path, pending.text, pending.n_bytes, pending.piece)
+            yield replace(pending, is_last=True, ordinal=self.ordinal)
 
-    def _records(self, file: SourceFile, seen: set[bytes], report: SourceReport) -> Iterator[Document]:
-        opener: Any = gzip.open if file.path.lower().endswith(".gz") else open
-        with opener(file.path, "rb") as stream:
-            number = 0
-            while line := stream.readline(MAX_LINE_BYTES + 1):
-                number += 1
-                where = f"{file.path} line {number}"
-                if len(line) > MAX_LINE_BYTES:
-                    raise DataError(f"{where} is longer than {MAX_LINE_BYTES} bytes. A .jsonl file holds one document a line.")
-                if not line.strip():
-                    continue
-                decoded, n_invalid = decode(line)
-                text, n_surrogates = self._text_of_record(decoded.removeprefix(_BOM) if number == 1 else decoded, where)
-                n_invalid += n_surrogates
-                raw = text.encode()
-                if not raw.strip():
-                    report.n_empty += 1
-                    continue
-                if _is_duplicate(hashlib.sha256(raw).digest()[:16], seen, report):
-                    continue
-                report.n_documents += 1
-                report.n_bytes += len(raw)
-                report.invalid_utf8_bytes += n_invalid
-                report.invalid_utf8_documents += n_invalid > 0
-                key = f"{file.key}#{number}"
-                for piece, (part, n_bytes, is_last) in enumerate(split_text(text, self.piece_bytes)):
-                    yield Document(key, part, n_bytes, piece, is_last)
+    def _records(self, file: SourceFile, texts: Iterator[tuple[int, str, int]]) -> Iterator[Document]:
+        """``texts``: (number, text, bytes of it that were no UTF-8) of each record."""
+        report = self.report
+        number = 0
+        for number, text, n_invalid in texts:
+            raw = text.encode()
+            if not raw.strip():
+                report.n_empty += 1
+                continue
+            key = f"{file.key}#{number}"
+            if not self._admits(key, lambda raw=raw: hashlib.sha256(raw).digest()[:16]):  # type: ignore[misc]
+                continue
+            report.n_documents += 1
+            report.n_bytes += len(raw)
+            report.invalid_utf8_bytes += n_invalid
+            report.invalid_utf8_documents += n_invalid > 0
+            for piece, (part, n_bytes, is_last) in enumerate(split_text(text, self.piece_bytes)):
+                yield Document(key, part, n_bytes, piece, is_last, self.ordinal, file.source)
+        report.n_empty += number == 0
 
-    def _text_of_record(self, line: str, where: str) -> tuple[str, int]:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where} is not valid JSON: {error}.") from None
-        if not isinstance(record, dict):
-            raise DataError(f"{where} holds {type(record).__name__}, not an object with the key {self.text_key!r}.")
-        text = record.get(self.text_key)
-        if not isinstance(text, str):
-            keys = ", ".join(map(repr, sorted(record)[:8])) or "none"
-            raise DataError(f"{where} has no text under {self.text_key!r}. Keys there: {keys}. Name the right one as text_key.")
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            # Half a surrogate pair, written as an escape in JSON: no character, so replaced and counted as two bytes of UTF-16.
-            clean = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-            return clean, 2 * (clean.count("\ufffd") - text.count("\ufffd"))
-        return text, 0
+    def _lines(self, file: SourceFile) -> Iterator[tuple[int, str, int]]:
+        for number, where, line in read_lines(file):
+            decoded, n_invalid = decode(line)
+            record = parse_json(decoded.removeprefix(_BOM) if number == 1 else decoded, where)
+            if not isinstance(record, dict):
+                raise DataError(f"{where} holds {type(record).__name__}, not an object with the key {self.text_key!r}.")
+            text = record.get(self.text_key)
+            if not isinstance(text, str):
+                keys = ", ".join(map(repr, sorted(record)[:8])) or "none"
+                raise DataError(
+                    f"{where} has no text under {self.text_key!r}. Keys there: {keys}. Name the right one as text_key."
+                )
+            text, n_surrogates = _without_surrogates(text)
+            yield number, text, n_invalid + n_surrogates
+
+    def _rows(self, file: SourceFile) -> Iterator[tuple[int, str, int]]:
+        columns = table_columns(file)
+        if self.text_key not in columns:
+            names = ", ".join(map(repr, columns[:8])) or "none"
+            raise DataError(
+                f"{file.path} has no column {self.text_key!r}. Columns there: {names}. Name the right one as text_key."
+            )
+        for number, where, (value,) in read_table(file, [self.text_key]):
+            if isinstance(value, bytes):
+                text, n_invalid = decode(value)
+            elif isinstance(value, str):
+                text, n_invalid = _without_surrogates(value)
+            elif value is None:  # how a table says that there is none
+                text, n_invalid = "", 0
+            else:
+                raise DataError(
+                    f"{where} holds {type(value).__name__} in the column {self.text_key!r}, not text. "
+                    "Name the column of the text as text_key."
+                )
+            yield number, text, n_invalid
 
 
-def _is_duplicate(digest: bytes, seen: set[bytes], report: SourceReport) -> bool:
-    if digest in seen:
-        report.n_duplicates += 1
-        return True
-    seen.add(digest)
-    return False
+def _without_surrogates(text: str) -> tuple[str, int]:
+    """Half a surrogate pair, written as an escape in JSON, is no character: replaced and counted as two bytes of UTF-16."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        clean = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        return clean, 2 * (clean.count("\ufffd") - text.count("\ufffd"))
+    return text, 0
 
 
 def split_text(text: str, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[str, int, bool]]:

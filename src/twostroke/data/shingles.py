@@ -1,0 +1,41 @@
+"""Hashes of every stretch of n bytes of a text: what n-gram counts and near-duplicate search are built on."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from twostroke.data.permutation import UInt64Array, mix
+
+_BASE = 0x9E3779B97F4A7C15
+
+
+def shingle_hashes(raw: npt.NDArray[np.uint8], length: int) -> UInt64Array:
+    """A 64-bit hash of each of the len(raw) − length + 1 stretches of ``length`` bytes, in order; of a shorter text one hash.
+
+    A polynomial in the bytes, modulo 2⁶⁴, built by doubling (h₂ₙ[i] = hₙ[i]·pⁿ + hₙ[i + n]) in O(len · log length) without a
+    loop over bytes, then mixed so that every bit depends on every byte.
+    Held to one stretch at a time by tests/data/test_near_duplicates.py.
+    """
+    length = max(1, min(length, len(raw)))
+    power = raw.astype(np.uint64) + np.uint64(1)  # hashes of stretches of ``size`` bytes
+    base = _BASE  # p^size, modulo 2^64
+    total: UInt64Array | None = None  # of the binary digits of ``length`` met so far, the low ones first: they come last
+    done, total_base, size, rest = 0, 1, 1, length
+    while rest:
+        if rest & 1:
+            if total is None:
+                total = power
+            else:
+                n = len(raw) - done - size + 1
+                total = power[:n] * np.uint64(total_base) + total[size : size + n]
+            done += size
+            total_base = total_base * base % 2**64
+        rest >>= 1
+        if rest:
+            n = len(power) - size
+            power = power[:n] * np.uint64(base) + power[size : size + n]
+            base = base * base % 2**64
+            size *= 2
+    assert total is not None
+    return mix(total)
