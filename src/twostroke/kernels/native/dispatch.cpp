@@ -1,4 +1,5 @@
 // Which level's code runs.
+#include "cpu.h"
 #include "layout.h"
 #include "products.h"
 
@@ -8,6 +9,12 @@ namespace ts {
 namespace {
 
 Level find_best() {
+#if defined(__x86_64__)
+    if (cpu().avx512_bf16) return Level::Avx512Bf16;
+    if (cpu().avx512) return Level::Avx512;
+    if (cpu().avx_vnni) return Level::AvxVnni;
+    if (cpu().avx2) return Level::Avx2;
+#endif
     return Level::Plain;
 }
 
@@ -27,7 +34,19 @@ Level level() { return in_use().load(std::memory_order_relaxed); }
 
 void set_level(Level wanted) { in_use() = wanted < best_level() ? wanted : best_level(); }
 
+#if defined(__x86_64__)
+#define TS_DISPATCH(CALL)                                         \
+    switch (level()) {                                            \
+        case Level::Avx512Bf16: return avx512bf16::CALL;          \
+        case Level::Avx512: return avx512::CALL;                  \
+        case Level::AvxVnni: return avxvnni::CALL;                \
+        case Level::Avx2: return avx2::CALL;                      \
+        case Level::Plain: break;                                 \
+    }                                                             \
+    return plain::CALL
+#else
 #define TS_DISPATCH(CALL) return plain::CALL
+#endif
 
 void product(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
     if (n0 >= n1 || rows.m <= 0) return;

@@ -1,0 +1,45 @@
+// AVX-512 with vdpbf16ps: products of bf16 rows. Everything else is AVX-512's.
+#include "blocks_avx512.h"
+#include "products.h"
+
+namespace ts::avx512bf16 {
+namespace {
+
+struct Bf16 {
+    template <int R, int T>
+    static void block(const Target& to, int64_t row, int64_t tile) {
+        const int64_t k = padded(to.w.k), n_steps = k / 2, tile_bytes = n_steps * STEP_BYTES;
+        const char* weights = layout::tile(to.w, tile);
+        const uint16_t* x = to.rows.bf16 + row * k;
+        __m512 sum[R][T];
+        TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = _mm512_setzero_ps();
+        for (int64_t s = 0; s < n_steps; ++s) {
+            __m512bh w[T];
+            TS_UNROLL for (int t = 0; t < T; ++t) {
+                const char* from = weights + t * tile_bytes + s * STEP_BYTES;
+                if constexpr (R <= 4) _mm_prefetch(from + AHEAD_BYTES, _MM_HINT_T0);
+                w[t] = (__m512bh)_mm512_loadu_si512(from);
+            }
+            TS_UNROLL for (int r = 0; r < R; ++r) {
+                const auto a = (__m512bh)word(x + r * k + s * 2);
+                TS_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = _mm512_dpbf16_ps(sum[r][t], w[t], a);
+            }
+        }
+        TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) write(to, row + r, tile + t, sum[r][t]);
+    }
+};
+
+}  // namespace
+
+void product(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
+    if (w.format != Format::BF16) return avx512::product(w, rows, n0, n1, y, ldy, add);
+    product_by<Bf16>(w, rows, n0, n1, y, ldy, add);
+}
+
+void prepare_rows(Format format, const float* x, int64_t k, Rows& out, int64_t first, int64_t last) {
+    avx512::prepare_rows(format, x, k, out, first, last);
+}
+
+uint64_t sum_words(const uint64_t* words, int64_t n_words) { return avx512::sum_words(words, n_words); }
+
+}  // namespace ts::avx512bf16
