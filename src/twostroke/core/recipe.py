@@ -100,6 +100,9 @@ class TrainSettings:
     min_lr_ratio: float = 0.02
     clip_norm: float = 1.0
     compile: bool = True
+    anomaly_policy: Literal["skip", "rollback", "stop"] = "skip"
+    spike_factor: float = 0.0  # times the running median that make a spike; 0: only what is not finite is an anomaly
+    anomaly_limit: int = 10  # anomalies in a row after which the run gives up
     checkpoint_every: int = 0  # steps; 0: only at the end and on a signal
     checkpoint_in_background: bool = True  # the step pays for a copy in memory, not for the disk
     keep_checkpoints: int = 2
@@ -132,7 +135,7 @@ class TrainRecipe:
         t = self.train
         if (t.steps > 0) == (t.budget_s > 0):
             raise ConfigError(f"give exactly one of train.steps={t.steps} and train.budget_s={t.budget_s:g}, above 0.")
-        for name in ("batch_size", "sequence_length", "grad_accumulation", "keep_checkpoints"):
+        for name in ("batch_size", "sequence_length", "grad_accumulation", "keep_checkpoints", "anomaly_limit"):
             _at_least(f"train.{name}", getattr(t, name), 1)
         for name in (
             "steps",
@@ -153,6 +156,15 @@ class TrainRecipe:
                 raise ConfigError(f"train.{name}={getattr(t, name)} must be at least 0 and less than 1.")
         if t.sequence_length < 2:
             raise ConfigError(f"train.sequence_length={t.sequence_length} must be at least 2.")
+        if t.spike_factor != 0 and not 1 < t.spike_factor < float("inf"):
+            raise ConfigError(
+                f"train.spike_factor={t.spike_factor:g} must be above 1: times the median at which a step is a spike. "
+                "0 looks for none."
+            )
+        if t.anomaly_policy == "rollback" and not t.checkpoint_every:
+            raise ConfigError(
+                'train.anomaly_policy="rollback" goes back to the newest checkpoint: set train.checkpoint_every above 0.'
+            )
         if not self.data.sources:
             raise ConfigError('data.sources is empty. Name files, folders, globs or "stdlib".')
         if not 0 < self.data.held_out_fraction < 1:

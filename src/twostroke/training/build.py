@@ -12,6 +12,7 @@ from twostroke.model.decoder import Decoder
 from twostroke.model.initialise import initialise
 from twostroke.model.load import load_model
 from twostroke.training.adapters import base_state, check_base, load_adapted
+from twostroke.training.anomalies import AnomalyLog, SpikeWatch, anchor_every
 from twostroke.training.checkpoint import Checkpoint, load_newest
 from twostroke.training.conversations import make_loader
 from twostroke.training.optimizers import Optimizers
@@ -45,10 +46,12 @@ def build(run: TrainingRun) -> None:
     run.masters = MasterWeights(decoder, torch.bfloat16 if settings.dtype == "bf16" else torch.float32)
     run.optimizers = Optimizers(run.masters, run.spec, settings)
     run.loader = make_loader(run.prepared, recipe, run.log)
+    run.watch = SpikeWatch(settings.spike_factor)
+    run.anomalies = AnomalyLog(run.directory.anomalies, run.log)
     run.step_log = StepLog(run.directory.log, run.log)
     run.saver = CheckpointSaver(
         run.directory.checkpoints,
-        Retention(settings.keep_checkpoints, settings.keep_every),
+        Retention(settings.keep_checkpoints, settings.keep_every, anchor_every(settings)),
         run.log,
         flush_log=run.step_log.flush,
         sync_log=run.step_log.sync,
@@ -56,29 +59,45 @@ def build(run: TrainingRun) -> None:
     )
     if checkpoint is not None:
         restore(run, checkpoint)
+    else:
+        run.anomalies.restart(0)
     run.step_log.restart(run.step)
     run.train_step = TrainStep(decoder, run.masters, run.optimizers, settings.clip_norm, settings.compile, run.log)
 
 
 def capture(run: TrainingRun) -> Checkpoint:
     """All that decides what the rest of ``run`` computes. The tensors are the run's own, not copies."""
-    rng = {"cpu": _encode(torch.get_rng_state())}
-    if run.device.type == "cuda":
-        rng["cuda"] = _encode(torch.cuda.get_rng_state(run.device))
     state = {
         "step": run.step,
         "tokens": run.tokens,
-        "skipped_in_a_row": run.skipped_in_a_row,
+        "watch": run.watch.state(),
+        "n_anomalies": run.anomalies.count,
         "elapsed_s": run.elapsed_s(),
         "loader": run.loader.state(),
-        "rng": rng,
+        "rng": random_states(run.device),
     } | base_state(run.recipe)
     return Checkpoint(run.masters.weights, run.optimizers.state(), state)
 
 
 def restore(run: TrainingRun, checkpoint: Checkpoint) -> None:
     """Put ``run`` where ``capture`` found it. Raises CorruptFileError or InputError where they are of different runs."""
-    check_base(run.recipe, checkpoint.state)
+    state = checkpoint.state
+    check_base(run.recipe, state)
+    restore_computation(run, checkpoint)
+    run.elapsed_before_s = float(state["elapsed_s"])
+    run.anomalies.restart(int(state["n_anomalies"]))
+    run.loader.restore(state["loader"])
+    now = (torch.__version__, torch.get_num_threads(), str(run.device))
+    then = (run.resolved.torch_version, run.resolved.n_threads, run.resolved.device)
+    if now != then:
+        run.log(
+            f"resuming on torch {now[0]}, {now[1]} threads, {now[2]}; the run began on torch {then[0]}, {then[1]} threads, "
+            f"{then[2]}: sums may round otherwise, so losses need not be equal to the last bit."
+        )
+
+
+def restore_computation(run: TrainingRun, checkpoint: Checkpoint) -> None:
+    """Weights, optimizer, random states and step as they were; the loader stays where it is."""
     missing = set(run.masters.weights) ^ set(checkpoint.weights)
     if missing:
         raise CorruptFileError(
@@ -88,18 +107,22 @@ def restore(run: TrainingRun, checkpoint: Checkpoint) -> None:
     run.optimizers.load_state(checkpoint.optimizer)
     state = checkpoint.state
     run.step, run.tokens = int(state["step"]), int(state["tokens"])
-    run.skipped_in_a_row, run.elapsed_before_s = int(state["skipped_in_a_row"]), float(state["elapsed_s"])
-    run.loader.restore(state["loader"])
-    torch.set_rng_state(_decode(state["rng"]["cpu"]))
-    if run.device.type == "cuda" and "cuda" in state["rng"]:
-        torch.cuda.set_rng_state(_decode(state["rng"]["cuda"]), run.device)
-    now = (torch.__version__, torch.get_num_threads(), str(run.device))
-    then = (run.resolved.torch_version, run.resolved.n_threads, run.resolved.device)
-    if now != then:
-        run.log(
-            f"resuming on torch {now[0]}, {now[1]} threads, {now[2]}; the run began on torch {then[0]}, {then[1]} threads, "
-            f"{then[2]}: sums may round otherwise, so losses need not be equal to the last bit."
-        )
+    run.watch.load_state(state["watch"])
+    restore_random(run.device, state["rng"])
+
+
+def random_states(device: torch.device) -> dict[str, str]:
+    """The states of the generators that dropout draws from."""
+    states = {"cpu": _encode(torch.get_rng_state())}
+    if device.type == "cuda":
+        states["cuda"] = _encode(torch.cuda.get_rng_state(device))
+    return states
+
+
+def restore_random(device: torch.device, states: dict[str, str]) -> None:
+    torch.set_rng_state(_decode(states["cpu"]))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(_decode(states["cuda"]), device)
 
 
 def _encode(state: torch.Tensor) -> str:

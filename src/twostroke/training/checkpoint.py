@@ -217,8 +217,12 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise CorruptFileError(f"{path} cannot be read: {error}.") from None
 
 
-def load_newest(directory: Path, log: Log) -> Checkpoint | None:
-    """The newest checkpoint under ``directory`` that verifies; None where there is none at all.
+def _any(step: int) -> bool:
+    return True
+
+
+def load_newest(directory: Path, log: Log, wanted: Callable[[int], bool] = _any) -> Checkpoint | None:
+    """The newest checkpoint under ``directory`` of a ``wanted`` step that verifies; None where there is none at all.
 
     One that does not verify is named with the reason through ``log``, renamed to ``corrupt-…`` so that it is neither
     counted nor tried again, and the one before it is taken. Raises CorruptFileError when all there were are damaged: to start
@@ -226,7 +230,9 @@ def load_newest(directory: Path, log: Log) -> Checkpoint | None:
     """
     remove_leftovers(directory)
     reasons = []
-    for _, path in reversed(list_checkpoints(directory)):
+    for step, path in reversed(list_checkpoints(directory)):
+        if not wanted(step):
+            continue
         try:
             checkpoint = load_checkpoint(path)
         except CorruptFileError as error:

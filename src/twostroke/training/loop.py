@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -22,7 +23,8 @@ from twostroke.ledger.store import Ledger
 from twostroke.model.decoder import Decoder
 from twostroke.planner.hardware import Hardware
 from twostroke.planner.training import TrainingShape, flops_per_token
-from twostroke.training.build import build, capture
+from twostroke.training.anomalies import AnomalyLog, SpikeWatch, anchor_every
+from twostroke.training.build import build, capture, random_states, restore_random
 from twostroke.training.checkpoint import CheckpointError
 from twostroke.training.clock import StepClock
 from twostroke.training.finish import TrainingResult, finish, finished, record_measurement, step_measurement
@@ -32,10 +34,11 @@ from twostroke.training.observers import Observer, Observers, requested
 from twostroke.training.optimizers import Optimizers
 from twostroke.training.parallelize import eager
 from twostroke.training.precision import MasterWeights
+from twostroke.training.respond import respond
 from twostroke.training.run_directory import Resolved, RunDirectory, StepLog
 from twostroke.training.saver import CheckpointSaver
 from twostroke.training.schedules import learning_rate_factor
-from twostroke.training.step import StepResult, TrainStep
+from twostroke.training.step import StepResult, TrainStep, WindowAbandoned
 from twostroke.training.stop import StopSignals
 
 Log = Callable[[str], None]
@@ -46,15 +49,16 @@ Evaluate = Callable[[Decoder, PreparedData], dict[str, float]]
 WARM_UP_STEPS = 3
 """First steps of a process that medians leave out: the first compiles, the next two still fill caches and allocators."""
 
-SKIPPED_IN_A_ROW = 10
-"""A step whose loss or gradient is not finite is skipped; so many in a row will not get better by themselves."""
+ABANDON_S = 10.0
+"""A stop lets the step in progress end if that takes no longer by the steps before it; else the window is dropped after its
+micro-batch and done again by the resumed run."""
 
 
 class TrainingRun:
     """One run, resolved and predicted, not yet started. Made by ``start``; ``execute`` does the work.
 
     ``build`` adds what it computes with: ``device``, ``decoder``, ``masters``, ``optimizers``, ``loader``, ``step_log``,
-    ``saver`` and ``train_step``. Observers read these.
+    ``watch``, ``anomalies``, ``saver`` and ``train_step``. Observers read these.
     """
 
     device: torch.device
@@ -63,6 +67,8 @@ class TrainingRun:
     optimizers: Optimizers
     loader: PackedLoader | ConversationLoader
     step_log: StepLog
+    watch: SpikeWatch
+    anomalies: AnomalyLog
     saver: CheckpointSaver
     train_step: TrainStep
 
@@ -83,7 +89,7 @@ class TrainingRun:
         self.log, self.ledger = log, ledger
         self._flops_per_token = flops_per_token(resolved.spec, TrainingShape.from_recipe(recipe, resolved.steps))
         self.notes: list[str] = []
-        self.step = self.tokens = self.skipped_in_a_row = 0
+        self.step = self.tokens = 0
         self._began = time.perf_counter()
         self.elapsed_before_s = 0.0  # in earlier processes
         self.train_time_s: float | None = None
@@ -125,7 +131,7 @@ class TrainingRun:
 
         ``on_step(record, eta_s)`` is called after each step. ``command_began`` (``time.time()``) is what ``startup_s`` counts
         from. Raises Interrupted after SIGTERM, Ctrl-C or ``should_stop(step)``, with a checkpoint written; TwostrokeError
-        where it could not be, or after ``SKIPPED_IN_A_ROW`` steps that were not finite.
+        where it could not be, or where anomalies stop the run (``training.respond``).
         """
         with self.directory.locked():
             done = finished(self.directory)
@@ -172,17 +178,20 @@ class TrainingRun:
         if not reset_peak(self.device):
             self.notes.append("peak_memory_bytes is that of the whole process: this system cannot reset it")
         self._began = time.perf_counter()
+        rolls_back = anchor_every(settings) > 0
+        if rolls_back and self.step == 0:
+            self.saver.begin(lambda: capture(self), wait=True)
         while self.step < self.steps:
             if stop_asked():
                 self._stop()
             clock.start()
-            starts = self.loader.state()["next_window"]
+            position = self.loader.state()
             batches = [self.loader.next_batch() for _ in range(settings.grad_accumulation)]
             clock.lap("data")
             factor = learning_rate_factor(
                 self.step, self.steps, settings.schedule, settings.warmup_fraction, settings.min_lr_ratio
             )
-            result = self.train_step(batches, factor, clock)
+            result = self._step_or_stop(batches, factor, clock, position, recent, stop_asked)
             step_time_s, parts = clock.finish()
             self.last_batch, self.last_result = batches[-1], result
             self.step += 1
@@ -190,25 +199,7 @@ class TrainingRun:
             self.tokens += n_tokens
             if self.startup_s is None:
                 self.startup_s = time.time() - command_began
-            tok_per_s = n_tokens / step_time_s
-            record = StepRecord(
-                step=self.step,
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                learning_rate=settings.learning_rate * factor,
-                tok_per_s=tok_per_s,
-                mfu=self.mfu(tok_per_s),
-                memory_bytes=memory_bytes(self.device),
-                peak_memory_bytes=peak_memory_bytes(self.device),
-                step_time_s=step_time_s,
-                **{name: parts.get(name.removesuffix("_s"), 0.0) for name in PARTS},
-                tokens=self.tokens,
-                epoch=self.loader.epoch,
-                warm_up=self.step - first_step <= WARM_UP_STEPS,
-                skipped=result.skipped,
-                elapsed_s=self.elapsed_s(),
-                block_grad_norms=result.block_grad_norms,
-            )
+            record = self._record(result, settings.learning_rate * factor, n_tokens, step_time_s, parts, first_step)
             line = record.to_dict()
             line |= observers.after_step(self, record)
             if evaluate is not None and settings.evaluate_every and self.step % settings.evaluate_every == 0:
@@ -219,30 +210,77 @@ class TrainingRun:
             recent.append(step_time_s)
             if on_step is not None:
                 on_step(record, statistics.median(recent) * (self.steps - self.step))
-            self._count_skipped(result.skipped, starts, self.loader.state()["next_window"] - 1)
-            if settings.checkpoint_every and self.step % settings.checkpoint_every == 0 and self.step < self.steps:
-                self.saver.begin(lambda: capture(self), wait=False)
+            self._heed(result, batches, (position["next_window"], self.loader.state()["next_window"] - 1))
+            is_scheduled = settings.checkpoint_every > 0 and record.step % settings.checkpoint_every == 0
+            if is_scheduled and record.step == self.step < self.steps:  # not after a rollback
+                if rolls_back:
+                    self.watch.in_a_row = 0
+                self.saver.begin(lambda: capture(self), wait=rolls_back)
             self.saver.poll()
         self.train_time_s = self.elapsed_s()
 
-    def _count_skipped(self, skipped: str | None, first_window: int, last_window: int) -> None:
-        if skipped is None:
-            self.skipped_in_a_row = 0
-            return
-        self.skipped_in_a_row += 1
-        self.log(
-            f"step {self.step} was skipped: its {skipped}; weights are unchanged. "
-            f"Its text: windows {first_window} to {last_window} of the loader."
-        )
-        if self.skipped_in_a_row >= SKIPPED_IN_A_ROW:
-            with contextlib.suppress(CheckpointError):
-                self.save()
-            raise TwostrokeError(
-                f"{self.skipped_in_a_row} steps in a row were not finite, up to step {self.step} (its {skipped}). Lower "
-                f"train.learning_rate or look at the text. {self.what_is_kept()}"
-            )
+    def _step_or_stop(
+        self,
+        batches: Sequence[Batch],
+        factor: float,
+        clock: StepClock,
+        position: dict[str, int],
+        recent: Sequence[float],
+        stop_asked: Callable[[], bool],
+    ) -> StepResult:
+        """One step; or, where a stop is asked for and the step would take long yet, a checkpoint of the moment before it."""
+        random, began = random_states(self.device), time.perf_counter()
+        expected_s = statistics.median(recent) if recent else math.inf
 
-    def _stop(self) -> None:
+        def abandon() -> bool:
+            return expected_s - (time.perf_counter() - began) > ABANDON_S and stop_asked()
+
+        try:
+            return self.train_step(batches, factor, clock, self.watch.accept, abandon)
+        except WindowAbandoned:
+            self.loader.restore(position)
+            restore_random(self.device, random)
+            self._stop()
+
+    def _record(
+        self,
+        result: StepResult,
+        learning_rate: float,
+        n_tokens: int,
+        step_time_s: float,
+        parts: dict[str, float],
+        first_step: int,
+    ) -> StepRecord:
+        tok_per_s = n_tokens / step_time_s
+        return StepRecord(
+            step=self.step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=learning_rate,
+            tok_per_s=tok_per_s,
+            mfu=self.mfu(tok_per_s),
+            memory_bytes=memory_bytes(self.device),
+            peak_memory_bytes=peak_memory_bytes(self.device),
+            step_time_s=step_time_s,
+            **{name: parts.get(name.removesuffix("_s"), 0.0) for name in PARTS},
+            tokens=self.tokens,
+            epoch=self.loader.epoch,
+            warm_up=self.step - first_step <= WARM_UP_STEPS,
+            skipped=result.skipped,
+            elapsed_s=self.elapsed_s(),
+            block_grad_norms=result.block_grad_norms,
+        )
+
+    def _heed(self, result: StepResult, batches: Sequence[Batch], windows: tuple[int, int]) -> None:
+        """Learn from a step that was taken; respond to an anomaly."""
+        if result.skipped is None:
+            self.watch.took(result.loss, result.grad_norm)
+            if not anchor_every(self.recipe.train):
+                self.watch.in_a_row = 0
+        elif not result.overflow:
+            respond(self, result, batches, windows)
+
+    def _stop(self) -> NoReturn:
         try:
             path = self.save()
         except CheckpointError as error:

@@ -130,6 +130,8 @@ class Optimizers:
             raise CorruptFileError(
                 f"the optimizer state {'holds' if unknown else 'lacks'} {named!r}: it was not saved by a run of this recipe."
             )
+        for optimizer in self._optimizers:
+            optimizer.state.clear()  # of a run that goes back to before its first step
         optimizer_of = {id(t): o for o in self._optimizers for group in o.param_groups for t in group["params"]}
         for part in self.parts:
             if part.key in by_part:

@@ -63,6 +63,10 @@ class RunDirectory:
         return self.path / "log.jsonl"
 
     @property
+    def anomalies(self) -> Path:
+        return self.path / "anomalies.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -27,13 +27,23 @@ Accept = Callable[[float, float], str | None]
 @dataclass(frozen=True)
 class StepResult:
     """``loss`` in nats per token with a target; ``grad_norm`` before clipping, and by part of the model in
-    ``block_grad_norms`` ("embed", "blocks.0", …, "final_norm", "head"); ``skipped`` says why nothing was changed."""
+    ``block_grad_norms`` ("embed", "blocks.0", …, "final_norm", "head"); ``skipped`` says why nothing was changed, and
+    ``overflow`` that it was fp16's loss scale, which is now lower: no fault of the text or the weights."""
 
     loss: float
     grad_norm: float
     n_valid: int
     skipped: str | None = None
     block_grad_norms: dict[str, float] = field(default_factory=dict)
+    overflow: bool = False
+
+
+class WindowAbandoned(Exception):
+    """A stop was asked for between two micro-batches of a window: no weight has changed, its gradients are dropped."""
+
+
+def _never() -> bool:
+    return False
 
 
 def _accept_all(loss: float, grad_norm: float) -> None:
@@ -84,19 +94,27 @@ class TrainStep:
         return self._chunk is not chunk_loss
 
     def __call__(
-        self, batches: Sequence[Batch], learning_rate_factor: float, clock: StepClock, accept: Accept = _accept_all
+        self,
+        batches: Sequence[Batch],
+        learning_rate_factor: float,
+        clock: StepClock,
+        accept: Accept = _accept_all,
+        abandon: Callable[[], bool] = _never,
     ) -> StepResult:
         """One update from ``batches``, the micro-batches of one accumulation window.
 
         The gradient is that of Σ loss / Σ valid tokens over the whole window, whatever the split into micro-batches: a mean of
         the micro-batches' means would weigh a token more in a batch that has few. If the loss or the gradient's norm is not
-        finite, or ``accept`` refuses them, masters, working copy and optimizer state stay as they were.
+        finite, or ``accept`` refuses them, masters, working copy and optimizer state stay as they were. ``abandon`` is asked
+        between micro-batches; where it says yes, WindowAbandoned is raised.
         """
         n_valid = sum(batch.n_valid for batch in batches)
         scale = 1.0 / max(1, n_valid)
         self.masters.zero_gradients()
         total = torch.zeros((), dtype=torch.float32, device=self.device)
-        for batch in batches:
+        for number, batch in enumerate(batches):
+            if number and abandon():
+                raise WindowAbandoned
             total += self._forward_backward_guarded(batch, scale, clock)
             self.masters.collect()
             clock.lap("optimizer")

@@ -1,0 +1,95 @@
+"""What a run does about an anomaly: skip the step, go back to a checkpoint, or stop (``train.anomaly_policy``)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from twostroke.core.errors import TwostrokeError
+from twostroke.data.loader import Batch
+from twostroke.training.anomalies import anchor_every
+from twostroke.training.build import restore_computation
+from twostroke.training.checkpoint import CheckpointError, load_newest, remove_newer
+from twostroke.training.step import StepResult
+
+if TYPE_CHECKING:
+    from twostroke.training.loop import TrainingRun
+
+MAX_TEXTS, TEXT_TOKENS = 32, 16
+"""Rows of an offending batch whose beginnings are written down, and how much of each."""
+
+
+def respond(run: TrainingRun, result: StepResult, batches: Sequence[Batch], windows: tuple[int, int]) -> None:
+    """Name the refused step and its text, and do what the policy says. Raises TwostrokeError where the run must stop.
+
+    ``windows`` are the first and the last that the loader handed out for the step.
+    """
+    settings = run.recipe.train
+    policy, step = settings.anomaly_policy, run.step
+    run.watch.in_a_row += 1
+    gives_up = run.watch.in_a_row >= settings.anomaly_limit
+    run.anomalies.append(
+        {
+            "step": step,
+            "reason": result.skipped,
+            "action": "stop" if gives_up else policy,
+            "windows": list(windows),
+            "texts": _beginnings(run, batches),
+        }
+    )
+    said = (
+        f"step {step} was skipped: its {result.skipped}; weights are unchanged. Its text: windows {windows[0]} to {windows[1]} "
+        f"of the loader ({run.directory.anomalies.name} shows it)."
+    )
+    if gives_up or policy == "stop":
+        run.log(said)
+        with contextlib.suppress(CheckpointError):
+            run.save()
+        if policy == "stop":
+            why = (
+                f'step {step} was an anomaly (its {result.skipped}), and train.anomaly_policy is "stop". '
+                "--resume goes on behind it."
+            )
+        else:
+            why = (
+                f"{run.watch.in_a_row} anomalies in a row, up to step {step} (its {result.skipped}). "
+                f"Lower train.learning_rate or look at the text in {run.directory.anomalies}."
+            )
+        raise TwostrokeError(f"{why} {run.what_is_kept()}")
+    if policy == "rollback":
+        _roll_back(run)
+        said += f" Back to step {run.step}; its text and what was read since are not read again."
+    run.log(said)
+
+
+def _roll_back(run: TrainingRun) -> None:
+    """Weights, optimizer, random states and step of the newest scheduled checkpoint; the loader stays behind the bad text.
+
+    The log is cut to that step, and checkpoints after it go: they are of a past that is given up. A run killed at any moment
+    comes here again by itself, because every checkpoint before the rollback leads to it.
+    """
+    every = anchor_every(run.recipe.train)
+    run.saver.settle()
+    checkpoint = load_newest(run.directory.checkpoints, run.log, lambda step: step % every == 0)
+    if checkpoint is None:
+        raise TwostrokeError(
+            f"step {run.step} was an anomaly, and there is no checkpoint of a multiple of {every} steps to go to."
+        )
+    in_a_row = run.watch.in_a_row
+    restore_computation(run, checkpoint)
+    run.watch.in_a_row = in_a_row
+    run.step_log.restart(run.step)
+    remove_newer(run.directory.checkpoints, run.step)
+
+
+def _beginnings(run: TrainingRun, batches: Sequence[Batch]) -> list[str]:
+    """How the rows of ``batches`` begin; empty where the tokenizer is gone by now."""
+    from twostroke.data.tokenizer import load_tokenizer
+
+    rows = [row[:TEXT_TOKENS].tolist() for batch in batches for row in batch.tokens][:MAX_TEXTS]
+    try:
+        tokenizer = load_tokenizer(run.prepared.tokenizer_path)
+    except (TwostrokeError, OSError):
+        return []
+    return [str(tokenizer.decode(row, skip_special_tokens=False)) for row in rows]
