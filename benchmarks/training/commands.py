@@ -78,7 +78,7 @@ def resume_cost(row: str, size: Size, folder: Path, environment: dict[str, str])
         output = folder / f"plain-{attempt}"
         without = _train(recipe, output, environment, f"train.steps={n_steps}")
         fresh.append(without["startup_s"])
-        plain.append(without["train_time_s"] - without["startup_s"] + 0.0)
+        plain.append(without["train_time_s"] - without["startup_s"])
         shutil.rmtree(output)
         with_saves = _train(recipe, output, environment, f"train.steps={n_steps}", f"train.checkpoint_every={every}")
         saving.append(with_saves["train_time_s"] - with_saves["startup_s"])

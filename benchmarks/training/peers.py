@@ -29,7 +29,8 @@ def python_of(name: str | None, folder: Path, existing: Path | None = None) -> s
         if not (directory / "bin" / "python").exists():
             venv.create(directory, with_pip=True)
             (site,) = directory.glob("lib/python*/site-packages")
-            (site / "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n", encoding="utf-8")
+            line = f"import site; site.addsitedir({sysconfig.get_paths()['purelib']!r})"
+            (site / "shared.pth").write_text(line + "\n", encoding="utf-8")
             pip = [str(directory / "bin" / "python"), "-m", "pip", "install", "-q", "--no-deps"]
             subprocess.run([*pip, *PACKAGES[name]], check=True)
         _known[name] = str(directory / "bin" / "python")

@@ -177,10 +177,12 @@ def _machine() -> str:
 def product_rate() -> float:
     """FLOP/s of the best of five 4096³ bf16 products: what a share of the machine's rate is a share of."""
     code = (
-        "import torch, time; torch.set_num_threads(%d); a, b = (torch.randn(4096, 4096).bfloat16() for _ in 'ab'); a @ b\n"
-        "t = []\nfor _ in range(5):\n s = time.perf_counter(); a @ b; t.append(time.perf_counter() - s)\nprint(2 * 4096**3 / min(t))"
+        f"import torch, time; torch.set_num_threads({THREADS})\n"
+        "a, b = (torch.randn(4096, 4096).bfloat16() for _ in 'ab'); a @ b\n"
+        "t = []\nfor _ in range(5):\n s = time.perf_counter(); a @ b; t.append(time.perf_counter() - s)\n"
+        "print(2 * 4096**3 / min(t))"
     )
-    done = subprocess.run([sys.executable, "-c", code % THREADS], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return float(done.stdout)
 
 

@@ -42,7 +42,9 @@ def _speed_table(name: str, records: list[dict[str, Any]]) -> list[str]:
         if "failed" in record:
             lines.append(f"| {record['engine']} | failed: {record['failed'].splitlines()[-1][:120]} | | | | | | | |")
             continue
-        mine = done.get(record["engine"].replace("peft", OURS), ours) or record
+        mine = done.get(record["engine"].replace("peft", OURS)) if "peft" in record["engine"] else ours
+        if mine is None or record["engine"].startswith(OURS):
+            mine = record
         rate, peak = tok_per_s(record), record["peak_bytes"]
         net, own_net = peak - record["baseline_bytes"], mine["peak_bytes"] - mine["baseline_bytes"]
         kept = clean_steps(record)
