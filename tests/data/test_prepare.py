@@ -18,8 +18,7 @@ from tokenizers import Tokenizer
 
 from twostroke.core.errors import ConfigError, CorruptFileError, DataError, TwostrokeError
 from twostroke.core.recipe import DataRecipe
-from twostroke.data import prepare as preparation
-from twostroke.data import shards
+from twostroke.data import selection, shards
 from twostroke.data.prepare import prepare
 from twostroke.data.shards import PreparedData, open_prepared
 from twostroke.data.sources import find_documents
@@ -207,14 +206,14 @@ def test_a_large_corpus_holds_out_a_megabyte(tmp_path: Path) -> None:
     histogram = np.zeros(2**16, dtype=np.int64)
     places = np.random.default_rng(0).integers(0, 2**16, 600)
     np.add.at(histogram, places, 20_000)
-    threshold = preparation._threshold(histogram, 0.01)
+    threshold = selection._threshold(histogram, 0.01)
     assert threshold is not None
-    assert preparation.LEAST_HELD_OUT_BYTES <= histogram[:threshold].sum() <= 1_040_000
-    assert histogram[: threshold - 1].sum() < preparation.LEAST_HELD_OUT_BYTES
-    assert preparation._threshold(histogram, 0.25) == 2**14
+    assert selection.LEAST_HELD_OUT_BYTES <= histogram[:threshold].sum() <= 1_040_000
+    assert histogram[: threshold - 1].sum() < selection.LEAST_HELD_OUT_BYTES
+    assert selection._threshold(histogram, 0.25) == 2**14
     one = np.zeros(2**16, dtype=np.int64)
     one[123] = 10**8
-    assert preparation._threshold(one, 0.1) is None, "a corpus in one bucket cannot be divided"
+    assert selection._threshold(one, 0.1) is None, "a corpus in one bucket cannot be divided"
 
 
 def test_named_held_out_sources_leave_the_training_part(folder: Path, tmp_path: Path) -> None:
@@ -409,7 +408,7 @@ def test_preparation_holds_constant_memory(tmp_path: Path) -> None:
 
 def test_the_standard_library_is_prepared_by_the_demo_settings() -> None:
     prepared = prepare(DataRecipe(vocab_size=1024))
-    assert prepared.n_heldout_bytes >= preparation.LEAST_HELD_OUT_BYTES
+    assert prepared.n_heldout_bytes >= selection.LEAST_HELD_OUT_BYTES
     assert prepared.report["split_by"] == "document"
     assert prepared.report["n_duplicates"] + prepared.report["n_empty"] > 0
     held_out, total = prepared.n_heldout_bytes, prepared.report["n_bytes"]

@@ -19,18 +19,18 @@ import dataclasses
 import hashlib
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import tokenizers
 from tokenizers import Tokenizer
 
-from twostroke.core.errors import ConfigError, DataError
+from twostroke.core.errors import ConfigError
 from twostroke.core.paths import data_cache_dir
 from twostroke.core.recipe import DataRecipe
+from twostroke.data.selection import Selection, report_left_out, select
 from twostroke.data.shards import (
     FORMAT,
     HELD_OUT_ENDS,
@@ -46,12 +46,8 @@ from twostroke.data.shards import (
     made_whole,
     write_manifest,
 )
-from twostroke.data.sources import PIECE_BYTES, Document, DocumentSource, FirstOfEach, find_documents
+from twostroke.data.sources import Document, DocumentSource, find_documents
 from twostroke.data.tokenizer import LEAST_VOCAB_SIZE, eos_id_of, load_tokenizer, tokenizer_file, train_tokenizer
-
-LARGE_CORPUS_BYTES = 10_000_000
-LEAST_HELD_OUT_BYTES = 1_000_000
-"""Held out at least, of a corpus larger than ``LARGE_CORPUS_BYTES``: less makes bits per byte too noisy to compare models."""
 
 TOKENIZER_SAMPLE_BYTES = 256 * 2**20
 """A tokenizer is trained on about this much text at most: more does not change the merges, and the trainer's memory grows."""
@@ -71,7 +67,8 @@ def prepare(
     a number in [0, 1), is below ``held_out_fraction``; where that is less than 1 MB of a corpus above 10 MB, or
     nothing, the fraction is raised until it is not. A corpus whose documents cannot be divided so (one file) is divided
     by pieces of about 64 kB cut at line ends. Documents of ``recipe.held_out`` are held out instead where it is given,
-    and their duplicates leave the training part.
+    and their duplicates leave the training part. What else is left out, ``recipe.dedup`` and the filters say
+    (``data.inventory``); the report counts it by reason.
 
     Conversations (``recipe.layout`` other than "text") are prepared by ``data.conversations``.
 
@@ -111,7 +108,7 @@ def _inputs(recipe: DataRecipe, source: DocumentSource, held_out: DocumentSource
     return {
         "format": FORMAT,
         "tokenizers_version": tokenizers.__version__,
-        "recipe": dataclasses.asdict(recipe),
+        "recipe": recipe.preparation(),
         "tokenizer_sha256": tokenizer,
         "n_files": len(source.files),
         "n_file_bytes": source.n_file_bytes,
@@ -121,128 +118,106 @@ def _inputs(recipe: DataRecipe, source: DocumentSource, held_out: DocumentSource
 
 
 @dataclass
-class _Split:
-    """Which documents, or pieces of them, are held out: those whose bucket is below ``threshold``. No list is kept."""
-
-    by: str
-    threshold: int
-
-    def holds_out(self, document: Document) -> bool:
-        if self.by == "explicit":
-            return False
-        key = (document.path,) if self.by == "document" else (document.path, document.piece)
-        return bucket(*key) < self.threshold
-
-
-def _threshold(histogram: npt.NDArray[np.int64], fraction: float) -> int | None:
-    """The least threshold from ``fraction`` up that holds out enough, or None where what is left would be less than half."""
-    total = int(histogram.sum())
-    needed = LEAST_HELD_OUT_BYTES if total > LARGE_CORPUS_BYTES else 1
-    below = np.cumsum(histogram)  # below[t] = bytes in buckets 0 … t
-    first = max(1, round(fraction * N_BUCKETS))
-    threshold = max(first, int(np.searchsorted(below, needed)) + 1)
-    held = int(below[min(threshold, N_BUCKETS) - 1])
-    limit = max(0.5, fraction + 0.25) * total
-    return threshold if needed <= held <= limit and held < total else None
-
-
-def _choose_split(source: DocumentSource, fraction: float, report: Progress) -> _Split:
-    """One pass over the source, in constant memory: bytes by bucket, counted by document and by piece.
-
-    A small corpus is cut in smaller pieces, so that it has some; sets ``source.piece_bytes``.
-    """
-    if source.n_file_bytes < 16 * PIECE_BYTES:
-        source.piece_bytes = max(64, source.n_file_bytes // 16)
-    by_document = np.zeros(N_BUCKETS, dtype=np.int64)
-    by_piece = np.zeros(N_BUCKETS, dtype=np.int64)
-    done = 0
-    for document in source:
-        by_document[bucket(document.path)] += document.n_bytes
-        by_piece[bucket(document.path, document.piece)] += document.n_bytes
-        done += document.n_bytes
-        report(min(1.0, done / max(1, source.n_file_bytes)), "reading")
-    if source.report.n_documents == 0:
-        raise DataError(
-            f"the sources hold no text: {source.report.n_empty} of {source.report.n_files} files or records are empty."
-        )
-    for by, histogram in (("document", by_document), ("piece", by_piece)):
-        threshold = _threshold(histogram, fraction)
-        if threshold is not None:
-            if by == "document":
-                source.piece_bytes = PIECE_BYTES
-            return _Split(by, threshold)
-    raise DataError(
-        f"{source.report.n_bytes} bytes of text cannot be divided into a training and a held-out part. "
-        "Give more text, or name held-out sources."
-    )
-
-
-def _training_texts(
-    source: DocumentSource, seen: set[bytes], split: _Split, total_bytes: int, report: Progress
-) -> Iterator[str]:
-    """What a tokenizer is trained on: never held-out text; of a very large corpus the pieces that a hash chooses."""
-    share = min(1.0, TOKENIZER_SAMPLE_BYTES / max(1, total_bytes))
-    done = 0
-    for document in source.documents(FirstOfEach(seen)):
-        done += document.n_bytes
-        # The library reads all text first and merges then; its merging reports nothing, so reading is given half the bar.
-        report(0.5 * min(1.0, done / max(1, total_bytes)), "training the tokenizer")
-        if not split.holds_out(document) and (
-            share == 1.0 or bucket("sample", document.path, document.piece) < share * N_BUCKETS
-        ):
-            yield document.text
+class _SourceCounts:
+    n_documents: int = 0
+    n_bytes: int = 0
+    n_tokens: int = 0
 
 
 class _SplitWriter:
     """Tokenises documents in bounded batches and writes them to their part, an end-of-text behind each.
 
+    A batch is tokenised in the background, by the library's own threads (as many as there are cores), while the next is read.
     Where a document is divided by pieces, a run of pieces in one part counts as one document of that part.
     """
 
-    def __init__(self, directory: Path, tokenizer: Tokenizer, eos_id: int, dtype: str) -> None:
+    def __init__(self, directory: Path, tokenizer: Tokenizer, eos_id: int, dtype: str, n_sources: int) -> None:
         self.tokenizer, self.eos_id = tokenizer, eos_id
+        self.sources = [_SourceCounts() for _ in range(n_sources)]
+        self._background = ThreadPoolExecutor(1, "tokenise")
+        self._at_work: Future[list[list[int]]] | None = None
         self.shards = {False: ShardWriter(directory, "train", dtype), True: ShardWriter(directory, "heldout", dtype)}
         self.n_documents = {False: 0, True: 0}
         self.n_bytes = {False: 0, True: 0}
         self.text = HashedFile(directory / HELD_OUT_TEXT)
         self.ends = HashedFile(directory / HELD_OUT_ENDS)
-        self._batch: list[tuple[str, bool, bool]] = []  # text, held out, an end-of-text behind it
+        self._batch: list[_Piece] = []
+        self._batch_at_work: list[_Piece] = []
         self._batch_bytes = 0
 
-    def add(self, text: str, n_bytes: int, held: bool, ends: bool) -> None:
-        self._batch.append((text, held, ends))
-        self._batch_bytes += n_bytes
-        self.n_bytes[held] += n_bytes
+    def add(self, document: Document, held: bool, ends: bool) -> None:
+        self._batch.append(_Piece(document.text, held, ends, document.source))
+        self._batch_bytes += document.n_bytes
+        self.n_bytes[held] += document.n_bytes
         self.n_documents[held] += ends
         if held:
-            self.text.write(text.encode())
+            self.text.write(document.text.encode())
             if ends:
                 self.ends.write(self.text.n_bytes.to_bytes(8, "little"))
+        else:
+            self.sources[document.source].n_documents += ends
+            self.sources[document.source].n_bytes += document.n_bytes
         if self._batch_bytes >= _BATCH_BYTES:
-            self.flush()
+            self._flush()
 
-    def flush(self) -> None:
-        encodings = self.tokenizer.encode_batch_fast([text for text, _, _ in self._batch], add_special_tokens=False)
-        for encoding, (_, held, ends) in zip(encodings, self._batch, strict=True):
-            ids = encoding.ids
-            if ends:
+    def _flush(self) -> None:
+        """Write the batch that was tokenised meanwhile, and have this one tokenised."""
+        self._collect()
+        self._batch_at_work, self._batch, self._batch_bytes = self._batch, [], 0
+        self._at_work = self._background.submit(self._encode, [piece.text for piece in self._batch_at_work])
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _collect(self) -> None:
+        if self._at_work is None:
+            return
+        for ids, piece in zip(self._at_work.result(), self._batch_at_work, strict=True):
+            if piece.ends:
                 ids.append(self.eos_id)
-            self.shards[held].write(ids)
-        self._batch = []
-        self._batch_bytes = 0
+            self.shards[piece.held].write(ids)
+            if not piece.held:
+                self.sources[piece.source].n_tokens += len(ids)
+        self._at_work = None
 
     def close(self) -> dict[str, dict[str, Any]]:
-        self.flush()
+        self._flush()
+        self._collect()
+        self._background.shutdown()
         for shards in self.shards.values():
             shards.close()
         text, ends = self.text.close(), self.ends.close()
         return {**self.shards[False].files, **self.shards[True].files, HELD_OUT_TEXT: text, HELD_OUT_ENDS: ends}
 
     def abandon(self) -> None:
+        self._background.shutdown(cancel_futures=True)
         for shards in self.shards.values():
             shards.abandon()
         self.text.abandon()
         self.ends.abandon()
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A piece on its way: ``ends`` says that an end-of-text follows."""
+
+    text: str
+    held: bool
+    ends: bool
+    source: int
+
+
+def _training_texts(source: DocumentSource, selection: Selection, report: Progress) -> Iterator[str]:
+    """What a tokenizer is trained on: never held-out text; of a very large corpus the pieces that a hash chooses."""
+    total_bytes = max(1, selection.n_kept_bytes)
+    share = min(1.0, TOKENIZER_SAMPLE_BYTES / total_bytes)
+    done = 0
+    for document, held, _ in selection.parts(source):
+        done += document.n_bytes
+        # The library reads all text first and merges then; its merging reports nothing, so reading is given half the bar.
+        report(0.5 * min(1.0, done / total_bytes), "training the tokenizer")
+        if not held and (share == 1.0 or bucket("sample", document.path, document.piece) < share * N_BUCKETS):
+            yield document.text
 
 
 def _write(
@@ -254,25 +229,10 @@ def _write(
     key: str,
     progress: Progress,
 ) -> None:
-    held_hashes: set[bytes] = set()
-    if held_out is not None:
-        for _ in held_out.documents(FirstOfEach(held_hashes)):
-            pass
-        if held_out.report.n_documents == 0:
-            raise DataError(f"the held-out sources {', '.join(recipe.held_out)} hold no text.")
-        for _ in source.documents(FirstOfEach(set(held_hashes))):
-            pass
-        if source.report.n_documents == 0:
-            raise DataError("nothing is left to train on: every document is empty or a duplicate of a held-out one.")
-        split = _Split("explicit", 0)
-    else:
-        split = _choose_split(source, recipe.held_out_fraction, lambda done, note: progress(0.04 * done, note))
-    total_bytes = source.report.n_bytes
-
+    read = 0.2 if recipe.dedup == "near" or recipe.has_filters else 0.04  # share of the bar
+    selection, of_held_out = select(recipe, source, held_out, directory, lambda done, note: progress(read * done, note))
     if recipe.tokenizer is None:
-        texts = _training_texts(
-            source, set(held_hashes), split, total_bytes, lambda done, note: progress(0.05 + 0.45 * done, note)
-        )
+        texts = _training_texts(source, selection, lambda done, note: progress(read + (0.5 - read) * done, note))
         tokenizer = train_tokenizer(texts, recipe.vocab_size, directory / "tokenizer.json")
         eos_id = eos_id_of(tokenizer)
     else:
@@ -286,9 +246,16 @@ def _write(
     vocab_size = max(vocab_size, 1 + max(tokenizer.get_vocab().values()))
     dtype = "<u2" if vocab_size <= 2**16 else "<u4"
 
-    writer = _SplitWriter(directory, tokenizer, eos_id, dtype)
+    writer = _SplitWriter(directory, tokenizer, eos_id, dtype, len(recipe.sources))
     try:
-        reports = _encode(writer, source, held_out, held_hashes, split, total_bytes, progress)
+        if held_out is not None and of_held_out is not None:
+            for document, held, ends in of_held_out.parts(held_out):
+                writer.add(document, held, ends)
+        done, total_bytes = 0, max(1, selection.n_kept_bytes)
+        for document, held, ends in selection.parts(source):
+            writer.add(document, held, ends)
+            done += document.n_bytes
+            progress(0.5 + 0.48 * min(1.0, done / total_bytes), "tokenising")
         files = writer.close()
     except BaseException:
         writer.abandon()
@@ -311,45 +278,29 @@ def _write(
         "n_heldout_bytes": writer.n_bytes[True],
         "n_heldout_documents": writer.n_documents[True],
         "report": {
-            **reports,
-            "split_by": split.by,
+            **_counts(source, held_out),
+            **report_left_out([s for s in (of_held_out, selection) if s is not None]),
+            "split_by": selection.by,
             "held_out_share": writer.n_bytes[True] / n_text_bytes,
             "n_train_bytes": writer.n_bytes[False],
             "n_train_documents": writer.n_documents[False],
             "bytes_per_token": n_text_bytes / n_tokens,
+            "sources": [
+                {"source": name, **dataclasses.asdict(counts)}
+                for name, counts in zip(recipe.sources, writer.sources, strict=True)
+            ],
         },
         "files": files,
     }
+    report = manifest["report"]
+    report["n_duplicates"] = report["left_out"].get("duplicate", {}).get("n_documents", 0)
     write_manifest(directory, manifest)
 
 
-def _encode(
-    writer: _SplitWriter,
-    source: DocumentSource,
-    held_out: DocumentSource | None,
-    held_hashes: set[bytes],
-    split: _Split,
-    total_bytes: int,
-    progress: Progress,
-) -> dict[str, int]:
-    """The pass that writes. Returns the counts of both sources together."""
-    done = 0
-    if held_out is not None:
-        for document in held_out:
-            writer.add(document.text, document.n_bytes, held=True, ends=document.is_last)
-    waiting: tuple[Document, bool] | None = None  # until it is known whether the next piece goes on in the same part
-    for document in source.documents(FirstOfEach(set(held_hashes))):
-        held = split.holds_out(document)
-        if waiting is not None:
-            before, before_held = waiting
-            writer.add(before.text, before.n_bytes, before_held, ends=before.is_last or before_held != held)
-        waiting = document, held
-        done += document.n_bytes
-        progress(0.5 + 0.48 * min(1.0, done / max(1, total_bytes)), "tokenising")
-    if waiting is not None:
-        writer.add(waiting[0].text, waiting[0].n_bytes, waiting[1], ends=True)
-    reports = source.report.to_dict()
+def _counts(source: DocumentSource, held_out: DocumentSource | None) -> dict[str, int]:
+    """The counts of both sources' last passes together."""
+    counts = source.report.to_dict()
     if held_out is not None:
         for name, count in held_out.report.to_dict().items():
-            reports[name] += count
-    return reports
+            counts[name] += count
+    return counts
