@@ -1,8 +1,8 @@
 """Compiles the native library: every ``.cpp`` beside this file, each with the flags its name asks for, into one shared library.
 
 Standard library only, and loaded by path from ``setup.py``, which runs where nothing is installed. A file named
-``*_avx512.cpp`` is compiled for AVX-512 with VNNI, and so on (``FLAGS_OF_SUFFIX``); such files hold nothing that runs before the
-processor was asked. Objects are kept under the hash of what they were made from, so that a rebuild compiles what changed.
+``*_avx512.cpp`` is compiled for AVX-512 with VNNI, and so on (``FLAGS_OF_SUFFIX``); such files hold nothing that runs before
+the processor was asked. Objects are kept under the hash of what they were made from, so that a rebuild compiles what changed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COMMON_FLAGS = (
     "-Wall",
     "-Wextra",
 )
-LINK_FLAGS = ("-shared", "-pthread")
+LINK_FLAGS = ("-shared", "-pthread", "-Wl,-Bsymbolic-functions")
 AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=512")
 FLAGS_OF_SUFFIX = {
@@ -51,9 +51,8 @@ def compiler() -> list[str]:
     for candidate in [wanted] if wanted else [["g++"], ["c++"]]:
         if shutil.which(candidate[0]):
             return candidate
-    raise BuildError(
-        f"no C++ compiler: {shlex.join(wanted) if wanted else 'neither g++ nor c++'} was found. Install one (Debian: apt-get install g++)."
-    )
+    missing = shlex.join(wanted) if wanted else "g++ or c++"
+    raise BuildError(f"no C++ compiler: {missing} was not found. Install one (Debian: apt-get install g++).")
 
 
 def sources() -> list[Path]:

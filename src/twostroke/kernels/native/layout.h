@@ -8,6 +8,9 @@
 // W8A8, INT8: after all tiles one fp32 scale for each output.
 // INT4: before a tile's steps, for each group of inputs 16 fp16 scales, then for each group 16 zero points (uint8), padded to 64
 // bytes; after all tiles one power of two, fp32, for each output: weight = (code − zero) · scale · power. The last group may be short.
+//
+// All functions here are static: each file has its own, so that the linker cannot give code compiled for a better processor to a
+// file meant for a lesser one.
 #pragma once
 #include "matrix.h"
 
@@ -16,11 +19,11 @@ namespace ts::layout {
 constexpr int64_t TILE = 16;
 constexpr int64_t STEP_BYTES = 64;
 
-constexpr int64_t up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-constexpr int64_t tiles(int64_t n) { return (n + TILE - 1) / TILE; }
-constexpr int64_t groups(int64_t k, int32_t group) { return (k + group - 1) / group; }
+static constexpr int64_t up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+static constexpr int64_t tiles(int64_t n) { return (n + TILE - 1) / TILE; }
+static constexpr int64_t groups(int64_t k, int32_t group) { return (k + group - 1) / group; }
 
-constexpr int64_t steps(Format format, int64_t k) {
+static constexpr int64_t steps(Format format, int64_t k) {
     switch (format) {
         case Format::F32: return k;
         case Format::BF16: return padded(k) / 2;
@@ -32,20 +35,20 @@ constexpr int64_t steps(Format format, int64_t k) {
 }
 
 // Bytes of a tile before its steps.
-constexpr int64_t head_bytes(Format format, int32_t group, int64_t k) {
+static constexpr int64_t head_bytes(Format format, int32_t group, int64_t k) {
     return format == Format::INT4 ? up(groups(k, group) * 48, STEP_BYTES) : 0;
 }
 
-constexpr int64_t tile_bytes(Format format, int32_t group, int64_t k) {
+static constexpr int64_t tile_bytes(Format format, int32_t group, int64_t k) {
     return head_bytes(format, group, k) + steps(format, k) * STEP_BYTES;
 }
 
 // The scales behind the tiles: one for each output, of whole tiles. Null offset (no scales) in F32 and BF16.
-inline const float* output_scales(const Matrix& w) {
+static inline const float* output_scales(const Matrix& w) {
     return reinterpret_cast<const float*>(static_cast<const char*>(w.packed) + tiles(w.n) * tile_bytes(w.format, w.group, w.k));
 }
 
-inline const char* tile(const Matrix& w, int64_t index) {
+static inline const char* tile(const Matrix& w, int64_t index) {
     return static_cast<const char*>(w.packed) + index * tile_bytes(w.format, w.group, w.k);
 }
 

@@ -6,28 +6,28 @@
 
 namespace ts {
 
-inline float float_of_bits(uint32_t bits) {
+static inline float float_of_bits(uint32_t bits) {
     float value;
     std::memcpy(&value, &bits, 4);
     return value;
 }
 
-inline uint32_t bits_of_float(float value) {
+static inline uint32_t bits_of_float(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
     return bits;
 }
 
-inline float float_of_bf16(uint16_t bits) { return float_of_bits(uint32_t{bits} << 16); }
+static inline float float_of_bf16(uint16_t bits) { return float_of_bits(uint32_t{bits} << 16); }
 
 // Round to nearest even; NaN stays NaN.
-inline uint16_t bf16_of_float(float value) {
+static inline uint16_t bf16_of_float(float value) {
     const uint32_t bits = bits_of_float(value);
     if (value != value) return uint16_t((bits >> 16) | 0x40);
     return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-inline float float_of_fp16(uint16_t bits) {
+static inline float float_of_fp16(uint16_t bits) {
     const uint32_t sign = uint32_t(bits & 0x8000) << 16, exponent = (bits >> 10) & 31, mantissa = bits & 1023;
     if (exponent == 31) return float_of_bits(sign | 0x7f800000 | (mantissa << 13));
     if (exponent != 0) return float_of_bits(sign | ((exponent + 112) << 23) | (mantissa << 13));
@@ -36,7 +36,7 @@ inline float float_of_fp16(uint16_t bits) {
 }
 
 // For 0 <= value <= 1: round to nearest even, to a multiple of 2^-24 where that is coarser.
-inline uint16_t fp16_of_unit(float value) {
+static inline uint16_t fp16_of_unit(float value) {
     if (!(value > 0)) return 0;
     int exponent;
     std::frexp(value, &exponent);  // value = f·2^exponent, f in [0.5, 1)

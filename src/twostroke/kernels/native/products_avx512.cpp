@@ -27,7 +27,7 @@ struct W8A8 {
     static void block(const Target& to, int64_t row, int64_t tile) {
         const int64_t k = padded(to.w.k), n_steps = k / 4, tile_bytes = n_steps * STEP_BYTES;
         const char* weights = layout::tile(to.w, tile);
-        const int8_t* codes = to.rows.codes + row * k;
+        const RowPointers<int8_t, R> codes(to.rows.codes + row * k, k);
         __m512i sum[R][T];
         TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = _mm512_setzero_si512();
         for (int64_t s = 0; s < n_steps; ++s) {
@@ -38,8 +38,8 @@ struct W8A8 {
                 w[t] = _mm512_loadu_si512(from);
             }
             TS_UNROLL for (int r = 0; r < R; ++r) {
-                const __m512i a = word(codes + r * k + s * 4);
-                TS_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = _mm512_dpbusd_epi32(sum[r][t], w[t], a);
+                const __m512i a = word(codes[r] + s * 4);
+                TS_UNROLL for (int t = 0; t < T; ++t) add_products(sum[r][t], w[t], a);
             }
         }
         const int64_t n_sums = sums_per_row(to.w.k);
@@ -60,7 +60,7 @@ struct Int8 {
     static void block(const Target& to, int64_t row, int64_t tile) {
         const int64_t k = to.w.k, tile_bytes = layout::tile_bytes(Format::INT8, 0, k);
         const char* weights = layout::tile(to.w, tile);
-        const float* x = to.rows.f32 + row * k;
+        const RowPointers<float, R> x(to.rows.f32 + row * k, k);
         __m512 sum[R][T];
         TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = _mm512_setzero_ps();
         const auto step = [&](int64_t s, int n_inputs) __attribute__((always_inline)) {
@@ -76,7 +76,7 @@ struct Int8 {
                 TS_UNROLL for (int t = 0; t < T; ++t)
                     value[t] = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(w[t], unsigned(24 - 8 * j)), 24));
                 TS_UNROLL for (int r = 0; r < R; ++r) {
-                    const __m512 a = _mm512_set1_ps(x[r * k + s * 4 + j]);
+                    const __m512 a = _mm512_set1_ps(x[r][s * 4 + j]);
                     TS_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = _mm512_fmadd_ps(a, value[t], sum[r][t]);
                 }
             }
@@ -93,7 +93,7 @@ struct F32 {
     static void block(const Target& to, int64_t row, int64_t tile) {
         const int64_t k = to.w.k, tile_bytes = k * STEP_BYTES;
         const char* weights = layout::tile(to.w, tile);
-        const float* x = to.rows.f32 + row * k;
+        const RowPointers<float, R> x(to.rows.f32 + row * k, k);
         __m512 sum[R][T];
         TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = _mm512_setzero_ps();
         for (int64_t s = 0; s < k; ++s) {
@@ -104,7 +104,7 @@ struct F32 {
                 w[t] = _mm512_loadu_ps(from);
             }
             TS_UNROLL for (int r = 0; r < R; ++r) {
-                const __m512 a = _mm512_set1_ps(x[r * k + s]);
+                const __m512 a = _mm512_set1_ps(x[r][s]);
                 TS_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = _mm512_fmadd_ps(a, w[t], sum[r][t]);
             }
         }
@@ -118,7 +118,7 @@ struct Bf16 {
     static void block(const Target& to, int64_t row, int64_t tile) {
         const int64_t k = padded(to.w.k), n_steps = k / 2, tile_bytes = n_steps * STEP_BYTES;
         const char* weights = layout::tile(to.w, tile);
-        const uint16_t* x = to.rows.bf16 + row * k;
+        const RowPointers<uint16_t, R> x(to.rows.bf16 + row * k, k);
         const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
         __m512 sum[R][T];
         TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = _mm512_setzero_ps();
@@ -132,7 +132,7 @@ struct Bf16 {
                 second[t] = _mm512_castsi512_ps(_mm512_and_si512(w, upper));
             }
             TS_UNROLL for (int r = 0; r < R; ++r) {
-                const __m512i both = word(x + r * k + s * 2);
+                const __m512i both = word(x[r] + s * 2);
                 const __m512 a = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
                 const __m512 b = _mm512_castsi512_ps(_mm512_and_si512(both, upper));
                 TS_UNROLL for (int t = 0; t < T; ++t) {
@@ -168,7 +168,7 @@ struct Int4 {
         const int64_t k = padded(to.w.k), n_steps = k / 8, n_groups = layout::groups(to.w.k, to.w.group), group_steps = to.w.group / 8;
         const int64_t head = layout::head_bytes(Format::INT4, to.w.group, to.w.k), tile_bytes = head + n_steps * STEP_BYTES;
         const char* weights = layout::tile(to.w, tile);
-        const int8_t* codes = to.rows.codes + row * k;
+        const RowPointers<int8_t, R> codes(to.rows.codes + row * k, k);
         const float* code_sums = group_sums.values + row * n_groups;
         const __m512i low_half = _mm512_set1_epi8(15);
         __m512 total[R][T];
@@ -187,10 +187,10 @@ struct Int4 {
                     high[t] = _mm512_and_si512(_mm512_srli_epi16(w, 4), low_half);
                 }
                 TS_UNROLL for (int r = 0; r < R; ++r) {
-                    const __m512i a = word(codes + r * k + s * 8), b = word(codes + r * k + s * 8 + 4);
+                    const __m512i a = word(codes[r] + s * 8), b = word(codes[r] + s * 8 + 4);
                     TS_UNROLL for (int t = 0; t < T; ++t) {
-                        sum[r][t] = _mm512_dpbusd_epi32(sum[r][t], low[t], a);
-                        sum[r][t] = _mm512_dpbusd_epi32(sum[r][t], high[t], b);
+                        add_products(sum[r][t], low[t], a);
+                        add_products(sum[r][t], high[t], b);
                     }
                 }
             }

@@ -10,7 +10,7 @@ struct Bf16 {
     static void block(const Target& to, int64_t row, int64_t tile) {
         const int64_t k = padded(to.w.k), n_steps = k / 2, tile_bytes = n_steps * STEP_BYTES;
         const char* weights = layout::tile(to.w, tile);
-        const uint16_t* x = to.rows.bf16 + row * k;
+        const RowPointers<uint16_t, R> x(to.rows.bf16 + row * k, k);
         __m512 sum[R][T];
         TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = _mm512_setzero_ps();
         for (int64_t s = 0; s < n_steps; ++s) {
@@ -21,7 +21,7 @@ struct Bf16 {
                 w[t] = (__m512bh)_mm512_loadu_si512(from);
             }
             TS_UNROLL for (int r = 0; r < R; ++r) {
-                const auto a = (__m512bh)word(x + r * k + s * 2);
+                const auto a = (__m512bh)word(x[r] + s * 2);
                 TS_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = _mm512_dpbf16_ps(sum[r][t], w[t], a);
             }
         }
