@@ -85,7 +85,7 @@ def restore(run: TrainingRun, checkpoint: Checkpoint) -> None:
     check_base(run.recipe, state)
     restore_computation(run, checkpoint)
     run.elapsed_before_s = float(state["elapsed_s"])
-    run.anomalies.restart(int(state["n_anomalies"]))
+    run.anomalies.restart(int(state.get("n_anomalies", 0)))  # releases before it had none
     run.loader.restore(state["loader"])
     now = (torch.__version__, torch.get_num_threads(), str(run.device))
     then = (run.resolved.torch_version, run.resolved.n_threads, run.resolved.device)
@@ -107,7 +107,8 @@ def restore_computation(run: TrainingRun, checkpoint: Checkpoint) -> None:
     run.optimizers.load_state(checkpoint.optimizer)
     state = checkpoint.state
     run.step, run.tokens = int(state["step"]), int(state["tokens"])
-    run.watch.load_state(state["watch"])
+    if "watch" in state:
+        run.watch.load_state(state["watch"])
     restore_random(run.device, state["rng"])
 
 
