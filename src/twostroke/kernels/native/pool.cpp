@@ -7,6 +7,7 @@
 #if defined(__linux__)
 #include <climits>
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -38,12 +39,16 @@ void sleep_while(Word&, uint32_t) { std::this_thread::sleep_for(std::chrono::mic
 void wake_all(Word&) {}
 #endif
 
-// True once `word` differs from `value`; false after SPIN_S.
-bool spin_while(const Word& word, uint32_t value) {
-    for (int i = 0; i < 200; ++i) {  // some microseconds without asking for the time
+// Some microseconds, without asking for the time. True once `word` differs from `value`.
+bool spin_briefly(const Word& word, uint32_t value) {
+    for (int i = 0; i < 200; ++i) {
         if (word.load(std::memory_order_acquire) != value) return true;
         relax();
     }
+    return false;
+}
+
+bool spin_longer(const Word& word, uint32_t value) {
     const auto end = Clock::now() + std::chrono::duration<double>(Pool::SPIN_S);
     do {
         for (int i = 0; i < 20; ++i) {
@@ -54,14 +59,8 @@ bool spin_while(const Word& word, uint32_t value) {
     return false;
 }
 
-// Wait until `word` differs from `value`. `sleepers` counts those in the kernel: who changes the word wakes them if there are any.
-// Both sides order their write before their read (seq_cst), so either the sleeper sees the new word or the waker sees the sleeper.
-void wait_while(Word& word, uint32_t value, Word& sleepers) {
-    if (spin_while(word, value)) return;
-    sleepers.fetch_add(1);
-    while (word.load() == value) sleep_while(word, value);
-    sleepers.fetch_sub(1);
-}
+thread_local int this_thread = 0;  // its number in the region that it runs
+thread_local Clock::time_point last_move{};
 
 void child_after_fork() { Pool::shared().after_fork(); }
 
@@ -78,6 +77,46 @@ Pool& Pool::shared() {
 }
 
 Pool::~Pool() { stop(); }
+
+// Until `word` differs from `value`. `sleepers` counts those in the kernel: who changes the word wakes them if there are any. Both
+// sides order their write before their read (seq_cst), so either the sleeper sees the new word or the waker sees the sleeper.
+void Pool::wait_while(Word& word, uint32_t value, Word& sleepers) {
+    if (spin_briefly(word, value)) return;
+    move_apart();
+    if (spin_longer(word, value)) return;
+    sleepers.fetch_add(1);
+    while (word.load() == value) sleep_while(word, value);
+    sleepers.fetch_sub(1);
+}
+
+void Pool::note_processor() {
+#if defined(__linux__)
+    processor_[this_thread].value.store(uint32_t(sched_getcpu() + 1), std::memory_order_relaxed);
+#endif
+}
+
+void Pool::move_apart() {
+#if defined(__linux__)
+    const uint32_t here = uint32_t(sched_getcpu() + 1);
+    bool shared = false;
+    for (int thread = 0; thread < n_threads_; ++thread)
+        shared |= thread != this_thread && processor_[thread].value.load(std::memory_order_relaxed) == here;
+    if (!shared) return;
+    const auto now = Clock::now();
+    if (now < last_move + std::chrono::duration<double>(BETWEEN_MOVES_S)) return;
+    last_move = now;
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+    cpu_set_t others = allowed;
+    for (int thread = 0; thread < n_threads_; ++thread) {
+        const uint32_t processor = processor_[thread].value.load(std::memory_order_relaxed);
+        if (thread != this_thread && processor > 0 && processor <= CPU_SETSIZE) CPU_CLR(processor - 1, &others);
+    }
+    if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof others, &others) != 0) return;  // the thread has moved on return
+    sched_setaffinity(0, sizeof allowed, &allowed);
+    note_processor();
+#endif
+}
 
 void Pool::start() {
     sigset_t all, before;  // signals are the caller's business
@@ -117,10 +156,13 @@ void Pool::after_fork() {
 }
 
 void Pool::work(int thread, uint32_t seen) {
+    this_thread = thread;
+    note_processor();
     for (;;) {
         wait_while(epoch_.value, seen, epoch_sleepers_.value);
         ++seen;
         if (stopping_) return;
+        note_processor();
         function_(argument_, thread, n_threads_);
         if (remaining_.value.fetch_sub(1) == 1 && caller_sleeps_.value.load()) wake_all(remaining_.value);
     }
@@ -132,6 +174,8 @@ void Pool::run_raw(Function function, void* argument) {
         function(argument, 0, 1);
         return;
     }
+    this_thread = 0;
+    note_processor();
     if (workers_.empty()) start();
     function_ = function;
     argument_ = argument;
@@ -144,6 +188,7 @@ void Pool::run_raw(Function function, void* argument) {
 
 void Pool::barrier() {
     if (n_threads_ == 1) return;
+    note_processor();
     const uint32_t phase = phase_.value.load(std::memory_order_relaxed);
     if (arrived_.value.fetch_add(1, std::memory_order_acq_rel) + 1 == uint32_t(n_threads_)) {
         arrived_.value.store(0, std::memory_order_relaxed);
