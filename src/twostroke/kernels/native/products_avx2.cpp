@@ -1,3 +1,3 @@
-#include "products.h"
-namespace ts::avx2 { void product(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add){plain::product(w,rows,n0,n1,y,ldy,add);} void prepare_rows(Format f, const float* x, int64_t k, Rows& out, int64_t a, int64_t b){plain::prepare_rows(f,x,k,out,a,b);} uint64_t sum_words(const uint64_t* w, int64_t n){return plain::sum_words(w,n);} }
-namespace ts::avxvnni { void product(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add){plain::product(w,rows,n0,n1,y,ldy,add);} void prepare_rows(Format f, const float* x, int64_t k, Rows& out, int64_t a, int64_t b){plain::prepare_rows(f,x,k,out,a,b);} uint64_t sum_words(const uint64_t* w, int64_t n){return plain::sum_words(w,n);} }
+// Products by AVX2 with FMA.
+#define TS_LEVEL avx2
+#include "products_ymm.h"

@@ -2,25 +2,8 @@
 #include "blocks_avx512.h"
 #include "products.h"
 
-#include <cstdlib>
-
 namespace ts::avx512 {
 namespace {
-
-// Not a std::vector: its code, compiled here, could be linked into files meant for lesser processors.
-struct Scratch {
-    float* values = nullptr;
-    int64_t size = 0;
-    float* at_least(int64_t wanted) {
-        if (wanted > size) {
-            std::free(values);
-            values = static_cast<float*>(std::malloc(size_t(wanted) * sizeof(float)));
-            size = wanted;
-        }
-        return values;
-    }
-    ~Scratch() { std::free(values); }
-};
 
 struct W8A8 {
     template <int R, int T>
@@ -145,23 +128,6 @@ struct Bf16 {
     }
 };
 
-// Sums of the codes of each group, (m, groups), fp32: every one is a whole number far below 2^24.
-thread_local Scratch group_sums;
-
-void sum_groups(const Matrix& w, const Rows& rows) {
-    const int64_t n_groups = layout::groups(w.k, w.group), n_sums = sums_per_row(w.k) - 1, per_group = w.group / 32;
-    float* to_all = group_sums.at_least(rows.m * n_groups);
-    for (int64_t m = 0; m < rows.m; ++m) {
-        const int32_t* from = rows.sums + m * (n_sums + 1) + 1;
-        float* to = to_all + m * n_groups;
-        for (int64_t g = 0; g < n_groups; ++g) {
-            int32_t sum = 0;
-            for (int64_t i = g * per_group; i < (g + 1) * per_group && i < n_sums; ++i) sum += from[i];
-            to[g] = float(sum);
-        }
-    }
-}
-
 struct Int4 {
     template <int R, int T>
     static void block(const Target& to, int64_t row, int64_t tile) {
@@ -267,11 +233,11 @@ __m256i bf16_of(__m512 values) {
 
 void product(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
     switch (w.format) {
-        case Format::F32: return product_by<F32>(w, rows, n0, n1, y, ldy, add);
-        case Format::BF16: return product_by<Bf16>(w, rows, n0, n1, y, ldy, add);
-        case Format::W8A8: return product_by<W8A8>(w, rows, n0, n1, y, ldy, add);
-        case Format::INT8: return product_by<Int8>(w, rows, n0, n1, y, ldy, add);
-        case Format::INT4: sum_groups(w, rows); return product_by<Int4>(w, rows, n0, n1, y, ldy, add);
+        case Format::F32: return product_by<F32, Fit512>(w, rows, n0, n1, y, ldy, add);
+        case Format::BF16: return product_by<Bf16, Fit512>(w, rows, n0, n1, y, ldy, add);
+        case Format::W8A8: return product_by<W8A8, Fit512>(w, rows, n0, n1, y, ldy, add);
+        case Format::INT8: return product_by<Int8, Fit512>(w, rows, n0, n1, y, ldy, add);
+        case Format::INT4: sum_groups(w, rows); return product_by<Int4, Fit512>(w, rows, n0, n1, y, ldy, add);
     }
 }
 

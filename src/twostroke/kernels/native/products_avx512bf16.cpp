@@ -33,7 +33,7 @@ struct Bf16 {
 
 void product(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
     if (w.format != Format::BF16) return avx512::product(w, rows, n0, n1, y, ldy, add);
-    product_by<Bf16>(w, rows, n0, n1, y, ldy, add);
+    product_by<Bf16, Fit512>(w, rows, n0, n1, y, ldy, add);
 }
 
 void prepare_rows(Format format, const float* x, int64_t k, Rows& out, int64_t first, int64_t last) {

@@ -1,0 +1,131 @@
+// What the products of all vector instruction sets share: the walk over blocks of R rows and T tiles that stay in registers.
+// Everything has internal linkage: each file has its own, compiled for its own processors.
+#pragma once
+#include "layout.h"
+
+#include <cstdlib>
+#include <utility>
+
+#define TS_UNROLL _Pragma("GCC unroll 16")
+
+namespace ts {
+namespace {
+
+using layout::STEP_BYTES;
+using layout::TILE;
+
+// How far ahead of their use weights are fetched into the first-level cache, in bytes of one tile's steps.
+constexpr int64_t AHEAD_BYTES = 1024;
+
+struct Target {
+    const Matrix& w;
+    const Rows& rows;
+    float* y;
+    int64_t ldy;
+    bool add;
+};
+
+// R rows by a few pointers: with one for each the processor's registers do not suffice.
+template <class T, int R>
+struct RowPointers {
+    static constexpr int PER_POINTER = 3;
+    const T* first[(R + PER_POINTER - 1) / PER_POINTER];
+    int64_t stride;
+    RowPointers(const T* rows, int64_t stride) : stride(stride) {
+        for (int r = 0; r < R; r += PER_POINTER) {
+            first[r / PER_POINTER] = rows + r * stride;
+            __asm__("" : "+r"(first[r / PER_POINTER]));  // or the compiler finds out how they hang together and has R of them again
+        }
+    }
+    const T* operator[](int r) const { return first[r / PER_POINTER] + (r % PER_POINTER) * stride; }
+};
+
+using Block = void (*)(const Target&, int64_t row, int64_t tile);
+
+template <class Kernel, class Fit, int... I>
+constexpr void fill_blocks(Block (&whole)[Fit::MAX_R + 1], std::integer_sequence<int, I...>) {
+    ((whole[I + 1] = &Kernel::template block<I + 1, Fit::tiles_of(I + 1)>), ...);
+}
+
+template <class Kernel, int R, int T>
+void tail_of_tiles(const Target& to, int64_t row, int64_t tile, int64_t end) {
+    if constexpr (T >= 1) {
+        if (tile + T <= end) {
+            Kernel::template block<R, T>(to, row, tile);
+            tile += T;
+        }
+        if (tile < end) tail_of_tiles<Kernel, R, T / 2>(to, row, tile, end);
+    }
+}
+
+template <class Kernel, class Fit, int... I>
+void tail_of_rows(const Target& to, int r, int64_t row, int64_t tile, int64_t end, std::integer_sequence<int, I...>) {
+    using Tail = void (*)(const Target&, int64_t, int64_t, int64_t);
+    static constexpr Tail tails[] = {&tail_of_tiles<Kernel, I + 1, Fit::tiles_of(I + 1) / 2>...};
+    tails[r - 1](to, row, tile, end);
+}
+
+// `Fit` says what the registers hold: MAX_R rows, and tiles_of(r) tiles beside r rows.
+//
+// All rows over the tiles [first, end). Rows are cut into the fewest blocks, of sizes as equal as can be. For many rows the tiles of
+// one block are read again for each block of rows, from the second-level cache.
+template <class Kernel, class Fit>
+void walk(const Target& to, int64_t first, int64_t end) {
+    constexpr auto every = std::make_integer_sequence<int, Fit::MAX_R>{};
+    static const struct Table {
+        Block whole[Fit::MAX_R + 1] = {};
+        Table() { fill_blocks<Kernel, Fit>(whole, every); }
+    } table;
+    const int64_t m = to.rows.m, n_blocks = (m + Fit::MAX_R - 1) / Fit::MAX_R;
+    const int widest = Fit::tiles_of(int((m + n_blocks - 1) / n_blocks));
+    for (int64_t tile = first; tile < end; tile += widest) {
+        const int64_t last = tile + widest < end ? tile + widest : end;
+        for (int64_t b = 0; b < n_blocks; ++b) {
+            const int64_t row = m * b / n_blocks;
+            const int r = int(m * (b + 1) / n_blocks - row);
+            int64_t t = tile;
+            for (; t + Fit::tiles_of(r) <= last; t += Fit::tiles_of(r)) table.whole[r](to, row, t);
+            if (t < last) tail_of_rows<Kernel, Fit>(to, r, row, t, last, every);
+        }
+    }
+}
+
+template <class Kernel, class Fit>
+void product_by(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
+    walk<Kernel, Fit>(Target{w, rows, y, ldy, add}, n0 / TILE, layout::tiles(n1));
+}
+
+// Not a std::vector: its code, compiled here, could be linked into files meant for lesser processors.
+struct Scratch {
+    float* values = nullptr;
+    int64_t size = 0;
+    float* at_least(int64_t wanted) {
+        if (wanted > size) {
+            std::free(values);
+            values = static_cast<float*>(std::malloc(size_t(wanted) * sizeof(float)));
+            size = wanted;
+        }
+        return values;
+    }
+    ~Scratch() { std::free(values); }
+};
+
+// Sums of the codes of each group of an INT4 matrix, (m, groups), fp32: every one is a whole number far below 2^24.
+thread_local Scratch group_sums;
+
+void sum_groups(const Matrix& w, const Rows& rows) {
+    const int64_t n_groups = layout::groups(w.k, w.group), n_sums = sums_per_row(w.k) - 1, per_group = w.group / 32;
+    float* to_all = group_sums.at_least(rows.m * n_groups);
+    for (int64_t m = 0; m < rows.m; ++m) {
+        const int32_t* from = rows.sums + m * (n_sums + 1) + 1;
+        float* to = to_all + m * n_groups;
+        for (int64_t g = 0; g < n_groups; ++g) {
+            int32_t sum = 0;
+            for (int64_t i = g * per_group; i < (g + 1) * per_group && i < n_sums; ++i) sum += from[i];
+            to[g] = float(sum);
+        }
+    }
+}
+
+}  // namespace
+}  // namespace ts
