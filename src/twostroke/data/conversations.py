@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,17 @@ from twostroke.core.paths import data_cache_dir
 from twostroke.core.recipe import DataRecipe
 from twostroke.data.answer_spans import ConversationTemplate, Rendered, learned_tokens
 from twostroke.data.chat import read_chat_template, read_template_file
-from twostroke.data.conversation_layouts import LAYOUT_KEYS, Conversation, read_conversation
-from twostroke.data.records import is_table, parse_json, read_array, read_lines, read_table, reading, table_columns
+from twostroke.data.conversation_source import (
+    ConversationSelection,
+    ConversationSource,
+    Found,
+    select_conversations,
+    without_surrogates,
+)
 from twostroke.data.shards import (
     FORMAT,
     HELD_OUT_ENDS,
     HELD_OUT_TEXT,
-    N_BUCKETS,
     HashedFile,
     PreparedData,
     Progress,
@@ -42,7 +46,7 @@ from twostroke.data.shards import (
     made_whole,
     write_manifest,
 )
-from twostroke.data.source_files import CONVERSATION_SUFFIXES, SourceFile, check_unchanged, find_files
+from twostroke.data.source_files import check_unchanged
 from twostroke.data.tokenizer import eos_id_of, load_tokenizer, tokenizer_file
 
 LEARNED, BEGINS = 1, 2
@@ -87,12 +91,12 @@ def prepare_conversations(
     tokenizer = load_tokenizer(tokenizer_path)
     eos_id = eos_id_of(tokenizer, tokenizer_path)
     template = conversation_template(recipe, tokenizer, eos_id)
-    source = _Source(recipe.sources, recipe.layout)
-    held_out = _Source(recipe.held_out, recipe.layout) if recipe.held_out else None
+    source = ConversationSource(recipe.sources, recipe.layout)
+    held_out = ConversationSource(recipe.held_out, recipe.layout) if recipe.held_out else None
     inputs = {
         "format": FORMAT,
         "tokenizers_version": tokenizers.__version__,
-        "recipe": asdict(replace(recipe, too_long="cut")),  # whatever it is, is the loader's business
+        "recipe": recipe.preparation(),
         "tokenizer_sha256": hashlib.sha256(tokenizer_path.read_bytes()).hexdigest(),
         "template": template.source,
         "template_variables": dict(template.variables),
@@ -104,9 +108,9 @@ def prepare_conversations(
     directory = out if out is not None else (cache_dir or data_cache_dir()) / key
 
     def fill(partial: Path) -> None:
-        writer = _Writer(partial, tokenizer, eos_id, template)
+        writer = _Writer(partial, tokenizer, eos_id, template, len(recipe.sources), keep_equal=recipe.dedup == "none")
         try:
-            _write(writer, source, held_out, recipe.held_out_fraction, progress)
+            left_out = _write(writer, recipe, source, held_out, partial, progress)
             shutil.copyfile(tokenizer_path, partial / "tokenizer.json")
             files = writer.close() | {"tokenizer.json": hash_and_flush(partial / "tokenizer.json")}
         except BaseException:
@@ -115,6 +119,10 @@ def prepare_conversations(
         for checked in (source, held_out):
             check_unchanged(checked.files if checked else ())
         manifest = {"key": key, "inputs": inputs, "eos_id": eos_id, **writer.manifest(), "files": files}
+        manifest["report"] |= {
+            "left_out": left_out,
+            "sources": [{"source": name, **n} for name, n in zip(recipe.sources, writer.sources, strict=True)],
+        }
         write_manifest(partial, manifest)
 
     prepared = made_whole(directory, key, fill)
@@ -137,81 +145,68 @@ def conversation_template(recipe: DataRecipe, tokenizer: Tokenizer, eos_id: int)
     return ConversationTemplate(source, variables, tuple(sorted(special)))
 
 
-class _Source:
-    """Records of .json and .jsonl files in order, each with a key (``file#number``) that its part is chosen by."""
-
-    def __init__(self, sources: tuple[str, ...], layout: str) -> None:
-        self.files, self.n_other_files = find_files(sources, CONVERSATION_SUFFIXES)
-        self.layout = layout
-
-    def fingerprint(self) -> list[Any]:
-        return [[f.path, f.key, f.n_bytes, f.mtime_ns] for f in self.files]
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(f.n_bytes for f in self.files)
-
-    def __iter__(self) -> Iterator[tuple[str, str, Conversation]]:
-        """(key, where for messages, conversation)."""
-        for file in self.files:
-            with reading(file):
-                for number, where, record in _records(file, self.layout):
-                    if not isinstance(record, dict):
-                        raise DataError(f"{where} holds {type(record).__name__}, not an object.")
-                    yield f"{file.key}#{number}", where, read_conversation(record, self.layout, where)
-
-
-def _records(file: SourceFile, layout: str) -> Iterator[tuple[int, str, Any]]:
-    """(number, where for messages, record). Of a table the columns that ``layout`` reads."""
-    if is_table(file):
-        names = table_columns(file)
-        columns = [name for name in names if name in LAYOUT_KEYS[layout]] or names  # all, for a message that names them
-        for number, where, values in read_table(file, columns):
-            yield number, where, {name: value for name, value in zip(columns, values, strict=True) if value is not None}
-    elif file.path.lower().endswith(".json"):
-        yield from read_array(file)
-    else:
-        for number, where, line in read_lines(file):
-            yield number, where, parse_json(line, where)
-
-
-def _write(writer: _Writer, source: _Source, held_out: _Source | None, fraction: float, progress: Progress) -> None:
+def _write(
+    writer: _Writer,
+    recipe: DataRecipe,
+    source: ConversationSource,
+    held_out: ConversationSource | None,
+    scratch: Path,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Everything into ``writer``; what a manifest says of what was left out before it came there."""
     report = writer.report
     report.n_files = len(source.files) + (len(held_out.files) if held_out else 0)
     report.n_other_files = source.n_other_files + (held_out.n_other_files if held_out else 0)
-    if held_out is not None:
-        for _, where, conversation in held_out:  # first, so that their duplicates leave the training part
-            writer.add(where, conversation, held=True)
-    n_records, threshold = _threshold(source, 0.0 if held_out is not None else fraction)
-    for done, (key, where, conversation) in enumerate(source):
-        writer.add(where, conversation, held=bucket(key) < threshold)
+    n_records, selection = select_conversations(
+        recipe,
+        source,
+        held_out,
+        scratch,
+        lambda n: progress(0.3 * n / (n + 1000), "reading conversations") if n % 100 == 0 else None,
+    )
+    for found in held_out or ():  # first, so that their duplicates leave the training part
+        writer.add(found, selection, held=True)
+    for done, found in enumerate(source):
+        writer.add(found, selection, held=bucket(found.key) < selection.threshold)
         if done % 100 == 0:
-            progress(done / n_records, "tokenising conversations")
+            progress(0.3 + 0.7 * min(1.0, done / max(1, n_records)), "tokenising conversations")
     writer.flush()
+    writer.collect()
+    left_out = selection.left_out()
     if report.n_train_conversations == 0 or report.n_heldout_conversations == 0:
+        filtered = "".join(f", {v['n_documents']} {reason.replace('_', ' ')}" for reason, v in left_out.items())
         raise DataError(
             f"{', '.join(f.path for f in source.files[:3])}: of {report.n_conversations} conversations "
             f"{report.n_train_conversations} are left to train on and {report.n_heldout_conversations} to hold out "
-            f"({report.n_without_answer} have no answer by an assistant, {report.n_duplicates} are duplicates). "
+            f"({report.n_without_answer} have no answer by an assistant, {report.n_duplicates} are duplicates{filtered}). "
             "Give at least two with an answer, or name data.held_out."
         )
+    return left_out
 
 
-def _threshold(source: _Source, fraction: float) -> tuple[int, int]:
-    """Records there are, and the bucket below which one is held out: ``fraction`` of all buckets, or the least that holds out
-    one conversation. 0 holds out none."""
-    n_records, least = 0, N_BUCKETS
-    for key, _, conversation in source:
-        n_records += 1
-        if conversation.has_answer:
-            least = min(least, bucket(key))
-    return max(1, n_records), max(round(fraction * N_BUCKETS), least + 1) if fraction > 0 else 0
+@dataclass(frozen=True)
+class _Waiting:
+    """A rendered conversation on its way; ``text`` is its text as it is tokenised."""
+
+    rendered: Rendered
+    text: str
+    held: bool
+    ends_with_answer: bool
+    source: int
 
 
 class _Writer:
     """Renders, tokenises and marks conversations in batches, and writes them to their part."""
 
-    def __init__(self, directory: Path, tokenizer: Tokenizer, eos_id: int, template: ConversationTemplate) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        tokenizer: Tokenizer,
+        eos_id: int,
+        template: ConversationTemplate,
+        n_sources: int,
+        keep_equal: bool,
+    ) -> None:
         self.tokenizer, self.eos_id, self.template = tokenizer, eos_id, template
         self.eos = str(tokenizer.id_to_token(eos_id))
         # The greatest id, not the count: a vocabulary may have gaps.
@@ -221,49 +216,68 @@ class _Writer:
         self.marks = {held: ShardWriter(directory, f"marks-{_PART[held]}", "<u1") for held in _PART}
         self.text, self.ends = HashedFile(directory / HELD_OUT_TEXT), HashedFile(directory / HELD_OUT_ENDS)
         self.report = ConversationReport()
+        self.sources = [{"n_documents": 0, "n_bytes": 0, "n_tokens": 0} for _ in range(n_sources)]
+        self._keep_equal = keep_equal
         self._seen: set[bytes] = set()
-        self._batch: list[tuple[Rendered, bool, bool]] = []  # rendered, held out, whether an answer ends it
+        self._batch: list[_Waiting] = []
+        self._batch_at_work: list[_Waiting] = []
+        self._background = ThreadPoolExecutor(1, "tokenise")
+        self._at_work: Future[list[tuple[list[int], list[bool]]]] | None = None
 
-    def add(self, where: str, conversation: Conversation, held: bool) -> None:
+    def add(self, found: Found, selection: ConversationSelection, held: bool) -> None:
         """Take one conversation; one without an answer, or that was there before, is counted and left out."""
-        report = self.report
+        report, conversation = self.report, found.conversation
         report.n_conversations += 1
         if not conversation.has_answer:
             report.n_without_answer += 1
             return
+        if not selection.takes(found):
+            return
         try:
             rendered = self.template.render(conversation)
         except InputError as error:
-            raise DataError(f"{where}: {error}") from None
+            raise DataError(f"{found.where}: {error}") from None
         name = hashlib.sha256(rendered.text.encode(errors="surrogatepass")).digest()[:16]
-        if name in self._seen:
+        if name in self._seen and not self._keep_equal:
             report.n_duplicates += 1
             return
         self._seen.add(name)
         report.n_answers += len(rendered.spans)
         report.n_unlearned_answers += rendered.n_unlearned
-        self._batch.append((rendered, held, conversation.messages[-1]["role"] == "assistant"))
+        ends_with_answer = conversation.messages[-1]["role"] == "assistant"
+        self._batch.append(_Waiting(rendered, without_surrogates(rendered.text), held, ends_with_answer, found.source))
         if len(self._batch) >= _BATCH:
             self.flush()
 
     def flush(self) -> None:
-        # Without a template the tokenizer puts its own special tokens around a text, as a server lets it do.
-        texts = [_clean(rendered.text) for rendered, _, _ in self._batch]
-        encodings = self.tokenizer.encode_batch(texts, add_special_tokens=self.template.source is None)
-        for encoding, text, (rendered, held, ends_with_answer) in zip(encodings, texts, self._batch, strict=True):
-            ids, learned = list(encoding.ids), learned_tokens(encoding, rendered.spans)
-            if ids[-1] != self.eos_id and not text.rstrip().endswith(self.eos):
-                ids.append(self.eos_id)
-                learned.append(ends_with_answer)
-            self._write(held, ids, learned, text, rendered)
-        self._batch = []
+        """Write the batch that was tokenised meanwhile, and have this one tokenised."""
+        self.collect()
+        self._batch_at_work, self._batch = self._batch, []
+        self._at_work = self._background.submit(self._encode, self._batch_at_work)
 
-    def _write(self, held: bool, ids: list[int], learned: list[bool], text: str, rendered: Rendered) -> None:
+    def _encode(self, batch: list[_Waiting]) -> list[tuple[list[int], list[bool]]]:
+        """Token ids of each, and which of them are learned."""
+        # Without a template the tokenizer puts its own special tokens around a text, as a server lets it do.
+        encodings = self.tokenizer.encode_batch([w.text for w in batch], add_special_tokens=self.template.source is None)
+        return [(list(e.ids), learned_tokens(e, w.rendered.spans)) for e, w in zip(encodings, batch, strict=True)]
+
+    def collect(self) -> None:
+        if self._at_work is None:
+            return
+        for (ids, learned), waiting in zip(self._at_work.result(), self._batch_at_work, strict=True):
+            if ids[-1] != self.eos_id and not waiting.text.rstrip().endswith(self.eos):
+                ids.append(self.eos_id)
+                learned.append(waiting.ends_with_answer)
+            self._write(waiting, ids, learned)
+        self._at_work = None
+
+    def _write(self, waiting: _Waiting, ids: list[int], learned: list[bool]) -> None:
+        held, text = waiting.held, waiting.text
         marks = [LEARNED * mark for mark in learned]
         marks[0] |= BEGINS
         self.tokens[held].write(ids)
         self.marks[held].write(marks)
-        n_answer_bytes = sum(len(text[begin:end].encode()) for begin, end in rendered.spans)
+        n_answer_bytes = sum(len(text[begin:end].encode()) for begin, end in waiting.rendered.spans)
         report = self.report
         if held:
             report.n_heldout_conversations += 1
@@ -275,8 +289,13 @@ class _Writer:
             report.n_train_conversations += 1
             report.n_train_learned_tokens += sum(learned)
             report.n_train_answer_bytes += n_answer_bytes
+            counts = self.sources[waiting.source]
+            counts["n_documents"] += 1
+            counts["n_bytes"] += len(text.encode())
+            counts["n_tokens"] += len(ids)
 
     def close(self) -> dict[str, dict[str, Any]]:
+        self._background.shutdown()
         files: dict[str, dict[str, Any]] = {}
         for shards in (*self.tokens.values(), *self.marks.values()):
             shards.close()
@@ -296,6 +315,7 @@ class _Writer:
         }
 
     def abandon(self) -> None:
+        self._background.shutdown(cancel_futures=True)
         for shards in (*self.tokens.values(), *self.marks.values()):
             shards.abandon()
         self.text.abandon()
@@ -303,8 +323,3 @@ class _Writer:
 
 
 _PART = {False: "train", True: "heldout"}
-
-
-def _clean(text: str) -> str:
-    """Half a surrogate pair, an escape in JSON, is no character: replaced. One for one, so that spans stay where they are."""
-    return text if text.isascii() else "".join("\ufffd" if "\ud800" <= c <= "\udfff" else c for c in text)

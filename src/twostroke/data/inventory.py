@@ -124,3 +124,11 @@ def left_out(parts: Sequence[tuple[Verdicts, npt.NDArray[np.int64]]], examples: 
             n_bytes = sum(int(sizes[verdicts == verdict].sum()) for verdicts, sizes in parts)
             table[reason] = {"n_documents": n_documents, "n_bytes": n_bytes, "examples": examples.get(verdict, [])}
     return table
+
+
+def add_example(examples: dict[int, list[str]], verdict: int, key: str) -> bool:
+    """Note ``key`` as one of the first examples of ``verdict``. False, for a caller that admits nothing left out."""
+    found = examples.setdefault(verdict, [])
+    if len(found) < N_EXAMPLES and key not in found:
+        found.append(key)
+    return False

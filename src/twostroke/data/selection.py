@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from twostroke.core.data_recipe import DataRecipe
 from twostroke.core.errors import DataError
-from twostroke.data.inventory import KEPT, N_EXAMPLES, REASONS, Inventory, Verdicts, left_out
+from twostroke.data.inventory import KEPT, N_EXAMPLES, REASONS, Inventory, Verdicts, add_example, left_out
 from twostroke.data.shards import N_BUCKETS, Progress, bucket
 from twostroke.data.sources import PIECE_BYTES, AdmitAll, Document, DocumentSource
 
@@ -42,7 +42,7 @@ class Selection:
     def admits(self, ordinal: int, key: str, digest: Callable[[], bytes]) -> bool:
         # More documents than there were: the file changed, which is found out when all is read.
         verdict = int(self.verdicts[ordinal]) if ordinal < len(self.verdicts) else KEPT
-        return verdict == KEPT or _example(self.examples, verdict, key)
+        return verdict == KEPT or add_example(self.examples, verdict, key)
 
     def holds_out(self, document: Document) -> bool:
         key = (document.path,) if self.by == "document" else (document.path, document.piece)
@@ -60,7 +60,7 @@ class Selection:
                 yield before, before_held, before.is_last or before_held != held or verdict != KEPT
             waiting = (document, held) if verdict == KEPT else None
             if verdict != KEPT:
-                _example(self.piece_examples, verdict, f"{document.path} piece {document.piece + 1}")
+                add_example(self.piece_examples, verdict, f"{document.path} piece {document.piece + 1}")
         if waiting is not None:
             yield waiting[0], waiting[1], True
 
@@ -71,13 +71,6 @@ class Selection:
     @property
     def n_kept_bytes(self) -> int:
         return int(self.sizes[self.verdicts == KEPT].sum())
-
-
-def _example(examples: dict[int, list[str]], verdict: int, key: str) -> bool:
-    found = examples.setdefault(verdict, [])
-    if len(found) < N_EXAMPLES and key not in found:
-        found.append(key)
-    return False
 
 
 def report_left_out(selections: list[Selection]) -> dict[str, Any]:
