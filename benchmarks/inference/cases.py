@@ -1,0 +1,55 @@
+"""What is measured of every engine: the two model shapes and the cases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+PROMPT_TOKENS = 64
+OUTPUT_TOKENS = 64
+PREFILL_TOKENS = 512
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a Llama model; its weights are random. ``batches`` of requests that decode together."""
+
+    name: str
+    n_layers: int
+    d_model: int
+    n_heads: int
+    n_kv_heads: int
+    d_ff: int
+    vocab_size: int
+    tied: bool
+    batches: tuple[int, ...]
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": self.d_model,
+            "intermediate_size": self.d_ff,
+            "num_hidden_layers": self.n_layers,
+            "num_attention_heads": self.n_heads,
+            "num_key_value_heads": self.n_kv_heads,
+            "head_dim": self.d_model // self.n_heads,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": self.tied,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "torch_dtype": "bfloat16",
+        }
+
+
+SHAPES = {
+    "smollm-135m": Shape("smollm-135m", 30, 576, 9, 3, 1536, 49152, True, (1, 16, 32)),
+    "tinyllama-1.1b": Shape("tinyllama-1.1b", 22, 2048, 32, 4, 5632, 32000, False, (1, 16, 32)),
+}

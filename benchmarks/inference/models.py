@@ -1,0 +1,71 @@
+"""The models that are timed: random weights of a shape, written once in each engine's format."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from cases import Shape
+from safetensors.torch import save_file
+
+HERE = Path(__file__).parent
+
+
+def write_model(shape: Shape, directory: Path) -> Path:
+    """A Hugging Face directory of bf16 weights, σ = 0.02."""
+    if (directory / "model.safetensors").is_file():
+        return directory
+    directory.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(0)
+    width, head = shape.d_model, shape.d_model // shape.n_heads
+
+    def random(*size: int) -> torch.Tensor:
+        return (torch.randn(*size, generator=generator) * 0.02).bfloat16()
+
+    tensors = {"model.embed_tokens.weight": random(shape.vocab_size, width)}
+    for i in range(shape.n_layers):
+        block = f"model.layers.{i}"
+        tensors |= {
+            f"{block}.self_attn.q_proj.weight": random(shape.n_heads * head, width),
+            f"{block}.self_attn.k_proj.weight": random(shape.n_kv_heads * head, width),
+            f"{block}.self_attn.v_proj.weight": random(shape.n_kv_heads * head, width),
+            f"{block}.self_attn.o_proj.weight": random(width, shape.n_heads * head),
+            f"{block}.mlp.gate_proj.weight": random(shape.d_ff, width),
+            f"{block}.mlp.up_proj.weight": random(shape.d_ff, width),
+            f"{block}.mlp.down_proj.weight": random(width, shape.d_ff),
+            f"{block}.input_layernorm.weight": torch.ones(width, dtype=torch.bfloat16),
+            f"{block}.post_attention_layernorm.weight": torch.ones(width, dtype=torch.bfloat16),
+        }
+    tensors["model.norm.weight"] = torch.ones(width, dtype=torch.bfloat16)
+    if not shape.tied:
+        tensors["lm_head.weight"] = random(shape.vocab_size, width)
+    (directory / "config.json").write_text(json.dumps(shape.config(), indent=1), encoding="utf-8")
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def model_for(engine: str, variant: str, source: Path, folder: Path, pythons: Mapping[str, str]) -> Path:
+    """What ``engine`` reads, made from ``source`` by the engine's own tools where it is not there yet."""
+    if engine == "llama.cpp":
+        kind = variant.removesuffix("-plain")
+        target, command = folder / f"{source.name}-{kind}.gguf", [pythons[engine], str(HERE / "engines" / "convert_gguf.py")]
+    elif engine == "openvino":
+        kind = variant
+        target, command = (
+            folder / f"{source.name}-openvino-{kind}",
+            [pythons[engine], str(HERE / "engines" / "convert_openvino.py")],
+        )
+    elif engine == "vllm" and variant == "w8a8":
+        target = folder / f"{source.name}-w8a8"
+        command = [pythons["twostroke"], "-m", "twostroke.cli.main", "export", "--format", "compressed-tensors"]
+        if not target.exists():
+            subprocess.run([*command, str(source), str(target)], check=True)
+        return target
+    else:
+        return source
+    if not target.exists():
+        subprocess.run([*command, str(source), str(target), kind], check=True)
+    return target
