@@ -14,8 +14,18 @@ namespace {
 using layout::STEP_BYTES;
 using layout::TILE;
 
-// How far ahead of their use weights are fetched into the first-level cache, in bytes of one tile's steps.
-constexpr int64_t AHEAD_BYTES = 1024;
+// How far ahead of their use weights are fetched into the first-level cache, in bytes of all streams of a block together: what is on
+// its way from memory at any time.
+constexpr int64_t AHEAD_BYTES = 8192;
+
+// Calls body(step, ahead) for every step of T tiles that are read side by side: `ahead` bytes behind the step's own address, in each
+// tile, lies what will be read AHEAD_BYTES / T later; past a tile's end that is the tile's successor T tiles on.
+template <int T, class Body>
+__attribute__((always_inline)) inline void for_steps(int64_t n_steps, int64_t tile_bytes, Body body) {
+    const int64_t wanted = AHEAD_BYTES / T / STEP_BYTES, distance = wanted < n_steps ? wanted : n_steps;
+    for (int64_t s = 0; s < n_steps - distance; ++s) body(s, distance * STEP_BYTES);
+    for (int64_t s = n_steps - distance; s < n_steps; ++s) body(s, distance * STEP_BYTES + (T - 1) * tile_bytes);
+}
 
 struct Target {
     const Matrix& w;

@@ -13,18 +13,18 @@ struct W8A8 {
         const RowPointers<int8_t, R> codes(to.rows.codes + row * k, k);
         __m512i sum[R][T];
         TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = _mm512_setzero_si512();
-        for (int64_t s = 0; s < n_steps; ++s) {
+        for_steps<T>(n_steps, tile_bytes, [&](int64_t s, int64_t ahead) __attribute__((always_inline)) {
             __m512i w[T];
             TS_UNROLL for (int t = 0; t < T; ++t) {
                 const char* from = weights + t * tile_bytes + s * STEP_BYTES;
-                if constexpr (R <= 4) _mm_prefetch(from + AHEAD_BYTES, _MM_HINT_T0);
+                _mm_prefetch(from + ahead, _MM_HINT_T0);
                 w[t] = _mm512_loadu_si512(from);
             }
             TS_UNROLL for (int r = 0; r < R; ++r) {
                 const __m512i a = word(codes[r] + s * 4);
                 TS_UNROLL for (int t = 0; t < T; ++t) add_products(sum[r][t], w[t], a);
             }
-        }
+        });
         const int64_t n_sums = sums_per_row(to.w.k);
         TS_UNROLL for (int r = 0; r < R; ++r) {
             // Weights are unsigned, 128 too large: Σ(w + 128)·a − 128·Σa.
@@ -46,11 +46,11 @@ struct Int8 {
         const RowPointers<float, R> x(to.rows.f32 + row * k, k);
         __m512 sum[R][T];
         TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = _mm512_setzero_ps();
-        const auto step = [&](int64_t s, int n_inputs) __attribute__((always_inline)) {
+        const auto step = [&](int64_t s, int n_inputs, int64_t ahead) __attribute__((always_inline)) {
             __m512i w[T];
             TS_UNROLL for (int t = 0; t < T; ++t) {
                 const char* from = weights + t * tile_bytes + s * STEP_BYTES;
-                if constexpr (R <= 4) _mm_prefetch(from + AHEAD_BYTES, _MM_HINT_T0);
+                _mm_prefetch(from + ahead, _MM_HINT_T0);
                 w[t] = _mm512_xor_si512(_mm512_loadu_si512(from), _mm512_set1_epi8(char(0x80)));
             }
             TS_UNROLL for (int j = 0; j < 4; ++j) {
@@ -64,8 +64,8 @@ struct Int8 {
                 }
             }
         };
-        for (int64_t s = 0; s < k / 4; ++s) step(s, 4);
-        if (k % 4) step(k / 4, int(k % 4));
+        for_steps<T>(k / 4, tile_bytes, [&](int64_t s, int64_t ahead) __attribute__((always_inline)) { step(s, 4, ahead); });
+        if (k % 4) step(k / 4, int(k % 4), 0);
         TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t)
             write(to, row + r, tile + t, _mm512_mul_ps(sum[r][t], scales_of(to, tile + t)));
     }
@@ -79,18 +79,18 @@ struct F32 {
         const RowPointers<float, R> x(to.rows.f32 + row * k, k);
         __m512 sum[R][T];
         TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = _mm512_setzero_ps();
-        for (int64_t s = 0; s < k; ++s) {
+        for_steps<T>(k, tile_bytes, [&](int64_t s, int64_t ahead) __attribute__((always_inline)) {
             __m512 w[T];
             TS_UNROLL for (int t = 0; t < T; ++t) {
                 const char* from = weights + t * tile_bytes + s * STEP_BYTES;
-                if constexpr (R <= 4) _mm_prefetch(from + AHEAD_BYTES, _MM_HINT_T0);
+                _mm_prefetch(from + ahead, _MM_HINT_T0);
                 w[t] = _mm512_loadu_ps(from);
             }
             TS_UNROLL for (int r = 0; r < R; ++r) {
                 const __m512 a = _mm512_set1_ps(x[r][s]);
                 TS_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = _mm512_fmadd_ps(a, w[t], sum[r][t]);
             }
-        }
+        });
         TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) write(to, row + r, tile + t, sum[r][t]);
     }
 };
@@ -105,11 +105,11 @@ struct Bf16 {
         const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
         __m512 sum[R][T];
         TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = _mm512_setzero_ps();
-        for (int64_t s = 0; s < n_steps; ++s) {
+        for_steps<T>(n_steps, tile_bytes, [&](int64_t s, int64_t ahead) __attribute__((always_inline)) {
             __m512 first[T], second[T];
             TS_UNROLL for (int t = 0; t < T; ++t) {
                 const char* from = weights + t * tile_bytes + s * STEP_BYTES;
-                if constexpr (R <= 4) _mm_prefetch(from + AHEAD_BYTES, _MM_HINT_T0);
+                _mm_prefetch(from + ahead, _MM_HINT_T0);
                 const __m512i w = _mm512_loadu_si512(from);
                 first[t] = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
                 second[t] = _mm512_castsi512_ps(_mm512_and_si512(w, upper));
@@ -123,7 +123,7 @@ struct Bf16 {
                     sum[r][t] = _mm512_fmadd_ps(b, second[t], sum[r][t]);
                 }
             }
-        }
+        });
         TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) write(to, row + r, tile + t, sum[r][t]);
     }
 };
@@ -143,11 +143,12 @@ struct Int4 {
             __m512i sum[R][T];
             TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = _mm512_setzero_si512();
             const int64_t end = (g + 1) * group_steps < n_steps ? (g + 1) * group_steps : n_steps;
+            const int64_t ahead = AHEAD_BYTES / T + (end * STEP_BYTES + AHEAD_BYTES / T > n_steps * STEP_BYTES ? (T - 1) * tile_bytes : 0);
             for (int64_t s = g * group_steps; s < end; ++s) {
                 __m512i low[T], high[T];
                 TS_UNROLL for (int t = 0; t < T; ++t) {
                     const char* from = weights + t * tile_bytes + head + s * STEP_BYTES;
-                    if constexpr (R <= 4) _mm_prefetch(from + AHEAD_BYTES, _MM_HINT_T0);
+                    _mm_prefetch(from + ahead, _MM_HINT_T0);
                     const __m512i w = _mm512_loadu_si512(from);
                     low[t] = _mm512_and_si512(w, low_half);
                     high[t] = _mm512_and_si512(_mm512_srli_epi16(w, 4), low_half);

@@ -13,18 +13,18 @@ struct Bf16 {
         const RowPointers<uint16_t, R> x(to.rows.bf16 + row * k, k);
         __m512 sum[R][T];
         TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = _mm512_setzero_ps();
-        for (int64_t s = 0; s < n_steps; ++s) {
+        for_steps<T>(n_steps, tile_bytes, [&](int64_t s, int64_t ahead) __attribute__((always_inline)) {
             __m512bh w[T];
             TS_UNROLL for (int t = 0; t < T; ++t) {
                 const char* from = weights + t * tile_bytes + s * STEP_BYTES;
-                if constexpr (R <= 4) _mm_prefetch(from + AHEAD_BYTES, _MM_HINT_T0);
+                _mm_prefetch(from + ahead, _MM_HINT_T0);
                 w[t] = (__m512bh)_mm512_loadu_si512(from);
             }
             TS_UNROLL for (int r = 0; r < R; ++r) {
                 const auto a = (__m512bh)word(x[r] + s * 2);
                 TS_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = _mm512_dpbf16_ps(sum[r][t], w[t], a);
             }
-        }
+        });
         TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) write(to, row + r, tile + t, sum[r][t]);
     }
 };

@@ -76,18 +76,18 @@ struct W8A8 {
         const RowPointers<int8_t, R> codes(to.rows.codes + row * k, k);
         __m256i sum[R][T][2];
         TS_EACH_SUM sum[r][t][h] = _mm256_setzero_si256();
-        for (int64_t s = 0; s < n_steps; ++s) {
+        for_steps<T>(n_steps, tile_bytes, [&](int64_t s, int64_t ahead) __attribute__((always_inline)) {
             __m256i w[T][2];
             TS_EACH_VECTOR {
                 const char* from = weights + t * tile_bytes + s * STEP_BYTES;
-                if (h == 0) _mm_prefetch(from + AHEAD_BYTES, _MM_HINT_T0);
+                if (h == 0) _mm_prefetch(from + ahead, _MM_HINT_T0);
                 w[t][h] = load(from + h * 32);
             }
             TS_UNROLL for (int r = 0; r < R; ++r) {
                 const __m256i a = word(codes[r] + s * 4);
                 TS_EACH_VECTOR add_products(sum[r][t][h], w[t][h], a);
             }
-        }
+        });
         const int64_t n_sums = sums_per_row(to.w.k);
         TS_EACH_SUM {
             // Weights are unsigned, 128 too large: Σ(w + 128)·a − 128·Σa.
@@ -107,21 +107,24 @@ struct Int8 {
         const RowPointers<float, R> x(to.rows.f32 + row * k, k);
         __m256 sum[R][T][2];
         TS_EACH_SUM sum[r][t][h] = _mm256_setzero_ps();
-        for (int64_t i = 0; i < k; ++i) {
-            const int64_t s = i / 4;
-            const __m128i shift = _mm_cvtsi32_si128(int(24 - 8 * (i % 4)));
-            __m256 value[T][2];
-            TS_EACH_VECTOR {
-                const char* from = weights + t * tile_bytes + s * STEP_BYTES;
-                if (h == 0 && i % 4 == 0) _mm_prefetch(from + AHEAD_BYTES, _MM_HINT_T0);
-                const __m256i w = _mm256_xor_si256(load(from + h * 32), _mm256_set1_epi8(char(0x80)));
-                value[t][h] = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_sll_epi32(w, shift), 24));
+        const auto step = [&](int64_t s, int n_inputs, int64_t ahead) __attribute__((always_inline)) {
+            TS_UNROLL for (int j = 0; j < 4; ++j) {
+                if (j >= n_inputs) break;
+                __m256 value[T][2];
+                TS_EACH_VECTOR {
+                    const char* from = weights + t * tile_bytes + s * STEP_BYTES;
+                    if (h == 0 && j == 0) _mm_prefetch(from + ahead, _MM_HINT_T0);
+                    const __m256i w = _mm256_xor_si256(load(from + h * 32), _mm256_set1_epi8(char(0x80)));
+                    value[t][h] = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(w, 24 - 8 * j), 24));
+                }
+                TS_UNROLL for (int r = 0; r < R; ++r) {
+                    const __m256 a = _mm256_set1_ps(x[r][s * 4 + j]);
+                    TS_EACH_VECTOR sum[r][t][h] = _mm256_fmadd_ps(a, value[t][h], sum[r][t][h]);
+                }
             }
-            TS_UNROLL for (int r = 0; r < R; ++r) {
-                const __m256 a = _mm256_set1_ps(x[r][i]);
-                TS_EACH_VECTOR sum[r][t][h] = _mm256_fmadd_ps(a, value[t][h], sum[r][t][h]);
-            }
-        }
+        };
+        for_steps<T>(k / 4, tile_bytes, [&](int64_t s, int64_t ahead) __attribute__((always_inline)) { step(s, 4, ahead); });
+        if (k % 4) step(k / 4, int(k % 4), 0);
         TS_EACH_SUM write(to, row + r, tile + t, h, _mm256_mul_ps(sum[r][t][h], scales_of(to, tile + t, h)));
     }
 };
@@ -134,18 +137,18 @@ struct F32 {
         const RowPointers<float, R> x(to.rows.f32 + row * k, k);
         __m256 sum[R][T][2];
         TS_EACH_SUM sum[r][t][h] = _mm256_setzero_ps();
-        for (int64_t s = 0; s < k; ++s) {
+        for_steps<T>(k, tile_bytes, [&](int64_t s, int64_t ahead) __attribute__((always_inline)) {
             __m256 w[T][2];
             TS_EACH_VECTOR {
                 const char* from = weights + t * tile_bytes + s * STEP_BYTES;
-                if (h == 0) _mm_prefetch(from + AHEAD_BYTES, _MM_HINT_T0);
+                if (h == 0) _mm_prefetch(from + ahead, _MM_HINT_T0);
                 w[t][h] = _mm256_castsi256_ps(load(from + h * 32));
             }
             TS_UNROLL for (int r = 0; r < R; ++r) {
                 const __m256 a = _mm256_set1_ps(x[r][s]);
                 TS_EACH_VECTOR sum[r][t][h] = _mm256_fmadd_ps(a, w[t][h], sum[r][t][h]);
             }
-        }
+        });
         TS_EACH_SUM write(to, row + r, tile + t, h, sum[r][t][h]);
     }
 };
@@ -159,11 +162,11 @@ struct Bf16 {
         const __m256i upper = _mm256_set1_epi32(int(0xffff0000));
         __m256 sum[R][T][2];
         TS_EACH_SUM sum[r][t][h] = _mm256_setzero_ps();
-        for (int64_t s = 0; s < n_steps; ++s) {
+        for_steps<T>(n_steps, tile_bytes, [&](int64_t s, int64_t ahead) __attribute__((always_inline)) {
             __m256i w[T][2];
             TS_EACH_VECTOR {
                 const char* from = weights + t * tile_bytes + s * STEP_BYTES;
-                if (h == 0) _mm_prefetch(from + AHEAD_BYTES, _MM_HINT_T0);
+                if (h == 0) _mm_prefetch(from + ahead, _MM_HINT_T0);
                 w[t][h] = load(from + h * 32);
             }
             TS_UNROLL for (int r = 0; r < R; ++r) {
@@ -175,7 +178,7 @@ struct Bf16 {
                     sum[r][t][h] = _mm256_fmadd_ps(b, _mm256_castsi256_ps(_mm256_and_si256(w[t][h], upper)), sum[r][t][h]);
                 }
             }
-        }
+        });
         TS_EACH_SUM write(to, row + r, tile + t, h, sum[r][t][h]);
     }
 };
@@ -195,6 +198,7 @@ struct Int4 {
             __m256i sum[R][T][2];
             TS_EACH_SUM sum[r][t][h] = _mm256_setzero_si256();
             const int64_t end = (g + 1) * group_steps < n_steps ? (g + 1) * group_steps : n_steps;
+            const int64_t ahead = AHEAD_BYTES / T + (end * STEP_BYTES + AHEAD_BYTES / T > n_steps * STEP_BYTES ? (T - 1) * tile_bytes : 0);
             for (int64_t s4 = g * group_steps; s4 < end; s4 += 4) {  // groups are of 32 inputs or multiples: 4 steps
 #ifndef __AVXVNNI__
                 __m256i narrow[R][T][2];  // 16-bit sums of 4 steps: 16 products of at most 15·128 each, in pairs, below 2^15
@@ -203,7 +207,7 @@ struct Int4 {
                 for (int64_t s = s4; s < s4 + 4; ++s) {
                     TS_EACH_VECTOR {
                         const char* from = weights + t * tile_bytes + head + s * STEP_BYTES;
-                        if (h == 0) _mm_prefetch(from + AHEAD_BYTES, _MM_HINT_T0);
+                        if (h == 0) _mm_prefetch(from + ahead, _MM_HINT_T0);
                         const __m256i w = load(from + h * 32);
                         const __m256i low = _mm256_and_si256(w, low_half), high = _mm256_and_si256(_mm256_srli_epi16(w, 4), low_half);
                         TS_UNROLL for (int r = 0; r < R; ++r) {
