@@ -1,0 +1,141 @@
+"""The decoder as a scorer: training's definition of the model, many sequences of about one length at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from twostroke.core.errors import InputError, TwostrokeError
+from twostroke.data.tokenizer import load_tokenizer
+from twostroke.engine.detokenize import IncrementalDetokenizer
+from twostroke.engine.scoring import TokenScores
+from twostroke.evaluation.scorer import Progress
+from twostroke.model.decoder import Decoder
+from twostroke.quantization.load import load_decoder
+
+_TOKENS_PER_PASS = 8192
+_LOGITS_PER_PASS = 2**25  # 128 MiB of fp32, and as much again for their logarithms
+
+
+class DecoderScorer:
+    """Rows of a pass are padded on the right to their longest, where causal attention never looks, so nothing is masked."""
+
+    engine = "decoder"
+
+    def __init__(self, decoder: Decoder, tokenizer: Tokenizer) -> None:
+        self.decoder, self.tokenizer, self.spec = decoder, tokenizer, decoder.spec
+        self.longest = decoder.spec.max_positions
+        self.dtype = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[decoder.head_weight.dtype]
+
+    @classmethod
+    def load(cls, directory: Path, dtype: str = "fp32", device: str = "cpu") -> DecoderScorer:
+        return cls(load_decoder(directory, dtype, device), load_tokenizer(directory))
+
+    @torch.no_grad()
+    def token_scores(
+        self, sequences: Sequence[tuple[Sequence[int], int]], progress: Progress | None = None
+    ) -> list[TokenScores]:
+        """As ``engine.scoring.token_scores``; proven against it in tests/evaluation/test_scorers.py."""
+        for ids, first in sequences:
+            self._check(ids, first)
+        results: list[TokenScores] = [(np.empty(0, np.float32), np.empty(0, np.bool_))] * len(sequences)
+        # The longest first: what does not fit in memory is met at once, and not at the end.
+        order = sorted((i for i, (ids, first) in enumerate(sequences) if first < len(ids)), key=lambda i: -len(sequences[i][0]))
+        n_total, n_done = sum(len(sequences[i][0]) - 1 for i in order), 0
+        with self._scoring():
+            begin = 0
+            while begin < len(order):
+                length = len(sequences[order[begin]][0]) - 1
+                chosen = order[begin : begin + max(1, _TOKENS_PER_PASS // length)]
+                begin += len(chosen)
+                for i, scores in zip(chosen, self._pass([sequences[i] for i in chosen]), strict=True):
+                    results[i] = scores
+                n_done += sum(len(sequences[i][0]) - 1 for i in chosen)
+                if progress is not None:
+                    progress(n_done / n_total)
+        return results
+
+    def continue_greedily(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, stop: Sequence[str] = (), progress: Progress | None = None
+    ) -> list[str]:
+        """Without a cache: each token costs a pass over all before it. For short answers, and to check the other engine by."""
+        texts = []
+        with self._scoring():
+            for i, prompt in enumerate(prompts):
+                texts.append(self._continue(list(prompt), max_tokens, stop))
+                if progress is not None:
+                    progress((i + 1) / len(prompts))
+        return texts
+
+    @torch.no_grad()
+    def _continue(self, ids: list[int], max_tokens: int, stop: Sequence[str]) -> str:
+        self._check(ids, 1)
+        detokenizer = IncrementalDetokenizer(self.tokenizer, tuple(stop), (), 0, ids)
+        weight, text = self.decoder.head_weight, ""
+        for _ in range(min(max_tokens, self.longest - len(ids))):
+            tokens = torch.tensor([ids], device=weight.device)
+            token = int(F.linear(self.decoder.hidden(tokens)[0, -1], weight).argmax())
+            if token in self.spec.eos_token_ids:
+                break
+            ids.append(token)
+            text += detokenizer.add([token])
+            if detokenizer.stopped:
+                return text
+        return text + detokenizer.finish()
+
+    @contextmanager
+    def _scoring(self) -> Iterator[None]:
+        """The model's mode is left as it was."""
+        was_training = self.decoder.training
+        self.decoder.train(False)
+        try:
+            yield
+        finally:
+            self.decoder.train(was_training)
+
+    def _pass(self, batch: Sequence[tuple[Sequence[int], int]]) -> list[TokenScores]:
+        weight = self.decoder.head_weight
+        length = max(len(ids) for ids, _ in batch) - 1
+        tokens = np.zeros((len(batch), length), np.int64)
+        for row, (ids, _) in enumerate(batch):
+            tokens[row, : len(ids) - 1] = ids[:-1]
+        hidden = self.decoder.hidden(torch.from_numpy(tokens).to(weight.device))
+        counts = [len(ids) - first for ids, first in batch]
+        rows = np.repeat(np.arange(len(batch)), counts)
+        columns = np.concatenate([np.arange(first - 1, len(ids) - 1) for ids, first in batch])
+        targets = torch.from_numpy(np.concatenate([np.asarray(ids[first:], np.int64) for ids, first in batch])).to(
+            weight.device
+        )
+        chosen = hidden[torch.from_numpy(rows).to(weight.device), torch.from_numpy(columns).to(weight.device)]
+        chunk = max(1, _LOGITS_PER_PASS // weight.shape[0])
+        parts = [
+            _scores(F.linear(chosen[i : i + chunk], weight), targets[i : i + chunk]) for i in range(0, len(targets), chunk)
+        ]
+        nats, greedy = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        if not np.isfinite(nats).all():
+            raise TwostrokeError("the model's output was not finite. The weights may be damaged.")
+        ends = np.cumsum(counts)[:-1]
+        return list(zip(np.split(nats, ends), np.split(greedy, ends), strict=True))
+
+    def _check(self, ids: Sequence[int], first: int) -> None:
+        if first < 1:
+            raise InputError(f"first={first} must be at least 1: nothing predicts a sequence's first token.")
+        n_vocabulary = self.decoder.head_weight.shape[0]
+        bad = [i for i in (min(ids, default=0), max(ids, default=0)) if not 0 <= i < n_vocabulary]
+        if bad:
+            raise InputError(f"token {bad[0]} is not in the model's vocabulary of {n_vocabulary}. Use its own tokenizer.")
+        if len(ids) - 1 > self.longest:
+            raise InputError(f"a sequence of {len(ids)} tokens is longer than the model's max_positions={self.longest} + 1.")
+
+
+def _scores(logits: Tensor, targets: Tensor) -> TokenScores:
+    logits = logits.float()
+    nats = F.cross_entropy(logits, targets, reduction="none")
+    return nats.cpu().numpy(), (logits.argmax(dim=-1) == targets).cpu().numpy()

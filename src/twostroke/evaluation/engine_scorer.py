@@ -1,0 +1,51 @@
+"""The inference engine as a scorer: what a server of the same directory computes, quantised products included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from twostroke.core.errors import DataError, TwostrokeError
+from twostroke.engine.llm import LLM, RequestOutput
+from twostroke.engine.scoring import TokenScores, token_scores
+from twostroke.evaluation.scorer import Progress
+from twostroke.scheduling.sampling_params import SamplingParams
+
+
+class EngineScorer:
+    """An ``LLM`` that is read from. It must have no requests of others under way."""
+
+    engine = "inference"
+
+    def __init__(self, llm: LLM) -> None:
+        if llm.tokenizer is None:
+            raise DataError(f"{llm.directory} has no tokenizer.json, so no text can be scored.")
+        self.llm, self.spec = llm, llm.engine.spec
+        self.tokenizer: Tokenizer = llm.tokenizer
+        self.longest, self.dtype = llm.engine.max_model_len, llm.engine.dtype
+
+    @classmethod
+    def load(cls, directory: Path, dtype: str = "auto") -> EngineScorer:
+        return cls(LLM(directory, dtype=dtype))
+
+    def token_scores(
+        self, sequences: Sequence[tuple[Sequence[int], int]], progress: Progress | None = None
+    ) -> list[TokenScores]:
+        return token_scores(self.llm.engine, sequences, progress)
+
+    def continue_greedily(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, stop: Sequence[str] = (), progress: Progress | None = None
+    ) -> list[str]:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop=tuple(stop))
+        outputs: list[RequestOutput] = []
+        n_done = 0
+        for delta in self.llm.stream([list(prompt) for prompt in prompts], params, outputs):
+            if delta.finish_reason == "error":
+                raise TwostrokeError("the model's output was not finite. The weights may be damaged.")
+            if delta.finish_reason is not None:
+                n_done += 1
+                if progress is not None:
+                    progress(n_done / len(prompts))
+        return [output.outputs[0].text for output in outputs]

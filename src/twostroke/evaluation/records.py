@@ -1,0 +1,90 @@
+"""Records of evaluation files: one JSON object a line, and templates that are filled from them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from twostroke.core.errors import DataError, did_you_mean
+
+_PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+
+
+@dataclass(frozen=True)
+class Record:
+    """``values`` of one line, and where it stands, for sentences about it."""
+
+    values: Mapping[str, Any]
+    where: str
+
+    def get(self, path: str) -> Any:
+        """The value at ``path``, keys and list indices joined by dots. Raises DataError where the record has none."""
+        value: Any = self.values
+        for key in path.split("."):
+            if isinstance(value, Mapping) and key in value:
+                value = value[key]
+            elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+                value = value[int(key)]
+            else:
+                known = value if isinstance(value, Mapping) else ()
+                near = did_you_mean(key, map(str, known)) if known else "There is no such value."
+                raise DataError(f"{self.where} has no {path!r}, which the task asks for. {near}")
+        return value
+
+    def fill(self, template: str) -> str:
+        """``template`` with each ``{path}`` replaced by its text or number; ``{{`` and ``}}`` are braces."""
+
+        def text(match: re.Match[str]) -> str:
+            piece = match.group(0)
+            if piece in ("{{", "}}"):
+                return piece[0]
+            if match.group(1) is None:
+                raise DataError(
+                    f"template {template!r} has a brace without its partner. Write {piece * 2} for the brace itself."
+                )
+            value = self.get(match.group(1))
+            if isinstance(value, bool) or not isinstance(value, str | int | float):
+                raise DataError(
+                    f"{self.where}: {match.group(1)!r} is {type(value).__name__}; a template takes text or numbers."
+                )
+            return str(value)
+
+        return _PIECE.sub(text, template)
+
+
+@dataclass(frozen=True)
+class Records:
+    rows: list[Record]
+    sha256: str
+
+
+def read_records(file: Path, most: int | None = None) -> Records:
+    """The first ``most`` records of a .jsonl ``file``, blank lines left out; sha256 is the whole file's.
+
+    Raises DataError where the file is missing, empty or holds something else."""
+    try:
+        raw = file.read_bytes()
+    except OSError as error:
+        raise DataError(f"task data {file} cannot be read: {error.strerror or error}.") from None
+    rows: list[Record] = []
+    for number, line in enumerate(raw.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        if most is not None and len(rows) >= most:
+            break
+        where = f"{file}, line {number},"
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where} is not JSON: {error}. Give one object a line.") from None
+        if not isinstance(values, dict):
+            raise DataError(f"{where} holds {type(values).__name__}; a record is a JSON object.")
+        rows.append(Record(values, where))
+    if not rows:
+        raise DataError(f"task data {file} holds no record. Give one JSON object a line.")
+    return Records(rows, hashlib.sha256(raw).hexdigest())

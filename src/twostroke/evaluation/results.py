@@ -1,0 +1,81 @@
+"""What scoring a task gives: one value an example for each metric, from which means, errors and pairings are made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from twostroke.core.errors import InputError
+
+Values = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A mean over examples and its standard error: how far other examples of the same kind would move it."""
+
+    value: float
+    standard_error: float
+
+
+def mean_of(values: Values) -> Metric:
+    """Mean and s/√n with s of n − 1 degrees of freedom (what lm-eval reports); the error of one example is not known: NaN."""
+    n = len(values)
+    error = float(values.std(ddof=1)) / math.sqrt(n) if n > 1 else math.nan
+    return Metric(float(values.mean()), error)
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """``scores`` hold one value an example: 0 or 1 for what is right or wrong, nats for what is encoded.
+
+    ``n_cut`` prompts were longer than the model's context and lost their beginning. ``key`` names task, examples and prompts:
+    two results with the same key answered the same questions, whichever tokenizer read them.
+    """
+
+    task: str
+    kind: str
+    key: str
+    scores: Mapping[str, Values]
+    n_cut: int
+    n_tokens: int  # scored, or of the prompts that were continued
+    chance: float | None = None  # share that guessing gets right
+
+    @property
+    def n_examples(self) -> int:
+        return len(next(iter(self.scores.values())))
+
+    def metrics(self) -> dict[str, Metric]:
+        """Means of ``scores``. ``target_nats`` is also given as perplexity = exp(mean), its error by the delta method."""
+        found = {name: mean_of(values) for name, values in self.scores.items()}
+        if "target_nats" in found:
+            nats = found["target_nats"]
+            value = math.exp(min(nats.value, 700.0))
+            found["perplexity"] = Metric(value, value * nats.standard_error)
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        metrics = {name: {"value": m.value, "standard_error": _finite(m.standard_error)} for name, m in self.metrics().items()}
+        return {
+            "task": self.task,
+            "kind": self.kind,
+            "n_examples": self.n_examples,
+            "n_cut": self.n_cut,
+            "n_tokens": self.n_tokens,
+            "chance": self.chance,
+            "metrics": metrics,
+        }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def check_same_questions(a: TaskResult, b: TaskResult) -> None:
+    if a.key != b.key:
+        raise InputError(f"the two results of {a.task} are of different examples, so they cannot be paired.")
