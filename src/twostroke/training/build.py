@@ -15,6 +15,7 @@ from twostroke.training.adapters import base_state, check_base, load_adapted
 from twostroke.training.anomalies import AnomalyLog, SpikeWatch, anchor_every
 from twostroke.training.checkpoint import Checkpoint, load_newest
 from twostroke.training.conversations import make_loader
+from twostroke.training.environment import differences, environment
 from twostroke.training.optimizers import Optimizers
 from twostroke.training.parallelize import pick_device
 from twostroke.training.precision import MasterWeights
@@ -87,12 +88,11 @@ def restore(run: TrainingRun, checkpoint: Checkpoint) -> None:
     run.elapsed_before_s = float(state["elapsed_s"])
     run.anomalies.restart(int(state.get("n_anomalies", 0)))  # releases before it had none
     run.loader.restore(state["loader"])
-    now = (torch.__version__, torch.get_num_threads(), str(run.device))
-    then = (run.resolved.torch_version, run.resolved.n_threads, run.resolved.device)
-    if now != then:
+    differing = differences(run.resolved.environment, environment(run.device, run.recipe.train.compile))
+    if differing:
         run.log(
-            f"resuming on torch {now[0]}, {now[1]} threads, {now[2]}; the run began on torch {then[0]}, {then[1]} threads, "
-            f"{then[2]}: sums may round otherwise, so losses need not be equal to the last bit."
+            f"resuming where the run did not begin: {'; '.join(differing)}. Sums may round otherwise, so losses need not be "
+            "equal to the last bit."
         )
 
 

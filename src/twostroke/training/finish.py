@@ -15,6 +15,7 @@ from twostroke.planner.params import count_parameters
 from twostroke.training.adapters import write_adapters
 from twostroke.training.checkpoint import CheckpointError
 from twostroke.training.conversations import write_chat_template
+from twostroke.training.environment import environment, weights_sha256
 from twostroke.training.measurement import directory_bytes, medians
 from twostroke.training.run_directory import RunDirectory, read_summary, write_json
 
@@ -66,6 +67,8 @@ def finish(run: TrainingRun) -> TrainingResult:
         "skipped_steps": sum(1 for r in records if r.get("skipped")),
         "final_loss": last.get("loss"),
         "compiled": run.train_step.is_compiled,
+        "weights_sha256": weights_sha256(run.masters.weights),
+        "environment": environment(run.device, run.train_step.is_compiled),
         "prediction": run.prediction,
         "measurement": measured,
         "notes": run.notes,
@@ -76,21 +79,30 @@ def finish(run: TrainingRun) -> TrainingResult:
 
 
 def _write_model(run: TrainingRun) -> None:
-    """The model directory. Raises TwostrokeError where it cannot be written; the run can then be resumed to this point."""
-    for leftover in run.directory.path.glob(".model.*"):  # of a kill while the model was being written
+    """The model directory, and that of the running average beside it. Raises TwostrokeError where they cannot be written; the
+    run can then be resumed to this point."""
+    for leftover in run.directory.path.glob(".model*.*"):  # of a kill while the model was being written
         shutil.rmtree(leftover, ignore_errors=True)
-    dtype, weights = run.recipe.train.dtype, run.masters.weights
-    try:
-        if run.recipe.trains_adapters:
-            write_adapters(run.recipe, run.spec, weights, run.directory.model)
-        else:
-            save_model(weights, run.spec, run.directory.model, dtype, _tokenizer(run), replace=True)
-        write_chat_template(run.recipe, run.directory.model)
-    except (OSError, SafetensorError) as error:
-        raise TwostrokeError(
-            f"all {run.steps} steps are done, but {run.directory.model} cannot be written: {error}. "
-            f"{run.what_is_kept()} Make room and continue with --resume."
-        ) from error
+    written = {run.directory.model: run.masters.weights}
+    if run.optimizers.average is not None:
+        written[average_directory(run.directory)] = run.optimizers.average.averages
+    for directory, weights in written.items():
+        try:
+            if run.recipe.trains_adapters:
+                write_adapters(run.recipe, run.spec, weights, directory)
+            else:
+                save_model(weights, run.spec, directory, run.recipe.train.compute_dtype, _tokenizer(run), replace=True)
+            write_chat_template(run.recipe, directory)
+        except (OSError, SafetensorError) as error:
+            raise TwostrokeError(
+                f"all {run.steps} steps are done, but {directory} cannot be written: {error}. "
+                f"{run.what_is_kept()} Make room and continue with --resume."
+            ) from error
+
+
+def average_directory(directory: RunDirectory) -> Path:
+    """Where the running average of the weights is written: a model directory like the other."""
+    return directory.model.with_name(f"{directory.model.name}-ema")
 
 
 def _tokenizer(run: TrainingRun) -> Path:

@@ -44,9 +44,7 @@ class Resolved:
     data_directory: str
     data_key: str
     run_id: str  # of the prediction in the ledger
-    torch_version: str
-    n_threads: int
-    device: str
+    environment: dict[str, Any]  # training.environment, when the run began
     format: int = FORMAT
 
 
@@ -150,6 +148,10 @@ def _completed(stored: dict[str, Any]) -> dict[str, Any]:
 def _resolved_from(record: dict[str, Any]) -> Resolved:
     if record.get("format") != FORMAT:
         raise ValueError(f"format {record.get('format')!r}, this release reads {FORMAT}")
+    if "environment" not in record:  # of the first release
+        names = {"torch_version": "torch", "n_threads": "n_threads", "device": "device"}
+        record = record | {"environment": {new: record[old] for old, new in names.items()}}
+        record = {name: value for name, value in record.items() if name not in names}
     return Resolved(**(record | {"spec": ModelSpec.from_dict(record["spec"])}))
 
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from twostroke.core.errors import ConfigError, DataError, InputError, TwostrokeError
 from twostroke.core.recipe import TrainRecipe
 from twostroke.core.spec import ModelSpec
@@ -23,6 +21,7 @@ from twostroke.planner.intervals import predict_with_intervals
 from twostroke.planner.params import count_parameters
 from twostroke.planner.training import TrainingShape, plan_training
 from twostroke.training.adapters import check_adapters
+from twostroke.training.environment import environment
 from twostroke.training.finish import TrainingResult, finished
 from twostroke.training.loop import Evaluate, TrainingRun
 from twostroke.training.measurement import StepRecord
@@ -99,9 +98,7 @@ def start(
         data_directory=str(prepared.directory),
         data_key=prepared.key,
         run_id=run_id,
-        torch_version=str(torch.__version__),
-        n_threads=torch.get_num_threads(),
-        device=str(pick_device()),
+        environment=environment(pick_device(), recipe.train.compile),
     )
     with directory.locked():
         if not directory.is_unused():
