@@ -27,6 +27,7 @@ from twostroke.core.data_recipe import STDLIB_SOURCE, DataRecipe
 from twostroke.core.errors import ConfigError, InputError, did_you_mean
 from twostroke.core.families import spec_from_config
 from twostroke.core.spec import ModelSpec
+from twostroke.core.update_settings import check_update, with_default_rates
 
 ALL_LINEAR = "all-linear"
 """The name in ``lora.targets`` that stands for every matrix of the blocks."""
@@ -80,6 +81,14 @@ class TrainSettings:
 
     Exactly one of ``steps`` and ``budget_s`` is given: a budget is turned into steps by the planner's predicted step time
     before the run starts, so that the schedule is fixed and a resume is exact.
+
+    ``dtype``: "bf16" and "fp16" compute in 16 bits beside fp32 master weights, fp16 with a dynamic loss scale; "pure_bf16"
+    keeps nothing in fp32 and rounds updates stochastically: 8 bytes a parameter with AdamW instead of 16. ``optimizer``:
+    "muon" updates the blocks' matrices, with ``muon_learning_rate``, and AdamW the rest; weight decay is decoupled in "adamw"
+    and "muon", added to the gradient in "adam" and "sgd", and spares embeddings, norms and biases unless told otherwise.
+    ``schedule``: "wsd" stays at the full rate until the last ``decay_fraction`` of the steps. ``ema_decay`` keeps a running
+    average of the weights, scored beside them and written to ``model-ema``. ``activation_checkpointing`` computes again in the
+    backward pass: "full" whole blocks, "selective" all but products and flash attention.
     """
 
     steps: int = 0
@@ -87,18 +96,25 @@ class TrainSettings:
     batch_size: int = 16
     sequence_length: int = 512
     grad_accumulation: int = 1
-    dtype: Literal["bf16", "fp32"] = "bf16"
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    learning_rate: float = 4e-3
-    muon_learning_rate: float = 0.02
+    dtype: Literal["bf16", "fp32", "fp16", "pure_bf16"] = "bf16"
+    optimizer: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
+    learning_rate: float = 0.0  # 0: by method and optimizer, as the run's recipe.json then says
+    muon_learning_rate: float = 0.0
+    momentum: float = 0.9  # of sgd
+    nesterov: bool = False
     weight_decay: float = 0.1
+    decay_embeddings: bool = False
+    decay_norms: bool = False  # biases with them
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup_fraction: float = 0.05
+    decay_fraction: float = 0.2  # of wsd
     min_lr_ratio: float = 0.02
     clip_norm: float = 1.0
+    ema_decay: float = 0.0  # 0: no running average of the weights
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     compile: bool = True
     anomaly_policy: Literal["skip", "rollback", "stop"] = "skip"
     spike_factor: float = 0.0  # times the running median that make a spike; 0: only what is not finite is an anomaly
@@ -112,6 +128,11 @@ class TrainSettings:
     tensorboard: bool = False  # scalars into <output>/tensorboard
     sample_every: int = 0  # steps between texts that continue sample_prompts; 0: never
     sample_prompts: tuple[str, ...] = ()
+
+    @property
+    def compute_dtype(self) -> str:
+        """The type of forward and backward, and of the model that is written."""
+        return "bf16" if self.dtype == "pure_bf16" else self.dtype
 
 
 @dataclass(frozen=True)
@@ -143,17 +164,12 @@ class TrainRecipe:
             "checkpoint_every",
             "keep_every",
             "evaluate_every",
-            "weight_decay",
             "diagnostics_every",
             "sample_every",
         ):
             _at_least(f"train.{name}", getattr(t, name), 0)
-        for name in ("learning_rate", "muon_learning_rate", "clip_norm", "eps"):
-            if not 0 < getattr(t, name) < float("inf"):
-                raise ConfigError(f"train.{name}={getattr(t, name)} must be above 0 and finite.")
-        for name in ("beta1", "beta2", "warmup_fraction", "min_lr_ratio"):
-            if not 0 <= getattr(t, name) < 1:
-                raise ConfigError(f"train.{name}={getattr(t, name)} must be at least 0 and less than 1.")
+        check_update(t)
+        object.__setattr__(self, "train", with_default_rates(t, self.method))
         if t.sequence_length < 2:
             raise ConfigError(f"train.sequence_length={t.sequence_length} must be at least 2.")
         if t.spike_factor != 0 and not 1 < t.spike_factor < float("inf"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,10 +43,16 @@ class Block(nn.Module):
         self.mlp = make_mlp(spec)
         # transformers drops residual branches only in GPT-2; elsewhere `attention_dropout` is all there is.
         self.residual_dropout = spec.dropout if spec.positions == "learned" else 0.0
+        self.recompute: Callable[..., Tensor] | None = None  # how training keeps less for backward than all
 
     def forward(
         self, x: Float[Tensor, "B T E"], rope: tuple[Tensor, Tensor] | None, mask: Float[Tensor, "#B 1 T S"] | None
     ) -> Float[Tensor, "B T E"]:
+        if self.recompute is None or not torch.is_grad_enabled():
+            return self._compute(x, rope, mask)
+        return self.recompute(self._compute, x, rope, mask)
+
+    def _compute(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
         x = x + self._drop(self.attn(self.attn_norm(x), rope, mask))
         return x + self._drop(self.mlp(self.mlp_norm(x)))
 

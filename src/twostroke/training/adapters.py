@@ -62,7 +62,7 @@ def load_adapted(recipe: TrainRecipe, device: torch.device) -> Decoder:
 
     Read one tensor at a time, so that a matrix in NF4 is never held otherwise. Memory: the base as it stays, and one tensor.
     """
-    settings, dtype = adapter_settings(recipe), torch_dtype(recipe.train.dtype)
+    settings, dtype = adapter_settings(recipe), torch_dtype(recipe.train.compute_dtype)
     spec, get = open_weights(_base(recipe))
     decoder = Decoder(spec, device="meta")
     in_nf4 = {target.module for target in all_targets(spec)} if settings.nf4 else set()

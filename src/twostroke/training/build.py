@@ -44,7 +44,7 @@ def build(run: TrainingRun) -> None:
             initialise(decoder, recipe.seed)
     decoder.train()
     run.decoder = decoder
-    run.masters = MasterWeights(decoder, torch.bfloat16 if settings.dtype == "bf16" else torch.float32)
+    run.masters = MasterWeights.of(decoder, settings.dtype)
     run.optimizers = Optimizers(run.masters, run.spec, settings)
     run.loader = make_loader(run.prepared, recipe, run.log)
     run.watch = SpikeWatch(settings.spike_factor)
@@ -63,7 +63,15 @@ def build(run: TrainingRun) -> None:
     else:
         run.anomalies.restart(0)
     run.step_log.restart(run.step)
-    run.train_step = TrainStep(decoder, run.masters, run.optimizers, settings.clip_norm, settings.compile, run.log)
+    run.train_step = TrainStep(
+        decoder,
+        run.masters,
+        run.optimizers,
+        settings.clip_norm,
+        settings.compile,
+        run.log,
+        settings.activation_checkpointing,
+    )
 
 
 def capture(run: TrainingRun) -> Checkpoint:

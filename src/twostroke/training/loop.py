@@ -37,7 +37,7 @@ from twostroke.training.precision import MasterWeights
 from twostroke.training.respond import respond
 from twostroke.training.run_directory import Resolved, RunDirectory, StepLog
 from twostroke.training.saver import CheckpointSaver
-from twostroke.training.schedules import learning_rate_factor
+from twostroke.training.schedules import scheduled_factor
 from twostroke.training.step import StepResult, TrainStep, WindowAbandoned
 from twostroke.training.stop import StopSignals
 
@@ -109,7 +109,7 @@ class TrainingRun:
         return self.elapsed_before_s + time.perf_counter() - self._began
 
     def mfu(self, tok_per_s: float) -> float | None:
-        peak = self.hardware.peak_flop_per_s.get(self.recipe.train.dtype) if self.hardware is not None else None
+        peak = self.hardware.peak_flop_per_s.get(self.recipe.train.compute_dtype) if self.hardware is not None else None
         return None if peak is None else self._flops_per_token * tok_per_s / peak
 
     def save(self) -> Path:
@@ -188,9 +188,7 @@ class TrainingRun:
             position = self.loader.state()
             batches = [self.loader.next_batch() for _ in range(settings.grad_accumulation)]
             clock.lap("data")
-            factor = learning_rate_factor(
-                self.step, self.steps, settings.schedule, settings.warmup_fraction, settings.min_lr_ratio
-            )
+            factor = scheduled_factor(settings, self.step, self.steps)
             result = self._step_or_stop(batches, factor, clock, position, recent, stop_asked)
             step_time_s, parts = clock.finish()
             self.last_batch, self.last_result = batches[-1], result
@@ -205,6 +203,9 @@ class TrainingRun:
             if evaluate is not None and settings.evaluate_every and self.step % settings.evaluate_every == 0:
                 with eager(self.decoder):
                     line |= evaluate(self.decoder, self.prepared)
+                    if self.optimizers.average is not None:
+                        with self.optimizers.average.shown_in(self.masters):
+                            line |= {f"ema_{name}": value for name, value in evaluate(self.decoder, self.prepared).items()}
             self.step_log.append(line)
             observers.after_line(line)
             recent.append(step_time_s)
@@ -277,7 +278,7 @@ class TrainingRun:
             self.watch.took(result.loss, result.grad_norm)
             if not anchor_every(self.recipe.train):
                 self.watch.in_a_row = 0
-        elif not result.overflow:
+        else:
             respond(self, result, batches, windows)
 
     def _stop(self) -> NoReturn:

@@ -1,8 +1,10 @@
-"""Optimizers over fp32 masters: fused AdamW for everything, or Muon for the blocks' matrices with AdamW for the rest."""
+"""Optimizers over a run's master weights: AdamW, Adam, SGD, or Muon for the blocks' matrices with AdamW for the rest."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,10 +12,16 @@ from torch import Tensor
 from twostroke.core.errors import CorruptFileError
 from twostroke.core.recipe import TrainSettings
 from twostroke.core.spec import ModelSpec
+from twostroke.core.update_settings import with_default_rates
+from twostroke.training.ema import WeightAverage
+from twostroke.training.loss_scale import DynamicLossScale
 from twostroke.training.precision import MasterWeights
+from twostroke.training.stochastic_rounding import Noise, RoundedUpdates
 
 MUON_MOMENTUM = 0.95
 SEPARATOR = "::"
+AVERAGE, LOSS_SCALE, ROUNDING = "ema", "scaler", "rounding"
+"""Owners of state that belongs to no one weight: ``ema::embed.weight``, ``scaler::scale``, ``rounding::updates``."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +51,12 @@ def is_block_matrix(name: str, tensor: Tensor) -> bool:
     return name.startswith("blocks.") and tensor.dim() == 2
 
 
-def _decays(name: str, tensor: Tensor) -> bool:
-    """Weight decay applies to matrices: not to norms and biases, and not to embeddings, whose shrinking raises the gradients
-    behind the norm that follows (OLMo 2, arXiv:2501.00656, section 3.4)."""
-    return tensor.dim() == 2 and name not in ("embed.weight", "position_embed.weight")
+def decays(name: str, tensor: Tensor, settings: TrainSettings) -> bool:
+    """Whether weight decay applies: to matrices, and where the recipe says so to embeddings, whose shrinking raises the
+    gradients behind the norm that follows (OLMo 2, arXiv:2501.00656, section 3.4), and to norms and biases."""
+    if tensor.dim() != 2:
+        return settings.decay_norms
+    return settings.decay_embeddings or name not in ("embed.weight", "position_embed.weight")
 
 
 def _view(tensor: Tensor, gradient: Tensor) -> Tensor:
@@ -56,13 +66,48 @@ def _view(tensor: Tensor, gradient: Tensor) -> Tensor:
     return leaf
 
 
+def _elementwise(settings: TrainSettings, params: Any) -> torch.optim.Optimizer:
+    """The recipe's optimizer of single numbers. Fused: 104 ms a step of 25M parameters on two cores with AdamW, where foreach
+    takes 598 and the plain loop 830."""
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(
+            params, lr=settings.learning_rate, momentum=settings.momentum, nesterov=settings.nesterov, fused=True
+        )
+    kind = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
+    return kind(
+        params,
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        weight_decay=0.0,
+        fused=True,
+    )
+
+
+def _muon(settings: TrainSettings, params: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Muon(
+        params,
+        lr=settings.muon_learning_rate,
+        weight_decay=settings.weight_decay,
+        momentum=MUON_MOMENTUM,
+        nesterov=True,
+        adjust_lr_fn="original",
+    )
+
+
 class Optimizers:
-    """The optimizers of one run. ``step`` reads the masters' fp32 gradients and changes the masters in place."""
+    """The optimizers of one run, and what moves with them: loss scale and running average. ``step`` reads the masters'
+    gradients and changes the masters in place.
+
+    Weight decay is decoupled in AdamW and Muon, w ← w − η·λ·w; in Adam and SGD it is added to the gradient, g + λ·w (L2).
+    Each is held against its formulas in float64 in ``tests/training/test_update_formulas.py``.
+    """
 
     def __init__(self, masters: MasterWeights, spec: ModelSpec, settings: TrainSettings) -> None:
+        settings = with_default_rates(settings, "pretrain")
         self.parts: list[Part] = []
         muon: list[Tensor] = []
-        adam: dict[bool, list[Tensor]] = {True: [], False: []}  # by whether weight decay applies
+        by_decay: dict[bool, list[Tensor]] = {True: [], False: []}
         for name, weight in masters.weights.items():
             gradient = masters.gradients[name]
             if settings.optimizer == "muon" and is_block_matrix(name, weight):
@@ -74,31 +119,30 @@ class Optimizers:
                     muon.append(self.parts[-1].tensor)
             else:
                 self.parts.append(Part(name, _view(weight, gradient)))
-                adam[_decays(name, weight)].append(self.parts[-1].tensor)
+                by_decay[decays(name, weight, settings)].append(self.parts[-1].tensor)
         self._optimizers: list[torch.optim.Optimizer] = []
         groups = [
-            {"params": tensors, "weight_decay": settings.weight_decay if decays else 0.0}
-            for decays, tensors in adam.items()
+            {"params": tensors, "weight_decay": settings.weight_decay if decayed else 0.0}
+            for decayed, tensors in by_decay.items()
             if tensors
         ]
         if groups:
-            betas = (settings.beta1, settings.beta2)
-            # Fused: 104 ms a step of 25M parameters on two cores, where foreach takes 598 and the plain loop 830.
-            self._optimizers.append(
-                torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=settings.eps, fused=True)
-            )
+            self._optimizers.append(_elementwise(settings, groups))
         if muon:
-            self._optimizers.append(
-                torch.optim.Muon(
-                    muon,
-                    lr=settings.muon_learning_rate,
-                    weight_decay=settings.weight_decay,
-                    momentum=MUON_MOMENTUM,
-                    nesterov=True,
-                    adjust_lr_fn="original",
-                )
-            )
+            self._optimizers.append(_muon(settings, muon))
         self._base_rates = [[group["lr"] for group in o.param_groups] for o in self._optimizers]
+        self._rounded: list[RoundedUpdates] = []
+        self._updates = 0
+        if masters.stored == torch.bfloat16:
+            device = self.parts[0].tensor.device
+            self._noise = Noise(device)
+            for optimizer in self._optimizers:
+                matrix = torch.zeros(1, 1, device=device)
+                whole = isinstance(optimizer, torch.optim.Muon)
+                worker = _muon(settings, [matrix]) if whole else _elementwise(settings, [matrix])
+                self._rounded.append(RoundedUpdates(optimizer, worker, whole, self._noise))
+        self.loss_scale = DynamicLossScale() if masters.dtype == torch.float16 else None
+        self.average = WeightAverage(masters.weights, settings.ema_decay) if settings.ema_decay else None
 
     @torch.no_grad()
     def step(self, learning_rate_factor: float) -> None:
@@ -106,40 +150,74 @@ class Optimizers:
         for optimizer, rates in zip(self._optimizers, self._base_rates, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * learning_rate_factor
-            optimizer.step()
+        if self._rounded:
+            self._updates += 1
+            self._noise.begin(self._updates)
+        for updates in self._rounded or self._optimizers:
+            updates.step()
+        if self.average is not None:
+            self.average.update()
 
     def _state_of(self, tensor: Tensor) -> dict[str, Tensor]:
-        return next((o.state[tensor] for o in self._optimizers if tensor in o.state), {})
+        found: dict[str, Any] = next((o.state[tensor] for o in self._optimizers if tensor in o.state), {})
+        return {name: value for name, value in found.items() if value is not None}
 
-    def state(self) -> dict[str, Tensor]:
-        """All state by ``<part>::<name>``, as in ``embed.weight::exp_avg``; empty before the first step."""
+    def _own_state(self) -> dict[str, Tensor]:
+        """State of the parameters, by ``<part>::<name>``; empty before the first step."""
         return {
             f"{part.key}{SEPARATOR}{name}": value for part in self.parts for name, value in self._state_of(part.tensor).items()
         }
 
+    def state(self) -> dict[str, Tensor]:
+        """All state by ``<owner>::<name>``, as in ``embed.weight::exp_avg`` and ``ema::embed.weight``."""
+        shared: dict[str, Mapping[str, Tensor]] = {}
+        if self.average is not None:
+            shared[AVERAGE] = self.average.state()
+        if self.loss_scale is not None:
+            shared[LOSS_SCALE] = self.loss_scale.state()
+        if self._rounded:
+            shared[ROUNDING] = {"updates": torch.tensor(self._updates, dtype=torch.int64)}
+        named = {f"{owner}{SEPARATOR}{name}": value for owner, values in shared.items() for name, value in values.items()}
+        return self._own_state() | named
+
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Take over what ``state`` returned. Raises CorruptFileError where it is of other parameters or another optimizer."""
-        by_part: dict[str, dict[str, Tensor]] = {}
+        by_owner: dict[str, dict[str, Tensor]] = {}
         for key, value in state.items():
-            owner, _, name = key.rpartition(SEPARATOR)
-            by_part.setdefault(owner, {})[name] = value
-        unknown = set(by_part) - {part.key for part in self.parts}
-        missing = [part.key for part in self.parts if part.key not in by_part] if state else []
+            owner, _, name = key.partition(SEPARATOR)
+            by_owner.setdefault(owner, {})[name] = value
+        shared = {owner: by_owner.pop(owner, None) for owner in (AVERAGE, LOSS_SCALE, ROUNDING)}
+        keeps_state = [part.key for part in self.parts] if self._keeps_state else []
+        unknown = sorted(set(by_owner) - {part.key for part in self.parts})
+        missing = [key for key in keeps_state if key not in by_owner] if by_owner else []
+        wanted = {AVERAGE: self.average, LOSS_SCALE: self.loss_scale, ROUNDING: self._rounded or None}
+        unknown += [owner for owner in shared if shared[owner] is not None and wanted[owner] is None]
+        missing += [owner for owner in shared if shared[owner] is None and wanted[owner] is not None]
         if unknown or missing:
-            named = sorted(unknown)[0] if unknown else missing[0]
+            named = unknown[0] if unknown else missing[0]
             raise CorruptFileError(
                 f"the optimizer state {'holds' if unknown else 'lacks'} {named!r}: it was not saved by a run of this recipe."
             )
-        for optimizer in self._optimizers:
-            optimizer.state.clear()  # of a run that goes back to before its first step
+        if self.average is not None:
+            self.average.load_state(shared[AVERAGE] or {})
+        if self.loss_scale is not None:
+            self.loss_scale.load_state(shared[LOSS_SCALE] or {})
+        if self._rounded:
+            self._updates = int((shared[ROUNDING] or {})["updates"])
         optimizer_of = {id(t): o for o in self._optimizers for group in o.param_groups for t in group["params"]}
         for part in self.parts:
-            if part.key in by_part:
+            if part.key in by_owner:
                 # A copy: what is given may be mapped from a file that will go away.
                 optimizer_of[id(part.tensor)].state[part.tensor] = {
-                    name: value.to(part.tensor.device, copy=True) for name, value in by_part[part.key].items()
+                    name: value.to(part.tensor.device, copy=True) for name, value in by_owner[part.key].items()
                 }
 
     @property
+    def _keeps_state(self) -> bool:
+        return any(group.get("momentum", 1.0) != 0 for optimizer in self._optimizers for group in optimizer.param_groups)
+
+    @property
     def state_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.state().values())
+        """Of the parameters' state and the running average."""
+        average = self.average.bytes if self.average is not None else 0
+        return average + sum(t.numel() * t.element_size() for t in self._own_state().values())

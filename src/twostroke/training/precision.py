@@ -1,40 +1,67 @@
-"""Mixed precision: fp32 master weights that the optimizer updates, beside the working copy that computes."""
+"""In what a run computes and in what it keeps its weights: fp32, bf16 or fp16 beside fp32 masters, or bf16 alone."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
+COMPUTED_AND_STORED: dict[str, tuple[torch.dtype, torch.dtype]] = {
+    "fp32": (torch.float32, torch.float32),
+    "bf16": (torch.bfloat16, torch.float32),
+    "fp16": (torch.float16, torch.float32),
+    "pure_bf16": (torch.bfloat16, torch.bfloat16),
+}
+"""By ``train.dtype``: the type of forward and backward, and that of the weights the optimizer updates and of their gradients.
+
+bf16 and fp16 are mixed precision (Micikevicius et al. 2017, arXiv:1710.03740); fp16 needs ``training.loss_scale`` beside it,
+pure bf16 ``training.stochastic_rounding``."""
+
 
 class MasterWeights:
-    """The authoritative fp32 weights of a decoder, their fp32 gradients, and the link to the decoder's own parameters.
+    """The authoritative weights of a decoder, their gradients, and the link to the decoder's own parameters.
 
-    With bf16 compute the decoder holds a rounded copy: one bf16 unit in the last place is 2⁻⁸ of a value, so an update of
-    10⁻³ of it would vanish if it were added there. With fp32 compute the decoder's parameters *are* the masters, without a
-    copy.
+    Where the two types differ, the decoder holds a rounded copy of fp32 masters: one bf16 unit in the last place is 2⁻⁸ of a
+    value, so an update of 10⁻³ of it would vanish if it were added there. Where they are one, the decoder's parameters *are*
+    the masters, without a copy.
 
-    Memory of N parameters, in bytes: bf16 2N working + 4N masters + 4N gradients, and 2N for the backward pass's own
-    gradients until ``collect`` took them; fp32 4N + 4N.
+    Memory of N parameters, in bytes: bf16 and fp16 2N working + 4N masters + 4N gradients, and 2N for the backward pass's own
+    gradients until ``collect`` took them; fp32 4N + 4N; pure bf16 2N + 2N.
     """
 
-    def __init__(self, decoder: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, decoder: nn.Module, dtype: torch.dtype, stored: torch.dtype = torch.float32) -> None:
         """Take over ``decoder``, whose trained parameters must be fp32, and leave it computing in ``dtype``.
 
         Frozen parameters have no master and no gradient; they are rounded to ``dtype`` for good. Buffers stay as they are.
         """
-        self.weights: dict[str, Tensor] = {name: p.detach() for name, p in decoder.named_parameters() if p.requires_grad}
-        wrong = [name for name, weight in self.weights.items() if weight.dtype != torch.float32]
-        if wrong:
-            raise TypeError(f"{wrong[0]} is {self.weights[wrong[0]].dtype}; masters are taken from fp32 parameters")
+        trained = {name: p for name, p in decoder.named_parameters() if p.requires_grad}
+        for name, parameter in trained.items():
+            if parameter.dtype != torch.float32:
+                raise TypeError(f"{name} is {parameter.dtype}; masters are taken from fp32 parameters")
+        self.weights: dict[str, Tensor] = {name: p.detach().to(stored) for name, p in trained.items()}
         for parameter in decoder.parameters():
-            parameter.data = parameter.data.to(dtype)
-        self._parameters = {name: p for name, p in decoder.named_parameters() if p.requires_grad}
+            if not parameter.requires_grad or dtype != stored:
+                parameter.data = parameter.data.to(dtype)
+        if dtype == stored:
+            for name, parameter in trained.items():
+                parameter.data = self.weights[name]
+        self._parameters = trained
         frozen = [p for p in decoder.parameters() if not p.requires_grad]
         self.frozen_bytes = sum(t.numel() * t.element_size() for t in (*frozen, *decoder.buffers()))
-        self.has_working_copy = dtype != torch.float32
+        self.dtype, self.stored = dtype, stored
+        self.has_working_copy = dtype != stored
         self.gradients = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
         self._is_first = True
         self.zero_gradients()
+
+    @classmethod
+    def of(cls, decoder: nn.Module, dtype: str) -> MasterWeights:
+        """Those of a run whose ``train.dtype`` is ``dtype``."""
+        return cls(decoder, *COMPUTED_AND_STORED[dtype])
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The decoder's trained parameters, which compute: the working copy, or the masters themselves."""
+        return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     @torch.no_grad()
     def zero_gradients(self) -> None:
@@ -67,7 +94,7 @@ class MasterWeights:
     def publish(self) -> None:
         """Round the masters into the working copy, after they changed."""
         if self.has_working_copy:
-            torch._foreach_copy_([p.detach() for p in self._parameters.values()], list(self.weights.values()))
+            torch._foreach_copy_(list(self.parameters.values()), list(self.weights.values()))
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor]) -> None:
@@ -77,15 +104,16 @@ class MasterWeights:
         self.publish()
 
     @property
+    def _bytes_per_parameter(self) -> int:
+        return self.stored.itemsize + (self.dtype.itemsize if self.has_working_copy else 0)
+
+    @property
     def weights_bytes(self) -> int:
         """Masters and working copy, and what is frozen beside them."""
-        n_parameters = sum(w.numel() for w in self.weights.values())
-        working = next(iter(self._parameters.values())).element_size() if self.has_working_copy else 0
-        return n_parameters * (4 + working) + self.frozen_bytes
+        return sum(w.numel() for w in self.weights.values()) * self._bytes_per_parameter + self.frozen_bytes
 
     @property
     def gradients_bytes(self) -> int:
-        """fp32 gradients, and with a working copy the backward pass's own, which live beside them at the end of a step."""
-        n_parameters = sum(w.numel() for w in self.weights.values())
-        working = next(iter(self._parameters.values())).element_size() if self.has_working_copy else 0
-        return n_parameters * (4 + working)
+        """The gradients that the optimizer reads, and with a working copy the backward pass's own, which live beside them at
+        the end of a step."""
+        return sum(w.numel() for w in self.weights.values()) * self._bytes_per_parameter

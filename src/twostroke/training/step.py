@@ -12,6 +12,7 @@ from torch import Tensor
 
 from twostroke.data.loader import Batch
 from twostroke.model.decoder import Decoder
+from twostroke.training.activation_checkpointing import cached_bytes, checkpoint_activations
 from twostroke.training.clock import StepClock
 from twostroke.training.loss import ChunkFunction, chunk_loss, chunk_rows_for, chunked_cross_entropy
 from twostroke.training.memory import saved_activations_bytes
@@ -27,15 +28,13 @@ Accept = Callable[[float, float], str | None]
 @dataclass(frozen=True)
 class StepResult:
     """``loss`` in nats per token with a target; ``grad_norm`` before clipping, and by part of the model in
-    ``block_grad_norms`` ("embed", "blocks.0", …, "final_norm", "head"); ``skipped`` says why nothing was changed, and
-    ``overflow`` that it was fp16's loss scale, which is now lower: no fault of the text or the weights."""
+    ``block_grad_norms`` ("embed", "blocks.0", …, "final_norm", "head"); ``skipped`` says why nothing was changed."""
 
     loss: float
     grad_norm: float
     n_valid: int
     skipped: str | None = None
     block_grad_norms: dict[str, float] = field(default_factory=dict)
-    overflow: bool = False
 
 
 class WindowAbandoned(Exception):
@@ -75,12 +74,14 @@ class TrainStep:
         clip_norm: float,
         compile: bool,
         log: Log,
+        activation_checkpointing: str = "none",
     ) -> None:
         self.decoder, self.masters, self.optimizers, self.clip_norm = decoder, masters, optimizers, clip_norm
         self.device = next(decoder.parameters()).device
         self._log = log
         self._chunk: ChunkFunction = chunk_loss
         self._unproven = False  # compiled, but has not run yet
+        checkpoint_activations(decoder, activation_checkpointing)
         if compile:
             missing = why_not_compile(self.device)
             if missing is None:
@@ -105,22 +106,17 @@ class TrainStep:
 
         The gradient is that of Σ loss / Σ valid tokens over the whole window, whatever the split into micro-batches: a mean of
         the micro-batches' means would weigh a token more in a batch that has few. If the loss or the gradient's norm is not
-        finite, or ``accept`` refuses them, masters, working copy and optimizer state stay as they were. ``abandon`` is asked
+        finite, or ``accept`` refuses them, masters, working copy and optimizer state stay as they were. fp16 gradients that
+        overflow at the present loss scale are no such case: the window is computed again at half of it. ``abandon`` is asked
         between micro-batches; where it says yes, WindowAbandoned is raised.
         """
         n_valid = sum(batch.n_valid for batch in batches)
-        scale = 1.0 / max(1, n_valid)
-        self.masters.zero_gradients()
-        total = torch.zeros((), dtype=torch.float32, device=self.device)
-        for number, batch in enumerate(batches):
-            if number and abandon():
-                raise WindowAbandoned
-            total += self._forward_backward_guarded(batch, scale, clock)
-            self.masters.collect()
-            clock.lap("optimizer")
-        gradients = list(self.masters.gradients.values())
-        norms = torch.stack(torch._foreach_norm(gradients))
-        loss, norm = total.item() * scale, torch.linalg.vector_norm(norms).item()
+        scaler = self.optimizers.loss_scale
+        loss, norms = self._window(batches, n_valid, clock, abandon)
+        while scaler is not None and math.isfinite(loss) and not torch.isfinite(norms).all() and scaler.halve():
+            self._log(f"fp16 gradients overflowed: the step is computed again at a loss scale of {scaler.scale:,.0f}.")
+            loss, norms = self._window(batches, n_valid, clock, abandon)
+        norm = torch.linalg.vector_norm(norms).item()
         by_part = norms_by_part(list(self.masters.gradients), norms.tolist())
         refused: str | None
         if not math.isfinite(loss) or not math.isfinite(norm):
@@ -130,12 +126,35 @@ class TrainStep:
         if refused is not None:
             clock.lap("optimizer")
             return StepResult(loss, norm, n_valid, refused, by_part)
-        if norm > self.clip_norm:
-            torch._foreach_mul_(gradients, self.clip_norm / norm)
+        factor = min(1.0, self.clip_norm / norm) if norm > 0 else 1.0
+        if scaler is not None:
+            factor /= scaler.scale
+            scaler.count_good_step()
+        if factor != 1.0:
+            torch._foreach_mul_(list(self.masters.gradients.values()), factor)
         self.optimizers.step(learning_rate_factor)
         self.masters.publish()
         clock.lap("optimizer")
         return StepResult(loss, norm, n_valid, block_grad_norms=by_part)
+
+    def _window(
+        self, batches: Sequence[Batch], n_valid: int, clock: StepClock, abandon: Callable[[], bool]
+    ) -> tuple[float, Tensor]:
+        """Loss of the window in nats per valid token, and the norm of each gradient, which are left in the masters times the
+        loss scale."""
+        scaler = self.optimizers.loss_scale
+        loss_scale = 1.0 if scaler is None else scaler.scale
+        share = 1.0 / max(1, n_valid)
+        self.masters.zero_gradients()
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
+        for number, batch in enumerate(batches):
+            if number and abandon():
+                raise WindowAbandoned
+            total += self._forward_backward_guarded(batch, share * loss_scale, clock)
+            self.masters.collect()
+            clock.lap("optimizer")
+        norms = torch.stack(torch._foreach_norm(list(self.masters.gradients.values()), 2, torch.float32))
+        return total.item() * share, norms / loss_scale
 
     def _forward_backward_guarded(self, batch: Batch, scale: float, clock: StepClock) -> Tensor:
         """``forward_backward``; the first compiled one, if it fails, is repeated uncompiled."""
@@ -177,4 +196,5 @@ class TrainStep:
     def activations_bytes(self, batch: Batch) -> int:
         """Bytes that one micro-batch's forward pass keeps for its backward pass. Changes nothing but the random state."""
         own = (*self.decoder.parameters(), *self.decoder.buffers())
-        return saved_activations_bytes(lambda: self._loss(batch, lambda part: None), own)
+        with cached_bytes() as cached:
+            return saved_activations_bytes(lambda: self._loss(batch, lambda part: None), own) + cached()

@@ -1,0 +1,102 @@
+"""Optimizers over bf16 weights and states: updates computed in fp32 a piece at a time and rounded stochastically.
+
+A bf16 weight keeps 8 bits: an update below 2⁻⁹ of it, as most are once the learning rate has fallen, is rounded away every
+time. Rounded up with the probability of what is cut off, it arrives on average (Gupta et al. 2015, arXiv:1502.02551; Zamirai et
+al. 2020, arXiv:2010.06192). Kahan's compensated sum would be as exact as fp32 and take 2 bytes a parameter more, a quarter of
+all that pure bf16 holds. Measured on a Llama of 0.9M parameters over 300 steps of one text, AdamW, cosine: see
+``tests/training/test_stochastic_rounding.py``.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+PIECE = 2**18
+"""Elements updated at once, so that four fp32 copies of them (4 MiB) stay in cache and never add to the peak."""
+
+_TABLE = 2**20
+
+
+class Noise:
+    """Integers uniform in [0, 2¹⁶), reproducible from the number of the update.
+
+    A table drawn once, read from a random place and xor-ed with a random mask, both new for every use: an element's numbers are
+    uniform and independent over time, and one pass over memory makes them (drawing as many anew: twenty times as long).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._table = torch.randint(0, 2**16, (_TABLE,), dtype=torch.int32, generator=generator).to(device)
+        self._draw = random.Random(0)
+
+    def begin(self, update: int) -> None:
+        """From here on, the numbers of ``update``."""
+        self._draw = random.Random(update)
+
+    def take(self, n: int) -> Tensor:
+        start, mask = self._draw.randrange(_TABLE - min(n, _TABLE) + 1), self._draw.randrange(2**16)
+        if n > _TABLE:  # a whole matrix of an optimizer that cannot be cut
+            return torch.cat([self.take(_TABLE), self.take(n - _TABLE)])
+        return self._table[start : start + n] ^ mask
+
+
+def round_stochastically(target: Tensor, source: Tensor, noise: Tensor) -> None:
+    """Write fp32 ``source`` to bf16 ``target``, up or down with the probability of what is cut off; ``source`` is lost.
+
+    bf16 is the upper half of fp32: noise uniform over the lower half carries into the upper with that very probability. All
+    three are flat and of one length.
+    """
+    bits = source.view(torch.int32)
+    bits.add_(noise).bitwise_and_(-(2**16))
+    target.copy_(source)
+
+
+class RoundedUpdates:
+    """Steps a torch optimizer whose parameters and states are bf16, with every number of the update in fp32.
+
+    ``worker`` is an optimizer of the same kind; it is lent one piece at a time. ``whole``: its update is of a matrix as a
+    matrix, which cannot be cut into pieces.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, worker: torch.optim.Optimizer, whole: bool, noise: Noise) -> None:
+        self._optimizer, self._worker, self._whole, self._noise = optimizer, worker, whole, noise
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                self._update(parameter, {name: value for name, value in group.items() if name != "params"})
+
+    def _update(self, parameter: Tensor, settings: dict[str, object]) -> None:
+        assert parameter.grad is not None
+        n = parameter.numel()
+        state = self._optimizer.state[parameter]
+        numbers = {name: value for name, value in state.items() if value.dim() == 0}  # the count of steps
+        after: dict[str, Tensor] = {}
+        for begin in range(0, n, n if self._whole else PIECE):
+            part = slice(begin, n if self._whole else begin + PIECE)
+            piece = parameter.view(-1)[part].float()
+            piece = piece.view(parameter.shape) if self._whole else piece
+            piece.grad = parameter.grad.view(-1)[part].float().view(piece.shape)
+            held = {
+                name: value.clone() if name in numbers else value.view(-1)[part].float().view(piece.shape)
+                for name, value in state.items()
+            }
+            worker = self._worker
+            worker.state.clear()
+            if held:
+                worker.state[piece] = held
+            worker.param_groups[0] = {**worker.param_groups[0], **settings, "params": [piece]}
+            worker.step()
+            after = {name: value for name, value in worker.state[piece].items() if value is not None}
+            for name, value in after.items():
+                if value.dim() and name not in state:
+                    state[name] = torch.empty_like(parameter)
+                if value.dim():
+                    round_stochastically(state[name].view(-1)[part], value.view(-1), self._noise.take(value.numel()))
+            round_stochastically(parameter.view(-1)[part], piece.view(-1), self._noise.take(piece.numel()))
+        worker.state.clear()
+        state.update({name: value for name, value in after.items() if not value.dim()})
