@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from twostroke.core.errors import ConfigError, CorruptFileError, Interrupted, TwostrokeError
-from twostroke.training import anomalies
+from twostroke.training import anomalies, build
 from twostroke.training.anomalies import LEAST, WINDOW, AnomalyLog, SpikeWatch
 from twostroke.training.checkpoint import list_checkpoints, load_checkpoint
 from twostroke.training.finish import TrainingResult
@@ -108,23 +108,28 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int]], None]:
     """``poisoned({5})``: the text of these of the loader's batches gives a loss that is not a number, whenever it is read."""
 
     def poison(batches: set[int]) -> None:
-        from twostroke.data.loader import PackedLoader
-
-        original, forward = PackedLoader.next_batch, TrainStep.forward_backward
+        original, forward = build.make_loader, TrainStep.forward_backward
         bad: list[torch.Tensor] = []
 
-        def next_batch(self: PackedLoader) -> Any:
-            number = self._next_window // self.batch_size
-            batch = original(self)
-            if number in batches:
-                bad.append(batch.tokens)
-            return batch
+        def make_loader(*args: Any) -> Any:
+            loader = original(*args)
+            draw = loader.next_batch
+
+            def next_batch() -> Any:
+                number = loader.state()["next_window"] // loader.batch_size
+                batch = draw()
+                if number in batches:
+                    bad.append(batch.tokens)
+                return batch
+
+            loader.next_batch = next_batch
+            return loader
 
         def forward_backward(self: TrainStep, batch: Any, scale: float, clock: Any) -> torch.Tensor:
             loss = forward(self, batch, scale, clock)
             return loss * float("nan") if any(batch.tokens is tokens for tokens in bad) else loss
 
-        monkeypatch.setattr(PackedLoader, "next_batch", next_batch)
+        monkeypatch.setattr(build, "make_loader", make_loader)
         monkeypatch.setattr(TrainStep, "forward_backward", forward_backward)
 
     return poison

@@ -21,6 +21,7 @@ from twostroke.training.finish import TrainingResult
 from twostroke.training.measurement import medians
 from twostroke.training.observers import Observer
 from twostroke.training.start import find_finished, start, train
+from twostroke.training.step import TrainStep
 from twostroke.training.tensor_file import HashedFile
 
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens", "epoch")
@@ -64,6 +65,39 @@ def test_interrupted_and_resumed_is_the_uninterrupted_run_bit_for_bit(make_recip
     _assert_same_run(resumed, whole)
     assert len({record["loss"] for record in _log(whole.directory)}) == 6  # dropout and data move on
     assert _log(whole.directory)[-1]["loss"] < _log(whole.directory)[0]["loss"]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4, 5, 8])
+def test_a_stop_between_micro_batches_drops_the_window_and_the_resumed_run_does_it_again(
+    make_recipe, monkeypatch: pytest.MonkeyPatch, micro_batches: int
+) -> None:
+    sizes = {"family": "gpt2", "n_layers": 2, "d_model": 32, "n_heads": 2, "d_ff": 48, "dropout": 0.2}
+    settings = {"steps": 4, "grad_accumulation": 3, "dtype": "fp32"}
+    whole = train(make_recipe("whole", model=sizes, **settings))
+    done: list[None] = []
+    forward_backward = TrainStep.forward_backward
+
+    def counted(*args: Any) -> torch.Tensor:
+        done.append(None)
+        return forward_backward(*args)
+
+    recipe = make_recipe("stopped", model=sizes, **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainStep, "forward_backward", counted)
+        patch.setattr("twostroke.training.loop.ABANDON_S", -1e9)  # as if the rest of every step took long
+        with pytest.raises(Interrupted, match=f"stopped at step {micro_batches // 3} of 4"):
+            train(recipe, should_stop=lambda step: len(done) == micro_batches)
+    assert len(done) == micro_batches
+    _assert_same_run(train(recipe, resume=True), whole)
+
+
+def test_a_short_step_is_finished_before_the_stop(make_recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[None] = []
+    forward_backward = TrainStep.forward_backward
+    monkeypatch.setattr(TrainStep, "forward_backward", lambda *args: (done.append(None), forward_backward(*args))[1])
+    with pytest.raises(Interrupted, match="stopped at step 2 of"):
+        train(make_recipe(steps=4, grad_accumulation=3), should_stop=lambda step: len(done) >= 4)
+    assert len(done) == 6
 
 
 class _Killed(BaseException):
