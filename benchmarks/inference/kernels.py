@@ -3,9 +3,9 @@
 ``python benchmarks/inference/kernels.py [--formats w8a8 int4 ...] [--models 135M 1.1B] [--rows 1 4 16 32 512]``
 
 For each model shape: the time of all its matrices in turn, two threads, a barrier after each, weights read from memory (a pass
-walks through all bytes, more than the caches hold), rows prepared beforehand, no attention and no norms. Printed beside it: bytes
-of weights, GB/s, and the share of the best rate at which the same threads read a buffer of that size. Best of several passes:
-other programs only ever slow a pass down. For many rows: GFLOP/s (2·rows·weights) instead of GB/s.
+walks through all bytes, more than the caches hold), rows prepared beforehand, no attention and no norms. Printed beside it:
+bytes of weights, GB/s, the share of the best rate at which the same threads read a buffer of that size, and GFLOP/s
+(2·rows·weights). Best of several passes: other programs only ever slow a pass down.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ import numpy as np
 
 from twostroke.kernels import native_library
 
-FORMATS = {"f32": (0, 0), "bf16": (1, 0), "w8a8": (2, 0), "int8": (3, 0), "int4-32": (4, 32), "int4-64": (4, 64), "int4-128": (4, 128)}
+FORMATS = {
+    "f32": (0, 0),
+    "bf16": (1, 0),
+    "w8a8": (2, 0),
+    "int8": (3, 0),
+    "int4-32": (4, 32),
+    "int4-64": (4, 64),
+    "int4-128": (4, 128),
+}
 
 
 @dataclass(frozen=True)
@@ -96,9 +104,7 @@ class Bench:
         n_most = max(n for n, _ in self.shapes)
         y = np.zeros((m, n_most), np.float32)
         array = (Rows * len(rows))(*rows)
-        return float(
-            library.ts_pass_seconds(self.matrices, len(rows), array, y.ctypes.data, n_most, prefetch_bytes, repeats)
-        )
+        return float(library.ts_pass_seconds(self.matrices, len(rows), array, y.ctypes.data, n_most, prefetch_bytes, repeats))
 
     def close(self) -> None:
         self.library.ts_release(self.memory)

@@ -1,0 +1,145 @@
+"""The build, the loading and the threads of the native library."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from twostroke.kernels import native_library
+from twostroke.kernels.native import build as native_build
+
+library = native_library.library()
+needs_library = pytest.mark.skipif(library is None, reason=native_library.why_absent() or "there")
+
+SAY = "from twostroke.kernels import native_library as n; print(n.library() is None, n.features(), n.why_absent())"
+
+
+def python(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stdout
+
+
+def test_an_environment_variable_turns_it_off() -> None:
+    said = python(SAY, TWOSTROKE_NATIVE="0")
+    assert said.startswith("True ()")
+    assert "TWOSTROKE_NATIVE=0 turns native code off" in said
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"), [(None, "does not exist"), (b"", "cannot be used"), (b"\x7fELFgarbage", "cannot be used")]
+)
+def test_a_library_that_does_not_fit_is_absent_with_a_sentence(
+    content: bytes | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "_native.so"
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setattr(native_library, "PATH", path)
+    loaded, sentence = native_library._load.__wrapped__()
+    assert loaded is None
+    assert reason in sentence
+    assert "python -m twostroke.kernels.native_library build" in sentence
+
+
+@needs_library
+def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_build, "sources_hash", lambda: "another")
+    loaded, sentence = native_library._load.__wrapped__()
+    assert loaded is None
+    assert "was built from other sources" in sentence
+
+
+def test_no_compiler_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent/c++ -O3")
+    assert native_library.main(["build"]) == 1
+    assert "/nonexistent/c++ -O3 was not found" in capsys.readouterr().err
+    assert native_library.main(["rebuild"]) == 2
+
+
+def test_a_refusing_compiler_leaves_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(native_build.BuildError, match="failed"):
+        native_build.build(tmp_path / "_native.so")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_source_has_the_flags_of_its_name() -> None:
+    flags = {path.stem: native_build._flags(path) for path in native_build.FOLDER.glob("*.cpp")}
+    assert flags["pool"] == flags["products_plain"] == ()
+    assert "-mavx512bf16" in flags["products_avx512bf16"]
+    assert "-mavx512f" not in flags["products_avxvnni"]
+
+
+@needs_library
+def test_levels_above_the_processor_are_not_taken() -> None:
+    assert library is not None
+    library.ts_set_level(99)
+    assert library.ts_level() == library.ts_best_level()
+
+
+@needs_library
+@pytest.mark.parametrize("n_threads", [1, 2, 3, 5])
+def test_barriers_hold_with_any_number_of_threads(n_threads: int) -> None:
+    assert library is not None
+    library.ts_set_threads(n_threads)
+    assert library.ts_threads() == n_threads
+    library.ts_barrier_seconds(50)  # more threads than processors: they wait asleep
+    library.ts_set_threads(2)
+
+
+@needs_library
+def test_absurd_numbers_of_threads_are_bounded() -> None:
+    assert library is not None
+    library.ts_set_threads(-3)
+    assert library.ts_threads() == 1
+    library.ts_set_threads(10**6)
+    assert library.ts_threads() == 256
+    library.ts_set_threads(2)
+
+
+@needs_library
+def test_two_callers_take_turns() -> None:
+    assert library is not None
+    threads = [threading.Thread(target=library.ts_barrier_seconds, args=(200,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+
+
+@needs_library
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    code = """
+import os
+from twostroke.kernels.native_library import library
+l = library()
+l.ts_set_threads(2)
+l.ts_barrier_seconds(10)
+child = os.fork()
+if child == 0:
+    l.ts_barrier_seconds(10)
+    os._exit(7)
+l.ts_barrier_seconds(10)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert python(code).strip() == "7"
+
+
+@needs_library
+def test_idle_threads_use_no_processor_time() -> None:
+    assert library is not None
+    library.ts_set_threads(2)
+    library.ts_barrier_seconds(10)
+    time.sleep(0.05)
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.03  # spinning would take 0.3

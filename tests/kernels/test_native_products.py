@@ -1,0 +1,297 @@
+"""The native products against numpy in double precision, on every level that this processor runs, with guarded buffers."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from twostroke.kernels import native_library
+
+library = native_library.library()
+if library is None:
+    pytest.skip(native_library.why_absent(), allow_module_level=True)
+
+F32, BF16, W8A8, INT8, INT4 = range(5)
+NAMES = ("f32", "bf16", "w8a8", "int8", "int4")
+FORMATS = [(F32, 0), (BF16, 0), (W8A8, 0), (INT8, 0), (INT4, 32), (INT4, 64), (INT4, 128)]
+LEVELS = range(library.ts_best_level() + 1)
+by_format = pytest.mark.parametrize(("format", "group"), FORMATS, ids=[f"{NAMES[f]}{g or ''}" for f, g in FORMATS])
+by_level = pytest.mark.parametrize("level", LEVELS, ids=[native_library.LEVELS[i] for i in LEVELS])
+
+_libc = ctypes.CDLL(None)
+_guarded: list[mmap.mmap] = []
+
+
+def guarded(array: np.ndarray) -> np.ndarray:
+    """A copy whose last byte is the last before a page that nobody may touch."""
+    page = mmap.PAGESIZE
+    size = -(-max(array.nbytes, 1) // page) * page
+    area = mmap.mmap(-1, size + page)
+    _guarded.append(area)  # pages live as long as the module: arrays point into them
+    address = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    assert _libc.mprotect(ctypes.c_void_p(address + size), ctypes.c_size_t(page), 0) == 0
+    copy = np.frombuffer(area, dtype=array.dtype, count=array.size, offset=size - array.nbytes).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+@pytest.fixture(autouse=True)
+def _best_level_and_two_threads_again() -> Iterator[None]:
+    yield
+    library.ts_set_level(library.ts_best_level())
+    library.ts_set_threads(2)
+
+
+def pointer(array: np.ndarray | None) -> int | None:
+    return None if array is None else array.ctypes.data
+
+
+def to_bf16(x: np.ndarray) -> np.ndarray:
+    bits = x.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bf16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+@dataclass
+class Weights:
+    format: int
+    group: int
+    n: int
+    k: int
+    packed: np.ndarray
+    meaning: np.ndarray
+    """What it stands for, fp64."""
+    codes: np.ndarray
+    scales: np.ndarray | None
+
+    @staticmethod
+    def random(format: int, group: int, n: int, k: int, rng: np.random.Generator) -> Weights:
+        scales: np.ndarray | None = None
+        zeros: np.ndarray | None = None
+        if format == F32:
+            codes = rng.standard_normal((n, k), dtype=np.float32)
+            meaning = codes.astype(np.float64)
+        elif format == BF16:
+            codes = to_bf16(rng.standard_normal((n, k), dtype=np.float32))
+            meaning = from_bf16(codes).astype(np.float64)
+        elif format in (W8A8, INT8):
+            codes = rng.integers(-127, 128, (n, k)).astype(np.int8)
+            scales = rng.uniform(1e-3, 1, n).astype(np.float32)
+            meaning = codes.astype(np.float64) * scales[:, None]
+        else:
+            codes = rng.integers(0, 16, (n, k)).astype(np.uint8)
+            zeros = rng.integers(0, 16, (n, -(-k // group))).astype(np.uint8)
+            mantissa, exponent = np.frexp(rng.uniform(1e-3, 1, zeros.shape))
+            scales = np.ldexp(np.rint(mantissa * 2048) / 2048, exponent).astype(np.float32)
+            spread = [np.repeat(values.astype(np.float64), group, axis=1)[:, :k] for values in (zeros, scales)]
+            meaning = (codes - spread[0]) * spread[1]
+        codes, scales, zeros = (None if a is None else guarded(a) for a in (codes, scales, zeros))
+        packed = guarded(np.full(library.ts_packed_bytes(format, group, n, k), 0xAB, np.uint8))
+        library.ts_pack(format, group, n, k, pointer(codes), pointer(scales), pointer(zeros), pointer(packed))
+        return Weights(format, group, n, k, packed, meaning, codes, scales)
+
+
+@dataclass
+class PreparedRows:
+    m: int
+    f32: np.ndarray
+    bf16: np.ndarray | None = None
+    codes: np.ndarray | None = None
+    scales: np.ndarray | None = None
+    sums: np.ndarray | None = None
+
+    @staticmethod
+    def of(format: int, x: np.ndarray) -> PreparedRows:
+        m, k = x.shape
+        rows = PreparedRows(m, guarded(x.astype(np.float32)))
+        if format == BF16:
+            rows.bf16 = guarded(np.full((m, library.ts_padded(k)), 7, np.uint16))
+        elif format in (W8A8, INT4):
+            rows.codes = guarded(np.full((m, library.ts_padded(k)), 7, np.int8))
+            rows.scales = guarded(np.full(m, 7, np.float32))
+            rows.sums = guarded(np.full((m, library.ts_sums_per_row(k)), 7, np.int32))
+        library.ts_prepare_rows(format, pointer(rows.f32), m, k, *rows.pointers()[1:])
+        return rows
+
+    def pointers(self) -> list[int | None]:
+        return [pointer(a) for a in (self.f32, self.bf16, self.codes, self.scales, self.sums)]
+
+    def meaning(self, k: int) -> np.ndarray:
+        if self.bf16 is not None:
+            return from_bf16(self.bf16)[:, :k].astype(np.float64)
+        if self.codes is not None and self.scales is not None:
+            return self.codes[:, :k].astype(np.float64) * self.scales[:, None]
+        return self.f32.astype(np.float64)
+
+    def slice(self, first: int, last: int) -> PreparedRows:
+        parts = [None if a is None else a[first:last] for a in (self.f32, self.bf16, self.codes, self.scales, self.sums)]
+        return PreparedRows(last - first, *parts)
+
+
+CANARY = np.float32(-12345.0)
+
+
+def product(
+    w: Weights,
+    rows: PreparedRows,
+    bias: np.ndarray | None = None,
+    start: np.ndarray | None = None,
+    n_range: tuple[int, int] = (0, 0),
+) -> np.ndarray:
+    """y (m, n), written with a row stride of n + 3 between canaries; ``start``: what y holds before, to be added to."""
+    m, n = rows.m, w.n
+    y = guarded(np.full(m * (n + 3) - 3, CANARY, np.float32))
+    view = np.lib.stride_tricks.as_strided(y, (m, n), (4 * (n + 3), 4))
+    if start is not None:
+        view[...] = start
+    shape = (w.format, w.group, n, w.k, pointer(w.packed), pointer(bias), m, *rows.pointers())
+    if n_range == (0, 0):
+        library.ts_product(*shape, pointer(y), n + 3, start is not None)
+        between = np.lib.stride_tricks.as_strided(y[n:], (max(m - 1, 0), 3), (4 * (n + 3), 4))
+        assert (between == CANARY).all(), "something was written between the rows of y"
+    else:
+        library.ts_product_range(*shape, *n_range, pointer(y), n + 3, start is not None)
+        assert (view[:, : n_range[0]] == CANARY).all()
+        assert (view[:, n_range[1] :] == CANARY).all()
+    return view.copy()
+
+
+def tolerance(k: int) -> float:
+    """fp32 sums of k terms in another order: some 2⁻²⁴ of the largest for each of √k steps of a random walk."""
+    return 4e-7 * max(1.0, k**0.5)
+
+
+@by_level
+@by_format
+def test_product_over_odd_shapes(level: int, format: int, group: int) -> None:
+    library.ts_set_level(level)
+    assert library.ts_level() == level
+    rng = np.random.default_rng(100 * level + 10 * format + group)
+    for case in range(24):
+        n, k, m = (
+            int(rng.integers(1, 150)),
+            int(rng.integers(1, 260)),
+            int(rng.integers(1, 71) if case % 2 else rng.integers(1, 6)),
+        )
+        w = Weights.random(format, group, n, k, rng)
+        rows = PreparedRows.of(format, rng.standard_normal((m, k), dtype=np.float32))
+        bias = guarded(rng.standard_normal(n, dtype=np.float32)) if case % 3 == 0 else None
+        start = rng.standard_normal((m, n), dtype=np.float32) if case % 4 == 0 else None
+        expected = rows.meaning(k) @ w.meaning.T + (0 if bias is None else bias) + (0 if start is None else start)
+        error = np.abs(product(w, rows, bias, start) - expected).max() / max(1e-6, np.abs(expected).max())
+        assert error <= tolerance(k), (n, k, m)
+
+
+@by_level
+def test_w8a8_is_exact_to_the_last_bit(level: int) -> None:
+    library.ts_set_level(level)
+    rng = np.random.default_rng(level)
+    for n, k, m in ((17, 33, 1), (64, 576, 5), (33, 1000, 13), (16, 9000, 2)):
+        w, x = Weights.random(W8A8, 0, n, k, rng), rng.standard_normal((m, k), dtype=np.float32)
+        w.codes[0, :] = 127  # the largest sums there are: what saturates at 16 bits shows here
+        x[0, :] = 3.0
+        library.ts_pack(W8A8, 0, n, k, pointer(w.codes), pointer(w.scales), None, pointer(w.packed))
+        rows = PreparedRows.of(W8A8, x)
+        bias, start = rng.standard_normal(n, dtype=np.float32), rng.standard_normal((m, n), dtype=np.float32)
+        assert rows.codes is not None
+        assert rows.scales is not None
+        assert w.scales is not None
+        sums = rows.codes[:, :k].astype(np.int64) @ w.codes.astype(np.int64).T
+        expected = start + (sums.astype(np.float32) * rows.scales[:, None] * w.scales + bias)
+        assert np.array_equal(product(w, rows, bias, start), expected)
+
+
+@pytest.mark.parametrize("format", [W8A8, INT4])
+def test_integer_formats_have_the_same_bits_on_every_level(format: int) -> None:
+    rng = np.random.default_rng(3)
+    w = Weights.random(format, 64 if format == INT4 else 0, 70, 450, rng)
+    x = rng.standard_normal((9, 450), dtype=np.float32)
+    found = []
+    for level in LEVELS:
+        library.ts_set_level(level)
+        found.append(product(w, PreparedRows.of(format, x)))
+    assert all(np.array_equal(found[0], other) for other in found[1:])
+
+
+@by_level
+@by_format
+def test_a_row_does_not_depend_on_its_neighbours_nor_on_who_computes_it(level: int, format: int, group: int) -> None:
+    library.ts_set_level(level)
+    rng = np.random.default_rng(level)
+    n, k, m = 150, 300, 61
+    w = Weights.random(format, group, n, k, rng)
+    rows = PreparedRows.of(format, rng.standard_normal((m, k), dtype=np.float32))
+    whole = product(w, rows)
+    for first, last in ((0, 1), (60, 61), (3, 5), (7, 20), (0, 33)):
+        assert np.array_equal(product(w, rows.slice(first, last)), whole[first:last])
+    for n0, n1 in ((0, 16), (16, 112), (112, 150), (144, 150)):
+        assert np.array_equal(product(w, rows, n_range=(n0, n1))[:, n0:n1], whole[:, n0:n1])
+    for n_threads in (1, 3):
+        library.ts_set_threads(n_threads)
+        assert np.array_equal(product(w, rows), whole)
+
+
+@by_level
+def test_rows_are_rounded_to_nearest_even(level: int) -> None:
+    library.ts_set_level(level)
+    rng = np.random.default_rng(level)
+    for k in (1, 7, 16, 31, 32, 33, 100, 576, 1537):
+        x = (rng.standard_normal((5, k)) * 10.0 ** rng.integers(-6, 6, (5, 1))).astype(np.float32)
+        x[1] = 0
+        x[2] = np.where(np.arange(k) % 2, 0.5, -1.5)  # ties, for the scale of the next line
+        x[2, 0] = 127
+        x[3, :] = 1e-38  # a scale that must not make 127/max infinite
+        rows = PreparedRows.of(W8A8, x)
+        assert rows.codes is not None
+        assert rows.sums is not None
+        largest = np.maximum(np.abs(x).max(axis=1), np.float32(1e-30))
+        assert np.array_equal(rows.scales, largest / np.float32(127))
+        assert np.array_equal(rows.codes[:, :k], np.rint(x * (np.float32(127) / largest)[:, None]))
+        assert (rows.codes[:, k:] == 0).all()
+        wide = rows.codes.astype(np.int32)
+        assert np.array_equal(rows.sums[:, 0], wide.sum(axis=1))
+        assert np.array_equal(rows.sums[:, 1:], wide.reshape(5, -1, 32).sum(axis=2))
+        rounded = PreparedRows.of(BF16, x).bf16
+        assert rounded is not None
+        assert np.array_equal(rounded[:, :k], to_bf16(x))
+        assert (rounded[:, k:] == 0).all()
+
+
+@by_level
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@by_format
+def test_what_is_not_finite_stays_so(level: int, bad: float, format: int, group: int) -> None:
+    library.ts_set_level(level)
+    rng = np.random.default_rng(0)
+    for position in (0, 5, 18, 39):
+        x = rng.standard_normal((2, 40), dtype=np.float32)
+        x[1, position] = bad
+        y = product(Weights.random(format, group, 20, 40, rng), PreparedRows.of(format, x))
+        assert np.isfinite(y[0]).all()
+        assert not np.isfinite(y[1]).any()
+
+
+def test_int8_and_w8a8_read_the_same_copy() -> None:
+    rng = np.random.default_rng(0)
+    w, x = Weights.random(W8A8, 0, 40, 100, rng), rng.standard_normal((3, 100), dtype=np.float32)
+    same = Weights(INT8, 0, 40, 100, w.packed, w.meaning, w.codes, w.scales)
+    found = product(same, PreparedRows.of(INT8, x))
+    assert np.allclose(found, x @ w.meaning.T, rtol=0, atol=tolerance(100) * np.abs(found).max())
+
+
+def test_int4_without_zero_points_is_symmetric() -> None:
+    rng = np.random.default_rng(0)
+    w = Weights.random(INT4, 32, 16, 64, rng)
+    library.ts_pack(INT4, 32, 16, 64, pointer(w.codes), pointer(w.scales), None, pointer(w.packed))
+    assert w.scales is not None
+    rows = PreparedRows.of(INT4, rng.standard_normal((2, 64), dtype=np.float32))
+    expected = rows.meaning(64) @ ((w.codes.astype(np.float64) - 8) * np.repeat(w.scales, 32, axis=1)).T
+    assert np.allclose(product(w, rows), expected, rtol=0, atol=tolerance(64) * np.abs(expected).max())
