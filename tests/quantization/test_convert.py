@@ -20,6 +20,7 @@ from twostroke.model.save import save_model
 from twostroke.quantization import convert
 from twostroke.quantization.convert import quantize_model
 from twostroke.quantization.load import load_any_state
+from twostroke.quantization.schemes import SCHEMES, stored_scheme
 from twostroke.scheduling.sampling_params import SamplingParams
 
 
@@ -67,8 +68,8 @@ def test_the_copy_says_what_it_is_and_brings_its_tokenizer(tmp_path: Path) -> No
     (source / "tokenizer.json").write_text("{}")
     quantize_model(source, tmp_path / "q")
     config = json.loads((tmp_path / "q" / "config.json").read_text())
-    assert config["quantization_config"]["quant_method"] == "twostroke"
-    assert config["quantization_config"]["scheme"] == "int8"
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert stored_scheme(tmp_path / "q") == SCHEMES["int8"]
     assert config["torch_dtype"] == "bfloat16"
     assert (tmp_path / "q" / "tokenizer.json").read_text() == "{}"
     assert (tmp_path / "q" / "generation_config.json").is_file()
@@ -145,4 +146,4 @@ def test_the_file_is_one_that_safetensors_opens(tmp_path: Path) -> None:
             file.get_tensor("transformer.h.0.attn.c_attn.weight"),
             file.get_tensor("transformer.h.0.attn.c_attn.weight_scale"),
         )
-    assert (weight.dtype, tuple(weight.shape), tuple(scale.shape)) == (torch.int8, (96, 288), (288,))
+    assert (weight.dtype, tuple(weight.shape), tuple(scale.shape)) == (torch.int8, (96, 288), (288, 1))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from twostroke.core.errors import CapacityError, ConfigError, InputError
-from twostroke.core.families import read_config, read_spec
+from twostroke.core.families import read_spec
 from twostroke.core.profile import load_profile
 from twostroke.core.spec import ModelSpec
 from twostroke.core.units import format_bytes
@@ -29,6 +29,7 @@ from twostroke.kernels.crossovers import Crossovers
 from twostroke.kernels.features import has_packed_linear
 from twostroke.planner.weights import weights_bytes
 from twostroke.quantization.load import load_any_state
+from twostroke.quantization.schemes import stored_scheme
 from twostroke.scheduling.request import FinishReason, Request
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig
@@ -334,7 +335,8 @@ def _default_threads() -> int:
 def _load(directory: Path, dtype: str) -> _Loaded:
     spec = read_spec(directory)
     spec.require_buildable()
-    stored = (read_config(directory).get("quantization_config") or {}).get("scheme")
+    scheme = stored_scheme(directory)
+    stored = None if scheme is None else scheme.name
     weights = dtype
     if dtype == "auto":
         weights = str(stored or ("bf16" if has_packed_linear(torch.bfloat16) else "fp32"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ from twostroke.model.families.layout import Entry, read_entry, write_entry
 from twostroke.model.load import open_weights
 from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME
 from twostroke.model.save import COMPANION_FILES, written_aside
-from twostroke.quantization.schemes import Scheme, scale_name, scheme_of
+from twostroke.quantization.four_bits import expand, group_scales, pack_words, round_to_groups
+from twostroke.quantization.gptq import round_with_compensation
+from twostroke.quantization.schemes import Scheme, packed_name, scale_name, scheme_of, shape_name, zero_name
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -50,12 +52,15 @@ def quantize_model(
     scheme: str = "int8",
     replace: bool = False,
     progress: Callable[[float, str], None] | None = None,
+    hessians: Mapping[str, Tensor] | None = None,
 ) -> QuantizeReport:
     """Write a copy of the model in ``directory`` with its blocks' matrices in ``scheme`` to ``out_directory``.
 
-    Appears whole or not at all. Memory: one shard of at most 5 GB and one matrix in fp32. Raises what ``open_weights`` does,
-    and ConfigError (an unknown scheme, a model that is quantised already), InputError (``out_directory`` holds something and
-    ``replace`` is not set), CorruptFileError (a weight that is not finite). ``progress`` hears the share done and what is next.
+    Appears whole or not at all. Memory: one shard of at most 5 GB and one matrix in fp32. ``hessians``: what
+    ``gptq.input_hessians`` found, for int4, whose rounding then compensates; else every weight goes to its nearest code.
+    Raises what ``open_weights`` does, and ConfigError (an unknown scheme, a model that is quantised already), InputError
+    (``out_directory`` holds something and ``replace`` is not set), CorruptFileError (a weight that is not finite).
+    ``progress`` hears the share done and what is next.
     """
     chosen = scheme_of(scheme)
     source, target = Path(directory), Path(out_directory)
@@ -66,7 +71,7 @@ def quantize_model(
         raise InputError(f"{target} is not empty. Name a new directory, or ask for it to be replaced.")
     if target.exists() and target.resolve() == source.resolve():
         raise InputError(f"{target} is the model itself. Name another directory.")
-    converter = _Converter(source, chosen)
+    converter = _Converter(source, chosen, hessians or {})
     with written_aside(target) as aside:
         written = _write_shards(converter.tensors(progress or (lambda done, note: None)), aside)
         document = config | {"torch_dtype": "bfloat16", "quantization_config": chosen.config()}
@@ -79,8 +84,8 @@ def quantize_model(
 
 
 class _Converter:
-    def __init__(self, directory: Path, scheme: Scheme) -> None:
-        self.scheme = scheme
+    def __init__(self, directory: Path, scheme: Scheme, hessians: Mapping[str, Tensor]) -> None:
+        self.scheme, self.hessians = scheme, hessians
         self.spec, self.get = open_weights(directory)
         self.source_bytes = 0
         self.errors: dict[str, tuple[float, float]] = {}  # canonical name: Σ(w − ŵ)², Σw²
@@ -103,14 +108,34 @@ class _Converter:
         weight = weight.float()
         if not bool(torch.isfinite(weight).all()):
             raise CorruptFileError(f"tensor {entry.parts[0].name!r} holds values that are not finite. The model is damaged.")
-        codes, scale = quantize_columns(weight)
-        lost = float((codes * scale[:, None] - weight).square().sum(dtype=torch.float64))
-        self.errors[entry.canonical] = (lost, float(weight.square().sum(dtype=torch.float64)))
+        if self.scheme.group is None:
+            codes, scale = quantize_columns(weight)
+            self._count(entry, weight, codes * scale[:, None])
+            start = 0
+            for (name, part), stored in zip(write_entry(entry, codes), entry.parts, strict=True):
+                yield name, part.clone(memory_format=torch.contiguous_format)
+                yield scale_name(name), scale[start : start + stored.rows, None].clone()
+                start += stored.rows
+            return
+        group, hessian = self.scheme.group, self.hessians.get(entry.canonical)
+        if hessian is None:
+            scale, zero = group_scales(weight, group)
+            codes = round_to_groups(weight, scale, zero, group)
+        else:
+            codes, scale, zero = round_with_compensation(weight, hessian, group)
+        self._count(entry, weight, expand(codes, scale, zero))
         start = 0
-        for (name, part), stored in zip(write_entry(entry, codes), entry.parts, strict=True):
-            yield name, part.clone(memory_format=torch.contiguous_format)
-            yield scale_name(name), scale[start : start + stored.rows].clone()
+        for stored in entry.parts:
+            rows = slice(start, start + stored.rows)
+            yield packed_name(stored.name), pack_words(codes[rows])
+            yield scale_name(stored.name), scale[rows].clone()
+            yield zero_name(stored.name), pack_words(zero[rows].t()).t().contiguous()
+            yield shape_name(stored.name), torch.tensor([stored.rows, weight.shape[1]])
             start += stored.rows
+
+    def _count(self, entry: Entry, weight: Tensor, rounded: Tensor) -> None:
+        lost = float((rounded - weight).square().sum(dtype=torch.float64))
+        self.errors[entry.canonical] = (lost, float(weight.square().sum(dtype=torch.float64)))
 
     def report(self, n_bytes: int) -> QuantizeReport:
         relative = {name: (lost / total) ** 0.5 if total else 0.0 for name, (lost, total) in self.errors.items()}

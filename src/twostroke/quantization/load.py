@@ -7,45 +7,50 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from twostroke.core.errors import ConfigError, CorruptFileError
-from twostroke.core.families import read_config, read_spec
+from twostroke.core.errors import CorruptFileError
+from twostroke.core.families import read_spec
 from twostroke.core.spec import ModelSpec
 from twostroke.model.decoder import Decoder
 from twostroke.model.families import layout
-from twostroke.model.families.layout import Entry, read_entry
+from twostroke.model.families.layout import Entry, Part, read_entry
 from twostroke.model.load import load_model, load_state, torch_dtype
 from twostroke.model.safetensors_file import WeightFiles
-from twostroke.quantization.schemes import METHOD, Scheme, scale_name, scheme_of
+from twostroke.quantization.four_bits import CODES_PER_WORD, expand, unpack_words
+from twostroke.quantization.schemes import Scheme, packed_name, scale_name, shape_name, stored_scheme, zero_name
 
 
 def load_any_state(directory: Path | str) -> tuple[ModelSpec, dict[str, Tensor]]:
-    """Spec and canonical tensors. Quantised matrices come as they are stored, ``<name>.weight`` int8 beside ``<name>.scale``.
+    """Spec and canonical tensors. Quantised matrices come as codes: int8 ``<name>.weight`` beside ``<name>.scale`` (N), or
+    uint8 codes 0…15 beside ``<name>.scale`` and ``<name>.zero`` (N, groups).
 
     Errors: as ``model.load.open_weights``, ConfigError for a scheme that is not known.
     """
-    config = read_config(directory)
-    quantised = config.get("quantization_config")
-    if not quantised:
-        return load_state(directory)
-    if quantised.get("quant_method") != METHOD:
-        raise ConfigError(f"{directory} is quantised by {quantised.get('quant_method')!r}, which is not supported.")
-    return load_quantized(directory, scheme_of(str(quantised.get("scheme"))))
+    scheme = stored_scheme(directory)
+    return load_state(directory) if scheme is None else load_quantized(directory, scheme)
 
 
 def load_decoder(directory: Path | str, dtype: str = "fp32", device: torch.device | str = "cpu") -> Decoder:
-    """The decoder of any model directory: as ``load_model``, and a quantised one with weights ≈ code·scale in ``dtype``.
+    """The decoder of any model directory: as ``load_model``, and a quantised one with its codes turned into ``dtype``.
 
     That is what rounding did to the weights; the rounding of activations that the engine's products add is not in it.
     """
-    if not read_config(directory).get("quantization_config"):
+    if stored_scheme(directory) is None:
         return load_model(directory, dtype, device)
     spec, state = load_any_state(directory)
     decoder = Decoder(spec, torch_dtype(dtype), device="meta").to_empty(device=device)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
-            scale = state.get(name.removesuffix(".weight") + ".scale")
-            parameter.copy_(state[name] if scale is None else state[name].float() * scale[:, None])
+            parameter.copy_(expanded(state, name))
     return decoder.eval()
+
+
+def expanded(state: dict[str, Tensor], name: str) -> Tensor:
+    """The tensor ``name``, fp32 if it is held in codes."""
+    stem = name.removesuffix(".weight")
+    scale, zero = state.get(f"{stem}.scale"), state.get(f"{stem}.zero")
+    if scale is None:
+        return state[name]
+    return state[name].float() * scale[:, None] if zero is None else expand(state[name], scale, zero)
 
 
 def load_quantized(directory: Path | str, scheme: Scheme) -> tuple[ModelSpec, dict[str, Tensor]]:
@@ -54,27 +59,51 @@ def load_quantized(directory: Path | str, scheme: Scheme) -> tuple[ModelSpec, di
     expected: set[str] = set()
     for entry in layout(spec):
         for part in entry.parts:
-            shape = entry.stored_shape(part)
-            if scheme.touches(entry.canonical):
-                _check(files, part.name, shape, ("I8",))
-                _check(files, scale_name(part.name), (part.rows,), ("F32",))
-                expected |= {part.name, scale_name(part.name)}
-            else:
-                _check(files, part.name, shape, ("BF16", "F32", "F16"))
+            if not scheme.touches(entry.canonical):
+                _check(files, part.name, entry.stored_shape(part), ("BF16", "F32", "F16"))
                 expected.add(part.name)
+                continue
+            for name, shape, dtypes in _stored(scheme, entry, part):
+                _check(files, name, shape, dtypes)
+                expected.add(name)
     unexpected = sorted(set(files) - expected)
     if unexpected:
         raise CorruptFileError(f"{directory} holds tensor {unexpected[0]!r}, which a {scheme.name} copy of its model has not.")
     state: dict[str, Tensor] = {}
     for entry in layout(spec):
-        state[entry.canonical] = read_entry(entry, files.get)
-        if scheme.touches(entry.canonical):
-            state[entry.canonical.removesuffix(".weight") + ".scale"] = _scales(entry, files)
+        if not scheme.touches(entry.canonical):
+            state[entry.canonical] = read_entry(entry, files.get)
+            continue
+        stem = entry.canonical.removesuffix(".weight")
+        state[f"{stem}.scale"] = _scales(entry, files)
+        if scheme.group is None:
+            state[entry.canonical] = read_entry(entry, files.get)
+            state[f"{stem}.scale"] = state[f"{stem}.scale"].flatten()
+        else:
+            width = entry.shape[1]
+            state[entry.canonical] = torch.cat([unpack_words(files.get(packed_name(p.name)), width) for p in entry.parts])
+            zeros = [unpack_words(files.get(zero_name(p.name)).t(), p.rows).t() for p in entry.parts]
+            state[f"{stem}.zero"] = torch.cat(zeros).contiguous()
     return spec, state
 
 
+def _stored(scheme: Scheme, entry: Entry, part: Part) -> list[tuple[str, tuple[int, ...], tuple[str, ...]]]:
+    """(name, shape, formats) of the tensors of one quantised part. Packed codes are (outputs, inputs) in every family."""
+    floats = ("F32", "BF16", "F16")
+    if scheme.group is None:
+        return [(part.name, entry.stored_shape(part), ("I8",)), (scale_name(part.name), (part.rows, 1), floats)]
+    width = entry.shape[1]
+    n_groups = -(-width // scheme.group)
+    return [
+        (packed_name(part.name), (part.rows, -(-width // CODES_PER_WORD)), ("I32",)),
+        (scale_name(part.name), (part.rows, n_groups), floats),
+        (zero_name(part.name), (-(-part.rows // CODES_PER_WORD), n_groups), ("I32",)),
+        (shape_name(part.name), (2,), ("I64",)),
+    ]
+
+
 def _scales(entry: Entry, files: WeightFiles) -> Tensor:
-    scale = torch.cat([files.get(scale_name(part.name)) for part in entry.parts])
+    scale = torch.cat([files.get(scale_name(part.name)).float() for part in entry.parts])
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
         raise CorruptFileError(f"{files.directory}: scales of {entry.parts[0].name!r} must be positive and finite.")
     return scale

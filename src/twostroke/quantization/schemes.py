@@ -1,27 +1,35 @@
-"""The quantised formats there are, and which tensors of a model each touches."""
+"""The quantised formats there are, which tensors of a model each touches, and how a directory says which it holds.
+
+Directories are in compressed-tensors' layout, so that vLLM and transformers open them as they are: int8 is its
+"int-quantized" format with dynamic activations a token (W8A8), int4 its "pack-quantized" one (W4A16).
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from twostroke.core.errors import ConfigError
+from twostroke.core.families import read_config
 
-METHOD = "twostroke"
-"""``quantization_config.quant_method`` in a directory that we wrote."""
+METHOD = "compressed-tensors"
+"""``quantization_config.quant_method`` in a directory that we write or read."""
 
 _BLOCK_MATRIX = re.compile(r"blocks\.\d+\.(attn\.(qkv|out)|mlp\.(gate_up|up|down))\.weight")
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """``int8``: symmetric int8 with one fp32 scale an output channel, weight ≈ code·scale, scale = max|channel|/127; products
-    with few rows use bf16 activations, those with many quantise each row of activations to 8 bits as well. The embedding, the
-    head, norms and biases stay bf16: they are a small part of most models, and the head's errors reach the logits directly."""
+    """``int8``: symmetric int8 with one fp32 scale an output channel, weight ≈ code·scale, scale = max|channel|/127; each row
+    of activations is rounded to 8 bits as well where products are of integers. ``int4``: 4 bits with a scale and a zero point for
+    every ``group`` inputs, weight ≈ (code − zero)·scale. The embedding, the head, norms and biases stay bf16: they are a small
+    part of most models, and the head's errors reach the logits directly."""
 
     name: str
     weight_bits: int
+    group: int | None = None
 
     def touches(self, canonical: str) -> bool:
         """Whether the canonical tensor is held in this scheme."""
@@ -29,16 +37,34 @@ class Scheme:
 
     def config(self) -> dict[str, Any]:
         """What goes into ``config.json`` as ``quantization_config``."""
+        weights: dict[str, Any] = {"num_bits": self.weight_bits, "type": "int", "dynamic": False}
+        activations = None
+        if self.group is None:
+            weights |= {"symmetric": True, "strategy": "channel"}
+            activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+        else:
+            weights |= {"symmetric": False, "strategy": "group", "group_size": self.group}
         return {
             "quant_method": METHOD,
-            "scheme": self.name,
-            "weight_bits": self.weight_bits,
-            "symmetric": True,
-            "granularity": "output channel",
+            "format": "int-quantized" if self.group is None else "pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": weights,
+                    "input_activations": activations,
+                    "output_activations": None,
+                }
+            },
+            "ignore": ["lm_head"],
+            "kv_cache_scheme": None,
         }
 
 
-SCHEMES: dict[str, Scheme] = {"int8": Scheme("int8", 8)}
+GROUPS = (32, 64, 128)
+SCHEMES: dict[str, Scheme] = {"int8": Scheme("int8", 8), "int4": Scheme("int4", 4, 64)} | {
+    f"int4-g{group}": Scheme("int4", 4, group) for group in GROUPS
+}
 
 
 def scheme_of(name: str) -> Scheme:
@@ -48,6 +74,47 @@ def scheme_of(name: str) -> Scheme:
     return SCHEMES[name]
 
 
+def scheme_of_config(quantised: dict[str, Any], where: object) -> Scheme:
+    """The scheme of a directory's ``quantization_config``. Raises ConfigError naming what about it is not supported."""
+    if quantised.get("quant_method") != METHOD:
+        raise ConfigError(f"{where} is quantised by {quantised.get('quant_method')!r}, which is not supported.")
+    groups = quantised.get("config_groups")
+    for scheme in SCHEMES.values():
+        expected = scheme.config()
+        if quantised.get("format") == expected["format"] and _agree(expected["config_groups"], groups):
+            return scheme
+    raise ConfigError(
+        f"{where} is quantised in compressed-tensors' {quantised.get('format')!r} format with settings that are not supported; those are "
+        "int8 weights by channel with int8 activations by token, or asymmetric 4-bit weights in groups of "
+        f"{', '.join(map(str, GROUPS))}, of all linear layers but the head."
+    )
+
+
+def stored_scheme(directory: Path | str) -> Scheme | None:
+    """How the directory's matrices are held; None where they are plain. Raises ConfigError for a scheme that is not known."""
+    quantised = read_config(directory).get("quantization_config")
+    return scheme_of_config(quantised, directory) if quantised else None
+
+
+def _agree(expected: Any, found: Any) -> bool:
+    """Whether ``found`` says all that ``expected`` does. It may say more (an observer, an order of columns)."""
+    if isinstance(expected, dict):
+        return isinstance(found, dict) and all(_agree(value, found.get(key)) for key, value in expected.items())
+    return bool(expected == found)
+
+
 def scale_name(weight: str) -> str:
-    """Name of a stored weight's scales: ``….q_proj.weight`` → ``….q_proj.weight_scale``, as compressed-tensors has it."""
+    """Name of a stored weight's scales: ``….q_proj.weight`` → ``….q_proj.weight_scale``."""
     return f"{weight}_scale"
+
+
+def zero_name(weight: str) -> str:
+    return f"{weight}_zero_point"
+
+
+def packed_name(weight: str) -> str:
+    return f"{weight}_packed"
+
+
+def shape_name(weight: str) -> str:
+    return f"{weight}_shape"

@@ -13,6 +13,7 @@ from twostroke.ledger.store import Ledger
 from twostroke.planner.hardware import load_hardware
 from twostroke.planner.intervals import predict_with_intervals
 from twostroke.planner.serving import ServingShape, plan_serving
+from twostroke.quantization.schemes import stored_scheme
 from twostroke.server import wire
 from twostroke.server.launch import EngineOptions
 
@@ -21,10 +22,9 @@ log = logging.getLogger("twostroke.server")
 
 def scheme_of(directory: Path, dtype: str) -> str:
     """How the engine will hold the weights: ``dtype``, or what "auto" comes to for this directory."""
-    config = read_config(directory)
-    quantised = config.get("quantization_config") or {}
-    if quantised.get("scheme"):
-        return str(quantised["scheme"])
+    stored = stored_scheme(directory)
+    if stored is not None:
+        return stored.name
     return "bf16" if dtype == "auto" else dtype
 
 

@@ -130,10 +130,11 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
 
 
 def _checkpoint_scheme(config: dict[str, Any]) -> str | None:
-    """The format of a published checkpoint's weights; None where they are not quantised, or by ``twostroke quantize``."""
+    """The format of a published checkpoint's weights; None where they are plain, or in compressed-tensors' layout, which
+    ``twostroke.quantization`` writes and reads."""
     quantised = Reader(config).object("quantization_config")
     method = quantised.get("quant_method")
-    if not quantised or method == "twostroke":
+    if not quantised or method == "compressed-tensors":
         return None
     if method in ("gptq", "awq"):
         bits = Reader(quantised).integer("bits", 4)

@@ -1,0 +1,72 @@
+"""Tokens that rounding is fitted to: of the files that are named, or of the text that the model itself was trained on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twostroke.core.errors import CorruptFileError, DataError
+from twostroke.core.spec import ModelSpec
+from twostroke.data.shards import TokenStream, open_prepared
+from twostroke.data.sources import find_documents
+from twostroke.data.tokenizer import eos_id_of, load_tokenizer
+
+N_TOKENS = 64 * 1024
+"""More changes little: 32 rows of inputs for each column of the widest matrix of a small model."""
+
+ROW_TOKENS = 512
+_BATCH_ROWS = 8
+
+
+def calibration_batches(directory: Path, spec: ModelSpec, sources: Sequence[str] = ()) -> list[Tensor]:
+    """(B, T) batches of up to ``N_TOKENS`` tokens; empty where no ``sources`` are named and the model belongs to no run here.
+
+    A run's held-out text is never among them. Raises DataError where the sources hold too little text for one row.
+    """
+    length = min(ROW_TOKENS, spec.max_positions)
+    ids = _of_sources(directory, sources) if sources else _of_the_run(directory, length)
+    if ids is None:
+        return []
+    rows = ids[: len(ids) // length * length].reshape(-1, length)
+    if not len(rows):
+        raise DataError(f"{', '.join(sources) or directory} holds {len(ids)} tokens; calibration needs {length} at least.")
+    tokens = torch.from_numpy(np.ascontiguousarray(rows, dtype=np.int64))
+    if int(tokens.max()) >= spec.vocab_size:
+        raise DataError(f"the text has token {int(tokens.max())} and the model a vocabulary of {spec.vocab_size}.")
+    return list(tokens.split(_BATCH_ROWS))
+
+
+def _of_sources(directory: Path, sources: Sequence[str]) -> np.ndarray:
+    tokenizer = load_tokenizer(directory)
+    eos_id = eos_id_of(tokenizer, directory)
+    tokenizer.encode_special_tokens = True
+    ids: list[int] = []
+    for document in find_documents(tuple(sources), "text"):
+        ids += [*tokenizer.encode(document.text, add_special_tokens=False).ids, eos_id]
+        if len(ids) >= N_TOKENS:
+            break
+    return np.asarray(ids[:N_TOKENS])
+
+
+def _of_the_run(directory: Path, length: int) -> np.ndarray | None:
+    """Rows spread evenly over the training part of the run that the model lies in."""
+    record = directory.parent / "recipe.json"
+    if not record.is_file():
+        return None
+    try:
+        prepared = open_prepared(Path(json.loads(record.read_text(encoding="utf-8"))["resolved"]["data_directory"]))
+    except (DataError, CorruptFileError, ValueError, KeyError, TypeError):
+        return None
+    return np.concatenate(list(_spread(prepared.train_tokens(), length))) if prepared.n_train_tokens >= length else None
+
+
+def _spread(tokens: TokenStream, length: int) -> Iterator[np.ndarray]:
+    n_rows = min(N_TOKENS // length, len(tokens) // length)
+    for i in range(n_rows):
+        start = i * (len(tokens) - length) // max(1, n_rows - 1)
+        yield np.asarray(tokens[start : start + length])

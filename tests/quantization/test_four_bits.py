@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from small_models import decoder_of
+from twostroke.core.errors import ConfigError
+from twostroke.model.load import load_state
+from twostroke.model.save import save_model
+from twostroke.quantization.convert import quantize_model
+from twostroke.quantization.four_bits import expand, group_scales, pack_words, round_to_groups, unpack_words
+from twostroke.quantization.gptq import input_hessians, round_with_compensation
+from twostroke.quantization.load import load_any_state, load_decoder
+from twostroke.quantization.schemes import SCHEMES, scheme_of_config, stored_scheme
+
+
+def make(name: str, directory: Path) -> Path:
+    decoder = decoder_of(name, d_model=96, head_dim=16, d_ff=160)
+    return save_model(decoder, decoder.spec, directory)
+
+
+@pytest.mark.parametrize("k", [1, 8, 13, 64])
+def test_words_hold_eight_codes_the_first_lowest(k: int) -> None:
+    codes = torch.randint(0, 16, (5, k), dtype=torch.uint8, generator=torch.Generator().manual_seed(k))
+    words = pack_words(codes)
+    assert words.dtype == torch.int32
+    for i in range(5):
+        value = sum(int(codes[i, j]) << (4 * j) for j in range(min(k, 8)))
+        assert int(words[i, 0]) % 2**32 == value
+    assert torch.equal(unpack_words(words, k), codes)
+
+
+def test_a_group_is_never_rounded_worse_than_by_its_whole_range() -> None:
+    weight = torch.randn(40, 200, generator=torch.Generator().manual_seed(0))
+    weight[3, 7] = 9.0  # an outlier, whose group gains by cutting it off or not at all
+    scale, zero = group_scales(weight, 64)
+    ours = (expand(round_to_groups(weight, scale, zero, 64), scale, zero) - weight).square()
+    padded = torch.nn.functional.pad(weight, (0, 56)).view(40, 4, 64)
+    low, high = padded.amin(2).clamp_max(0), padded.amax(2).clamp_min(0)
+    step = (high - low) / 15
+    zero_point = (-low / step).round()
+    plain = ((padded / step[..., None]).round() + zero_point[..., None]).clamp(0, 15)
+    whole = (((plain - zero_point[..., None]) * step[..., None]).view(40, -1)[:, :200] - weight).square()
+    assert float(ours.sum()) < 0.95 * float(whole.sum())
+    assert float(ours.mean().sqrt()) < 0.12  # 15 steps over about ±2.4σ
+
+
+def test_compensation_lowers_the_error_of_the_outputs() -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(48, 128, generator=generator)
+    mixing = torch.randn(128, 20, generator=generator)
+    inputs = torch.randn(2000, 20, generator=generator) @ mixing.t() + 0.1 * torch.randn(2000, 128, generator=generator)
+    hessian = inputs.t() @ inputs
+    scale, zero = group_scales(weight, 32)
+    nearest = expand(round_to_groups(weight, scale, zero, 32), scale, zero)
+    compensated = expand(*round_with_compensation(weight, hessian, 32))
+    exact = inputs @ weight.t()
+    errors = [float((inputs @ w.t() - exact).norm() / exact.norm()) for w in (nearest, compensated)]
+    assert errors[1] < 0.5 * errors[0]
+
+
+def test_compensation_for_unrelated_inputs_is_the_nearest_code() -> None:
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(2))
+    codes, scale, zero = round_with_compensation(weight, torch.eye(64), 32)
+    expected_scale, expected_zero = group_scales(weight, 32)
+    assert torch.equal(scale, expected_scale)
+    assert torch.equal(zero, expected_zero)
+    assert torch.equal(codes, round_to_groups(weight, scale, zero, 32))
+
+
+def test_hessians_are_of_what_each_matrix_reads() -> None:
+    decoder = decoder_of("qwen3")
+    seen: list[torch.Tensor] = []
+    decoder.blocks[1].mlp.down.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].detach()))
+    batches = [torch.randint(0, 97, (2, 9)), torch.randint(0, 97, (1, 5))]
+    found = input_hessians(decoder, batches)
+    assert len(found) == 4 * decoder.spec.n_layers
+    rows = torch.cat([x.flatten(0, 1) for x in seen])
+    assert len(rows) == 2 * 9 + 5
+    torch.testing.assert_close(found["blocks.1.mlp.down.weight"], rows.t() @ rows)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("scheme", ["int4", "int4-g32"])
+def test_a_directory_gives_back_the_codes_that_were_written(name: str, scheme: str, tmp_path: Path) -> None:
+    source = make(name, tmp_path / "m")
+    report = quantize_model(source, tmp_path / "q", scheme)
+    chosen = SCHEMES[scheme]
+    assert stored_scheme(tmp_path / "q") == chosen
+    assert chosen.group is not None
+    _, state = load_state(source)
+    _, found = load_any_state(tmp_path / "q")
+    for tensor_name, tensor in state.items():
+        stem = tensor_name.removesuffix(".weight")
+        if f"{stem}.scale" not in found:
+            assert torch.equal(found[tensor_name], tensor.bfloat16())
+            continue
+        scale, zero = group_scales(tensor, chosen.group)
+        assert torch.equal(found[f"{stem}.scale"], scale)
+        assert torch.equal(found[f"{stem}.zero"], zero)
+        assert torch.equal(found[tensor_name], round_to_groups(tensor, scale, zero, chosen.group))
+    assert 0.02 < report.relative_error < 0.15
+    decoder = load_decoder(tmp_path / "q")
+    weight = dict(decoder.named_parameters())["blocks.0.mlp.down.weight"]
+    expected = expand(found["blocks.0.mlp.down.weight"], found["blocks.0.mlp.down.scale"], found["blocks.0.mlp.down.zero"])
+    assert torch.equal(weight, expected)
+
+
+def test_settings_that_are_not_supported_are_named() -> None:
+    config = SCHEMES["int8"].config()
+    config["config_groups"]["group_0"]["weights"]["strategy"] = "tensor"
+    with pytest.raises(ConfigError, match="int-quantized"):
+        scheme_of_config(config, "here")
+    with pytest.raises(ConfigError, match="'awq'"):
+        scheme_of_config({"quant_method": "awq"}, "here")
+    richer = SCHEMES["int4"].config()
+    richer["config_groups"]["group_0"]["weights"] |= {"observer": "minmax", "actorder": None}
+    assert scheme_of_config(richer, "here") == SCHEMES["int4"]
