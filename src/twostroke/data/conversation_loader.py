@@ -8,26 +8,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from twostroke.core.errors import ConfigError, DataError
-from twostroke.data.conversations import BEGINS, LEARNED
-from twostroke.data.loader import Batch, ShuffledLoader
-from twostroke.data.packing import IGNORED
+from twostroke.data.loader import MixedSource, ShuffledLoader, TrainingTokens
+from twostroke.data.packing import BEGINS, LEARNED
+from twostroke.data.rows import ConversationRowBuilder, Int64Array
 from twostroke.data.shards import TokenStream
 
-Int64Array = npt.NDArray[np.int64]
 
-
-class MarkedTokens(Protocol):
+class MarkedTokens(TrainingTokens, Protocol):
     """What a loader needs of prepared conversations."""
 
-    @property
-    def key(self) -> str: ...
-    @property
-    def eos_id(self) -> int: ...
-    def train_tokens(self) -> TokenStream: ...
     def train_marks(self) -> TokenStream: ...
 
 
@@ -75,90 +66,90 @@ class ConversationLoader(ShuffledLoader):
     A conversation is a document: positions begin at 0 in it, and it sees itself alone. Targets are its learned tokens, so the
     loss counts nothing else. Which conversations share a row is fixed by their lengths; the rows' order is a permutation
     computed from (seed, epoch), so the state is the number of rows handed out and may be restored at any batch size.
-    Padding is end-of-text tokens in a document of their own, without targets.
+    Padding is end-of-text tokens in a document of their own, without targets. With a ``mixture`` a row is of one
+    source.
     """
 
-    def __init__(self, prepared: MarkedTokens, batch_size: int, sequence_length: int, seed: int, too_long: str = "cut") -> None:
+    def __init__(
+        self,
+        prepared: MarkedTokens,
+        batch_size: int,
+        sequence_length: int,
+        seed: int,
+        too_long: str = "cut",
+        mixture: Sequence[MixedSource] = (),
+    ) -> None:
         if batch_size < 1 or sequence_length < 2:
             raise ConfigError(f"batch_size={batch_size} must be at least 1 and sequence_length={sequence_length} at least 2.")
-        self.batch_size, self.sequence_length, self.seed = batch_size, sequence_length, seed
+        self.sequence_length = sequence_length
         self.eos_id = prepared.eos_id
-        self._tokens, self._marks = prepared.train_tokens(), prepared.train_marks()
+        tokens, marks = prepared.train_tokens(), prepared.train_marks()
+        self._n_tokens = len(tokens)
         self._data = int(prepared.key[:12], 16)
-        self._begins, self._lengths, n_cut, n_dropped = self._fit(too_long)
-        self._rows = pack_rows(self._lengths.tolist(), sequence_length)
-        self.windows_per_epoch = n_rows = len(self._rows)
+        self._begins, self._lengths, n_cut, n_dropped = _fit(marks, sequence_length, too_long)
+        self._rows: list[list[int]] = []
+        self._first_rows, n_rows_of = [], []
+        for source in mixture or [MixedSource("the training part", 0, self._n_tokens, 1.0)]:
+            ends = [source.first_token, source.first_token + source.n_tokens]
+            first, last = np.searchsorted(self._begins, ends).tolist()
+            if first == last:
+                raise DataError(
+                    f"{source.name} has no conversation to train on with an answer within train.sequence_length="
+                    f"{sequence_length} tokens. Raise it, or leave the source out."
+                )
+            rows = pack_rows(self._lengths[first:last].tolist(), sequence_length)
+            self._first_rows.append(len(self._rows))
+            n_rows_of.append(len(rows))
+            self._rows += [[first + index for index in row] for row in rows]
+        super().__init__(batch_size, seed, n_rows_of, [s.weight for s in mixture])
+        n_rows = len(self._rows)
         filled = float(self._lengths.sum()) / (n_rows * sequence_length)
         self.fitting = Fitting(len(self._lengths), n_cut, n_dropped, n_rows, filled)
-        self._next_window = 0
-
-    def _fit(self, too_long: str) -> tuple[Int64Array, Int64Array, int, int]:
-        """Where each conversation begins in the stream, how many of its tokens are used; how many are cut and left out."""
-        marks = self._marks[0 : len(self._marks)]
-        begins = np.flatnonzero(marks & BEGINS).astype(np.int64)
-        ends = np.append(begins[1:], len(marks))
-        lengths = ends - begins
-        is_long = lengths > self.sequence_length
-        if too_long == "error" and is_long.any():
-            raise DataError(
-                f"{int(is_long.sum())} of {len(lengths)} conversations are longer than train.sequence_length="
-                f'{self.sequence_length}; the longest has {int(lengths.max())} tokens. Raise it, or set data.too_long to "cut" '
-                'or "drop".'
-            )
-        kept = np.minimum(lengths, self.sequence_length)
-        # A conversation's first token is nobody's target, so it teaches nothing even where it is marked.
-        learned = np.concatenate(([0], np.cumsum(marks & LEARNED, dtype=np.int64)))
-        teaches = learned[begins + kept] - learned[begins + 1] > 0
-        use = teaches & ~is_long if too_long == "drop" else teaches
-        if not use.any():
-            raise DataError(
-                f"none of {len(lengths)} conversations has an answer within train.sequence_length={self.sequence_length} "
-                f"tokens; the shortest has {int(lengths.min())}. Raise it."
-            )
-        return begins[use], kept[use], int((use & is_long).sum()), int((~use).sum())
+        self.builder = ConversationRowBuilder(tokens, marks, sequence_length, self.eos_id)
 
     def next_rows(self) -> list[int]:
         """Which rows the next batch is made of; moves on."""
         rows = np.empty(self.batch_size, dtype=np.int64)
-        for _, chosen, order in self._next_order():
-            rows[chosen] = order
+        for source, _, places, order in self.next_windows():
+            rows[places] = self._first_rows[source] + order
         return list(map(int, rows))
 
-    def next_batch(self) -> Batch:
-        shape = (self.batch_size, self.sequence_length)
-        tokens = np.full(shape, self.eos_id, dtype=np.int64)
-        targets = np.full(shape, IGNORED, dtype=np.int64)
-        positions = np.zeros(shape, dtype=np.int64)
-        documents = np.zeros(shape, dtype=np.int32)
-        for i, row in enumerate(self.next_rows()):
-            place = 0
-            for document, index in enumerate(self._rows[row]):
-                begin, length = int(self._begins[index]), int(self._lengths[index])
-                here = slice(place, place + length)
-                tokens[i, here] = self._tokens[begin : begin + length]
-                learned = (self._marks[begin + 1 : begin + length] & LEARNED).astype(bool)
-                # From the row in int64: in the shards' unsigned type IGNORED would be a token id.
-                targets[i, place : place + length - 1] = np.where(learned, tokens[i, place + 1 : place + length], IGNORED)
-                positions[i, here] = np.arange(length)
-                documents[i, here] = document
-                place += length
-            positions[i, place:] = np.arange(self.sequence_length - place)
-            documents[i, place:] = len(self._rows[row])
-        return Batch(
-            torch.from_numpy(tokens),
-            torch.from_numpy(targets),
-            torch.from_numpy(positions),
-            torch.from_numpy(documents),
-            n_valid=int(np.count_nonzero(targets != IGNORED)),
-        )
+    def next_request(self) -> Int64Array:
+        conversations = [(i, index) for i, row in enumerate(self.next_rows()) for index in self._rows[row]]
+        places, indices = np.array(conversations, dtype=np.int64).reshape(-1, 2).T
+        return np.stack((places, self._begins[indices], self._lengths[indices]), axis=1)
 
-    def state(self) -> dict[str, int]:
-        """All that a resumed run needs to continue with the very next row, and what it must agree on."""
+    def identity(self) -> dict[str, int]:
         return {
-            "next_window": self._next_window,
             "seed": self.seed,
             "sequence_length": self.sequence_length,
-            "n_tokens": len(self._tokens),
+            "n_tokens": self._n_tokens,
             "n_rows": self.windows_per_epoch,
             "data": self._data,
         }
+
+
+def _fit(stream: TokenStream, sequence_length: int, too_long: str) -> tuple[Int64Array, Int64Array, int, int]:
+    """Where each conversation begins in the stream, how many of its tokens are used; how many are cut and left out."""
+    marks = stream[0 : len(stream)]
+    begins = np.flatnonzero(marks & BEGINS).astype(np.int64)
+    ends = np.append(begins[1:], len(marks))
+    lengths = ends - begins
+    is_long = lengths > sequence_length
+    if too_long == "error" and is_long.any():
+        raise DataError(
+            f"{int(is_long.sum())} of {len(lengths)} conversations are longer than train.sequence_length="
+            f'{sequence_length}; the longest has {int(lengths.max())} tokens. Raise it, or set data.too_long to "cut" '
+            'or "drop".'
+        )
+    kept = np.minimum(lengths, sequence_length)
+    # A conversation's first token is nobody's target, so it teaches nothing even where it is marked.
+    learned = np.concatenate(([0], np.cumsum(marks & LEARNED, dtype=np.int64)))
+    teaches = learned[begins + kept] - learned[begins + 1] > 0
+    use = teaches & ~is_long if too_long == "drop" else teaches
+    if not use.any():
+        raise DataError(
+            f"none of {len(lengths)} conversations has an answer within train.sequence_length={sequence_length} "
+            f"tokens; the shortest has {int(lengths.min())}. Raise it."
+        )
+    return begins[use], kept[use], int((use & is_long).sum()), int((~use).sum())

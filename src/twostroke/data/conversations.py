@@ -32,6 +32,7 @@ from twostroke.data.conversation_source import (
     select_conversations,
     without_surrogates,
 )
+from twostroke.data.packing import BEGINS, LEARNED
 from twostroke.data.shards import (
     FORMAT,
     HELD_OUT_ENDS,
@@ -49,7 +50,6 @@ from twostroke.data.shards import (
 from twostroke.data.source_files import check_unchanged
 from twostroke.data.tokenizer import eos_id_of, load_tokenizer, tokenizer_file
 
-LEARNED, BEGINS = 1, 2
 _BATCH = 256
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from twostroke.core.errors import ConfigError, DataError, InputError
-from twostroke.data.packing import IGNORED, document_layout, next_token_targets
+from twostroke.data.mixture import Mixture
 from twostroke.data.permutation import permute, random_below
-from twostroke.data.shards import TokenStream
+from twostroke.data.rows import Int64Array, RowBuilder, Rows, WindowBuilder
+from twostroke.data.shards import PreparedData, TokenStream
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,16 @@ class Batch:
         return Batch(move(self.tokens), move(self.targets), move(self.positions), move(self.documents), self.n_valid)
 
 
+def batch_of(rows: Rows) -> Batch:
+    return Batch(
+        torch.from_numpy(rows.tokens),
+        torch.from_numpy(rows.targets),
+        torch.from_numpy(rows.positions),
+        torch.from_numpy(rows.documents),
+        rows.n_valid,
+    )
+
+
 class TrainingTokens(Protocol):
     """What a loader needs of prepared data."""
 
@@ -48,36 +59,101 @@ class TrainingTokens(Protocol):
     def train_tokens(self) -> TokenStream: ...
 
 
+@dataclass(frozen=True)
+class MixedSource:
+    """A source of a mixture: which tokens of the training stream are its own, and its weight."""
+
+    name: str
+    first_token: int
+    n_tokens: int
+    weight: float
+
+
+def mixed_sources(prepared: PreparedData, weights: Sequence[float]) -> tuple[MixedSource, ...]:
+    """The sources of ``prepared`` with the recipe's ``weights``, none where it gives none. Raises ConfigError, DataError."""
+    if not weights:
+        return ()
+    ranges = prepared.source_ranges()
+    if len(ranges) != len(weights):
+        raise ConfigError(f"data.weights has {len(weights)} entries and the prepared data {len(ranges)} sources.")
+    return tuple(MixedSource(*where, weight) for where, weight in zip(ranges, weights, strict=True))
+
+
 class ShuffledLoader:
     """What loaders of windows share: every window once an epoch, in an order computed from (seed, epoch), so that the state is
-    the number of windows handed out and may be restored at any batch size."""
+    the number of windows handed out and may be restored at any batch size.
 
-    batch_size: int
-    seed: int
-    windows_per_epoch: int
-    _next_window: int
+    With ``weights``, one for each of the parts that ``windows`` counts, the parts are mixed by ``data.mixture``: each has its
+    own epochs and its own order, and the state holds beside the number of windows how many of them each part gave.
+    """
+
+    builder: RowBuilder
+
+    def __init__(self, batch_size: int, seed: int, windows: Sequence[int], weights: Sequence[float] = ()) -> None:
+        self.batch_size, self.seed = batch_size, seed
+        self.source_windows = tuple(windows)
+        self.windows_per_epoch = sum(windows)
+        self.mixture = Mixture(weights) if weights else None
+        # A mixture's weights as a number, so that a state says which it was taken with.
+        self._mixture_name = (
+            int.from_bytes(hashlib.sha256(repr(self.mixture.shares).encode()).digest()[:6]) if self.mixture else 0
+        )
+        self._next_window = 0
 
     @property
     def epoch(self) -> float:
-        """Epochs handed out so far."""
+        """Epochs handed out so far; of a mixture, windows handed out ÷ windows there are."""
         return self._next_window / self.windows_per_epoch
 
-    def _next_order(self) -> Iterator[tuple[int, npt.NDArray[np.bool_], npt.NDArray[np.int64]]]:
-        """(epoch, which places of the next batch are of it, their windows) of each epoch the batch touches; moves on."""
-        windows = np.arange(self._next_window, self._next_window + self.batch_size)
+    def source_epochs_at(self, state: dict[str, int]) -> tuple[float, ...]:
+        """Epochs of each part of the mixture at ``state``; of all where nothing is mixed."""
+        if self.mixture is None:
+            return (state["next_window"] / self.windows_per_epoch,)
+        return tuple(state[f"source_{i}"] / windows for i, windows in enumerate(self.source_windows))
+
+    def next_windows(self) -> Iterator[tuple[int, int, Int64Array, Int64Array]]:
+        """(part, epoch, places in the next batch, which windows of the part) of each part and epoch it touches; moves on."""
+        if self.mixture is None:
+            sources = np.zeros(self.batch_size, dtype=np.int64)
+            windows = np.arange(self._next_window, self._next_window + self.batch_size)
+        else:
+            sources, windows = self.mixture.take(self.batch_size)
         self._next_window += self.batch_size
-        epochs = windows // self.windows_per_epoch
-        for epoch in np.unique(epochs).tolist():
-            chosen = epochs == epoch
-            yield epoch, chosen, permute(windows[chosen] % self.windows_per_epoch, self.windows_per_epoch, self.seed, epoch)
+        for source in np.unique(sources).tolist():
+            n_windows, seed = self.source_windows[source], self._seed_of(source)
+            epochs = np.where(sources == source, windows // n_windows, -1)
+            for epoch in np.unique(epochs[epochs >= 0]).tolist():
+                places = np.flatnonzero(epochs == epoch)
+                yield source, epoch, places, permute(windows[places] % n_windows, n_windows, seed, epoch)
+
+    def _seed_of(self, source: int) -> int:
+        return self.seed if self.mixture is None else random_below(2**62, self.seed, source, 2)
+
+    def next_request(self) -> Int64Array:
+        """What the builder makes the next batch of; moves on."""
+        raise NotImplementedError
+
+    def next_batch(self) -> Batch:
+        return batch_of(self.builder.build(self.next_request(), self.batch_size))
+
+    def identity(self) -> dict[str, int]:
+        """What a resumed run must agree on."""
+        raise NotImplementedError
 
     def state(self) -> dict[str, int]:
-        """``next_window``, and what a resumed run must agree on."""
-        raise NotImplementedError
+        """All that a resumed run needs to continue with the very next window, and what it must agree on."""
+        counts = self.mixture.state() | {"weights": self._mixture_name} if self.mixture else {}
+        return {"next_window": self._next_window, **counts, **self.identity()}
 
     def restore(self, state: dict[str, int]) -> None:
         """Continue where ``state`` was taken. Raises InputError where it belongs to other data, seed or sequence length."""
-        self._next_window = restored_window(state, self.state())
+        own = self.identity() | ({"weights": self._mixture_name} if self.mixture else {})
+        next_window = restored_window(state, {"next_window": 0, **own})
+        if self.mixture is not None:
+            self.mixture.restore(state, next_window)
+        elif "weights" in state:
+            raise InputError("loader state was saved with data.weights, this run has none. Resume with the same recipe.")
+        self._next_window = next_window
 
 
 class PackedLoader(ShuffledLoader):
@@ -87,63 +163,54 @@ class PackedLoader(ShuffledLoader):
     save the N mod T before the offset, and epochs cut at different places. Their order is a permutation computed from
     (seed, epoch). The state is therefore the number of windows handed out; it may be restored at any batch size.
     (A ring, because the end of the stream is an end-of-text: the seam is one more boundary between documents.)
+
+    With a ``mixture`` each source is a ring of its own.
     """
 
-    def __init__(self, prepared: TrainingTokens, batch_size: int, sequence_length: int, seed: int) -> None:
+    builder: WindowBuilder
+
+    def __init__(
+        self,
+        prepared: TrainingTokens,
+        batch_size: int,
+        sequence_length: int,
+        seed: int,
+        mixture: Sequence[MixedSource] = (),
+    ) -> None:
         if batch_size < 1 or sequence_length < 1:
             raise ConfigError(f"batch_size={batch_size} and sequence_length={sequence_length} must be at least 1.")
-        self.batch_size, self.sequence_length, self.seed = batch_size, sequence_length, seed
+        self.sequence_length = sequence_length
         self.eos_id = prepared.eos_id
-        self._tokens = prepared.train_tokens()
-        self._n_tokens = len(self._tokens)
+        tokens = prepared.train_tokens()
+        self._n_tokens = len(tokens)
         self._data = int(prepared.key[:12], 16)
-        self.windows_per_epoch = self._n_tokens // sequence_length
-        if self.windows_per_epoch == 0:
-            raise DataError(
-                f"the training part has {self._n_tokens} tokens, fewer than sequence_length={sequence_length}. "
-                "Give more text or a shorter sequence."
-            )
-        self._next_window = 0
+        sources = mixture or [MixedSource("the training part", 0, self._n_tokens, 1.0)]
+        for source in sources:
+            if source.n_tokens < sequence_length:
+                raise DataError(
+                    f"{source.name} has {source.n_tokens} tokens{' to train on' if mixture else ''}, fewer than "
+                    f"sequence_length={sequence_length}. Give more text or a shorter sequence."
+                )
+        self._rings = [(source.first_token, source.n_tokens) for source in sources]
+        super().__init__(batch_size, seed, [n // sequence_length for _, n in self._rings], [s.weight for s in mixture])
+        self.builder = WindowBuilder(tokens, sequence_length, self.eos_id)
+
+    def next_request(self) -> Int64Array:
+        request = np.empty((self.batch_size, 3), dtype=np.int64)
+        for source, epoch, places, windows in self.next_windows():
+            begin, n_tokens = self._rings[source]
+            offset = random_below(n_tokens, self._seed_of(source), epoch, 1)
+            request[places, 0], request[places, 1] = begin, n_tokens
+            request[places, 2] = (offset + windows * self.sequence_length) % n_tokens
+        return request
 
     def next_starts(self) -> list[int]:
         """Where in the stream the next batch's windows start; moves on."""
-        starts = np.empty(self.batch_size, dtype=np.int64)
-        for epoch, chosen, order in self._next_order():
-            offset = random_below(self._n_tokens, self.seed, epoch, 1)
-            starts[chosen] = (offset + order * self.sequence_length) % self._n_tokens
-        return list(map(int, starts))
+        request = self.next_request()
+        return list(map(int, request[:, 0] + request[:, 2]))
 
-    def next_batch(self) -> Batch:
-        length = self.sequence_length + 1
-        rows = np.empty((self.batch_size, length), dtype=np.int64)
-        for row, start in zip(rows, self.next_starts(), strict=True):
-            window = self._tokens[start : start + length]
-            row[: len(window)] = window
-            filled = len(window)
-            while filled < length:  # over the seam of the ring
-                window = self._tokens[: length - filled]
-                row[filled : filled + len(window)] = window
-                filled += len(window)
-        tokens = rows[:, :-1]
-        positions, documents = document_layout(tokens, self.eos_id)
-        targets = next_token_targets(rows, self.eos_id)
-        return Batch(
-            torch.from_numpy(np.ascontiguousarray(tokens)),
-            torch.from_numpy(targets),
-            torch.from_numpy(positions),
-            torch.from_numpy(documents),
-            n_valid=int(np.count_nonzero(targets != IGNORED)),
-        )
-
-    def state(self) -> dict[str, int]:
-        """All that a resumed run needs to continue with the very next window, and what it must agree on."""
-        return {
-            "next_window": self._next_window,
-            "seed": self.seed,
-            "sequence_length": self.sequence_length,
-            "n_tokens": self._n_tokens,
-            "data": self._data,
-        }
+    def identity(self) -> dict[str, int]:
+        return {"seed": self.seed, "sequence_length": self.sequence_length, "n_tokens": self._n_tokens, "data": self._data}
 
 
 def restored_window(state: dict[str, int], own: dict[str, int]) -> int:

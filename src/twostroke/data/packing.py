@@ -8,6 +8,9 @@ import numpy.typing as npt
 IGNORED = -100
 """Target that no loss counts: torch's own default ``ignore_index``."""
 
+LEARNED, BEGINS = 1, 2
+"""Bits of the mark beside a conversation's token: the assistant's, and the first one of a conversation."""
+
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 

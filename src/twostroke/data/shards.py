@@ -47,9 +47,14 @@ class TokenStream:
 
     def __init__(self, paths: list[Path], dtype: str) -> None:
         self.dtype = np.dtype(dtype)
+        self.paths = paths
         # As plain arrays over the maps: slicing a np.memmap costs several microseconds more.
         self._shards = [np.asarray(np.memmap(p, dtype=self.dtype, mode="r")) for p in paths if p.stat().st_size]
         self._ends = np.cumsum([len(s) for s in self._shards], dtype=np.int64).tolist()
+
+    def description(self) -> dict[str, Any]:
+        """From which another process opens the same."""
+        return {"paths": [str(path.resolve()) for path in self.paths], "dtype": self.dtype.str}
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if self._ends else 0
@@ -107,6 +112,19 @@ class PreparedData:
 
     def heldout_tokens(self) -> TokenStream:
         return self._stream("heldout")
+
+    def source_ranges(self) -> list[tuple[str, int, int]]:
+        """(source, first token, number of tokens) of each source of the recipe in the training stream, in order.
+
+        Raises DataError where the data was prepared before sources were counted.
+        """
+        if "sources" not in self.report:
+            raise DataError(f"{self.directory} does not say which source its text is of. Delete it and prepare again.")
+        ranges, begin = [], 0
+        for counted in self.report["sources"]:
+            ranges.append((counted["source"], begin, counted["n_tokens"]))
+            begin += counted["n_tokens"]
+        return ranges
 
     @property
     def holds_conversations(self) -> bool:

@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from twostroke.core.recipe import TrainRecipe
+from twostroke.data.background import BackgroundLoader
 from twostroke.data.conversation_loader import ConversationLoader
-from twostroke.data.loader import PackedLoader
+from twostroke.data.loader import MixedSource, PackedLoader, ShuffledLoader, mixed_sources
 from twostroke.data.shards import PreparedData
 
 Log = Callable[[str], None]
 
 
-def make_loader(prepared: PreparedData, recipe: TrainRecipe, log: Log) -> PackedLoader | ConversationLoader:
-    """Windows over a stream of documents, or rows of whole conversations. ``log`` hears what became of those too long.
+def make_loader(prepared: PreparedData, recipe: TrainRecipe, log: Log) -> BackgroundLoader:
+    """Windows over a stream of documents, or rows of whole conversations, mixed by the recipe's weights where it gives some,
+    and prepared in the background. ``log`` hears what became of conversations too long, and how long the sources last.
 
     Raises DataError where nothing fits into a sequence.
     """
     settings = recipe.train
-    if not prepared.holds_conversations:
-        return PackedLoader(prepared, settings.batch_size, settings.sequence_length, recipe.seed)
-    loader = ConversationLoader(prepared, settings.batch_size, settings.sequence_length, recipe.seed, recipe.data.too_long)
+    mixture = mixed_sources(prepared, recipe.data.weights)
+    loader: ShuffledLoader
+    if prepared.holds_conversations:
+        loader = _conversation_loader(prepared, recipe, mixture, log)
+    else:
+        loader = PackedLoader(prepared, settings.batch_size, settings.sequence_length, recipe.seed, mixture)
+    if loader.mixture is not None:
+        shares = zip(mixture, loader.mixture.shares, loader.source_windows, strict=True)
+        parts = ", ".join(f"{s.name} {100 * share:.4g}% (an epoch is {n} windows)" for s, share, n in shares)
+        log(f"mixture: {parts}.")
+    return BackgroundLoader(loader, recipe.data.workers)
+
+
+def _conversation_loader(
+    prepared: PreparedData, recipe: TrainRecipe, mixture: Sequence[MixedSource], log: Log
+) -> ConversationLoader:
+    settings = recipe.train
+    loader = ConversationLoader(
+        prepared, settings.batch_size, settings.sequence_length, recipe.seed, recipe.data.too_long, mixture
+    )
     fitting, report = loader.fitting, prepared.report
     log(
         f"{fitting.n_conversations} conversations in {fitting.n_rows} rows of {settings.sequence_length} tokens, "

@@ -64,6 +64,9 @@ def finish(run: TrainingRun) -> TrainingResult:
         "steps": run.steps,
         "tokens": run.tokens,
         "epochs": run.loader.epoch,
+        "source_epochs": dict(zip(run.recipe.data.sources, run.loader.source_epochs, strict=False))
+        if run.recipe.data.weights
+        else {},
         "skipped_steps": sum(1 for r in records if r.get("skipped")),
         "final_loss": last.get("loss"),
         "compiled": run.train_step.is_compiled,

@@ -16,8 +16,8 @@ import torch
 from twostroke.core.errors import CapacityError, Interrupted, TwostrokeError
 from twostroke.core.recipe import TrainRecipe
 from twostroke.core.spec import ModelSpec
-from twostroke.data.conversation_loader import ConversationLoader
-from twostroke.data.loader import Batch, PackedLoader
+from twostroke.data.background import BackgroundLoader
+from twostroke.data.loader import Batch
 from twostroke.data.shards import PreparedData
 from twostroke.ledger.store import Ledger
 from twostroke.model.decoder import Decoder
@@ -65,7 +65,7 @@ class TrainingRun:
     decoder: Decoder
     masters: MasterWeights
     optimizers: Optimizers
-    loader: PackedLoader | ConversationLoader
+    loader: BackgroundLoader
     step_log: StepLog
     watch: SpikeWatch
     anomalies: AnomalyLog
@@ -140,6 +140,7 @@ class TrainingRun:
             began = time.time() if command_began is None else command_began
             build(self)
             with StopSignals(self.log) as stop, contextlib.ExitStack() as closing:
+                closing.callback(self.loader.close)
                 watching = Observers((*requested(self.recipe, self.log), *observers), self.log)
                 closing.callback(watching.close)
                 watching.begin(self)

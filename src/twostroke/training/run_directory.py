@@ -20,6 +20,7 @@ from twostroke.core.spec import ModelSpec
 FORMAT = 1
 CHANGEABLE = (
     "output",
+    "data.workers",
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.keep_every",
