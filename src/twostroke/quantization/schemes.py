@@ -23,9 +23,9 @@ _BLOCK_MATRIX = re.compile(r"blocks\.\d+\.(attn\.(qkv|out)|mlp\.(gate_up|up|down
 @dataclass(frozen=True)
 class Scheme:
     """``int8``: symmetric int8 with one fp32 scale an output channel, weight ≈ code·scale, scale = max|channel|/127; each row
-    of activations is rounded to 8 bits as well where products are of integers. ``int4``: 4 bits with a scale and a zero point for
-    every ``group`` inputs, weight ≈ (code − zero)·scale. The embedding, the head, norms and biases stay bf16: they are a small
-    part of most models, and the head's errors reach the logits directly."""
+    of activations is rounded to 8 bits as well where products are of integers. ``int4``: 4 bits with a scale and a zero point
+    for every ``group`` inputs, weight ≈ (code − zero)·scale. The embedding, the head, norms and biases stay bf16: they are a
+    small part of most models, and the head's errors reach the logits directly."""
 
     name: str
     weight_bits: int
@@ -84,8 +84,8 @@ def scheme_of_config(quantised: dict[str, Any], where: object) -> Scheme:
         if quantised.get("format") == expected["format"] and _agree(expected["config_groups"], groups):
             return scheme
     raise ConfigError(
-        f"{where} is quantised in compressed-tensors' {quantised.get('format')!r} format with settings that are not supported; those are "
-        "int8 weights by channel with int8 activations by token, or asymmetric 4-bit weights in groups of "
+        f"{where} is quantised in compressed-tensors' {quantised.get('format')!r} format with settings that are not supported; "
+        "supported are int8 weights by channel with int8 activations by token, or asymmetric 4-bit weights in groups of "
         f"{', '.join(map(str, GROUPS))}, of all linear layers but the head."
     )
 
