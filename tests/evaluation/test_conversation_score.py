@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from real_model import make_model
+from twostroke.core.errors import DataError
 from twostroke.core.recipe import DataRecipe
 from twostroke.data.conversations import BEGINS, LEARNED
 from twostroke.data.prepare import prepare
-from twostroke.evaluation.conversations import score_answers
+from twostroke.evaluation.conversations import answer_nats, score_answers
+from twostroke.evaluation.scorer import open_scorer
 from twostroke.model.load import load_model
 
 
@@ -36,3 +38,14 @@ def test_the_score_is_the_mean_over_answers_one_conversation_at_a_time(tmp_path:
     assert score.nats_per_token == pytest.approx(sum(nats) / len(nats), rel=1e-5)
     assert score.perplexity == pytest.approx(math.exp(score.nats_per_token))
     assert (score.n_cut > 0) == (context == 48 and max(np.diff([*begins, len(marks)])) > 48)
+    for engine in ("decoder", "inference"):
+        found = answer_nats(open_scorer(model, engine, "fp32"), prepared, context)
+        assert len(found.nats) == len(found.n_tokens) == score.n_conversations
+        own = found.score()
+        assert own.nats_per_token == pytest.approx(score.nats_per_token, rel=1e-4)
+        assert (own.n_tokens, own.n_cut) == (score.n_tokens, score.n_cut)
+    other = make_model(tmp_path / "other", vocab_size=300)
+    with pytest.raises(DataError, match="was prepared with another tokenizer than the model's"):
+        answer_nats(open_scorer(other), prepared, context)
+    with pytest.raises(DataError, match="has an answer within a context of 2 tokens"):
+        answer_nats(open_scorer(model), prepared, 2)

@@ -1,64 +1,138 @@
-"""``twostroke eval``: bits per byte and perplexity of a model on held-out text."""
+"""``twostroke eval``: bits per byte and perplexity of a model on held-out text, and its scores on tasks."""
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log, progress
-from twostroke.core.units import format_bytes
+from twostroke.core.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from twostroke.evaluation.held_out import HeldOutText
+    from twostroke.evaluation.results import TaskResult
+    from twostroke.evaluation.scorer import Scorer
+    from twostroke.evaluation.task import Task
 
 app = typer.Typer(add_completion=False)
+
+TASK_HELP = "Task to score: arc_easy, copa, gsm8k, lambada, piqa, or a .toml file that describes one. Repeatable."
+TASK_DATA_HELP = "Folder of the tasks' .jsonl files. Default: eval in Twostroke's home; for a .toml file, its own folder."
+ENGINE_HELP = (
+    "decoder (training's forward pass), inference (what serves), or auto: inference for quantised weights, else decoder."
+)
 
 
 @app.command(name="eval")
 def evaluate(
     model: Path = typer.Argument(help="Model directory, or the output of a training run."),
     data: list[str] = typer.Option([], help="Files, folders or globs to score, all of them. Repeatable."),
-    prepared: Path = typer.Option(None, help="Prepared data whose held-out part is scored. Default: the training run's."),
-    context: int = typer.Option(None, help="Tokens in a window. Default: the model's longest, 2048 at most."),
+    prepared: Path = typer.Option(
+        None, help="Prepared data whose held-out part is scored. Default, without a task: the training run's."
+    ),
+    task: list[str] = typer.Option([], help=TASK_HELP),
+    task_data: Path = typer.Option(None, help=TASK_DATA_HELP),
+    limit: int = typer.Option(None, min=1, help="Only the first questions of each task."),
+    engine: str = typer.Option("auto", help=ENGINE_HELP),
+    context: int = typer.Option(None, help="Tokens in a window of text. Default: the model's longest, 2048 at most."),
     stride: int = typer.Option(
         None, help="Tokens by which windows move; context − stride overlap. Default: three quarters of the context."
     ),
-    dtype: str = typer.Option("fp32", help="fp32 or bf16: the format the model computes in."),
+    dtype: str = typer.Option(
+        None, help="fp32 or bf16: the format the model computes in. Default: fp32; on the inference engine, its own choice."
+    ),
     text_key: str = typer.Option("text", help="Where a .jsonl record keeps its text."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Bits per byte and perplexity of a model on held-out text, beside what xz -9 needs for the same bytes."""
-    import time
-
-    from twostroke.evaluation.bits import bits_per_byte, default_context
+    """Bits per byte and perplexity of a model on held-out text, beside what xz -9 needs for the same bytes; tasks."""
     from twostroke.evaluation.comparison import model_directory
-    from twostroke.evaluation.conversations import score_answers
     from twostroke.evaluation.held_out import held_out_to_score
-    from twostroke.quantization.load import load_decoder
+    from twostroke.evaluation.ledger_entry import EvaluationEntry, task_values
+    from twostroke.evaluation.scorer import open_scorer
+    from twostroke.evaluation.task_files import load_task
 
     directory = model_directory(model)
-    text = held_out_to_score(directory, data, prepared, text_key)
-    decoder = load_decoder(directory, dtype)
+    tasks = [load_task(name, task_data) for name in task]
+    wants_text = bool(data) or prepared is not None or not tasks
+    text = held_out_to_score(directory, data, prepared, text_key) if wants_text else None
+    scorer = open_scorer(directory, engine, dtype)
+    inputs = {"engine": scorer.engine, "dtype": scorer.dtype, "tasks": list(task), "limit": limit}
+    entry = EvaluationEntry(directory, inputs | {"text": text.name if text else None})
+    start = time.perf_counter()
+    document: dict[str, Any] = {"model": str(directory), "engine": scorer.engine, "dtype": scorer.dtype}
+    lines: list[str] = []
+    try:
+        if text is not None:
+            log(f"scoring {directory} on {text.name}")
+            with progress("scoring", 1.0) as advance:
+                scored, lines = _score_text(scorer, text, directory, context, stride, advance)
+            document |= {"text": text.name, **scored}
+        results = run_tasks(scorer, tasks, limit)
+    except BaseException:
+        entry.measure({}, "failed")
+        raise
+    elapsed_s = time.perf_counter() - start
+    values = {k: v for k, v in document.items() if isinstance(v, int | float)} | task_values(results)
+    entry.measure(values | {"elapsed_s": elapsed_s})
+    if entry.problem:
+        log(entry.problem)
+    if results:
+        lines += [*([""] if lines else []), *task_table(results)]
+        lines.append(f"{scorer.engine} engine, {scorer.dtype}, {format_seconds(elapsed_s)}")
+    document |= {"tasks": [r.to_dict() for r in results], "elapsed_s": elapsed_s, "run_id": entry.run_id}
+    emit(document, "\n".join(lines), as_json)
+
+
+def _score_text(
+    scorer: Scorer, text: HeldOutText, directory: Path, context: int | None, stride: int | None, advance: Any
+) -> tuple[dict[str, Any], list[str]]:
+    from twostroke.evaluation.bits import bits_per_byte, check_context, default_context
+    from twostroke.evaluation.conversations import answer_nats
+
     if text.prepared is not None and text.prepared.holds_conversations:
-        log(f"scoring the assistant's answers of {directory} on {text.name}")
-        with progress("scoring", 1.0) as advance:
-            score = score_answers(decoder, text.prepared, context or default_context(decoder), advance)
+        context = default_context(scorer) if context is None else context
+        check_context(scorer, context)
+        score = answer_nats(scorer, text.prepared, context, advance).score()
         cut = f", {score.n_cut} cut at the context" if score.n_cut else ""
-        lines = [
+        return score.to_dict(), [
             f"answers        {score.nats_per_token:.4f} nats a token measured, perplexity {score.perplexity:.3f}",
-            f"conversations  {score.n_conversations} held out{cut}, {score.n_tokens} tokens of answers, {dtype}",
+            f"conversations  {score.n_conversations} held out{cut}, {score.n_tokens} tokens of answers, {scorer.dtype}",
         ]
-        emit({"model": str(directory), "text": text.name, "dtype": dtype, **score.to_dict()}, "\n".join(lines), as_json)
-        return
-    log(f"scoring {directory} on {text.name}")
-    with progress("scoring", 1.0) as advance:
-        start = time.perf_counter()
-        result = bits_per_byte(decoder, text, ctx=context, stride=stride, tokenizer_path=directory, progress=advance)
-        elapsed_s = time.perf_counter() - start
-    document = {"model": str(directory), "text": text.name, "dtype": dtype, **result.to_dict(), "elapsed_s": elapsed_s}
-    xz = result.xz_bits_per_byte
-    windows = f"context {result.context}, stride {result.stride}, {dtype}"
-    lines = [
-        f"bits per byte  {result.bits_per_byte:.4f} measured (xz -9: {xz:.4f})",
+    result = bits_per_byte(scorer, text, ctx=context, stride=stride, tokenizer_path=directory, progress=advance)
+    windows = f"context {result.context}, stride {result.stride}, {scorer.dtype}"
+    return result.to_dict(), [
+        f"bits per byte  {result.bits_per_byte:.4f} measured (xz -9: {result.xz_bits_per_byte:.4f})",
         f"perplexity     {result.perplexity:.3f} a token, {result.nats_per_token:.4f} nats",
         f"text           {format_bytes(result.n_bytes)}, {result.n_tokens} tokens, {windows}",
     ]
-    emit(document, "\n".join(lines), as_json)
+
+
+def run_tasks(scorer: Scorer, tasks: Sequence[Task], limit: int | None) -> list[TaskResult]:
+    results = []
+    for task in tasks:
+        log(f"scoring {task.name}")
+        with progress(task.name, 1.0) as advance:
+            results.append(task.run(scorer, limit, advance))
+        if results[-1].n_cut:
+            log(f"{results[-1].n_cut} prompts of {task.name} were longer than the context and lost their beginning")
+    return results
+
+
+def task_table(results: Sequence[TaskResult]) -> list[str]:
+    lines = [f"{'task':14} {'metric':12} {'measured':>9}   {'± s.e.':8} {'n':>6} {'guessing':>9}"]
+    for result in results:
+        for i, (name, metric) in enumerate(result.metrics().items()):
+            error = _number(metric.standard_error) if math.isfinite(metric.standard_error) else "unknown"
+            chance = f"{result.chance:9.4f}" if result.chance is not None and name.startswith("acc") else ""
+            first = f"{result.task if i == 0 else '':14} {name:12} {_number(metric.value):>9} ± {error:8}"
+            lines.append(f"{first} {result.n_examples:6} {chance}".rstrip())
+    return lines
+
+
+def _number(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 1000 else f"{value:.4g}"

@@ -22,6 +22,7 @@ from twostroke.data.shards import PreparedData
 from twostroke.data.sources import write_text_atomically
 from twostroke.data.tokenizer import eos_id_of, load_tokenizer
 from twostroke.evaluation.held_out import HeldOutText, Tokens, held_out_at, held_out_of, tokenize
+from twostroke.evaluation.stream import stream_nats
 
 DEFAULT_CONTEXT = 2048
 """Longest context scored with by default: the cost of attention grows with it, and what it gains beyond this is little."""
@@ -150,7 +151,12 @@ def _row_nats(
 
 def default_context(model: Any) -> int:
     """The model's longest sequence, ``DEFAULT_CONTEXT`` at most."""
-    return min(DEFAULT_CONTEXT, int(model.spec.max_positions))
+    return min(DEFAULT_CONTEXT, _longest(model))
+
+
+def _longest(model: Any) -> int:
+    """Of a ``Scorer`` what it can read at once, which its memory may limit; of a ``Decoder`` its positions."""
+    return int(getattr(model, "longest", model.spec.max_positions))
 
 
 def default_stride(context: int) -> int:
@@ -159,9 +165,27 @@ def default_stride(context: int) -> int:
 
 
 def check_context(model: Any, context: int) -> None:
-    longest = int(model.spec.max_positions)
+    longest = _longest(model)
     if not 1 <= context <= longest:
-        raise InputError(f"context={context} must be between 1 and the model's max_positions={longest}.")
+        limit = "max_positions" if longest == model.spec.max_positions else "longest sequence in this memory,"
+        raise InputError(f"context={context} must be between 1 and the model's {limit}={longest}.")
+
+
+def nats_of(
+    model: Any,
+    ids: npt.NDArray[np.integer],
+    eos_id: int,
+    context: int,
+    stride: int,
+    device: torch.device | str | None = None,
+    progress: Progress | None = None,
+) -> npt.NDArray[np.float32]:
+    """``token_nats`` of a ``Decoder`` or of any ``Scorer``."""
+    if not hasattr(model, "token_scores"):
+        return token_nats(model, ids, eos_id, context, stride, device, progress)
+    if model.engine == "decoder":  # documents packed in its windows, which costs less than one by one
+        return token_nats(model.decoder, ids, eos_id, context, stride, device, progress)
+    return stream_nats(model, ids, eos_id, context, stride, progress)
 
 
 def bits_per_byte(
@@ -175,7 +199,7 @@ def bits_per_byte(
     tokenizer_path: Path | str | None = None,
     with_xz: bool = True,
 ) -> BitsPerByte:
-    """Score ``model``, a ``Decoder``, on held-out text in its own dtype. ``BitsPerByte`` says what the numbers are.
+    """Score ``model``, a ``Decoder`` or a ``Scorer``, on held-out text in its own dtype; see ``BitsPerByte``.
 
     ``source`` is prepared data, a ``HeldOutText`` with the model's ``tokenizer_path``, or that tokenizer's path with
     the text at ``heldout_path`` (one file, or a prepared directory). ``ctx`` defaults to the model's longest sequence
@@ -198,7 +222,7 @@ def bits_per_byte(
     context = default_context(model) if ctx is None else ctx
     check_context(model, context)
     stride = default_stride(context) if stride is None else stride
-    nats = token_nats(model, tokens.ids, tokens.eos_id, context, stride, device, progress)
+    nats = nats_of(model, tokens.ids, tokens.eos_id, context, stride, device, progress)
     total = float(nats.sum(dtype=np.float64))
     per_token = total / len(nats)
     return BitsPerByte(

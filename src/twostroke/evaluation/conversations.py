@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from twostroke.core.errors import DataError
 from twostroke.data.conversation_loader import ConversationLoader
+from twostroke.data.conversations import BEGINS, LEARNED
 from twostroke.data.packing import IGNORED
 from twostroke.data.shards import PreparedData, TokenStream
+from twostroke.data.tokenizer import load_tokenizer
+from twostroke.evaluation.bits import Progress
+from twostroke.evaluation.scorer import Scorer
 
 _TOKENS_PER_PASS = 4096
 
@@ -30,6 +36,51 @@ class AnswerScore:
 
     def to_dict(self) -> dict[str, float | int]:
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class AnswerNats:
+    """Of each held-out conversation that has an answer within the context: Σ −ln p over its answer tokens, and how many."""
+
+    nats: npt.NDArray[np.float64]
+    n_tokens: npt.NDArray[np.int64]
+    n_cut: int
+
+    def score(self) -> AnswerScore:
+        n_tokens = int(self.n_tokens.sum())
+        mean = float(self.nats.sum()) / n_tokens
+        return AnswerScore(mean, math.exp(min(mean, 700.0)), n_tokens, len(self.nats), self.n_cut)
+
+
+def answer_nats(scorer: Scorer, prepared: PreparedData, context: int, progress: Progress | None = None) -> AnswerNats:
+    """What ``score_answers`` sums, a conversation at a time and through either engine.
+
+    Raises DataError where the data was prepared with another tokenizer than the model's, or no answer is within ``context``.
+    """
+    if load_tokenizer(prepared.tokenizer_path).to_str() != scorer.tokenizer.to_str():
+        raise DataError(
+            f"{prepared.directory} was prepared with another tokenizer than the model's, so its tokens mean nothing to it. "
+            "Prepare the conversations with this model's tokenizer."
+        )
+    stream, marked = prepared.heldout_tokens(), prepared.heldout_marks()
+    tokens, marks = stream[0 : len(stream)], marked[0 : len(marked)]
+    begins = np.flatnonzero(marks & BEGINS)
+    sequences: list[tuple[list[int], int]] = []
+    learned: list[npt.NDArray[np.bool_]] = []
+    n_cut = 0
+    for begin, end in zip(begins, np.append(begins[1:], len(marks)), strict=True):
+        stop = min(end, begin + context)
+        wanted = (marks[begin + 1 : stop] & LEARNED) > 0  # nothing predicts the first token
+        if not wanted.any():
+            continue
+        sequences.append((tokens[begin:stop].tolist(), 1))
+        learned.append(wanted)
+        n_cut += bool(end > stop)
+    if not sequences:
+        raise DataError(f"no held-out conversation of {prepared.directory} has an answer within a context of {context} tokens.")
+    scored = scorer.token_scores(sequences, None if progress is None else lambda done: progress(done, "scoring answers"))
+    sums = [float(nats[w].sum(dtype=np.float64)) for (nats, _), w in zip(scored, learned, strict=True)]
+    return AnswerNats(np.array(sums), np.array([int(w.sum()) for w in learned]), n_cut)
 
 
 @dataclass(frozen=True)
@@ -54,9 +105,7 @@ class _HeldOut:
 
 
 @torch.no_grad()
-def score_answers(
-    model: Any, prepared: PreparedData, context: int, progress: Callable[[float, str], None] | None = None
-) -> AnswerScore:
+def score_answers(model: Any, prepared: PreparedData, context: int, progress: Progress | None = None) -> AnswerScore:
     """Score ``model``, a ``Decoder``, on the held-out conversations of ``prepared``, in rows of ``context`` tokens.
 
     Each conversation sees itself alone, as in training and when it is served. The model's mode is left as it was. Proven

@@ -1,0 +1,105 @@
+"""Two models on the same examples: the difference, how sure it is, and whether it is one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from twostroke.evaluation.results import TaskResult, Values, check_same_questions
+
+Z = 1.959963984540054
+"""Normal quantile of the two-sided 95% interval."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """b − a with its 95% interval. ``p_value``: how often two equal models would differ at least as much, two-sided."""
+
+    value: float
+    standard_error: float
+    low: float
+    high: float
+    p_value: float
+    n: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return {k: v if math.isfinite(v) else None for k, v in asdict(self).items()}
+
+
+def normal_difference(value: float, standard_error: float, n: int) -> Difference:
+    """The interval ±1.96 standard errors, and p of value / standard error in the normal distribution."""
+    if standard_error == 0:
+        return Difference(value, 0.0, value, value, 1.0 if value == 0 else 0.0, n)
+    p_value = math.erfc(abs(value) / standard_error / math.sqrt(2)) if math.isfinite(standard_error) else 1.0
+    return Difference(value, standard_error, value - Z * standard_error, value + Z * standard_error, p_value, n)
+
+
+def paired_means(a: Values, b: Values) -> Difference:
+    """Of numbers an example: the mean of bᵢ − aᵢ with its standard error s/√n. What both find hard cancels out."""
+    difference = b - a
+    n = len(difference)
+    error = float(difference.std(ddof=1)) / math.sqrt(n) if n > 1 else math.inf
+    return normal_difference(float(difference.mean()), error, n)
+
+
+def paired_shares(a: Values, b: Values) -> Difference:
+    """Of 0 and 1: the difference of shares; p by McNemar's exact test; the interval of Agresti & Min (2005).
+
+    Only examples that one model alone got right matter: n₀₁ of b, n₁₀ of a. p = min(1, 2·P[X ≤ min(n₀₁, n₁₀)]) with X binomial
+    of n₀₁ + n₁₀ tosses (McNemar 1947). The interval is Wald's with half an example added to each of the four counts (in
+    Statistics in Medicine 24:729), which keeps its level where few examples differ; ``standard_error`` is without that.
+    """
+    n = len(a)
+    gained, lost = int(((b == 1) & (a == 0)).sum()), int(((a == 1) & (b == 0)).sum())
+    value = (gained - lost) / n
+    error = math.sqrt(max(0.0, gained + lost - (gained - lost) ** 2 / n)) / n
+    wide = n + 2
+    middle = (gained - lost) / wide
+    half = Z * math.sqrt(gained + lost + 1 - (gained - lost) ** 2 / wide) / wide
+    return Difference(value, error, middle - half, middle + half, mcnemar_p(gained, lost), n)
+
+
+def mcnemar_p(gained: int, lost: int) -> float:
+    tosses = gained + lost
+    tail = sum(math.exp(_log_choose(tosses, k) - tosses * math.log(2)) for k in range(min(gained, lost) + 1))
+    return min(1.0, 2 * tail)
+
+
+def _log_choose(n: int, k: int) -> float:
+    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+
+
+def paired_ratio(a: Values, b: Values, weights: npt.NDArray[np.float64]) -> Difference:
+    """Difference of ratios, r = Σ(bᵢ − aᵢ) / Σwᵢ, for sums over units of unequal size: nats a token over conversations, bits a
+    byte over stretches of text. The standard error is the ratio estimator's, √(n/(n−1) · Σ(dᵢ − r·wᵢ)²) / Σwᵢ (Cochran 1977,
+    ch. 6), infinite for one unit; units are taken as independent."""
+    difference, total, n = b - a, float(weights.sum()), len(a)
+    ratio = float(difference.sum()) / total
+    if n < 2:
+        return normal_difference(ratio, math.inf, n)
+    spread = float(np.square(difference - ratio * weights).sum())
+    return normal_difference(ratio, math.sqrt(n / (n - 1) * spread) / total, n)
+
+
+def paired_tasks(a: TaskResult, b: TaskResult) -> dict[str, Difference]:
+    """The difference of each metric of a task. Raises InputError where the examples were not the same."""
+    check_same_questions(a, b)
+    return {name: _paired(a.scores[name], b.scores[name]) for name in a.scores}
+
+
+def _paired(a: Values, b: Values) -> Difference:
+    binary = np.isin(a, (0, 1)).all() and np.isin(b, (0, 1)).all()
+    return paired_shares(a, b) if binary else paired_means(a, b)
+
+
+LOWER_IS_BETTER = frozenset({"gold_nats", "target_nats", "perplexity"})
+
+
+def accuracies(differences: Mapping[str, Difference]) -> dict[str, Difference]:
+    """Those metrics of which more is better."""
+    return {name: d for name, d in differences.items() if name not in LOWER_IS_BETTER}
