@@ -60,9 +60,9 @@ def model_for(engine: str, variant: str, source: Path, folder: Path, pythons: Ma
         )
     elif engine == "vllm" and variant == "w8a8":
         target = folder / f"{source.name}-w8a8"
-        command = [pythons["twostroke"], "-m", "twostroke.cli.main", "export", "--format", "compressed-tensors"]
         if not target.exists():
-            subprocess.run([*command, str(source), str(target)], check=True)
+            own = [pythons["twostroke"], "-m", "twostroke.cli.main", "quantize", str(source), str(target), "--scheme", "int8"]
+            subprocess.run(own, check=True)
         return target
     else:
         return source

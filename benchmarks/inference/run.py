@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    pythons = {engine: sys.executable for engine in args.engines}
+    pythons = dict.fromkeys(args.engines, sys.executable)
     pythons |= {e: str(args.peers / ENVIRONMENTS[e] / "bin" / "python") for e in args.engines if e in ENVIRONMENTS}
     pythons["twostroke"] = sys.executable
     args.out.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""llama.cpp through llama-cpp-python's low-level interface. ``variant``: f16, q8_0, q4_0, each also with ``-plain``: without the
-extra buffer types (weights repacked for AMX and the like)."""
+"""llama.cpp through llama-cpp-python's low-level interface. ``variant``: f16, q8_0, q4_0, each also with ``-plain``: without
+the extra buffer types (weights repacked for AMX and the like)."""
 
 from __future__ import annotations
 
