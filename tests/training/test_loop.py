@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,27 @@ def test_a_stop_between_micro_batches_drops_the_window_and_the_resumed_run_does_
         with pytest.raises(Interrupted, match=f"stopped at step {micro_batches // 3} of 4"):
             train(recipe, should_stop=lambda step: len(done) == micro_batches)
     assert len(done) == micro_batches
+    _assert_same_run(train(recipe, resume=True), whole)
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_signal_before_the_first_step_of_a_process_stops_at_once(
+    make_recipe, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """The first step may compile for a minute, and there is nothing to save."""
+    whole, recipe = train(make_recipe("whole")), make_recipe("stopped")
+    if at:
+        with pytest.raises(Interrupted):
+            train(recipe, should_stop=lambda step: step == at)
+
+    def compiling(*args: Any) -> torch.Tensor:
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("the compilation went on")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainStep, "forward_backward", compiling)
+        with pytest.raises(Interrupted, match=f"stopped before step {at + 1} was done: nothing is lost"):
+            train(recipe, resume=at > 0)
     _assert_same_run(train(recipe, resume=True), whole)
 
 
@@ -208,6 +230,11 @@ class TestRunDirectory:
         with pytest.raises(ConfigError, match=r"train\.learning_rate=0\.5 in the recipe differs from 0\.004"):
             train(make_recipe(learning_rate=0.5), resume=True)
         train(make_recipe(checkpoint_every=1, keep_checkpoints=3), resume=True)
+
+    def test_a_directory_that_cannot_be_written_is_refused_with_a_remedy(self, make_recipe, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(InputError, match=r"output=.*/file/run cannot be written .*Name another directory"):
+            train(dataclasses.replace(make_recipe(), output=str(tmp_path / "file" / "run")))
 
     def test_what_cannot_be_run_leaves_nothing_behind(self, make_recipe) -> None:
         recipe = make_recipe(steps=0, budget_s=10)  # no profile of this machine

@@ -66,14 +66,33 @@ def test_a_damaged_record_is_a_sentence(tmp_path: Path, content: str, make_recip
 
 
 class TestStepLog:
+    def test_a_line_that_is_damaged_does_not_cost_those_behind_it(self, tmp_path: Path) -> None:
+        file = tmp_path / "log.jsonl"
+        file.write_text('{"step": 1}\nnonsense\n{"step": 2}\n[]\n{"step": "3"}\n{"step": 9}\n')
+        StepLog(file, print).restart(5)
+        assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+    def test_a_log_is_cut_in_place_where_a_full_disk_takes_no_new_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        file = tmp_path / "log.jsonl"
+        file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+
+        def full(*args: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Path, "write_bytes", full)
+        StepLog(file, print).restart(2)
+        assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
+
     def test_lines_after_the_checkpoint_are_dropped_when_a_run_restarts(self, tmp_path: Path) -> None:
         log = StepLog(tmp_path / "log.jsonl", print)
         for step in range(1, 6):
             log.append({"step": step, "loss": step / 3})
         with log._file.open("a") as stream:
             stream.write('{"step": 6, "lo')  # cut by a kill
-        kept = log.restart(3)
-        assert kept == log.read() == [{"step": s, "loss": s / 3} for s in (1, 2, 3)]
+        log.restart(3)
+        assert log.read() == [{"step": s, "loss": s / 3} for s in (1, 2, 3)]
         log.append({"step": 4, "loss": 0.5})
         assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 4
 

@@ -69,7 +69,7 @@ def test_one_is_in_flight_at_most(tmp_path: Path, gate: threading.Event) -> None
     saver = _make(tmp_path, lines)
     saver.begin(lambda: _checkpoint(1), wait=False)
     saver.begin(lambda: _checkpoint(2), wait=False)
-    assert "step-00000001 is still being written, so this step has no checkpoint" in lines[0]
+    assert "step-00000001 is still being written, so this step has none" in lines[0]
     gate.set()
     saver.begin(lambda: _checkpoint(3), wait=True)
     saver.settle()

@@ -21,6 +21,15 @@ def test_a_signal_asks_to_stop_and_only_the_third_stops_at_once(number: signal.S
     assert len(lines) == 2
 
 
+def test_where_nothing_is_to_be_saved_the_first_stops_at_once() -> None:
+    lines: list[str] = []
+    with StopSignals(lines.append) as stop:
+        stop.nothing_to_save = True
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert lines == []
+
+
 def test_handlers_are_put_back() -> None:
     before = [signal.getsignal(number) for number in StopSignals.SIGNALS]
     with StopSignals(print):

@@ -240,7 +240,8 @@ def load_newest(directory: Path, log: Log, wanted: Callable[[int], bool] = _any)
             reasons.append(str(error))
             aside = path.with_name(f"corrupt-{path.name}")
             shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
+            with contextlib.suppress(OSError):  # on a disk that is read-only it is only not taken
+                path.rename(aside)
             continue
         return checkpoint
     if reasons:

@@ -138,40 +138,58 @@ class TrainingRun:
             if done is not None:  # by another process, since ``start``
                 return done
             began = time.time() if command_began is None else command_began
-            build(self)
             with StopSignals(self.log) as stop, contextlib.ExitStack() as closing:
-                closing.callback(self.loader.close)
-                watching = Observers((*requested(self.recipe, self.log), *observers), self.log)
-                closing.callback(watching.close)
-                watching.begin(self)
+                stop.nothing_to_save = True  # until a step is done, the disk holds all there is
                 try:
-                    self._train(
-                        on_step, evaluate, lambda: stop.requested or (should_stop or _never)(self.step), began, watching
-                    )
-                except Interrupted as error:
-                    record_measurement(self, step_measurement(self), "interrupted", str(error))
-                    raise
-                except TwostrokeError as error:
-                    record_measurement(self, step_measurement(self), "failed", str(error))
-                    raise
-                except (RuntimeError, MemoryError) as error:
-                    record_measurement(self, step_measurement(self), "failed", str(error))
-                    if not _is_out_of_memory(error):
+                    build(self)
+                    closing.callback(self.loader.close)
+                    watching = Observers((*requested(self.recipe, self.log), *observers), self.log)
+                    closing.callback(watching.close)
+                    watching.begin(self)
+                    self._train_and_record(on_step, evaluate, stop, should_stop or _never, began, watching)
+                except KeyboardInterrupt:
+                    if not stop.nothing_to_save:
                         raise
-                    raise CapacityError(
-                        f"step {self.step + 1} did not fit in memory ({self.what_is_kept()}) Lower train.batch_size and raise "
-                        "train.grad_accumulation by the same factor."
-                    ) from error
+                    raise Interrupted(
+                        f"stopped before step {self.step + 1} was done: nothing is lost. Continue with --resume."
+                    ) from None
                 return finish(self)
+
+    def _train_and_record(
+        self,
+        on_step: OnStep | None,
+        evaluate: Evaluate | None,
+        stop: StopSignals,
+        should_stop: Callable[[int], bool],
+        command_began: float,
+        observers: Observers,
+    ) -> None:
+        """``_train``; however it ends before the last step, the ledger gets what was measured until then."""
+        try:
+            self._train(on_step, evaluate, stop, should_stop, command_began, observers)
+        except (TwostrokeError, RuntimeError, MemoryError) as error:
+            self.saver.settle()
+            status = "interrupted" if isinstance(error, Interrupted) else "failed"
+            record_measurement(self, step_measurement(self), status, str(error))
+            if not _is_out_of_memory(error):
+                raise
+            raise CapacityError(
+                f"step {self.step + 1} did not fit in memory ({self.what_is_kept()}) Lower train.batch_size and raise "
+                "train.grad_accumulation by the same factor."
+            ) from error
 
     def _train(
         self,
         on_step: OnStep | None,
         evaluate: Evaluate | None,
-        stop_asked: Callable[[], bool],
+        stop: StopSignals,
+        should_stop: Callable[[int], bool],
         command_began: float,
         observers: Observers,
     ) -> None:
+        def stop_asked() -> bool:
+            return stop.requested or should_stop(self.step)
+
         settings = self.recipe.train
         clock = StepClock(self.device)
         recent: deque[float] = deque(maxlen=20)
@@ -192,6 +210,7 @@ class TrainingRun:
             factor = scheduled_factor(settings, self.step, self.steps)
             result = self._step_or_stop(batches, factor, clock, position, recent, stop_asked)
             step_time_s, parts = clock.finish()
+            stop.nothing_to_save = False
             self.last_batch, self.last_result = batches[-1], result
             self.step += 1
             n_tokens = sum(batch.tokens.numel() for batch in batches)

@@ -121,10 +121,15 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else trains here meanwhile. Raises InputError where another process does. The system frees the lock of a
-        dead one."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+        """Nobody else trains here meanwhile. Raises InputError where another process does, and where nothing can be written.
+        The system frees the lock of a dead one."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+        except OSError as error:
+            raise InputError(
+                f"output={self.path} cannot be written ({error.strerror}). Name another directory: --set output=..."
+            ) from None
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -199,6 +204,15 @@ def read_summary(directory: Path) -> dict[str, Any] | None:
     return _read_json(file) if file.is_file() else None
 
 
+def _step_of(line: bytes) -> int:
+    """The step that a line of the log is of; −1 for one that is no record of a step."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return -1
+    return step if isinstance(step, int) else -1
+
+
 class StepLog:
     """``log.jsonl``: one line a step. A full disk delays lines, it does not stop the run."""
 
@@ -207,15 +221,22 @@ class StepLog:
         self._pending: list[str] = []
         self._failed = False
 
-    def restart(self, step: int) -> list[dict[str, Any]]:
-        """Keep the lines of steps up to ``step`` and return them: what a killed run logged after its checkpoint will be done
-        again."""
-        records = [record for record in self.read() if record["step"] <= step]
-        text = "".join(json.dumps(record) + "\n" for record in records)
+    def restart(self, step: int) -> None:
+        """Keep the lines of steps up to ``step``: what a killed run logged after its checkpoint will be done again.
+
+        Those lines are the file's end, so it is cut, which needs no room on a full disk.
+        """
+        try:
+            lines = self._file.read_bytes().splitlines(keepends=True)
+        except FileNotFoundError:
+            return
+        kept = [number for number, line in enumerate(lines) if line.endswith(b"\n") and _step_of(line) in range(step + 1)]
+        if kept == list(range(len(kept))):
+            os.truncate(self._file, sum(map(len, lines[: len(kept)])))
+            return
         partial = self._file.with_name(f".{self._file.name}.tmp")
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(b"".join(lines[number] for number in kept))
         os.replace(partial, self._file)
-        return records
 
     def read(self) -> list[dict[str, Any]]:
         """All whole lines. The last may be cut by a kill; a line that is not a step's record is left out."""

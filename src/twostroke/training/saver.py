@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import threading
@@ -25,7 +26,7 @@ from twostroke.training.retention import Retention
 Log = Callable[[str], None]
 
 REMIND_S = 60.0
-"""Seconds after which checkpoints that still cannot be written are spoken of again."""
+"""Seconds after which checkpoints that still cannot be written, or not in time, are spoken of again."""
 
 NICENESS = 10
 """Of the writing thread: hashing and writing take idle moments of the cores that compute, and a tenth of one at least."""
@@ -76,7 +77,8 @@ class CheckpointSaver:
         self._thread: threading.Thread | None = None
         self._step = 0  # of the checkpoint in flight
         self._failure: BaseException | None = None
-        self._n_failed, self._said_at = 0, 0.0
+        self._n_failed, self._left_out = 0, 0
+        self._said_at = -math.inf
 
     def begin(self, capture: Callable[[], Checkpoint], wait: bool) -> None:
         """A checkpoint of this moment, written while training goes on. Never raises for a disk: it is said.
@@ -87,10 +89,12 @@ class CheckpointSaver:
             self.settle()
         self.poll()
         if self._thread is not None:
-            self._log(
-                f"{checkpoint_name(self._step)} is still being written, so this step has no checkpoint. "
-                "Raise train.checkpoint_every."
-            )
+            self._left_out += 1
+            if self._is_time_to_speak():
+                self._log(
+                    f"checkpoint {checkpoint_name(self._step)} is still being written, so this step has none "
+                    f"({self._left_out} left out so far). Raise train.checkpoint_every."
+                )
             return
         try:
             self._flush(checkpoint := capture())
@@ -157,12 +161,17 @@ class CheckpointSaver:
 
     def _failed(self, error: CheckpointError) -> None:
         self._n_failed += 1
-        now = time.monotonic()
-        if self._n_failed > 1 and now - self._said_at < REMIND_S:
+        if not self._is_time_to_speak() and self._n_failed > 1:
             return
-        self._said_at = now
         before = f" ({self._n_failed - 1} before it were not written either.)" if self._n_failed > 1 else ""
         self._log(f"{error}{before} {self.what_is_kept()} Training continues.")
+
+    def _is_time_to_speak(self) -> bool:
+        now = time.monotonic()
+        if now - self._said_at < REMIND_S:
+            return False
+        self._said_at = now
+        return True
 
     def _succeeded(self) -> None:
         if self._n_failed:

@@ -1,4 +1,4 @@
-"""Stopping at a step's end when SIGTERM or Ctrl-C asks for it."""
+"""Stopping where nothing is lost when SIGTERM or Ctrl-C asks for it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ class StopSignals:
     checkpoint be written.
 
     The second only says so again, because people press twice and the save that is under way takes seconds. The third
-    stops at once with KeyboardInterrupt; a half-written checkpoint is then left aside, as after a kill. Handlers are
-    restored on exit. Outside the main thread Python delivers no signals, and nothing is installed.
+    stops at once with KeyboardInterrupt; a half-written checkpoint is then left aside, as after a kill. While
+    ``nothing_to_save``, because this process has not finished a step yet, the first does: a compilation may take a minute.
+    Handlers are restored on exit. Outside the main thread Python delivers no signals, and nothing is installed.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -25,6 +26,7 @@ class StopSignals:
     def __init__(self, log: Log) -> None:
         self._log = log
         self._received = 0
+        self.nothing_to_save = False
         self._previous: dict[signal.Signals, Any] = {}
 
     @property
@@ -42,6 +44,8 @@ class StopSignals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received += 1
+        if self.nothing_to_save:
+            raise KeyboardInterrupt
         if self._received == 1:
             self._log("stopping after this step, then writing a checkpoint ...")
         elif self._received == 2:
