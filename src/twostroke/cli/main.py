@@ -21,6 +21,7 @@ VERBS: dict[str, str] = {
     "tokenizer": "Train a byte-level BPE tokenizer.",
     "import": "Bring in a Hugging Face directory or Hub name, a GGUF or a llama2.c file.",
     "train": "Train by a TOML recipe.",
+    "watch": "A live page of a run that is training or has ended.",
     "eval": "Bits per byte and perplexity of a model on held-out text.",
     "quantize": "Write an int8 copy of a model.",
     "export": "Write a model for other programs; merge adapters into their base.",

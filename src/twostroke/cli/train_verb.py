@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log, progress
-from twostroke.core.units import format_bytes, format_count, format_seconds
+from twostroke.cli.training_progress import training_progress
+from twostroke.cli.training_summary import summary_text
 
 if TYPE_CHECKING:
+    from twostroke.core.recipe import TrainRecipe
     from twostroke.data.shards import PreparedData
     from twostroke.model.decoder import Decoder
     from twostroke.training.finish import TrainingResult
-    from twostroke.training.measurement import StepRecord
+
+LINGER_S = 4.0
+"""How long an open page may take to fetch the last state of a run that is over."""
 
 app = typer.Typer(add_completion=False)
 
@@ -26,6 +30,10 @@ def train(
     recipe: Path = typer.Argument(help="The run as a TOML file."),
     resume: bool = typer.Option(False, "--resume", help="Continue the run in the recipe's output directory exactly."),
     settings: list[str] = typer.Option([], "--set", metavar="a.b=c", help="Override one recipe key. Repeatable."),
+    watch: bool = typer.Option(False, "--watch", help="Serve a live page of the run on 127.0.0.1 while it lasts."),
+    watch_port: int | None = typer.Option(
+        None, "--watch-port", metavar="N", help="Port of that page; 0: any that is free. [8765 or next]"
+    ),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Train by a TOML recipe, checkpointing; then score the model on held-out text beside xz -9.
@@ -37,38 +45,46 @@ def train(
 
     parsed = read_recipe(recipe, settings)  # before torch is imported: a wrong key is answered at once
 
+    with _watched(Path(parsed.output), watch_port) if watch or watch_port is not None else contextlib.nullcontext():
+        directory, summary = _train_and_score(parsed, resume)
+    emit({"directory": str(directory), **summary}, summary_text(directory, summary), as_json)
+
+
+@contextlib.contextmanager
+def _watched(directory: Path, port: int | None) -> Iterator[None]:
+    """Serve the run's page meanwhile; an open one gets the run's last state before it is gone."""
+    from twostroke.report.watch import WatchServer
+
+    server = WatchServer(directory, port)
+    log(f"watch it at {server.url}")
+    try:
+        yield
+    finally:
+        server.close(linger_s=LINGER_S)
+
+
+def _train_and_score(recipe: TrainRecipe, resume: bool) -> tuple[Path, dict[str, Any]]:
+    """The run's directory and summary, its score on held-out text included."""
     import psutil
 
     from twostroke.training.parallelize import use_available_cores
     from twostroke.training.start import describe, find_finished, start
 
     use_available_cores()
-    result = find_finished(parsed, resume)
+    result = find_finished(recipe, resume)
     if result is None:
         with progress("preparing data", 1.0) as advance:
-            run = start(parsed, resume, log, advance)
+            run = start(recipe, resume, log, advance)
         log(describe(run))
-        with progress("training", run.steps) as advance:
-            began = psutil.Process().create_time()
-            result = run.execute(_shown(advance), _score_briefly, command_began=began)
+        began = psutil.Process().create_time()
+        with training_progress(run.steps) as show:
+            result = run.execute(show, _score_briefly, command_began=began)
     else:
         log(f"the run in {result.directory} had finished: nothing is left to train.")
     summary = result.summary
     if not {"heldout_bits_per_byte", "heldout_answer_nats_per_token"} & summary["measurement"].keys():
-        summary = _score(result, parsed.train.dtype)
-    emit({"directory": str(result.directory), **summary}, _text(result.directory, summary), as_json)
-
-
-def _shown(advance: Callable[[float, str], None]) -> Callable[[StepRecord, float], None]:
-    """The bar's note: loss, rate and, where no terminal draws its own, the time left."""
-
-    def show(record: StepRecord, eta_s: float) -> None:
-        note = f"loss {record.loss:.3f}, {format_count(record.tok_per_s)} tok/s"
-        if not sys.stderr.isatty():
-            note += f", ETA {format_seconds(eta_s)}"
-        advance(record.step, note)
-
-    return show
+        summary = _score(result, recipe.train.compute_dtype)
+    return result.directory, summary
 
 
 def _score_briefly(decoder: Decoder, prepared: PreparedData) -> dict[str, float]:
@@ -111,31 +127,3 @@ def _score(result: TrainingResult, dtype: str) -> dict[str, Any]:
         log(f"the score was not recorded in the ledger: {error}")
     write_json(RunDirectory(result.directory).summary, summary)
     return summary
-
-
-def _text(directory: Path, summary: dict[str, Any]) -> str:
-    m = summary["measurement"]
-    mfu = f", MFU {100 * m['mfu']:.1f}%" if m.get("mfu") is not None else ""
-    lines = [
-        f"trained  {summary['steps']} steps, {format_count(summary['tokens'])} tokens, loss {summary['final_loss'] or 0:.4f}",
-        f"held out {_quality(m)}",
-        f"time     {format_seconds(m['train_time_s'])} measured, {format_seconds(m['step_time_s'])} a step: "
-        + ", ".join(f"{part} {format_seconds(m[part + '_s'])}" for part in ("forward", "backward", "optimizer", "data")),
-        f"rate     {format_count(m['train_tok_per_s'])} tok/s measured{mfu}",
-        f"memory   {format_bytes(m['peak_memory_bytes'])} at most",
-        f"model    {directory / 'model'}",
-    ]
-    predicted = summary.get("prediction", {}).get("train_time_s")
-    if isinstance(predicted, float):
-        lines.insert(3, f"         {format_seconds(predicted)} predicted")
-    if summary["skipped_steps"]:
-        lines.append(f"skipped  {summary['skipped_steps']} steps that were not finite; see log.jsonl")
-    return "\n".join(lines)
-
-
-def _quality(measured: dict[str, Any]) -> str:
-    if "heldout_answer_nats_per_token" in measured:
-        return f"{measured['heldout_answer_nats_per_token']:.4f} nats a token of the assistant's answers measured"
-    quality, xz = measured["heldout_bits_per_byte"], measured.get("xz_bits_per_byte")
-    against = f" (xz -9 on the same text: {xz:.4f}, {'below' if quality < xz else 'not below'} it)" if xz else ""
-    return f"{quality:.4f} bits per byte measured{against}"

@@ -1,0 +1,402 @@
+"""What a run's directory and the ledger say about it, read as they grow: the numbers behind the live page."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from twostroke.core.errors import TwostrokeError
+from twostroke.core.units import format_count
+from twostroke.ledger.scoring import Row, compare, error_percent, interval_of, number_of
+from twostroke.ledger.store import Ledger, Run
+from twostroke.ledger.text import format_error, format_inside, format_interval, format_value
+from twostroke.report.thinned_series import ThinnedSeries
+
+COLUMNS = (
+    "step", "loss", "grad_norm", "learning_rate", "tok_per_s", "mfu", "memory_bytes", "peak_memory_bytes", "step_time_s",
+    "forward_s", "backward_s", "optimizer_s", "data_s", "data_wait_share", "elapsed_s",
+)  # fmt: skip
+"""Numbers of a log line that are drawn over the steps."""
+
+_NOT_SCORES = frozenset({*COLUMNS, "tokens", "epoch", "warm_up"})
+
+MOST_POINTS = 2000
+MOST_STRIP_POINTS = 300
+MOST_BYTES_A_READ = 2**20
+"""A megabyte of log takes about 10 ms to parse, which is what a request may keep a training process from its own Python."""
+
+MOST_EVENTS = 100
+SAMPLED_STEPS_SHOWN = 8
+LEDGER_EVERY_S = 3.0
+QUIET_AFTER_S = 60.0
+"""A log that has not grown for so long, and for 20 steps' time, is called quiet: the run may have been killed."""
+
+PREDICTED_FIRST = ("train_time_s", "step_time_s", "train_tok_per_s", "mfu", "peak_memory_bytes")
+
+
+class RunReader:
+    """Reads one run's directory again and again, each time only what is new.
+
+    A reader is not safe for several threads at once; the server asks it under a lock.
+    """
+
+    def __init__(self, directory: Path, ledger: Ledger | None = None) -> None:
+        self.directory, self._ledger = directory, ledger or Ledger()
+        self._recipe: dict[str, Any] = {}
+        self._recipe_stamp: tuple[int, int] | None = None
+        self._run: Run | None = None
+        self._ledger_read = -math.inf
+        self._samples: list[dict[str, Any]] = []
+        self._samples_stamp: tuple[int, int] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._inode, self._offset, self._torn = 0, 0, b""
+        self.more = False
+        self._points = ThinnedSeries(len(COLUMNS), MOST_POINTS)
+        self._steady = ThinnedSeries(len(COLUMNS), MOST_POINTS)
+        self._strips: dict[str, tuple[list[str], ThinnedSeries]] = {}
+        self._scores: dict[str, ThinnedSeries] = {}
+        self._events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
+        self._n_skipped = 0
+        self._recent: deque[tuple[float, float]] = deque(maxlen=200)  # (step, elapsed_s)
+        self._last: dict[str, Any] = {}
+
+    # -- reading ---------------------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Take in what was written since the last call, at most ``MOST_BYTES_A_READ`` of the log; ``more`` says that more is
+        there."""
+        self._read_recipe()
+        self._read_log()
+        self._read_samples()
+        if self._recipe and time.monotonic() - self._ledger_read > LEDGER_EVERY_S:
+            self._ledger_read = time.monotonic()
+            self._read_ledger()
+
+    def _read_recipe(self) -> None:
+        file = self.directory / "recipe.json"
+        stamp = _stamp(file)
+        if stamp == self._recipe_stamp:
+            return
+        document = _read_object(file)
+        if document:
+            self._recipe, self._recipe_stamp, self._run = document, stamp, None
+
+    def _read_log(self) -> None:
+        file = self.directory / "log.jsonl"
+        try:
+            with file.open("rb") as stream:
+                status = _status(stream.fileno())
+                if status[0] != self._inode or status[1] < self._offset:  # a resumed run writes its log anew
+                    self._forget()
+                    self._inode = status[0]
+                stream.seek(self._offset)
+                data = stream.read(MOST_BYTES_A_READ)
+                self._offset += len(data)
+                self.more = self._offset < status[1]
+        except OSError:
+            return
+        whole, newline, self._torn = (self._torn + data).rpartition(b"\n")
+        for line in (whole + newline).splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                self._take(record)
+
+    def _take(self, line: dict[str, Any]) -> None:
+        self._last = line
+        row = [_number(line.get(name)) for name in COLUMNS]
+        self._points.add(row)
+        if not line.get("warm_up") and not line.get("skipped"):
+            self._steady.add(row)
+        elapsed = _number(line.get("elapsed_s"))
+        if elapsed and not line.get("warm_up"):
+            self._recent.append((float(line["step"]), elapsed))
+        for name, parts, values in _strips_of(line):
+            self._add_strip(name, line["step"], parts, values)
+        for name, value in line.items():
+            if isinstance(value, str):
+                self._events.append({"step": line["step"], "kind": name, "text": value})
+                self._n_skipped += name == "skipped"
+            elif name not in _NOT_SCORES and _number(value) is not None:
+                self._scores.setdefault(name, ThinnedSeries(2, MOST_STRIP_POINTS)).add([line["step"], _number(value)])
+
+    def _add_strip(self, name: str, step: int, parts: list[str], values: list[float | None]) -> None:
+        known = self._strips.get(name)
+        if known is None or known[0] != parts:
+            known = self._strips[name] = (parts, ThinnedSeries(1 + len(parts), MOST_STRIP_POINTS))
+        known[1].add([float(step), *values])
+
+    def _read_samples(self) -> None:
+        file = self.directory / "samples.jsonl"
+        stamp = _stamp(file)
+        if stamp is None or stamp == self._samples_stamp:
+            return
+        samples = []
+        try:
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return
+        for line in reversed(lines):
+            try:
+                sample = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(sample, dict):
+                samples.append(sample)
+            if len({s.get("step") for s in samples}) > SAMPLED_STEPS_SHOWN:
+                samples.pop()
+                break
+        self._samples, self._samples_stamp = samples[::-1], stamp
+
+    def _read_ledger(self) -> None:
+        run_id = self._resolved.get("run_id")
+        try:
+            self._run = self._ledger.get(str(run_id)) if run_id else None
+        except (TwostrokeError, OSError):
+            self._run = None  # another ledger than the run's, or none: the page goes without predictions
+
+    # -- telling ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def _resolved(self) -> dict[str, Any]:
+        found = self._recipe.get("resolved")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def generation(self) -> str:
+        """Changes where points that were sent before are no longer those of the series."""
+        return f"{self._inode}-{self._points.bucket}"
+
+    def state(self, known: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """All that a page shows, less what it says it has.
+
+        ``known``: "generation" and "have", the points it has of the curves; "strip", the name of the values by part it shows,
+        with "strip_generation" and "strip_have"; "samples", the mark of its samples. The last point it has is sent again,
+        since it may have been half full.
+        """
+        known = known or {}
+        first = _first_to_send(known.get("generation"), known.get("have"), self.generation, len(self._points))
+        status, sentence = self._status()
+        mark = f"{self._samples_stamp}"
+        document: dict[str, Any] = {
+            "generation": self.generation,
+            "first": first,
+            "points": {name: _compact(self._points.column(i, first), name) for i, name in enumerate(COLUMNS)},
+            "bucket": self._points.bucket,
+            "more": self.more,
+            "status": status,
+            "sentence": sentence,
+            "run": self._about(),
+            "last": {name: self._last.get(name) for name in (*COLUMNS, "tokens", "epoch")},
+            "age_s": self._age_s(),
+            "eta_s": self._eta_s() if status in ("running", "quiet") else None,
+            "predicted": self._predicted(),
+            "table": [_cells(row) for row in self._rows()],
+            "strips": list(self._strips),
+            "strip": self._strip(known),
+            "scores": {name: [series.column(0), _compact(series.column(1))] for name, series in self._scores.items()},
+            "events": list(self._events),
+            "n_skipped": self._n_skipped,
+            "checkpoints": self._checkpoints(),
+            "samples_mark": mark,
+        }
+        if known.get("samples") != mark:
+            document["samples"] = self._samples
+        return document
+
+    def _strip(self, known: Mapping[str, str]) -> dict[str, Any] | None:
+        name = known.get("strip") or next(iter(self._strips), "")
+        if name not in self._strips:
+            return None
+        parts, series = self._strips[name]
+        generation = f"{name}-{self._inode}-{series.bucket}-{len(parts)}"
+        first = _first_to_send(known.get("strip_generation"), known.get("strip_have"), generation, len(series))
+        rows = [_compact(series.column(i + 1, first)) for i in range(len(parts))]
+        return {
+            "name": name,
+            "generation": generation,
+            "first": first,
+            "parts": parts,
+            "steps": series.column(0, first),
+            "rows": rows,
+        }
+
+    def _about(self) -> dict[str, Any]:
+        settings, resolved = self._recipe.get("train", {}), self._resolved
+        spec = resolved.get("spec", {})
+        words = [self._recipe.get("method")]
+        if spec:
+            words.append(f"{spec.get('family')} {spec.get('n_layers')} × {spec.get('d_model')}")
+        words += [settings.get(name) for name in ("optimizer", "dtype", "schedule")]
+        if settings:
+            sizes = (settings.get(name, 1) for name in ("batch_size", "sequence_length", "grad_accumulation"))
+            words.append(f"{format_count(math.prod(sizes))} tokens a step")
+        words.append(resolved.get("device"))
+        return {
+            "directory": str(self.directory),
+            "name": self.directory.resolve().name,
+            "steps": resolved.get("steps"),
+            "words": [str(word) for word in words if word],
+        }
+
+    def _logged_at(self) -> float | None:
+        try:
+            return (self.directory / "log.jsonl").stat().st_mtime
+        except OSError:
+            return None
+
+    def _age_s(self) -> float | None:
+        logged_at = self._logged_at()
+        return None if logged_at is None else max(0.0, time.time() - logged_at)
+
+    def _status(self) -> tuple[str, str]:
+        if not self._recipe:
+            return "starting", "Data is being prepared, or the run has not begun."
+        if (self.directory / "summary.json").is_file():
+            return "finished", "The run is finished."
+        age, logged_at = self._age_s(), self._logged_at() or 0.0
+        row = self._run.measurements[-1] if self._run is not None and self._run.measurements else None
+        if row is not None and row.status in ("interrupted", "failed"):
+            ended = datetime.fromisoformat(row.measured_at).timestamp()
+            if ended >= logged_at - 1.0:  # later than the newest line: no session has begun since
+                return row.status, row.notes or f"The run was {row.status}."
+        if not len(self._points):
+            return "starting", "Waiting for the first step: the model is being made or compiled."
+        step_time = self._measured().get("step_time_s") or 0.0
+        if age is not None and age > max(QUIET_AFTER_S, 20 * step_time):
+            return "quiet", "No step has been logged for a while: the run may be stopped, saving or scoring."
+        return "running", ""
+
+    def _eta_s(self) -> float | None:
+        steps, step = self._resolved.get("steps"), self._last.get("step")
+        if not isinstance(steps, int) or not isinstance(step, int):
+            return None
+        if len(self._recent) >= 5 and self._recent[-1][0] > self._recent[0][0]:
+            (s0, t0), (s1, t1) = self._recent[0], self._recent[-1]
+            return max(0.0, (t1 - t0) / (s1 - s0) * (steps - step))
+        step_time = _number(self._last.get("step_time_s"))
+        return None if step_time is None else step_time * (steps - step)
+
+    def _measured(self) -> dict[str, float]:
+        """So far, under the prediction's names: medians of steady steps; the time is what it will have taken."""
+        series = self._steady if len(self._steady) else self._points
+        measured: dict[str, float] = {}
+        for place, name in enumerate(COLUMNS):
+            values = [value for value in series.column(place) if value is not None]
+            if values and name not in ("step", "loss", "grad_norm", "learning_rate", "elapsed_s", "memory_bytes"):
+                measured[name] = statistics.median(values)
+        peaks = [value for value in self._points.column(COLUMNS.index("peak_memory_bytes")) if value is not None]
+        if peaks:
+            measured["peak_memory_bytes"] = max(peaks)
+        if "tok_per_s" in measured:
+            measured["train_tok_per_s"] = measured.pop("tok_per_s")
+        eta, elapsed = self._eta_s(), _number(self._last.get("elapsed_s"))
+        if eta is not None and elapsed:
+            measured["train_time_s"] = elapsed + eta
+        return measured
+
+    def _predicted(self) -> dict[str, dict[str, float | None]]:
+        prediction = self._run.prediction if self._run is not None else {}
+        found = {}
+        for name, value in prediction.items():
+            low, high = interval_of(value)
+            found[name] = {"value": number_of(value), "low": low, "high": high}
+        return found
+
+    def _rows(self) -> list[Row]:
+        """Predicted beside measured: the ledger's own once the run is over, what is known so far before."""
+        run = self._run
+        if run is not None and "step_time_s" in run.measurement and self._status()[0] not in ("running", "quiet"):
+            return [row for row in compare(run) if row.measured is not None]
+        prediction: Mapping[str, Any] = run.prediction if run is not None else {}
+        measured = self._measured()
+        names = [*PREDICTED_FIRST, *(n for n in prediction if n not in PREDICTED_FIRST)]
+        rows = []
+        for name in names:
+            predicted, found = number_of(prediction.get(name)), measured.get(name)
+            if found is not None:
+                low, high = interval_of(prediction.get(name))
+                rows.append(Row(name, predicted, found, error_percent(predicted, found), low, high))
+        return rows
+
+    def _checkpoints(self) -> list[dict[str, Any]]:
+        found = []
+        for path in (self.directory / "checkpoints").glob("step-*"):
+            try:
+                found.append({"step": int(path.name.removeprefix("step-")), "age_s": time.time() - path.stat().st_mtime})
+            except (OSError, ValueError):
+                continue
+        return sorted(found, key=lambda checkpoint: checkpoint["step"])
+
+
+def _strips_of(line: dict[str, Any]) -> Iterator[tuple[str, list[str], list[float | None]]]:
+    """(name, parts of the model, a value each) of a log line's values by part."""
+    for name in ("block_grad_norms", "update_ratios"):
+        table = line.get(name)
+        if isinstance(table, dict) and table:
+            yield name, list(table), [_number(value) for value in table.values()]
+    activations = line.get("activations")
+    if isinstance(activations, dict):
+        for name, values in activations.items():
+            if isinstance(values, list):
+                yield name, [f"blocks.{i}" for i in range(len(values))], [_number(value) for value in values]
+
+
+def _cells(row: Row) -> dict[str, str]:
+    return {
+        "name": row.name,
+        "predicted": format_interval(row.name, row.predicted, row.low, row.high),
+        "measured": format_value(row.name, row.measured),
+        "error": format_error(row.error_percent),
+        "inside": format_inside(row.inside),
+    }
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _compact(values: list[float | None], name: str = "") -> list[float | None]:
+    """Five significant digits, which is more than a picture shows; steps whole."""
+    return values if name == "step" else [None if value is None else float(f"{value:.5g}") for value in values]
+
+
+def _first_to_send(generation: str | None, have: str | None, current: str, n_points: int) -> int:
+    if generation != current or have is None or not have.isdecimal():
+        return 0
+    return max(0, min(int(have), n_points) - 1)
+
+
+def _status(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_ino, status.st_size
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return document if isinstance(document, dict) else {}

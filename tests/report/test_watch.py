@@ -1,0 +1,158 @@
+"""The live page: what its server answers, to whom, and what a browser makes of it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.report.test_run_reader import append, begin_run, line
+
+from twostroke.core.errors import InputError
+from twostroke.report.run_reader import RunReader
+from twostroke.report.watch import WatchServer
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+HOSTILE = '</script><script>document.title="taken"</script><img src=x onerror=document.title="taken">'
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[WatchServer]:
+    begin_run(tmp_path / "run")
+    append(tmp_path / "run", "".join(line(step) for step in range(1, 41)))
+    made = WatchServer(tmp_path / "run", 0)
+    yield made
+    made.close()
+
+
+def _get(server: WatchServer, path: str, **headers: str) -> tuple[int, str, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection.request("GET", path, headers=headers)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text, dict(answer.getheaders())
+
+
+def test_page_and_state_are_served_and_nothing_else(server: WatchServer) -> None:
+    status, html, headers = _get(server, "/")
+    assert status == 200
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", html)  # nothing comes from the network
+    assert "/* watch" not in html  # style and script are in their places
+    status, text, _ = _get(server, "/state")
+    assert status == 200
+    assert json.loads(text)["last"]["step"] == 40
+    for path in ("/favicon.ico", "/../../etc/passwd", "/log.jsonl"):
+        assert _get(server, path)[0] == 404
+
+
+def test_a_page_from_elsewhere_is_refused(server: WatchServer) -> None:
+    assert _get(server, "/state", Host="evil.example:80")[0] == 403
+    assert _get(server, "/state", Host=f"localhost:{server.port}")[0] == 200
+
+
+def test_a_port_in_use_is_a_sentence_and_without_one_another_is_found(server: WatchServer, tmp_path: Path) -> None:
+    for port in (server.port, 70000):
+        with pytest.raises(InputError, match=f"port {port}.*Name another port"):
+            WatchServer(tmp_path / "run", port)
+    others = [WatchServer(tmp_path / "run") for _ in range(2)]
+    assert others[0].port != others[1].port
+    for other in others:
+        other.close()
+
+
+def test_a_file_that_cannot_be_read_is_told_and_the_server_lives(server: WatchServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(RunReader, "refresh", lambda self: (_ for _ in ()).throw(OSError("torn out")))
+        status, text, _ = _get(server, "/state")
+    assert (status, "torn out" in json.loads(text)["error"]) == (500, True)
+    assert _get(server, "/state")[0] == 200
+
+
+def test_nothing_is_read_unless_somebody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin_run(tmp_path / "run")
+    reads: list[str] = []
+    refresh = RunReader.refresh
+    monkeypatch.setattr(RunReader, "refresh", lambda self: (reads.append(threading.current_thread().name), refresh(self)))
+    server = WatchServer(tmp_path / "run", 0)
+    before = time.thread_time()
+    time.sleep(0.6)
+    assert reads == []
+    assert time.thread_time() - before < 0.1
+    _get(server, "/state")
+    assert len(reads) == 1
+    assert reads[0] != threading.main_thread().name
+    server.close()
+
+
+def test_hung_up_and_silent_clients_hold_up_nothing(server: WatchServer, capfd: pytest.CaptureFixture[str]) -> None:
+    silent = socket.create_connection(("127.0.0.1", server.port))
+    for _ in range(3):
+        hasty = socket.create_connection(("127.0.0.1", server.port))
+        hasty.sendall(b"GET /state HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        hasty.close()
+    assert _get(server, "/state")[0] == 200
+    began = time.monotonic()
+    server.close()
+    assert time.monotonic() - began < 3
+    silent.close()
+    assert capfd.readouterr().err == ""
+
+
+def test_an_open_page_is_given_the_last_state_and_a_closed_one_costs_nothing(tmp_path: Path) -> None:
+    begin_run(tmp_path / "run")
+    closed = WatchServer(tmp_path / "run", 0)
+    began = time.monotonic()
+    closed.close(linger_s=20.0)
+    assert time.monotonic() - began < 3
+    watched = WatchServer(tmp_path / "run", 0)
+    _get(watched, "/state")
+    late: list[Any] = []
+    page = threading.Timer(0.5, lambda: late.append(_get(watched, "/state")[0]))
+    page.start()
+    watched.close(linger_s=20.0)
+    page.join()
+    assert late == [200]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
+def test_a_browser_draws_the_run_and_runs_no_text_of_the_model(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    begin_run(run)
+    for step in range(1, 61):
+        append(
+            run,
+            line(step, **({"activations": {"mlp_dead_share": [0.0]}, "heldout_bits_per_byte": 2.0} if step % 20 == 0 else {})),
+        )
+    append(run, line(61, loss=None, skipped=f"loss is nan {HOSTILE}"))
+    (run / "checkpoints" / "step-00000040").mkdir(parents=True)
+    sample = {"step": 60, "prompt": "def ", "greedy": HOSTILE, "sampled": "return"}
+    (run / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    server = WatchServer(run, 0)
+    options = (
+        "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+        "--disable-component-update", "--disable-sync", "--virtual-time-budget=5000", "--enable-logging=stderr", "--dump-dom",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    )  # fmt: skip
+    assert BROWSER is not None
+    done = subprocess.run([BROWSER, *options, server.url], capture_output=True, text=True, timeout=110)
+    server.close()
+    errors = [text for text in done.stderr.split("\n") if "CONSOLE" in text]
+    assert errors == []
+    html = done.stdout
+    assert "<title>61% run – Twostroke</title>" in html
+    assert "step 61 of 100" in html
+    drawn = re.findall(r'id="plot-(\w+)"><svg', html)
+    assert drawn == ["loss", "norm", "rate", "strip", "speed", "parts", "memory", "wait", "held"]
+    assert "400 ms [300–600]" in html  # predicted, beside
+    assert "&lt;/script&gt;&lt;script&gt;" in html
