@@ -147,6 +147,30 @@ def test_missing_prompts_and_models_are_one_sentence(
     assert "no tokens" in refused(capsys, "generate", str(model), "--prompt", "")
 
 
+def test_several_answers_come_one_after_another(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    args = (
+        "generate",
+        str(model),
+        "--prompt",
+        PROMPT,
+        "--max-tokens",
+        "6",
+        "--seed",
+        "3",
+        "--temperature",
+        "1.5",
+        "--ignore-eos",
+    )
+    out, _ = run(capsys, *args, "-n", "3", "--json")
+    answers = json.loads(out)["outputs"]
+    assert [answer["index"] for answer in answers] == [0, 1, 2]
+    assert len({tuple(answer["token_ids"]) for answer in answers}) == 3
+    shown, _ = run(capsys, *args, "-n", "3")
+    assert [f"[1.{i + 1}] {PROMPT}{answer['text']}" in shown for i, answer in enumerate(answers)] == [True] * 3
+    penalised, _ = run(capsys, *args, "--repetition-penalty", "50", "--json")
+    assert len(set(json.loads(penalised)["outputs"][0]["token_ids"])) == 6
+
+
 def test_quantize_writes_a_model_that_generates(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
     out, _ = run(capsys, "quantize", str(model), str(tmp_path / "int8"), "--json")
     report = json.loads(out)

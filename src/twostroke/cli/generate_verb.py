@@ -33,6 +33,10 @@ def generate(
     top_k: int = typer.Option(0, help="Only the k most probable tokens; 0: all."),
     top_p: float = typer.Option(0.95, help="Only the most probable tokens that sum to this probability."),
     min_p: float = typer.Option(0.0, help="Only tokens with this share of the highest probability."),
+    repetition_penalty: float = typer.Option(1.0, help="Above 1: tokens of prompt and answer become less probable."),
+    presence_penalty: float = typer.Option(0.0, help="Taken off the logit of every token of the answer so far."),
+    frequency_penalty: float = typer.Option(0.0, help="The same, as often as the token stands there."),
+    n: int = typer.Option(1, "-n", "--n", help="Answers to each prompt, which is computed once."),
     seed: int = typer.Option(None, help="Makes the answer repeatable. Default: another one each time."),
     stop: list[str] = typer.Option([], help="Text to end before. Repeatable."),
     ignore_eos: bool = typer.Option(False, "--ignore-eos", help="Go on after the model's end token."),
@@ -51,7 +55,8 @@ def generate(
     read_spec(directory).require_buildable()  # an unusable config.json is told before torch is imported
     params = SamplingParams(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, max_tokens=max_tokens, stop=tuple(stop),
-        ignore_eos=ignore_eos,
+        ignore_eos=ignore_eos, n=n, repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
     )  # fmt: skip
     prompts = list(prompt) or [_stdin()]
     record = _Record(directory, prompts, params, dtype, max_model_len, kv_cache_gib)
@@ -77,14 +82,16 @@ def generate(
         "outputs": [
             {
                 "prompt": output.prompt,
-                "text": output.outputs[0].text,
-                "token_ids": output.outputs[0].token_ids,
-                "finish_reason": output.outputs[0].finish_reason,
+                "index": answer.index,
+                "text": answer.text,
+                "token_ids": answer.token_ids,
+                "finish_reason": answer.finish_reason,
                 "prompt_tokens": output.metrics.prompt_tokens,
                 "ttft_s": output.metrics.ttft_s,
                 "e2e_s": output.metrics.e2e_s,
             }
             for output in outputs
+            for answer in output.outputs
         ],
         "run_id": record.run_id,
         "prediction": record.prediction,
@@ -93,7 +100,7 @@ def generate(
     if as_json:
         emit(document, "", as_json=True)
     log(_speed(stats, measured, record.hardware, llm.engine.dtype, llm.engine.weights_bytes))
-    failed = [i for i, output in enumerate(outputs) if output.outputs[0].finish_reason == "error"]
+    failed = [i for i, output in enumerate(outputs) if any(a.finish_reason == "error" for a in output.outputs)]
     if failed:
         raise TwostrokeError(f"the model's output for prompt {failed[0] + 1} was not finite. The weights may be damaged.")
 
@@ -112,20 +119,24 @@ def _stdin() -> str:
 
 def _stream(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[RequestOutput]:
     """Print each answer as it is made; those after the first wait for their turn. Returns all of them."""
+    n_answers = len(prompts) * params.n
 
-    def begin(index: int) -> None:
-        if len(prompts) > 1:
-            print(f"{'' if index == 0 else chr(10)}[{index + 1}] {prompts[index]}", end="", flush=True)
+    def begin(place: int) -> None:
+        index, answer = divmod(place, params.n)
+        if n_answers > 1:
+            title = f"{index + 1}.{answer + 1}" if params.n > 1 else f"{index + 1}"
+            print(f"{'' if place == 0 else chr(10)}[{title}] {prompts[index]}", end="", flush=True)
 
-    turn, waiting, done = 0, [""] * len(prompts), [False] * len(prompts)
+    turn, waiting, done = 0, [""] * n_answers, [False] * n_answers
     begin(0)
     outputs: list[RequestOutput] = []
     for delta in llm.stream(prompts, params, into=outputs):
-        waiting[delta.index] += delta.text
-        done[delta.index] = delta.finish_reason is not None
+        place = delta.index * params.n + delta.answer
+        waiting[place] += delta.text
+        done[place] = delta.finish_reason is not None
         print(waiting[turn], end="", flush=True)
         waiting[turn] = ""
-        while turn + 1 < len(prompts) and done[turn]:
+        while turn + 1 < n_answers and done[turn]:
             turn += 1
             begin(turn)
             print(waiting[turn], end="", flush=True)
@@ -153,7 +164,7 @@ def _measured(llm: LLM, outputs: Sequence[RequestOutput], startup_s: float) -> d
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "output_tok_per_s": output_tokens / max(output.metrics.e2e_s for output in outputs),
     }
-    if all(output.outputs[0].finish_reason == "length" for output in outputs):
+    if all(answer.finish_reason == "length" for output in outputs for answer in output.outputs):
         values["e2e_s"] = statistics.median(output.metrics.e2e_s for output in outputs)
     if stats.prefill_s > 0:
         values["prefill_tok_per_s"] = stats.prefill_tokens / stats.prefill_s
