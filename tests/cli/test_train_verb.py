@@ -3,10 +3,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import pytest
 from twostroke.cli.main import main
 from twostroke.core.errors import Interrupted
 from twostroke.ledger.store import Ledger
+from twostroke.training.run_directory import StepLog
 
 RECIPE = """
 output = "{output}"
@@ -91,6 +95,44 @@ def test_a_finished_run_that_was_not_scored_is_scored(recipe: Path, capsys: pyte
     code, out, _ = _run(capsys, str(recipe), "--resume", "--json")
     assert code == 0
     assert json.loads(out)["measurement"]["heldout_bits_per_byte"] == score
+
+
+def test_watched_it_serves_its_page_while_it_runs_and_ends_as_it_does_unwatched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, watched = _write_recipe(tmp_path, "plain", 4), _write_recipe(tmp_path, "watched", 4)
+    _run(capsys, str(plain))
+    seen: list[dict[str, Any]] = []
+    append = StepLog.append
+
+    def look(log: StepLog, record: dict[str, Any]) -> None:
+        append(log, record)
+        url = re.search(r"http://127\.0\.0\.1:\d+/", capsys.readouterr().err + (seen[0]["url"] if seen else ""))
+        assert url is not None
+        with urllib.request.urlopen(url[0] + "state", timeout=20) as answer:
+            seen.append(json.load(answer) | {"url": url[0]})
+
+    monkeypatch.setattr(StepLog, "append", look)
+    code, out, _ = _run(capsys, str(watched), "--watch-port", "0", "--json")
+    assert code == 0
+    assert json.loads(out)["steps"] == 4
+    assert [document["last"]["step"] for document in seen] == [1, 2, 3, 4]
+    assert {document["status"] for document in seen} == {"running"}
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(seen[0]["url"], timeout=20)
+    models = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("plain", "watched")]
+    assert models[0] == models[1]
+
+
+def test_a_page_that_cannot_be_served_is_a_sentence_and_2_before_anything_is_made(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, _, err = _run(capsys, str(recipe), "--watch", "--watch-port", str(port))
+    assert code == 2
+    assert f"cannot be served on port {port}" in err
+    assert not (recipe.parent / "run").exists()
 
 
 @pytest.mark.parametrize(
