@@ -297,6 +297,12 @@ def recipe_from_dict(table: dict[str, Any]) -> TrainRecipe:
     return recipe
 
 
+def data_recipe_from_dict(table: dict[str, Any]) -> DataRecipe:
+    """The ``[data]`` section alone, as a command's options or a stored recipe have it."""
+    recipe: DataRecipe = _build(DataRecipe, table, "data")
+    return recipe
+
+
 def spec_from_recipe(
     model: ModelRecipe, vocab_size: int, sequence_length: int, eos_token_ids: tuple[int, ...] = ()
 ) -> ModelSpec:
