@@ -1,0 +1,182 @@
+"""Perplexity and KL divergence of every scheme, through the engine, against the engine in bf16. See README.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from twostroke.data.tokenizer import eos_id_of, load_tokenizer
+from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.evaluation.held_out import held_out_to_score, tokenize
+from twostroke.model.load import load_model
+from twostroke.quantization.calibration_text import calibration_batches
+from twostroke.quantization.convert import quantize_model
+from twostroke.quantization.gptq import input_hessians
+from twostroke.scheduling.request import Request
+from twostroke.scheduling.sampling_params import SamplingParams
+
+HERE = Path(__file__).parent
+LIMITS = {8: 1.001, 4: 1.03}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """``limit``: the greatest ratio that passes. ``made`` names a directory that was quantised for it, else the model's own."""
+
+    name: str
+    limit: float
+    options: dict[str, Any]
+    made: str = ""
+
+
+CANDIDATES = (
+    Candidate("fp32", 1.001, {"dtype": "fp32"}),
+    Candidate("int8 (W8A8)", LIMITS[8], {"dtype": "int8"}),
+    Candidate("int8, head in int8 too", LIMITS[8], {"dtype": "int8", "head_dtype": "int8"}),
+    Candidate("int8, weights only", LIMITS[8], {"dtype": "int8_weight_only"}),
+    Candidate("bf16, cache in int8", LIMITS[8], {"dtype": "bf16", "kv_dtype": "int8"}),
+    Candidate("int8, head and cache in int8", LIMITS[8], {"dtype": "int8", "head_dtype": "int8", "kv_dtype": "int8"}),
+    Candidate("int4, nearest, groups of 64", LIMITS[4], {"dtype": "auto"}, "int4-nearest"),
+    Candidate("int4, GPTQ, groups of 128", LIMITS[4], {"dtype": "auto"}, "int4-g128"),
+    Candidate("int4, GPTQ, groups of 64", LIMITS[4], {"dtype": "auto"}, "int4-g64"),
+    Candidate("int4, GPTQ, groups of 32", LIMITS[4], {"dtype": "auto"}, "int4-g32"),
+    Candidate("int4, GPTQ, groups of 64, head in int8", LIMITS[4], {"dtype": "auto", "head_dtype": "int8"}, "int4-g64"),
+)
+
+
+def logprobs(engine: EngineCore, ids: list[int]) -> torch.Tensor:
+    """(T, V) log-probabilities of the next token after each of ``ids``, every row computed."""
+    engine.scheduler.add(Request("window", ids, SamplingParams(max_tokens=1, prompt_logprobs=0)))
+    step = engine.scheduler.schedule()
+    assert step.n_tokens == len(ids)
+    logits = engine.compute(step, torch.arange(len(ids)))
+    result = torch.log_softmax(logits.float(), dim=-1).clone()
+    engine.scheduler.update(step, [0])
+    return result
+
+
+def windows_of(model: Path, data: list[str], length: int, n: int) -> list[list[int]]:
+    """``n`` windows spread evenly over the text."""
+    tokenizer = load_tokenizer(model)
+    text = held_out_to_score(model, data)
+    ids = tokenize(text, tokenizer, eos_id_of(tokenizer, model)).ids
+    starts = np.linspace(0, len(ids) - length - 1, min(n, len(ids) // length)).astype(int)
+    return [[int(i) for i in ids[s : s + length]] for s in starts]
+
+
+def quantised(model: Path, folder: Path, data: list[str]) -> None:
+    """Directories for the candidates that need one. Calibrated on what the run trained on, or on ``data``."""
+    decoder = load_model(model)
+    hessians = input_hessians(decoder, calibration_batches(model, decoder.spec, data))
+    for name in sorted({c.made for c in CANDIDATES if c.made}):
+        nearest = name == "int4-nearest"
+        quantize_model(model, folder / name, "int4-g64" if nearest else name, hessians=None if nearest else hessians)
+
+
+def score(candidate: Candidate, engine: EngineCore, windows: list[list[int]], reference: list[torch.Tensor]) -> dict[str, Any]:
+    differences, divergences = [], []
+    for ids, exact in zip(windows, reference, strict=True):
+        found = logprobs(engine, ids)
+        targets = torch.tensor(ids[1:])[:, None]
+        own, others = (t[:-1].gather(1, targets)[:, 0] for t in (found, exact))
+        differences.append(float((others - own).mean()))  # nats a token worse than bf16
+        divergences.append(float((exact.exp() * (exact - found)).sum(dim=1).mean()))
+    mean = float(np.mean(differences))
+    error = float(np.std(differences, ddof=1) / math.sqrt(len(differences)))
+    return {
+        "scheme": candidate.name,
+        "perplexity_ratio": math.exp(mean),
+        "ratio_low": math.exp(mean - 1.96 * error),
+        "ratio_high": math.exp(mean + 1.96 * error),
+        "kl_nats": float(np.mean(divergences)),
+        "limit": candidate.limit,
+        "passes": math.exp(mean) <= candidate.limit,
+        "weights_bytes": engine.weights_bytes,
+        "runner": engine.runner,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--data", nargs="*", default=[])
+    parser.add_argument("--windows", type=int, default=64)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    model = args.model / "model" if (args.model / "model" / "config.json").is_file() else args.model
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        quantised(model, folder, args.data)
+        windows = windows_of(model, args.data, args.length, args.windows)
+        common = {"token_budget": args.length, "max_model_len": args.length + 1 if args.data else args.length, "max_running": 1}
+        windows = [ids[: common["max_model_len"] - 1] for ids in windows]
+
+        def engine(directory: Path, options: dict[str, Any]) -> EngineCore:
+            return EngineCore(directory, EngineConfig(**common | options))
+
+        exact = engine(model, {"dtype": "bf16"})
+        reference = [logprobs(exact, ids) for ids in windows]
+        nats = float(
+            np.mean(
+                [-float(r[:-1].gather(1, torch.tensor(i[1:])[:, None]).mean()) for r, i in zip(reference, windows, strict=True)]
+            )
+        )
+        rows = []
+        for candidate in CANDIDATES:
+            rows.append(
+                score(
+                    candidate,
+                    engine(folder / candidate.made if candidate.made else model, candidate.options),
+                    windows,
+                    reference,
+                )
+            )
+            print(rows[-1], flush=True)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE, check=False
+    ).stdout
+    document = {
+        "command": " ".join(sys.argv),
+        "commit": commit.strip(),
+        "torch": torch.__version__,
+        "machine": platform.processor() or platform.machine(),
+        "n_tokens": sum(len(ids) - 1 for ids in windows),
+        "bf16_perplexity": math.exp(nats),
+        "schemes": rows,
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "raw.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    (args.out / "summary.md").write_text(table(document), encoding="utf-8")
+    print(table(document))
+
+
+def table(document: dict[str, Any]) -> str:
+    lines = [
+        "# Quality of each scheme through the engine, *measured*",
+        "",
+        f"{document['n_tokens']} held-out tokens; perplexity {document['bf16_perplexity']:.3f} in bf16.",
+        "",
+        "| scheme | perplexity ratio (95%) | KL, nats a token | limit | |",
+        "|---|---|---|---|---|",
+    ]
+    for row in document["schemes"]:
+        spread = f"{row['perplexity_ratio']:.5f} ({row['ratio_low']:.5f} to {row['ratio_high']:.5f})"
+        verdict = "passes" if row["passes"] else "fails"
+        lines.append(f"| {row['scheme']} | {spread} | {row['kl_nats']:.2e} | {row['limit']} | {verdict} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
