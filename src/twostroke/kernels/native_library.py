@@ -10,17 +10,18 @@ import os
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from twostroke.kernels.native import build as native_build
 
 PATH = native_build.FOLDER / native_build.LIBRARY_NAME
-LEVELS = ("plain", "avx2", "avxvnni", "avx512", "avx512bf16")
+LEVELS = ("plain", "avx2", "avxvnni", "avx512", "avx512bf16", "amx")
 FEATURES = ("avx2", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx")
 
 _POINTER, _INT, _INT64, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
 _SHAPE = [_INT, _INT, _INT64, _INT64]  # format, group, n, k
 _ROWS = [_INT64, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER]  # m, f32, bf16, codes, scales, sums
-_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ts_sources": (ctypes.c_char_p, []),
     "ts_features": (_INT, []),
     "ts_best_level": (_INT, []),
@@ -40,6 +41,9 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ts_read_seconds": (_DOUBLE, [_POINTER, _INT64, _INT]),
     "ts_pass_seconds": (_DOUBLE, [_POINTER, _INT, _POINTER, _POINTER, _INT64, _INT64, _INT]),
     "ts_barrier_seconds": (_DOUBLE, [_INT]),
+    "ts_trains_attention": (_INT, []),
+    "ts_attend": (None, [_POINTER, _POINTER, _POINTER]),
+    "ts_attend_backward": (None, [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER]),
 }
 
 

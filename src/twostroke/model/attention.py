@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twostroke.core.spec import ModelSpec
+from twostroke.kernels import training_attention
 from twostroke.model.norm import RMSNorm
 from twostroke.model.rope import rotate
 
@@ -35,6 +36,31 @@ def prefers_explicit(device: torch.device, dtype: torch.dtype, n_tokens: int, tr
     which training bears; scoring keeps SDPA's fp32 scores.
     """
     return training and device.type == "cpu" and dtype == torch.bfloat16 and n_tokens <= MAX_EXPLICIT_TOKENS
+
+
+def attends_natively(device: torch.device, dtype: torch.dtype, spec: ModelSpec, training: bool) -> bool:
+    """Whether training's attention is the native library's: where that is faster than all of torch's, and does what is asked.
+
+    A whole step of 12.2M parameters (6 × 384, 16 × 512 tokens) took 0.94 s with explicit attention and 0.8 with the native one,
+    and its blocks compile in a third of the time.
+    """
+    fits = device.type == "cpu" and dtype == torch.bfloat16 and spec.head_dim % training_attention.WIDTH_MULTIPLE == 0
+    return training and fits and spec.dropout == 0 and training_attention.is_available()
+
+
+def first_visible(
+    n_tokens: int, window: int | None, documents: Int[Tensor, "B T"] | None, n_rows: int, device: torch.device
+) -> Int[Tensor, "B T"]:
+    """The first key that each query sees: its document's first token, or where its ``window`` begins; int32.
+
+    A document is a run of equal numbers. ``visible`` says the same key by key.
+    """
+    index = torch.arange(n_tokens, dtype=torch.int32, device=device)
+    first = torch.zeros(n_rows, n_tokens, dtype=torch.int32, device=device)
+    if documents is not None:
+        first[:, 1:] = torch.where(documents[:, 1:] != documents[:, :-1], index[1:], 0)
+        first = first.cummax(dim=1).values
+    return first if window is None else torch.maximum(first, index - (window - 1))
 
 
 def visible(
@@ -118,10 +144,16 @@ class Attention(nn.Module):
         self,
         x: Float[Tensor, "B T E"],
         rope: tuple[Tensor, Tensor] | None,
-        mask: Float[Tensor, "#B 1 T S"] | None,
+        mask: Float[Tensor, "#B 1 T S"] | Int[Tensor, "B T"] | None,
     ) -> Float[Tensor, "B T E"]:
+        """``mask`` of whole numbers is ``first_visible``'s, and asks for native attention."""
         n_rows, n_tokens, _ = x.shape
         qkv = self.qkv(x).view(n_rows, n_tokens, self.n_heads + 2 * self.n_kv_heads, self.head_dim)
+        if mask is not None and mask.dtype == torch.int32:
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k, v = qkv.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), dim=2)
+                qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=2)
+            return self.out(training_attention.packed_attention(qkv, mask, rope, self.n_heads).flatten(2))
         q, k, v = qkv.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), dim=2)  # (B, T, H | K | K, D)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

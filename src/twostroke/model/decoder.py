@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from twostroke.core.errors import InputError
 from twostroke.core.spec import ModelSpec
-from twostroke.model.attention import Attention, attention_mask, compute_dtype, prefers_explicit
+from twostroke.model.attention import (
+    Attention,
+    attends_natively,
+    attention_mask,
+    compute_dtype,
+    first_visible,
+    prefers_explicit,
+)
 from twostroke.model.initialise import initialise
 from twostroke.model.mlp import make_mlp
 from twostroke.model.norm import make_norm
@@ -46,7 +53,10 @@ class Block(nn.Module):
         self.recompute: Callable[..., Tensor] | None = None  # how training keeps less for backward than all
 
     def forward(
-        self, x: Float[Tensor, "B T E"], rope: tuple[Tensor, Tensor] | None, mask: Float[Tensor, "#B 1 T S"] | None
+        self,
+        x: Float[Tensor, "B T E"],
+        rope: tuple[Tensor, Tensor] | None,
+        mask: Float[Tensor, "#B 1 T S"] | Int[Tensor, "B T"] | None,
     ) -> Float[Tensor, "B T E"]:
         if self.recompute is None or not torch.is_grad_enabled():
             return self._compute(x, rope, mask)
@@ -115,8 +125,12 @@ class Decoder(nn.Module):
             rope = rope_tables(self.spec, positions)
         windows = [self.spec.window_of_layer(i) for i in range(self.spec.n_layers)]
         dtype = compute_dtype(x.device, x.dtype)
-        explicit = prefers_explicit(x.device, dtype, n_tokens, self.training)
-        masks = {w: attention_mask(n_tokens, w, documents, x.device, dtype, explicit) for w in set(windows)}
+        masks: dict[int | None, Tensor | None]
+        if attends_natively(x.device, dtype, self.spec, self.training):
+            masks = {w: first_visible(n_tokens, w, documents, tokens.shape[0], x.device) for w in set(windows)}
+        else:
+            explicit = prefers_explicit(x.device, dtype, n_tokens, self.training)
+            masks = {w: attention_mask(n_tokens, w, documents, x.device, dtype, explicit) for w in set(windows)}
         for block, window in zip(self.blocks, windows, strict=True):
             x = block(x, rope, masks[window])
         return self.final_norm(x)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from twostroke.core.errors import ConfigError
 from twostroke.core.spec import ModelSpec
+from twostroke.kernels import training_attention  # noqa: F401  registers the operator named below
 from twostroke.model.decoder import Block, Decoder
 
 Compute = Callable[..., Tensor]
@@ -34,7 +35,7 @@ _FLASH = {
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention",
     )
-}
+} | {torch.ops.twostroke.packed_attention.default}
 
 
 def _policy(inputs_kept: frozenset[int], ctx: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:

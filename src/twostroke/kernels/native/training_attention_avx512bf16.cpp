@@ -1,0 +1,410 @@
+// training_attention.h by AVX-512-BF16: blocks of 64 queries by 64 keys.
+//
+// A product's left operand is read as 32-bit words, each two neighbouring bf16 of the summed dimension, and broadcast; its right
+// operand holds such words in rows of columns ("pairs"). Which operand a block becomes decides how it is laid out:
+//   scores   Q · Kᵀ     left: rows of Q          right: K as words, transposed
+//   output   P · V      left: rows of P          right: V, pairs of rows interleaved
+//   ∂P       ∂O · Vᵀ    left: rows of ∂O         right: V as words, transposed
+//   ∂Q       ∂S · K     left: rows of ∂S         right: K, pairs of rows interleaved
+//   ∂Vᵀ      ∂Oᵀ · P    left: interleaved ∂O, transposed    right: P interleaved
+//   ∂Kᵀ      Qᵀ · ∂S    left: interleaved Q, transposed     right: ∂S interleaved
+// so that P and ∂S are never transposed: both gradients of keys come out transposed, once.
+#include "pool.h"
+#include "training_attention.h"
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+namespace ts::avx512bf16 {
+namespace {
+
+constexpr int64_t BLOCK = 64, PAIRS = BLOCK / 2, LANES = 16;
+constexpr float LOG2_E = 1.4426950408889634f;
+
+// c (rows × 16·NR) (+)= left · right; left has `left_stride` words a row, right `right_stride` words a pair. `rows` is a multiple of 4.
+template <int NR>
+inline void product_columns(const uint32_t* left, int64_t left_stride, const uint32_t* right, int64_t right_stride, int64_t n_pairs,
+                            int64_t rows, float* c, int64_t c_stride, bool add) {
+    constexpr int MR = 4;
+    for (int64_t r = 0; r < rows; r += MR) {
+        __m512 sums[MR][NR];
+        for (int i = 0; i < MR; ++i)
+            for (int j = 0; j < NR; ++j) sums[i][j] = add ? _mm512_loadu_ps(c + (r + i) * c_stride + j * LANES) : _mm512_setzero_ps();
+        const uint32_t* a = left + r * left_stride;
+        const uint32_t* b = right;
+        for (int64_t p = 0; p < n_pairs; ++p, b += right_stride) {
+            __m512bh columns[NR];
+            for (int j = 0; j < NR; ++j) columns[j] = (__m512bh)_mm512_loadu_si512(b + j * LANES);
+            for (int i = 0; i < MR; ++i) {
+                const __m512bh word = (__m512bh)_mm512_set1_epi32(int(a[i * left_stride + p]));
+                for (int j = 0; j < NR; ++j) sums[i][j] = _mm512_dpbf16_ps(sums[i][j], word, columns[j]);
+            }
+        }
+        for (int i = 0; i < MR; ++i)
+            for (int j = 0; j < NR; ++j) _mm512_storeu_ps(c + (r + i) * c_stride + j * LANES, sums[i][j]);
+    }
+}
+
+inline void product(const uint32_t* left, int64_t left_stride, const uint32_t* right, int64_t columns, int64_t n_pairs, int64_t rows,
+                    float* c, bool add) {
+    int64_t done = 0;
+    for (; done + 64 <= columns; done += 64)
+        product_columns<4>(left, left_stride, right + done, columns, n_pairs, rows, c + done, columns, add);
+    if (done < columns) product_columns<2>(left, left_stride, right + done, columns, n_pairs, rows, c + done, columns, add);
+}
+
+inline __m512 widen(const uint16_t* from) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16));
+}
+
+inline __m256i narrow(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+
+inline __m512i words(__m256i even, __m256i odd) {
+    return _mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
+}
+
+// 2^x for x ≤ 0 or small; relative error below 10⁻⁶.
+inline __m512 exp2_ps(__m512 x) {
+    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 f = _mm512_sub_ps(x, whole);
+    __m512 p = _mm512_set1_ps(1.3333558e-3f);
+    for (float c : {9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f}) p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(c));
+    return _mm512_scalef_ps(p, whole);
+}
+
+// 16 × 16 words, rows `from_stride` apart, transposed to rows `to_stride` apart.
+inline void transpose16(const uint32_t* from, int64_t from_stride, uint32_t* to, int64_t to_stride) {
+    __m512i r[16], t[16];
+    for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(from + i * from_stride);
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {  // r[4a + i] holds, of rows 4a…4a+3, columns i, 4 + i, 8 + i, 12 + i
+        const __m512i low01 = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88), high01 = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
+        const __m512i low23 = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88), high23 = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+        _mm512_storeu_si512(to + i * to_stride, _mm512_shuffle_i32x4(low01, low23, 0x88));
+        _mm512_storeu_si512(to + (4 + i) * to_stride, _mm512_shuffle_i32x4(high01, high23, 0x88));
+        _mm512_storeu_si512(to + (8 + i) * to_stride, _mm512_shuffle_i32x4(low01, low23, 0xdd));
+        _mm512_storeu_si512(to + (12 + i) * to_stride, _mm512_shuffle_i32x4(high01, high23, 0xdd));
+    }
+}
+
+// rows × columns words transposed; both multiples of 16.
+inline void transpose(const uint32_t* from, int64_t rows, int64_t columns, uint32_t* to) {
+    for (int64_t i = 0; i < rows; i += 16)
+        for (int64_t j = 0; j < columns; j += 16) transpose16(from + i * columns + j, columns, to + j * rows + i, rows);
+}
+
+// 64 rows of bf16 as 32 rows of words: (row 2p, row 2p + 1) at each column.
+inline void interleave(const uint16_t* rows, int64_t width, uint32_t* to) {
+    for (int64_t p = 0; p < PAIRS; ++p)
+        for (int64_t d = 0; d < width; d += LANES)
+            _mm512_storeu_si512(to + p * width + d, words(_mm256_loadu_si256((const __m256i*)(rows + 2 * p * width + d)),
+                                                          _mm256_loadu_si256((const __m256i*)(rows + (2 * p + 1) * width + d))));
+}
+
+// One row of `from` (bf16) times `scale`, turned by its angle, or back where `sign` is −1.
+inline void turn_row(const uint16_t* from, const float* cos, const float* sin, int64_t half, uint16_t* to) {
+    for (int64_t d = 0; d < half; d += LANES) {
+        const __m512 a = widen(from + d), b = widen(from + half + d), c = _mm512_loadu_ps(cos + d), s = _mm512_loadu_ps(sin + d);
+        _mm256_storeu_si256((__m256i*)(to + d), narrow(_mm512_sub_ps(_mm512_mul_ps(a, c), _mm512_mul_ps(b, s))));
+        _mm256_storeu_si256((__m256i*)(to + half + d), narrow(_mm512_add_ps(_mm512_mul_ps(b, c), _mm512_mul_ps(a, s))));
+    }
+}
+
+// A gradient of turned values, times `scale`, turned back and rounded.
+inline void turn_back(const float* from, float scale, const float* cos, const float* sin, int64_t width, uint16_t* to) {
+    const __m512 factor = _mm512_set1_ps(scale);
+    if (!cos) {
+        for (int64_t d = 0; d < width; d += LANES)
+            _mm256_storeu_si256((__m256i*)(to + d), narrow(_mm512_mul_ps(_mm512_loadu_ps(from + d), factor)));
+        return;
+    }
+    const int64_t half = width / 2;
+    for (int64_t d = 0; d < half; d += LANES) {
+        const __m512 a = _mm512_mul_ps(_mm512_loadu_ps(from + d), factor), b = _mm512_mul_ps(_mm512_loadu_ps(from + half + d), factor);
+        const __m512 c = _mm512_loadu_ps(cos + d), s = _mm512_loadu_ps(sin + d);
+        _mm256_storeu_si256((__m256i*)(to + d), narrow(_mm512_add_ps(_mm512_mul_ps(a, c), _mm512_mul_ps(b, s))));
+        _mm256_storeu_si256((__m256i*)(to + half + d), narrow(_mm512_sub_ps(_mm512_mul_ps(b, c), _mm512_mul_ps(a, s))));
+    }
+}
+
+// One row and key head of the batch, and where its parts lie.
+struct Part {
+    const TrainingAttention& shape;
+    int64_t row, kv_head;
+
+    int64_t blocks() const { return (shape.n_tokens + BLOCK - 1) / BLOCK; }
+    int64_t heads_of_all() const { return shape.n_heads + 2 * shape.n_kv_heads; }
+    int64_t group() const { return shape.n_heads / shape.n_kv_heads; }
+    int64_t offset(int64_t head, int64_t token) const {
+        return ((row * shape.n_tokens + token) * heads_of_all() + head) * shape.width;
+    }
+    int64_t key_head() const { return shape.n_heads + kv_head; }
+    int64_t value_head() const { return shape.n_heads + shape.n_kv_heads + kv_head; }
+    const int32_t* first() const { return shape.first + row * shape.n_tokens; }
+    const float* angle(const float* table, int64_t token) const {
+        if (!table) return nullptr;
+        return table + ((shape.rope_rows == 1 ? 0 : row) * shape.n_tokens + token) * (shape.width / 2);
+    }
+    int64_t tokens_of(int64_t block) const { return std::min(BLOCK, shape.n_tokens - block * BLOCK); }
+    int64_t first_block(int64_t block) const { return first()[block * BLOCK] / BLOCK; }
+
+    // 64 rows of a head as bf16, turned where asked; zeros behind the last token.
+    void read(int64_t head, int64_t block, bool turned, uint16_t* to) const {
+        const int64_t n = tokens_of(block), width = shape.width;
+        for (int64_t i = 0; i < n; ++i) {
+            const int64_t token = block * BLOCK + i;
+            const uint16_t* from = shape.qkv + offset(head, token);
+            if (turned && shape.cos)
+                turn_row(from, angle(shape.cos, token), angle(shape.sin, token), width / 2, to + i * width);
+            else
+                std::memcpy(to + i * width, from, size_t(width) * 2);
+        }
+        std::memset(to + n * width, 0, size_t((BLOCK - n) * width) * 2);
+    }
+    // The same of a tensor [b][t][heads][width].
+    void read_output(const uint16_t* tensor, int64_t head, int64_t block, uint16_t* to) const {
+        const int64_t n = tokens_of(block), width = shape.width;
+        for (int64_t i = 0; i < n; ++i)
+            std::memcpy(to + i * width, tensor + output_offset(head, block * BLOCK + i), size_t(width) * 2);
+        std::memset(to + n * width, 0, size_t((BLOCK - n) * width) * 2);
+    }
+    int64_t output_offset(int64_t head, int64_t token) const {
+        return ((row * shape.n_tokens + token) * shape.n_heads + head) * shape.width;
+    }
+    // Which of the 16 keys from `key` on query `token` sees.
+    __mmask16 seen(int64_t token, int64_t key) const {
+        const int64_t low = std::clamp<int64_t>(first()[token] - key, 0, LANES), high = std::clamp<int64_t>(token + 1 - key, 0, LANES);
+        return __mmask16(((1u << high) - 1) & ~((1u << low) - 1));
+    }
+    // Whether all queries of a block see all keys of another.
+    bool all_seen(int64_t queries, int64_t keys) const {
+        return keys < queries && tokens_of(queries) == BLOCK && first()[queries * BLOCK + BLOCK - 1] <= keys * BLOCK;
+    }
+};
+
+// Memory of a thread for one part after another, in pieces of whole cache lines.
+class Scratch {
+public:
+    explicit Scratch(size_t bytes) : memory_(static_cast<char*>(std::aligned_alloc(64, up(bytes))), &std::free) {}
+    template <class T>
+    T* take(int64_t n) {
+        T* piece = reinterpret_cast<T*>(memory_.get() + used_);
+        used_ += up(size_t(n) * sizeof(T));
+        return piece;
+    }
+    static size_t up(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+private:
+    std::unique_ptr<char, decltype(&std::free)> memory_;
+    size_t used_ = 0;
+};
+
+struct Forward {
+    const TrainingAttention& shape;
+    int64_t blocks = (shape.n_tokens + BLOCK - 1) / BLOCK, width = shape.width;
+    Scratch memory{size_t(BLOCK * width * 2 * 2 + blocks * BLOCK * width * 2 * 2 + blocks * BLOCK * BLOCK * 6 + BLOCK * width * 4 + 1024)};
+    uint16_t *rows = memory.take<uint16_t>(BLOCK * width);
+    uint32_t *keys = memory.take<uint32_t>(blocks * PAIRS * width), *values = memory.take<uint32_t>(blocks * PAIRS * width);
+    float *scores = memory.take<float>(blocks * BLOCK * BLOCK), *sums = memory.take<float>(BLOCK * width);
+    uint16_t *weights = memory.take<uint16_t>(blocks * BLOCK * BLOCK);
+
+    explicit Forward(const TrainingAttention& s) : shape(s) {}
+
+    void run(const Part& part, uint16_t* out, float* log_sums) {
+        for (int64_t s = 0; s < blocks; ++s) {
+            part.read(part.key_head(), s, true, rows);
+            transpose((const uint32_t*)rows, BLOCK, width / 2, keys + s * PAIRS * width);
+            part.read(part.value_head(), s, false, rows);
+            interleave(rows, width, values + s * PAIRS * width);
+        }
+        for (int64_t g = 0; g < part.group(); ++g)
+            for (int64_t q = 0; q < blocks; ++q) queries(part, part.kv_head * part.group() + g, q, out, log_sums);
+    }
+
+    void queries(const Part& part, int64_t head, int64_t q, uint16_t* out, float* log_sums) {
+        part.read(head, q, true, rows);
+        const int64_t begin = part.first_block(q);
+        for (int64_t s = begin; s <= q; ++s)
+            product((const uint32_t*)rows, width / 2, keys + s * PAIRS * width, BLOCK, width / 2, BLOCK, scores + s * BLOCK * BLOCK, false);
+        float inverse[BLOCK];
+        const __m512 to_log2 = _mm512_set1_ps(shape.scale * LOG2_E);
+        for (int64_t i = 0; i < BLOCK; ++i) {
+            const int64_t token = q * BLOCK + i;
+            if (token >= shape.n_tokens) {
+                for (int64_t s = begin; s <= q; ++s) std::memset(weights + (s * BLOCK + i) * BLOCK, 0, BLOCK * 2);
+                continue;
+            }
+            __m512 most = _mm512_set1_ps(-INFINITY);
+            for (int64_t s = begin; s <= q; ++s) {
+                const bool all = part.all_seen(q, s);
+                for (int64_t j = 0; j < BLOCK; j += LANES) {
+                    const __m512 x = _mm512_load_ps(scores + (s * BLOCK + i) * BLOCK + j);
+                    most = all ? _mm512_max_ps(most, x) : _mm512_mask_max_ps(most, part.seen(token, s * BLOCK + j), most, x);
+                }
+            }
+            const float largest = _mm512_reduce_max_ps(most) * shape.scale * LOG2_E;
+            const __m512 offset = _mm512_set1_ps(largest);
+            __m512 total = _mm512_setzero_ps();
+            for (int64_t s = begin; s <= q; ++s) {
+                const bool all = part.all_seen(q, s);
+                for (int64_t j = 0; j < BLOCK; j += LANES) {
+                    const __m512 x = _mm512_load_ps(scores + (s * BLOCK + i) * BLOCK + j);
+                    __m512 p = exp2_ps(_mm512_fmsub_ps(x, to_log2, offset));
+                    if (!all) p = _mm512_maskz_mov_ps(part.seen(token, s * BLOCK + j), p);
+                    total = _mm512_add_ps(total, p);
+                    _mm256_store_si256((__m256i*)(weights + (s * BLOCK + i) * BLOCK + j), narrow(p));
+                }
+            }
+            const float sum = _mm512_reduce_add_ps(total);
+            inverse[i] = 1.0f / sum;
+            log_sums[(part.row * shape.n_heads + head) * shape.n_tokens + token] = largest + std::log2(sum);
+        }
+        for (int64_t s = begin; s <= q; ++s)
+            product((const uint32_t*)(weights + s * BLOCK * BLOCK), PAIRS, values + s * PAIRS * width, width, PAIRS, BLOCK, sums, s > begin);
+        for (int64_t i = 0; i < part.tokens_of(q); ++i)
+            turn_back(sums + i * width, inverse[i], nullptr, nullptr, width, out + part.output_offset(head, q * BLOCK + i));
+    }
+};
+
+struct Backward {
+    const TrainingAttention& shape;
+    int64_t blocks = (shape.n_tokens + BLOCK - 1) / BLOCK, width = shape.width, of_block = PAIRS * width;
+    Scratch memory{size_t(3 * BLOCK * width * 2 + 3 * blocks * of_block * 4 + 3 * of_block * 4 + 2 * BLOCK * BLOCK * 4 +
+                          BLOCK * BLOCK * 3 * 2 + BLOCK * width * 4 * 2 + 2 * blocks * BLOCK * width * 4 + 4096)};
+    uint16_t *rows = memory.take<uint16_t>(BLOCK * width), *gradient = memory.take<uint16_t>(BLOCK * width),
+             *output = memory.take<uint16_t>(BLOCK * width);
+    uint32_t *keys = memory.take<uint32_t>(blocks * of_block), *key_pairs = memory.take<uint32_t>(blocks * of_block),
+             *values = memory.take<uint32_t>(blocks * of_block);
+    uint32_t *pairs = memory.take<uint32_t>(of_block), *queries_left = memory.take<uint32_t>(of_block),
+             *gradient_left = memory.take<uint32_t>(of_block);
+    float *scores = memory.take<float>(BLOCK * BLOCK), *changes = memory.take<float>(BLOCK * BLOCK);
+    uint32_t *weight_pairs = memory.take<uint32_t>(PAIRS * BLOCK), *change_pairs = memory.take<uint32_t>(PAIRS * BLOCK);
+    uint16_t *change_rows = memory.take<uint16_t>(BLOCK * BLOCK);
+    float *query_gradient = memory.take<float>(BLOCK * width), *turned = memory.take<float>(BLOCK * width);
+    float *key_gradient = memory.take<float>(blocks * BLOCK * width), *value_gradient = memory.take<float>(blocks * BLOCK * width);
+
+    explicit Backward(const TrainingAttention& s) : shape(s) {}
+
+    void run(const Part& part, const uint16_t* out, const float* log_sums, const uint16_t* out_gradient, uint16_t* qkv_gradient) {
+        for (int64_t s = 0; s < blocks; ++s) {
+            part.read(part.key_head(), s, true, rows);
+            transpose((const uint32_t*)rows, BLOCK, width / 2, keys + s * of_block);
+            interleave(rows, width, key_pairs + s * of_block);
+            part.read(part.value_head(), s, false, rows);
+            transpose((const uint32_t*)rows, BLOCK, width / 2, values + s * of_block);
+        }
+        std::memset(key_gradient, 0, size_t(blocks * BLOCK * width) * 4);
+        std::memset(value_gradient, 0, size_t(blocks * BLOCK * width) * 4);
+        for (int64_t g = 0; g < part.group(); ++g)
+            for (int64_t q = 0; q < blocks; ++q)
+                queries(part, part.kv_head * part.group() + g, q, out, log_sums, out_gradient, qkv_gradient);
+        for (int64_t s = 0; s < blocks; ++s) {
+            write(part, part.key_head(), s, key_gradient + s * BLOCK * width, shape.scale, shape.cos, qkv_gradient);
+            write(part, part.value_head(), s, value_gradient + s * BLOCK * width, 1.0f, nullptr, qkv_gradient);
+        }
+    }
+
+    // Transposed sums (width × 64) of a block as rows of the gradient.
+    void write(const Part& part, int64_t head, int64_t block, const float* transposed, float scale, const float* cos, uint16_t* to) {
+        transpose((const uint32_t*)transposed, width, BLOCK, (uint32_t*)turned);
+        for (int64_t i = 0; i < part.tokens_of(block); ++i) {
+            const int64_t token = block * BLOCK + i;
+            turn_back(turned + i * width, scale, part.angle(cos, token), part.angle(cos ? shape.sin : nullptr, token), width,
+                      to + part.offset(head, token));
+        }
+    }
+
+    void queries(const Part& part, int64_t head, int64_t q, const uint16_t* out, const float* log_sums, const uint16_t* out_gradient,
+                 uint16_t* qkv_gradient) {
+        part.read(head, q, true, rows);
+        part.read_output(out_gradient, head, q, gradient);
+        part.read_output(out, head, q, output);
+        interleave(rows, width, pairs);
+        transpose(pairs, PAIRS, width, queries_left);
+        interleave(gradient, width, pairs);
+        transpose(pairs, PAIRS, width, gradient_left);
+        float mean[BLOCK], log_sum[BLOCK];  // mean: Σ ∂O·O, what softmax's gradient subtracts
+        for (int64_t i = 0; i < BLOCK; ++i) {
+            __m512 sum = _mm512_setzero_ps();
+            for (int64_t d = 0; d < width; d += LANES)
+                sum = _mm512_fmadd_ps(widen(gradient + i * width + d), widen(output + i * width + d), sum);
+            mean[i] = _mm512_reduce_add_ps(sum);
+            const int64_t token = q * BLOCK + i;
+            log_sum[i] = token < shape.n_tokens ? log_sums[(part.row * shape.n_heads + head) * shape.n_tokens + token] : 0.0f;
+        }
+        const int64_t begin = part.first_block(q);
+        for (int64_t s = begin; s <= q; ++s) {
+            product((const uint32_t*)rows, width / 2, keys + s * of_block, BLOCK, width / 2, BLOCK, scores, false);
+            product((const uint32_t*)gradient, width / 2, values + s * of_block, BLOCK, width / 2, BLOCK, changes, false);
+            soften(part, q, s, mean, log_sum);
+            product(gradient_left, PAIRS, weight_pairs, BLOCK, PAIRS, width, value_gradient + s * BLOCK * width, true);
+            product(queries_left, PAIRS, change_pairs, BLOCK, PAIRS, width, key_gradient + s * BLOCK * width, true);
+            product((const uint32_t*)change_rows, PAIRS, key_pairs + s * of_block, width, PAIRS, BLOCK, query_gradient, s > begin);
+        }
+        for (int64_t i = 0; i < part.tokens_of(q); ++i) {
+            const int64_t token = q * BLOCK + i;
+            turn_back(query_gradient + i * width, shape.scale, part.angle(shape.cos, token), part.angle(shape.sin, token), width,
+                      qkv_gradient + part.offset(head, token));
+        }
+    }
+
+    // Scores and ∂P of a block as P and ∂S = P · (∂P − mean), two rows at a time.
+    void soften(const Part& part, int64_t q, int64_t s, const float* mean, const float* log_sum) {
+        const bool all = part.all_seen(q, s);
+        const __m512 to_log2 = _mm512_set1_ps(shape.scale * LOG2_E);
+        for (int64_t i = 0; i < BLOCK; i += 2)
+            for (int64_t j = 0; j < BLOCK; j += LANES) {
+                __m256i weight[2], change[2];
+                for (int64_t k = 0; k < 2; ++k) {
+                    const int64_t at = (i + k) * BLOCK + j, token = q * BLOCK + i + k;
+                    __m512 p = exp2_ps(_mm512_fmsub_ps(_mm512_load_ps(scores + at), to_log2, _mm512_set1_ps(log_sum[i + k])));
+                    if (!all) p = _mm512_maskz_mov_ps(token < shape.n_tokens ? part.seen(token, s * BLOCK + j) : __mmask16(0), p);
+                    const __m512 d = _mm512_mul_ps(p, _mm512_sub_ps(_mm512_load_ps(changes + at), _mm512_set1_ps(mean[i + k])));
+                    weight[k] = narrow(p);
+                    change[k] = narrow(d);
+                    _mm256_store_si256((__m256i*)(change_rows + at), change[k]);
+                }
+                _mm512_store_si512(weight_pairs + i / 2 * BLOCK + j, words(weight[0], weight[1]));
+                _mm512_store_si512(change_pairs + i / 2 * BLOCK + j, words(change[0], change[1]));
+            }
+    }
+};
+
+// Each part by one thread, the next free one taking the next.
+template <class Work, class Call>
+void over_parts(const TrainingAttention& shape, Call&& call) {
+    std::atomic<int64_t> next{0};
+    Pool::shared().run([&](int, int) {
+        Work work(shape);
+        for (int64_t i; (i = next.fetch_add(1)) < shape.n_rows * shape.n_kv_heads;)
+            call(work, Part{shape, i / shape.n_kv_heads, i % shape.n_kv_heads});
+    });
+}
+
+}  // namespace
+
+void attend(const TrainingAttention& shape, uint16_t* out, float* log_sums) {
+    over_parts<Forward>(shape, [&](Forward& work, const Part& part) { work.run(part, out, log_sums); });
+}
+
+void attend_backward(const TrainingAttention& shape, const uint16_t* out, const float* log_sums, const uint16_t* out_gradient,
+                     uint16_t* qkv_gradient) {
+    over_parts<Backward>(shape, [&](Backward& work, const Part& part) { work.run(part, out, log_sums, out_gradient, qkv_gradient); });
+}
+
+}  // namespace ts::avx512bf16

@@ -1,0 +1,146 @@
+"""Causal attention of training over packed documents by the native library, forward and backward, as one operator of torch's.
+
+The operator reads queries, keys and values as the projection left them, side by side, and turns them itself, so that a compiled
+block holds nothing between its projections but this call. No probabilities are kept: backward computes them again block by
+block from the logarithms of their sums (Dao et al. 2022, arXiv:2205.14135), and skips blocks outside a document or window.
+
+Measured on two cores with AVX-512-BF16 (H=6, D=64, T=512, 8,192 tokens, milliseconds of forward and backward): 18 on full rows
+and 15 on rows of documents of 230 tokens, where the products, masks, softmax and copies of explicit attention took 40.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from twostroke.kernels.native_library import library
+
+WIDTH_MULTIPLE = 32
+"""What the head dimension must be a multiple of: half of it, turned, is whole vectors of 16."""
+
+
+class _Shape(ctypes.Structure):
+    """``TrainingAttention`` of ``native/training_attention.h``."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("n_rows", "n_tokens", "n_heads", "n_kv_heads", "width")),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("qkv", "first", "cos", "sin")),
+        ("rope_rows", ctypes.c_int64),
+    )
+
+
+@cache
+def is_available() -> bool:
+    """True where the native library was built and this processor has the instructions (AVX-512-BF16)."""
+    native = library()
+    return native is not None and bool(native.ts_trains_attention())
+
+
+def _shape(qkv: Tensor, first: Tensor, cos: Tensor | None, sin: Tensor | None, n_heads: int) -> _Shape:
+    n_rows, n_tokens, n_all, width = qkv.shape
+    for name, tensor, dtype in (("qkv", qkv, torch.bfloat16), ("first", first, torch.int32)):
+        if tensor.dtype != dtype or not tensor.is_contiguous():
+            raise TypeError(f"{name} is {tensor.dtype} with strides {tensor.stride()}; contiguous {dtype} is read")
+    if width % WIDTH_MULTIPLE or first.shape != (n_rows, n_tokens):
+        raise ValueError(
+            f"head dimension {width} must be a multiple of {WIDTH_MULTIPLE}, first {tuple(first.shape)} one per token"
+        )
+    shape = _Shape(
+        n_rows, n_tokens, n_heads, (n_all - n_heads) // 2, width, width**-0.5, qkv.data_ptr(), first.data_ptr(), None, None, 0
+    )
+    if cos is not None and sin is not None:
+        if cos.dtype != torch.float32 or cos.shape != sin.shape or cos.shape[1:] != (n_tokens, width // 2):
+            raise ValueError(f"angles are {tuple(cos.shape)} {cos.dtype}; fp32 of (1 or rows, tokens, half the width) is read")
+        shape.cos, shape.sin, shape.rope_rows = cos.data_ptr(), sin.data_ptr(), cos.shape[0]
+    return shape
+
+
+def _library() -> ctypes.CDLL:
+    native = library()
+    if native is None:
+        raise RuntimeError("the native library is not there; ask is_available() first")
+    if native.ts_threads() != torch.get_num_threads():
+        native.ts_set_threads(torch.get_num_threads())
+    return native
+
+
+@torch.library.custom_op("twostroke::packed_attention", mutates_args=())
+def _attend(qkv: Tensor, first: Tensor, cos: Tensor | None, sin: Tensor | None, n_heads: int) -> tuple[Tensor, Tensor]:
+    n_rows, n_tokens, _, width = qkv.shape
+    qkv, first = qkv.contiguous(), first.contiguous()
+    cos, sin = (None if t is None else t.contiguous() for t in (cos, sin))
+    out = qkv.new_empty(n_rows, n_tokens, n_heads, width)
+    log_sums = torch.empty(n_rows, n_heads, n_tokens, dtype=torch.float32)
+    shape = _shape(qkv, first, cos, sin, n_heads)
+    _library().ts_attend(ctypes.byref(shape), out.data_ptr(), log_sums.data_ptr())
+    return out, log_sums
+
+
+@_attend.register_fake
+def _(qkv: Tensor, first: Tensor, cos: Tensor | None, sin: Tensor | None, n_heads: int) -> tuple[Tensor, Tensor]:
+    n_rows, n_tokens, _, width = qkv.shape
+    return qkv.new_empty(n_rows, n_tokens, n_heads, width), qkv.new_empty(n_rows, n_heads, n_tokens, dtype=torch.float32)
+
+
+@torch.library.custom_op("twostroke::packed_attention_backward", mutates_args=())
+def _attend_backward(
+    qkv: Tensor,
+    first: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    n_heads: int,
+    out: Tensor,
+    log_sums: Tensor,
+    gradient: Tensor,
+) -> Tensor:
+    qkv, first, out, log_sums, gradient = (t.contiguous() for t in (qkv, first, out, log_sums, gradient))
+    cos, sin = (None if t is None else t.contiguous() for t in (cos, sin))
+    qkv_gradient = torch.empty_like(qkv)
+    shape = _shape(qkv, first, cos, sin, n_heads)
+    pointers = (t.data_ptr() for t in (out, log_sums, gradient, qkv_gradient))
+    _library().ts_attend_backward(ctypes.byref(shape), *pointers)
+    return qkv_gradient
+
+
+@_attend_backward.register_fake
+def _(
+    qkv: Tensor,
+    first: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    n_heads: int,
+    out: Tensor,
+    log_sums: Tensor,
+    gradient: Tensor,
+) -> Tensor:
+    return torch.empty_like(qkv, memory_format=torch.contiguous_format)
+
+
+def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    qkv, first, cos, sin, n_heads = inputs
+    ctx.save_for_backward(qkv, first, cos, sin, *output)
+    ctx.n_heads = n_heads  # type: ignore[attr-defined]
+
+
+def _backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    qkv, first, cos, sin, out, log_sums = ctx.saved_tensors  # type: ignore[attr-defined]
+    qkv_gradient = _attend_backward(qkv, first, cos, sin, ctx.n_heads, out, log_sums, gradients[0])  # type: ignore[attr-defined]
+    return qkv_gradient, None, None, None, None
+
+
+_attend.register_autograd(_backward, setup_context=_keep)
+
+
+def packed_attention(qkv: Tensor, first: Tensor, rope: tuple[Tensor, Tensor] | None, n_heads: int) -> Tensor:
+    """softmax(q·kᵀ/√D)·v of (B, T, H + 2K, D) bf16 as (B, T, H, D): query t sees keys ``first[b, t]`` … t.
+
+    ``first`` (B, T) int32 must not fall along a row and not exceed t. ``rope`` are cos and sin, fp32 (B or 1, T, D/2), by which
+    queries and keys are turned on the way. Gradients reach ``qkv``. Proven in tests/kernels/test_training_attention.py.
+    """
+    cos, sin = (None, None) if rope is None else rope
+    result: Tensor = _attend(qkv, first, cos, sin, n_heads)[0]
+    return result
