@@ -12,7 +12,7 @@ from twostroke.training.precision import MasterWeights
 
 
 class WeightAverage:
-    """ā ← d·ā + (1 − d)·w after every update t = 1, 2, …, with d = min(``decay``, t / (t + 9)), in fp32 whatever the weights are.
+    """ā ← d·ā + (1 − d)·w after update t = 1, 2, …, with d = min(``decay``, t / (t + 9)), in fp32 whatever the weights are.
 
     The smaller d of the first updates is what keeps the random weights that a run begins with out of the average; without it
     they would hold ``decay``ᵗ of it. Memory: 4·N bytes.

@@ -8,7 +8,7 @@ from torch import Tensor
 FIRST_SCALE = 2.0**16
 LARGEST_SCALE = 2.0**24
 GROWTH_STEPS = 2000
-"""Steps without an overflow after which the scale is doubled: with ``FIRST_SCALE``, the defaults of ``torch.amp.GradScaler``."""
+"""Steps without an overflow after which the scale is doubled. It and ``FIRST_SCALE`` are those of ``torch.amp.GradScaler``."""
 
 
 class DynamicLossScale:

@@ -74,7 +74,7 @@ class RoundedUpdates:
         assert parameter.grad is not None
         n = parameter.numel()
         state = self._optimizer.state[parameter]
-        numbers = {name: value for name, value in state.items() if value.dim() == 0}  # the count of steps
+        known = dict(state)  # before the first update nothing, for every piece
         after: dict[str, Tensor] = {}
         for begin in range(0, n, n if self._whole else PIECE):
             part = slice(begin, n if self._whole else begin + PIECE)
@@ -82,8 +82,8 @@ class RoundedUpdates:
             piece = piece.view(parameter.shape) if self._whole else piece
             piece.grad = parameter.grad.view(-1)[part].float().view(piece.shape)
             held = {
-                name: value.clone() if name in numbers else value.view(-1)[part].float().view(piece.shape)
-                for name, value in state.items()
+                name: value.view(-1)[part].float().view(piece.shape) if value.dim() else value.clone()  # the count of steps
+                for name, value in known.items()
             }
             worker = self._worker
             worker.state.clear()
