@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from twostroke.kernels import native_library
+from twostroke.kernels.native import build as native_build
 
 library = native_library.library()
 if library is None:
@@ -295,3 +296,29 @@ def test_int4_without_zero_points_is_symmetric() -> None:
     rows = PreparedRows.of(INT4, rng.standard_normal((2, 64), dtype=np.float32))
     expected = rows.meaning(64) @ ((w.codes.astype(np.float64) - 8) * np.repeat(w.scales, 32, axis=1)).T
     assert np.allclose(product(w, rows), expected, rtol=0, atol=tolerance(64) * np.abs(expected).max())
+
+
+@pytest.fixture(scope="module")
+def emulated_tiles(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The library with AMX's tiles in plain C++: all of the code above the eight instructions runs without them."""
+    if "avx512_bf16" not in native_library.features():
+        pytest.skip("the code around the tiles needs AVX-512-BF16")
+    try:
+        path = native_build.build(tmp_path_factory.mktemp("emulated") / "_native.so", {"products_amx": ("-DTS_EMULATE_TILES",)})
+    except native_build.BuildError as error:
+        pytest.skip(str(error))
+    loaded = ctypes.CDLL(str(path))
+    for name, (result, arguments) in native_library._SIGNATURES.items():
+        getattr(loaded, name).restype, getattr(loaded, name).argtypes = result, arguments
+    return loaded
+
+
+def test_tiles_of_amx_agree(emulated_tiles: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    amx = native_library.LEVELS.index("amx")
+    assert emulated_tiles.ts_best_level() == amx  # its own check, against AVX-512, was passed
+    monkeypatch.setitem(globals(), "library", emulated_tiles)
+    for format in (BF16, W8A8):
+        test_product_over_odd_shapes(amx, format, 0)
+        test_a_row_does_not_depend_on_its_neighbours_nor_on_who_computes_it(amx, format, 0)
+        test_what_is_not_finite_stays_so(amx, np.nan, format, 0)
+    test_w8a8_is_exact_to_the_last_bit(amx)

@@ -20,11 +20,11 @@ constexpr int64_t AHEAD_BYTES = 8192;
 
 // Calls body(step, ahead) for every step of T tiles that are read side by side: `ahead` bytes behind the step's own address, in each
 // tile, lies what will be read AHEAD_BYTES / T later; past a tile's end that is the tile's successor T tiles on.
-template <int T, class Body>
+template <int T, int64_t BYTES = STEP_BYTES, class Body>
 __attribute__((always_inline)) inline void for_steps(int64_t n_steps, int64_t tile_bytes, Body body) {
-    const int64_t wanted = AHEAD_BYTES / T / STEP_BYTES, distance = wanted < n_steps ? wanted : n_steps;
-    for (int64_t s = 0; s < n_steps - distance; ++s) body(s, distance * STEP_BYTES);
-    for (int64_t s = n_steps - distance; s < n_steps; ++s) body(s, distance * STEP_BYTES + (T - 1) * tile_bytes);
+    const int64_t wanted = AHEAD_BYTES / T / BYTES, distance = wanted < n_steps ? wanted : n_steps;
+    for (int64_t s = 0; s < n_steps - distance; ++s) body(s, distance * BYTES);
+    for (int64_t s = n_steps - distance; s < n_steps; ++s) body(s, distance * BYTES + (T - 1) * tile_bytes);
 }
 
 struct Target {

@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -38,6 +39,7 @@ FLAGS_OF_SUFFIX = {
     "_avxvnni": (*AVX2, "-mavxvnni"),
     "_avx512": AVX512,
     "_avx512bf16": (*AVX512, "-mavx512bf16"),
+    "_amx": (*AVX512, "-mavx512bf16"),  # tiles are written as instructions
 }
 
 
@@ -69,9 +71,13 @@ def sources_hash() -> str:
     return digest.hexdigest()[:32]
 
 
-def build(target: Path, extra_flags: tuple[str, ...] = ()) -> Path:
-    """Write the library to ``target``, in one step, so that no program loads half of it. Raises BuildError."""
+def build(target: Path, flags_of: Mapping[str, tuple[str, ...]] | None = None) -> Path:
+    """Write the library to ``target``, in one step, so that no program loads half of it. Raises BuildError.
+
+    ``flags_of``: further flags for files by their stem, "" for all of them and the linker: sanitizers, emulated tiles.
+    """
     command = compiler()
+    flags_of = flags_of or {}
     headers = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(FOLDER.glob("*.h")))).hexdigest()
     cache = Path(tempfile.gettempdir()) / f"twostroke-objects-{os.getuid()}"
     cache.mkdir(mode=0o700, exist_ok=True)
@@ -80,7 +86,7 @@ def build(target: Path, extra_flags: tuple[str, ...] = ()) -> Path:
     stamp = f'-DTS_SOURCES="{sources_hash()}"'
 
     def compile_one(source: Path) -> Path:
-        flags = [*COMMON_FLAGS, *_flags(source), *extra_flags]
+        flags = [*COMMON_FLAGS, *_flags(source), *flags_of.get("", ()), *flags_of.get(source.stem, ())]
         if b"TS_SOURCES" in source.read_bytes():
             flags.append(stamp)
         key = hashlib.sha256(repr((command, flags, headers, source.name)).encode() + source.read_bytes()).hexdigest()[:32]
@@ -96,7 +102,7 @@ def build(target: Path, extra_flags: tuple[str, ...] = ()) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
-        _run([*command, *extra_flags, *LINK_FLAGS, *map(str, objects), "-o", str(partial)])
+        _run([*command, *flags_of.get("", ()), *LINK_FLAGS, *map(str, objects), "-o", str(partial)])
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)

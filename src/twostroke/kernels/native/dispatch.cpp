@@ -10,6 +10,7 @@ namespace {
 
 Level find_best() {
 #if defined(__x86_64__)
+    if (amx::works()) return Level::Amx;
     if (cpu().avx512_bf16) return Level::Avx512Bf16;
     if (cpu().avx512) return Level::Avx512;
     if (cpu().avx_vnni) return Level::AvxVnni;
@@ -37,6 +38,7 @@ void set_level(Level wanted) { in_use() = wanted < best_level() ? wanted : best_
 #if defined(__x86_64__)
 #define TS_DISPATCH(CALL)                                         \
     switch (level()) {                                            \
+        case Level::Amx: return amx::CALL;                        \
         case Level::Avx512Bf16: return avx512bf16::CALL;          \
         case Level::Avx512: return avx512::CALL;                  \
         case Level::AvxVnni: return avxvnni::CALL;                \

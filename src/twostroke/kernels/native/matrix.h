@@ -36,7 +36,7 @@ static constexpr int64_t padded(int64_t k) { return (k + 31) / 32 * 32; }
 static constexpr int64_t sums_per_row(int64_t k) { return 1 + padded(k) / 32; }
 
 // What a processor can run, each level holding those before it. Products exist for each.
-enum class Level : int32_t { Plain = 0, Avx2 = 1, AvxVnni = 2, Avx512 = 3 /* with VNNI */, Avx512Bf16 = 4 };
+enum class Level : int32_t { Plain = 0, Avx2 = 1, AvxVnni = 2, Avx512 = 3 /* with VNNI */, Avx512Bf16 = 4, Amx = 5 };
 Level best_level();                 // of this processor
 Level level();                      // in use: the best, unless a lower one was set
 void set_level(Level);              // for tests and measurements; not above the best

@@ -19,4 +19,8 @@ TS_DECLARE_PRODUCTS(avx2)
 TS_DECLARE_PRODUCTS(avxvnni)
 TS_DECLARE_PRODUCTS(avx512)
 TS_DECLARE_PRODUCTS(avx512bf16)
+TS_DECLARE_PRODUCTS(amx)
+namespace ts::amx {
+bool works();  // there are tiles, and their products agree with those of AVX-512
+}
 #endif
