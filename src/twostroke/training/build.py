@@ -13,12 +13,13 @@ from twostroke.model.initialise import initialise
 from twostroke.model.load import load_model
 from twostroke.training.adapters import base_state, check_base, load_adapted
 from twostroke.training.anomalies import AnomalyLog, SpikeWatch, anchor_every
-from twostroke.training.checkpoint import Checkpoint, load_newest
+from twostroke.training.checkpoint import Checkpoint
 from twostroke.training.conversations import make_loader
 from twostroke.training.environment import differences, environment
 from twostroke.training.optimizers import Optimizers
 from twostroke.training.parallelize import pick_device
 from twostroke.training.precision import MasterWeights
+from twostroke.training.reader import CheckpointReader
 from twostroke.training.retention import Retention
 from twostroke.training.run_directory import StepLog
 from twostroke.training.saver import CheckpointSaver
@@ -32,15 +33,16 @@ def build(run: TrainingRun) -> None:
     """Decoder, masters, optimizers, loader and step of ``run``, from the newest intact checkpoint where it resumes."""
     recipe, settings = run.recipe, run.recipe.train
     run.device = pick_device()
-    checkpoint = load_newest(run.directory.checkpoints, run.log) if run.resumes else None
+    reader = CheckpointReader(run.directory.checkpoints, run.log) if run.resumes else None
+    begins_anew = reader is None or not reader.will_find
     torch.manual_seed(recipe.seed)
     if recipe.trains_adapters:  # the base is not in checkpoints
         decoder = load_adapted(recipe, run.device)
-    elif recipe.model.init_from is not None and checkpoint is None:
+    elif recipe.model.init_from is not None and begins_anew:
         decoder = load_model(recipe.model.init_from, "fp32", run.device)
     else:
         decoder = Decoder(run.spec, device="meta").to_empty(device=run.device)
-        if checkpoint is None:
+        if begins_anew:
             initialise(decoder, recipe.seed)
     decoder.train()
     run.decoder = decoder
@@ -58,6 +60,7 @@ def build(run: TrainingRun) -> None:
         sync_log=run.step_log.sync,
         in_background=settings.checkpoint_in_background,
     )
+    checkpoint = reader.get() if reader is not None else None
     if checkpoint is not None:
         restore(run, checkpoint)
     else:

@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,15 +183,19 @@ def verify_checkpoint(path: Path) -> None:
     files = manifest.get("files")
     if not isinstance(files, dict) or set(files) != {MODEL, OPTIMIZER, STATE}:
         raise CorruptFileError(f"{path / MANIFEST} does not list {MODEL}, {OPTIMIZER} and {STATE}.")
-    for name, expected in files.items():
-        file = path / name
-        if not file.is_file():
-            raise CorruptFileError(f"{file} is missing.")
-        size = file.stat().st_size
-        if not isinstance(expected, dict) or size != expected.get("bytes"):
-            raise CorruptFileError(f"{file} is {size} bytes, which is not what {MANIFEST} says. It was truncated or altered.")
-        if _sha256(file) != expected.get("sha256"):
-            raise CorruptFileError(f"{file} was altered: its SHA-256 is not the one in {MANIFEST}.")
+    with ThreadPoolExecutor(len(files)) as pool:  # hashing leaves the interpreter to others
+        for _ in pool.map(lambda name: _verify_file(path / name, files[name]), files):
+            pass
+
+
+def _verify_file(file: Path, expected: Any) -> None:
+    if not file.is_file():
+        raise CorruptFileError(f"{file} is missing.")
+    size = file.stat().st_size
+    if not isinstance(expected, dict) or size != expected.get("bytes"):
+        raise CorruptFileError(f"{file} is {size} bytes, which is not what {MANIFEST} says. It was truncated or altered.")
+    if _sha256(file) != expected.get("sha256"):
+        raise CorruptFileError(f"{file} was altered: its SHA-256 is not the one in {MANIFEST}.")
 
 
 def _read_json(file: Path) -> dict[str, Any]:
