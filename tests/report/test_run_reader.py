@@ -98,6 +98,19 @@ def test_a_log_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
     assert (after["first"], after["points"]["step"], after["points"]["loss"]) == (0, [1, 2, 3], [1.0, 1.0, 1.0])
 
 
+def test_a_log_that_was_cut_and_has_grown_past_the_place_since_is_read_anew(tmp_path: Path) -> None:
+    begin_run(tmp_path)
+    reader = RunReader(tmp_path)
+    text = [line(step) for step in range(1, 9)]
+    append(tmp_path, "".join(text))
+    before = state(reader)
+    again = [line(step, step_time_s=0.75) for step in range(3, 12)]
+    (tmp_path / "log.jsonl").write_text("".join(text[:2] + again))  # the same file, as a rollback leaves it
+    after = state(reader, generation=before["generation"], have="8")
+    assert (after["first"], after["points"]["step"]) == (0, list(range(1, 12)))
+    assert after["points"]["step_time_s"][1:4] == [0.5, 0.75, 0.75]
+
+
 def test_a_long_log_is_read_in_pieces_and_sent_in_few_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_reader, "MOST_BYTES_A_READ", 10_000)
     begin_run(tmp_path)
@@ -167,7 +180,10 @@ def test_skipped_steps_scores_diagnostics_samples_and_checkpoints_are_found(tmp_
     shown = state(reader)
     assert shown["points"]["loss"][1] is None
     assert shown["events"] == [{"step": 2, "kind": "skipped", "text": "loss is nan"}]
-    assert shown["n_skipped"] == 1
+    anomaly = {"number": 1, "step": 2, "reason": "loss is nan", "action": "rollback", "windows": [3, 4], "texts": ["x"]}
+    (tmp_path / "anomalies.jsonl").write_text(json.dumps(anomaly) + "\n" + json.dumps(anomaly | {"step": 9}) + "\n")
+    told = "loss is nan (windows [3, 4])"
+    assert state(reader)["events"] == [{"step": s, "kind": "rollback", "text": told} for s in (2, 9)]
     assert shown["scores"] == {"heldout_bits_per_byte": [[3], [1.5]]}
     assert shown["strips"] == ["block_grad_norms", "update_ratios", "residual_rms", "mlp_dead_share"]
     assert [c["step"] for c in shown["checkpoints"]] == [2]

@@ -33,6 +33,9 @@ MOST_STRIP_POINTS = 300
 MOST_BYTES_A_READ = 2**20
 """A megabyte of log takes about 10 ms to parse, which is what a request may keep a training process from its own Python."""
 
+TAIL_BYTES = 256
+"""Of what was read; found elsewhere at the next reading, the log is another. (A step done again has other times.)"""
+
 MOST_EVENTS = 100
 SAMPLED_STEPS_SHOWN = 8
 LEDGER_EVERY_S = 3.0
@@ -40,6 +43,10 @@ QUIET_AFTER_S = 60.0
 """A log that has not grown for so long, and for 20 steps' time, is called quiet: the run may have been killed."""
 
 PREDICTED_FIRST = ("train_time_s", "step_time_s", "train_tok_per_s", "mfu", "peak_memory_bytes")
+
+
+Stamp = tuple[int, int] | None
+"""Time and size of a file; None where there is none."""
 
 
 class RunReader:
@@ -51,22 +58,25 @@ class RunReader:
     def __init__(self, directory: Path, ledger: Ledger | None = None) -> None:
         self.directory, self._ledger = directory, ledger or Ledger()
         self._recipe: dict[str, Any] = {}
-        self._recipe_stamp: tuple[int, int] | None = None
+        self._recipe_stamp: Stamp = None
         self._run: Run | None = None
         self._ledger_read = -math.inf
         self._samples: list[dict[str, Any]] = []
-        self._samples_stamp: tuple[int, int] | None = None
+        self._samples_stamp: Stamp = None
+        self._anomalies: list[dict[str, Any]] = []
+        self._anomalies_stamp: Stamp = None
+        self._readings = 0
         self._forget()
 
     def _forget(self) -> None:
-        self._inode, self._offset, self._torn = 0, 0, b""
+        self._inode, self._offset, self._torn, self._tail = 0, 0, b"", b""
+        self._readings += 1
         self.more = False
         self._points = ThinnedSeries(len(COLUMNS), MOST_POINTS)
         self._steady = ThinnedSeries(len(COLUMNS), MOST_POINTS)
         self._strips: dict[str, tuple[list[str], ThinnedSeries]] = {}
         self._scores: dict[str, ThinnedSeries] = {}
         self._events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
-        self._n_skipped = 0
         self._recent: deque[tuple[float, float]] = deque(maxlen=200)  # (step, elapsed_s)
         self._last: dict[str, Any] = {}
 
@@ -77,7 +87,10 @@ class RunReader:
         there."""
         self._read_recipe()
         self._read_log()
-        self._read_samples()
+        self._samples, self._samples_stamp = _newest(self.directory / "samples.jsonl", self._samples, self._samples_stamp)
+        self._anomalies, self._anomalies_stamp = _newest(
+            self.directory / "anomalies.jsonl", self._anomalies, self._anomalies_stamp
+        )
         if self._recipe and time.monotonic() - self._ledger_read > LEDGER_EVERY_S:
             self._ledger_read = time.monotonic()
             self._read_ledger()
@@ -95,14 +108,16 @@ class RunReader:
         file = self.directory / "log.jsonl"
         try:
             with file.open("rb") as stream:
-                status = _status(stream.fileno())
-                if status[0] != self._inode or status[1] < self._offset:  # a resumed run writes its log anew
-                    self._forget()
-                    self._inode = status[0]
-                stream.seek(self._offset)
+                status = os.fstat(stream.fileno())
+                stream.seek(self._offset - len(self._tail))
+                if status.st_ino != self._inode or stream.read(len(self._tail)) != self._tail:
+                    self._forget()  # a run that resumed, or went back, has cut its log or written it anew
+                    self._inode = status.st_ino
+                    stream.seek(0)
                 data = stream.read(MOST_BYTES_A_READ)
                 self._offset += len(data)
-                self.more = self._offset < status[1]
+                self._tail = (self._tail + data)[-TAIL_BYTES:]
+                self.more = self._offset < status.st_size
         except OSError:
             return
         whole, newline, self._torn = (self._torn + data).rpartition(b"\n")
@@ -128,7 +143,6 @@ class RunReader:
         for name, value in line.items():
             if isinstance(value, str):
                 self._events.append({"step": line["step"], "kind": name, "text": value})
-                self._n_skipped += name == "skipped"
             elif name not in _NOT_SCORES and _number(value) is not None:
                 self._scores.setdefault(name, ThinnedSeries(2, MOST_STRIP_POINTS)).add([line["step"], _number(value)])
 
@@ -137,28 +151,6 @@ class RunReader:
         if known is None or known[0] != parts:
             known = self._strips[name] = (parts, ThinnedSeries(1 + len(parts), MOST_STRIP_POINTS))
         known[1].add([float(step), *values])
-
-    def _read_samples(self) -> None:
-        file = self.directory / "samples.jsonl"
-        stamp = _stamp(file)
-        if stamp is None or stamp == self._samples_stamp:
-            return
-        samples = []
-        try:
-            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:
-            return
-        for line in reversed(lines):
-            try:
-                sample = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(sample, dict):
-                samples.append(sample)
-            if len({s.get("step") for s in samples}) > SAMPLED_STEPS_SHOWN:
-                samples.pop()
-                break
-        self._samples, self._samples_stamp = samples[::-1], stamp
 
     def _read_ledger(self) -> None:
         run_id = self._resolved.get("run_id")
@@ -177,7 +169,7 @@ class RunReader:
     @property
     def generation(self) -> str:
         """Changes where points that were sent before are no longer those of the series."""
-        return f"{self._inode}-{self._points.bucket}"
+        return f"{self._readings}-{self._points.bucket}"
 
     def state(self, known: Mapping[str, str] | None = None) -> dict[str, Any]:
         """All that a page shows, less what it says it has.
@@ -207,21 +199,31 @@ class RunReader:
             "strips": list(self._strips),
             "strip": self._strip(known),
             "scores": {name: [series.column(0), _compact(series.column(1))] for name, series in self._scores.items()},
-            "events": list(self._events),
-            "n_skipped": self._n_skipped,
+            "events": self._all_events(),
             "checkpoints": self._checkpoints(),
             "samples_mark": mark,
         }
         if known.get("samples") != mark:
-            document["samples"] = self._samples
+            steps = sorted({_number(s.get("step")) or 0.0 for s in self._samples})[-SAMPLED_STEPS_SHOWN:]
+            document["samples"] = [s for s in self._samples if (_number(s.get("step")) or 0.0) in steps]
         return document
+
+    def _all_events(self) -> list[dict[str, Any]]:
+        """Anomalies, also of steps that were done again since, and what else the log says in words; by step."""
+        anomalies = [
+            {"step": a["step"], "kind": str(a.get("action")), "text": f"{a.get('reason')} (windows {a.get('windows')})"}
+            for a in self._anomalies
+            if isinstance(a.get("step"), int)
+        ]
+        told = {a["step"] for a in anomalies}
+        return sorted([*anomalies, *(e for e in self._events if e["step"] not in told)], key=lambda event: event["step"])
 
     def _strip(self, known: Mapping[str, str]) -> dict[str, Any] | None:
         name = known.get("strip") or next(iter(self._strips), "")
         if name not in self._strips:
             return None
         parts, series = self._strips[name]
-        generation = f"{name}-{self._inode}-{series.bucket}-{len(parts)}"
+        generation = f"{name}-{self._readings}-{series.bucket}-{len(parts)}"
         first = _first_to_send(known.get("strip_generation"), known.get("strip_have"), generation, len(series))
         rows = [_compact(series.column(i + 1, first)) for i in range(len(parts))]
         return {
@@ -381,12 +383,27 @@ def _first_to_send(generation: str | None, have: str | None, current: str, n_poi
     return max(0, min(int(have), n_points) - 1)
 
 
-def _status(descriptor: int) -> tuple[int, int]:
-    status = os.fstat(descriptor)
-    return status.st_ino, status.st_size
+def _newest(file: Path, known: list[dict[str, Any]], stamp: Stamp) -> tuple[list[dict[str, Any]], Stamp]:
+    """The last records of a small file of JSON lines, read again where its stamp is no longer ``stamp``."""
+    found = _stamp(file)
+    if found == stamp:
+        return known, stamp
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return [], found
+    records = []
+    for line in lines[-MOST_EVENTS:]:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records, found
 
 
-def _stamp(file: Path) -> tuple[int, int] | None:
+def _stamp(file: Path) -> Stamp:
     try:
         status = file.stat()
     except OSError:

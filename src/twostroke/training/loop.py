@@ -232,6 +232,8 @@ class TrainingRun:
             if on_step is not None:
                 on_step(record, statistics.median(recent) * (self.steps - self.step))
             self._heed(result, batches, (position["next_window"], self.loader.state()["next_window"] - 1))
+            if self.step < record.step:  # it went back
+                observers.begin(self)
             is_scheduled = settings.checkpoint_every > 0 and record.step % settings.checkpoint_every == 0
             if is_scheduled and record.step == self.step < self.steps:  # not after a rollback
                 if rolls_back:

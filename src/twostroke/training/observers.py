@@ -24,7 +24,8 @@ class Observer:
     name = "an observer"
 
     def begin(self, run: TrainingRun) -> None:
-        """The run is built, and restored where it resumes; ``run.step`` steps are done."""
+        """``run.step`` steps are done: the run is built, and restored where it resumes. Called again where it went back to an
+        earlier step (``training.respond``)."""
 
     def after_step(self, run: TrainingRun, record: StepRecord) -> dict[str, Any]:
         """After each step's update: values that join its line in ``log.jsonl``."""
