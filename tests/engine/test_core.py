@@ -54,7 +54,7 @@ def test_a_request_without_finite_logits_fails_alone(tmp_path: Path) -> None:
     assert [found[f"good{i}"][0] for i in range(3)] == alone
     stats = core.stats()
     assert (stats.failed_requests, stats.pages_used) == (1, 0)
-    assert bool(torch.isfinite(core.pool.storage).all())
+    assert core.pool.is_finite
     # Requests that are given those pages next are as before.
     for i, prompt in enumerate(good):
         core.add_request(f"next{i}", prompt, params)
@@ -162,7 +162,7 @@ def test_a_prompt_that_fills_the_context_is_refused(llama: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "sentence"),
     [
-        ({"dtype": "int4"}, ConfigError, "dtype='int4'"),
+        ({"dtype": "int5"}, ConfigError, "dtype='int5'"),
         ({"max_model_len": 257}, ConfigError, "max_model_len=257 is beyond the model's max_positions=256"),
         ({"max_model_len": 1}, ConfigError, "max_model_len=1"),
         ({"kv_cache_bytes": 10}, ConfigError, "kv_cache_bytes=10 is less than one page"),

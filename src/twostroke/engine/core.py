@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,16 +17,18 @@ from twostroke.core.families import read_spec
 from twostroke.core.profile import load_profile
 from twostroke.core.spec import ModelSpec
 from twostroke.core.units import format_bytes
-from twostroke.engine.batch import BatchBuilder
-from twostroke.engine.interpreter import TorchInterpreter
 from twostroke.engine.kv_pool import KVPool, token_bytes
-from twostroke.engine.lowering import WEIGHTS, lower
+from twostroke.engine.lowering import NATIVE_WEIGHTS, lower
 from twostroke.engine.memory import available_bytes, default_pages
 from twostroke.engine.meters import StepMeter
+from twostroke.engine.native_runner import NativeRunner
 from twostroke.engine.prompt_scores import PromptScores, rows_of
 from twostroke.engine.sampler import Sampled, TokenLogprobs, sample
+from twostroke.engine.tiled_kv_pool import TiledKVPool
+from twostroke.engine.torch_runner import TorchRunner
 from twostroke.kernels.crossovers import Crossovers
 from twostroke.kernels.features import has_packed_linear
+from twostroke.kernels.native_library import library
 from twostroke.planner.weights import weights_bytes
 from twostroke.quantization.load import load_any_state
 from twostroke.quantization.schemes import stored_scheme
@@ -34,11 +36,16 @@ from twostroke.scheduling.request import FinishReason, Request
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig
 
+KV_DTYPES = ("bf16", "fp32", "int8")
+RUNNERS = ("native", "torch")
+
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """``dtype``: how weights are held, bf16, fp32, int8, or auto: int8 for a directory that is, else bf16 where the CPU has
-    products of it (AVX-512 or newer), else fp32.
+    """``dtype``: how weights are held, bf16, fp32, int8, int8_weight_only, int4, or auto: as a quantised directory is, else
+    bf16 where the CPU has products of it (AVX-512 or newer), else fp32. ``head_dtype``: the same for the output head; auto:
+    fp32 beside fp32, else bf16. ``kv_dtype``: the cache, bf16, fp32 or int8; auto: fp32 beside fp32, else bf16. ``runner``:
+    native, torch, or auto: native where the library was built.
 
     ``max_model_len`` None: the model's positions, or fewer where the cache is smaller. ``kv_cache_bytes`` None: a quarter of
     the free memory, at most what ``max_running`` requests of full length need. ``n_threads`` None: ``OMP_NUM_THREADS``, else
@@ -52,10 +59,15 @@ class EngineConfig:
     token_budget: int = 512
     page_tokens: int = 16
     n_threads: int | None = None
+    head_dtype: str = "auto"
+    kv_dtype: str = "auto"
+    runner: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("auto", *WEIGHTS):
-            raise ConfigError(f"dtype={self.dtype!r} is not a way to hold weights. Use one of auto, {', '.join(WEIGHTS)}.")
+        choices = {"dtype": NATIVE_WEIGHTS, "head_dtype": NATIVE_WEIGHTS, "kv_dtype": KV_DTYPES, "runner": RUNNERS}
+        for name, known in choices.items():
+            if getattr(self, name) not in ("auto", *known):
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not known. Use one of auto, {', '.join(known)}.")
         for name in ("max_model_len", "kv_cache_bytes", "max_running", "token_budget", "page_tokens", "n_threads"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -134,24 +146,40 @@ class EngineCore:
         profile = load_profile()
         crossovers = Crossovers.from_extras(profile.extras) if profile else Crossovers()
         self.spec = loaded.spec
-        self.plan = lower(loaded.spec, loaded.state, loaded.weights, crossovers)
+        native = self.config.runner == "native" or (self.config.runner == "auto" and library() is not None)
+        head = None if self.config.head_dtype == "auto" else self.config.head_dtype
+        self.plan = lower(loaded.spec, loaded.state, loaded.weights, crossovers, native, head)
         del loaded
-        scheduler_config = _fit(self.spec, self.config, self.plan.dtype)
+        kv_dtype = self.config.kv_dtype
+        if kv_dtype == "auto":
+            kv_dtype = "fp32" if self.plan.weights == "fp32" else "bf16"
+        scheduler_config = _fit(self.spec, self.config, kv_dtype)
         self.scheduler = Scheduler(scheduler_config)
-        self.pool = KVPool(self.spec, scheduler_config.n_pages, scheduler_config.page_tokens, self.plan.dtype)
-        self._builder = BatchBuilder(self.spec, scheduler_config, self.plan.dtype)
-        self._interpreter = TorchInterpreter(self.plan, self.pool)
+        make_pool = TiledKVPool if native or kv_dtype == "int8" else KVPool
+        pool = make_pool(self.spec, scheduler_config.n_pages, scheduler_config.page_tokens, kv_dtype)
+        self.pool: KVPool | TiledKVPool = pool
+        self._runner: NativeRunner | TorchRunner
+        if native:
+            assert isinstance(pool, TiledKVPool)
+            self._runner = NativeRunner(self.plan, pool, scheduler_config)
+        else:
+            self._runner = TorchRunner(self.plan, pool, scheduler_config)
         self._answers: dict[str, _Answer] = {}  # by the scheduler's id, all that are not finished
         self._names: dict[str, list[str]] = {}  # of a request: its answers' ids in the scheduler
         self._prompt_scores = PromptScores()
         self._counts = EngineStats(pages_total=scheduler_config.n_pages)
-        self._meter = StepMeter(self.spec, self.plan.step_bytes, token_bytes(self.spec, self.plan.dtype))
+        self._meter = StepMeter(self.spec, self.plan.step_bytes, token_bytes(self.spec, kv_dtype))
         self.load_s = time.perf_counter() - began
 
     @property
     def dtype(self) -> str:
-        """How weights are held: fp32, bf16 or int8."""
+        """How the blocks' matrices are held."""
         return self.plan.weights
+
+    @property
+    def runner(self) -> str:
+        """What runs steps: native or torch."""
+        return "native" if isinstance(self._runner, NativeRunner) else "torch"
 
     @property
     def max_model_len(self) -> int:
@@ -284,8 +312,7 @@ class EngineCore:
 
     def compute(self, step: ScheduledStep, rows: Tensor | None = None) -> Tensor:
         """Run ``step``: logits, fp32, of the rows that a token is sampled from, or of ``rows``, indices of the step's rows."""
-        batch = self._builder.build(step)
-        return self._interpreter.run(batch if rows is None else replace(batch, sampled_rows=rows))
+        return self._runner.run(step, rows, self._threads_for(step))
 
     def stats(self) -> EngineStats:
         """The counters, as they are now."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from twostroke.engine import plan as p
 from twostroke.engine.batch import Group, StepBatch
 from twostroke.engine.kv_pool import KVPool
+from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.kernels.attention import attention
 from twostroke.model.mlp import ACTIVATIONS
 
@@ -39,7 +40,7 @@ class Buffers:
 class TorchInterpreter:
     """Knows operations, not families. ``watch``, where given, is called after each operation with it and the buffers."""
 
-    def __init__(self, plan: p.Plan, pool: KVPool, watch: Callable[[p.Op, Buffers], None] | None = None) -> None:
+    def __init__(self, plan: p.Plan, pool: KVPool | TiledKVPool, watch: Callable[[p.Op, Buffers], None] | None = None) -> None:
         self.plan, self.pool, self.watch = plan, pool, watch
         spec = plan.spec
         self.n_heads, self.n_kv_heads, self.head_dim = spec.n_heads, spec.n_kv_heads, spec.head_dim
@@ -99,7 +100,7 @@ class TorchInterpreter:
             if values.dtype != turned.dtype:
                 turned.copy_(values)
         keys_and_values = b.qkv[:, self.n_heads :].transpose(0, 1)  # (2K, n, D)
-        self.pool.layer(op.layer).index_copy_(1, b.batch.slots, keys_and_values)
+        self.pool.write(op.layer, b.batch.slots, keys_and_values)
 
     def _attend(self, op: p.Attend, b: Buffers) -> None:
         n = b.batch.n_rows
@@ -120,6 +121,7 @@ class TorchInterpreter:
             k, v = self.pool.run(layer, keys.first_slot, keys.n_slots)
         else:
             k, v = self.pool.gather(layer, keys.pages, keys.n_rows)
+        k, v = k.to(queries.dtype), v.to(queries.dtype)  # themselves, unless the cache is held in another type
         shape = (keys.n_rows, -1, self.n_kv_heads, self.group, self.head_dim)
         q = queries.view(shape).permute(2, 0, 1, 3, 4)  # (K, B, T, G, D)
         parts = []

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 
 def token_bytes(spec: ModelSpec, dtype: str) -> int:
-    """Bytes of keys and values of one token in all layers: 2·L·K·D·bytes."""
-    return int(2 * spec.n_layers * spec.n_kv_heads * spec.head_dim * bytes_of(dtype))
+    """Bytes of keys and values of one token in all layers: 2·L·K·D·bytes; in int8 with a scale, 4 bytes, a head of each."""
+    scale_bytes = 4 if dtype == "int8" else 0
+    return int(2 * spec.n_layers * spec.n_kv_heads * (spec.head_dim * bytes_of(dtype) + scale_bytes))
 
 
 class KVPool:
@@ -47,6 +48,15 @@ class KVPool:
 
     def layer(self, i: int) -> Float[Tensor, "2K slots D"]:
         return self._layers[i]
+
+    def write(self, i: int, slots: Tensor, heads: Float[Tensor, "2K n D"]) -> None:
+        """Keys and values of new tokens into their slots."""
+        self._layers[i].index_copy_(1, slots, heads.to(self.storage.dtype))
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether everything that is held is a number."""
+        return bool(torch.isfinite(self.storage).all())
 
     def run(self, i: int, first_slot: int, n_slots: int) -> tuple[Float[Tensor, "K 1 S D"], Float[Tensor, "K 1 S D"]]:
         """Keys and values of neighbouring slots, as views."""

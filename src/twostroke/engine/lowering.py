@@ -13,12 +13,19 @@ from twostroke.core.spec import ModelSpec
 from twostroke.engine import plan as p
 from twostroke.kernels.crossovers import Crossovers
 from twostroke.kernels.matrix import FloatMatrix, Int8Matrix, Matrix, quantize_columns
+from twostroke.kernels.native_matrix import FORMATS, GROUPS, NativeMatrix, NativePair
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 WEIGHTS = ("fp32", "bf16", "int8")
 """How weights may be held. int8: matrices of the blocks in int8, everything else bf16."""
+
+NATIVE_WEIGHTS = tuple(FORMATS)
+"""The same for a native plan. int8_weight_only: activations stay fp32; int4: in groups of inputs, activations in int8."""
+
+GROUP = 64
+"""Inputs that share a scale in int4, where the codes are not given."""
 
 
 def interleaved(head_dim: int) -> Tensor:
@@ -31,10 +38,12 @@ def interleaved(head_dim: int) -> Tensor:
 
 
 class _Lowering:
-    def __init__(self, spec: ModelSpec, state: Mapping[str, Tensor], weights: str, crossovers: Crossovers) -> None:
+    def __init__(
+        self, spec: ModelSpec, state: Mapping[str, Tensor], weights: str, head: str, crossovers: Crossovers, native: bool
+    ) -> None:
         self.spec, self.state, self.crossovers = spec, state, crossovers
-        self.int8 = weights == "int8"
-        self.dtype = torch.float32 if weights == "fp32" else torch.bfloat16
+        self.weights, self.head, self.native = weights, head, native
+        self.dtype = torch.float32 if weights == "fp32" or native else torch.bfloat16
         self.rotary = spec.positions == "rope"
 
     def get(self, name: str) -> Tensor:
@@ -46,23 +55,37 @@ class _Lowering:
     def vector(self, name: str, wanted: bool = True) -> Tensor | None:
         return self.get(name).to(self.dtype, copy=True) if wanted else None
 
-    def matrix(self, name: str, bias: bool, rows: Tensor | None = None, plain: bool = False) -> Matrix:
-        """The matrix ``name`` with its bias, its ``rows`` reordered; ``plain``: never in int8."""
+    def matrix(self, name: str, bias: bool, rows: Tensor | slice | None = None, weights: str | None = None) -> Matrix:
+        """The matrix ``name`` with its bias, or its ``rows`` in that order, held as ``weights`` (default: the plan's way)."""
+        weights = weights or self.weights
         weight = self.get(f"{name}.weight")
         vector = self.vector(f"{name}.bias", bias)
+        scale = None if weight.is_floating_point() else self.get(f"{name}.scale")
+        zero = self.get(f"{name}.zero") if weight.dtype == torch.uint8 else None
         if rows is not None:
             weight = weight[rows]
-            vector = None if vector is None else vector[rows]
-        if weight.dtype == torch.int8 and (not self.int8 or plain):
-            raise ConfigError(f"{name} is held in int8 on disk; this model can only be lowered with weights='int8'.")
-        if not self.int8 or plain:
+            vector, scale, zero = (None if t is None else t[rows] for t in (vector, scale, zero))
+        if scale is not None and weights not in (("int8", "int8_weight_only") if zero is None else ("int4",)):
+            held = "int8" if zero is None else "int4"
+            raise ConfigError(f"{name} is held in {held} on disk; this model can only be lowered with weights={held!r}.")
+        if self.native:
+            group = GROUP if scale is None or zero is None else _group_of(weight, scale)
+            return NativeMatrix(weight, weights, vector, scale, zero, group)
+        if weights != "int8":
             return FloatMatrix(weight.to(self.dtype), vector)
-        if weight.dtype == torch.int8:
-            scale = self.get(f"{name}.scale")
-            scale = scale if rows is None else scale[rows]
-        else:
+        if scale is None:
             weight, scale = quantize_columns(weight)
         return Int8Matrix(weight, scale, vector, self.crossovers)
+
+    def gate_up(self, name: str) -> Matrix:
+        """Gate and up as one matrix, or for the native step as two."""
+        width, bias = self.spec.d_ff, self.spec.mlp_bias
+        if not self.native:
+            return self.matrix(name, bias)
+        gate, up = self.matrix(name, bias, slice(0, width)), self.matrix(name, bias, slice(width, 2 * width))
+        assert isinstance(gate, NativeMatrix)
+        assert isinstance(up, NativeMatrix)
+        return NativePair(gate, up)
 
     def norm(self, name: str) -> p.Normalise:
         weight = self.vector(f"{name}.weight")
@@ -102,7 +125,7 @@ class _Lowering:
             ops.append(p.KeepSampledRows())
         ops += [p.AddMixed(self.matrix(f"{name}.attn.out", spec.attn_out_bias)), self.norm(f"{name}.mlp_norm")]
         gated = spec.mlp == "swiglu"
-        wide = self.matrix(f"{name}.mlp.{'gate_up' if gated else 'up'}", spec.mlp_bias)
+        wide = self.gate_up(f"{name}.mlp.gate_up") if gated else self.matrix(f"{name}.mlp.up", spec.mlp_bias)
         ops += [p.Widen(wide, spec.activation, gated), p.AddNarrowed(self.matrix(f"{name}.mlp.down", spec.mlp_bias))]
         return ops
 
@@ -111,21 +134,38 @@ class _Lowering:
         ops: list[p.Op] = [self.embed()]
         for i in range(spec.n_layers):
             ops += self.block(i)
-        head = self.matrix("embed" if spec.tied_embeddings else "head", bias=False, plain=True)
+        head = self.matrix("embed" if spec.tied_embeddings else "head", bias=False, weights=self.head)
         return (*ops, self.norm("final_norm"), p.Head(head))
 
 
+def _group_of(codes: Tensor, scale: Tensor) -> int:
+    """How many inputs share a scale: the one of ``GROUPS`` that gives so many groups."""
+    return next(group for group in GROUPS if -(-codes.shape[1] // group) == scale.shape[1])
+
+
 @torch.inference_mode()
-def lower(spec: ModelSpec, state: Mapping[str, Tensor], weights: str = "bf16", crossovers: Crossovers | None = None) -> p.Plan:
+def lower(
+    spec: ModelSpec,
+    state: Mapping[str, Tensor],
+    weights: str = "bf16",
+    crossovers: Crossovers | None = None,
+    native: bool = False,
+    head: str | None = None,
+) -> p.Plan:
     """The plan of ``spec`` with the canonical tensors of ``state``, packed for the kernels; ``state`` is not kept.
 
-    ``weights``: fp32; bf16; or int8, the blocks' matrices in int8 (those of ``state`` that are int8 already, with their
-    ``.scale``, are taken as they are), the rest and all activations bf16. Raises ConfigError for another name and for a
+    ``weights``: how the blocks' matrices are held (those of ``state`` that are codes already, with their ``.scale``, are taken
+    as they are). ``head``: the same for the output head; default fp32 in an fp32 plan, else bf16. ``native``: matrices are
+    packed for the native library, once for any number of rows, and everything between them is fp32; else for torch's kernels,
+    and everything that is not quantised is bf16, unless ``weights`` is fp32. Raises ConfigError for another name and for a
     model that is planned only, and CorruptFileError where a tensor is missing.
     """
-    if weights not in WEIGHTS:
-        raise ConfigError(f"weights={weights!r} is not a way to hold weights. Use one of {', '.join(WEIGHTS)}.")
+    known = NATIVE_WEIGHTS if native else WEIGHTS
+    head = head or ("fp32" if weights == "fp32" else "bf16")
+    for option, value in (("weights", weights), ("head", head)):
+        if value not in known:
+            raise ConfigError(f"{option}={value!r} is not a way to hold weights. Use one of {', '.join(known)}.")
     spec.require_buildable()
     crossovers = crossovers or Crossovers()
-    lowering = _Lowering(spec, state, weights, crossovers)
-    return p.Plan(spec, lowering.ops(), weights, "fp32" if weights == "fp32" else "bf16", crossovers)
+    lowering = _Lowering(spec, state, weights, head, crossovers, native)
+    return p.Plan(spec, lowering.ops(), weights, "fp32" if weights == "fp32" or native else "bf16", crossovers)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from twostroke.core.dtypes import bytes_of
 from twostroke.core.spec import Activation, ModelSpec
 from twostroke.kernels.crossovers import Crossovers
 from twostroke.kernels.matrix import Matrix
@@ -118,7 +117,7 @@ Op = (
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """``weights`` is how matrices are held (fp32, bf16, int8); ``dtype`` what activations and the cache are computed in."""
+    """``weights`` is how the blocks' matrices are held (fp32, bf16, int8, …); ``dtype`` what activations are computed in."""
 
     spec: ModelSpec
     ops: tuple[Op, ...]
@@ -145,7 +144,7 @@ class Plan:
         the head: the table that tokens are looked up in stays in its file, of which a step reads a few rows."""
         embed = self.ops[0]
         assert isinstance(embed, Embed)
-        element_bytes = int(bytes_of(self.dtype))
+        element_bytes = 4 if self.weights == "fp32" else 2
         total = self.step_bytes
         for op in self.ops:
             if isinstance(op, ProjectHeads | AddMixed | Widen | AddNarrowed | Head):

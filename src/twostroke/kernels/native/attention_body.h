@@ -188,8 +188,8 @@ struct Tiles {
 };
 
 void find_tiles(
-    const ts::KvLayout& kv, const ts::KvHead& head, const int64_t* pages, int64_t first, int64_t end, int n_tiles, Scratch& s,
-    Tiles& tiles) {
+    const ts::KvLayout& kv, const ts::KvHead& head, const int64_t* pages, int64_t first, int64_t least, int64_t end, int n_tiles,
+    Scratch& s, Tiles& tiles) {
     const int64_t D = kv.head_dim;
     const bool together = kv.page_tokens % ts::kTile == 0, codes = kv.type == ts::KvType::INT8;
     const int64_t bytes = kv.type == ts::KvType::F32 ? 4 : codes ? 1 : 2, pair = kv.type == ts::KvType::F32 ? 1 : 2;
@@ -198,7 +198,8 @@ void find_tiles(
         const int64_t position = first + t * ts::kTile;
         uint32_t* keys = s.key_tiles + t * key_words;
         uint32_t* values = s.value_tiles + t * value_words;
-        if (together) {
+        // Before the window of every row a page may have been given back, and be whoever's: such keys are zeros here.
+        if (together && position + ts::kTile > least) {
             const int64_t slot = slot_of(kv, pages, position), tile = slot / ts::kTile;
             const uint8_t* k = head.keys + tile * kv.key_tile_bytes;
             const uint8_t* v = head.values + tile * kv.value_tile_bytes;
@@ -223,12 +224,13 @@ void find_tiles(
         if (codes) own_keys += key_words * 2, own_values += value_words * 2;
         for (int lane = 0; lane < ts::kTile; lane++) {
             tiles.key_scales[t * ts::kTile + lane] = tiles.value_scales[t * ts::kTile + lane] = 1.0f;
-            if (position + lane >= end) continue;
+            if (position + lane >= end || position + lane < least) continue;
             const int64_t slot = slot_of(kv, pages, position + lane), from = slot % ts::kTile;
             const uint8_t* k = head.keys + slot / ts::kTile * kv.key_tile_bytes;
             const uint8_t* v = head.values + slot / ts::kTile * kv.value_tile_bytes;
             for (int64_t d = 0; d < s.q_words; d++)
-                std::memcpy(own_keys + (d * ts::kTile + lane) * pair * bytes, k + (d * ts::kTile + from) * pair * bytes, static_cast<size_t>(pair * bytes));
+                std::memcpy(own_keys + (d * ts::kTile + lane) * pair * bytes, k + (d * ts::kTile + from) * pair * bytes,
+                            static_cast<size_t>(pair * bytes));
             for (int64_t d = 0; d < D; d++)
                 std::memcpy(
                     own_values + (lane / pair * D * pair + d * pair + lane % pair) * bytes,
@@ -315,7 +317,10 @@ TS_INLINE void soften(
     s.count[r] = s.count[r] * correction + sum_of(total);
     s.most[r] = now;
     if (correction != 1.0f)
-        for (int64_t d = 0; d < s.padded; d += kLanes) store(s.sums + r * s.padded + d, load(s.sums + r * s.padded + d) * all(correction));
+        for (int64_t d = 0; d < s.padded; d += kLanes) {
+            float* sums = s.sums + r * s.padded + d;
+            store(sums, load(sums) * all(correction));
+        }
 }
 
 // One span joins those before it: both are sums relative to their own maximum.
@@ -362,7 +367,7 @@ void attend_as(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendT
                 if (out < last_token) last_token = out;
             }
             if (first_token >= last_token) continue;
-            find_tiles(kv, head, task.pages, block, here, n_tiles, s, tiles);
+            find_tiles(kv, head, task.pages, block, task.first_key, here, n_tiles, s, tiles);
             const int64_t first_row = first_token * task.group;
             const int rows = static_cast<int>(last_token * task.group - first_row);
             by_rows<Score, Format>(rows, (const uint32_t*)s.q + first_row * s.q_words, s.q_words, tiles.keys, n_tiles,

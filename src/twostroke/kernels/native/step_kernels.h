@@ -37,8 +37,8 @@ struct AttendTask {
     int64_t first_position;
     int32_t n_tokens, group;
     int64_t window;        // 0: none
-    int64_t first_key, end_key;  // multiples of kSpan at both ends, or the last key's end
-    float* partial;        // null: write mixed; else (group) maxima, sums and (group, D) sums of values for every span
+    int64_t first_key, end_key;  // no row sees a key before or behind; shared out only at multiples of kSpan
+    float* partial;        // null: write mixed; else for each span: a maximum and a sum of weights for each row, (rows, D) sums of values
 };
 
 struct StepKernels {

@@ -5,6 +5,9 @@
 
 #include <cstdint>
 #include <cstring>
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors wider than the CPU's never cross a file
+#pragma GCC diagnostic ignored "-Wunused-function"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 about its own _mm512_max_ps
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -46,6 +49,14 @@ TS_INLINE Ints lane_numbers() { return Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11
 TS_INLINE Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    union Split {
+        Floats whole;
+        __m256 half[2];
+    };
+    Split x{a}, y{b}, z{c};
+    for (int i = 0; i < 2; i++) z.half[i] = _mm256_fmadd_ps(x.half[i], y.half[i], z.half[i]);
+    return z.whole;
 #else
     return a * b + c;
 #endif

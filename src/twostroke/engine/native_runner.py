@@ -1,0 +1,227 @@
+"""Runs a native plan: one call of the library for a whole step of any mix of prefill and decode rows."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twostroke.core.errors import CapacityError, ConfigError
+from twostroke.engine import plan as p
+from twostroke.engine.tiled_kv_pool import TiledKVPool
+from twostroke.kernels.native_library import library, why_absent
+from twostroke.kernels.native_matrix import CMatrix, NativeMatrix, NativePair
+from twostroke.model.rope import inverse_frequencies
+from twostroke.scheduling.scheduler import ScheduledStep, SchedulerConfig
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+_KINDS = (
+    p.Embed,
+    p.Normalise,
+    p.ProjectHeads,
+    p.NormaliseHeads,
+    p.TurnAndStore,
+    p.Attend,
+    p.KeepSampledRows,
+    p.AddMixed,
+    p.Widen,
+    p.AddNarrowed,
+    p.Head,
+)
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+_TABLE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_KV_TYPES = {"fp32": 0, "bf16": 1, "int8": 2}
+_I32, _I64, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+
+
+class _COp(ctypes.Structure):
+    """``ts::StepOp``."""
+
+    _fields_ = [
+        ("kind", _I32),
+        ("layer", _I32),
+        ("window", _I64),
+        ("choice", _I32),
+        ("second", _I32),
+        ("eps", ctypes.c_float),
+        ("unused", _I32),
+        ("table", _POINTER),
+        ("positions", _POINTER),
+        ("weight", _POINTER),
+        ("bias", _POINTER),
+        ("matrix", CMatrix),
+        ("up", CMatrix),
+    ]
+
+
+class _CModel(ctypes.Structure):
+    """``ts::StepModel``."""
+
+    _fields_ = [
+        *((name, _I64) for name in ("d_model", "n_heads", "n_kv_heads", "head_dim", "d_ff", "vocab_size", "n_layers")),
+        ("frequencies", _POINTER),
+        ("ops", _POINTER),
+        ("n_ops", _I64),
+        ("kv_type", _I32),
+        ("unused", _I32),
+        ("page_tokens", _I64),
+        ("n_slots", _I64),
+        *((name, _POINTER) for name in ("keys", "values", "key_scales", "value_scales")),
+    ]
+
+
+class _CBatch(ctypes.Structure):
+    """``ts::StepBatch``."""
+
+    _fields_ = [
+        ("n_requests", _I64),
+        *((name, _POINTER) for name in ("starts", "counts", "table_rows", "tokens", "table")),
+        ("table_stride", _I64),
+        ("kept", _POINTER),
+        ("n_kept", _I64),
+        ("logits", _POINTER),
+        ("trace", _POINTER),
+        ("n_threads", _I64),
+    ]
+
+
+class NativeRunner:
+    """Advances ``pool`` by scheduled steps of a plan lowered with ``native=True``. Raises ConfigError without the library.
+
+    Page tables and every array of a step are kept and refilled, so that a decode step costs Python tens of microseconds. The
+    threads are those of the library's one pool.
+    """
+
+    def __init__(self, plan: p.Plan, pool: TiledKVPool, config: SchedulerConfig) -> None:
+        loaded = library()
+        if loaded is None:
+            raise ConfigError(f"runner='native' needs the native library. {why_absent()}")
+        loaded.ts_step_create.restype, loaded.ts_step_create.argtypes = _POINTER, [_POINTER]
+        loaded.ts_step_destroy.restype, loaded.ts_step_destroy.argtypes = None, [_POINTER]
+        loaded.ts_step_run.restype, loaded.ts_step_run.argtypes = ctypes.c_int, [_POINTER, _POINTER]
+        self._library, self.plan, self.pool = loaded, plan, pool
+        spec = plan.spec
+        self._held: list[Tensor] = []  # what the library points to beside the plan's own tensors
+        ops = (_COp * len(plan.ops))(*map(self._op, plan.ops))
+        layer = -1
+        for made, op in zip(ops, plan.ops, strict=True):
+            layer = op.layer if isinstance(op, p.Attend) else layer
+            made.layer = layer if isinstance(op, p.AddNarrowed) else made.layer
+        frequencies = self._hold(inverse_frequencies(spec)) if spec.positions == "rope" else None
+        scales = [pool.key_scales.data_ptr(), pool.value_scales.data_ptr()] if pool.dtype == "int8" else [None, None]
+        sizes = (spec.d_model, spec.n_heads, spec.n_kv_heads, spec.head_dim, spec.d_ff, spec.vocab_size, spec.n_layers)
+        places = (pool.keys.data_ptr(), pool.values.data_ptr(), *scales)
+        kv_type = _KV_TYPES[pool.dtype]
+        model = _CModel(
+            *sizes, frequencies, ctypes.addressof(ops), len(ops), kv_type, 0, pool.page_tokens, pool.n_slots, *places
+        )
+        self._step = loaded.ts_step_create(ctypes.byref(model))
+        if not self._step:
+            raise CapacityError("the step's memory could not be had.")
+        weakref.finalize(self, loaded.ts_step_destroy, self._step)
+        width = min(config.n_pages, -(-config.max_model_len // config.page_tokens))
+        self.table = np.zeros((config.max_running, width), np.int64)
+        self._starts, self._counts, self._slots = (np.zeros(config.max_running, np.int32) for _ in range(3))
+        self._tokens = np.zeros(config.token_budget, np.int32)
+        self._logits = torch.empty((0, spec.vocab_size))
+        self._batch = _CBatch(table=self.table.ctypes.data, table_stride=width)
+        arrays = (("starts", self._starts), ("counts", self._counts), ("table_rows", self._slots), ("tokens", self._tokens))
+        for name, array in arrays:
+            setattr(self._batch, name, array.ctypes.data)
+
+    def run(
+        self,
+        step: ScheduledStep,
+        rows: Tensor | None = None,
+        n_threads: int = 1,
+        all_rows: bool = False,
+        trace: Float[Tensor, "states n E"] | None = None,
+    ) -> Float[Tensor, "kept V"]:
+        """Logits, fp32, of the rows that a token is sampled from, of ``rows``, or of all; valid until the next call.
+
+        ``n_threads`` 1: the caller's thread alone, which costs the pool nothing.
+        ``trace`` receives the residual stream after the embedding and each block (of all rows, so ask for those)."""
+        batch, n = self._batch, len(step.requests)
+        requests = step.requests
+        for request in step.grown:
+            self.table[request.slot, : len(request.pages)] = request.pages
+        self._starts[:n] = step.starts
+        self._counts[:n] = step.counts
+        self._slots[:n] = [r.slot for r in requests]
+        kept: np.ndarray | None = None
+        if step.n_decodes == n:
+            n_rows = n
+            self._tokens[:n] = [r.tokens[start] for r, start in zip(requests, step.starts, strict=True)]
+        else:
+            tokens: list[int] = []
+            for request, start, count in zip(requests, step.starts, step.counts, strict=True):
+                tokens += request.tokens[start : start + count]
+            n_rows = len(tokens)
+            self._tokens[:n_rows] = tokens
+            if rows is None and not all_rows:
+                kept = _sampled_rows(step)
+        if rows is not None:
+            kept = np.ascontiguousarray(rows.numpy(), np.int64)
+        n_kept = n_rows if kept is None else len(kept)
+        if self._logits.shape[0] < n_kept:
+            self._logits = torch.empty((n_kept, self.plan.spec.vocab_size))
+        batch.n_requests = n
+        batch.kept, batch.n_kept = (None, 0) if kept is None else (kept.ctypes.data, n_kept)
+        batch.logits = self._logits.data_ptr()
+        batch.trace = None if trace is None else trace.data_ptr()
+        batch.n_threads = n_threads
+        if n_threads > 1 and self._library.ts_threads() != n_threads:
+            self._library.ts_set_threads(n_threads)
+        if self._library.ts_step_run(self._step, ctypes.byref(batch)):
+            raise CapacityError("a step's working memory could not be had. Lower token_budget.")
+        return self._logits[:n_kept]
+
+    def _hold(self, tensor: Tensor) -> int:
+        tensor = tensor.contiguous()
+        self._held.append(tensor)
+        return tensor.data_ptr()
+
+    def _op(self, op: p.Op) -> _COp:
+        made = _COp(kind=_KINDS.index(type(op)))
+        if isinstance(op, p.Embed):
+            made.table, made.choice = self._table(op.table)
+            if op.positions is not None:
+                made.positions, made.second = self._table(op.positions)
+        elif isinstance(op, p.Normalise | p.NormaliseHeads):
+            made.weight, made.eps = self._hold(op.weight.float()), op.eps
+            if isinstance(op, p.Normalise) and op.bias is not None:
+                made.bias = self._hold(op.bias.float())
+        elif isinstance(op, p.TurnAndStore):
+            made.layer, made.choice = op.layer, int(op.rotary)
+        elif isinstance(op, p.Attend):
+            made.layer, made.window = op.layer, op.window or 0
+        elif isinstance(op, p.Widen):
+            made.choice = _ACTIVATIONS[op.activation]
+        if isinstance(op, p.ProjectHeads | p.AddMixed | p.Widen | p.AddNarrowed | p.Head):
+            matrix: Any = op.matrix
+            if isinstance(matrix, NativePair):
+                made.matrix, made.up = matrix.gate.c, matrix.up.c
+            elif isinstance(matrix, NativeMatrix):
+                made.matrix = matrix.c
+            else:
+                raise ConfigError("this plan was lowered for torch. Lower it with native=True.")
+        return made
+
+    def _table(self, table: Tensor) -> tuple[int, int]:
+        if table.dtype not in _TABLE_TYPES:
+            table = table.float()
+        return self._hold(table), _TABLE_TYPES[table.dtype]
+
+
+def _sampled_rows(step: ScheduledStep) -> np.ndarray:
+    ends = np.cumsum(step.counts)
+    wanted: Sequence[int] = [i for i in range(len(step.requests)) if step.samples(i)]
+    rows: np.ndarray = ends[wanted].astype(np.int64) - 1
+    return rows

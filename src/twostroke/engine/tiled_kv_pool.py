@@ -1,0 +1,127 @@
+"""Cached keys and values as the native step reads them: sixteen slots a tile, keys across lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twostroke.core.errors import CapacityError
+from twostroke.core.spec import ModelSpec
+from twostroke.engine.kv_pool import token_bytes
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+TILE = 16
+ALIGNMENT = 64
+SLACK = 256
+"""Bytes behind the arrays that whole vectors may read and nothing is made of."""
+
+TYPES = {"fp32": (np.float32, torch.float32, 1), "bf16": (np.uint16, torch.bfloat16, 2), "int8": (np.int8, torch.int8, 2)}
+"""Numpy's type, torch's, and how many neighbouring numbers of a row lie side by side."""
+
+
+class TiledKVPool:
+    """Slot s of a layer and head is lane s % 16 of tile s / 16. Keys of a tile are (D/p, 16, p), values (16/p, D, p), p = 2
+    numbers side by side in bf16 and int8, 1 in fp32: a vector holds one pair of dimensions of sixteen keys, so scores need no
+    sum across lanes. ``int8``: symmetric codes, one fp32 scale a slot, head and kind.
+
+    The methods that the torch interpreter calls give and take plain tensors; they are the reference, not fast. Memory comes
+    zeroed from the system as it is touched (``KVPool`` says why zeros matter).
+    """
+
+    def __init__(self, spec: ModelSpec, n_pages: int, page_tokens: int, dtype: str) -> None:
+        self.n_pages, self.page_tokens, self.dtype = n_pages, page_tokens, dtype
+        self.n_kv_heads, self.head_dim = spec.n_kv_heads, spec.head_dim
+        self.n_slots = -(-n_pages * page_tokens // TILE) * TILE
+        self.n_bytes = token_bytes(spec, dtype) * n_pages * page_tokens
+        _, _, pair = TYPES[dtype]
+        heads = (spec.n_layers, spec.n_kv_heads, self.n_slots // TILE)
+        self.keys = self._zeros((*heads, -(-spec.head_dim // pair), TILE, pair))
+        self.values = self._zeros((*heads, TILE // pair, spec.head_dim, pair))
+        n_scales = (spec.n_layers, spec.n_kv_heads, self.n_slots) if dtype == "int8" else (0, 0, 0)
+        self.key_scales, self.value_scales = torch.zeros(n_scales), torch.zeros(n_scales)
+
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        numpy_type, torch_type, _ = TYPES[self.dtype]
+        n_bytes = int(np.prod(shape)) * np.dtype(numpy_type).itemsize
+        try:
+            raw = np.zeros(n_bytes + ALIGNMENT + SLACK, np.uint8)
+        except MemoryError:
+            raise CapacityError(f"a KV cache of {self.n_bytes} bytes does not fit in memory. Lower kv_cache_bytes.") from None
+        first = -raw.ctypes.data % ALIGNMENT
+        flat = torch.from_numpy(raw[first : first + n_bytes].view(numpy_type))
+        return (flat if flat.dtype == torch_type else flat.view(torch_type)).view(shape)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether everything that is held is a number."""
+        held = (self.key_scales, self.value_scales) if self.dtype == "int8" else (self.keys, self.values)
+        return all(bool(torch.isfinite(tensor).all()) for tensor in held)
+
+    def write(self, layer: int, slots: Tensor, heads: Float[Tensor, "2K n D"]) -> None:
+        """Keys and values of new tokens into their slots."""
+        new_keys, new_values = heads.float().split(self.n_kv_heads)
+        tile, lane, pair = slots // TILE, slots % TILE, TYPES[self.dtype][2]
+        if self.dtype == "int8":
+            new_keys = self._codes(new_keys, self.key_scales[layer], slots)
+            new_values = self._codes(new_values, self.value_scales[layer], slots)
+        new_keys = torch.nn.functional.pad(new_keys, (0, -self.head_dim % pair)).unflatten(2, (-1, pair))
+        self.keys[layer][:, tile, :, lane] = new_keys.transpose(0, 1).to(self.keys.dtype)
+        self.values[layer][:, tile, lane // pair, :, lane % pair] = new_values.transpose(0, 1).to(self.values.dtype)
+
+    @staticmethod
+    def _codes(heads: Tensor, scales: Tensor, slots: Tensor) -> Tensor:
+        scale = heads.abs().amax(dim=2).clamp_min_(1e-30) / 127
+        scales[:, slots] = scale
+        return (heads * scale.reciprocal()[:, :, None]).round_().clamp_(-127, 127)
+
+    def run(self, layer: int, first_slot: int, n_slots: int) -> tuple[Tensor, Tensor]:
+        """Keys and values, (K, 1, S, D) each, of neighbouring slots."""
+        keys, values = self._read(layer, torch.arange(first_slot, first_slot + n_slots))
+        return keys[:, None], values[:, None]
+
+    def gather(self, layer: int, pages: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
+        """Keys and values, (K, B, S, D) each, of ``n_rows`` requests with equally many pages each."""
+        keys, values = self._read(layer, self._slots(pages))
+        return keys.unflatten(1, (n_rows, -1)), values.unflatten(1, (n_rows, -1))
+
+    def _slots(self, pages: Tensor) -> Tensor:
+        return (pages.clamp_min(0)[:, None] * self.page_tokens + torch.arange(self.page_tokens)).flatten()
+
+    def _read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        tile, lane, pair = slots // TILE, slots % TILE, TYPES[self.dtype][2]
+        keys = self.keys[layer][:, tile, :, lane].float().flatten(2)[..., : self.head_dim].transpose(0, 1)
+        values = self.values[layer][:, tile, lane // pair, :, lane % pair].float().transpose(0, 1)
+        if self.dtype == "int8":
+            keys = keys * self.key_scales[layer][:, slots, None]
+            values = values * self.value_scales[layer][:, slots, None]
+        return keys, values
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Zero what ``pages`` hold in every layer (a failed request may have left NaN there)."""
+        slots = self._slots(torch.tensor([page for page in pages if page >= 0], dtype=torch.int64))
+        tile, lane, pair = slots // TILE, slots % TILE, TYPES[self.dtype][2]
+        for layer in range(self.keys.shape[0]):
+            self.keys[layer][:, tile, :, lane] = 0
+            self.values[layer][:, tile, lane // pair, :, lane % pair] = 0
+        if self.dtype == "int8":
+            self.key_scales[:, :, slots] = 0
+            self.value_scales[:, :, slots] = 0
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """What the first page of each pair holds, in every layer, into the second."""
+        sources, targets = (self._slots(torch.tensor(pages)) for pages in zip(*pairs, strict=True))
+        pair = TYPES[self.dtype][2]
+        (tile, lane), (to_tile, to_lane) = ((slots // TILE, slots % TILE) for slots in (sources, targets))
+        for layer in range(self.keys.shape[0]):
+            keys, values = self.keys[layer], self.values[layer]
+            keys[:, to_tile, :, to_lane] = keys[:, tile, :, lane]
+            values[:, to_tile, to_lane // pair, :, to_lane % pair] = values[:, tile, lane // pair, :, lane % pair]
+        if self.dtype == "int8":
+            self.key_scales[:, :, targets] = self.key_scales[:, :, sources]
+            self.value_scales[:, :, targets] = self.value_scales[:, :, sources]

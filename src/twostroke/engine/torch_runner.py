@@ -1,0 +1,32 @@
+"""Runs a plan with torch, step by scheduled step: the batch of tensors and the interpreter that reads it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from twostroke.engine import plan as p
+from twostroke.engine.batch import BatchBuilder
+from twostroke.engine.interpreter import TorchInterpreter
+from twostroke.engine.kv_pool import KVPool
+from twostroke.engine.tiled_kv_pool import TiledKVPool
+from twostroke.scheduling.scheduler import ScheduledStep, SchedulerConfig
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+class TorchRunner:
+    """The same interface as ``NativeRunner``; torch's number of threads is whoever's who calls."""
+
+    def __init__(self, plan: p.Plan, pool: KVPool | TiledKVPool, config: SchedulerConfig) -> None:
+        self.plan, self.pool = plan, pool
+        self._builder = BatchBuilder(plan.spec, config, plan.dtype)
+        self._interpreter = TorchInterpreter(plan, pool)
+
+    def run(self, step: ScheduledStep, rows: Tensor | None = None, n_threads: int = 1) -> Float[Tensor, "kept V"]:
+        """Logits, fp32, of the rows that a token is sampled from, or of ``rows``."""
+        batch = self._builder.build(step)
+        return self._interpreter.run(batch if rows is None else replace(batch, sampled_rows=rows))

@@ -1,0 +1,125 @@
+"""Weight matrices packed for the native library, callable like every other ``Matrix``."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from twostroke.core.errors import CapacityError, ConfigError
+from twostroke.kernels.int4 import quantize_groups
+from twostroke.kernels.matrix import quantize_columns
+from twostroke.kernels.native_library import library
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int8, UInt8
+
+FORMATS = {"fp32": 0, "bf16": 1, "int8": 2, "int8_weight_only": 3, "int4": 4}
+"""Our names, with the library's numbers. ``int8`` quantises activations too (W8A8), as ``int4`` does."""
+
+GROUPS = (32, 64, 128)
+"""Inputs that may share a scale in int4."""
+
+
+class CMatrix(ctypes.Structure):
+    """``ts::Matrix``."""
+
+    _fields_ = [
+        ("format", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("packed", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+    ]
+
+
+class NativeMatrix:
+    """``weight`` (N, K) packed once in ``format``; one copy serves one row and thousands.
+
+    ``weight`` may be codes already: int8 with their ``scale`` (N), for the two int8 formats, or uint8 0…15 with ``scale`` and
+    ``zero`` (N, groups), for int4. The call is the library's product on fp32 rows, which is what the torch interpreter of a
+    native plan runs. Raises ConfigError for codes of another format.
+    """
+
+    def __init__(
+        self,
+        weight: Float[Tensor, "N K"] | Int8[Tensor, "N K"] | UInt8[Tensor, "N K"],
+        format: str,
+        bias: Float[Tensor, " N"] | None = None,
+        scale: Tensor | None = None,
+        zero: UInt8[Tensor, "N groups"] | None = None,
+        group: int = 64,
+    ) -> None:
+        loaded = library()
+        if loaded is None:
+            raise ConfigError("the native library was not built, so there are no native matrices. Use runner='torch'.")
+        if format == "int4" and group not in GROUPS:
+            raise ConfigError(f"group={group} must be one of {', '.join(map(str, GROUPS))}.")
+        held = {torch.int8: ("int8", "int8_weight_only"), torch.uint8: ("int4",)}.get(weight.dtype)
+        if held is not None and (format not in held or scale is None):
+            raise ConfigError(
+                f"a matrix of {weight.dtype} codes cannot be packed as {format}. Start from the unquantised model."
+            )
+        self.format, self.group = format, group if format == "int4" else 0
+        self.n_rows, self.n_columns = weight.shape
+        self.bias = None if bias is None else bias.float().contiguous()
+        code = FORMATS[format]
+        n_bytes = loaded.ts_packed_bytes(code, self.group, self.n_rows, self.n_columns)
+        self.address = loaded.ts_allocate(n_bytes)
+        if not self.address:
+            raise CapacityError(f"a matrix of {n_bytes} bytes does not fit in memory.")
+        weakref.finalize(self, loaded.ts_release, self.address)
+        plain = weight
+        if held is None and format == "int4":
+            plain, scale, zero = quantize_groups(weight, group)
+        elif held is None and format in ("int8", "int8_weight_only"):
+            plain, scale = quantize_columns(weight)
+        elif held is None:
+            plain = weight.to(torch.float32 if format == "fp32" else torch.bfloat16)
+        plain = plain.contiguous()
+        scale = None if scale is None else scale.float().contiguous()
+        zero = None if zero is None else zero.contiguous()
+        pointers = [None if t is None else t.data_ptr() for t in (plain, scale, zero)]
+        loaded.ts_pack(code, self.group, self.n_rows, self.n_columns, *pointers, self.address)
+        self.n_bytes = self.held_bytes = n_bytes + (0 if self.bias is None else self.bias.nbytes)
+
+    @property
+    def c(self) -> CMatrix:
+        """The library's view of it, valid while this object lives."""
+        bias = None if self.bias is None else self.bias.data_ptr()
+        return CMatrix(FORMATS[self.format], self.group, self.n_rows, self.n_columns, self.address, bias)
+
+    def __call__(self, x: Float[Tensor, "M K"], residual: Float[Tensor, "M N"] | None = None) -> Float[Tensor, "M N"]:
+        loaded = library()
+        assert loaded is not None
+        rows, m, k = x.float().contiguous(), x.shape[0], self.n_columns
+        width = loaded.ts_padded(k)
+        bf16 = torch.empty((m, width), dtype=torch.int16)
+        codes = torch.empty((m, width), dtype=torch.int8)
+        scales = torch.empty(m)
+        sums = torch.empty((m, loaded.ts_sums_per_row(k)), dtype=torch.int32)
+        buffers = [t.data_ptr() for t in (bf16, codes, scales, sums)]
+        code = FORMATS[self.format]
+        loaded.ts_prepare_rows(code, rows.data_ptr(), m, k, *buffers)
+        y = torch.empty((m, self.n_rows)) if residual is None else residual.float().clone(memory_format=torch.contiguous_format)
+        bias = None if self.bias is None else self.bias.data_ptr()
+        shape = (code, self.group, self.n_rows, k, self.address, bias)
+        loaded.ts_product(*shape, m, rows.data_ptr(), *buffers, y.data_ptr(), self.n_rows, residual is not None)
+        return y.to(x.dtype)
+
+
+class NativePair:
+    """Gate and up as two matrices of the same input, so that threads can share out both alike; called, they are one."""
+
+    def __init__(self, gate: NativeMatrix, up: NativeMatrix) -> None:
+        self.gate, self.up = gate, up
+        self.n_rows, self.n_columns = gate.n_rows + up.n_rows, gate.n_columns
+        self.n_bytes, self.held_bytes = gate.n_bytes + up.n_bytes, gate.held_bytes + up.held_bytes
+
+    def __call__(self, x: Float[Tensor, "M K"], residual: Float[Tensor, "M N"] | None = None) -> Float[Tensor, "M N"]:
+        y = torch.cat((self.gate(x), self.up(x)), dim=1)
+        return y if residual is None else y.add_(residual)
