@@ -77,12 +77,12 @@ def test_the_standard_error_is_the_spread_of_the_means() -> None:
     estimates, errors = [], []
     for _ in range(2000):
         bits = (0.02 + 0.3 * rng.standard_normal(50)) * widths
-        difference, error = paired_difference(np.zeros(50), bits * math.log(2), widths)
-        estimates.append(difference)
-        errors.append(error)
+        difference = paired_difference(np.zeros(50), bits * math.log(2), widths)
+        estimates.append(difference.value)
+        errors.append(difference.standard_error)
     assert np.mean(estimates) == pytest.approx(0.02, abs=4 * 0.3 / math.sqrt(50 * 2000))
     assert np.mean(errors) == pytest.approx(np.std(estimates), rel=0.06)  # both have about 2% of their own noise
-    assert paired_difference(np.zeros(1), np.ones(1), np.ones(1))[1] == math.inf
+    assert paired_difference(np.zeros(1), np.ones(1), np.ones(1)).standard_error == math.inf
 
 
 def test_blocks_hold_all_of_the_cost() -> None:

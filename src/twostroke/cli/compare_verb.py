@@ -1,12 +1,16 @@
-"""``twostroke compare``: two models on the same held-out text."""
+"""``twostroke compare``: two models beside each other: quality on the same text and questions, speed, cost and size."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit, progress
+from twostroke.cli.eval_verb import ENGINE_HELP, TASK_DATA_HELP, TASK_HELP
 from twostroke.core.units import format_bytes, format_count
 
 app = typer.Typer(add_completion=False)
@@ -17,35 +21,143 @@ def compare(
     a: Path = typer.Argument(help="Model directory or training run to compare with."),
     b: Path = typer.Argument(help="Model directory or training run that is compared."),
     data: list[str] = typer.Option([], help="Files, folders or globs to score, all of them. Repeatable."),
-    prepared: Path = typer.Option(None, help="Prepared data whose held-out part is scored. Default: that of A's training run."),
-    context: int = typer.Option(None, help="Tokens in a window. Default: the shorter of the models' longest, 2048 at most."),
-    stride: int = typer.Option(None, help="Tokens by which windows move. Default: three quarters of the context."),
-    dtype: str = typer.Option("fp32", help="fp32 or bf16: the format both compute in."),
-    max_perplexity_ratio: float = typer.Option(None, help="Fail (exit 1) where B's perplexity is more than this times A's."),
+    prepared: Path | None = typer.Option(
+        None, help="Prepared data whose held-out part is scored. Default: that of A's training run, where A is one."
+    ),
+    task: list[str] = typer.Option([], help=TASK_HELP),
+    task_data: Path | None = typer.Option(None, help=TASK_DATA_HELP),
+    limit: int | None = typer.Option(None, min=1, help="Only the first questions of each task."),
+    engine: str = typer.Option("auto", help=ENGINE_HELP),
+    context: int | None = typer.Option(
+        None, help="Tokens in a window of text. Default: the shorter of the models' longest, 2048 at most."
+    ),
+    stride: int | None = typer.Option(None, help="Tokens by which windows move. Default: three quarters of the context."),
+    dtype: str | None = typer.Option(
+        None, help="fp32 or bf16: the format both compute in. Default: fp32; on the inference engine, its own choice."
+    ),
+    speed: bool = typer.Option(True, help="Measure prefill and decode of both on the inference engine, by turns."),
+    hardware: str | None = typer.Option(
+        None, help="Machine whose price per token is predicted. Default: this one, where it is calibrated."
+    ),
+    max_perplexity_ratio: float | None = typer.Option(None, help="Fail where B's perplexity is more than this times A's."),
+    min_accuracy_difference: float | None = typer.Option(
+        None, help="Fail where B − A of a task's accuracy is less, as -0.01 for one point lost."
+    ),
+    max_slowdown: float | None = typer.Option(
+        None, help="Fail where prefill or decode of B takes more than this times A's time."
+    ),
+    max_size_ratio: float | None = typer.Option(None, help="Fail where B takes more than this times A's bytes on disk."),
+    max_cost_ratio: float | None = typer.Option(
+        None, help="Fail where a token of B is predicted to cost more than this times A's."
+    ),
+    strict: bool = typer.Option(
+        False, help="A quality threshold must hold for the whole 95% interval, not for its middle alone."
+    ),
     text_key: str = typer.Option("text", help="Where a .jsonl record keeps its text."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Quality of two models on the same text, with the standard error of the difference, and their sizes."""
-    from twostroke.evaluation.comparison import compare_models, model_directory
+    """Two models side by side: quality with paired 95% intervals, speed, predicted cost, size. Exits 1 if a threshold fails."""
+    from twostroke.cli.side_measurements import SideEntries, costs, machine_of, speeds, training_rates
+    from twostroke.evaluation.comparison import compare_on_tasks, compare_on_text, model_directory, open_sides
     from twostroke.evaluation.held_out import held_out_to_score
+    from twostroke.evaluation.task_files import load_task
+    from twostroke.evaluation.thresholds import Thresholds
 
-    text = held_out_to_score(model_directory(a), data, prepared, text_key)
-    with progress("scoring", 1.0) as advance:
-        result = compare_models(a, b, text, context, stride, dtype, progress=advance)
-    passed = None if max_perplexity_ratio is None else result["perplexity_ratio"] <= max_perplexity_ratio
-    result |= {"max_perplexity_ratio": max_perplexity_ratio, "passed": passed}
-    lines = [f"{'':14} {'bits/byte':>10} {'parameters':>11} {'on disk':>9}"]
-    for name in ("a", "b"):
-        side = result[name]
-        size, count = format_bytes(side["model_bytes"]), format_count(side["parameters"])
-        lines.append(f"{name.upper():14} {side['bits_per_byte']:10.4f} {count:>11} {size:>9}  {side['model']}")
-    difference = f"{result['difference_bits_per_byte']:+10.5f} ± {result['standard_error_bits_per_byte']:.5f}"
-    lines.append(
-        f"B − A          {difference} (measured, standard error over {result['n_blocks']} blocks): B is {result['b_is']}"
-    )
-    lines.append(f"perplexity × {result['perplexity_ratio']:.5f}, size × {result['size_ratio']:.3f}")
-    if passed is not None:
-        lines.append(f"{'pass' if passed else 'FAIL'}: the perplexity ratio may be {max_perplexity_ratio} at most")
-    emit(result, "\n".join(lines), as_json)
+    thresholds = Thresholds(max_perplexity_ratio, min_accuracy_difference, max_slowdown, max_size_ratio, max_cost_ratio, strict)
+    model_directory(b)  # both are there, before anything takes time
+    directory = model_directory(a)
+    tasks = [load_task(name, task_data) for name in task]
+    has_own = (directory.parent / "recipe.json").is_file()
+    wants_text = bool(data) or prepared is not None or has_own or not tasks
+    text = held_out_to_score(directory, data, prepared, text_key) if wants_text else None
+    machine = machine_of(hardware)
+    thresholds.require(text is not None, bool(tasks), speed, machine is not None)
+    sides = open_sides(a, b, engine, dtype)
+    result: dict[str, Any] = {name: side.to_dict() for name, side in zip("ab", sides, strict=True)}
+    result["size_ratio"] = result["b"]["model_bytes"] / result["a"]["model_bytes"]
+    entries = SideEntries(sides, {"text": text.name if text else None, "tasks": list(task), "limit": limit}, speed)
+    try:
+        if text is not None:
+            with progress("scoring", 1.0) as advance:
+                result |= compare_on_text(*sides, text, context, stride, advance)
+        if tasks:
+            with progress("tasks", 1.0) as advance:
+                result["tasks"] = compare_on_tasks(*sides, tasks, limit, advance)
+        if speed:
+            result["speed"] = speeds(sides)
+    except BaseException:
+        entries.failed()
+        raise
+    entries.measure(result)
+    result["run_ids"] = entries.run_ids
+    result["training"] = training_rates(sides)
+    result["cost"] = None if machine is None else costs(sides, machine)
+    checks = thresholds.checks(result)
+    passed = all(c.passed for c in checks) if checks else None
+    result |= {"max_perplexity_ratio": max_perplexity_ratio, "checks": [c.to_dict() for c in checks], "passed": passed}
+    lines = _table(result)
+    if checks:
+        lines += ["", *(c.text() for c in checks)]
+    emit(_finite(result), "\n".join(lines), as_json)
     if passed is False:
         raise typer.Exit(1)
+
+
+def _table(result: Mapping[str, Any]) -> list[str]:
+    """A column for each model, and what B is beside A with its 95% interval."""
+    rows: list[tuple[str, str, str, str]] = [("", "A", "B", "B beside A")]
+
+    def row(name: str, a: str, b: str, beside: str) -> None:
+        rows.append((name, a, b, beside))
+
+    a, b = result["a"], result["b"]
+    if "unit" in result:
+        key = "bits_per_byte" if result["unit"] == "bits per byte" else "nats_per_token"
+        low, high = result[f"interval_{key}"]
+        error = result[f"standard_error_{key}"]
+        interval = f"[{low:+.5f}, {high:+.5f}]" if math.isfinite(error) else "of unknown error"
+        row(
+            result["unit"], f"{a[key]:.4f}", f"{b[key]:.4f}", f"{result[f'difference_{key}']:+.5f} {interval}: {result['b_is']}"
+        )
+        row("perplexity", "", "", f"× {result['perplexity_ratio']:.5f}")
+    for task in result.get("tasks", ()):
+        for name, m in task["metrics"].items():
+            beside = f"{m['value']:+.4f}"
+            if m["low"] is not None:
+                beside += f" [{m['low']:+.4f}, {m['high']:+.4f}], p = {m['p_value']:.2g}"
+            row(f"{task['task']} {name}", f"{m['a']:.4f}", f"{m['b']:.4f}", f"{beside}, n = {task['n_examples']}")
+    for point in result.get("speed", ()):
+        for phase in ("prefill", "decode"):
+            rates = [f"{point[side][f'{phase}_tok_per_s']:,.0f}" for side in "ab"]
+            low, high = point[f"{phase}_ratio_range"]
+            beside = f"× {point[f'{phase}_ratio']:.3f} measured, {low:.2f} to {high:.2f} over the turns"
+            row(f"{phase} tok/s, batch {point['batch']}", *rates, beside)
+    if any(result["training"].values()):
+        rates = [f"{result['training'][s]:,.0f}" if result["training"][s] else "–" for s in "ab"]
+        row("training tok/s", *rates, "measured when they were trained")
+    if result["cost"] is not None:
+        cost = result["cost"]
+        prices = [f"${cost[s]['usd_per_mtok']:.4g}" for s in "ab"]
+        row("a million tokens", *prices, f"× {cost['ratio']:.3f} predicted, {cost['hardware']}, batch {cost['batch']}")
+    row("on disk", format_bytes(a["model_bytes"]), format_bytes(b["model_bytes"]), f"× {result['size_ratio']:.3f}")
+    row("parameters", format_count(a["parameters"]), format_count(b["parameters"]), "")
+    row("scored by", f"{a['engine']}, {a['dtype']}", f"{b['engine']}, {b['dtype']}", "")
+    widths = [max(len(r[i]) for r in rows) for i in range(3)]
+    lines = [f"{r[0]:{widths[0]}}  {r[1]:>{widths[1]}}  {r[2]:>{widths[2]}}  {r[3]}".rstrip() for r in rows]
+    return [
+        f"A  {a['model']}",
+        f"B  {b['model']}",
+        "",
+        *lines,
+        "",
+        "Intervals hold 95%, paired over the same text and questions.",
+    ]
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: None, where an error or an interval has no end."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, list) else value

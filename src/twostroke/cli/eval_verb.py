@@ -32,18 +32,18 @@ ENGINE_HELP = (
 def evaluate(
     model: Path = typer.Argument(help="Model directory, or the output of a training run."),
     data: list[str] = typer.Option([], help="Files, folders or globs to score, all of them. Repeatable."),
-    prepared: Path = typer.Option(
+    prepared: Path | None = typer.Option(
         None, help="Prepared data whose held-out part is scored. Default, without a task: the training run's."
     ),
     task: list[str] = typer.Option([], help=TASK_HELP),
-    task_data: Path = typer.Option(None, help=TASK_DATA_HELP),
-    limit: int = typer.Option(None, min=1, help="Only the first questions of each task."),
+    task_data: Path | None = typer.Option(None, help=TASK_DATA_HELP),
+    limit: int | None = typer.Option(None, min=1, help="Only the first questions of each task."),
     engine: str = typer.Option("auto", help=ENGINE_HELP),
-    context: int = typer.Option(None, help="Tokens in a window of text. Default: the model's longest, 2048 at most."),
-    stride: int = typer.Option(
+    context: int | None = typer.Option(None, help="Tokens in a window of text. Default: the model's longest, 2048 at most."),
+    stride: int | None = typer.Option(
         None, help="Tokens by which windows move; context − stride overlap. Default: three quarters of the context."
     ),
-    dtype: str = typer.Option(
+    dtype: str | None = typer.Option(
         None, help="fp32 or bf16: the format the model computes in. Default: fp32; on the inference engine, its own choice."
     ),
     text_key: str = typer.Option("text", help="Where a .jsonl record keeps its text."),

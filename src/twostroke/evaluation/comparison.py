@@ -1,8 +1,10 @@
-"""Two models on the same text: the difference in bits per byte with its standard error, and their sizes."""
+"""Two models on the same text and the same questions: paired differences with their errors, and the models' sizes."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from twostroke.core.errors import InputError
+from twostroke.data.shards import PreparedData
 from twostroke.data.tokenizer import eos_id_of, load_tokenizer
-from twostroke.evaluation.bits import Progress, check_context, default_context, default_stride, token_nats
+from twostroke.evaluation.bits import Progress, check_context, default_context, default_stride, nats_of
+from twostroke.evaluation.conversations import answer_nats
 from twostroke.evaluation.held_out import HeldOutText, tokenize_with_ends
+from twostroke.evaluation.paired import Difference, paired_ratio, paired_tasks
+from twostroke.evaluation.scorer import Scorer, open_scorer
+from twostroke.evaluation.task import Task
 from twostroke.model.adapter_directory import base_directory, is_adapter_directory
-from twostroke.quantization.load import load_decoder
+from twostroke.planner.params import count_parameters
 
 BLOCK_BYTES = 4096
 """Stretch of text over which the two models are paired: long enough to be nearly independent of its neighbours."""
@@ -44,21 +51,36 @@ def block_nats(ends: npt.NDArray[np.int64], nats: npt.NDArray[np.float32], n_byt
 
 def paired_difference(
     nats_a: npt.NDArray[np.float64], nats_b: npt.NDArray[np.float64], block_bytes: npt.NDArray[np.float64]
-) -> tuple[float, float]:
-    """Difference b − a in bits per byte and its standard error, over blocks of text that both models scored.
+) -> Difference:
+    """Difference b − a in bits per byte over blocks of text that both models scored; see ``paired.paired_ratio``. Its error
+    says how far another text of the same kind would move it."""
+    return paired_ratio(nats_a / math.log(2), nats_b / math.log(2), block_bytes)
 
-    r = Σdᵢ / Σwᵢ with dᵢ the difference in bits and wᵢ the bytes of block i; the standard error is the ratio estimator's,
-    √(n/(n−1) · Σ(dᵢ − r·wᵢ)²) / Σwᵢ (Cochran 1977, ch. 6), infinite for one block. It says how far another text of the
-    same kind would move the difference; blocks are taken as independent.
-    """
-    difference = (nats_b - nats_a) / math.log(2)
-    total = float(block_bytes.sum())
-    ratio = float(difference.sum()) / total
-    n = len(difference)
-    if n < 2:
-        return ratio, math.inf
-    spread = float(np.square(difference - ratio * block_bytes).sum())
-    return ratio, math.sqrt(n / (n - 1) * spread) / total
+
+@dataclass(frozen=True)
+class Side:
+    """One of two models: where it is, and what computes it."""
+
+    directory: Path
+    scorer: Scorer
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "model": str(self.directory),
+            "engine": self.scorer.engine,
+            "dtype": self.scorer.dtype,
+            "parameters": count_parameters(self.scorer.spec).total,
+            "model_bytes": model_bytes(self.directory),
+        }
+
+
+def open_sides(
+    a: Path | str, b: Path | str, engine: str = "auto", dtype: str | None = None, **options: Any
+) -> tuple[Side, Side]:
+    """Both models, each on the engine that ``scorer.open_scorer`` chooses for it."""
+    directories = model_directory(a), model_directory(b)
+    first, second = (Side(d, open_scorer(d, engine, dtype, **options)) for d in directories)
+    return first, second
 
 
 def compare_models(
@@ -71,59 +93,125 @@ def compare_models(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Both models scored on ``text``, each with its own tokenizer, within the shorter of their contexts.
+    """``compare_on_text`` of the models at ``a`` and ``b``, both by the decoder."""
+    return compare_on_text(*open_sides(a, b, "decoder", dtype, device=device), text, context, stride, progress)
 
-    ``difference_bits_per_byte`` is b − a (below 0: b is better), ``perplexity_ratio`` exp of the difference in nats per
-    token of a. The verdict is "same" within two standard errors.
+
+def compare_on_text(
+    a: Side, b: Side, text: HeldOutText, context: int | None = None, stride: int | None = None, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Both models scored on ``text``, each with its own tokenizer, within the shorter of their contexts; on held-out
+    conversations the assistant's answers alone, which needs one tokenizer.
+
+    ``perplexity_ratio`` is exp of the difference in nats per token of a; below 1, b is better. ``b_is`` "same" within two
+    standard errors of the difference. Raises InputError for a context that one of them has not.
     """
-    directories = model_directory(a), model_directory(b)
-    models = [load_decoder(d, dtype, device) for d in directories]
     if context is None:
-        context = min(default_context(m) for m in models)
-    for model in models:
-        check_context(model, context)
-    stride = default_stride(context) if stride is None else stride
+        context = min(default_context(side.scorer) for side in (a, b))
+    for side in (a, b):
+        check_context(side.scorer, context)
+
+    def advance_of(i: int) -> Progress:
+        return lambda done, note: None if progress is None else progress((i + done) / 2, note)
+
+    if text.prepared is not None and text.prepared.holds_conversations:
+        found = _on_answers(a, b, text.prepared, context, advance_of)
+    else:
+        found = _on_bytes(a, b, text, context, default_stride(context) if stride is None else stride, advance_of)
+    return {"text": text.name, "context": context, "dtype": a.scorer.dtype} | found
+
+
+def _verdict(difference: Difference) -> str:
+    if abs(difference.value) <= 2 * difference.standard_error:
+        return "same"
+    return "better" if difference.value < 0 else "worse"
+
+
+def _on_answers(
+    a: Side, b: Side, prepared: PreparedData, context: int, advance_of: Callable[[int], Progress]
+) -> dict[str, Any]:
+    answers = [answer_nats(side.scorer, prepared, context, advance_of(i)) for i, side in enumerate((a, b))]
+    difference = paired_ratio(answers[0].nats, answers[1].nats, answers[0].n_tokens.astype(np.float64))
+    return {
+        "a": a.to_dict() | answers[0].score().to_dict(),
+        "b": b.to_dict() | answers[1].score().to_dict(),
+        "unit": "nats per answer token",
+        "n_conversations": len(answers[0].nats),
+        "difference_nats_per_token": difference.value,
+        "standard_error_nats_per_token": difference.standard_error,
+        "interval_nats_per_token": [difference.low, difference.high],
+        "perplexity_ratio": math.exp(difference.value),
+        "perplexity_ratio_interval": _exponentials(difference, 1.0),
+        "size_ratio": model_bytes(b.directory) / model_bytes(a.directory),
+        "b_is": _verdict(difference),
+    }
+
+
+def _on_bytes(
+    a: Side, b: Side, text: HeldOutText, context: int, stride: int, advance_of: Callable[[int], Progress]
+) -> dict[str, Any]:
     sides: list[dict[str, Any]] = []
     sums: list[npt.NDArray[np.float64]] = []
     n_bytes = 0
-    for i, (directory, model) in enumerate(zip(directories, models, strict=True)):
-        tokenizer = load_tokenizer(directory)
-        tokens, ends = tokenize_with_ends(text, tokenizer, eos_id_of(tokenizer, directory))
-
-        def advance(done: float, note: str, side: int = i) -> None:
-            if progress is not None:
-                progress((side + done) / 2, note)
-
-        nats = token_nats(model, tokens.ids, tokens.eos_id, context, stride, device, advance)
+    for i, side in enumerate((a, b)):
+        tokenizer = load_tokenizer(side.directory)
+        tokens, ends = tokenize_with_ends(text, tokenizer, eos_id_of(tokenizer, side.directory))
+        nats = nats_of(side.scorer, tokens.ids, tokens.eos_id, context, stride, progress=advance_of(i))
         n_bytes = tokens.n_bytes
         sums.append(block_nats(ends, nats, n_bytes))
         total = float(nats.sum(dtype=np.float64))
-        sides.append(
-            {
-                "model": str(directory),
-                "bits_per_byte": total / math.log(2) / n_bytes,
-                "nats_per_token": total / len(nats),
-                "n_tokens": len(nats),
-                "parameters": sum(p.numel() for p in model.parameters()),
-                "model_bytes": model_bytes(directory),
-            }
-        )
+        scored = {"bits_per_byte": total / math.log(2) / n_bytes, "nats_per_token": total / len(nats), "n_tokens": len(nats)}
+        sides.append(side.to_dict() | scored)
     widths = np.full(len(sums[0]), float(BLOCK_BYTES))
     widths[-1] = n_bytes - BLOCK_BYTES * (len(widths) - 1)
-    difference, error = paired_difference(sums[0], sums[1], widths)
-    verdict = "same" if abs(difference) <= 2 * error else "better" if difference < 0 else "worse"
+    difference = paired_difference(sums[0], sums[1], widths)
+    nats_per_unit = math.log(2) * n_bytes / sides[0]["n_tokens"]
     return {
-        "text": text.name,
         "n_bytes": n_bytes,
-        "context": context,
         "stride": stride,
-        "dtype": dtype,
         "a": sides[0],
         "b": sides[1],
-        "difference_bits_per_byte": difference,
-        "standard_error_bits_per_byte": error,
+        "unit": "bits per byte",
+        "difference_bits_per_byte": difference.value,
+        "standard_error_bits_per_byte": difference.standard_error,
+        "interval_bits_per_byte": [difference.low, difference.high],
         "n_blocks": len(widths),
         "perplexity_ratio": math.exp((float(sums[1].sum()) - float(sums[0].sum())) / sides[0]["n_tokens"]),
+        "perplexity_ratio_interval": _exponentials(difference, nats_per_unit),
         "size_ratio": sides[1]["model_bytes"] / sides[0]["model_bytes"],
-        "b_is": verdict,
+        "b_is": _verdict(difference),
     }
+
+
+def _exponentials(difference: Difference, nats_per_unit: float) -> list[float]:
+    """The interval of the perplexity ratio; from nought to infinity where one unit of text tells nothing."""
+    return [
+        math.exp(value * nats_per_unit) if math.isfinite(value) else (0.0 if value < 0 else math.inf)
+        for value in (difference.low, difference.high)
+    ]
+
+
+def compare_on_tasks(a: Side, b: Side, tasks: Sequence[Task], limit: int | None, progress: Progress) -> list[dict[str, Any]]:
+    """Each task by both models, question by question: every metric of both with the paired difference b − a."""
+
+    def advance_of(i: int, name: str) -> Callable[[float], None]:
+        return lambda done: progress((i + done) / 2 / len(tasks), name)
+
+    found = []
+    for i, task in enumerate(tasks):
+        results = [task.run(side.scorer, limit, advance_of(2 * i + j, task.name)) for j, side in enumerate((a, b))]
+        metrics = [result.metrics() for result in results]
+        differences = paired_tasks(*results)
+        found.append(
+            {
+                "task": task.name,
+                "n_examples": results[0].n_examples,
+                "n_cut": [result.n_cut for result in results],
+                "chance": results[0].chance,
+                "metrics": {
+                    name: {"a": metrics[0][name].value, "b": metrics[1][name].value, **difference.to_dict()}
+                    for name, difference in differences.items()
+                },
+            }
+        )
+    return found

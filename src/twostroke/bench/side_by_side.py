@@ -1,0 +1,96 @@
+"""Two models on the inference engine by turns, so that what else the machine does slows both alike."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from twostroke.core.errors import ConfigError
+from twostroke.engine.llm import LLM
+from twostroke.scheduling.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Tokens a second of one turn, from the engine's counters: those of steps that only prefill, and that only decode."""
+
+    prefill_tok_per_s: float
+    decode_tok_per_s: float
+
+
+@dataclass(frozen=True)
+class SpeedPoint:
+    """One batch size: medians of both models; of each turn's ratio b / a, which share their moment, median and range."""
+
+    batch: int
+    prompt_tokens: int
+    output_tokens: int
+    a: Rates
+    b: Rates
+    prefill_ratio: float
+    decode_ratio: float
+    prefill_ratio_range: tuple[float, float]
+    decode_ratio_range: tuple[float, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure_by_turns(
+    models: Sequence[LLM],
+    batch: int,
+    prompt_tokens: int,
+    output_tokens: int,
+    turns: int,
+    progress: Callable[[], None] = lambda: None,
+) -> SpeedPoint:
+    """``turns`` turns of both of ``models``, which of them goes first alternating, after one that is not counted.
+
+    Prompts are random tokens, new in every turn, so that no prefix is found in the cache; the same lengths for both.
+    """
+    if output_tokens < 2 or prompt_tokens < 1 or turns < 1 or batch < 1:
+        raise ConfigError(
+            f"batch={batch}, prompt_tokens={prompt_tokens} and turns={turns} must be at least 1, and "
+            f"output_tokens={output_tokens} at least 2."
+        )
+    rates: tuple[list[Rates], list[Rates]] = ([], [])
+    for turn in range(-1, turns):
+        for i in (0, 1) if turn % 2 == 0 else (1, 0):
+            found = _once(models[i], batch, prompt_tokens, output_tokens, seed=turn)
+            if turn >= 0:
+                rates[i].append(found)
+        if turn >= 0:
+            progress()
+    a, b = (
+        Rates(statistics.median(r.prefill_tok_per_s for r in own), statistics.median(r.decode_tok_per_s for r in own))
+        for own in rates
+    )
+    prefill = [y.prefill_tok_per_s / x.prefill_tok_per_s for x, y in zip(*rates, strict=True)]
+    decode = [y.decode_tok_per_s / x.decode_tok_per_s for x, y in zip(*rates, strict=True)]
+    return SpeedPoint(
+        batch,
+        prompt_tokens,
+        output_tokens,
+        a,
+        b,
+        statistics.median(prefill),
+        statistics.median(decode),
+        (min(prefill), max(prefill)),
+        (min(decode), max(decode)),
+    )
+
+
+def _once(llm: LLM, batch: int, prompt_tokens: int, output_tokens: int, seed: int) -> Rates:
+    rng = random.Random(seed)
+    n_vocabulary = llm.engine.spec.vocab_size
+    prompts = [[rng.randrange(n_vocabulary) for _ in range(prompt_tokens)] for _ in range(batch)]
+    before = llm.stats()
+    llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True))
+    after = llm.stats()
+    return Rates(
+        (after.prefill_tokens - before.prefill_tokens) / (after.prefill_s - before.prefill_s),
+        (after.decode_tokens - before.decode_tokens) / (after.decode_s - before.decode_s),
+    )

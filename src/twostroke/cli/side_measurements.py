@@ -1,0 +1,147 @@
+"""What ``twostroke compare`` knows of its two models beside their quality: speed, cost, and their entries in the ledger."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from twostroke.cli.console import log, progress
+from twostroke.core.errors import InputError, TwostrokeError
+
+if TYPE_CHECKING:
+    from twostroke.evaluation.comparison import Side
+    from twostroke.planner.hardware import Hardware
+    from twostroke.planner.serving import ServingPlan
+
+BATCHES = (1, 8)
+PROMPT_TOKENS, OUTPUT_TOKENS, TURNS = 128, 32, 5
+
+
+def machine_of(name: str | None) -> Hardware | None:
+    """The machine of that name; without one this machine, or None, with a line, where it was never calibrated."""
+    from twostroke.planner.hardware import load_hardware
+
+    try:
+        return load_hardware(name or "this")
+    except TwostrokeError as error:
+        if name is not None:
+            raise
+        log(f"no predicted cost: {error}")
+        return None
+
+
+def _lengths(sides: Sequence[Side]) -> tuple[int, int]:
+    """Tokens of prompt and output that both models' contexts hold."""
+    longest = min(side.scorer.spec.max_positions for side in sides)
+    prompt = max(1, min(PROMPT_TOKENS, longest // 2))
+    output = min(OUTPUT_TOKENS, longest - prompt)
+    if output < 2:
+        raise InputError(f"a context of {longest} tokens is too short to measure speed in. Give --no-speed.")
+    return prompt, output
+
+
+def speeds(sides: Sequence[Side]) -> list[dict[str, Any]]:
+    """Prefill and decode of both at each batch size, by turns."""
+    from twostroke.bench.side_by_side import measure_by_turns
+    from twostroke.engine.llm import LLM
+    from twostroke.evaluation.engine_scorer import EngineScorer
+
+    prompt, output = _lengths(sides)
+    models = [s.scorer.llm if isinstance(s.scorer, EngineScorer) else LLM(s.directory) for s in sides]
+    done = 0
+    with progress("speed", len(BATCHES) * TURNS) as advance:
+
+        def step() -> None:
+            nonlocal done
+            done += 1
+            advance(done)
+
+        return [measure_by_turns(models, batch, prompt, output, TURNS, step).to_dict() for batch in BATCHES]
+
+
+def _plan(side: Side, sides: Sequence[Side], machine: Hardware, batch: int) -> ServingPlan:
+    from twostroke.planner.serving import ServingShape, plan_serving
+    from twostroke.server.record import scheme_of
+
+    prompt, output = _lengths(sides)
+    scheme = side.scorer.dtype if side.scorer.engine == "inference" else scheme_of(side.directory, "auto")
+    return plan_serving(side.scorer.spec, ServingShape(scheme, batch, prompt, output), machine)
+
+
+def costs(sides: Sequence[Side], machine: Hardware) -> dict[str, Any] | None:
+    """Predicted $ per million output tokens of both, prefill included, on ``machine`` kept busy with full batches."""
+    try:
+        plans = [_plan(side, sides, machine, BATCHES[-1]) for side in sides]
+    except TwostrokeError as error:
+        log(f"no predicted cost: {error}")
+        return None
+    a, b = ({"usd_per_mtok": p.usd_per_mtok, "kwh_per_mtok": p.kwh_per_mtok, "scheme": p.shape.scheme} for p in plans)
+    # Times where the machine has no price: the ratio is of time on the same machine either way.
+    ratio = plans[0].output_tok_per_s / plans[1].output_tok_per_s
+    return {"hardware": machine.label, "batch": BATCHES[-1], "a": a, "b": b, "ratio": ratio}
+
+
+def training_rates(sides: Sequence[Side]) -> dict[str, float | None]:
+    """Tokens a second of the training runs that made them, None where a model is no run's."""
+    found: dict[str, float | None] = {}
+    for name, side in zip("ab", sides, strict=True):
+        try:
+            summary = json.loads((side.directory.parent / "summary.json").read_text(encoding="utf-8"))
+            found[name] = float(summary["measurement"]["train_tok_per_s"])
+        except (OSError, ValueError, KeyError, TypeError):
+            found[name] = None
+    return found
+
+
+class SideEntries:
+    """A ledger entry for each model: its speed predicted on this machine beforehand, where that is calibrated."""
+
+    def __init__(self, sides: Sequence[Side], inputs: Mapping[str, Any], speed: bool) -> None:
+        from twostroke.evaluation.ledger_entry import EvaluationEntry
+
+        self.entries = []
+        for i, side in enumerate(sides):
+            own = {"engine": side.scorer.engine, "dtype": side.scorer.dtype, "beside": str(sides[1 - i].directory)}
+            self.entries.append(
+                EvaluationEntry(side.directory, {**inputs, **own}, self._prediction(side, sides) if speed else {})
+            )
+        self._say()
+
+    @staticmethod
+    def _prediction(side: Side, sides: Sequence[Side]) -> Mapping[str, Any]:
+        from twostroke.planner.hardware import load_hardware
+        from twostroke.planner.intervals import predict_with_intervals
+
+        try:
+            machine = load_hardware("this")
+            plan = _plan(side, sides, machine, 1).prediction()
+        except TwostrokeError:
+            return {}
+        names = ("prefill_tok_per_s", "decode_tok_per_s")
+        return predict_with_intervals({name: plan[name] for name in names}, machine, "serve")
+
+    @property
+    def run_ids(self) -> list[str | None]:
+        return [entry.run_id for entry in self.entries]
+
+    def measure(self, result: Mapping[str, Any]) -> None:
+        for name, entry in zip("ab", self.entries, strict=True):
+            side = result[name]
+            values: dict[str, Any] = {k: v for k, v in side.items() if k in ("bits_per_byte", "nats_per_token", "model_bytes")}
+            for task in result.get("tasks", ()):
+                values |= {f"{task['task']}_{metric}": found[name] for metric, found in task["metrics"].items()}
+            for point in result.get("speed", ())[:1]:
+                values |= point[name]
+            entry.measure(values)
+        self._say()
+
+    def failed(self) -> None:
+        for entry in self.entries:
+            entry.measure({}, "failed")
+
+    def _say(self) -> None:
+        for entry in self.entries:
+            if entry.problem:
+                log(entry.problem)
+                entry.problem = None

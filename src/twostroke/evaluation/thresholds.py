@@ -1,0 +1,77 @@
+"""Pass or fail: what one asks of b beside a, held against what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from twostroke.core.errors import ConfigError
+from twostroke.evaluation.paired import LOWER_IS_BETTER
+
+
+@dataclass(frozen=True)
+class Check:
+    """``value`` must be at most (``at_most``) or at least ``limit``."""
+
+    name: str
+    value: float
+    limit: float
+    at_most: bool
+
+    @property
+    def passed(self) -> bool:
+        return self.value <= self.limit if self.at_most else self.value >= self.limit
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "passed": self.passed}
+
+    def text(self) -> str:
+        relation = "at most" if self.at_most else "at least"
+        return f"{'pass' if self.passed else 'FAIL'}  {self.name:34} {self.value:10.5g}  {relation} {self.limit:g}"
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """None: not asked for. ``strict``: a measured difference passes only where its whole 95% interval does."""
+
+    max_perplexity_ratio: float | None = None
+    min_accuracy_difference: float | None = None
+    max_slowdown: float | None = None
+    max_size_ratio: float | None = None
+    max_cost_ratio: float | None = None
+    strict: bool = False
+
+    def require(self, text: bool, tasks: bool, speed: bool, price: bool) -> None:
+        """Raises ConfigError where a threshold is given and what it is held against will not be measured."""
+        for option, limit, there, what in (
+            ("--max-perplexity-ratio", self.max_perplexity_ratio, text, "a text: --data, --prepared or a training run"),
+            ("--min-accuracy-difference", self.min_accuracy_difference, tasks, "a --task"),
+            ("--max-slowdown", self.max_slowdown, speed, "speed to be measured: leave --no-speed out"),
+            ("--max-cost-ratio", self.max_cost_ratio, price, "a price: name a --hardware, or calibrate this machine"),
+        ):
+            if limit is not None and not there:
+                raise ConfigError(f"{option} needs {what}.")
+
+    def checks(self, result: Mapping[str, Any]) -> list[Check]:
+        """What of a comparison (the document of ``twostroke compare``) is asked for, and how it came out."""
+        found: list[Check] = []
+        if self.max_perplexity_ratio is not None:
+            value = result["perplexity_ratio_interval"][1] if self.strict else result["perplexity_ratio"]
+            found.append(Check("perplexity ratio", value, self.max_perplexity_ratio, True))
+        if self.min_accuracy_difference is not None:
+            for task in result["tasks"]:
+                for name, metric in task["metrics"].items():
+                    if name not in LOWER_IS_BETTER:
+                        value = metric["low" if self.strict else "value"]
+                        found.append(Check(f"{task['task']} {name}, B − A", value, self.min_accuracy_difference, False))
+        if self.max_slowdown is not None:
+            for point in result["speed"]:
+                for phase in ("prefill", "decode"):
+                    slowdown = 1 / point[f"{phase}_ratio"]
+                    found.append(Check(f"{phase} time, batch {point['batch']}, B ÷ A", slowdown, self.max_slowdown, True))
+        if self.max_size_ratio is not None:
+            found.append(Check("bytes on disk, B ÷ A", result["size_ratio"], self.max_size_ratio, True))
+        if self.max_cost_ratio is not None:
+            found.append(Check("predicted cost a token, B ÷ A", result["cost"]["ratio"], self.max_cost_ratio, True))
+        return found
