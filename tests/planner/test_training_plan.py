@@ -208,3 +208,19 @@ def test_plans_are_plain_data_and_repeatable() -> None:
     assert json.dumps(one) == json.dumps(two)
     assert one["shape"]["steps"] == 3
     assert one["parameters"]["total"] == count_parameters(small_llama()).total
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "bytes_per_parameter"), [("bf16", "adamw", 12), ("fp32", "adamw", 12), ("pure_bf16", "adamw", 6)]
+)
+def test_checkpoints_in_the_background_take_a_copy_of_what_they_hold(
+    dtype: str, optimizer: str, bytes_per_parameter: int
+) -> None:
+    without, copied = (plan(dtype=dtype, optimizer=optimizer, snapshot=snapshot) for snapshot in (False, True))
+    assert copied.peak_memory_bytes - without.peak_memory_bytes == bytes_per_parameter * without.trained_parameters
+    assert copied.memory_bytes["snapshot"] == copied.checkpoint_bytes
+    assert "snapshot" not in without.memory_bytes
+    settings = TrainSettings(steps=1, checkpoint_every=5)
+    assert TrainingShape.from_settings(settings).snapshot
+    assert not TrainingShape.from_settings(dataclasses.replace(settings, checkpoint_in_background=False)).snapshot
+    assert not TrainingShape.from_settings(dataclasses.replace(settings, checkpoint_every=0)).snapshot

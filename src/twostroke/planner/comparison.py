@@ -353,6 +353,7 @@ def _memory_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableRow]
             for term, label in (
                 ("loss", "loss"),
                 ("workspace", "heap and workspace"),
+                ("snapshot", "copy for checkpoints"),
                 ("gathered", "gathered for a layer"),
                 ("dequantised", "dequantised"),
             )

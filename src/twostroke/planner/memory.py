@@ -32,6 +32,13 @@ fp32, its optimizer's state included."""
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "muon", "adamw8bit")
 
+def snapshot_bytes(dtype: str, trained: float, optimizer: float) -> float:
+    """What a checkpoint holds, in memory: the masters, or where there are none the weights, and ``optimizer`` bytes of state.
+    The copy is kept from a run's first checkpoint to its end (``training.saver``)."""
+    precision = PRECISIONS[dtype]
+    return (precision.master or precision.working) * trained + optimizer
+
+
 STATE_BLOCK = 256
 """Elements of 8-bit optimizer state that share one fp32 scale (bitsandbytes; Dettmers et al., arXiv 2110.02861)."""
 

@@ -25,6 +25,7 @@ from twostroke.planner.memory import (
     loss_bytes,
     nf4_bytes_per_weight,
     not_kept_at_the_bottom,
+    snapshot_bytes,
     state_bytes,
     whole_logits_bytes,
 )
@@ -344,6 +345,8 @@ def _held_terms(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layou
         "loss": loss_at_peak_bytes(loss, activations, stage.n_layers, beside, hardware),
         "workspace": workspace_bytes(activations, stage.n_layers, hardware),
     }
+    if shape.snapshot and hardware.kind != "gpu":  # a GPU's copy is in the host's memory
+        terms["snapshot"] = snapshot_bytes(shape.dtype, part.trained + part.trained_experts, state["optimizer"])
     if layout.zero == 3:
         terms["gathered"] = 2 * part.layer_bytes + part.embedding_bytes + PRECISIONS[shape.dtype].gradient * part.layer
     if shape.method == "qlora":

@@ -45,7 +45,8 @@ class TrainingShape:
     under pipeline parallel ``grad_accumulation`` is the number of micro-batches in the pipe. ``steps`` = 0 leaves the length of
     the run open. ``method`` lora trains adapters of ``lora_rank`` beside the frozen base, qlora beside a base in NF4.
     ``checkpointing`` says what backward computes again (``memory.kept_by_layer``), ``logits`` whether the loss takes them in
-    chunks. Raises ConfigError for impossible values."""
+    chunks, ``snapshot`` whether checkpoints are copied in memory and written behind the step's back. Raises ConfigError for
+    impossible values."""
 
     batch_size: int = 16
     sequence_length: int = 512
@@ -59,6 +60,7 @@ class TrainingShape:
     lora_targets: tuple[str, ...] = (ALL_LINEAR,)
     checkpointing: str = "none"
     logits: str = "chunked"
+    snapshot: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -113,6 +115,7 @@ class TrainingShape:
             optimizer=settings.optimizer,
             compile=settings.compile,
             steps=settings.steps if steps is None else steps,
+            snapshot=settings.checkpoint_every > 0 and settings.checkpoint_in_background,
         )
 
     @classmethod

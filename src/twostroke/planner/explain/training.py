@@ -212,6 +212,13 @@ def _rest(terms: Explanation, plan: TrainingPlan, part: Held) -> None:
             "pieces of the heap that nothing fits into, and gradients inside a layer; fitted on CPUs, not counted on a GPU",
             slack=ALLOCATOR_SLACK, share=BACKWARD_SHARE,
         )  # fmt: skip
+    if "snapshot" in memory:
+        precision = PRECISIONS[shape.dtype]
+        terms.add(
+            "memory", "snapshot_bytes", memory["snapshot"], "bytes", "stored·trained + optimizer",
+            "the copy that checkpoints are written from in the background", stored=precision.master or precision.working,
+            trained=part.trained + part.trained_experts, optimizer=memory["optimizer"],
+        )  # fmt: skip
     if "gathered" in memory:
         terms.add(
             "memory", "gathered_bytes", memory["gathered"], "bytes", "2·layer_bytes + ends + gradient·layer",

@@ -254,6 +254,7 @@ OBJECTS: dict[str, tuple[str, Fields]] = {
             "lora_targets": ("[text]", "matrices that get one"),
             "checkpointing": ("text", "none, selective or full"),
             "logits": ("text", "chunked or whole"),
+            "snapshot": ("flag", "checkpoints are copied in memory and written in the background"),
         },
     ),
     "layout": (
@@ -309,6 +310,7 @@ OBJECTS: dict[str, tuple[str, Fields]] = {
             "loss": ("number", "logits and their gradients"),
             "process": ("number", "resident memory at rest (CPU)"),
             "workspace?": ("number", "what training on a CPU holds beyond its tensors"),
+            "snapshot?": ("number", "copy of a checkpoint that is being written (CPU)"),
             "gathered?": ("number", "what ZeRO-3 holds whole for the moment"),
             "dequantised?": ("number", "QLoRA's largest matrix in the working type"),
             "peak": ("number", "sum of the terms"),
