@@ -13,6 +13,8 @@ GPT2 = {"family": "gpt2", "n_layers": 2, "d_model": 32, "n_heads": 2, "d_ff": 48
 RUNS: list[tuple[dict[str, Any] | None, dict[str, Any]]] = [
     (GPT2, {"dtype": "fp32", "optimizer": "adamw", "grad_accumulation": 3, "checkpoint_every": 2}),
     (None, {"dtype": "bf16", "optimizer": "muon", "grad_accumulation": 2, "checkpoint_every": 3, "keep_checkpoints": 1}),
+    (GPT2, {"dtype": "fp16", "optimizer": "sgd", "learning_rate": 0.01, "ema_decay": 0.9, "checkpoint_every": 3}),
+    (None, {"dtype": "pure_bf16", "activation_checkpointing": "full", "grad_accumulation": 2, "checkpoint_every": 5}),
     # spikes are found in the noise itself, so there are rollbacks
     (GPT2, {"dtype": "fp32", "checkpoint_every": 4, "anomaly_policy": "rollback", "spike_factor": 1.15, "anomaly_limit": 1000}),
 ]
@@ -39,7 +41,7 @@ def _kill(make_recipe: Any, tmp_path: Path, steps: int, runs: int, kills_a_run: 
 
 
 def test_killed_at_random_moments_runs_end_as_the_undisturbed_ones(make_recipe, tmp_path: Path) -> None:
-    assert len(_kill(make_recipe, tmp_path, steps=24, runs=3, kills_a_run=2)) >= 3
+    assert len(_kill(make_recipe, tmp_path, steps=20, runs=len(RUNS), kills_a_run=1)) >= 2
 
 
 @pytest.mark.soak
