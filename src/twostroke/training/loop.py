@@ -252,7 +252,8 @@ class TrainingRun:
         stop_asked: Callable[[], bool],
     ) -> StepResult:
         """One step; or, where a stop is asked for and the step would take long yet, a checkpoint of the moment before it."""
-        random, began = random_states(self.device), time.perf_counter()
+        random, began, scaler = random_states(self.device), time.perf_counter(), self.optimizers.loss_scale
+        scale = scaler.state() if scaler is not None else {}
         expected_s = statistics.median(recent) if recent else math.inf
 
         def abandon() -> bool:
@@ -263,6 +264,8 @@ class TrainingRun:
         except WindowAbandoned:
             self.loader.restore(position)
             restore_random(self.device, random)
+            if scaler is not None:  # a window that overflowed and was begun again has drawn other random numbers
+                scaler.load_state(scale)
             self._stop()
 
     def _record(
