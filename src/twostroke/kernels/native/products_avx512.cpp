@@ -264,8 +264,10 @@ uint64_t sum_words(const uint64_t* words, int64_t n_words) {
     for (auto& sum : sums) sum = _mm512_setzero_si512();
     int64_t i = 0;
     for (; i + 64 <= n_words; i += 64) {
-        _mm_prefetch(reinterpret_cast<const char*>(words + i) + 2048, _MM_HINT_T0);
-        TS_UNROLL for (int j = 0; j < 8; ++j) sums[j] = _mm512_add_epi64(sums[j], _mm512_loadu_si512(words + i + 8 * j));
+        TS_UNROLL for (int j = 0; j < 8; ++j) {
+            _mm_prefetch(reinterpret_cast<const char*>(words + i + 8 * j) + AHEAD_BYTES / 2, _MM_HINT_T0);
+            sums[j] = _mm512_add_epi64(sums[j], _mm512_loadu_si512(words + i + 8 * j));
+        }
     }
     uint64_t all = 0;
     for (auto& sum : sums) all += uint64_t(_mm512_reduce_add_epi64(sum));

@@ -342,12 +342,11 @@ uint64_t sum_words(const uint64_t* words, int64_t n_words) {
     for (auto& sum : sums) sum = _mm256_setzero_si256();
     int64_t i = 0;
     for (; i + 32 <= n_words; i += 32) {
-        _mm_prefetch(reinterpret_cast<const char*>(words + i) + 1024, _MM_HINT_T0);
-        _mm_prefetch(reinterpret_cast<const char*>(words + i) + 1088, _MM_HINT_T0);
-        _mm_prefetch(reinterpret_cast<const char*>(words + i) + 1152, _MM_HINT_T0);
-        _mm_prefetch(reinterpret_cast<const char*>(words + i) + 1216, _MM_HINT_T0);
-        TS_UNROLL for (int j = 0; j < 8; ++j)
-            sums[j] = _mm256_add_epi64(sums[j], load(reinterpret_cast<const char*>(words + i + 4 * j)));
+        TS_UNROLL for (int j = 0; j < 8; ++j) {
+            const char* from = reinterpret_cast<const char*>(words + i + 4 * j);
+            if (j % 2 == 0) _mm_prefetch(from + AHEAD_BYTES / 2, _MM_HINT_T0);
+            sums[j] = _mm256_add_epi64(sums[j], load(from));
+        }
     }
     uint64_t all = 0;
     for (const __m256i sum : sums) {
