@@ -8,12 +8,11 @@ the two sets with a standard deviation of √(J(1 − J) / 128): 0.035 at 0.8.
 
 Candidates share all ``ROWS`` bins of one of ``BANDS`` bands (Broder 1997; Leskovec, Rajaraman, Ullman, "Mining of Massive
 Datasets", 3.4): of pairs with J = 0.8 all but 5·10⁻⁸, with J = 0.3 a quarter. Each is then held to the threshold by its
-signatures. Signatures lie in a file (512 bytes a document); in memory are about 40 bytes a document.
+signatures. Signatures lie in a file (512 bytes a document); in memory are about 50 bytes a document and 8 a candidate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +48,10 @@ class MinHash:
         self._carried = b""
 
     def add(self, text: str) -> None:
-        raw = self._carried + (" ".join(text.casefold().split()) + " ").encode()
+        words = text.casefold().split()
+        if not words:
+            return
+        raw = self._carried + (" ".join(words) + " ").encode()
         if len(raw) >= SHINGLE_BYTES:
             self._take(raw)
         self._carried = raw[-(SHINGLE_BYTES - 1) :]
@@ -105,7 +107,15 @@ class SignatureFile:
 def near_duplicates(signatures: UInt32Array, among: Int64Array, threshold: float) -> tuple[Int64Array, Int64Array]:
     """(row, the earlier row it is near to) of each of the rows ``among`` (ascending) that leaves: those whose similarity with
     an earlier row that stays is at least ``threshold``. The same for the same signatures."""
-    pairs = [pair for band in range(BANDS) for pair in _near_pairs(signatures, among, band, threshold)]
+    pairs: list[Int64Array] = []
+    met = np.empty(0, dtype=np.int64)  # candidates held to the threshold already, as numbers
+    for band in range(BANDS):
+        candidates = np.setdiff1d(_candidates(signatures, among, band), met)
+        for begin in range(0, len(candidates), _CHUNK):
+            pair = np.stack(np.divmod(candidates[begin : begin + _CHUNK], len(signatures)), axis=1)
+            near = similarity(np.asarray(signatures[pair[:, 0]]), np.asarray(signatures[pair[:, 1]])) >= threshold
+            pairs += [pair[near]] if near.any() else []
+        met = np.union1d(met, candidates)
     if not pairs:
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     both = np.unique(np.concatenate(pairs), axis=0)  # by the later row, then by the earlier
@@ -120,25 +130,22 @@ def near_duplicates(signatures: UInt32Array, among: Int64Array, threshold: float
     return rows, np.array([leader[row] for row in rows.tolist()], dtype=np.int64)
 
 
-def _near_pairs(signatures: UInt32Array, among: Int64Array, band: int, threshold: float) -> Iterator[Int64Array]:
-    """(later, earlier) pairs of one band whose similarity is at least ``threshold``."""
+def _candidates(signatures: UInt32Array, among: Int64Array, band: int) -> Int64Array:
+    """Pairs that share a band, each as the number later · n + earlier."""
     keys = np.empty(len(among), dtype=np.uint64)
     for begin in range(0, len(among), _CHUNK):
         values = np.asarray(signatures[among[begin : begin + _CHUNK], band * ROWS : (band + 1) * ROWS])
         keys[begin : begin + _CHUNK] = _band_keys(values)
     order = np.argsort(keys, kind="stable")
     keys, rows = keys[order], among[order]
-    begins = np.concatenate(([True], keys[1:] != keys[:-1]))
+    begins = np.concatenate(([True], keys[1:] != keys[:-1]))[: len(keys)]
     first = np.maximum.accumulate(np.where(begins, np.arange(len(keys)), 0))
     place = np.arange(len(keys)) - first  # within its bucket
-    for back in range(NEIGHBOURS + 1):
-        later = np.flatnonzero(place > max(back, NEIGHBOURS) if back == 0 else place >= back)
-        earlier = first[later] if back == 0 else later - back
-        for begin in range(0, len(later), _CHUNK):
-            pair = np.stack((rows[later[begin : begin + _CHUNK]], rows[earlier[begin : begin + _CHUNK]]), axis=1)
-            near = similarity(np.asarray(signatures[pair[:, 0]]), np.asarray(signatures[pair[:, 1]])) >= threshold
-            if near.any():
-                yield pair[near]
+    found = [rows[place > NEIGHBOURS] * len(signatures) + rows[first[place > NEIGHBOURS]]]
+    for back in range(1, NEIGHBOURS + 1):
+        later = np.flatnonzero(place >= back)
+        found.append(rows[later] * len(signatures) + rows[later - back])
+    return np.concatenate(found)
 
 
 def _band_keys(rows: UInt32Array) -> UInt64Array:

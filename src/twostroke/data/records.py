@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from twostroke.core.errors import DataError
 from twostroke.data.hub_datasets import dataset_columns
-from twostroke.data.source_files import SourceFile
+from twostroke.data.source_files import SourceFile, check_unchanged
 
 MAX_LINE_BYTES = 64 * 2**20
 """Longest line of a .jsonl file: one line must be held in memory whole, so an unbounded one would break constant memory."""
@@ -55,9 +55,12 @@ def _open_zst(path: str) -> IO[bytes]:
 
 @contextmanager
 def reading(file: SourceFile) -> Iterator[None]:
-    """What may go wrong while ``file`` is read, as a DataError that names it."""
+    """What may go wrong while ``file`` is read, as a DataError that names it; that it was changed meanwhile, where it was."""
     try:
         yield
+    except DataError:
+        check_unchanged([file])
+        raise
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{file.path} is not a whole gzip file: {error}.") from None
     except OSError as error:
@@ -140,7 +143,7 @@ def _parquet(file: SourceFile) -> Iterator[Any]:
     except ImportError:
         raise DataError(f"{file.path} is a parquet file. Install what reads it: pip install 'twostroke[train]'.") from None
     try:
-        with open(file.path, "rb") as stream, parquet.ParquetFile(stream) as table:
+        with open(file.path, "rb") as stream, parquet.ParquetFile(stream, page_checksum_verification=True) as table:
             yield table
     except pyarrow.lib.ArrowException as error:
         raise DataError(f"{file.path} is not a whole parquet file: {' '.join(str(error).split())}") from None
