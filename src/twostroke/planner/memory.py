@@ -171,8 +171,8 @@ def kept_by_layer(
 
     Norms are cut by the sequence, attention and MLP by ``tensor``. Routed experts keep, per expert passed, the token's copy,
     the pre-activation, the activated product and the output (whose product with the router's weight is differentiated).
-    Checkpointing *full* keeps the layer's input alone, w·E; *selective* the results of products and of attention, and
-    recomputes norms, rotary turn, activation, and explicit attention's probabilities. Beside a frozen base a norm keeps no
+    Checkpointing *full* keeps the layer's input alone, w·E; *selective* the results of products and of flash attention, and
+    recomputes norms, rotary turn, activation, and explicit attention whole. Beside a frozen base a norm keeps no
     normed row, a matrix without an adapter no input, and an adapter its narrow product.
     """
     w, width, norms = bytes_of(dtype), spec.d_model, spec.departures.norms_per_block
@@ -239,7 +239,7 @@ def _attention_kept(
     explicit = attends_explicitly(device_kind, dtype, sequence_length)
     total = 0.0
     if selective:
-        total = packed + w * kind.n_heads * kind.v_dim + FP32 * kind.n_heads
+        total = packed if explicit else packed + w * kind.n_heads * kind.v_dim + FP32 * kind.n_heads
     elif explicit:
         total = explicit_attention_bytes(spec, sequence_length, w)
         total -= 0.0 if kept.input_of("out") else w * kind.n_heads * kind.v_dim  # its own products do not need the output
@@ -254,16 +254,22 @@ def _attention_kept(
 
 
 def around_blocks_bytes(
-    spec: ModelSpec, dtype: str, sequence_length: int, device_kind: str = "gpu", frozen: bool = False
+    spec: ModelSpec,
+    dtype: str,
+    sequence_length: int,
+    device_kind: str = "gpu",
+    frozen: bool = False,
+    checkpointing: str = "none",
 ) -> float:
     """Bytes kept per token outside the blocks: the ids (8), the eager final norm (8E + 4, frozen 4E + 4; LayerNorm w·(E + 2)),
     the gradient
-    of the hidden state that the chunked loss computes ahead (w·E), rotary tables (4·D) or nothing, and the mask of flash
-    attention over packed documents (w·T)."""
+    of the hidden state that the chunked loss computes ahead (w·E), rotary tables (4·D) or nothing, and the mask over packed
+    documents (w·T), which explicit attention needs again only where it is computed again."""
     w, width = bytes_of(dtype), spec.d_model
     around = 8 + ((4 if frozen else 8) * width + FP32 if spec.norm == "rmsnorm" else w * width + 2 * w) + w * width
     around += FP32 * spec.head_dim if spec.positions == "rope" else 0.0
-    return around + (0.0 if attends_explicitly(device_kind, dtype, sequence_length) else w * sequence_length)
+    needs_no_mask = attends_explicitly(device_kind, dtype, sequence_length) and checkpointing == "none"
+    return around + (0.0 if needs_no_mask else w * sequence_length)
 
 
 def activation_bytes(

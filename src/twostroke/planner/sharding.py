@@ -322,7 +322,7 @@ def _held_terms(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layou
     loss = 0.0
     w = bytes_of(dtype)
     if stage.last:
-        around = around_blocks_bytes(spec, dtype, shape.sequence_length, hardware.kind, kept.frozen)
+        around = around_blocks_bytes(spec, dtype, shape.sequence_length, hardware.kind, kept.frozen, shape.checkpointing)
         if layout.n_devices > 1:
             around -= w * shape.sequence_length  # packed documents are told by their boundaries, not by a mask
         activations += tokens * around / layout.sequence_cut

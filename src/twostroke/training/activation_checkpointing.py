@@ -8,6 +8,7 @@ activations and explicit attention's probabilities, which take most of the memor
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -103,6 +104,8 @@ def checkpoint_activations(decoder: Decoder, policy: str) -> None:
         "selective": _selective(frozenset((spec.d_model, spec.n_heads * spec.head_dim))),
         "full": _recompute,
     }
+    # It warns of in-place operations in what is run again; a block has none.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     if policy not in kinds:
         raise ConfigError(f"train.activation_checkpointing={policy!r} is not known. Use one of {', '.join(map(repr, kinds))}.")
     for block in decoder.blocks:

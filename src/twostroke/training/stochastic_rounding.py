@@ -3,8 +3,12 @@
 A bf16 weight keeps 8 bits: an update below 2⁻⁹ of it, as most are once the learning rate has fallen, is rounded away every
 time. Rounded up with the probability of what is cut off, it arrives on average (Gupta et al. 2015, arXiv:1502.02551; Zamirai et
 al. 2020, arXiv:2010.06192). Kahan's compensated sum would be as exact as fp32 and take 2 bytes a parameter more, a quarter of
-all that pure bf16 holds. Measured on a Llama of 0.9M parameters over 300 steps of one text, AdamW, cosine: see
-``tests/training/test_stochastic_rounding.py``.
+all that pure bf16 holds.
+
+Measured on a byte-level Llama of 0.9M parameters, AdamW, cosine, nats on text apart. 200 further steps at 5·10⁻⁵ after 150 at
+4·10⁻³, from 2.4050: fp32 2.3727, bf16 beside fp32 masters 2.3727, rounded stochastically 2.3726, to nearest 2.3967. 300 steps
+from the beginning at 4·10⁻³, where updates are large: 2.187, 2.184, 2.190 and 2.181, one as good as the other; with β₂ = 0.999,
+whose second moment bf16 to nearest cannot lower: 2.265 (fp32 masters), 2.202 and 2.241.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def _attention(spec: ModelSpec, kind: LayerKind, shape: TrainingShape, explicit:
         whole = "·tensor" if kept.tensor > 1 else ""
         return [packed, output, f"{1 if selective else 2}·w·({latents}){whole}"]
     if selective:
-        return [packed, output]
+        return [packed] if explicit else [packed, output]
     parts = [packed, output]
     if explicit:
         parts = ["H_spec·w·(keys + 2·D_spec + 2·D_spec·copies)"]

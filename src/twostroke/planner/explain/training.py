@@ -155,7 +155,7 @@ def _activations(terms: Explanation, plan: TrainingPlan, stage: Stage) -> None:
         explicit = attends_explicitly(kind, shape.compute_dtype, shape.sequence_length)
         around = ["8", f"{4 if kept.frozen else 8}·E + 4" if spec.norm == "rmsnorm" else "w·E + 2·w", "w·E"]
         around += ["4·D_head"] if spec.positions == "rope" else []
-        around += [] if explicit else ["w·T"]
+        around += [] if explicit and shape.checkpointing == "none" else ["w·T"]
         around += ["(0 − w·T)"] if layout.n_devices > 1 else []
         parts.append(f"tokens_per_pass·({' + '.join(around)})" + ("/cut" if layout.sequence_cut > 1 else ""))
         if shape.method == "full" and shape.logits == "chunked":
