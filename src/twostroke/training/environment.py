@@ -1,7 +1,8 @@
 """What decides, beside recipe, data and seed, to which last bit a run computes; and a hash of the weights it ends with.
 
-Floating-point sums depend on their order, and the order on the kernels chosen, on the vector width and on the number of
-threads. On one machine with one set of these the same recipe gives the same weights (tests/training/test_determinism.py).
+Floating-point sums depend on their order, and the order on the kernels chosen (torch's, a compiler's, our native library's),
+on the vector width and on the number of threads. On one machine with one set of these the same recipe gives the same
+weights (docs/determinism.md; tests/training/test_determinism.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from twostroke.core.profile import read_fingerprint
+from twostroke.kernels.native_library import features
+from twostroke.ledger.code_version import code_version
 from twostroke.training.parallelize import why_not_compile
 from twostroke.training.tensor_file import tensor_bytes
 
@@ -34,11 +37,13 @@ SWITCHES = (
 def environment(device: torch.device, compile: bool) -> dict[str, Any]:
     """All that is known to change the last bits of a run on ``device``, as plain JSON."""
     return {
+        "twostroke": code_version(),
         "torch": str(torch.__version__),
         "n_threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "cpu": read_fingerprint().cpu_model,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "native": " ".join(features()) or "none",
         "compiled": compile and why_not_compile(device) is None,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "matmul_precision": torch.get_float32_matmul_precision(),
