@@ -38,11 +38,6 @@ class Batch:
 
         return Batch(move(self.tokens), move(self.targets), move(self.positions), move(self.documents), self.n_valid)
 
-    def split(self, rows: int) -> list[Batch]:
-        """The same rows in batches of ``rows``, views of this one."""
-        parts = zip(*(t.split(rows) for t in (self.tokens, self.targets, self.positions, self.documents)), strict=True)
-        return [Batch(*part, n_valid=int((part[1] != IGNORED).sum())) for part in parts]
-
 
 def batch_of(rows: Rows) -> Batch:
     return Batch(
