@@ -17,6 +17,7 @@ from twostroke.ledger.store import Ledger
 from twostroke.model.load import load_model
 from twostroke.planner.params import count_parameters
 from twostroke.training import checkpoint as checkpoint_module
+from twostroke.training import finish as finish_module
 from twostroke.training import loss_scale
 from twostroke.training.checkpoint import MODEL, CheckpointError, list_checkpoints, load_checkpoint
 from twostroke.training.finish import TrainingResult
@@ -116,6 +117,19 @@ def test_a_signal_before_the_first_step_of_a_process_stops_at_once(
         with pytest.raises(Interrupted, match=f"stopped before step {at + 1} was done: nothing is lost"):
             train(recipe, resume=at > 0)
     _assert_same_run(train(recipe, resume=True), whole)
+
+
+def test_a_signal_while_the_model_is_written_does_not_stop_that(make_recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, lines = train(make_recipe("whole")), []
+    original = finish_module.save_model
+
+    def signalled(*args: Any, **kwargs: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(finish_module, "save_model", signalled)
+    _assert_same_run(train(make_recipe("signalled"), log=lines.append), whole)
+    assert "all steps are done; the model is being written." in lines
 
 
 def test_a_short_step_is_finished_before_the_stop(make_recipe, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,6 +153,7 @@ class TrainingRun:
                     raise Interrupted(
                         f"stopped before step {self.step + 1} was done: nothing is lost. Continue with --resume."
                     ) from None
+                stop.answer = "all steps are done; the model is being written."
                 return finish(self)
 
     def _train_and_record(

@@ -18,7 +18,8 @@ class StopSignals:
     The second only says so again, because people press twice and the save that is under way takes seconds. The third
     stops at once with KeyboardInterrupt; a half-written checkpoint is then left aside, as after a kill. While
     ``nothing_to_save``, because this process has not finished a step yet, the first does: a compilation may take a minute.
-    Handlers are restored on exit. Outside the main thread Python delivers no signals, and nothing is installed.
+    ``answer`` is what the first is told. Handlers are restored on exit. Outside the main thread Python delivers no signals,
+    and nothing is installed.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -27,6 +28,7 @@ class StopSignals:
         self._log = log
         self._received = 0
         self.nothing_to_save = False
+        self.answer = "stopping after this step, then writing a checkpoint ..."
         self._previous: dict[signal.Signals, Any] = {}
 
     @property
@@ -47,7 +49,7 @@ class StopSignals:
         if self.nothing_to_save:
             raise KeyboardInterrupt
         if self._received == 1:
-            self._log("stopping after this step, then writing a checkpoint ...")
+            self._log(self.answer)
         elif self._received == 2:
             self._log("still stopping; once more stops at once, without a checkpoint.")
         else:
