@@ -14,26 +14,46 @@ namespace {
 using layout::STEP_BYTES;
 using layout::TILE;
 
-// How far ahead of their use weights are fetched into the first-level cache, in bytes of all streams of a block together: what is on
-// its way from memory at any time.
-constexpr int64_t AHEAD_BYTES = 8192;
-
-// Calls body(step, ahead) for every step of T tiles that are read side by side: `ahead` bytes behind the step's own address, in each
-// tile, lies what will be read AHEAD_BYTES / T later; past a tile's end that is the tile's successor T tiles on.
-template <int T, int64_t BYTES = STEP_BYTES, class Body>
-__attribute__((always_inline)) inline void for_steps(int64_t n_steps, int64_t tile_bytes, Body body) {
-    const int64_t wanted = AHEAD_BYTES / T / BYTES, distance = wanted < n_steps ? wanted : n_steps;
-    for (int64_t s = 0; s < n_steps - distance; ++s) body(s, distance * BYTES);
-    for (int64_t s = n_steps - distance; s < n_steps; ++s) body(s, distance * BYTES + (T - 1) * tile_bytes);
-}
-
 struct Target {
     const Matrix& w;
     const Rows& rows;
     float* y;
     int64_t ldy;
     bool add;
+    // Where the walk is: rows are cut into n_blocks, of which `block` runs now; no tiles follow these.
+    int64_t block = 0, n_blocks = 1;
+    bool last = false;
 };
+
+// How far ahead of their use weights are fetched into the first-level cache, in bytes of all streams of a block together: what is on
+// its way from memory at any time.
+constexpr int64_t AHEAD_BYTES = 8192;
+
+// For T tiles read side by side, where to fetch from: so many bytes behind the address that is read now, in the first tile and in the
+// others (0: nowhere). One block of rows: what it will read AHEAD_BYTES / T later, which past a tile's end is T tiles on. Several
+// blocks read the same tiles, all but the first from a cache: each fetches one of the next T tiles, so that memory never rests.
+template <int T>
+struct Ahead {
+    int64_t distance, first, others, first_past_end, others_past_end;
+    Ahead(const Target& to, int64_t bytes, int64_t tile_bytes) {
+        distance = AHEAD_BYTES / T < bytes ? AHEAD_BYTES / T : bytes;
+        first = others = distance;
+        first_past_end = others_past_end = to.last ? 0 : distance + (T - 1) * tile_bytes;
+        if (to.n_blocks > 1) {
+            first = first_past_end = to.last || to.block >= T ? 0 : (T + to.block) * tile_bytes;
+            others = others_past_end = 0;
+        }
+    }
+};
+
+// Calls body(step, ahead in the first tile, in the others) for every step of T tiles.
+template <int T, int64_t BYTES = STEP_BYTES, class Body>
+__attribute__((always_inline)) inline void for_steps(const Target& to, int64_t n_steps, int64_t tile_bytes, Body body) {
+    const Ahead<T> ahead(to, n_steps * BYTES, tile_bytes);
+    const int64_t turn = n_steps - ahead.distance / BYTES;
+    for (int64_t s = 0; s < turn; ++s) body(s, ahead.first, ahead.others);
+    for (int64_t s = turn; s < n_steps; ++s) body(s, ahead.first_past_end, ahead.others_past_end);
+}
 
 // R rows by a few pointers: with one for each the processor's registers do not suffice.
 template <class T, int R>
@@ -80,17 +100,20 @@ void tail_of_rows(const Target& to, int r, int64_t row, int64_t tile, int64_t en
 // All rows over the tiles [first, end). Rows are cut into the fewest blocks, of sizes as equal as can be. For many rows the tiles of
 // one block are read again for each block of rows, from the second-level cache.
 template <class Kernel, class Fit>
-void walk(const Target& to, int64_t first, int64_t end) {
+void walk(Target to, int64_t first, int64_t end) {
     constexpr auto every = std::make_integer_sequence<int, Fit::MAX_R>{};
     static const struct Table {
         Block whole[Fit::MAX_R + 1] = {};
         Table() { fill_blocks<Kernel, Fit>(whole, every); }
     } table;
     const int64_t m = to.rows.m, n_blocks = (m + Fit::MAX_R - 1) / Fit::MAX_R;
+    to.n_blocks = n_blocks;
     const int widest = Fit::tiles_of(int((m + n_blocks - 1) / n_blocks));
     for (int64_t tile = first; tile < end; tile += widest) {
         const int64_t last = tile + widest < end ? tile + widest : end;
+        to.last = last == end;
         for (int64_t b = 0; b < n_blocks; ++b) {
+            to.block = b;
             const int64_t row = m * b / n_blocks;
             const int r = int(m * (b + 1) / n_blocks - row);
             int64_t t = tile;

@@ -78,10 +78,10 @@ void block(const Target& to, int64_t row, int64_t n_rows, int64_t tile) {
     if constexpr (SECOND_ROWS) zero_tile<SUM10>();
     if constexpr (SECOND_ROWS && SECOND_OUTPUTS) zero_tile<SUM11>();
     constexpr int T = SECOND_OUTPUTS ? 2 : 1;
-    for_steps<T, WEIGHTS_BYTES>(n_chunks, next_tile, [&](int64_t chunk, int64_t ahead) {
+    for_steps<T, WEIGHTS_BYTES>(to, n_chunks, next_tile, [&](int64_t chunk, int64_t first, int64_t others) {
         const char* from = weights + chunk * WEIGHTS_BYTES;
         for (int t = 0; t < T; ++t)
-            for (int64_t line = 0; line < WEIGHTS_BYTES; line += 64) _mm_prefetch(from + t * next_tile + line + ahead, _MM_HINT_T0);
+            for (int64_t line = 0; line < WEIGHTS_BYTES; line += 64) _mm_prefetch(from + t * next_tile + line + (t == 0 ? first : others), _MM_HINT_T0);
         add_chunk<BF16, SECOND_ROWS, SECOND_OUTPUTS>(rows + chunk * CHUNK_BYTES, row_bytes, from, next_tile);
     });
     if (row_bytes % CHUNK_BYTES) {  // half a chunk: 32 codes. Copied beside zeros, since tiles would read behind both
@@ -101,8 +101,9 @@ void block(const Target& to, int64_t row, int64_t n_rows, int64_t tile) {
 }
 
 template <bool BF16>
-void walk_tiles(const Target& to, int64_t first_tile, int64_t end) {
+void walk_tiles(Target to, int64_t first_tile, int64_t end) {
     int64_t shaped = 0;
+    to.n_blocks = (to.rows.m + 2 * ROWS - 1) / (2 * ROWS);
     for (int64_t tile = first_tile; tile < end; tile += 2)
         for (int64_t row = 0; row < to.rows.m; row += 2 * ROWS) {
             const int64_t left = to.rows.m - row, n_rows = left < 2 * ROWS ? left : 2 * ROWS;
@@ -110,6 +111,8 @@ void walk_tiles(const Target& to, int64_t first_tile, int64_t end) {
                 shape(int(n_rows < ROWS ? n_rows : ROWS), int(n_rows - ROWS));
                 shaped = n_rows;
             }
+            to.block = row / (2 * ROWS);
+            to.last = tile + 2 >= end;
             const bool second_rows = n_rows > ROWS, second_outputs = tile + 1 < end;
             if (second_rows && second_outputs)
                 block<BF16, true, true>(to, row, n_rows, tile);

@@ -13,11 +13,11 @@ struct W8A8 {
         const RowPointers<int8_t, R> codes(to.rows.codes + row * k, k);
         __m512i sum[R][T];
         TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = _mm512_setzero_si512();
-        for_steps<T>(n_steps, tile_bytes, [&](int64_t s, int64_t ahead) __attribute__((always_inline)) {
+        for_steps<T>(to, n_steps, tile_bytes, [&](int64_t s, int64_t first, int64_t others) __attribute__((always_inline)) {
             __m512i w[T];
             TS_UNROLL for (int t = 0; t < T; ++t) {
                 const char* from = weights + t * tile_bytes + s * STEP_BYTES;
-                _mm_prefetch(from + ahead, _MM_HINT_T0);
+                _mm_prefetch(from + (t == 0 ? first : others), _MM_HINT_T0);
                 w[t] = _mm512_loadu_si512(from);
             }
             TS_UNROLL for (int r = 0; r < R; ++r) {
@@ -46,11 +46,11 @@ struct Int8 {
         const RowPointers<float, R> x(to.rows.f32 + row * k, k);
         __m512 sum[R][T];
         TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = _mm512_setzero_ps();
-        const auto step = [&](int64_t s, int n_inputs, int64_t ahead) __attribute__((always_inline)) {
+        const auto step = [&](int64_t s, int n_inputs, int64_t first, int64_t others) __attribute__((always_inline)) {
             __m512i w[T];
             TS_UNROLL for (int t = 0; t < T; ++t) {
                 const char* from = weights + t * tile_bytes + s * STEP_BYTES;
-                _mm_prefetch(from + ahead, _MM_HINT_T0);
+                _mm_prefetch(from + (t == 0 ? first : others), _MM_HINT_T0);
                 w[t] = _mm512_xor_si512(_mm512_loadu_si512(from), _mm512_set1_epi8(char(0x80)));
             }
             TS_UNROLL for (int j = 0; j < 4; ++j) {
@@ -64,8 +64,8 @@ struct Int8 {
                 }
             }
         };
-        for_steps<T>(k / 4, tile_bytes, [&](int64_t s, int64_t ahead) __attribute__((always_inline)) { step(s, 4, ahead); });
-        if (k % 4) step(k / 4, int(k % 4), 0);
+        for_steps<T>(to, k / 4, tile_bytes, [&](int64_t s, int64_t first, int64_t others) __attribute__((always_inline)) { step(s, 4, first, others); });
+        if (k % 4) step(k / 4, int(k % 4), 0, 0);
         TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t)
             write(to, row + r, tile + t, _mm512_mul_ps(sum[r][t], scales_of(to, tile + t)));
     }
@@ -79,11 +79,11 @@ struct F32 {
         const RowPointers<float, R> x(to.rows.f32 + row * k, k);
         __m512 sum[R][T];
         TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = _mm512_setzero_ps();
-        for_steps<T>(k, tile_bytes, [&](int64_t s, int64_t ahead) __attribute__((always_inline)) {
+        for_steps<T>(to, k, tile_bytes, [&](int64_t s, int64_t first, int64_t others) __attribute__((always_inline)) {
             __m512 w[T];
             TS_UNROLL for (int t = 0; t < T; ++t) {
                 const char* from = weights + t * tile_bytes + s * STEP_BYTES;
-                _mm_prefetch(from + ahead, _MM_HINT_T0);
+                _mm_prefetch(from + (t == 0 ? first : others), _MM_HINT_T0);
                 w[t] = _mm512_loadu_ps(from);
             }
             TS_UNROLL for (int r = 0; r < R; ++r) {
@@ -105,22 +105,22 @@ struct Bf16 {
         const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
         __m512 sum[R][T];
         TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = _mm512_setzero_ps();
-        for_steps<T>(n_steps, tile_bytes, [&](int64_t s, int64_t ahead) __attribute__((always_inline)) {
-            __m512 first[T], second[T];
+        for_steps<T>(to, n_steps, tile_bytes, [&](int64_t s, int64_t first, int64_t others) __attribute__((always_inline)) {
+            __m512 even[T], odd[T];
             TS_UNROLL for (int t = 0; t < T; ++t) {
                 const char* from = weights + t * tile_bytes + s * STEP_BYTES;
-                _mm_prefetch(from + ahead, _MM_HINT_T0);
+                _mm_prefetch(from + (t == 0 ? first : others), _MM_HINT_T0);
                 const __m512i w = _mm512_loadu_si512(from);
-                first[t] = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
-                second[t] = _mm512_castsi512_ps(_mm512_and_si512(w, upper));
+                even[t] = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
+                odd[t] = _mm512_castsi512_ps(_mm512_and_si512(w, upper));
             }
             TS_UNROLL for (int r = 0; r < R; ++r) {
                 const __m512i both = word(x[r] + s * 2);
                 const __m512 a = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
                 const __m512 b = _mm512_castsi512_ps(_mm512_and_si512(both, upper));
                 TS_UNROLL for (int t = 0; t < T; ++t) {
-                    sum[r][t] = _mm512_fmadd_ps(a, first[t], sum[r][t]);
-                    sum[r][t] = _mm512_fmadd_ps(b, second[t], sum[r][t]);
+                    sum[r][t] = _mm512_fmadd_ps(a, even[t], sum[r][t]);
+                    sum[r][t] = _mm512_fmadd_ps(b, odd[t], sum[r][t]);
                 }
             }
         });
@@ -135,6 +135,7 @@ struct Int4 {
         const int64_t head = layout::head_bytes(Format::INT4, to.w.group, to.w.k), tile_bytes = head + n_steps * STEP_BYTES;
         const char* weights = layout::tile(to.w, tile);
         const RowPointers<int8_t, R> codes(to.rows.codes + row * k, k);
+        const Ahead<T> ahead(to, n_steps * STEP_BYTES, tile_bytes);
         const float* code_sums = group_sums.values + row * n_groups;
         const __m512i low_half = _mm512_set1_epi8(15);
         __m512 total[R][T];
@@ -143,12 +144,14 @@ struct Int4 {
             __m512i sum[R][T];
             TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = _mm512_setzero_si512();
             const int64_t end = (g + 1) * group_steps < n_steps ? (g + 1) * group_steps : n_steps;
-            const int64_t ahead = AHEAD_BYTES / T + (end * STEP_BYTES + AHEAD_BYTES / T > n_steps * STEP_BYTES ? (T - 1) * tile_bytes : 0);
+            const bool past_end = end * STEP_BYTES + ahead.distance > n_steps * STEP_BYTES;
+            const int64_t first = past_end ? ahead.first_past_end : ahead.first;
+            const int64_t others = past_end ? ahead.others_past_end : ahead.others;
             for (int64_t s = g * group_steps; s < end; ++s) {
                 __m512i low[T], high[T];
                 TS_UNROLL for (int t = 0; t < T; ++t) {
                     const char* from = weights + t * tile_bytes + head + s * STEP_BYTES;
-                    _mm_prefetch(from + ahead, _MM_HINT_T0);
+                    _mm_prefetch(from + (t == 0 ? first : others), _MM_HINT_T0);
                     const __m512i w = _mm512_loadu_si512(from);
                     low[t] = _mm512_and_si512(w, low_half);
                     high[t] = _mm512_and_si512(_mm512_srli_epi16(w, 4), low_half);

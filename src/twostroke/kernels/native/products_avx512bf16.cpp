@@ -13,11 +13,11 @@ struct Bf16 {
         const RowPointers<uint16_t, R> x(to.rows.bf16 + row * k, k);
         __m512 sum[R][T];
         TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = _mm512_setzero_ps();
-        for_steps<T>(n_steps, tile_bytes, [&](int64_t s, int64_t ahead) __attribute__((always_inline)) {
+        for_steps<T>(to, n_steps, tile_bytes, [&](int64_t s, int64_t first, int64_t others) __attribute__((always_inline)) {
             __m512bh w[T];
             TS_UNROLL for (int t = 0; t < T; ++t) {
                 const char* from = weights + t * tile_bytes + s * STEP_BYTES;
-                _mm_prefetch(from + ahead, _MM_HINT_T0);
+                _mm_prefetch(from + (t == 0 ? first : others), _MM_HINT_T0);
                 w[t] = (__m512bh)_mm512_loadu_si512(from);
             }
             TS_UNROLL for (int r = 0; r < R; ++r) {

@@ -76,11 +76,11 @@ struct W8A8 {
         const RowPointers<int8_t, R> codes(to.rows.codes + row * k, k);
         __m256i sum[R][T][2];
         TS_EACH_SUM sum[r][t][h] = _mm256_setzero_si256();
-        for_steps<T>(n_steps, tile_bytes, [&](int64_t s, int64_t ahead) __attribute__((always_inline)) {
+        for_steps<T>(to, n_steps, tile_bytes, [&](int64_t s, int64_t first, int64_t others) __attribute__((always_inline)) {
             __m256i w[T][2];
             TS_EACH_VECTOR {
                 const char* from = weights + t * tile_bytes + s * STEP_BYTES;
-                if (h == 0) _mm_prefetch(from + ahead, _MM_HINT_T0);
+                if (h == 0) _mm_prefetch(from + (t == 0 ? first : others), _MM_HINT_T0);
                 w[t][h] = load(from + h * 32);
             }
             TS_UNROLL for (int r = 0; r < R; ++r) {
@@ -107,13 +107,13 @@ struct Int8 {
         const RowPointers<float, R> x(to.rows.f32 + row * k, k);
         __m256 sum[R][T][2];
         TS_EACH_SUM sum[r][t][h] = _mm256_setzero_ps();
-        const auto step = [&](int64_t s, int n_inputs, int64_t ahead) __attribute__((always_inline)) {
+        const auto step = [&](int64_t s, int n_inputs, int64_t first, int64_t others) __attribute__((always_inline)) {
             TS_UNROLL for (int j = 0; j < 4; ++j) {
                 if (j >= n_inputs) break;
                 __m256 value[T][2];
                 TS_EACH_VECTOR {
                     const char* from = weights + t * tile_bytes + s * STEP_BYTES;
-                    if (h == 0 && j == 0) _mm_prefetch(from + ahead, _MM_HINT_T0);
+                    if (h == 0 && j == 0) _mm_prefetch(from + (t == 0 ? first : others), _MM_HINT_T0);
                     const __m256i w = _mm256_xor_si256(load(from + h * 32), _mm256_set1_epi8(char(0x80)));
                     value[t][h] = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(w, 24 - 8 * j), 24));
                 }
@@ -123,8 +123,8 @@ struct Int8 {
                 }
             }
         };
-        for_steps<T>(k / 4, tile_bytes, [&](int64_t s, int64_t ahead) __attribute__((always_inline)) { step(s, 4, ahead); });
-        if (k % 4) step(k / 4, int(k % 4), 0);
+        for_steps<T>(to, k / 4, tile_bytes, [&](int64_t s, int64_t first, int64_t others) __attribute__((always_inline)) { step(s, 4, first, others); });
+        if (k % 4) step(k / 4, int(k % 4), 0, 0);
         TS_EACH_SUM write(to, row + r, tile + t, h, _mm256_mul_ps(sum[r][t][h], scales_of(to, tile + t, h)));
     }
 };
@@ -137,11 +137,11 @@ struct F32 {
         const RowPointers<float, R> x(to.rows.f32 + row * k, k);
         __m256 sum[R][T][2];
         TS_EACH_SUM sum[r][t][h] = _mm256_setzero_ps();
-        for_steps<T>(k, tile_bytes, [&](int64_t s, int64_t ahead) __attribute__((always_inline)) {
+        for_steps<T>(to, k, tile_bytes, [&](int64_t s, int64_t first, int64_t others) __attribute__((always_inline)) {
             __m256 w[T][2];
             TS_EACH_VECTOR {
                 const char* from = weights + t * tile_bytes + s * STEP_BYTES;
-                if (h == 0) _mm_prefetch(from + ahead, _MM_HINT_T0);
+                if (h == 0) _mm_prefetch(from + (t == 0 ? first : others), _MM_HINT_T0);
                 w[t][h] = _mm256_castsi256_ps(load(from + h * 32));
             }
             TS_UNROLL for (int r = 0; r < R; ++r) {
@@ -162,11 +162,11 @@ struct Bf16 {
         const __m256i upper = _mm256_set1_epi32(int(0xffff0000));
         __m256 sum[R][T][2];
         TS_EACH_SUM sum[r][t][h] = _mm256_setzero_ps();
-        for_steps<T>(n_steps, tile_bytes, [&](int64_t s, int64_t ahead) __attribute__((always_inline)) {
+        for_steps<T>(to, n_steps, tile_bytes, [&](int64_t s, int64_t first, int64_t others) __attribute__((always_inline)) {
             __m256i w[T][2];
             TS_EACH_VECTOR {
                 const char* from = weights + t * tile_bytes + s * STEP_BYTES;
-                if (h == 0) _mm_prefetch(from + ahead, _MM_HINT_T0);
+                if (h == 0) _mm_prefetch(from + (t == 0 ? first : others), _MM_HINT_T0);
                 w[t][h] = load(from + h * 32);
             }
             TS_UNROLL for (int r = 0; r < R; ++r) {
@@ -190,6 +190,7 @@ struct Int4 {
         const int64_t head = layout::head_bytes(Format::INT4, to.w.group, to.w.k), tile_bytes = head + n_steps * STEP_BYTES;
         const char* weights = layout::tile(to.w, tile);
         const RowPointers<int8_t, R> codes(to.rows.codes + row * k, k);
+        const Ahead<T> ahead(to, n_steps * STEP_BYTES, tile_bytes);
         const float* code_sums = group_sums.values + row * n_groups;
         const __m256i low_half = _mm256_set1_epi8(15);
         __m256 total[R][T][2];
@@ -198,7 +199,9 @@ struct Int4 {
             __m256i sum[R][T][2];
             TS_EACH_SUM sum[r][t][h] = _mm256_setzero_si256();
             const int64_t end = (g + 1) * group_steps < n_steps ? (g + 1) * group_steps : n_steps;
-            const int64_t ahead = AHEAD_BYTES / T + (end * STEP_BYTES + AHEAD_BYTES / T > n_steps * STEP_BYTES ? (T - 1) * tile_bytes : 0);
+            const bool past_end = end * STEP_BYTES + ahead.distance > n_steps * STEP_BYTES;
+            const int64_t first = past_end ? ahead.first_past_end : ahead.first;
+            const int64_t others = past_end ? ahead.others_past_end : ahead.others;
             for (int64_t s4 = g * group_steps; s4 < end; s4 += 4) {  // groups are of 32 inputs or multiples: 4 steps
 #ifndef __AVXVNNI__
                 __m256i narrow[R][T][2];  // 16-bit sums of 4 steps: 16 products of at most 15·128 each, in pairs, below 2^15
@@ -207,7 +210,7 @@ struct Int4 {
                 for (int64_t s = s4; s < s4 + 4; ++s) {
                     TS_EACH_VECTOR {
                         const char* from = weights + t * tile_bytes + head + s * STEP_BYTES;
-                        if (h == 0) _mm_prefetch(from + ahead, _MM_HINT_T0);
+                        if (h == 0) _mm_prefetch(from + (t == 0 ? first : others), _MM_HINT_T0);
                         const __m256i w = load(from + h * 32);
                         const __m256i low = _mm256_and_si256(w, low_half), high = _mm256_and_si256(_mm256_srli_epi16(w, 4), low_half);
                         TS_UNROLL for (int r = 0; r < R; ++r) {
