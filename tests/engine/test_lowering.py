@@ -146,8 +146,8 @@ def test_a_missing_tensor_is_named() -> None:
 
 
 def test_an_unknown_way_to_hold_weights_is_refused() -> None:
-    with pytest.raises(ConfigError, match="int4"):
-        lower(SPECS["llama"], decoder_of("llama").state_dict(), "int4")
+    with pytest.raises(ConfigError, match="int3"):
+        lower(SPECS["llama"], decoder_of("llama").state_dict(), "int3")
 
 
 @pytest.mark.parametrize("name", SPECS)

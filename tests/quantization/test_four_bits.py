@@ -7,10 +7,13 @@ import torch
 
 from small_models import decoder_of
 from twostroke.core.errors import ConfigError
+from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.engine.scoring import token_scores
+from twostroke.kernels.int4 import dequantize_groups, group_scales, round_to_groups
 from twostroke.model.load import load_state
 from twostroke.model.save import save_model
 from twostroke.quantization.convert import quantize_model
-from twostroke.quantization.four_bits import expand, group_scales, pack_words, round_to_groups, unpack_words
+from twostroke.quantization.four_bits import pack_words, unpack_words
 from twostroke.quantization.gptq import input_hessians, round_with_compensation
 from twostroke.quantization.load import load_any_state, load_decoder
 from twostroke.quantization.schemes import SCHEMES, scheme_of_config, stored_scheme
@@ -36,7 +39,7 @@ def test_a_group_is_never_rounded_worse_than_by_its_whole_range() -> None:
     weight = torch.randn(40, 200, generator=torch.Generator().manual_seed(0))
     weight[3, 7] = 9.0  # an outlier, whose group gains by cutting it off or not at all
     scale, zero = group_scales(weight, 64)
-    ours = (expand(round_to_groups(weight, scale, zero, 64), scale, zero) - weight).square()
+    ours = (dequantize_groups(round_to_groups(weight, scale, zero, 64), scale, zero, 64) - weight).square()
     padded = torch.nn.functional.pad(weight, (0, 56)).view(40, 4, 64)
     low, high = padded.amin(2).clamp_max(0), padded.amax(2).clamp_min(0)
     step = (high - low) / 15
@@ -54,8 +57,8 @@ def test_compensation_lowers_the_error_of_the_outputs() -> None:
     inputs = torch.randn(2000, 20, generator=generator) @ mixing.t() + 0.1 * torch.randn(2000, 128, generator=generator)
     hessian = inputs.t() @ inputs
     scale, zero = group_scales(weight, 32)
-    nearest = expand(round_to_groups(weight, scale, zero, 32), scale, zero)
-    compensated = expand(*round_with_compensation(weight, hessian, 32))
+    nearest = dequantize_groups(round_to_groups(weight, scale, zero, 32), scale, zero, 32)
+    compensated = dequantize_groups(*round_with_compensation(weight, hessian, 32), 32)
     exact = inputs @ weight.t()
     errors = [float((inputs @ w.t() - exact).norm() / exact.norm()) for w in (nearest, compensated)]
     assert errors[1] < 0.5 * errors[0]
@@ -104,7 +107,8 @@ def test_a_directory_gives_back_the_codes_that_were_written(name: str, scheme: s
     assert 0.02 < report.relative_error < 0.15
     decoder = load_decoder(tmp_path / "q")
     weight = dict(decoder.named_parameters())["blocks.0.mlp.down.weight"]
-    expected = expand(found["blocks.0.mlp.down.weight"], found["blocks.0.mlp.down.scale"], found["blocks.0.mlp.down.zero"])
+    codes, scale, zero = (found[f"blocks.0.mlp.down.{part}"] for part in ("weight", "scale", "zero"))
+    expected = dequantize_groups(codes, scale, zero, chosen.group)
     assert torch.equal(weight, expected)
 
 
@@ -118,3 +122,15 @@ def test_settings_that_are_not_supported_are_named() -> None:
     richer = SCHEMES["int4"].config()
     richer["config_groups"]["group_0"]["weights"] |= {"observer": "minmax", "actorder": None}
     assert scheme_of_config(richer, "here") == SCHEMES["int4"]
+
+
+def test_without_the_native_library_the_engine_computes_with_the_values_of_the_codes(tmp_path: Path) -> None:
+    quantize_model(make("llama", tmp_path / "m"), tmp_path / "q", "int4-g32")
+    core = EngineCore(tmp_path / "q", EngineConfig(runner="torch", n_threads=1))
+    assert (core.dtype, core.runner) == ("int4", "torch")
+    ids = list(range(5, 25))
+    ((nats, _),) = token_scores(core, [(ids, 1)])
+    with torch.inference_mode():
+        exact = load_decoder(tmp_path / "q")(torch.tensor([ids]))[0].log_softmax(dim=-1)
+    expected = [-float(exact[i, ids[i + 1]]) for i in range(len(ids) - 1)]
+    assert nats.tolist() == pytest.approx(expected, abs=0.1)  # bf16 against fp32

@@ -12,14 +12,15 @@ from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.spec import ModelSpec
 from twostroke.engine import plan as p
 from twostroke.kernels.crossovers import Crossovers
+from twostroke.kernels.int4 import dequantize_groups, group_of, quantize_groups
 from twostroke.kernels.matrix import FloatMatrix, Int8Matrix, Matrix, quantize_columns
-from twostroke.kernels.native_matrix import FORMATS, GROUPS, NativeMatrix, NativePair
+from twostroke.kernels.native_matrix import FORMATS, NativeMatrix, NativePair
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-WEIGHTS = ("fp32", "bf16", "int8")
-"""How weights may be held. int8: matrices of the blocks in int8, everything else bf16."""
+WEIGHTS = ("fp32", "bf16", "int8", "int4")
+"""How weights may be held for torch. int8: the blocks' matrices in int8, everything else bf16; int4: their values in bf16."""
 
 NATIVE_WEIGHTS = tuple(FORMATS)
 """The same for a native plan. int8_weight_only: activations stay fp32; int4: in groups of inputs, activations in int8."""
@@ -69,8 +70,12 @@ class _Lowering:
             held = "int8" if zero is None else "int4"
             raise ConfigError(f"{name} is held in {held} on disk; this model can only be lowered with weights={held!r}.")
         if self.native:
-            group = GROUP if scale is None or zero is None else _group_of(weight, scale)
+            group = GROUP if scale is None or zero is None else group_of(weight, scale)
             return NativeMatrix(weight, weights, vector, scale, zero, group)
+        if weights == "int4":  # torch has no kernel for them that is worth its rounding: expanded once, at loading
+            group = GROUP if scale is None or zero is None else group_of(weight, scale)
+            codes = quantize_groups(weight, group) if scale is None or zero is None else (weight, scale, zero)
+            return FloatMatrix(dequantize_groups(*codes, group).to(self.dtype), vector)
         if weights != "int8":
             return FloatMatrix(weight.to(self.dtype), vector)
         if scale is None:
@@ -136,11 +141,6 @@ class _Lowering:
             ops += self.block(i)
         head = self.matrix("embed" if spec.tied_embeddings else "head", bias=False, weights=self.head)
         return (*ops, self.norm("final_norm"), p.Head(head))
-
-
-def _group_of(codes: Tensor, scale: Tensor) -> int:
-    """How many inputs share a scale: the one of ``GROUPS`` that gives so many groups."""
-    return next(group for group in GROUPS if -(-codes.shape[1] // group) == scale.shape[1])
 
 
 @torch.inference_mode()

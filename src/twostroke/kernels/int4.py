@@ -34,11 +34,21 @@ def quantize_groups(
 
     A zero point costs 8/group bits a weight, and gains more where a group's values are not centred. Raises ConfigError.
     """
+    scales, zeros = group_scales(weight, group, searched=searched)
+    return round_to_groups(weight, scales, zeros, group), scales, zeros
+
+
+def group_scales(
+    weight: Float[Tensor, "N K"], group: int, importance: Float[Tensor, " K"] | None = None, searched: bool = True
+) -> tuple[Float[Tensor, "N G"], UInt8[Tensor, "N G"]]:
+    """Scales and zero points of ``quantize_groups``. ``importance`` weighs the squared error of each input: its mean square,
+    where that is known."""
     if group not in GROUPS:
         raise ConfigError(f"group={group} must be one of {', '.join(map(str, GROUPS))}.")
     n, k = weight.shape
     n_groups = -(-k // group)
     values = F.pad(weight.float(), (0, n_groups * group - k)).view(n, n_groups, group)
+    worth = None if importance is None else F.pad(importance, (0, n_groups * group - k)).view(n_groups, group)
     low, high = values.amin(dim=2).clamp_max_(0.0), values.amax(dim=2).clamp_min_(0.0)
     best_error = torch.full_like(low, torch.inf)
     best_scale, best_zero = torch.ones_like(low), torch.zeros_like(low)
@@ -47,12 +57,24 @@ def quantize_groups(
         scale.masked_fill_(scale == 0, 1.0)
         zero = (-low * share / scale).round_().clamp_(0, LARGEST_CODE)
         codes = (values / scale[..., None]).round_().add_(zero[..., None]).clamp_(0, LARGEST_CODE)
-        error = codes.sub_(zero[..., None]).mul_(scale[..., None]).sub_(values).square_().sum(dim=2)
+        squares = codes.sub_(zero[..., None]).mul_(scale[..., None]).sub_(values).square_()
+        error = (squares if worth is None else squares.mul_(worth)).sum(dim=2)
         better = error < best_error
         best_error = torch.where(better, error, best_error)
         best_scale, best_zero = torch.where(better, scale, best_scale), torch.where(better, zero, best_zero)
-    codes = (values / best_scale[..., None]).round_().add_(best_zero[..., None]).clamp_(0, LARGEST_CODE)
-    return codes.to(torch.uint8).view(n, -1)[:, :k].contiguous(), best_scale, best_zero.to(torch.uint8)
+    return best_scale, best_zero.to(torch.uint8)
+
+
+def round_to_groups(weight: Float[Tensor, "N K"], scales: Tensor, zeros: Tensor, group: int) -> UInt8[Tensor, "N K"]:
+    """The nearest code of each weight."""
+    k = weight.shape[1]
+    codes = (weight.float() / _spread(scales, group, k)).round_().add_(_spread(zeros.float(), group, k))
+    return codes.clamp_(0, LARGEST_CODE).to(torch.uint8)
+
+
+def group_of(codes: Tensor, scales: Tensor) -> int:
+    """How many inputs share a scale: the one of ``GROUPS`` that gives so many groups."""
+    return next(group for group in GROUPS if -(-codes.shape[1] // group) == scales.shape[1])
 
 
 def _round_mantissa(values: Tensor) -> Tensor:

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
 from twostroke.core.families import read_config
+from twostroke.kernels.int4 import dequantize_groups, quantize_groups
 from twostroke.kernels.matrix import quantize_columns
 from twostroke.model.families import layout
 from twostroke.model.families.layout import Entry, read_entry, write_entry
 from twostroke.model.load import open_weights
 from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME
 from twostroke.model.save import COMPANION_FILES, written_aside
-from twostroke.quantization.four_bits import expand, group_scales, pack_words, round_to_groups
+from twostroke.quantization.four_bits import pack_words
 from twostroke.quantization.gptq import round_with_compensation
 from twostroke.quantization.schemes import Scheme, packed_name, scale_name, scheme_of, shape_name, zero_name
 
@@ -119,11 +120,10 @@ class _Converter:
             return
         group, hessian = self.scheme.group, self.hessians.get(entry.canonical)
         if hessian is None:
-            scale, zero = group_scales(weight, group)
-            codes = round_to_groups(weight, scale, zero, group)
+            codes, scale, zero = quantize_groups(weight, group)
         else:
             codes, scale, zero = round_with_compensation(weight, hessian, group)
-        self._count(entry, weight, expand(codes, scale, zero))
+        self._count(entry, weight, dequantize_groups(codes, scale, zero, group))
         start = 0
         for stored in entry.parts:
             rows = slice(start, start + stored.rows)

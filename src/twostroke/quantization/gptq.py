@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from twostroke.quantization.four_bits import group_scales
+from twostroke.kernels.int4 import group_scales
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int, UInt8

@@ -10,12 +10,13 @@ from torch import Tensor
 from twostroke.core.errors import CorruptFileError
 from twostroke.core.families import read_spec
 from twostroke.core.spec import ModelSpec
+from twostroke.kernels.int4 import dequantize_groups, group_of
 from twostroke.model.decoder import Decoder
 from twostroke.model.families import layout
 from twostroke.model.families.layout import Entry, Part, read_entry
 from twostroke.model.load import load_model, load_state, torch_dtype
 from twostroke.model.safetensors_file import WeightFiles
-from twostroke.quantization.four_bits import CODES_PER_WORD, expand, unpack_words
+from twostroke.quantization.four_bits import CODES_PER_WORD, unpack_words
 from twostroke.quantization.schemes import Scheme, packed_name, scale_name, shape_name, stored_scheme, zero_name
 
 
@@ -50,7 +51,10 @@ def expanded(state: dict[str, Tensor], name: str) -> Tensor:
     scale, zero = state.get(f"{stem}.scale"), state.get(f"{stem}.zero")
     if scale is None:
         return state[name]
-    return state[name].float() * scale[:, None] if zero is None else expand(state[name], scale, zero)
+    codes = state[name]
+    if zero is None:
+        return codes.float() * scale[:, None]
+    return dequantize_groups(codes, scale.float(), zero, group_of(codes, scale))
 
 
 def load_quantized(directory: Path | str, scheme: Scheme) -> tuple[ModelSpec, dict[str, Tensor]]:

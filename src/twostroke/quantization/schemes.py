@@ -14,6 +14,9 @@ from typing import Any
 from twostroke.core.errors import ConfigError
 from twostroke.core.families import read_config
 
+GROUPS = (32, 64, 128)
+"""Inputs that may share a scale in int4: ``kernels.int4.GROUPS``, which cannot be imported here without torch."""
+
 METHOD = "compressed-tensors"
 """``quantization_config.quant_method`` in a directory that we write or read."""
 
@@ -61,7 +64,6 @@ class Scheme:
         }
 
 
-GROUPS = (32, 64, 128)
 SCHEMES: dict[str, Scheme] = {"int8": Scheme("int8", 8), "int4": Scheme("int4", 4, 64)} | {
     f"int4-g{group}": Scheme("int4", 4, group) for group in GROUPS
 }
