@@ -351,6 +351,7 @@ def _memory_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableRow]
         *[
             _row(section, label, *terms(term, None, None, None))
             for term, label in (
+                ("recomputed", "computed again"),
                 ("loss", "loss"),
                 ("workspace", "heap and workspace"),
                 ("snapshot", "copy for checkpoints"),

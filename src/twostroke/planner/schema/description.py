@@ -307,6 +307,7 @@ OBJECTS: dict[str, tuple[str, Fields]] = {
             "gradients": ("number", "bytes"),
             "optimizer": ("number", "its state"),
             "activations": ("number", "kept for backward"),
+            "recomputed?": ("number", "the one layer being computed again, beyond what was kept of it"),
             "loss": ("number", "logits and their gradients"),
             "process": ("number", "resident memory at rest (CPU)"),
             "workspace?": ("number", "what training on a CPU holds beyond its tensors"),
