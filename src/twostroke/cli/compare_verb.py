@@ -105,10 +105,10 @@ def compare(
 
 def _table(result: Mapping[str, Any]) -> list[str]:
     """A column for each model, and what B is beside A with its 95% interval."""
-    rows: list[tuple[str, str, str, str]] = [("", "A", "B", "B beside A")]
+    rows: list[tuple[str, ...]] = [("", "A", "B", "B beside A")]
 
-    def row(name: str, a: str, b: str, beside: str) -> None:
-        rows.append((name, a, b, beside))
+    def row(*cells: str) -> None:
+        rows.append(cells)
 
     a, b = result["a"], result["b"]
     if "unit" in result:

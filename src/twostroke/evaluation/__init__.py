@@ -1,1 +1,1 @@
-"""How good a model is: bits per byte and perplexity on held-out text, and two models compared on the same text."""
+"""How good a model is: bits per byte, perplexity and tasks through either engine, and two models compared pairwise."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -98,8 +97,3 @@ def _paired(a: Values, b: Values) -> Difference:
 
 
 LOWER_IS_BETTER = frozenset({"gold_nats", "target_nats", "perplexity"})
-
-
-def accuracies(differences: Mapping[str, Difference]) -> dict[str, Difference]:
-    """Those metrics of which more is better."""
-    return {name: d for name, d in differences.items() if name not in LOWER_IS_BETTER}
