@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import statistics
 import time
 from collections import deque
@@ -18,6 +16,7 @@ from twostroke.core.units import format_count
 from twostroke.ledger.scoring import Row, compare, error_percent, interval_of, number_of
 from twostroke.ledger.store import Ledger, Run
 from twostroke.ledger.text import format_error, format_inside, format_interval, format_value
+from twostroke.report.growing_files import GrowingRecords, NewestRecords, read_object, stamp
 from twostroke.report.thinned_series import ThinnedSeries
 
 COLUMNS = (
@@ -30,23 +29,13 @@ _NOT_SCORES = frozenset({*COLUMNS, "tokens", "epoch", "warm_up"})
 
 MOST_POINTS = 2000
 MOST_STRIP_POINTS = 300
-MOST_BYTES_A_READ = 2**20
-"""A megabyte of log takes about 10 ms to parse, which is what a request may keep a training process from its own Python."""
-
-TAIL_BYTES = 256
-"""Of what was read; found elsewhere at the next reading, the log is another. (A step done again has other times.)"""
-
-MOST_EVENTS = 100
+MOST_EVENTS, MOST_SAMPLES = 100, 200
 SAMPLED_STEPS_SHOWN = 8
 LEDGER_EVERY_S = 3.0
 QUIET_AFTER_S = 60.0
 """A log that has not grown for so long, and for 20 steps' time, is called quiet: the run may have been killed."""
 
 PREDICTED_FIRST = ("train_time_s", "step_time_s", "train_tok_per_s", "mfu", "peak_memory_bytes")
-
-
-Stamp = tuple[int, int] | None
-"""Time and size of a file; None where there is none."""
 
 
 class RunReader:
@@ -58,20 +47,17 @@ class RunReader:
     def __init__(self, directory: Path, ledger: Ledger | None = None) -> None:
         self.directory, self._ledger = directory, ledger or Ledger()
         self._recipe: dict[str, Any] = {}
-        self._recipe_stamp: Stamp = None
+        self._recipe_stamp = ""
         self._run: Run | None = None
         self._ledger_read = -math.inf
-        self._samples: list[dict[str, Any]] = []
-        self._samples_stamp: Stamp = None
-        self._anomalies: list[dict[str, Any]] = []
-        self._anomalies_stamp: Stamp = None
+        self._log = GrowingRecords(directory / "log.jsonl")
+        self._samples = NewestRecords(directory / "samples.jsonl", MOST_SAMPLES)
+        self._anomalies = NewestRecords(directory / "anomalies.jsonl", MOST_EVENTS)
         self._readings = 0
         self._forget()
 
     def _forget(self) -> None:
-        self._inode, self._offset, self._torn, self._tail = 0, 0, b"", b""
         self._readings += 1
-        self.more = False
         self._points = ThinnedSeries(len(COLUMNS), MOST_POINTS)
         self._steady = ThinnedSeries(len(COLUMNS), MOST_POINTS)
         self._strips: dict[str, tuple[list[str], ThinnedSeries]] = {}
@@ -82,52 +68,27 @@ class RunReader:
 
     # -- reading ---------------------------------------------------------------------------------------------------------
 
+    @property
+    def more(self) -> bool:
+        """Whether the log holds lines that the last ``refresh`` has not read."""
+        return self._log.more
+
     def refresh(self) -> None:
-        """Take in what was written since the last call, at most ``MOST_BYTES_A_READ`` of the log; ``more`` says that more is
-        there."""
-        self._read_recipe()
-        self._read_log()
-        self._samples, self._samples_stamp = _newest(self.directory / "samples.jsonl", self._samples, self._samples_stamp)
-        self._anomalies, self._anomalies_stamp = _newest(
-            self.directory / "anomalies.jsonl", self._anomalies, self._anomalies_stamp
-        )
+        """Take in what was written since the last call, of a long log a piece."""
+        mark = stamp(self.directory / "recipe.json")
+        if mark != self._recipe_stamp:
+            self._recipe, self._recipe_stamp, self._run = read_object(self.directory / "recipe.json"), mark, None
+        anew, records = self._log.fresh()
+        if anew:
+            self._forget()
+        for record in records:
+            if isinstance(record.get("step"), int):
+                self._take(record)
+        self._samples.refresh()
+        self._anomalies.refresh()
         if self._recipe and time.monotonic() - self._ledger_read > LEDGER_EVERY_S:
             self._ledger_read = time.monotonic()
             self._read_ledger()
-
-    def _read_recipe(self) -> None:
-        file = self.directory / "recipe.json"
-        stamp = _stamp(file)
-        if stamp == self._recipe_stamp:
-            return
-        document = _read_object(file)
-        if document:
-            self._recipe, self._recipe_stamp, self._run = document, stamp, None
-
-    def _read_log(self) -> None:
-        file = self.directory / "log.jsonl"
-        try:
-            with file.open("rb") as stream:
-                status = os.fstat(stream.fileno())
-                stream.seek(self._offset - len(self._tail))
-                if status.st_ino != self._inode or stream.read(len(self._tail)) != self._tail:
-                    self._forget()  # a run that resumed, or went back, has cut its log or written it anew
-                    self._inode = status.st_ino
-                    stream.seek(0)
-                data = stream.read(MOST_BYTES_A_READ)
-                self._offset += len(data)
-                self._tail = (self._tail + data)[-TAIL_BYTES:]
-                self.more = self._offset < status.st_size
-        except OSError:
-            return
-        whole, newline, self._torn = (self._torn + data).rpartition(b"\n")
-        for line in (whole + newline).splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
-                self._take(record)
 
     def _take(self, line: dict[str, Any]) -> None:
         self._last = line
@@ -181,7 +142,6 @@ class RunReader:
         known = known or {}
         first = _first_to_send(known.get("generation"), known.get("have"), self.generation, len(self._points))
         status, sentence = self._status()
-        mark = f"{self._samples_stamp}"
         document: dict[str, Any] = {
             "generation": self.generation,
             "first": first,
@@ -201,18 +161,18 @@ class RunReader:
             "scores": {name: [series.column(0), _compact(series.column(1))] for name, series in self._scores.items()},
             "events": self._all_events(),
             "checkpoints": self._checkpoints(),
-            "samples_mark": mark,
+            "samples_mark": self._samples.mark,
         }
-        if known.get("samples") != mark:
-            steps = sorted({_number(s.get("step")) or 0.0 for s in self._samples})[-SAMPLED_STEPS_SHOWN:]
-            document["samples"] = [s for s in self._samples if (_number(s.get("step")) or 0.0) in steps]
+        if known.get("samples") != self._samples.mark:
+            steps = sorted({_number(s.get("step")) or 0.0 for s in self._samples.records})[-SAMPLED_STEPS_SHOWN:]
+            document["samples"] = [s for s in self._samples.records if (_number(s.get("step")) or 0.0) in steps]
         return document
 
     def _all_events(self) -> list[dict[str, Any]]:
         """Anomalies, also of steps that were done again since, and what else the log says in words; by step."""
         anomalies = [
             {"step": a["step"], "kind": str(a.get("action")), "text": f"{a.get('reason')} (windows {a.get('windows')})"}
-            for a in self._anomalies
+            for a in self._anomalies.records
             if isinstance(a.get("step"), int)
         ]
         told = {a["step"] for a in anomalies}
@@ -381,39 +341,3 @@ def _first_to_send(generation: str | None, have: str | None, current: str, n_poi
     if generation != current or have is None or not have.isdecimal():
         return 0
     return max(0, min(int(have), n_points) - 1)
-
-
-def _newest(file: Path, known: list[dict[str, Any]], stamp: Stamp) -> tuple[list[dict[str, Any]], Stamp]:
-    """The last records of a small file of JSON lines, read again where its stamp is no longer ``stamp``."""
-    found = _stamp(file)
-    if found == stamp:
-        return known, stamp
-    try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return [], found
-    records = []
-    for line in lines[-MOST_EVENTS:]:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records, found
-
-
-def _stamp(file: Path) -> Stamp:
-    try:
-        status = file.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return document if isinstance(document, dict) else {}
