@@ -75,6 +75,32 @@ def test_loaded_weights_reach_the_working_copy(dtype: torch.dtype) -> None:
     assert all(masters.weights[name] is not fresh[name] for name in fresh)
 
 
+def test_pure_bf16_keeps_nothing_in_fp32() -> None:
+    model = _Two()
+    masters = MasterWeights.of(model, "pure_bf16")
+    assert not masters.has_working_copy
+    assert {t.dtype for t in (*masters.weights.values(), *masters.gradients.values(), *model.parameters())} == {torch.bfloat16}
+    assert model.a.data_ptr() == masters.weights["a"].data_ptr()
+    model.loss().backward()
+    masters.collect()
+    assert torch.all(masters.gradients["a"] == 1)
+    masters.load({"a": torch.full((3, 4), 3.0), "b": torch.full((4,), 5.0)})
+    assert torch.all(model.b == 5)
+
+
+def test_a_frozen_parameter_computes_in_the_type_of_the_rest() -> None:
+    for dtype, computes in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        model = _Two()
+        model.a.requires_grad_(False)
+        masters = MasterWeights.of(model, dtype)
+        assert list(masters.weights) == ["b"]
+        assert model.a.dtype == model.b.dtype == computes
+    model = _Two()
+    model.a.requires_grad_(False)
+    assert MasterWeights.of(model, "pure_bf16").frozen_bytes == 12 * 2
+    assert model.a.dtype == torch.bfloat16
+
+
 def test_masters_are_not_taken_from_rounded_weights() -> None:
     with pytest.raises(TypeError, match="bfloat16"):
         MasterWeights(_Two().to(torch.bfloat16), torch.bfloat16)
@@ -84,3 +110,5 @@ def test_bytes_are_those_of_the_tensors() -> None:
     assert MasterWeights(_Two(), torch.float32).weights_bytes == 16 * 4
     masters = MasterWeights(_Two(), torch.bfloat16)
     assert masters.weights_bytes == masters.gradients_bytes == 16 * (4 + 2)
+    pure = MasterWeights.of(_Two(), "pure_bf16")
+    assert pure.weights_bytes == pure.gradients_bytes == 16 * 2

@@ -69,6 +69,46 @@ def test_accumulated_gradients_are_those_of_one_large_batch() -> None:
         torch.testing.assert_close(many.masters.gradients[name], gradient, rtol=1e-4, atol=1e-7)
 
 
+def _distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """‖found − expected‖ / ‖expected‖ over all gradients."""
+    apart = sum((found[name].double() - g.double()).square().sum() for name, g in expected.items())
+    return float((apart / sum(g.double().square().sum() for g in expected.values())) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [
+        ("fp32", 1e-5),  # sums in another order
+        ("fp16", 2e-3),  # each micro-batch's gradient is rounded once, to 2⁻¹¹; then they are added in fp32
+        ("bf16", 1.5e-2),  # the same with 2⁻⁸
+        ("pure_bf16", 2e-2),  # and the sums are rounded too
+    ],
+)
+def test_accumulated_gradients_are_those_of_one_large_batch_in_every_precision(dtype: str, tolerance: float) -> None:
+    parts = [_batch(2, 24, 0, 1), _batch(2, 24, 41, 2), _batch(2, 24, 7, 3)]
+    found = []
+    for batches in ([_join(parts)], parts):
+        decoder = Decoder(SPEC).train()
+        masters = MasterWeights.of(decoder, dtype)
+        optimizers = Optimizers(masters, SPEC, TrainSettings(steps=1, dtype=dtype))  # type: ignore[arg-type]
+        step = TrainStep(decoder, masters, optimizers, 1e9, False, print)
+        result = step(batches, 0.0, StepClock(torch.device("cpu")))
+        kept = {name: gradient.clone() for name, gradient in masters.gradients.items()}
+        found.append((result, kept))
+    (whole, expected), (split, accumulated) = found
+    assert split.loss == pytest.approx(whole.loss, rel=tolerance)
+    assert split.grad_norm == pytest.approx(whole.grad_norm, rel=tolerance)
+    assert _distance(accumulated, expected) < tolerance
+    # a mean of the micro-batches' means, the mistake that this is about, is far outside
+    means: dict[str, Tensor] = {name: torch.zeros_like(g, dtype=torch.float64) for name, g in expected.items()}
+    for part in parts:
+        setup = _Setup()
+        setup.run([part])
+        for name, gradient in setup.masters.gradients.items():
+            means[name] += gradient / 3
+    assert _distance(means, expected) > 5 * tolerance
+
+
 def test_loss_and_gradient_are_those_of_plain_cross_entropy() -> None:
     setup = _Setup()
     batch = _batch(2, 24, 5, 1)

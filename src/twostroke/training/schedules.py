@@ -14,8 +14,8 @@ def warmup_steps(steps: int, warmup_fraction: float) -> int:
 
 
 def decay_steps(steps: int, decay_fraction: float, warm: int) -> int:
-    """Steps of a late decay: ⌈decay_fraction · steps⌉, and never one of the ``warm`` ones."""
-    return min(math.ceil(decay_fraction * steps), steps - warm)
+    """Steps of a late decay: ⌈decay_fraction · steps⌉, never one of the ``warm`` ones, and never the first."""
+    return min(math.ceil(decay_fraction * steps), steps - max(1, warm))
 
 
 def learning_rate_factor(
