@@ -77,7 +77,7 @@ def _transformers(schedule: str, steps: int, warm: int, ratio: float, decay: int
     ("schedule", "ratio"), [("constant", 0.0), ("linear", 0.0), ("cosine", 0.1), ("wsd", 0.1), ("wsd", 0.0)]
 )
 def test_transformers_gives_the_same_but_for_where_it_counts_from(schedule: str, ratio: float) -> None:
-    """Theirs spends its first step on a factor of 0 (of the minimum in wsd); ours begins at 1/w. Ours reaches the minimum in the
+    """Theirs spends its first step on 0 (on the minimum in wsd); ours begins at 1/w. Ours reaches the minimum in the
     last step, their cosine and line only after it."""
     steps, warm, decay = 60, 6, 12
     ours = [learning_rate_factor(step, steps, schedule, warm / steps, ratio, decay / steps) for step in range(steps)]
