@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -119,6 +120,7 @@ def test_two_callers_take_turns() -> None:
 @needs_library
 def test_a_forked_child_has_threads_of_its_own() -> None:
     code = """
+import ctypes
 import os
 from twostroke.kernels.native_library import library
 l = library()
@@ -143,3 +145,37 @@ def test_idle_threads_use_no_processor_time() -> None:
     before = time.process_time()
     time.sleep(0.3)
     assert time.process_time() - before < 0.03  # spinning would take 0.3
+
+
+def resident_bytes() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) * 1024
+
+
+@needs_library
+def test_blocks_of_memory_keep_to_themselves_and_are_given_back() -> None:
+    assert library is not None
+    before = resident_bytes()
+    sizes = [1, 63, 64, 65, 4096, 100_000, 3_000_001, 1_500_000] * 4
+    blocks = [library.ts_allocate(size) for size in sizes]
+    for i, (address, size) in enumerate(zip(blocks, sizes, strict=True)):
+        assert address % 64 == 0
+        assert ctypes.string_at(address, size) == bytes(size)
+        ctypes.memset(address, i + 1, size)
+    large_page = 2**21
+    assert resident_bytes() - before < sum(sizes) + 3 * large_page + 2**20  # not a large page for each
+    for i in range(0, len(blocks), 2):
+        library.ts_release(blocks[i])
+    for i in range(1, len(blocks), 2):
+        assert ctypes.string_at(blocks[i], sizes[i]) == bytes([i + 1]) * sizes[i]
+        library.ts_release(blocks[i])
+    assert resident_bytes() - before < 3 * large_page
+
+
+@needs_library
+def test_memory_that_cannot_be_is_null() -> None:
+    assert library is not None
+    assert library.ts_allocate(2**60) is None
+    assert library.ts_allocate(-1) is None
+    library.ts_release(None)
+    library.ts_release(library.ts_allocate(0))

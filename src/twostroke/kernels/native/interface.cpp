@@ -2,15 +2,10 @@
 #include "cpu.h"
 #include "layout.h"
 #include "matrix.h"
+#include "memory.h"
 #include "pool.h"
 
 #include <chrono>
-#include <cstdlib>
-#include <vector>
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 #ifndef TS_SOURCES
 #define TS_SOURCES ""
@@ -40,18 +35,8 @@ void ts_set_level(int wanted) { set_level(Level(wanted)); }
 int ts_threads() { return Pool::shared().threads(); }
 void ts_set_threads(int n_threads) { Pool::shared().resize(n_threads); }
 
-// Memory for packed matrices: whole large pages where the system gives them, because a step walks through all of it.
-void* ts_allocate(int64_t bytes) {
-    constexpr size_t huge = size_t{1} << 21;
-    const size_t alignment = size_t(bytes) >= huge ? huge : 64;
-    void* memory = std::aligned_alloc(alignment, size_t(layout::up(bytes > 0 ? bytes : 1, int64_t(alignment))));
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-    if (memory && alignment == huge) madvise(memory, size_t(layout::up(bytes, int64_t(huge))), MADV_HUGEPAGE);
-#endif
-    return memory;
-}
-
-void ts_release(void* memory) { std::free(memory); }
+void* ts_allocate(int64_t bytes) { return allocate(bytes); }
+void ts_release(void* block) { release(block); }
 
 int64_t ts_packed_bytes(int format, int group, int64_t n, int64_t k) { return packed_bytes(Format(format), group, n, k); }
 int64_t ts_padded(int64_t k) { return padded(k); }

@@ -1,0 +1,111 @@
+#include "memory.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace ts {
+
+#if defined(__linux__)
+
+namespace {
+
+constexpr int64_t LARGE_PAGE = int64_t{1} << 21, PAGE = 4096, LINE = 64;
+constexpr int64_t SLAB_BYTES = int64_t{1} << 30;  // of addresses
+
+int64_t up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+char* up(char* address, int64_t multiple) { return reinterpret_cast<char*>(up(reinterpret_cast<int64_t>(address), multiple)); }
+
+struct Slab {
+    char* mapped;
+    int64_t mapped_bytes;
+    char *next, *end;
+    int64_t n_blocks = 0;
+};
+
+struct Block {
+    Slab* slab;
+    int64_t bytes;
+};
+
+std::mutex lock;
+Slab* current = nullptr;
+
+std::map<void*, Block>& blocks() {
+    static auto* all = new std::map<void*, Block>;
+    return *all;
+}
+
+Slab* map_slab(int64_t bytes) {
+    const int64_t mapped_bytes = up(bytes, LARGE_PAGE) + LARGE_PAGE;
+    void* mapped = mmap(nullptr, size_t(mapped_bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapped == MAP_FAILED) return nullptr;
+    char* begin = up(static_cast<char*>(mapped), LARGE_PAGE);
+#if defined(MADV_HUGEPAGE)
+    madvise(begin, size_t(up(bytes, LARGE_PAGE)), MADV_HUGEPAGE);
+#endif
+    return new Slab{static_cast<char*>(mapped), mapped_bytes, begin, begin + up(bytes, LARGE_PAGE)};
+}
+
+void unmap_if_empty(Slab* slab) {
+    if (slab->n_blocks > 0 || slab == current) return;
+    munmap(slab->mapped, size_t(slab->mapped_bytes));
+    delete slab;
+}
+
+}  // namespace
+
+void* allocate(int64_t bytes) {
+    if (bytes < 0 || bytes > (int64_t{1} << 46)) return nullptr;
+    bytes = up(bytes > 0 ? bytes : 1, LINE);
+    std::lock_guard<std::mutex> guard(lock);
+    if (!current || current->end - current->next < bytes) {
+        Slab* slab = map_slab(bytes > SLAB_BYTES ? bytes : SLAB_BYTES);
+        if (!slab) slab = map_slab(bytes);  // addresses are limited
+        if (!slab) return nullptr;
+        Slab* before = current;
+        current = slab;
+        if (before) unmap_if_empty(before);
+    }
+    char* block = current->next;
+    current->next += bytes;
+    ++current->n_blocks;
+    blocks()[block] = {current, bytes};
+    return block;
+}
+
+void release(void* address) {
+    if (!address) return;
+    std::lock_guard<std::mutex> guard(lock);
+    const auto found = blocks().find(address);
+    if (found == blocks().end()) return;
+    const auto [slab, bytes] = found->second;
+    blocks().erase(found);
+    // Only pages that are wholly its own: the first and the last may hold a neighbour's bytes.
+    char *block = static_cast<char*>(address), *first = up(block, PAGE), *last = up(block + bytes + 1 - PAGE, PAGE);
+    if (first < last) madvise(first, size_t(last - first), MADV_DONTNEED);
+    if (--slab->n_blocks == 0) {
+        if (slab == current) current = nullptr;
+        unmap_if_empty(slab);
+    }
+}
+
+#else
+
+void* allocate(int64_t bytes) {
+    const size_t size = (size_t(bytes > 0 ? bytes : 1) + 63) / 64 * 64;
+    void* block = std::aligned_alloc(64, size);
+    if (block) std::memset(block, 0, size);
+    return block;
+}
+
+void release(void* block) { std::free(block); }
+
+#endif
+
+}  // namespace ts
