@@ -28,8 +28,9 @@ Log = Callable[[str], None]
 REMIND_S = 60.0
 """Seconds after which checkpoints that still cannot be written, or not in time, are spoken of again."""
 
-NICENESS = 10
-"""Of the writing thread: hashing and writing take idle moments of the cores that compute, and a tenth of one at least."""
+NICENESS = 5
+"""Of the writing thread: hashing and writing take the idle moments of the cores that compute first, and at least a quarter of one
+that is busy, so that a stop never waits long for it."""
 
 
 class Snapshot:
