@@ -61,7 +61,8 @@ def test_quality_speed_cost_and_size_stand_beside_each_other(
         "prefill time, batch 1, B ÷ A", "decode time, batch 1, B ÷ A",
         "prefill time, batch 8, B ÷ A", "decode time, batch 8, B ÷ A", "bytes on disk, B ÷ A", "predicted cost a token, B ÷ A",
     ]  # fmt: skip
-    assert (document["a"]["engine"], document["b"]["engine"]) == ("decoder", "inference")
+    assert (document["a"]["engine"], document["b"]["engine"]) == ("inference", "inference")
+    assert document["b"]["dtype"] == "int8"
     low, high = document["interval_bits_per_byte"]
     assert low < document["difference_bits_per_byte"] < high
     assert document["perplexity_ratio_interval"][0] < document["perplexity_ratio"] < document["perplexity_ratio_interval"][1]

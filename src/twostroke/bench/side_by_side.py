@@ -49,7 +49,8 @@ def measure_by_turns(
 ) -> SpeedPoint:
     """``turns`` turns of both of ``models``, which of them goes first alternating, after one that is not counted.
 
-    Prompts are random tokens, new in every turn, so that no prefix is found in the cache; the same lengths for both.
+    Prompts are random tokens, new in every turn and at every batch size, so that no prefix is found in the cache; the same
+    lengths for both.
     """
     if output_tokens < 2 or prompt_tokens < 1 or turns < 1 or batch < 1:
         raise ConfigError(
@@ -59,7 +60,7 @@ def measure_by_turns(
     rates: tuple[list[Rates], list[Rates]] = ([], [])
     for turn in range(-1, turns):
         for i in (0, 1) if turn % 2 == 0 else (1, 0):
-            found = _once(models[i], batch, prompt_tokens, output_tokens, seed=turn)
+            found = _once(models[i], batch, prompt_tokens, output_tokens, f"{batch} {turn}")
             if turn >= 0:
                 rates[i].append(found)
         if turn >= 0:
@@ -83,7 +84,7 @@ def measure_by_turns(
     )
 
 
-def _once(llm: LLM, batch: int, prompt_tokens: int, output_tokens: int, seed: int) -> Rates:
+def _once(llm: LLM, batch: int, prompt_tokens: int, output_tokens: int, seed: str) -> Rates:
     rng = random.Random(seed)
     n_vocabulary = llm.engine.spec.vocab_size
     prompts = [[rng.randrange(n_vocabulary) for _ in range(prompt_tokens)] for _ in range(batch)]

@@ -18,7 +18,7 @@ from twostroke.evaluation.bits import Progress, check_context, default_context, 
 from twostroke.evaluation.conversations import answer_nats
 from twostroke.evaluation.held_out import HeldOutText, tokenize_with_ends
 from twostroke.evaluation.paired import Difference, paired_ratio, paired_tasks
-from twostroke.evaluation.scorer import Scorer, open_scorer
+from twostroke.evaluation.scorer import Scorer, engine_for, open_scorer
 from twostroke.evaluation.task import Task
 from twostroke.model.adapter_directory import base_directory, is_adapter_directory
 from twostroke.planner.params import count_parameters
@@ -38,7 +38,9 @@ def model_directory(path: Path | str) -> Path:
 
 def model_bytes(directory: Path | str) -> int:
     """Size on disk of all files of a model directory; of adapters with those of the base that they need."""
-    own = sum(f.stat().st_size for f in Path(directory).rglob("*") if f.is_file())
+    files = (f for f in Path(directory).rglob("*") if f.is_file())
+    # A hidden folder holds what an engine made of the weights for itself.
+    own = sum(f.stat().st_size for f in files if not any(p.startswith(".") for p in f.relative_to(directory).parts))
     return own + model_bytes(base_directory(directory)) if is_adapter_directory(directory) else own
 
 
@@ -77,8 +79,10 @@ class Side:
 def open_sides(
     a: Path | str, b: Path | str, engine: str = "auto", dtype: str | None = None, **options: Any
 ) -> tuple[Side, Side]:
-    """Both models, each on the engine that ``scorer.open_scorer`` chooses for it."""
+    """Both models on the same engine: with "auto" inference where one of them is quantised, which rounds as it serves."""
     directories = model_directory(a), model_directory(b)
+    if engine == "auto":
+        engine = "inference" if "inference" in map(engine_for, directories) else "decoder"
     first, second = (Side(d, open_scorer(d, engine, dtype, **options)) for d in directories)
     return first, second
 

@@ -114,7 +114,7 @@ def language_model(model: Path | str, engine: str = "auto", dtype: str | None = 
 
     directory = model_directory(model)
 
-    class LanguageModel(Adapter, LM):  # type: ignore[misc]
+    class LanguageModel(Adapter, LM):
         def __init__(self) -> None:
             LM.__init__(self)
             Adapter.__init__(self, open_scorer(directory, engine, dtype))
