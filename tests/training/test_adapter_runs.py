@@ -235,3 +235,18 @@ def test_memory_and_operations_are_predicted_for_the_method(make: Make, profile:
     assert n == 2 * 4 * ((32 + 32) + (48 + 32))  # layers · rank · (inputs + outputs) of q_proj and down_proj
     frozen = 4 * count_parameters(load_state(result.model)[0]).in_products  # forward, and the gradient of its input
     assert measured["mfu"] == pytest.approx((frozen + 6 * n + 6 * 2 * 32 * 64) * measured["train_tok_per_s"] / 2e11)
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_a_run_of_adapters_can_be_looked_into_and_ends_the_same(make: Make, method: str) -> None:
+    lora = {"rank": 4, "alpha": 8.0, "dropout": 0.1}
+    plain = train(make("plain", method=method, lora=lora))
+    seeing = {"diagnostics_every": 2, "sample_every": 2, "sample_prompts": ["def 3 if"]}
+    watched = train(make("watched", method=method, lora=lora, **seeing))
+    ends = [load_checkpoint(list_checkpoints(r.directory / "checkpoints")[-1][1]).weights for r in (plain, watched)]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    line = _log(watched.directory)[1]
+    assert line["update_ratios"].keys() == {"blocks.0", "blocks.1"}  # of the adapters; the base does not move
+    assert len(line["activations"]["mlp_rms"]) == 2
+    samples = [json.loads(text) for text in (watched.directory / "samples.jsonl").read_text().splitlines()]
+    assert [(s["step"], s["prompt"]) for s in samples] == [(2, "def 3 if"), (4, "def 3 if")]
