@@ -255,6 +255,26 @@ def test_only_the_rows_asked_for_have_logits() -> None:
     assert other.runner.run(same, torch.tensor([], dtype=torch.int64)).shape == (0, 97)
 
 
+def test_the_best_token_of_each_row_comes_with_the_logits() -> None:
+    """In both ways to share out work, the first of equals, and NaN for a row that holds what is no number."""
+    decoder = decoder_of("llama", **SIZES)
+    with torch.no_grad():
+        decoder.head.weight[60] = decoder.head.weight[30]  # so they tie in every row
+        decoder.embed.weight[96] = float("inf")
+    for prompts in ([[5, 6, 96, 7], [8, 9]], [long_prompt(90)]):
+        rig = Rig(decoder, token_budget=128)
+        for i, prompt in enumerate(prompts):
+            rig.add(f"r{i}", prompt)
+        logits = rig.runner.run(rig.scheduler.schedule(), n_threads=2, all_rows=True)
+        values, tokens = rig.runner.best
+        finite = torch.isfinite(logits).all(dim=1)
+        assert torch.equal(torch.isfinite(values), finite)
+        expected = logits[finite].max(dim=1)
+        assert torch.equal(values[finite], expected.values)
+        assert torch.equal(tokens[finite], (logits[finite] == expected.values[:, None]).int().argmax(dim=1))
+        assert not bool((tokens == 60).any())
+
+
 def test_what_a_given_back_page_holds_does_not_matter() -> None:
     """Pages behind the window may be another request's by now, and hold what is no number while that one fails."""
     decoder = decoder_of("mistral", sliding_window=20, **SIZES)

@@ -26,7 +26,7 @@ from twostroke.scheduling.sampling_params import SamplingParams
 
 def make(name: str, directory: Path) -> Path:
     decoder = decoder_of(name, d_model=96, head_dim=16, d_ff=160)
-    return save_model(decoder, decoder.spec, directory)
+    return save_model(decoder, decoder.spec, directory, "bf16")
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
@@ -46,7 +46,7 @@ def test_a_quantised_directory_holds_the_codes_of_the_weights(name: str, tmp_pat
         else:
             assert torch.equal(found[tensor_name], tensor.bfloat16())
     assert n_matrices == report.n_matrices == 4 * spec.n_layers
-    assert report.bytes < report.source_bytes / 2
+    assert report.bytes < 0.65 * report.source_bytes  # of bf16; the embedding stays
     assert 0 < report.relative_error <= report.worst_relative_error < 0.02  # a code is off by at most half of 1/127
 
 
@@ -136,7 +136,7 @@ def test_a_damaged_copy_is_refused_by_name(change: object, sentence: str, tmp_pa
     change(tensors)  # type: ignore[operator]
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(CorruptFileError, match=sentence):
-        load_any_state(tmp_path / "q")
+        dict(load_any_state(tmp_path / "q")[1])
 
 
 def test_the_file_is_one_that_safetensors_opens(tmp_path: Path) -> None:

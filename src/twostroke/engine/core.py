@@ -22,6 +22,7 @@ from twostroke.engine.lowering import NATIVE_WEIGHTS, lower
 from twostroke.engine.memory import available_bytes, default_pages
 from twostroke.engine.meters import StepMeter
 from twostroke.engine.native_runner import NativeRunner
+from twostroke.engine.packed_cache import PackedCache, cache_key
 from twostroke.engine.prompt_scores import PromptScores, rows_of
 from twostroke.engine.sampler import Sampled, TokenLogprobs, sample
 from twostroke.engine.tiled_kv_pool import TiledKVPool
@@ -125,6 +126,7 @@ class _Answer:
 
 @dataclass
 class _Loaded:
+    directory: Path
     spec: ModelSpec
     state: Mapping[str, Tensor]
     weights: str
@@ -148,7 +150,11 @@ class EngineCore:
         self.spec = loaded.spec
         native = self.config.runner == "native" or (self.config.runner == "auto" and library() is not None)
         head = None if self.config.head_dtype == "auto" else self.config.head_dtype
-        self.plan = lower(loaded.spec, loaded.state, loaded.weights, crossovers, native, head)
+        packed = PackedCache(loaded.directory, cache_key(loaded.directory, loaded.weights, str(head))) if native else None
+        self.plan = lower(loaded.spec, loaded.state, loaded.weights, crossovers, native, head, packed)
+        self.loaded_packed = packed is not None and packed.is_read
+        if packed is not None:
+            packed.finish()
         del loaded
         kv_dtype = self.config.kv_dtype
         if kv_dtype == "auto":
@@ -378,7 +384,7 @@ def _load(directory: Path, dtype: str) -> _Loaded:
             f"the weights in {weights} need {format_bytes(needed)} and {format_bytes(free)} of memory is free. "
             "Use dtype='int8', a smaller model or a machine with more memory."
         )
-    return _Loaded(spec, load_any_state(directory)[1], weights)
+    return _Loaded(directory, spec, load_any_state(directory)[1], weights)
 
 
 def _fit(spec: ModelSpec, config: EngineConfig, kv_dtype: str) -> SchedulerConfig:

@@ -11,6 +11,7 @@ from torch import Tensor
 from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.spec import ModelSpec
 from twostroke.engine import plan as p
+from twostroke.engine.packed_cache import PackedCache
 from twostroke.kernels.crossovers import Crossovers
 from twostroke.kernels.int4 import dequantize_groups, group_of, quantize_groups
 from twostroke.kernels.matrix import FloatMatrix, Int8Matrix, Matrix, quantize_columns
@@ -40,9 +41,16 @@ def interleaved(head_dim: int) -> Tensor:
 
 class _Lowering:
     def __init__(
-        self, spec: ModelSpec, state: Mapping[str, Tensor], weights: str, head: str, crossovers: Crossovers, native: bool
+        self,
+        spec: ModelSpec,
+        state: Mapping[str, Tensor],
+        weights: str,
+        head: str,
+        crossovers: Crossovers,
+        native: bool,
+        packed: PackedCache | None,
     ) -> None:
-        self.spec, self.state, self.crossovers = spec, state, crossovers
+        self.spec, self.state, self.crossovers, self.packed = spec, state, crossovers, packed
         self.weights, self.head, self.native = weights, head, native
         self.dtype = torch.float32 if weights == "fp32" or native else torch.bfloat16
         self.rotary = spec.positions == "rope"
@@ -59,19 +67,34 @@ class _Lowering:
     def matrix(self, name: str, bias: bool, rows: Tensor | slice | None = None, weights: str | None = None) -> Matrix:
         """The matrix ``name`` with its bias, or its ``rows`` in that order, held as ``weights`` (default: the plan's way)."""
         weights = weights or self.weights
-        weight = self.get(f"{name}.weight")
         vector = self.vector(f"{name}.bias", bias)
+        if rows is not None and vector is not None:
+            vector = vector[rows]
+        if not self.native:
+            return self._torch_matrix(name, weights, vector, rows)
+
+        def pack() -> NativeMatrix:
+            weight, scale, zero = self._stored(name, weights, rows)
+            group = GROUP if scale is None or zero is None else group_of(weight, scale)
+            return NativeMatrix(weight, weights, vector, scale, zero, group)
+
+        return pack() if self.packed is None else self.packed.matrix(pack, vector)
+
+    def _stored(self, name: str, weights: str, rows: Tensor | slice | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Weight, and where it is held in codes their scales and, of 4-bit codes, zero points."""
+        weight = self.get(f"{name}.weight")
         scale = None if weight.is_floating_point() else self.get(f"{name}.scale")
         zero = self.get(f"{name}.zero") if weight.dtype == torch.uint8 else None
         if rows is not None:
             weight = weight[rows]
-            vector, scale, zero = (None if t is None else t[rows] for t in (vector, scale, zero))
+            scale, zero = (None if t is None else t[rows] for t in (scale, zero))
         if scale is not None and weights not in (("int8", "int8_weight_only") if zero is None else ("int4",)):
             held = "int8" if zero is None else "int4"
             raise ConfigError(f"{name} is held in {held} on disk; this model can only be lowered with weights={held!r}.")
-        if self.native:
-            group = GROUP if scale is None or zero is None else group_of(weight, scale)
-            return NativeMatrix(weight, weights, vector, scale, zero, group)
+        return weight, scale, zero
+
+    def _torch_matrix(self, name: str, weights: str, vector: Tensor | None, rows: Tensor | slice | None) -> Matrix:
+        weight, scale, zero = self._stored(name, weights, rows)
         if weights == "int4":  # torch has no kernel for them that is worth its rounding: expanded once, at loading
             group = GROUP if scale is None or zero is None else group_of(weight, scale)
             codes = quantize_groups(weight, group) if scale is None or zero is None else (weight, scale, zero)
@@ -151,14 +174,16 @@ def lower(
     crossovers: Crossovers | None = None,
     native: bool = False,
     head: str | None = None,
+    packed: PackedCache | None = None,
 ) -> p.Plan:
     """The plan of ``spec`` with the canonical tensors of ``state``, packed for the kernels; ``state`` is not kept.
 
     ``weights``: how the blocks' matrices are held (those of ``state`` that are codes already, with their ``.scale``, are taken
     as they are). ``head``: the same for the output head; default fp32 in an fp32 plan, else bf16. ``native``: matrices are
     packed for the native library, once for any number of rows, and everything between them is fp32; else for torch's kernels,
-    and everything that is not quantised is bf16, unless ``weights`` is fp32. Raises ConfigError for another name and for a
-    model that is planned only, and CorruptFileError where a tensor is missing.
+    and everything that is not quantised is bf16, unless ``weights`` is fp32. ``packed`` may have native
+    matrices already. Raises ConfigError for another name and for a model that is planned only, and CorruptFileError where a
+    tensor is missing.
     """
     known = NATIVE_WEIGHTS if native else WEIGHTS
     head = head or ("fp32" if weights == "fp32" else "bf16")
@@ -167,5 +192,5 @@ def lower(
             raise ConfigError(f"{option}={value!r} is not a way to hold weights. Use one of {', '.join(known)}.")
     spec.require_buildable()
     crossovers = crossovers or Crossovers()
-    lowering = _Lowering(spec, state, weights, head, crossovers, native)
+    lowering = _Lowering(spec, state, weights, head, crossovers, native, packed)
     return p.Plan(spec, lowering.ops(), weights, "fp32" if weights == "fp32" or native else "bf16", crossovers)

@@ -87,6 +87,8 @@ class _CBatch(ctypes.Structure):
         ("kept", _POINTER),
         ("n_kept", _I64),
         ("logits", _POINTER),
+        ("best", _POINTER),
+        ("best_tokens", _POINTER),
         ("trace", _POINTER),
         ("n_threads", _I64),
     ]
@@ -130,7 +132,10 @@ class NativeRunner:
         self.table = np.zeros((config.max_running, width), np.int64)
         self._starts, self._counts, self._slots = (np.zeros(config.max_running, np.int32) for _ in range(3))
         self._tokens = np.zeros(config.token_budget, np.int32)
-        self._logits = torch.empty((0, spec.vocab_size))
+        self._logits, self._best = torch.empty((0, spec.vocab_size)), torch.empty(0)
+        self._best_tokens = torch.empty(0, dtype=torch.int64)
+        self.best = (self._best, self._best_tokens)
+        """Of the last step: each row's largest logit, NaN where one is not finite, and its token. Valid until the next."""
         self._batch = _CBatch(table=self.table.ctypes.data, table_stride=width)
         arrays = (("starts", self._starts), ("counts", self._counts), ("table_rows", self._slots), ("tokens", self._tokens))
         for name, array in arrays:
@@ -171,16 +176,19 @@ class NativeRunner:
             kept = np.ascontiguousarray(rows.numpy(), np.int64)
         n_kept = n_rows if kept is None else len(kept)
         if self._logits.shape[0] < n_kept:
-            self._logits = torch.empty((n_kept, self.plan.spec.vocab_size))
+            self._logits, self._best = torch.empty((n_kept, self.plan.spec.vocab_size)), torch.empty(n_kept)
+            self._best_tokens = torch.empty(n_kept, dtype=torch.int64)
         batch.n_requests = n
         batch.kept, batch.n_kept = (None, 0) if kept is None else (kept.ctypes.data, n_kept)
-        batch.logits = self._logits.data_ptr()
+        batch.logits, batch.best = self._logits.data_ptr(), self._best.data_ptr()
+        batch.best_tokens = self._best_tokens.data_ptr()
         batch.trace = None if trace is None else trace.data_ptr()
         batch.n_threads = n_threads
         if n_threads > 1 and self._library.ts_threads() != n_threads:
             self._library.ts_set_threads(n_threads)
         if self._library.ts_step_run(self._step, ctypes.byref(batch)):
             raise CapacityError("a step's working memory could not be had. Lower token_budget.")
+        self.best = (self._best[:n_kept], self._best_tokens[:n_kept])
         return self._logits[:n_kept]
 
     def _hold(self, tensor: Tensor) -> int:

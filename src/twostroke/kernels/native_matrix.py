@@ -37,6 +37,13 @@ class CMatrix(ctypes.Structure):
     ]
 
 
+def _loaded() -> ctypes.CDLL:
+    loaded = library()
+    if loaded is None:
+        raise ConfigError("the native library was not built, so there are no native matrices. Use runner='torch'.")
+    return loaded
+
+
 class NativeMatrix:
     """``weight`` (N, K) packed once in ``format``; one copy serves one row and thousands.
 
@@ -54,9 +61,6 @@ class NativeMatrix:
         zero: UInt8[Tensor, "N groups"] | None = None,
         group: int = 64,
     ) -> None:
-        loaded = library()
-        if loaded is None:
-            raise ConfigError("the native library was not built, so there are no native matrices. Use runner='torch'.")
         if format == "int4" and group not in GROUPS:
             raise ConfigError(f"group={group} must be one of {', '.join(map(str, GROUPS))}.")
         held = {torch.int8: ("int8", "int8_weight_only"), torch.uint8: ("int4",)}.get(weight.dtype)
@@ -64,15 +68,7 @@ class NativeMatrix:
             raise ConfigError(
                 f"a matrix of {weight.dtype} codes cannot be packed as {format}. Start from the unquantised model."
             )
-        self.format, self.group = format, group if format == "int4" else 0
-        self.n_rows, self.n_columns = weight.shape
-        self.bias = None if bias is None else bias.float().contiguous()
-        code = FORMATS[format]
-        n_bytes = loaded.ts_packed_bytes(code, self.group, self.n_rows, self.n_columns)
-        self.address = loaded.ts_allocate(n_bytes)
-        if not self.address:
-            raise CapacityError(f"a matrix of {n_bytes} bytes does not fit in memory.")
-        weakref.finalize(self, loaded.ts_release, self.address)
+        self._allocate(format, group if format == "int4" else 0, *weight.shape, bias)
         plain = weight
         if held is None and format == "int4":
             plain, scale, zero = quantize_groups(weight, group)
@@ -84,8 +80,25 @@ class NativeMatrix:
         scale = None if scale is None else scale.float().contiguous()
         zero = None if zero is None else zero.contiguous()
         pointers = [None if t is None else t.data_ptr() for t in (plain, scale, zero)]
-        loaded.ts_pack(code, self.group, self.n_rows, self.n_columns, *pointers, self.address)
-        self.n_bytes = self.held_bytes = n_bytes + (0 if self.bias is None else self.bias.nbytes)
+        _loaded().ts_pack(FORMATS[format], self.group, self.n_rows, self.n_columns, *pointers, self.address)
+
+    @classmethod
+    def empty(cls, format: str, group: int, n: int, k: int, bias: Float[Tensor, " N"] | None = None) -> NativeMatrix:
+        """A matrix whose ``packed_bytes`` at ``address`` the caller fills, from where another of the same kind was kept."""
+        made = cls.__new__(cls)
+        made._allocate(format, group, n, k, bias)
+        return made
+
+    def _allocate(self, format: str, group: int, n: int, k: int, bias: Float[Tensor, " N"] | None) -> None:
+        loaded = _loaded()
+        self.format, self.group, self.n_rows, self.n_columns = format, group, n, k
+        self.bias = None if bias is None else bias.float().contiguous()
+        self.packed_bytes: int = loaded.ts_packed_bytes(FORMATS[format], group, n, k)
+        self.address: int = loaded.ts_allocate(self.packed_bytes)
+        if not self.address:
+            raise CapacityError(f"a matrix of {self.packed_bytes} bytes does not fit in memory.")
+        weakref.finalize(self, loaded.ts_release, self.address)
+        self.n_bytes = self.held_bytes = self.packed_bytes + (0 if self.bias is None else self.bias.nbytes)
 
     @property
     def c(self) -> CMatrix:
@@ -94,8 +107,7 @@ class NativeMatrix:
         return CMatrix(FORMATS[self.format], self.group, self.n_rows, self.n_columns, self.address, bias)
 
     def __call__(self, x: Float[Tensor, "M K"], residual: Float[Tensor, "M N"] | None = None) -> Float[Tensor, "M N"]:
-        loaded = library()
-        assert loaded is not None
+        loaded = _loaded()
         rows, m, k = x.float().contiguous(), x.shape[0], self.n_columns
         width = loaded.ts_padded(k)
         bf16 = torch.empty((m, width), dtype=torch.int16)

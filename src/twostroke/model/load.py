@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,8 @@ from twostroke.core.spec import ModelSpec
 from twostroke.model.adapter_directory import is_adapter_directory, open_merged
 from twostroke.model.decoder import Decoder
 from twostroke.model.families import is_recomputed, layout, stored_name, to_canonical
+from twostroke.model.families.layout import read_entry
+from twostroke.model.lazy_state import LazyState
 from twostroke.model.safetensors_file import WeightFiles
 from twostroke.model.save import save_model
 
@@ -71,13 +74,14 @@ def open_weights(directory: Path | str) -> tuple[ModelSpec, Callable[[str], Tens
     return spec, lambda name: files.get(stored_name(spec, name, files.infos))
 
 
-def load_state(directory: Path | str) -> tuple[ModelSpec, dict[str, Tensor]]:
-    """Spec and canonical tensors in their stored dtypes. A tensor that is stored whole stays mapped from its file.
+def load_state(directory: Path | str) -> tuple[ModelSpec, LazyState]:
+    """Spec and canonical tensors in their stored dtypes, each read when it is asked for. A tensor that is stored whole stays
+    mapped from its file.
 
     Errors: ``open_weights``.
     """
     spec, get = open_weights(directory)
-    return spec, dict(to_canonical(spec, get))
+    return spec, LazyState({entry.canonical: partial(read_entry, entry, get) for entry in layout(spec)})
 
 
 @torch.no_grad()

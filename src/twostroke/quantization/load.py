@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,13 +16,14 @@ from twostroke.kernels.int4 import dequantize_groups, group_of
 from twostroke.model.decoder import Decoder
 from twostroke.model.families import layout
 from twostroke.model.families.layout import Entry, Part, read_entry
+from twostroke.model.lazy_state import LazyState
 from twostroke.model.load import load_model, load_state, torch_dtype
 from twostroke.model.safetensors_file import WeightFiles
 from twostroke.quantization.four_bits import CODES_PER_WORD, unpack_words
 from twostroke.quantization.schemes import Scheme, packed_name, scale_name, shape_name, stored_scheme, zero_name
 
 
-def load_any_state(directory: Path | str) -> tuple[ModelSpec, dict[str, Tensor]]:
+def load_any_state(directory: Path | str) -> tuple[ModelSpec, LazyState]:
     """Spec and canonical tensors. Quantised matrices come as codes: int8 ``<name>.weight`` beside ``<name>.scale`` (N), or
     uint8 codes 0…15 beside ``<name>.scale`` and ``<name>.zero`` (N, groups).
 
@@ -45,7 +48,7 @@ def load_decoder(directory: Path | str, dtype: str = "fp32", device: torch.devic
     return decoder.eval()
 
 
-def expanded(state: dict[str, Tensor], name: str) -> Tensor:
+def expanded(state: Mapping[str, Tensor], name: str) -> Tensor:
     """The tensor ``name``, fp32 if it is held in codes."""
     stem = name.removesuffix(".weight")
     scale, zero = state.get(f"{stem}.scale"), state.get(f"{stem}.zero")
@@ -57,8 +60,9 @@ def expanded(state: dict[str, Tensor], name: str) -> Tensor:
     return dequantize_groups(codes, scale.float(), zero, group_of(codes, scale))
 
 
-def load_quantized(directory: Path | str, scheme: Scheme) -> tuple[ModelSpec, dict[str, Tensor]]:
-    """The state of a directory that ``quantize_model`` wrote, every name, shape and format checked first."""
+def load_quantized(directory: Path | str, scheme: Scheme) -> tuple[ModelSpec, LazyState]:
+    """The state of a directory that ``quantize_model`` wrote. Every name, shape and format is checked first; that scales are
+    numbers, when they are read."""
     spec, files = read_spec(directory), WeightFiles(directory)
     expected: set[str] = set()
     for entry in layout(spec):
@@ -73,22 +77,28 @@ def load_quantized(directory: Path | str, scheme: Scheme) -> tuple[ModelSpec, di
     unexpected = sorted(set(files) - expected)
     if unexpected:
         raise CorruptFileError(f"{directory} holds tensor {unexpected[0]!r}, which a {scheme.name} copy of its model has not.")
-    state: dict[str, Tensor] = {}
+    readers: dict[str, Callable[[], Tensor]] = {}
     for entry in layout(spec):
         if not scheme.touches(entry.canonical):
-            state[entry.canonical] = read_entry(entry, files.get)
+            readers[entry.canonical] = partial(read_entry, entry, files.get)
             continue
         stem = entry.canonical.removesuffix(".weight")
-        state[f"{stem}.scale"] = _scales(entry, files)
+        readers[f"{stem}.scale"] = partial(_scales, entry, files, scheme)
         if scheme.group is None:
-            state[entry.canonical] = read_entry(entry, files.get)
-            state[f"{stem}.scale"] = state[f"{stem}.scale"].flatten()
+            readers[entry.canonical] = partial(read_entry, entry, files.get)
         else:
-            width = entry.shape[1]
-            state[entry.canonical] = torch.cat([unpack_words(files.get(packed_name(p.name)), width) for p in entry.parts])
-            zeros = [unpack_words(files.get(zero_name(p.name)).t(), p.rows).t() for p in entry.parts]
-            state[f"{stem}.zero"] = torch.cat(zeros).contiguous()
-    return spec, state
+            readers[entry.canonical] = partial(_codes, entry, files)
+            readers[f"{stem}.zero"] = partial(_zeros, entry, files)
+    return spec, LazyState(readers)
+
+
+def _codes(entry: Entry, files: WeightFiles) -> Tensor:
+    return torch.cat([unpack_words(files.get(packed_name(part.name)), entry.shape[1]) for part in entry.parts])
+
+
+def _zeros(entry: Entry, files: WeightFiles) -> Tensor:
+    parts = [unpack_words(files.get(zero_name(part.name)).t(), part.rows).t() for part in entry.parts]
+    return torch.cat(parts).contiguous()
 
 
 def _stored(scheme: Scheme, entry: Entry, part: Part) -> list[tuple[str, tuple[int, ...], tuple[str, ...]]]:
@@ -106,11 +116,11 @@ def _stored(scheme: Scheme, entry: Entry, part: Part) -> list[tuple[str, tuple[i
     ]
 
 
-def _scales(entry: Entry, files: WeightFiles) -> Tensor:
+def _scales(entry: Entry, files: WeightFiles, scheme: Scheme) -> Tensor:
     scale = torch.cat([files.get(scale_name(part.name)).float() for part in entry.parts])
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
         raise CorruptFileError(f"{files.directory}: scales of {entry.parts[0].name!r} must be positive and finite.")
-    return scale
+    return scale.flatten() if scheme.group is None else scale
 
 
 def _check(files: WeightFiles, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:

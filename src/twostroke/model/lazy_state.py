@@ -1,0 +1,23 @@
+"""Canonical tensors that are read, and put together from their parts, when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from torch import Tensor
+
+
+class LazyState(Mapping[str, Tensor]):
+    """Each access reads anew, so that a model larger than memory can be taken apart tensor by tensor."""
+
+    def __init__(self, readers: dict[str, Callable[[], Tensor]]) -> None:
+        self._readers = readers
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._readers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
