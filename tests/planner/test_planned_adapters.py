@@ -64,7 +64,7 @@ def test_inputs_are_kept_only_where_an_adapter_needs_them() -> None:
     everything = training_memory(small_llama(), TrainingShape(method="lora"), ideal_machine())
     some = training_memory(small_llama(), attention_only, ideal_machine())
     # not kept in each layer: the inputs of out (E), gate and up (E) and down (F), and five adapters' narrow products
-    assert everything["activations"] - some["activations"] == pytest.approx(8192 * 6 * 2 * (256 + 256 + 704 + 5 * 16))
+    assert everything["activations"] - some["activations"] == pytest.approx(2048 * 6 * 2 * (256 + 256 + 704 + 5 * 16))
 
 
 def test_frozen_matrices_cost_four_flop_a_parameter_and_adapters_six() -> None:

@@ -139,7 +139,7 @@ def test_more_work_never_takes_less(batch: int, length: int, optimizer: str, com
         plan_training(small_llama(d_ff=1408), shape, machine(EXTRAS)),
     ):
         assert bigger.step_time_s > small.step_time_s
-        assert bigger.peak_memory_bytes > small.peak_memory_bytes
+        assert bigger.peak_memory_bytes >= small.peak_memory_bytes  # rows beyond those computed at once wait
 
 
 def test_a_budget_becomes_steps_that_fit_in_it() -> None:

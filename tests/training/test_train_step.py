@@ -12,6 +12,7 @@ from twostroke.core.recipe import TrainSettings
 from twostroke.core.spec import ModelSpec
 from twostroke.data.loader import Batch
 from twostroke.model.decoder import Decoder
+from twostroke.planner import at_once
 from twostroke.training import parallelize
 from twostroke.training import step as step_module
 from twostroke.training.clock import StepClock
@@ -277,6 +278,8 @@ def test_compiled_steps_are_the_uncompiled_ones_and_share_one_graph() -> None:
     with parallelize.eager(compiled.step.decoder):
         compiled.step.decoder.eval()(torch.zeros(1, 5, dtype=torch.long))
         compiled.step.decoder.train()
+    for documents in (torch.zeros(2, 32), torch.arange(32).expand(2, 32), (torch.arange(32) % 7 == 0).cumsum(0).expand(2, 32)):
+        compiled.run([dataclasses.replace(batch, documents=documents.int())])  # any layout of documents, after other shapes too
     assert counters["unique_graphs"] == graphs[0]
     torch._dynamo.reset()
 
@@ -287,3 +290,17 @@ def test_threads_are_the_cores_there_are_unless_told(monkeypatch: pytest.MonkeyP
     torch.set_num_threads(1)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert parallelize.use_available_cores() == 1
+
+
+def test_a_large_micro_batch_is_computed_in_parts_with_the_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = _batch(8, 24, 0, 1)
+    gradients, kept = [], []
+    for tokens in (10_000, 48):  # all rows at once, two at once
+        monkeypatch.setattr(at_once, "TOKENS_AT_ONCE", tokens)
+        setup = _Setup()
+        setup.run([batch])
+        gradients.append({name: g.clone() for name, g in setup.masters.gradients.items()})
+        kept.append(setup.step.activations_bytes(batch))
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, rtol=1e-4, atol=1e-7, msg=name)  # fp32 sums in another order
+    assert kept[1] < 0.5 * kept[0]

@@ -307,13 +307,14 @@ def _held_terms(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layou
     """All but the process at rest."""
     part = stage_held(spec, shape, layout, stage)
     state = rank_state_bytes(shape, layout, part)
-    dtype, tokens, tensor = shape.compute_dtype, shape.tokens_per_pass, layout.tensor
+    dtype, tokens, tensor = shape.compute_dtype, shape.tokens_at_once(hardware.kind, layout.n_devices), layout.tensor
     targets = shape.lora_targets if shape.method != "full" else ()
     kept = kept_on_rank(spec, shape.method, shape.lora_rank, targets, tensor, layout.sequence_cut, shape.checkpointing)
     layer, most = _kept_per_token(spec, dtype, shape.compile, shape.sequence_length, hardware.kind, kept)
     activations = tokens * stage.n_layers * layer * micro_batches_in_flight(layout, shape.grad_accumulation, stage)
-    if shape.checkpointing == "full":
-        activations += tokens * most  # the one layer that is being computed again
+    recomputed = (
+        0.0 if shape.checkpointing == "none" else tokens * max(most - (layer if kept.checkpointing == "selective" else 0), 0.0)
+    )
     if stage.first and kept.frozen:
         first = layer_kinds(spec)[0][0]
         activations -= tokens * not_kept_at_the_bottom(
@@ -342,9 +343,11 @@ def _held_terms(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layou
         "gradients": state["gradients"],
         "optimizer": state["optimizer"],
         "activations": activations,
-        "loss": loss_at_peak_bytes(loss, activations, stage.n_layers, beside, hardware),
-        "workspace": workspace_bytes(activations, stage.n_layers, hardware),
+        "loss": loss_at_peak_bytes(loss, activations + recomputed, stage.n_layers, beside, hardware),
+        "workspace": workspace_bytes(activations + recomputed, stage.n_layers, hardware),
     }
+    if recomputed:
+        terms["recomputed"] = recomputed
     if shape.snapshot and hardware.kind != "gpu":  # a GPU's copy is in the host's memory
         terms["snapshot"] = snapshot_bytes(shape.dtype, part.trained + part.trained_experts, state["optimizer"])
     if layout.zero == 3:

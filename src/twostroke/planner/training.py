@@ -9,6 +9,7 @@ from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.adapters import ALL_LINEAR, adapter_parameters, check_targets
+from twostroke.planner.at_once import rows_at_once
 from twostroke.planner.checkpointing import Resilience, resilience
 from twostroke.planner.communication import Traffic, across_data, within_micro_batch
 from twostroke.planner.cost import Cost, cost_of
@@ -90,6 +91,13 @@ class TrainingShape:
         """Tokens of one forward and backward: B·T."""
         return self.batch_size * self.sequence_length
 
+    def tokens_at_once(self, device_kind: str, n_devices: int) -> int:
+        """Tokens of one pass as our engine computes it, which on a CPU cuts a micro-batch (``at_once.rows_at_once``)."""
+        if n_devices > 1:
+            return self.tokens_per_pass
+        fp32_gradients = self.dtype != "pure_bf16"
+        return self.sequence_length * rows_at_once(device_kind, fp32_gradients, self.batch_size, self.sequence_length)
+
     @property
     def mode(self) -> str:
         """ "compiled" or "eager", as calibrated rates are named."""
@@ -116,6 +124,7 @@ class TrainingShape:
             compile=settings.compile,
             steps=settings.steps if steps is None else steps,
             snapshot=settings.checkpoint_every > 0 and settings.checkpoint_in_background,
+            checkpointing=settings.activation_checkpointing,
         )
 
     @classmethod
@@ -399,9 +408,7 @@ def plan_training(
 def beyond_our_trainer(shape: TrainingShape, layout: Layout) -> tuple[str, ...]:
     """A note that names what is planned and ``twostroke train`` does not do by itself."""
     named = {
-        f"optimizer {shape.optimizer}": shape.optimizer not in ("adamw", "muon"),
-        f"dtype {shape.dtype}": shape.dtype not in ("bf16", "fp32"),
-        f"{shape.checkpointing} checkpointing": shape.checkpointing != "none",
+        f"optimizer {shape.optimizer}": shape.optimizer == "adamw8bit",
         "whole logits": shape.logits != "chunked",
         f"{layout.n_devices:,} devices": layout.n_devices > 1,
     }

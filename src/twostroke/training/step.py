@@ -12,9 +12,10 @@ from torch import Tensor
 
 from twostroke.data.loader import Batch
 from twostroke.model.decoder import Decoder
+from twostroke.planner.at_once import rows_at_once
 from twostroke.training.activation_checkpointing import cached_bytes, checkpoint_activations
 from twostroke.training.clock import StepClock
-from twostroke.training.loss import ChunkFunction, chunk_loss, chunk_rows_for, chunked_cross_entropy
+from twostroke.training.loss import IGNORED, ChunkFunction, chunk_loss, chunk_rows_for, chunked_cross_entropy
 from twostroke.training.memory import saved_activations_bytes
 from twostroke.training.optimizers import Optimizers
 from twostroke.training.parallelize import compile_blocks, undo_compile, why_not_compile
@@ -150,11 +151,21 @@ class TrainStep:
         for number, batch in enumerate(batches):
             if number and abandon():
                 raise WindowAbandoned
-            total += self._forward_backward_guarded(batch, share * loss_scale, clock)
-            self.masters.collect()
+            for part in self._parts(batch):
+                total += self._forward_backward_guarded(part, share * loss_scale, clock)
+                self.masters.collect()
             clock.lap("optimizer")
         norms = torch.stack(torch._foreach_norm(list(self.masters.gradients.values()), 2, torch.float32))
         return total.item() * share, norms / loss_scale
+
+    def _parts(self, batch: Batch) -> list[Batch]:
+        """The micro-batch in passes of as many rows as are best computed at once; their gradients are summed in fp32."""
+        fp32 = all(gradient.dtype == torch.float32 for gradient in self.masters.gradients.values())
+        rows = rows_at_once(self.device.type, fp32, *batch.tokens.shape)
+        if rows == len(batch.tokens):
+            return [batch]
+        tensors = (t.split(rows) for t in (batch.tokens, batch.targets, batch.positions, batch.documents))
+        return [Batch(*part, n_valid=int((part[1] != IGNORED).sum())) for part in zip(*tensors, strict=True)]
 
     def _forward_backward_guarded(self, batch: Batch, scale: float, clock: StepClock) -> Tensor:
         """``forward_backward``; the first compiled one, if it fails, is repeated uncompiled."""
@@ -194,7 +205,9 @@ class TrainStep:
         return chunked_cross_entropy(hidden, self.decoder.head_weight, batch.targets.flatten(), rows, self._chunk, lap)
 
     def activations_bytes(self, batch: Batch) -> int:
-        """Bytes that one micro-batch's forward pass keeps for its backward pass. Changes nothing but the random state."""
+        """Bytes that one forward pass, of a part of ``batch``, keeps for its backward pass. Changes nothing but the random
+        state."""
+        batch = self._parts(batch)[0]
         own = (*self.decoder.parameters(), *self.decoder.buffers())
         with cached_bytes() as cached:
             return saved_activations_bytes(lambda: self._loss(batch, lambda part: None), own) + cached()

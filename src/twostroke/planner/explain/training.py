@@ -67,6 +67,12 @@ def _batch(terms: Explanation, plan: TrainingPlan) -> None:
         "batch", "tokens_per_pass", shape.tokens_per_pass, "tokens", "B·T", "of one replica, as asked for", "given",
         B=shape.batch_size, T=shape.sequence_length,
     )  # fmt: skip
+    at_once = shape.tokens_at_once(plan.hardware.kind, plan.layout.n_devices)
+    terms.add(
+        "batch", "tokens_at_once", at_once, "tokens", "rows·T",
+        "of a pass as it is computed: on a CPU the rows of a micro-batch that stay near the cache", "given",
+        rows=at_once // shape.sequence_length, T=shape.sequence_length,
+    )  # fmt: skip
     terms.add(
         "batch", "tokens_per_step", plan.tokens_per_step, "tokens", "tokens_per_pass·passes·data",
         "gradients of all passes and replicas are summed before one update", "given",
@@ -144,26 +150,21 @@ def _activations(terms: Explanation, plan: TrainingPlan, stage: Stage) -> None:
         "in_flight": micro_batches_in_flight(layout, shape.grad_accumulation, stage), "cut": layout.sequence_cut,
         "tensor": layout.tensor,
     }  # fmt: skip
-    parts = [f"tokens_per_pass·layers_here/L·({layers})" + ("·in_flight" if layout.pipeline > 1 else "")]
-    if shape.checkpointing == "full":
-        explain_kept(terms, spec, shape, kind, replace(kept, checkpointing="none"), "again")
-        largest = [t.symbol for t in terms if t.symbol.startswith("again_bytes")]
-        parts.append(f"tokens_per_pass·max({', '.join(largest)})" if len(largest) > 1 else f"tokens_per_pass·{largest[0]}")
+    parts = [f"tokens_at_once·layers_here/L·({layers})" + ("·in_flight" if layout.pipeline > 1 else "")]
     if stage.first and kept.frozen:
-        parts.append(f"(0 − tokens_per_pass·({below_adapters(spec, shape, kind, kept)}))")
+        parts.append(f"(0 − tokens_at_once·({below_adapters(spec, shape, kind, kept)}))")
     if stage.last:
         explicit = attends_explicitly(kind, shape.compute_dtype, shape.sequence_length)
         around = ["8", f"{4 if kept.frozen else 8}·E + 4" if spec.norm == "rmsnorm" else "w·E + 2·w", "w·E"]
         around += ["4·D_head"] if spec.positions == "rope" else []
         around += [] if explicit and shape.checkpointing == "none" else ["w·T"]
         around += ["(0 − w·T)"] if layout.n_devices > 1 else []
-        parts.append(f"tokens_per_pass·({' + '.join(around)})" + ("/cut" if layout.sequence_cut > 1 else ""))
+        parts.append(f"tokens_at_once·({' + '.join(around)})" + ("/cut" if layout.sequence_cut > 1 else ""))
         if shape.method == "full" and shape.logits == "chunked":
             parts.append("w·V·E" + ("/tensor" if layout.tensor > 1 else ""))
     terms.add(
         "memory", "activations_bytes", plan.memory_bytes["activations"], "bytes", " + ".join(parts),
         "blocks"
-        + (", the one computed again" if shape.checkpointing == "full" else "")
         + (
             "; around them ids, final norm, hidden gradients, rotary tables, mask; the head's gradient"
             if stage.last
@@ -171,6 +172,20 @@ def _activations(terms: Explanation, plan: TrainingPlan, stage: Stage) -> None:
         ),
         **numbers,
     )  # fmt: skip
+    if "recomputed" in plan.memory_bytes:
+        explain_kept(terms, spec, shape, kind, replace(kept, checkpointing="none"), "again")
+        symbols = [t.symbol for t in terms if t.symbol.startswith("again_bytes")]
+        again = f"max({', '.join(symbols)})" if len(symbols) > 1 else symbols[0]
+        less = f" − ({layers})/L" if shape.checkpointing == "selective" else ""
+        terms.add(
+            "memory", "recomputed_bytes", plan.memory_bytes["recomputed"], "bytes", f"tokens_at_once·({again}{less})",
+            "the one layer that is being computed again, beyond what was kept of it", **numbers,
+        )  # fmt: skip
+
+
+def _at_once(plan: TrainingPlan) -> str:
+    """The symbols of all activations there are at once."""
+    return "(activations_bytes + recomputed_bytes)" if "recomputed" in plan.memory_bytes else "activations_bytes"
 
 
 def _loss(terms: Explanation, plan: TrainingPlan, stage: Stage, part: Held) -> None:
@@ -179,7 +194,7 @@ def _loss(terms: Explanation, plan: TrainingPlan, stage: Stage, part: Held) -> N
     logit = "2·w" if shape.compile else "(2·w + 5·4 + 1)"
     over = "/tensor" if plan.layout.tensor > 1 else ""
     if stage.last and shape.logits == "whole":
-        formula, source = f"tokens_per_pass·V·(w + 4){over}", "logits in the working type and in fp32"
+        formula, source = f"tokens_at_once·V·(w + 4){over}", "logits in the working type and in fp32"
     elif stage.last and shape.method == "full":
         formula = f"(chunk·V·{logit} + V·E·(4 + w)){over}"
         source = "one chunk's logits with their gradient, the head's gradient in fp32 beside a chunk's share"
@@ -187,12 +202,12 @@ def _loss(terms: Explanation, plan: TrainingPlan, stage: Stage, part: Held) -> N
         formula, source = f"chunk·V·{logit}{over}", "one chunk's logits with their gradient"
     if plan.hardware.kind == "cpu":
         trained = "beside·N_trained" + (" − beside·N_trained_experts" if part.trained_experts else "")
-        formula = f"max({formula} − {trained} − share·activations_bytes/layers_here, 0)"
+        formula = f"max({formula} − {trained} − share·{_at_once(plan)}/layers_here, 0)"
         source += "; beyond what backward takes after it: its own gradients and those inside a layer"
     terms.add(
         "memory", "loss_bytes", plan.memory_bytes["loss"], "bytes", formula, source,
         beside=backward_gradient_bytes(shape.dtype), share=BACKWARD_SHARE, layers_here=stage.n_layers,
-        chunk=min(LOSS_CHUNK_TOKENS, shape.tokens_per_pass), V=spec.vocab_size, E=spec.d_model,
+        chunk=min(LOSS_CHUNK_TOKENS, shape.tokens_at_once(plan.hardware.kind, plan.layout.n_devices)), V=spec.vocab_size, E=spec.d_model,
         w=bytes_of(shape.compute_dtype), tensor=plan.layout.tensor,
     )  # fmt: skip
 
@@ -208,7 +223,7 @@ def _rest(terms: Explanation, plan: TrainingPlan, part: Held) -> None:
         on_cpu = plan.hardware.kind == "cpu"
         terms.add(
             "memory", "workspace_bytes", memory["workspace"], "bytes",
-            "slack·activations_bytes + share·activations_bytes/layers_here" if on_cpu else "0",
+            f"slack·{_at_once(plan)} + share·{_at_once(plan)}/layers_here" if on_cpu else "0",
             "pieces of the heap that nothing fits into, and gradients inside a layer; fitted on CPUs, not counted on a GPU",
             slack=ALLOCATOR_SLACK, share=BACKWARD_SHARE,
         )  # fmt: skip
