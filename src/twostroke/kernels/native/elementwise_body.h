@@ -157,4 +157,34 @@ void activate(int32_t activation, const float* gate, const float* up, int64_t n,
     }
 }
 
+ts::Best best(const float* x, int64_t n) {
+    Floats most = all(-__builtin_inff()), odd = all(0.0f);
+    Ints where = lane_numbers(), here = lane_numbers();
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes, here += kLanes) {
+        const Floats v = load(x + i);
+        odd += v * 0.0f;  // 0, or NaN once a value is not finite
+        where = v > most ? here : where;
+        most = greater(v, most);
+    }
+    float values[kLanes], odds[kLanes];
+    int32_t places[kLanes];
+    store(values, most);
+    store(odds, odd);
+    std::memcpy(places, &where, sizeof places);
+    ts::Best found{-__builtin_inff(), n};
+    float total = 0.0f;
+    for (int lane = 0; lane < kLanes; lane++) {
+        total += odds[lane];
+        if (values[lane] > found.value || (values[lane] == found.value && places[lane] < found.index))
+            found = {values[lane], places[lane]};
+    }
+    for (; i < n; i++) {
+        total += x[i] * 0.0f;
+        if (x[i] > found.value) found = {x[i], i};
+    }
+    if (total != 0.0f) found.value = total;  // NaN
+    return found;
+}
+
 }  // namespace

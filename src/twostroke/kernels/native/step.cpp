@@ -137,6 +137,7 @@ private:
         wide_.need(kFewRows * m_.d_ff);
         up_.need(kFewRows * m_.d_ff);
         rows_.need(kFewRows, widest_);
+        best_.need(kFewRows * n_threads);
         while (static_cast<int>(memory_.size()) < n_threads) memory_.emplace_back(new ThreadMemory);
         const int64_t scratch = kernels_->attend_scratch_bytes(kv_, m_.n_heads / m_.n_kv_heads);
         for (auto& memory : memory_) {
@@ -433,7 +434,28 @@ private:
                 barrier();
                 trace(now, op, share(n, now.thread, now.n_threads), share(n, now.thread + 1, now.n_threads));
                 return;
-            case OpKind::Head: product_shared(now, op.matrix, now.prepared, batch_->logits, false); return;
+            case OpKind::Head: {
+                int64_t n0, n1;
+                share_outputs(op.matrix, now.thread, now.n_threads, n0, n1);
+                product(op.matrix, now.prepared, n0, n1, batch_->logits, op.matrix.n, false);
+                if (batch_->best == nullptr) return;
+                for (int64_t r = 0; r < n; r++) {
+                    Best& mine = best_[now.thread * kFewRows + r];
+                    mine = kernels_->best(batch_->logits + r * op.matrix.n + n0, n1 - n0);
+                    mine.index += n0;
+                }
+                barrier();
+                for (int64_t r = share(n, now.thread, now.n_threads); r < share(n, now.thread + 1, now.n_threads); r++) {
+                    Best found = best_[r];  // the first thread's tokens come first, and ties are the first's
+                    for (int t = 1; t < now.n_threads; t++) {
+                        const Best& other = best_[t * kFewRows + r];
+                        if (!(other.value <= found.value) && found.value == found.value) found = other;
+                    }
+                    batch_->best[r] = found.value;
+                    batch_->best_tokens[r] = found.index;
+                }
+                return;
+            }
             case OpKind::Attend:
             case OpKind::KeepSampledRows: return;
         }
@@ -492,6 +514,12 @@ private:
                 return;
             case OpKind::Head:
                 product(op.matrix, now.prepared, 0, op.matrix.n, batch_->logits + first * op.matrix.n, op.matrix.n, false);
+                if (batch_->best == nullptr) return;
+                for (int64_t r = first; r < last; r++) {
+                    const Best found = kernels_->best(batch_->logits + r * op.matrix.n, op.matrix.n);
+                    batch_->best[r] = found.value;
+                    batch_->best_tokens[r] = found.index;
+                }
                 return;
             case OpKind::Attend:
             case OpKind::KeepSampledRows: return;
@@ -510,6 +538,7 @@ private:
     std::unique_ptr<std::atomic<int64_t>[]> counters_;  // who took which chunk or task, one for each place in the plan
     Array<int64_t> positions_, slots_, first_rows_;
     Array<float> x_, qkv_, mixed_, kept_x_, kept_mixed_, turns_, h_, wide_, up_, partials_;
+    Array<Best> best_;
     PreparedRows rows_;
     std::vector<std::unique_ptr<ThreadMemory>> memory_;
 };

@@ -52,6 +52,8 @@ struct StepBatch {
     const int64_t* kept;        // rows to have logits of; null: all
     int64_t n_kept;
     float* logits;              // (kept, V)
+    float* best;                // (kept) the largest logit of each row, NaN where one is not finite; null: not wanted
+    int64_t* best_tokens;       // (kept) its token
     float* trace;               // null, or (layers + 1, rows, E): x after the embedding and each block, for tests
     int64_t n_threads;          // 1: the caller alone; else all of the pool
 };

@@ -41,6 +41,12 @@ struct AttendTask {
     float* partial;        // null: write mixed; else for each span: a maximum and a sum of weights for each row, (rows, D) sums of values
 };
 
+// The largest of some numbers and its first place; NaN where one of them is not finite.
+struct Best {
+    float value;
+    int64_t index;
+};
+
 struct StepKernels {
     void (*embed)(const void* table, int32_t type, int64_t token, int64_t n, float* x, bool add);
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* y);
@@ -48,6 +54,7 @@ struct StepKernels {
     void (*turn)(float* head, const float* cosines, const float* sines, int64_t head_dim);
     void (*store_kv)(const KvLayout&, const KvHead&, const float* key, const float* value, int64_t slot);
     void (*activate)(int32_t activation, const float* gate, const float* up, int64_t n, float* y);
+    Best (*best)(const float* x, int64_t n);
     int64_t (*attend_scratch_bytes)(const KvLayout&, int64_t group);
     void (*attend)(const KvLayout&, const KvHead&, const AttendTask&, float scale, void* scratch);
     void (*combine)(const KvLayout&, const AttendTask&, int64_t n_spans);
