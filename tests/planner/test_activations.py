@@ -21,6 +21,7 @@ from twostroke.planner.memory import (
     query_blocks,
 )
 from twostroke.planner.params import layer_kinds
+from twostroke.training.activation_checkpointing import cached_bytes, checkpoint_activations
 from twostroke.training.loss import chunked_cross_entropy
 from twostroke.training.memory import saved_activations_bytes
 
@@ -38,9 +39,10 @@ TOLERANCE = 1e-3
 """Learned positions add the ids of one row, 8·T bytes, that the formula leaves out; everything else is exact."""
 
 
-def kept_bytes(spec: ModelSpec, dtype: str, rows: int, length: int, compiled: bool) -> int:
+def kept_bytes(spec: ModelSpec, dtype: str, rows: int, length: int, compiled: bool, checkpointing: str = "none") -> int:
     """What one micro-batch of two packed documents a row keeps for its backward pass, the chunked loss included."""
     decoder = Decoder(spec, DTYPES[dtype]).train()
+    checkpoint_activations(decoder, checkpointing)
     tokens = torch.randint(0, spec.vocab_size, (rows, length))
     positions = torch.arange(length)[None].expand(rows, length)
     documents = (positions >= length // 2).int()
@@ -54,7 +56,8 @@ def kept_bytes(spec: ModelSpec, dtype: str, rows: int, length: int, compiled: bo
         for block in decoder.blocks:
             block.compile(dynamic=False)
         forward().backward()
-    return saved_activations_bytes(forward, decoder.parameters())
+    with cached_bytes() as cached:
+        return saved_activations_bytes(forward, decoder.parameters()) + cached()
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -73,6 +76,16 @@ def test_compiled_activations_are_exact() -> None:
     spec = small_llama(n_layers=2, vocab_size=300, d_model=64, d_ff=192, n_heads=4, head_dim=16, **changes)
     predicted = activation_bytes(spec, "bf16", True, 2, 100, "cpu")
     assert kept_bytes(spec, "bf16", 2, 100, True) == pytest.approx(predicted, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"n_kv_heads": 2}, GPT2], ids=str)
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+def test_checkpointed_activations_are_exact(checkpointing: str, dtype: str, changes: dict[str, object]) -> None:
+    spec = small_llama(n_layers=3, vocab_size=300, d_model=64, d_ff=192, n_heads=4, head_dim=16, **changes)
+    predicted = activation_bytes(spec, dtype, False, 2, 300, "cpu", checkpointing)
+    ids = 8 * 300 if spec.positions == "learned" else 0  # of one row, which the formula leaves out
+    assert kept_bytes(spec, dtype, 2, 300, False, checkpointing) - ids == pytest.approx(predicted, rel=1e-6)
 
 
 def test_the_planner_knows_when_attention_is_explicit() -> None:

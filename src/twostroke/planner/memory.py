@@ -32,6 +32,7 @@ fp32, its optimizer's state included."""
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "muon", "adamw8bit")
 
+
 def snapshot_bytes(dtype: str, trained: float, optimizer: float) -> float:
     """What a checkpoint holds, in memory: the masters, or where there are none the weights, and ``optimizer`` bytes of state.
     The copy is kept from a run's first checkpoint to its end (``training.saver``)."""
@@ -273,18 +274,24 @@ def around_blocks_bytes(
 
 
 def activation_bytes(
-    spec: ModelSpec, dtype: str, compiled: bool, batch_size: int, sequence_length: int, device_kind: str = "gpu"
+    spec: ModelSpec,
+    dtype: str,
+    compiled: bool,
+    batch_size: int,
+    sequence_length: int,
+    device_kind: str = "gpu",
+    checkpointing: str = "none",
 ) -> float:
     """Bytes kept from forward for backward by a whole micro-batch of packed documents, on one device.
 
     L blocks, per token ``around_blocks_bytes``, and the gradient of the head that the chunked loss computes ahead (w·V·E).
     """
-    w = bytes_of(dtype)
+    w, kept = bytes_of(dtype), Kept(checkpointing=checkpointing)
     blocks = sum(
-        count * kept_by_layer(spec, kind, dtype, compiled, sequence_length, device_kind, EVERYTHING)
+        count * kept_by_layer(spec, kind, dtype, compiled, sequence_length, device_kind, kept)
         for kind, count in layer_kinds(spec)
     )
-    around = around_blocks_bytes(spec, dtype, sequence_length, device_kind)
+    around = around_blocks_bytes(spec, dtype, sequence_length, device_kind, checkpointing=checkpointing)
     return batch_size * sequence_length * (blocks + around) + w * spec.vocab_size * spec.d_model
 
 
