@@ -182,8 +182,8 @@ def test_skipped_steps_scores_diagnostics_samples_and_checkpoints_are_found(tmp_
     assert shown["events"] == [{"step": 2, "kind": "skipped", "text": "loss is nan"}]
     anomaly = {"number": 1, "step": 2, "reason": "loss is nan", "action": "rollback", "windows": [3, 4], "texts": ["x"]}
     (tmp_path / "anomalies.jsonl").write_text(json.dumps(anomaly) + "\n" + json.dumps(anomaly | {"step": 9}) + "\n")
-    told = "loss is nan (windows [3, 4])"
-    assert state(reader)["events"] == [{"step": s, "kind": "rollback", "text": told} for s in (2, 9)]
+    told = "loss is nan; windows 3 to 4 of the data"
+    assert state(reader)["events"] == [{"step": s, "kind": "rolled back", "text": told} for s in (2, 9)]
     assert shown["scores"] == {"heldout_bits_per_byte": [[3], [1.5]]}
     assert shown["strips"] == ["block_grad_norms", "update_ratios", "residual_rms", "mlp_dead_share"]
     assert [c["step"] for c in shown["checkpoints"]] == [2]

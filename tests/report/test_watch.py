@@ -18,6 +18,7 @@ import pytest
 from tests.report.test_run_reader import append, begin_run, line
 
 from twostroke.core.errors import InputError
+from twostroke.ledger.store import Ledger
 from twostroke.report.run_reader import RunReader
 from twostroke.report.watch import WatchServer
 
@@ -110,19 +111,21 @@ def test_hung_up_and_silent_clients_hold_up_nothing(server: WatchServer, capfd: 
 
 
 def test_an_open_page_is_given_the_last_state_and_a_closed_one_costs_nothing(tmp_path: Path) -> None:
-    begin_run(tmp_path / "run")
+    run_id = begin_run(tmp_path / "run")
     closed = WatchServer(tmp_path / "run", 0)
     began = time.monotonic()
     closed.close(linger_s=20.0)
     assert time.monotonic() - began < 3
+    append(tmp_path / "run", line(1))
     watched = WatchServer(tmp_path / "run", 0)
-    _get(watched, "/state")
+    assert json.loads(_get(watched, "/state")[1])["status"] == "running"
+    Ledger().measure(run_id, {}, "interrupted", "stopped at step 1")
     late: list[Any] = []
-    page = threading.Timer(0.5, lambda: late.append(_get(watched, "/state")[0]))
+    page = threading.Timer(0.5, lambda: late.append(json.loads(_get(watched, "/state")[1])["status"]))
     page.start()
     watched.close(linger_s=20.0)
     page.join()
-    assert late == [200]
+    assert late == ["interrupted"]  # however short ago the ledger was asked
 
 
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES_A_READ = 2**20
-"""A megabyte of log takes about 10 ms to parse, which is what a request may keep a training process from its own Python."""
+"""A megabyte of log takes about 25 ms to take in, which is what a request may keep a training process from its own Python."""
 
 TAIL_BYTES = 256
 """Of what was read; not found there at the next reading, the file is another. (A step that is done again has other times.)"""

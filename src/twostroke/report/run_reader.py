@@ -29,6 +29,9 @@ _NOT_SCORES = frozenset({*COLUMNS, "tokens", "epoch", "warm_up"})
 
 MOST_POINTS = 2000
 MOST_STRIP_POINTS = 300
+ACTIONS = {"skip": "skipped", "rollback": "rolled back", "stop": "stopped"}
+"""What was done about an anomaly, by the policy's name."""
+
 MOST_EVENTS, MOST_SAMPLES = 100, 200
 SAMPLED_STEPS_SHOWN = 8
 LEDGER_EVERY_S = 3.0
@@ -113,6 +116,10 @@ class RunReader:
             known = self._strips[name] = (parts, ThinnedSeries(1 + len(parts), MOST_STRIP_POINTS))
         known[1].add([float(step), *values])
 
+    def expect_news(self) -> None:
+        """The run is over: ask the ledger at the next refresh, however short ago it was asked."""
+        self._ledger_read = -math.inf
+
     def _read_ledger(self) -> None:
         run_id = self._resolved.get("run_id")
         try:
@@ -141,7 +148,8 @@ class RunReader:
         """
         known = known or {}
         first = _first_to_send(known.get("generation"), known.get("have"), self.generation, len(self._points))
-        status, sentence = self._status()
+        measured = self._measured()
+        status, sentence = self._status(measured)
         document: dict[str, Any] = {
             "generation": self.generation,
             "first": first,
@@ -151,11 +159,11 @@ class RunReader:
             "status": status,
             "sentence": sentence,
             "run": self._about(),
-            "last": {name: self._last.get(name) for name in (*COLUMNS, "tokens", "epoch")},
+            "last": {name: _number(self._last.get(name)) for name in (*COLUMNS, "tokens", "epoch")},
             "age_s": self._age_s(),
             "eta_s": self._eta_s() if status in ("running", "quiet") else None,
             "predicted": self._predicted(),
-            "table": [_cells(row) for row in self._rows()],
+            "table": [_cells(row) for row in self._rows(status, measured)],
             "strips": list(self._strips),
             "strip": self._strip(known),
             "scores": {name: [series.column(0), _compact(series.column(1))] for name, series in self._scores.items()},
@@ -171,7 +179,7 @@ class RunReader:
     def _all_events(self) -> list[dict[str, Any]]:
         """Anomalies, also of steps that were done again since, and what else the log says in words; by step."""
         anomalies = [
-            {"step": a["step"], "kind": str(a.get("action")), "text": f"{a.get('reason')} (windows {a.get('windows')})"}
+            {"step": a["step"], "kind": ACTIONS.get(str(a.get("action")), "skipped"), "text": _anomaly_text(a)}
             for a in self._anomalies.records
             if isinstance(a.get("step"), int)
         ]
@@ -223,7 +231,7 @@ class RunReader:
         logged_at = self._logged_at()
         return None if logged_at is None else max(0.0, time.time() - logged_at)
 
-    def _status(self) -> tuple[str, str]:
+    def _status(self, measured: Mapping[str, float]) -> tuple[str, str]:
         if not self._recipe:
             return "starting", "Data is being prepared, or the run has not begun."
         if (self.directory / "summary.json").is_file():
@@ -236,8 +244,7 @@ class RunReader:
                 return row.status, row.notes or f"The run was {row.status}."
         if not len(self._points):
             return "starting", "Waiting for the first step: the model is being made or compiled."
-        step_time = self._measured().get("step_time_s") or 0.0
-        if age is not None and age > max(QUIET_AFTER_S, 20 * step_time):
+        if age is not None and age > max(QUIET_AFTER_S, 20 * measured.get("step_time_s", 0.0)):
             return "quiet", "No step has been logged for a while: the run may be stopped, saving or scoring."
         return "running", ""
 
@@ -277,13 +284,12 @@ class RunReader:
             found[name] = {"value": number_of(value), "low": low, "high": high}
         return found
 
-    def _rows(self) -> list[Row]:
+    def _rows(self, status: str, measured: Mapping[str, float]) -> list[Row]:
         """Predicted beside measured: the ledger's own once the run is over, what is known so far before."""
         run = self._run
-        if run is not None and "step_time_s" in run.measurement and self._status()[0] not in ("running", "quiet"):
+        if run is not None and "step_time_s" in run.measurement and status not in ("running", "quiet"):
             return [row for row in compare(run) if row.measured is not None]
         prediction: Mapping[str, Any] = run.prediction if run is not None else {}
-        measured = self._measured()
         names = [*PREDICTED_FIRST, *(n for n in prediction if n not in PREDICTED_FIRST)]
         rows = []
         for name in names:
@@ -301,6 +307,12 @@ class RunReader:
             except (OSError, ValueError):
                 continue
         return sorted(found, key=lambda checkpoint: checkpoint["step"])
+
+
+def _anomaly_text(anomaly: Mapping[str, Any]) -> str:
+    windows = anomaly.get("windows")
+    read = f"; windows {windows[0]} to {windows[-1]} of the data" if isinstance(windows, list) and windows else ""
+    return f"{anomaly.get('reason')}{read}"
 
 
 def _strips_of(line: dict[str, Any]) -> Iterator[tuple[str, list[str], list[float | None]]]:

@@ -72,6 +72,8 @@ class WatchServer:
 
     def close(self, linger_s: float = 0.0) -> None:
         """Stop serving. A page that is open is given up to ``linger_s`` to fetch the run's last state."""
+        with self._lock:
+            self._reader.expect_news()
         asked = time.monotonic()
         while (
             time.monotonic() - asked < linger_s

@@ -98,7 +98,7 @@ function chart(box, spec) {
   const f = spec.log ? Math.log : v => v, Y = v => height - m.b - (f(v) - f(low)) / (f(high) - f(low)) * (height - m.t - m.b);
   const clip = `clip-${spec.id}`;
   root.append(svg("clipPath", { id: clip }));
-  root.lastChild.append(svg("rect", { x: m.l, y: m.t - 2, width: width - m.l - m.r, height: height - m.t - m.b + 2 }));
+  root.lastChild.append(svg("rect", { x: m.l, y: m.t - 2, width: width - m.l - m.r + 6, height: height - m.t - m.b + 2 }));
   for (const t of spec.log ? logTicks(low, high) : spec.binary ? binaryTicks(low, high, height / 46) : ticks(low, high, height / 46)) {
     root.append(svg("line", { x1: m.l, x2: width - m.r, y1: Y(t), y2: Y(t), stroke: "var(--grid)" }));
     root.append(svg("text", { x: m.l - 7, y: Y(t) + 4, "text-anchor": "end" }, spec.format(t)));

@@ -18,7 +18,7 @@ const figures = {
   loss: { title: "Loss", wide: true, draw(box) {
     const raw = line("loss", "loss", { opacity: smoothing ? .35 : 1, width: smoothing ? 1.2 : 1.8 }), series = [raw];
     if (smoothing) series.push({ name: "smoothed", values: smooth(raw.values), color: blue, width: 2.2 });
-    legend("loss", [["nats a token", blue], ...(state.doc.checkpoints.length ? [["▲ checkpoint", null]] : [])]);
+    legend("loss", [["nats a token", blue], ...(state.doc.checkpoints.length ? [["▲ checkpoint", null]] : []), ...(state.doc.events.length ? [["step not taken", "var(--bad)"]] : [])]);
     const marks = [...state.doc.checkpoints, ...state.doc.events.map(e => ({ step: e.step, bad: true }))];
     chart(box, { id: "loss", label: "loss over steps", height: 280, series, marks, format: plain, log: logLoss });
   } },
