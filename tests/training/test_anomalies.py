@@ -187,7 +187,7 @@ class _Killed(BaseException):
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
-@pytest.mark.parametrize("at", [1, 3, 5, 6, 7])
+@pytest.mark.parametrize("at", [3, 5, 7])
 def test_interrupted_or_killed_around_an_anomaly_it_ends_the_same(make_recipe, poisoned, policy: str, at: int) -> None:
     poisoned({4, 6})
     settings = {"steps": 8, "checkpoint_every": 2, "anomaly_policy": policy, "keep_checkpoints": 1}

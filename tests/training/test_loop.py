@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,26 @@ def test_killed_between_checkpoints_it_repeats_the_lost_steps_exactly(make_recip
         train(recipe, on_step=kill_at_five)
     assert len(_log(Path(recipe.output))) == 5
     _assert_same_run(train(recipe, resume=True), whole)
+
+
+def test_a_run_that_breaks_off_gives_up_its_directory_only_when_its_writer_is_done(
+    make_recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a run resumed in the same process would meet a half-written checkpoint and set it aside as damaged."""
+    recipe, original = make_recipe(checkpoint_every=2), checkpoint_module._write
+
+    def slowly(directory: Path, checkpoint: Any) -> None:
+        time.sleep(0.3)
+        original(directory, checkpoint)
+
+    def break_off(record: Any, eta_s: float) -> None:
+        if record.step == 3:
+            raise _Killed
+
+    monkeypatch.setattr(checkpoint_module, "_write", slowly)
+    with pytest.raises(_Killed):
+        train(recipe, on_step=break_off)
+    assert [step for step, _ in list_checkpoints(Path(recipe.output) / "checkpoints")] == [2]
 
 
 def test_killed_while_the_model_is_written_it_is_written_again(make_recipe, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,6 +143,7 @@ class TrainingRun:
                 try:
                     build(self)
                     closing.callback(self.loader.close)
+                    closing.callback(self.saver.close)
                     watching = Observers((*requested(self.recipe, self.log), *observers), self.log)
                     closing.callback(watching.close)
                     watching.begin(self)

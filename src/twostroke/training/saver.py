@@ -29,8 +29,8 @@ REMIND_S = 60.0
 """Seconds after which checkpoints that still cannot be written, or not in time, are spoken of again."""
 
 NICENESS = 5
-"""Of the writing thread: hashing and writing take the idle moments of the cores that compute first, and at least a quarter of one
-that is busy, so that a stop never waits long for it."""
+"""Of the writing thread: hashing and writing take the idle moments of the cores that compute first, and at least a quarter of
+one that is busy, so that a stop never waits long for it."""
 
 
 class Snapshot:
@@ -138,6 +138,12 @@ class CheckpointSaver:
             self._failed(failure)
         else:
             raise failure
+
+    def close(self) -> None:
+        """Wait for the checkpoint in flight, whatever becomes of it: nothing may write to a directory whose lock is free."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
     def what_is_kept(self) -> str:
         kept = list_checkpoints(self._directory)
