@@ -207,7 +207,8 @@ def _loss(terms: Explanation, plan: TrainingPlan, stage: Stage, part: Held) -> N
     terms.add(
         "memory", "loss_bytes", plan.memory_bytes["loss"], "bytes", formula, source,
         beside=backward_gradient_bytes(shape.dtype), share=BACKWARD_SHARE, layers_here=stage.n_layers,
-        chunk=min(LOSS_CHUNK_TOKENS, shape.tokens_at_once(plan.hardware.kind, plan.layout.n_devices)), V=spec.vocab_size, E=spec.d_model,
+        chunk=min(LOSS_CHUNK_TOKENS, shape.tokens_at_once(plan.hardware.kind, plan.layout.n_devices)),
+        V=spec.vocab_size, E=spec.d_model,
         w=bytes_of(shape.compute_dtype), tensor=plan.layout.tensor,
     )  # fmt: skip
 
