@@ -125,6 +125,18 @@ def test_runs_on_conversations_are_compared_by_their_answers(
     assert "was prepared with another tokenizer" in err
 
 
+def test_what_training_ran_at_comes_from_the_runs(
+    models: tuple[Path, Path, Path], texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_directory = tmp_path / "run"
+    run_directory.mkdir()
+    (run_directory / "model").symlink_to(models[0])
+    (run_directory / "summary.json").write_text(json.dumps({"measurement": {"train_tok_per_s": 1234.5}}))
+    args = (run_directory, models[2], *texts[2:], "--no-speed", "--limit", "2")
+    assert json.loads(run(capsys, *args, "--json")[1])["training"] == {"a": 1234.5, "b": None}
+    assert "1,234" in run(capsys, *args)[1]
+
+
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [

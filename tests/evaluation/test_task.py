@@ -205,7 +205,7 @@ def test_descriptions_that_break_a_rule_are_refused(tmp_path: Path, description:
 @pytest.mark.parametrize(
     ("description", "record", "sentence"),
     [
-        (CHOICE, {"q": "x", "choices": ["a", "b"], "gold": 2}, "line 1, names choice 2 and has 2, counted from 0"),
+        (CHOICE, {"q": "x", "choices": ["a", "b"], "gold": 2}, "line 1 names choice 2 and has 2, counted from 0"),
         (CHOICE, {"q": "x", "choices": ["a", "b"], "gold": -1}, "names choice -1"),
         (CHOICE, {"q": "x", "choices": ["a", "b"], "gold": True}, "'gold' is True, which is not one of"),
         (CHOICE, {"q": "x", "choices": ["a"], "gold": 0}, "must have a list of two or more texts"),
@@ -236,9 +236,12 @@ def test_files_that_are_not_there_or_empty_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no record"):
         read_records(tmp_path / "empty.jsonl")
     (tmp_path / "bad.jsonl").write_text('{"a": 1}\n{"a": \n')
-    with pytest.raises(DataError, match=r"bad\.jsonl, line 2, is not JSON"):
+    with pytest.raises(DataError, match=r"bad\.jsonl, line 2 is not JSON"):
         read_records(tmp_path / "bad.jsonl")
     assert len(read_records(tmp_path / "bad.jsonl", 1).rows) == 1
+    (tmp_path / "half.jsonl").write_text('{"a": "\\ud83d\\ude00"}\n{"a": "\\ud83d"}\n')
+    with pytest.raises(DataError, match=r"line 2 holds half of a surrogate pair"):
+        read_records(tmp_path / "half.jsonl")
     with pytest.raises(ConfigError, match="limit=0 must be at least 1"):
         task(tmp_path, [{"q": "x", "t": "y"}], MATCH).run(Fake(), limit=0)
 

@@ -77,9 +77,13 @@ def read_records(file: Path, most: int | None = None) -> Records:
             continue
         if most is not None and len(rows) >= most:
             break
-        where = f"{file}, line {number},"
+        where = f"{file}, line {number}"
         try:
             values = json.loads(line)
+            if b"\\ud" in line.lower():
+                json.dumps(values, ensure_ascii=False).encode()  # half of a surrogate pair is JSON, but no text
+        except UnicodeEncodeError:
+            raise DataError(f"{where} holds half of a surrogate pair, which is no character.") from None
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where} is not JSON: {error}. Give one object a line.") from None
         if not isinstance(values, dict):
