@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +23,7 @@ from twostroke.data.conversation_loader import ConversationLoader
 from twostroke.data.loader import Batch, MixedSource, PackedLoader, ShuffledLoader
 
 LENGTH = 16
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 @pytest.fixture
@@ -211,10 +215,15 @@ def test_a_loader_that_is_forgotten_leaves_neither_threads_nor_processes(tokens:
     assert not [p for p in psutil.Process().children() if "twostroke.data.batch_worker" in p.cmdline()]
 
 
-def test_a_worker_starts_without_torch() -> None:
-    import subprocess
-    import sys
+def test_a_worker_ends_with_the_process_that_asks(tokens: StubTokens) -> None:
+    """Also when that one is killed: its end of the pipe closes either way."""
+    process = subprocess.Popen([sys.executable, "-m", "twostroke.data.batch_worker"], stdin=subprocess.PIPE, env=ENVIRONMENT)
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(plain(tokens).builder.description()).encode() + b"\n")
+    process.stdin.close()
+    assert process.wait(timeout=60) == 0
 
+
+def test_a_worker_starts_without_torch() -> None:
     code = "import sys, twostroke.data.batch_worker; sys.exit('torch' in sys.modules or 'tokenizers' in sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT).returncode == 0
