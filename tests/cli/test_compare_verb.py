@@ -73,6 +73,9 @@ def test_quality_speed_cost_and_size_stand_beside_each_other(
     assert task["n_examples"] == 20
     assert task["metrics"]["acc"]["b"] - task["metrics"]["acc"]["a"] == pytest.approx(task["metrics"]["acc"]["value"])
     entries = [Ledger().get(str(run_id)) for run_id in document["run_ids"]]
+    decoders = json.loads(run(capsys, a, a, *texts[2:], "--limit", "2", "--json")[1])
+    assert decoders["a"]["engine"] == "decoder"
+    assert decoders["speed"][0]["b"]["decode_tok_per_s"] > 0
     for name, entry in zip("ab", entries, strict=True):
         assert entry.status == "finished"
         assert entry.measurement["bits_per_byte"] == document[name]["bits_per_byte"]

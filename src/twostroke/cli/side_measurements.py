@@ -42,12 +42,16 @@ def _lengths(sides: Sequence[Side]) -> tuple[int, int]:
 
 
 def speeds(sides: Sequence[Side]) -> list[dict[str, Any]]:
-    """Prefill and decode of both at each batch size, by turns."""
+    """Prefill and decode of both at each batch size, by turns. A decoder among ``sides`` is given up for it: its weights go."""
     from twostroke.bench.side_by_side import measure_by_turns
     from twostroke.engine.llm import LLM
+    from twostroke.evaluation.decoder_scorer import DecoderScorer
     from twostroke.evaluation.engine_scorer import EngineScorer
 
     prompt, output = _lengths(sides)
+    for side in sides:
+        if isinstance(side.scorer, DecoderScorer):
+            side.scorer.decoder.to("meta")  # all is scored, and the engines need the memory
     models = [s.scorer.llm if isinstance(s.scorer, EngineScorer) else LLM(s.directory) for s in sides]
     done = 0
     with progress("speed", len(BATCHES) * TURNS) as advance:
