@@ -187,6 +187,17 @@ def test_a_recipes_settings_become_a_shape() -> None:
     assert TrainingShape.from_settings(settings_, steps=9).steps == 9
 
 
+def test_a_recipes_average_and_checkpointing_are_planned() -> None:
+    settings_ = TrainSettings(steps=7, ema_decay=0.99, activation_checkpointing="selective", dtype="pure_bf16")
+    shape = TrainingShape.from_settings(settings_)
+    assert (shape.average, shape.checkpointing, shape.dtype) == (True, "selective", "pure_bf16")
+    averaged, plain = (plan(average=average) for average in (True, False))
+    n = averaged.trained_parameters
+    assert averaged.memory_bytes["optimizer"] - plain.memory_bytes["optimizer"] == 4 * n
+    assert averaged.checkpoint_bytes - plain.checkpoint_bytes == 4 * n
+    assert plan(optimizer="sgd", dtype="pure_bf16", checkpointing="full").notes == ()  # all of it is what our trainer does
+
+
 def test_a_recipes_adapters_are_planned() -> None:
     lora = LoraRecipe(rank=4, targets=("q_proj",))
     recipe = TrainRecipe(method="lora", model=ModelRecipe(init_from="base"), train=TrainSettings(steps=7), lora=lora)

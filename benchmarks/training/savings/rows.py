@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from twostroke.core.recipe import ModelRecipe, TrainSettings, spec_from_recipe
 from twostroke.core.spec import ModelSpec

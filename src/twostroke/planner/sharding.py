@@ -284,6 +284,8 @@ def rank_state_bytes(shape: TrainingShape, layout: Layout, part: Held) -> dict[s
     frozen = part.frozen_bytes / weight_ranks[0] + part.frozen_expert_bytes / weight_ranks[1]
     optimizer = state_bytes(part.trained, part.matrices, shape.optimizer, precision.state) / state_ranks[0]
     optimizer += state_bytes(part.trained_experts, part.expert_matrices, shape.optimizer, precision.state) / state_ranks[1]
+    if shape.average:
+        optimizer += FP32 * (part.trained + part.trained_experts)
     return {
         "weights": working + frozen + masters,
         "masters": masters,

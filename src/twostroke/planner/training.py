@@ -46,7 +46,8 @@ class TrainingShape:
     under pipeline parallel ``grad_accumulation`` is the number of micro-batches in the pipe. ``steps`` = 0 leaves the length of
     the run open. ``method`` lora trains adapters of ``lora_rank`` beside the frozen base, qlora beside a base in NF4.
     ``checkpointing`` says what backward computes again (``memory.kept_by_layer``), ``logits`` whether the loss takes them in
-    chunks, ``snapshot`` whether checkpoints are copied in memory and written behind the step's back. Raises ConfigError for
+    chunks, ``snapshot`` whether checkpoints are copied in memory and written behind the step's back,
+    ``average`` whether a running average of the weights is kept in fp32. Raises ConfigError for
     impossible values."""
 
     batch_size: int = 16
@@ -62,6 +63,7 @@ class TrainingShape:
     checkpointing: str = "none"
     logits: str = "chunked"
     snapshot: bool = False
+    average: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -124,6 +126,7 @@ class TrainingShape:
             compile=settings.compile,
             steps=settings.steps if steps is None else steps,
             snapshot=settings.checkpoint_every > 0 and settings.checkpoint_in_background,
+            average=settings.ema_decay > 0,
             checkpointing=settings.activation_checkpointing,
         )
 
@@ -360,7 +363,7 @@ def plan_training(
     n_matrix = parameters.block_matrices if shape.method == "full" else trained
     precision = PRECISIONS[shape.dtype]
     state = state_bytes(trained, n_matrix, shape.optimizer, precision.state)
-    stored = (FP32 if precision.master else precision.working) * trained + state
+    stored = (FP32 if precision.master else precision.working) * trained + state + (FP32 * trained if shape.average else 0.0)
     masters = max(
         rank_state_bytes(shape, layout, stage_held(spec, shape, layout, stage))["masters"]
         for stage in stages(spec.n_layers, layout.pipeline, layout.interleave)

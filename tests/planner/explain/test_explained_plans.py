@@ -109,7 +109,7 @@ LAYOUTS = [
     "changes",
     [
         {"grad_accumulation": 8, "steps": 100},
-        {"checkpointing": "full", "optimizer": "muon"},
+        {"checkpointing": "full", "optimizer": "muon", "average": True},
         {"method": "lora", "lora_rank": 4},
     ],
     ids=str,

@@ -116,6 +116,9 @@ def _state(terms: Explanation, plan: TrainingPlan, part: Held) -> None:
         gradient=gradient_bytes_per_parameter(shape.dtype, alone, shape.grad_accumulation),
     )  # fmt: skip
     formula, source = _optimizer(plan, part, state_ranks)
+    if shape.average:
+        formula += " + 4·N_trained" + (" + 4·N_trained_experts" if part.trained_experts else "")
+        source += "; a running average of the weights in fp32"
     numbers |= {"M": part.matrices, "M_experts": part.expert_matrices, "block": STATE_BLOCK}
     terms.add("memory", "optimizer_bytes", memory["optimizer"], "bytes", formula, source + shared, **numbers)
 
@@ -378,8 +381,9 @@ def _storage(terms: Explanation, plan: TrainingPlan) -> None:
     }.get(shape.optimizer, "2·state·N_all_trained")  # fmt: skip
     numbers = {"N_all_trained": plan.trained_parameters, "M": n_matrices, "state": precision.state, "block": STATE_BLOCK}
     numbers["stored"] = 4 if precision.master else precision.working
+    average = " + 4·N_all_trained" if shape.average else ""
     terms.add(
-        "storage", "checkpoint_bytes", plan.checkpoint_bytes, "bytes", f"stored·N_all_trained + {state}",
+        "storage", "checkpoint_bytes", plan.checkpoint_bytes, "bytes", f"stored·N_all_trained + {state}{average}",
         "weights as they are trained and the optimizer's state, of all ranks", **numbers,
     )  # fmt: skip
     w = 4 if shape.dtype == "fp32" else bytes_of(shape.compute_dtype)

@@ -255,6 +255,7 @@ OBJECTS: dict[str, tuple[str, Fields]] = {
             "checkpointing": ("text", "none, selective or full"),
             "logits": ("text", "chunked or whole"),
             "snapshot": ("flag", "checkpoints are copied in memory and written in the background"),
+            "average": ("flag", "a running average of the weights is kept"),
         },
     ),
     "layout": (
