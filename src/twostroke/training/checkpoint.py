@@ -35,6 +35,7 @@ FORMAT = 1
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFTOVERS = (".saving-", ".removing-")
+_SET_ASIDE = "corrupt-"
 
 Log = Callable[[str], None]
 
@@ -230,8 +231,8 @@ def load_newest(directory: Path, log: Log, wanted: Callable[[int], bool] = _any)
     """The newest checkpoint under ``directory`` of a ``wanted`` step that verifies; None where there is none at all.
 
     One that does not verify is named with the reason through ``log``, renamed to ``corrupt-…`` so that it is neither
-    counted nor tried again, and the one before it is taken. Raises CorruptFileError when all there were are damaged: to start
-    from nothing would be a silent loss.
+    counted nor tried again, and the one before it is taken. Raises CorruptFileError when all there were are damaged, now or
+    before: to start from nothing would be a silent loss.
     """
     remove_leftovers(directory)
     reasons = []
@@ -243,15 +244,17 @@ def load_newest(directory: Path, log: Log, wanted: Callable[[int], bool] = _any)
         except CorruptFileError as error:
             log(f"checkpoint {path.name} is damaged and was set aside: {error}")
             reasons.append(str(error))
-            aside = path.with_name(f"corrupt-{path.name}")
+            aside = path.with_name(f"{_SET_ASIDE}{path.name}")
             shutil.rmtree(aside, ignore_errors=True)
             with contextlib.suppress(OSError):  # on a disk that is read-only it is only not taken
                 path.rename(aside)
             continue
         return checkpoint
-    if reasons:
+    damaged = sorted(path.name for path in directory.glob(f"{_SET_ASIDE}*")) if directory.is_dir() else []
+    if damaged or reasons:
+        newest = f" The newest: {reasons[0]}" if reasons else ""
         raise CorruptFileError(
-            f"none of the {len(reasons)} checkpoint(s) in {directory} is intact; the newest: {reasons[0]} "
-            "Start anew in another output directory."
+            f"none of the checkpoints in {directory} is intact ({', '.join(damaged)}).{newest} Start anew in another output "
+            "directory, or delete them to begin this run anew."
         )
     return None
