@@ -32,8 +32,6 @@ class Row:
         return made
 
     def shape(self) -> TrainingShape:
-        from dataclasses import replace
-
         return replace(TrainingShape.from_settings(self.train_settings()), logits=self.logits)
 
 
