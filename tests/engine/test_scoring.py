@@ -127,3 +127,18 @@ def test_bad_sequences_are_refused_with_a_sentence_and_the_engine_stays_usable(t
     assert engine.stats().pages_used == 0
     assert engine.pool.is_finite
     np.testing.assert_allclose(token_scores(engine, [([1, 2, 3], 1)])[0][0], expected(decoder, [1, 2, 3], 1)[0], atol=2e-4)
+
+
+def test_scores_are_the_prompt_logprobs_that_a_request_gets(tmp_path: Path) -> None:
+    """Two ways through the engine: requests of the scheduler, and sequences without one."""
+    _, directory = saved("qwen3", tmp_path / "model")
+    engine = EngineCore(directory, EngineConfig(dtype="fp32", n_threads=1, page_tokens=4, max_running=4, token_budget=16))
+    sequences = [(ids, 1) for ids, _ in some_sequences(6, 40, seed=5)]
+    found = token_scores(engine, sequences)
+    for i, (ids, _) in enumerate(sequences):
+        engine.add_request(f"{i}", ids, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0))
+    told = {}
+    while engine.has_work:
+        told |= {e.request_id: e.prompt_logprobs for e in engine.step() if e.prompt_logprobs is not None}
+    for i, (nats, _) in enumerate(found):
+        np.testing.assert_allclose(-nats, [entry.logprob for entry in told[f"{i}"]], atol=2e-4)

@@ -115,7 +115,7 @@ def _score_text(
 def run_tasks(scorer: Scorer, tasks: Sequence[Task], limit: int | None) -> list[TaskResult]:
     results = []
     for task in tasks:
-        log(f"scoring {task.name}")
+        log(f"scoring {task.name}{': ' + task.about if task.about else ''}")
         with progress(task.name, 1.0) as advance:
             results.append(task.run(scorer, limit, advance))
         if results[-1].n_cut:
