@@ -128,6 +128,12 @@ struct Bf16 {
     }
 };
 
+// Sums of a group and of all groups side by side: twice the registers for each row and tile.
+struct FitInt4 {
+    static constexpr int MAX_R = 8;
+    static constexpr int tiles_of(int r) { return r == 1 ? 8 : r <= 3 ? 4 : 2; }
+};
+
 struct Int4 {
     template <int R, int T>
     static void block(const Target& to, int64_t row, int64_t tile) {
@@ -241,7 +247,7 @@ void product(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y
         case Format::BF16: return product_by<Bf16, Fit512>(w, rows, n0, n1, y, ldy, add);
         case Format::W8A8: return product_by<W8A8, Fit512>(w, rows, n0, n1, y, ldy, add);
         case Format::INT8: return product_by<Int8, Fit512>(w, rows, n0, n1, y, ldy, add);
-        case Format::INT4: sum_groups(w, rows); return product_by<Int4, Fit512>(w, rows, n0, n1, y, ldy, add);
+        case Format::INT4: sum_groups(w, rows); return product_by<Int4, FitInt4>(w, rows, n0, n1, y, ldy, add);
     }
 }
 
