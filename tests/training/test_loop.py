@@ -2,54 +2,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from same_run import assert_same_run, log_of
 
-from twostroke.core.errors import ConfigError, InputError, Interrupted, TwostrokeError
+from twostroke.core.errors import ConfigError, InputError, Interrupted
 from twostroke.core.profile import MachineProfile
 from twostroke.core.recipe import TrainRecipe
 from twostroke.ledger.store import Ledger
 from twostroke.model.load import load_model
 from twostroke.planner.params import count_parameters
 from twostroke.training import checkpoint as checkpoint_module
-from twostroke.training import finish as finish_module
-from twostroke.training import loss_scale
-from twostroke.training.checkpoint import MODEL, CheckpointError, list_checkpoints, load_checkpoint
+from twostroke.training.checkpoint import MODEL, list_checkpoints, load_checkpoint
 from twostroke.training.finish import TrainingResult
 from twostroke.training.measurement import medians
 from twostroke.training.observers import Observer
 from twostroke.training.start import find_finished, start, train
-from twostroke.training.step import TrainStep
-from twostroke.training.tensor_file import HashedFile
-
-EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens", "epoch")
-
-
-def _log(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "log.jsonl").read_text().splitlines()]
-
-
-def _exact(directory: Path) -> list[tuple[Any, ...]]:
-    return [tuple(record[name] for name in EXACT) for record in _log(directory)]
-
-
-def _assert_same_run(found: TrainingResult, wanted: TrainingResult) -> None:
-    """Losses to the last bit, weights, optimizer, random and loader state, and the model's file byte for byte."""
-    assert _exact(found.directory) == _exact(wanted.directory)
-    ends = [load_checkpoint(list_checkpoints(result.directory / "checkpoints")[-1][1]) for result in (found, wanted)]
-    for part in ("weights", "optimizer"):
-        a, b = (getattr(end, part) for end in ends)
-        assert a.keys() == b.keys()
-        assert all(torch.equal(a[name], b[name]) for name in a)
-    states = [{k: v for k, v in end.state.items() if k != "elapsed_s"} for end in ends]
-    assert states[0] == states[1]
-    assert (found.model / "model.safetensors").read_bytes() == (wanted.model / "model.safetensors").read_bytes()
 
 
 def _interrupted_at(recipe: TrainRecipe, *steps: int) -> TrainingResult:
@@ -66,80 +38,9 @@ def test_interrupted_and_resumed_is_the_uninterrupted_run_bit_for_bit(make_recip
     settings = {"steps": 6, "dtype": dtype, "optimizer": optimizer, "grad_accumulation": 2}
     whole = train(make_recipe("whole", model=sizes, **settings))
     resumed = _interrupted_at(make_recipe("resumed", model=sizes, **settings), 2, 3)
-    _assert_same_run(resumed, whole)
-    assert len({record["loss"] for record in _log(whole.directory)}) == 6  # dropout and data move on
-    assert _log(whole.directory)[-1]["loss"] < _log(whole.directory)[0]["loss"]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "micro_batches", "step"), [("fp32", 1, 0), ("fp32", 2, 0), ("fp32", 4, 1), ("fp32", 8, 2), ("fp16", 5, 0)]
-)
-def test_a_stop_between_micro_batches_drops_the_window_and_the_resumed_run_does_it_again(
-    make_recipe, monkeypatch: pytest.MonkeyPatch, dtype: str, micro_batches: int, step: int
-) -> None:
-    sizes = {"family": "gpt2", "n_layers": 2, "d_model": 32, "n_heads": 2, "d_ff": 48, "dropout": 0.2}
-    settings = {"steps": 4, "grad_accumulation": 3, "dtype": dtype}
-    # fp16 overflows at its first scale: the stop comes in the window's second computation, which draws other dropout
-    monkeypatch.setattr(loss_scale, "FIRST_SCALE", 2.0**40)
-    whole = train(make_recipe("whole", model=sizes, **settings))
-    done: list[None] = []
-    forward_backward = TrainStep.forward_backward
-
-    def counted(*args: Any) -> torch.Tensor:
-        done.append(None)
-        return forward_backward(*args)
-
-    recipe = make_recipe("stopped", model=sizes, **settings)
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainStep, "forward_backward", counted)
-        patch.setattr("twostroke.training.loop.ABANDON_S", -1e9)  # as if the rest of every step took long
-        with pytest.raises(Interrupted, match=f"stopped at step {step} of 4"):
-            train(recipe, should_stop=lambda now: len(done) == micro_batches)
-    assert len(done) == micro_batches
-    _assert_same_run(train(recipe, resume=True), whole)
-
-
-@pytest.mark.parametrize("at", [0, 2])
-def test_a_signal_before_the_first_step_of_a_process_stops_at_once(
-    make_recipe, monkeypatch: pytest.MonkeyPatch, at: int
-) -> None:
-    """The first step may compile for a minute, and there is nothing to save."""
-    whole, recipe = train(make_recipe("whole")), make_recipe("stopped")
-    if at:
-        with pytest.raises(Interrupted):
-            train(recipe, should_stop=lambda step: step == at)
-
-    def compiling(*args: Any) -> torch.Tensor:
-        signal.raise_signal(signal.SIGTERM)
-        raise AssertionError("the compilation went on")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainStep, "forward_backward", compiling)
-        with pytest.raises(Interrupted, match=f"stopped before step {at + 1} was done: nothing is lost"):
-            train(recipe, resume=at > 0)
-    _assert_same_run(train(recipe, resume=True), whole)
-
-
-def test_a_signal_while_the_model_is_written_does_not_stop_that(make_recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, lines = train(make_recipe("whole")), []
-    original = finish_module.save_model
-
-    def signalled(*args: Any, **kwargs: Any) -> Any:
-        signal.raise_signal(signal.SIGTERM)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(finish_module, "save_model", signalled)
-    _assert_same_run(train(make_recipe("signalled"), log=lines.append), whole)
-    assert "all steps are done; the model is being written." in lines
-
-
-def test_a_short_step_is_finished_before_the_stop(make_recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[None] = []
-    forward_backward = TrainStep.forward_backward
-    monkeypatch.setattr(TrainStep, "forward_backward", lambda *args: (done.append(None), forward_backward(*args))[1])
-    with pytest.raises(Interrupted, match="stopped at step 2 of"):
-        train(make_recipe(steps=4, grad_accumulation=3), should_stop=lambda step: len(done) >= 4)
-    assert len(done) == 6
+    assert_same_run(resumed, whole)
+    assert len({record["loss"] for record in log_of(whole.directory)}) == 6  # dropout and data move on
+    assert log_of(whole.directory)[-1]["loss"] < log_of(whole.directory)[0]["loss"]
 
 
 class _Killed(BaseException):
@@ -156,8 +57,8 @@ def test_killed_between_checkpoints_it_repeats_the_lost_steps_exactly(make_recip
 
     with pytest.raises(_Killed):
         train(recipe, on_step=kill_at_five)
-    assert len(_log(Path(recipe.output))) == 5
-    _assert_same_run(train(recipe, resume=True), whole)
+    assert len(log_of(Path(recipe.output))) == 5
+    assert_same_run(train(recipe, resume=True), whole)
 
 
 def test_a_run_that_breaks_off_gives_up_its_directory_only_when_its_writer_is_done(
@@ -195,7 +96,7 @@ def test_killed_while_the_model_is_written_it_is_written_again(make_recipe, monk
     resumed = train(recipe, resume=True)
     assert not resumed.was_finished
     assert not leftover.exists()
-    _assert_same_run(resumed, whole)
+    assert_same_run(resumed, whole)
 
 
 def test_a_run_of_a_release_that_had_fewer_recipe_keys_is_resumed(make_recipe) -> None:
@@ -216,7 +117,7 @@ def test_killed_before_any_checkpoint_it_begins_anew(make_recipe) -> None:
     whole, recipe = train(make_recipe("whole", steps=3)), make_recipe("killed", steps=3)
     with pytest.raises(_Killed):
         train(recipe, on_step=kill)
-    _assert_same_run(train(recipe, resume=True), whole)
+    assert_same_run(train(recipe, resume=True), whole)
 
 
 def test_a_damaged_checkpoint_falls_back_and_ends_in_the_same_weights(make_recipe) -> None:
@@ -230,7 +131,7 @@ def test_a_damaged_checkpoint_falls_back_and_ends_in_the_same_weights(make_recip
     victim.write_bytes(content)
     lines: list[str] = []
     resumed = train(recipe, resume=True, log=lines.append)
-    _assert_same_run(resumed, whole)
+    assert_same_run(resumed, whole)
     assert any("step-00000005 is damaged" in line and MODEL in line for line in lines)
 
 
@@ -284,58 +185,6 @@ class TestRunDirectory:
         assert Ledger().runs() == []
 
 
-SAVES_OF_TWO_TO_FOUR = [f".saving-step-0000000{step}" for step in (2, 3, 4)]
-
-
-class TestFullDisk:
-    @pytest.mark.parametrize("in_background", [False, True])
-    def test_in_the_middle_training_goes_on_and_the_old_checkpoint_stays(
-        self, make_recipe, monkeypatch: pytest.MonkeyPatch, in_background: bool
-    ) -> None:
-        whole = train(make_recipe("whole", steps=6))
-        recipe = make_recipe("full", steps=6, checkpoint_every=1, checkpoint_in_background=in_background)
-        original = checkpoint_module.write_tensors
-
-        def full_at_two_to_four(file: HashedFile, tensors: Any) -> None:
-            if Path(os.readlink(f"/proc/self/fd/{file._descriptor}")).parent.name in SAVES_OF_TWO_TO_FOUR:
-                raise OSError(28, "No space left on device")
-            original(file, tensors)
-
-        monkeypatch.setattr(checkpoint_module, "write_tensors", full_at_two_to_four)
-        lines: list[str] = []
-        settle = lambda record, eta_s: run.saver.settle()  # noqa: E731 - each save ends within its step
-        run = start(recipe, log=lines.append)
-        _assert_same_run(run.execute(on_step=settle), whole)
-        told = [line for line in lines if "No space left on device" in line]
-        assert len(told) == 1  # it is not said again within a minute
-        assert "Checkpoint step-00000001 is kept. Training continues." in told[0]
-        assert any("written again, after 3 that were not" in line for line in lines)
-
-    def test_when_stopped_it_does_not_claim_a_checkpoint(self, make_recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-        def full(*args: Any, **kwargs: Any) -> None:
-            raise CheckpointError("no room.")
-
-        monkeypatch.setattr("twostroke.training.saver.save_checkpoint", full)
-        with pytest.raises(TwostrokeError, match=r"stopped at step 2, but no room\. There is no earlier checkpoint") as caught:
-            train(make_recipe(), should_stop=lambda step: step == 2)
-        assert not isinstance(caught.value, Interrupted)
-        assert Ledger().runs()[0].status == "failed"
-
-    def test_at_the_end_the_run_can_be_resumed_to_its_model(self, make_recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-        whole, recipe = train(make_recipe("whole", steps=2)), make_recipe("full", steps=2)
-
-        def full(*args: Any, **kwargs: Any) -> None:
-            raise OSError(28, "No space left on device")
-
-        with monkeypatch.context() as patch:
-            patch.setattr("twostroke.model.save.save_file", full)
-            with pytest.raises(
-                TwostrokeError, match=r"all 2 steps are done, but .* No space left on device.*step-00000002 is kept"
-            ):
-                train(recipe)
-        _assert_same_run(train(recipe, resume=True), whole)
-
-
 def test_the_prediction_is_frozen_before_and_measured_after(make_recipe, profile: MachineProfile) -> None:
     ledger = Ledger()
     during = []
@@ -355,7 +204,7 @@ def test_measured_numbers_are_what_they_say(make_recipe, profile: MachineProfile
     recipe = make_recipe(steps=6, dtype="bf16", optimizer="adamw", grad_accumulation=2)
     run = start(recipe)
     result = run.execute()
-    records = _log(result.directory)
+    records = log_of(result.directory)
     measured = result.summary["measurement"]
     n = count_parameters(run.spec).total
     assert measured["weights_bytes"] == measured["gradients_bytes"] == 6 * n
@@ -379,7 +228,7 @@ def test_measured_numbers_are_what_they_say(make_recipe, profile: MachineProfile
 
 def test_time_before_an_interruption_counts(make_recipe) -> None:
     result = _interrupted_at(make_recipe(steps=4), 2)
-    total = sum(record["step_time_s"] for record in _log(result.directory))
+    total = sum(record["step_time_s"] for record in log_of(result.directory))
     assert result.summary["measurement"]["train_time_s"] >= total
     statuses = [m.status for m in Ledger().get(result.run_id).measurements]
     assert statuses == ["interrupted", "finished"]
@@ -388,7 +237,7 @@ def test_time_before_an_interruption_counts(make_recipe) -> None:
 def test_without_a_profile_it_trains_and_says_what_is_missing(make_recipe) -> None:
     lines: list[str] = []
     result = train(make_recipe(steps=1), log=lines.append)
-    assert _log(result.directory)[0]["mfu"] is None
+    assert log_of(result.directory)[0]["mfu"] is None
     assert "mfu" not in result.summary["measurement"]
     assert any("no profile" in line for line in lines)
 
@@ -422,10 +271,10 @@ def test_fine_tuning_continues_a_model_with_its_own_tokenizer(make_recipe) -> No
     recipe = make_recipe("second", model={"init_from": str(first.model)}, steps=2, dtype="fp32", learning_rate=1e-4)
     recipe = dataclasses.replace(recipe, method="full", data=dataclasses.replace(recipe.data, tokenizer=None))
     second = train(recipe)
-    losses = [r["loss"] for r in _log(first.directory)]
+    losses = [r["loss"] for r in log_of(first.directory)]
     # 30 steps took well over half a nat off; the second run begins about where they ended
     assert losses[-1] < losses[0] - 0.5
-    assert _log(second.directory)[0]["loss"] < losses[0] - 0.4
+    assert log_of(second.directory)[0]["loss"] < losses[0] - 0.4
     assert (second.model / "tokenizer.json").read_bytes() == (first.model / "tokenizer.json").read_bytes()
 
 
@@ -440,8 +289,8 @@ def test_scores_in_the_middle_join_the_log_and_change_nothing(make_recipe) -> No
         return {"heldout_bits_per_byte": value}
 
     scored = train(make_recipe("scored", steps=4, evaluate_every=2), evaluate=evaluate)
-    _assert_same_run(scored, whole)
-    assert ["heldout_bits_per_byte" in r for r in _log(scored.directory)] == [False, True, False, True]
+    assert_same_run(scored, whole)
+    assert ["heldout_bits_per_byte" in r for r in log_of(scored.directory)] == [False, True, False, True]
 
 
 class _Watcher(Observer):
@@ -462,9 +311,9 @@ class _Watcher(Observer):
 def test_what_observers_see_joins_the_log_and_changes_nothing(make_recipe) -> None:
     whole, watcher = train(make_recipe("whole")), _Watcher()
     watched = train(make_recipe("watched"), observers=[watcher])
-    _assert_same_run(watched, whole)
-    assert [r["watched_step"] for r in _log(watched.directory)] == [1, 2, 3, 4]
-    assert len({r["largest"] for r in _log(watched.directory)}) == 4
+    assert_same_run(watched, whole)
+    assert [r["watched_step"] for r in log_of(watched.directory)] == [1, 2, 3, 4]
+    assert len({r["largest"] for r in log_of(watched.directory)}) == 4
     assert watcher.closed == 1
 
 
