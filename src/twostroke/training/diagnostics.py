@@ -60,11 +60,12 @@ def activation_statistics(decoder: Decoder, batch: Batch) -> dict[str, list[floa
             found.setdefault(name, []).append(value.float())
 
     def after_block(block: nn.Module, inputs: tuple[Tensor, ...], x: Tensor) -> None:
-        note(residual_rms=_rms(x), residual_max=x.abs().amax())
+        note(residual_rms=_rms(x), residual_max=torch.maximum(x.amax(), -x.amin()))
 
     def before_down(down: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x = inputs[0].flatten(0, -2)  # (B·T, F)
-        rms, by_channel = _rms(x), x.abs().amax(0).float()
+        rms = _rms(x)
+        by_channel = torch.maximum(x.amax(0), -x.amin(0)).float()  # max |x| without a copy as large as x
         zeros = 1.0 - x.count_nonzero() / x.numel()
         dead = (by_channel < DEAD_SHARE_OF_RMS * rms).float().mean()
         note(mlp_rms=rms, mlp_max=by_channel.amax(), mlp_zero_share=zeros, mlp_dead_share=dead)
