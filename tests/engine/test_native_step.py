@@ -266,7 +266,7 @@ def test_the_best_token_of_each_row_comes_with_the_logits() -> None:
         for i, prompt in enumerate(prompts):
             rig.add(f"r{i}", prompt)
         logits = rig.runner.run(rig.scheduler.schedule(), n_threads=2, all_rows=True)
-        values, tokens = rig.runner.best
+        values, tokens = rig.runner.best_of(len(logits))
         finite = torch.isfinite(logits).all(dim=1)
         assert torch.equal(torch.isfinite(values), finite)
         expected = logits[finite].max(dim=1)
@@ -312,7 +312,10 @@ def test_the_cache_gives_back_what_was_written(dtype: str, head_dim: int, page_t
     assert pool.is_finite
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_dtype": "int8"}, {"dtype": "int8", "head_dtype": "int8"}, {"dtype": "int4"}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kv_dtype": "int8"}, {"dtype": "int8", "head_dtype": "int8"}, {"dtype": "int4"}, {"dtype": "int8_weight_only"}],
+)
 def test_the_engine_runs_natively_and_by_torch(tmp_path: Path, options: dict[str, str]) -> None:
     directory = saved("llama", tmp_path / "m")[1]
     tokens = {}

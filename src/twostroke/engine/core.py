@@ -271,7 +271,7 @@ class EngineCore:
             rows = [step.requests[i] for i in places]
             logits = self._logits(step, places)
             seeds = [self._answers[r.id].seed for r in rows]
-            sampled = sample(logits, rows, seeds) if rows else Sampled([], [], [])
+            sampled = sample(logits, rows, seeds, self._runner.best_of(len(rows))) if rows else Sampled([], [], [])
         except BaseException:
             self.scheduler.abandon(step)
             raise
@@ -378,7 +378,7 @@ def _load(directory: Path, dtype: str) -> _Loaded:
             f"{directory} holds {stored} weights, which cannot be used as dtype={dtype!r}. "
             "Use dtype='auto', or the unquantised model that it was made from."
         )
-    needed, free = weights_bytes(spec, weights), available_bytes()
+    needed, free = weights_bytes(spec, weights.removesuffix("_weight_only")), available_bytes()
     if needed > free:
         raise CapacityError(
             f"the weights in {weights} need {format_bytes(needed)} and {format_bytes(free)} of memory is free. "

@@ -134,8 +134,6 @@ class NativeRunner:
         self._tokens = np.zeros(config.token_budget, np.int32)
         self._logits, self._best = torch.empty((0, spec.vocab_size)), torch.empty(0)
         self._best_tokens = torch.empty(0, dtype=torch.int64)
-        self.best = (self._best, self._best_tokens)
-        """Of the last step: each row's largest logit, NaN where one is not finite, and its token. Valid until the next."""
         self._batch = _CBatch(table=self.table.ctypes.data, table_stride=width)
         arrays = (("starts", self._starts), ("counts", self._counts), ("table_rows", self._slots), ("tokens", self._tokens))
         for name, array in arrays:
@@ -188,8 +186,11 @@ class NativeRunner:
             self._library.ts_set_threads(n_threads)
         if self._library.ts_step_run(self._step, ctypes.byref(batch)):
             raise CapacityError("a step's working memory could not be had. Lower token_budget.")
-        self.best = (self._best[:n_kept], self._best_tokens[:n_kept])
         return self._logits[:n_kept]
+
+    def best_of(self, n: int) -> tuple[Tensor, Tensor]:
+        """Of the first ``n`` rows of logits of the last step: the largest, NaN where one is not finite, and its token."""
+        return self._best[:n], self._best_tokens[:n]
 
     def _hold(self, tensor: Tensor) -> int:
         tensor = tensor.contiguous()

@@ -53,10 +53,19 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def sample(logits: Float[Tensor, "n V"], requests: Sequence[Request], seeds: Sequence[int]) -> Sampled:
-    """One token a row by each request's ``SamplingParams``; the row's random number is the ``n_output``-th of its seed."""
+def sample(
+    logits: Float[Tensor, "n V"],
+    requests: Sequence[Request],
+    seeds: Sequence[int],
+    known: tuple[Float[Tensor, " n"], Int[Tensor, " n"]] | None = None,
+) -> Sampled:
+    """One token a row by each request's ``SamplingParams``; the row's random number is the ``n_output``-th of its seed.
+
+    ``known``: each row's largest logit (NaN where one is not finite) and its token, where whoever made the logits looked.
+    """
     masked = _adjusted(logits, requests)
-    best, greedy = masked.max(dim=1)  # NaN and +inf come through max, so this is the check as well
+    # NaN and +inf come through max, so this is the check as well.
+    best, greedy = known if known is not None and masked is logits else masked.max(dim=1)
     failed = [i for i, value in enumerate(best.tolist()) if not math.isfinite(value)]
     tokens = greedy.tolist()
     drawn = [i for i, r in enumerate(requests) if not r.params.greedy and i not in failed]

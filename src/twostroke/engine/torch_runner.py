@@ -30,3 +30,6 @@ class TorchRunner:
         """Logits, fp32, of the rows that a token is sampled from, or of ``rows``."""
         batch = self._builder.build(step)
         return self._interpreter.run(batch if rows is None else replace(batch, sampled_rows=rows))
+
+    def best_of(self, n: int) -> None:
+        """Nothing was looked for on the way."""
