@@ -58,11 +58,12 @@ def model_for(engine: str, variant: str, source: Path, folder: Path, pythons: Ma
             folder / f"{source.name}-openvino-{kind}",
             [pythons[engine], str(HERE / "engines" / "convert_openvino.py")],
         )
-    elif engine == "vllm" and variant == "w8a8":
-        target = folder / f"{source.name}-w8a8"
+    elif variant == "w8a8" or (engine == "twostroke" and variant != "bf16"):
+        scheme = "int4" if variant.startswith("int4") else "int8"
+        target = folder / f"{source.name}-{scheme}"
         if not target.exists():
-            own = [pythons["twostroke"], "-m", "twostroke.cli.main", "quantize", str(source), str(target), "--scheme", "int8"]
-            subprocess.run(own, check=True)
+            own = [pythons["twostroke"], "-m", "twostroke.cli.main", "quantize", str(source), str(target), "--scheme", scheme]
+            subprocess.run([*own, *(["--nearest"] if scheme == "int4" else [])], check=True)
         return target
     else:
         return source

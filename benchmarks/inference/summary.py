@@ -74,11 +74,15 @@ def ratios(shape: str, rows: dict[tuple[str, str], Cell]) -> list[str]:
         if batch > 1:
             name = f"decode_{batch}_tok_per_s"
             compare(f"decode {batch} over vLLM bf16", ours(name), peer(name, "vllm", ("bf16",)), aims["batch"])
-            compare(f"decode {batch}, 8 bits over vLLM w8a8", ours(name, "int8"), peer(name, "vllm", ("w8a8",)), 1.2)
+            compare(
+                f"decode {batch}, 8 bits over vLLM w8a8", ours(name, "int8", "int8-head8"), peer(name, "vllm", ("w8a8",)), 1.2
+            )
             compare(f"decode {batch}, 16 bits", ours(name, "bf16"), peer(name, "", SIXTEEN_BITS), 1.2)
     name = "prefill_512_tok_per_s"
-    compare("prefill 512, int8 over vLLM bf16", ours(name, "int8"), peer(name, "vllm", ("bf16",)), aims["prefill"])
-    compare("prefill 512, 8 bits over vLLM w8a8", ours(name, "int8"), peer(name, "vllm", ("w8a8",)), 1.2)
+    compare(
+        "prefill 512, int8 over vLLM bf16", ours(name, "int8", "int8-head8"), peer(name, "vllm", ("bf16",)), aims["prefill"]
+    )
+    compare("prefill 512, 8 bits over vLLM w8a8", ours(name, "int8", "int8-head8"), peer(name, "vllm", ("w8a8",)), 1.2)
     compare("prefill 512, 16 bits", ours(name, "bf16"), peer(name, "", SIXTEEN_BITS), 1.2)
     return lines
 

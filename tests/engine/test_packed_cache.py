@@ -28,7 +28,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 class _AtOnce:
     """A thread that has run when it was started."""
 
-    def __init__(self, target: object, args: tuple[object, ...], name: str, daemon: bool) -> None:
+    def __init__(self, target: object, args: tuple[object, ...], name: str) -> None:
         self._run = lambda: target(*args)  # type: ignore[operator]
 
     def start(self) -> None:

@@ -1,4 +1,5 @@
-"""Our engine. ``variant`` is how weights are held: bf16, int8, int4 …"""
+"""Our engine. ``variant``: bf16; or int8 and int4, directories of ``twostroke quantize``; with ``-head8`` the output head,
+which the directory holds in bf16, is in int8 as well."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from twostroke.scheduling.sampling_params import SamplingParams
 def main() -> None:
     args = arguments()
     bench = Bench(args)
-    llm = LLM(args.model, dtype=args.variant, max_model_len=1024)
+    scheme, _, head = args.variant.partition("-")
+    llm = LLM(args.model, dtype=scheme, max_model_len=1024, head_dtype="int8" if head else "auto")
 
     def generate(prompts: list[list[int]], n_output: int) -> float:
         params = SamplingParams(temperature=0.0, max_tokens=n_output, ignore_eos=True)

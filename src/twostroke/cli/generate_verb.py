@@ -40,7 +40,9 @@ def generate(
     seed: int = typer.Option(None, help="Makes the answer repeatable. Default: another one each time."),
     stop: list[str] = typer.Option([], help="Text to end before. Repeatable."),
     ignore_eos: bool = typer.Option(False, "--ignore-eos", help="Go on after the model's end token."),
-    dtype: str = typer.Option("auto", help="How weights are held: auto, bf16, fp32 or int8."),
+    dtype: str = typer.Option("auto", help="How weights are held: auto, bf16, fp32, int8, int8_weight_only or int4."),
+    head_dtype: str = typer.Option("auto", help="How the output head is held: as --dtype."),
+    kv_dtype: str = typer.Option("auto", help="How keys and values are cached: auto, bf16, fp32 or int8."),
     max_model_len: int = typer.Option(None, min=1, help="Longest prompt and output together, in tokens. Default: the model's."),
     kv_cache_gib: float = typer.Option(None, min=0.0, help="Memory of the KV cache, in GiB. Default: chosen by the engine."),
     threads: int = typer.Option(None, min=1, help="Threads. Default: the cores there are."),
@@ -68,7 +70,8 @@ def generate(
 
     cache = None if kv_cache_gib is None else int(kv_cache_gib * GIB)
     try:
-        llm = LLM(directory, dtype=dtype, max_model_len=max_model_len, kv_cache_bytes=cache, n_threads=threads)
+        llm = LLM(directory, dtype=dtype, max_model_len=max_model_len, kv_cache_bytes=cache, n_threads=threads,
+                  head_dtype=head_dtype, kv_dtype=kv_dtype)  # fmt: skip
         startup_s = time.perf_counter() - began
         outputs = llm.generate(prompts, params) if as_json else _stream(llm, prompts, params)
     except BaseException:

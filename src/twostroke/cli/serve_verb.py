@@ -23,7 +23,9 @@ def serve(
     served_name: list[str] = typer.Option(
         [], help="Name clients call the model by. Repeatable. Default: the directory's name."
     ),
-    dtype: str = typer.Option("auto", help="How weights are held: auto, bf16, fp32 or int8."),
+    dtype: str = typer.Option("auto", help="How weights are held: auto, bf16, fp32, int8, int8_weight_only or int4."),
+    head_dtype: str = typer.Option(None, help="How the output head is held, as --dtype. Default: bf16, beside fp32 fp32."),
+    kv_dtype: str = typer.Option(None, help="How keys and values are cached: bf16, fp32 or int8. Default: as the head."),
     max_model_len: int | None = typer.Option(
         None, min=1, help="Longest prompt and output together, in tokens. Default: the model's."
     ),
@@ -50,6 +52,8 @@ def serve(
     engine = EngineOptions(
         model=str(directory),
         dtype=dtype,
+        head_dtype=head_dtype,
+        kv_dtype=kv_dtype,
         max_model_len=max_model_len,
         kv_cache_bytes=None if kv_cache_gib is None else int(kv_cache_gib * GIB),
         n_threads=threads,

@@ -122,11 +122,25 @@ class LLM:
         token_budget: int = 512,
         page_tokens: int = 16,
         n_threads: int | None = None,
+        head_dtype: str = "auto",
+        kv_dtype: str = "auto",
+        runner: str = "auto",
     ) -> None:
         directory = Path(model)
         if not (directory / "config.json").is_file() and (directory / "model" / "config.json").is_file():
             directory = directory / "model"
-        config = EngineConfig(dtype, max_model_len, kv_cache_bytes, max_running, token_budget, page_tokens, n_threads)
+        config = EngineConfig(
+            dtype,
+            max_model_len,
+            kv_cache_bytes,
+            max_running,
+            token_budget,
+            page_tokens,
+            n_threads,
+            head_dtype,
+            kv_dtype,
+            runner,
+        )
         self.engine = EngineCore(directory, config)
         self.directory = directory
         self.tokenizer = load_tokenizer(directory) if (directory / "tokenizer.json").is_file() else None

@@ -110,14 +110,16 @@ class PackedCache:
         return made
 
     def finish(self) -> threading.Thread | None:
-        """All matrices are there: write them in the background where they did not come from a file and are worth it."""
+        """All matrices are there: write them in the background where they did not come from a file and are worth it.
+
+        A process that ends at once waits for it, so that short ones leave the file as well."""
         was_read = self._stream is not None
         if was_read:
             self._stream.close()
         made, self._made = self._made, []
         if was_read or self.path is None or sum(m.packed_bytes for m in made) < LEAST_BYTES:
             return None
-        thread = threading.Thread(target=_write, args=(self.path, made), name="packed-weights", daemon=True)
+        thread = threading.Thread(target=_write, args=(self.path, made), name="packed-weights")
         thread.start()
         return thread
 

@@ -336,7 +336,7 @@ def load_model(args: argparse.Namespace) -> tuple[Engine, wire.Ready]:
     began = time.perf_counter()
     from twostroke.engine.core import EngineConfig, EngineCore  # torch takes seconds, in which the socket already answers
 
-    given = {name: getattr(args, name) for name in _NUMBERS if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in (*_NUMBERS, *_FORMATS) if getattr(args, name) is not None}
     core = EngineCore(args.model, EngineConfig(dtype=args.dtype, **given))
     n_prompt = min(8, core.max_model_len - 2)
     if n_prompt > 0:
@@ -355,6 +355,7 @@ def load_model(args: argparse.Namespace) -> tuple[Engine, wire.Ready]:
     return core, ready
 
 
+_FORMATS = ("head_dtype", "kv_dtype")
 _NUMBERS = ("max_model_len", "kv_cache_bytes", "max_running", "token_budget", "n_threads")
 
 
@@ -364,6 +365,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--parent-pid", type=int, help="end when this process does")
     parser.add_argument("--model", required=True, type=Path)
     parser.add_argument("--dtype", default="auto")
+    for name in _FORMATS:
+        parser.add_argument(f"--{name.replace('_', '-')}")
     for name in _NUMBERS:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     args = parser.parse_args(argv)

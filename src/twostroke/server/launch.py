@@ -24,10 +24,12 @@ _MAX_SOCKET_PATH = 107  # bytes of sockaddr_un.sun_path on Linux, less the closi
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What the engine process is told. ``kv_cache_bytes`` and ``max_model_len`` None: the engine decides."""
+    """What the engine process is told. What is None the engine decides."""
 
     model: str
     dtype: str = "auto"
+    head_dtype: str | None = None
+    kv_dtype: str | None = None
     max_model_len: int | None = None
     kv_cache_bytes: int | None = None
     max_running: int | None = None
@@ -38,7 +40,7 @@ class EngineOptions:
         """The command line, to which `launch_engine` adds the socket and the parent."""
         # -P: never import a module that happens to lie in the working directory.
         words = [sys.executable, "-P", "-m", "twostroke.server.engine_process", "--model", self.model, "--dtype", self.dtype]
-        for name in ("max_model_len", "kv_cache_bytes", "max_running", "token_budget", "n_threads"):
+        for name in ("head_dtype", "kv_dtype", "max_model_len", "kv_cache_bytes", "max_running", "token_budget", "n_threads"):
             value = getattr(self, name)
             if value is not None:
                 words += [f"--{name.replace('_', '-')}", str(value)]
