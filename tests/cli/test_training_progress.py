@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from twostroke.cli import training_progress as module
+from twostroke.cli.console import log
 from twostroke.cli.training_progress import Pace, numbers, training_progress
 from twostroke.training.measurement import StepRecord
 
@@ -85,3 +86,18 @@ def test_on_a_terminal_of_80_columns_nothing_is_cut(monkeypatch: pytest.MonkeyPa
     assert any(re.search(r"step 61,728 of 123,456 .* 50% .*ETA 1 d 1.7 h$", text) for text in lines)
     assert any(text.endswith("data 12.3%") for text in lines)
     assert max(map(len, lines)) <= 80
+
+
+def test_a_line_logged_meanwhile_stands_above_the_bar_on_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _Terminal()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with training_progress(100) as show:
+        show(_record(1), 5.0)
+        log("step 1  def → return")
+        show(_record(2), 5.0)
+    screen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue()).replace("\r", "\n")
+    lines = [text.rstrip() for text in screen.split("\n") if text.strip()]
+    assert "step 1  def → return" in lines
+    assert any(text.startswith("step 2 of 100") for text in lines[lines.index("step 1  def → return") :])

@@ -83,7 +83,7 @@ def training_progress(steps: int) -> Iterator[Show]:
     columns = (TextColumn("step {task.completed:,.0f} of {task.total:,.0f}"), BarColumn(bar_width=None),
                TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(), TextColumn("{task.fields[eta]}"))  # fmt: skip
     bar = Progress(*columns, expand=True)
-    task = bar.add_task("training", total=steps, eta="compiling")
+    task = bar.add_task("training", total=steps, eta="starting")
     text = Text("waiting for the first step", style="dim")
     # Twice a second: drawing takes about a millisecond of the cores that train.
     with Live(Group(bar, text), console=Console(stderr=True), refresh_per_second=2):
