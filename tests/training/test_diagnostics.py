@@ -103,10 +103,11 @@ def test_update_ratio_of_a_large_tensor_is_near_the_whole_tensors_and_sees_every
     assert found == pytest.approx(exact, rel=0.15)  # about 160 of the column's values are in the sample: 1/√160 is 8%
 
 
-def test_a_run_with_diagnostics_ends_in_the_same_weights_and_logs_them_where_due(make_recipe) -> None:
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "pure_bf16"])
+def test_a_run_with_diagnostics_ends_in_the_same_weights_and_logs_them_where_due(make_recipe, dtype: str) -> None:
     sizes = {"family": "gpt2", "n_layers": 2, "d_model": 32, "n_heads": 2, "d_ff": 48, "dropout": 0.2}
-    plain = train(make_recipe("plain", model=sizes, steps=5))
-    watched = train(make_recipe("watched", model=sizes, steps=5, diagnostics_every=2))
+    plain = train(make_recipe("plain", model=sizes, steps=5, dtype=dtype))
+    watched = train(make_recipe("watched", model=sizes, steps=5, dtype=dtype, diagnostics_every=2))
     files = [result.model / "model.safetensors" for result in (plain, watched)]
     assert files[0].read_bytes() == files[1].read_bytes()
     lines = _log(watched.directory)
