@@ -8,7 +8,8 @@ all that pure bf16 holds.
 Measured on a byte-level Llama of 0.9M parameters, AdamW, cosine, nats on text apart. 200 further steps at 5·10⁻⁵ after 150 at
 4·10⁻³, from 2.4050: fp32 2.3727, bf16 beside fp32 masters 2.3727, rounded stochastically 2.3726, to nearest 2.3967. 300 steps
 from the beginning at 4·10⁻³, where updates are large: 2.187, 2.184, 2.190 and 2.181, one as good as the other; with β₂ = 0.999,
-whose second moment bf16 to nearest cannot lower: 2.265 (fp32 masters), 2.202 and 2.241.
+whose second moment bf16 to nearest cannot lower: 2.265 (fp32 masters), 2.202 and 2.241. An update of 12.2M parameters takes
+44 ms on two cores, where fused AdamW over fp32 masters takes 31 and two passes more between bf16 and fp32.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import random
 import torch
 from torch import Tensor
 
-PIECE = 2**18
-"""Elements updated at once, so that four fp32 copies of them (4 MiB) stay in cache and never add to the peak."""
+PIECE = 2**17
+"""Elements updated at once, so that four fp32 copies of them (2 MiB) stay in cache and never add to the peak."""
 
 _TABLE = 2**20
 
