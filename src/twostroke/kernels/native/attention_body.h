@@ -249,6 +249,18 @@ void find_tiles(
     }
 }
 
+// Ask for the next block's tiles while this one is worked on: a lone row's products are shorter than the way to memory.
+void fetch_block(const ts::KvLayout& kv, const ts::KvHead& head, const int64_t* pages, int64_t first, int64_t end) {
+    if (kv.page_tokens % ts::kTile != 0) return;
+    for (int64_t position = first; position < end && position < first + ts::kBlock; position += ts::kTile) {
+        const int64_t tile = slot_of(kv, pages, position) / ts::kTile;
+        const uint8_t* k = head.keys + tile * kv.key_tile_bytes;
+        const uint8_t* v = head.values + tile * kv.value_tile_bytes;
+        for (int64_t i = 0; i < kv.key_tile_bytes; i += 64) __builtin_prefetch(k + i, 0, 3);
+        for (int64_t i = 0; i < kv.value_tile_bytes; i += 64) __builtin_prefetch(v + i, 0, 3);
+    }
+}
+
 // Queries times scale·log₂e, so that weights are powers of 2, in the words that the format's products read.
 void prepare_queries(const ts::KvLayout& kv, const ts::AttendTask& task, float scale, Scratch& s) {
     const int64_t D = kv.head_dim;
@@ -368,6 +380,7 @@ void attend_as(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendT
             }
             if (first_token >= last_token) continue;
             find_tiles(kv, head, task.pages, block, task.first_key, here, n_tiles, s, tiles);
+            if (task.n_tokens == 1) fetch_block(kv, head, task.pages, block + ts::kBlock, end);
             const int64_t first_row = first_token * task.group;
             const int rows = static_cast<int>(last_token * task.group - first_row);
             by_rows<Score, Format>(rows, (const uint32_t*)s.q + first_row * s.q_words, s.q_words, tiles.keys, n_tiles,
