@@ -21,17 +21,22 @@ $(VENV)/.run: pyproject.toml
 	$(BIN)/pip install --quiet --editable .
 	@touch $@
 
+# Installing built the native library; sources that have changed since are built again. Without a compiler torch does its work.
+$(VENV)/.native: $(VENV)/.run setup.py $(wildcard src/twostroke/kernels/native/*.cpp src/twostroke/kernels/native/*.h)
+	-@$(BIN)/python -m twostroke.kernels.native_library build >/dev/null
+	@touch $@
+
 $(VENV)/.test: $(VENV)/.run
 	$(BIN)/pip install --quiet --editable ".[test,lint]"
 	@touch $@
 
-demo: $(VENV)/.run
+demo: $(VENV)/.native
 	$(BIN)/twostroke demo --budget-s $(BUDGET_S)
 
-test: $(VENV)/.test
+test: $(VENV)/.test $(VENV)/.native
 	$(BIN)/python -m pytest -q --durations=15
 
-soak: $(VENV)/.test
+soak: $(VENV)/.test $(VENV)/.native
 	$(BIN)/python -m pytest -q -m soak --timeout=7200
 
 lint: $(VENV)/.test
