@@ -80,6 +80,8 @@ def _last(result: TrainingResult) -> Path:
         ("lora", "fp32", {"rank": 4, "dropout": 0.3}),
         ("lora", "bf16", {"rank": 4, "targets": ["q_proj", "v_proj"]}),
         ("qlora", "bf16", {"rank": 4, "dropout": 0.1}),
+        ("lora", "pure_bf16", {"rank": 4}),
+        ("qlora", "fp16", {"rank": 4}),
         ("qlora", "fp32", {"rank": 2, "double_quantization": False, "nf4_block": 32}),
         ("full", "bf16", None),
     ],
@@ -130,6 +132,13 @@ def test_the_written_model_is_what_was_trained(make: Make, method: str) -> None:
     with torch.no_grad():
         unmerged, merged = decoder.eval()(tokens), load_model(result.model)(tokens)
     assert (merged - unmerged).abs().max() <= 1e-4 * unmerged.abs().max()
+
+
+def test_the_average_of_adapters_is_written_as_adapters(make: Make) -> None:
+    result = train(make(ema_decay=0.5, activation_checkpointing="selective"))
+    average, own = (load_model(result.directory / name) for name in ("model-ema", "model"))
+    assert not torch.equal(average.blocks[0].attn.qkv.weight, own.blocks[0].attn.qkv.weight)
+    assert torch.equal(average.embed.weight, own.embed.weight)  # of the base, which does not move
 
 
 def test_a_base_that_changed_meanwhile_stops_the_resume(make: Make, base: Path) -> None:
