@@ -20,7 +20,7 @@ def _recipe(size: Size, folder: Path, name: str) -> Path:
     path.write_text(
         f'method = "pretrain"\noutput = "{folder / name}"\n[model]\nn_layers = {size.n_layers}\nd_model = {size.width}\n'
         f'n_heads = {size.n_heads}\nd_ff = {size.feed_forward}\n[data]\nsources = ["stdlib"]\n'
-        f"vocab_size = {size.vocab_size}\n[train]\nsteps = 3\nbatch_size = {size.batch_size}\n"
+        f"vocab_size = {size.vocab_size}\nheld_out_fraction = 0.001\n[train]\nsteps = 3\nbatch_size = {size.batch_size}\n"
         f"sequence_length = {size.sequence_length}\n",
         encoding="utf-8",
     )
@@ -73,7 +73,7 @@ def resume_cost(row: str, size: Size, folder: Path, environment: dict[str, str])
     recipe = _recipe(size, folder, row)
     _train(recipe, folder / "prepare", environment, "train.steps=2")
     fresh, resumed, plain, saving = [], [], [], []
-    n_steps, every = 24, 4
+    n_steps, every = 16, 4
     for attempt in range(TRIES):
         output = folder / f"plain-{attempt}"
         without = _train(recipe, output, environment, f"train.steps={n_steps}")
@@ -82,7 +82,8 @@ def resume_cost(row: str, size: Size, folder: Path, environment: dict[str, str])
         shutil.rmtree(output)
         with_saves = _train(recipe, output, environment, f"train.steps={n_steps}", f"train.checkpoint_every={every}")
         saving.append(with_saves["train_time_s"] - with_saves["startup_s"])
-        (output / "summary.json").unlink()
+        (output / "summary.json").unlink()  # as if it had been killed before its last checkpoint
+        shutil.rmtree(max(path for path in (output / "checkpoints").iterdir() if path.is_dir()))
         shutil.rmtree(output / "model", ignore_errors=True)
         again = _train(recipe, output, environment, f"train.steps={n_steps}", f"train.checkpoint_every={every}")
         resumed.append(again["startup_s"])

@@ -24,6 +24,7 @@ class Size:
 
 SIZES = {
     "12M": Size(6, 6, 1024, 4096, 16),
+    "12M-small-batch": Size(6, 6, 1024, 4096, 4),
     "12M-V32k": Size(6, 6, 1024, 32000, 16),  # 22.8M parameters
     "50M": Size(10, 8, 1408, 32000, 8),
     "125M": Size(12, 12, 2560, 32000, 4),
@@ -81,7 +82,12 @@ GROUPS = {
     "125M-packed": Group("125M", TURNED, "packed", rounds=5, warm_up=6),
     "lora": Group("50M", ("twostroke LoRA", "peft LoRA", "twostroke QLoRA", "peft QLoRA"), rounds=5),
     "loss": Group(
-        "12M", ("twostroke", "twostroke, other seed", "transformers", "litgpt"), burst=10, rounds=5, warm_up=0, kind="loss"
+        "12M-small-batch",
+        ("twostroke", "twostroke, other seed", "transformers", "litgpt"),
+        burst=10,
+        rounds=5,
+        warm_up=0,
+        kind="loss",
     ),
 }
 
