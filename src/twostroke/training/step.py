@@ -164,8 +164,11 @@ class TrainStep:
         rows = rows_at_once(self.device.type, fp32, *batch.tokens.shape)
         if rows == len(batch.tokens):
             return [batch]
-        tensors = (t.split(rows) for t in (batch.tokens, batch.targets, batch.positions, batch.documents))
-        return [Batch(*part, n_valid=int((part[1] != IGNORED).sum())) for part in zip(*tensors, strict=True)]
+        split = (t.split(rows) for t in (batch.tokens, batch.targets, batch.positions, batch.documents))
+        return [
+            Batch(tokens, targets, positions, documents, n_valid=int((targets != IGNORED).sum()))
+            for tokens, targets, positions, documents in zip(*split, strict=True)
+        ]
 
     def _forward_backward_guarded(self, batch: Batch, scale: float, clock: StepClock) -> Tensor:
         """``forward_backward``; the first compiled one, if it fails, is repeated uncompiled."""
