@@ -105,7 +105,7 @@ class PackedCache:
             raise ValueError("another layout")
         target = _memory(made)
         self._stream.seek(entry.offset)
-        if self._stream.readinto(memoryview(target)) != entry.bytes or _total(target) != entry.total:
+        if self._stream.readinto(target.data) != entry.bytes or _total(target) != entry.total:
             raise ValueError("the file was altered")
         return made
 
@@ -126,7 +126,7 @@ class PackedCache:
 
 def _memory(matrix: NativeMatrix) -> npt.NDArray[np.uint8]:
     buffer = (ctypes.c_uint8 * matrix.packed_bytes).from_address(matrix.address)
-    return np.frombuffer(buffer, dtype=np.uint8)
+    return np.frombuffer(memoryview(buffer), dtype=np.uint8)
 
 
 def _total(data: npt.NDArray[np.uint8]) -> int:
@@ -156,7 +156,7 @@ def _write(path: Path, matrices: list[NativeMatrix]) -> None:
             stream.seek(_HEADER_BYTES)
             for matrix in matrices:
                 data = _memory(matrix)
-                stream.write(memoryview(data))
+                stream.write(data.data)
                 size = matrix.packed_bytes
                 shape = (matrix.n_rows, matrix.n_columns, offset, size, _total(data))
                 entries.append(Entry(matrix.format, matrix.group, *shape))

@@ -68,7 +68,8 @@ class NativeMatrix:
             raise ConfigError(
                 f"a matrix of {weight.dtype} codes cannot be packed as {format}. Start from the unquantised model."
             )
-        self._allocate(format, group if format == "int4" else 0, *weight.shape, bias)
+        n, k = weight.shape
+        self._allocate(format, group if format == "int4" else 0, n, k, bias)
         plain = weight
         if held is None and format == "int4":
             plain, scale, zero = quantize_groups(weight, group, searched=False)  # a search takes six times as long
