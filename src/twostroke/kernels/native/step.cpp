@@ -15,6 +15,7 @@
 #include "pool.h"
 #include "step_kernels.h"
 #include "step_memory.h"
+#include "step_tasks.h"
 
 namespace ts {
 namespace {
@@ -44,22 +45,6 @@ struct ThreadMemory {
     Array<uint8_t> attention;
 };
 
-// A share of a step's attention in layers of one window.
-struct Task {
-    int32_t request, kv_head;
-    int64_t first_token, n_tokens, first_key, end_key;
-    int64_t partial;  // offset of the first span's partial results, -1: none
-    int32_t joined, span, n_spans;  // joined: which counter says that all spans are there
-};
-
-struct TaskList {
-    int64_t window = 0;
-    std::vector<Task> tasks;
-    std::unique_ptr<std::atomic<int32_t>[]> left;  // spans of each token that was shared out
-    int64_t n_left = 0, left_capacity = 0;
-    int64_t partial_floats = 0;
-};
-
 class Step {
 public:
     explicit Step(const StepModel& model) : m_(model), ops_(model.ops, model.ops + model.n_ops) {
@@ -86,17 +71,35 @@ public:
     void run(const StepBatch& batch) {
         batch_ = &batch;
         kernels_ = &choose_kernels();
-        Pool& pool = Pool::shared();
         alone_ = batch.n_threads == 1;
         place_rows();
-        need_memory(alone_ ? 1 : pool.threads());
-        for (TaskList& list : lists_) make_tasks(list, alone_ ? 1 : pool.threads());
-        for (int64_t i = 0; i < n_counters_; i++) counters_[i].store(0, std::memory_order_relaxed);
-        if (alone_) work(0, 1);
-        else pool.run([&](int thread, int n_threads) { work(thread, n_threads); });
+        if (alone_) {
+            make_ready(1);
+            work(0, 1);
+            return;
+        }
+        Pool& pool = Pool::shared();
+        for (bool done = false; !done;) {  // again where another engine has changed the number of threads just now
+            const int expected = pool.threads();
+            make_ready(expected);
+            pool.run([&](int thread, int n_threads) {
+                if (n_threads != expected) return;
+                work(thread, n_threads);
+                if (thread == 0) done = true;
+            });
+        }
     }
 
 private:
+    void make_ready(int n_threads) {
+        need_memory(n_threads);
+        for (TaskList& list : lists_) {
+            list.fill(m_, *batch_, n_threads);
+            partials_.need(list.partial_floats);
+        }
+        for (int64_t i = 0; i < n_counters_; i++) counters_[i].store(0, std::memory_order_relaxed);
+    }
+
     TaskList* list_of(int64_t window) {
         for (TaskList& list : lists_)
             if (list.window == window) return &list;
@@ -147,48 +150,6 @@ private:
             memory->rows.need(kChunkRows, widest_);
             memory->attention.need(scratch);
         }
-    }
-
-    void make_tasks(TaskList& list, int n_threads) {
-        const StepBatch& b = *batch_;
-        const int64_t group = m_.n_heads / m_.n_kv_heads, block = std::max<int64_t>(1, kMaxRows / group);
-        list.tasks.clear();
-        list.n_left = list.partial_floats = 0;
-        int64_t n_whole = 0;
-        for (int64_t i = 0; i < b.n_requests; i++) n_whole += (b.counts[i] + block - 1) / block * m_.n_kv_heads;
-        const bool share_spans = n_threads > 1 && n_whole < 8 * n_threads;
-        for (int64_t i = 0; i < b.n_requests; i++)
-            for (int64_t first = (b.counts[i] - 1) / block * block; first >= 0; first -= block) {  // the longest first
-                const int64_t n = std::min<int64_t>(block, b.counts[i] - first);
-                const int64_t position = b.starts[i] + first, end = position + n;
-                const int64_t least = list.window > 0 && position >= list.window ? position - list.window + 1 : 0;
-                const int64_t first_span = least / kSpan, n_spans = (end + kSpan - 1) / kSpan - first_span;
-                for (int32_t k = 0; k < m_.n_kv_heads; k++) {
-                    Task task{static_cast<int32_t>(i), k, first, n, least, end, -1, -1, 0, 1};
-                    if (!share_spans || n_spans == 1) {
-                        list.tasks.push_back(task);
-                        continue;
-                    }
-                    task.joined = static_cast<int32_t>(list.n_left++);
-                    task.n_spans = static_cast<int32_t>(n_spans);
-                    const int64_t floats = n * group * (m_.head_dim + 2);
-                    task.partial = list.partial_floats;
-                    list.partial_floats += n_spans * floats;
-                    for (int32_t s = 0; s < n_spans; s++) {
-                        task.span = s;
-                        task.first_key = std::max<int64_t>(least, (first_span + s) * kSpan);
-                        task.end_key = std::min<int64_t>(end, (first_span + s + 1) * kSpan);
-                        list.tasks.push_back(task);
-                    }
-                }
-            }
-        if (list.n_left > list.left_capacity) {
-            list.left.reset(new std::atomic<int32_t>[list.n_left]);
-            list.left_capacity = list.n_left;
-        }
-        for (const Task& task : list.tasks)
-            if (task.joined >= 0) list.left[task.joined].store(task.n_spans, std::memory_order_relaxed);
-        partials_.need(list.partial_floats);
     }
 
     void barrier() {
