@@ -48,7 +48,7 @@ def token_scores(
     Sequences run together in steps of the engine's token budget, as prompts do, so int8 products round activations as they do
     when it serves. Known prefixes are not looked up: every row is computed. Needs an idle engine, which is idle again after
     it, also after an error. Raises InputError for ids that the model has not, CapacityError where a sequence is longer than
-    ``max_model_len`` + 1, EngineError where a logarithm is not finite. Proven in tests/engine/test_scoring.py.
+    ``max_model_len`` + 1, EngineError where a logarithm is not finite. Proven in tests/engine/test_token_scores.py.
     """
     if engine.has_work:
         raise EngineError("scoring needs an engine that has no requests under way.")
