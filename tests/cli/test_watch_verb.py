@@ -24,7 +24,8 @@ def test_a_folder_without_a_run_is_a_sentence_and_2(tmp_path: Path, capsys: pyte
 def test_it_serves_a_runs_page_without_torch_until_ctrl_c(tmp_path: Path) -> None:
     (tmp_path / "recipe.json").write_text(json.dumps({"method": "pretrain", "train": {}, "resolved": {"steps": 5}}))
     code = (
-        "import sys\nfrom twostroke.cli.main import main\n"
+        "import signal, sys\nfrom twostroke.cli.main import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where the tests run in the background
         f"try: main(['watch', {str(tmp_path)!r}, '--port', '0', '--json'])\n"
         "finally: print('torch' in sys.modules, file=sys.stderr)\n"
     )

@@ -83,7 +83,7 @@ class TrainSettings:
     before the run starts, so that the schedule is fixed and a resume is exact.
 
     ``dtype``: "bf16" and "fp16" compute in 16 bits beside fp32 master weights, fp16 with a dynamic loss scale; "pure_bf16"
-    keeps nothing in fp32 and rounds updates stochastically: 8 bytes a parameter with AdamW instead of 16. ``optimizer``:
+    keeps nothing in fp32 and rounds updates stochastically: 8 bytes a parameter with AdamW instead of 20. ``optimizer``:
     "muon" updates the blocks' matrices, with ``muon_learning_rate``, and AdamW the rest; weight decay is decoupled in "adamw"
     and "muon", added to the gradient in "adam" and "sgd", and spares embeddings, norms and biases unless told otherwise.
     ``schedule``: "wsd" stays at the full rate until the last ``decay_fraction`` of the steps. ``ema_decay`` keeps a running
