@@ -9,11 +9,13 @@ import torch
 
 from machines import small_llama
 from twostroke.core.spec import ModelSpec, MoeSpec
+from twostroke.kernels import training_attention
 from twostroke.model.attention import MAX_EXPLICIT_TOKENS
 from twostroke.model.decoder import Decoder
 from twostroke.planner.memory import (
     EVERYTHING,
     EXPLICIT_ATTENTION_TOKENS,
+    NATIVE_ATTENTION,
     _mlp_kept,
     activation_bytes,
     attends_explicitly,
@@ -67,6 +69,15 @@ def test_eager_activations_are_exact(dtype: str, changes: dict[str, object], len
     spec = small_llama(n_layers=2, vocab_size=300, d_model=64, d_ff=192, n_heads=4, head_dim=16, **changes)
     predicted = activation_bytes(spec, dtype, False, 2, length, "cpu")
     assert kept_bytes(spec, dtype, 2, length, False) == pytest.approx(predicted, rel=TOLERANCE)
+
+
+@pytest.mark.skipif(not training_attention.is_available(), reason="no native attention here")
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"n_kv_heads": 2}, GPT2], ids=str)
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_activations_of_native_attention_are_exact(changes: dict[str, object], checkpointing: str) -> None:
+    spec = small_llama(n_layers=2, vocab_size=300, d_model=64, d_ff=192, n_heads=4, head_dim=32, **changes)
+    predicted = activation_bytes(spec, "bf16", False, 2, 100, NATIVE_ATTENTION, checkpointing)
+    assert kept_bytes(spec, "bf16", 2, 100, False, checkpointing) == pytest.approx(predicted, abs=8 * 100)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch: deprecations, and .grad of tensors it looks at

@@ -41,6 +41,7 @@ from twostroke.calibration.transformer import (
 from twostroke.core.errors import ConfigError
 from twostroke.core.profile import BandwidthPoint, MachineProfile, MatmulPoint, read_fingerprint
 from twostroke.core.units import MIB
+from twostroke.kernels import training_attention
 from twostroke.planner.anchors import COMPILED_ANCHORS, EAGER_ANCHORS, TRAINING_PARTS
 
 Progress = Callable[[float, str], None]
@@ -119,6 +120,7 @@ def calibrate(
     if extent.fresh_process:
         extras.update(measure_fresh_process())
     extras.update(measure_disk(extent.disk_bytes))
+    extras["native_training_attention"] = float(device == "cpu" and training_attention.is_available())
     with empty_compile_cache():
         extras.update(_measure_training(clock, extent, lambda done, note: tell(0.02 + 0.51 * done, note)))
     tell(0.53, "around the blocks")

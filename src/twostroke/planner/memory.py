@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.params import LayerKind, Parameters, layer_kinds
 from twostroke.planner.weights import FP32
+
+if TYPE_CHECKING:
+    from twostroke.planner.hardware import Hardware
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,21 @@ EXPLICIT_ATTENTION_TOKENS = 2048
 def attends_explicitly(device_kind: str, dtype: str, sequence_length: int) -> bool:
     """Whether training keeps probabilities, as ``model.attention.prefers_explicit`` decides."""
     return device_kind == "cpu" and dtype == "bf16" and sequence_length <= EXPLICIT_ATTENTION_TOKENS
+
+
+NATIVE_ATTENTION = "cpu with native attention"
+"""In the place of a device's kind: training attends by the native library's operator, which keeps what the projection left,
+its output and a number for each head, and knows documents by the first key that each token sees."""
+
+NATIVE_WIDTH_MULTIPLE = 32
+"""``kernels.training_attention.WIDTH_MULTIPLE``, which cannot be imported here without torch."""
+
+
+def attention_device(hardware: Hardware, spec: ModelSpec, dtype: str) -> str:
+    """What decides how training attends: the device's kind, or ``NATIVE_ATTENTION`` where calibration found the native library
+    and it takes the model, as ``model.attention.attends_natively`` decides."""
+    fits = dtype == "bf16" and spec.head_dim % NATIVE_WIDTH_MULTIPLE == 0 and spec.dropout == 0
+    return NATIVE_ATTENTION if fits and hardware.extras.get("native_training_attention") else hardware.kind
 
 
 def query_blocks(sequence_length: int) -> list[tuple[int, int]]:
@@ -246,6 +265,7 @@ def _attention_kept(
         total -= 0.0 if kept.input_of("out") else w * kind.n_heads * kind.v_dim  # its own products do not need the output
     else:
         turned = kind.n_heads * kind.qk_dim + kind.n_kv_heads * kind.qk_dim if spec.positions == "rope" else 0
+        turned = 0 if device_kind == NATIVE_ATTENTION else turned
         total = packed + w * (turned + kind.n_heads * kind.v_dim) + FP32 * kind.n_heads
     if spec.qk_norm and not selective:
         total += FP32 * (kind.n_heads + kind.n_kv_heads) + (packed if explicit and not eager else 0.0)
@@ -263,13 +283,15 @@ def around_blocks_bytes(
     checkpointing: str = "none",
 ) -> float:
     """Bytes kept per token outside the blocks: the ids (8), the eager final norm (8E + 4, frozen 4E + 4; LayerNorm w·(E + 2)),
-    the gradient
-    of the hidden state that the chunked loss computes ahead (w·E), rotary tables (4·D) or nothing, and the mask over packed
-    documents (w·T), which explicit attention needs again only where it is computed again."""
+    the gradient of the hidden state that the chunked loss computes ahead (w·E), rotary tables (4·D) or nothing, and the mask
+    over packed documents (w·T), which explicit attention needs again only where it is computed again; native attention keeps
+    the first key that each token sees (4)."""
     w, width = bytes_of(dtype), spec.d_model
     around = 8 + ((4 if frozen else 8) * width + FP32 if spec.norm == "rmsnorm" else w * width + 2 * w) + w * width
     around += FP32 * spec.head_dim if spec.positions == "rope" else 0.0
     needs_no_mask = attends_explicitly(device_kind, dtype, sequence_length) and checkpointing == "none"
+    if device_kind == NATIVE_ATTENTION:
+        return around + 4
     return around + (0.0 if needs_no_mask else w * sequence_length)
 
 

@@ -20,6 +20,7 @@ from twostroke.planner.memory import (
     PRECISIONS,
     Kept,
     around_blocks_bytes,
+    attention_device,
     gradient_bytes_per_parameter,
     kept_by_layer,
     loss_bytes,
@@ -312,20 +313,19 @@ def _held_terms(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layou
     dtype, tokens, tensor = shape.compute_dtype, shape.tokens_at_once(hardware.kind, layout.n_devices), layout.tensor
     targets = shape.lora_targets if shape.method != "full" else ()
     kept = kept_on_rank(spec, shape.method, shape.lora_rank, targets, tensor, layout.sequence_cut, shape.checkpointing)
-    layer, most = _kept_per_token(spec, dtype, shape.compile, shape.sequence_length, hardware.kind, kept)
+    where = attention_device(hardware, spec, dtype)
+    layer, most = _kept_per_token(spec, dtype, shape.compile, shape.sequence_length, where, kept)
     activations = tokens * stage.n_layers * layer * micro_batches_in_flight(layout, shape.grad_accumulation, stage)
     recomputed = (
         0.0 if shape.checkpointing == "none" else tokens * max(most - (layer if kept.checkpointing == "selective" else 0), 0.0)
     )
     if stage.first and kept.frozen:
         first = layer_kinds(spec)[0][0]
-        activations -= tokens * not_kept_at_the_bottom(
-            spec, first, dtype, shape.compile, shape.sequence_length, hardware.kind, kept
-        )
+        activations -= tokens * not_kept_at_the_bottom(spec, first, dtype, shape.compile, shape.sequence_length, where, kept)
     loss = 0.0
     w = bytes_of(dtype)
     if stage.last:
-        around = around_blocks_bytes(spec, dtype, shape.sequence_length, hardware.kind, kept.frozen, shape.checkpointing)
+        around = around_blocks_bytes(spec, dtype, shape.sequence_length, where, kept.frozen, shape.checkpointing)
         if layout.n_devices > 1:
             around -= w * shape.sequence_length  # packed documents are told by their boundaries, not by a mask
         activations += tokens * around / layout.sequence_cut

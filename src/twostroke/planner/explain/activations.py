@@ -7,7 +7,7 @@ from twostroke.core.spec import ModelSpec
 from twostroke.planner.explain.attention import kinds_of
 from twostroke.planner.explain.model import letters, rows_and_columns, total
 from twostroke.planner.explain.term import Explanation
-from twostroke.planner.memory import Kept, attends_explicitly, kept_by_layer, keys_walked, query_blocks
+from twostroke.planner.memory import NATIVE_ATTENTION, Kept, attends_explicitly, kept_by_layer, keys_walked, query_blocks
 from twostroke.planner.params import LayerKind
 from twostroke.planner.training import TrainingShape
 
@@ -25,7 +25,7 @@ def explain_kept(terms: Explanation, spec: ModelSpec, shape: TrainingShape, devi
         attention = "explicit attention keeps its probabilities" if explicit else "flash attention keeps no T×T matrix"
         value = kept_by_layer(spec, kind, dtype, shape.compile, length, device_kind, kept)
         terms.add(
-            "memory", symbol, value, "bytes", _kept(spec, kind, shape, explicit, kept),
+            "memory", symbol, value, "bytes", _kept(spec, kind, shape, device_kind, kept),
             f"{KORTHIKANTI}, one layer{f' of {count}' if suffix else ''}; checkpointing {kept.checkpointing}; {attention}",
             **numbers,
         )  # fmt: skip
@@ -39,13 +39,12 @@ def below_adapters(spec: ModelSpec, shape: TrainingShape, device_kind: str, kept
     if not kept.frozen or kept.checkpointing != "none":
         return "0"
     kind = kinds_of(spec)[0][1]
-    explicit = attends_explicitly(device_kind, shape.compute_dtype, shape.sequence_length)
     rms, eager = spec.norm == "rmsnorm", not shape.compile
     cut = "/cut" if kept.sequence_cut > 1 else ""
     norm = f"({'4' if eager and rms else 'w'}·E + {'4' if rms else '2·w'}){cut}"
     if kept.input_of(*(p.name for p in kind.products if p.component == "attention")):
         return f"{norm} + 8"
-    attention = total(_attention(spec, kind, shape, explicit, kept))
+    attention = total(_attention(spec, kind, shape, device_kind, kept))
     return f"2·{norm} + ({attention})" + ("/tensor" if kept.tensor > 1 else "") + " + 8"
 
 
@@ -60,7 +59,7 @@ def kept_numbers(spec: ModelSpec, shape: TrainingShape, device_kind: str, kept: 
     return numbers
 
 
-def _kept(spec: ModelSpec, kind: LayerKind, shape: TrainingShape, explicit: bool, kept: Kept) -> str:
+def _kept(spec: ModelSpec, kind: LayerKind, shape: TrainingShape, device_kind: str, kept: Kept) -> str:
     norms, rms, eager = spec.departures.norms_per_block, spec.norm == "rmsnorm", not shape.compile
     cut = "/cut" if kept.sequence_cut > 1 else ""
     if kept.checkpointing == "full":
@@ -73,13 +72,14 @@ def _kept(spec: ModelSpec, kind: LayerKind, shape: TrainingShape, explicit: bool
         around.append(f"{norms}·4" if rms else f"{norms}·2·w")
         around += [f"{norms}·({4 if kept.frozen else 8} − w)·E"] if eager and rms else []
         around += ["w·adapter_width"] if kept.adapter_width else []
-    inner = [*_attention(spec, kind, shape, explicit, kept), *_mlp(kind, eager, kept)]
+    inner = [*_attention(spec, kind, shape, device_kind, kept), *_mlp(kind, eager, kept)]
     if kept.tensor > 1:
         return f"({total(around)}){cut} + ({total(inner)})/tensor"
     return total([f"({total(around)}){cut}" if cut else total(around), *inner])
 
 
-def _attention(spec: ModelSpec, kind: LayerKind, shape: TrainingShape, explicit: bool, kept: Kept) -> list[str]:
+def _attention(spec: ModelSpec, kind: LayerKind, shape: TrainingShape, device_kind: str, kept: Kept) -> list[str]:
+    explicit = attends_explicitly(device_kind, shape.compute_dtype, shape.sequence_length)
     selective = kept.checkpointing == "selective"
     packed = "w·(H·D + K·(D + D_v))"
     output = "w·H·D_v + 4·H"
@@ -94,7 +94,7 @@ def _attention(spec: ModelSpec, kind: LayerKind, shape: TrainingShape, explicit:
         parts = ["H_spec·w·(keys + 2·D_spec + 2·D_spec·copies)"]
         # Its own products do not need the output, only an adapter on the next matrix does.
         parts += [] if kept.input_of("out") else ["(0 − w·H·D_v)"]
-    elif spec.positions == "rope":
+    elif spec.positions == "rope" and device_kind != NATIVE_ATTENTION:
         parts.append("w·(H + K)·D")
     if spec.qk_norm:
         parts.append("4·(H + K)")

@@ -15,9 +15,11 @@ from twostroke.planner.explain.step import explain_pass
 from twostroke.planner.explain.term import Explanation
 from twostroke.planner.layout import group_link
 from twostroke.planner.memory import (
+    NATIVE_ATTENTION,
     PRECISIONS,
     STATE_BLOCK,
     attends_explicitly,
+    attention_device,
     gradient_bytes_per_parameter,
 )
 from twostroke.planner.sharding import (
@@ -141,7 +143,8 @@ def _optimizer(plan: TrainingPlan, part: Held, ranks: tuple[int, int]) -> tuple[
 
 
 def _activations(terms: Explanation, plan: TrainingPlan, stage: Stage) -> None:
-    spec, shape, layout, kind = plan.spec, plan.shape, plan.layout, plan.hardware.kind
+    spec, shape, layout = plan.spec, plan.shape, plan.layout
+    kind = attention_device(plan.hardware, spec, shape.compute_dtype)
     targets = shape.lora_targets if shape.method != "full" else ()
     cuts = (layout.tensor, layout.sequence_cut)
     kept = kept_on_rank(spec, shape.method, shape.lora_rank, targets, *cuts, shape.checkpointing)
@@ -160,7 +163,8 @@ def _activations(terms: Explanation, plan: TrainingPlan, stage: Stage) -> None:
         explicit = attends_explicitly(kind, shape.compute_dtype, shape.sequence_length)
         around = ["8", f"{4 if kept.frozen else 8}·E + 4" if spec.norm == "rmsnorm" else "w·E + 2·w", "w·E"]
         around += ["4·D_head"] if spec.positions == "rope" else []
-        around += [] if explicit and shape.checkpointing == "none" else ["w·T"]
+        mask = "4" if kind == NATIVE_ATTENTION else "w·T"
+        around += [] if explicit and shape.checkpointing == "none" else [mask]
         around += ["(0 − w·T)"] if layout.n_devices > 1 else []
         parts.append(f"tokens_at_once·({' + '.join(around)})" + ("/cut" if layout.sequence_cut > 1 else ""))
         if shape.method == "full" and shape.logits == "chunked":
