@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-PROMPT_TOKENS = 64
-OUTPUT_TOKENS = 64
-PREFILL_TOKENS = 512
 REPEATS = 5
 
 
@@ -51,5 +48,5 @@ class Shape:
 
 SHAPES = {
     "smollm-135m": Shape("smollm-135m", 30, 576, 9, 3, 1536, 49152, True, (1, 16, 32)),
-    "tinyllama-1.1b": Shape("tinyllama-1.1b", 22, 2048, 32, 4, 5632, 32000, False, (1, 16, 32)),
+    "tinyllama-1.1b": Shape("tinyllama-1.1b", 22, 2048, 32, 4, 5632, 32000, False, (1, 16)),
 }

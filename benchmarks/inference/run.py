@@ -55,7 +55,9 @@ def environment(engine: str) -> dict[str, str]:
     return os.environ | own
 
 
-def measure(engine: str, variant: str, model: Path, shape_name: str, pythons: dict[str, str]) -> dict[str, Any]:
+def measure(
+    engine: str, variant: str, model: Path, shape_name: str, pythons: dict[str, str], repeats: int
+) -> dict[str, Any]:
     """One process; what it wrote before it ended, and how it ended where that was not well."""
     shape = SHAPES[shape_name]
     with tempfile.TemporaryDirectory() as folder:
@@ -69,7 +71,7 @@ def measure(engine: str, variant: str, model: Path, shape_name: str, pythons: di
             "--out",
             str(out),
         ]
-        command += ["--vocab-size", str(shape.vocab_size), "--repeats", str(REPEATS)]
+        command += ["--vocab-size", str(shape.vocab_size), "--repeats", str(repeats)]
         command += ["--batches", *map(str, shape.batches)]
         began = time.time()
         with log.open("wb") as stream:
@@ -117,6 +119,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--variants", nargs="+", default=[], help="Only these, of all engines.")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     pythons = dict.fromkeys(args.engines, sys.executable)
@@ -136,7 +139,7 @@ def main() -> None:
                     if args.variants and variant not in args.variants:
                         continue
                     model = model_for(engine, variant, source, args.models, pythons)
-                    result = measure(engine, variant, model, shape_name, pythons) | {"round": round_number}
+                    result = measure(engine, variant, model, shape_name, pythons, args.repeats) | {"round": round_number}
                     with raw.open("a", encoding="utf-8") as stream:
                         stream.write(json.dumps(result) + "\n")
                     print(_line(result), flush=True)
