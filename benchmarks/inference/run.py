@@ -55,9 +55,7 @@ def environment(engine: str) -> dict[str, str]:
     return os.environ | own
 
 
-def measure(
-    engine: str, variant: str, model: Path, shape_name: str, pythons: dict[str, str], repeats: int
-) -> dict[str, Any]:
+def measure(engine: str, variant: str, model: Path, shape_name: str, pythons: dict[str, str], repeats: int) -> dict[str, Any]:
     """One process; what it wrote before it ended, and how it ended where that was not well."""
     shape = SHAPES[shape_name]
     with tempfile.TemporaryDirectory() as folder:
