@@ -120,7 +120,7 @@ def calibrate(
     if extent.fresh_process:
         extras.update(measure_fresh_process())
     extras.update(measure_disk(extent.disk_bytes))
-    extras["native_training_attention"] = float(device == "cpu" and training_attention.is_available())
+    extras["native_training_attention_share"] = float(device == "cpu" and training_attention.is_available())
     with empty_compile_cache():
         extras.update(_measure_training(clock, extent, lambda done, note: tell(0.02 + 0.51 * done, note)))
     tell(0.53, "around the blocks")

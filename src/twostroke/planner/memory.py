@@ -122,7 +122,7 @@ def attention_device(hardware: Hardware, spec: ModelSpec, dtype: str) -> str:
     """What decides how training attends: the device's kind, or ``NATIVE_ATTENTION`` where calibration found the native library
     and it takes the model, as ``model.attention.attends_natively`` decides."""
     fits = dtype == "bf16" and spec.head_dim % NATIVE_WIDTH_MULTIPLE == 0 and spec.dropout == 0
-    return NATIVE_ATTENTION if fits and hardware.extras.get("native_training_attention") else hardware.kind
+    return NATIVE_ATTENTION if fits and hardware.extras.get("native_training_attention_share") else hardware.kind
 
 
 def query_blocks(sequence_length: int) -> list[tuple[int, int]]:
