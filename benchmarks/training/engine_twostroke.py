@@ -48,7 +48,7 @@ class Engine:
             )
             decoder = load_adapted(recipe, device)
         decoder.train()
-        masters = MasterWeights(decoder, torch.bfloat16)
+        masters = MasterWeights.of(decoder, settings.dtype)
         optimizers = Optimizers(masters, decoder.spec, settings)
         self._step = TrainStep(decoder, masters, optimizers, settings.clip_norm, True, print)
         self._clock = StepClock(device)
