@@ -87,6 +87,15 @@ def test_only_the_newest_files_are_kept(model: Path, monkeypatch: pytest.MonkeyP
     assert len(list((model / FOLDER).glob("*"))) == 2
 
 
+def test_what_a_killed_process_left_is_removed(model: Path) -> None:
+    (model / FOLDER).mkdir()
+    dead, living = (model / FOLDER / f"x.bin.{process}.partial" for process in (2**22 + 1, os.getpid()))
+    dead.write_bytes(b"half")
+    living.write_bytes(b"half")
+    answer(model)
+    assert (dead.exists(), living.exists()) == (False, True)
+
+
 def test_a_directory_that_cannot_be_written_costs_nothing_but_time(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (model / FOLDER).write_text("a file where the folder should be")
     expected = answer(model)[1]

@@ -202,6 +202,12 @@ def test_a_bias_can_force_and_forbid_a_token() -> None:
     assert tokens[1] == int(logits[1].argsort(descending=True)[1])
 
 
+def test_a_bias_on_tokens_that_the_model_has_not_changes_nothing() -> None:
+    logits = torch.randn(1, 16, generator=torch.Generator().manual_seed(1))
+    adjusted = sampler._adjusted(logits, [_request(SamplingParams(logit_bias={16: 5.0, 10**6: 5.0}), [0], [])])
+    assert torch.equal(adjusted, logits)
+
+
 def test_requests_without_penalties_beside_one_with_are_not_changed() -> None:
     logits = torch.randn(2, 16, generator=torch.Generator().manual_seed(1))
     rows = [_request(SamplingParams(), [0], [1]), _request(SamplingParams(frequency_penalty=2.0), [0], [1])]

@@ -143,12 +143,21 @@ def _read_header(path: Path) -> list[Entry]:
     return entries
 
 
+def _remove_stale(folder: Path) -> None:
+    """What a process left that was killed while it wrote: a gigabyte, perhaps."""
+    for partial in folder.glob("*.partial"):
+        process = partial.name.split(".")[-2]
+        if process.isdigit() and not Path(f"/proc/{process}").exists():
+            partial.unlink(missing_ok=True)
+
+
 def _write(path: Path, matrices: list[NativeMatrix]) -> None:
     """A disk that is full, or a directory that may not be written, only means that the next start packs again."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     needed = _HEADER_BYTES + sum(m.packed_bytes for m in matrices)
     try:
         path.parent.mkdir(exist_ok=True)
+        _remove_stale(path.parent)
         if shutil.disk_usage(path.parent).free < 2 * needed:
             return
         entries, offset = [], _HEADER_BYTES

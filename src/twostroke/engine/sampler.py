@@ -102,9 +102,9 @@ def _adjusted(logits: Tensor, requests: Sequence[Request]) -> Tensor:
 def _adjust(row: Float[Tensor, " V"], request: Request) -> None:
     """In place; the order is bias, penalties, held-off ends."""
     params, n_vocab = request.params, row.shape[0]
-    if params.logit_bias:
-        tokens, biases = zip(*((token, bias) for token, bias in params.logit_bias if token < n_vocab), strict=True)
-        row[list(tokens)] += torch.tensor(biases, dtype=row.dtype)
+    for token, bias in params.logit_bias:
+        if token < n_vocab:
+            row[token] += bias
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(request.tokens).unique()
         values = row[seen]
