@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from twostroke.kernels import native_library
+from twostroke.kernels.native_matrix import CMatrix
 
 FORMATS = {
     "f32": (0, 0),
@@ -47,17 +48,6 @@ class Shape:
 SHAPES = {"135M": Shape(30, 576, 192, 1536, 49152), "1.1B": Shape(22, 2048, 256, 5632, 32000)}
 
 
-class Matrix(ctypes.Structure):
-    _fields_ = [
-        ("format", ctypes.c_int32),
-        ("group", ctypes.c_int32),
-        ("n", ctypes.c_int64),
-        ("k", ctypes.c_int64),
-        ("packed", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-    ]
-
-
 class Rows(ctypes.Structure):
     _fields_ = [("m", ctypes.c_int64)] + [(name, ctypes.c_void_p) for name in ("f32", "bf16", "codes", "scales", "sums")]
 
@@ -82,9 +72,9 @@ class Bench:
         matrices, at = [], self.memory
         for (n, k), size in zip(self.shapes, sizes, strict=True):
             library.ts_pack(self.format, self.group, n, k, plain.ctypes.data, scales.ctypes.data, None, at)
-            matrices.append(Matrix(self.format, self.group, n, k, at, None))
+            matrices.append(CMatrix(self.format, self.group, n, k, at, None))
             at += (size + 63) // 64 * 64
-        self.matrices = (Matrix * len(matrices))(*matrices)
+        self.matrices = (CMatrix * len(matrices))(*matrices)
 
     def seconds(self, m: int, repeats: int, prefetch_bytes: int) -> float:
         library, kept, rows = self.library, [], []

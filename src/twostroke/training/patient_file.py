@@ -38,20 +38,27 @@ class PatientFile:
 
     def append(self, data: bytes) -> None:
         self._pending += data
-        size = 0
         try:
-            size = self.path.stat().st_size if self.path.is_file() else 0
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab") as stream:
-                stream.write(self._pending)
+            self.flush()
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.truncate(self.path, size)
             if not self._failed:
                 self._log(
                     f"{self.path} cannot be written ({error.strerror or error}); what belongs there is kept until it can."
                 )
             self._failed = True
+
+    def flush(self) -> None:
+        """Hand everything to the system. Raises OSError where it does not take it; it is kept for the next time."""
+        if not self._pending:
             return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        size = self.path.stat().st_size if self.path.is_file() else 0
+        try:
+            with self.path.open("ab") as stream:
+                stream.write(self._pending)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.truncate(self.path, size)  # what a full disk still took of it
+            raise
         self._pending.clear()
         self._failed = False

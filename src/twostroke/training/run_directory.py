@@ -16,6 +16,7 @@ from typing import Any
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
 from twostroke.core.recipe import TrainRecipe, recipe_from_dict
 from twostroke.core.spec import ModelSpec
+from twostroke.training.patient_file import PatientFile
 
 FORMAT = 1
 CHANGEABLE = (
@@ -217,9 +218,7 @@ class StepLog:
     """``log.jsonl``: one line a step. A full disk delays lines, it does not stop the run."""
 
     def __init__(self, file: Path, log: Log) -> None:
-        self._file, self._log = file, log
-        self._pending: list[str] = []
-        self._failed = False
+        self._file, self._lines = file, PatientFile(file, log)
 
     def restart(self, step: int) -> None:
         """Keep the lines of steps up to ``step``: what a killed run logged after its checkpoint will be done again.
@@ -254,28 +253,11 @@ class StepLog:
 
     def append(self, record: dict[str, Any]) -> None:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self._pending.append(json.dumps(finite) + "\n")
-        try:
-            self.flush()
-        except OSError as error:
-            if not self._failed:
-                self._log(f"{self._file} cannot be written ({error.strerror}); its lines are kept until it can.")
-            self._failed = True
+        self._lines.append((json.dumps(finite) + "\n").encode())
 
     def flush(self) -> None:
         """Hand every line to the system. Raises OSError where it does not take them; they are kept for the next time."""
-        if not self._pending:
-            return
-        size = self._file.stat().st_size if self._file.is_file() else 0
-        try:
-            with self._file.open("a", encoding="utf-8") as stream:
-                stream.write("".join(self._pending))
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.truncate(self._file, size)  # what a full disk still took of them
-            raise
-        self._pending.clear()
-        self._failed = False
+        self._lines.flush()
 
     def sync(self) -> None:
         """Bring what was appended to the disk, so that no checkpoint is newer than its log."""
