@@ -107,14 +107,18 @@ class EngineStats:
     prefill_steps: int = 0
     prefill_s: float = 0.0
     prefill_tokens: int = 0  # computed in prefill steps, prefix hits not counted
+    prefill_bytes: int = 0  # weights and cache that prefill steps had to read
     prefill_flop: int = 0
     mixed_steps: int = 0
     mixed_s: float = 0.0
     mixed_tokens: int = 0
+    mixed_bytes: int = 0
+    mixed_flop: int = 0
     decode_steps: int = 0
     decode_s: float = 0.0
     decode_tokens: int = 0
-    decode_bytes: int = 0  # weights and cache that decode steps had to read
+    decode_bytes: int = 0
+    decode_flop: int = 0
 
 
 @dataclass(frozen=True)
@@ -342,20 +346,26 @@ class EngineCore:
         counts = self._counts
         counts.output_tokens += n_output
         counts.failed_requests += n_failed
+        n_bytes = self._meter.bytes_read(step.starts, step.counts)
+        flop = self._meter.flop(step.starts, step.counts, n_output + n_failed)
         if step.n_decodes == len(step.requests):
             counts.decode_steps += 1
             counts.decode_s += seconds
             counts.decode_tokens += step.n_tokens
-            counts.decode_bytes += self._meter.bytes_read(step.starts, step.counts)
+            counts.decode_bytes += n_bytes
+            counts.decode_flop += flop
         elif step.n_decodes == 0:
             counts.prefill_steps += 1
             counts.prefill_s += seconds
             counts.prefill_tokens += step.n_tokens
-            counts.prefill_flop += self._meter.flop(step.starts, step.counts, n_output)
+            counts.prefill_bytes += n_bytes
+            counts.prefill_flop += flop
         else:
             counts.mixed_steps += 1
             counts.mixed_s += seconds
             counts.mixed_tokens += step.n_tokens
+            counts.mixed_bytes += n_bytes
+            counts.mixed_flop += flop
 
 
 def _default_threads() -> int:

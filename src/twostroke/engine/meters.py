@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from twostroke.core.errors import TwostrokeError
 from twostroke.core.spec import ModelSpec
+from twostroke.kernels.native_matrix import NativeMatrix, NativePair
+from twostroke.planner.hardware import Hardware, load_hardware
+from twostroke.planner.native_products import product_name
+
+if TYPE_CHECKING:
+    from twostroke.engine.core import EngineCore, EngineStats
 
 
 class StepMeter:
-    """Bytes and FLOP of one step, from the spec, the bytes of weights a step reads and those of one cached token."""
+    """Bytes and FLOP of one step: from the spec, ``weights_bytes``, what the packed matrices and norms that it reads take
+    (``Plan.step_bytes``), and ``kv_token_bytes``, the cache's bytes of one token in all layers, scales included."""
 
     def __init__(self, spec: ModelSpec, weights_bytes: int, kv_token_bytes: int) -> None:
         self.weights_bytes = weights_bytes
@@ -36,7 +46,119 @@ class StepMeter:
         """2 a multiply-add of every product that is computed; attention 4·H·D for each (query, visible key) pair and layer."""
         pairs = self.n_full * sum(n * s + n * (n + 1) // 2 for s, n in zip(starts, counts, strict=True))
         if self.n_windowed:
-            pairs += self.n_windowed * sum(
-                min(s + i, self.window) for s, n in zip(starts, counts, strict=True) for i in range(1, n + 1)
-            )
+            pairs += self.n_windowed * sum(self._windowed_pairs(s, n) for s, n in zip(starts, counts, strict=True))
         return sum(counts) * self.row_flop + n_sampled * self.sampled_flop + pairs * self.attention_flop
+
+    def _windowed_pairs(self, start: int, count: int) -> int:
+        """Σ min(start + i, window) over i = 1 … count."""
+        growing = min(max(self.window - start, 0), count)
+        return growing * start + growing * (growing + 1) // 2 + (count - growing) * self.window
+
+
+@dataclass(frozen=True)
+class PhaseRates:
+    """What the steps of one phase achieved, all measured but for the shares' limits, which calibration measured before.
+
+    ``read_bytes`` is what they had to read: packed weights once a step, and of the cache what each request attends to.
+    ``read_limit_bytes_per_s`` is the best rate at which all threads read a buffer of ``bytes_per_step`` again and again,
+    ``product_limit_flop_per_s`` that of a 4096³ product in the blocks' format (attention and head, which may be in another,
+    are counted at it too); None where this machine has no profile that holds them.
+    """
+
+    steps: int
+    tokens: int
+    seconds: float
+    read_bytes: int
+    flop: int
+    read_limit_bytes_per_s: float | None = None
+    product_limit_flop_per_s: float | None = None
+
+    @property
+    def bytes_per_step(self) -> float:
+        return self.read_bytes / self.steps if self.steps else 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.read_bytes / self.seconds if self.seconds else 0.0
+
+    @property
+    def flop_per_s(self) -> float:
+        return self.flop / self.seconds if self.seconds else 0.0
+
+    @property
+    def tok_per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def read_share(self) -> float | None:
+        """Share of the bandwidth limit: bytes that had to be read ÷ time ÷ read rate at that working set."""
+        limit = self.read_limit_bytes_per_s
+        return self.bytes_per_s / limit if limit else None
+
+    @property
+    def flop_share(self) -> float | None:
+        """Share of the product rate."""
+        limit = self.product_limit_flop_per_s
+        return self.flop_per_s / limit if limit else None
+
+
+@dataclass(frozen=True)
+class Achieved:
+    """Both phases of a run. Steps that had prefill and decode in them are in neither: ``EngineStats.mixed_…`` has those."""
+
+    prefill: PhaseRates
+    decode: PhaseRates
+    product: str
+    """The product that ``product_limit_flop_per_s`` is of, as a profile names it: native_int8, bf16, …"""
+
+    def values(self) -> dict[str, float]:
+        """By the ledger's names: ``<phase>_bytes_per_s``, ``…_flop_per_s``, ``…_read_share``, ``…_flop_share``, as far as there
+        were such steps and limits are known."""
+        found: dict[str, float] = {}
+        for name, phase in (("prefill", self.prefill), ("decode", self.decode)):
+            if phase.seconds <= 0:
+                continue
+            found |= {f"{name}_bytes_per_s": phase.bytes_per_s, f"{name}_flop_per_s": phase.flop_per_s}
+            for share, value in (("read_share", phase.read_share), ("flop_share", phase.flop_share)):
+                if value is not None:
+                    found[f"{name}_{share}"] = value
+        return found
+
+
+def achieved(engine: EngineCore, since: EngineStats | None = None, hardware: Hardware | None = None) -> Achieved:
+    """Rates of ``engine``'s steps, and their shares of this machine's measured limits, prefill and decode apart.
+
+    ``since``: stats taken before the work in question (default: everything since the engine started). ``hardware``: a
+    calibrated machine (default: this machine's profile; without one the shares are None). A step counts from scheduling to
+    tokens, so sampling and Python are in its time."""
+    now = engine.stats()
+    if hardware is None:
+        try:
+            hardware = load_hardware("this")
+        except TwostrokeError:  # no profile, or one that cannot be read: there are no shares then
+            hardware = None
+    limits = hardware if hardware is not None and hardware.basis == "measured" else None
+    product = product_of(engine)
+
+    def phase(name: str) -> PhaseRates:
+        def grown(field: str) -> float:
+            return getattr(now, f"{name}_{field}") - (0 if since is None else getattr(since, f"{name}_{field}"))
+
+        steps, n_bytes = int(grown("steps")), int(grown("bytes"))
+        read = limits.bandwidth(n_bytes / steps) if limits is not None and steps else None
+        rate = limits.peak_flop_per_s.get(product) if limits is not None else None
+        return PhaseRates(steps, int(grown("tokens")), grown("s"), n_bytes, int(grown("flop")), read, rate)
+
+    return Achieved(phase("prefill"), phase("decode"), product)
+
+
+def product_of(engine: EngineCore) -> str:
+    """The product that computes the blocks' matrices, as a profile names its rates."""
+    plan = engine.plan
+    for op in plan.ops:
+        matrix = getattr(op, "matrix", None)
+        if isinstance(matrix, NativePair):
+            matrix = matrix.gate
+        if isinstance(matrix, NativeMatrix):
+            return product_name(matrix.format, matrix.group)
+    return {"fp32": "fp32", "int8": "w8a8"}.get(plan.weights, "bf16")
