@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from twostroke.engine.detokenize import IncrementalDetokenizer
+from twostroke.scheduling.sampling_params import SamplingParams
 
 
 def byte_level() -> Tokenizer:
@@ -139,3 +140,18 @@ def test_stopping_is_the_same_as_cutting_the_whole_text(text: str, stop: list[st
 def test_the_module_imports_no_torch() -> None:
     code = "import sys, twostroke.engine.detokenize; sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_stop_string_and_special_tokens_are_kept_where_that_is_asked_for() -> None:
+    end, ids = BYTES.token_to_id("<end>"), ids_of(b"one stop two")
+    for params, text in (
+        (SamplingParams(stop=("stop",)), "one "),
+        (SamplingParams(stop=("stop",), include_stop_str_in_output=True), "one stop"),
+        (SamplingParams(), "one stop two"),
+        (SamplingParams(skip_special_tokens=False), "one stop two"),  # what ended it is no part of it
+        (SamplingParams(skip_special_tokens=False, include_stop_str_in_output=True), "one stop two<end>"),
+        (SamplingParams(skip_special_tokens=False, ignore_eos=True), "one stop two<end>"),
+    ):
+        detokenizer = IncrementalDetokenizer.of(BYTES, params, (end,), ())
+        pieces = [detokenizer.add([i]) for i in (*ids, end)]
+        assert "".join(pieces) + detokenizer.finish() == text

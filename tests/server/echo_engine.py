@@ -1,4 +1,5 @@
-"""An engine process whose engine is a few lines: each output token is the one before it plus one. No model, no torch.
+"""An engine process whose engine is a few lines: each output token is the one before it plus one; the i-th answer
+to a prompt starts 10·i further on. No model, no torch.
 
 Run as a program, it takes the arguments of the real one. Some prompts make it misbehave, by their first token.
 """
@@ -30,6 +31,8 @@ class Event:
     token_ids: list[int]
     logprobs: Any = None
     finish_reason: str | None = None
+    index: int = 0
+    prompt_logprobs: Any = None
 
 
 @dataclass
@@ -51,12 +54,13 @@ class Stats:
 class Running:
     tokens: list[int]
     params: Any
+    client: str = ""
     n_output: int = 0
 
 
 @dataclass
 class EchoEngine:
-    requests: dict[str, Running] = field(default_factory=dict)
+    requests: dict[tuple[str, int], Running] = field(default_factory=dict)  # by id and index of the answer
     steps: int = 0
     step_s: float = 0.0
 
@@ -64,21 +68,25 @@ class EchoEngine:
     def has_work(self) -> bool:
         return bool(self.requests)
 
-    def add_request(self, request_id: str, prompt_ids: list[int], params: Any) -> None:
+    def add_request(
+        self, request_id: str, prompt_ids: list[int], params: Any, priority: int, client: str, timeout_s: float | None
+    ) -> None:
         if prompt_ids[0] == REFUSE:
             raise InputError("prompt is refused by the echo engine.")
         if prompt_ids[0] == TOO_LARGE:
             raise CapacityError("prompt needs more pages than there are.")
-        self.requests[request_id] = Running(list(prompt_ids), params)
+        for i in range(params.n):
+            self.requests[request_id, i] = Running([*prompt_ids[:-1], prompt_ids[-1] + 10 * i], params, client)
 
-    def abort(self, request_id: str) -> None:
-        self.requests.pop(request_id, None)
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        for name in [name for name in self.requests if name[0] == request_id and index in (None, name[1])]:
+            del self.requests[name]
 
     def step(self) -> list[Event]:
         self.steps += 1
         time.sleep(self.step_s)
         events = []
-        for request_id, request in list(self.requests.items()):
+        for (request_id, index), request in list(self.requests.items()):
             first = request.tokens[0]
             if first == FAIL_IN_STEP:
                 raise RuntimeError("as asked")
@@ -98,9 +106,13 @@ class EchoEngine:
             if request.params.logprobs is not None:
                 top = [(i, -1.0 - i) for i in range(request.params.logprobs)]
                 logprobs = [Logprob(-0.5, top)]
-            events.append(Event(request_id, [token], logprobs, finish))
+            scores = None
+            if request.params.prompt_logprobs is not None and request.n_output == 1 and index == 0:
+                top = [(i, -1.0 - i) for i in range(request.params.prompt_logprobs)]
+                scores = [Logprob(-0.5 - i, top) for i in range(len(request.tokens) - 2)]
+            events.append(Event(request_id, [token], logprobs, finish, index, scores))
             if finish:
-                del self.requests[request_id]
+                del self.requests[request_id, index]
         return events
 
     def stats(self) -> Stats:

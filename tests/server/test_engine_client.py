@@ -38,10 +38,13 @@ async def client_of(*options: str, **timeouts: float) -> AsyncIterator[EngineCli
 
 
 async def read(client: EngineClient, prompt: list[int], **params: Any) -> list[int]:
-    stream = client.submit(prompt, SamplingParams(**params))
+    wake = asyncio.Event()
+    (stream,) = client.submit(prompt, SamplingParams(**params), wake)
     found: list[int] = []
     while True:
-        for delta in await stream.next():
+        await wake.wait()
+        wake.clear()
+        for delta in stream.take():
             found += delta.token_ids
             if delta.finish_reason is not None:
                 return found
@@ -90,7 +93,7 @@ def test_an_engine_that_ends_is_replaced_and_its_requests_fail(cause: str) -> No
                 await innocent
             assert not client.ready
             with pytest.raises(NotReadyError):
-                client.submit([1], SamplingParams())
+                client.submit([1], SamplingParams(), asyncio.Event())
             async with asyncio.timeout(10):
                 await client.wait_loaded()
             assert client.engine_pid != first
@@ -133,12 +136,12 @@ def test_a_reader_that_never_reads_is_cut_off_at_the_limit(monkeypatch: pytest.M
 
     async def scenario() -> None:
         async with client_of("--step-s", "0") as client:
-            stream = client.submit([1], SamplingParams(max_tokens=1_000_000))
+            (stream,) = client.submit([1], SamplingParams(max_tokens=1_000_000), asyncio.Event())
             async with asyncio.timeout(10):
                 while not stream.finished:
                     await asyncio.sleep(0.01)
             with pytest.raises(SlowReaderError):
-                await stream.next()
+                stream.take()
             assert (await client.stats())["running"] == 0
 
     asyncio.run(scenario())
@@ -147,10 +150,15 @@ def test_a_reader_that_never_reads_is_cut_off_at_the_limit(monkeypatch: pytest.M
 def test_a_closed_stream_is_aborted_in_the_engine() -> None:
     async def scenario() -> None:
         async with client_of() as client:
-            stream = client.submit([1], SamplingParams(max_tokens=100_000))
-            await stream.next()
-            stream.close()
+            wake = asyncio.Event()
+            streams = client.submit([1], SamplingParams(max_tokens=100_000, n=3), wake)
+            await wake.wait()
+            streams[1].close()
+            assert (await client.stats())["running"] == 2, "one answer alone is ended"
+            for stream in streams:
+                stream.close()
             assert (await client.stats())["running"] == 0
+            assert client.open_streams == 0
 
     asyncio.run(scenario())
 

@@ -126,7 +126,7 @@ def test_logprobs_have_one_entry_a_token(web: httpx.Client) -> None:
     (choice,) = web.post("/v1/completions", json=BODY | {"prompt": [35], "logprobs": 2}).json()["choices"]
     assert choice["logprobs"]["tokens"] == ["D", "E", "F", "G"]
     assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
-    assert [len(top) for top in choice["logprobs"]["top_logprobs"]] == [2] * 4
+    assert [len(top) for top in choice["logprobs"]["top_logprobs"]] == [3] * 4  # two, and the token itself
     chat = {
         "model": "echo",
         "messages": [{"role": "user", "content": "x"}],
@@ -145,7 +145,11 @@ def test_logprobs_have_one_entry_a_token(web: httpx.Client) -> None:
     [
         ({"model": "other"}, 404, "model", "model_not_found"),
         ({"frobnicate": 1}, 400, "frobnicate", "unknown_field"),
-        ({"n": 2}, 400, "n", "unsupported_value"),
+        ({"n": 200}, 400, "n", "invalid_value"),
+        ({"prompt": [[35], [36]], "n": 65}, 400, "n", None),
+        ({"best_of": 2}, 400, "best_of", "unsupported_value"),
+        ({"logit_bias": {"300": 1}}, 400, "logit_bias", None),
+        ({"stop_token_ids": [300]}, 400, "stop_token_ids", None),
         ({"max_tokens": 5000}, 400, "prompt", "context_length_exceeded"),
         ({"prompt": [1] * 4096}, 400, "prompt", "context_length_exceeded"),
         ({"prompt": [300]}, 400, "prompt", None),
@@ -198,13 +202,111 @@ def test_a_body_without_an_announced_length_is_limited_as_well(web: httpx.Client
     assert response.status_code == 413
 
 
+def test_n_answers_have_an_index_a_text_and_a_reason_each(web: httpx.Client) -> None:
+    body = BODY | {"prompt": [[35], [65]], "n": 2, "max_tokens": 3}
+    answer = web.post("/v1/completions", json=body).json()
+    texts = [(c["index"], c["text"], c["finish_reason"]) for c in answer["choices"]]
+    assert texts == [(0, "DEF", "length"), (1, "NOP", "length"), (2, "bcd", "length"), (3, "lmn", "length")]
+    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 12, "total_tokens": 14}  # a prompt is computed once
+    *chunks, done = events(web.post("/v1/completions", json=body | {"stream": True}))
+    assert done == "[DONE]"
+    for choice in answer["choices"]:
+        parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert [part["finish_reason"] for part in parts if part["finish_reason"]] == ["length"]
+
+
+def test_one_answer_that_stops_does_not_end_the_others(web: httpx.Client) -> None:
+    body = BODY | {"prompt": [35], "n": 2, "max_tokens": 6, "stop": "F"}
+    answer = web.post("/v1/completions", json=body).json()
+    assert [(c["text"], c["finish_reason"]) for c in answer["choices"]] == [("DE", "stop"), ("NOPQRS", "length")]
+    kept = web.post("/v1/completions", json=body | {"include_stop_str_in_output": True}).json()
+    assert kept["choices"][0]["text"] == "DEF"
+    until(lambda: metric(web, "twostroke_requests_running") == 0)
+
+
+def test_n_chats_begin_with_a_role_each(web: httpx.Client) -> None:
+    body = {"model": "echo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "n": 3}
+    answer = web.post("/v1/chat/completions", json=body).json()
+    assert [c["index"] for c in answer["choices"]] == [0, 1, 2]
+    *chunks, _ = events(web.post("/v1/chat/completions", json=body | {"stream": True}))
+    for choice in answer["choices"]:
+        parts = [c["delta"] for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert [part.get("role") for part in parts] == ["assistant"] + [None] * (len(parts) - 1)
+        assert "".join(part.get("content") or "" for part in parts) == choice["message"]["content"]
+
+
+def test_an_echo_carries_the_prompt_and_its_logprobs(web: httpx.Client) -> None:
+    body = BODY | {"prompt": [33, 34, 35], "echo": True, "logprobs": 1, "max_tokens": 2}
+    (choice,) = web.post("/v1/completions", json=body).json()["choices"]
+    assert choice["text"] == "ABCDE"
+    scores = choice["logprobs"]
+    assert scores["tokens"] == ["A", "B", "C", "D", "E"]
+    assert scores["token_logprobs"] == [None, -0.5, -1.5, -0.5, -0.5]  # nothing predicts the first
+    assert scores["text_offset"] == [0, 1, 2, 3, 4]
+    assert scores["top_logprobs"][0] is None
+    assert scores["top_logprobs"][2]["C"] == -1.5, "the token itself is among its alternatives"
+    *chunks, _ = events(web.post("/v1/completions", json=body | {"stream": True}))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "ABCDE"
+    assert [x for chunk in chunks for x in chunk["choices"][0]["logprobs"]["token_logprobs"]] == scores["token_logprobs"]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_prompt_can_be_scored_without_writing(web: httpx.Client, n: int) -> None:
+    body = BODY | {"prompt": [[33, 34, 35], [40, 41]], "echo": True, "logprobs": 1, "max_tokens": 0, "n": n}
+    answer = web.post("/v1/completions", json=body).json()
+    assert [c["text"] for c in answer["choices"]] == ["ABC"] * n + ["HI"] * n
+    assert [c["logprobs"]["token_logprobs"] for c in answer["choices"]] == [[None, -0.5, -1.5]] * n + [[None, -0.5]] * n
+    assert [c["finish_reason"] for c in answer["choices"]] == ["length"] * 2 * n
+    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}
+
+
+def test_a_prompt_of_text_is_echoed_as_it_was_written(web: httpx.Client) -> None:
+    body = BODY | {"prompt": "the quick é fox", "echo": True, "logprobs": 0, "max_tokens": 0}
+    (choice,) = web.post("/v1/completions", json=body).json()["choices"]
+    assert choice["text"] == "the quick é fox"
+    offsets = choice["logprobs"]["text_offset"]
+    assert offsets == sorted(offsets)
+    for token, begin in zip(choice["logprobs"]["tokens"], offsets, strict=True):
+        assert token.startswith("bytes:") or choice["text"][begin:].startswith(token)
+    cut = web.post("/v1/completions", json=body | {"truncate_prompt_tokens": 3}).json()["choices"][0]
+    assert choice["text"].endswith(cut["text"])
+    assert (len(cut["logprobs"]["tokens"]), cut["logprobs"]["text_offset"][0]) == (3, 0)
+
+
+def test_prompt_logprobs_have_vllms_form(web: httpx.Client) -> None:
+    body = BODY | {"prompt": [33, 34], "prompt_logprobs": 2}
+    answer = web.post("/v1/completions", json=body).json()
+    first, second = answer["choices"][0]["prompt_logprobs"]
+    assert first is None
+    assert second.keys() == {"0", "1", "34"}
+    assert second["34"] == {"logprob": -0.5, "rank": None, "decoded_token": "B"}
+    chat = {"model": "echo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "prompt_logprobs": 1}
+    assert web.post("/v1/chat/completions", json=chat).json()["prompt_logprobs"][0] is None
+
+
+def test_a_request_for_too_many_prompt_logprobs_is_refused(web: httpx.Client) -> None:
+    body = BODY | {"prompt": [[33] * 4000] * 8, "prompt_logprobs": 20}
+    refused = web.post("/v1/completions", json=body)
+    assert refused.status_code == 400
+    assert str(2**19) in refused.json()["error"]["message"]
+    until(lambda: metric(web, "twostroke_requests_running") == 0)
+    assert metric(web, "twostroke_http_requests_active") == 0
+
+
+def test_usage_may_stand_in_every_chunk(web: httpx.Client) -> None:
+    body = BODY | {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    *chunks, last, _ = events(web.post("/v1/completions", json=body))
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks][-1] == last["usage"]["completion_tokens"] == 4
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_frees_its_request(web: httpx.Client, echo: Served, stream: bool) -> None:
-    payload = json.dumps(BODY | {"max_tokens": 4000, "prompt": [echo_engine.SLOW], "stream": stream}).encode()
+    payload = json.dumps(BODY | {"max_tokens": 4000, "prompt": [echo_engine.SLOW], "stream": stream, "n": 3}).encode()
     url = httpx.URL(echo.url)
     with socket.create_connection((url.host, url.port)) as peer:
         peer.sendall(raw_request(payload))
-        until(lambda: metric(web, "twostroke_requests_running") == 1)
+        until(lambda: metric(web, "twostroke_requests_running") == 3)
         assert metric(web, "twostroke_kv_pages_used") > 0
     until(
         lambda: metric(web, "twostroke_requests_running") == 0, within_s=3.0

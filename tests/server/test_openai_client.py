@@ -131,6 +131,70 @@ def test_the_same_seed_gives_the_same_text_in_any_company(server: Server) -> Non
     assert len(set(together)) > 1
 
 
+def test_n_answers_of_a_seed_differ_and_come_again(server: Server) -> None:
+    with server.client() as client:
+        request = {"model": "tiny", "prompt": PROMPT * 3, "max_tokens": 12, "temperature": 1.0, "seed": 11, "n": 6}
+        before = server.metric("twostroke_prefix_hit_tokens")
+        first, second = (client.completions.create(**request) for _ in range(2))  # type: ignore[call-overload]
+        assert server.metric("twostroke_prefix_hit_tokens") - before >= 10 * first.usage.prompt_tokens // 2
+        alone = client.completions.create(**request | {"n": 1})  # type: ignore[call-overload]
+        chunks = list(client.completions.create(**request, stream=True))  # type: ignore[call-overload]
+    texts = [choice.text for choice in first.choices]
+    assert texts == [choice.text for choice in second.choices]
+    assert len(set(texts)) > 3
+    assert alone.choices[0].text == texts[0]
+    assert first.usage.prompt_tokens == alone.usage.prompt_tokens
+    for i, text in enumerate(texts):
+        assert "".join(c.choices[0].text for c in chunks if c.choices[0].index == i) == text
+
+
+def test_an_echo_scores_the_prompt_as_the_decoder_does(server: Server) -> None:
+    tokenizer = load_tokenizer(server.model)
+    ids = tokenizer.encode(PROMPT).ids
+    expected, logprobs = greedy_reference(server.model, ids[:4], 8)
+    with server.client() as client:
+        answer = client.completions.create(
+            model="tiny", prompt=ids[:4] + expected, max_tokens=0, echo=True, logprobs=1, temperature=0
+        )
+        text = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=4, echo=True, logprobs=1, temperature=0)
+        plain = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=4, temperature=0)
+    scores = answer.choices[0].logprobs
+    assert scores.token_logprobs[0] is None
+    assert len(scores.tokens) == 12
+    assert scores.token_logprobs[4:] == pytest.approx(logprobs, abs=1e-4)
+    # What lm-eval's local-completions looks at: whether each token of the continuation was the most probable one.
+    assert all(p == max(top.values()) for p, top in zip(scores.token_logprobs[4:], scores.top_logprobs[4:], strict=True))
+    assert (answer.usage.completion_tokens, answer.usage.prompt_tokens) == (0, 12)
+    assert text.choices[0].text == PROMPT + plain.choices[0].text
+    assert len(text.choices[0].logprobs.text_offset) == len(ids) + 4
+
+
+def test_prompt_logprobs_come_with_both_endpoints(server: Server) -> None:
+    extra = {"prompt_logprobs": 2}
+    with server.client() as client:
+        completion = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=2, n=2, extra_body=extra)
+        chat = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "Hi"}], max_tokens=2, extra_body=extra
+        )
+    ids = load_tokenizer(server.model).encode(PROMPT).ids
+    for choice in completion.choices:
+        first, *others = choice.model_extra["prompt_logprobs"]
+        assert first is None
+        assert [str(i) in table for i, table in zip(ids[1:], others, strict=True)] == [True] * (len(ids) - 1)
+        assert all(2 <= len(table) <= 3 for table in others)
+    assert len(chat.model_extra["prompt_logprobs"]) == chat.usage.prompt_tokens
+
+
+def test_a_timeout_ends_an_answer_with_what_it_has(server: Server) -> None:
+    with server.client() as client:
+        answer = client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=450, n=2, extra_body={"ignore_eos": True, "timeout_s": 0.01, "priority": 5}
+        )
+    assert [choice.finish_reason for choice in answer.choices] == ["timeout"] * 2
+    assert answer.usage.completion_tokens < 900
+    all_free(server)
+
+
 def test_async_streams_run_side_by_side(server: Server) -> None:
     async def scenario() -> list[int]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
@@ -187,9 +251,9 @@ def test_errors_arrive_as_the_clients_own_exceptions(server: Server) -> None:
     with server.client() as client:
         with pytest.raises(openai.NotFoundError, match="not served here"):
             client.completions.create(model="gpt-9", prompt="x")
-        with pytest.raises(openai.BadRequestError, match="n=3 is not supported") as caught:
-            client.completions.create(model="tiny", prompt="x", n=3)
-        assert caught.value.param == "n"
+        with pytest.raises(openai.BadRequestError, match="best_of=3 is not supported") as caught:
+            client.completions.create(model="tiny", prompt="x", best_of=3)
+        assert caught.value.param == "best_of"
         with pytest.raises(openai.BadRequestError, match="context") as caught:
             client.completions.create(model="tiny", prompt="word " * 3000)
         assert caught.value.code == "context_length_exceeded"
@@ -212,7 +276,7 @@ def test_a_shared_beginning_is_found_in_the_cache(server: Server) -> None:
 def test_a_client_that_hangs_up_frees_its_pages(server: Server) -> None:
     with server.client() as client:
         stream = client.completions.create(
-            model="tiny", prompt=PROMPT, max_tokens=450, stream=True, extra_body={"ignore_eos": True}
+            model="tiny", prompt=PROMPT, max_tokens=450, n=5, stream=True, extra_body={"ignore_eos": True}
         )
         next(iter(stream))
         stream.close()
@@ -220,7 +284,7 @@ def test_a_client_that_hangs_up_frees_its_pages(server: Server) -> None:
 
 
 async def hang_up_on_some(server: Server, n: int, at_once: int, seed: int) -> int:
-    """Send ``n`` streams, hang up on about a third after a few chunks; how many were hung up on."""
+    """Send ``n`` streams, hang up on about a third after the first chunk; how many were hung up on."""
     rng = random.Random(seed)
     plans = [(f"def f{rng.randrange(9)}({rng.random()}):", rng.randrange(1, 40), rng.random() < 0.3) for _ in range(n)]
     places = asyncio.Semaphore(at_once)
@@ -233,7 +297,7 @@ async def hang_up_on_some(server: Server, n: int, at_once: int, seed: int) -> in
             n_chunks = 0
             async for _ in stream:
                 n_chunks += 1
-                if hang_up and n_chunks == 3:
+                if hang_up and n_chunks == 1:
                     await stream.close()
                     return True
             return False

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from twostroke.server import protocol
@@ -25,10 +25,21 @@ def chat(**fields: Any) -> protocol.ChatRequest:
     ("fields", "param"),
     [
         ({"top_pp": 0.5}, "top_pp"),
-        ({"n": 2}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
         ({"n": True}, "n"),
         ({"best_of": 3}, "best_of"),
-        ({"echo": True}, "echo"),
+        ({"echo": "yes"}, "echo"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"priority": -1}, "priority"),
+        ({"timeout_s": 0}, "timeout_s"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"guided_regex": "a+"}, "guided_regex"),
+        ({"top_k": -2}, "top_k"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
         ({"suffix": "x"}, "suffix"),
         ({"presence_penalty": 2.1}, "presence_penalty"),
         ({"frequency_penalty": "much"}, "frequency_penalty"),
@@ -42,7 +53,7 @@ def chat(**fields: Any) -> protocol.ChatRequest:
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 10**30}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
-        ({"logprobs": 6}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
         ({"seed": 2**70}, "seed"),
         ({"stream_options": {"foo": 1}}, "stream_options.foo"),
         ({"prompt": None}, "prompt"),
@@ -53,7 +64,7 @@ def chat(**fields: Any) -> protocol.ChatRequest:
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": ["a"] * 65}, "prompt"),
         ({"model": None}, "model"),
-        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
         ({"stop": ""}, "stop"),
         ({"min_tokens": 9}, "min_tokens"),
         ({"user": 5}, "user"),
@@ -82,10 +93,13 @@ def test_a_refused_completion_names_its_field(fields: dict[str, Any], param: str
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "messages[0].content[0].type"),
         ({"prompt": "x"}, "prompt"),
         ({"echo": False}, "echo"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"best_of": 1}, "best_of"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
     ],
@@ -131,6 +145,7 @@ JSON = st.recursive(
 FIELDS = sorted({*protocol.CompletionRequest.__struct_fields__, *protocol.ChatRequest.__struct_fields__, *protocol.NEUTRAL})
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # clocks: other programs share the cores
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=6))
 def test_no_request_raises_anything_but_a_400(fields: dict[str, Any]) -> None:
     statuses = set()
@@ -156,6 +171,22 @@ def test_sampling_parameters_arrive_unchanged() -> None:
         7,
         2,
     )
+
+
+def test_vllms_names_arrive_unchanged() -> None:
+    request = completion(
+        n=3, top_k=-1, include_stop_str_in_output=True, skip_special_tokens=False, logprobs=2, prompt_logprobs=1, echo=True
+    )
+    params = request.sampling(7, 2, request.wanted_prompt_logprobs)
+    assert (params.n, params.top_k, params.include_stop_str_in_output, params.skip_special_tokens) == (3, 0, True, False)
+    assert params.prompt_logprobs == 2  # the more of what echo and prompt_logprobs need
+    assert completion(n=2, best_of=2).sampling(1, None).n == 2
+
+
+def test_nothing_to_write_is_only_asked_for_with_something_to_score() -> None:
+    assert completion(max_tokens=0, echo=True).max_tokens == 0
+    assert completion(max_tokens=0, prompt_logprobs=0).max_tokens == 0
+    assert chat(max_completion_tokens=0, prompt_logprobs=0).asked == 0
 
 
 def test_penalties_and_biases_arrive_unchanged() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from twostroke.scheduling.sampling_params import SamplingParams
+
 REPLACEMENT = "\ufffd"
 """What decoders write for bytes that are no UTF-8 (yet)."""
 
@@ -19,7 +21,8 @@ class IncrementalDetokenizer:
 
     Text is certain once no later token can change it: its last character is complete and its end is no beginning of a stop
     string. At a stop string ``stopped`` is set, the text ends before it, and further ids are ignored; nothing of the first
-    ``min_tokens`` tokens is searched. Special tokens and ``hidden_ids`` have no text.
+    ``min_tokens`` tokens is searched. ``hidden_ids`` have no text, nor have special tokens unless ``keep_special``;
+    ``keep_stop``: the text ends behind the stop string.
 
     The window of ids that is decoded again for each new one starts where the text was last whole (the method of TGI and vLLM),
     so a long answer costs no more a token than a short one.
@@ -32,8 +35,12 @@ class IncrementalDetokenizer:
         hidden_ids: Collection[int] = (),
         min_tokens: int = 0,
         prompt_ids: Sequence[int] = (),
+        keep_special: bool = False,
+        keep_stop: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
+        self._skip_special = not keep_special
+        self._keep_stop = keep_stop
         self._stop = tuple(stop)
         self._hidden = frozenset(hidden_ids)
         self._min_tokens = min_tokens
@@ -44,6 +51,15 @@ class IncrementalDetokenizer:
         self.n_tokens = 0
         self.stopped = False
         self.stop_string: str | None = None
+
+    @classmethod
+    def of(
+        cls, tokenizer: Any, params: SamplingParams, eos_token_ids: Iterable[int], prompt_ids: Sequence[int]
+    ) -> IncrementalDetokenizer:
+        """As ``params`` ask for: the tokens that end the answer have no text, unless ``include_stop_str_in_output``."""
+        keep_stop = params.include_stop_str_in_output
+        hidden = () if keep_stop else (*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids))
+        return cls(tokenizer, params.stop, hidden, params.min_tokens, prompt_ids, not params.skip_special_tokens, keep_stop)
 
     def add(self, token_ids: Iterable[int]) -> str:
         """Text that became certain with ``token_ids``."""
@@ -68,7 +84,7 @@ class IncrementalDetokenizer:
         return text
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True)) if ids else ""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)) if ids else ""
 
     def _grown_text(self) -> str:
         """What the last id added, as far as later bytes cannot change it."""
@@ -110,7 +126,7 @@ class IncrementalDetokenizer:
             at, self.stop_string = min(found)
             self.stopped = True
             self._held = ""
-            return text[:at]
+            return text[: at + len(self.stop_string)] if self._keep_stop else text[:at]
         n_held = max(_overlap(text, stop) for stop in self._stop)
         self._held = text[len(text) - n_held :]
         return text[: len(text) - n_held]

@@ -213,7 +213,7 @@ class LLM:
     def _detokenizer(self, params: SamplingParams, prompt_ids: list[int]) -> IncrementalDetokenizer | None:
         if self.tokenizer is None:
             return None
-        return IncrementalDetokenizer(self.tokenizer, params.stop, params.stop_token_ids, params.min_tokens, prompt_ids)
+        return IncrementalDetokenizer.of(self.tokenizer, params, self.engine.spec.eos_token_ids, prompt_ids)
 
     def _run(self, requests: list[_Open]) -> Iterator[Delta]:
         named = {f"{next(self._numbers)}": request for request in requests}

@@ -14,6 +14,7 @@ MAX_LOGPROBS = 20
 MAX_BIASED_TOKENS = 1024
 MAX_N = 128
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKENS = 1024
 MAX_STOP_CHARACTERS = 1024
 
 FORK_STRIDE = 0x9E3779B97F4A7C15
@@ -36,6 +37,9 @@ class SamplingParams:
     whatever else is in the batch. Without one the engine draws a seed. ``logprobs=n`` reports the natural logarithm of the
     chosen token's probability and of the n most probable ones, under the model's own distribution (before bias, penalties,
     temperature and filters); ``prompt_logprobs=n`` the same of each token of the prompt but the first.
+
+    ``include_stop_str_in_output``: the text holds the stop string, or the token, that ended it. ``skip_special_tokens``:
+    special tokens have no text.
 
     ``n`` answers to the same prompt, which is computed once; the i-th uses the i-th stream of random numbers of ``seed``.
 
@@ -61,6 +65,8 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     prompt_logprobs: int | None = None
     n: int = 1
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
@@ -78,8 +84,9 @@ class SamplingParams:
         _integer("min_tokens", self.min_tokens, 0, 2**31)
         if self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}.")
-        if not isinstance(self.ignore_eos, bool):
-            raise InputError(f"ignore_eos={self.ignore_eos!r} must be true or false.")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name}={getattr(self, name)!r} must be true or false.")
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
@@ -136,6 +143,8 @@ def _biases(value: Mapping[int, float] | Sequence[tuple[int, float]] | None) -> 
 
 def _token_ids(value: Sequence[int] | None) -> tuple[int, ...]:
     ids = () if value is None else tuple(value)
+    if len(ids) > MAX_STOP_TOKENS:
+        raise InputError(f"stop_token_ids holds {len(ids)} tokens; at most {MAX_STOP_TOKENS} are allowed.")
     for token in ids:
         _integer("stop_token_ids", token, 0, 2**31)
     return ids

@@ -40,6 +40,11 @@ class ApiKeys:
             raise ConfigError(f"API key file {path} holds no key. Write one key a line.")
         return cls(keys)
 
+    @staticmethod
+    def name(authorization: bytes | None) -> str:
+        """A name for the holder of a key that says nothing of the key."""
+        return hashlib.sha256((authorization or b"").partition(b" ")[2].strip()).hexdigest()[:16]
+
     def allow(self, authorization: bytes | None) -> bool:
         """Whether ``Bearer <key>`` names a known key. Every key is compared, so the time does not tell which one was near."""
         scheme, _, given = (authorization or b"").partition(b" ")
@@ -51,17 +56,21 @@ class ApiKeys:
 
 
 class Admission:
-    """At most ``limit`` prompts queued and running together; the next is turned away at once, with a time to come back."""
+    """At most ``limit`` answers queued and running together; the next is turned away at once, with a time to come back."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.active = 0
         self._recent_s: deque[float] = deque(maxlen=32)
 
-    def enter(self, n: int) -> None:
-        """Take ``n`` places. Raises ApiError 429 with ``Retry-After``, or 400 where ``n`` could never fit."""
+    def enter(self, n: int, param: str = "prompt") -> None:
+        """Take ``n`` places. Raises ApiError 429 with ``Retry-After``, or 400 naming ``param``, where ``n`` could never fit."""
         if n > self.limit:
-            raise ApiError(400, f"the request holds {n} prompts; this server takes at most {self.limit} at once.", "prompt")
+            raise ApiError(
+                400,
+                f"the request asks for {n} answers (prompts × n); at most {self.limit} are worked on at once.",
+                param,
+            )
         if self.active + n > self.limit:
             raise ApiError(
                 429,

@@ -15,9 +15,9 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
 
 from twostroke.core.errors import CapacityError, EngineError, InputError, TwostrokeError
+from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.server import wire
 from twostroke.server.launch import EngineChild
 
@@ -45,18 +45,24 @@ class SlowReaderError(EngineError):
 
 
 class TokenStream:
-    """Tokens of one request, in order. At most ``MAX_PENDING_BYTES`` wait for a reader; beyond it the request is ended."""
+    """Tokens of one answer, in order; ``wake`` is set when some have come. At most ``MAX_PENDING_BYTES`` wait for a reader;
+    beyond it the answer is ended. The first answer's stream has the ``prompt_logprobs`` before any answer has a token."""
 
-    def __init__(self, client: EngineClient, request_id: str) -> None:
+    def __init__(self, client: EngineClient, request_id: str, index: int, wake: asyncio.Event) -> None:
         self.request_id = request_id
+        self.index = index
         self.finished = False
+        self.prompt_logprobs: list[wire.TokenLogprobs] = []
         self._client = client
         self._pending: list[wire.TokenDelta] = []
         self._pending_bytes = 0
         self._error: TwostrokeError | None = None
-        self._wake = asyncio.Event()
+        self._wake = wake
 
     def push(self, delta: wire.TokenDelta) -> None:
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs += delta.prompt_logprobs  # one answer to one request: not what a slow reader piles up
+            return
         self._pending.append(delta)
         self._pending_bytes += 64 + 8 * len(delta.token_ids)
         if delta.logprobs is not None:
@@ -64,7 +70,7 @@ class TokenStream:
         if self._pending_bytes > MAX_PENDING_BYTES and not self.finished:
             self._pending, self._pending_bytes = [], 0
             self.fail(SlowReaderError("the client reads more slowly than the model writes; the request was ended."))
-            self._client.abort(self.request_id)
+            self._client.abort(self)
         self._wake.set()
 
     def fail(self, error: TwostrokeError) -> None:
@@ -72,21 +78,18 @@ class TokenStream:
         self.finished = True
         self._wake.set()
 
-    async def next(self) -> list[wire.TokenDelta]:
-        """Everything that has arrived since the last call, at least one delta. Raises what ended the request early."""
-        while not self._pending and self._error is None:
-            self._wake.clear()
-            await self._wake.wait()
+    def take(self) -> list[wire.TokenDelta]:
+        """Everything that has arrived since the last call. Raises what ended the request early, once nothing waits."""
         if not self._pending and self._error is not None:
             raise self._error
         deltas, self._pending, self._pending_bytes = self._pending, [], 0
         return deltas
 
     def close(self) -> None:
-        """Stop wanting tokens; a request that is not finished is aborted in the engine."""
+        """Stop wanting tokens; an answer that is not finished is aborted in the engine."""
         if not self.finished:
             self.finished = True
-            self._client.abort(self.request_id)
+            self._client.abort(self)
 
 
 class _Channel(asyncio.Protocol):
@@ -147,7 +150,7 @@ class EngineClient:
         self._failure: wire.Failed | None = None
         self._last_beat = 0.0
         self._busy_s = 0.0
-        self._streams: dict[str, TokenStream] = {}
+        self._streams: dict[tuple[str, int], TokenStream] = {}  # by request and index of the answer
         self._queries: dict[int, asyncio.Future[dict[str, float]]] = {}
         self._numbers = itertools.count()
         self._last_stats: dict[str, float] = {}
@@ -167,18 +170,28 @@ class EngineClient:
 
     # Requests.
 
-    def submit(self, prompt_ids: list[int], params: Any) -> TokenStream:
-        """Hand a request to the engine. Raises NotReadyError where there is no engine to hand it to."""
+    def submit(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        wake: asyncio.Event,
+        priority: int = 0,
+        client: str = "",
+        timeout_s: float | None = None,
+    ) -> list[TokenStream]:
+        """Hand a request to the engine: a stream for each of its ``params.n`` answers. Raises NotReadyError where there is no
+        engine to hand it to."""
         if not self._loaded.is_set() or self._channel is None:
             raise NotReadyError("the engine is loading. Try again in a moment.")
-        stream = TokenStream(self, str(next(self._numbers)))
-        self._channel.send(wire.Add(stream.request_id, prompt_ids, params))
-        self._streams[stream.request_id] = stream
-        return stream
+        request_id = str(next(self._numbers))
+        self._channel.send(wire.Add(request_id, prompt_ids, params, priority, client, timeout_s))
+        streams = [TokenStream(self, request_id, i, wake) for i in range(params.n)]
+        self._streams.update({(request_id, stream.index): stream for stream in streams})
+        return streams
 
-    def abort(self, request_id: str) -> None:
-        if self._streams.pop(request_id, None) is not None and self._channel is not None:
-            self._channel.send(wire.Abort(request_id))
+    def abort(self, stream: TokenStream) -> None:
+        if self._streams.pop((stream.request_id, stream.index), None) is not None and self._channel is not None:
+            self._channel.send(wire.Abort(stream.request_id, stream.index))
 
     async def stats(self, timeout_s: float = 1.0) -> dict[str, float]:
         """The engine's counters; the last known ones where it does not answer in time."""
@@ -338,19 +351,18 @@ class EngineClient:
                 self._on_failed(request_id, kind, message)
 
     def _on_delta(self, delta: wire.TokenDelta) -> None:
-        stream = self._streams.get(delta.request_id)
+        stream = self._streams.get((delta.request_id, delta.index))
         if stream is None:
             return  # aborted; these tokens were on their way
         if delta.finish_reason is not None:
             stream.finished = True
-            del self._streams[delta.request_id]
+            del self._streams[delta.request_id, delta.index]
         stream.push(delta)
 
     def _on_failed(self, request_id: str | None, kind: str, message: str) -> None:
         if request_id is None:
             self._failure = wire.Failed(None, kind, message)  # type: ignore[arg-type]
             return
-        stream = self._streams.pop(request_id, None)
-        if stream is not None:
-            errors: dict[str, type[TwostrokeError]] = {"input": InputError, "capacity": CapacityError}
-            stream.fail(errors.get(kind, EngineError)(message))
+        errors: dict[str, type[TwostrokeError]] = {"input": InputError, "capacity": CapacityError}
+        for name in [name for name in self._streams if name[0] == request_id]:
+            self._streams.pop(name).fail(errors.get(kind, EngineError)(message))

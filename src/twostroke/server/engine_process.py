@@ -25,6 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,6 +39,8 @@ MAX_UNSENT_BYTES = 8 * 2**20
 STALL_S = 30.0
 """A connection that reads nothing for this long, with output waiting, is closed."""
 _RECEIVE_BYTES = 256 * 2**10
+_SCORES_A_FRAME = 4096
+"""Prompt log-probabilities in one message: with 20 alternatives each still a tenth of what a frame may hold."""
 
 
 class Engine(Protocol):
@@ -46,9 +49,11 @@ class Engine(Protocol):
     @property
     def has_work(self) -> bool: ...
 
-    def add_request(self, request_id: str, prompt_ids: list[int], params: Any) -> None: ...
+    def add_request(
+        self, request_id: str, prompt_ids: list[int], params: Any, priority: int, client: str, timeout_s: float | None
+    ) -> None: ...
 
-    def abort(self, request_id: str) -> Any: ...
+    def abort(self, request_id: str, index: int | None = None) -> Any: ...
 
     def step(self) -> Iterable[Any]: ...
 
@@ -116,6 +121,15 @@ class Connection:
             self.socket.close()
 
 
+@dataclass
+class _Owner:
+    """Whose request it is, and which of its answers are not finished."""
+
+    connection: Connection
+    request_id: str
+    open: set[int]
+
+
 class EngineServer:
     """Runs one engine for the connections of one listening socket."""
 
@@ -130,7 +144,7 @@ class EngineServer:
         self._ready: wire.Ready | None = None
         self._busy_since: float | None = time.monotonic()
         self._stopping = False
-        self._owners: dict[str, tuple[Connection, str]] = {}
+        self._owners: dict[str, _Owner] = {}
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     # The heartbeat thread.
@@ -237,11 +251,12 @@ class EngineServer:
         match command:
             case wire.Add():
                 self._add(connection, command)
-            case wire.Abort(request_id):
+            case wire.Abort(request_id, index):
                 key = f"{connection.number}:{request_id}"
-                if self._owners.pop(key, None) is not None:
-                    connection.requests.discard(key)
-                    self._engine.abort(key)
+                owner = self._owners.get(key)
+                if owner is not None:
+                    self._engine.abort(key, index)
+                    self._ended(key, owner.open if index is None else {index})
             case wire.AskStats(query_id):
                 connection.send(wire.StatsReport(query_id, stats_values(self._engine.stats())))
             case wire.Shutdown():
@@ -252,14 +267,24 @@ class EngineServer:
         try:
             if key in self._owners:
                 raise InputError(f"request id {command.request_id!r} is in use.")
-            self._engine.add_request(key, command.prompt_ids, command.params)
+            self._engine.add_request(
+                key, command.prompt_ids, command.params, command.priority, command.client, command.timeout_s
+            )
         except CapacityError as error:
             connection.send(wire.Failed(command.request_id, "capacity", str(error)))
         except TwostrokeError as error:
             connection.send(wire.Failed(command.request_id, "input", str(error)))
         else:
             connection.requests.add(key)
-            self._owners[key] = (connection, command.request_id)
+            self._owners[key] = _Owner(connection, command.request_id, set(range(command.params.n)))
+
+    def _ended(self, key: str, indices: Iterable[int]) -> None:
+        """Answers ``indices`` to a request are finished or cancelled."""
+        owner = self._owners[key]
+        owner.open = owner.open.difference(indices)
+        if not owner.open:
+            del self._owners[key]
+            owner.connection.requests.discard(key)
 
     def _deliver(self, events: Iterable[Any]) -> None:
         outbox: dict[int, list[wire.TokenDelta]] = {}
@@ -267,21 +292,27 @@ class EngineServer:
             owner = self._owners.get(event.request_id)
             if owner is None:
                 continue  # aborted a moment ago
-            connection, request_id = owner
-            delta = wire.TokenDelta(request_id, list(event.token_ids), wire_logprobs(event), event.finish_reason)
+            connection, request_id = owner.connection, owner.request_id
+            if event.prompt_logprobs is not None:
+                scores = wire_logprobs(event.prompt_logprobs) or []
+                for i in range(0, len(scores), _SCORES_A_FRAME):
+                    part = scores[i : i + _SCORES_A_FRAME]
+                    connection.send(wire.Tokens([wire.TokenDelta(request_id, [], prompt_logprobs=part)]))
+            delta = wire.TokenDelta(
+                request_id, event.token_ids, wire_logprobs(event.logprobs), event.finish_reason, event.index
+            )
             outbox.setdefault(connection.number, []).append(delta)
             if event.finish_reason is not None:
-                del self._owners[event.request_id]
-                connection.requests.discard(event.request_id)
+                self._ended(event.request_id, (event.index,))
         for number, deltas in outbox.items():
             self._connections[number].send(wire.Tokens(deltas))
 
 
-def wire_logprobs(event: Any) -> list[wire.TokenLogprobs] | None:
+def wire_logprobs(entries: Sequence[Any] | None) -> list[wire.TokenLogprobs] | None:
     """The engine's log-probabilities in the form they travel in."""
-    if event.logprobs is None:
+    if entries is None:
         return None
-    return [wire.TokenLogprobs(entry.logprob, list(entry.top)) for entry in event.logprobs]
+    return [wire.TokenLogprobs(entry.logprob, entry.top) for entry in entries]
 
 
 def stats_values(stats: Any) -> dict[str, float]:

@@ -21,16 +21,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from twostroke.core.version import __version__
 from twostroke.server import protocol
+from twostroke.server.answers import ENCODER, Answer, ChatAnswer, CompletionAnswer, answer_events, collect
 from twostroke.server.errors import ApiError
 from twostroke.server.launch import is_own_name
-from twostroke.server.service import (
-    Generation,
-    Service,
-    TextDelta,
-    chat_logprobs,
-    completion_logprobs,
-    merge_logprobs,
-)
+from twostroke.server.service import Service
 
 log = logging.getLogger("twostroke.server")
 
@@ -84,14 +78,14 @@ def make_app(service: Service) -> ASGIApp:
     async def completions(request: Request) -> Response:
         started = time.perf_counter()
         parsed = protocol.parse_completion(await read_body(request))
-        answer = CompletionAnswer(service, await service.complete(parsed, started), parsed)
+        answer = CompletionAnswer(service, await service.complete(parsed, started, _client_of(service, request)), parsed)
         return await respond(request, answer, bool(parsed.stream))
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(protocol.ChatRequest))
     async def chat_completions(request: Request) -> Response:
         started = time.perf_counter()
         parsed = protocol.parse_chat(await read_body(request))
-        answer = ChatAnswer(service, await service.chat(parsed, started), parsed)
+        answer = ChatAnswer(service, await service.chat(parsed, started, _client_of(service, request)), parsed)
         return await respond(request, answer, bool(parsed.stream))
 
     @app.exception_handler(ApiError)
@@ -213,80 +207,6 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-class CompletionAnswer:
-    """Text deltas as OpenAI completions."""
-
-    def __init__(self, service: Service, generation: Generation, request: protocol.CompletionRequest) -> None:
-        self.generation = generation
-        self.include_usage = request.include_usage
-        self._text = service.text
-        self._offsets = [0] * len(generation.choices)
-
-    def _choice(self, delta: TextDelta) -> protocol.CompletionChoice:
-        logprobs = completion_logprobs(self._text, delta, self._offsets[delta.index])
-        self._offsets[delta.index] += len(delta.text)
-        return protocol.CompletionChoice(delta.index, delta.text, logprobs, delta.finish_reason)
-
-    def _of(self, choices: list[protocol.CompletionChoice], usage: Any) -> protocol.Completion:
-        g = self.generation
-        return protocol.Completion(g.id, g.created, g.model, choices, usage=usage)
-
-    def chunk(self, delta: TextDelta) -> Any:
-        return self._of([self._choice(delta)], None if self.include_usage else msgspec.UNSET)
-
-    def usage_chunk(self) -> Any:
-        return self._of([], self.generation.usage)
-
-    def whole(self, deltas: list[list[TextDelta]]) -> Any:
-        choices = []
-        for index, parts in enumerate(deltas):
-            made = [self._choice(delta) for delta in parts]
-            text = "".join(choice.text for choice in made)
-            logprobs = merge_logprobs([choice.logprobs for choice in made])
-            choices.append(protocol.CompletionChoice(index, text, logprobs, made[-1].finish_reason))
-        return self._of(choices, self.generation.usage)
-
-
-class ChatAnswer:
-    """Text deltas as OpenAI chat completions. The role comes with the first text: one event less than a chunk of its own."""
-
-    def __init__(self, service: Service, generation: Generation, request: protocol.ChatRequest) -> None:
-        self.generation = generation
-        self.include_usage = request.include_usage
-        self._text = service.text
-        self._begun = False
-
-    def chunk(self, delta: TextDelta) -> Any:
-        g = self.generation
-        content = protocol.ChatDelta(
-            None if self._begun else "assistant", delta.text if delta.text or not self._begun else None
-        )
-        self._begun = True
-        choice = protocol.ChatChunkChoice(delta.index, content, chat_logprobs(self._text, delta), delta.finish_reason)
-        usage = None if self.include_usage else msgspec.UNSET
-        return protocol.ChatChunk(g.id, g.created, g.model, [choice], usage=usage)
-
-    def usage_chunk(self) -> Any:
-        g = self.generation
-        return protocol.ChatChunk(g.id, g.created, g.model, [], usage=g.usage)
-
-    def whole(self, deltas: list[list[TextDelta]]) -> Any:
-        g = self.generation
-        choices = [
-            protocol.ChatChoice(
-                index,
-                protocol.ChatMessage("".join(delta.text for delta in parts)),
-                parts[-1].finish_reason,
-                merge_logprobs([chat_logprobs(self._text, delta) for delta in parts]),
-            )
-            for index, parts in enumerate(deltas)
-        ]
-        return protocol.ChatCompletion(g.id, g.created, g.model, choices, g.usage)
-
-
-Answer = CompletionAnswer | ChatAnswer
-
-
 async def respond(request: Request, answer: Answer, stream: bool) -> Response:
     """The HTTP response of one generation, which is closed whatever happens."""
     close = answer.generation.close
@@ -303,31 +223,6 @@ async def respond(request: Request, answer: Answer, stream: bool) -> Response:
         close()
         raise
     return EventStream(first, events, close)
-
-
-async def collect(answer: Answer) -> Any:
-    parts: list[list[TextDelta]] = [[] for _ in answer.generation.choices]
-    async for delta in answer.generation.deltas():
-        parts[delta.index].append(delta)
-    return answer.whole(parts)
-
-
-async def answer_events(answer: Answer) -> AsyncIterator[bytes]:
-    """Server-sent events of a whole stream. An error after the first event becomes an event itself and ends the stream."""
-    begun = False
-    try:
-        async for delta in answer.generation.deltas():
-            if delta.text or delta.finish_reason is not None or delta.logprobs:
-                begun = True
-                yield _event(answer.chunk(delta))
-    except ApiError as error:
-        if not begun:
-            raise
-        yield _event(error.body())
-        return
-    if answer.include_usage:
-        yield _event(answer.usage_chunk())
-    yield b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
@@ -361,21 +256,19 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-_ENCODER = msgspec.json.Encoder()
-
-
-def _event(message: Any) -> bytes:
-    return b"data: " + _ENCODER.encode(message) + b"\n\n"
-
-
 def _json(content: Any, status: int = 200) -> Response:
-    return Response(_ENCODER.encode(content), status, media_type="application/json")
+    return Response(ENCODER.encode(content), status, media_type="application/json")
 
 
 def _error(error: ApiError) -> Response:
     response = _json(error.body(), error.status)
     response.headers.update(error.headers)
     return response
+
+
+def _client_of(service: Service, request: Request) -> str:
+    host = "" if request.client is None else request.client.host
+    return service.client_name(dict(request.scope["headers"]).get(b"authorization"), host)
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Requests and responses of OpenAI's completions and chat completions, as msgspec structs.
+"""Requests of OpenAI's completions and chat completions, as msgspec structs.
 
-Strict on the way in: a field that is not known, or that is known and asks for something this server does not do, is a 400
-naming it. Nothing is silently dropped. Fields that OpenAI clients send with a value that changes nothing (``n=1``,
-``echo=false``, ``user``) are accepted with that value; ``NEUTRAL`` and ``BOOKKEEPING`` list them.
+Strict: a field that is not known, or that is known and asks for something this server does not do, is a 400
+naming it. Nothing is silently dropped. Fields that clients of OpenAI's or vLLM's server send with a value that changes nothing
+(``tools=[]``, ``use_beam_search=false``, ``user``) are accepted with that value; ``NEUTRAL`` and ``BOOKKEEPING`` list them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from twostroke.core.errors import InputError, did_you_mean
-from twostroke.scheduling.sampling_params import SamplingParams
+from twostroke.scheduling.sampling_params import MAX_LOGPROBS, MAX_N, SamplingParams
 from twostroke.server.errors import ApiError, bad_request
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
     "store": (False,),
     "tools": ([],),
@@ -36,38 +33,65 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
     "verbosity": (),
     "web_search_options": (),
+    # vLLM's
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "spaces_between_special_tokens": (True, False),  # a difference that tokenizers of today do not make
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "logits_processors": ([],),
+    "kv_transfer_params": (),
+    "vllm_xargs": ({},),
 }
 """Known fields that this server does not act on, with the values (besides null) under which acting on them changes nothing."""
 
-COMPLETION_ONLY = frozenset({"best_of", "echo", "suffix"})
+COMPLETION_ONLY = frozenset({"suffix"})
 BOOKKEEPING = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 """Labels for OpenAI's own records; they never change an output."""
 
-MAX_STOP = 4
-MAX_COMPLETION_LOGPROBS = 5
 MAX_PROMPTS = 64
+MAX_PRIORITY = 1000
+MAX_TIMEOUT_S = 86_400
 DEFAULT_MAX_TOKENS = 16
 
 Whole = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
 class CommonRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both endpoints share. ``top_k``, ``min_p``, ``repetition_penalty``, ``min_tokens``, ``stop_token_ids`` and
-    ``ignore_eos`` are our additions, under the names that other servers use."""
+    """What both endpoints share. From ``top_k`` to ``ignore_eos`` and from ``include_stop_str_in_output`` on they are additions
+    to OpenAI's, under vLLM's names.
+
+    A ``priority`` above 0 lets requests without one go first; a request cannot put itself before others. ``timeout_s`` seconds
+    after it was read a request ends with what it has, its finish reason ``"timeout"``."""
 
     model: str
-    max_tokens: Positive | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    max_tokens: Whole | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Whole | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Share | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -80,23 +104,32 @@ class CommonRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Positive | None = None
+    prompt_logprobs: Logprobs | None = None
+    priority: Annotated[int, Meta(ge=0, le=MAX_PRIORITY)] | None = None
+    timeout_s: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def sampling(self, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
         """The engine's parameters. Raises ApiError 400 naming the field that cannot be used."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if len(stop) > MAX_STOP:
-            raise bad_request(f"stop has {len(stop)} strings; at most {MAX_STOP} are allowed.", "stop")
         for token in self.logit_bias or ():
             if not re.fullmatch(r"[0-9]{1,9}", token):
                 raise bad_request(f"logit_bias={token!r:.40} must name tokens by their ids.", "logit_bias")
         try:
             return SamplingParams(
                 temperature=1.0 if self.temperature is None else self.temperature,
-                top_k=self.top_k or 0,
+                top_k=max(0, self.top_k or 0),
                 top_p=1.0 if self.top_p is None else self.top_p,
                 min_p=self.min_p or 0.0,
                 presence_penalty=self.presence_penalty or 0.0,
@@ -110,6 +143,10 @@ class CommonRequest(Struct, forbid_unknown_fields=True, kw_only=True):
                 stop_token_ids=tuple(self.stop_token_ids or ()),
                 ignore_eos=bool(self.ignore_eos),
                 logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                n=self.n or 1,
+                include_stop_str_in_output=bool(self.include_stop_str_in_output),
+                skip_special_tokens=self.skip_special_tokens is not False,
             )
         except InputError as error:
             # The sentence starts with the field: "min_tokens=9 must be ..." or "stop has 5 strings ...".
@@ -118,10 +155,21 @@ class CommonRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class CompletionRequest(CommonRequest, kw_only=True):
-    """``POST /v1/completions``. ``prompt``: a text, a list of texts, token ids, or a list of token id lists."""
+    """``POST /v1/completions``. ``prompt``: a text, a list of texts, token ids, or a list of token id lists.
+
+    ``echo`` puts the prompt before each answer, and with ``logprobs`` its tokens' log-probabilities, the first null; then
+    ``max_tokens`` may be 0, to score and not to write. ``best_of`` may only be what ``n`` is."""
 
     prompt: str | list[Any]
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
+    logprobs: Logprobs | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+
+    @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        """What the engine is asked for: the more of ``prompt_logprobs`` and what ``echo`` needs."""
+        wanted = [k for k in (self.prompt_logprobs, self.logprobs if self.echo else None) if k is not None]
+        return max(wanted, default=None)
 
 
 class TextPart(Struct, forbid_unknown_fields=True):
@@ -145,13 +193,28 @@ class ChatRequest(CommonRequest, kw_only=True):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)]
-    max_completion_tokens: Positive | None = None
+    max_completion_tokens: Whole | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: Logprobs | None = None
+
+    @property
+    def asked(self) -> int | None:
+        """Most tokens of the answer, by either name."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
     request: CompletionRequest = _parse(body, CompletionRequest, frozenset())
+    if request.best_of not in (None, request.n or 1):
+        raise bad_request(
+            f"best_of={request.best_of} is not supported; only best_of=n is, which gives every answer. Ask for n answers with "
+            "logprobs and choose.",
+            "best_of",
+            "unsupported_value",
+        )
+    if request.max_tokens == 0 and not request.echo and request.prompt_logprobs is None:
+        raise bad_request("max_tokens=0 asks for nothing, unless with echo=true or prompt_logprobs.", "max_tokens")
+    _require_whole(request)
     return request
 
 
@@ -161,7 +224,18 @@ def parse_chat(body: bytes) -> ChatRequest:
         raise bad_request("top_logprobs needs logprobs=true.", "top_logprobs")
     if None not in (request.max_tokens, request.max_completion_tokens) and request.max_tokens != request.max_completion_tokens:
         raise bad_request("max_tokens and max_completion_tokens differ. Give one of them.", "max_completion_tokens")
+    if request.asked == 0 and request.prompt_logprobs is None:
+        field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        raise bad_request(f"{field}=0 asks for nothing, unless with prompt_logprobs.", field)
+    _require_whole(request)
     return request
+
+
+def _require_whole(request: CommonRequest) -> None:
+    if request.stream and request.prompt_logprobs is not None:
+        raise bad_request("prompt_logprobs cannot be streamed. Use stream=false.", "prompt_logprobs")
+    if request.stream_options is not None and not request.stream:
+        raise bad_request("stream_options needs stream=true.", "stream_options")
 
 
 def _parse(body: bytes, kind: Any, unknown_here: frozenset[str]) -> Any:
@@ -251,98 +325,3 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
 
 def _are_ids(items: list[Any]) -> bool:
     return all(isinstance(item, int) and not isinstance(item, bool) for item in items)
-
-
-# Responses.
-
-
-class Usage(Struct):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class CompletionLogprobs(Struct):
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]
-
-
-class CompletionChoice(Struct):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None = None
-
-
-class Completion(Struct):
-    """Also the chunk of a stream: OpenAI gives both the same shape."""
-
-    id: str
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    object: str = "text_completion"
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-
-
-class TopLogprob(Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatTokenLogprob(Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(Struct):
-    content: list[ChatTokenLogprob]
-    refusal: None = None
-
-
-class ChatMessage(Struct):
-    content: str
-    role: str = "assistant"
-    refusal: None = None
-
-
-class ChatChoice(Struct):
-    index: int
-    message: ChatMessage
-    finish_reason: str | None
-    logprobs: ChatLogprobs | None = None
-
-
-class ChatCompletion(Struct):
-    id: str
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    object: str = "chat.completion"
-
-
-class ChatDelta(Struct, omit_defaults=True):
-    role: str | None = None
-    content: str | None = None
-
-
-class ChatChunkChoice(Struct):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-
-
-class ChatChunk(Struct):
-    id: str
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    object: str = "chat.completion.chunk"
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET

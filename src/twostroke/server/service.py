@@ -7,18 +7,20 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from twostroke.core.errors import CapacityError, EngineError, InputError, TwostrokeError
 from twostroke.core.spec import ModelSpec
 from twostroke.engine.detokenize import IncrementalDetokenizer
 from twostroke.scheduling.sampling_params import SamplingParams
-from twostroke.server import protocol, wire
+from twostroke.server import protocol, responses, wire
 from twostroke.server.admission import Admission, ApiKeys
 from twostroke.server.engine_client import EngineClient, EngineLostError, NotReadyError, SlowReaderError, TokenStream
 from twostroke.server.errors import ApiError, bad_request, engine_lost, not_ready
 from twostroke.server.metrics import Metrics
 from twostroke.server.text import ModelText
+
+MAX_PROMPT_SCORES = 2**19
+"""Most entries that one request may get back for its prompts' own tokens: tens of megabytes of JSON."""
 
 
 @dataclass(frozen=True)
@@ -33,28 +35,46 @@ class TextDelta:
 
 
 @dataclass
+class Prompt:
+    """One prompt of a request. ``text`` and ``offsets``, where it is to be repeated: where in it each token begins."""
+
+    ids: list[int]
+    text: str = ""
+    offsets: list[int] = field(default_factory=list)
+
+
+@dataclass
 class Choice:
-    """One prompt of a request while it is worked on."""
+    """One answer to one prompt while it is worked on. ``silent``: nothing of it is shown, the prompt alone was of interest.
+    ``scores``: of the prompt's tokens from the second on, there with the answer's first token where they were asked for."""
 
     index: int
     stream: TokenStream
     detokenizer: IncrementalDetokenizer
+    prompt: Prompt
+    scores: list[wire.TokenLogprobs]
     param: str
+    silent: bool = False
     n_output: int = 0
     finished: bool = False
 
-    async def next(self) -> TextDelta:
-        """Everything that has arrived since the last call. Raises ApiError where the engine gave up on it."""
+    def take(self) -> TextDelta | None:
+        """What has arrived since the last call, None where nothing has. Raises ApiError where the engine gave up on it."""
         try:
-            deltas = await self.stream.next()
+            deltas = self.stream.take()
         except TwostrokeError as error:
             raise api_error(error, self.param) from None
-        if deltas[-1].finish_reason == "error":
+        if not deltas:
+            return None
+        finish = deltas[-1].finish_reason
+        if finish == "error":
             self.finished = True
             raise ApiError(500, "the model's output for this request was not finite.", self.param, "engine_error")
+        if self.silent:
+            self.finished = finish is not None
+            return TextDelta(self.index, "", [], None, "length" if finish == "stop" else finish)
         token_ids = [i for delta in deltas for i in delta.token_ids]
         logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
-        finish = deltas[-1].finish_reason
         text = self.detokenizer.add(token_ids)
         n_new = self.detokenizer.n_tokens - self.n_output  # fewer than have come where a stop string ended the text among them
         token_ids, logprobs = token_ids[:n_new], logprobs[:n_new]
@@ -118,38 +138,60 @@ class Service:
                 404, f"model {shown!r} is not served here. Served: {', '.join(self.names)}.", "model", "model_not_found"
             )
 
-    async def complete(self, request: protocol.CompletionRequest, started: float) -> Generation:
+    def client_name(self, authorization: bytes | None, host: str) -> str:
+        """Whose turn a request takes: its key's where there are keys, else that of the address it came from."""
+        return host if self.keys is None else ApiKeys.name(authorization)
+
+    async def complete(self, request: protocol.CompletionRequest, started: float, client: str = "") -> Generation:
         self.require_model(request.model)
+        self._check_tokens(request)
         prompts = protocol.prompts_of(request)
-        generation = Generation(self, "cmpl", request.model, len(prompts), started)
+        generation = Generation(self, "cmpl", request, len(prompts), started, client)
+        special = request.add_special_tokens is not False
+        n_scores = 0
         try:
-            for prompt in prompts:
-                ids = (
-                    self._checked(prompt)
-                    if isinstance(prompt, list)
-                    else await self.text.encode(prompt, "prompt", special=True)
-                )
+            for given in prompts:
+                ids = self._checked(given) if isinstance(given, list) else await self.text.encode(given, "prompt", special)
+                ids = ids[-(request.truncate_prompt_tokens or 0) :]
                 room = self._room(ids, request.max_tokens, "prompt")
                 wanted = min(protocol.DEFAULT_MAX_TOKENS, room) if request.max_tokens is None else request.max_tokens
-                generation.submit(ids, request.sampling(wanted, request.logprobs))
+                params = request.sampling(max(1, wanted), request.logprobs, request.wanted_prompt_logprobs)
+                n_scores += _scores_of(ids, params, bool(request.echo))
+                _require_few(n_scores)
+                prompt = Prompt(ids)
+                if request.echo:
+                    prompt.text, prompt.offsets = await self.text.echo(given, ids, special)
+                generation.submit(prompt, params, silent=wanted == 0)
         except BaseException:
             generation.close()
             raise
         return generation
 
-    async def chat(self, request: protocol.ChatRequest, started: float) -> Generation:
+    async def chat(self, request: protocol.ChatRequest, started: float, client: str = "") -> Generation:
         self.require_model(request.model)
-        generation = Generation(self, "chatcmpl", request.model, 1, started)
+        self._check_tokens(request)
+        generation = Generation(self, "chatcmpl", request, 1, started, client)
         try:
-            ids = await self.text.encode_chat([m.for_template() for m in request.messages])
-            asked = request.max_completion_tokens or request.max_tokens
+            ids = await self.text.encode_chat([m.for_template() for m in request.messages], request.add_special_tokens)
+            ids = ids[-(request.truncate_prompt_tokens or 0) :]
+            asked = request.asked
             room = self._room(ids, asked, "messages")
             logprobs = (request.top_logprobs or 0) if request.logprobs else None
-            generation.submit(ids, request.sampling(asked or room, logprobs))
+            params = request.sampling(max(1, room if asked is None else asked), logprobs, request.prompt_logprobs)
+            _require_few(_scores_of(ids, params, False))
+            generation.submit(Prompt(ids), params, silent=asked == 0)
         except BaseException:
             generation.close()
             raise
         return generation
+
+    def _check_tokens(self, request: protocol.CommonRequest) -> None:
+        """Tokens that the model has not would be of no effect: somebody took another model's."""
+        size = self.spec.vocab_size
+        for name, ids in (("logit_bias", request.logit_bias), ("stop_token_ids", request.stop_token_ids)):
+            bad = next((i for i in ids or () if str(i).isdecimal() and int(i) >= size), None)
+            if bad is not None:
+                raise bad_request(f"{name} names token {str(bad)[:20]}; ids are from 0 to {size - 1}.", name)
 
     def _checked(self, ids: list[int]) -> list[int]:
         bad = next((i for i in ids if not 0 <= i < self.spec.vocab_size), None)
@@ -170,71 +212,82 @@ class Service:
         return longest - len(ids)
 
 
-class Generation:
-    """One HTTP request in the engine: its choices, its places in the admission, its measurements. Must be closed."""
+def _scores_of(ids: list[int], params: SamplingParams, echo: bool) -> int:
+    """Entries that the answer holds for a prompt's own tokens."""
+    n_each = (params.prompt_logprobs + 1) if params.prompt_logprobs is not None else int(echo)
+    return n_each * len(ids) * params.n
 
-    def __init__(self, service: Service, prefix: str, model: str, n_prompts: int, started: float) -> None:
+
+def _require_few(n_scores: int) -> None:
+    if n_scores > MAX_PROMPT_SCORES:
+        raise bad_request(
+            f"echo and prompt_logprobs would return over {MAX_PROMPT_SCORES} entries (prompt tokens × alternatives × n). "
+            "Ask for fewer alternatives, or in several requests."
+        )
+
+
+class Generation:
+    """One HTTP request in the engine: its choices, its places in the admission, its measurements. Must be closed.
+
+    Each of ``n_prompts`` prompts has ``n`` choices, one prompt's after another."""
+
+    def __init__(
+        self, service: Service, prefix: str, request: protocol.CommonRequest, n_prompts: int, started: float, client: str
+    ) -> None:
         if service.draining:
             raise not_ready(retry_after_s=5)
         if not service.client.ready:
             raise not_ready()
-        service.admission.enter(n_prompts)
+        n = request.n or 1
+        service.admission.enter(n_prompts * n, "n" if n > 1 else "prompt")
         self.id = f"{prefix}-{uuid.uuid4().hex}"
-        self.model = model
+        self.model = request.model
         self.created = int(time.time())
         self.prompt_tokens = 0
         self.choices: list[Choice] = []
         self._param = "prompt" if prefix == "cmpl" else "messages"
         self._service = service
-        self._n_places = n_prompts
+        self._n_places = n_prompts * n
         self._started = started
+        self._client = client
+        self._priority = request.priority or 0
+        self._timeout_s = request.timeout_s
+        self._wake = asyncio.Event()
         self._first: float | None = None
         self._closed = False
 
-    def submit(self, prompt_ids: list[int], params: SamplingParams) -> None:
+    def submit(self, prompt: Prompt, params: SamplingParams, silent: bool = False) -> None:
+        service, left_s = self._service, self._timeout_s
+        if left_s is not None:
+            left_s = max(1e-3, left_s - (time.perf_counter() - self._started))
         try:
-            stream = self._service.client.submit(prompt_ids, params)
+            streams = service.client.submit(prompt.ids, params, self._wake, self._priority, self._client, left_s)
         except TwostrokeError as error:
             raise api_error(error) from None
-        eos = () if params.ignore_eos else self._service.spec.eos_token_ids
-        hidden = {*eos, *params.stop_token_ids}
-        tokenizer = self._service.text.tokenizer
-        detokenizer = IncrementalDetokenizer(tokenizer, params.stop, hidden, params.min_tokens, prompt_ids)
-        self.choices.append(Choice(len(self.choices), stream, detokenizer, self._param))
-        self.prompt_tokens += len(prompt_ids)
+        for stream in streams:
+            detokenizer = IncrementalDetokenizer.of(service.text.tokenizer, params, service.spec.eos_token_ids, prompt.ids)
+            scores = streams[0].prompt_logprobs
+            self.choices.append(Choice(len(self.choices), stream, detokenizer, prompt, scores, self._param, silent))
+        self.prompt_tokens += len(prompt.ids)
 
     async def deltas(self) -> AsyncIterator[TextDelta]:
         """Text of all choices as it comes, interleaved; each ends with a ``finish_reason``. Raises ApiError."""
-        source = self._one(self.choices[0]) if len(self.choices) == 1 else self._merged()
-        async for delta in source:
-            if self._first is None:
-                self._first = time.perf_counter()
-            yield delta
-
-    async def _one(self, choice: Choice) -> AsyncIterator[TextDelta]:
-        while not choice.finished:
-            yield await choice.next()
-
-    async def _merged(self) -> AsyncIterator[TextDelta]:
-        waiting: dict[asyncio.Task[TextDelta], Choice] = {asyncio.create_task(c.next()): c for c in self.choices}
-        try:
-            while waiting:
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    choice = waiting.pop(task)
-                    delta = task.result()
-                    if not choice.finished:
-                        waiting[asyncio.create_task(choice.next())] = choice
+        waiting = list(self.choices)
+        while waiting:
+            await self._wake.wait()
+            self._wake.clear()
+            for choice in waiting:
+                delta = choice.take()
+                if delta is not None:
+                    if self._first is None:
+                        self._first = time.perf_counter()
                     yield delta
-        finally:
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
+            waiting = [choice for choice in waiting if not choice.finished]
 
     @property
-    def usage(self) -> protocol.Usage:
+    def usage(self) -> responses.Usage:
         n_output = sum(choice.n_output for choice in self.choices)
-        return protocol.Usage(self.prompt_tokens, n_output, self.prompt_tokens + n_output)
+        return responses.Usage(self.prompt_tokens, n_output, self.prompt_tokens + n_output)
 
     def close(self) -> None:
         """Give the places back, abort what is not finished, and count what was done. More than once does nothing."""
@@ -258,60 +311,3 @@ class Generation:
                 metrics.observe(self._started, self._first, ended, choice.n_output)
         else:
             metrics.output_tokens.inc(usage.completion_tokens)
-
-
-def completion_logprobs(text: ModelText, delta: TextDelta, offset: int) -> protocol.CompletionLogprobs | None:
-    """OpenAI's completion form: parallel lists; a token that is no whole character is written ``bytes:\\xe2\\x80``."""
-    if delta.logprobs is None:
-        return None
-    result = protocol.CompletionLogprobs([], [], [], [])
-    for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=True):
-        shown = _shown(text.token_bytes(token_id))
-        result.tokens.append(shown)
-        result.token_logprobs.append(_finite(entry.logprob))
-        result.top_logprobs.append({_shown(text.token_bytes(i)): _finite(logprob) for i, logprob in entry.top})
-        result.text_offset.append(offset)
-        offset += len(text.token_bytes(token_id).decode(errors="ignore"))
-    return result
-
-
-def chat_logprobs(text: ModelText, delta: TextDelta) -> protocol.ChatLogprobs | None:
-    if delta.logprobs is None:
-        return None
-
-    def one(token_id: int, logprob: float) -> tuple[str, float, list[int]]:
-        raw = text.token_bytes(token_id)
-        return raw.decode(errors="replace"), _finite(logprob), list(raw)
-
-    return protocol.ChatLogprobs(
-        [
-            protocol.ChatTokenLogprob(
-                *one(token_id, entry.logprob), top_logprobs=[protocol.TopLogprob(*one(i, logprob)) for i, logprob in entry.top]
-            )
-            for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=True)
-        ]
-    )
-
-
-def _shown(raw: bytes) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
-
-
-def _finite(logprob: float) -> float:
-    """JSON has no −∞; OpenAI writes −9999 for a token that cannot come."""
-    return max(logprob, -9999.0)
-
-
-def merge_logprobs(parts: list[Any]) -> Any:
-    """The logprobs of a whole choice from those of its deltas."""
-    parts = [part for part in parts if part is not None]
-    if not parts:
-        return None
-    if isinstance(parts[0], protocol.ChatLogprobs):
-        return protocol.ChatLogprobs([entry for part in parts for entry in part.content])
-    return protocol.CompletionLogprobs(
-        *([x for part in parts for x in getattr(part, name)] for name in protocol.CompletionLogprobs.__struct_fields__)
-    )

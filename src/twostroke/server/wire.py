@@ -30,13 +30,21 @@ class FrameError(EngineError):
 
 
 class Add(msgspec.Struct, tag="add", forbid_unknown_fields=True):
+    """Lower ``priority`` goes first; requests of one ``client`` do not hold up another's; ``timeout_s`` ends it."""
+
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
+    priority: int = 0
+    client: str = ""
+    timeout_s: float | None = None
 
 
 class Abort(msgspec.Struct, tag="abort", forbid_unknown_fields=True):
+    """``index`` None: all answers to the request."""
+
     request_id: str
+    index: int | None = None
 
 
 class AskStats(msgspec.Struct, tag="stats", forbid_unknown_fields=True):
@@ -61,12 +69,15 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 
 class TokenDelta(msgspec.Struct, array_like=True):
-    """New tokens of one request; ``finish_reason`` is set in its last delta ("stop", "length" or "abort")."""
+    """New tokens of answer ``index`` to one request; ``finish_reason`` is set in its last delta. ``prompt_logprobs`` come in
+    deltas of their own, without tokens, before the first token of any answer."""
 
     request_id: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
+    index: int = 0
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class Ready(msgspec.Struct, tag="ready", forbid_unknown_fields=True):

@@ -1,0 +1,110 @@
+"""Log-probabilities in the forms that clients know: OpenAI's for completions and for chats, vLLM's for prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from twostroke.server import responses, wire
+from twostroke.server.text import ModelText
+
+
+class CompletionLogprobs:
+    """Collects OpenAI's parallel lists: of each token its text, logarithm, alternatives, and where in the text it begins.
+
+    The token itself is among its alternatives, as the last where it is not one of the most probable, so that there may be one
+    more than were asked for (OpenAI's reference says the same). What is no whole character is written ``bytes:\\xe2\\x80``.
+    """
+
+    def __init__(self, text: ModelText) -> None:
+        self._text = text
+        self.lists = responses.CompletionLogprobs([], [], [], [])
+
+    def add_prompt(self, ids: Sequence[int], scores: Sequence[wire.TokenLogprobs], offsets: Sequence[int], n_top: int) -> None:
+        """A prompt's tokens: nothing predicts the first, ``scores`` are the others'."""
+        self._add(ids[0], None, 0, offsets[0])
+        for token, entry, offset in zip(ids[1:], scores, offsets[1:], strict=True):
+            self._add(token, entry, n_top, offset)
+
+    def add(self, ids: Sequence[int], entries: Sequence[wire.TokenLogprobs], offset: int) -> None:
+        """Tokens of an answer, the first of which begins at ``offset``."""
+        for token, entry in zip(ids, entries, strict=True):
+            self._add(token, entry, len(entry.top), offset)
+            offset += len(self._text.token_bytes(token).decode(errors="ignore"))
+
+    def _add(self, token: int, entry: wire.TokenLogprobs | None, n_top: int, offset: int) -> None:
+        lists, shown = self.lists, _shown(self._text.token_bytes(token))
+        lists.tokens.append(shown)
+        lists.text_offset.append(offset)
+        if entry is None:
+            lists.token_logprobs.append(None)
+            lists.top_logprobs.append(None)
+            return
+        lists.token_logprobs.append(_finite(entry.logprob))
+        top: dict[str, float] = {}
+        for other, logprob in entry.top[:n_top]:
+            top.setdefault(_shown(self._text.token_bytes(other)), _finite(logprob))
+        if n_top:
+            top.setdefault(shown, _finite(entry.logprob))
+        lists.top_logprobs.append(top)
+
+
+def chat_logprobs(
+    text: ModelText, token_ids: Sequence[int], entries: Sequence[wire.TokenLogprobs] | None
+) -> responses.ChatLogprobs | None:
+    if entries is None:
+        return None
+
+    def one(token_id: int, logprob: float) -> tuple[str, float, list[int]]:
+        raw = text.token_bytes(token_id)
+        return raw.decode(errors="replace"), _finite(logprob), list(raw)
+
+    return responses.ChatLogprobs(
+        [
+            responses.ChatTokenLogprob(
+                *one(token_id, entry.logprob),
+                top_logprobs=[responses.TopLogprob(*one(i, logprob)) for i, logprob in entry.top],
+            )
+            for token_id, entry in zip(token_ids, entries, strict=True)
+        ]
+    )
+
+
+def prompt_logprobs(
+    text: ModelText, ids: Sequence[int], scores: Sequence[wire.TokenLogprobs], n_top: int
+) -> responses.PromptLogprobs:
+    """vLLM's form: null for the first token; of each other the ``n_top`` most probable ones and itself."""
+    found: responses.PromptLogprobs = [None]
+    for token, entry in zip(ids[1:], scores, strict=True):
+        table = {
+            other: responses.PromptLogprob(_finite(logprob), rank, text.token_text(other))
+            for rank, (other, logprob) in enumerate(entry.top[:n_top], 1)
+        }
+        if token not in table:
+            table[token] = responses.PromptLogprob(_finite(entry.logprob), None, text.token_text(token))
+        found.append(table)
+    return found
+
+
+def merge_logprobs(parts: Sequence[Any]) -> Any:
+    """The logprobs of a whole choice from those of its deltas."""
+    parts = [part for part in parts if part is not None]
+    if not parts:
+        return None
+    if isinstance(parts[0], responses.ChatLogprobs):
+        return responses.ChatLogprobs([entry for part in parts for entry in part.content])
+    return responses.CompletionLogprobs(
+        *([x for part in parts for x in getattr(part, name)] for name in responses.CompletionLogprobs.__struct_fields__)
+    )
+
+
+def _shown(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no −∞; OpenAI writes −9999 for a token that cannot come."""
+    return max(logprob, -9999.0)
