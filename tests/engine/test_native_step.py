@@ -202,9 +202,39 @@ def test_fp32_agrees_with_the_interpreter_to_its_own_rounding() -> None:
     assert float(torch.cat(rig.differences).max()) <= 1e-4
 
 
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama", {"head_dim": 64}),
+        ("mistral", {"head_dim": 96, "sliding_window": 90}),
+        ("qwen3", {"head_dim": 160}),
+        ("llama", {"head_dim": 32, "n_heads": 50, "n_kv_heads": 1}),
+    ],
+)
+def test_attention_by_matrix_tiles_is_near_the_interpreters(name: str, changes: dict[str, Any], kv: str) -> None:
+    """Head dimensions of whole tiles, several spans of keys; pages side by side and not."""
+    decoder = decoder_of(name, **SIZES | changes)
+    for page_tokens in (16, 24):
+        rig = TwinRig(decoder, "bf16", kv=kv, token_budget=256, page_tokens=page_tokens)
+        rig.add("a", long_prompt(330), max_tokens=3)
+        rig.add("b", long_prompt(300, seed=1), max_tokens=3)
+        rig.run()
+        # As in test_every_format_is_near_the_interpreter_of_the_same_plan.
+        assert float(torch.cat(rig.differences).mean()) <= (0.02 if kv == "bf16" else 0.03)
+
+
 @pytest.mark.parametrize("kv", ["bf16", "int8", "fp32"])
 @pytest.mark.parametrize(
-    ("name", "changes"), [("llama", {}), ("mistral", {"sliding_window": 100}), ("qwen3", {}), ("gpt2", {})]
+    ("name", "changes"),
+    [
+        ("llama", {}),
+        ("mistral", {"sliding_window": 100}),
+        ("qwen3", {}),
+        ("gpt2", {}),
+        ("llama", {"head_dim": 64}),  # AMX's tiles
+        ("mistral", {"head_dim": 96, "sliding_window": 100}),
+    ],
 )
 def test_w8a8_does_not_depend_on_the_batch_by_a_single_bit(name: str, changes: dict[str, Any], kv: str) -> None:
     """The same 330 tokens: alone at once on one thread; in chunks among others on two; in pages of another size."""

@@ -304,7 +304,10 @@ def emulated_tiles(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     if "avx512_bf16" not in native_library.features():
         pytest.skip("the code around the tiles needs AVX-512-BF16")
     try:
-        path = native_build.build(tmp_path_factory.mktemp("emulated") / "_native.so", {"products_amx": ("-DTS_EMULATE_TILES",)})
+        path = native_build.build(
+            tmp_path_factory.mktemp("emulated") / "_native.so",
+            {f: ("-DTS_EMULATE_TILES",) for f in ("products_amx", "attention_amx")},
+        )
     except native_build.BuildError as error:
         pytest.skip(str(error))
     loaded = ctypes.CDLL(str(path))

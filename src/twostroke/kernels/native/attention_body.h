@@ -7,13 +7,13 @@
 // nothing of it: its weights are exactly 0 and the correction exactly 1.
 #pragma once
 
-#include "step_kernels.h"
-#include "step_lanes.h"
+#include "attention_spans.h"
+#include "attention_tiles.h"
 
 namespace {
 
 constexpr int kTilesPerBlock = ts::kBlock / ts::kTile;
-constexpr float kLog2e = 1.44269504f;
+constexpr int64_t kTaskRows = 48;
 
 // Keys and values as the loops read them: words of two bf16, or floats. kPair numbers of a row make one word.
 struct Bf16Pairs {
@@ -129,7 +129,7 @@ struct Scratch {
     uint32_t* value_tiles;  // (kTilesPerBlock, 16, head_dim), a lane's width of slack behind them
 
     static int64_t round(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-    static int64_t rows_of(int64_t group) { return group > ts::kMaxRows ? group : ts::kMaxRows; }
+    static int64_t rows_of(int64_t group) { return group > kTaskRows ? group : kTaskRows; }
 
     int64_t lay_out(const ts::KvLayout& kv, int64_t group, uint8_t* base) {
         n_rows = rows_of(group);
@@ -157,134 +157,16 @@ struct Scratch {
     }
 };
 
+int64_t task_rows(const ts::KvLayout&) { return kTaskRows; }
+
 int64_t attend_scratch_bytes(const ts::KvLayout& kv, int64_t group) {
     Scratch scratch;
     return scratch.lay_out(kv, group, nullptr);
 }
 
-inline int64_t slot_of(const ts::KvLayout& kv, const int64_t* pages, int64_t position) {
-    return pages[position / kv.page_tokens] * kv.page_tokens + position % kv.page_tokens;
-}
-
-// Words of two bf16 from bytes of two codes: sixteen at a time.
-TS_INLINE void widen(const int8_t* codes, int64_t n_words, uint32_t* out) {
-    const uint16_t* pairs = reinterpret_cast<const uint16_t*>(codes);
-    int64_t i = 0;
-    for (; i + kLanes <= n_words; i += kLanes) {
-        const Ints both = (Ints)__builtin_convertvector(*reinterpret_cast<const LooseHalves*>(pairs + i), Words);
-        const Words low = (Words)__builtin_convertvector((both << 24) >> 24, Floats) >> 16;  // a code needs 7 of bf16's 8 bits
-        const Words high = (Words)__builtin_convertvector((both << 16) >> 24, Floats) & 0xffff0000u;
-        *reinterpret_cast<LooseWords*>(out + i) = low | high;
-    }
-    for (; i < n_words; i++)
-        out[i] = static_cast<uint32_t>(bf16_of(codes[2 * i])) | static_cast<uint32_t>(bf16_of(codes[2 * i + 1])) << 16;
-}
-
-// One block's tiles: pointers into the cache where a tile's slots are together there, else copies in the scratch.
-struct Tiles {
-    const uint32_t* keys[kTilesPerBlock];
-    const uint32_t* values[kTilesPerBlock];
-    float key_scales[ts::kBlock], value_scales[ts::kBlock];
-};
-
-void find_tiles(
-    const ts::KvLayout& kv, const ts::KvHead& head, const int64_t* pages, int64_t first, int64_t least, int64_t end, int n_tiles,
-    Scratch& s, Tiles& tiles) {
-    const int64_t D = kv.head_dim;
-    const bool together = kv.page_tokens % ts::kTile == 0, codes = kv.type == ts::KvType::INT8;
-    const int64_t bytes = kv.type == ts::KvType::F32 ? 4 : codes ? 1 : 2, pair = kv.type == ts::KvType::F32 ? 1 : 2;
-    const int64_t key_words = s.q_words * ts::kTile, value_words = ts::kTile / pair * D;
-    for (int t = 0; t < n_tiles; t++) {
-        const int64_t position = first + t * ts::kTile;
-        uint32_t* keys = s.key_tiles + t * key_words;
-        uint32_t* values = s.value_tiles + t * value_words;
-        // Before the window of every row a page may have been given back, and be whoever's: such keys are zeros here.
-        if (together && position + ts::kTile > least) {
-            const int64_t slot = slot_of(kv, pages, position), tile = slot / ts::kTile;
-            const uint8_t* k = head.keys + tile * kv.key_tile_bytes;
-            const uint8_t* v = head.values + tile * kv.value_tile_bytes;
-            if (codes) {
-                widen(reinterpret_cast<const int8_t*>(k), key_words, keys);
-                widen(reinterpret_cast<const int8_t*>(v), value_words, values);
-                std::memcpy(tiles.key_scales + t * ts::kTile, head.key_scales + slot, ts::kTile * 4);
-                std::memcpy(tiles.value_scales + t * ts::kTile, head.value_scales + slot, ts::kTile * 4);
-                tiles.keys[t] = keys;
-                tiles.values[t] = values;
-            } else {
-                tiles.keys[t] = reinterpret_cast<const uint32_t*>(k);
-                tiles.values[t] = reinterpret_cast<const uint32_t*>(v);
-            }
-            continue;
-        }
-        std::memset(keys, 0, static_cast<size_t>(key_words) * 4);
-        std::memset(values, 0, static_cast<size_t>(value_words) * 4);
-        uint8_t* own_keys = reinterpret_cast<uint8_t*>(keys);
-        uint8_t* own_values = reinterpret_cast<uint8_t*>(values);
-        // Codes are put together in the second half of the memory that they are widened into, from its start.
-        if (codes) own_keys += key_words * 2, own_values += value_words * 2;
-        for (int lane = 0; lane < ts::kTile; lane++) {
-            tiles.key_scales[t * ts::kTile + lane] = tiles.value_scales[t * ts::kTile + lane] = 1.0f;
-            if (position + lane >= end || position + lane < least) continue;
-            const int64_t slot = slot_of(kv, pages, position + lane), from = slot % ts::kTile;
-            const uint8_t* k = head.keys + slot / ts::kTile * kv.key_tile_bytes;
-            const uint8_t* v = head.values + slot / ts::kTile * kv.value_tile_bytes;
-            for (int64_t d = 0; d < s.q_words; d++)
-                std::memcpy(own_keys + (d * ts::kTile + lane) * pair * bytes, k + (d * ts::kTile + from) * pair * bytes,
-                            static_cast<size_t>(pair * bytes));
-            for (int64_t d = 0; d < D; d++)
-                std::memcpy(
-                    own_values + (lane / pair * D * pair + d * pair + lane % pair) * bytes,
-                    v + (from / pair * D * pair + d * pair + from % pair) * bytes, static_cast<size_t>(bytes));
-            if (codes) {
-                tiles.key_scales[t * ts::kTile + lane] = head.key_scales[slot];
-                tiles.value_scales[t * ts::kTile + lane] = head.value_scales[slot];
-            }
-        }
-        if (codes) {
-            widen(reinterpret_cast<const int8_t*>(own_keys), key_words, keys);
-            widen(reinterpret_cast<const int8_t*>(own_values), value_words, values);
-        }
-        tiles.keys[t] = keys;
-        tiles.values[t] = values;
-    }
-}
-
-// Ask for the next block's tiles while this one is worked on: a lone row's products are shorter than the way to memory.
-void fetch_block(const ts::KvLayout& kv, const ts::KvHead& head, const int64_t* pages, int64_t first, int64_t end) {
-    if (kv.page_tokens % ts::kTile != 0) return;
-    for (int64_t position = first; position < end && position < first + ts::kBlock; position += ts::kTile) {
-        const int64_t tile = slot_of(kv, pages, position) / ts::kTile;
-        const uint8_t* k = head.keys + tile * kv.key_tile_bytes;
-        const uint8_t* v = head.values + tile * kv.value_tile_bytes;
-        for (int64_t i = 0; i < kv.key_tile_bytes; i += 64) __builtin_prefetch(k + i, 0, 3);
-        for (int64_t i = 0; i < kv.value_tile_bytes; i += 64) __builtin_prefetch(v + i, 0, 3);
-    }
-}
-
-// Queries times scale·log₂e, so that weights are powers of 2, in the words that the format's products read.
-void prepare_queries(const ts::KvLayout& kv, const ts::AttendTask& task, float scale, Scratch& s) {
-    const int64_t D = kv.head_dim;
-    const float factor = scale * kLog2e;
-    for (int64_t i = 0; i < task.n_tokens; i++)
-        for (int64_t g = 0; g < task.group; g++) {
-            const float* from = task.queries + i * task.query_stride + g * D;
-            uint32_t* to = s.q + (i * task.group + g) * s.q_words;
-            if (kv.type == ts::KvType::F32) {
-                for (int64_t d = 0; d < D; d++) reinterpret_cast<float*>(to)[d] = from[d] * factor;
-                continue;
-            }
-            uint16_t* halves = reinterpret_cast<uint16_t*>(to);
-            for (int64_t d = 0; d < D; d += kLanes) {
-                const int left = D - d < kLanes ? static_cast<int>(D - d) : kLanes;
-                store_halves(halves + d, low_halves(bf16_words(load_some(from + d, left) * all(factor))), left);
-            }
-            if (D % 2) halves[D] = 0;
-        }
-}
-
 // One block's scores of row r become weights; its maximum, sum and what was summed so far are brought up to date.
 TS_INLINE void soften(
-    const ts::KvLayout& kv, const Tiles& tiles, int64_t r, int64_t first, int64_t least, int64_t last, int n_tiles, Scratch& s) {
+    const ts::KvLayout& kv, const Tiles<kTilesPerBlock>& tiles, int64_t r, int64_t first, int64_t least, int64_t last, int n_tiles, Scratch& s) {
     float* scores = s.scores + r * ts::kBlock;
     const Floats none = all(-__builtin_inff());
     Floats x[kTilesPerBlock];
@@ -335,34 +217,13 @@ TS_INLINE void soften(
         }
 }
 
-// One span joins those before it: both are sums relative to their own maximum.
-TS_INLINE void join(float* total, float& total_most, float& total_count, const float* sums, float most, float count, int64_t n) {
-    if (!(most > -__builtin_inff()) && count == 0.0f) return;  // nothing visible in it
-    const float now = most > total_most ? most : total_most;
-    const Floats a = exp2_of(all(total_most > -__builtin_inff() ? total_most - now : -200.0f)), b = exp2_of(all(most - now));
-    for (int64_t d = 0; d < n; d += kLanes) {
-        const int left = n - d < kLanes ? static_cast<int>(n - d) : kLanes;
-        store_some(total + d, fma(load_some(total + d, left), a, load_some(sums + d, left) * b), left);
-    }
-    total_count = total_count * a[0] + count * b[0];
-    total_most = now;
-}
-
-TS_INLINE void finish(const float* total, float count, int64_t head_dim, float* mixed) {
-    const Floats factor = all(1.0f / count);
-    for (int64_t d = 0; d < head_dim; d += kLanes) {
-        const int left = head_dim - d < kLanes ? static_cast<int>(head_dim - d) : kLanes;
-        store_some(mixed + d, load_some(total + d, left) * factor, left);
-    }
-}
-
 template <typename Format>
 void attend_as(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendTask& task, float scale, Scratch& s) {
     const int64_t D = kv.head_dim, n_rows = static_cast<int64_t>(task.n_tokens) * task.group;
-    prepare_queries(kv, task, scale, s);
+    prepare_queries(kv, task, scale, s.q, s.q_words);
     for (int64_t r = 0; r < n_rows; r++) s.total_most[r] = -__builtin_inff(), s.total_count[r] = 0.0f;
     std::memset(s.total, 0, static_cast<size_t>(n_rows * s.padded) * 4);
-    Tiles tiles;
+    Tiles<kTilesPerBlock> tiles;
     for (int64_t span = task.first_key / ts::kSpan * ts::kSpan; span < task.end_key; span += ts::kSpan) {
         for (int64_t r = 0; r < n_rows; r++) s.most[r] = -__builtin_inff(), s.count[r] = 0.0f;
         std::memset(s.sums, 0, static_cast<size_t>(n_rows * s.padded) * 4);
@@ -379,7 +240,7 @@ void attend_as(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendT
                 if (out < last_token) last_token = out;
             }
             if (first_token >= last_token) continue;
-            find_tiles(kv, head, task.pages, block, task.first_key, here, n_tiles, s, tiles);
+            find_tiles(kv, head, task.pages, block, task.first_key, here, n_tiles, s.key_tiles, s.value_tiles, tiles);
             if (task.n_tokens == 1) fetch_block(kv, head, task.pages, block + ts::kBlock, end);
             const int64_t first_row = first_token * task.group;
             const int rows = static_cast<int>(last_token * task.group - first_row);
@@ -415,23 +276,6 @@ void attend(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendTask
     scratch.lay_out(kv, task.group, static_cast<uint8_t*>(memory));
     if (kv.type == ts::KvType::F32) attend_as<SingleFloats>(kv, head, task, scale, scratch);
     else attend_as<Bf16Pairs>(kv, head, task, scale, scratch);
-}
-
-// The spans of one token's group of heads, computed by whichever threads, put together in order. The first span serves as the sum.
-void combine(const ts::KvLayout& kv, const ts::AttendTask& task, int64_t n_spans) {
-    const int64_t D = kv.head_dim, n_rows = static_cast<int64_t>(task.n_tokens) * task.group;
-    float* first = task.partial;
-    for (int64_t r = 0; r < n_rows; r++) {
-        float most = -__builtin_inff(), count = 0.0f;
-        float* total = first + 2 * n_rows + r * D;
-        const float first_most = first[2 * r], first_count = first[2 * r + 1];
-        if (first_count != 0.0f) most = first_most, count = first_count;
-        for (int64_t i = 1; i < n_spans; i++) {
-            const float* span = first + i * n_rows * (D + 2);
-            join(total, most, count, span + 2 * n_rows + r * D, span[2 * r], span[2 * r + 1], D);
-        }
-        finish(total, count, D, task.mixed + r / task.group * task.mixed_stride + r % task.group * D);
-    }
 }
 
 }  // namespace

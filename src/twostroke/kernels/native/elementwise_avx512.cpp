@@ -3,7 +3,7 @@
 #include "elementwise_body.h"
 
 const ts::StepKernels& ts::step_kernels_avx512() {
-    static constexpr StepKernels kernels{embed,    rms_norm, layer_norm,           turn,   store_kv,
-                                         activate, best,     attend_scratch_bytes, attend, combine};
+    static constexpr StepKernels kernels{task_rows, embed, rms_norm,             layer_norm, turn,   store_kv,
+                                         activate,  best,  attend_scratch_bytes, attend,     combine};
     return kernels;
 }

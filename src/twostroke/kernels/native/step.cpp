@@ -28,7 +28,7 @@ constexpr int64_t kPrefetchBytes = 64 << 10;
 const StepKernels& choose_kernels() {
 #if defined(__x86_64__)
     switch (level()) {
-        case Level::Amx:
+        case Level::Amx: return step_kernels_amx();
         case Level::Avx512Bf16: return step_kernels_avx512bf16();
         case Level::Avx512: return step_kernels_avx512();
         case Level::AvxVnni:
@@ -94,7 +94,7 @@ private:
     void make_ready(int n_threads) {
         need_memory(n_threads);
         for (TaskList& list : lists_) {
-            list.fill(m_, *batch_, n_threads);
+            list.fill(m_, *batch_, kernels_->task_rows(kv_), n_threads);
             partials_.need(list.partial_floats);
         }
         for (int64_t i = 0; i < n_counters_; i++) counters_[i].store(0, std::memory_order_relaxed);
@@ -243,6 +243,10 @@ private:
             const float* cosines = turns_.get() + row * 2 * D;
             for (int64_t head = k * group; head < (k + 1) * group; head++) kernels_->turn(qkv + head * D, cosines, cosines + D, D);
             kernels_->turn(key, cosines, cosines + D, D);
+        }
+        if (op.bias != nullptr) {
+            const float* offset = op.bias + k * D;
+            for (int64_t d = 0; d < D; d++) key[d] -= offset[d];
         }
         kernels_->store_kv(kv_, kv_head(op.layer, k), key, key + m_.n_kv_heads * D, slots_[row]);
     }

@@ -23,7 +23,7 @@ struct StepOp {
     const void* table;   // Embed
     const void* positions;
     const float* weight; // Normalise (E), NormaliseHeads (H + K, D)
-    const float* bias;   // Normalise: LayerNorm where there is one
+    const float* bias;   // Normalise: LayerNorm where there is one; TurnAndStore: (K, D), taken off the turned keys; null: none
     Matrix matrix;
     Matrix up;           // Widen, gated: `matrix` is the gate
 };

@@ -12,7 +12,6 @@ enum class KvType : int32_t { F32 = 0, BF16 = 1, INT8 = 2 };
 constexpr int kTile = 16;
 constexpr int kBlock = 64;   // keys of one pass of the online softmax; block borders are multiples of it in every request
 constexpr int kSpan = 256;   // keys whose softmax is computed apart and combined in order: what threads may share out
-constexpr int kMaxRows = 48; // query rows (tokens × heads of a group) of one attention task, one token's heads at least
 
 struct KvLayout {
     KvType type;
@@ -48,6 +47,7 @@ struct Best {
 };
 
 struct StepKernels {
+    int64_t (*task_rows)(const KvLayout&);  // query rows (tokens × heads of a group) of one attention task, one token's heads at least
     void (*embed)(const void* table, int32_t type, int64_t token, int64_t n, float* x, bool add);
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* y);
     void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* y);
@@ -64,5 +64,6 @@ const StepKernels& step_kernels_plain();
 const StepKernels& step_kernels_avx2();
 const StepKernels& step_kernels_avx512();
 const StepKernels& step_kernels_avx512bf16();
+const StepKernels& step_kernels_amx();
 
 }  // namespace ts

@@ -29,8 +29,8 @@ struct TaskList {
     int64_t partial_floats = 0;
 
     // Spans are shared out only where there would be too few tasks without: putting them together costs a little.
-    void fill(const StepModel& m, const StepBatch& b, int n_threads) {
-        const int64_t group = m.n_heads / m.n_kv_heads, block = std::max<int64_t>(1, kMaxRows / group);
+    void fill(const StepModel& m, const StepBatch& b, int64_t task_rows, int n_threads) {
+        const int64_t group = m.n_heads / m.n_kv_heads, block = std::max<int64_t>(1, task_rows / group);
         tasks.clear();
         n_left = partial_floats = 0;
         int64_t n_whole = 0;

@@ -1,0 +1,110 @@
+// Where attention finds the keys and values of a request: tiles of the cache, or copies of them.
+#pragma once
+
+#include "step_kernels.h"
+#include "step_lanes.h"
+
+namespace {
+
+inline int64_t slot_of(const ts::KvLayout& kv, const int64_t* pages, int64_t position) {
+    return pages[position / kv.page_tokens] * kv.page_tokens + position % kv.page_tokens;
+}
+
+// Words of two bf16 from bytes of two codes: sixteen at a time.
+TS_INLINE void widen(const int8_t* codes, int64_t n_words, uint32_t* out) {
+    const uint16_t* pairs = reinterpret_cast<const uint16_t*>(codes);
+    int64_t i = 0;
+    for (; i + kLanes <= n_words; i += kLanes) {
+        const Ints both = (Ints)__builtin_convertvector(*reinterpret_cast<const LooseHalves*>(pairs + i), Words);
+        const Words low = (Words)__builtin_convertvector((both << 24) >> 24, Floats) >> 16;  // a code needs 7 of bf16's 8 bits
+        const Words high = (Words)__builtin_convertvector((both << 16) >> 24, Floats) & 0xffff0000u;
+        *reinterpret_cast<LooseWords*>(out + i) = low | high;
+    }
+    for (; i < n_words; i++)
+        out[i] = static_cast<uint32_t>(bf16_of(codes[2 * i])) | static_cast<uint32_t>(bf16_of(codes[2 * i + 1])) << 16;
+}
+
+// N tiles side by side: pointers into the cache where a tile's slots are together there, else copies.
+template <int N>
+struct Tiles {
+    const uint32_t* keys[N];
+    const uint32_t* values[N];
+    float key_scales[N * ts::kTile], value_scales[N * ts::kTile];
+};
+
+template <int N>
+void find_tiles(
+    const ts::KvLayout& kv, const ts::KvHead& head, const int64_t* pages, int64_t first, int64_t least, int64_t end, int n_tiles,
+    uint32_t* key_copies, uint32_t* value_copies, Tiles<N>& tiles) {
+    const int64_t D = kv.head_dim;
+    const bool together = kv.page_tokens % ts::kTile == 0, codes = kv.type == ts::KvType::INT8;
+    const int64_t bytes = kv.type == ts::KvType::F32 ? 4 : codes ? 1 : 2, pair = kv.type == ts::KvType::F32 ? 1 : 2;
+    const int64_t q_words = (D + pair - 1) / pair, key_words = q_words * ts::kTile, value_words = ts::kTile / pair * D;
+    for (int t = 0; t < n_tiles; t++) {
+        const int64_t position = first + t * ts::kTile;
+        uint32_t* keys = key_copies + t * key_words;
+        uint32_t* values = value_copies + t * value_words;
+        // Before the window of every row a page may have been given back, and be whoever's: such keys are zeros here.
+        if (together && position + ts::kTile > least) {
+            const int64_t slot = slot_of(kv, pages, position), tile = slot / ts::kTile;
+            const uint8_t* k = head.keys + tile * kv.key_tile_bytes;
+            const uint8_t* v = head.values + tile * kv.value_tile_bytes;
+            if (codes) {
+                widen(reinterpret_cast<const int8_t*>(k), key_words, keys);
+                widen(reinterpret_cast<const int8_t*>(v), value_words, values);
+                std::memcpy(tiles.key_scales + t * ts::kTile, head.key_scales + slot, ts::kTile * 4);
+                std::memcpy(tiles.value_scales + t * ts::kTile, head.value_scales + slot, ts::kTile * 4);
+                tiles.keys[t] = keys;
+                tiles.values[t] = values;
+            } else {
+                tiles.keys[t] = reinterpret_cast<const uint32_t*>(k);
+                tiles.values[t] = reinterpret_cast<const uint32_t*>(v);
+            }
+            continue;
+        }
+        std::memset(keys, 0, static_cast<size_t>(key_words) * 4);
+        std::memset(values, 0, static_cast<size_t>(value_words) * 4);
+        uint8_t* own_keys = reinterpret_cast<uint8_t*>(keys);
+        uint8_t* own_values = reinterpret_cast<uint8_t*>(values);
+        // Codes are put together in the second half of the memory that they are widened into, from its start.
+        if (codes) own_keys += key_words * 2, own_values += value_words * 2;
+        for (int lane = 0; lane < ts::kTile; lane++) {
+            tiles.key_scales[t * ts::kTile + lane] = tiles.value_scales[t * ts::kTile + lane] = 1.0f;
+            if (position + lane >= end || position + lane < least) continue;
+            const int64_t slot = slot_of(kv, pages, position + lane), from = slot % ts::kTile;
+            const uint8_t* k = head.keys + slot / ts::kTile * kv.key_tile_bytes;
+            const uint8_t* v = head.values + slot / ts::kTile * kv.value_tile_bytes;
+            for (int64_t d = 0; d < q_words; d++)
+                std::memcpy(own_keys + (d * ts::kTile + lane) * pair * bytes, k + (d * ts::kTile + from) * pair * bytes,
+                            static_cast<size_t>(pair * bytes));
+            for (int64_t d = 0; d < D; d++)
+                std::memcpy(
+                    own_values + (lane / pair * D * pair + d * pair + lane % pair) * bytes,
+                    v + (from / pair * D * pair + d * pair + from % pair) * bytes, static_cast<size_t>(bytes));
+            if (codes) {
+                tiles.key_scales[t * ts::kTile + lane] = head.key_scales[slot];
+                tiles.value_scales[t * ts::kTile + lane] = head.value_scales[slot];
+            }
+        }
+        if (codes) {
+            widen(reinterpret_cast<const int8_t*>(own_keys), key_words, keys);
+            widen(reinterpret_cast<const int8_t*>(own_values), value_words, values);
+        }
+        tiles.keys[t] = keys;
+        tiles.values[t] = values;
+    }
+}
+
+// Ask for the next block's tiles while this one is worked on: a lone row's products are shorter than the way to memory.
+void fetch_block(const ts::KvLayout& kv, const ts::KvHead& head, const int64_t* pages, int64_t first, int64_t end) {
+    if (kv.page_tokens % ts::kTile != 0) return;
+    for (int64_t position = first; position < end && position < first + ts::kBlock; position += ts::kTile) {
+        const int64_t tile = slot_of(kv, pages, position) / ts::kTile;
+        const uint8_t* k = head.keys + tile * kv.key_tile_bytes;
+        const uint8_t* v = head.values + tile * kv.value_tile_bytes;
+        for (int64_t i = 0; i < kv.key_tile_bytes; i += 64) __builtin_prefetch(k + i, 0, 3);
+        for (int64_t i = 0; i < kv.value_tile_bytes; i += 64) __builtin_prefetch(v + i, 0, 3);
+    }
+}
+
+}  // namespace
