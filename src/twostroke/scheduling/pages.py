@@ -23,6 +23,8 @@ class PagePool:
         # together; cached pages leave first in, first out.
         self._blank: dict[int, None] = dict.fromkeys(range(n_pages - 1, -1, -1))
         self._cached: dict[int, None] = {}
+        self.n_released = 0
+        """Times that pages were given back: while it stands still, no page becomes free."""
 
     @property
     def n_free(self) -> int:
@@ -76,6 +78,7 @@ class PagePool:
 
     def release(self, pages: Iterable[int]) -> None:
         """One reference less for each page. The last goes first, so that the end of a prefix is evicted before its start."""
+        self.n_released += 1
         for page in reversed(list(pages)):
             left = self.references[page] - 1
             if left < 0:

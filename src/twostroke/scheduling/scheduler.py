@@ -7,85 +7,30 @@ chunked prefill, prefix hits and resumption after preemption all follow from tha
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
-from twostroke.core.errors import CapacityError, ConfigError, InputError
+from twostroke.core.errors import CapacityError, InputError
 from twostroke.scheduling.pages import PagePool
 from twostroke.scheduling.prefix_tree import ROOT, chain_key
 from twostroke.scheduling.request import FinishReason, Request, Status
-from twostroke.scheduling.waiting import OUTPUT_WEIGHT, Accounts, WaitingQueue
+from twostroke.scheduling.step import ScheduledStep, SchedulerConfig
+from twostroke.scheduling.waiting import OUTPUT_WEIGHT, Accounts, WaitingQueue, turn_of
 
 
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """At most ``token_budget`` tokens are computed in a step, for at most ``max_running`` requests; keys and values live in
-    ``n_pages`` pages of ``page_tokens`` tokens. No request outgrows ``max_model_len`` tokens, prompt and output together.
-
-    ``window``: no layer's query looks further back than so many tokens, its own included, so that pages before it are given
-    back; None where a layer sees everything."""
-
-    token_budget: int
-    max_running: int
-    page_tokens: int
-    n_pages: int
-    max_model_len: int
-    window: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise ConfigError(f"window={self.window} must be at least 1, or None.")
-        for name in ("token_budget", "max_running", "page_tokens", "n_pages", "max_model_len"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
-        if self.token_budget < self.max_running:
-            raise ConfigError(
-                f"token_budget={self.token_budget} must be at least max_running={self.max_running}, "
-                "or decoding requests would wait for one another."
-            )
-
-
-@dataclass(frozen=True)
-class ScheduledStep:
-    """What to compute: of ``requests[i]`` the ``counts[i]`` tokens from position ``starts[i]`` on. The first ``n_decodes`` have
-    exactly one token each. Where a request's tokens end with the step (``samples``), its last row yields a new token.
-
-    A request's page table is ``request.pages``; ``grown`` are those whose table changed since the step before, other than by
-    pages given back. ``copies`` are (page, page) pairs: what the first holds must be in the second before anything is computed.
-    """
-
-    number: int
-    requests: list[Request]
-    counts: list[int]
-    starts: list[int]
-    n_decodes: int
-    grown: list[Request]
-    preempted: list[str]
-    copies: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def n_tokens(self) -> int:
-        return self.n_decodes + sum(self.counts[self.n_decodes :])
-
-    def by_request(self) -> dict[str, int]:
-        """``{request id: number of tokens}``."""
-        return {request.id: n for request, n in zip(self.requests, self.counts, strict=True)}
-
-    def samples(self, i: int) -> bool:
-        """Whether the i-th request of the step yields a new token."""
-        return self.starts[i] + self.counts[i] == len(self.requests[i].tokens)
+__all__ = ["ScheduledStep", "Scheduler", "SchedulerConfig"]
 
 
 class Scheduler:
     """Decides by three rules. Every decoding request gets its token first, so that no prefill can starve it. What is left of
-    the token budget goes to prompts, the oldest first, in chunks. A waiting request (``scheduling.waiting`` says which) is
-    admitted only when pages for all its known tokens are free and each running request could still take one more; it then holds
-    those pages, so that only decoding can run out.
+    the token budget goes to prompts in chunks, those under way and those that wait alike in their turns (``scheduling.waiting``
+    has them): a long prompt of one client shares the budget with another's. A waiting request is admitted only when pages for
+    all its known tokens are free and each running request could still take one more; it then holds those pages, so that only
+    decoding can run out.
 
-    When decoding runs out of pages, the request that arrived last is preempted: its pages are freed and it waits to be
-    recomputed from its tokens, which gives the same keys and values. The request that arrived first always has its way, so
-    there is always progress.
+    When decoding runs out of pages, the request of the lowest priority that arrived last is preempted: its pages are freed and
+    it waits to be recomputed from its tokens, which gives the same keys and values. So it is where a request of higher priority
+    waits and could run in the place of lower ones. Among equals nobody makes way, and the first always has its way, so there is
+    always progress.
 
     A fork shares its original's whole pages and gets a copy of the one that both will write in, so nothing is computed again.
     """
@@ -104,6 +49,7 @@ class Scheduler:
         self._slots = list(range(config.max_running - 1, -1, -1))
         self._in_flight: ScheduledStep | None = None
         self._grown_untold: list[Request] = []  # of an abandoned step
+        self._blocked: tuple[Request, int] | None = None  # who found too few pages, and ``pool.n_released`` then
         self._n_arrived = 0
         self._n_steps = 0
         self.n_preemptions = 0
@@ -145,9 +91,15 @@ class Scheduler:
         self._n_arrived += 1
         self.requests[request.id] = request
         request.account = self._accounts.open(request.client)
-        if request.deadline is not None:
-            heappush(self._deadlines, (request.deadline, request.arrival, request))
         original = request.fork_of
+        if original is not None:
+            request.page_keys = original.page_keys[: request.n_prompt // c.page_tokens]
+        self._extend_keys(request)  # here and not when it is admitted: a long prompt is no part of a step's decision
+        if request.deadline is not None:
+            if len(self._deadlines) > 2 * len(self.requests) + 64:  # mostly of finished requests, which they keep alive
+                self._deadlines = [entry for entry in self._deadlines if entry[2].status is not Status.FINISHED]
+                heapify(self._deadlines)
+            heappush(self._deadlines, (request.deadline, request.arrival, request))
         if original is not None and original.status is not Status.FINISHED and original.n_computed < original.n_prompt:
             original.forks.append(request)
             self._n_held += 1
@@ -184,31 +136,35 @@ class Scheduler:
         for request in [r for r in self._decoding if r.n_computed >= r.capacity]:
             if request.status is Status.RUNNING:  # it may have been preempted for one before it
                 self._grow(request, grown, preempted)
+        admitting = not preempted  # pages just ran out: admitting would preempt again
+        if admitting and self._waiting:
+            self._make_way(preempted)
         requests = self._decoding.copy()
         n_decodes = len(requests)
         counts = [1] * n_decodes
         budget = self.config.token_budget - n_decodes
-        for request in self._prefilling:
-            if budget <= 0:
+        copies: list[tuple[int, int]] = []
+        self._copied = []
+        under_way = sorted(self._prefilling, key=turn_of) if len(self._prefilling) > 1 else self._prefilling.copy()
+        under_way.reverse()
+        while budget > 0:
+            request = under_way[-1] if under_way else None
+            first = self._waiting.first() if admitting and self._slots else None
+            if first is not None and (request is None or turn_of(first) < turn_of(request)):
+                if not (self._fork(first, copies) or self._admit(first)):
+                    admitting = False
+                    continue
+                self._waiting.remove(first)
+                grown.append(first)
+                request = first
+            elif request is None:
                 break
+            else:
+                under_way.pop()
             n = min(budget, len(request.tokens) - request.n_computed)
             requests.append(request)
             counts.append(n)
             budget -= n
-        copies: list[tuple[int, int]] = []
-        self._copied = []
-        if not preempted:  # pages just ran out: admitting would preempt again
-            while budget > 0 and self._slots:
-                first = self._waiting.first()
-                if first is None or not (self._fork(first, copies) or self._admit(first)):
-                    break
-                request = first
-                self._waiting.remove(request)
-                n = min(budget, len(request.tokens) - request.n_computed)
-                grown.append(request)
-                requests.append(request)
-                counts.append(n)
-                budget -= n
         grown = [r for r in grown if r.status is Status.RUNNING]
         self._n_steps += 1
         step = ScheduledStep(
@@ -311,6 +267,28 @@ class Scheduler:
             if victim is request:
                 return
 
+    def _make_way(self, preempted: list[str]) -> None:
+        """Preempt running requests of lower priority, the lowest and last first, where the first that waits could then run."""
+        first = self._waiting.first()
+        assert first is not None
+        lower = [r for r in (*self._decoding, *self._prefilling) if r.priority > first.priority]
+        if not lower:
+            return
+        lower.sort(key=_rank)
+        # Prefix hits are not counted on: at worst somebody makes way who need not have.
+        n_free, n_needed, n_slots = self.pool.n_free, self._pages_for(len(first.tokens)), len(self._slots)
+        n_running = self.n_running
+        for n_victims in range(len(lower) + 1):
+            if n_free >= n_needed + n_running - n_victims and n_slots + n_victims > 0:
+                break
+            if n_victims < len(lower):
+                n_free += len(self.pool.sole(lower[-1 - n_victims].pages))
+        else:
+            return
+        for victim in reversed(lower[len(lower) - n_victims :]):
+            self._preempt(victim)
+            preempted.append(victim.id)
+
     def _preempt(self, request: Request) -> None:
         (self._decoding if request in self._decoding else self._prefilling).remove(request)
         self._release(request)
@@ -324,6 +302,8 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         """Give the first waiting request its pages, known prefix first; False (and nothing changed) where too few are free."""
         c, pool = self.config, self.pool
+        if self._blocked == (request, pool.n_released):
+            return False  # no page has come back since it was looked at: a long prompt is not matched again in every step
         n_known = len(request.tokens)
         n_needed = self._pages_for(n_known)
         self._extend_keys(request)
@@ -333,6 +313,7 @@ class Scheduler:
         n_hits_free = sum(map(pool.is_free, hits))
         margin = self.n_running
         if n_needed - len(hits) + n_hits_free + margin > pool.n_free:
+            self._blocked = (request, pool.n_released)
             return False
         pool.retain(hits)
         fresh = pool.take(n_needed - len(hits), after=hits[-1] if hits else -1)

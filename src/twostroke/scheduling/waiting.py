@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from twostroke.scheduling.request import Request
+
+Turn = tuple[int, int, int]
 
 OUTPUT_WEIGHT = 2
 """A generated token counts as two tokens of a prompt (Sheng et al. 2024, "Fairness in Serving Large Language Models",
@@ -54,18 +57,28 @@ class Accounts:
 
 
 class WaitingQueue:
-    """Waiting requests by (priority, client), each queue in order of arrival. The first is found by a look at each."""
+    """Waiting requests by (priority, client), each queue in order of arrival.
+
+    The queues stand in a heap by the turn of their first request. A turn only grows later while it waits, because what a client
+    was served only grows, so it is looked up again when it comes to the top, and not for a thousand clients in every step.
+    """
 
     def __init__(self) -> None:
         self._queues: dict[tuple[int, str], list[Request]] = {}
+        self._turns: list[tuple[Turn, tuple[int, str]]] = []  # a heap
+        self._turn_of: dict[tuple[int, str], Turn] = {}  # which entry of the heap is a queue's; others are out of date
         self._n = 0
 
     def __len__(self) -> int:
         return self._n
 
     def add(self, request: Request) -> None:
-        insort(self._queues.setdefault(_queue_of(request), []), request, key=_arrival)
+        name = _queue_of(request)
+        queue = self._queues.setdefault(name, [])
+        insort(queue, request, key=_arrival)
         self._n += 1
+        if queue[0] is request:  # a new queue, or a turn that became earlier
+            self._enter(name, turn_of(request))
 
     def remove(self, request: Request) -> None:
         name = _queue_of(request)
@@ -73,13 +86,26 @@ class WaitingQueue:
         del queue[bisect_left(queue, request.arrival, key=_arrival)]
         self._n -= 1
         if not queue:
-            del self._queues[name]
+            del self._queues[name], self._turn_of[name]
 
     def first(self) -> Request | None:
         """The request to admit next. It alone is considered: passing it over for a smaller one would starve it."""
-        if not self._queues:
-            return None
-        return min((queue[0] for queue in self._queues.values()), key=_turn)
+        while self._turns:
+            turn, name = self._turns[0]
+            if self._turn_of.get(name) != turn:
+                heappop(self._turns)
+                continue
+            first = self._queues[name][0]
+            now = turn_of(first)
+            if now == turn:
+                return first
+            heappop(self._turns)
+            self._enter(name, now)
+        return None
+
+    def _enter(self, name: tuple[int, str], turn: Turn) -> None:
+        self._turn_of[name] = turn
+        heappush(self._turns, (turn, name))
 
 
 def _queue_of(request: Request) -> tuple[int, str]:
@@ -90,6 +116,7 @@ def _arrival(request: Request) -> int:
     return request.arrival
 
 
-def _turn(request: Request) -> tuple[int, int, int]:
+def turn_of(request: Request) -> Turn:
+    """Smaller goes first: priority, what the client was served, arrival."""
     assert request.account is not None
     return (request.priority, request.account.served, request.arrival)
