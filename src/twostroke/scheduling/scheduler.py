@@ -16,7 +16,6 @@ from twostroke.scheduling.request import FinishReason, Request, Status
 from twostroke.scheduling.step import ScheduledStep, SchedulerConfig
 from twostroke.scheduling.waiting import OUTPUT_WEIGHT, Accounts, WaitingQueue, turn_of
 
-
 __all__ = ["ScheduledStep", "Scheduler", "SchedulerConfig"]
 
 
@@ -148,19 +147,18 @@ class Scheduler:
         under_way = sorted(self._prefilling, key=turn_of) if len(self._prefilling) > 1 else self._prefilling.copy()
         under_way.reverse()
         while budget > 0:
-            request = under_way[-1] if under_way else None
             first = self._waiting.first() if admitting and self._slots else None
-            if first is not None and (request is None or turn_of(first) < turn_of(request)):
+            if first is not None and (not under_way or turn_of(first) < turn_of(under_way[-1])):
                 if not (self._fork(first, copies) or self._admit(first)):
                     admitting = False
                     continue
                 self._waiting.remove(first)
                 grown.append(first)
                 request = first
-            elif request is None:
-                break
+            elif under_way:
+                request = under_way.pop()
             else:
-                under_way.pop()
+                break
             n = min(budget, len(request.tokens) - request.n_computed)
             requests.append(request)
             counts.append(n)
