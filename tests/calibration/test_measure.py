@@ -19,6 +19,7 @@ from twostroke.calibration.transformer import LEAST_SHARE, BlockSize, straight_l
 from twostroke.core.errors import ConfigError
 from twostroke.core.profile import MachineProfile, load_profile, save_profile
 from twostroke.core.units import MIB
+from twostroke.kernels.native_library import library
 from twostroke.planner import latency
 from twostroke.planner.hardware import hardware_from_profile
 from twostroke.planner.serving import ServingShape, plan_serving
@@ -37,6 +38,15 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def notes() -> list[tuple[float, str]]:
     return []
+
+
+@pytest.fixture(scope="module")
+def torchs(tmp_path_factory: pytest.TempPathFactory) -> MachineProfile:
+    """Of a machine without the native library."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TWOSTROKE_HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setattr("twostroke.calibration.measure.library", lambda: None)
+        return calibrate(None, SMALL, device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +85,26 @@ def test_products_cover_schemes_rows_and_classes(profile: MachineProfile) -> Non
     found = {(p.scheme, p.m, p.n, p.k) for p in profile.matmul}
     training = (*SMALL.classes, *SMALL.deep_classes)
     wanted = {(s, m, n, k) for s in SMALL.training_schemes for m in SMALL.training_rows for n, k in training}
-    wanted |= {("packed_fp32", m, n, k) for m in SMALL.engine_rows for n, k in SMALL.classes}
-    assert wanted <= found
-    assert {p.scheme for p in profile.matmul} <= {*SMALL.training_schemes, *SMALL.engine_schemes}
+    native = {(s, m, n, k) for s in SMALL.native_schemes for m in SMALL.native_rows for n, k in SMALL.native_classes}
+    packed = {("packed_fp32", m, n, k) for m in SMALL.engine_rows for n, k in SMALL.classes}
+    assert wanted | (packed if library() is None else native) <= found
     assert {"fp32", "bf16"} <= set(profile.peak_flop_per_s)
+
+
+def test_without_native_code_the_engines_torch_products_are_measured(torchs: MachineProfile) -> None:
+    found = {(p.scheme, p.m, p.n, p.k) for p in torchs.matmul}
+    assert {("packed_fp32", m, n, k) for m in SMALL.engine_rows for n, k in SMALL.classes} <= found
+    assert not any(p.scheme.startswith("native_") for p in torchs.matmul)
+    assert {"flash_max_scores", "layer_operations_fp32_element_per_s"} <= torchs.extras.keys()
+    assert not hardware_from_profile(torchs).runs_natively
+    plan = plan_serving(
+        SMALL.block.spec, ServingShape(scheme="int8", prompt_tokens=8, output_tokens=8), hardware_from_profile(torchs)
+    )
+    assert 0 < plan.tpot_s < 60
+    with pytest.raises(ConfigError, match="is not served by the engine on this machine"):
+        plan_serving(
+            SMALL.block.spec, ServingShape(scheme="int4", prompt_tokens=8, output_tokens=8), hardware_from_profile(torchs)
+        )
 
 
 def test_the_planner_reads_every_name_that_calibration_writes(profile: MachineProfile) -> None:

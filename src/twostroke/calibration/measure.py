@@ -11,6 +11,16 @@ import torch
 from twostroke.calibration.bandwidth import WORKING_SETS_BYTES, measure_read_bandwidth, working_sets
 from twostroke.calibration.collectives import is_launched, measure_between_processes, measure_in_launched_group
 from twostroke.calibration.launches import measure_launches
+from twostroke.calibration.native_rates import (
+    NATIVE_CLASSES,
+    NATIVE_ROWS,
+    NATIVE_SCHEMES,
+    NATIVE_WORKING_SET_BYTES,
+    measure_native_bandwidth,
+    measure_native_peak,
+    measure_native_products,
+)
+from twostroke.calibration.native_steps import measure_native_steps, with_fitted_prices
 from twostroke.calibration.operations import measure_flash_limit, measure_layer_operations, measure_prefill_attention
 from twostroke.calibration.process import measure_disk, measure_fresh_process
 from twostroke.calibration.products import (
@@ -42,6 +52,7 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.profile import BandwidthPoint, MachineProfile, MatmulPoint, read_fingerprint
 from twostroke.core.units import MIB
 from twostroke.kernels import training_attention
+from twostroke.kernels.native_library import library
 from twostroke.planner.anchors import COMPILED_ANCHORS, EAGER_ANCHORS, TRAINING_PARTS
 
 Progress = Callable[[float, str], None]
@@ -50,8 +61,9 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True)
 class Extent:
-    """How much to measure. The default takes under two minutes on two cores; ``SMALL`` a few seconds, for tests, with numbers
-    too rough to plan by."""
+    """How much to measure. The default takes a minute on two cores; ``SMALL`` a few seconds, for tests, with numbers too rough
+    to plan by. ``engine_…`` is what is measured of torch's products where there is no native library, ``native_…`` where there
+    is one."""
 
     effort: float = 1.0
     training_rows: tuple[int, ...] = TRAINING_ROWS
@@ -60,6 +72,9 @@ class Extent:
     deep_classes: tuple[tuple[int, int], ...] = DEEP_CLASSES
     training_schemes: tuple[str, ...] = TRAINING_SCHEMES
     engine_schemes: tuple[str, ...] = ENGINE_SCHEMES
+    native_schemes: tuple[str, ...] = NATIVE_SCHEMES
+    native_classes: tuple[tuple[int, int], ...] = NATIVE_CLASSES
+    native_rows: tuple[int, ...] = NATIVE_ROWS
     peak_side: int = PEAK_SIDE
     largest_working_set_bytes: int = WORKING_SETS_BYTES[-1]
     attention_lengths: tuple[int, ...] = (128, 512, 2048)
@@ -76,6 +91,8 @@ SMALL = Extent(
     engine_rows=(1, 16),
     classes=((64, 64),),
     deep_classes=((64, 128),),
+    native_classes=((64, 64),),
+    native_rows=(1, 16),
     peak_side=256,
     largest_working_set_bytes=8 * MIB,
     attention_lengths=(32,),
@@ -133,20 +150,29 @@ def calibrate(
     if device == "cuda":
         memory = int(torch.cuda.get_device_properties(0).total_memory)
         extras["device_memory_bytes"] = float(memory)
+    is_native = device == "cpu" and library() is not None
     sizes = working_sets(memory, extent.largest_working_set_bytes)
     bandwidth: list[BandwidthPoint] = []
-    for point in measure_read_bandwidth(clock, sizes):
+    for point in (measure_native_bandwidth if is_native else measure_read_bandwidth)(clock, sizes):
         bandwidth.append(point)
         tell(0.58 + 0.04 * len(bandwidth) / len(sizes), f"read bandwidth, {point.working_set_bytes // MIB} MiB")
-    products, peaks = _measure_products(clock, extent, lambda done, note: tell(0.62 + 0.24 * done, note))
-    for scheme in (*extent.training_schemes, *extent.engine_schemes):
+    engine_schemes = () if is_native else extent.engine_schemes
+    products, peaks = _measure_products(clock, extent, engine_schemes, lambda done, note: tell(0.62 + 0.14 * done, note))
+    if is_native:
+        native, native_peaks = _measure_native(clock, extent, lambda done, note: tell(0.76 + 0.1 * done, note))
+        products += native
+        peaks |= native_peaks
+        extras["native_working_set_bytes"] = float(NATIVE_WORKING_SET_BYTES)
+    for scheme in (*extent.training_schemes, *engine_schemes):
         launch_s = measure_launch(clock, scheme)
         if launch_s is not None:
             extras[f"launch_{scheme}_s"] = launch_s
     limit = weight_only_limit(products)
     if limit is not None:
         extras["int8_weight_only_max_macs"] = limit
-    if device == "cpu":
+    if is_native and extent.whole_steps:
+        extras.update(measure_native_steps(clock, lambda done, note: tell(0.86 + 0.14 * done, note)))
+    elif device == "cpu" and not is_native:
         tell(0.86, "attention of the engine")
         extras["flash_max_scores"] = measure_flash_limit(clock)
         extras.update(measure_layer_operations(clock))
@@ -175,7 +201,7 @@ def calibrate(
         disk_write_bytes_per_s=extras.pop("disk_write_bytes_per_s"),
         extras=extras,
     )
-    return replace(profile, extras=without_products(profile))
+    return with_fitted_prices(profile) if is_native else replace(profile, extras=without_products(profile))
 
 
 def _measure_training(clock: Clock, extent: Extent, tell: Progress) -> dict[str, float]:
@@ -214,11 +240,25 @@ def _measure_training(clock: Clock, extent: Extent, tell: Progress) -> dict[str,
     return found
 
 
+def _measure_native(clock: Clock, extent: Extent, tell: Progress) -> tuple[list[MatmulPoint], dict[str, float]]:
+    peaks: dict[str, float] = {}
+    for i, scheme in enumerate(extent.native_schemes):
+        tell(0.2 * i / len(extent.native_schemes), f"{scheme} peak, {extent.peak_side}³")
+        peak = measure_native_peak(clock, scheme, extent.peak_side)
+        if peak is not None:
+            peaks[scheme] = peak
+    shapes = (extent.native_schemes, extent.native_classes, extent.native_rows)
+    return list(measure_native_products(clock, *shapes, lambda done, note: tell(0.2 + 0.8 * done, note))), peaks
+
+
 @torch.inference_mode()
-def _measure_products(clock: Clock, extent: Extent, tell: Progress) -> tuple[list[MatmulPoint], dict[str, float]]:
+def _measure_products(
+    clock: Clock, extent: Extent, engine: tuple[str, ...], tell: Progress
+) -> tuple[list[MatmulPoint], dict[str, float]]:
+    """What training computes, and ``engine``'s schemes of torch's."""
     points: list[MatmulPoint] = []
     peaks: dict[str, float] = {}
-    training, engine = extent.training_schemes, extent.engine_schemes
+    training = extent.training_schemes
     plan = [(s, n, k, extent.training_rows) for s in training for n, k in (*extent.classes, *extent.deep_classes)]
     plan += [(s, n, k, extent.engine_rows) for s in engine for n, k in extent.classes]
     for i, (scheme, n, k, rows) in enumerate(plan):

@@ -41,7 +41,9 @@ MANY = 8
 
 SHALLOW = 2
 LONG_CONTEXT = 1024
+CACHE_TOKENS = max(DECODE_BATCHES) * LONG_CONTEXT // 2
 GROUP = 4
+LONGEST_GROUP_S = 0.03
 LEAST_GROUPS = 4
 MOST_GROUPS = 40
 SECONDS = 0.08
@@ -53,23 +55,22 @@ class Engines:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._engines: dict[tuple[int, int, str], EngineCore] = {}
+        self._engines: dict[tuple[ModelSpec, str], EngineCore] = {}
 
-    def get(self, width: int, n_layers: int, scheme: str) -> EngineCore:
-        key = (width, n_layers, scheme)
+    def get(self, spec: ModelSpec, scheme: str) -> EngineCore:
+        key = (spec, scheme)
         if key not in self._engines:
-            directory = self._folder / f"e{width}-l{n_layers}"
+            directory = self._folder / f"e{spec.d_model}-l{spec.n_layers}"
             if not directory.is_dir():
-                decoder = Decoder(anchor_spec(width, n_layers))
+                decoder = Decoder(spec)
                 initialise(decoder, 0)
-                save_model(decoder, decoder.spec, directory, "bf16")
-            most = max(DECODE_BATCHES) * 2 * LONG_CONTEXT
-            n_bytes = 2 * n_layers * width * (4 if scheme == "fp32" else 2) * most
-            self._engines[key] = EngineCore(directory, EngineConfig(dtype=scheme, kv_cache_bytes=n_bytes // 4))
+                save_model(decoder, spec, directory, "bf16")
+            n_bytes = 2 * spec.n_layers * spec.d_model * (4 if scheme == "fp32" else 2) * CACHE_TOKENS
+            self._engines[key] = EngineCore(directory, EngineConfig(dtype=scheme, kv_cache_bytes=n_bytes))
         return self._engines[key]
 
 
-class _Prompts:
+class Prompts:
     """Prompts of which no two begin alike, so that none is found in the prefix cache."""
 
     def __init__(self) -> None:
@@ -85,18 +86,18 @@ class _Prompts:
 
 
 def _steady_s(clock: Clock, step: Callable[[], object]) -> float:
-    """Median seconds of a step over undisturbed groups of ``GROUP`` in a row. In a row, as an engine runs them: a step that
-    begins after a pause, in which caches cooled and threads fell asleep, takes a quarter longer."""
+    """Median seconds of a step over undisturbed groups of ``GROUP`` (fewer, where they are long) in a row, as an engine runs
+    them: a step that begins after a pause, in which caches cooled and threads fell asleep, takes a quarter longer."""
     clean: list[float] = []
     disturbed: list[float] = []
-    step()
+    group = max(1, min(GROUP, int(LONGEST_GROUP_S / max(clock.once_s(step), 1e-9))))
     begin = time.perf_counter()
     for _ in range(MOST_GROUPS):
         window = Window()
-        for _ in range(GROUP):
+        for _ in range(group):
             step()
         clock.wait()
-        (disturbed if window.disturbed else clean).append(window.elapsed_s / GROUP)
+        (disturbed if window.disturbed else clean).append(window.elapsed_s / group)
         elapsed = time.perf_counter() - begin
         if elapsed >= SECONDS * clock.effort and (len(clean) >= LEAST_GROUPS or elapsed >= 4 * SECONDS * clock.effort):
             break
@@ -105,7 +106,7 @@ def _steady_s(clock: Clock, step: Callable[[], object]) -> float:
     return statistics.median(clean or disturbed)
 
 
-def decode_step_s(clock: Clock, engine: EngineCore, prompts: _Prompts, batch: int, context: int) -> float:
+def decode_step_s(clock: Clock, engine: EngineCore, prompts: Prompts, batch: int, context: int) -> float:
     """One step of ``batch`` requests that each have about ``context`` tokens before them."""
     names = [prompts.add(engine, context, MOST_GROUPS * GROUP + 16) for _ in range(batch)]
     started: set[str] = set()
@@ -118,7 +119,7 @@ def decode_step_s(clock: Clock, engine: EngineCore, prompts: _Prompts, batch: in
             engine.abort(name)
 
 
-def prefill_step_s(clock: Clock, engine: EngineCore, prompts: _Prompts, n_tokens: int) -> float:
+def prefill_step_s(clock: Clock, engine: EngineCore, prompts: Prompts, n_tokens: int) -> float:
     """One prompt of ``n_tokens``, from being added to its first token."""
 
     def answer() -> None:
@@ -135,12 +136,12 @@ def measure_serving_steps(clock: Clock, tell: Callable[[float, str], None]) -> I
     narrow, deep = WIDTHS[0], DECODE_LAYERS[WIDTHS[0]]
     heads = narrow // 64
     with tempfile.TemporaryDirectory(prefix="twostroke-anchors-") as folder:
-        engines, prompts = Engines(Path(folder)), _Prompts()
+        engines, prompts = Engines(Path(folder)), Prompts()
         for i, scheme in enumerate(SERVING_SCHEMES):
             tell(i / len(SERVING_SCHEMES), f"{scheme} steps of the engine")
             at_depth: dict[int, float] = {}
             for width in WIDTHS:
-                engine = engines.get(width, DECODE_LAYERS[width], scheme)
+                engine = engines.get(anchor_spec(width, DECODE_LAYERS[width]), scheme)
                 for n_tokens in PREFILL_TOKENS:
                     yield prefill_name(width, scheme, n_tokens), prefill_step_s(clock, engine, prompts, n_tokens)
                 for batch in DECODE_BATCHES:
@@ -149,8 +150,10 @@ def measure_serving_steps(clock: Clock, tell: Callable[[float, str], None]) -> I
                     if width == narrow:
                         at_depth[batch] = seconds
             for name, batch in (("one", 1), ("many", MANY)):
-                shallow = decode_step_s(clock, engines.get(narrow, SHALLOW, scheme), prompts, batch, DECODE_CONTEXT)
-                longer = decode_step_s(clock, engines.get(narrow, deep, scheme), prompts, batch, LONG_CONTEXT)
+                shallow = decode_step_s(
+                    clock, engines.get(anchor_spec(narrow, SHALLOW), scheme), prompts, batch, DECODE_CONTEXT
+                )
+                longer = decode_step_s(clock, engines.get(anchor_spec(narrow, deep), scheme), prompts, batch, LONG_CONTEXT)
                 layer_s = max((at_depth[batch] - shallow) / (deep - SHALLOW), LEAST_FIXED_S)
                 longer_s = layer_s + max(longer - at_depth[batch], 0.0) / deep
                 pairs = float(heads * batch)

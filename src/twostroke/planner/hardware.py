@@ -205,6 +205,11 @@ class Hardware:
         """Seconds that a product takes before its arithmetic: ``launch_<scheme>_s``, or one linear layer's."""
         return self.extras.get(f"launch_{scheme}_s", self.linear_launch_s)
 
+    @property
+    def runs_natively(self) -> bool:
+        """Whether products and steps of the native engine were measured here."""
+        return "native_working_set_bytes" in self.extras
+
     def has_scheme(self, scheme: str) -> bool:
         return any(p.scheme == scheme for p in self.matmul) or (self.basis != "measured")
 
@@ -433,6 +438,8 @@ def hardware_from_profile(profile: MachineProfile) -> Hardware:
 
 def _without_launch(point: MatmulPoint, profile: MachineProfile) -> MatmulPoint:
     """``point`` with the launch taken off its time: plans add it per product, and a small one is not a slow one."""
+    if point.scheme.startswith("native_"):  # measured inside one call, which starts nothing
+        return point
     flops = 2.0 * point.m * point.n * point.k
     seconds = flops / point.flop_per_s
     launch_s = profile.extras.get(f"launch_{point.scheme}_s", profile.linear_launch_s)

@@ -1,6 +1,12 @@
-"""Products of the native library as profiles and plans name them, with the bytes of their packed weights."""
+"""Products of the native library as profiles and plans name them: bytes of their packed weights, seconds at measured rates."""
 
 from __future__ import annotations
+
+from functools import lru_cache
+
+from twostroke.core.spec import ModelSpec
+from twostroke.planner.hardware import Hardware
+from twostroke.planner.params import Product, block_products, count_parameters, head_product
 
 PREFIX = "native_"
 
@@ -15,7 +21,85 @@ FORMATS: dict[str, tuple[str, int]] = {
 }
 """Name of a product → the library's format, and its group of inputs that share a scale (0: no groups)."""
 
+SCHEMES: dict[str, str] = {
+    "fp32": "native_fp32",
+    "bf16": "native_bf16",
+    "int8": "native_int8",
+    "int8_weight_only": "native_int8_weight_only",
+    "int4": "native_int4_g64",
+    "int4-g32": "native_int4_g32",
+    "int4-g64": "native_int4_g64",
+    "int4-g128": "native_int4_g128",
+}
+"""How our engine may hold the blocks' matrices → the product that computes them. int4 alone is in groups of 64."""
+
+TILE = 16
+INPUTS = 32
+_INPUT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int8_weight_only": 1.0, "int4": 0.5}
+
 
 def product_name(format: str, group: int = 0) -> str:
     """``native_int4_g64`` of ("int4", 64), ``native_bf16`` of ("bf16", 0): names of rates in a machine profile."""
     return f"{PREFIX}{format}_g{group}" if group else f"{PREFIX}{format}"
+
+
+def packed_bytes(name: str, n: int, k: int) -> float:
+    """Bytes of an (n, k) matrix packed for the product ``name``: outputs in tiles of 16, inputs (not fp32's) filled up to 32s,
+    an fp32 number an output in int8 and int4, and in int4 an fp16 scale and a byte of zero point a group and output.
+
+    It is what the library's ``ts_packed_bytes`` says (tests/calibration/test_native_rates.py)."""
+    format, group = FORMATS[name]
+    outputs = -(-n // TILE) * TILE
+    inputs = k if format == "fp32" else -(-k // INPUTS) * INPUTS
+    total = outputs * inputs * _INPUT_BYTES[format]
+    if format.startswith("int"):
+        total += 4.0 * outputs
+    if group:
+        total += outputs / TILE * (-(-(-(-k // group) * 3 * TILE) // 64) * 64)
+    return total
+
+
+def native_matrices(product: Product) -> tuple[tuple[int, int], ...]:
+    """(n, k) of the matrices that the native step makes of ``product``: gate and up are two."""
+    if product.name == "gate_up":
+        return ((product.n // 2, product.k),) * 2
+    return ((product.n, product.k),)
+
+
+def native_product_bytes(product: Product, name: str) -> float:
+    """Packed bytes of ``product``'s matrices and their fp32 biases: what one step reads."""
+    return sum(packed_bytes(name, n, k) for n, k in native_matrices(product)) + 4.0 * product.biases
+
+
+@lru_cache(maxsize=1024)
+def native_read_bytes(spec: ModelSpec, scheme: str, head: str) -> float:
+    """Bytes of weights that one step of the native engine reads: packed matrices, biases and norms in fp32, and the head, which
+    is held as ``head``. It is the engine's own ``Plan.step_bytes`` (tests/planner/test_native_plans.py)."""
+    blocks = sum(native_product_bytes(product, SCHEMES[scheme]) for product in block_products(spec))
+    parameters = count_parameters(spec)
+    norms = 4.0 * (parameters.norms + parameters.final_norm)
+    if spec.qk_norm:
+        norms += 4.0 * spec.n_layers * 2 * spec.head_dim
+    return spec.n_layers * blocks + norms + native_product_bytes(head_product(spec), SCHEMES[head])
+
+
+@lru_cache(maxsize=1024)
+def native_weights_bytes(spec: ModelSpec, scheme: str, head: str) -> float:
+    """Bytes of weights that the native engine holds: ``native_read_bytes``, learned positions and an untied embedding, of which
+    a step reads a few rows. A tied one stays in its file, beside the packed head."""
+    parameters, width = count_parameters(spec), 4.0 if scheme == "fp32" else 2.0
+    looked_up = parameters.positions + (0 if spec.tied_embeddings else parameters.embedding)
+    return native_read_bytes(spec, scheme, head) + width * looked_up
+
+
+def native_product_s(name: str, m: int, n: int, k: int, working_set_bytes: float, hardware: Hardware) -> float:
+    """Seconds of one packed matrix on ``m`` rows within a step that reads ``working_set_bytes``.
+
+    t = 2·m·n·k / rate as measured in a pass over W₀ = ``native_working_set_bytes``; the share s = bytes/t ÷ read rate at W₀ (at
+    most 1) of it was bound by reading: t·(1 + s²·(read rate at W₀ ÷ read rate at this working set − 1)). Where reading binds
+    (s = 1) the time follows the bandwidth, where arithmetic does (s ≈ 0) it stays; never less than reading its bytes."""
+    seconds = 2.0 * m * n * k / hardware.product_rate(name, m, n, k)
+    there = hardware.bandwidth(hardware.extras["native_working_set_bytes"])
+    n_bytes, here = packed_bytes(name, n, k), hardware.bandwidth(working_set_bytes)
+    share = min(1.0, n_bytes / seconds / there)
+    return max(seconds * (1.0 + share**2 * (there / here - 1.0)), n_bytes / here)

@@ -27,18 +27,18 @@ from twostroke.planner.memory import FP32, PRECISIONS, state_bytes
 from twostroke.planner.params import count_parameters
 from twostroke.planner.passes import optimizer_work
 from twostroke.planner.serving import (
-    ENGINE_SCHEMES,
     SCHEMES,
     ServingShape,
     decode_pass,
     decode_works,
+    engine_schemes,
     kv_bytes_on_device,
     memory_for_kv,
     prefill_works,
     prompt_pass,
     request_kv_bytes,
     runs_our_engine,
-    weights_on_device,
+    weights_held,
 )
 from twostroke.planner.step_time import Efficiencies, Pass, efficiencies_of
 from twostroke.planner.training import (
@@ -275,7 +275,7 @@ def _serve_candidates(spec: ModelSpec, work: ServeWork, space: Space, limits: Se
         our_engine = machine.basis == "measured" and machine.kind == "cpu"
         for scheme in space.precisions or SEARCHED_SCHEMES:
             lacking = _lacking_type(scheme, machine)
-            if our_engine and scheme not in ENGINE_SCHEMES:
+            if our_engine and scheme not in engine_schemes(machine):
                 lacking = scheme
             if lacking is not None:
                 yield _without_type("serve", machine, scheme, lacking)
@@ -327,7 +327,7 @@ class _ServeTimer:
             expert=placement[2],
         )
         self.layout = dict(zip(("tensor", "pipeline", "expert"), placement, strict=True))
-        self.weights = weights_on_device(spec, self.shape)
+        self.weights = weights_held(spec, self.shape, machine)
         self.request = kv_bytes_on_device(spec, self.shape, request_kv_bytes(spec, self.shape))
         self.room = memory_for_kv(spec, self.shape, machine)
         self.rates = efficiencies_of(machine, self.shape.engine)

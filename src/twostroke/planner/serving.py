@@ -8,6 +8,7 @@ from typing import Any
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.core.spec import ModelSpec
+from twostroke.planner import native_passes, native_products
 from twostroke.planner.cost import Cost, TokenPrices, cost_of, token_prices, usd_per_million_tokens
 from twostroke.planner.engine_passes import decode_ratio, engine_decode_works, engine_prefill_works, prefill_ratio
 from twostroke.planner.flops import decode_flops, prefill_flops
@@ -27,14 +28,19 @@ from twostroke.planner.step_time import (
     one_pass,
 )
 from twostroke.planner.weights import SCHEMES as WEIGHT_SCHEMES
-from twostroke.planner.weights import kv_bytes_per_token, weights_bytes
+from twostroke.planner.weights import kv_bytes_per_token, scheme_of, weights_bytes
 from twostroke.planner.work import Work, merge, total_seconds
 
 SCHEMES = tuple(WEIGHT_SCHEMES)
 """Weight schemes that can be planned on a datasheet's accelerators."""
 
-ENGINE_SCHEMES = ("fp32", "bf16", "int8")
-"""Those that our own engine serves, and that a calibrated machine can be planned with."""
+TORCH_SCHEMES = ("fp32", "bf16", "int8")
+"""Those whose steps our own engine's torch runner was calibrated with."""
+
+NATIVE_SCHEMES = tuple(native_products.SCHEMES)
+"""Those that the native engine serves, and that a machine calibrated with it can be planned with."""
+
+HEAD_DTYPES = ("auto", "fp32", "bf16", "int8", "int8_weight_only", "int4")
 
 CACHE_DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8", "int8")
 
@@ -60,9 +66,10 @@ class ServingShape:
     """How a model is served: ``batch`` requests decode together, each with a prompt and an answer of the given tokens.
 
     ``kv_cache_bytes`` = 0: the engine's default (``default_cache_bytes``); ``max_model_len`` = 0: the model's own;
-    ``kv_dtype`` = "auto": bf16, or fp32 with fp32 weights. ``tensor`` · ``pipeline`` devices hold one copy; ``expert`` above
-    ``tensor`` spreads the experts over more, with attention in expert/tensor groups. ``prefix_hit_share`` of a prompt's tokens
-    are in the cache already. ``engine``: whose step and launch times are taken on datasheet accelerators. Raises ConfigError.
+    ``head_dtype``, how our engine holds the output head, and ``kv_dtype`` = "auto": bf16, or fp32 with fp32 weights.
+    ``tensor`` · ``pipeline`` devices hold one copy; ``expert`` above ``tensor`` spreads the experts over more, with attention
+    in expert/tensor groups. ``prefix_hit_share`` of a prompt's tokens are in the cache already. ``engine``: whose step and
+    launch times are taken on datasheet accelerators. Raises ConfigError.
     """
 
     scheme: str = "bf16"
@@ -70,6 +77,7 @@ class ServingShape:
     prompt_tokens: int = 512
     output_tokens: int = 128
     kv_dtype: str = "auto"
+    head_dtype: str = "auto"
     kv_cache_bytes: int = 0
     max_model_len: int = 0
     tensor: int = 1
@@ -86,8 +94,11 @@ class ServingShape:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < bound:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least {bound}.")
-        if self.scheme not in SCHEMES:
-            raise ConfigError(f"scheme={self.scheme!r} is not a way to hold weights. Use one of {', '.join(SCHEMES)}.")
+        scheme_of(self.scheme)
+        if self.head_dtype not in HEAD_DTYPES:
+            raise ConfigError(
+                f"head_dtype={self.head_dtype!r} is not a way to hold a head. Use one of {', '.join(HEAD_DTYPES)}."
+            )
         if self.kv_dtype not in CACHE_DTYPES:
             raise ConfigError(f"kv_dtype={self.kv_dtype!r} is not a type of KV cache. Use one of {', '.join(CACHE_DTYPES)}.")
         if not 0 <= self.prefix_hit_share < 1:
@@ -115,6 +126,13 @@ class ServingShape:
     def cache_dtype(self) -> str:
         if self.kv_dtype != "auto":
             return self.kv_dtype
+        return "fp32" if self.scheme == "fp32" else "bf16"
+
+    @property
+    def head(self) -> str:
+        """How our engine holds the output head."""
+        if self.head_dtype != "auto":
+            return self.head_dtype
         return "fp32" if self.scheme == "fp32" else "bf16"
 
     @property
@@ -333,8 +351,15 @@ def second_copies_bytes(spec: ModelSpec, shape: ServingShape, hardware: Hardware
     return float(spec.n_layers * sum(twice))
 
 
+def stored_scheme_name(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> str:
+    """The scheme as it is on disk: our int4, where no group is named, is in groups of 64 as `twostroke quantize` writes it."""
+    return "int4-g64" if shape.scheme == "int4" and runs_natively(spec, shape, hardware) else shape.scheme
+
+
 def weights_held(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float:
-    """``weights_on_device`` and ``second_copies_bytes``: what the weights take in memory."""
+    """What the weights take in memory: packed, in the native engine; else ``weights_on_device`` and ``second_copies_bytes``."""
+    if runs_natively(spec, shape, hardware):
+        return native_products.native_weights_bytes(spec, shape.scheme, shape.head)
     return weights_on_device(spec, shape) + second_copies_bytes(spec, shape, hardware)
 
 
@@ -371,6 +396,9 @@ def default_cache_bytes(spec: ModelSpec, shape: ServingShape, hardware: Hardware
 
 def prefill_works(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> tuple[Work, ...]:
     """One prompt through the model, what the cache has of it left out; our own engine's held to the anchors."""
+    if runs_natively(spec, shape, hardware):
+        ratio = native_passes.prefill_ratio(spec, shape, hardware)
+        return tuple(work.stretched(ratio) for work in native_passes.prefill_works(spec, shape, hardware))
     if not runs_our_engine(spec, shape, hardware):
         return accelerator_works(spec, prompt_pass(spec, shape, hardware), efficiencies_of(hardware, shape.engine))
     ratio = prefill_ratio(spec, shape, hardware)
@@ -381,6 +409,8 @@ def decode_works(spec: ModelSpec, shape: ServingShape, hardware: Hardware, batch
     """One step of ``batch`` requests (default: the shape's), each with prompt + output/2 tokens before it."""
     if batch is not None:
         shape = replace(shape, batch=batch)
+    if runs_natively(spec, shape, hardware):
+        return native_passes.decode_works(spec, shape, hardware)
     if not runs_our_engine(spec, shape, hardware):
         return accelerator_works(spec, decode_pass(spec, shape, hardware), efficiencies_of(hardware, shape.engine))
     ratio = decode_ratio(spec, shape, hardware)
@@ -397,7 +427,17 @@ def runs_our_engine(spec: ModelSpec, shape: ServingShape, hardware: Hardware) ->
     """Whether rates of this very engine were measured for the plan: a calibrated machine, one device, a dense model of equal
     layers. Everything else is planned by ``step_time``."""
     plain = spec.moe is None and spec.mla is None and spec.global_attention is None
-    return hardware.basis == "measured" and shape.placement.devices == 1 and plain and shape.scheme in ENGINE_SCHEMES
+    return hardware.basis == "measured" and shape.placement.devices == 1 and plain and shape.scheme in engine_schemes(hardware)
+
+
+def runs_natively(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> bool:
+    """Whether that engine is the native one, whose rates the machine's profile holds."""
+    return hardware.runs_natively and runs_our_engine(spec, shape, hardware)
+
+
+def engine_schemes(hardware: Hardware) -> tuple[str, ...]:
+    """How our own engine can hold weights on a calibrated machine, as far as its steps were measured."""
+    return NATIVE_SCHEMES if hardware.runs_natively else TORCH_SCHEMES
 
 
 def decode_pass(
@@ -487,10 +527,16 @@ def check_placement(spec: ModelSpec, shape: ServingShape, hardware: Hardware) ->
         raise ConfigError(f"expert={expert} must divide n_experts={spec.moe.n_experts}.")
     if expert > tensor and expert % tensor:
         raise ConfigError(f"expert={expert} must be a multiple of tensor={tensor}, or at most as much.")
-    if hardware.basis == "measured" and hardware.kind == "cpu" and shape.scheme not in ENGINE_SCHEMES:
+    ours = engine_schemes(hardware)
+    if hardware.basis == "measured" and hardware.kind == "cpu" and shape.scheme not in ours:
         raise ConfigError(
-            f"scheme={shape.scheme!r} is not served by the engine on this machine. Use one of {', '.join(ENGINE_SCHEMES)}, or "
+            f"scheme={shape.scheme!r} is not served by the engine on this machine. Use one of {', '.join(ours)}, or "
             "name an accelerator with --hardware."
+        )
+    if hardware.basis != "measured" and shape.scheme not in SCHEMES:
+        raise ConfigError(
+            f"scheme={shape.scheme!r} is our engine's own, on a calibrated CPU (--hardware this). "
+            f"On {hardware.label} use one of {', '.join(SCHEMES)}."
         )
 
 
@@ -569,7 +615,7 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
         decode=decode,
         prefill_flops_per_token=prefill_flops(spec, shape.prompt_tokens) / shape.prompt_tokens,
         decode_flops_per_token=decode_flops(spec, shape.context),
-        model_bytes=weights_bytes(spec, shape.scheme),
+        model_bytes=weights_bytes(spec, stored_scheme_name(spec, shape, hardware)),
         startup_s=hardware.extras.get("torch_import_s", 2.0) + load,
         cost_per_hour=cost_of(3600.0, hardware, shape.placement.devices),
         check_s=check_s(spec, shape, hardware),

@@ -28,12 +28,12 @@ from twostroke.planner.hardware import (
 )
 from twostroke.planner.network import all_to_all_s, ring_all_reduce_s, send_s
 from twostroke.planner.params import LayerKind, Product, head_product, layer_kinds
-from twostroke.planner.weights import matrix_bytes
+from twostroke.planner.weights import OURS, matrix_bytes
 
 EFFICIENCIES_FILE = Path(__file__).parent / "efficiencies.toml"
 
 COMPUTE_DTYPES = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "int8": "bf16", "int4": "bf16", "w8a8": "int8", "fp8": "fp8",
-                  "mxfp4": "fp4", "nvfp4": "fp4"}  # fmt: skip
+                  "mxfp4": "fp4", "nvfp4": "fp4"} | dict.fromkeys(OURS, "bf16")  # fmt: skip
 """The type in which a scheme's products are computed. int8 and int4 hold weights only; a device without fp8, int8 or fp4 units
 computes in bf16 (``compute_dtype``)."""
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.params import Product, count_parameters, layer_kinds
+from twostroke.planner.params import LayerKind, Product, count_parameters, layer_kinds
 
 FP32 = 4.0
 """Bytes."""
@@ -62,15 +62,25 @@ SCHEMES: dict[str, Scheme] = {
     # NVIDIA's: blocks of 16 with one e4m3 scale, 4.5 bits an element.
     "nvfp4": Scheme(0.5, 1.0, 1, 16),
 }
-"""Schemes by the name that options and ledger records use. All but the first three quantise the blocks' matrices, routers
-aside; embedding, positions, output head, norms, biases and other small tensors stay in 16 bits."""
+"""Schemes by the name that options and ledger records use, as accelerators serve them. All but the first three quantise the
+blocks' matrices, routers aside; embedding, positions, output head, norms, biases and other small tensors stay in 16 bits."""
+
+
+OURS: dict[str, Scheme] = {
+    "int8_weight_only": SCHEMES["int8"],
+    "int4-g32": Scheme(0.5, 4.5, 1, 32),
+    "int4-g64": Scheme(0.5, 4.5, 1, 64),
+    "int4-g128": Scheme(0.5, 4.5, 1, 128),
+}
+"""Those that only our engine serves, as `twostroke quantize` writes them: a group has an fp32 scale and a 4-bit zero point."""
 
 
 def scheme_of(name: str) -> Scheme:
     """The scheme called ``name``; ConfigError for another name."""
-    if name not in SCHEMES:
-        raise ConfigError(f"scheme={name!r} is not a way to hold weights. Use one of {', '.join(SCHEMES)}.")
-    return SCHEMES[name]
+    known = SCHEMES | OURS
+    if name not in known:
+        raise ConfigError(f"scheme={name!r} is not a way to hold weights. Use one of {', '.join(known)}.")
+    return known[name]
 
 
 def matrix_bytes(spec: ModelSpec, product: Product, scheme: str) -> float:
@@ -122,9 +132,17 @@ def kv_bytes_per_token(spec: ModelSpec, dtype: str = "bf16") -> float:
 
     2·K·D elements a layer, key and value; with latent attention d_c + d_rope, and the indexer's key where there is one (counted
     in the same type). The factor 2 and the K (not H) heads matter: Llama-3-8B at 8,192 tokens is 1.00 GiB in bf16
-    (tests/planner/test_planner_memory.py); DeepSeek-V3 70,272 bytes a token (arXiv 2505.09343, table 1).
+    (tests/planner/test_planner_memory.py); DeepSeek-V3 70,272 bytes a token (arXiv 2505.09343, table 1). In int8 each head's
+    key and value has an fp32 scale of its own, as our engine holds it: ``kv_scale_bytes``.
     """
-    return sum(count * kind.kv_elements for kind, count in layer_kinds(spec)) * bytes_of(dtype)
+    return sum(count * (kind.kv_elements * bytes_of(dtype) + kv_scale_bytes(kind, dtype)) for kind, count in layer_kinds(spec))
+
+
+def kv_scale_bytes(kind: LayerKind, dtype: str) -> float:
+    """Bytes of the scales of one token in one layer of an int8 cache: 2·K·4 (of latent attention 4); none in other types."""
+    if dtype != "int8":
+        return 0.0
+    return FP32 * (1 if kind.latent_dim is not None else 2 * kind.n_kv_heads)
 
 
 def kv_bytes(spec: ModelSpec, dtype: str, n_tokens: float) -> float:
@@ -132,8 +150,9 @@ def kv_bytes(spec: ModelSpec, dtype: str, n_tokens: float) -> float:
 
     Pages are not rounded here, and an engine that frees nothing behind a window holds n·``kv_bytes_per_token`` instead.
     """
-    elements = sum(
-        count * kind.kv_elements * (n_tokens if kind.window is None else min(n_tokens, kind.window))
+    return sum(
+        count
+        * (kind.kv_elements * bytes_of(dtype) + kv_scale_bytes(kind, dtype))
+        * (n_tokens if kind.window is None else min(n_tokens, kind.window))
         for kind, count in layer_kinds(spec)
     )
-    return elements * bytes_of(dtype)

@@ -21,10 +21,10 @@ log = logging.getLogger("twostroke.server")
 
 
 def scheme_of(directory: Path, dtype: str) -> str:
-    """How the engine will hold the weights: ``dtype``, or what "auto" comes to for this directory."""
+    """How the engine will hold the weights: ``dtype``, or what "auto" comes to for this directory; 4 bits with their group."""
     stored = stored_scheme(directory)
     if stored is not None:
-        return stored.name
+        return stored.name if stored.group is None else f"{stored.name}-g{stored.group}"
     return "bf16" if dtype == "auto" else dtype
 
 

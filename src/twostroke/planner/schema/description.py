@@ -345,6 +345,7 @@ OBJECTS: dict[str, tuple[str, Fields]] = {
             "prompt_tokens": ("integer", "tokens of a prompt"),
             "output_tokens": ("integer", "tokens of an answer"),
             "kv_dtype": ("text", "type of the cache"),
+            "head_dtype": ("text", "how our engine holds the output head"),
             "kv_cache_bytes": ("integer", "bytes asked for; 0: the engine's default"),
             "max_model_len": ("integer", "longest context; 0: the model's"),
             "tensor": ("integer", "ranks of tensor parallelism"),

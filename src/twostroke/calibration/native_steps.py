@@ -1,0 +1,112 @@
+"""Whole steps of the native engine on small models of random weights, and what they say of everything that is no product."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from twostroke.calibration.serving_steps import Engines, Prompts, decode_step_s, prefill_step_s
+from twostroke.calibration.timing import Clock
+from twostroke.core.profile import MachineProfile
+from twostroke.planner.hardware import Hardware, hardware_from_profile
+from twostroke.planner.native_anchors import (
+    DECODE_ANCHORS,
+    PREFILL_ANCHORS,
+    SCHEMES,
+    UNITS,
+    WIDE,
+    NativeAnchor,
+    fitted_name,
+)
+from twostroke.planner.native_passes import (
+    anchor_shape,
+    decode_products,
+    decode_unknowns,
+    prefill_products,
+    prefill_unknowns,
+)
+from twostroke.planner.serving import ServingShape
+from twostroke.planner.work import total_seconds
+
+SLOW_SCHEMES = ("fp32", "int8_weight_only")
+"""Formats without a unit for their products: they get the narrow models only, and no prompt beyond ``SLOW_TOKENS``."""
+
+SLOW_TOKENS = 128
+
+
+def measure_native_steps(
+    clock: Clock, tell: Callable[[float, str], None], schemes: Sequence[str] = SCHEMES
+) -> Iterator[tuple[str, float]]:
+    """Seconds of the anchors of ``planner.native_anchors``."""
+    with tempfile.TemporaryDirectory(prefix="twostroke-anchors-") as folder:
+        prompts = Prompts()
+        for i, scheme in enumerate(schemes):
+            tell(i / len(schemes), f"{scheme} steps of the engine")
+            engines = Engines(Path(folder))
+            for anchor in (*PREFILL_ANCHORS, *DECODE_ANCHORS):
+                if scheme in SLOW_SCHEMES and (anchor.width == WIDE[0] or anchor.rows > SLOW_TOKENS):
+                    continue
+                engine = engines.get(anchor.spec, scheme)
+                if anchor.phase == "prefill":
+                    seconds = prefill_step_s(clock, engine, prompts, anchor.rows)
+                else:
+                    seconds = decode_step_s(clock, engine, prompts, anchor.rows, anchor.context)
+                yield anchor.name(scheme), seconds
+
+
+@dataclass(frozen=True)
+class Equation:
+    """A measured step: ``whole_s``, of which ``rest_s`` is no product, and how many of each unit it has."""
+
+    whole_s: float
+    rest_s: float
+    units: Mapping[str, float]
+
+
+def with_fitted_prices(profile: MachineProfile) -> MachineProfile:
+    """``profile`` with the seconds of each unit (``native_<phase>_<scheme>_<unit>_s``) that explain its whole steps best once
+    products are taken off at the profile's own rates; units that come out as nothing are left out."""
+    hardware = hardware_from_profile(profile)
+    extras = dict(profile.extras)
+    for scheme in SCHEMES:
+        shape = ServingShape(scheme=scheme)
+        for phase, anchors in (("prefill", PREFILL_ANCHORS), ("decode", DECODE_ANCHORS)):
+            equations = [_equation(a, shape, extras[a.name(scheme)], hardware) for a in anchors if a.name(scheme) in extras]
+            if equations:
+                prices = least_squares_above_zero(equations, UNITS[phase])
+                extras |= {fitted_name(phase, scheme, unit): seconds for unit, seconds in prices.items() if seconds > 0}
+    return replace(profile, extras=extras)
+
+
+def _equation(anchor: NativeAnchor, like: ServingShape, whole_s: float, hardware: Hardware) -> Equation:
+    shape = anchor_shape(anchor, like)
+    if anchor.phase == "prefill":
+        products, units = prefill_products(anchor.spec, shape, hardware), prefill_unknowns(anchor.spec, shape)
+    else:
+        products, units = decode_products(anchor.spec, shape, hardware), decode_unknowns(anchor.spec, shape)
+    return Equation(whole_s, whole_s - total_seconds(products), units)
+
+
+def least_squares_above_zero(equations: Sequence[Equation], names: Sequence[str]) -> dict[str, float]:
+    """Prices ≥ 0 of ``names`` that make Σ ((Σ units·price − rest)/whole)² least: of all sets of units that may have a price,
+    the one whose unrestricted solution is nowhere negative and leaves least."""
+    weights = torch.tensor([1.0 / e.whole_s for e in equations], dtype=torch.float64)
+    target = torch.tensor([e.rest_s for e in equations], dtype=torch.float64) * weights
+    columns = {n: torch.tensor([e.units.get(n, 0.0) for e in equations], dtype=torch.float64) * weights for n in names}
+    best, found = float(target.square().sum()), dict.fromkeys(names, 0.0)
+    for chosen in range(1, 2 ** len(names)):
+        used = [n for i, n in enumerate(names) if chosen >> i & 1]
+        scales = [float(columns[n].norm()) for n in used]
+        if not all(scales):
+            continue
+        matrix = torch.stack([columns[n] / s for n, s in zip(used, scales, strict=True)], dim=1)
+        prices = torch.linalg.lstsq(matrix, target[:, None], driver="gelsd").solution[:, 0]
+        left = float((matrix @ prices - target).square().sum())
+        if bool((prices >= 0).all()) and left < best:
+            best = left
+            found = dict.fromkeys(names, 0.0) | {n: float(p) / s for n, p, s in zip(used, prices, scales, strict=True)}
+    return found

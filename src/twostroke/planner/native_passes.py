@@ -1,0 +1,215 @@
+"""Prefill and decode in the native engine: products at the library's measured rates, what surrounds them as whole steps of the
+engine showed it."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from twostroke.core.spec import ModelSpec
+from twostroke.planner.anchors import Ratios, ratio_at
+from twostroke.planner.hardware import Hardware
+from twostroke.planner.latency import elementwise_elements
+from twostroke.planner.native_anchors import (
+    PREFILL_ANCHORS,
+    SHALLOW,
+    NativeAnchor,
+    fitted_name,
+)
+from twostroke.planner.native_products import (
+    SCHEMES,
+    native_matrices,
+    native_product_bytes,
+    native_product_s,
+    native_read_bytes,
+)
+from twostroke.planner.params import Product, block_products, head_product
+from twostroke.planner.weights import kv_bytes_per_token
+from twostroke.planner.work import Work, merge, total_seconds
+
+if TYPE_CHECKING:
+    from twostroke.planner.serving import ServingShape
+
+TOKEN_BUDGET = 512
+"""Tokens the engine computes in one step by default: a longer prompt is prefilled in several."""
+
+
+def product_work(product: Product, name: str, rows: int, working_set: float, hardware: Hardware) -> Work:
+    """One weight matrix (or a gated pair) on ``rows`` rows: 2·rows·n·k FLOP, packed weights read once."""
+    n_bytes = native_product_bytes(product, name)
+    seconds = sum(native_product_s(name, rows, n, k, working_set, hardware) for n, k in native_matrices(product))
+    memory_s = n_bytes / hardware.bandwidth(working_set)
+    return Work(product.component, 2.0 * rows * product.weights, n_bytes, seconds, memory_s, 0.0, seconds)
+
+
+def elements_of(spec: ModelSpec, rows: int) -> dict[str, float]:
+    """Numbers that norms, rotary turn, writing the cache, activation (and quantising rows for the products) read and write in
+    one layer, by component."""
+    counts = elementwise_elements(spec, backward=False)
+    counts["attention"] += 2.0 * spec.n_kv_heads * spec.head_dim
+    if spec.qk_norm:
+        counts["attention"] += 2.0 * (spec.n_heads + spec.n_kv_heads) * spec.head_dim
+    return {component: rows * count for component, count in counts.items()}
+
+
+def attention_flop(spec: ModelSpec, start: int, count: int) -> float:
+    """4·H·D for each pair of a query and a key that it sees, all layers, for tokens start + 1 … start + count."""
+    pairs = 0.0
+    for layer in range(spec.n_layers):
+        window = spec.window_of_layer(layer) or start + count
+        growing = min(max(window - start, 0), count)
+        pairs += growing * start + growing * (growing + 1) / 2 + (count - growing) * window
+    return 4.0 * spec.n_heads * spec.head_dim * pairs
+
+
+def chunks(shape: ServingShape) -> list[tuple[int, int]]:
+    """(tokens before it, tokens) of each step that computes the prompt."""
+    ends = [*range(shape.hit_tokens, shape.prompt_tokens, TOKEN_BUDGET), shape.prompt_tokens]
+    return [(first, last - first) for first, last in itertools.pairwise(ends)]
+
+
+def prefill_unknowns(spec: ModelSpec, shape: ServingShape) -> dict[str, float]:
+    """What a prompt takes beside its products, in units whose price ``calibration.native_steps`` fits: steps, layers, elements
+    and FLOP of attention."""
+    parts = chunks(shape)
+    return {
+        "step": len(parts),
+        "layer": len(parts) * spec.n_layers,
+        "element": spec.n_layers * sum(sum(elements_of(spec, count).values()) for _, count in parts),
+        "attention": sum(attention_flop(spec, start, count) for start, count in parts),
+    }
+
+
+def decode_unknowns(spec: ModelSpec, shape: ServingShape) -> dict[str, float]:
+    """The same of a decode step, but for attention numbers of keys and values that are walked: a key head is read once for all
+    its query heads. Each request adds a row, whose token is looked for and handed on."""
+    return {
+        "step": 1.0,
+        "row": float(shape.batch),
+        "layer": float(spec.n_layers),
+        "element": spec.n_layers * sum(elements_of(spec, shape.batch).values()),
+        "key": 2.0 * shape.batch * spec.n_layers * _keys(spec, shape) * spec.n_kv_heads * spec.head_dim,
+    }
+
+
+def _keys(spec: ModelSpec, shape: ServingShape) -> float:
+    """Keys that a token at the mean context sees in a layer, the mean over layers."""
+    windows = [spec.window_of_layer(i) or shape.context for i in range(spec.n_layers)]
+    return sum(min(shape.context, window) for window in windows) / spec.n_layers
+
+
+def price(hardware: Hardware, phase: str, scheme: str, unit: str) -> float:
+    """Seconds of one of ``unit``, as fitted (0 where the fit found none)."""
+    return hardware.extras.get(fitted_name(phase, scheme, unit), 0.0)
+
+
+def _products(
+    spec: ModelSpec, shape: ServingShape, rows: int, last_rows: int, working_set: float, hardware: Hardware
+) -> list[Work]:
+    """Every matrix of a step; after the last layer's attention only ``last_rows`` rows go on, and through the head."""
+    name = SCHEMES[shape.scheme]
+    works = []
+    for product in block_products(spec):
+        n_whole = spec.n_layers if product.name == "qkv" or last_rows == rows else spec.n_layers - 1
+        works.append(product_work(product, name, rows, working_set, hardware).times(n_whole))
+        if n_whole < spec.n_layers:
+            works.append(product_work(product, name, last_rows, working_set, hardware))
+    head = product_work(head_product(spec), SCHEMES[shape.head], last_rows, working_set, hardware)
+    logits = 8.0 * last_rows * spec.vocab_size  # fp32, written and read
+    return [*works, head, Work.limited("head", 0.0, logits, 0.0, logits / hardware.bandwidth(logits))]
+
+
+def _around(
+    units: dict[str, float],
+    phase: str,
+    spec: ModelSpec,
+    shape: ServingShape,
+    flop: float,
+    kv_bytes: float,
+    working_set: float,
+    hardware: Hardware,
+) -> list[Work]:
+    """What a step takes beside its products, at the fitted prices."""
+
+    def seconds(unit: str) -> float:
+        return units.get(unit, 0.0) * price(hardware, phase, shape.scheme, unit)
+
+    shares = elements_of(spec, 1)
+    whole = sum(shares.values())
+    works = [
+        Work.limited(component, 0.0, 0.0, 0.0, 0.0, (seconds("element") + seconds("layer")) * count / whole)
+        for component, count in shares.items()
+    ]
+    reading_s = kv_bytes / hardware.bandwidth(working_set)
+    attention_s = seconds("attention") + seconds("key")
+    works.append(Work("attention", flop, kv_bytes, attention_s, reading_s, 0.0, max(attention_s, reading_s)))
+    works.append(Work.limited("head", 0.0, 0.0, 0.0, 0.0, seconds("step") + seconds("row")))
+    return works
+
+
+def prefill_products(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> list[Work]:
+    """The matrices of a prompt, in as many steps as the token budget makes of it; of each only the last token goes on after
+    the last layer's attention."""
+    weights = native_read_bytes(spec, shape.scheme, shape.head)
+    return [work for _, count in chunks(shape) for work in _products(spec, shape, count, 1, weights, hardware)]
+
+
+def prefill_works(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> tuple[Work, ...]:
+    """A prompt alone."""
+    weights, token = native_read_bytes(spec, shape.scheme, shape.head), kv_bytes_per_token(spec, shape.cache_dtype)
+    kv_bytes = sum(start + count for start, count in chunks(shape)) * token
+    units = prefill_unknowns(spec, shape)
+    around = _around(units, "prefill", spec, shape, units["attention"], kv_bytes, weights, hardware)
+    return merge([*prefill_products(spec, shape, hardware), *around])
+
+
+def decode_cache_bytes(spec: ModelSpec, shape: ServingShape) -> float:
+    """Keys and values that one decode step of the batch attends to."""
+    return shape.batch * _keys(spec, shape) * kv_bytes_per_token(spec, shape.cache_dtype)
+
+
+def decode_products(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> list[Work]:
+    """The matrices of a decode step; what it reads between two uses of one is all weights and the cache."""
+    working_set = native_read_bytes(spec, shape.scheme, shape.head) + decode_cache_bytes(spec, shape)
+    return _products(spec, shape, shape.batch, shape.batch, working_set, hardware)
+
+
+def decode_works(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> tuple[Work, ...]:
+    """One decode step of the batch at the mean context of an answer."""
+    kv_bytes = decode_cache_bytes(spec, shape)
+    working_set = native_read_bytes(spec, shape.scheme, shape.head) + kv_bytes
+    flop = shape.batch * attention_flop(spec, shape.context, 1)
+    around = _around(decode_unknowns(spec, shape), "decode", spec, shape, flop, kv_bytes, working_set, hardware)
+    return merge([*decode_products(spec, shape, hardware), *around])
+
+
+# -- held to whole steps --------------------------------------------------------------------------------------------------
+
+
+def prefill_ratio(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float:
+    """Measured ÷ planned of calibration's prompts, at this width and so many tokens. Decode steps are not held so: where they
+    are off, weights came from the last cache or did not, which is a matter of the model's size and not of its width (held to
+    the wide anchor, the 135M shape's bf16 step came out a quarter short; as planned it is right within 5%)."""
+    ratios = anchor_ratios(type(shape)(scheme=shape.scheme), hardware)
+    return ratio_at(ratios, spec.d_model, max(1, shape.prompt_tokens - shape.hit_tokens))
+
+
+@lru_cache(maxsize=64)
+def anchor_ratios(like: ServingShape, hardware: Hardware) -> Ratios:
+    """Of the prompts of the two deeper models by (width, tokens), under the scheme of ``like``."""
+    found: dict[tuple[int, int], float] = {}
+    for anchor in PREFILL_ANCHORS:
+        measured = hardware.extras.get(anchor.name(like.scheme))
+        if measured is not None and (anchor.width, anchor.n_layers) != SHALLOW:
+            planned = prefill_works(anchor.spec, anchor_shape(anchor, like), hardware)
+            found[anchor.width, anchor.rows] = measured / total_seconds(planned)
+    return found
+
+
+def anchor_shape(anchor: NativeAnchor, like: ServingShape) -> ServingShape:
+    """The anchor as a shape to plan."""
+    if anchor.phase == "prefill":
+        return replace(like, prompt_tokens=anchor.rows, output_tokens=1, batch=1)
+    return replace(like, prompt_tokens=anchor.context, output_tokens=1, batch=anchor.rows)

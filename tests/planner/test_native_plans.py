@@ -1,0 +1,178 @@
+"""Plans of the native engine: bytes as it holds them, times by their formulas."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from machines import machine, small_llama
+from small_models import SPECS, saved
+from twostroke.core.errors import ConfigError
+from twostroke.core.profile import BandwidthPoint, MatmulPoint
+from twostroke.core.spec import ModelSpec
+from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.engine.kv_pool import token_bytes
+from twostroke.kernels.native_library import library, why_absent
+from twostroke.planner.hardware import Hardware, load_hardware
+from twostroke.planner.native_anchors import DECODE_ANCHORS, PREFILL_ANCHORS, SCHEMES, fitted_name
+from twostroke.planner.native_passes import (
+    anchor_shape,
+    attention_flop,
+    chunks,
+    decode_works,
+    prefill_ratio,
+    prefill_works,
+)
+from twostroke.planner.native_products import (
+    FORMATS,
+    native_product_s,
+    native_read_bytes,
+    native_weights_bytes,
+    packed_bytes,
+)
+from twostroke.planner.native_products import SCHEMES as NATIVE_SCHEMES
+from twostroke.planner.serving import ServingPlan, ServingShape, plan_serving
+from twostroke.planner.weights import kv_bytes_per_token, weights_bytes
+from twostroke.planner.work import total_seconds
+from twostroke.quantization.convert import quantize_model
+
+W0 = 128e6
+
+
+def native(rate: float = 1e12, **extras: float) -> Hardware:
+    """A machine with the native engine's rates: every product at ``rate``, reading at 40 GB/s to 128 MB and 20 beyond 1 GB."""
+    points = tuple(MatmulPoint(name, m, 512, 512, rate) for name in FORMATS for m in (1, 512))
+    base = machine()
+    return dataclasses.replace(
+        base,
+        extras={**base.extras, "native_working_set_bytes": W0, **extras},
+        matmul=(*base.matmul, *points),
+        read_bandwidth=(BandwidthPoint(int(W0), 40e9), BandwidthPoint(10**9, 20e9)),
+    )
+
+
+def plan(spec: ModelSpec | None = None, hardware: Hardware | None = None, **changes: object) -> ServingPlan:
+    return plan_serving(spec or small_llama(), ServingShape(**changes), hardware or native())  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(library() is None, reason=why_absent())
+@pytest.mark.parametrize("head", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("scheme", ["fp32", "bf16", "int8", "int8_weight_only", "int4"])
+@pytest.mark.parametrize("family", list(SPECS))
+def test_weights_are_those_that_the_engine_holds(tmp_path: Path, family: str, scheme: str, head: str) -> None:
+    directory = saved(family, tmp_path / "m")[1]
+    core = EngineCore(directory, EngineConfig(dtype=scheme, head_dtype=head, n_threads=1, kv_cache_bytes=2**20))
+    shape = ServingShape(scheme=scheme, head_dtype=head)
+    assert native_read_bytes(core.spec, scheme, shape.head) == core.plan.step_bytes
+    assert native_weights_bytes(core.spec, scheme, shape.head) == core.weights_bytes
+
+
+@pytest.mark.skipif(library() is None, reason=why_absent())
+@pytest.mark.parametrize("scheme", ["int8", "int4", "int4-g32", "int4-g128"])
+def test_a_quantised_directory_is_planned_as_it_is(tmp_path: Path, scheme: str) -> None:
+    from twostroke.model.decoder import Decoder
+    from twostroke.model.initialise import initialise
+    from twostroke.model.save import save_model
+    from twostroke.server.record import scheme_of
+
+    decoder = Decoder(small_llama(vocab_size=128))
+    initialise(decoder, 0)
+    quantize_model(save_model(decoder, decoder.spec, tmp_path / "m", "bf16"), tmp_path / "q", scheme)
+    core = EngineCore(tmp_path / "q", EngineConfig(n_threads=1, kv_cache_bytes=2**20, kv_dtype="int8"))
+    found = scheme_of(tmp_path / "q", "auto")
+    planned = plan(core.spec, scheme=found, kv_dtype="int8", kv_cache_bytes=2**20, prompt_tokens=64, output_tokens=8)
+    assert planned.memory_bytes["weights"] == core.weights_bytes
+    assert planned.memory_bytes["kv_cache"] == core.kv_cache_bytes
+    on_disk = sum(file.stat().st_size for file in (tmp_path / "q").glob("*.safetensors"))
+    assert planned.model_bytes == pytest.approx(on_disk, rel=0.02)  # names and shapes beside the numbers
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("family", list(SPECS))
+def test_a_cached_token_takes_what_the_pool_gives_it(family: str, dtype: str) -> None:
+    assert kv_bytes_per_token(SPECS[family], dtype) == token_bytes(SPECS[family], dtype)
+
+
+def test_a_product_follows_the_bandwidth_where_reading_binds_it_and_stays_where_arithmetic_does() -> None:
+    n_bytes = packed_bytes("native_int8", 512, 512)
+    reading = native(2.0 * 512 * 512 / (n_bytes / 40e9))  # one row as fast as its bytes come
+    assert native_product_s("native_int8", 1, 512, 512, W0, reading) == pytest.approx(n_bytes / 40e9)
+    assert native_product_s("native_int8", 1, 512, 512, 1e9, reading) == pytest.approx(n_bytes / 20e9)
+    slow = native(1e9)
+    assert native_product_s("native_int8", 1, 512, 512, 1e9, slow) == pytest.approx(2 * 512 * 512 / 1e9, rel=0.01)
+
+
+def test_no_step_is_planned_faster_than_its_bytes_can_be_read() -> None:
+    for scheme in NATIVE_SCHEMES:
+        p = plan(scheme=scheme, hardware=native(1e18))
+        floor = sum(w.memory_s for w in p.decode)
+        assert p.tpot_s >= floor * (1 - 1e-9)
+        assert floor >= native_read_bytes(p.spec, scheme, p.shape.head) / 40e9
+
+
+def test_what_surrounds_products_costs_its_fitted_price() -> None:
+    spec = small_llama()
+    plain = plan(spec, batch=3, prompt_tokens=100, output_tokens=1)
+    prices = {fitted_name("decode", "bf16", unit): price for unit, price in (("step", 1e-3), ("row", 1e-4), ("layer", 1e-5))}
+    dear = plan(spec, native(**prices), batch=3, prompt_tokens=100, output_tokens=1)
+    assert dear.tpot_s - plain.tpot_s == pytest.approx(1e-3 + 3e-4 + spec.n_layers * 1e-5)
+    assert dear.ttft_s == plain.ttft_s
+
+
+def test_schemes_and_heads_and_caches_change_the_plan() -> None:
+    base = plan(prompt_tokens=800, batch=8)
+    assert plan(prompt_tokens=800, batch=8, kv_dtype="int8").memory_bytes["kv_cache"] < 0.6 * base.memory_bytes["kv_cache"]
+    assert plan(head_dtype="int8").memory_bytes["weights"] < base.memory_bytes["weights"]
+    sizes = [plan(scheme=f"int4-g{group}").memory_bytes["weights"] for group in (32, 64, 128)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert plan(scheme="int4").memory_bytes["weights"] == sizes[1]
+
+
+@pytest.mark.parametrize("start", [0, 5])
+@pytest.mark.parametrize("window", [None, 3, 100])
+def test_attention_counts_the_pairs_that_see_each_other(start: int, window: int | None) -> None:
+    spec = small_llama(n_layers=2)
+    if window:
+        spec = spec.with_(sliding_window=window, sliding_window_layers=(0, 1))
+    pairs = sum(min(start + i, window or 10**9) for i in range(1, 9))
+    assert attention_flop(spec, start, 8) == 4 * spec.n_heads * spec.head_dim * 2 * pairs
+
+
+def test_a_prompt_is_computed_in_steps_of_the_token_budget() -> None:
+    assert chunks(ServingShape(prompt_tokens=1200)) == [(0, 512), (512, 512), (1024, 176)]
+    assert chunks(ServingShape(prompt_tokens=512)) == [(0, 512)]
+    assert chunks(ServingShape(prompt_tokens=64, prefix_hit_share=0.9)) == [(48, 16)]
+
+
+def test_a_prompt_of_an_anchors_shape_takes_what_was_measured() -> None:
+    anchor = PREFILL_ANCHORS[1]
+    hardware = native(**{anchor.name("int8"): 0.123})
+    shape = anchor_shape(anchor, ServingShape(scheme="int8"))
+    planned = total_seconds(prefill_works(anchor.spec, shape, hardware))
+    assert prefill_ratio(anchor.spec, shape, hardware) == pytest.approx(0.123 / planned)
+    assert plan_serving(anchor.spec, shape, hardware).ttft_s == pytest.approx(0.123)
+
+
+def test_names_of_anchors_are_told_apart() -> None:
+    names = [a.name(s) for a in (*PREFILL_ANCHORS, *DECODE_ANCHORS) for s in SCHEMES]
+    assert len(set(names)) == len(names)
+
+
+def test_work_is_counted_once_by_component() -> None:
+    p = plan(batch=2, prompt_tokens=50, output_tokens=1, scheme="int8")
+    assert p.decode == decode_works(p.spec, p.shape, p.hardware)
+    read = sum(w.bytes for w in p.decode if w.component != "head")
+    head = packed_bytes("native_bf16", p.spec.vocab_size, p.spec.d_model)
+    norms = 4 * p.spec.d_model * (2 * p.spec.n_layers + 1)
+    kv = 2 * 51 * kv_bytes_per_token(p.spec)
+    assert read == pytest.approx(native_read_bytes(p.spec, "int8", "bf16") - head - norms + kv)
+
+
+def test_what_only_our_engine_serves_is_refused_elsewhere() -> None:
+    with pytest.raises(ConfigError, match="our engine's own"):
+        plan_serving(small_llama(), ServingShape(scheme="int4-g32"), load_hardware("h100"))
+    with pytest.raises(ConfigError, match="head_dtype='fp8'"):
+        ServingShape(head_dtype="fp8")
+    assert weights_bytes(small_llama(), "int4-g32") > weights_bytes(small_llama(), "int4-g128")
