@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from twostroke.core.dtypes import bytes_of
-from twostroke.core.errors import CapacityError
 from twostroke.core.spec import ModelSpec
+from twostroke.engine.memory import untouched_zeros
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -36,12 +35,8 @@ class KVPool:
         self.n_kv_heads, self.head_dim = spec.n_kv_heads, spec.head_dim
         self.n_bytes = token_bytes(spec, dtype) * n_pages * page_tokens
         shape = (spec.n_layers, 2 * spec.n_kv_heads, n_pages * page_tokens, spec.head_dim)
-        try:
-            raw = np.zeros(shape, np.float32 if dtype == "fp32" else np.uint16)
-        except MemoryError:
-            raise CapacityError(f"a KV cache of {self.n_bytes} bytes does not fit in memory. Lower kv_cache_bytes.") from None
-        storage = torch.from_numpy(raw)
-        self.storage = storage if dtype == "fp32" else storage.view(torch.bfloat16)
+        raw = torch.from_numpy(untouched_zeros(self.n_bytes))
+        self.storage = raw.view(torch.float32 if dtype == "fp32" else torch.bfloat16).view(shape)
         self._layers = tuple(self.storage)
         self._halves = tuple(layer[:, None].split(spec.n_kv_heads) for layer in self._layers)  # (K, 1, slots, D) twice
         self._paged = tuple(layer.view(2 * spec.n_kv_heads, n_pages, page_tokens * spec.head_dim) for layer in self._layers)

@@ -23,12 +23,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from twostroke.engine.memory import return_freed_memory
 from twostroke.kernels.native_library import library
 from twostroke.kernels.native_matrix import NativeMatrix
 
 FOLDER = ".packed"
 LEAST_BYTES = 32 * 2**20
 """A smaller model is packed faster than it is worth a file."""
+
+RETURN_EVERY = 2**24
+"""Packed weights after which what packing them has freed goes back to the system."""
 
 _HEADER_BYTES = 2**20
 _KEPT = 4
@@ -72,6 +76,7 @@ class PackedCache:
     def __init__(self, directory: Path, key: str | None) -> None:
         self.path = None if key is None else directory / FOLDER / f"{key}.bin"
         self._made: list[NativeMatrix] = []
+        self._n_packed = 0
         self._entries: list[Entry] = []
         self._stream: Any = None
         if self.path is not None and self.path.is_file():
@@ -97,6 +102,11 @@ class PackedCache:
         else:
             made = pack()
         self._made.append(made)
+        if self._stream is None:
+            self._n_packed += made.n_rows * made.n_columns
+            if self._n_packed >= RETURN_EVERY:
+                self._n_packed = 0
+                return_freed_memory()
         return made
 
     def _read(self, entry: Entry, bias: Any) -> NativeMatrix:
@@ -116,6 +126,8 @@ class PackedCache:
         was_read = self._stream is not None
         if was_read:
             self._stream.close()
+        else:
+            return_freed_memory()
         made, self._made = self._made, []
         if was_read or self.path is None or sum(m.packed_bytes for m in made) < LEAST_BYTES:
             return None

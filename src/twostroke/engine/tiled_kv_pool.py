@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from twostroke.core.errors import CapacityError
 from twostroke.core.spec import ModelSpec
 from twostroke.engine.kv_pool import token_bytes
+from twostroke.engine.memory import untouched_zeros
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 TILE = 16
-ALIGNMENT = 64
 SLACK = 256
 """Bytes behind the arrays that whole vectors may read and nothing is made of."""
 
-TYPES = {"fp32": (np.float32, torch.float32, 1), "bf16": (np.uint16, torch.bfloat16, 2), "int8": (np.int8, torch.int8, 2)}
-"""Numpy's type, torch's, and how many neighbouring numbers of a row lie side by side."""
+TYPES = {"fp32": (torch.float32, 1), "bf16": (torch.bfloat16, 2), "int8": (torch.int8, 2)}
+"""Torch's type, and how many neighbouring numbers of a row lie side by side."""
 
 
 class TiledKVPool:
@@ -39,23 +38,17 @@ class TiledKVPool:
         self.n_kv_heads, self.head_dim = spec.n_kv_heads, spec.head_dim
         self.n_slots = -(-n_pages * page_tokens // TILE) * TILE
         self.n_bytes = token_bytes(spec, dtype) * n_pages * page_tokens
-        _, _, pair = TYPES[dtype]
+        held, pair = TYPES[dtype]
         heads = (spec.n_layers, spec.n_kv_heads, self.n_slots // TILE)
-        self.keys = self._zeros((*heads, -(-spec.head_dim // pair), TILE, pair))
-        self.values = self._zeros((*heads, TILE // pair, spec.head_dim, pair))
-        n_scales = (spec.n_layers, spec.n_kv_heads, self.n_slots) if dtype == "int8" else (0, 0, 0)
-        self.key_scales, self.value_scales = torch.zeros(n_scales), torch.zeros(n_scales)
+        self.keys = self._zeros((*heads, -(-spec.head_dim // pair), TILE, pair), held)
+        self.values = self._zeros((*heads, TILE // pair, spec.head_dim, pair), held)
+        n_scales = (spec.n_layers, spec.n_kv_heads, self.n_slots if dtype == "int8" else 0)
+        self.key_scales, self.value_scales = (self._zeros(n_scales, torch.float32) for _ in range(2))
 
-    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
-        numpy_type, torch_type, _ = TYPES[self.dtype]
-        n_bytes = int(np.prod(shape)) * np.dtype(numpy_type).itemsize
-        try:
-            raw = np.zeros(n_bytes + ALIGNMENT + SLACK, np.uint8)
-        except MemoryError:
-            raise CapacityError(f"a KV cache of {self.n_bytes} bytes does not fit in memory. Lower kv_cache_bytes.") from None
-        first = -raw.ctypes.data % ALIGNMENT
-        flat = torch.from_numpy(raw[first : first + n_bytes].view(numpy_type))
-        return (flat if flat.dtype == torch_type else flat.view(torch_type)).view(shape)
+    @staticmethod
+    def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        n_bytes = math.prod(shape) * dtype.itemsize
+        return torch.from_numpy(untouched_zeros(n_bytes + SLACK)[:n_bytes]).view(dtype).view(shape)
 
     @property
     def is_finite(self) -> bool:
@@ -66,7 +59,7 @@ class TiledKVPool:
     def write(self, layer: int, slots: Tensor, heads: Float[Tensor, "2K n D"]) -> None:
         """Keys and values of new tokens into their slots."""
         new_keys, new_values = heads.float().split(self.n_kv_heads)
-        tile, lane, pair = slots // TILE, slots % TILE, TYPES[self.dtype][2]
+        tile, lane, pair = slots // TILE, slots % TILE, TYPES[self.dtype][1]
         if self.dtype == "int8":
             new_keys = self._codes(new_keys, self.key_scales[layer], slots)
             new_values = self._codes(new_values, self.value_scales[layer], slots)
@@ -94,7 +87,7 @@ class TiledKVPool:
         return (pages.clamp_min(0)[:, None] * self.page_tokens + torch.arange(self.page_tokens)).flatten()
 
     def _read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        tile, lane, pair = slots // TILE, slots % TILE, TYPES[self.dtype][2]
+        tile, lane, pair = slots // TILE, slots % TILE, TYPES[self.dtype][1]
         keys = self.keys[layer][:, tile, :, lane].float().flatten(2)[..., : self.head_dim].transpose(0, 1)
         values = self.values[layer][:, tile, lane // pair, :, lane % pair].float().transpose(0, 1)
         if self.dtype == "int8":
@@ -105,7 +98,7 @@ class TiledKVPool:
     def clear(self, pages: Sequence[int]) -> None:
         """Zero what ``pages`` hold in every layer (a failed request may have left NaN there)."""
         slots = self._slots(torch.tensor([page for page in pages if page >= 0], dtype=torch.int64))
-        tile, lane, pair = slots // TILE, slots % TILE, TYPES[self.dtype][2]
+        tile, lane, pair = slots // TILE, slots % TILE, TYPES[self.dtype][1]
         for layer in range(self.keys.shape[0]):
             self.keys[layer][:, tile, :, lane] = 0
             self.values[layer][:, tile, lane // pair, :, lane % pair] = 0
@@ -116,7 +109,7 @@ class TiledKVPool:
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """What the first page of each pair holds, in every layer, into the second."""
         sources, targets = (self._slots(torch.tensor(pages)) for pages in zip(*pairs, strict=True))
-        pair = TYPES[self.dtype][2]
+        pair = TYPES[self.dtype][1]
         (tile, lane), (to_tile, to_lane) = ((slots // TILE, slots % TILE) for slots in (sources, targets))
         for layer in range(self.keys.shape[0]):
             keys, values = self.keys[layer], self.values[layer]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +24,9 @@ FORMATS = {"fp32": 0, "bf16": 1, "int8": 2, "int8_weight_only": 3, "int4": 4}
 
 GROUPS = (32, 64, 128)
 """Inputs that may share a scale in int4."""
+
+BLOCK_WEIGHTS = 2**20
+"""Weights that are quantised at a time."""
 
 
 class CMatrix(ctypes.Structure):
@@ -72,9 +77,10 @@ class NativeMatrix:
         self._allocate(format, group if format == "int4" else 0, n, k, bias)
         plain = weight
         if held is None and format == "int4":
-            plain, scale, zero = quantize_groups(weight, group, searched=False)  # a search takes six times as long
+            # A search for the best range takes six times as long.
+            plain, scale, zero = _in_row_blocks(partial(quantize_groups, group=group, searched=False), weight)
         elif held is None and format in ("int8", "int8_weight_only"):
-            plain, scale = quantize_columns(weight)
+            plain, scale = _in_row_blocks(quantize_columns, weight)
         elif held is None:
             plain = weight.to(torch.float32 if format == "fp32" else torch.bfloat16)
         plain = plain.contiguous()
@@ -123,6 +129,13 @@ class NativeMatrix:
         shape = (code, self.group, self.n_rows, k, self.address, bias)
         loaded.ts_product(*shape, m, rows.data_ptr(), *buffers, y.data_ptr(), self.n_rows, residual is not None)
         return y.to(x.dtype)
+
+
+def _in_row_blocks(quantize: Callable[[Tensor], tuple[Tensor, ...]], weight: Tensor) -> tuple[Tensor, ...]:
+    """What ``quantize`` makes of ``weight``, a few rows at a time: its fp32 copies of a whole output head would take more
+    memory than the packed model leaves."""
+    blocks = map(quantize, weight.split(max(1, BLOCK_WEIGHTS // weight.shape[1])))
+    return tuple(torch.cat(parts) for parts in zip(*blocks, strict=True))
 
 
 class NativePair:

@@ -22,6 +22,7 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_INDEX_BYTES = 100_000_000
+MAPPED_BYTES = 2**25
 
 _ELEMENT_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -119,7 +120,7 @@ class WeightFiles:
         self.directory = Path(directory)
         self.infos: dict[str, TensorInfo] = {}
         self._file_of: dict[str, Path] = {}
-        self._open: dict[Path, Any] = {}
+        self._open: dict[Path, tuple[Any, int]] = {}  # with the bytes of the tensors that were taken from it
         for file in _weight_files(self.directory):
             for name, info in read_header(file).items():
                 if name in self.infos:
@@ -136,14 +137,21 @@ class WeightFiles:
         return name in self.infos
 
     def get(self, name: str) -> Tensor:
-        """The tensor ``name``, mapped from its file, not read."""
-        file = self._file_of[name]
-        if file not in self._open:
+        """The tensor ``name``, mapped from its file, not read.
+
+        What was read of a mapping counts as this process's memory until the last tensor of it is gone, so tensors share one
+        only up to ``MAPPED_BYTES``: a model is packed in little more than its packed size, and a table that stays mapped
+        keeps nothing else."""
+        file, n_bytes = self._file_of[name], self.infos[name].n_bytes
+        opened, taken = self._open.pop(file, (None, 0))
+        if opened is None or taken + n_bytes > MAPPED_BYTES:
             try:
-                self._open[file] = safetensors.safe_open(str(file), framework="pt")
-            except safetensors.SafetensorError as error:
+                opened, taken = safetensors.safe_open(str(file), framework="pt"), 0
+            except (safetensors.SafetensorError, OSError) as error:
                 raise CorruptFileError(f"{file} cannot be read as safetensors: {error}.") from None
-        tensor: Tensor = self._open[file].get_tensor(name)
+        if n_bytes <= MAPPED_BYTES:
+            self._open[file] = (opened, taken + n_bytes)
+        tensor: Tensor = opened.get_tensor(name)
         return tensor
 
 
