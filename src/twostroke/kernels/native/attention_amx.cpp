@@ -16,7 +16,7 @@ constexpr int kTaskRows = 96;                  // of a task: an int8 cache is wi
 constexpr int64_t kPairBytes = 2 * ts::kTile * 2;  // of weights of two tiles of keys: a tile register's row
 constexpr int64_t kWeightStride = ts::kSpan * 2, kScoreStride = ts::kSpan * 4;
 constexpr int kRows0 = 4, kKeys0 = 6, kKeys1 = 7;  // tile registers; 0 to 3 are sums
-constexpr int64_t kFetchAhead = 4;             // tiles of a lone token's keys and values asked for ahead of their use
+constexpr int64_t kFetchAhead = 4;             // tiles of keys and values that the first rows ask for ahead of their use
 
 // One thread's memory for one task.
 struct Workspace {
@@ -77,11 +77,11 @@ TS_INLINE __m512 weight_of(__m512 x) {
 }
 
 // Scores of one tile of rows against the tiles [first, end) of a span, both even.
-TS_INLINE void score(const Workspace& work, int64_t row, const Tiles<kTilesPerSpan>& tiles, int first, int end, bool alone) {
+TS_INLINE void score(const Workspace& work, int64_t row, const Tiles<kTilesPerSpan>& tiles, int first, int end, bool fetch) {
     using namespace ts;
     const uint32_t* q = work.q + row * work.q_words;
     for (int t = first; t < end; t += 2) {
-        if (alone) {
+        if (fetch) {
             for (int ahead = t + kFetchAhead; ahead < t + kFetchAhead + 2; ahead++) {
                 const char* from = reinterpret_cast<const char*>(ahead < end ? tiles.keys[ahead] : tiles.values[first + (ahead - end) % 16]);
                 if (ahead < end || first + ahead - end < end)
@@ -143,14 +143,14 @@ TS_INLINE void soften(bool codes, const Tiles<kTilesPerSpan>& tiles, int first, 
 
 // sums (16, head_dim) = weights · values of the tiles [first, end), for Parts times 16 dimensions from `dimension` on.
 template <int Parts>
-TS_INLINE void mix(const Workspace& work, const uint32_t* const* values, int first, int end, int64_t dimension, bool alone) {
+TS_INLINE void mix(const Workspace& work, const uint32_t* const* values, int first, int end, int64_t dimension, bool fetch) {
     using namespace ts;
     zero_tile<0>();
     if constexpr (Parts > 1) zero_tile<1>();
     if constexpr (Parts > 2) zero_tile<2>();
     if constexpr (Parts > 3) zero_tile<3>();
     for (int t = first; t < end; t += 2) {
-        if (alone && dimension == 0)
+        if (fetch && dimension == 0)
             for (int ahead = t + kFetchAhead; ahead < t + kFetchAhead + 2 && ahead < end; ahead++)
                 for (int64_t i = 0; i < work.q_words * 64; i += 64)
                     __builtin_prefetch(reinterpret_cast<const char*>(values[ahead]) + i, 0, 3);
@@ -210,7 +210,7 @@ void shape(int n_rows) {
 
 void attend_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendTask& task, float scale, Workspace& work) {
     const int64_t D = kv.head_dim, n_rows = static_cast<int64_t>(task.n_tokens) * task.group;
-    const bool codes = kv.type == ts::KvType::INT8, alone = task.n_tokens == 1 && !codes;
+    const bool codes = kv.type == ts::KvType::INT8, fetch = !codes;
     prepare_queries(kv, task, scale, work.q, work.q_words);
     for (int64_t r = 0; r < n_rows; r++) work.total_most[r] = -__builtin_inff(), work.total_count[r] = 0.0f;
     std::memset(work.total, 0, static_cast<size_t>(n_rows * D) * 4);
@@ -234,7 +234,7 @@ void attend_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const ts::Atte
             const int to = seen > 0 ? static_cast<int>((seen + 2 * ts::kTile - 1) / (2 * ts::kTile)) * 2 : 0;
             float most[kRowsPerTile], count[kRowsPerTile];
             if (from < to) {
-                score(work, row, tiles, from, to, alone);
+                score(work, row, tiles, from, to, fetch && row == 0);
                 for (int64_t r = 0; r < rows; r++) {
                     const int64_t position = task.first_position + (row + r) / task.group;
                     const int64_t last = position < end ? position : end - 1;
@@ -242,8 +242,8 @@ void attend_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const ts::Atte
                            work.scores + r * ts::kSpan, work.weights + r * ts::kSpan, most[r], count[r]);
                 }
                 int64_t d = 0;
-                for (; d + 64 <= D; d += 64) mix<4>(work, tiles.values, from, to, d, alone);
-                if (d < D) mix<2>(work, tiles.values, from, to, d, alone);
+                for (; d + 64 <= D; d += 64) mix<4>(work, tiles.values, from, to, d, fetch && row == 0);
+                if (d < D) mix<2>(work, tiles.values, from, to, d, fetch && row == 0);
             }
             if (task.partial != nullptr) {
                 float* out = task.partial + (span - first_span) / ts::kSpan * n_rows * (D + 2);

@@ -21,6 +21,8 @@ void prepare_queries(const ts::KvLayout& kv, const ts::AttendTask& task, float s
                 continue;
             }
             uint16_t* halves = reinterpret_cast<uint16_t*>(to);
+            if (i + 1 < task.n_tokens)
+                for (int64_t d = 0; d < D; d += 16) __builtin_prefetch(from + task.query_stride + d);
             for (int64_t d = 0; d < D; d += kLanes) {
                 const int left = D - d < kLanes ? static_cast<int>(D - d) : kLanes;
                 store_halves(halves + d, low_halves(bf16_words(load_some(from + d, left) * all(factor))), left);

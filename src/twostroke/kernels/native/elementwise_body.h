@@ -82,61 +82,77 @@ TS_INLINE float largest(const float* x, int64_t n) {
     return most_of(most);
 }
 
-inline int8_t code_of(float x) {  // to nearest even, as adding 1.5·2²³ rounds
-    const float shifted = x + 12582912.0f;
-    int32_t bits;
-    std::memcpy(&bits, &shifted, 4);
-    const int32_t code = bits - 0x4b400000;
-    return static_cast<int8_t>(code > 127 ? 127 : code < -127 ? -127 : code);
+// Codes −127 to 127, to nearest even, as adding 1.5·2²³ rounds.
+TS_INLINE Ints codes_of(Floats x) {
+    const Ints codes = (Ints)(x + all(12582912.0f)) - 0x4b400000;
+    const Ints most = lane_numbers() * 0 + 127;
+    const Ints bounded = codes > most ? most : codes;
+    return bounded < -most ? -most : bounded;
 }
 
 // A head's numbers that are not finite cannot be told by their codes: the scale says so.
-inline float kv_scale(const float* x, int64_t n) {
+TS_INLINE float kv_scale(const float* x, int64_t n) {
     const float most = largest(x, n);
-    float total = 0.0f;
-    for (int64_t i = 0; i < n; i++) total += x[i] * 0.0f;
-    return (most > 1e-30f ? most : 1e-30f) / 127.0f + total;
+    Floats odd = all(0.0f);
+    for (int64_t i = 0; i < n; i += kLanes) odd += load_some(x + i, n - i < kLanes ? static_cast<int>(n - i) : kLanes) * 0.0f;
+    return (most > 1e-30f ? most : 1e-30f) / 127.0f + sum_of(odd);
+}
+
+// Sixteen numbers at a time as `convert` makes them: pairs of a key's 16 slots apart, a value's two slots apart.
+template <typename Number, typename Convert>
+TS_INLINE void scatter(const ts::KvHead& place, const float* key, const float* value, int64_t lane, int64_t D, Convert convert) {
+    struct Pair {
+        Number first, second;
+    };
+    Pair* k = reinterpret_cast<Pair*>(place.keys) + lane;
+    Number* v = reinterpret_cast<Number*>(place.values) + (lane / 2) * 2 * D + lane % 2;
+    for (int64_t d = 0; d < D; d += kLanes) {
+        const int n = D - d < kLanes ? static_cast<int>(D - d) : kLanes;
+        alignas(64) Number keys[kLanes], values[kLanes];
+        convert(load_some(key + d, n), load_some(value + d, n), keys, values);
+        for (int i = 0; i < n; i += 2) k[(d + i) / 2 * ts::kTile] = Pair{keys[i], keys[i + 1]};
+        for (int i = 0; i < n; i++) v[2 * (d + i)] = values[i];
+    }
 }
 
 void store_kv(const ts::KvLayout& kv, const ts::KvHead& head, const float* key, const float* value, int64_t slot) {
     const int64_t tile = slot / ts::kTile, lane = slot % ts::kTile, D = kv.head_dim;
-    uint8_t* keys = head.keys + tile * kv.key_tile_bytes;
-    uint8_t* values = head.values + tile * kv.value_tile_bytes;
+    const ts::KvHead place{head.keys + tile * kv.key_tile_bytes, head.values + tile * kv.value_tile_bytes, nullptr, nullptr};
     if (kv.type == ts::KvType::F32) {
-        float* k = reinterpret_cast<float*>(keys) + lane;
+        float* k = reinterpret_cast<float*>(place.keys) + lane;
         for (int64_t d = 0; d < D; d++) k[d * ts::kTile] = key[d];
-        std::memcpy(reinterpret_cast<float*>(values) + lane * D, value, static_cast<size_t>(D) * 4);
+        std::memcpy(reinterpret_cast<float*>(place.values) + lane * D, value, static_cast<size_t>(D) * 4);
         return;
     }
     if (kv.type == ts::KvType::BF16) {
-        uint16_t* k = reinterpret_cast<uint16_t*>(keys) + 2 * lane;
-        uint16_t* v = reinterpret_cast<uint16_t*>(values) + (lane / 2) * 2 * D + lane % 2;
-        for (int64_t d = 0; d < D; d++) k[(d / 2) * 2 * ts::kTile + d % 2] = bf16_of(key[d]);
-        for (int64_t d = 0; d < D; d++) v[2 * d] = bf16_of(value[d]);
+        scatter<uint16_t>(place, key, value, lane, D, [](Floats k, Floats v, uint16_t* keys, uint16_t* values) {
+            store_halves(keys, low_halves(bf16_words(k)), kLanes);
+            store_halves(values, low_halves(bf16_words(v)), kLanes);
+        });
         return;
     }
-    int8_t* k = reinterpret_cast<int8_t*>(keys) + 2 * lane;
-    int8_t* v = reinterpret_cast<int8_t*>(values) + (lane / 2) * 2 * D + lane % 2;
     const float key_scale = kv_scale(key, D), value_scale = kv_scale(value, D);
-    const float per_key = 1.0f / key_scale, per_value = 1.0f / value_scale;
-    for (int64_t d = 0; d < D; d++) k[(d / 2) * 2 * ts::kTile + d % 2] = code_of(key[d] * per_key);
-    for (int64_t d = 0; d < D; d++) v[2 * d] = code_of(value[d] * per_value);
+    const Floats per_key = all(1.0f / key_scale), per_value = all(1.0f / value_scale);
+    scatter<int8_t>(place, key, value, lane, D, [&](Floats k, Floats v, int8_t* keys, int8_t* values) {
+        *reinterpret_cast<LooseBytes*>(keys) = __builtin_convertvector(codes_of(k * per_key), LooseBytes);
+        *reinterpret_cast<LooseBytes*>(values) = __builtin_convertvector(codes_of(v * per_value), LooseBytes);
+    });
     head.key_scales[slot] = key_scale;
     head.value_scales[slot] = value_scale;
 }
 
-TS_INLINE Floats silu(Floats x) { return x / (all(1.0f) + exp_of(-x)); }
+TS_INLINE Floats silu(Floats x) { return quotient(x, all(1.0f) + exp_of(-x)); }
 
 TS_INLINE Floats gelu_tanh(Floats x) {
     // tanh(u) = 1 − 2/(1 + e²ᵘ), so x/2·(1 + tanh(u)) = x·(1 − 1/(1 + e²ᵘ))
     const Floats u = all(0.7978845608f) * fma(all(0.044715f) * x * x, x, x);
-    return x - x / (all(1.0f) + exp_of(u + u));
+    return x - quotient(x, all(1.0f) + exp_of(u + u));
 }
 
 TS_INLINE Floats gelu(Floats x) {
     // erf by Abramowitz & Stegun 7.1.26, absolute error below 1.5e-7.
     const Floats z = magnitude(x) * all(0.70710678f);
-    const Floats t = all(1.0f) / fma(all(0.3275911f), z, all(1.0f));
+    const Floats t = quotient(all(1.0f), fma(all(0.3275911f), z, all(1.0f)));
     Floats p = all(1.061405429f);
     p = fma(p, t, all(-1.453152027f));
     p = fma(p, t, all(1.421413741f));
@@ -147,13 +163,24 @@ TS_INLINE Floats gelu(Floats x) {
     return x < all(0.0f) ? half * tail : half * (all(2.0f) - tail);
 }
 
-void activate(int32_t activation, const float* gate, const float* up, int64_t n, float* y) {
-    for (int64_t i = 0; i < n; i += kLanes) {
+template <typename Function>
+TS_INLINE void activate_by(const float* gate, const float* up, int64_t n, float* y, Function function) {
+    int64_t i = 0;
+    if (up != nullptr)
+        for (; i + kLanes <= n; i += kLanes) store(y + i, function(load(gate + i)) * load(up + i));
+    for (; i < n; i += kLanes) {
         const int left = n - i < kLanes ? static_cast<int>(n - i) : kLanes;
-        Floats v = load_some(gate + i, left);
-        v = activation == 0 ? silu(v) : activation == 1 ? gelu(v) : gelu_tanh(v);
+        Floats v = function(load_some(gate + i, left));
         if (up != nullptr) v *= load_some(up + i, left);
         store_some(y + i, v, left);
+    }
+}
+
+void activate(int32_t activation, const float* gate, const float* up, int64_t n, float* y) {
+    switch (activation) {
+        case 0: return activate_by(gate, up, n, y, [](Floats v) { return silu(v); });
+        case 1: return activate_by(gate, up, n, y, [](Floats v) { return gelu(v); });
+        default: return activate_by(gate, up, n, y, [](Floats v) { return gelu_tanh(v); });
     }
 }
 

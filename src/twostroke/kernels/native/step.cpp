@@ -23,6 +23,7 @@ namespace {
 constexpr int64_t kFewRows = 48;       // shared out by outputs up to here
 constexpr int64_t kPrivateRows = 4;    // so few are normalised and quantised by every thread for itself: cheaper than a barrier
 constexpr int64_t kChunkRows = 64;
+constexpr int64_t kWidenOutputs = 256; // of a chunk's rows, gate and up by turns
 constexpr int64_t kPrefetchBytes = 64 << 10;
 
 const StepKernels& choose_kernels() {
@@ -146,7 +147,7 @@ private:
         for (auto& memory : memory_) {
             memory->h.need(kChunkRows * m_.d_model);
             memory->wide.need(kChunkRows * m_.d_ff);
-            memory->up.need(kChunkRows * m_.d_ff);
+            memory->up.need(kChunkRows * kWidenOutputs);
             memory->rows.need(kChunkRows, widest_);
             memory->attention.need(scratch);
         }
@@ -450,8 +451,10 @@ private:
                 trace(now, op, first, last);
                 return;
             case OpKind::Normalise:
-                for (int64_t r = 0; r < n; r++) normalise_row(op, now.x + (first + r) * E, own.h.get() + r * E);
-                now.prepared = own.rows.make(ops_[i + 1].matrix.format, own.h.get(), n, E, 0, n);
+                for (int64_t r = 0; r < n; r++) {  // each while it is in the first-level cache
+                    normalise_row(op, now.x + (first + r) * E, own.h.get() + r * E);
+                    now.prepared = own.rows.make(ops_[i + 1].matrix.format, own.h.get(), n, E, r, r + 1);
+                }
                 return;
             case OpKind::ProjectHeads:
                 product(op.matrix, now.prepared, 0, op.matrix.n, qkv_.get() + first * qkv_width_, qkv_width_, false);
@@ -469,12 +472,19 @@ private:
                         now.x + first * E, E, true);
                 return;
             case OpKind::Widen:
-                product(op.matrix, now.prepared, 0, F, own.wide.get(), F, false);
-                if (op.up.packed != nullptr) product(op.up, now.prepared, 0, F, own.up.get(), F, false);
-                kernels_->activate(op.choice, own.wide.get(), op.up.packed != nullptr ? own.up.get() : nullptr, n * F, own.wide.get());
+                for (int64_t n0 = 0; n0 < F; n0 += kWidenOutputs) {  // activated while they are in the second-level cache
+                    const int64_t n1 = std::min(F, n0 + kWidenOutputs), width = op.up.packed != nullptr ? kWidenOutputs : 0;
+                    product(op.matrix, now.prepared, n0, n1, own.wide.get(), F, false);
+                    if (width > 0) product(op.up, now.prepared, n0, n1, own.up.get() - n0, width, false);
+                    for (int64_t r = 0; r < n; r++) {
+                        float* wide = own.wide.get() + r * F + n0;
+                        kernels_->activate(op.choice, wide, width > 0 ? own.up.get() + r * width : nullptr, n1 - n0, wide);
+                    }
+                }
+                now.prepared = own.rows.make(ops_[i + 1].matrix.format, own.wide.get(), n, F, 0, n);
                 return;
             case OpKind::AddNarrowed:
-                product(op.matrix, own.rows.make(op.matrix.format, own.wide.get(), n, F, 0, n), 0, E, now.x + first * E, E, true);
+                product(op.matrix, now.prepared, 0, E, now.x + first * E, E, true);
                 trace(now, op, first, last);
                 return;
             case OpKind::Head:

@@ -70,6 +70,17 @@ TS_INLINE Floats greater(Floats a, Floats b) {  // the larger of each pair
 #endif
 }
 
+// a / b to 2 units in the last place, 0 or exact where b is beyond 2¹²⁶; division proper takes as long as all of an exponential.
+TS_INLINE Floats quotient(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    const __m512 rough = _mm512_rcp14_ps((__m512)b);
+    const __m512 error = _mm512_fnmadd_ps((__m512)b, rough, _mm512_set1_ps(1.0f));
+    return a * (Floats)_mm512_fmadd_ps(error, rough, rough);
+#else
+    return a / b;
+#endif
+}
+
 TS_INLINE Floats magnitude(Floats a) { return (Floats)((Words)a & 0x7fffffffu); }
 
 // The first n ≤ 16 numbers at p, zeros behind them, and nothing beyond them read.
@@ -114,10 +125,16 @@ TS_INLINE float most_of(Floats v) {
 // 2ˣ for x ≤ 127, relative error below 2e-7; exactly 1 at 0 and exactly 0 below -126. Cephes-style: 2^(n+f), |f| ≤ 1/2, a
 // polynomial of degree 6 (Taylor coefficients ln(2)^k/k! are within 1e-8 of the best ones on this interval).
 TS_INLINE Floats exp2_of(Floats x) {
+#if defined(__AVX512F__)
+    const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);  // NaN comes through
+    const Floats whole = (Floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const Floats f = x - whole;
+#else
     const Floats magic = all(12582912.0f);  // 1.5·2²³: adding it rounds to a whole number, kept in the low bits
     const Floats bounded = greater(all(-127.0f), x);  // in this order NaN comes through
     const Floats shifted = bounded + magic;
     const Floats f = bounded - (shifted - magic);
+#endif
     Floats p = all(1.5403530e-4f);
     p = fma(p, f, all(1.3333558e-3f));
     p = fma(p, f, all(9.6181291e-3f));
@@ -125,9 +142,13 @@ TS_INLINE Floats exp2_of(Floats x) {
     p = fma(p, f, all(2.4022651e-1f));
     p = fma(p, f, all(6.9314718e-1f));
     p = fma(p, f, all(1.0f));
+#if defined(__AVX512F__)
+    return (Floats)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)whole);
+#else
     const Ints n = (Ints)shifted - (Ints)magic;
     const Floats result = p * (Floats)((n + 127) << 23);
     return x < all(-126.0f) ? all(0.0f) : result;
+#endif
 }
 
 TS_INLINE Floats exp_of(Floats x) {
