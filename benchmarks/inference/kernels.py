@@ -2,8 +2,9 @@
 
 ``python benchmarks/inference/kernels.py [--formats w8a8 int4 ...] [--models 135M 1.1B] [--rows 1 4 16 32 512]``
 
-For each model shape: the time of all its matrices in turn, two threads, a barrier after each, weights read from memory (a pass
-walks through all bytes, more than the caches hold), rows prepared beforehand, no attention and no norms. Printed beside it:
+For each model shape: the time of all its matrices in turn, two threads, weights read from memory (a pass walks through all
+bytes, more than the caches hold), rows prepared beforehand, no attention and no norms. As in the engine, few rows share out
+every matrix by its outputs, with a barrier after each; many are cut into chunks of rows (``--chunk-rows``). Printed beside it:
 bytes of weights, GB/s, the share of the best rate at which the same threads read a buffer of that size, and GFLOP/s
 (2·rows·weights). Best of several passes: other programs only ever slow a pass down.
 """
@@ -29,6 +30,10 @@ FORMATS = {
     "int4-64": (4, 64),
     "int4-128": (4, 128),
 }
+
+
+SHARED_ROWS = 48
+"""Up to so many rows every matrix is shared out by its outputs, as the engine does it; more are cut into chunks of rows."""
 
 
 @dataclass(frozen=True)
@@ -75,26 +80,32 @@ class Bench:
             matrices.append(CMatrix(self.format, self.group, n, k, at, None))
             at += (size + 63) // 64 * 64
         self.matrices = (CMatrix * len(matrices))(*matrices)
+        self.arrays: list[int] = []
 
-    def seconds(self, m: int, repeats: int, prefetch_bytes: int) -> float:
-        library, kept, rows = self.library, [], []
+    def seconds(self, m: int, repeats: int, prefetch_bytes: int, chunk_rows: int) -> float:
+        library, rows = self.library, []
         x = np.random.default_rng(1).standard_normal((m, max(k for _, k in self.shapes)), dtype=np.float32)
         made: dict[int, Rows] = {}
         for _, k in self.shapes:
             if k not in made:
-                inputs = np.ascontiguousarray(x[:, :k])
-                bf16 = np.zeros((m, library.ts_padded(k)), np.uint16)
-                codes = np.zeros((m, library.ts_padded(k)), np.int8)
-                scales, sums = np.zeros(m, np.float32), np.zeros((m, library.ts_sums_per_row(k)), np.int32)
-                kept += [inputs, bf16, codes, scales, sums]
-                pointers = [array.ctypes.data for array in (inputs, bf16, codes, scales, sums)]
+                inputs = self.zeros(m * k * 4)
+                ctypes.memmove(inputs, np.ascontiguousarray(x[:, :k]).ctypes.data, m * k * 4)
+                width, n_sums = library.ts_padded(k), library.ts_sums_per_row(k)
+                pointers = [inputs, *map(self.zeros, (m * width * 2, m * width, m * 4, m * n_sums * 4))]
                 library.ts_prepare_rows(self.format, pointers[0], m, k, *pointers[1:])
                 made[k] = Rows(m, *pointers)
             rows.append(made[k])
-        n_most = max(n for n, _ in self.shapes)
-        y = np.zeros((m, n_most), np.float32)
+        y = self.zeros((m + library.ts_threads() * chunk_rows) * max(n for n, _ in self.shapes) * 4)
         array = (Rows * len(rows))(*rows)
-        return float(library.ts_pass_seconds(self.matrices, len(rows), array, y.ctypes.data, n_most, prefetch_bytes, repeats))
+        seconds = float(library.ts_pass_seconds(self.matrices, len(rows), array, y, prefetch_bytes, chunk_rows, repeats))
+        while self.arrays:
+            library.ts_release(self.arrays.pop())
+        return seconds
+
+    def zeros(self, n_bytes: int) -> int:
+        """The address of so many zeros, at a multiple of 64 as the engine's, until the next `seconds`."""
+        self.arrays.append(self.library.ts_allocate(n_bytes))
+        return self.arrays[-1]
 
     def close(self) -> None:
         self.library.ts_release(self.memory)
@@ -113,6 +124,11 @@ def read_rate(library: ctypes.CDLL) -> Callable[[int], float]:
     return rate
 
 
+def chunk_rows(m: int, options: argparse.Namespace) -> int:
+    """Of so many rows a chunk: whole blocks of 32, and one for each thread at least."""
+    return 0 if m <= SHARED_ROWS else min(options.chunk_rows, -(-m // options.threads // 32) * 32)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=["bf16", "w8a8", "int8", "int4-64"])
@@ -121,6 +137,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--level", choices=native_library.LEVELS)
     parser.add_argument("--prefetch-bytes", type=int, default=0)
+    parser.add_argument("--chunk-rows", type=int, default=256, help="rows that a thread takes through all matrices; 0: shared")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each cell, about")
     options = parser.parse_args()
     library = native_library.library()
@@ -137,9 +154,10 @@ def main() -> None:
             bench = Bench(library, SHAPES[model], name)
             limit = rate(bench.bytes)
             for m in options.rows:
-                once = bench.seconds(m, 2, options.prefetch_bytes)
+                how = (options.prefetch_bytes, chunk_rows(m, options))
+                once = bench.seconds(m, 2, *how)
                 limit = max(limit, rate(bench.bytes))  # asked beside each cell: neighbours of the machine change it
-                seconds = min(once, bench.seconds(m, max(3, min(200, int(options.seconds / once))), options.prefetch_bytes))
+                seconds = min(once, bench.seconds(m, max(3, min(200, int(options.seconds / once))), *how))
                 gbps, gflops = bench.bytes / seconds / 1e9, 2 * m * bench.weights / seconds / 1e9
                 print(
                     f"{model:5} {name:9} rows {m:4}: {seconds * 1e3:8.2f} ms  {bench.bytes / 1e6:7.1f} MB  {gbps:5.1f} GB/s "

@@ -17,6 +17,17 @@ uint64_t sum_words(const uint64_t* words, int64_t n_words);
 
 using namespace ts;
 
+namespace {
+
+// Rows [first, first + n), or as many as there are.
+Rows slice(const Rows& rows, int64_t k, int64_t first, int64_t n) {
+    const auto at = [first](auto* p, int64_t stride) { return p == nullptr ? p : p + first * stride; };
+    return Rows{first + n < rows.m ? n : rows.m - first, at(rows.f32, k),    at(rows.bf16, padded(k)), at(rows.codes, padded(k)),
+                at(rows.scales, 1),                     at(rows.sums, sums_per_row(k))};
+}
+
+}  // namespace
+
 extern "C" {
 
 // A hash of the sources that this library was built from.
@@ -96,17 +107,28 @@ double ts_read_seconds(const void* buffer, int64_t bytes, int repeats) {
     return best;
 }
 
-// Best seconds of `repeats` passes through a model's matrices in turn, one region with a barrier after each, prepared rows given; every
-// matrix's outputs go to `y` (m rows of `ldy`). `prefetch_bytes` of the next matrix are fetched before the barrier.
-double ts_pass_seconds(const Matrix* matrices, int count, const Rows* rows, float* y, int64_t ldy, int64_t prefetch_bytes, int repeats) {
+// Best seconds of `repeats` passes through a model's matrices in turn, one region, prepared rows given. chunk_rows 0: every matrix is
+// shared out by its outputs, with a barrier after it; outputs go to `y`, row after row, and `prefetch_bytes` of the next matrix are
+// fetched before the barrier. Else threads take chunks of so many rows through all matrices, each into a place of its own in `y`: of
+// chunk_rows times the most outputs of a matrix.
+double ts_pass_seconds(const Matrix* matrices, int count, const Rows* rows, float* y, int64_t prefetch_bytes, int64_t chunk_rows, int repeats) {
     double best = 1e300;
+    int64_t most_outputs = 0;
+    for (int j = 0; j < count; ++j) most_outputs = matrices[j].n > most_outputs ? matrices[j].n : most_outputs;
     for (int i = 0; i < repeats; ++i) {
         const auto start = std::chrono::steady_clock::now();
         Pool::shared().run([&](int thread, int n_threads) {
+            if (chunk_rows > 0) {
+                for (int64_t first = thread * chunk_rows; first < rows[0].m; first += n_threads * chunk_rows)
+                    for (int j = 0; j < count; ++j)
+                        product(matrices[j], slice(rows[j], matrices[j].k, first, chunk_rows), 0, matrices[j].n,
+                                y + thread * chunk_rows * most_outputs, matrices[j].n, false);
+                return;
+            }
             for (int j = 0; j < count; ++j) {
                 int64_t n0, n1;
                 share_outputs(matrices[j], thread, n_threads, n0, n1);
-                product(matrices[j], rows[j], n0, n1, y, ldy, false);
+                product(matrices[j], rows[j], n0, n1, y, matrices[j].n, false);
                 if (prefetch_bytes && j + 1 < count) {
                     share_outputs(matrices[j + 1], thread, n_threads, n0, n1);
                     prefetch(matrices[j + 1], n0, n1, prefetch_bytes);
