@@ -64,6 +64,7 @@ def test_the_engine_alone_is_measured_by_batch(capsys: pytest.CaptureFixture[str
     for point in document["points"]:
         assert point["prefill_tok_per_s"] == pytest.approx(point["batch"] * 16 / point["prefill_s"])
         assert point["decode_tok_per_s"] == pytest.approx(point["batch"] / point["tpot_s"])
+        assert {"prefill_flop_per_s", "decode_bytes_per_s"} <= point.keys()
     assert len(Ledger().runs("bench")) == 2
 
 

@@ -60,15 +60,16 @@ def greedy_text(model: Path, prompt: str, n: int) -> str:
 GREEDY = ("--temperature", "0", "--max-tokens", "12", "--dtype", "fp32", "--ignore-eos", "--threads", "1")
 
 
-def test_text_goes_to_stdout_and_one_line_of_speed_to_stderr(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+def test_text_goes_to_stdout_and_the_speed_of_each_phase_to_stderr(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     out, err = run(capsys, "generate", str(model), "--prompt", PROMPT, *GREEDY)
     assert PROMPT + out.removesuffix("\n") == greedy_text(model, PROMPT, 12)
-    (line,) = err.splitlines()
-    assert "prefill" in line
-    assert "decode 11 tokens" in line
-    assert "GB/s" in line
-    assert "FLOP/s" in line
-    assert "of the measured read rate" in line
+    start, prefill, decode, *_ = err.splitlines()
+    assert start.startswith("start")
+    for line, words in ((prefill, "prefill  "), (decode, "decode   11 tokens")):
+        assert line.startswith(words)
+        assert "GB/s read" in line
+        assert "FLOP/s" in line
+        assert "% of what this machine reads at" in line
 
 
 def test_several_prompts_are_answered_in_order(capsys: pytest.CaptureFixture[str], model: Path) -> None:

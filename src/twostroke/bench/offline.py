@@ -6,13 +6,14 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 from twostroke.core.errors import ConfigError
 from twostroke.core.families import read_spec
-from twostroke.core.units import format_seconds
+from twostroke.core.units import format_count, format_seconds
+from twostroke.engine.meters import Achieved, achieved
 from twostroke.scheduling.sampling_params import SamplingParams
 
 FORMULAS: dict[str, str] = {
@@ -21,13 +22,21 @@ FORMULAS: dict[str, str] = {
     "decode_s": "wall time of output tokens for each prompt − prefill_s, medians of the repeats",
     "decode_tok_per_s": "batch · (output tokens − 1) / decode_s",
     "tpot_s": "decode_s / (output tokens − 1): one decode step of the batch",
+    "…_bytes_per_s": "packed weights and KV cache that the engine's prefill or decode steps had to read / their time",
+    "…_flop_per_s": "multiply-adds of products and attention in them · 2 / their time",
+    "…_read_share": "bytes/s / the measured read rate of all threads at what one step reads: the share of the bandwidth limit",
+    "…_flop_share": "FLOP/s / the measured rate of the 4096³ product in the weights' format",
 }
 
 
 class Generator(Protocol):
     """The part of ``twostroke.engine.llm.LLM`` that is used here."""
 
+    engine: Any
+
     def generate(self, prompts: Any, params: Any) -> Any: ...
+
+    def stats(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -58,9 +67,11 @@ class OfflinePoint:
     decode_s: float
     decode_tok_per_s: float
     tpot_s: float
+    achieved: Achieved
 
     def to_dict(self) -> dict[str, float]:
-        return asdict(self)
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "achieved"}
+        return own | self.achieved.values()
 
 
 def run_offline(
@@ -79,6 +90,7 @@ def run_offline(
 
     timed(2)
     prefill, whole = [], []
+    before = llm.stats()
     for _ in range(spec.repeats):
         prefill.append(timed(1))
         whole.append(timed(spec.output_tokens))
@@ -94,14 +106,31 @@ def run_offline(
         decode_s=decode_s,
         decode_tok_per_s=batch * n_decoded / decode_s,
         tpot_s=decode_s / n_decoded,
+        achieved=achieved(llm.engine, since=before),
     )
 
 
 def offline_text(points: list[OfflinePoint]) -> str:
-    lines = [f"{'batch':>7}{'prefill':>12}{'prefill tok/s':>15}{'decode step':>13}{'decode tok/s':>14}   all measured"]
-    lines += [
-        f"{p.batch:>7}{format_seconds(p.prefill_s):>12}{p.prefill_tok_per_s:>15,.0f}{format_seconds(p.tpot_s):>13}"
-        f"{p.decode_tok_per_s:>14,.1f}"
-        for p in points
-    ]
+    """The points as a table; ``of limit`` is the share of what binds the phase: of the product rate, and of the read rate."""
+    heads = ("batch", "prefill", "tok/s", "FLOP/s", "of limit", "decode step", "tok/s", "GB/s", "of limit")
+    widths = (7, 11, 10, 9, 10, 13, 10, 8, 10)
+    lines = ["".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)) + "   all measured"]
+    for p in points:
+        prefill, decode = p.achieved.prefill, p.achieved.decode
+        cells = (
+            str(p.batch),
+            format_seconds(p.prefill_s),
+            f"{p.prefill_tok_per_s:,.0f}",
+            format_count(prefill.flop_per_s),
+            _percent(prefill.flop_share),
+            format_seconds(p.tpot_s),
+            f"{p.decode_tok_per_s:,.1f}",
+            f"{decode.bytes_per_s / 1e9:.3g}",
+            _percent(decode.read_share),
+        )
+        lines.append("".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
     return "\n".join([*lines, "", *(f"{name:18}{formula}" for name, formula in FORMULAS.items())])
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.0f}%"

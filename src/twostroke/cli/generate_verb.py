@@ -13,11 +13,12 @@ import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log
 from twostroke.core.errors import InputError, TwostrokeError
-from twostroke.core.units import GIB, format_bytes, format_count, format_seconds
+from twostroke.core.units import GIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from twostroke.engine.core import EngineStats
     from twostroke.engine.llm import LLM, RequestOutput
+    from twostroke.engine.meters import Achieved
     from twostroke.planner.hardware import Hardware
     from twostroke.scheduling.sampling_params import SamplingParams
 
@@ -61,7 +62,7 @@ def generate(
         frequency_penalty=frequency_penalty,
     )  # fmt: skip
     prompts = list(prompt) or [_stdin()]
-    record = _Record(directory, prompts, params, dtype, max_model_len, kv_cache_gib)
+    record = _Record(directory, prompts, params, dtype, head_dtype, kv_dtype, max_model_len, kv_cache_gib)
     began = time.perf_counter()
     # Idle OpenMP threads shall sleep soon: spinning, they keep the thread they wait for off a core that others use as well.
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
@@ -77,7 +78,10 @@ def generate(
     except BaseException:
         record.failed()
         raise
-    stats, measured = llm.stats(), _measured(llm, outputs, startup_s)
+    from twostroke.engine.meters import achieved
+
+    stats, rates = llm.stats(), achieved(llm.engine, hardware=record.hardware)
+    measured = _measured(llm, rates, outputs, startup_s)
     record.measure(measured)
     document = {
         "model": str(directory),
@@ -102,7 +106,7 @@ def generate(
     }
     if as_json:
         emit(document, "", as_json=True)
-    log(_speed(stats, measured, record.hardware, llm.engine.dtype, llm.engine.weights_bytes))
+    log(_speed(stats, measured, rates, llm.engine.dtype, llm.engine.weights_bytes))
     failed = [i for i, output in enumerate(outputs) if any(a.finish_reason == "error" for a in output.outputs)]
     if failed:
         raise TwostrokeError(f"the model's output for prompt {failed[0] + 1} was not finite. The weights may be damaged.")
@@ -148,7 +152,7 @@ def _stream(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[Re
     return outputs
 
 
-def _measured(llm: LLM, outputs: Sequence[RequestOutput], startup_s: float) -> dict[str, float]:
+def _measured(llm: LLM, rates: Achieved, outputs: Sequence[RequestOutput], startup_s: float) -> dict[str, float]:
     """By the planner's names. ``tpot_s`` is the mean decode step, ``ttft_s`` and ``e2e_s`` medians over the prompts; rates of a
     phase count its own steps only. ``e2e_s`` is left out where an answer ended before ``max_tokens``: that was less work than
     predicted."""
@@ -171,39 +175,21 @@ def _measured(llm: LLM, outputs: Sequence[RequestOutput], startup_s: float) -> d
         values["e2e_s"] = statistics.median(output.metrics.e2e_s for output in outputs)
     if stats.prefill_s > 0:
         values["prefill_tok_per_s"] = stats.prefill_tokens / stats.prefill_s
-        values["prefill_flop_per_s"] = stats.prefill_flop / stats.prefill_s
     if stats.decode_s > 0:
         values["tpot_s"] = stats.decode_s / stats.decode_steps
         values["decode_tok_per_s"] = stats.decode_tokens / stats.decode_s
-        values["decode_bytes_per_s"] = stats.decode_bytes / stats.decode_s
-    return values
+    return values | rates.values()
 
 
-def _speed(stats: EngineStats, measured: Mapping[str, float], hardware: Hardware | None, dtype: str, weights_bytes: int) -> str:
-    """One line: tokens/s of both phases, and how near each came to the limit that binds it."""
-    known = hardware if hardware is not None and hardware.basis == "measured" else None
-    parts = [f"start {format_seconds(measured['startup_s'])}"]
-    if "prefill_tok_per_s" in measured:
-        rate, share = measured["prefill_flop_per_s"], ""
-        peak = known.peak_flop_per_s.get("fp32" if dtype == "fp32" else "bf16") if known else None
-        if peak:
-            share = f" ({100 * rate / peak:.0f}% of the measured {'fp32' if dtype == 'fp32' else 'bf16'} product rate)"
-        parts.append(
-            f"prefill {stats.prefill_tokens} tokens at {format_count(measured['prefill_tok_per_s'])} tok/s, "
-            f"{format_count(rate)}FLOP/s{share}"
-        )
-    if "decode_tok_per_s" in measured:
-        rate, share = measured["decode_bytes_per_s"], ""
-        if known:
-            share = f" ({100 * rate / known.bandwidth(stats.decode_bytes / stats.decode_steps):.0f}% of the measured read rate)"
-        parts.append(
-            f"decode {stats.decode_tokens} tokens at {format_count(measured['decode_tok_per_s'])} tok/s, "
-            f"{format_seconds(measured['tpot_s'])} a step, {rate / 1e9:.3g} GB/s{share}"
-        )
+def _speed(stats: EngineStats, measured: Mapping[str, float], rates: Achieved, dtype: str, weights_bytes: int) -> str:
+    """A few lines: start, then each phase with its tokens/s and how near it came to the machine's limits."""
+    from twostroke.cli.rates import phase_text, without_limits
+
+    lines = [f"start    {format_seconds(measured['startup_s'])}, weights {format_bytes(weights_bytes)} {dtype}"]
+    lines += [phase_text(name, phase, rates.product) for name, phase in (("prefill", rates.prefill), ("decode", rates.decode))]
     if stats.mixed_steps:
-        parts.append(f"{stats.mixed_tokens} tokens in steps of both kinds, {format_seconds(stats.mixed_s)}")
-    parts.append(f"weights {format_bytes(weights_bytes)} {dtype}")
-    return "; ".join(parts) + "."
+        lines.append(f"mixed    {stats.mixed_tokens} tokens in steps of both kinds, {format_seconds(stats.mixed_s)}")
+    return "\n".join([*filter(None, lines), *without_limits(rates)])
 
 
 class _Record:
@@ -215,6 +201,8 @@ class _Record:
         prompts: Sequence[str],
         params: SamplingParams,
         dtype: str,
+        head_dtype: str,
+        kv_dtype: str,
         max_model_len: int | None,
         kv_cache_gib: float | None,
     ) -> None:
@@ -223,7 +211,7 @@ class _Record:
         self.hardware: Hardware | None = None
         inputs: dict[str, Any] = {"directory": str(directory), "dtype": dtype, "n_prompts": len(prompts)}
         try:
-            inputs |= self._predict(directory, prompts, params, dtype, max_model_len, kv_cache_gib)
+            inputs |= self._predict(directory, prompts, params, dtype, head_dtype, kv_dtype, max_model_len, kv_cache_gib)
         except TwostrokeError as error:
             log(f"no prediction: {error}")
         from twostroke.ledger.store import Ledger
@@ -241,6 +229,8 @@ class _Record:
         prompts: Sequence[str],
         params: SamplingParams,
         dtype: str,
+        head_dtype: str,
+        kv_dtype: str,
         max_model_len: int | None,
         kv_cache_gib: float | None,
     ) -> dict[str, Any]:
@@ -257,6 +247,8 @@ class _Record:
         n_prompt = max(1, round(sum(len(tokenizer.encode(text).ids) for text in prompts) / len(prompts)))
         shape = ServingShape(
             scheme=scheme_of(directory, dtype),
+            head_dtype=head_dtype,
+            kv_dtype=kv_dtype,
             batch=len(prompts),
             prompt_tokens=n_prompt,
             output_tokens=max(1, min(params.max_tokens, longest - n_prompt)),

@@ -53,6 +53,8 @@ class ServeRecord:
         prompt = max(1, min(512, longest // 2))
         shape = ServingShape(
             scheme=scheme_of(directory, options.dtype),
+            head_dtype=options.head_dtype or "auto",
+            kv_dtype=options.kv_dtype or "auto",
             batch=1,
             prompt_tokens=prompt,
             output_tokens=max(1, min(128, longest - prompt)),
