@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-REPEATS = 5
+REPEATS = 3
+MAX_POSITIONS = 8192
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Shape:
             "num_key_value_heads": self.n_kv_heads,
             "head_dim": self.d_model // self.n_heads,
             "vocab_size": self.vocab_size,
-            "max_position_embeddings": 2048,
+            "max_position_embeddings": MAX_POSITIONS,
             "tie_word_embeddings": self.tied,
             "rms_norm_eps": 1e-5,
             "rope_theta": 10000.0,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from cases import Shape
+from cases import MAX_POSITIONS, Shape
 from safetensors.torch import save_file
 
 HERE = Path(__file__).parent
@@ -16,9 +18,11 @@ HERE = Path(__file__).parent
 
 def write_model(shape: Shape, directory: Path) -> Path:
     """A Hugging Face directory of bf16 weights, σ = 0.02."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if not _says(directory, shape.config()):
+        (directory / "config.json").write_text(json.dumps(shape.config(), indent=1), encoding="utf-8")
     if (directory / "model.safetensors").is_file():
         return directory
-    directory.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(0)
     width, head = shape.d_model, shape.d_model // shape.n_heads
 
@@ -42,9 +46,14 @@ def write_model(shape: Shape, directory: Path) -> Path:
     tensors["model.norm.weight"] = torch.ones(width, dtype=torch.bfloat16)
     if not shape.tied:
         tensors["lm_head.weight"] = random(shape.vocab_size, width)
-    (directory / "config.json").write_text(json.dumps(shape.config(), indent=1), encoding="utf-8")
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
+
+
+def _says(directory: Path, config: Mapping[str, Any]) -> bool:
+    """Whether the directory's ``config.json`` holds all of ``config``."""
+    file = directory / "config.json"
+    return file.is_file() and config.items() <= json.loads(file.read_text(encoding="utf-8")).items()
 
 
 def model_for(engine: str, variant: str, source: Path, folder: Path, pythons: Mapping[str, str]) -> Path:
@@ -61,7 +70,8 @@ def model_for(engine: str, variant: str, source: Path, folder: Path, pythons: Ma
     elif variant == "w8a8" or (engine == "twostroke" and variant != "bf16"):
         scheme = "int4" if variant.startswith("int4") else "int8"
         target = folder / f"{source.name}-{scheme}"
-        if not target.exists():
+        if not _says(target, {"max_position_embeddings": MAX_POSITIONS}):
+            shutil.rmtree(target, ignore_errors=True)  # made for another benchmark, or half
             own = [pythons["twostroke"], "-m", "twostroke.cli.main", "quantize", str(source), str(target), "--scheme", scheme]
             subprocess.run([*own, *(["--nearest"] if scheme == "int4" else [])], check=True)
         return target

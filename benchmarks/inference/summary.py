@@ -11,10 +11,24 @@ from typing import Any
 Cell = dict[str, float]
 
 AIMS = {
-    "smollm-135m": {"best": 3.0, "vllm": 7.0, "16 bits": 1.7, "batch": 2.5, "prefill": 1.8, "start": 3.0},
-    "tinyllama-1.1b": {"best": 1.8, "vllm": 3.5, "16 bits": 1.2, "batch": 2.2, "prefill": 1.5, "start": 6.0},
+    "smollm-135m": {"best": 3.0, "vllm": 7.0, "16 bits": 1.7, "batch": 2.5, "prefill": 1.8, "start": 3.0, "read": 0.7},
+    "tinyllama-1.1b": {"best": 1.8, "vllm": 3.5, "16 bits": 1.2, "batch": 2.2, "prefill": 1.5, "start": 6.0, "read": 0.8},
 }
 SIXTEEN_BITS = ("bf16", "f16")
+EIGHT_BITS = ("int8", "int8-head8")
+
+MEMORY_FACTOR, MEMORY_BYTES = 1.1, 300e6
+"""Bound of a process's memory: the factor times weights and KV cache, and what the interpreter and torch may take."""
+
+SINGLE_VALUES = ("start_to_first_token_s", "peak_rss_bytes", "weights_bytes", "kv_cache_bytes")
+
+SCHEMES = {
+    "int8": "int8 (W8A8)",
+    "int8-head8": "int8, head in int8 too",
+    "int8-head8-kv8": "int8, head and cache in int8",
+    "int4-head8": "int4, GPTQ, groups of 64, head in int8",
+}
+"""Our variants by the names of ``benchmarks/quality``."""
 
 
 def medians(lines: list[dict[str, Any]]) -> Cell:
@@ -24,7 +38,7 @@ def medians(lines: list[dict[str, Any]]) -> Cell:
         for name, value in line.items():
             if isinstance(value, list):
                 pooled.setdefault(name, []).extend(value)
-            elif name in ("start_to_first_token_s", "peak_rss_bytes", "weights_bytes"):
+            elif name in SINGLE_VALUES:
                 pooled.setdefault(name, []).append(value)
     return {name: statistics.median(values) for name, values in pooled.items()}
 
@@ -74,16 +88,65 @@ def ratios(shape: str, rows: dict[tuple[str, str], Cell]) -> list[str]:
         if batch > 1:
             name = f"decode_{batch}_tok_per_s"
             compare(f"decode {batch} over vLLM bf16", ours(name), peer(name, "vllm", ("bf16",)), aims["batch"])
-            compare(
-                f"decode {batch}, 8 bits over vLLM w8a8", ours(name, "int8", "int8-head8"), peer(name, "vllm", ("w8a8",)), 1.2
-            )
+            compare(f"decode {batch}, 8 bits over vLLM w8a8", ours(name, *EIGHT_BITS), peer(name, "vllm", ("w8a8",)), 1.2)
             compare(f"decode {batch}, 16 bits", ours(name, "bf16"), peer(name, "", SIXTEEN_BITS), 1.2)
     name = "prefill_512_tok_per_s"
-    compare(
-        "prefill 512, int8 over vLLM bf16", ours(name, "int8", "int8-head8"), peer(name, "vllm", ("bf16",)), aims["prefill"]
-    )
-    compare("prefill 512, 8 bits over vLLM w8a8", ours(name, "int8", "int8-head8"), peer(name, "vllm", ("w8a8",)), 1.2)
+    compare("prefill 512, int8 over vLLM bf16", ours(name, *EIGHT_BITS), peer(name, "vllm", ("bf16",)), aims["prefill"])
+    compare("prefill 512, 8 bits over vLLM w8a8", ours(name, *EIGHT_BITS), peer(name, "vllm", ("w8a8",)), 1.2)
     compare("prefill 512, 16 bits", ours(name, "bf16"), peer(name, "", SIXTEEN_BITS), 1.2)
+    return lines
+
+
+def limits(shape: str, rows: dict[tuple[str, str], Cell]) -> list[str]:
+    """A line for each of our variants and each aim that is not a peer's: a share, measured over what bounds it."""
+    aims, lines = AIMS[shape], []
+
+    def hold(title: str, variant: str, value: float, aim: float | None, at_least: bool = False, unit: str = "%") -> None:
+        shown, wanted = (f"{100 * v:.1f}%" if unit == "%" else f"{v:.2f} {unit}" for v in (value, aim or 0.0))
+        verdict = "" if aim is None else "reached" if (value >= aim if at_least else value <= aim) else "missed"
+        sign = "≥" if at_least else "≤"
+        lines.append(f"| {title} | {variant} | {shown} | {'' if aim is None else f'{sign} {wanted}'} | {verdict} |")
+
+    for (engine, variant), cell in rows.items():
+        if engine != "twostroke":
+            continue
+        if "decode_1_read_share" in cell:
+            aim = aims["read"] if variant in EIGHT_BITS else None
+            hold("share of the bandwidth limit, decode 1", variant, cell["decode_1_read_share"], aim, at_least=True)
+        if "decode_1_beyond_products" in cell:
+            hold("a step of decode 1 beyond its matrix products", variant, cell["decode_1_beyond_products"], 0.1)
+        if "prefix_hit_share" in cell:
+            hold("prefix hit of 2,000 tokens, share of its cold TTFT", variant, cell["prefix_hit_share"], 0.05)
+        if "start_to_first_token_s" in cell:
+            hold("process start to first token", variant, cell["start_to_first_token_s"], aims["start"], unit="s")
+        if "kv_cache_bytes" in cell and "peak_rss_bytes" in cell:
+            bound = MEMORY_FACTOR * (cell["weights_bytes"] + cell["kv_cache_bytes"]) + MEMORY_BYTES
+            hold("peak memory, share of its bound", variant, cell["peak_rss_bytes"] / bound, 1.0)
+    name = "context_4096_tok_per_s"
+    whole, small = (rows.get(("twostroke", v), {}) for v in ("int8-head8", "int8-head8-kv8"))
+    if name in whole and name in small:
+        hold("decode 1 at 4,096 tokens, cache in int8 over bf16", "int8-head8", small[name] / whole[name], 1.0, True, "×")
+    return lines
+
+
+def gates(rows: dict[tuple[str, str], Cell]) -> list[str]:
+    """A line for each of our variants: what the latest run of the quality gates says of its scheme."""
+    runs = Path(__file__).parents[1] / "quality" / "runs"
+    judged: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for file in sorted(runs.glob("*/raw.json")):
+        for scheme in json.loads(file.read_text(encoding="utf-8"))["schemes"]:
+            judged.setdefault(scheme["scheme"], []).append((file.parent.name, scheme))
+    lines = []
+    for engine, variant in rows:
+        if engine != "twostroke" or variant == "bf16":
+            continue
+        found = judged.get(SCHEMES[variant], [])
+        for run, scheme in found:
+            verdict = "passes" if scheme["passes"] else "fails: its speed may not be quoted"
+            ratio = f"{scheme['perplexity_ratio']:.5f}"
+            lines.append(f"| {variant} | {scheme['scheme']} | {ratio} | {scheme['limit']} | {verdict} | {run} |")
+        if not found:
+            lines.append(f"| {variant} | {SCHEMES[variant]} | | | not judged: its speed may not be quoted | |")
     return lines
 
 
@@ -95,12 +158,23 @@ def write_summary(folder: Path) -> None:
         parts += [f"## {shape}", "", f"| engine | {' | '.join(titles)} | start to first token, s | peak memory, GB |"]
         parts.append("|---" * (len(columns) + 3) + "|")
         for (engine, variant), cell in rows.items():
-            values = [f"{cell[n]:.1f}" if n in cell else "failed" for n in columns]
+            values = [_shown(engine, variant, n, cell) for n in columns]
             start = f"{cell['start_to_first_token_s']:.1f}" if "start_to_first_token_s" in cell else "failed"
             memory = f"{cell['peak_rss_bytes'] / 1e9:.2f}" if "peak_rss_bytes" in cell else "failed"
             parts.append(f"| {engine} {variant} | {' | '.join(values)} | {start} | {memory} |")
         parts += ["", "| aim | ours | peer | ratio | aim | |", "|---|---|---|---|---|---|", *ratios(shape, rows), ""]
+        parts += ["| aim | ours | measured | aim | |", "|---|---|---|---|---|", *limits(shape, rows), ""]
+        parts += ["Quality gates of the schemes (`benchmarks/quality`, perplexity ratio to bf16), every run that is kept:", ""]
+        parts += ["| ours | scheme | ratio | limit | | run |", "|---|---|---|---|---|---|", *gates(rows), ""]
     (folder / "summary.md").write_text("\n".join(parts), encoding="utf-8")
+
+
+def _shown(engine: str, variant: str, name: str, cell: Cell) -> str:
+    """A measured number; nothing where this was not asked of the variant."""
+    if name in cell:
+        return f"{cell[name]:.1f}"
+    asked = not name.startswith("context") or engine == "twostroke"
+    return "failed" if asked and not variant.endswith("-kv8") else ""
 
 
 def _order(name: str) -> tuple[str, int]:
