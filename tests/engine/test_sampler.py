@@ -174,6 +174,12 @@ def _request(params: SamplingParams, prompt: list[int], output: list[int]) -> Re
     return request
 
 
+def _adjusted(logits: torch.Tensor, request: Request) -> torch.Tensor:
+    rows = logits.clone()
+    sampler._adjust(rows.numpy()[0], request)
+    return rows
+
+
 def test_repetition_penalty_agrees_with_transformers() -> None:
     from transformers import RepetitionPenaltyLogitsProcessor
 
@@ -181,14 +187,14 @@ def test_repetition_penalty_agrees_with_transformers() -> None:
     prompt, output = [1, 5, 5, 9], [20, 21, 20]
     request = _request(SamplingParams(temperature=0.0, repetition_penalty=1.7), prompt, output)
     expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([prompt + output]), logits.clone())
-    assert torch.equal(sampler._adjusted(logits, [request]), expected)
+    assert torch.equal(_adjusted(logits, request), expected)
 
 
 def test_presence_and_frequency_count_the_output_alone() -> None:
     logits = torch.zeros(1, 8)
     request = _request(SamplingParams(presence_penalty=0.5, frequency_penalty=0.25), [0, 1], [2, 3, 3, 3])
-    adjusted = sampler._adjusted(logits, [request])
-    assert adjusted[0].tolist() == [0.0, 0.0, -0.75, -1.25, 0.0, 0.0, 0.0, 0.0]
+    assert _adjusted(logits, request)[0].tolist() == [0.0, 0.0, -0.75, -1.25, 0.0, 0.0, 0.0, 0.0]
+    sample(logits, [request], [0])
     assert logits.abs().sum() == 0  # the model's own distribution is what logprobs are of
 
 
@@ -204,11 +210,14 @@ def test_a_bias_can_force_and_forbid_a_token() -> None:
 
 def test_a_bias_on_tokens_that_the_model_has_not_changes_nothing() -> None:
     logits = torch.randn(1, 16, generator=torch.Generator().manual_seed(1))
-    adjusted = sampler._adjusted(logits, [_request(SamplingParams(logit_bias={16: 5.0, 10**6: 5.0}), [0], [])])
-    assert torch.equal(adjusted, logits)
+    request = _request(SamplingParams(logit_bias={16: 5.0, 10**6: 5.0}), [0], [])
+    assert torch.equal(_adjusted(logits, request), logits)
 
 
 def test_requests_without_penalties_beside_one_with_are_not_changed() -> None:
     logits = torch.randn(2, 16, generator=torch.Generator().manual_seed(1))
-    rows = [_request(SamplingParams(), [0], [1]), _request(SamplingParams(frequency_penalty=2.0), [0], [1])]
-    assert torch.equal(sampler._adjusted(logits, rows)[0], logits[0])
+    best = int(logits[0].argmax())
+    logits[1] = logits[0]
+    rows = [_request(SamplingParams(temperature=0.0, **p), [0], [best] * 9) for p in ({}, {"frequency_penalty": 2.0})]  # type: ignore[arg-type]
+    first, second = sample(logits, rows, [0, 0]).tokens
+    assert first == best != second

@@ -256,7 +256,6 @@ class EngineCore:
             del self._names[request_id]
         self._prompt_scores.take(name)
 
-    @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
         """Compute one step and return what it brought: at most one token for each running request.
 
@@ -269,18 +268,22 @@ class EngineCore:
             return events
         began = time.perf_counter()
         step = self.scheduler.schedule()
-        torch.set_num_threads(self._threads_for(step))
+        n_threads = self._threads_for(step)
+        if n_threads != self.n_threads:
+            torch.set_num_threads(n_threads)
         try:
             places = [i for i in range(len(step.requests)) if step.samples(i)]
             rows = [step.requests[i] for i in places]
             logits = self._logits(step, places)
             seeds = [self._answers[r.id].seed for r in rows]
-            sampled = sample(logits, rows, seeds, self._runner.best_of(len(rows))) if rows else Sampled([], [], [])
+            known = self._runner.best_of(len(rows))
+            sampled = sample(logits, rows, seeds, known, n_threads) if rows else Sampled([], [], [])
         except BaseException:
             self.scheduler.abandon(step)
             raise
         finally:
-            torch.set_num_threads(self.n_threads)
+            if n_threads != self.n_threads:
+                torch.set_num_threads(self.n_threads)
         tokens: list[int | None] = [None] * len(step.requests)
         for place, token in zip(places, sampled.tokens, strict=True):
             tokens[place] = token
@@ -306,7 +309,7 @@ class EngineCore:
         if not wanted:
             return self.compute(step)
         logits = self.compute(step, rows_of(step, places, wanted))
-        self._prompt_scores.add(step, wanted, logits[len(places) :])
+        self._prompt_scores.add(step, wanted, logits[len(places) :], self._threads_for(step))
         return logits[: len(places)]
 
     def _event(

@@ -32,13 +32,14 @@ class PromptScores:
                     found.append((i, first, end - first))
         return found
 
-    def add(self, step: ScheduledStep, wanted: Sequence[tuple[int, int, int]], logits: Tensor) -> None:
+    def add(self, step: ScheduledStep, wanted: Sequence[tuple[int, int, int]], logits: Tensor, n_threads: int = 1) -> None:
         """Score the rows of ``wanted``, one after another in ``logits``."""
         at = 0
         for i, first, n in wanted:
             request = step.requests[i]
             targets = request.tokens[first + 1 : first + n + 1]
-            entries = logprobs_of(logits[at : at + n], targets, [request.params.prompt_logprobs or 0] * n)
+            counts = [request.params.prompt_logprobs or 0] * n
+            entries = logprobs_of(logits, range(at, at + n), targets, counts, n_threads)
             self._of.setdefault(request.id, []).extend(entries)
             at += n
 

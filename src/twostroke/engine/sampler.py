@@ -7,10 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from twostroke.engine import native_sampling
+from twostroke.kernels.native_library import library
 from twostroke.scheduling.request import Request
+from twostroke.scheduling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -58,68 +63,100 @@ def sample(
     requests: Sequence[Request],
     seeds: Sequence[int],
     known: tuple[Float[Tensor, " n"], Int[Tensor, " n"]] | None = None,
+    n_threads: int = 1,
 ) -> Sampled:
     """One token a row by each request's ``SamplingParams``; the row's random number is the ``n_output``-th of its seed.
 
     ``known``: each row's largest logit (NaN where one is not finite) and its token, where whoever made the logits looked.
+    ``n_threads``: of the native library, where it is there.
     """
-    masked = _adjusted(logits, requests)
     # NaN and +inf come through max, so this is the check as well.
-    best, greedy = known if known is not None and masked is logits else masked.max(dim=1)
-    failed = [i for i, value in enumerate(best.tolist()) if not math.isfinite(value)]
-    tokens = greedy.tolist()
+    best, greedy = logits.max(dim=1) if known is None else known
+    values, tokens = best.tolist(), greedy.tolist()
+    failed = [i for i, value in enumerate(values) if not math.isfinite(value)]
+    changed = [i for i, r in enumerate(requests) if _is_adjusted(r) and i not in failed]
+    undo: list[Changes] = []
+    if changed:
+        # In place and back again: a copy of whole rows for a few numbers each would cost more than all the rest.
+        logits = logits.contiguous()
+        arrays = logits.numpy()
+        for i in changed:
+            undo.append(_adjust(arrays[i], requests[i]))
+            tokens[i] = int(arrays[i].argmax())
+            if not math.isfinite(arrays[i, tokens[i]]):
+                failed.append(i)
     drawn = [i for i, r in enumerate(requests) if not r.params.greedy and i not in failed]
     if drawn:
-        rows = masked if len(drawn) == len(requests) else masked[drawn]
-        chosen = _draw(rows, [requests[i] for i in drawn], [seeds[i] for i in drawn])
+        chosen = draw_tokens(logits, drawn, [requests[i] for i in drawn], [seeds[i] for i in drawn], n_threads)
         for i, token in zip(drawn, chosen, strict=True):
             tokens[i] = token
+    for i, changes in zip(changed, undo, strict=True):
+        for index, before in reversed(changes):
+            arrays[i, index] = before
     logprobs: list[TokenLogprobs | None] = [None] * len(requests)
     wanted = [i for i, r in enumerate(requests) if r.params.logprobs is not None and i not in failed]
     if wanted:
         counts = [requests[i].params.logprobs or 0 for i in wanted]
-        for i, entry in zip(wanted, logprobs_of(logits[wanted], [tokens[i] for i in wanted], counts), strict=True):
+        for i, entry in zip(wanted, logprobs_of(logits, wanted, [tokens[i] for i in wanted], counts, n_threads), strict=True):
             logprobs[i] = entry
-    return Sampled(tokens, logprobs, failed)
+    return Sampled(tokens, logprobs, sorted(failed))
 
 
-def _adjusted(logits: Tensor, requests: Sequence[Request]) -> Tensor:
-    """Logits with biases and penalties, and −∞ at the end tokens of requests that lack tokens of their ``min_tokens``; the same
-    tensor where no request asks for any of it."""
-    changed = [
-        i
-        for i, r in enumerate(requests)
-        if (r.n_output < r.params.min_tokens and r.stop_ids) or r.params.logit_bias or r.params.has_penalties
-    ]
-    if not changed:
-        return logits
-    logits = logits.clone()
-    for i in changed:
-        _adjust(logits[i], requests[i])
-    return logits
+def _is_adjusted(request: Request) -> bool:
+    """Whether biases, penalties or ``min_tokens`` change the logits that this request's token is chosen by."""
+    params = request.params
+    return bool(params.logit_bias or params.has_penalties or (params.min_tokens > request.n_output and request.stop_ids))
 
 
-def _adjust(row: Float[Tensor, " V"], request: Request) -> None:
+Changes = list[tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]
+"""Places of a row and what stood there, in the order in which they were changed."""
+
+
+def _adjust(row: npt.NDArray[np.float32], request: Request) -> Changes:
     """In place; the order is bias, penalties, held-off ends."""
     params, n_vocab = request.params, row.shape[0]
+    changes: Changes = []
+
+    def change(index: npt.NDArray[np.int64], values: npt.NDArray[np.float32]) -> None:
+        changes.append((index, row[index]))
+        row[index] = values
+
     for token, bias in params.logit_bias:
         if token < n_vocab:
-            row[token] += bias
+            at = np.array([token])
+            change(at, row[at] + np.float32(bias))
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(request.tokens).unique()
-        values = row[seen]
-        row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        seen = np.array(list(set(request.tokens)))
+        penalty, values = np.float32(params.repetition_penalty), row[seen]
+        change(seen, np.where(values > 0, values / penalty, values * penalty))
     if (params.presence_penalty or params.frequency_penalty) and request.n_output:
-        generated, counts = torch.tensor(request.output_ids).unique(return_counts=True)
-        row[generated] -= params.presence_penalty + params.frequency_penalty * counts.to(row.dtype)
+        generated, counts = np.unique(np.array(request.output_ids), return_counts=True)
+        taken_off = params.presence_penalty + params.frequency_penalty * counts
+        change(generated, row[generated] - taken_off.astype(np.float32))
     if request.n_output < params.min_tokens:
         ends = [token for token in request.stop_ids if token < n_vocab]
-        if len(ends) < n_vocab:  # a request that may end with every token cannot be held off
-            row[ends] = float("-inf")
+        if ends and len(ends) < n_vocab:  # a request that may end with every token cannot be held off
+            change(np.array(ends), np.full(len(ends), -np.inf, np.float32))
+    return changes
 
 
-def _draw(logits: Float[Tensor, "n V"], requests: Sequence[Request], seeds: Sequence[int]) -> list[int]:
-    params = [r.params for r in requests]
+def draw_tokens(
+    logits: Float[Tensor, "n V"], rows: Sequence[int], requests: Sequence[Request], seeds: Sequence[int], n_threads: int = 1
+) -> list[int]:
+    """Of each of ``requests`` a token drawn from its row of ``logits`` with the next number of its seed."""
+    numbers = [uniform(seed, request.n_output) for seed, request in zip(seeds, requests, strict=True)]
+    params = [request.params for request in requests]
+    if library() is None:
+        return plain_draw(logits[list(rows)], params, numbers)
+    draws = np.empty(len(rows), native_sampling.DRAW)
+    draws["row"], draws["number"] = rows, numbers
+    draws["temperature"], draws["min_p"] = [q.temperature for q in params], [q.min_p for q in params]
+    draws["top_p"], draws["top_k"] = [q.top_p for q in params], [min(q.top_k, 2**31 - 1) for q in params]
+    return native_sampling.draw(logits, draws, n_threads)
+
+
+def plain_draw(logits: Float[Tensor, "n V"], params: Sequence[SamplingParams], numbers: Sequence[float]) -> list[int]:
+    """The same with torch, over whole rows: the reference of the native one (tests/engine/test_native_sampling.py)."""
     # The largest is taken off before dividing, so that a tiny temperature cannot overflow.
     logits = logits - logits.amax(dim=1, keepdim=True)
     logits /= torch.tensor([max(q.temperature, 1e-30) for q in params])[:, None]
@@ -130,7 +167,7 @@ def _draw(logits: Float[Tensor, "n V"], requests: Sequence[Request], seeds: Sequ
     # Inverse of the distribution function over the tokens in their own order: ties cannot change who is chosen.
     cumulative = probabilities.cumsum(dim=1, dtype=torch.float64)
     total = cumulative[:, -1:]
-    draws = torch.tensor([uniform(s, r.n_output) for s, r in zip(seeds, requests, strict=True)], dtype=torch.float64)[:, None]
+    draws = torch.tensor(numbers, dtype=torch.float64)[:, None]
     target = torch.minimum(draws * total, torch.nextafter(total, torch.zeros_like(total)))
     chosen: list[int] = torch.searchsorted(cumulative, target, right=True).flatten().tolist()
     return chosen
@@ -172,15 +209,27 @@ def _nucleus_floor(logits: Float[Tensor, "n V"], top_p: Float[Tensor, "n 1"]) ->
     return values.gather(1, n_kept - 1)
 
 
-def logprobs_of(logits: Float[Tensor, "n V"], tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Of the model's own distribution: log softmax of the raw logits."""
-    logprobs = torch.log_softmax(logits, dim=1)
-    chosen: list[float] = logprobs.gather(1, torch.tensor(tokens)[:, None]).flatten().tolist()
-    n_top = min(max(counts), logits.shape[1])
-    values: Tensor
-    ids: Int[Tensor, "n top"]
-    values, ids = logprobs.topk(n_top, dim=1) if n_top else (logprobs[:, :0], logprobs[:, :0].long())
+def logprobs_of(
+    logits: Float[Tensor, "n V"], rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int], n_threads: int = 1
+) -> list[TokenLogprobs]:
+    """Log softmax of the raw logits, the model's own distribution: of each of ``rows`` its token's, and the most probable."""
+    chosen = logits[list(rows), list(tokens)].double().numpy()
+    if library() is None:
+        normalisers, values, ids = plain_top(logits, rows, max(counts))
+    else:
+        normalisers, values, ids = native_sampling.top(logits, rows, max(counts), n_threads)
+    own = (chosen - normalisers).tolist()
+    best = (values - normalisers[:, None]).tolist()
     return [
-        TokenLogprobs(own, list(zip(row_ids[:n], row_values[:n], strict=True)))
-        for own, row_ids, row_values, n in zip(chosen, ids.tolist(), values.tolist(), counts, strict=True)
+        TokenLogprobs(logprob, list(zip(row_ids[:n], row_best[:n], strict=True)))
+        for logprob, row_ids, row_best, n in zip(own, ids.tolist(), best, counts, strict=True)
     ]
+
+
+def plain_top(
+    logits: Float[Tensor, "n V"], rows: Sequence[int], k: int
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    """``native_sampling.top`` with torch: its reference."""
+    given = logits[list(rows)]
+    values, ids = given.topk(min(k, given.shape[1]), dim=1)
+    return given.double().logsumexp(dim=1).numpy(), values.numpy(), ids.numpy()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from twostroke.engine import plan as p
@@ -26,6 +27,7 @@ class TorchRunner:
         self._builder = BatchBuilder(plan.spec, config, plan.dtype)
         self._interpreter = TorchInterpreter(plan, pool)
 
+    @torch.inference_mode()
     def run(self, step: ScheduledStep, rows: Tensor | None = None, n_threads: int = 1) -> Float[Tensor, "kept V"]:
         """Logits, fp32, of the rows that a token is sampled from, or of ``rows``."""
         batch = self._builder.build(step)
