@@ -15,8 +15,9 @@ from twostroke.core.spec import ModelSpec
 from twostroke.engine.core import EngineConfig, EngineCore
 from twostroke.engine.kv_pool import token_bytes
 from twostroke.kernels.native_library import library, why_absent
+from twostroke.planner.explain.plans import explain
 from twostroke.planner.hardware import Hardware, load_hardware
-from twostroke.planner.native_anchors import DECODE_ANCHORS, PREFILL_ANCHORS, SCHEMES, fitted_name
+from twostroke.planner.native_anchors import DECODE_ANCHORS, PREFILL_ANCHORS, SCHEMES, UNITS, fitted_name
 from twostroke.planner.native_passes import (
     anchor_shape,
     attention_flop,
@@ -176,3 +177,26 @@ def test_what_only_our_engine_serves_is_refused_elsewhere() -> None:
     with pytest.raises(ConfigError, match="head_dtype='fp8'"):
         ServingShape(head_dtype="fp8")
     assert weights_bytes(small_llama(), "int4-g32") > weights_bytes(small_llama(), "int4-g128")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"scheme": "int8", "batch": 8, "kv_dtype": "int8", "head_dtype": "int8", "kv_cache_bytes": 2**22},
+        {"scheme": "int4-g32", "prompt_tokens": 900, "output_tokens": 3},
+        {"scheme": "int8_weight_only", "prompt_tokens": 64, "prefix_hit_share": 0.5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+def test_every_formula_gives_the_plans_number(family: str, changes: dict[str, object]) -> None:
+    extras = {fitted_name(phase, scheme, unit): 1e-9 * (i + 1) for phase, units in UNITS.items() for i, unit in enumerate(units)
+              for scheme in SCHEMES}  # fmt: skip
+    extras |= {PREFILL_ANCHORS[i].name("int8"): 0.01 * (i + 1) for i in range(4)}
+    spec = SPECS[family].with_(max_positions=1024, sliding_window=None, sliding_window_layers=())
+    terms = explain(plan(spec, native(**extras), **changes))
+    for term in terms:
+        assert term.evaluated == pytest.approx(term.value, rel=1e-9), term.symbol
+    assert terms["ttft_s"].value == plan(spec, native(**extras), **changes).ttft_s
+    assert len(list(terms)) > 30

@@ -4,9 +4,10 @@ engine showed it."""
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.anchors import Ratios, ratio_at
@@ -105,20 +106,49 @@ def price(hardware: Hardware, phase: str, scheme: str, unit: str) -> float:
     return hardware.extras.get(fitted_name(phase, scheme, unit), 0.0)
 
 
-def _products(
-    spec: ModelSpec, shape: ServingShape, rows: int, last_rows: int, working_set: float, hardware: Hardware
-) -> list[Work]:
+class Use(NamedTuple):
+    """A weight matrix (or gated pair) held for the product ``name``, applied ``times`` over to ``rows`` rows."""
+
+    product: Product
+    name: str
+    rows: int
+    times: int
+
+
+def _uses(spec: ModelSpec, shape: ServingShape, rows: int, last_rows: int) -> list[Use]:
     """Every matrix of a step; after the last layer's attention only ``last_rows`` rows go on, and through the head."""
-    name = SCHEMES[shape.scheme]
-    works = []
+    name, found = SCHEMES[shape.scheme], []
     for product in block_products(spec):
         n_whole = spec.n_layers if product.name == "qkv" or last_rows == rows else spec.n_layers - 1
-        works.append(product_work(product, name, rows, working_set, hardware).times(n_whole))
-        if n_whole < spec.n_layers:
-            works.append(product_work(product, name, last_rows, working_set, hardware))
-    head = product_work(head_product(spec), SCHEMES[shape.head], last_rows, working_set, hardware)
-    logits = 8.0 * last_rows * spec.vocab_size  # fp32, written and read
-    return [*works, head, Work.limited("head", 0.0, logits, 0.0, logits / hardware.bandwidth(logits))]
+        found += [Use(product, name, rows, n_whole), Use(product, name, last_rows, spec.n_layers - n_whole)]
+    found.append(Use(head_product(spec), SCHEMES[shape.head], last_rows, 1))
+    return [use for use in found if use.rows and use.times]
+
+
+def prefill_uses(spec: ModelSpec, shape: ServingShape) -> list[Use]:
+    """The matrices of a prompt, in as many steps as the token budget makes of it; only its last token is sampled from."""
+    parts, found = chunks(shape), Counter[Use]()
+    for i, (_, count) in enumerate(parts):
+        for use in _uses(spec, shape, count, 1 if i == len(parts) - 1 else 0):
+            found[use] += 1
+    return [use._replace(times=use.times * n) for use, n in found.items()]
+
+
+def decode_uses(spec: ModelSpec, shape: ServingShape) -> list[Use]:
+    """The matrices of a decode step."""
+    return _uses(spec, shape, shape.batch, shape.batch)
+
+
+def _product_works(uses: list[Use], working_set: float, hardware: Hardware) -> list[Work]:
+    works = [product_work(use.product, use.name, use.rows, working_set, hardware).times(use.times) for use in uses]
+    sampled = sum(use.rows for use in uses if use.product.name == "head")
+    logits = logit_bytes(sampled, uses[-1].product.n)
+    return [*works, Work.limited("head", 0.0, logits, 0.0, logits / hardware.bandwidth(logits))]
+
+
+def logit_bytes(rows: int, vocab_size: int) -> float:
+    """fp32, written and read."""
+    return 8.0 * rows * vocab_size
 
 
 def _around(
@@ -150,10 +180,8 @@ def _around(
 
 
 def prefill_products(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> list[Work]:
-    """The matrices of a prompt, in as many steps as the token budget makes of it; of each only the last token goes on after
-    the last layer's attention."""
-    weights = native_read_bytes(spec, shape.scheme, shape.head)
-    return [work for _, count in chunks(shape) for work in _products(spec, shape, count, 1, weights, hardware)]
+    """What a prompt's matrices take."""
+    return _product_works(prefill_uses(spec, shape), native_read_bytes(spec, shape.scheme, shape.head), hardware)
 
 
 def prefill_works(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> tuple[Work, ...]:
@@ -171,15 +199,18 @@ def decode_cache_bytes(spec: ModelSpec, shape: ServingShape) -> float:
 
 
 def decode_products(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> list[Work]:
-    """The matrices of a decode step; what it reads between two uses of one is all weights and the cache."""
-    working_set = native_read_bytes(spec, shape.scheme, shape.head) + decode_cache_bytes(spec, shape)
-    return _products(spec, shape, shape.batch, shape.batch, working_set, hardware)
+    """What a decode step's matrices take; between two uses of one it reads all weights and the cache."""
+    return _product_works(decode_uses(spec, shape), decode_working_set(spec, shape), hardware)
+
+
+def decode_working_set(spec: ModelSpec, shape: ServingShape) -> float:
+    return native_read_bytes(spec, shape.scheme, shape.head) + decode_cache_bytes(spec, shape)
 
 
 def decode_works(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> tuple[Work, ...]:
     """One decode step of the batch at the mean context of an answer."""
     kv_bytes = decode_cache_bytes(spec, shape)
-    working_set = native_read_bytes(spec, shape.scheme, shape.head) + kv_bytes
+    working_set = decode_working_set(spec, shape)
     flop = shape.batch * attention_flop(spec, shape.context, 1)
     around = _around(decode_unknowns(spec, shape), "decode", spec, shape, flop, kv_bytes, working_set, hardware)
     return merge([*decode_products(spec, shape, hardware), *around])

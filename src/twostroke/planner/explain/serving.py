@@ -13,9 +13,23 @@ from twostroke.planner.explain.attention import (
 )
 from twostroke.planner.explain.model import cached_elements, explain_model, letters, total
 from twostroke.planner.explain.money import explain_prices
+from twostroke.planner.explain.native import explain_native_pass
 from twostroke.planner.explain.passes import explain_pass
 from twostroke.planner.explain.term import Explanation
-from twostroke.planner.params import count_parameters, head_product, layer_kinds
+from twostroke.planner.native_passes import (
+    chunks,
+    decode_cache_bytes,
+    decode_unknowns,
+    decode_uses,
+    decode_working_set,
+    prefill_ratio,
+    prefill_unknowns,
+    prefill_uses,
+    price,
+)
+from twostroke.planner.native_products import SCHEMES as NATIVE_SCHEMES
+from twostroke.planner.native_products import native_product_bytes, native_read_bytes
+from twostroke.planner.params import block_products, count_parameters, head_product, layer_kinds
 from twostroke.planner.serving import (
     CPU_MEMORY_UTILISATION,
     GPU_MEMORY_UTILISATION,
@@ -26,10 +40,12 @@ from twostroke.planner.serving import (
     memory_for_kv,
     prompt_pass,
     request_kv_bytes,
+    runs_natively,
     runs_our_engine,
+    stored_scheme_name,
 )
 from twostroke.planner.step_time import efficiencies_of
-from twostroke.planner.weights import KEPT, matrix_bytes, scheme_of, weights_bytes
+from twostroke.planner.weights import KEPT, kv_scale_bytes, matrix_bytes, scheme_of, weights_bytes
 
 
 def explain_serving(plan: ServingPlan) -> Explanation:
@@ -50,8 +66,8 @@ def explain_serving(plan: ServingPlan) -> Explanation:
 
 def _weights(terms: Explanation, plan: ServingPlan) -> None:
     """Bytes of the whole model under its scheme, and of one device's part."""
-    spec, scheme = plan.spec, plan.shape.scheme
-    how, whole = scheme_of(scheme), weights_bytes(plan.spec, plan.shape.scheme)
+    spec, scheme = plan.spec, stored_scheme_name(plan.spec, plan.shape, plan.hardware)
+    how, whole = scheme_of(scheme), weights_bytes(plan.spec, scheme)
     if not how.quantised:
         terms.add("memory", "model_bytes", whole, "bytes", "w·N", f"every parameter in {scheme}", w=how.element_bytes)
     else:
@@ -68,6 +84,9 @@ def _weights(terms: Explanation, plan: ServingPlan) -> None:
             f"{scheme}: a scale for {each} of the blocks' matrices; the rest in 16 bits", element=how.element_bytes,
             quantised=quantised, scale=how.scale_bytes, blocks=blocks, kept=KEPT,
         )  # fmt: skip
+    if runs_natively(spec, plan.shape, plan.hardware):
+        _native_weights(terms, plan)
+        return
     at, value = plan.shape.placement, plan.memory_bytes["weights"]
     if at.devices == 1:
         terms.add("memory", "weights_bytes", value, "bytes", "model_bytes", "all of it on one device")
@@ -89,13 +108,28 @@ def _weights(terms: Explanation, plan: ServingPlan) -> None:
     )  # fmt: skip
 
 
+def _native_weights(terms: Explanation, plan: ServingPlan) -> None:
+    """What the native engine packs."""
+    spec, shape, parameters = plan.spec, plan.shape, count_parameters(plan.spec)
+    name, width = NATIVE_SCHEMES[shape.scheme], 4.0 if shape.scheme == "fp32" else 2.0
+    norms = parameters.norms + parameters.final_norm + (2 * spec.n_layers * spec.head_dim if spec.qk_norm else 0)
+    terms.add(
+        "memory", "weights_bytes", plan.memory_bytes["weights"], "bytes", "L·block + head + 4·norms + w·looked_up",
+        f"packed by the native library in {shape.scheme}, the head in {shape.head}; norms in fp32; an embedding of its own",
+        L=spec.n_layers, block=sum(native_product_bytes(p, name) for p in block_products(spec)),
+        head=native_product_bytes(head_product(spec), NATIVE_SCHEMES[shape.head]), norms=norms, w=width,
+        looked_up=parameters.positions + (0 if spec.tied_embeddings else parameters.embedding),
+    )  # fmt: skip
+
+
 def _memory(terms: Explanation, plan: ServingPlan) -> None:
     spec, shape, hardware, at = plan.spec, plan.shape, plan.hardware, plan.shape.placement
     parts = [f"L{suffix}·{cached_elements(spec, kind, suffix)}" for suffix, kind, _ in kinds_of(spec)]
+    scales = sum(count * kv_scale_bytes(kind, shape.cache_dtype) for kind, count in layer_kinds(spec))
     terms.add(
-        "memory", "kv_bytes_per_token", plan.kv_bytes_per_token, "bytes", f"({total(parts)})·w",
-        f"keys and values of every layer in {shape.cache_dtype}; K key heads, not H",
-        **numbers_of_kinds(spec) | {"w": bytes_of(shape.cache_dtype)},
+        "memory", "kv_bytes_per_token", plan.kv_bytes_per_token, "bytes", f"({total(parts)})·w{' + scales' if scales else ''}",
+        f"keys and values of every layer in {shape.cache_dtype}; K key heads, not H{'; a scale a head' if scales else ''}",
+        **numbers_of_kinds(spec) | {"w": bytes_of(shape.cache_dtype)} | ({"scales": scales} if scales else {}),
     )  # fmt: skip
     terms.add(
         "memory", "kv_request_bytes", request_kv_bytes(spec, shape), "bytes",
@@ -163,7 +197,9 @@ def _work(terms: Explanation, plan: ServingPlan) -> None:
 
 def _time(terms: Explanation, plan: ServingPlan) -> None:
     spec, shape, hardware, basis = plan.spec, plan.shape, plan.hardware, f"rates {plan.hardware.basis}"
-    if runs_our_engine(spec, shape, hardware):
+    if runs_natively(spec, shape, hardware):
+        _native_time(terms, plan)
+    elif runs_our_engine(spec, shape, hardware):
         for symbol, works, what in (
             ("ttft_s", plan.prefill, "one prompt alone"),
             ("step_s", plan.decode, f"one step of {shape.batch} requests"),
@@ -200,6 +236,20 @@ def _time(terms: Explanation, plan: ServingPlan) -> None:
         "time", "output_tok_per_s", plan.output_tok_per_s, "tok/s", "B·output/(B·ttft_s + output·tpot_s)",
         "a batch kept full, prefills one after another", **counts,
     )  # fmt: skip
+
+
+def _native_time(terms: Explanation, plan: ServingPlan) -> None:
+    spec, shape, hardware = plan.spec, plan.shape, plan.hardware
+    token, weights = plan.kv_bytes_per_token, native_read_bytes(spec, shape.scheme, shape.head)
+    cached = sum(start + count for start, count in chunks(shape)) * token
+    for name, symbol, uses, units, working_set, kv_bytes, ratio, value in (
+        ("prefill", "ttft_s", prefill_uses(spec, shape), prefill_unknowns(spec, shape), weights, cached,
+         prefill_ratio(spec, shape, hardware), plan.ttft_s),
+        ("decode", "step_s", decode_uses(spec, shape), decode_unknowns(spec, shape), decode_working_set(spec, shape),
+         decode_cache_bytes(spec, shape), 1.0, plan.step_s),
+    ):  # fmt: skip
+        prices = {unit: price(hardware, name, shape.scheme, unit) for unit in units}
+        explain_native_pass(terms, name, symbol, uses, units, prices, working_set, kv_bytes, ratio, value, hardware)
 
 
 def _load(terms: Explanation, plan: ServingPlan) -> None:
