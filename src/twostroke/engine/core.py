@@ -17,6 +17,7 @@ from twostroke.core.families import read_spec
 from twostroke.core.profile import load_profile
 from twostroke.core.spec import ModelSpec
 from twostroke.core.units import format_bytes
+from twostroke.engine.key_offset import centre_keys
 from twostroke.engine.kv_pool import KVPool, token_bytes
 from twostroke.engine.lowering import NATIVE_WEIGHTS, lower
 from twostroke.engine.memory import available_bytes, default_pages
@@ -179,6 +180,8 @@ class EngineCore:
         self._prompt_scores = PromptScores()
         self._counts = EngineStats(pages_total=scheduler_config.n_pages)
         self._meter = StepMeter(self.spec, self.plan.step_bytes, token_bytes(self.spec, kv_dtype))
+        if kv_dtype == "int8":
+            centre_keys(self)
         self.load_s = time.perf_counter() - began
 
     @property

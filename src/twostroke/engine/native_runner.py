@@ -209,6 +209,8 @@ class NativeRunner:
                 made.bias = self._hold(op.bias.float())
         elif isinstance(op, p.TurnAndStore):
             made.layer, made.choice = op.layer, int(op.rotary)
+            if self.pool.dtype == "int8":
+                made.bias = self.pool.key_offset[op.layer].data_ptr()
         elif isinstance(op, p.Attend):
             made.layer, made.window = op.layer, op.window or 0
         elif isinstance(op, p.Widen):

@@ -27,7 +27,8 @@ TYPES = {"fp32": (torch.float32, 1), "bf16": (torch.bfloat16, 2), "int8": (torch
 class TiledKVPool:
     """Slot s of a layer and head is lane s % 16 of tile s / 16. Keys of a tile are (D/p, 16, p), values (16/p, D, p), p = 2
     numbers side by side in bf16 and int8, 1 in fp32: a vector holds one pair of dimensions of sixteen keys, so scores need no
-    sum across lanes. ``int8``: symmetric codes, one fp32 scale a slot, head and kind.
+    sum across lanes. ``int8``: symmetric codes, one fp32 scale a slot, head and kind; of keys the ``key_offset`` (layers, K, D)
+    is taken off first, which softmax does not see (``engine.key_offset``), so what is read back is without it.
 
     The methods that the torch interpreter calls give and take plain tensors; they are the reference, not fast. Memory comes
     zeroed from the system as it is touched (``KVPool`` says why zeros matter).
@@ -44,6 +45,7 @@ class TiledKVPool:
         self.values = self._zeros((*heads, TILE // pair, spec.head_dim, pair), held)
         n_scales = (spec.n_layers, spec.n_kv_heads, self.n_slots if dtype == "int8" else 0)
         self.key_scales, self.value_scales = (self._zeros(n_scales, torch.float32) for _ in range(2))
+        self.key_offset = torch.zeros((spec.n_layers if dtype == "int8" else 0, spec.n_kv_heads, spec.head_dim))
 
     @staticmethod
     def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -61,7 +63,7 @@ class TiledKVPool:
         new_keys, new_values = heads.float().split(self.n_kv_heads)
         tile, lane, pair = slots // TILE, slots % TILE, TYPES[self.dtype][1]
         if self.dtype == "int8":
-            new_keys = self._codes(new_keys, self.key_scales[layer], slots)
+            new_keys = self._codes(new_keys - self.key_offset[layer][:, None], self.key_scales[layer], slots)
             new_values = self._codes(new_values, self.value_scales[layer], slots)
         new_keys = torch.nn.functional.pad(new_keys, (0, -self.head_dim % pair)).unflatten(2, (-1, pair))
         self.keys[layer][:, tile, :, lane] = new_keys.transpose(0, 1).to(self.keys.dtype)
