@@ -168,3 +168,17 @@ def test_a_task_alone_needs_no_text(
     assert document["passed"] is None
     code, _, err = run(capsys, models[0], models[2], *texts[2:], "--max-perplexity-ratio", "1", "--no-speed")
     assert (code, "--max-perplexity-ratio needs a text" in err) == (2, True)
+
+
+def test_a_cache_in_int8_is_the_second_model_s_alone(
+    models: tuple[Path, Path, Path], texts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = models[0]
+    options = ["--no-speed", "--dtype", "fp32", "--kv-dtype", "int8", "--head-dtype", "int8", "--max-perplexity-ratio", "1.5"]
+    code, out, err = run(capsys, a, a, *texts[:2], *options, "--json")
+    assert code == 0, err
+    document = json.loads(out)
+    assert [document[side]["formats"] for side in "ab"] == ["fp32", "fp32, head int8, cache int8"]
+    assert {document[side]["engine"] for side in "ab"} == {"inference"}
+    assert document["perplexity_ratio"] != 1.0
+    assert document["checks"][0]["passed"] is True

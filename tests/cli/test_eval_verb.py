@@ -80,6 +80,23 @@ def test_quantised_weights_go_through_the_engine_without_being_asked(
     assert (json.loads(out)["engine"], json.loads(out)["dtype"]) == ("inference", "int8")
 
 
+def test_head_and_cache_in_int8_are_scored_as_the_engine_holds_them(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("import argparse\nparser = argparse.ArgumentParser()\n" * 20)
+    found = []
+    for formats in ((), ("--head-dtype", "int8"), ("--kv-dtype", "int8")):
+        args = ("--data", str(tmp_path / "a.txt"), "--engine", "auto" if formats else "inference", "--dtype", "fp32")
+        code, out, err = run(capsys, str(model), *args, *formats, "--context", "100", "--json")
+        assert code == 0, err
+        found.append(json.loads(out))
+    assert [f["formats"] for f in found] == ["fp32", "fp32, head int8", "fp32, cache int8"]
+    assert {f["engine"] for f in found} == {"inference"}
+    assert len({f["bits_per_byte"] for f in found}) == 3  # each rounds something else
+    assert found[1]["bits_per_byte"] == pytest.approx(found[0]["bits_per_byte"], rel=0.01)
+    assert found[2]["bits_per_byte"] == pytest.approx(found[0]["bits_per_byte"], rel=0.01)
+
+
 def test_prompts_beyond_the_context_are_counted_and_said(
     model: Path, own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,6 +117,11 @@ def test_prompts_beyond_the_context_are_counted_and_said(
         (("--task", "{tmp}/own.toml", "--engine", "vllm"), "engine='vllm' is not known"),
         (("--task", "{tmp}/own.toml", "--limit", "0"), "limit"),
         (("--task", "{tmp}/own.toml", "--dtype", "int4x"), "dtype='int4x'"),
+        (("--task", "{tmp}/own.toml", "--kv-dtype", "int4"), "kv_dtype='int4' is not known"),
+        (
+            ("--task", "{tmp}/own.toml", "--kv-dtype", "int8", "--engine", "decoder"),
+            "kv_dtype='int8' is a format of the inference",
+        ),
     ],
 )
 def test_bad_input_is_refused_with_a_sentence(

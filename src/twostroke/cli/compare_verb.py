@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit, progress
-from twostroke.cli.eval_verb import ENGINE_HELP, TASK_DATA_HELP, TASK_HELP
+from twostroke.cli.eval_verb import ENGINE_HELP, FORMATS_HELP, TASK_DATA_HELP, TASK_HELP
 from twostroke.core.units import format_bytes, format_count
 
 app = typer.Typer(add_completion=False)
@@ -35,6 +35,8 @@ def compare(
     dtype: str | None = typer.Option(
         None, help="fp32 or bf16: the format both compute in. Default: fp32; on the inference engine, its own choice."
     ),
+    head_dtype: str = typer.Option("auto", help=f"How B's output head is held, A's staying as it is: {FORMATS_HELP}"),
+    kv_dtype: str = typer.Option("auto", help=f"How B's keys and values are cached, A's staying as they are: {FORMATS_HELP}"),
     speed: bool = typer.Option(True, help="Measure prefill and decode of both on the inference engine, by turns."),
     hardware: str | None = typer.Option(
         None, help="Machine whose price per token is predicted. Default: this one, where it is calibrated."
@@ -60,6 +62,7 @@ def compare(
     from twostroke.cli.side_measurements import SideEntries, costs, machine_of, speeds, training_rates
     from twostroke.evaluation.comparison import compare_on_tasks, compare_on_text, model_directory, open_sides
     from twostroke.evaluation.held_out import held_out_to_score
+    from twostroke.evaluation.scorer import engine_formats
     from twostroke.evaluation.task_files import load_task
     from twostroke.evaluation.thresholds import Thresholds
 
@@ -72,7 +75,7 @@ def compare(
     text = held_out_to_score(directory, data, prepared, text_key) if wants_text else None
     machine = machine_of(hardware)
     thresholds.require(text is not None, bool(tasks), speed, machine is not None)
-    sides = open_sides(a, b, engine, dtype)
+    sides = open_sides(a, b, engine, dtype, engine_formats(head_dtype, kv_dtype))
     result: dict[str, Any] = {name: side.to_dict() for name, side in zip("ab", sides, strict=True)}
     result["size_ratio"] = result["b"]["model_bytes"] / result["a"]["model_bytes"]
     entries = SideEntries(sides, {"text": text.name if text else None, "tasks": list(task), "limit": limit}, speed)
@@ -141,7 +144,7 @@ def _table(result: Mapping[str, Any]) -> list[str]:
         row("a million tokens", *prices, f"× {cost['ratio']:.3f} predicted, {cost['hardware']}, batch {cost['batch']}")
     row("on disk", format_bytes(a["model_bytes"]), format_bytes(b["model_bytes"]), f"× {result['size_ratio']:.3f}")
     row("parameters", format_count(a["parameters"]), format_count(b["parameters"]), "")
-    row("scored by", f"{a['engine']}, {a['dtype']}", f"{b['engine']}, {b['dtype']}", "")
+    row("scored by", f"{a['engine']}, {a['formats']}", f"{b['engine']}, {b['formats']}", "")
     widths = [max(len(r[i]) for r in rows) for i in range(3)]
     lines = [f"{r[0]:{widths[0]}}  {r[1]:>{widths[1]}}  {r[2]:>{widths[2]}}  {r[3]}".rstrip() for r in rows]
     return [

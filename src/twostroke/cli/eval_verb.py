@@ -26,6 +26,7 @@ TASK_DATA_HELP = "Folder of the tasks' .jsonl files. Default: eval in Twostroke'
 ENGINE_HELP = (
     "decoder (training's forward pass), inference (what serves), or auto: inference for quantised weights, else decoder."
 )
+FORMATS_HELP = "as `generate` takes it, scored by the inference engine, which rounds as it serves."
 
 
 @app.command(name="eval")
@@ -46,6 +47,8 @@ def evaluate(
     dtype: str | None = typer.Option(
         None, help="fp32 or bf16: the format the model computes in. Default: fp32; on the inference engine, its own choice."
     ),
+    head_dtype: str = typer.Option("auto", help=f"How the output head is held: {FORMATS_HELP}"),
+    kv_dtype: str = typer.Option("auto", help=f"How keys and values are cached: {FORMATS_HELP}"),
     text_key: str = typer.Option("text", help="Where a .jsonl record keeps its text."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
@@ -53,18 +56,24 @@ def evaluate(
     from twostroke.evaluation.comparison import model_directory
     from twostroke.evaluation.held_out import held_out_to_score
     from twostroke.evaluation.ledger_entry import EvaluationEntry, task_values
-    from twostroke.evaluation.scorer import open_scorer
+    from twostroke.evaluation.scorer import engine_for, engine_formats, open_scorer
     from twostroke.evaluation.task_files import load_task
 
     directory = model_directory(model)
     tasks = [load_task(name, task_data) for name in task]
     wants_text = bool(data) or prepared is not None or not tasks
     text = held_out_to_score(directory, data, prepared, text_key) if wants_text else None
-    scorer = open_scorer(directory, engine, dtype)
-    inputs = {"engine": scorer.engine, "dtype": scorer.dtype, "tasks": list(task), "limit": limit}
+    formats = engine_formats(head_dtype, kv_dtype)
+    scorer = open_scorer(directory, engine_for(directory, engine, formats), dtype, **formats)
+    inputs = {"engine": scorer.engine, "dtype": scorer.formats, "tasks": list(task), "limit": limit}
     entry = EvaluationEntry(directory, inputs | {"text": text.name if text else None})
     start = time.perf_counter()
-    document: dict[str, Any] = {"model": str(directory), "engine": scorer.engine, "dtype": scorer.dtype}
+    document: dict[str, Any] = {
+        "model": str(directory),
+        "engine": scorer.engine,
+        "dtype": scorer.dtype,
+        "formats": scorer.formats,
+    }
     lines: list[str] = []
     try:
         if text is not None:
@@ -83,7 +92,7 @@ def evaluate(
         log(entry.problem)
     if results:
         lines += [*([""] if lines else []), *task_table(results)]
-        lines.append(f"{scorer.engine} engine, {scorer.dtype}, {format_seconds(elapsed_s)}")
+        lines.append(f"{scorer.engine} engine, {scorer.formats}, {format_seconds(elapsed_s)}")
     document |= {"tasks": [r.to_dict() for r in results], "elapsed_s": elapsed_s, "run_id": entry.run_id}
     emit(document, "\n".join(lines), as_json)
 
@@ -101,10 +110,10 @@ def _score_text(
         cut = f", {score.n_cut} cut at the context" if score.n_cut else ""
         return score.to_dict(), [
             f"answers        {score.nats_per_token:.4f} nats a token measured, perplexity {score.perplexity:.3f}",
-            f"conversations  {score.n_conversations} held out{cut}, {score.n_tokens} tokens of answers, {scorer.dtype}",
+            f"conversations  {score.n_conversations} held out{cut}, {score.n_tokens} tokens of answers, {scorer.formats}",
         ]
     result = bits_per_byte(scorer, text, ctx=context, stride=stride, tokenizer_path=directory, progress=advance)
-    windows = f"context {result.context}, stride {result.stride}, {scorer.dtype}"
+    windows = f"context {result.context}, stride {result.stride}, {scorer.formats}"
     return result.to_dict(), [
         f"bits per byte  {result.bits_per_byte:.4f} measured (xz -9: {result.xz_bits_per_byte:.4f})",
         f"perplexity     {result.perplexity:.3f} a token, {result.nats_per_token:.4f} nats",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,19 +71,28 @@ class Side:
             "model": str(self.directory),
             "engine": self.scorer.engine,
             "dtype": self.scorer.dtype,
+            "formats": self.scorer.formats,
             "parameters": count_parameters(self.scorer.spec).total,
             "model_bytes": model_bytes(self.directory),
         }
 
 
 def open_sides(
-    a: Path | str, b: Path | str, engine: str = "auto", dtype: str | None = None, **options: Any
+    a: Path | str,
+    b: Path | str,
+    engine: str = "auto",
+    dtype: str | None = None,
+    formats: Mapping[str, str] | None = None,
+    **options: Any,
 ) -> tuple[Side, Side]:
-    """Both models on the same engine: with "auto" inference where one of them is quantised, which rounds as it serves."""
+    """Both models on the same engine: with "auto" inference where one of them is quantised, which rounds as it serves.
+
+    ``formats`` (``scorer.engine_formats``) are b's alone, which then differs from a by them, and ask for that engine too."""
     directories = model_directory(a), model_directory(b)
-    if engine == "auto":
-        engine = "inference" if "inference" in map(engine_for, directories) else "decoder"
-    first, second = (Side(d, open_scorer(d, engine, dtype, **options)) for d in directories)
+    chosen = {engine_for(directories[0], engine), engine_for(directories[1], engine, formats)}
+    engine = "inference" if "inference" in chosen else "decoder"
+    first = Side(directories[0], open_scorer(directories[0], engine, dtype, **options))
+    second = Side(directories[1], open_scorer(directories[1], engine, dtype, **options, **formats or {}))
     return first, second
 
 

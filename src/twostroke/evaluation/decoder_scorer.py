@@ -33,6 +33,7 @@ class DecoderScorer:
         self.decoder, self.tokenizer, self.spec = decoder, tokenizer, decoder.spec
         self.longest = decoder.spec.max_positions
         self.dtype = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[decoder.head_weight.dtype]
+        self.formats = self.dtype
 
     @classmethod
     def load(cls, directory: Path, dtype: str = "fp32", device: str = "cpu") -> DecoderScorer:

@@ -25,10 +25,11 @@ class EngineScorer:
         self.llm, self.spec = llm, llm.engine.spec
         self.tokenizer: Tokenizer = llm.tokenizer
         self.longest, self.dtype = llm.engine.max_model_len, llm.engine.dtype
+        self.formats = _formats(llm)
 
     @classmethod
-    def load(cls, directory: Path, dtype: str = "auto") -> EngineScorer:
-        return cls(LLM(directory, dtype=dtype))
+    def load(cls, directory: Path, dtype: str = "auto", head_dtype: str = "auto", kv_dtype: str = "auto") -> EngineScorer:
+        return cls(LLM(directory, dtype=dtype, head_dtype=head_dtype, kv_dtype=kv_dtype))
 
     def token_scores(
         self, sequences: Sequence[tuple[Sequence[int], int]], progress: Progress | None = None
@@ -49,3 +50,10 @@ class EngineScorer:
                 if progress is not None:
                     progress(n_done / len(prompts))
         return [output.outputs[0].text for output in outputs]
+
+
+def _formats(llm: LLM) -> str:
+    """How weights are held, and the head and the cache where that was asked for: "int8, head int8, cache int8"."""
+    config = llm.engine.config
+    asked = (("head", config.head_dtype), ("cache", config.kv_dtype))
+    return ", ".join([llm.engine.dtype, *(f"{name} {dtype}" for name, dtype in asked if dtype != "auto")])
