@@ -17,7 +17,7 @@ from twostroke.calibration.products import make_product, measure_class
 from twostroke.calibration.timing import Clock
 from twostroke.calibration.transformer import LEAST_SHARE, BlockSize, straight_line
 from twostroke.core.errors import ConfigError
-from twostroke.core.profile import MachineProfile, load_profile, save_profile
+from twostroke.core.profile import MachineProfile, MatmulPoint, load_profile, save_profile
 from twostroke.core.units import MIB
 from twostroke.kernels.native_library import library
 from twostroke.planner import latency
@@ -127,6 +127,21 @@ def test_plans_stand_on_a_calibrated_profile(profile: MachineProfile) -> None:
         assert 0 < plan.step_time_s < 60
     serving = plan_serving(spec, ServingShape(batch=2, prompt_tokens=8, output_tokens=8), hardware)
     assert 0 < serving.tpot_s < 60
+
+
+def test_serving_alone_leaves_out_training_and_keeps_what_was_stored(
+    profile: MachineProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TWOSTROKE_HOME", str(tmp_path))
+    fresh = calibrate(None, SMALL, device="cpu", only="serve")
+    assert not any(name.startswith(("attention_", "adamw_")) for name in fresh.extras)
+    save_profile(dataclasses.replace(profile, matmul=(*profile.matmul, MatmulPoint("other", 1, 2, 3, 4.0))))
+    kept = calibrate(None, SMALL, device="cpu", only="serve")
+    assert kept.extras["adamw_bytes_per_s"] == profile.extras["adamw_bytes_per_s"]
+    assert MatmulPoint("other", 1, 2, 3, 4.0) in kept.matmul
+    assert len({(p.scheme, p.m, p.n, p.k) for p in kept.matmul}) == len(kept.matmul)
+    with pytest.raises(ConfigError, match="only='both'"):
+        calibrate(None, SMALL, device="cpu", only="both")
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:

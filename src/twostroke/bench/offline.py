@@ -25,7 +25,7 @@ FORMULAS: dict[str, str] = {
     "…_bytes_per_s": "packed weights and KV cache that the engine's prefill or decode steps had to read / their time",
     "…_flop_per_s": "multiply-adds of products and attention in them · 2 / their time",
     "…_read_share": "bytes/s / the measured read rate of all threads at what one step reads: the share of the bandwidth limit",
-    "…_flop_share": "FLOP/s / the measured rate of the 4096³ product in the weights' format",
+    "…_flop_share": "FLOP/s / the best measured product rate in the weights' format",
 }
 
 

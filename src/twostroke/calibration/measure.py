@@ -49,11 +49,13 @@ from twostroke.calibration.transformer import (
     measure_toolchain,
 )
 from twostroke.core.errors import ConfigError
-from twostroke.core.profile import BandwidthPoint, MachineProfile, MatmulPoint, read_fingerprint
+from twostroke.core.profile import BandwidthPoint, MachineProfile, MatmulPoint, load_profile, read_fingerprint
 from twostroke.core.units import MIB
 from twostroke.kernels import training_attention
 from twostroke.kernels.native_library import library
 from twostroke.planner.anchors import COMPILED_ANCHORS, EAGER_ANCHORS, TRAINING_PARTS
+
+PARTS = ("serve", "train")
 
 Progress = Callable[[float, str], None]
 """``progress(done, note)``: the share done, 0 to 1, and a few words on what is being measured."""
@@ -115,18 +117,27 @@ def pick_device(device: str | None) -> str:
 
 
 def calibrate(
-    progress: Progress | None = None, extent: Extent | None = None, device: str | None = None, n_ranks: int | None = None
+    progress: Progress | None = None,
+    extent: Extent | None = None,
+    device: str | None = None,
+    n_ranks: int | None = None,
+    only: str | None = None,
 ) -> MachineProfile:
     """Measure this machine and return its profile (``core.profile.save_profile`` stores it).
 
     Collectives are measured between ``n_ranks`` processes (default: one for each GPU), or between the ranks that a launcher
     started, of which this is the first and the others call ``collectives.measure_in_launched_group``.
 
+    ``only`` "serve" or "train" leaves out what the other needs; the rest is taken from this machine's stored profile, where it
+    has one (``merged``).
+
     Every number is the best of several runs, since other work only ever adds time; rates are for all threads that torch uses.
     ``device`` is "cpu" or "cuda" (default: cuda where torch has it). Raises ConfigError for another.
     """
     extent = extent or Extent()
     device = pick_device(device)
+    if only not in (None, *PARTS):
+        raise ConfigError(f"only={only!r} is no part of a calibration. Use one of {', '.join(PARTS)}, or leave it out.")
     n_ranks = n_ranks or (torch.cuda.device_count() if device == "cuda" else 1)
     clock = Clock(device, extent.effort)
     tell = progress or (lambda done, note: None)
@@ -138,12 +149,13 @@ def calibrate(
         extras.update(measure_fresh_process())
     extras.update(measure_disk(extent.disk_bytes))
     extras["native_training_attention_share"] = float(device == "cpu" and training_attention.is_available())
-    with empty_compile_cache():
-        extras.update(_measure_training(clock, extent, lambda done, note: tell(0.02 + 0.51 * done, note)))
-    tell(0.53, "around the blocks")
-    extras.update(measure_setup(clock, extent.block))
-    tell(0.55, "optimizers")
-    extras.update(measure_optimizers(clock, extent.block))
+    if only != "serve":
+        with empty_compile_cache():
+            extras.update(_measure_training(clock, extent, lambda done, note: tell(0.02 + 0.51 * done, note)))
+        tell(0.53, "around the blocks")
+        extras.update(measure_setup(clock, extent.block))
+        tell(0.55, "optimizers")
+        extras.update(measure_optimizers(clock, extent.block))
     tell(0.57, "launch costs")
     op_launch_s, linear_launch_s = measure_launches(clock)
     memory = fingerprint.ram_bytes
@@ -151,14 +163,15 @@ def calibrate(
         memory = int(torch.cuda.get_device_properties(0).total_memory)
         extras["device_memory_bytes"] = float(memory)
     is_native = device == "cpu" and library() is not None
+    serves_natively = is_native and only != "train"
     sizes = working_sets(memory, extent.largest_working_set_bytes)
     bandwidth: list[BandwidthPoint] = []
     for point in (measure_native_bandwidth if is_native else measure_read_bandwidth)(clock, sizes):
         bandwidth.append(point)
         tell(0.58 + 0.04 * len(bandwidth) / len(sizes), f"read bandwidth, {point.working_set_bytes // MIB} MiB")
-    engine_schemes = () if is_native else extent.engine_schemes
+    engine_schemes = () if is_native or only == "train" else extent.engine_schemes
     products, peaks = _measure_products(clock, extent, engine_schemes, lambda done, note: tell(0.62 + 0.14 * done, note))
-    if is_native:
+    if serves_natively:
         native, native_peaks = _measure_native(clock, extent, lambda done, note: tell(0.76 + 0.1 * done, note))
         products += native
         peaks |= native_peaks
@@ -170,9 +183,9 @@ def calibrate(
     limit = weight_only_limit(products)
     if limit is not None:
         extras["int8_weight_only_max_macs"] = limit
-    if is_native and extent.whole_steps:
+    if serves_natively and extent.whole_steps:
         extras.update(measure_native_steps(clock, lambda done, note: tell(0.86 + 0.14 * done, note)))
-    elif device == "cpu" and not is_native:
+    elif device == "cpu" and not is_native and only != "train":
         tell(0.86, "attention of the engine")
         extras["flash_max_scores"] = measure_flash_limit(clock)
         extras.update(measure_layer_operations(clock))
@@ -201,7 +214,23 @@ def calibrate(
         disk_write_bytes_per_s=extras.pop("disk_write_bytes_per_s"),
         extras=extras,
     )
-    return with_fitted_prices(profile) if is_native else replace(profile, extras=without_products(profile))
+    if serves_natively:
+        profile = with_fitted_prices(profile)
+    elif only != "train":
+        profile = replace(profile, extras=without_products(profile))
+    stored = load_profile() if only else None
+    return profile if stored is None or stored.device != device else merged(stored, profile)
+
+
+def merged(before: MachineProfile, now: MachineProfile) -> MachineProfile:
+    """``now``, and of ``before`` what was not measured this time."""
+    measured = {point.scheme for point in now.matmul}
+    return replace(
+        now,
+        matmul=(*(point for point in before.matmul if point.scheme not in measured), *now.matmul),
+        peak_flop_per_s=before.peak_flop_per_s | now.peak_flop_per_s,
+        extras=before.extras | now.extras,
+    )
 
 
 def _measure_training(clock: Clock, extent: Extent, tell: Progress) -> dict[str, float]:
@@ -248,7 +277,10 @@ def _measure_native(clock: Clock, extent: Extent, tell: Progress) -> tuple[list[
         if peak is not None:
             peaks[scheme] = peak
     shapes = (extent.native_schemes, extent.native_classes, extent.native_rows)
-    return list(measure_native_products(clock, *shapes, lambda done, note: tell(0.2 + 0.8 * done, note))), peaks
+    points = list(measure_native_products(clock, *shapes, lambda done, note: tell(0.2 + 0.8 * done, note)))
+    for point in points:  # a kernel may like another shape better than the cube: a limit is the best that was seen
+        peaks[point.scheme] = max(peaks.get(point.scheme, 0.0), point.flop_per_s)
+    return points, peaks
 
 
 @torch.inference_mode()

@@ -31,6 +31,9 @@ NATIVE_WORKING_SET_BYTES = 128 * MIB
 PREFETCH_BYTES = 64 * 1024
 """Of the next matrix, fetched before each barrier, as the engine's step does (``kPrefetchBytes``)."""
 
+SHARED_ROWS, CHUNK_ROWS = 48, 256
+"""Up to so many rows threads share out each matrix; beyond, chunks of so many rows, as the engine's step does it."""
+
 MANY_ROWS = 256
 MANY_ROWS_BYTES = 8 * MIB
 """From so many rows on, arithmetic binds whatever the cache: passes over fewer weights say the same sooner."""
@@ -95,7 +98,8 @@ class _CRows(ctypes.Structure):
 
 def product_pass(scheme: str, m: int, n: int, k: int, memory: Memory, working_set_bytes: int) -> Callable[[], float]:
     """A call that applies matrices of the class one after another to ``m`` prepared rows, as many as ``working_set_bytes`` of
-    ``memory`` hold, and returns the seconds of one of them: a barrier after each, quantising rows not in it."""
+    ``memory`` hold, and returns the seconds of one of them, quantising rows not in it. As in the engine, few rows share out
+    every matrix by its outputs, with a barrier after each; of many each thread takes chunks through all matrices."""
     lib = _ready()
     assert lib is not None
     name, group = FORMATS[scheme]
@@ -107,7 +111,9 @@ def product_pass(scheme: str, m: int, n: int, k: int, memory: Memory, working_se
     x, width = torch.full((m, k), 0.5), lib.ts_padded(k)
     bf16, codes = torch.zeros((m, width), dtype=torch.int16), torch.zeros((m, width), dtype=torch.int8)
     scales, sums = torch.zeros(m), torch.zeros((m, lib.ts_sums_per_row(k)), dtype=torch.int32)
-    y = torch.empty((m, n))
+    threads = lib.ts_threads()
+    chunk = 0 if m <= SHARED_ROWS else min(CHUNK_ROWS, -(-m // threads // 32) * 32)
+    y = torch.empty((m + threads * chunk, n))
     buffers = [t.data_ptr() for t in (x, bf16, codes, scales, sums)]
     lib.ts_prepare_rows(code, buffers[0], m, k, *buffers[1:])
     rows = (_CRows * count)(*(_CRows(m, *buffers) for _ in range(count)))
@@ -115,7 +121,7 @@ def product_pass(scheme: str, m: int, n: int, k: int, memory: Memory, working_se
 
     def run() -> float:
         assert kept
-        return float(lib.ts_pass_seconds(matrices, count, rows, y.data_ptr(), n, PREFETCH_BYTES, 1)) / count
+        return float(lib.ts_pass_seconds(matrices, count, rows, y.data_ptr(), PREFETCH_BYTES, chunk, 1)) / count
 
     return run
 

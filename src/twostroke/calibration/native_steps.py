@@ -18,7 +18,6 @@ from twostroke.planner.native_anchors import (
     PREFILL_ANCHORS,
     SCHEMES,
     UNITS,
-    WIDE,
     NativeAnchor,
     fitted_name,
 )
@@ -32,11 +31,6 @@ from twostroke.planner.native_passes import (
 from twostroke.planner.serving import ServingShape
 from twostroke.planner.work import total_seconds
 
-SLOW_SCHEMES = ("fp32", "int8_weight_only")
-"""Formats without a unit for their products: they get the narrow models only, and no prompt beyond ``SLOW_TOKENS``."""
-
-SLOW_TOKENS = 128
-
 
 def measure_native_steps(
     clock: Clock, tell: Callable[[float, str], None], schemes: Sequence[str] = SCHEMES
@@ -48,8 +42,6 @@ def measure_native_steps(
             tell(i / len(schemes), f"{scheme} steps of the engine")
             engines = Engines(Path(folder))
             for anchor in (*PREFILL_ANCHORS, *DECODE_ANCHORS):
-                if scheme in SLOW_SCHEMES and (anchor.width == WIDE[0] or anchor.rows > SLOW_TOKENS):
-                    continue
                 engine = engines.get(anchor.spec, scheme)
                 if anchor.phase == "prefill":
                     seconds = prefill_step_s(clock, engine, prompts, anchor.rows)

@@ -29,9 +29,12 @@ DISTURBED_SHARE = 0.1
 def calibrate(
     device: str = typer.Option(None, help="cpu or cuda; without it cuda where there is one."),
     ranks: int = typer.Option(0, min=0, help="Processes between which collectives are measured; 0: one for each GPU."),
+    only: str = typer.Option(
+        None, help="serve or train: measure what that needs (serving: half a minute); the rest stays as it was."
+    ),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Measure this machine once (under two minutes on two cores) and store its profile, which every plan for "this" stands on.
+    """Measure this machine once (some two minutes on two cores) and store its profile, which every plan for "this" stands on.
 
     Under torchrun, collectives are measured between its ranks as well, and the first rank does the rest.
     """
@@ -48,7 +51,7 @@ def calibrate(
         measure_in_launched_group(pick_device(device))
         return
     with progress("calibrating", 1.0) as advance:
-        profile = measure(advance, device=device, n_ranks=ranks)
+        profile = measure(advance, device=device, n_ranks=ranks, only=only)
     path = save_profile(profile)
     share = profile.extras["disturbed_share"]
     if share > DISTURBED_SHARE:

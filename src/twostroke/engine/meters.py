@@ -61,8 +61,8 @@ class PhaseRates:
 
     ``read_bytes`` is what they had to read: packed weights once a step, and of the cache what each request attends to.
     ``read_limit_bytes_per_s`` is the best rate at which all threads read a buffer of ``bytes_per_step`` again and again,
-    ``product_limit_flop_per_s`` that of a 4096³ product in the blocks' format (attention and head, which may be in another,
-    are counted at it too); None where this machine has no profile that holds them.
+    ``product_limit_flop_per_s`` the best rate of a product in the blocks' format, 4096³ or another calibrated shape (attention
+    and head, which may be in another format, are counted at it too); None where this machine has no profile that holds them.
     """
 
     steps: int
@@ -97,7 +97,7 @@ class PhaseRates:
 
     @property
     def flop_share(self) -> float | None:
-        """Share of the product rate."""
+        """Share of the best product rate."""
         limit = self.product_limit_flop_per_s
         return self.flop_per_s / limit if limit else None
 

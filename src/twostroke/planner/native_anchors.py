@@ -16,8 +16,8 @@ D_FF = {256: 704, 768: 2048}
 
 MAX_POSITIONS = 2048
 CONTEXT, LONG_CONTEXT = 128, 1024
-SCHEMES = ("bf16", "int8", "int4", "int8_weight_only", "fp32")
-"""Measured one after another. Those of the other groups of int4 are taken from int4's: around products they do the same."""
+SCHEMES = ("bf16", "int8", "int4")
+"""Measured one after another. int4 of every group is as int4, other schemes as bf16: around products they do the same."""
 
 UNITS: dict[str, tuple[str, ...]] = {
     "prefill": ("step", "layer", "element", "attention"),
@@ -70,9 +70,14 @@ DECODE_ANCHORS = (
 )
 
 
+def has_steps(scheme: str) -> bool:
+    """Whether steps of ``scheme`` itself, or of it in another group, are measured."""
+    return scheme.partition("-")[0] in SCHEMES
+
+
 def family_of(scheme: str) -> str:
-    """int4 for int4 in groups of any size; every other scheme itself."""
-    return scheme.partition("-")[0]
+    """The one of ``SCHEMES`` whose steps stand for ``scheme``."""
+    return scheme.partition("-")[0] if has_steps(scheme) else "bf16"
 
 
 def fitted_name(phase: str, scheme: str, unit: str) -> str:

@@ -18,6 +18,7 @@ from twostroke.planner.native_anchors import (
     SHALLOW,
     NativeAnchor,
     fitted_name,
+    has_steps,
 )
 from twostroke.planner.native_products import (
     SCHEMES,
@@ -102,7 +103,7 @@ def _keys(spec: ModelSpec, shape: ServingShape) -> float:
 
 
 def price(hardware: Hardware, phase: str, scheme: str, unit: str) -> float:
-    """Seconds of one of ``unit``, as fitted (0 where the fit found none)."""
+    """Seconds of one of ``unit``, as fitted to the steps of ``scheme``'s family (0 where the fit found none)."""
     return hardware.extras.get(fitted_name(phase, scheme, unit), 0.0)
 
 
@@ -232,7 +233,7 @@ def anchor_ratios(like: ServingShape, hardware: Hardware) -> Ratios:
     """Of the prompts of the two deeper models by (width, tokens), under the scheme of ``like``."""
     found: dict[tuple[int, int], float] = {}
     for anchor in PREFILL_ANCHORS:
-        measured = hardware.extras.get(anchor.name(like.scheme))
+        measured = hardware.extras.get(anchor.name(like.scheme)) if has_steps(like.scheme) else None
         if measured is not None and (anchor.width, anchor.n_layers) != SHALLOW:
             planned = prefill_works(anchor.spec, anchor_shape(anchor, like), hardware)
             found[anchor.width, anchor.rows] = measured / total_seconds(planned)

@@ -81,7 +81,9 @@ def compare(
     shape = found.shape or TrainingShape(
         batch_size, sequence_length, grad_accumulation, dtype, optimizer, not eager, steps, checkpointing=checkpointing
     )
-    serving = serving_shape(found.spec, scheme, batch, prompt, output, **_ways("--serve-layout", serve_layout, SERVE_WAYS))
+    serving = serving_shape(
+        found.spec, found.scheme(scheme), batch, prompt, output, **_ways("--serve-layout", serve_layout, SERVE_WAYS)
+    )
     table = compare_phases(found.spec, shape, serving, machine, found.name, layout)
     if train_run or serve_run:
         from twostroke.ledger.store import Ledger  # only here: sqlite3 takes a tenth of the time a plan has

@@ -117,7 +117,9 @@ def crossover(
             spent, notes = _training_cost(found, machine, terms, years, tokens, steps, devices, batch_size, sequence_length)
             training_usd, document["training_cost"] = spent.usd, spent.to_dict()
         if serving is None:
-            shape = serving_shape(found.spec, scheme, batch, prompt, output, tensor=tensor, pipeline=pipeline, expert=expert)
+            shape = serving_shape(
+                found.spec, found.scheme(scheme), batch, prompt, output, tensor=tensor, pipeline=pipeline, expert=expert
+            )
             planned = plan_serving(found.spec, shape, machine)
             own = own_serving(planned, terms, utilisation, years)
             prompt, output = planned.shape.prompt_tokens, planned.shape.output_tokens

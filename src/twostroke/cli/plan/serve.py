@@ -9,6 +9,7 @@ from twostroke.cli.plan.explain import EXPLAIN, with_terms
 from twostroke.cli.plan.subject import (
     BATCH,
     HARDWARE,
+    HEAD_DTYPE,
     KV_CACHE_BYTES,
     KV_DTYPE,
     MAX_MODEL_LEN,
@@ -40,6 +41,7 @@ def serve(
     batch: int = BATCH,
     prompt: int = PROMPT,
     output: int = OUTPUT,
+    head_dtype: str = HEAD_DTYPE,
     kv_dtype: str = KV_DTYPE,
     kv_cache_bytes: int = KV_CACHE_BYTES,
     max_model_len: int = MAX_MODEL_LEN,
@@ -75,7 +77,7 @@ def serve(
     machine = load_hardware(hardware)
     found = read_subject(subject, settings, machine)
     shape = serving_shape(
-        found.spec, scheme, batch, prompt, output,
+        found.spec, found.scheme(scheme), batch, prompt, output, head_dtype=head_dtype,
         kv_dtype=kv_dtype, kv_cache_bytes=kv_cache_bytes, max_model_len=max_model_len, tensor=tensor, pipeline=pipeline,
         expert=expert, engine=engine, prefix_hit_share=prefix_hits,
         speculation=Speculation.parse(speculate) if speculate else None,

@@ -32,11 +32,17 @@ EAGER = typer.Option(False, "--eager", help="Plan for training without torch.com
 STEPS = typer.Option(0, help="Length of the run in steps; without it only rates are planned.")
 SETTINGS = typer.Option([], "--set", help="Override one recipe key: section.key=value. Repeatable.")
 TRAIN_TOKENS = typer.Option(0, help="Tokens of text there are; without it, those of the recipe's prepared data.")
-SCHEME = typer.Option("bf16", help="How weights are held: fp32, bf16 or int8.")
+SCHEME = typer.Option(
+    "auto",
+    help="How weights are held: auto (as the directory is, else bf16), fp32, bf16, int8, int8_weight_only, int4, int4-g32, …",
+)
+HEAD_DTYPE = typer.Option(
+    "auto", help="How our engine holds the output head: auto, fp32, bf16, int8, int8_weight_only or int4."
+)
 BATCH = typer.Option(8, help="Requests that decode together.")
 PROMPT = typer.Option(0, help="Tokens of a prompt; without it half the context, at most 512.")
 OUTPUT = typer.Option(0, help="Tokens of an answer; without it what is left, at most 128.")
-KV_DTYPE = typer.Option("auto", help="Type of the KV cache: auto, bf16 or fp32.")
+KV_DTYPE = typer.Option("auto", help="Type of the KV cache: auto, bf16, fp32 or int8.")
 KV_CACHE_BYTES = typer.Option(0, help="Size of the KV cache; 0: what the batch needs.")
 MAX_MODEL_LEN = typer.Option(0, help="Longest context to serve; 0: the model's own.")
 
@@ -51,6 +57,12 @@ class Subject:
     steps: int = 0
     ranking: tuple[Candidate, ...] = ()
     notes: tuple[str, ...] = ()
+    stored_scheme: str | None = None
+    """How a directory that `twostroke quantize` wrote holds its matrices."""
+
+    def scheme(self, asked: str) -> str:
+        """``asked``, or what "auto" comes to."""
+        return (self.stored_scheme or "bf16") if asked == "auto" else asked
 
 
 def _prepared_counts(recipe: TrainRecipe) -> tuple[int, int] | None:
@@ -109,7 +121,20 @@ def read_subject(text: str, settings: list[str], hardware: Hardware, train_token
         raise ConfigError(f"--set changes a recipe, and {text} is none. Use the options, or name a .toml file.")
     if not path.exists():
         raise InputError(f"{text} does not exist. Give a recipe (.toml), a model directory or a config.json.")
-    return Subject(str(path), read_spec(path), None)
+    return Subject(str(path), read_spec(path), None, stored_scheme=_stored_scheme(path))
+
+
+def _stored_scheme(path: Path) -> str | None:
+    """The planner's name for it; None for plain weights, a bare config.json, and formats that are others'."""
+    from twostroke.quantization.schemes import stored_scheme
+
+    try:
+        stored = stored_scheme(path)
+    except ConfigError:
+        return None
+    if stored is None:
+        return None
+    return stored.name if stored.group is None else f"{stored.name}-g{stored.group}"
 
 
 def serving_shape(spec: ModelSpec, scheme: str, batch: int, prompt: int, output: int, **others: Any) -> ServingShape:
