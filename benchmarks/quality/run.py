@@ -7,8 +7,8 @@ import json
 import math
 import platform
 import subprocess
-import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,36 +22,41 @@ from twostroke.evaluation.held_out import held_out_to_score, tokenize
 from twostroke.model.load import load_model
 from twostroke.quantization.calibration_text import calibration_batches
 from twostroke.quantization.convert import quantize_model
-from twostroke.quantization.gptq import input_hessians
+from twostroke.quantization.fitting import MAX_KL_NATS, fit_codes
+from twostroke.quantization.schemes import scheme_of
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
 
 HERE = Path(__file__).parent
 LIMITS = {8: 1.001, 4: 1.03}
+EIGHT_BITS = {"head_dtype": "int8", "kv_dtype": "int8"}
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """``limit``: the greatest ratio that passes. ``made`` names a directory that was quantised for it, else the model's own."""
+    """``limit``: the greatest ratio that passes. ``made`` names a directory that was quantised for it, else the model's own;
+    ``max_kl``: what int4 may cost there before matrices go to int8, none where that is infinite."""
 
     name: str
     limit: float
     options: dict[str, Any]
     made: str = ""
+    max_kl: float = math.inf
 
 
 CANDIDATES = (
     Candidate("fp32", 1.001, {"dtype": "fp32"}),
     Candidate("int8 (W8A8)", LIMITS[8], {"dtype": "int8"}),
-    Candidate("int8, head in int8 too", LIMITS[8], {"dtype": "int8", "head_dtype": "int8"}),
     Candidate("int8, weights only", LIMITS[8], {"dtype": "int8_weight_only"}),
+    Candidate("bf16, head in int8", LIMITS[8], {"dtype": "bf16", "head_dtype": "int8"}),
     Candidate("bf16, cache in int8", LIMITS[8], {"dtype": "bf16", "kv_dtype": "int8"}),
-    Candidate("int8, head and cache in int8", LIMITS[8], {"dtype": "int8", "head_dtype": "int8", "kv_dtype": "int8"}),
+    Candidate("int8 (W8A8), head and cache in int8", LIMITS[8], {"dtype": "int8", **EIGHT_BITS}),
     Candidate("int4, nearest, groups of 64", LIMITS[4], {"dtype": "auto"}, "int4-nearest"),
-    Candidate("int4, GPTQ, groups of 128", LIMITS[4], {"dtype": "auto"}, "int4-g128"),
-    Candidate("int4, GPTQ, groups of 64", LIMITS[4], {"dtype": "auto"}, "int4-g64"),
-    Candidate("int4, GPTQ, groups of 32", LIMITS[4], {"dtype": "auto"}, "int4-g32"),
-    Candidate("int4, GPTQ, groups of 64, head in int8", LIMITS[4], {"dtype": "auto", "head_dtype": "int8"}, "int4-g64"),
+    Candidate("int4 alone, fitted, groups of 128", LIMITS[4], {"dtype": "auto"}, "int4-g128"),
+    Candidate("int4 alone, fitted, groups of 64", LIMITS[4], {"dtype": "auto"}, "int4-g64"),
+    Candidate("int4 alone, fitted, groups of 32", LIMITS[4], {"dtype": "auto"}, "int4-g32"),
+    Candidate("int4 as `quantize` makes it", LIMITS[4], {"dtype": "auto"}, "int4", MAX_KL_NATS),
+    Candidate("the same, head and cache in int8", LIMITS[4], {"dtype": "auto", **EIGHT_BITS}, "int4", MAX_KL_NATS),
 )
 
 
@@ -75,13 +80,21 @@ def windows_of(model: Path, data: list[str], length: int, n: int) -> list[list[i
     return [[int(i) for i in ids[s : s + length]] for s in starts]
 
 
-def quantised(model: Path, folder: Path, data: list[str]) -> None:
-    """Directories for the candidates that need one. Calibrated on what the run trained on, or on ``data``."""
+def quantised(model: Path, folder: Path, text: list[str]) -> dict[str, dict[str, Any]]:
+    """Directories for the candidates that need one, fitted to what the run trained on, or to ``text``; what is told of each."""
     decoder = load_model(model)
-    hessians = input_hessians(decoder, calibration_batches(model, decoder.spec, data))
-    for name in sorted({c.made for c in CANDIDATES if c.made}):
-        nearest = name == "int4-nearest"
-        quantize_model(model, folder / name, "int4-g64" if nearest else name, hessians=None if nearest else hessians)
+    batches = calibration_batches(model, decoder.spec, text)
+    reports = {}
+    for name, max_kl in sorted({(c.made, c.max_kl) for c in CANDIDATES if c.made}):
+        scheme = "int4-g64" if name == "int4-nearest" else name
+        group = scheme_of(scheme).group
+        assert group is not None
+        began = time.perf_counter()
+        fitted = None if name == "int4-nearest" else fit_codes(decoder, batches, group, max_kl)
+        report = quantize_model(model, folder / name, scheme, fitted=fitted).to_dict()
+        in_int8 = [] if fitted is None else sorted(fitted.int8)
+        reports[name] = report | {"seconds": time.perf_counter() - began, "matrices_in_int8": in_int8}
+    return reports
 
 
 def score(candidate: Candidate, engine: EngineCore, windows: list[list[int]], reference: list[torch.Tensor]) -> dict[str, Any]:
@@ -110,7 +123,9 @@ def score(candidate: Candidate, engine: EngineCore, windows: list[list[int]], re
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--data", nargs="*", default=[])
+    parser.add_argument("--data", nargs="*", default=[], help="text to score; default: what the model's run held out")
+    parser.add_argument("--calibration", nargs="*", default=[], help="text to fit int4 to; default: what the run trained on")
+    parser.add_argument("--name", help="of the model, in the record; default: its folder's")
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--out", type=Path, required=True)
@@ -118,7 +133,7 @@ def main() -> None:
     model = args.model / "model" if (args.model / "model" / "config.json").is_file() else args.model
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        quantised(model, folder, args.data)
+        made = quantised(model, folder, args.calibration)
         windows = windows_of(model, args.data, args.length, args.windows)
         common = {"token_budget": args.length, "max_model_len": args.length + 1 if args.data else args.length, "max_running": 1}
         windows = [ids[: common["max_model_len"] - 1] for ids in windows]
@@ -148,13 +163,15 @@ def main() -> None:
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE, check=False
     ).stdout
     document = {
-        "command": " ".join(sys.argv),
+        "command": _command(args),
+        "model": args.name or args.model.name,
         "commit": commit.strip(),
         "torch": torch.__version__,
         "machine": platform.processor() or platform.machine(),
         "n_tokens": sum(len(ids) - 1 for ids in windows),
         "bf16_perplexity": math.exp(nats),
         "schemes": rows,
+        "quantised": made,
     }
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "raw.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -162,9 +179,18 @@ def main() -> None:
     print(table(document))
 
 
+def _command(args: argparse.Namespace) -> str:
+    """As it was typed, without the folders of the machine that it ran on."""
+    text = f"benchmarks/quality/run.py {args.name or args.model.name}"
+    for option in ("data", "calibration"):
+        if names := getattr(args, option):
+            text += f" --{option} " + " ".join(Path(name).name for name in names)
+    return f"{text} --windows {args.windows} --length {args.length}"
+
+
 def table(document: dict[str, Any]) -> str:
     lines = [
-        "# Quality of each scheme through the engine, *measured*",
+        f"# Quality of each scheme through the engine: {document['model']}, *measured*",
         "",
         f"{document['n_tokens']} held-out tokens; perplexity {document['bf16_perplexity']:.3f} in bf16.",
         "",
@@ -175,6 +201,13 @@ def table(document: dict[str, Any]) -> str:
         spread = f"{row['perplexity_ratio']:.5f} ({row['ratio_low']:.5f} to {row['ratio_high']:.5f})"
         verdict = "passes" if row["passes"] else "fails"
         lines.append(f"| {row['scheme']} | {spread} | {row['kl_nats']:.2e} | {row['limit']} | {verdict} |")
+    fitted = document["quantised"]["int4"]
+    lines += [
+        "",
+        f"`quantize --scheme int4` holds {fitted['n_int8_matrices']} of {fitted['n_matrices']} matrices in int8, "
+        f"{fitted['bytes'] / fitted['source_bytes']:.2f} of the bytes; took {fitted['seconds']:.0f} s; said KL "
+        f"{fitted['kl_nats']:.4f} and a ratio of {fitted['perplexity_ratio']:.4f} of its own judged text.",
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log, progress
 from twostroke.core.errors import ConfigError
-from twostroke.core.units import format_bytes
+from twostroke.core.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from twostroke.quantization.fitting import Fitted
 
 app = typer.Typer(add_completion=False)
 
@@ -23,45 +27,61 @@ def quantize(
         [], help="Files, folders or globs of text that int4's rounding is fitted to. Default: what the model's run trained on."
     ),
     nearest: bool = typer.Option(False, "--nearest", help="Round every weight to its nearest code, without calibration."),
+    max_kl: float | None = typer.Option(
+        None, min=0.0, help="Most KL to the model, in nats a token, before int4 holds matrices in int8. Default: 0.02."
+    ),
     replace: bool = typer.Option(False, "--replace", help="Replace what is in the directory."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Write a copy of a model with the matrices of its blocks in int8 or int4, in compressed-tensors' layout.
 
-    int8 has one scale an output channel and needs no text. int4 has a scale and a zero point for every 64 inputs; each column's
-    rounding error is made up for by the columns after it (GPTQ), which takes text like that the model will see.
+    int8 has one scale an output channel and needs no text. int4 has a scale and a zero point for every 64 inputs and is fitted
+    to text like that the model will see: block after block on what the rounded blocks before bring, each column's error made up
+    for by the columns after it (GPTQ). Text beside it is then judged; where KL to the model exceeds --max-kl, the matrices that
+    matter most for their size are held in int8 instead.
     """
     from twostroke.cli.serve_verb import model_directory
     from twostroke.quantization.schemes import scheme_of
 
     source = model_directory(model)
     chosen = scheme_of(scheme)  # a wrong name is told before torch is imported
-    if calibration and (nearest or chosen.group is None):
-        raise ConfigError("--calibration fits the rounding of int4; it goes with neither int8 nor --nearest.")
+    if (calibration or max_kl is not None) and (nearest or chosen.group is None):
+        raise ConfigError("--calibration and --max-kl fit the rounding of int4; they go with neither int8 nor --nearest.")
     from twostroke.quantization.convert import quantize_model
 
-    hessians = {} if nearest or chosen.group is None else _hessians(source, calibration)
+    began = time.perf_counter()
+    fitted = None if nearest or chosen.group is None else _fitted(source, calibration, chosen.group, max_kl)
     with progress(f"quantising {source}", 1.0) as advance:
-        report = quantize_model(source, directory, scheme, replace, advance, hessians)
-    text = (
-        f"{directory}: {report.n_matrices} matrices in {report.scheme}, {format_bytes(report.bytes)} instead of "
-        f"{format_bytes(report.source_bytes)}.\n"
+        report = quantize_model(source, directory, scheme, replace, advance, fitted)
+    in_int8 = f" ({report.n_int8_matrices} of them in int8)" if report.n_int8_matrices else ""
+    lines = [
+        f"{directory}: {report.n_matrices} matrices in {report.scheme}{in_int8}, {format_bytes(report.bytes)} instead of "
+        f"{format_bytes(report.source_bytes)}, in {format_seconds(time.perf_counter() - began)}.",
         f"Rounding: {100 * report.relative_error:.2f}% of the weights' norm; worst in {report.worst}, "
-        f"{100 * report.worst_relative_error:.2f}% (measured). `twostroke compare {model} {directory}` says what it costs."
-    )
-    emit({"model": str(source), "directory": str(directory), **report.to_dict()}, text, as_json)
+        f"{100 * report.worst_relative_error:.2f}% (measured). `twostroke compare {model} {directory}` says what it costs.",
+    ]
+    if report.kl_nats is not None:
+        lines.append(
+            f"Fitted to {report.fitted_to_tokens} tokens; on {report.judged_tokens} others of the same text perplexity "
+            f"× {report.perplexity_ratio:.4f}, KL {report.kl_nats:.4f} nats a token (measured, activations not rounded)."
+        )
+    emit({"model": str(source), "directory": str(directory), **report.to_dict()}, "\n".join(lines), as_json)
 
 
-def _hessians(source: Path, calibration: list[str]) -> dict[str, Any]:
-    """What rounding is fitted to, or nothing where there is no text."""
+def _fitted(source: Path, calibration: list[str], group: int, max_kl: float | None) -> Fitted | None:
+    """Codes that are fitted to text, or nothing where there is none."""
     from twostroke.model.load import load_model
     from twostroke.quantization.calibration_text import calibration_batches
-    from twostroke.quantization.gptq import input_hessians
+    from twostroke.quantization.fitting import MAX_KL_NATS, fit_codes
 
     decoder = load_model(source)
     batches = calibration_batches(source, decoder.spec, calibration)
     if not batches:
         log(f"{source} belongs to no training run, so weights go to their nearest codes. Better: --calibration TEXT.")
-        return {}
-    with progress("reading the calibration text", len(batches)) as advance:
-        return input_hessians(decoder, batches, lambda i: advance(i + 1, f"{batches[i].numel()} tokens"))
+        return None
+    limit = MAX_KL_NATS if max_kl is None else max_kl
+    with progress("fitting to text", 1.0) as advance:
+        fitted = fit_codes(decoder, batches, group, limit, advance)
+    if fitted.judgement is not None and fitted.judgement.kl_nats > limit:
+        log(f"KL is {fitted.judgement.kl_nats:.4f} nats a token, above {limit:g}, with {len(fitted.int8)} matrices in int8.")
+    return fitted

@@ -74,27 +74,30 @@ class _Lowering:
             return self._torch_matrix(name, weights, vector, rows)
 
         def pack() -> NativeMatrix:
-            weight, scale, zero = self._stored(name, weights, rows)
+            weight, scale, zero, held = self._stored(name, weights, rows)
             group = GROUP if scale is None or zero is None else group_of(weight, scale)
-            return NativeMatrix(weight, weights, vector, scale, zero, group)
+            return NativeMatrix(weight, held, vector, scale, zero, group)
 
         return pack() if self.packed is None else self.packed.matrix(pack, vector)
 
-    def _stored(self, name: str, weights: str, rows: Tensor | slice | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Weight, and where it is held in codes their scales and, of 4-bit codes, zero points."""
+    def _stored(self, name: str, weights: str, rows: Tensor | slice | None) -> tuple[Tensor, Tensor | None, Tensor | None, str]:
+        """Weight, where it is held in codes their scales and, of 4-bit codes, zero points; and how it is to be held:
+        ``weights``, but int8 where an int4 model has that instead."""
         weight = self.get(f"{name}.weight")
         scale = None if weight.is_floating_point() else self.get(f"{name}.scale")
         zero = self.get(f"{name}.zero") if weight.dtype == torch.uint8 else None
         if rows is not None:
             weight = weight[rows]
             scale, zero = (None if t is None else t[rows] for t in (scale, zero))
+        if weights == "int4" and scale is not None and zero is None:
+            weights = "int8"
         if scale is not None and weights not in (("int8", "int8_weight_only") if zero is None else ("int4",)):
             held = "int8" if zero is None else "int4"
             raise ConfigError(f"{name} is held in {held} on disk; this model can only be lowered with weights={held!r}.")
-        return weight, scale, zero
+        return weight, scale, zero, weights
 
     def _torch_matrix(self, name: str, weights: str, vector: Tensor | None, rows: Tensor | slice | None) -> Matrix:
-        weight, scale, zero = self._stored(name, weights, rows)
+        weight, scale, zero, weights = self._stored(name, weights, rows)
         if weights == "int4":  # torch has no kernel for them that is worth its rounding: expanded once, at loading
             group = GROUP if scale is None or zero is None else group_of(weight, scale)
             codes = quantize_groups(weight, group) if scale is None or zero is None else (weight, scale, zero)

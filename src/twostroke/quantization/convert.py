@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from twostroke.model.families.layout import Entry, read_entry, write_entry
 from twostroke.model.load import open_weights
 from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME
 from twostroke.model.save import COMPANION_FILES, written_aside
+from twostroke.quantization.fitting import Fitted
 from twostroke.quantization.four_bits import pack_words
-from twostroke.quantization.gptq import round_with_compensation
 from twostroke.quantization.schemes import Scheme, packed_name, scale_name, scheme_of, shape_name, zero_name
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -32,7 +32,9 @@ MAX_SHARD_BYTES = 5 * 10**9
 @dataclass(frozen=True)
 class QuantizeReport:
     """``source_bytes`` and ``bytes`` are of the weights as stored. ``relative_error`` is √(Σ(w − ŵ)² / Σw²) over all quantised
-    matrices, ``worst`` the matrix where it is largest."""
+    matrices, ``worst`` the matrix where it is largest. Of weights that were fitted to text: how many tokens of it
+    (``fitted_to_tokens``), how many matrices are held in int8 instead, and what the whole costs on text beside it
+    (``fitting.Judgement``)."""
 
     scheme: str
     n_matrices: int
@@ -41,6 +43,11 @@ class QuantizeReport:
     relative_error: float
     worst: str
     worst_relative_error: float
+    n_int8_matrices: int = 0
+    fitted_to_tokens: int = 0
+    judged_tokens: int = 0
+    kl_nats: float | None = None
+    perplexity_ratio: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -53,12 +60,12 @@ def quantize_model(
     scheme: str = "int8",
     replace: bool = False,
     progress: Callable[[float, str], None] | None = None,
-    hessians: Mapping[str, Tensor] | None = None,
+    fitted: Fitted | None = None,
 ) -> QuantizeReport:
     """Write a copy of the model in ``directory`` with its blocks' matrices in ``scheme`` to ``out_directory``.
 
-    Appears whole or not at all. Memory: one shard of at most 5 GB and one matrix in fp32. ``hessians``: what
-    ``gptq.input_hessians`` found, for int4, whose rounding then compensates; else every weight goes to its nearest code.
+    Appears whole or not at all. Memory: one shard of at most 5 GB and one matrix in fp32. ``fitted``: for int4, what
+    ``fitting.fit_codes`` found with the same group; else every weight goes to its nearest code.
     Raises what ``open_weights`` does, and ConfigError (an unknown scheme, a model that is quantised already), InputError
     (``out_directory`` holds something and ``replace`` is not set), CorruptFileError (a weight that is not finite).
     ``progress`` hears the share done and what is next.
@@ -72,10 +79,10 @@ def quantize_model(
         raise InputError(f"{target} is not empty. Name a new directory, or ask for it to be replaced.")
     if target.exists() and target.resolve() == source.resolve():
         raise InputError(f"{target} is the model itself. Name another directory.")
-    converter = _Converter(source, chosen, hessians or {})
+    converter = _Converter(source, chosen, fitted)
     with written_aside(target) as aside:
         written = _write_shards(converter.tensors(progress or (lambda done, note: None)), aside)
-        document = config | {"torch_dtype": "bfloat16", "quantization_config": chosen.config()}
+        document = config | {"torch_dtype": "bfloat16", "quantization_config": converter.scheme.config()}
         document.pop("dtype", None)
         (aside / "config.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         for name in COMPANION_FILES:
@@ -85,9 +92,11 @@ def quantize_model(
 
 
 class _Converter:
-    def __init__(self, directory: Path, scheme: Scheme, hessians: Mapping[str, Tensor]) -> None:
-        self.scheme, self.hessians = scheme, hessians
+    def __init__(self, directory: Path, scheme: Scheme, fitted: Fitted | None) -> None:
         self.spec, self.get = open_weights(directory)
+        self.fitted = fitted
+        kept = [entry for entry in layout(self.spec) if fitted is not None and entry.canonical in fitted.int8]
+        self.scheme, self.n_int8 = scheme.with_int8(kept), len(kept)
         self.source_bytes = 0
         self.errors: dict[str, tuple[float, float]] = {}  # canonical name: Σ(w − ŵ)², Σw²
 
@@ -98,18 +107,19 @@ class _Converter:
             progress(i / len(entries), entry.canonical)
             tensor = read_entry(entry, self.get)
             self.source_bytes += tensor.nbytes
-            if self.scheme.touches(entry.canonical):
-                yield from self._quantised(entry, tensor)
+            held = self.scheme.of(entry)
+            if held is not None:
+                yield from self._quantised(entry, tensor, held.group)
             else:
                 for name, part in write_entry(entry, tensor):
                     # Rows of a packed matrix share its memory, which safetensors refuses to write.
                     yield name, part.to(torch.bfloat16).clone(memory_format=torch.contiguous_format)
 
-    def _quantised(self, entry: Entry, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def _quantised(self, entry: Entry, weight: Tensor, group: int | None) -> Iterator[tuple[str, Tensor]]:
         weight = weight.float()
         if not bool(torch.isfinite(weight).all()):
             raise CorruptFileError(f"tensor {entry.parts[0].name!r} holds values that are not finite. The model is damaged.")
-        if self.scheme.group is None:
+        if group is None:
             codes, scale = quantize_columns(weight)
             self._count(entry, weight, codes * scale[:, None])
             start = 0
@@ -118,11 +128,8 @@ class _Converter:
                 yield scale_name(name), scale[start : start + stored.rows, None].clone()
                 start += stored.rows
             return
-        group, hessian = self.scheme.group, self.hessians.get(entry.canonical)
-        if hessian is None:
-            codes, scale, zero = quantize_groups(weight, group)
-        else:
-            codes, scale, zero = round_with_compensation(weight, hessian, group)
+        fitted = None if self.fitted is None else self.fitted.codes
+        codes, scale, zero = quantize_groups(weight, group) if fitted is None else fitted[entry.canonical]
         self._count(entry, weight, dequantize_groups(codes, scale, zero, group))
         start = 0
         for stored in entry.parts:
@@ -141,7 +148,12 @@ class _Converter:
         relative = {name: (lost / total) ** 0.5 if total else 0.0 for name, (lost, total) in self.errors.items()}
         worst = max(relative, key=relative.__getitem__)
         whole = sum(lost for lost, _ in self.errors.values()) / max(sum(t for _, t in self.errors.values()), 1e-300)
-        return QuantizeReport(self.scheme.name, len(relative), self.source_bytes, n_bytes, whole**0.5, worst, relative[worst])
+        rounding = (len(relative), self.source_bytes, n_bytes, whole**0.5, worst, relative[worst])
+        if self.fitted is None:
+            return QuantizeReport(self.scheme.name, *rounding)
+        judged = self.fitted.judgement
+        cost = () if judged is None else (judged.n_tokens, judged.kl_nats, judged.perplexity_ratio)
+        return QuantizeReport(self.scheme.name, *rounding, self.n_int8, self.fitted.n_tokens, *cost)
 
 
 def _write_shards(tensors: Iterator[tuple[str, Tensor]], directory: Path) -> int:

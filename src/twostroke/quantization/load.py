@@ -66,12 +66,13 @@ def load_quantized(directory: Path | str, scheme: Scheme) -> tuple[ModelSpec, La
     spec, files = read_spec(directory), WeightFiles(directory)
     expected: set[str] = set()
     for entry in layout(spec):
+        held = scheme.of(entry)
         for part in entry.parts:
-            if not scheme.touches(entry.canonical):
+            if held is None:
                 _check(files, part.name, entry.stored_shape(part), ("BF16", "F32", "F16"))
                 expected.add(part.name)
                 continue
-            for name, shape, dtypes in _stored(scheme, entry, part):
+            for name, shape, dtypes in _stored(held, entry, part):
                 _check(files, name, shape, dtypes)
                 expected.add(name)
     unexpected = sorted(set(files) - expected)
@@ -79,12 +80,13 @@ def load_quantized(directory: Path | str, scheme: Scheme) -> tuple[ModelSpec, La
         raise CorruptFileError(f"{directory} holds tensor {unexpected[0]!r}, which a {scheme.name} copy of its model has not.")
     readers: dict[str, Callable[[], Tensor]] = {}
     for entry in layout(spec):
-        if not scheme.touches(entry.canonical):
+        held = scheme.of(entry)
+        if held is None:
             readers[entry.canonical] = partial(read_entry, entry, files.get)
             continue
         stem = entry.canonical.removesuffix(".weight")
-        readers[f"{stem}.scale"] = partial(_scales, entry, files, scheme)
-        if scheme.group is None:
+        readers[f"{stem}.scale"] = partial(_scales, entry, files, held)
+        if held.group is None:
             readers[entry.canonical] = partial(read_entry, entry, files.get)
         else:
             readers[entry.canonical] = partial(_codes, entry, files)

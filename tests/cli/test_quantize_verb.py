@@ -1,0 +1,56 @@
+"""``twostroke quantize --scheme int4``: fitted to text, with what it cost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from real_model import make_model
+from twostroke.cli.main import main
+from twostroke.quantization.schemes import stored_scheme
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "m")
+
+
+def quantize(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(["quantize", *map(str, args)])
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return int(caught.value.code or 0), out, err
+
+
+def test_int4_is_fitted_to_named_text_and_says_what_it_cost(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"def f{i}(self, name={i * i}):\n    return {i} ** self\n" for i in range(300)))
+    text = ("--scheme", "int4-g32", "--calibration", tmp_path / "a.txt")
+    code, out, err = quantize(capsys, model, tmp_path / "free", *text, "--max-kl", "100", "--json")
+    assert code == 0, err
+    free = json.loads(out)
+    assert free["n_int8_matrices"] == 0
+    assert free["fitted_to_tokens"] > 0
+    assert 0 < free["kl_nats"] < 100
+    assert free["perplexity_ratio"] == pytest.approx(1.0, abs=0.5)
+    code, out, err = quantize(capsys, model, tmp_path / "held", *text, "--max-kl", "0")
+    assert code == 0, err
+    scheme = stored_scheme(tmp_path / "held")
+    assert scheme is not None
+    assert scheme.int8_modules
+    assert "of them in int8" in out
+    assert "KL" in out
+    assert "above 0, with" in err
+
+
+def test_what_fits_int4_is_refused_beside_int8_and_nearest(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options in (("--max-kl", "0.1"), ("--scheme", "int4", "--nearest", "--max-kl", "0.1"), ("--calibration", "a.txt")):
+        code, _, err = quantize(capsys, model, tmp_path / "q", *options)
+        assert code == 2
+        assert "go with neither int8 nor --nearest" in err
