@@ -23,6 +23,7 @@ from serving import environment
 
 from real_model import greedy_reference, make_model
 from twostroke.data.tokenizer import load_tokenizer
+from twostroke.server import protocol
 
 PROMPT = "def add_argument(self, name):\n    return "
 
@@ -257,6 +258,32 @@ def test_errors_arrive_as_the_clients_own_exceptions(server: Server) -> None:
         with pytest.raises(openai.BadRequestError, match="context") as caught:
             client.completions.create(model="tiny", prompt="word " * 3000)
         assert caught.value.code == "context_length_exceeded"
+
+
+ABSURD = (None, True, -1, 0, 2**31, 10**40, -0.5, 1e308, "", "x", [], [-1], [2**40], ["a", 1], {}, {"99999999999": 1})
+
+
+def test_absurd_values_get_a_sentence_and_the_engine_lives(server: Server) -> None:
+    before = server.metric("twostroke_engine_restarts")
+    bodies = {
+        "completions": ({"prompt": PROMPT}, protocol.CompletionRequest),
+        "chat/completions": ({"messages": [{"role": "user", "content": "Hi"}]}, protocol.ChatRequest),
+    }
+    statuses: set[int] = set()
+    with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as web:
+        for route, (body, kind) in bodies.items():
+            for name in kind.__struct_fields__:
+                for value in ABSURD:
+                    response = web.post(f"/v1/{route}", json={"model": "tiny", "max_tokens": 2, **body, name: value})
+                    statuses.add(response.status_code)
+                    assert response.status_code == 200 or 400 <= response.status_code < 500, (name, value, response.text)
+                    if response.status_code != 200:
+                        sentence = response.json()["error"]["message"]
+                        assert sentence.endswith((".", "?"))
+                        assert "\n" not in sentence
+    assert {200, 400} <= statuses
+    assert server.metric("twostroke_engine_restarts") == before
+    all_free(server)
 
 
 def test_models_are_listed_and_retrieved(server: Server) -> None:
