@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,3 +108,43 @@ def test_a_directory_that_cannot_be_written_costs_nothing_but_time(model: Path, 
 def test_a_folder_that_is_gone_has_no_key(tmp_path: Path) -> None:
     assert cache_key(tmp_path / "nowhere", "int8") is None
     assert PackedCache(tmp_path, None).finish() is None
+
+
+def test_a_disk_that_fills_up_leaves_nothing_half_written(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = answer(model)[1]
+    (file,) = (model / FOLDER).glob("*.bin")
+    file.unlink()
+
+    class Filling:
+        def __init__(self, stream: object) -> None:
+            self.stream = stream
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.stream, name)
+
+        def __enter__(self) -> Filling:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.stream.close()  # type: ignore[attr-defined]
+
+        def write(self, data: bytes) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    opened = Path.open
+
+    def filling(path: Path, mode: str = "r", **options: Any) -> Any:
+        stream = opened(path, mode, **options)
+        return Filling(stream) if mode == "wb" else stream
+
+    monkeypatch.setattr(Path, "open", filling)
+    assert answer(model) == (False, expected)
+    assert not list((model / FOLDER).iterdir())
+
+
+def test_too_little_room_is_not_filled(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(model)
+    monkeypatch.setattr(packed_cache.shutil, "disk_usage", lambda path: usage._replace(free=2**20))
+    expected = answer(model)[1]
+    assert answer(model) == (False, expected)
+    assert not list((model / FOLDER).iterdir())

@@ -134,8 +134,14 @@ class NativeMatrix:
 def _in_row_blocks(quantize: Callable[[Tensor], tuple[Tensor, ...]], weight: Tensor) -> tuple[Tensor, ...]:
     """What ``quantize`` makes of ``weight``, a few rows at a time: its fp32 copies of a whole output head would take more
     memory than the packed model leaves."""
-    blocks = map(quantize, weight.split(max(1, BLOCK_WEIGHTS // weight.shape[1])))
-    return tuple(torch.cat(parts) for parts in zip(*blocks, strict=True))
+    whole: tuple[Tensor, ...] = ()
+    n_rows = max(1, BLOCK_WEIGHTS // weight.shape[1])
+    for start in range(0, len(weight), n_rows):
+        parts = quantize(weight[start : start + n_rows])
+        whole = whole or tuple(part.new_empty((len(weight), *part.shape[1:])) for part in parts)
+        for all_rows, part in zip(whole, parts, strict=True):
+            all_rows[start : start + n_rows] = part
+    return whole
 
 
 class NativePair:

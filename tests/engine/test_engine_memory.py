@@ -1,0 +1,98 @@
+"""A process holds its packed weights and what its cache was touched in, and little else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from small_models import SPECS
+from twostroke.engine.kv_pool import KVPool, token_bytes
+from twostroke.engine.memory import untouched_zeros
+from twostroke.engine.tiled_kv_pool import TiledKVPool
+from twostroke.kernels.native_library import library
+from twostroke.model.decoder import Decoder
+from twostroke.model.save import save_model
+
+INTERPRETER_BYTES = 100e6
+"""What is granted beyond 1.1 × (weights + cache) to a process that has imported everything already."""
+
+PROGRAM = """
+import re, sys
+from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.scheduling.sampling_params import SamplingParams
+
+def held(name):
+    return 1024 * int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read()).group(1))
+
+before = held("VmRSS")
+config = EngineConfig(dtype=sys.argv[2], kv_dtype="bf16", max_model_len=256, kv_cache_bytes=2**27, n_threads=1, runner="native")
+core = EngineCore(sys.argv[1], config)
+core.add_request("a", list(range(20)), SamplingParams(max_tokens=8, ignore_eos=True))
+while core.has_work:
+    core.step()
+print(held("VmHWM") - before, held("VmRSS") - before, core.weights_bytes, core.kv_cache_bytes, core.loaded_packed)
+"""
+
+
+def _rss() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return 1024 * int(line.split()[1])
+    raise AssertionError
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """180 MB in bf16, a third of it the table and head."""
+    sizes = {"vocab_size": 32768, "n_layers": 8, "d_model": 1024, "n_heads": 8, "n_kv_heads": 4, "head_dim": 64, "d_ff": 1536}
+    spec = replace(SPECS["llama"], **sizes, tied_embeddings=True)
+    directory = tmp_path_factory.mktemp("memory") / "m"
+    decoder = Decoder(spec, torch.bfloat16, device="meta").to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.fill_(0.01)
+    save_model(decoder, spec, directory, dtype="bf16")
+    return directory
+
+
+@pytest.mark.skipif(library() is None or sys.platform != "linux", reason="the native library, and Linux' counts of memory")
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "int4"])
+def test_a_process_peaks_near_its_weights_and_cache_whether_it_packs_them_or_reads_them_packed(model: Path, dtype: str) -> None:
+    for was_packed in (False, True):
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, str(model), dtype], capture_output=True, text=True, check=False, timeout=280
+        )
+        assert done.returncode == 0, done.stderr
+        peak, held, weights, cache, packed = done.stdout.split()
+        assert packed == str(was_packed)
+        assert int(peak) <= 1.1 * (int(weights) + int(cache)) + INTERPRETER_BYTES
+        # Twenty-eight tokens take a little of the cache, not a large page in each layer and head.
+        assert int(held) <= 1.1 * int(weights) + INTERPRETER_BYTES
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux' counts of memory")
+@pytest.mark.parametrize("kind", [KVPool, TiledKVPool])
+def test_a_cache_takes_memory_only_where_it_is_written(kind: type[KVPool] | type[TiledKVPool]) -> None:
+    spec = replace(SPECS["llama"], n_layers=8, n_kv_heads=8, n_heads=8, head_dim=64, d_model=512)
+    n_pages = 2**28 // (16 * token_bytes(spec, "bf16"))
+    before = _rss()
+    pool = kind(spec, n_pages, 16, "bf16")
+    for layer in range(spec.n_layers):
+        pool.write(layer, torch.tensor([5, n_pages * 8]), torch.ones(16, 2, 64))
+    assert _rss() - before < 16e6  # of 256 MB
+    keys, values = pool.run(3, 5, 2)
+    assert keys[:, :, 0].float().mean() == values[:, :, 0].float().mean() == 1.0
+    assert not keys[:, :, 1].any()
+    assert not values[:, :, 1].any()
+
+
+def test_zeros_are_zeros_and_can_be_written() -> None:
+    zeros = untouched_zeros(10_000)
+    assert not zeros.any()
+    zeros[:] = 7
+    assert (zeros == 7).all()
