@@ -52,7 +52,6 @@ CANDIDATES = (
     Candidate("bf16, cache in int8", LIMITS[8], {"dtype": "bf16", "kv_dtype": "int8"}),
     Candidate("int8 (W8A8), head and cache in int8", LIMITS[8], {"dtype": "int8", **EIGHT_BITS}),
     Candidate("int4, nearest, groups of 64", LIMITS[4], {"dtype": "auto"}, "int4-nearest"),
-    Candidate("int4 alone, fitted, groups of 128", LIMITS[4], {"dtype": "auto"}, "int4-g128"),
     Candidate("int4 alone, fitted, groups of 64", LIMITS[4], {"dtype": "auto"}, "int4-g64"),
     Candidate("int4 alone, fitted, groups of 32", LIMITS[4], {"dtype": "auto"}, "int4-g32"),
     Candidate("int4 as `quantize` makes it", LIMITS[4], {"dtype": "auto"}, "int4", MAX_KL_NATS),

@@ -15,21 +15,30 @@ from twostroke.core.spec import ModelSpec
 from twostroke.data.shards import TokenStream, open_prepared
 from twostroke.data.sources import find_documents
 from twostroke.data.tokenizer import eos_id_of, load_tokenizer
+from twostroke.planner.params import count_parameters
 
-N_TOKENS = 64 * 1024
-"""More changes little: 32 rows of inputs for each column of the widest matrix of a small model."""
+N_TOKENS = 32 * 1024
+"""More changes little: 16 rows of inputs for each column of the widest matrix of a small model."""
+
+LEAST_TOKENS = 8 * 1024
+"""However large the model."""
+
+PARAMETERS_BY_TOKENS = 8e12
+"""Fewer tokens for larger models, so that fitting stays a matter of minutes: half as many at 490M, the least at 1B."""
 
 ROW_TOKENS = 512
 _BATCH_ROWS = 8
 
 
 def calibration_batches(directory: Path, spec: ModelSpec, sources: Sequence[str] = ()) -> list[Tensor]:
-    """(B, T) batches of up to ``N_TOKENS`` tokens; empty where no ``sources`` are named and the model belongs to no run here.
+    """(B, T) batches of up to ``N_TOKENS`` tokens, fewer for large models; empty where no ``sources`` are named and the model
+    belongs to no run here.
 
     A run's held-out text is never among them. Raises DataError where the sources hold too little text for one row.
     """
     length = min(ROW_TOKENS, spec.max_positions)
-    ids = _of_sources(directory, sources) if sources else _of_the_run(directory, length)
+    wanted = min(N_TOKENS, max(LEAST_TOKENS, int(PARAMETERS_BY_TOKENS / count_parameters(spec).total)))
+    ids = _of_sources(directory, sources, wanted) if sources else _of_the_run(directory, length, wanted)
     if ids is None:
         return []
     rows = ids[: len(ids) // length * length].reshape(-1, length)
@@ -41,19 +50,19 @@ def calibration_batches(directory: Path, spec: ModelSpec, sources: Sequence[str]
     return list(tokens.split(_BATCH_ROWS))
 
 
-def _of_sources(directory: Path, sources: Sequence[str]) -> np.ndarray:
+def _of_sources(directory: Path, sources: Sequence[str], n_tokens: int) -> np.ndarray:
     tokenizer = load_tokenizer(directory)
     eos_id = eos_id_of(tokenizer, directory)
     tokenizer.encode_special_tokens = True
     ids: list[int] = []
     for document in find_documents(tuple(sources), "text"):
         ids += [*tokenizer.encode(document.text, add_special_tokens=False).ids, eos_id]
-        if len(ids) >= N_TOKENS:
+        if len(ids) >= n_tokens:
             break
-    return np.asarray(ids[:N_TOKENS])
+    return np.asarray(ids[:n_tokens])
 
 
-def _of_the_run(directory: Path, length: int) -> np.ndarray | None:
+def _of_the_run(directory: Path, length: int, n_tokens: int) -> np.ndarray | None:
     """Rows spread evenly over the training part of the run that the model lies in."""
     record = directory.parent / "recipe.json"
     if not record.is_file():
@@ -62,11 +71,13 @@ def _of_the_run(directory: Path, length: int) -> np.ndarray | None:
         prepared = open_prepared(Path(json.loads(record.read_text(encoding="utf-8"))["resolved"]["data_directory"]))
     except (DataError, CorruptFileError, ValueError, KeyError, TypeError):
         return None
-    return np.concatenate(list(_spread(prepared.train_tokens(), length))) if prepared.n_train_tokens >= length else None
+    if prepared.n_train_tokens < length:
+        return None
+    return np.concatenate(list(_spread(prepared.train_tokens(), length, n_tokens)))
 
 
-def _spread(tokens: TokenStream, length: int) -> Iterator[np.ndarray]:
-    n_rows = min(N_TOKENS // length, len(tokens) // length)
+def _spread(tokens: TokenStream, length: int, n_tokens: int) -> Iterator[np.ndarray]:
+    n_rows = min(n_tokens // length, len(tokens) // length)
     for i in range(n_rows):
         start = i * (len(tokens) - length) // max(1, n_rows - 1)
         yield np.asarray(tokens[start : start + length])
