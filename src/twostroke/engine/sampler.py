@@ -74,7 +74,9 @@ def sample(
     best, greedy = logits.max(dim=1) if known is None else known
     values, tokens = best.tolist(), greedy.tolist()
     failed = [i for i, value in enumerate(values) if not math.isfinite(value)]
-    changed = [i for i, r in enumerate(requests) if _is_adjusted(r) and i not in failed]
+    changed = [
+        i for i, r in enumerate(requests) if (r.adjusted or (len(r.tokens) < r.min_length and r.stop_ids)) and i not in failed
+    ]
     undo: list[Changes] = []
     if changed:
         # In place and back again: a copy of whole rows for a few numbers each would cost more than all the rest.
@@ -100,12 +102,6 @@ def sample(
         for i, entry in zip(wanted, logprobs_of(logits, wanted, [tokens[i] for i in wanted], counts, n_threads), strict=True):
             logprobs[i] = entry
     return Sampled(tokens, logprobs, sorted(failed))
-
-
-def _is_adjusted(request: Request) -> bool:
-    """Whether biases, penalties or ``min_tokens`` change the logits that this request's token is chosen by."""
-    params = request.params
-    return bool(params.logit_bias or params.has_penalties or (params.min_tokens > request.n_output and request.stop_ids))
 
 
 Changes = list[tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]

@@ -32,6 +32,7 @@ class Request:
 
     __slots__ = (
         "account",
+        "adjusted",
         "arrival",
         "capacity",
         "client",
@@ -84,6 +85,7 @@ class Request:
             self.n_prompt + params.max_tokens
         )  # total tokens at which it ends; the scheduler lowers it to max_model_len
         self.min_length = self.n_prompt + params.min_tokens
+        self.adjusted = bool(params.logit_bias) or params.has_penalties  # whether logits are changed for each token
         self.arrival = -1  # order of arrival, given by the scheduler
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None

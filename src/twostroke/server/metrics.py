@@ -48,7 +48,7 @@ class Metrics:
             "twostroke_tpot_seconds", "(E2E - TTFT) / (output tokens - 1).", buckets=_TOKEN_SECONDS, registry=r
         )
         self.e2e = Histogram("twostroke_e2e_seconds", "Request read to last token.", buckets=_SECONDS, registry=r)
-        self.active = Gauge("twostroke_http_requests_active", "Prompts admitted and not yet answered.", registry=r)
+        self.active = Gauge("twostroke_http_requests_active", "Answers admitted and not yet finished.", registry=r)
         self.ready = Gauge("twostroke_ready", "1 while the engine answers.", registry=r)
         self.restarts = Gauge("twostroke_engine_restarts", "Times the engine was started anew.", registry=r)
         self._engine = {field: Gauge(name, text, registry=r) for field, (name, text) in ENGINE_GAUGES.items()}
