@@ -19,10 +19,12 @@ from twostroke.planner.explain.plans import explain
 from twostroke.planner.hardware import Hardware, load_hardware
 from twostroke.planner.native_anchors import DECODE_ANCHORS, PREFILL_ANCHORS, SCHEMES, UNITS, fitted_name
 from twostroke.planner.native_passes import (
+    FAULT_BYTES,
     anchor_shape,
     attention_flop,
     chunks,
     decode_works,
+    embedding_in_memory_bytes,
     prefill_ratio,
     prefill_works,
 )
@@ -85,7 +87,7 @@ def test_a_quantised_directory_is_planned_as_it_is(tmp_path: Path, scheme: str) 
     found = scheme_of(tmp_path / "q", "auto")
     planned = plan(core.spec, scheme=found, kv_dtype="int8", kv_cache_bytes=2**20, prompt_tokens=64, output_tokens=8)
     assert planned.memory_bytes["weights"] == core.weights_bytes
-    assert planned.memory_bytes["kv_cache"] == core.kv_cache_bytes
+    assert planned.kv_cache_bytes == core.kv_cache_bytes
     on_disk = sum(file.stat().st_size for file in (tmp_path / "q").glob("*.safetensors"))
     assert planned.model_bytes == pytest.approx(on_disk, rel=0.02)  # names and shapes beside the numbers
 
@@ -124,7 +126,11 @@ def test_what_surrounds_products_costs_its_fitted_price() -> None:
 
 def test_schemes_and_heads_and_caches_change_the_plan() -> None:
     base = plan(prompt_tokens=800, batch=8)
-    assert plan(prompt_tokens=800, batch=8, kv_dtype="int8").memory_bytes["kv_cache"] < 0.6 * base.memory_bytes["kv_cache"]
+    assert (
+        plan(prompt_tokens=800, batch=8, kv_dtype="int8").memory_bytes["kv_cache"]
+        < 0.6 * base.memory_bytes["kv_cache"]
+        < base.kv_cache_bytes
+    )
     assert plan(head_dtype="int8").memory_bytes["weights"] < base.memory_bytes["weights"]
     sizes = [plan(scheme=f"int4-g{group}").memory_bytes["weights"] for group in (32, 64, 128)]
     assert sizes == sorted(sizes, reverse=True)
@@ -154,6 +160,15 @@ def test_a_prompt_of_an_anchors_shape_takes_what_was_measured() -> None:
     planned = total_seconds(prefill_works(anchor.spec, shape, hardware))
     assert prefill_ratio(anchor.spec, shape, hardware) == pytest.approx(0.123 / planned)
     assert plan_serving(anchor.spec, shape, hardware).ttft_s == pytest.approx(0.123)
+
+
+def test_looking_up_more_tokens_brings_in_more_of_the_table_and_never_more_than_all() -> None:
+    spec = small_llama(vocab_size=49152)
+    table = 2 * spec.vocab_size * spec.d_model
+    sizes = [embedding_in_memory_bytes(spec, n) for n in (0, 1, 100, 10_000, 10**6)]
+    assert sizes[:2] == pytest.approx([0, FAULT_BYTES])
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == pytest.approx(table)
 
 
 def test_names_of_anchors_are_told_apart() -> None:

@@ -107,6 +107,35 @@ def price(hardware: Hardware, phase: str, scheme: str, unit: str) -> float:
     return hardware.extras.get(fitted_name(phase, scheme, unit), 0.0)
 
 
+ENGINE_BYTES = 18e6
+"""What an engine keeps beside weights and cache: code imported with it, plans, tables (measured with the 135M shape)."""
+
+FAULT_BYTES = 65536
+"""Bytes of a mapped file that the system brings in when one of them is asked for: sixteen pages."""
+
+
+def embedding_in_memory_bytes(spec: ModelSpec, n_tokens: float) -> float:
+    """Of the embedding table, which stays in its file, what looking up ``n_tokens`` different tokens brings into memory:
+    c·(1 − (1 − 1/c)^n) pieces of ``FAULT_BYTES``, c of them in the table. The file holds 16 bits an element."""
+    pieces = max(1.0, 2.0 * spec.vocab_size * spec.d_model / FAULT_BYTES)
+    return pieces * (1.0 - (1.0 - 1.0 / pieces) ** n_tokens) * FAULT_BYTES
+
+
+def step_rows(shape: ServingShape) -> int:
+    """Rows of the largest step."""
+    return max(shape.batch, min(TOKEN_BUDGET, shape.batch * (shape.prompt_tokens - shape.hit_tokens)))
+
+
+def step_memory_bytes(spec: ModelSpec, shape: ServingShape) -> float:
+    """Working memory of the largest step: the residual stream, its norm, packed heads, what attention mixes, the MLP's inside,
+    in fp32 and in what products read (half as much), and the looked-up part of a tied embedding."""
+    row = 6.0 * (2 * spec.d_model + spec.qkv_rows + spec.n_heads * spec.head_dim + 2 * spec.d_ff)
+    looked_up = 0.0
+    if spec.tied_embeddings:
+        looked_up = embedding_in_memory_bytes(spec, shape.batch * (shape.prompt_tokens + shape.output_tokens))
+    return step_rows(shape) * row + looked_up
+
+
 class Use(NamedTuple):
     """A weight matrix (or gated pair) held for the product ``name``, applied ``times`` over to ``rows`` rows."""
 

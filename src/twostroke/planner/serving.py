@@ -159,9 +159,13 @@ class ServingPlan:
     shape: ServingShape
     hardware: Hardware
     parameters: Parameters
-    memory_bytes: dict[str, float]  # by term
+    memory_bytes: dict[str, float]
+    """By term. The native engine's cache takes memory as it is touched: what the batch's requests touch is counted, and a
+    server that runs on fills it up to ``kv_cache_bytes``."""
+
     kv_bytes_per_token: float
     pages: int
+    kv_cache_bytes: float  # what the engine sets aside for it on one device
     largest_batch: int
     prefill: tuple[Work, ...]
     decode: tuple[Work, ...]
@@ -279,7 +283,7 @@ class ServingPlan:
             "decode_tok_per_s": self.decode_tok_per_s,
             "output_tok_per_s": self.output_tok_per_s,
             "weights_bytes": self.memory_bytes["weights"],
-            "kv_cache_bytes": self.memory_bytes["kv_cache"],
+            "kv_cache_bytes": self.kv_cache_bytes,
             "peak_memory_bytes": self.peak_memory_bytes,
             "model_bytes": self.model_bytes,
             "startup_s": self.startup_s,
@@ -596,6 +600,11 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
         beside = max(0.0, decode_pass(spec, shape, hardware, prompt=True).seconds(rates) - step)
     parameters = count_parameters(spec)
     activations = min(shape.prompt_tokens, 8192) * (4 * spec.d_model + 3 * spec.d_ff) * bytes_of(shape.compute_dtype)
+    process, touched = hardware.extras.get("baseline_rss_bytes", 0.0), pages * page
+    if runs_natively(spec, shape, hardware):
+        activations = native_passes.step_memory_bytes(spec, shape)
+        process += native_passes.ENGINE_BYTES
+        touched = min(touched, shape.batch * one)
     load = weights / hardware.extras.get("disk_cached_read_bytes_per_s", hardware.disk_write_bytes_per_s)
     return ServingPlan(
         spec=spec,
@@ -604,12 +613,13 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
         parameters=parameters,
         memory_bytes={
             "weights": weights,
-            "kv_cache": pages * page,
+            "kv_cache": touched,
             "activations": activations,
-            "process": hardware.extras.get("baseline_rss_bytes", 0.0),
+            "process": process,
         },
         kv_bytes_per_token=kv_bytes_per_token(spec, shape.cache_dtype),
         pages=pages,
+        kv_cache_bytes=pages * page,
         largest_batch=int(room // one),
         prefill=prefill_works(spec, shape, hardware),
         decode=decode,

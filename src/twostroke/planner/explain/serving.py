@@ -22,10 +22,12 @@ from twostroke.planner.native_passes import (
     decode_unknowns,
     decode_uses,
     decode_working_set,
+    embedding_in_memory_bytes,
     prefill_ratio,
     prefill_unknowns,
     prefill_uses,
     price,
+    step_rows,
 )
 from twostroke.planner.native_products import SCHEMES as NATIVE_SCHEMES
 from twostroke.planner.native_products import native_product_bytes, native_read_bytes
@@ -148,7 +150,7 @@ def _memory(terms: Explanation, plan: ServingPlan) -> None:
         "of it on one device: key heads by tensor, layers by stage, requests by attention group", **numbers,
     )  # fmt: skip
     share = GPU_MEMORY_UTILISATION if hardware.kind == "gpu" else CPU_MEMORY_UTILISATION
-    process = plan.memory_bytes["process"]
+    process = hardware.extras.get("baseline_rss_bytes", 0.0)
     terms.add(
         "memory", "room_for_kv_bytes", memory_for_kv(spec, shape, hardware), "bytes", "share·memory − weights_bytes − process",
         f"{hardware.label}: memory {hardware.basis}, share assumed", "assumed",
@@ -158,9 +160,12 @@ def _memory(terms: Explanation, plan: ServingPlan) -> None:
         "memory", "largest_batch", plan.largest_batch, "requests", "⌊room_for_kv_bytes/kv_request_here_bytes⌋", "whole requests"
     )
     terms.add(
-        "memory", "kv_cache_bytes", plan.memory_bytes["kv_cache"], "bytes", f"pages·page·kv_bytes_per_token{over}",
+        "memory", "kv_cache_bytes", plan.kv_cache_bytes, "bytes", f"pages·page·kv_bytes_per_token{over}",
         "whole pages of the cache the engine takes, one device", **numbers,
     )  # fmt: skip
+    if runs_natively(spec, shape, hardware):
+        _native_memory(terms, plan)
+        return
     terms.add(
         "memory", "activations_bytes", plan.memory_bytes["activations"], "bytes", "min(prompt, 8192)·(4·E + 3·F)·w",
         "one layer of the longest prefill", prompt=shape.prompt_tokens, E=spec.d_model, F=spec.d_ff,
@@ -169,6 +174,28 @@ def _memory(terms: Explanation, plan: ServingPlan) -> None:
     terms.add(
         "memory", "peak_memory_bytes", plan.peak_memory_bytes, "bytes",
         "weights_bytes + kv_cache_bytes + activations_bytes + process", "all are held while serving", process=process,
+    )  # fmt: skip
+
+
+def _native_memory(terms: Explanation, plan: ServingPlan) -> None:
+    spec, shape, process = plan.spec, plan.shape, plan.memory_bytes["process"]
+    terms.add(
+        "memory", "kv_touched_bytes", plan.memory_bytes["kv_cache"], "bytes", "min(kv_cache_bytes, B·kv_request_bytes)",
+        "the cache takes memory as it is touched; a server that runs on fills all of it", B=shape.batch,
+    )  # fmt: skip
+    tokens = shape.batch * (shape.prompt_tokens + shape.output_tokens)
+    looked_up = embedding_in_memory_bytes(spec, tokens) if spec.tied_embeddings else 0.0
+    terms.add(
+        "memory", "activations_bytes", plan.memory_bytes["activations"], "bytes",
+        "rows·6·(2·E + qkv + H·D + 2·F) + looked_up",
+        "working memory of the largest step; the parts of a tied embedding that are looked up in its file",
+        rows=step_rows(shape), E=spec.d_model, qkv=spec.qkv_rows, H=spec.n_heads, D=spec.head_dim, F=spec.d_ff,
+        looked_up=looked_up,
+    )  # fmt: skip
+    terms.add(
+        "memory", "peak_memory_bytes", plan.peak_memory_bytes, "bytes",
+        "weights_bytes + kv_touched_bytes + activations_bytes + process", "the process with torch and the engine imported",
+        process=process,
     )  # fmt: skip
 
 
