@@ -1,0 +1,107 @@
+"""What the engine is told of a request beside its tokens: whose turn it takes, its priority, and how long it may take."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from twostroke.core.families import read_spec
+from twostroke.scheduling.sampling_params import SamplingParams
+from twostroke.server import protocol, wire
+from twostroke.server.admission import Admission, ApiKeys
+from twostroke.server.engine_client import TokenStream
+from twostroke.server.engine_process import EngineServer
+from twostroke.server.errors import ApiError
+from twostroke.server.service import Service
+from twostroke.server.text import ModelText
+
+
+class RecordingClient:
+    """Takes requests and never answers."""
+
+    ready = True
+    info = SimpleNamespace(max_model_len=4096)
+
+    def __init__(self) -> None:
+        self.submitted: list[tuple[Any, ...]] = []
+
+    def submit(self, ids: list[int], params: SamplingParams, wake: asyncio.Event, *others: Any) -> list[TokenStream]:
+        self.submitted.append(others)
+        return [TokenStream(self, "r", i, wake) for i in range(params.n)]  # type: ignore[arg-type]
+
+    def abort(self, stream: TokenStream) -> None:
+        pass
+
+
+def service_of(model: Path, keys: ApiKeys | None = None) -> tuple[Service, RecordingClient]:
+    client = RecordingClient()
+    return Service(client, ModelText(model), read_spec(model), ("m",), Admission(8), keys), client  # type: ignore[arg-type]
+
+
+def completion(**fields: Any) -> protocol.CompletionRequest:
+    return protocol.parse_completion(json.dumps({"model": "m", "prompt": [1, 2], **fields}).encode())
+
+
+def test_a_client_is_its_address_or_where_there_are_keys_its_key(echo_model: Path) -> None:
+    open_service, _ = service_of(echo_model)
+    assert open_service.client_name(b"Bearer a", "10.0.0.1") == "10.0.0.1"
+    guarded, _ = service_of(echo_model, ApiKeys(["a", "b"]))
+    names = {guarded.client_name(b"Bearer " + key, "10.0.0.1") for key in (b"a", b"b")}
+    assert len(names) == 2
+    assert names.isdisjoint({"a", "b", "10.0.0.1"})
+    assert guarded.client_name(b"bearer  a", "10.0.0.2") in names, "the same key from elsewhere is the same client"
+
+
+def test_priority_client_and_what_is_left_of_the_time_reach_the_engine(echo_model: Path) -> None:
+    async def scenario() -> None:
+        service, client = service_of(echo_model)
+        began = time.perf_counter() - 1.0  # its body took a second to arrive
+        generation = await service.complete(completion(priority=7, timeout_s=3.0, n=2), began, "somebody")
+        assert len(generation.choices) == service.admission.active == 2
+        generation.close()
+        assert service.admission.active == 0
+        ((priority, name, left_s),) = client.submitted
+        assert (priority, name) == (7, "somebody")
+        assert 0 < left_s <= 2.0
+        generation = await service.complete(completion(), time.perf_counter())
+        generation.close()
+        assert client.submitted[1] == (0, "", None)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_is_refused_half_way_gives_its_places_back(echo_model: Path) -> None:
+    async def scenario() -> None:
+        service, _ = service_of(echo_model)
+        with pytest.raises(ApiError, match="token id 999"):
+            await service.complete(completion(prompt=[[1], [999]], n=3), time.perf_counter())
+        assert service.admission.active == 0
+        with pytest.raises(ApiError, match="asks for 10 answers"):
+            await service.complete(completion(prompt=[[1], [2]], n=5), time.perf_counter())
+        assert service.admission.active == 0
+
+    asyncio.run(scenario())
+
+
+def test_the_engine_process_hands_on_all_of_it() -> None:
+    calls: list[tuple[Any, ...]] = []
+    engine = SimpleNamespace(add_request=lambda *a: calls.append(a), abort=lambda *a: calls.append(a))
+    server = SimpleNamespace(_engine=engine, _owners={})
+    server._ended = lambda key, indices: EngineServer._ended(server, key, indices)  # type: ignore[arg-type]
+    connection: Any = SimpleNamespace(number=1, requests=set(), send=calls.append)
+    params = SamplingParams(n=2)
+    EngineServer._add(server, connection, wire.Add("r", [5], params, 3, "c", 1.5))  # type: ignore[arg-type]
+    assert calls == [("1:r", [5], params, 3, "c", 1.5)]
+    handle: Any = EngineServer._handle
+    handle(server, connection, wire.Abort("r", 1))
+    handle(server, connection, wire.Abort("r", 1))  # one that crossed with the answer's end changes nothing
+    assert server._owners["1:r"].open == {0}
+    handle(server, connection, wire.Abort("r"))
+    assert not server._owners
+    assert not connection.requests
