@@ -34,16 +34,20 @@ from twostroke.planner.work import Work, merge, total_seconds
 if TYPE_CHECKING:
     from twostroke.planner.serving import ServingShape
 
+MANY_ROWS = 512
+
 TOKEN_BUDGET = 512
 """Tokens the engine computes in one step by default: a longer prompt is prefilled in several."""
 
 
 def product_work(product: Product, name: str, rows: int, working_set: float, hardware: Hardware) -> Work:
-    """One weight matrix (or a gated pair) on ``rows`` rows: 2·rows·n·k FLOP, packed weights read once."""
+    """One weight matrix (or a gated pair) on ``rows`` rows: 2·rows·n·k FLOP, packed weights read once. The limits beside its
+    seconds are the rate that many rows reach, and reading."""
     n_bytes = native_product_bytes(product, name)
     seconds = sum(native_product_s(name, rows, n, k, working_set, hardware) for n, k in native_matrices(product))
-    memory_s = n_bytes / hardware.bandwidth(working_set)
-    return Work(product.component, 2.0 * rows * product.weights, n_bytes, seconds, memory_s, 0.0, seconds)
+    flop, memory_s = 2.0 * rows * product.weights, n_bytes / hardware.bandwidth(working_set)
+    arithmetic_s = flop / hardware.product_rate(name, MANY_ROWS, product.n, product.k)
+    return Work(product.component, flop, n_bytes, arithmetic_s, memory_s, 0.0, seconds)
 
 
 def elements_of(spec: ModelSpec, rows: int) -> dict[str, float]:
