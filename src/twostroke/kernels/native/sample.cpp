@@ -31,7 +31,7 @@ const SampleKernels& kernels() {
     return sample_kernels_plain();
 }
 
-// How a row's token is drawn; engine/sampler.py has the same fields as a numpy type.
+// How a row's token is drawn; engine/native_sampling.py has the same fields as a numpy type.
 struct Draw {
     int64_t row;
     int64_t token;  // the answer
