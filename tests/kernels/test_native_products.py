@@ -241,6 +241,34 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_who_computes_it(level: i
 
 
 @by_level
+@pytest.mark.parametrize(("format", "group"), [(BF16, 0), (W8A8, 0), (INT4, 32), (INT4, 64), (INT4, 128)])
+def test_many_rows_with_many_inputs_are_each_the_same_as_alone(level: int, format: int, group: int) -> None:
+    """Inputs are walked in parts and blocks of rows overlap where there are many of both: 1 to 4 rows know neither."""
+    library.ts_set_level(level)
+    rng = np.random.default_rng(level)
+    for n, k, m in ((40, 1440, 45), (33, 700, 130), (16, 672, 530)):
+        w = Weights.random(format, group, n, k, rng)
+        rows = PreparedRows.of(format, rng.standard_normal((m, k), dtype=np.float32))
+        start = rng.standard_normal((m, n), dtype=np.float32)
+        whole = product(w, rows, start=start)
+        for first, last in ((0, 1), (31, 33), (m // 2, m // 2 + 4), (m - 1, m)):
+            assert np.array_equal(product(w, rows.slice(first, last), start=start[first:last]), whole[first:last])
+
+
+@by_level
+def test_outputs_too_many_for_the_caches_are_the_same(level: int) -> None:
+    library.ts_set_level(level)
+    rng = np.random.default_rng(level)
+    n, m, k = 4096, 520, 64
+    w = Weights.random(W8A8, 0, n, k, rng)
+    rows = PreparedRows.of(W8A8, rng.standard_normal((m, k), dtype=np.float32))
+    y = np.full(m * n + 16, CANARY, np.float32)
+    aligned = y[-y.ctypes.data % 64 // 4 :][: m * n]
+    library.ts_product(W8A8, 0, n, k, pointer(w.packed), None, m, *rows.pointers(), pointer(aligned), n, False)
+    assert np.array_equal(aligned.reshape(m, n), product(w, rows))  # there, with n + 3 between rows, lines are not whole
+
+
+@by_level
 def test_rows_are_rounded_to_nearest_even(level: int) -> None:
     library.ts_set_level(level)
     rng = np.random.default_rng(level)
@@ -320,8 +348,9 @@ def test_tiles_of_amx_agree(emulated_tiles: ctypes.CDLL, monkeypatch: pytest.Mon
     amx = native_library.LEVELS.index("amx")
     assert emulated_tiles.ts_best_level() == amx  # its own check, against AVX-512, was passed
     monkeypatch.setitem(globals(), "library", emulated_tiles)
-    for format in (BF16, W8A8):
-        test_product_over_odd_shapes(amx, format, 0)
-        test_a_row_does_not_depend_on_its_neighbours_nor_on_who_computes_it(amx, format, 0)
-        test_what_is_not_finite_stays_so(amx, np.nan, format, 0)
+    for format, group in ((BF16, 0), (W8A8, 0), (INT4, 32), (INT4, 64), (INT4, 128)):
+        test_product_over_odd_shapes(amx, format, group)
+        test_a_row_does_not_depend_on_its_neighbours_nor_on_who_computes_it(amx, format, group)
+        test_what_is_not_finite_stays_so(amx, np.nan, format, group)
+        test_many_rows_with_many_inputs_are_each_the_same_as_alone(amx, format, group)
     test_w8a8_is_exact_to_the_last_bit(amx)

@@ -1,283 +1,41 @@
-// W8A8 and BF16 by the matrix tiles of AMX: blocks of 32 rows and 32 outputs, or of up to 16 rows and 64 outputs. 16 steps of a packed
-// tile (1 KiB) are a tile of weights as the processor wants it, and 64 bytes of 16 rows a tile of activations: nothing is rearranged.
-// Everything else is AVX-512's.
-#include "blocks_avx512.h"
+// W8A8, BF16 and INT4 by the matrix tiles of AMX. Everything else is AVX-512's.
+#include "blocks_amx.h"
 #include "cpu.h"
+#include "int4_amx.h"
 #include "products.h"
-#include "tiles_amx.h"
 
 #include <chrono>
 
 namespace ts::amx {
 namespace {
 
-constexpr int64_t ROWS = 16, CHUNK_BYTES = 64, WEIGHTS_BYTES = ROWS * CHUNK_BYTES;
-// Tile registers: four of sums, then rows, then weights.
-constexpr int ROWS0 = 4, ROWS1 = 5, WEIGHTS0 = 6, WEIGHTS1 = 7;
-
-// For blocks of m rows if there are no more than 32, else for whole blocks only.
-void shape(int64_t m) {
-    const auto first = uint8_t(m < ROWS ? m : ROWS), second = uint8_t(m <= ROWS ? first : m < 2 * ROWS ? m - ROWS : ROWS);
-    TileShapes shapes;
-    for (int tile = 0; tile < 8; ++tile) {
-        shapes.row_bytes[tile] = CHUNK_BYTES;
-        shapes.rows[tile] = ROWS;
-    }
-    for (int tile : {0, 1, ROWS0}) shapes.rows[tile] = first;
-    for (int tile : {2, 3, ROWS1}) shapes.rows[tile] = second;
-    shape_tiles(shapes);
-}
-
-// What comes next from memory, on its way into the second-level cache while products run: lines [i, end) of four stretches in turn,
-// since the processor's own prefetcher, which carries most, follows several streams faster than one.
-struct Fetch {
-    static constexpr int64_t STREAMS = 4;
-    const char* from;
-    int64_t stretch_bytes, i, end;
-    void lines(int64_t n) {
-        for (; n > 0 && i < end; --n, ++i) _mm_prefetch(from + i % STREAMS * stretch_bytes + i / STREAMS * 64, _MM_HINT_T1);
-    }
-};
-
-// What block() works on: rows, of which those from `fresh` on are written; tiles of outputs; chunks of inputs; where the sums lie
-// between the parts of the inputs.
-struct Part {
-    int64_t row, fresh, end, tile, chunk, end_chunk;
-    int32_t* sums;
-};
-
-// The sums of a block as the tiles left them, (rows, T·16 outputs), turned into outputs row by row between the products of the next
-// block: the processor's tiles and its vectors then work at the same time.
-// Outputs of more bytes than the caches can hold are written past them: a line need not be read before it is written, and whole
-// columns of a wide matrix do not push one another out of the same few sets.
-constexpr int64_t STREAMED_BYTES = 8 << 20;
-bool is_streamed(const Target& to) {
-    return !to.add && to.rows.m * to.w.n * 4 > STREAMED_BYTES && to.ldy % ROWS == 0 && reinterpret_cast<uintptr_t>(to.y) % 64 == 0;
-}
-
-template <bool BF16>
-struct Sums {
-    const Target& to;
-    const int32_t* values = nullptr;
-    int64_t first = 0, row = 0, end = 0;  // the rows: of the block, not yet written, behind the block
-    int64_t tile = 0, n_tiles = 0;
-    const bool streamed = is_streamed(to);
-    const float* const scales = BF16 ? nullptr : layout::output_scales(to.w);
-
-    explicit Sums(const Target& to) : to(to) {}
-
-    void write_rows(int64_t n) {
-        const int64_t last = row + n < end ? row + n : end;
-        if (row >= last) return;
-        switch (n_tiles) {
-            case 1: write_rows_of<1>(last); break;
-            case 2: write_rows_of<2>(last); break;
-            default: write_rows_of<4>(last);
-        }
-        row = last;
-    }
-
-    void take(const Part& part, int64_t width) {
-        values = part.sums;
-        first = part.row;
-        row = part.fresh;
-        end = part.end;
-        tile = part.tile;
-        n_tiles = width;
-    }
-
-private:
-    // What write() of blocks_avx512.h does, with everything that stays the same for a row outside the loop.
-    template <int T>
-    void write_rows_of(int64_t last) const {
-        const int64_t n = tile * ROWS, left = to.w.n - (n + (T - 1) * ROWS), ldy = to.ldy, n_sums = sums_per_row(to.w.k);
-        const __mmask16 all = 0xffff, mask = left >= ROWS ? all : __mmask16((1u << left) - 1);  // of the last tile
-        const float *bias = to.w.bias ? to.w.bias + n : nullptr, *row_scales = to.rows.scales, *output_scales = scales + (BF16 ? 0 : n);
-        const int32_t *from = values + (row - first) * T * ROWS, *row_sums = to.rows.sums;
-        const bool add = to.add;
-        float* y = to.y + row * ldy + n;
-        for (int64_t r = row; r < last; ++r, y += ldy, from += T * ROWS) {
-            __m512 value[T];
-            if constexpr (BF16) {
-                TS_UNROLL for (int t = 0; t < T; ++t) value[t] = _mm512_castsi512_ps(_mm512_load_si512(from + t * ROWS));
-            } else {
-                // As in products_avx512.cpp, to the last bit.
-                const __m512i excess = _mm512_set1_epi32(128 * row_sums[r * n_sums]);
-                const __m512 row_scale = _mm512_set1_ps(row_scales[r]);
-                TS_UNROLL for (int t = 0; t < T; ++t) {
-                    const __m512 exact = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_load_si512(from + t * ROWS), excess));
-                    value[t] = _mm512_mul_ps(_mm512_mul_ps(exact, row_scale), _mm512_loadu_ps(output_scales + t * ROWS));
-                }
-            }
-            if (bias)
-                TS_UNROLL for (int t = 0; t < T; ++t)
-                    value[t] = _mm512_add_ps(value[t], _mm512_maskz_loadu_ps(t == T - 1 ? mask : all, bias + t * ROWS));
-            if (add)
-                TS_UNROLL for (int t = 0; t < T; ++t)
-                    value[t] = _mm512_add_ps(_mm512_maskz_loadu_ps(t == T - 1 ? mask : all, y + t * ROWS), value[t]);
-            if (streamed && mask == all)
-                TS_UNROLL for (int t = 0; t < T; ++t) _mm512_stream_ps(y + t * ROWS, value[t]);
-            else
-                TS_UNROLL for (int t = 0; t < T; ++t) _mm512_mask_storeu_ps(y + t * ROWS, t == T - 1 ? mask : all, value[t]);
-        }
-    }
-};
-
-template <bool BF16, int SUM, int A, int B>
-void add_products_of_tiles() {
-    if constexpr (BF16)
-        add_bf16_products<SUM, A, B>();
-    else
-        add_byte_products<SUM, A, B>();
-}
-
-// R times 16 rows with T times 16 outputs, sum of (r, t) in register r·T + t: R·T is at most 4, and R at most 2.
-template <bool BF16, int R, int T>
-void add_chunk(const char* rows, int64_t row_bytes, const char* weights, int64_t next_tile) {
-    load_tile<ROWS0>(rows, row_bytes);
-    load_tile<WEIGHTS0>(weights, CHUNK_BYTES);
-    add_products_of_tiles<BF16, 0, ROWS0, WEIGHTS0>();
-    if constexpr (T > 1) {
-        load_tile<WEIGHTS1>(weights + next_tile, CHUNK_BYTES);
-        add_products_of_tiles<BF16, 1, ROWS0, WEIGHTS1>();
-    }
-    if constexpr (T > 2) {
-        load_tile<WEIGHTS0>(weights + 2 * next_tile, CHUNK_BYTES);
-        add_products_of_tiles<BF16, 2, ROWS0, WEIGHTS0>();
-        load_tile<WEIGHTS1>(weights + 3 * next_tile, CHUNK_BYTES);
-        add_products_of_tiles<BF16, 3, ROWS0, WEIGHTS1>();
-    }
-    if constexpr (R > 1) {
-        load_tile<ROWS1>(rows + ROWS * row_bytes, row_bytes);
-        add_products_of_tiles<BF16, 2, ROWS1, WEIGHTS0>();
-        if constexpr (T > 1) add_products_of_tiles<BF16, 3, ROWS1, WEIGHTS1>();
-    }
-}
-
-constexpr int64_t SUMS = 4 * ROWS * ROWS;  // of a block
-
-// Calls move<register>(where in `sums`) for the sums of (R·16 rows, T·16 outputs), which lie there row by row.
-template <int R, int T, class Int, class Move>
-void for_sums(Int* sums, Move move) {
-    move(std::integral_constant<int, 0>{}, sums);
-    if constexpr (T > 1) move(std::integral_constant<int, 1>{}, sums + ROWS);
-    if constexpr (T > 2) {
-        move(std::integral_constant<int, 2>{}, sums + 2 * ROWS);
-        move(std::integral_constant<int, 3>{}, sums + 3 * ROWS);
-    }
-    if constexpr (R > 1) {
-        move(std::integral_constant<int, 2>{}, sums + T * ROWS * ROWS);
-        if constexpr (T > 1) move(std::integral_constant<int, 3>{}, sums + T * ROWS * ROWS + ROWS);
-    }
-}
-
-template <bool BF16, int R, int T>
-void block(const Target& to, const Part& part, Sums<BF16>& pending, Fetch fetch) {
-    const int64_t row_bytes = padded(to.w.k) * (BF16 ? 2 : 1), all_chunks = row_bytes / CHUNK_BYTES;
-    const int64_t next_tile = layout::tile_bytes(to.w.format, 0, to.w.k);
-    const char* rows = (BF16 ? reinterpret_cast<const char*>(to.rows.bf16) : reinterpret_cast<const char*>(to.rows.codes)) + part.row * row_bytes;
-    const char* weights = layout::tile(to.w, part.tile);
-    for_sums<R, T>(part.sums, [&](auto tile, const int32_t* from) {
-        if (part.chunk > 0)
-            load_tile<tile()>(from, T * CHUNK_BYTES);
-        else
-            zero_tile<tile()>();
-    });
-    if (const int64_t n_chunks = part.end_chunk - part.chunk; n_chunks > 0) {
-        const int64_t rows_per_chunk = (pending.end - pending.row + n_chunks - 1) / n_chunks;
-        const int64_t lines_per_chunk = (fetch.end - fetch.i + n_chunks - 1) / n_chunks;
-        for (int64_t chunk = part.chunk; chunk < part.end_chunk; ++chunk) {
-            fetch.lines(lines_per_chunk);
-            add_chunk<BF16, R, T>(rows + chunk * CHUNK_BYTES, row_bytes, weights + chunk * WEIGHTS_BYTES, next_tile);
-            pending.write_rows(rows_per_chunk);
-        }
-    }
-    const bool last = part.end_chunk == all_chunks;
-    if (last && row_bytes % CHUNK_BYTES) {  // half a chunk: 32 codes. Copied beside zeros, since tiles would read behind both
-        constexpr int64_t HALF = CHUNK_BYTES / 2;
-        alignas(64) char last_rows[2 * ROWS * CHUNK_BYTES] = {}, last_weights[T * WEIGHTS_BYTES] = {};
-        for (int64_t r = 0; r < part.end - part.row; ++r)
-            std::memcpy(last_rows + r * CHUNK_BYTES, rows + r * row_bytes + all_chunks * CHUNK_BYTES, HALF);
-        for (int t = 0; t < T; ++t)
-            std::memcpy(last_weights + t * WEIGHTS_BYTES, weights + t * next_tile + all_chunks * WEIGHTS_BYTES, WEIGHTS_BYTES / 2);
-        add_chunk<BF16, R, T>(last_rows, CHUNK_BYTES, last_weights, WEIGHTS_BYTES);
-    }
-    pending.write_rows(2 * ROWS);
-    for_sums<R, T>(part.sums, [&](auto tile, int32_t* sums) { store_tile<tile()>(sums, T * CHUNK_BYTES); });
-    if (last) pending.take(part, T);
-}
-
-// Inputs are walked in parts of so many chunks where several blocks of rows read the same weights: a part of them then stays in the
-// first-level cache. For more blocks than this there is no room for the sums between the parts, and all inputs are one.
-constexpr int64_t PART_CHUNKS = 9, MOST_BLOCKS = 16;
-
-// A panel of T tiles with all rows, 32 at a time (16 for the last, where they suffice): of m rows that are no multiple, the last block
-// begins before the others' end, so that the tiles need no other shape; a row's sums are the same whichever block they come from.
-template <bool BF16, int T>
-void panel(const Target& to, int64_t tile, int64_t end, Sums<BF16>& pending, int32_t* sums) {
-    const int64_t m = to.rows.m, n_blocks = (m + 2 * ROWS - 1) / (2 * ROWS), n_chunks = padded(to.w.k) * (BF16 ? 2 : 1) / CHUNK_BYTES;
-    const bool in_parts = n_chunks > PART_CHUNKS && n_blocks > 1 && n_blocks <= MOST_BLOCKS;
-    const int64_t n_parts = in_parts ? (n_chunks + PART_CHUNKS - 1) / PART_CHUNKS : 1, n_fetches = n_parts * n_blocks;
-    const char* next = layout::tile(to.w, tile + T < end ? tile + T : end);
-    const int64_t stretch = (layout::tile(to.w, tile + 2 * T < end ? tile + 2 * T : end) - next) / (Fetch::STREAMS * 64);
-    for (int64_t p = 0; p < n_parts; ++p) {
-        Part part{};
-        part.tile = tile;
-        part.chunk = n_chunks * p / n_parts;
-        part.end_chunk = n_chunks * (p + 1) / n_parts;
-        for (int64_t b = 0; b < n_blocks; ++b) {
-            const int64_t f = p * n_blocks + b;
-            const Fetch fetch{next, stretch * 64, Fetch::STREAMS * stretch * f / n_fetches, Fetch::STREAMS * stretch * (f + 1) / n_fetches};
-            const int64_t left = m - b * 2 * ROWS, rows = left > ROWS ? 2 * ROWS : ROWS;
-            part.fresh = b * 2 * ROWS;
-            part.row = left < rows && b > 0 ? m - rows : part.fresh;
-            part.end = part.row + rows < m ? part.row + rows : m;
-            part.sums = sums + (in_parts ? b * SUMS : 0);
-            if (left <= ROWS)
-                block<BF16, 1, T>(to, part, pending, fetch);
-            else if constexpr (T <= 2)
-                block<BF16, 2, T>(to, part, pending, fetch);
-        }
-    }
-}
-
-template <bool BF16>
-void walk_tiles(const Target& to, int64_t first, int64_t end) {
-    alignas(64) int32_t sums[MOST_BLOCKS * SUMS];
-    Sums<BF16> pending(to);
-    shape(to.rows.m);
-    int64_t tile = first;
-    if (to.rows.m <= ROWS)
-        for (; tile + 4 <= end; tile += 4) panel<BF16, 4>(to, tile, end, pending, sums);
-    for (; tile + 2 <= end; tile += 2) panel<BF16, 2>(to, tile, end, pending, sums);
-    if (tile < end) panel<BF16, 1>(to, tile, end, pending, sums);
-    pending.write_rows(2 * ROWS);
-    if (pending.streamed) _mm_sfence();  // before another thread is told that they are there
-    release_tiles();
-}
-
-template <bool BF16>
+template <Format F>
 void product_by_tiles(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
-    walk_tiles<BF16>(Target{w, rows, y, ldy, add}, n0 / TILE, layout::tiles(n1));
+    const Target to{w, rows, y, ldy, add};
+    if constexpr (F == Format::INT4)
+        walk_int4(to, n0 / TILE, layout::tiles(n1));
+    else
+        walk_tiles<F>(to, n0 / TILE, layout::tiles(n1));
 }
 
 // A product to try: values that fill all bits, sizes that leave a rest everywhere.
+template <Format F>
 struct Trial {
-    static constexpr int64_t N = 40, K = 160, M = 37;
-    Format format;
-    char* packed = static_cast<char*>(std::malloc(size_t(packed_bytes(format, 0, N, K))));
+    static constexpr int64_t N = 40, K = 160, M = 37, GROUP = 64;
+    const int32_t group = F == Format::INT4 ? GROUP : 0;
+    char* packed = static_cast<char*>(std::malloc(size_t(packed_bytes(F, group, N, K))));
     int8_t weights[N * K * 2], codes[M * K];
     uint16_t bf16[M * K];
-    float scales[N], row_scales[M], found[M * N], expected[M * N];
+    float scales[N * layout::groups(K, GROUP)], row_scales[M], found[M * N], expected[M * N];
     int32_t sums[M * sums_per_row(K)];
 
-    explicit Trial(Format format) : format(format) {
+    Trial() {
         uint32_t state = 1;
         const auto next = [&state] { return (state = state * 1664525u + 1013904223u) >> 24; };
         const auto bf16_value = [&next] { return uint16_t((next() % 2 << 15) | 0x3f00 | next() % 256); };  // ±0.5 to ±2
         for (int64_t i = 0; i < N * K; ++i) {
-            const uint16_t value = format == Format::BF16 ? bf16_value() : uint16_t(next());
-            std::memcpy(weights + i * (format == Format::BF16 ? 2 : 1), &value, format == Format::BF16 ? 2 : 1);
+            const uint16_t value = F == Format::BF16 ? bf16_value() : uint16_t(next());
+            std::memcpy(weights + i * (F == Format::BF16 ? 2 : 1), &value, F == Format::BF16 ? 2 : 1);
         }
         for (float& scale : scales) scale = 0.5f;
         for (float& scale : row_scales) scale = 0.25f;
@@ -285,41 +43,46 @@ struct Trial {
         for (int64_t i = 0; i < M * K; ++i) {
             codes[i] = int8_t(next());
             bf16[i] = bf16_value();
-            sums[i / K * sums_per_row(K)] += codes[i];
+            int32_t* const row_sums = sums + i / K * sums_per_row(K);
+            row_sums[0] += codes[i];
+            row_sums[1 + i % K / 32] += codes[i];
         }
-        pack(format, 0, N, K, weights, scales, nullptr, packed, 0, N);
+        pack(F, group, N, K, weights, scales, nullptr, packed, 0, N);
     }
     ~Trial() { std::free(packed); }
 
     bool agrees() {
-        const Matrix w{format, 0, N, K, packed, nullptr};
+        const Matrix w{F, group, N, K, packed, nullptr};
         const Rows rows{M, nullptr, bf16, codes, row_scales, sums};
-        if (format == Format::BF16)
-            product_by_tiles<true>(w, rows, 0, N, found, N, false);
-        else
-            product_by_tiles<false>(w, rows, 0, N, found, N, false);
+        product_by_tiles<F>(w, rows, 0, N, found, N, false);
         avx512bf16::product(w, rows, 0, N, expected, N, false);
         for (int64_t i = 0; i < M * N; ++i) {
             const float difference = found[i] - expected[i];
             // bf16: sums of 160 products up to 4, added in another order
-            if (!(format == Format::BF16 ? difference < 1e-3f && difference > -1e-3f : difference == 0)) return false;
+            if (!(F == Format::BF16 ? difference < 1e-3f && difference > -1e-3f : difference == 0)) return false;
         }
         return true;
     }
 };
 
-// The fewest rows from which tiles are faster than AVX-512 on W8A8 here: measured once, on a matrix that lies in the cache; never,
-// if not with 32 rows. Both give the same bits.
+// The fewest rows from which tiles are faster than AVX-512 here, where both give the same bits (W8A8, INT4): measured once, on a matrix
+// that lies in the cache; never, if not with 32 rows.
+template <Format F>
 int64_t measured_least_rows() {
 #ifdef TS_EMULATE_TILES
     return 1;
 #else
     constexpr int64_t n = 256, k = 512, most = 32;
-    char* packed = static_cast<char*>(std::calloc(size_t(packed_bytes(Format::W8A8, 0, n, k)), 1));
-    static int8_t codes[most * k];
-    static float scales[most], y[most * n];
-    static int32_t sums[most * sums_per_row(k)];
-    const Matrix w{Format::W8A8, 0, n, k, packed, nullptr};
+    constexpr int32_t group = F == Format::INT4 ? 64 : 0;
+    struct Buffers {
+        alignas(64) char packed[n * k + 64 * n];
+        int8_t codes[most * k];
+        float scales[most], y[most * n];
+        int32_t sums[most * sums_per_row(k)];
+    };
+    auto* buffers = static_cast<Buffers*>(std::aligned_alloc(alignof(Buffers), sizeof(Buffers)));
+    std::memset(static_cast<void*>(buffers), 0, sizeof(Buffers));
+    const Matrix w{F, group, n, k, buffers->packed, nullptr};
     const auto seconds = [](auto work) {
         double best = 1e9;
         for (int i = 0; i < 10; ++i) {
@@ -330,15 +93,24 @@ int64_t measured_least_rows() {
         }
         return best;
     };
-    int64_t m = 2;
-    for (; m <= most; m *= 2) {
-        const Rows rows{m, nullptr, nullptr, codes, scales, sums};
-        const double tiles = seconds([&] { product_by_tiles<false>(w, rows, 0, n, y, n, false); });
-        if (tiles < seconds([&] { avx512::product(w, rows, 0, n, y, n, false); })) break;
+    int64_t least = INT64_MAX;
+    for (int64_t m : {2, 3, 4, 6, 8, 12, 16, 24, 32}) {
+        const Rows rows{m, nullptr, nullptr, buffers->codes, buffers->scales, buffers->sums};
+        const double tiles = seconds([&] { product_by_tiles<F>(w, rows, 0, n, buffers->y, n, false); });
+        if (tiles < seconds([&] { avx512::product(w, rows, 0, n, buffers->y, n, false); })) {
+            least = m;
+            break;
+        }
     }
-    std::free(packed);
-    return m <= most ? m : INT64_MAX;
+    std::free(buffers);
+    return least;
 #endif
+}
+
+template <Format F>
+bool enough_rows(const Rows& rows) {
+    static const int64_t least_rows = measured_least_rows<F>();
+    return rows.m >= least_rows;
 }
 
 }  // namespace
@@ -350,17 +122,14 @@ bool works() {
     const bool there = cpu().amx;
 #endif
     if (!there) return false;
-    Trial bytes(Format::W8A8), bf16(Format::BF16);
-    return bytes.agrees() && bf16.agrees();
+    return Trial<Format::W8A8>().agrees() && Trial<Format::INT4>().agrees() && Trial<Format::BF16>().agrees();
 }
 
 void product(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
     // bf16 always: sums in another order for few rows than for many would make a row depend on its neighbours.
-    if (w.format == Format::BF16) return product_by_tiles<true>(w, rows, n0, n1, y, ldy, add);
-    if (w.format == Format::W8A8) {
-        static const int64_t least_rows = measured_least_rows();
-        if (rows.m >= least_rows) return product_by_tiles<false>(w, rows, n0, n1, y, ldy, add);
-    }
+    if (w.format == Format::BF16) return product_by_tiles<Format::BF16>(w, rows, n0, n1, y, ldy, add);
+    if (w.format == Format::W8A8 && enough_rows<Format::W8A8>(rows)) return product_by_tiles<Format::W8A8>(w, rows, n0, n1, y, ldy, add);
+    if (w.format == Format::INT4 && enough_rows<Format::INT4>(rows)) return product_by_tiles<Format::INT4>(w, rows, n0, n1, y, ldy, add);
     avx512::product(w, rows, n0, n1, y, ldy, add);
 }
 

@@ -44,17 +44,25 @@ inline void store_tile(void* to, int64_t stride) {
     for (int r = 0; r < emulated.shapes.rows[TILE]; ++r)
         std::memcpy(static_cast<char*>(to) + r * stride, emulated.data[TILE][r], emulated.shapes.row_bytes[TILE]);
 }
-template <int SUM, int SIGNED, int UNSIGNED>
-inline void add_byte_products() {
+template <int SUM, int A, int B, class TypeOfB>
+inline void emulate_byte_products() {
     for (int m = 0; m < emulated.shapes.rows[SUM]; ++m)
         for (int n = 0; n < 16; ++n) {
             int32_t sum;
             std::memcpy(&sum, &emulated.data[SUM][m][4 * n], 4);
             for (int k = 0; k < 16; ++k)
                 for (int j = 0; j < 4; ++j)
-                    sum += int(int8_t(emulated.data[SIGNED][m][4 * k + j])) * int(emulated.data[UNSIGNED][k][4 * n + j]);
+                    sum += int(int8_t(emulated.data[A][m][4 * k + j])) * int(TypeOfB(emulated.data[B][k][4 * n + j]));
             std::memcpy(&emulated.data[SUM][m][4 * n], &sum, 4);
         }
+}
+template <int SUM, int SIGNED, int UNSIGNED>
+inline void add_byte_products() {
+    emulate_byte_products<SUM, SIGNED, UNSIGNED, uint8_t>();
+}
+template <int SUM, int A, int B>
+inline void add_signed_byte_products() {
+    emulate_byte_products<SUM, A, B, int8_t>();
 }
 inline float emulated_bf16(const uint8_t* from) {
     uint32_t bits = 0;
@@ -98,6 +106,10 @@ inline void store_tile(void* to, int64_t stride) {
 template <int SUM, int SIGNED, int UNSIGNED>
 inline void add_byte_products() {
     __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUM), "i"(SIGNED), "i"(UNSIGNED));
+}
+template <int SUM, int A, int B>
+inline void add_signed_byte_products() {
+    __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUM), "i"(A), "i"(B));
 }
 template <int SUM, int A, int B>
 inline void add_bf16_products() {
