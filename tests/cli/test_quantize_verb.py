@@ -54,3 +54,12 @@ def test_what_fits_int4_is_refused_beside_int8_and_nearest(
         code, _, err = quantize(capsys, model, tmp_path / "q", *options)
         assert code == 2
         assert "go with neither int8 nor --nearest" in err
+
+
+def test_a_model_of_no_run_is_fitted_to_text_that_it_writes(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = quantize(capsys, model, tmp_path / "q", "--scheme", "int4", "--max-kl", "100", "--json")
+    assert code == 0, err
+    assert "fitted to text that it writes" in err
+    assert json.loads(out)["fitted_to_tokens"] > 0

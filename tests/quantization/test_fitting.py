@@ -15,11 +15,13 @@ from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.spec import ModelSpec
 from twostroke.engine.core import EngineConfig, EngineCore
 from twostroke.engine.scoring import token_scores
+from twostroke.kernels.features import has_packed_linear
 from twostroke.kernels.int4 import dequantize_groups, quantize_groups
 from twostroke.kernels.matrix import quantize_columns
 from twostroke.kernels.native_library import library
 from twostroke.model.decoder import Decoder
 from twostroke.model.save import save_model
+from twostroke.quantization import fitting
 from twostroke.quantization.convert import quantize_model
 from twostroke.quantization.fitting import Fitted, Judgement, fit_codes
 from twostroke.quantization.load import load_any_state, load_decoder
@@ -108,6 +110,20 @@ def test_every_family_is_walked_as_its_decoder_computes(name: str) -> None:
     assert fitted.judgement is not None
     expected = divergence(decoder, rounded(decoder, fitted, 32), rows[-1:])
     assert fitted.judgement.kl_nats == pytest.approx(expected, rel=2e-2, abs=1e-6)
+
+
+@pytest.mark.skipif(not has_packed_linear(torch.bfloat16), reason="no products of bf16 here")
+def test_a_large_model_is_walked_in_bf16_and_fitted_as_well(
+    learned: tuple[Decoder, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, rows = learned
+    exact = fit_codes(decoder, [rows], 64, max_kl_nats=10.0)
+    monkeypatch.setattr(fitting, "LARGE_PARAMETERS", 0)
+    found = fit_codes(decoder, [rows], 64, max_kl_nats=10.0)
+    costs = [divergence(decoder, rounded(decoder, fitted, 64), rows[-3:]) for fitted in (exact, found)]
+    assert costs[1] == pytest.approx(costs[0], rel=0.3)
+    assert found.judgement is not None
+    assert found.judgement.kl_nats == pytest.approx(costs[1], rel=0.1)  # bf16 in both streams costs little of it
 
 
 def test_a_single_row_is_fitted_to_and_judges_nothing() -> None:

@@ -24,7 +24,9 @@ def quantize(
     directory: Path = typer.Argument(help="Directory to write."),
     scheme: str = typer.Option("int8", help="How to hold the matrices: int8, int4, or int4-g32, int4-g64, int4-g128."),
     calibration: list[str] = typer.Option(
-        [], help="Files, folders or globs of text that int4's rounding is fitted to. Default: what the model's run trained on."
+        [],
+        help="Files, folders or globs of text that int4's rounding is fitted to. Default: what the model's run trained on, "
+        "or text that the model writes itself.",
     ),
     nearest: bool = typer.Option(False, "--nearest", help="Round every weight to its nearest code, without calibration."),
     max_kl: float | None = typer.Option(
@@ -68,17 +70,21 @@ def quantize(
     emit({"model": str(source), "directory": str(directory), **report.to_dict()}, "\n".join(lines), as_json)
 
 
-def _fitted(source: Path, calibration: list[str], group: int, max_kl: float | None) -> Fitted | None:
-    """Codes that are fitted to text, or nothing where there is none."""
+def _fitted(source: Path, calibration: list[str], group: int, max_kl: float | None) -> Fitted:
+    """Codes that are fitted to text: what is named, what the model's run trained on, or what the model writes."""
+    from twostroke.core.families import read_spec
+    from twostroke.engine.own_text import own_text
     from twostroke.model.load import load_model
-    from twostroke.quantization.calibration_text import calibration_batches
+    from twostroke.quantization.calibration_text import calibration_batches, text_size
     from twostroke.quantization.fitting import MAX_KL_NATS, fit_codes
 
-    decoder = load_model(source)
-    batches = calibration_batches(source, decoder.spec, calibration)
+    spec = read_spec(source)
+    batches = calibration_batches(source, spec, calibration)
     if not batches:
-        log(f"{source} belongs to no training run, so weights go to their nearest codes. Better: --calibration TEXT.")
-        return None
+        n_tokens, length = text_size(spec)
+        log(f"{source} belongs to no training run, so int4 is fitted to text that it writes. Better: --calibration TEXT.")
+        batches = [own_text(source, max(2, n_tokens // length), length)]
+    decoder = load_model(source)
     limit = MAX_KL_NATS if max_kl is None else max_kl
     with progress("fitting to text", 1.0) as advance:
         fitted = fit_codes(decoder, batches, group, limit, advance)

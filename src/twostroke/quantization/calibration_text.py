@@ -30,14 +30,19 @@ ROW_TOKENS = 512
 _BATCH_ROWS = 8
 
 
+def text_size(spec: ModelSpec) -> tuple[int, int]:
+    """(tokens to fit to, tokens of a row)."""
+    wanted = min(N_TOKENS, max(LEAST_TOKENS, int(PARAMETERS_BY_TOKENS / count_parameters(spec).total)))
+    return wanted, min(ROW_TOKENS, spec.max_positions)
+
+
 def calibration_batches(directory: Path, spec: ModelSpec, sources: Sequence[str] = ()) -> list[Tensor]:
     """(B, T) batches of up to ``N_TOKENS`` tokens, fewer for large models; empty where no ``sources`` are named and the model
     belongs to no run here.
 
     A run's held-out text is never among them. Raises DataError where the sources hold too little text for one row.
     """
-    length = min(ROW_TOKENS, spec.max_positions)
-    wanted = min(N_TOKENS, max(LEAST_TOKENS, int(PARAMETERS_BY_TOKENS / count_parameters(spec).total)))
+    wanted, length = text_size(spec)
     ids = _of_sources(directory, sources, wanted) if sources else _of_the_run(directory, length, wanted)
     if ids is None:
         return []
