@@ -110,6 +110,15 @@ def test_a_decode_keeps_its_token_in_every_step_of_a_crowd() -> None:
     run_all(s)
 
 
+def test_one_token_that_an_abandoned_step_left_due_goes_first() -> None:
+    s = make(token_budget=2, max_running=2)
+    s.add(request("a", 1, priority=1))
+    s.abandon(s.schedule())
+    s.add(request("b", 6, first=500, priority=0))
+    assert run_step(s).by_request() == {"a": 1, "b": 1}
+    run_all(s)
+
+
 def test_a_client_of_many_forks_pays_for_each() -> None:
     s = make(max_running=4, token_budget=64, n_pages=200)
     original = request("a", 8, max_tokens=6, client="a")

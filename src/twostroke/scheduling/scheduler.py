@@ -220,8 +220,7 @@ class Scheduler:
                     ended = True
                     continue
         if step.n_decodes < len(step.requests):
-            self._decoding += [r for r in self._prefilling if len(r.tokens) - r.n_computed == 1]
-            self._prefilling = [r for r in self._prefilling if len(r.tokens) - r.n_computed > 1]
+            self._promote()
         if ended:
             self._decoding = [r for r in self._decoding if r.status is running]
             self._prefilling = [r for r in self._prefilling if r.status is running]
@@ -245,6 +244,12 @@ class Scheduler:
                 self._release(request)
         self._decoding = [r for r in self._decoding if r.status is Status.RUNNING]
         self._prefilling = [r for r in self._prefilling if r.status is Status.RUNNING]
+        self._promote()  # one that was admitted for a single token
+
+    def _promote(self) -> None:
+        """Whoever lacks exactly one token decodes: it goes first in every step, whatever its turn."""
+        self._decoding += [r for r in self._prefilling if len(r.tokens) - r.n_computed == 1]
+        self._prefilling = [r for r in self._prefilling if len(r.tokens) - r.n_computed > 1]
 
     def _pages_for(self, n_tokens: int) -> int:
         return -(-n_tokens // self.config.page_tokens)
