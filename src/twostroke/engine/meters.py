@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.spec import ModelSpec
+from twostroke.engine import plan as p
 from twostroke.kernels.native_matrix import NativeMatrix, NativePair
 from twostroke.planner.hardware import Hardware, load_hardware
 from twostroke.planner.native_products import product_name
@@ -153,12 +155,14 @@ def achieved(engine: EngineCore, since: EngineStats | None = None, hardware: Har
 
 
 def product_of(engine: EngineCore) -> str:
-    """The product that computes the blocks' matrices, as a profile names its rates."""
-    plan = engine.plan
+    """The product that computes most of the blocks' matrices, by their elements, as a profile names its rates."""
+    plan, elements = engine.plan, Counter[str]()
     for op in plan.ops:
-        matrix = getattr(op, "matrix", None)
-        if isinstance(matrix, NativePair):
-            matrix = matrix.gate
-        if isinstance(matrix, NativeMatrix):
-            return product_name(matrix.format, matrix.group)
+        if not isinstance(op, p.ProjectHeads | p.AddMixed | p.Widen | p.AddNarrowed):
+            continue
+        for matrix in (op.matrix.gate, op.matrix.up) if isinstance(op.matrix, NativePair) else (op.matrix,):
+            if isinstance(matrix, NativeMatrix):
+                elements[product_name(matrix.format, matrix.group)] += matrix.n_rows * matrix.n_columns
+    if elements:
+        return elements.most_common(1)[0][0]
     return {"fp32": "fp32", "int8": "w8a8"}.get(plan.weights, "bf16")
