@@ -73,6 +73,22 @@ def test_compensation_for_unrelated_inputs_is_the_nearest_code() -> None:
     assert torch.equal(codes, round_to_groups(weight, scale, zero, 32))
 
 
+def test_weights_are_moved_to_bring_the_exact_output_back_from_other_inputs() -> None:
+    generator = torch.Generator().manual_seed(6)
+    weight = torch.randn(24, 64, generator=generator)
+    meant = torch.randn(1500, 64, generator=generator)
+    found = meant + 0.3 * torch.randn(1500, 64, generator=generator) @ torch.randn(64, 64, generator=generator) / 8
+    hessian, cross = found.t() @ found, (meant - found).t() @ found
+    exact = meant @ weight.t()
+    errors = [
+        float((found @ dequantize_groups(*round_with_compensation(weight, hessian, 32, c), 32).t() - exact).norm())
+        for c in (None, cross)
+    ]
+    assert errors[1] < 0.98 * errors[0]
+    same = round_with_compensation(weight, hessian, 32, torch.zeros(64, 64))
+    assert all(torch.equal(a, b) for a, b in zip(same, round_with_compensation(weight, hessian, 32), strict=True))
+
+
 def test_the_largest_inputs_are_rounded_first_and_groups_stay_in_place() -> None:
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn(16, 200, generator=generator)

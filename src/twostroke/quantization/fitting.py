@@ -28,7 +28,7 @@ from twostroke.kernels.matrix import quantize_columns
 from twostroke.model.attention import attention_mask
 from twostroke.model.rope import rope_tables
 from twostroke.planner.params import count_parameters
-from twostroke.quantization.gptq import damped, round_with_compensation
+from twostroke.quantization.gptq import round_with_compensation
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int, UInt8
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 
 MAX_KL_NATS = 0.02
 """KL(exact ‖ rounded) a token above which matrices go to int8: two thirds of the 3% of perplexity that int4 may cost."""
-
-TOWARDS_EXACT = 0.5
-"""Share of the way to the weights that bring the exact output back: the whole way fits the calibration text too closely."""
 
 PASSES = 3
 """Most times that the model is rounded, each time with more matrices in int8."""
@@ -85,8 +82,8 @@ def fit_codes(
 ) -> Fitted:
     """Codes for all matrices of ``decoder``'s blocks, fitted to seven eighths of ``batches`` and judged on the rest.
 
-    The decoder is left as it was. Memory beside it: the codes (a byte a weight), one block twice, its Σ x·xᵀ in fp64, and the
-    activations of all tokens between two blocks, twice.
+    The decoder is left as it was. Memory beside it: the codes (a byte a weight), one block twice, sums of its inputs in fp64,
+    and the activations of all tokens between two blocks, twice.
     """
     tell = progress or (lambda done, note: None)
     rows = torch.cat(list(batches))
@@ -163,10 +160,7 @@ class _Pass:
             found = self.walk.inputs(i, rounded, name, y)
             hessian += found.t() @ found
             cross += (wanted - found).t() @ found
-        if float(cross.abs().max()) > 0:
-            moved = torch.cholesky_solve((weight @ cross).double().t(), torch.linalg.cholesky(damped(hessian)))
-            weight = weight + TOWARDS_EXACT * moved.t().float()
-        return round_with_compensation(weight, hessian, self.group)
+        return round_with_compensation(weight, hessian, self.group, cross)
 
     def judgement(self) -> Judgement | None:
         if not len(self.judged):
