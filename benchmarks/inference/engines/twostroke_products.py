@@ -48,4 +48,4 @@ def products_seconds(plan: Plan, n_threads: int) -> float | None:
     widest = max(matrix.n_rows for matrix in matrices)
     y, n = torch.empty(widest), len(matrices)
     c_matrices, c_rows = (CMatrix * n)(*(m.c for m in matrices)), (_CRows * n)(*rows)
-    return float(lib.ts_pass_seconds(c_matrices, n, c_rows, y.data_ptr(), widest, PREFETCH_BYTES, PASSES))
+    return float(lib.ts_pass_seconds(c_matrices, n, c_rows, y.data_ptr(), PREFETCH_BYTES, 0, PASSES))
