@@ -1,0 +1,120 @@
+// What the step does to a row, to one group of its heads, or to a task of attention: the same in both ways through the plan.
+#include <cmath>
+#include <cstring>
+
+#include "step_run.h"
+
+namespace ts {
+
+// Cosines (each twice) and sines (−, +) of every row's angles.
+void Step::turn_tables(const Now& now) {
+    if (m_.frequencies == nullptr) return;
+    const int64_t D = m_.head_dim, end = share(n_rows_, now.thread + 1, now.n_threads);
+    for (int64_t r = share(n_rows_, now.thread, now.n_threads); r < end; r++) {
+        float* cosines = turns_.get() + r * 2 * D;
+        float* sines = cosines + D;
+        for (int64_t i = 0; i < D / 2; i++) {
+            const float angle = static_cast<float>(positions_[r]) * m_.frequencies[i];
+            cosines[2 * i] = cosines[2 * i + 1] = std::cos(angle);
+            sines[2 * i + 1] = std::sin(angle);
+            sines[2 * i] = -sines[2 * i + 1];
+        }
+    }  // the barrier after the embedding is the one that others wait at
+}
+
+void Step::trace(const Now& now, const StepOp& op, int64_t first, int64_t end) {
+    if (batch_->trace == nullptr) return;
+    const int64_t index = op.kind == OpKind::Embed ? 0 : op.layer + 1, E = m_.d_model;
+    std::memcpy(batch_->trace + (index * n_rows_ + first) * E, now.x + first * E, static_cast<size_t>((end - first) * E) * 4);
+}
+
+void Step::embed_row(const StepOp& op, int64_t row, float* x) {
+    kernels_->embed(op.table, op.choice, batch_->tokens[row], m_.d_model, x, false);
+    if (op.positions != nullptr) kernels_->embed(op.positions, op.second, positions_[row], m_.d_model, x, true);
+}
+
+void Step::normalise_row(const StepOp& op, const float* x, float* h) {
+    if (op.bias != nullptr) kernels_->layer_norm(x, op.weight, op.bias, op.eps, m_.d_model, h);
+    else kernels_->rms_norm(x, op.weight, op.eps, m_.d_model, h);
+}
+
+// One group of a row: a key head, its value head, its query heads.
+void Step::normalise_group(const StepOp& op, int64_t row, int64_t k) {
+    const int64_t D = m_.head_dim, group = m_.n_heads / m_.n_kv_heads;
+    float* qkv = qkv_.get() + row * qkv_width_;
+    for (int64_t head = k * group; head < (k + 1) * group; head++)
+        kernels_->rms_norm(qkv + head * D, op.weight + head * D, op.eps, D, qkv + head * D);
+    const int64_t key = m_.n_heads + k;
+    kernels_->rms_norm(qkv + key * D, op.weight + key * D, op.eps, D, qkv + key * D);
+}
+
+void Step::turn_and_store_group(const StepOp& op, int64_t row, int64_t k) {
+    const int64_t D = m_.head_dim, group = m_.n_heads / m_.n_kv_heads;
+    float* qkv = qkv_.get() + row * qkv_width_;
+    float* key = qkv + (m_.n_heads + k) * D;
+    if (op.choice) {
+        const float* cosines = turns_.get() + row * 2 * D;
+        for (int64_t head = k * group; head < (k + 1) * group; head++) kernels_->turn(qkv + head * D, cosines, cosines + D, D);
+        kernels_->turn(key, cosines, cosines + D, D);
+    }
+    if (op.bias != nullptr) {
+        const float* offset = op.bias + k * D;
+        for (int64_t d = 0; d < D; d++) key[d] -= offset[d];
+    }
+    kernels_->store_kv(kv_, kv_head(op.layer, k), key, key + m_.n_kv_heads * D, slots_[row]);
+}
+
+KvHead Step::kv_head(int64_t layer, int64_t k) const {
+    const int64_t head = layer * m_.n_kv_heads + k, n_tiles = m_.n_slots / kTile;
+    KvHead found{m_.keys + head * n_tiles * kv_.key_tile_bytes, m_.values + head * n_tiles * kv_.value_tile_bytes, nullptr, nullptr};
+    if (kv_.type == KvType::INT8) {
+        found.key_scales = m_.key_scales + head * m_.n_slots;
+        found.value_scales = m_.value_scales + head * m_.n_slots;
+    }
+    return found;
+}
+
+void Step::attend(const StepOp& op, ThreadMemory& memory, std::atomic<int64_t>& claims) {
+    TaskList& list = *list_of(op.window);
+    const StepBatch& b = *batch_;
+    const int64_t D = m_.head_dim, group = m_.n_heads / m_.n_kv_heads, n_tasks = static_cast<int64_t>(list.tasks.size());
+    for (int64_t i; (i = claims.fetch_add(1, std::memory_order_relaxed)) < n_tasks;) {
+        const Task& task = list.tasks[i];
+        const int64_t row = first_rows_[task.request] + task.first_token;
+        AttendTask a{};
+        a.queries = qkv_.get() + row * qkv_width_ + task.kv_head * group * D;
+        a.query_stride = qkv_width_;
+        a.mixed = mixed_.get() + row * q_width_ + task.kv_head * group * D;
+        a.mixed_stride = q_width_;
+        a.pages = b.table + b.table_rows[task.request] * b.table_stride;
+        a.first_position = b.starts[task.request] + task.first_token;
+        a.n_tokens = static_cast<int32_t>(task.n_tokens);
+        a.group = static_cast<int32_t>(group);
+        a.window = op.window;
+        a.first_key = task.first_key;
+        a.end_key = task.end_key;
+        if (task.partial >= 0) a.partial = partials_.get() + task.partial + task.span * task.n_tokens * group * (D + 2);
+        kernels_->attend(kv_, kv_head(op.layer, task.kv_head), a, scale_, memory.attention.get());
+        if (task.partial >= 0 && list.left[task.joined].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+            list.left[task.joined].store(task.n_spans, std::memory_order_relaxed);  // for the next layer
+            a.partial = partials_.get() + task.partial;
+            kernels_->combine(kv_, a, task.n_spans);
+        }
+    }
+}
+
+void Step::keep(Now& now) {
+    if (batch_->kept == nullptr) return;
+    const int64_t n = batch_->n_kept, E = m_.d_model, end = share(n, now.thread + 1, now.n_threads);
+    for (int64_t i = share(n, now.thread, now.n_threads); i < end; i++) {
+        const int64_t row = batch_->kept[i];
+        std::memcpy(kept_x_.get() + i * E, now.x + row * E, static_cast<size_t>(E) * 4);
+        std::memcpy(kept_mixed_.get() + i * q_width_, now.mixed + row * q_width_, static_cast<size_t>(q_width_) * 4);
+    }
+    now.x = kept_x_.get();
+    now.mixed = kept_mixed_.get();
+    now.n_rows = n;
+    barrier();
+}
+
+}  // namespace ts
