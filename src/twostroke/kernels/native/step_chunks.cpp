@@ -6,8 +6,8 @@
 namespace ts {
 
 void Step::run_chunks(size_t begin, size_t end, Now& now) {
-    const int64_t each = (now.n_rows + 2 * now.n_threads - 1) / (2 * now.n_threads);
-    const int64_t chunk = std::min(kChunkRows, (each + 7) / 8 * 8);
+    const int64_t each = (now.n_rows + now.n_threads - 1) / now.n_threads;
+    const int64_t chunk = std::min(kChunkRows, (each + 31) / 32 * 32);  // whole tiles of rows
     std::atomic<int64_t>& claims = counters_[now.n_claims++];
     if (begin == 0 && m_.frequencies != nullptr) barrier();  // the tables of turns
     for (int64_t c; (c = claims.fetch_add(1, std::memory_order_relaxed)) * chunk < now.n_rows;) {

@@ -1,11 +1,11 @@
-// The step's working memory: arrays that grow and are never copied.
+// The step's working memory: arrays that grow and are never copied, in large pages (products of long rows are slower by half without).
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
 #include <new>
 
 #include "matrix.h"
+#include "memory.h"
 
 namespace ts {
 
@@ -15,17 +15,15 @@ public:
     Array() = default;
     Array(const Array&) = delete;
     Array& operator=(const Array&) = delete;
-    ~Array() { std::free(data_); }
+    ~Array() { release(data_); }
     // At least n numbers, zero where they are new; what was there is gone if it must grow. Throws std::bad_alloc.
     void need(int64_t n) {
         if (n <= size_) return;
-        std::free(data_);
-        data_ = nullptr;
+        if (n < 2 * size_) n = 2 * size_;  // addresses only, until they are touched
+        release(data_);
         size_ = 0;
-        const size_t bytes = (static_cast<size_t>(n) * sizeof(T) + 127) / 64 * 64;
-        data_ = static_cast<T*>(std::aligned_alloc(64, bytes));
+        data_ = static_cast<T*>(allocate(n * static_cast<int64_t>(sizeof(T)) + 64));
         if (data_ == nullptr) throw std::bad_alloc();
-        for (size_t i = 0; i < bytes / sizeof(T); i++) data_[i] = T{};
         size_ = n;
     }
     T* get() const { return data_; }

@@ -16,7 +16,7 @@ namespace ts {
 
 constexpr int64_t kFewRows = 48;       // shared out by outputs up to here
 constexpr int64_t kPrivateRows = 4;    // so few are normalised and quantised by every thread for itself: cheaper than a barrier
-constexpr int64_t kChunkRows = 64;
+constexpr int64_t kChunkRows = 256;    // most: every chunk reads a layer's weights again
 constexpr int64_t kWidenOutputs = 256; // of a chunk's rows, gate and up by turns
 constexpr int64_t kPrefetchBytes = 64 << 10;
 
