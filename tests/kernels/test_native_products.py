@@ -256,6 +256,26 @@ def test_many_rows_with_many_inputs_are_each_the_same_as_alone(level: int, forma
 
 
 @by_level
+@pytest.mark.parametrize("exponents", [(100, 155), (0, 30), (50, 70), (180, 250), (0, 255)])
+def test_bf16_of_few_rows_has_the_bits_of_many(level: int, exponents: tuple[int, int]) -> None:
+    """Values across bf16's range, among them denormals, overflow and, in the last, sums of infinities."""
+    library.ts_set_level(level)
+    rng = np.random.default_rng(level)
+    n, k, m = 50, 224, 37
+    w, x = (
+        (rng.integers(0, 2, shape) << 15 | rng.integers(*exponents, shape) << 7 | rng.integers(0, 128, shape)).astype(np.uint16)
+        for shape in ((n, k), (m, k))
+    )
+    packed = Weights.random(BF16, 0, n, k, rng)
+    library.ts_pack(BF16, 0, n, k, pointer(w), None, None, pointer(packed.packed))
+    rows = PreparedRows(m, from_bf16(x), guarded(x))
+    whole = product(packed, rows)
+    for first in range(m):
+        few = product(packed, rows.slice(first, min(m, first + 1 + first % 4)))
+        assert np.array_equal(few, whole[first : first + len(few)], equal_nan=True)
+
+
+@by_level
 def test_outputs_too_many_for_the_caches_are_the_same(level: int) -> None:
     library.ts_set_level(level)
     rng = np.random.default_rng(level)
@@ -354,3 +374,4 @@ def test_tiles_of_amx_agree(emulated_tiles: ctypes.CDLL, monkeypatch: pytest.Mon
         test_what_is_not_finite_stays_so(amx, np.nan, format, group)
         test_many_rows_with_many_inputs_are_each_the_same_as_alone(amx, format, group)
     test_w8a8_is_exact_to_the_last_bit(amx)
+    test_bf16_of_few_rows_has_the_bits_of_many(amx, (100, 155))

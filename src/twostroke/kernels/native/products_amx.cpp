@@ -1,4 +1,5 @@
 // W8A8, BF16 and INT4 by the matrix tiles of AMX. Everything else is AVX-512's.
+#include "bf16_amx.h"
 #include "blocks_amx.h"
 #include "cpu.h"
 #include "int4_amx.h"
@@ -51,10 +52,15 @@ struct Trial {
     }
     ~Trial() { std::free(packed); }
 
-    bool agrees() {
+    // With AVX-512's own products, or, where those sum in another order, with what copies the tiles' order.
+    bool agrees(bool without_tiles = false) {
         const Matrix w{F, group, N, K, packed, nullptr};
         const Rows rows{M, nullptr, bf16, codes, row_scales, sums};
         product_by_tiles<F>(w, rows, 0, N, found, N, false);
+        if (F == Format::BF16 && without_tiles) {
+            product_by<FewBf16, FitFewBf16>(w, rows, 0, N, expected, N, false);
+            return std::memcmp(found, expected, sizeof found) == 0;
+        }
         avx512bf16::product(w, rows, 0, N, expected, N, false);
         for (int64_t i = 0; i < M * N; ++i) {
             const float difference = found[i] - expected[i];
@@ -107,6 +113,12 @@ int64_t measured_least_rows() {
 #endif
 }
 
+// BF16 of few rows is bound by memory, which AVX-512's loads wait for less than the tiles'.
+bool few_enough(const Rows& rows) {
+    static const bool same_bits = Trial<Format::BF16>().agrees(true);
+    return rows.m <= FitFewBf16::MAX_R && same_bits;
+}
+
 template <Format F>
 bool enough_rows(const Rows& rows) {
     static const int64_t least_rows = measured_least_rows<F>();
@@ -126,8 +138,11 @@ bool works() {
 }
 
 void product(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
-    // bf16 always: sums in another order for few rows than for many would make a row depend on its neighbours.
-    if (w.format == Format::BF16) return product_by_tiles<Format::BF16>(w, rows, n0, n1, y, ldy, add);
+    if (w.format == Format::BF16) {
+        // Never in avx512bf16's order: for few rows another than for many would make a row depend on its neighbours.
+        if (few_enough(rows)) return product_by<FewBf16, FitFewBf16>(w, rows, n0, n1, y, ldy, add);
+        return product_by_tiles<Format::BF16>(w, rows, n0, n1, y, ldy, add);
+    }
     if (w.format == Format::W8A8 && enough_rows<Format::W8A8>(rows)) return product_by_tiles<Format::W8A8>(w, rows, n0, n1, y, ldy, add);
     if (w.format == Format::INT4 && enough_rows<Format::INT4>(rows)) return product_by_tiles<Format::INT4>(w, rows, n0, n1, y, ldy, add);
     avx512::product(w, rows, n0, n1, y, ldy, add);
