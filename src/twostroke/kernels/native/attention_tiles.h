@@ -14,6 +14,14 @@ inline int64_t slot_of(const ts::KvLayout& kv, const int64_t* pages, int64_t pos
 TS_INLINE void widen(const int8_t* codes, int64_t n_words, uint32_t* out) {
     const uint16_t* pairs = reinterpret_cast<const uint16_t*>(codes);
     int64_t i = 0;
+#if defined(__AVX512BF16__)
+    const auto sixteen = [codes](int64_t first) {
+        const __m128i some = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + first));
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(some));
+    };
+    for (; i + kLanes <= n_words; i += kLanes)
+        *reinterpret_cast<LooseWords*>(out + i) = (Words)_mm512_cvtne2ps_pbh(sixteen(2 * i + kLanes), sixteen(2 * i));
+#endif
     for (; i + kLanes <= n_words; i += kLanes) {
         const Ints both = (Ints)__builtin_convertvector(*reinterpret_cast<const LooseHalves*>(pairs + i), Words);
         const Words low = (Words)__builtin_convertvector((both << 24) >> 24, Floats) >> 16;  // a code needs 7 of bf16's 8 bits
