@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,8 +65,18 @@ class _Lowering:
     def vector(self, name: str, wanted: bool = True) -> Tensor | None:
         return self.get(name).to(self.dtype, copy=True) if wanted else None
 
-    def matrix(self, name: str, bias: bool, rows: Tensor | slice | None = None, weights: str | None = None) -> Matrix:
-        """The matrix ``name`` with its bias, or its ``rows`` in that order, held as ``weights`` (default: the plan's way)."""
+    def matrix(
+        self,
+        name: str,
+        bias: bool,
+        rows: Tensor | slice | None = None,
+        weights: str | None = None,
+        get: Callable[[str], Tensor] | None = None,
+    ) -> Matrix:
+        """The matrix ``name`` with its bias, or its ``rows`` in that order, held as ``weights`` (default: the plan's way).
+
+        ``get``: where its tensors come from (default: the state)."""
+        get = get or self.get
         weights = weights or self.weights
         vector = self.vector(f"{name}.bias", bias)
         if rows is not None and vector is not None:
@@ -74,18 +85,20 @@ class _Lowering:
             return self._torch_matrix(name, weights, vector, rows)
 
         def pack() -> NativeMatrix:
-            weight, scale, zero, held = self._stored(name, weights, rows)
+            weight, scale, zero, held = self._stored(name, weights, rows, get)
             group = GROUP if scale is None or zero is None else group_of(weight, scale)
             return NativeMatrix(weight, held, vector, scale, zero, group)
 
         return pack() if self.packed is None else self.packed.matrix(pack, vector)
 
-    def _stored(self, name: str, weights: str, rows: Tensor | slice | None) -> tuple[Tensor, Tensor | None, Tensor | None, str]:
+    def _stored(
+        self, name: str, weights: str, rows: Tensor | slice | None, get: Callable[[str], Tensor]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, str]:
         """Weight, where it is held in codes their scales and, of 4-bit codes, zero points; and how it is to be held:
         ``weights``, but int8 where an int4 model has that instead."""
-        weight = self.get(f"{name}.weight")
-        scale = None if weight.is_floating_point() else self.get(f"{name}.scale")
-        zero = self.get(f"{name}.zero") if weight.dtype == torch.uint8 else None
+        weight = get(f"{name}.weight")
+        scale = None if weight.is_floating_point() else get(f"{name}.scale")
+        zero = get(f"{name}.zero") if weight.dtype == torch.uint8 else None
         if rows is not None:
             weight = weight[rows]
             scale, zero = (None if t is None else t[rows] for t in (scale, zero))
@@ -97,7 +110,7 @@ class _Lowering:
         return weight, scale, zero, weights
 
     def _torch_matrix(self, name: str, weights: str, vector: Tensor | None, rows: Tensor | slice | None) -> Matrix:
-        weight, scale, zero, weights = self._stored(name, weights, rows)
+        weight, scale, zero, weights = self._stored(name, weights, rows, self.get)
         if weights == "int4":  # torch has no kernel for them that is worth its rounding: expanded once, at loading
             group = GROUP if scale is None or zero is None else group_of(weight, scale)
             codes = quantize_groups(weight, group) if scale is None or zero is None else (weight, scale, zero)
@@ -113,7 +126,8 @@ class _Lowering:
         width, bias = self.spec.d_ff, self.spec.mlp_bias
         if not self.native:
             return self.matrix(name, bias)
-        gate, up = self.matrix(name, bias, slice(0, width)), self.matrix(name, bias, slice(width, 2 * width))
+        once = cache(self.get)  # Hugging Face has them apart, and joining them copies both
+        gate, up = (self.matrix(name, bias, slice(i * width, (i + 1) * width), get=once) for i in range(2))
         assert isinstance(gate, NativeMatrix)
         assert isinstance(up, NativeMatrix)
         return NativePair(gate, up)

@@ -35,6 +35,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ts_padded": (_INT64, [_INT64]),
     "ts_sums_per_row": (_INT64, [_INT64]),
     "ts_pack": (None, [*_SHAPE, _POINTER, _POINTER, _POINTER, _POINTER]),
+    "ts_quantize_columns": (None, [_INT, _POINTER, _INT64, _INT64, _POINTER, _POINTER]),
     "ts_prepare_rows": (None, [_INT, _POINTER, _INT64, _INT64, _POINTER, _POINTER, _POINTER, _POINTER]),
     "ts_product": (None, [*_SHAPE, _POINTER, _POINTER, *_ROWS, _POINTER, _INT64, _INT]),
     "ts_product_range": (None, [*_SHAPE, _POINTER, _POINTER, *_ROWS, _INT64, _INT64, _POINTER, _INT64, _INT]),

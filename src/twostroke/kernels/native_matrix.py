@@ -13,7 +13,6 @@ from torch import Tensor
 
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.kernels.int4 import quantize_groups
-from twostroke.kernels.matrix import quantize_columns
 from twostroke.kernels.native_library import library
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ class NativeMatrix:
             # A search for the best range takes six times as long.
             plain, scale, zero = _in_row_blocks(partial(quantize_groups, group=group, searched=False), weight)
         elif held is None and format in ("int8", "int8_weight_only"):
-            plain, scale = _in_row_blocks(quantize_columns, weight)
+            plain, scale = native_columns(weight)
         elif held is None:
             plain = weight.to(torch.float32 if format == "fp32" else torch.bfloat16)
         plain = plain.contiguous()
@@ -129,6 +128,17 @@ class NativeMatrix:
         shape = (code, self.group, self.n_rows, k, self.address, bias)
         loaded.ts_product(*shape, m, rows.data_ptr(), *buffers, y.data_ptr(), self.n_rows, residual is not None)
         return y.to(x.dtype)
+
+
+def native_columns(weight: Float[Tensor, "N K"]) -> tuple[Int8[Tensor, "N K"], Float[Tensor, " N"]]:
+    """``kernels.matrix.quantize_columns`` by the library, to the bit: one pass that makes no fp32 copies."""
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        weight = weight.float()
+    weight, (n, k) = weight.contiguous(), weight.shape
+    codes, scale = torch.empty((n, k), dtype=torch.int8), torch.empty(n)
+    is_bf16 = weight.dtype == torch.bfloat16
+    _loaded().ts_quantize_columns(is_bf16, weight.data_ptr(), n, k, codes.data_ptr(), scale.data_ptr())
+    return codes, scale
 
 
 def _in_row_blocks(quantize: Callable[[Tensor], tuple[Tensor, ...]], weight: Tensor) -> tuple[Tensor, ...]:

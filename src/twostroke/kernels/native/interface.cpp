@@ -4,6 +4,7 @@
 #include "matrix.h"
 #include "memory.h"
 #include "pool.h"
+#include "quantize.h"
 
 #include <chrono>
 
@@ -59,6 +60,13 @@ void ts_pack(int format, int group, int64_t n, int64_t k, const void* weight, co
         int64_t n0, n1;
         share_outputs(Matrix{Format(format), group, n, k, packed, nullptr}, thread, n_threads, n0, n1);
         if (n0 < n1) pack(Format(format), group, n, k, weight, scales, zeros, packed, n0, n1);
+    });
+}
+
+// On all threads.
+void ts_quantize_columns(int bf16, const void* weight, int64_t n, int64_t k, int8_t* codes, float* scales) {
+    Pool::shared().run([&](int thread, int n_threads) {
+        quantize_columns(bf16 != 0, weight, k, n * thread / n_threads, n * (thread + 1) / n_threads, codes, scales);
     });
 }
 

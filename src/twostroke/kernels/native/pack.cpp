@@ -17,10 +17,48 @@ float power_for(float largest) {
     return std::ldexp(1.0f, fraction == 0.5f ? exponent - 1 : exponent);
 }
 
+// Calls make(bytes of the row, which a word is made of) for the steps [0, n_steps), and keeps the words in one lane.
+template <int64_t BYTES, class Make>
+void pack_words(int64_t n_steps, const void* row, char* lane, Make make) {
+    const auto* from = static_cast<const char*>(row);
+    for (int64_t s = 0; s < n_steps; ++s, from += BYTES, lane += layout::STEP_BYTES) {
+        const uint32_t word = make(from);
+        std::memcpy(lane, &word, 4);
+    }
+}
+
+uint32_t word_at(const char* from) {
+    uint32_t word;
+    std::memcpy(&word, from, 4);
+    return word;
+}
+
+// The steps that have all their inputs, a word at a time: what it is made of lies together in the row. Returns how many.
+int64_t pack_whole_steps(Format format, int64_t k, const void* weight, int64_t row, char* lane) {
+    switch (format) {
+        case Format::F32:
+            pack_words<4>(k, static_cast<const float*>(weight) + row * k, lane, word_at);
+            return k;
+        case Format::BF16:
+            pack_words<4>(k / 2, static_cast<const uint16_t*>(weight) + row * k, lane, word_at);
+            return k / 2;
+        case Format::W8A8:
+        case Format::INT8:  // code + 128 is the code with its sign turned
+            pack_words<4>(k / 4, static_cast<const int8_t*>(weight) + row * k, lane, [](const char* from) { return word_at(from) ^ 0x80808080u; });
+            return k / 4;
+        case Format::INT4:
+            pack_words<8>(k / 8, static_cast<const uint8_t*>(weight) + row * k, lane, [](const char* from) {
+                return (word_at(from) & 0x0f0f0f0fu) | ((word_at(from + 4) & 0x0f0f0f0fu) << 4);
+            });
+            return k / 8;
+    }
+    return 0;
+}
+
 // One output's inputs into its lane of the tile's steps; `weight` null: an output behind n.
 void pack_lane(Format format, int64_t k, const void* weight, int64_t row, char* steps, int64_t lane) {
     const int64_t n_steps = layout::steps(format, k);
-    for (int64_t s = 0; s < n_steps; ++s) {
+    for (int64_t s = weight ? pack_whole_steps(format, k, weight, row, steps + lane * 4) : 0; s < n_steps; ++s) {
         auto* word = reinterpret_cast<uint8_t*>(steps + s * layout::STEP_BYTES + lane * 4);
         switch (format) {
             case Format::F32: {
