@@ -301,13 +301,16 @@ class Ledger:
     def _is_blank(self, connection: sqlite3.Connection) -> bool:
         """True for a database without any table, such as a process killed while creating it leaves behind. Raises
         CorruptFileError where the stamp is another program's, ConfigError where it is another version's."""
-        application = connection.execute("PRAGMA application_id").fetchone()[0]
+        # In one statement, which sees one state: between two, another process may create the ledger.
+        application, version, n_tables = connection.execute(
+            "SELECT application_id, user_version, (SELECT count(*) FROM sqlite_master) "
+            "FROM pragma_application_id, pragma_user_version"
+        ).fetchone()
         if application == APPLICATION_ID:
-            version = connection.execute("PRAGMA user_version").fetchone()[0]
             if version != SCHEMA_VERSION:
                 raise ConfigError(f"ledger {self.path} has version {version}; this release reads version {SCHEMA_VERSION}.")
             return False
-        if application != 0 or connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+        if application != 0 or n_tables:
             raise self._foreign()
         return True
 
