@@ -1,4 +1,4 @@
-"""``calibrate``: one minute of measurements that turn into this machine's ``MachineProfile``."""
+"""``calibrate``: two minutes of measurements that turn into this machine's ``MachineProfile``."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True)
 class Extent:
-    """How much to measure. The default takes a minute on two cores; ``SMALL`` a few seconds, for tests, with numbers too rough
+    """How much to measure. The default takes two minutes on two cores; ``SMALL`` a few seconds, for tests, with numbers too rough
     to plan by. ``engine_…`` is what is measured of torch's products where there is no native library, ``native_…`` where there
     is one."""
 

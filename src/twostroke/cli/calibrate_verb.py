@@ -1,4 +1,4 @@
-"""``twostroke calibrate``: one minute of measurements, stored as this machine's profile."""
+"""``twostroke calibrate``: two minutes of measurements, stored as this machine's profile."""
 
 from __future__ import annotations
 
