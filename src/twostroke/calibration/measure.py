@@ -63,9 +63,9 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True)
 class Extent:
-    """How much to measure. The default takes two minutes on two cores; ``SMALL`` a few seconds, for tests, with numbers too rough
-    to plan by. ``engine_…`` is what is measured of torch's products where there is no native library, ``native_…`` where there
-    is one."""
+    """How much to measure. The default takes two minutes on two cores; ``SMALL`` a few seconds, for tests, with numbers too
+    rough to plan by. ``engine_…`` is what is measured of torch's products where there is no native library, ``native_…`` where
+    there is one."""
 
     effort: float = 1.0
     training_rows: tuple[int, ...] = TRAINING_ROWS
