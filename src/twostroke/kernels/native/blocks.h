@@ -128,14 +128,17 @@ void product_by(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float
     walk<Kernel, Fit>(Target{w, rows, y, ldy, add}, n0 / TILE, layout::tiles(n1));
 }
 
-// Not a std::vector: its code, compiled here, could be linked into files meant for lesser processors.
+// Kept from call to call, at whole pages. Not a std::vector: its code, compiled here, could be linked into files meant for lesser
+// processors.
+template <class T>
 struct Scratch {
-    float* values = nullptr;
+    T* values = nullptr;
     int64_t size = 0;
-    float* at_least(int64_t wanted) {
+    T* at_least(int64_t wanted) {
         if (wanted > size) {
+            constexpr int64_t PAGE = 4096;
             std::free(values);
-            values = static_cast<float*>(std::malloc(size_t(wanted) * sizeof(float)));
+            values = static_cast<T*>(std::aligned_alloc(PAGE, size_t(layout::up(wanted * int64_t(sizeof(T)), PAGE))));
             size = wanted;
         }
         return values;
@@ -144,7 +147,7 @@ struct Scratch {
 };
 
 // Sums of the codes of each group of an INT4 matrix, (m, groups), fp32: every one is a whole number far below 2^24.
-thread_local Scratch group_sums;
+thread_local Scratch<float> group_sums;
 
 void sum_groups(const Matrix& w, const Rows& rows) {
     const int64_t n_groups = layout::groups(w.k, w.group), n_sums = sums_per_row(w.k) - 1, per_group = w.group / 32;

@@ -6,21 +6,7 @@
 namespace ts {
 namespace {
 
-// Bytes at a multiple of 64, kept from call to call.
-struct Bytes {
-    char* data = nullptr;
-    int64_t size = 0;
-    char* at_least(int64_t wanted) {
-        if (wanted > size) {
-            std::free(data);
-            size = layout::up(wanted, 4096);
-            data = static_cast<char*>(std::aligned_alloc(4096, size_t(size)));
-        }
-        return data;
-    }
-    ~Bytes() { std::free(data); }
-};
-thread_local Bytes int4_codes, int4_rows;
+thread_local Scratch<char> int4_codes, int4_rows;
 
 // How a matrix is cut: groups of chunks, of chunk_bytes inputs each.
 struct Int4Shape {
