@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from twostroke.kernels import native_library
-from twostroke.kernels.native_matrix import CMatrix
+from twostroke.kernels.native_matrix import CMatrix, CRows
 
 FORMATS = {
     "f32": (0, 0),
@@ -53,10 +53,6 @@ class Shape:
 SHAPES = {"135M": Shape(30, 576, 192, 1536, 49152), "1.1B": Shape(22, 2048, 256, 5632, 32000)}
 
 
-class Rows(ctypes.Structure):
-    _fields_ = [("m", ctypes.c_int64)] + [(name, ctypes.c_void_p) for name in ("f32", "bf16", "codes", "scales", "sums")]
-
-
 class Bench:
     def __init__(self, library: ctypes.CDLL, shape: Shape, format_name: str) -> None:
         self.library = library
@@ -85,7 +81,7 @@ class Bench:
     def seconds(self, m: int, repeats: int, prefetch_bytes: int, chunk_rows: int) -> float:
         library, rows = self.library, []
         x = np.random.default_rng(1).standard_normal((m, max(k for _, k in self.shapes)), dtype=np.float32)
-        made: dict[int, Rows] = {}
+        made: dict[int, CRows] = {}
         for _, k in self.shapes:
             if k not in made:
                 inputs = self.zeros(m * k * 4)
@@ -93,10 +89,10 @@ class Bench:
                 width, n_sums = library.ts_padded(k), library.ts_sums_per_row(k)
                 pointers = [inputs, *map(self.zeros, (m * width * 2, m * width, m * 4, m * n_sums * 4))]
                 library.ts_prepare_rows(self.format, pointers[0], m, k, *pointers[1:])
-                made[k] = Rows(m, *pointers)
+                made[k] = CRows(m, *pointers)
             rows.append(made[k])
         y = self.zeros((m + library.ts_threads() * chunk_rows) * max(n for n, _ in self.shapes) * 4)
-        array = (Rows * len(rows))(*rows)
+        array = (CRows * len(rows))(*rows)
         seconds = float(library.ts_pass_seconds(self.matrices, len(rows), array, y, prefetch_bytes, chunk_rows, repeats))
         while self.arrays:
             library.ts_release(self.arrays.pop())

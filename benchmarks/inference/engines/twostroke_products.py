@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
 from twostroke.calibration.native_rates import PREFETCH_BYTES
 from twostroke.engine.plan import Plan
 from twostroke.kernels.native_library import library
-from twostroke.kernels.native_matrix import CMatrix, NativeMatrix, NativePair
+from twostroke.kernels.native_matrix import CMatrix, CRows, NativeMatrix, NativePair
 
 PASSES = 10
-
-
-class _CRows(ctypes.Structure):
-    """``ts::Rows``."""
-
-    _fields_ = [("m", ctypes.c_int64)] + [(name, ctypes.c_void_p) for name in ("f32", "bf16", "codes", "scales", "sums")]
 
 
 def products_seconds(plan: Plan, n_threads: int) -> float | None:
@@ -44,8 +36,8 @@ def products_seconds(plan: Plan, n_threads: int) -> float | None:
         sums = torch.zeros((1, lib.ts_sums_per_row(k)), dtype=torch.int32)
         lib.ts_prepare_rows(matrix.c.format, x.data_ptr(), 1, k, *(t.data_ptr() for t in (bf16, codes, scales, sums)))
         kept.append((x, bf16, codes, scales, sums))
-        rows.append(_CRows(1, *(t.data_ptr() for t in kept[-1])))
+        rows.append(CRows(1, *(t.data_ptr() for t in kept[-1])))
     widest = max(matrix.n_rows for matrix in matrices)
     y, n = torch.empty(widest), len(matrices)
-    c_matrices, c_rows = (CMatrix * n)(*(m.c for m in matrices)), (_CRows * n)(*rows)
+    c_matrices, c_rows = (CMatrix * n)(*(m.c for m in matrices)), (CRows * n)(*rows)
     return float(lib.ts_pass_seconds(c_matrices, n, c_rows, y.data_ptr(), PREFETCH_BYTES, 0, PASSES))

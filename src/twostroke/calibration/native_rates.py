@@ -13,7 +13,7 @@ from twostroke.core.profile import BandwidthPoint, MatmulPoint
 from twostroke.core.units import MIB
 from twostroke.kernels.native_library import library
 from twostroke.kernels.native_matrix import FORMATS as LIBRARY_FORMATS
-from twostroke.kernels.native_matrix import CMatrix
+from twostroke.kernels.native_matrix import CMatrix, CRows
 from twostroke.planner.native_products import FORMATS
 
 NATIVE_SCHEMES = tuple(FORMATS)
@@ -91,12 +91,6 @@ def measure_native_bandwidth(clock: Clock, sizes_bytes: Sequence[int]) -> Iterat
         yield BandwidthPoint(working_set_bytes=size, bytes_per_s=size / clock.least_s(read, seconds=0.15, least=4))
 
 
-class _CRows(ctypes.Structure):
-    """``ts::Rows``."""
-
-    _fields_ = [("m", ctypes.c_int64)] + [(name, ctypes.c_void_p) for name in ("f32", "bf16", "codes", "scales", "sums")]
-
-
 def product_pass(scheme: str, m: int, n: int, k: int, memory: Memory, working_set_bytes: int) -> Callable[[], float]:
     """A call that applies matrices of the class one after another to ``m`` prepared rows, as many as ``working_set_bytes`` of
     ``memory`` hold, and returns the seconds of one of them, quantising rows not in it. As in the engine, few rows share out
@@ -117,7 +111,7 @@ def product_pass(scheme: str, m: int, n: int, k: int, memory: Memory, working_se
     y = torch.empty((m + threads * chunk, n))
     buffers = [t.data_ptr() for t in (x, bf16, codes, scales, sums)]
     lib.ts_prepare_rows(code, buffers[0], m, k, *buffers[1:])
-    rows = (_CRows * count)(*(_CRows(m, *buffers) for _ in range(count)))
+    rows = (CRows * count)(*(CRows(m, *buffers) for _ in range(count)))
     kept = (memory, x, bf16, codes, scales, sums)  # what the pointers point to lives as long as the call
 
     def run() -> float:

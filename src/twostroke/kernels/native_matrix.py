@@ -41,6 +41,12 @@ class CMatrix(ctypes.Structure):
     ]
 
 
+class CRows(ctypes.Structure):
+    """``ts::Rows``."""
+
+    _fields_ = [("m", ctypes.c_int64)] + [(name, ctypes.c_void_p) for name in ("f32", "bf16", "codes", "scales", "sums")]
+
+
 def _loaded() -> ctypes.CDLL:
     loaded = library()
     if loaded is None:
