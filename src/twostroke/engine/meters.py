@@ -11,6 +11,7 @@ from twostroke.core.errors import TwostrokeError
 from twostroke.core.spec import ModelSpec
 from twostroke.engine import plan as p
 from twostroke.kernels.native_matrix import NativeMatrix, NativePair
+from twostroke.planner.flops import visible_pairs
 from twostroke.planner.hardware import Hardware, load_hardware
 from twostroke.planner.native_products import product_name
 
@@ -48,13 +49,8 @@ class StepMeter:
         """2 a multiply-add of every product that is computed; attention 4·H·D for each (query, visible key) pair and layer."""
         pairs = self.n_full * sum(n * s + n * (n + 1) // 2 for s, n in zip(starts, counts, strict=True))
         if self.n_windowed:
-            pairs += self.n_windowed * sum(self._windowed_pairs(s, n) for s, n in zip(starts, counts, strict=True))
+            pairs += self.n_windowed * sum(visible_pairs(s, n, self.window) for s, n in zip(starts, counts, strict=True))
         return sum(counts) * self.row_flop + n_sampled * self.sampled_flop + pairs * self.attention_flop
-
-    def _windowed_pairs(self, start: int, count: int) -> int:
-        """Σ min(start + i, window) over i = 1 … count."""
-        growing = min(max(self.window - start, 0), count)
-        return growing * start + growing * (growing + 1) // 2 + (count - growing) * self.window
 
 
 @dataclass(frozen=True)

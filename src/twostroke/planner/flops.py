@@ -14,6 +14,12 @@ def mean_keys(n_tokens: float, window: int | None = None) -> float:
     return window - window * window / (2 * n_tokens)
 
 
+def visible_pairs(start: int, count: int, window: int) -> int:
+    """Pairs of a query and a key that it sees, of tokens start + 1 … start + count: Σ min(start + i, window), i = 1 … count."""
+    growing = min(max(window - start, 0), count)
+    return growing * start + growing * (growing + 1) // 2 + (count - growing) * window
+
+
 def _flops_per_key(kind: LayerKind) -> float:
     """QKᵀ and PV of one query with one key in all heads: 2·H·(d_qk + d_v), which is 4·H·D where both are D."""
     return 2 * kind.n_heads * (kind.qk_dim + kind.v_dim)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.anchors import Ratios, ratio_at
+from twostroke.planner.flops import visible_pairs
 from twostroke.planner.hardware import Hardware
 from twostroke.planner.latency import elementwise_elements
 from twostroke.planner.native_anchors import (
@@ -62,11 +63,8 @@ def elements_of(spec: ModelSpec, rows: int) -> dict[str, float]:
 
 def attention_flop(spec: ModelSpec, start: int, count: int) -> float:
     """4·H·D for each pair of a query and a key that it sees, all layers, for tokens start + 1 … start + count."""
-    pairs = 0.0
-    for layer in range(spec.n_layers):
-        window = spec.window_of_layer(layer) or start + count
-        growing = min(max(window - start, 0), count)
-        pairs += growing * start + growing * (growing + 1) / 2 + (count - growing) * window
+    windows = [spec.window_of_layer(layer) or start + count for layer in range(spec.n_layers)]
+    pairs = sum(visible_pairs(start, count, window) for window in windows)
     return 4.0 * spec.n_heads * spec.head_dim * pairs
 
 
