@@ -13,7 +13,7 @@ DECODE = PhaseRates(10, 10, 0.05, 1_640_000_000, 2_700_000_000, 40e9, 2.4e12)
 def test_a_line_has_rates_and_shares() -> None:
     assert phase_text("prefill", PREFILL, "native_int8") == (
         "prefill  128 tokens, 5.12k tok/s, 25 ms a step: 6.56 GB/s read, 16% of what this machine reads at 164 MB; "
-        "1,080 GFLOP/s, 45% of its int8 products"
+        "1.08 TFLOP/s, 45% of its int8 products"
     )
     assert without_limits(Achieved(PREFILL, DECODE, "native_int8")) == []
 

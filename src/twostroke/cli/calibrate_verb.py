@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log, progress
-from twostroke.core.units import format_bytes, format_count, format_seconds
+from twostroke.core.units import format_bytes, format_flop_rate, format_seconds
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,7 +62,7 @@ def calibrate(
 def _text(profile: MachineProfile, path: Path) -> str:
     f = profile.fingerprint
     reads = ", ".join(f"{format_bytes(p.working_set_bytes)}: {p.bytes_per_s / 1e9:.3g} GB/s" for p in profile.read_bandwidth)
-    peaks = ", ".join(f"{scheme} {format_count(rate)}FLOP/s" for scheme, rate in profile.peak_flop_per_s.items())
+    peaks = ", ".join(f"{scheme} {format_flop_rate(rate)}" for scheme, rate in profile.peak_flop_per_s.items())
     name = ", ".join(f.gpus) or f.cpu_model
     launch_s, linear_s = format_seconds(profile.op_launch_s), format_seconds(profile.linear_launch_s)
     lines = [

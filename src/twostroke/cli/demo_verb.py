@@ -22,7 +22,7 @@ import typer
 from twostroke.cli.console import JSON_HELP, emit, log
 from twostroke.core.errors import ConfigError, Interrupted, TwostrokeError
 from twostroke.core.recipe import read_recipe
-from twostroke.core.units import format_bytes, format_count, format_seconds
+from twostroke.core.units import format_bytes, format_count, format_flop_rate, format_seconds
 
 app = typer.Typer(add_completion=False)
 
@@ -84,7 +84,7 @@ def verb(*args: str) -> Result:
 
 def _calibrate(demo: Demo) -> tuple[Result, str]:
     profile = verb("calibrate")
-    peaks = ", ".join(f"{name} {format_count(rate)}FLOP/s" for name, rate in profile["peak_flop_per_s"].items())
+    peaks = ", ".join(f"{name} {format_flop_rate(rate)}" for name, rate in profile["peak_flop_per_s"].items())
     slowest = min(p["bytes_per_s"] for p in profile["read_bandwidth"])
     return profile, f"{profile['fingerprint']['cpu_model']}: reads {format_bytes(slowest)}/s from memory; products: {peaks}"
 

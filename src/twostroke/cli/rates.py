@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from twostroke.core.units import format_count, format_seconds
+from twostroke.core.units import format_count, format_flop_rate, format_seconds
 
 if TYPE_CHECKING:
     from twostroke.engine.meters import Achieved, PhaseRates
@@ -18,8 +18,7 @@ def phase_text(name: str, phase: PhaseRates, product: str) -> str:
     read = f"{phase.bytes_per_s / 1e9:.3g} GB/s read"
     if phase.read_share is not None:
         read += f", {100 * phase.read_share:.0f}% of what this machine reads at {phase.bytes_per_step / 1e6:.3g} MB"
-    gflop_per_s = phase.flop_per_s / 1e9
-    arithmetic = f"{gflop_per_s:,.0f} GFLOP/s" if gflop_per_s >= 100 else f"{gflop_per_s:.3g} GFLOP/s"
+    arithmetic = format_flop_rate(phase.flop_per_s)
     if phase.flop_share is not None:
         arithmetic += f", {100 * phase.flop_share:.0f}% of its {product.removeprefix('native_')} products"
     rate = f"{phase.tokens} tokens, {format_count(phase.tok_per_s)} tok/s, {format_seconds(phase.seconds / phase.steps)} a step"

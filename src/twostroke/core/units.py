@@ -42,6 +42,12 @@ def format_count(n: float) -> str:
     return f"{n:.3g}"
 
 
+def format_flop_rate(flop_per_s: float) -> str:
+    """``938 GFLOP/s``."""
+    text = format_count(flop_per_s)
+    return f"{text[:-1]} {text[-1]}FLOP/s" if text[-1].isalpha() else f"{text} FLOP/s"
+
+
 def format_money(usd: float) -> str:
     """Dollars with as many digits as a small or a large amount needs: ``$0.000012``, ``$1,234``."""
     if usd == 0:

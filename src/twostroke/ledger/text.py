@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from twostroke.core.units import format_bytes, format_count, format_money, format_seconds
+from twostroke.core.units import format_bytes, format_count, format_flop_rate, format_money, format_seconds
 from twostroke.ledger.attribution import Attribution, PooledShare
 from twostroke.ledger.scoring import Row, Score, compare
 
@@ -32,7 +32,7 @@ def format_value(name: str, value: float | None) -> str:
     if name.endswith("tok_per_s"):
         return f"{format_count(value)} tok/s"
     if name.endswith("flop_per_s"):
-        return f"{format_count(value)}FLOP/s"
+        return format_flop_rate(value)
     if name.endswith("bytes_per_s"):
         return f"{format_bytes(value)}/s"
     if name.endswith("_per_s"):

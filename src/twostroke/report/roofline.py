@@ -11,7 +11,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from twostroke.core.units import format_bytes, format_count
+from twostroke.core.units import format_bytes, format_flop_rate
 from twostroke.ledger.scoring import number_of
 from twostroke.planner.serving import ServingPlan
 from twostroke.planner.training import TrainingPlan
@@ -70,7 +70,7 @@ def roofline(
         figure.add_trace(
             go.Scatter(
                 x=[left, ridge, right], y=[left * bandwidth, peak, peak], mode="lines", hoverinfo="skip",
-                name=f"{name} {format_bytes(bandwidth)}/s, {training.shape.dtype} products {_rate(peak)}",
+                name=f"{name} {format_bytes(bandwidth)}/s, {training.shape.dtype} products {format_flop_rate(peak)}",
                 line={"color": "#7c8796", "width": 2, "dash": dash},
             )
         )  # fmt: skip
@@ -141,12 +141,6 @@ def _labels(points: Sequence[Work]) -> list[str]:
 def _close(a: Work, b: Work) -> bool:
     """Whether two marks' labels would overlap: within a third of a decade to the side and upwards."""
     return abs(log10(a.intensity / b.intensity)) < 0.34 and abs(log10(a.flops / a.seconds * b.seconds / b.flops)) < 0.34
-
-
-def _rate(flop_per_s: float) -> str:
-    """``938 GFLOP/s``."""
-    text = format_count(flop_per_s)
-    return f"{text[:-1]} {text[-1]}FLOP/s" if text[-1].isalpha() else f"{text} FLOP/s"
 
 
 _TEXT = (
