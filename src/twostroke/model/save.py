@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -69,7 +71,8 @@ def save_model(
 class written_aside:
     """``with written_aside(target) as aside``: fill the new directory ``aside``; at the end it takes ``target``'s place.
 
-    Files are flushed to the disk before the rename. An error inside removes ``aside`` and leaves ``target`` as it was.
+    Files are flushed to the disk before the rename. An error inside removes ``aside`` and leaves ``target`` as it was; one of
+    safetensors, which says so by an error of its own where a disk is full, becomes an OSError of ``target``.
     """
 
     def __init__(self, target: Path) -> None:
@@ -83,6 +86,8 @@ class written_aside:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if kind is not None:
             shutil.rmtree(self.aside, ignore_errors=True)
+            if isinstance(error, SafetensorError):
+                raise OSError(errno.EIO, f"cannot be written ({error}); nothing of it was kept", str(self.target)) from error
             return
         for file in self.aside.iterdir():
             _flush(file)
