@@ -355,7 +355,7 @@ def test_a_kill_leaves_nothing_that_is_mistaken_for_prepared_data(folder: Path, 
     killed = subprocess.run([sys.executable, "-c", code, str(folder), str(cache)], env=environment)
     assert killed.returncode == -signal.SIGKILL
     left = list(cache.iterdir())
-    assert [p.name.startswith(".partial-") for p in left] == [True]
+    assert [p.suffix for p in left] == [".partial"]
     prepared = prepare(recipe(folder), cache)
     prepared.verify()
     assert left[0].exists(), "a young one may belong to a process at work"

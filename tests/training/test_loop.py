@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -83,10 +84,11 @@ def test_a_run_that_breaks_off_gives_up_its_directory_only_when_its_writer_is_do
 
 def test_killed_while_the_model_is_written_it_is_written_again(make_recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, recipe = train(make_recipe("whole", steps=3)), make_recipe("killed", steps=3)
-    leftover = Path(recipe.output) / ".model.0123.partial"
+    leftover = Path(recipe.output) / f".model.{32 * '0'}.partial"
 
     def kill(*args: Any, **kwargs: Any) -> None:
         leftover.mkdir()
+        os.utime(leftover, (0, 0))  # long ago: a young one may belong to a process at work
         raise _Killed
 
     with monkeypatch.context() as patch:

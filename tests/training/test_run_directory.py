@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -81,7 +82,7 @@ class TestStepLog:
         def full(*args: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(Path, "write_bytes", full)
+        monkeypatch.setattr(os, "open", full)
         StepLog(file, print).restart(2)
         assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
 

@@ -7,8 +7,6 @@ with the first stage that is not there. An interrupted training continues from i
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 import time
@@ -20,6 +18,7 @@ from typing import Any
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log
+from twostroke.core.aside import write_text
 from twostroke.core.errors import ConfigError, Interrupted, TwostrokeError
 from twostroke.core.recipe import read_recipe
 from twostroke.core.units import format_bytes, format_count, format_flop_rate, format_seconds
@@ -121,8 +120,7 @@ def _train(demo: Demo) -> tuple[Result, str]:
 
 
 def _quantize(demo: Demo) -> tuple[Result, str]:
-    shutil.rmtree(demo.int8_model, ignore_errors=True)  # what an interrupted run of this stage left
-    verb("quantize", str(demo.model), str(demo.int8_model))
+    verb("quantize", str(demo.model), str(demo.int8_model), "--replace")  # what an interrupted run of this stage left
     quality = verb("compare", str(demo.model), str(demo.int8_model), "--dtype", "bf16")
     return quality, (
         f"int8: perplexity × {quality['perplexity_ratio']:.5f}, {format_bytes(quality['b']['model_bytes'])} "
@@ -155,12 +153,6 @@ def _read_stages(file: Path) -> dict[str, Result]:
     except (OSError, ValueError):
         return {}
     return stages if isinstance(stages, dict) else {}
-
-
-def _keep(file: Path, stages: dict[str, Result]) -> None:
-    partial = file.with_suffix(".tmp")
-    partial.write_text(json.dumps(stages))
-    os.replace(partial, file)
 
 
 def _compare(demo: Demo, stages: dict[str, Result]) -> tuple[Result, str]:
@@ -210,7 +202,7 @@ def demo(
         start = time.monotonic()
         result, line = work(here)
         stages[name] = result | {"line": line}
-        _keep(file, stages)
+        write_text(file, json.dumps(stages))
         log(f"      {line} ({format_seconds(time.monotonic() - start)})")
     log(f"[{len(STAGES) + 1}/{len(STAGES) + 1}] Compare")
     document, text = _compare(here, stages)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from twostroke.core.aside import write_text
 from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.paths import profiles_dir
 
@@ -137,9 +138,7 @@ def save_profile(profile: MachineProfile) -> Path:
     """Write ``profile`` beside its siblings and return the path; the file appears whole or not at all."""
     path = profile_path(profile.fingerprint)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.tmp")
-    partial.write_text(json.dumps(profile.to_dict(), indent=1))
-    os.replace(partial, path)
+    write_text(path, json.dumps(profile.to_dict(), indent=1))
     return path
 
 

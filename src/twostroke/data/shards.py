@@ -11,9 +11,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import shutil
-import time
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from twostroke.core.aside import directory_beside, flush_to_disk
 from twostroke.core.errors import CorruptFileError, DataError, TwostrokeError
 
 FORMAT = 1
@@ -32,7 +30,6 @@ HELD_OUT_ENDS = "heldout-ends.bin"
 SHARD_BYTES = 512 * 2**20
 
 _MAX_MANIFEST_BYTES = 64 * 2**20
-_STALE_S = 24 * 3600.0
 N_BUCKETS = 2**16
 """How finely a hash divides documents: a bucket / 2¹⁶ is a number in [0, 1)."""
 
@@ -259,14 +256,6 @@ class ShardWriter:
         self._file.abandon()
 
 
-def flush_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _move_into_place(partial: Path, directory: Path) -> None:
     try:
         os.rename(partial, directory)  # also onto an empty directory, never onto a full one
@@ -275,16 +264,6 @@ def _move_into_place(partial: Path, directory: Path) -> None:
             raise
         return  # another process made the same in the meantime: the key is the same, so the content is
     flush_to_disk(directory.parent)
-
-
-def _remove_stale(parent: Path) -> None:
-    """Remove what killed preparations left behind a day ago or longer: younger ones may be at work."""
-    for left in parent.glob(".partial-*"):
-        try:
-            if time.time() - left.stat().st_mtime > _STALE_S:
-                shutil.rmtree(left, ignore_errors=True)
-        except OSError:
-            continue
 
 
 def made_whole(directory: Path, key: str, fill: Callable[[Path], None]) -> PreparedData:
@@ -298,15 +277,9 @@ def made_whole(directory: Path, key: str, fill: Callable[[Path], None]) -> Prepa
             raise DataError(f"{directory} holds data prepared from other input or settings. Delete it or choose another place.")
         return prepared
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(directory.parent)
-        partial = directory.parent / f".partial-{directory.name}-{uuid.uuid4().hex}"
-        partial.mkdir()
-        try:
+        with directory_beside(directory) as partial:
             fill(partial)
             _move_into_place(partial, directory)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise TwostrokeError(
             f"prepared data cannot be written to {directory}: {error.strerror or error}. "

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import IO, Protocol
 
 from twostroke.core.data_recipe import STDLIB_SOURCE
@@ -330,16 +328,3 @@ def decode(raw: bytes) -> tuple[str, int]:
 
 def _utf8_length(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
-
-
-def write_text_atomically(path: Path, content: str) -> None:
-    """Write beside ``path``, flush to disk, rename: a reader sees the old file or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with open(temporary, "w", encoding="utf-8") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

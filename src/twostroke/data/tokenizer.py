@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from twostroke.core.aside import write_text
 from twostroke.core.errors import ConfigError, CorruptFileError, DataError
-from twostroke.data.sources import write_text_atomically
 
 END_OF_TEXT = "<|endoftext|>"
 """Ends every document. Id 0 in tokenizers trained here."""
@@ -42,7 +42,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, path: Path | str) -> 
     tokenizer.train_from_iterator(counted, trainer)
     if counted.n_texts == 0:
         raise DataError("there is no text to train a tokenizer on.")
-    write_text_atomically(Path(path), tokenizer.to_str())
+    write_text(Path(path), tokenizer.to_str())
     return tokenizer
 
 

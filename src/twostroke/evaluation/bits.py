@@ -16,10 +16,10 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from twostroke.core.aside import write_text
 from twostroke.core.errors import DataError, InputError
 from twostroke.data.packing import document_layout
 from twostroke.data.shards import PreparedData
-from twostroke.data.sources import write_text_atomically
 from twostroke.data.tokenizer import eos_id_of, load_tokenizer
 from twostroke.evaluation.held_out import HeldOutText, Tokens, held_out_at, held_out_of, tokenize
 from twostroke.evaluation.stream import stream_nats
@@ -285,5 +285,5 @@ def xz_of(text: HeldOutText) -> float:
         pass  # never computed, or spoilt: compute it
     value = xz_bits_per_byte(prepared.heldout_path)
     with contextlib.suppress(OSError):  # a read-only folder costs the same second a megabyte again, nothing else
-        write_text_atomically(cache, json.dumps({"sha256": digest, "xz_bits_per_byte": value}))
+        write_text(cache, json.dumps({"sha256": digest, "xz_bits_per_byte": value}))
     return value

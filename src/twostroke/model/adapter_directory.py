@@ -28,7 +28,7 @@ from twostroke.model.adapters import PEFT_PREFIX, AdapterSettings, Target, all_t
 from twostroke.model.families import layout
 from twostroke.model.families.layout import Entry, read_entry, write_entry
 from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME, read_header
-from twostroke.model.save import COMPANION_FILES, written_aside
+from twostroke.model.save import COMPANION_FILES, require_writable, written_aside
 
 CONFIG_NAME, WEIGHTS_NAME, OWN_NAME = "adapter_config.json", "adapter_model.safetensors", "twostroke_adapter.json"
 _SAMPLE_BYTES = 2**20
@@ -150,7 +150,8 @@ def fingerprint(directory: Path | str) -> str:
 def save_adapters(
     weights: Mapping[str, Tensor], spec: ModelSpec, settings: AdapterSettings, base: Path, directory: Path, tokenizer: Path
 ) -> Path:
-    """Write adapters, by PEFT's names in fp32, as a directory that ``peft`` and all commands here open. Replaces ``directory``.
+    """Write adapters, by PEFT's names in fp32, as a directory that ``peft`` and all commands here open. Replaces ``directory``;
+    InputError where that holds files of others.
 
     ``tokenizer`` is the directory of a model, whose tokenizer files are copied, or a ``tokenizer.json``.
     """
@@ -169,6 +170,7 @@ def save_adapters(
     }
     nf4 = {"block": settings.nf4_block, "double_quantization": settings.double_quantization} if settings.nf4 else None
     own = {"format": 1, "base_fingerprint": fingerprint(base), "nf4": nf4}
+    require_writable(directory, replace=True)
     with written_aside(directory) as aside:
         for name, content in ((CONFIG_NAME, document), (OWN_NAME, own)):
             (aside / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
+import re
 import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from twostroke.core.aside import directory_beside, flush_to_disk, take_place
 from twostroke.core.dtypes import BYTES, TORCH_NAMES
 from twostroke.core.errors import ConfigError, CorruptFileError, DataError, InputError
 from twostroke.core.families import config_from_spec
@@ -30,6 +32,14 @@ COMPANION_FILES = (
     "generation_config.json",
 )  # fmt: skip
 """What is copied beside the weights when the tokenizer comes from a model directory."""
+
+PACKED_FOLDER = ".packed"
+_PACKED_FILE = re.compile(r"[0-9a-f]{32}\.bin(\.\d+\.partial)?")
+_SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
+_MODEL_FILES = {
+    "config.json", SINGLE_NAME, INDEX_NAME, "adapter_config.json", "adapter_model.safetensors", "twostroke_adapter.json",
+    *COMPANION_FILES,
+}  # fmt: skip
 
 
 def save_model(
@@ -53,10 +63,7 @@ def save_model(
     if dtype not in ("fp32", "bf16", "fp16"):
         raise ConfigError(f"dtype={dtype!r} is not a format to save in. Use fp32, bf16 or fp16.")
     target = Path(directory)
-    if target.exists() and not target.is_dir():
-        raise InputError(f"{target} is a file; a model is written to a directory.")
-    if target.is_dir() and any(target.iterdir()) and not replace:
-        raise InputError(f"{target} is not empty. Name a new directory, or ask for it to be replaced.")
+    require_writable(target, replace)
     state = {name: p.detach() for name, p in model.named_parameters()} if isinstance(model, nn.Module) else model
     _check_names(spec, state)
     with written_aside(target) as aside:
@@ -68,44 +75,48 @@ def save_model(
     return target
 
 
-class written_aside:
+def require_writable(target: Path, replace: bool) -> None:
+    """Raises InputError where a model directory may not be written to ``target``: a file is there, or something and ``replace``
+    is not set, or something that no command here wrote, which replacing the directory would delete."""
+    if target.exists() and not target.is_dir():
+        raise InputError(f"{target} is a file; a model is written to a directory.")
+    if not target.is_dir():
+        return
+    found = sorted(target.iterdir())
+    if found and not replace:
+        raise InputError(f"{target} is not empty. Name a new directory, or ask for it to be replaced.")
+    foreign = [path for path in found if not _is_written_here(path)]
+    if foreign:
+        raise InputError(
+            f"{target} cannot be replaced: it holds {foreign[0].name!r:.80}, which is no file of a model directory that "
+            "Twostroke writes and would be deleted. Move it, or name another directory."
+        )
+
+
+def _is_written_here(path: Path) -> bool:
+    if path.name == PACKED_FOLDER:  # what the engine packed once, from the weights beside it
+        return path.is_symlink() or (path.is_dir() and all(_PACKED_FILE.fullmatch(file.name) for file in path.iterdir()))
+    return path.is_file() and (path.name in _MODEL_FILES or _SHARD.fullmatch(path.name) is not None)
+
+
+@contextlib.contextmanager
+def written_aside(target: Path) -> Iterator[Path]:
     """``with written_aside(target) as aside``: fill the new directory ``aside``; at the end it takes ``target``'s place.
 
     Files are flushed to the disk before the rename. An error inside removes ``aside`` and leaves ``target`` as it was; one of
-    safetensors, which says so by an error of its own where a disk is full, becomes an OSError of ``target``.
+    safetensors, which says so by an error of its own where a disk is full, becomes an OSError of ``target``. What stood at
+    ``target`` is removed: ``require_writable`` has been asked whether it may be.
     """
-
-    def __init__(self, target: Path) -> None:
-        self.target = target = Path(os.path.abspath(target))  # "." has no name of its own
-        self.aside = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
-
-    def __enter__(self) -> Path:
-        self.aside.mkdir(parents=True)
-        return self.aside
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is not None:
-            shutil.rmtree(self.aside, ignore_errors=True)
-            if isinstance(error, SafetensorError):
-                raise OSError(errno.EIO, f"cannot be written ({error}); nothing of it was kept", str(self.target)) from error
-            return
-        for file in self.aside.iterdir():
-            _flush(file)
-        _flush(self.aside)
-        old = self.aside.with_suffix(".old")
-        if self.target.exists():
-            self.target.rename(old)
-        self.aside.rename(self.target)
-        _flush(self.target.parent)
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    target = Path(os.path.abspath(target))  # "." has no name of its own
+    with directory_beside(target) as aside:
+        try:
+            yield aside
+        except SafetensorError as error:
+            raise OSError(errno.EIO, f"cannot be written ({error}); nothing of it was kept", str(target)) from error
+        for file in aside.iterdir():
+            flush_to_disk(file)
+        flush_to_disk(aside)
+        take_place(aside, target)
 
 
 def _check_names(spec: ModelSpec, state: Mapping[str, Tensor]) -> None:

@@ -21,7 +21,7 @@ from twostroke.model.families import layout
 from twostroke.model.families.layout import Entry, read_entry, write_entry
 from twostroke.model.load import open_weights
 from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME
-from twostroke.model.save import COMPANION_FILES, written_aside
+from twostroke.model.save import COMPANION_FILES, require_writable, written_aside
 from twostroke.quantization.fitting import Fitted
 from twostroke.quantization.four_bits import pack_words
 from twostroke.quantization.schemes import Scheme, packed_name, scale_name, scheme_of, shape_name, zero_name
@@ -75,8 +75,7 @@ def quantize_model(
     config = read_config(source)
     if config.get("quantization_config"):
         raise ConfigError(f"{source} is quantised already. Start from the model that it was made from.")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())) and not replace:
-        raise InputError(f"{target} is not empty. Name a new directory, or ask for it to be replaced.")
+    require_writable(target, replace)
     if target.exists() and target.resolve() == source.resolve():
         raise InputError(f"{target} is the model itself. Name another directory.")
     converter = _Converter(source, chosen, fitted)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from twostroke.core.aside import write_text
 from twostroke.core.errors import InputError, TwostrokeError
 from twostroke.core.version import __version__
 from twostroke.ledger.scoring import compare, is_whole, quantile, summarise
@@ -133,12 +133,7 @@ def write_report(
     )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            partial.write_text(html, encoding="utf-8")
-            os.replace(partial, target)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_text(target, html)
     except OSError as error:
         raise InputError(f"the report cannot be written to {target}: {error.strerror}. Name another file with --out.") from None
     return target

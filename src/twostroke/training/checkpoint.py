@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from twostroke.core.aside import flush_to_disk
 from twostroke.core.errors import CorruptFileError, TwostrokeError
 from twostroke.core.units import format_bytes
 from twostroke.training.retention import Retention
@@ -71,15 +71,6 @@ def remove_leftovers(directory: Path) -> None:
         for path in directory.iterdir():
             if path.name.startswith(_LEFTOVERS):
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    """fsync: after it, what was written to the file, or renamed in the directory, survives a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sha256(file: Path) -> str:
@@ -130,7 +121,7 @@ def save_checkpoint(
         _write(aside, checkpoint)
         before_rename()
         aside.rename(target)
-        _flush(directory)
+        flush_to_disk(directory)
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)  # on a full disk this is what makes room for the log again
         reason = error.strerror or str(error)
@@ -158,7 +149,7 @@ def _write(directory: Path, checkpoint: Checkpoint) -> None:
     written(OPTIMIZER, lambda file: write_tensors(file, checkpoint.optimizer))
     written(STATE, document(checkpoint.state))
     written(MANIFEST, document({"format": FORMAT, "step": checkpoint.state["step"], "files": dict(files)}))
-    _flush(directory)
+    flush_to_disk(directory)
 
 
 def remove_newer(directory: Path, step: int) -> None:

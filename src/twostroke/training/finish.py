@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,8 +83,6 @@ def finish(run: TrainingRun) -> TrainingResult:
 def _write_model(run: TrainingRun) -> None:
     """The model directory, and that of the running average beside it. Raises TwostrokeError where they cannot be written; the
     run can then be resumed to this point."""
-    for leftover in run.directory.path.glob(".model*.*"):  # of a kill while the model was being written
-        shutil.rmtree(leftover, ignore_errors=True)
     written = {run.directory.model: run.masters.weights}
     if run.optimizers.average is not None:
         written[average_directory(run.directory)] = run.optimizers.average.averages

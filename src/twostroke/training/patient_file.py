@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from twostroke.core.aside import write_text
+
 
 class PatientFile:
     """Bytes are added to ``path``; what cannot be written is kept and tried again with the next, and said once.
@@ -32,9 +34,7 @@ class PatientFile:
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a line cut by a kill
                 if wanted(json.loads(line)):
                     kept.append(line + "\n")
-        partial = self.path.with_name(f".{self.path.name}.tmp")
-        partial.write_text("".join(kept), encoding="utf-8")
-        os.replace(partial, self.path)
+        write_text(self.path, "".join(kept))
 
     def append(self, data: bytes) -> None:
         self._pending += data

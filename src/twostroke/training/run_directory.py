@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from twostroke.core.aside import write_text, written_file
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
 from twostroke.core.recipe import TrainRecipe, recipe_from_dict
 from twostroke.core.spec import ModelSpec
@@ -126,7 +127,7 @@ class RunDirectory:
         The system frees the lock of a dead one."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+            descriptor = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644)
         except OSError as error:
             raise InputError(
                 f"output={self.path} cannot be written ({error.strerror}). Name another directory: --set output=..."
@@ -191,12 +192,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def write_json(file: Path, document: dict[str, Any]) -> None:
     """``document`` as ``file``, whole or not at all, also after a power cut."""
-    partial = file.with_name(f".{file.name}.tmp")
-    with partial.open("w", encoding="utf-8") as stream:
-        json.dump(document, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(partial, file)
+    write_text(file, json.dumps(document, indent=1))
 
 
 def read_summary(directory: Path) -> dict[str, Any] | None:
@@ -233,9 +229,8 @@ class StepLog:
         if kept == list(range(len(kept))):
             os.truncate(self._file, sum(map(len, lines[: len(kept)])))
             return
-        partial = self._file.with_name(f".{self._file.name}.tmp")
-        partial.write_bytes(b"".join(lines[number] for number in kept))
-        os.replace(partial, self._file)
+        with written_file(self._file) as stream:
+            stream.writelines(lines[number] for number in kept)
 
     def read(self) -> list[dict[str, Any]]:
         """All whole lines. The last may be cut by a kill; a line that is not a step's record is left out."""
