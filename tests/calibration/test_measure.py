@@ -7,12 +7,14 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from twostroke.calibration import measure
 from twostroke.calibration.bandwidth import WORKING_SETS_BYTES, working_sets
-from twostroke.calibration.measure import SMALL, Extent, calibrate
+from twostroke.calibration.measure import SMALL, Extent, calibrate, calibrate_engines
 from twostroke.calibration.products import make_product, measure_class
 from twostroke.calibration.timing import Clock
 from twostroke.calibration.transformer import LEAST_SHARE, BlockSize, straight_line
@@ -21,7 +23,7 @@ from twostroke.core.profile import MachineProfile, MatmulPoint, load_profile, sa
 from twostroke.core.units import MIB
 from twostroke.kernels.native_library import library
 from twostroke.planner import latency
-from twostroke.planner.hardware import hardware_from_profile
+from twostroke.planner.hardware import hardware_from_profile, load_hardware
 from twostroke.planner.serving import ServingShape, plan_serving
 from twostroke.planner.training import TrainingShape, plan_training
 
@@ -141,7 +143,7 @@ def test_serving_alone_leaves_out_training_and_keeps_what_was_stored(
     assert MatmulPoint("other", 1, 2, 3, 4.0) in kept.matmul
     assert len({(p.scheme, p.m, p.n, p.k) for p in kept.matmul}) == len(kept.matmul)
     with pytest.raises(ConfigError, match="only='both'"):
-        calibrate(None, SMALL, device="cpu", only="both")
+        next(calibrate_engines(None, SMALL, device="cpu", only="both"))
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
@@ -150,6 +152,44 @@ def test_a_device_that_is_not_there_is_refused() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="no CUDA device"):
             calibrate(extent=SMALL, device="cuda")
+
+
+def test_a_gpu_is_measured_for_training_and_the_cpu_for_serving(
+    monkeypatch: pytest.MonkeyPatch, profile: MachineProfile
+) -> None:
+    """Measured with the device faked: what is asked of ``calibrate``, one device at a time, and in what share of the bar."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    asked, shares = [], []
+
+    def measured(progress: Any, extent: Extent, device: str, n_ranks: int | None, only: Any, first: bool) -> MachineProfile:
+        asked.append((device, only, first, n_ranks))
+        progress(0.5, "half")
+        return dataclasses.replace(profile, device=device, engines=("train", "serve") if only is None else (only,))
+
+    monkeypatch.setattr(measure, "calibrate", measured)
+    both = list(calibrate_engines(lambda done, note: shares.append((done, note)), SMALL))
+    assert asked == [("cuda", "train", True, None), ("cpu", "serve", False, 1)]
+    assert shares == [(0.25, "cuda: half"), (0.75, "cpu: half")]
+    for made in both:
+        save_profile(made)
+    assert (hardware := load_hardware("this", "serve")).kind == "cpu"
+    assert hardware.label.startswith(f"this machine ({profile.fingerprint.cpu_model}")
+    assert load_hardware("this", "train").kind == "gpu"
+    asked.clear()
+    assert [p.engines for p in calibrate_engines(None, SMALL, device="cpu")] == [("train", "serve")]
+    assert [p.device for p in calibrate_engines(None, SMALL, only="serve")] == ["cpu"]
+    with pytest.raises(ConfigError, match=r"serving does not compute on device='cuda'"):
+        calibrate(None, SMALL, "cuda")
+
+
+def test_work_that_was_never_measured_on_its_device_is_refused_by_a_sentence(profile: MachineProfile) -> None:
+    save_profile(dataclasses.replace(profile, device="cuda", engines=("train",)))
+    with pytest.raises(
+        ConfigError, match=r"no measurement of serving on cpu, only of training on cuda\. Run `twostroke calibrate"
+    ):
+        load_hardware("this", "serve")
+    with pytest.raises(ConfigError, match="no measurement of training on cpu"):
+        load_hardware("this", "train", "cpu")
 
 
 def test_working_sets_stay_within_an_eighth_of_memory() -> None:

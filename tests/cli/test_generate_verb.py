@@ -116,6 +116,39 @@ def test_generating_needs_no_calibration(capsys: pytest.CaptureFixture[str], mod
     assert "of the measured" not in err
 
 
+def on_a_gpu_machine(monkeypatch: pytest.MonkeyPatch, *engines_of_the_cpu: Any) -> None:
+    """A GPU that torch sees and that was calibrated a thousand times as fast, and of the CPU what is named."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    cpu = replace(machines.profile(), fingerprint=read_fingerprint())
+    save_profile(replace(cpu, engines=engines_of_the_cpu))
+    fast = tuple(replace(p, bytes_per_s=1e3 * p.bytes_per_s) for p in cpu.read_bandwidth)
+    save_profile(replace(cpu, device="cuda", engines=("train",), read_bandwidth=fast))
+
+
+def test_beside_a_gpu_the_prediction_is_of_the_cpu_which_computes(
+    capsys: pytest.CaptureFixture[str], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = json.loads(run(capsys, "generate", str(model), "--prompt", PROMPT, *GREEDY, "--json")[0])
+    on_a_gpu_machine(monkeypatch, "serve")
+    beside = json.loads(run(capsys, "generate", str(model), "--prompt", PROMPT, *GREEDY, "--json")[0])
+    assert beside["prediction"] == alone["prediction"]
+    frozen = Ledger().get(beside["run_id"])
+    assert "GPU" not in frozen.inputs["device"]
+    assert read_fingerprint().cpu_model in frozen.inputs["device"]
+
+
+def test_a_gpu_that_alone_was_calibrated_gives_no_prediction_of_what_the_cpu_computes(
+    capsys: pytest.CaptureFixture[str], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_gpu_machine(monkeypatch)
+    out, err = run(capsys, "generate", str(model), "--prompt", PROMPT, *GREEDY, "--json")
+    assert "no prediction: this machine's profile has no measurement of serving on cpu, only of training on cuda" in err
+    assert "Run `twostroke calibrate`" in err
+    document = json.loads(out)
+    assert document["prediction"] == {}
+    assert Ledger().get(document["run_id"]).prediction == {}
+
+
 def test_the_same_seed_gives_the_same_text(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     args = ("generate", str(model), "--prompt", PROMPT, "--max-tokens", "10", "--seed", "7", "--temperature", "1.5")
     assert run(capsys, *args)[0] == run(capsys, *args)[0]

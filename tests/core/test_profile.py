@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from twostroke.core.profile import (
     load_profile,
     profile_path,
     read_fingerprint,
+    read_profile,
     save_profile,
     what_changed,
 )
@@ -77,13 +79,48 @@ def test_a_broken_profile_says_how_to_make_a_new_one(tmp_path: Path, text: str) 
     file = tmp_path / "p.json"
     file.write_text(text)
     with pytest.raises(CorruptFileError, match="twostroke calibrate"):
-        load_profile(file)
+        read_profile(file)
 
 
 def test_a_profile_of_another_version_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "p.json"
     file.write_text('{"version": 99}')
     with pytest.raises(ConfigError, match="version=99"):
-        load_profile(file)
+        read_profile(file)
     with pytest.raises(ConfigError, match="does not exist"):
-        load_profile(tmp_path / "absent.json")
+        read_profile(tmp_path / "absent.json")
+
+
+def gpu_profile_for(fingerprint: Fingerprint) -> MachineProfile:
+    return dataclasses.replace(profile_for(fingerprint), device="cuda", engines=("train",))
+
+
+def test_each_engine_gets_the_profile_of_the_device_that_it_computes_on() -> None:
+    cpu = dataclasses.replace(profile_for(read_fingerprint()), engines=("serve",))
+    gpu = gpu_profile_for(cpu.fingerprint)
+    assert save_profile(cpu) != save_profile(gpu)
+    assert load_profile("serve") == cpu
+    assert load_profile("train") == load_profile("train", "cuda") == gpu
+    assert load_profile("train", "cpu") is None
+    save_profile(dataclasses.replace(cpu, engines=("train", "serve")))
+    assert load_profile("train") == gpu
+
+
+@pytest.mark.parametrize(("device", "serves"), [("cpu", True), ("cuda", False)])
+def test_a_profile_of_an_earlier_release_is_read_for_what_its_device_does(device: str, serves: bool) -> None:
+    """Those had no ``engines``, and one file a machine, whichever device it was measured on."""
+    old = dataclasses.replace(profile_for(read_fingerprint()), device=device)
+    record = old.to_dict()
+    del record["engines"]
+    path = profile_path(old.fingerprint)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record))
+    found = load_profile("train")
+    assert found is not None
+    assert found.device == device
+    assert (load_profile("serve") is not None) == serves
+
+
+def test_engines_that_are_not_known_are_left_out() -> None:
+    record = profile_for(read_fingerprint()).to_dict() | {"engines": ["serve", "paint"]}
+    assert MachineProfile.from_dict(record).engines == ("serve",)

@@ -96,8 +96,8 @@ def test_a_figure_without_data_is_left_out() -> None:
     assert figures.memory_by_term([]) is None
     assert figures.predicted_against_measured([]) is None
     assert figures.residual_by_term([]) is None
-    assert crossover({}, {"output_tok_per_s": 5.0}, machine()) is None
-    assert crossover({"train_time_s": 5.0}, {}, machine()) is None
+    assert crossover({}, {"output_tok_per_s": 5.0}, machine(), machine()) is None
+    assert crossover({"train_time_s": 5.0}, {}, machine(), machine()) is None
 
 
 def newest(ledger: Ledger, kind: str) -> Run:
@@ -182,7 +182,7 @@ def test_the_roofline_has_both_phases_under_the_machines_roof() -> None:
 
 def test_the_crossover_is_where_the_money_is_equal() -> None:
     # 3600 s of training cost as much as 3600 s of serving at full load: one price an hour for both.
-    plot = crossover({"train_time_s": 3600.0}, {"output_tok_per_s": 1000.0}, machine())
+    plot = crossover({"train_time_s": 3600.0}, {"output_tok_per_s": 1000.0}, machine(), machine())
     assert plot is not None
     assert "3.6M tokens" in plot.title
     assert "1 h" in plot.title

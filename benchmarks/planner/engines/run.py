@@ -77,7 +77,7 @@ def _steps(recipe: Path) -> int:
 
     parsed = read_recipe(recipe)
     spec = spec_from_recipe(parsed.model, parsed.data.vocab_size, parsed.train.sequence_length)
-    plan = plan_training(spec, TrainingShape.from_settings(parsed.train), load_hardware("this"))
+    plan = plan_training(spec, TrainingShape.from_settings(parsed.train), load_hardware("this", "train"))
     return max(LEAST_STEPS, min(MOST_STEPS, round(TRAIN_SECONDS / plan.step_time_s)))
 
 
@@ -210,7 +210,7 @@ def _versions() -> dict[str, Any]:
     from twostroke.core.profile import load_profile
     from twostroke.ledger.code_version import code_version
 
-    profile = load_profile()
+    profile = load_profile("serve")
     machine = profile.fingerprint if profile else None
     return {
         "command": " ".join(["python", *sys.argv]),

@@ -40,7 +40,7 @@ def main(directory: str, scheme: str, batch: int, prompt_tokens: int, output_tok
     shape = ServingShape(
         scheme=scheme, batch=batch, prompt_tokens=prompt_tokens, output_tokens=output_tokens, kv_cache_bytes=cache
     )
-    hardware = load_hardware("this")
+    hardware = load_hardware("this", "serve")
     plan = plan_serving(spec, shape, hardware)
     values = plan.prediction()
     names = ("weights_bytes", "kv_cache_bytes", "ttft_s", "tpot_s", "decode_tok_per_s", "prefill_tok_per_s", "startup_s")

@@ -32,7 +32,7 @@ SHOWN = ("peak_memory_bytes", "activations_bytes", "step_time_s")
 def predicted(row: Row) -> dict[str, float]:
     """The plan's numbers by the names of what is measured; empty without a profile."""
     try:
-        hardware = load_hardware("this")
+        hardware = load_hardware("this", "train")
     except ConfigError:
         return {}
     plan = plan_training(spec(), row.shape(), hardware)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
@@ -49,13 +49,20 @@ from twostroke.calibration.transformer import (
     measure_toolchain,
 )
 from twostroke.core.errors import ConfigError
-from twostroke.core.profile import BandwidthPoint, MachineProfile, MatmulPoint, load_profile, read_fingerprint
+from twostroke.core.profile import (
+    ENGINES,
+    SERVING_DEVICE,
+    BandwidthPoint,
+    Engine,
+    MachineProfile,
+    MatmulPoint,
+    load_profile,
+    read_fingerprint,
+)
 from twostroke.core.units import MIB
 from twostroke.kernels import training_attention
 from twostroke.kernels.native_library import library
 from twostroke.planner.anchors import COMPILED_ANCHORS, EAGER_ANCHORS, TRAINING_PARTS
-
-PARTS = ("serve", "train")
 
 Progress = Callable[[float, str], None]
 """``progress(done, note)``: the share done, 0 to 1, and a few words on what is being measured."""
@@ -107,7 +114,9 @@ SMALL = Extent(
 
 
 def pick_device(device: str | None) -> str:
-    """ "cpu" or "cuda": what was asked for, else cuda where torch has it. Raises ConfigError for what is not there."""
+    """Where training runs, "cpu" or "cuda": what was asked for, else cuda where torch has it.
+
+    Raises ConfigError for what is not there."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"device={device!r} cannot be calibrated. Use cpu or cuda.")
@@ -116,28 +125,57 @@ def pick_device(device: str | None) -> str:
     return device
 
 
-def calibrate(
+def calibrate_engines(
     progress: Progress | None = None,
     extent: Extent | None = None,
     device: str | None = None,
     n_ranks: int | None = None,
     only: str | None = None,
+) -> Iterator[MachineProfile]:
+    """Measure each engine on the device that it computes on: training on ``device`` (default: cuda where torch has it), serving
+    on the CPU. One profile a device, each as soon as it is measured; arguments and errors as of ``calibrate``, ``only``
+    "train" or "serve" measures that engine alone.
+    """
+    if only not in (None, *ENGINES):
+        raise ConfigError(f"only={only!r} is not an engine to calibrate. Use one of {', '.join(ENGINES)}, or leave it out.")
+    wanted: list[Engine] = [engine for engine in ENGINES if only in (None, engine)]
+    by_device: dict[str, list[Engine]] = {}
+    for engine in wanted:
+        by_device.setdefault(pick_device(device) if engine == "train" else SERVING_DEVICE, []).append(engine)
+    for i, (place, engines) in enumerate(by_device.items()):
+
+        def tell(done: float, note: str, before: int = i, place: str = place) -> None:
+            if progress is not None:
+                progress((before + done) / len(by_device), note if len(by_device) == 1 else f"{place}: {note}")
+
+        ranks = n_ranks if i == 0 else 1  # collectives join the devices that train
+        yield calibrate(tell, extent, place, ranks, engines[0] if len(engines) == 1 else None, first=i == 0)
+
+
+def calibrate(
+    progress: Progress | None = None,
+    extent: Extent | None = None,
+    device: str = SERVING_DEVICE,
+    n_ranks: int | None = None,
+    only: Engine | None = None,
+    first: bool = True,
 ) -> MachineProfile:
-    """Measure this machine and return its profile (``core.profile.save_profile`` stores it).
+    """Measure one device of this machine and return its profile (``core.profile.save_profile`` stores it).
 
     Collectives are measured between ``n_ranks`` processes (default: one for each GPU), or between the ranks that a launcher
-    started, of which this is the first and the others call ``collectives.measure_in_launched_group``.
+    started, of which this is the first and the others call ``collectives.measure_in_launched_group``; not at all where another
+    device was measured ``first``.
 
-    ``only`` "serve" or "train" leaves out what the other needs; the rest is taken from this machine's stored profile, where it
-    has one (``merged``).
+    ``only`` "serve" or "train" leaves out what the other engine needs; the rest is taken from the stored profile of the device,
+    where it has one (``merged``). On a GPU it is "train": serving computes on the CPU.
 
     Every number is the best of several runs, since other work only ever adds time; rates are for all threads that torch uses.
-    ``device`` is "cpu" or "cuda" (default: cuda where torch has it). Raises ConfigError for another.
+    Raises ConfigError for a ``device`` that is not there.
     """
     extent = extent or Extent()
     device = pick_device(device)
-    if only not in (None, *PARTS):
-        raise ConfigError(f"only={only!r} is no part of a calibration. Use one of {', '.join(PARTS)}, or leave it out.")
+    if device != SERVING_DEVICE and only != "train":
+        raise ConfigError(f"serving does not compute on device={device!r}. Measure training there: only='train'.")
     n_ranks = n_ranks or (torch.cuda.device_count() if device == "cuda" else 1)
     clock = Clock(device, extent.effort)
     tell = progress or (lambda done, note: None)
@@ -192,7 +230,7 @@ def calibrate(
         extras.update(measure_prefill_attention(clock, extent.attention_lengths))
         if extent.whole_steps:
             extras.update(measure_serving_steps(clock, lambda done, note: tell(0.88 + 0.12 * done, note)))
-    if is_launched():
+    if is_launched() and first:
         extras.update(measure_in_launched_group(device))
     elif n_ranks > 1:
         extras.update(measure_between_processes(n_ranks, device))
@@ -213,13 +251,14 @@ def calibrate(
         linear_launch_s=linear_launch_s,
         disk_write_bytes_per_s=extras.pop("disk_write_bytes_per_s"),
         extras=extras,
+        engines=ENGINES if only is None else (only,),
     )
     if serves_natively:
         profile = with_fitted_prices(profile)
     elif only != "train":
         profile = replace(profile, extras=without_products(profile))
-    stored = load_profile() if only else None
-    return profile if stored is None or stored.device != device else merged(stored, profile)
+    stored = load_profile(device=device) if only else None
+    return profile if stored is None else merged(stored, profile)
 
 
 def merged(before: MachineProfile, now: MachineProfile) -> MachineProfile:
@@ -230,6 +269,7 @@ def merged(before: MachineProfile, now: MachineProfile) -> MachineProfile:
         matmul=(*(point for point in before.matmul if point.scheme not in measured), *now.matmul),
         peak_flop_per_s=before.peak_flop_per_s | now.peak_flop_per_s,
         extras=before.extras | now.extras,
+        engines=tuple(engine for engine in ENGINES if engine in (*before.engines, *now.engines)),
     )
 
 

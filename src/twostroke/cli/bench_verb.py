@@ -216,7 +216,7 @@ def _predicted_load(spec: ModelSpec, load: LoadSpec, scheme: str) -> dict[str, f
     from twostroke.planner.hardware import load_hardware
 
     try:
-        return predict_load(spec, load, scheme, load_hardware("this"))
+        return predict_load(spec, load, scheme, load_hardware("this", "serve"))
     except TwostrokeError as error:
         log(f"no prediction: {error}")
         return {}
@@ -228,7 +228,7 @@ def _predicted_offline(spec: ModelSpec, offline: OfflineSpec, scheme: str, batch
 
     shape = ServingShape(scheme=scheme, batch=batch, prompt_tokens=offline.prompt_tokens, output_tokens=offline.output_tokens)
     try:
-        plan = plan_serving(spec, shape, load_hardware("this")).prediction()
+        plan = plan_serving(spec, shape, load_hardware("this", "serve")).prediction()
     except TwostrokeError as error:
         log(f"no prediction: {error}")
         return {}
@@ -243,8 +243,11 @@ def _freeze(subject: str, inputs: Mapping[str, Any], prediction: Mapping[str, An
     from twostroke.planner.intervals import predict_with_intervals
 
     try:
-        frozen = predict_with_intervals(prediction, load_hardware("this"), "serve") if prediction else {}
-        return Ledger().freeze("bench", subject, inputs, frozen)
+        if not prediction:
+            return Ledger().freeze("bench", subject, inputs, {})
+        machine = load_hardware("this", "serve")
+        frozen = predict_with_intervals(prediction, machine, "serve")
+        return Ledger().freeze("bench", subject, {**inputs, "device": machine.label}, frozen)
     except (TwostrokeError, OSError) as error:
         log(f"the ledger could not be written: {error}")
         return None

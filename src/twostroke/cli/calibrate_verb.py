@@ -27,7 +27,9 @@ DISTURBED_SHARE = 0.1
 
 @app.command()
 def calibrate(
-    device: str = typer.Option(None, help="cpu or cuda; without it cuda where there is one."),
+    device: str = typer.Option(
+        None, help="Where training is measured, cpu or cuda; without it cuda where there is one. Serving runs on the CPU."
+    ),
     ranks: int = typer.Option(0, min=0, help="Processes between which collectives are measured; 0: one for each GPU."),
     only: str = typer.Option(
         None, help="serve or train: measure what that needs (serving: half a minute); the rest stays as it was."
@@ -36,6 +38,8 @@ def calibrate(
 ) -> None:
     """Measure this machine once (some two minutes on two cores) and store its profile, which every plan for "this" stands on.
 
+    Each engine is measured on the device that it computes on: training on the GPU where there is one, serving on the CPU.
+
     Under torchrun, collectives are measured between its ranks as well, and the first rank does the rest.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -43,30 +47,36 @@ def calibrate(
     if load > BUSY_SHARE * cores:
         log(f"other programs keep {load:.1f} of {cores} cores busy: rates will read low. Calibrate when the machine is idle.")
     from twostroke.calibration.collectives import is_launched, measure_in_launched_group
-    from twostroke.calibration.measure import calibrate as measure
-    from twostroke.calibration.measure import pick_device
+    from twostroke.calibration.measure import calibrate_engines, pick_device
     from twostroke.core.profile import save_profile
 
     if is_launched() and os.environ["RANK"] != "0":
         measure_in_launched_group(pick_device(device))
         return
+    documents, texts = [], []
     with progress("calibrating", 1.0) as advance:
-        profile = measure(advance, device=device, n_ranks=ranks, only=only)
-    path = save_profile(profile)
-    share = profile.extras["disturbed_share"]
+        for profile in calibrate_engines(advance, device=device, n_ranks=ranks, only=only):
+            path = save_profile(profile)
+            documents.append({**profile.to_dict(), "path": str(path)})
+            texts.append(_text(profile, path))
+    share = max(document["extras"]["disturbed_share"] for document in documents)
     if share > DISTURBED_SHARE:
         log(f"other programs disturbed {100 * share:.0f}% of the measurements throughout: rates read low. Repeat it when idle.")
-    emit({**profile.to_dict(), "path": str(path)}, _text(profile, path), as_json)
+    *others, last = documents
+    emit(last | ({"others": others} if others else {}), "\n\n".join(texts), as_json)
 
 
 def _text(profile: MachineProfile, path: Path) -> str:
+    from twostroke.planner.hardware import WORK_OF
+
     f = profile.fingerprint
     reads = ", ".join(f"{format_bytes(p.working_set_bytes)}: {p.bytes_per_s / 1e9:.3g} GB/s" for p in profile.read_bandwidth)
     peaks = ", ".join(f"{scheme} {format_flop_rate(rate)}" for scheme, rate in profile.peak_flop_per_s.items())
-    name = ", ".join(f.gpus) or f.cpu_model
+    name = f.cpu_model if profile.device == "cpu" else ", ".join(f.gpus) or profile.device
+    engines = f"{' and '.join(WORK_OF[engine] for engine in profile.engines)} on {profile.device}"
     launch_s, linear_s = format_seconds(profile.op_launch_s), format_seconds(profile.linear_launch_s)
     lines = [
-        f"{name}, {f.n_cores} cores, {format_bytes(f.ram_bytes)} (fingerprint {f.key}); all measured:",
+        f"{name}, {f.n_cores} cores, {format_bytes(f.ram_bytes)} (fingerprint {f.key}); {engines}, all measured:",
         f"reads      {reads}",
         f"products   4096³: {peaks}",
         f"launches   {launch_s} an operation, {linear_s} a linear layer",

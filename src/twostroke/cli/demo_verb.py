@@ -163,10 +163,10 @@ def _compare(demo: Demo, stages: dict[str, Result]) -> tuple[Result, str]:
     from twostroke.report.page import write_report
     from twostroke.report.phases import compare_runs, phases_table
 
-    ledger, hardware = Ledger(), load_hardware("this")
+    ledger, machines = Ledger(), (load_hardware("this", "train"), load_hardware("this", "serve"))
     train, bench = ledger.get(stages["train"]["run_id"]), ledger.get(stages["serve"]["run_id"])
     server = stages["serve"]["server"].get("run_id")
-    comparison = compare_runs(train, bench, [ledger.get(server)] if server else [], hardware)
+    comparison = compare_runs(train, bench, [ledger.get(server)] if server else [], *machines)
     facts = {STAGES[name][0]: str(stages[name]["line"]) for name in STAGES}
     write_report(demo.report, ledger, phases_table(comparison), facts)
     return comparison.to_dict() | {"report": str(demo.report)}, comparison_text(comparison)

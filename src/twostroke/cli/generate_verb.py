@@ -241,7 +241,7 @@ class _Record:
         from twostroke.planner.serving import ServingShape, plan_serving
         from twostroke.server.record import scheme_of
 
-        self.hardware = load_hardware("this")
+        self.hardware = load_hardware("this", "serve")
         spec, tokenizer = read_spec(directory), load_tokenizer(directory)
         longest = min(max_model_len or spec.max_positions, spec.max_positions)
         n_prompt = max(1, round(sum(len(tokenizer.encode(text).ids) for text in prompts) / len(prompts)))
@@ -256,7 +256,7 @@ class _Record:
             max_model_len=longest,
         )
         self.prediction = dict(plan_serving(spec, shape, self.hardware).prediction())
-        return {"shape": vars(shape)}
+        return {"shape": vars(shape), "device": self.hardware.label}
 
     def measure(self, values: Mapping[str, float], status: str = "finished") -> None:
         from twostroke.ledger.store import Ledger

@@ -23,7 +23,7 @@ def machine_of(name: str | None) -> Hardware | None:
     from twostroke.planner.hardware import load_hardware
 
     try:
-        return load_hardware(name or "this")
+        return load_hardware(name or "this", "serve")
     except TwostrokeError as error:
         if name is not None:
             raise
@@ -118,7 +118,7 @@ class SideEntries:
         from twostroke.planner.intervals import predict_with_intervals
 
         try:
-            machine = load_hardware("this")
+            machine = load_hardware("this", "serve")
             plan = _plan(side, sides, machine, 1).prediction()
         except TwostrokeError:
             return {}

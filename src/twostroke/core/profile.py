@@ -8,13 +8,21 @@ import os
 import platform
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from twostroke.core.aside import write_text
 from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.paths import profiles_dir
 
 PROFILE_VERSION = 1
+
+Engine = Literal["train", "serve"]
+ENGINES: tuple[Engine, ...] = ("train", "serve")
+"""What a profile may have measured. Training computes on the GPU where torch sees one, the inference engine on the CPU."""
+
+SERVING_DEVICE = "cpu"
+"""Where ``serve``, ``generate`` and ``bench`` compute: the native library and the torch interpreter both run on the CPU."""
+
 ISA_FLAGS = (
     "avx2",
     "avx512f",
@@ -91,7 +99,8 @@ class MatmulPoint:
 
 @dataclass(frozen=True)
 class MachineProfile:
-    """Everything the planner knows of a machine by measurement. All rates are for ``n_threads`` threads together."""
+    """Everything that was measured on one device of a machine, for the ``engines`` that compute there. All rates are for
+    ``n_threads`` threads together. A machine whose training runs on a GPU has two: that device's, and its CPU's for serving."""
 
     fingerprint: Fingerprint
     measured_at: str  # ISO 8601, UTC
@@ -105,6 +114,7 @@ class MachineProfile:
     linear_launch_s: float  # one eager F.linear on a tiny tensor
     disk_write_bytes_per_s: float
     extras: dict[str, float] = field(default_factory=dict)  # further named measurements, unit in the name
+    engines: tuple[Engine, ...] = ENGINES  # whose steps were measured on ``device``
     version: int = PROFILE_VERSION
 
     def to_dict(self) -> dict[str, Any]:
@@ -112,7 +122,8 @@ class MachineProfile:
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> MachineProfile:
-        """Raises CorruptFileError where a field is missing or of the wrong kind, ConfigError for another version."""
+        """Raises CorruptFileError where a field is missing or of the wrong kind, ConfigError for another version. A record
+        without ``engines`` was written before they were kept apart: on a GPU it holds nothing that serving computes with."""
         if record.get("version") != PROFILE_VERSION:
             raise ConfigError(
                 f"machine profile version={record.get('version')!r}; this release reads {PROFILE_VERSION}. "
@@ -125,18 +136,22 @@ class MachineProfile:
             values["fingerprint"] = Fingerprint(**fingerprint)
             values["read_bandwidth"] = tuple(BandwidthPoint(**p) for p in values["read_bandwidth"])
             values["matmul"] = tuple(MatmulPoint(**p) for p in values["matmul"])
+            measured = values.get("engines", ENGINES if values["device"] == SERVING_DEVICE else ("train",))
+            values["engines"] = tuple(engine for engine in ENGINES if engine in measured)
             return cls(**values)
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptFileError(f"machine profile is not readable ({error}). Run `twostroke calibrate`.") from None
 
 
-def profile_path(fingerprint: Fingerprint) -> Path:
-    return profiles_dir() / f"{fingerprint.key}.json"
+def profile_path(fingerprint: Fingerprint, device: str = SERVING_DEVICE) -> Path:
+    """``<fingerprint>.json`` of the CPU, ``<fingerprint>-cuda.json`` of a GPU."""
+    suffix = "" if device == SERVING_DEVICE else f"-{device}"
+    return profiles_dir() / f"{fingerprint.key}{suffix}.json"
 
 
 def save_profile(profile: MachineProfile) -> Path:
     """Write ``profile`` beside its siblings and return the path; the file appears whole or not at all."""
-    path = profile_path(profile.fingerprint)
+    path = profile_path(profile.fingerprint, profile.device)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(profile.to_dict(), indent=1))
     return path
@@ -163,17 +178,31 @@ def _short(value: Any) -> str:
     return str(value)
 
 
-def load_profile(path: Path | None = None) -> MachineProfile | None:
-    """Profile of this machine (or the one at ``path``); None where this machine was never calibrated."""
-    file = path or profile_path(read_fingerprint())
-    if not file.is_file():
-        if path is not None:
-            raise ConfigError(f"{path} does not exist. Run `twostroke calibrate` to make a machine profile.")
-        return None
+def stored_profiles() -> list[MachineProfile]:
+    """What was measured of this machine: its CPU's profile and its GPU's, those that there are. Raises as ``read_profile``."""
+    fingerprint = read_fingerprint()
+    return [read_profile(p) for device in ("cpu", "cuda") if (p := profile_path(fingerprint, device)).is_file()]
+
+
+def load_profile(engine: Engine | None = None, device: str | None = None) -> MachineProfile | None:
+    """This machine's profile; with ``engine``, the one in which its steps were measured: a GPU's before the CPU's for training,
+    or that of ``device``. None where there is no such measurement. Raises as ``read_profile``."""
+    found = stored_profiles()
+    if engine == "train":
+        found.reverse()
+    fitting = (p for p in found if engine in (None, *p.engines) and device in (None, p.device))
+    return next(fitting, None)
+
+
+def read_profile(path: Path) -> MachineProfile:
+    """The profile at ``path``. Raises ConfigError where there is none or it is of another version, CorruptFileError for
+    anything else."""
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist. Run `twostroke calibrate` to make a machine profile.")
     try:
-        record = json.loads(file.read_text())
-    except (UnicodeDecodeError, ValueError) as error:
-        raise CorruptFileError(f"{file} is not valid JSON ({error}). Run `twostroke calibrate`.") from None
+        record = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise CorruptFileError(f"{path} is not valid JSON ({error}). Run `twostroke calibrate`.") from None
     if not isinstance(record, dict):
-        raise CorruptFileError(f"{file} must hold a JSON object. Run `twostroke calibrate`.")
+        raise CorruptFileError(f"{path} must hold a JSON object. Run `twostroke calibrate`.")
     return MachineProfile.from_dict(record)

@@ -150,7 +150,7 @@ class EngineCore:
         self.n_threads = self.config.n_threads or _default_threads()
         torch.set_num_threads(self.n_threads)
         loaded = _load(Path(model_dir), self.config.dtype)
-        profile = load_profile()
+        profile = load_profile("serve")
         crossovers = Crossovers.from_extras(profile.extras) if profile else Crossovers()
         self.spec = loaded.spec
         native = self.config.runner == "native" or (self.config.runner == "auto" and library() is not None)

@@ -132,7 +132,7 @@ def achieved(engine: EngineCore, since: EngineStats | None = None, hardware: Har
     now = engine.stats()
     if hardware is None:
         try:
-            hardware = load_hardware("this")
+            hardware = load_hardware("this", "serve")
         except TwostrokeError:  # no profile, or one that cannot be read: there are no shares then
             hardware = None
     limits = hardware if hardware is not None and hardware.basis == "measured" else None

@@ -245,16 +245,19 @@ def compare(
     hardware: Hardware,
     subject: str = "",
     layout: Layout = SINGLE,
+    served_on: Hardware | None = None,
 ) -> Comparison:
-    """Both phases of ``spec`` on ``hardware``, predicted: training over ``layout``, serving as its shape places it. Raises what
-    ``plan_training`` and ``plan_serving`` raise."""
-    training, serving = plan_training(spec, training_shape, hardware, layout), plan_serving(spec, serving_shape, hardware)
-    return compare_plans(training, serving, subject)
+    """Both phases of ``spec`` on ``hardware``, predicted: training over ``layout``, serving as its shape places it, on another
+    device where ``served_on`` names one. Raises what ``plan_training`` and ``plan_serving`` raise."""
+    training = plan_training(spec, training_shape, hardware, layout)
+    return compare_plans(training, plan_serving(spec, serving_shape, served_on or hardware), subject)
 
 
 def compare_plans(training: TrainingPlan, serving: ServingPlan, subject: str = "") -> Comparison:
     """The table of two plans that were already made."""
-    hardware = training.hardware
+    hardware, served_on = training.hardware, serving.hardware
+    apart = hardware.label != served_on.label
+    where = (f"prefill and decode are on {served_on.label}.",) if apart else ()
     searched = component_flips(training, serving)
     rows = [
         *_pass_rows(training, serving),
@@ -272,14 +275,14 @@ def compare_plans(training: TrainingPlan, serving: ServingPlan, subject: str = "
         training=training,
         serving=serving,
         rows=tuple(rows),
-        assumptions=_assumptions(hardware),
+        assumptions=(*_assumptions(hardware), *(f"serving: {line}" for line in _assumptions(served_on) if apart)),
         crossover_served_tokens=crossover_tokens(run.usd, serving.usd_per_mtok),
         flips={
             "searched": searched,
             "analytic": analytic_flips(training, serving),
             "attention": context_flips(serving),
         },
-        notes=tuple(dict.fromkeys((*training.notes, *serving.notes))),
+        notes=tuple(dict.fromkeys((*where, *training.notes, *serving.notes))),
     )
 
 
@@ -540,7 +543,7 @@ def _serving_waits(serving: ServingPlan) -> list[Cell | None]:
 
 def _money_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableRow]:
     """Energy and rent: of the run where its length is known, and per million tokens in every column."""
-    hardware, million = training.hardware, 1e6
+    million = 1e6
     rows = []
     if training.cost is not None and training.train_time_s is not None:
         tokens = training.shape.steps * training.tokens_per_step
@@ -551,8 +554,8 @@ def _money_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableRow]:
             _row("money", "whole run, money", Cell(training.cost.usd, "usd", name="cost_usd"), None, None),
         ]
     rates = (training.tok_per_s, serving.prefill_tok_per_s, serving.decode_tok_per_s)
-    devices = (training.layout.n_devices, serving.devices, serving.devices)
-    each = [cost_of(million / rate, hardware, n) for rate, n in zip(rates, devices, strict=True)]
+    devices = ((training.hardware, training.layout.n_devices), *[(serving.hardware, serving.devices)] * 2)
+    each = [cost_of(million / rate, *at) for rate, at in zip(rates, devices, strict=True)]
     energy, money = [Cell(cost.energy_kwh, "kWh") for cost in each], [Cell(cost.usd, "usd") for cost in each]
     return [
         *rows,
@@ -578,9 +581,10 @@ def merge_measured(
         "prefill": _numbers(serve or {}),
         "decode": _numbers(serve or {}),
     }
-    hardware = comparison.hardware
+    served_on = comparison.serving.hardware
+    places = {"train": comparison.hardware, "prefill": served_on, "decode": served_on}
     if "train_time_s" in measured["train"]:
-        spent = cost_of(measured["train"]["train_time_s"], hardware)
+        spent = cost_of(measured["train"]["train_time_s"], comparison.hardware)
         measured["train"] = {"energy_kwh": spent.energy_kwh, "cost_usd": spent.usd} | measured["train"]
     rates = {"train": "train_tok_per_s", "prefill": "prefill_tok_per_s", "decode": "decode_tok_per_s"}
     rows = []
@@ -590,9 +594,9 @@ def merge_measured(
             found = measured[column].get(cell.name) if cell.name else None
             rate = measured[column].get(rates[column])
             if rate and row.label == "energy per million tokens":
-                found = cost_of(1e6 / rate, hardware).energy_kwh
+                found = cost_of(1e6 / rate, places[column]).energy_kwh
             elif rate and row.label == "money per million tokens":
-                found = usd_per_million_tokens(rate, hardware.usd_per_hour.value)
+                found = usd_per_million_tokens(rate, places[column].usd_per_hour.value)
             cells[column] = cell if found is None else replace(cell, measured=found)
         rows.append(replace(row, cells=cells))
     return replace(comparison, rows=tuple(rows), measured_crossover_served_tokens=_measured_crossover(comparison, measured))
@@ -609,11 +613,11 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 def _measured_crossover(comparison: Comparison, measured: Mapping[str, Mapping[str, float]]) -> float | None:
     """Training's measured money ÷ the measured money per served token; None while either was not measured."""
-    train, serve, hardware = measured["train"], measured["decode"], comparison.hardware
+    train, serve = measured["train"], measured["decode"]
     spent = train.get("cost_usd")
     if spent is None and "train_time_s" in train:
-        spent = cost_of(train["train_time_s"], hardware).usd
+        spent = cost_of(train["train_time_s"], comparison.hardware).usd
     rate = serve.get("output_tok_per_s") or serve.get("decode_tok_per_s")
     if spent is None or not rate:
         return None
-    return crossover_tokens(spent, usd_per_million_tokens(rate, hardware.usd_per_hour.value))
+    return crossover_tokens(spent, usd_per_million_tokens(rate, comparison.serving.hardware.usd_per_hour.value))

@@ -19,7 +19,17 @@ from typing import Any, Literal
 
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError, CorruptFileError
-from twostroke.core.profile import BandwidthPoint, MachineProfile, MatmulPoint, load_profile, read_fingerprint, what_changed
+from twostroke.core.profile import (
+    SERVING_DEVICE,
+    BandwidthPoint,
+    Engine,
+    MachineProfile,
+    MatmulPoint,
+    load_profile,
+    read_fingerprint,
+    stored_profiles,
+    what_changed,
+)
 
 Kind = Literal["measured", "predicted", "datasheet", "assumed"]
 
@@ -301,17 +311,17 @@ def hardware_aliases() -> dict[str, str]:
     return _read_toml(ALIASES_FILE)
 
 
-def load_hardware(name: str = "this") -> Hardware:
+def load_hardware(name: str = "this", engine: Engine | None = None, device: str | None = None) -> Hardware:
     """The machine called ``name``: "this" for the calibrated profile of this machine, or a datasheet's name or alias.
 
-    Raises ConfigError for a name that is not known (with near matches) and for a machine that was never calibrated.
+    ``engine``: of "this" the device that does that work, training on the GPU where it was measured there, serving on the CPU
+    always; ``device`` names training's. Raises ConfigError for a name that is not known (with near matches) and for work that
+    was never measured on the device that does it.
     """
     if name == "this":
-        profile = load_profile()
+        profile = load_profile(engine, device)
         if profile is None:
-            changes = what_changed(read_fingerprint())
-            why = f"the stored profile is of another machine ({changes})" if changes else "this machine has no profile yet"
-            raise ConfigError(f"{why}. Run `twostroke calibrate` once (two minutes), or name a device: --hardware h100.")
+            raise ConfigError(_not_calibrated(engine, device))
         return hardware_from_profile(profile)
     wanted = "-".join(name.lower().replace("_", " ").split())
     path = HARDWARE_DIR / f"{wanted}.toml"
@@ -320,6 +330,22 @@ def load_hardware(name: str = "this") -> Hardware:
     if not path.exists():
         raise ConfigError(f"hardware {name!r} is not known. {_near_matches(wanted)}")
     return _from_datasheet(path.stem, _read_toml(path))
+
+
+WORK_OF = {"train": "training", "serve": "serving"}
+
+
+def _not_calibrated(engine: Engine | None, device: str | None) -> str:
+    """What was measured of this machine and what is missing, with the remedy."""
+    stored = stored_profiles()
+    if stored and engine is not None:
+        where = device or (SERVING_DEVICE if engine == "serve" else "the device that trains")
+        measured = ", ".join(f"{WORK_OF[e]} on {p.device}" for p in stored for e in p.engines)
+        why = f"this machine's profile has no measurement of {WORK_OF[engine]} on {where}, only of {measured}"
+    else:
+        changes = what_changed(read_fingerprint())
+        why = f"the stored profile is of another machine ({changes})" if changes else "this machine has no profile yet"
+    return f"{why}. Run `twostroke calibrate` once (two minutes), or name a device: --hardware h100."
 
 
 def _near_matches(wanted: str) -> str:
@@ -415,7 +441,7 @@ def hardware_from_profile(profile: MachineProfile) -> Hardware:
         network = Link(x["network_alpha_s"], x["network_bytes_per_s"], "measured", "calibrated collectives between machines")
     return Hardware(
         name="this",
-        label=f"this machine ({', '.join(f.gpus) or f.cpu_model}, {profile.n_threads} threads)",
+        label=_label_of(profile),
         kind="gpu" if profile.device == "cuda" else "cpu",
         basis="measured",
         n_cores=f.n_cores,
@@ -434,6 +460,14 @@ def hardware_from_profile(profile: MachineProfile) -> Hardware:
         place=place,
         extras=dict(profile.extras),
     )
+
+
+def _label_of(profile: MachineProfile) -> str:
+    """The device that was measured, which a machine with a GPU has two of."""
+    f = profile.fingerprint
+    if profile.device == SERVING_DEVICE:
+        return f"this machine ({f.cpu_model}, {profile.n_threads} threads)"
+    return f"this machine ({', '.join(f.gpus) or profile.device})"
 
 
 def _without_launch(point: MatmulPoint, profile: MachineProfile) -> MatmulPoint:

@@ -428,10 +428,11 @@ CHUNK_TOKENS = 8192
 
 
 def runs_our_engine(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> bool:
-    """Whether rates of this very engine were measured for the plan: a calibrated machine, one device, a dense model of equal
+    """Whether rates of this very engine were measured for the plan: a calibrated CPU, one device, a dense model of equal
     layers. Everything else is planned by ``step_time``."""
     plain = spec.moe is None and spec.mla is None and spec.global_attention is None
-    return hardware.basis == "measured" and shape.placement.devices == 1 and plain and shape.scheme in engine_schemes(hardware)
+    measured = hardware.basis == "measured" and hardware.kind == "cpu"  # the engine computes on the CPU, always
+    return measured and shape.placement.devices == 1 and plain and shape.scheme in engine_schemes(hardware)
 
 
 def runs_natively(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> bool:

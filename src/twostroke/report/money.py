@@ -17,8 +17,8 @@ LOADS = ((1.0, "at full load"), (0.1, "at a tenth of it"), (0.01, "at a hundredt
 """Shares of the measured tokens per second that are asked for, all day."""
 
 
-def crossover(trained: Mapping[str, Any], served: Mapping[str, Any], hardware: Hardware) -> Plot | None:
-    """Cumulative cost of serving at three loads against the cost of the training run, on ``hardware`` at its price.
+def crossover(trained: Mapping[str, Any], served: Mapping[str, Any], trained_on: Hardware, served_on: Hardware) -> Plot | None:
+    """Cumulative cost of serving at three loads against the cost of the training run, each on its machine at its price.
 
     Training $ = measured seconds · $/h; serving $ = tokens · $/token with $/token of the measured tokens/s at full load, so a
     server that idles is taken to be shared: one that is kept for itself costs as at full load whatever it does.
@@ -27,8 +27,8 @@ def crossover(trained: Mapping[str, Any], served: Mapping[str, Any], hardware: H
     rate = number_of(served.get("output_tok_per_s")) or number_of(served.get("decode_tok_per_s"))
     if not seconds or not rate:
         return None
-    price = hardware.usd_per_hour
-    usd = cost_of(seconds, hardware).usd
+    price = served_on.usd_per_hour
+    usd = cost_of(seconds, trained_on).usd
     per_million = usd_per_million_tokens(rate, price.value)
     tokens = crossover_tokens(usd, per_million)
     days_at_full = tokens / rate / 86400

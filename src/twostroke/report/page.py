@@ -201,7 +201,7 @@ def _phase_plots(train: Run | None, bench: Run | None) -> tuple[list[Plot | None
     if train is None:
         return [], ["Roofline and crossover appear once a training run has been measured: `twostroke train`."] if bench else []
     try:
-        hardware = load_hardware("this")
+        trained_on, served_on = load_hardware("this", "train"), load_hardware("this", "serve")
         if train.fingerprint != read_fingerprint().key:
             return [], [f"No roofline: run {train.run_id} was made on another machine ({train.fingerprint})."]
         spec, shape = training_shape_of(train)
@@ -209,14 +209,16 @@ def _phase_plots(train: Run | None, bench: Run | None) -> tuple[list[Plot | None
         serving = (
             serving_shape_of(bench) if bench else ServingShape(prompt_tokens=max(1, spec.max_positions // 2), output_tokens=1)
         )
-        training = plan_training(spec, shape, hardware)
+        training = plan_training(spec, shape, trained_on)
+        apart = trained_on.label != served_on.label
         plots = [
-            roofline(training, plan_serving(spec, serving, hardware), train.measurement, served),
-            crossover(train.measurement, served, hardware),
+            None if apart else roofline(training, plan_serving(spec, serving, served_on), train.measurement, served),
+            crossover(train.measurement, served, trained_on, served_on),
         ]
     except TwostrokeError as error:
         return [], [f"No roofline and no crossover: {error}"]
-    notes = [] if bench else ["Latencies and the crossover appear once a load was measured: `twostroke bench serve MODEL`."]
+    notes = [f"No roofline: training ran on {trained_on.label}, serving on {served_on.label}."] if apart else []
+    notes += [] if bench else ["Latencies and the crossover appear once a load was measured: `twostroke bench serve MODEL`."]
     return plots, notes
 
 

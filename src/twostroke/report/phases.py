@@ -47,14 +47,17 @@ def _mean(length: Sequence[int] | int) -> int:
     return length if isinstance(length, int) else round(sum(length) / len(length))
 
 
-def compare_runs(train: Run, bench: Run, others: Sequence[Run], hardware: Hardware) -> Comparison:
+def compare_runs(train: Run, bench: Run, others: Sequence[Run], hardware: Hardware, served_on: Hardware) -> Comparison:
     """The table for the model of run ``train``, served as in the load run ``bench``, measured values beside the predictions;
-    ``others`` add what they measured of serving. Raises CorruptFileError where a run's inputs are not what its kind records."""
+    ``others`` add what they measured of serving. Trained on ``hardware``, served on ``served_on``.
+
+    Raises CorruptFileError where a run's inputs are not what its kind records."""
     spec, shape = training_shape_of(train)
     served: dict[str, Any] = {}
     for run in (*others, bench):
         served |= run.measurement
-    return merge_measured(compare(spec, shape, serving_shape_of(bench), hardware, spec.family), train.measurement, served)
+    table = compare(spec, shape, serving_shape_of(bench), hardware, spec.family, served_on=served_on)
+    return merge_measured(table, train.measurement, served)
 
 
 def phases_table(comparison: Comparison) -> Table:

@@ -35,14 +35,14 @@ class ServeRecord:
     def __init__(self, directory: Path, options: EngineOptions) -> None:
         self.run_id: str | None = None
         self._directory = directory
-        inputs = {"directory": str(directory), **asdict(options)}
+        self._inputs: dict[str, object] = {"directory": str(directory), **asdict(options)}
         try:
             prediction = self._predict(directory, options)
         except TwostrokeError as error:
             log.warning("no prediction for the ledger: %s", error)
             prediction = {}
         try:
-            self.run_id = Ledger().freeze("serve", directory.resolve().name, inputs, prediction)
+            self.run_id = Ledger().freeze("serve", directory.resolve().name, self._inputs, prediction)
         except (TwostrokeError, OSError) as error:
             log.warning("the ledger could not be written: %s", error)
 
@@ -63,7 +63,8 @@ class ServeRecord:
         )
         if longest < 2:
             raise ConfigError("max_model_len=1 leaves no room for an answer.")
-        hardware = load_hardware("this")
+        hardware = load_hardware("this", "serve")
+        self._inputs["device"] = hardware.label
         return predict_with_intervals(plan_serving(spec, shape, hardware).prediction(), hardware, "serve")
 
     def started(self, ready: wire.Ready, startup_s: float) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from twostroke.core.errors import ConfigError, DataError, InputError, TwostrokeError
 from twostroke.core.recipe import TrainRecipe
 from twostroke.core.spec import ModelSpec
@@ -65,10 +67,7 @@ def start(
     ledger = ledger or Ledger()
     directory = RunDirectory(Path(recipe.output))
     resolved = directory.open(recipe, resume)
-    try:
-        hardware: Hardware | None = load_hardware("this")
-    except ConfigError:
-        hardware = None
+    hardware, why_not = _hardware_of(pick_device())
     if resolved is not None:
         prepared = _same_data(recipe, resolved, data_progress)
         frozen = _frozen_prediction(ledger, resolved.run_id)
@@ -82,8 +81,9 @@ def start(
         plan = plan_training(spec, TrainingShape.from_recipe(recipe, steps), hardware)
         prediction = plan.prediction()
     else:
-        log("no prediction and no MFU: this machine has no profile (`twostroke calibrate`, once, two minutes).")
+        log(f"no prediction and no MFU: {why_not}")
     inputs = {
+        "device": None if hardware is None else hardware.label,
         "recipe": recipe.to_dict(),
         "spec": _plain(spec),
         "steps": steps,
@@ -105,6 +105,14 @@ def start(
             raise InputError(f"another process began a run in {directory.path} meanwhile. Name another directory.")
         directory.create(recipe, resolved)
     return TrainingRun(recipe, directory, resolved, prepared, hardware, prediction, False, log, ledger)
+
+
+def _hardware_of(device: torch.device) -> tuple[Hardware | None, str]:
+    """The machine as calibration measured training on ``device``, which is where the steps will run; or None and why."""
+    try:
+        return load_hardware("this", "train", device.type), ""
+    except ConfigError as error:
+        return None, str(error)
 
 
 def _plain(spec: ModelSpec) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def compare(
     from twostroke.planner.text.comparison import comparison_text
     from twostroke.planner.training import TrainingShape
 
-    machine = load_hardware(hardware)
+    machine, served_on = load_hardware(hardware, "train"), load_hardware(hardware, "serve")
     layout = Layout(**_ways("--train-layout", train_layout, TRAIN_WAYS))
     found = read_subject(subject, settings, machine, train_tokens)
     shape = found.shape or TrainingShape(
@@ -84,7 +84,7 @@ def compare(
     serving = serving_shape(
         found.spec, found.scheme(scheme), batch, prompt, output, **_ways("--serve-layout", serve_layout, SERVE_WAYS)
     )
-    table = compare_phases(found.spec, shape, serving, machine, found.name, layout)
+    table = compare_phases(found.spec, shape, serving, machine, found.name, layout, served_on)
     if train_run or serve_run:
         from twostroke.ledger.store import Ledger  # only here: sqlite3 takes a tenth of the time a plan has
 

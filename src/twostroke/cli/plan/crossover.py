@@ -109,7 +109,7 @@ def crossover(
             raise ConfigError(
                 "a model or recipe is needed to plan with. Name one, or give --training-usd and --usd-per-request."
             )
-        machine = load_hardware(hardware)
+        machine = load_hardware(hardware, "train" if training_usd is None else "serve")
         found = read_subject(subject, settings, machine)
         vendor = vendor or nearest_api(found.name)
         document["hardware"] = machine.to_dict()
@@ -120,7 +120,8 @@ def crossover(
             shape = serving_shape(
                 found.spec, found.scheme(scheme), batch, prompt, output, tensor=tensor, pipeline=pipeline, expert=expert
             )
-            planned = plan_serving(found.spec, shape, machine)
+            served_on = load_hardware(hardware, "serve")
+            planned = plan_serving(found.spec, shape, served_on)
             own = own_serving(planned, terms, utilisation, years)
             prompt, output = planned.shape.prompt_tokens, planned.shape.output_tokens
             replica = own.by_replica
@@ -131,7 +132,7 @@ def crossover(
             document |= {
                 "worked_hour": own.worked.to_dict(), "utilisation": utilisation, "token_prices": dataclasses.asdict(own.tokens)
             }  # fmt: skip
-            lines = terms_lines(own, machine)
+            lines = terms_lines(own, served_on)
         lines += notes
     if always_on and replica is None:
         raise ConfigError("--always-on needs a replica's speed, which --usd-per-request does not tell. Name a model instead.")

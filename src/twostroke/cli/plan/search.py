@@ -47,6 +47,7 @@ def search(
 ) -> None:
     """Rank devices, counts, layouts, precisions and batches for each phase, and say why the losers lost."""
     from twostroke.core.errors import CapacityError, ConfigError
+    from twostroke.core.profile import ENGINES
     from twostroke.planner.choosing import OBJECTIVES
     from twostroke.planner.hardware import hardware_names, load_hardware
     from twostroke.planner.schema import PLAN_SCHEMA
@@ -73,15 +74,20 @@ def search(
     )
     _refuse_other_phase(phase, "serve", training | {"--tokens": tokens or None, "--dtype": next(iter(dtype), None)})
     names = dict.fromkeys(hardware or hardware_names())
-    machines = tuple(_at_terms(load_hardware(name), terms) for name in names)
-    found = read_subject(subject, settings, machines[0])
+    sheets = {name: load_hardware(name) for name in names if name != "this"}
+    machines = {
+        engine: tuple(_at_terms(sheets.get(name) or load_hardware(name, engine), terms) for name in names)
+        for engine in ENGINES
+        if phase in (engine, "both")
+    }
+    found = read_subject(subject, settings, next(iter(machines.values()))[0])
     searches = []
     if phase != "serve":
-        space = Space(machines, max_devices, tuple(dtype))
+        space = Space(machines["train"], max_devices, tuple(dtype))
         work = train_work(found.spec, tokens, sequence_length, batch_tokens, optimizer)
         searches.append(search_training(found.spec, work, space, TrainLimits(days, budget_usd, usd_per_hour), objective))
     if phase != "train":
-        space = Space(machines, max_devices, tuple(scheme))
+        space = Space(machines["serve"], max_devices, tuple(scheme))
         shape = serving_shape(found.spec, "bf16", 1, prompt, output)
         limits = ServeLimits(_seconds(slo_ttft_ms), _seconds(slo_tpot_ms), usd_per_mtok, usd_per_hour)
         asked = ServeWork(shape.prompt_tokens, shape.output_tokens, requests_per_s)

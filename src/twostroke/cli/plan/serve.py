@@ -74,7 +74,7 @@ def serve(
     for name, value in (("--rate", rate), ("--slo-ttft-ms", slo_ttft_ms), ("--slo-tpot-ms", slo_tpot_ms)):
         if not 0 <= value < float("inf"):
             raise ConfigError(f"{name}={value:g} must be above 0 and finite. Leave it out for none.")
-    machine = load_hardware(hardware)
+    machine = load_hardware(hardware, "serve")
     found = read_subject(subject, settings, machine)
     shape = serving_shape(
         found.spec, found.scheme(scheme), batch, prompt, output, head_dtype=head_dtype,

@@ -78,7 +78,7 @@ def train(
     from twostroke.planner.text.training import candidates_text, training_text
     from twostroke.planner.training import TrainingShape, plan_training
 
-    machine = load_hardware(hardware)
+    machine = load_hardware(hardware, "train")
     layout = Layout(
         data_parallel,
         zero,
