@@ -61,8 +61,9 @@ def profile(notes: list[tuple[float, str]], tmp_path_factory: pytest.TempPathFac
 def test_every_rate_is_a_positive_finite_number(profile: MachineProfile) -> None:
     numbers = [profile.op_launch_s, profile.linear_launch_s, profile.disk_write_bytes_per_s, *profile.peak_flop_per_s.values()]
     numbers += [p.bytes_per_s for p in profile.read_bandwidth] + [p.flop_per_s for p in profile.matmul]
-    numbers += [value for name, value in profile.extras.items() if name != "disturbed_share"]
-    assert 0 <= profile.extras["disturbed_share"] <= 1
+    shares = {"disturbed_share", "low_by_train_share", "low_by_serve_share"}
+    numbers += [value for name, value in profile.extras.items() if name not in shares]
+    assert all(0 <= profile.extras[name] <= 1 for name in shares)
     assert all(math.isfinite(n) and n > 0 for n in numbers)
 
 

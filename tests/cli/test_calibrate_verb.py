@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from twostroke.calibration import measure
+from twostroke.calibration.timing import Clock
+from twostroke.cli.calibrate_verb import busy_text
 from twostroke.cli.main import main
+from twostroke.core.contention import low_by
 from twostroke.core.profile import load_profile
 
 
@@ -34,7 +37,7 @@ def test_the_profile_is_stored_and_used(capsys: pytest.CaptureFixture[str], monk
     code, out, err = run(capsys, "calibrate", "--device", "cpu", "--json")
     assert code == 0
     assert "busy" not in err
-    assert "calibrating: 100%" in err
+    assert err.startswith("calibrating ...\n")
     record = json.loads(out)
     stored = load_profile()
     assert stored is not None
@@ -49,6 +52,22 @@ def test_a_busy_machine_is_said(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert code == 0
     assert "64.0 of" in err
     assert "products" in out
+
+
+def test_how_low_the_numbers_may_read_is_said() -> None:
+    assert busy_text({"disturbed_share": 0.05, "low_by_train_share": 0.0, "low_by_serve_share": 0.0}) == ""
+    said = busy_text({"disturbed_share": 0.42, "low_by_train_share": 0.31, "low_by_serve_share": 0.2})
+    assert "42% of the measurements" in said
+    assert "up to 31% low" in said
+
+
+def test_measurements_without_a_quiet_moment_are_counted_by_how_long_they_waited() -> None:
+    clock = Clock("cpu")
+    for shares in ([0.5, 0.001], [0.3, 0.2], [0.6, 0.8]):
+        clock.count(shares)
+    assert clock.waited_shares == [0.0, 0.2, 0.6]
+    assert clock.disturbed_share == pytest.approx(2 / 3)
+    assert clock.low_by_share == pytest.approx(low_by(0.6, 1.0, torch.get_num_threads()))
 
 
 def test_an_unknown_device_gets_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import re
 import sys
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from twostroke.cli import training_progress as module
 from twostroke.cli.console import log
-from twostroke.cli.training_progress import Pace, numbers, training_progress
+from twostroke.cli.training_progress import LOSS_STEPS, Pace, quality_text, speed_text, training_progress
 from twostroke.training.measurement import StepRecord
 
 
@@ -23,20 +24,33 @@ def _record(step: int, **more: Any) -> StepRecord:
     return StepRecord(**(values | more))
 
 
-def test_a_steps_numbers_fit_in_80_columns() -> None:
-    text = numbers(_record(1))
-    assert text == "loss 10.215  grad 12  lr 0.00012  123k tok/s  MFU 46%  123 GiB  data 12.3%"
-    assert len(text) <= 80
-    assert "MFU" not in numbers(_record(1, mfu=None))
-    assert "nan" in numbers(_record(1, loss=float("nan"), grad_norm=float("inf")))
+def test_both_lines_of_a_step_fit_in_80_columns() -> None:
+    learning, speed = quality_text(_record(1), 10.30149), speed_text(_record(1))
+    assert learning == "loss 10.215 (mean 10.301)  grad 12  lr 0.00012"
+    assert speed == "123k tok/s  MFU 46%  123 GiB  data 12.3%"
+    assert max(len(learning), len(speed)) <= 80
+    assert "MFU" not in speed_text(_record(1, mfu=None))
+    assert quality_text(_record(1, loss=float("nan"), grad_norm=float("inf")), float("nan")).startswith("loss nan  grad inf")
 
 
 def test_time_left_counts_what_lies_between_steps_and_not_the_warm_up() -> None:
     pace = Pace(100)
-    assert pace.left_s(_record(1, elapsed_s=60.0, warm_up=True), 99.0) == 99.0
+    # The first step took a minute to compile: times a hundred it would promise an hour and a half.
+    assert pace.left_s(_record(1, elapsed_s=60.0, warm_up=True), 6000.0) is None
     left = [pace.left_s(_record(step, elapsed_s=60.0 + 1.5 * step), 99.0) for step in range(2, 21)]
     assert left[0] == 99.0
     assert left[-1] == pytest.approx(1.5 * 80)
+    assert Pace(100).left_s(_record(2), float("nan")) is None
+
+
+def test_the_mean_loss_is_of_the_newest_steps_that_have_one() -> None:
+    pace = Pace(1000)
+    assert math.isnan(pace.mean_loss(_record(1, loss=float("nan"))))
+    assert pace.mean_loss(_record(2, loss=4.0)) == 4.0
+    assert pace.mean_loss(_record(3, loss=2.0)) == 3.0
+    for step in range(4, 4 + LOSS_STEPS):
+        mean = pace.mean_loss(_record(step, loss=1.0))
+    assert mean == 1.0
 
 
 def test_the_speed_shown_is_a_median() -> None:
@@ -61,7 +75,7 @@ def test_without_a_terminal_lines_are_spaced_by_time(
     assert shown_at[0] == 1
     assert shown_at[-1] == 4000
     gaps = [(b - a) / 10 for a, b in itertools.pairwise(shown_at)]
-    assert gaps[0] == pytest.approx(5, abs=0.2)
+    assert gaps[0] == pytest.approx(10, abs=0.2)
     assert all(a <= b + 0.2 for a, b in itertools.pairwise(gaps[:-1]))  # ever rarer, the last one aside
     assert max(gaps) <= 60.2
 

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from twostroke.core.contention import waited_s
+from twostroke.core.contention import low_by, waited_s
 
-pytestmark = pytest.mark.skipif(waited_s() is None, reason="the system does not count waiting")
+counts = pytest.mark.skipif(waited_s() is None, reason="the system does not count waiting")
 
 
 def _spin(seconds: float) -> float:
@@ -25,6 +25,7 @@ def _spin(seconds: float) -> float:
     return after - before
 
 
+@counts
 def test_a_shared_core_shows_as_waiting() -> None:
     """Two busy loops on one core get half of it each, so that a second of one holds about half a second of waiting; a quarter
     is asked for, since the scheduler need not be fair over so short a time."""
@@ -43,5 +44,20 @@ def test_a_shared_core_shows_as_waiting() -> None:
         os.sched_setaffinity(0, before)
 
 
+@counts
 def test_waiting_never_runs_backwards() -> None:
     assert _spin(0.05) >= 0.0
+
+
+def test_what_waiting_took_from_a_rate() -> None:
+    assert low_by(0.0, 1.0, 2) == 0.0
+    assert low_by(0.5, 1.0, 1) == pytest.approx(0.5)  # one thread that ran half of the time
+    assert low_by(1.0, 1.0, 2) == pytest.approx(0.75)  # two such: both ran at once a quarter of it
+    assert low_by(0.01, 1.0, 2) == pytest.approx(0.01, abs=1e-4)  # little waiting costs what it took, however many share it
+    assert low_by(9.0, 1.0, 2) == 1.0  # steal of the whole machine counts processors that we do not use
+
+
+def test_what_waiting_took_rises_with_the_waiting() -> None:
+    found = [low_by(0.1 * i, 1.0, 2) for i in range(21)]
+    assert found == sorted(found)
+    assert (found[0], found[-1]) == (0.0, 1.0)

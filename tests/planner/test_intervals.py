@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import tomllib
@@ -17,6 +18,7 @@ from twostroke.planner import intervals
 from twostroke.planner.intervals import (
     LEAST_RUNS,
     LEVEL,
+    MOST_LOW_BY,
     Pair,
     Range,
     corrected,
@@ -55,6 +57,27 @@ def test_a_rate_has_the_inverse_interval_of_its_time() -> None:
     work = 2.0 * 500.0  # tokens of a step
     assert found["train_tok_per_s"]["low"] == pytest.approx(work / found["step_time_s"]["high"])
     assert found["train_tok_per_s"]["high"] == pytest.approx(work / found["step_time_s"]["low"])
+
+
+def test_a_busy_calibration_widens_times_to_the_short_side_and_bytes_not_at_all() -> None:
+    prediction = {"step_time_s": 2.0, "train_tok_per_s": 500.0, "weights_bytes": 1e9, "peak_memory_bytes": 2e9}
+    quiet, busy = (with_intervals(prediction, "measured", "train", low_by=share) for share in (0.0, 0.4))
+    assert busy["step_time_s"]["low"] == pytest.approx(0.6 * quiet["step_time_s"]["low"])
+    assert busy["step_time_s"]["high"] == quiet["step_time_s"]["high"]
+    assert busy["train_tok_per_s"]["high"] == pytest.approx(quiet["train_tok_per_s"]["high"] / 0.6)
+    for name in ("weights_bytes", "peak_memory_bytes"):
+        assert busy[name] == quiet[name]
+    beyond = with_intervals(prediction, "measured", "train", low_by=1.0)["step_time_s"]
+    assert beyond["low"] == pytest.approx((1 - MOST_LOW_BY) * quiet["step_time_s"]["low"])
+
+
+def test_the_profile_says_how_busy_the_machine_was_when_it_was_calibrated() -> None:
+    quiet = machine()
+    busy = dataclasses.replace(quiet, extras=quiet.extras | {"low_by_train_share": 0.4})
+    prediction = {"step_time_s": 2.0, "ttft_s": 2.0}
+    of_quiet, of_busy = (predict_with_intervals(prediction, hardware, "train") for hardware in (quiet, busy))
+    assert of_busy["step_time_s"]["low"] == pytest.approx(0.6 * of_quiet["step_time_s"]["low"])
+    assert predict_with_intervals(prediction, busy, "serve") == predict_with_intervals(prediction, quiet, "serve")
 
 
 def test_a_short_run_is_as_uncertain_as_its_start_up_and_a_long_one_as_its_step() -> None:

@@ -20,3 +20,11 @@ def test_the_headlines_are_shown_with_their_ends_and_the_source_of_the_width() -
 def test_nothing_predicted_is_nothing_shown() -> None:
     assert intervals_text({}) == ""
     assert intervals_text({"step_time_s": {"value": None}}) == ""
+
+
+def test_a_busy_calibration_is_said_beside_the_range() -> None:
+    found = with_intervals({"step_time_s": 0.0652}, "measured", "train", low_by=0.31)
+    text = " ".join(intervals_text(found, 0.31).split())
+    assert "rates may read up to 31% low" in text
+    assert "twostroke calibrate" in text
+    assert "busy" not in intervals_text(found)

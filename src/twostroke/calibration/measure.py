@@ -235,6 +235,7 @@ def calibrate(
     elif n_ranks > 1:
         extras.update(measure_between_processes(n_ranks, device))
     extras["disturbed_share"] = clock.disturbed_share
+    extras.update({f"low_by_{part}_share": clock.low_by_share for part in ((only,) if only else ENGINES)})
     extras["calibration_s"] = clock.elapsed_s
     tell(1.0, "done")
 

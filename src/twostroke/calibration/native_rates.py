@@ -134,7 +134,7 @@ def measure_native_products(
         return
     memory = Memory(lib, min(NATIVE_WORKING_SET_BYTES, max(MANY_ROWS_BYTES, int(NATIVE_WORKING_SET_BYTES * clock.effort))))
     for i, scheme in enumerate(schemes):
-        tell(i / len(schemes), f"{scheme} products")
+        tell(i / len(schemes), f"{scheme.replace('_', ' ')} products")
         for n, k in classes:
             if scheme not in MEASURED_WHOLE and len(classes) > len(FEW_CLASSES) and (n, k) not in FEW_CLASSES:
                 continue

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from twostroke.calibration.operations import LEAST_FIXED_S, fixed_and_rate
-from twostroke.calibration.timing import Clock, Window
+from twostroke.calibration.timing import DISTURBED_SHARE, Clock, Window
 from twostroke.core.profile import MachineProfile
 from twostroke.core.spec import ModelSpec
 from twostroke.engine.core import EngineConfig, EngineCore
@@ -90,6 +90,7 @@ def _steady_s(clock: Clock, step: Callable[[], object]) -> float:
     them: a step that begins after a pause, in which caches cooled and threads fell asleep, takes a quarter longer."""
     clean: list[float] = []
     disturbed: list[float] = []
+    shares: list[float] = []
     group = max(1, min(GROUP, int(LONGEST_GROUP_S / max(clock.once_s(step), 1e-9))))
     begin = time.perf_counter()
     for _ in range(MOST_GROUPS):
@@ -97,12 +98,13 @@ def _steady_s(clock: Clock, step: Callable[[], object]) -> float:
         for _ in range(group):
             step()
         clock.wait()
-        (disturbed if window.disturbed else clean).append(window.elapsed_s / group)
+        elapsed_s, share = window.elapsed_s, window.waited_share
+        shares.append(share)
+        (disturbed if share > DISTURBED_SHARE else clean).append(elapsed_s / group)
         elapsed = time.perf_counter() - begin
         if elapsed >= SECONDS * clock.effort and (len(clean) >= LEAST_GROUPS or elapsed >= 4 * SECONDS * clock.effort):
             break
-    clock.n_measured += 1
-    clock.n_disturbed += not clean
+    clock.count(shares)
     return statistics.median(clean or disturbed)
 
 

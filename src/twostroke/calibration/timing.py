@@ -3,13 +3,14 @@ which no other program had our processors."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 
-from twostroke.core.contention import waited_s
+from twostroke.core.contention import low_by, waited_s
 
 WINDOW_S = 0.005
 """Runs are judged in windows of at least this length: asking the system how long we waited takes some 0.1 ms."""
@@ -22,7 +23,8 @@ PATIENCE = 4
 
 
 class Window:
-    """A stretch of time; ``disturbed`` says whether other programs had our processors in it. False where nobody counts."""
+    """A stretch of time; ``waited_share`` says how long our threads, added up, waited in it for a processor that other programs
+    had, as a share of its length. 0 where the system does not count."""
 
     def __init__(self) -> None:
         self._waited, self.began = waited_s(), time.perf_counter()
@@ -32,24 +34,24 @@ class Window:
         return time.perf_counter() - self.began
 
     @property
-    def disturbed(self) -> bool:
+    def waited_share(self) -> float:
         waited, elapsed = waited_s(), self.elapsed_s
-        return self._waited is not None and waited is not None and waited - self._waited > DISTURBED_SHARE * elapsed
+        return 0.0 if self._waited is None or waited is None else (waited - self._waited) / elapsed
 
 
 @dataclass
 class Clock:
     """Times callables on one device. ``effort`` scales how long each measurement repeats; tests use little.
 
-    ``n_measured`` counts measurements, ``n_disturbed`` those for which no undisturbed window was found: their best run is
-    taken all the same, and whoever reads the profile is told.
+    ``waited_shares`` holds one number a measurement: 0 where an undisturbed window was found, else the least
+    ``Window.waited_share``. A measurement without an undisturbed window counts all the same, and the profile says by how much
+    it may read low.
     """
 
     device: str = "cpu"
     effort: float = 1.0
     started: float = field(default_factory=time.perf_counter)
-    n_measured: int = 0
-    n_disturbed: int = 0
+    waited_shares: list[float] = field(default_factory=list)
 
     @property
     def elapsed_s(self) -> float:
@@ -58,7 +60,15 @@ class Clock:
     @property
     def disturbed_share(self) -> float:
         """Share of all measurements that other programs disturbed throughout."""
-        return self.n_disturbed / self.n_measured if self.n_measured else 0.0
+        return sum(share > 0 for share in self.waited_shares) / max(1, len(self.waited_shares))
+
+    @property
+    def low_by_share(self) -> float:
+        """By what share nine of ten measurements read low at the most (``core.contention.low_by``)."""
+        ordered = sorted(self.waited_shares)
+        if not ordered:
+            return 0.0
+        return low_by(ordered[math.ceil(0.9 * len(ordered)) - 1], 1.0, torch.get_num_threads())
 
     def wait(self) -> None:
         """Until the device has finished what was launched."""
@@ -107,15 +117,21 @@ class Clock:
         begin, span = time.perf_counter(), seconds * self.effort
         clean: list[tuple[float, ...]] = []
         others: list[tuple[float, ...]] = []
+        shares: list[float] = []
         while True:
             window, found = Window(), [sample()]
             while window.elapsed_s < WINDOW_S:
                 found.append(sample())
-            (others if window.disturbed else clean).extend(found)
+            shares.append(window.waited_share)
+            (others if shares[-1] > DISTURBED_SHARE else clean).extend(found)
             elapsed = time.perf_counter() - begin
             n_enough = len(clean) + len(others) >= least
             if n_enough and (elapsed >= PATIENCE * span or (len(clean) >= least and elapsed >= span)):
                 break
-        self.n_measured += 1
-        self.n_disturbed += not clean
+        self.count(shares)
         return tuple(map(min, zip(*(clean or others), strict=True)))
+
+    def count(self, shares: Iterable[float]) -> None:
+        """Remember one measurement, made in windows that had these ``waited_share``s."""
+        least = min(shares)
+        self.waited_shares.append(least if least > DISTURBED_SHARE else 0.0)

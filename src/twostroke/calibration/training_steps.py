@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from twostroke.calibration.timing import Clock, Window
+from twostroke.calibration.timing import DISTURBED_SHARE, Clock, Window
 from twostroke.core.recipe import TrainSettings
 from twostroke.data.loader import Batch
 from twostroke.model.decoder import Decoder
@@ -76,6 +76,7 @@ def measure_depth(clock: Clock, anchor: TrainingAnchor, n_layers: int, dtype: st
         return {}
     clean: list[dict[str, float]] = []
     disturbed: list[dict[str, float]] = []
+    shares: list[float] = []
     begin = time.perf_counter()
     for n in range(MOST_STEPS):
         if n == WARM_UP_STEPS:
@@ -85,13 +86,13 @@ def measure_depth(clock: Clock, anchor: TrainingAnchor, n_layers: int, dtype: st
         step([batch], 1.0, laps)
         _, parts = laps.finish()
         if n >= WARM_UP_STEPS:
-            (disturbed if window.disturbed else clean).append(parts)
+            shares.append(window.waited_share)
+            (disturbed if shares[-1] > DISTURBED_SHARE else clean).append(parts)
             elapsed = time.perf_counter() - begin
             enough = len(clean) >= LEAST_STEPS and elapsed >= SECONDS * clock.effort
             if enough or elapsed >= 3 * SECONDS * clock.effort:
                 break
-    clock.n_measured += 1
-    clock.n_disturbed += not clean
+    clock.count(shares)
     steady = clean or disturbed
     values = {part: statistics.median(parts[part.removesuffix("_s")] for parts in steady) for part in TRAINING_PARTS}
     values["first_step_s"] = first_s

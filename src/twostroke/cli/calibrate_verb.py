@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import typer
@@ -59,11 +60,22 @@ def calibrate(
             path = save_profile(profile)
             documents.append({**profile.to_dict(), "path": str(path)})
             texts.append(_text(profile, path))
-    share = max(document["extras"]["disturbed_share"] for document in documents)
-    if share > DISTURBED_SHARE:
-        log(f"other programs disturbed {100 * share:.0f}% of the measurements throughout: rates read low. Repeat it when idle.")
+    for text in filter(None, (busy_text(document["extras"]) for document in documents)):
+        log(text)
     *others, last = documents
     emit(last | ({"others": others} if others else {}), "\n\n".join(texts), as_json)
+
+
+def busy_text(extras: Mapping[str, float]) -> str:
+    """By how much the numbers of a profile may be low, because other programs had the processors; empty on a quiet machine."""
+    share = extras.get("disturbed_share", 0.0)
+    low = max(extras.get(f"low_by_{part}_share", 0.0) for part in ("train", "serve"))
+    if share <= DISTURBED_SHARE and low <= 0:
+        return ""
+    return (
+        f"other programs were using the processors: {100 * share:.0f}% of the measurements found no quiet moment, and rates "
+        f"may read up to {100 * low:.0f}% low. Plans widen their intervals by that. Calibrate again when the machine is idle."
+    )
 
 
 def _text(profile: MachineProfile, path: Path) -> str:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from twostroke.core.units import format_seconds
+
 JSON_HELP = "Print one JSON document on stdout; progress and logs go to stderr."
+
+LINE_EVERY_S = 10.0
+"""Where stderr is a file or a pipe, long work prints a line at most this often: a log is read afterwards."""
 
 Advance = Callable[..., None]
 """``advance(done, note)``: how many units are done in all, and a few words shown beside the bar."""
@@ -32,28 +38,42 @@ def log(line: str) -> None:
 
 @contextmanager
 def progress(title: str, total: float) -> Iterator[Advance]:
-    """A progress bar on stderr when it is a terminal; otherwise a line each tenth of the way."""
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(),
-                   TextColumn("ETA"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))  # fmt: skip
-        with Progress(*columns, console=Console(stderr=True), transient=False) as bar:
-            task = bar.add_task(title, total=total, note="")
-
-            def show(done: float, note: str = "") -> None:
-                bar.update(task, completed=done, note=note)
-
-            yield show
+    """Show work of ``total`` units on stderr: a bar on a terminal, elsewhere a line at its start and one every
+    ``LINE_EVERY_S`` while it lasts."""
+    if not sys.stderr.isatty():
+        yield from _lines(title, total)
         return
-    shown = -1
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(),
+               TextColumn("ETA"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), transient=False) as bar:
+        task = bar.add_task(title, total=total, note="")
+
+        def show(done: float, note: str = "") -> None:
+            bar.update(task, completed=done, note=note)
+
+        yield show
+
+
+def _lines(title: str, total: float) -> Iterator[Advance]:
+    """Plain lines: "title ...", then "title: 40% note, 12 s left" at most every ``LINE_EVERY_S``, and where such a line was
+    printed one that says how long all of it took."""
+    began = last = time.monotonic()
+    is_long = False
+    log(f"{title} ...")
 
     def advance(done: float, note: str = "") -> None:
-        nonlocal shown
-        tenth = int(10 * done / total) if total > 0 else 10
-        if tenth > shown:
-            shown = tenth
-            log(f"{title}: {min(100, tenth * 10)}% {note}".rstrip())
+        nonlocal last, is_long
+        now = time.monotonic()
+        if now - last < LINE_EVERY_S:
+            return
+        last, is_long = now, True
+        share = min(1.0, done / total) if total > 0 else 1.0
+        left = f", {format_seconds((now - began) * (1 - share) / share)} left" if 0 < share < 1 else ""
+        log(f"{title}: {100 * share:.0f}%{f' {note}' if note and note not in title else ''}{left}")
 
     yield advance
+    if is_long:
+        log(f"{title}: done in {format_seconds(time.monotonic() - began)}")

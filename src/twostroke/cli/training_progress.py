@@ -1,8 +1,9 @@
-"""How a training run shows itself on the console: two lines that stay on a terminal, spaced plain lines elsewhere."""
+"""How a training run shows itself on the console: a bar and two lines on a terminal, spaced plain lines elsewhere."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import sys
 import time
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from twostroke.cli.console import log
+from twostroke.cli.console import LINE_EVERY_S, log
 from twostroke.core.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -20,19 +21,21 @@ if TYPE_CHECKING:
 Show = Callable[["StepRecord", float], None]
 """``show(record, eta_s)`` after a step."""
 
-FIRST_LINE_AFTER_S, LONGEST_BETWEEN_LINES_S, WIDENING = 5.0, 60.0, 1.5
-"""Where there is no terminal: a line at the first step, one after 5 s, then ever rarer up to one a minute; one at the end."""
+LONGEST_BETWEEN_LINES_S, WIDENING = 60.0, 1.5
+"""Without a terminal: a line at the first step, after ``LINE_EVERY_S``, then ever rarer up to one a minute, and at the last."""
 
-ETA_STEPS, SPEED_STEPS = 200, 15
+ETA_STEPS, SPEED_STEPS, LOSS_STEPS = 200, 15, 50
+"""Newest steps that the time left, the speed and the mean loss are taken from."""
 
 
 class Pace:
-    """How fast a run goes: single steps jump about, on a machine that has other work most of all."""
+    """How a run goes, from its newest steps: single ones jump about, and the first ones compile."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._recent: deque[tuple[int, float]] = deque(maxlen=ETA_STEPS)
         self._speeds: deque[float] = deque(maxlen=SPEED_STEPS)
+        self._losses: deque[float] = deque(maxlen=LOSS_STEPS)
 
     def typical(self, record: StepRecord) -> StepRecord:
         """``record`` with the median speed of the newest steps."""
@@ -41,25 +44,36 @@ class Pace:
         mfu = record.mfu * speed / record.tok_per_s if record.mfu is not None and record.tok_per_s else record.mfu
         return dataclasses.replace(record, tok_per_s=speed, mfu=mfu)
 
-    def left_s(self, record: StepRecord, fallback_s: float) -> float:
+    def mean_loss(self, record: StepRecord) -> float:
+        """Mean loss of the newest ``LOSS_STEPS`` steps whose loss is finite, ``record``'s included; nan without any."""
+        if math.isfinite(record.loss):
+            self._losses.append(record.loss)
+        return statistics.fmean(self._losses) if self._losses else math.nan
+
+    def left_s(self, record: StepRecord, steady_s: float) -> float | None:
         """Seconds left, from the time that the newest steps took with all that lies between them: checkpoints, scores, samples.
 
-        ``fallback_s`` counts until five steps are there that neither compiled nor warmed up.
+        ``steady_s``, what the steps themselves will take, counts until five are there that neither compiled nor warmed up.
+        None while steps still compile.
         """
         if record.warm_up:
-            return fallback_s
+            return None
         self._recent.append((record.step, record.elapsed_s))
         (first, began), (last, now) = self._recent[0], self._recent[-1]
         if last - first < 5:
-            return fallback_s
+            return steady_s if math.isfinite(steady_s) else None
         return (now - began) / (last - first) * (self._steps - record.step)
 
 
-def numbers(record: StepRecord) -> str:
-    """The step in 80 columns: loss, gradient norm, learning rate, speed, MFU, memory, and the share of the step that waited
-    for data."""
-    cells = [f"loss {record.loss:.3f}", f"grad {record.grad_norm:.2g}", f"lr {record.learning_rate:.2g}"]
-    cells.append(f"{format_count(record.tok_per_s)} tok/s")
+def quality_text(record: StepRecord, mean_loss: float) -> str:
+    """What the step says of learning: its loss, the mean of the newest, gradient norm, learning rate."""
+    mean = f" (mean {mean_loss:.3f})" if math.isfinite(mean_loss) else ""
+    return f"loss {record.loss:.3f}{mean}  grad {record.grad_norm:.2g}  lr {record.learning_rate:.2g}"
+
+
+def speed_text(record: StepRecord) -> str:
+    """What it says of the machine: speed, MFU, memory, and the share of the step that waited for data."""
+    cells = [f"{format_count(record.tok_per_s)} tok/s"]
     if record.mfu is not None:
         cells.append(f"MFU {100 * record.mfu:.0f}%")
     cells.append(format_bytes(record.memory_bytes))
@@ -73,7 +87,7 @@ def training_progress(steps: int) -> Iterator[Show]:
     pace = Pace(steps)
     if not sys.stderr.isatty():
         lines = _SpacedLines(steps)
-        yield lambda record, eta_s: lines.show(pace.typical(record), pace.left_s(record, eta_s))
+        yield lambda record, eta_s: lines.show(pace.typical(record), pace.mean_loss(record), pace.left_s(record, eta_s))
         return
     from rich.console import Console, Group
     from rich.live import Live
@@ -89,8 +103,9 @@ def training_progress(steps: int) -> Iterator[Show]:
     with Live(Group(bar, text), console=Console(stderr=True), refresh_per_second=2):
 
         def show(record: StepRecord, eta_s: float) -> None:
-            bar.update(task, completed=record.step, eta=f"ETA {format_seconds(pace.left_s(record, eta_s))}")
-            text.plain = numbers(pace.typical(record))
+            left_s = pace.left_s(record, eta_s)
+            bar.update(task, completed=record.step, eta="warming up" if left_s is None else f"ETA {format_seconds(left_s)}")
+            text.plain = f"{quality_text(record, pace.mean_loss(record))}\n{speed_text(pace.typical(record))}"
             text.style = ""
 
         yield show
@@ -99,10 +114,10 @@ def training_progress(steps: int) -> Iterator[Show]:
 class _SpacedLines:
     def __init__(self, steps: int) -> None:
         self._steps = steps
-        self._gap_s = FIRST_LINE_AFTER_S
+        self._gap_s = LINE_EVERY_S
         self._next = float("-inf")
 
-    def show(self, record: StepRecord, eta_s: float) -> None:
+    def show(self, record: StepRecord, mean_loss: float, left_s: float | None) -> None:
         now = time.monotonic()
         if now < self._next and record.step < self._steps:
             return
@@ -110,5 +125,5 @@ class _SpacedLines:
             self._gap_s = min(LONGEST_BETWEEN_LINES_S, self._gap_s * WIDENING)
         self._next = now + self._gap_s
         done = f"step {record.step}/{self._steps} ({100 * record.step // self._steps}%)"
-        left = f"  ETA {format_seconds(eta_s)}" if record.step < self._steps else ""
-        log(f"{done}  {numbers(record)}{left}")
+        left = "" if left_s is None or record.step >= self._steps else f"  ETA {format_seconds(left_s)}"
+        log(f"{done}  {quality_text(record, mean_loss)}  {speed_text(record)}{left}")

@@ -28,3 +28,16 @@ def waited_s() -> float | None:
     except (OSError, ValueError, IndexError):
         return None
     return waited_ns / 1e9 + stolen / os.sysconf("SC_CLK_TCK")
+
+
+def low_by(waited: float, elapsed: float, n_threads: int) -> float:
+    """Share, 0 to 1, by which a rate measured over ``elapsed`` seconds may read too low, where ``n_threads`` threads that work
+    together waited ``waited`` seconds in all.
+
+    Threads that meet at barriers get on only while all of them run. With waits that are independent of each other that is
+    (1 − waited / (n·elapsed))ⁿ of the time, and the rest is lost. Waits that coincide lose less, so this errs to the low side.
+    """
+    if elapsed <= 0 or waited <= 0:
+        return 0.0
+    n = max(1, n_threads)
+    return 1.0 - max(0.0, 1.0 - waited / (n * elapsed)) ** n

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 from twostroke.core.errors import InputError, TwostrokeError
@@ -26,6 +27,8 @@ def download(name: str) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
+    if not sys.stderr.isatty():  # a bar redrawn into a log is hundreds of lines
+        huggingface_hub.utils.disable_progress_bars()
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=WANTED, ignore_patterns=UNWANTED))
     except errors.GatedRepoError:

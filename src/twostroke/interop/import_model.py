@@ -104,7 +104,7 @@ class Watched(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         self._taken += 1
-        self._progress(min(1.0, self._taken / len(self._state)), name)
+        self._progress(min(1.0, self._taken / len(self._state)), f"tensor {self._taken} of {len(self._state)}")
         return self._state[name]
 
     def __contains__(self, name: object) -> bool:  # Mapping's own would take the tensor

@@ -50,6 +50,9 @@ NEWEST_RUNS = 64
 NARROWEST = 0.001
 """Half width, as a logarithm, that no fitted range goes below: 0.1%. Only what is exact by definition has none."""
 
+MOST_LOW_BY = 0.9
+"""A calibration on a busy machine widens no interval by more than a factor of ten."""
+
 FILE = Path(__file__).with_name("intervals.toml")
 
 EXACT = frozenset({"parameters", "steps", "batch", "users", "devices"})
@@ -199,13 +202,24 @@ def corrected(prior: Range, residuals: Sequence[float]) -> Range:
     return replace(prior, low=prior.low - q, high=prior.high + q, kind="measured", n=n, source="this machine's own runs")
 
 
+_TIMED = frozenset({"step", "pass", "data", "startup", "run_time", "ttft", "prefill", "decode", "output"})
+"""Quantities that stand on measured rates, which a busy machine makes low."""
+
+
+def widened(prior: Range, low_by: float) -> Range:
+    """``prior`` of a time that stands on rates which may read low by the share ``low_by``: the time may be shorter by as much,
+    so the lower end falls by ln(1 − low_by)."""
+    return replace(prior, low=prior.low + math.log1p(-min(low_by, MOST_LOW_BY))) if low_by > 0 else prior
+
+
 def with_intervals(
-    prediction: Mapping[str, Any], basis: str, phase: str, own: Iterable[Pair] = ()
+    prediction: Mapping[str, Any], basis: str, phase: str, own: Iterable[Pair] = (), low_by: float = 0.0
 ) -> dict[str, dict[str, Any]]:
     """Every predicted number with its interval: ``{"value", "low", "high", "level", "basis", "width"}``.
 
     ``basis`` is ``Hardware.basis``, ``phase`` "train" or "serve"; ``own`` are this machine's earlier pairs. ``width`` says
     where the interval's width comes from, "assumed" or "measured". What is no number keeps its name and has value None.
+    ``low_by`` is the share by which calibration's rates may read low, because other programs had the processors meanwhile.
     """
     residuals = residuals_by_kind(own)
     result: dict[str, dict[str, Any]] = {}
@@ -215,7 +229,8 @@ def with_intervals(
             result[name] = {"value": None}
             continue
         quantity, own_phase, sense = _quantity(name, phase)
-        found = corrected(range_of(quantity, basis, own_phase), residuals.get((quantity, basis, own_phase), ()))
+        prior = widened(range_of(quantity, basis, own_phase), low_by if quantity in _TIMED else 0.0)
+        found = corrected(prior, residuals.get((quantity, basis, own_phase), ()))
         low, high = (found.low, found.high) if sense == _TIME else (-found.high, -found.low)
         if name in EXACT or name.startswith("n_"):
             low = high = 0.0
@@ -290,7 +305,12 @@ def predict_with_intervals(
     """``with_intervals`` on ``hardware``, corrected by this machine's own runs where it is the machine that was calibrated."""
     basis = hardware.basis if hardware is not None else "measured"
     own = own_pairs(ledger) if prediction and basis == "measured" else ()
-    return with_intervals(prediction, basis, phase, own)
+    return with_intervals(prediction, basis, phase, own, low_by_of(hardware, phase))
+
+
+def low_by_of(hardware: Hardware | None, phase: str) -> float:
+    """Share by which the rates of ``hardware`` that ``phase`` needs may read low: 0 of a datasheet or a quiet calibration."""
+    return hardware.extras.get(f"low_by_{phase}_share", 0.0) if hardware is not None else 0.0
 
 
 # -- fitting and checking -------------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ class _Converter:
         """Every stored tensor of the copy, in the order of the family's layout."""
         entries = list(layout(self.spec))
         for i, entry in enumerate(entries):
-            progress(i / len(entries), entry.canonical)
+            progress(i / len(entries), f"tensor {i + 1} of {len(entries)}")
             tensor = read_entry(entry, self.get)
             self.source_bytes += tensor.nbytes
             held = self.scheme.of(entry)

@@ -256,7 +256,9 @@ class RunReader:
             (s0, t0), (s1, t1) = self._recent[0], self._recent[-1]
             return max(0.0, (t1 - t0) / (s1 - s0) * (steps - step))
         step_time = _number(self._last.get("step_time_s"))
-        return None if step_time is None else step_time * (steps - step)
+        if step_time is None or self._last.get("warm_up"):  # a step that compiled says nothing about the others
+            return None
+        return step_time * (steps - step)
 
     def _measured(self) -> dict[str, float]:
         """So far, under the prediction's names: medians of steady steps; the time is what it will have taken."""

@@ -129,9 +129,9 @@ class TrainingRun:
     ) -> TrainingResult:
         """Train to the last step, write the model and ``summary.json``, and record what was measured in the ledger.
 
-        ``on_step(record, eta_s)`` is called after each step. ``command_began`` (``time.time()``) is what ``startup_s`` counts
-        from. Raises Interrupted after SIGTERM, Ctrl-C or ``should_stop(step)``, with a checkpoint written; TwostrokeError
-        where it could not be, or where anomalies stop the run (``training.respond``).
+        ``on_step(record, eta_s)`` is called after each step; ``eta_s`` is nan while steps still compile. ``command_began``
+        (``time.time()``) is what ``startup_s`` counts from. Raises Interrupted after SIGTERM, Ctrl-C or ``should_stop(step)``,
+        with a checkpoint written; TwostrokeError where it could not be, or where anomalies stop the run (``training.respond``).
         """
         with self.directory.locked():
             done = finished(self.directory)
@@ -195,6 +195,7 @@ class TrainingRun:
         settings = self.recipe.train
         clock = StepClock(self.device)
         recent: deque[float] = deque(maxlen=20)
+        steady: deque[float] = deque(maxlen=20)  # those of ``recent`` that compiled nothing
         first_step = self.step
         if not reset_peak(self.device):
             self.notes.append("peak_memory_bytes is that of the whole process: this system cannot reset it")
@@ -231,8 +232,10 @@ class TrainingRun:
             self.step_log.append(line)
             observers.after_line(line)
             recent.append(step_time_s)
+            if not record.warm_up:
+                steady.append(step_time_s)
             if on_step is not None:
-                on_step(record, statistics.median(recent) * (self.steps - self.step))
+                on_step(record, statistics.median(steady) * (self.steps - self.step) if steady else math.nan)
             self._heed(result, batches, (position["next_window"], self.loader.state()["next_window"] - 1))
             if self.step < record.step:  # it went back
                 observers.begin(self)

@@ -61,7 +61,7 @@ def serve(
     """Memory, time to first token, time per token, throughput at an SLO, replicas, energy and money of serving."""
     from twostroke.core.errors import ConfigError
     from twostroke.planner.hardware import load_hardware
-    from twostroke.planner.intervals import predict_with_intervals
+    from twostroke.planner.intervals import low_by_of, predict_with_intervals
     from twostroke.planner.serving import plan_serving
     from twostroke.planner.serving_load import Slo, latency_table, load_of
     from twostroke.planner.speculation import Speculation
@@ -86,7 +86,8 @@ def serve(
     intervals = predict_with_intervals(planned.prediction(), machine, "serve")
     table = latency_table(planned)
     document = {"subject": found.name, **planned.to_dict(), "intervals": intervals, "latency_table": table.to_dict()}
-    text = f"{serving_text(planned, found.name)}\n{intervals_text(intervals)}\n\n{loaded_text(planned, table)}"
+    ranges = intervals_text(intervals, low_by_of(machine, "serve"))
+    text = f"{serving_text(planned, found.name)}\n{ranges}\n\n{loaded_text(planned, table)}"
     if slo_ttft_ms or slo_tpot_ms or rate:
         slo = Slo(slo_ttft_ms / 1e3 if slo_ttft_ms else None, slo_tpot_ms / 1e3 if slo_tpot_ms else None)
         load = load_of(planned, slo, rate, disaggregate)

@@ -72,7 +72,7 @@ def train(
     """
     from twostroke.planner.fitting import smallest_change
     from twostroke.planner.hardware import load_hardware
-    from twostroke.planner.intervals import predict_with_intervals
+    from twostroke.planner.intervals import low_by_of, predict_with_intervals
     from twostroke.planner.layout import Layout
     from twostroke.planner.text.intervals import intervals_text
     from twostroke.planner.text.training import candidates_text, training_text
@@ -118,7 +118,8 @@ def train(
     intervals = predict_with_intervals(planned.prediction(), machine, "train")
     ranking = [c.to_dict() for c in found.ranking]
     document = {"subject": found.name, **planned.to_dict(), "intervals": intervals, "ranking": ranking}
-    text = f"{training_text(planned, found.name)}\n{intervals_text(intervals)}"
+    ranges = intervals_text(intervals, low_by_of(machine, "train"))
+    text = f"{training_text(planned, found.name)}\n{ranges}"
     if found.ranking:
         text = f"{candidates_text(found.ranking)}\n\n{text}"
     if explain:

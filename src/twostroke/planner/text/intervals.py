@@ -19,9 +19,9 @@ HEADLINES = {  # ledger name: what it is called in a plan
 }
 
 
-def intervals_text(intervals: Mapping[str, Mapping[str, Any]]) -> str:
+def intervals_text(intervals: Mapping[str, Mapping[str, Any]], low_by: float = 0.0) -> str:
     """``range     step 65.2 ms [59–92.5], …``: the numbers that a decision rests on, as ``with_intervals`` returns them, and
-    whether the width of any is assumed. Empty where none of them was predicted."""
+    whether the width of any is assumed; ``low_by`` as ``intervals.low_by_of`` returns it. Empty where none was predicted."""
     shown = {name: intervals[name] for name in HEADLINES if intervals.get(name, {}).get("value") is not None}
     if not shown:
         return ""
@@ -30,4 +30,9 @@ def intervals_text(intervals: Mapping[str, Mapping[str, Any]]) -> str:
     widths = "measured" if not assumed else "assumed" if len(assumed) == len(shown) else f"assumed for {', '.join(assumed)}"
     level = next(iter(shown.values()))["level"]
     text = f"{', '.join(numbers)}; {100 * level:.0f}% of measurements should fall inside (widths {widths})"
+    if low_by > 0:
+        text += (
+            f"; this machine was busy when it was calibrated: its rates may read up to {100 * low_by:.0f}% low, and times may "
+            "come out shorter by as much. `twostroke calibrate` on an idle machine narrows this"
+        )
     return textwrap.fill(text, 118, initial_indent="range     ", subsequent_indent=" " * 10, break_on_hyphens=False)

@@ -1,0 +1,77 @@
+"""Progress where nobody watches: a log gets a line a stage and one every ten seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.small_models import saved
+
+from twostroke.cli import console
+from twostroke.cli.console import LINE_EVERY_S, progress
+from twostroke.interop.import_model import Watched
+from twostroke.quantization.convert import quantize_model
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_short_stage_is_one_line(capsys: pytest.CaptureFixture[str], clock: list[float]) -> None:
+    with progress("quantising model", 1.0) as advance:
+        for i in range(500):
+            clock[0] += 0.01
+            advance(i / 500, f"tensor {i} of 500")
+    assert capsys.readouterr().err == "quantising model ...\n"
+
+
+def test_a_long_stage_is_a_line_every_ten_seconds_with_the_time_left(
+    capsys: pytest.CaptureFixture[str], clock: list[float]
+) -> None:
+    with progress("scoring", 200) as advance:
+        for i in range(1, 201):
+            clock[0] += 0.5
+            advance(i, "task")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "scoring ..."
+    assert lines[1] == "scoring: 10% task, 1 min 30 s left"
+    assert lines[-1] == "scoring: done in 1 min 40 s"
+    assert len(lines) <= 2 + 100 / LINE_EVERY_S
+
+
+def test_work_of_no_units_divides_by_nothing(capsys: pytest.CaptureFixture[str], clock: list[float]) -> None:
+    with progress("load", 0) as advance:
+        clock[0] += 11
+        advance(0)
+    assert "load: 100%" in capsys.readouterr().err
+
+
+def test_a_failure_claims_no_end(capsys: pytest.CaptureFixture[str], clock: list[float]) -> None:
+    def fail() -> None:
+        with progress("scoring", 1.0) as advance:
+            clock[0] += 20
+            advance(0.5)
+            raise ValueError("torn")
+
+    with pytest.raises(ValueError, match="torn"):
+        fail()
+    assert "done" not in capsys.readouterr().err
+
+
+def test_weights_are_counted_and_not_named() -> None:
+    notes: list[str] = []
+    state = Watched({"model.layers.0.mlp.weight": torch.zeros(1)}, lambda done, note: notes.append(note))
+    assert state["model.layers.0.mlp.weight"].numel() == 1
+    assert notes == ["tensor 1 of 1"]
+
+
+def test_quantising_names_no_weights(tmp_path: Path) -> None:
+    notes: list[str] = []
+    _, source = saved("llama", tmp_path / "model")
+    quantize_model(source, tmp_path / "out", progress=lambda done, note: notes.append(note))
+    assert notes
+    assert not any("weight" in note or "layers" in note for note in notes)
