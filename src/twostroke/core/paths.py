@@ -1,4 +1,4 @@
-"""Where Twostroke keeps what outlives a command: machine profiles, the ledger, prepared data."""
+"""Where Twostroke keeps what outlives a command: machine profiles, the ledger, prepared data, packed weights."""
 
 from __future__ import annotations
 
@@ -21,3 +21,7 @@ def profiles_dir() -> Path:
 
 def data_cache_dir() -> Path:
     return home() / "data"
+
+
+def packed_dir() -> Path:
+    return home() / "packed"

@@ -19,7 +19,7 @@ from twostroke.core.spec import ModelSpec
 from twostroke.core.units import format_bytes
 from twostroke.engine.key_offset import centre_keys
 from twostroke.engine.kv_pool import KVPool, token_bytes
-from twostroke.engine.lowering import NATIVE_WEIGHTS, lower
+from twostroke.engine.lowering import GROUP, NATIVE_WEIGHTS, lower
 from twostroke.engine.memory import available_bytes, default_pages
 from twostroke.engine.meters import StepMeter
 from twostroke.engine.native_runner import NativeRunner
@@ -135,6 +135,7 @@ class _Loaded:
     spec: ModelSpec
     state: Mapping[str, Tensor]
     weights: str
+    group: int
 
 
 class EngineCore:
@@ -155,8 +156,8 @@ class EngineCore:
         self.spec = loaded.spec
         native = self.config.runner == "native" or (self.config.runner == "auto" and library() is not None)
         head = None if self.config.head_dtype == "auto" else self.config.head_dtype
-        packed = PackedCache(loaded.directory, cache_key(loaded.directory, loaded.weights, str(head))) if native else None
-        self.plan = lower(loaded.spec, loaded.state, loaded.weights, crossovers, native, head, packed)
+        packed = PackedCache(cache_key(loaded.directory, loaded.weights, str(head))) if native else None
+        self.plan = lower(loaded.spec, loaded.state, loaded.weights, crossovers, native, head, packed, loaded.group)
         self.loaded_packed = packed is not None and packed.is_read
         if packed is not None:
             packed.finish()
@@ -400,7 +401,8 @@ def _load(directory: Path, dtype: str) -> _Loaded:
             f"the weights in {weights} need {format_bytes(needed)} and {format_bytes(free)} of memory is free. "
             "Use dtype='int8', a smaller model or a machine with more memory."
         )
-    return _Loaded(directory, spec, load_any_state(directory)[1], weights)
+    group = GROUP if scheme is None or scheme.group is None else scheme.group
+    return _Loaded(directory, spec, load_any_state(directory)[1], weights, group)
 
 
 def _fit(spec: ModelSpec, config: EngineConfig, kv_dtype: str) -> SchedulerConfig:

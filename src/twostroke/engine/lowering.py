@@ -12,11 +12,12 @@ from torch import Tensor
 from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.spec import ModelSpec
 from twostroke.engine import plan as p
-from twostroke.engine.packed_cache import PackedCache
+from twostroke.engine.packed_cache import Due, PackedCache
 from twostroke.kernels.crossovers import Crossovers
 from twostroke.kernels.int4 import dequantize_groups, group_of, quantize_groups
 from twostroke.kernels.matrix import FloatMatrix, Int8Matrix, Matrix, quantize_columns
 from twostroke.kernels.native_matrix import FORMATS, NativeMatrix, NativePair
+from twostroke.model.families import layout
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -50,9 +51,11 @@ class _Lowering:
         crossovers: Crossovers,
         native: bool,
         packed: PackedCache | None,
+        group: int,
     ) -> None:
         self.spec, self.state, self.crossovers, self.packed = spec, state, crossovers, packed
-        self.weights, self.head, self.native = weights, head, native
+        self.weights, self.head, self.native, self.group = weights, head, native, group
+        self.shapes = {} if packed is None else {entry.canonical: entry.shape for entry in layout(spec)}
         self.dtype = torch.float32 if weights == "fp32" or native else torch.bfloat16
         self.rotary = spec.positions == "rope"
 
@@ -89,7 +92,17 @@ class _Lowering:
             group = GROUP if scale is None or zero is None else group_of(weight, scale)
             return NativeMatrix(weight, held, vector, scale, zero, group)
 
-        return pack() if self.packed is None else self.packed.matrix(pack, vector)
+        return pack() if self.packed is None else self.packed.matrix(pack, self._due(name, weights, rows), vector)
+
+    def _due(self, name: str, weights: str, rows: Tensor | slice | None) -> Due:
+        """What ``matrix`` packs, known without reading a tensor."""
+        n, k = self.shapes[f"{name}.weight"]
+        if isinstance(rows, slice):
+            n = len(range(*rows.indices(n)))
+        coded, grouped = f"{name}.scale" in self.state, f"{name}.zero" in self.state
+        held = "int8" if weights == "int4" and coded and not grouped else weights
+        group = 0 if held != "int4" else self.group if grouped else GROUP
+        return Due(held, group, n if not isinstance(rows, Tensor) else len(rows), k)
 
     def _stored(
         self, name: str, weights: str, rows: Tensor | slice | None, get: Callable[[str], Tensor]
@@ -192,6 +205,7 @@ def lower(
     native: bool = False,
     head: str | None = None,
     packed: PackedCache | None = None,
+    group: int = GROUP,
 ) -> p.Plan:
     """The plan of ``spec`` with the canonical tensors of ``state``, packed for the kernels; ``state`` is not kept.
 
@@ -199,8 +213,8 @@ def lower(
     as they are). ``head``: the same for the output head; default fp32 in an fp32 plan, else bf16. ``native``: matrices are
     packed for the native library, once for any number of rows, and everything between them is fp32; else for torch's kernels,
     and everything that is not quantised is bf16, unless ``weights`` is fp32. ``packed`` may have native
-    matrices already. Raises ConfigError for another name and for a model that is planned only, and CorruptFileError where a
-    tensor is missing.
+    matrices already; ``group`` is that of the 4-bit codes in ``state``. Raises ConfigError for another name and for a model
+    that is planned only, and CorruptFileError where a tensor is missing.
     """
     known = NATIVE_WEIGHTS if native else WEIGHTS
     head = head or ("fp32" if weights == "fp32" else "bf16")
@@ -209,5 +223,5 @@ def lower(
             raise ConfigError(f"{option}={value!r} is not a way to hold weights. Use one of {', '.join(known)}.")
     spec.require_buildable()
     crossovers = crossovers or Crossovers()
-    lowering = _Lowering(spec, state, weights, head, crossovers, native, packed)
+    lowering = _Lowering(spec, state, weights, head, crossovers, native, packed, group)
     return p.Plan(spec, lowering.ops(), weights, "fp32" if weights == "fp32" or native else "bf16", crossovers)

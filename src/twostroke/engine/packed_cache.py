@@ -1,9 +1,11 @@
-"""Packed matrices of a model, kept in a file beside it: what a start reads instead of converting every weight again.
+"""Packed matrices of a model, kept in a file: what a start reads instead of converting every weight again.
 
-``<model>/.packed/<key>.bin`` is a JSON header of a fixed length, then each matrix as the native library holds it. The key is a
-hash of what decides the bytes: the model's weight files (names, sizes, times of change), how weights and head are held, and the
-library's sources. A file is written aside and renamed; every matrix carries a sum that is checked when it is read, and a file
-that is not as it was written is made anew.
+``$TWOSTROKE_HOME/packed/<key>.bin`` is a header, then each matrix as the native library holds it. The folder is this user's
+alone and lies outside of the model directory, which may come from a stranger. The key is a hash of what decides the bytes:
+which files the weights are in (path, inode, size, times), how weights and head are held, and the library's sources.
+
+Nothing in a file is believed: the header has a digest, each matrix a sum, and a matrix of another format or shape than the
+one that is due is refused. What fails is packed again and written anew.
 """
 
 from __future__ import annotations
@@ -13,94 +15,127 @@ import ctypes
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
+import struct
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from twostroke.core.paths import packed_dir
+from twostroke.core.private_folder import PrivateFolder, private_folder
 from twostroke.engine.memory import return_freed_memory
 from twostroke.kernels.native_library import library
 from twostroke.kernels.native_matrix import NativeMatrix
 
-FOLDER = ".packed"
 LEAST_BYTES = 32 * 2**20
 """A smaller model is packed faster than it is worth a file."""
+
+MAX_FILES = 16
+MAX_BYTES = 64 * 2**30
+"""Of all files together, and at most a quarter of the disk. The least recently used go first."""
 
 RETURN_EVERY = 2**24
 """Packed weights after which what packing them has freed goes back to the system."""
 
-_HEADER_BYTES = 2**20
-_KEPT = 4
-"""Files that stay, the newest: one for each way to hold the weights that is in use."""
+_FILE = re.compile(r"[0-9a-f]{32}\.bin")
+_PARTIAL = re.compile(r"[0-9a-f]{32}\.([0-9]+)\.[0-9a-f]{16}\.partial")
+
+_MAGIC = b"twostroke packed"
+_START = struct.Struct("<16sQ32s")  # magic, bytes up to the first matrix, digest of all of them but itself
+_ALIGNMENT = 4096
+_MAX_HEADER_BYTES = 2**24
+
+
+@dataclass(frozen=True)
+class Due:
+    """What a matrix must be. ``group``: inputs that share a scale, 0 where the format has no groups."""
+
+    format: str
+    group: int
+    n: int
+    k: int
+
+    @classmethod
+    def of(cls, made: NativeMatrix) -> Due:
+        return cls(made.format, made.group, made.n_rows, made.n_columns)
 
 
 @dataclass(frozen=True)
 class Entry:
     """One matrix in the file. ``total`` is the sum of its bytes as 64-bit words, modulo 2⁶⁴: any one changed bit changes it."""
 
-    format: str
-    group: int
-    n: int
-    k: int
-    offset: int
+    due: Due
     bytes: int
     total: int
 
 
 def cache_key(directory: Path, *choices: str) -> str | None:
-    """Names what would be packed; None where there is no native library or a file cannot be looked at."""
+    """Names what would be packed; None where there is no native library or a file cannot be looked at.
+
+    A file's inode and the time of its last change of any kind are in it: archives carry names, sizes and times of
+    modification, so two models can agree in all of those."""
     loaded = library()
     if loaded is None:
         return None
-    parts = [loaded.ts_sources().decode(), *choices]
     try:
+        parts = [loaded.ts_sources().decode(), str(directory.resolve()), *choices]
         for file in sorted(f for f in directory.iterdir() if f.suffix in (".safetensors", ".json")):
             status = file.stat()
-            parts += [file.name, str(status.st_size), str(status.st_mtime_ns)]
+            parts += [file.name, *map(str, (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))]
     except OSError:
         return None
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:32]
 
 
 class PackedCache:
     """The matrices of one plan in the order in which it is lowered: read where a file holds them, else collected to be written.
 
-    ``matrix(pack)`` is the next one. Whatever is wrong with the file, ``pack`` is called from then on.
+    ``matrix(pack, due)`` is the next one. Whatever is wrong with the file, ``pack`` is called from then on.
     """
 
-    def __init__(self, directory: Path, key: str | None) -> None:
-        self.path = None if key is None else directory / FOLDER / f"{key}.bin"
+    def __init__(self, key: str | None) -> None:
+        self.key = key
         self._made: list[NativeMatrix] = []
         self._n_packed = 0
         self._entries: list[Entry] = []
-        self._stream: Any = None
-        if self.path is not None and self.path.is_file():
-            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-                self._entries = _read_header(self.path)
-                self._stream = self.path.open("rb", buffering=0)
-                with contextlib.suppress(OSError):
-                    os.utime(self.path)  # the newest files stay
+        self._stream: FileIO | None = None
+        if key is not None:
+            with contextlib.suppress(OSError, ValueError), private_folder(packed_dir()) as folder:
+                stream = folder.read(f"{key}.bin")
+                try:
+                    self._entries = _read_header(stream, key)
+                    with contextlib.suppress(OSError):
+                        os.utime(stream.fileno())  # the files used last stay
+                except BaseException:
+                    stream.close()
+                    raise
+                self._stream = stream
 
     @property
     def is_read(self) -> bool:
         """Whether matrices come from the file."""
         return self._stream is not None
 
-    def matrix(self, pack: Callable[[], NativeMatrix], bias: Any = None) -> NativeMatrix:
+    def matrix(self, pack: Callable[[], NativeMatrix], due: Due, bias: Any = None) -> NativeMatrix:
+        """The file's next matrix where it is what is ``due``, else what ``pack`` makes."""
         if self._stream is not None:
             try:
-                made = self._read(self._entries[len(self._made)], bias)
-            except (OSError, ValueError, IndexError):
+                made = self._read(self._stream, due, bias)
+            except (OSError, ValueError):
                 self._stream.close()
                 self._stream = None
                 made = pack()
         else:
             made = pack()
+        assert Due.of(made) == due, f"{Due.of(made)} was packed and {due} is due"
         self._made.append(made)
         if self._stream is None:
             self._n_packed += made.n_rows * made.n_columns
@@ -109,13 +144,21 @@ class PackedCache:
                 return_freed_memory()
         return made
 
-    def _read(self, entry: Entry, bias: Any) -> NativeMatrix:
-        made = NativeMatrix.empty(entry.format, entry.group, entry.n, entry.k, bias)
+    def _read(self, stream: FileIO, due: Due, bias: Any) -> NativeMatrix:
+        if len(self._made) == len(self._entries) or self._entries[len(self._made)].due != due:
+            raise ValueError("another matrix")
+        entry = self._entries[len(self._made)]
+        made = NativeMatrix.empty(due.format, due.group, due.n, due.k, bias)
         if made.packed_bytes != entry.bytes:
             raise ValueError("another layout")
         target = _memory(made)
-        self._stream.seek(entry.offset)
-        if self._stream.readinto(target.data) != entry.bytes or _total(target) != entry.total:
+        read = 0
+        while read < entry.bytes:  # the system gives 2 GiB at most at once
+            n = stream.readinto(target[read:].data)
+            if not n:
+                raise ValueError("truncated")
+            read += n
+        if _total(target) != entry.total:
             raise ValueError("the file was altered")
         return made
 
@@ -124,14 +167,14 @@ class PackedCache:
 
         A process that ends at once waits for it, so that short ones leave the file as well."""
         was_read = self._stream is not None
-        if was_read:
+        if self._stream is not None:
             self._stream.close()
         else:
             return_freed_memory()
         made, self._made = self._made, []
-        if was_read or self.path is None or sum(m.packed_bytes for m in made) < LEAST_BYTES:
+        if was_read or self.key is None or sum(m.packed_bytes for m in made) < LEAST_BYTES:
             return None
-        thread = threading.Thread(target=_write, args=(self.path, made), name="packed-weights")
+        thread = threading.Thread(target=_write, args=(self.key, made), name="packed-weights")
         thread.start()
         return thread
 
@@ -146,51 +189,76 @@ def _total(data: npt.NDArray[np.uint8]) -> int:
     return (int(data[:whole].view(np.uint64).sum(dtype=np.uint64)) + int(data[whole:].sum(dtype=np.uint64))) % 2**64
 
 
-def _read_header(path: Path) -> list[Entry]:
-    with path.open("rb") as stream:
-        document = json.loads(stream.read(_HEADER_BYTES))
-    entries = [Entry(**entry) for entry in document]
-    if path.stat().st_size != entries[-1].offset + entries[-1].bytes:
+def _digest(key: str, size: int, table: bytes) -> bytes:
+    return hashlib.blake2b(struct.pack("<16sQ", _MAGIC, size) + table, digest_size=32, key=key.encode()).digest()
+
+
+def _header(key: str, entries: list[Entry]) -> bytes:
+    """Everything before the first matrix. Raises ValueError where there are too many."""
+    table = json.dumps([[*astuple(entry.due), entry.bytes, entry.total] for entry in entries]).encode()
+    size = -(-(_START.size + len(table)) // _ALIGNMENT) * _ALIGNMENT
+    if size > _MAX_HEADER_BYTES:
+        raise ValueError("too many matrices")
+    table = table.ljust(size - _START.size)
+    return _START.pack(_MAGIC, size, _digest(key, size, table)) + table
+
+
+def _read_header(stream: FileIO, key: str) -> list[Entry]:
+    """The table of a file, which stands at its first matrix then. Raises ValueError for one that ``_header`` did not write."""
+    start = stream.read(_START.size)
+    if len(start) != _START.size:
+        raise ValueError("truncated")
+    magic, size, digest = _START.unpack(start)
+    if magic != _MAGIC or not _START.size <= size <= _MAX_HEADER_BYTES:
+        raise ValueError("not a file of packed matrices")
+    table = stream.read(size - _START.size)
+    if _digest(key, size, table) != digest:
+        raise ValueError("the header was altered")
+    try:
+        entries = [Entry(Due(*row[:4]), *map(int, row[4:])) for row in json.loads(table)]
+    except (TypeError, RecursionError) as error:
+        raise ValueError("not a table of matrices") from error
+    if os.fstat(stream.fileno()).st_size != size + sum(entry.bytes for entry in entries):
         raise ValueError("truncated")
     return entries
 
 
-def _remove_stale(folder: Path) -> None:
-    """What a process left that was killed while it wrote: a gigabyte, perhaps."""
-    for partial in folder.glob("*.partial"):
-        process = partial.name.split(".")[-2]
-        if process.isdigit() and not Path(f"/proc/{process}").exists():
-            partial.unlink(missing_ok=True)
-
-
-def _write(path: Path, matrices: list[NativeMatrix]) -> None:
-    """A disk that is full, or a directory that may not be written, only means that the next start packs again."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    needed = _HEADER_BYTES + sum(m.packed_bytes for m in matrices)
-    try:
-        path.parent.mkdir(exist_ok=True)
-        _remove_stale(path.parent)
-        if shutil.disk_usage(path.parent).free < 2 * needed:
+def _write(key: str, matrices: list[NativeMatrix]) -> None:
+    """A disk that is full, or a home that may not be written, only means that the next start packs again."""
+    with contextlib.suppress(OSError, ValueError), private_folder(packed_dir(), create=True) as folder:
+        entries = [Entry(Due.of(m), m.packed_bytes, _total(_memory(m))) for m in matrices]
+        header = _header(key, entries)
+        if not _make_room(folder, f"{key}.bin", len(header) + sum(entry.bytes for entry in entries)):
             return
-        entries, offset = [], _HEADER_BYTES
-        with partial.open("wb") as stream:
-            stream.seek(_HEADER_BYTES)
-            for matrix in matrices:
-                data = _memory(matrix)
-                stream.write(data.data)
-                size = matrix.packed_bytes
-                shape = (matrix.n_rows, matrix.n_columns, offset, size, _total(data))
-                entries.append(Entry(matrix.format, matrix.group, *shape))
-                offset += size
-            header = json.dumps([vars(entry) for entry in entries]).encode()
-            if len(header) > _HEADER_BYTES:
-                raise ValueError("too many matrices")
-            stream.seek(0)
-            stream.write(header.ljust(_HEADER_BYTES))
-        partial.replace(path)
-        files = sorted(path.parent.glob("*.bin"), key=lambda file: file.stat().st_mtime, reverse=True)
-        for old in files[_KEPT:]:
-            old.unlink(missing_ok=True)
-    except (OSError, ValueError):
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+        partial = f"{key}.{os.getpid()}.{secrets.token_hex(8)}.partial"
+        try:
+            with folder.create(partial) as stream:
+                stream.write(header)
+                for matrix in matrices:
+                    stream.write(_memory(matrix).data)
+            folder.rename(partial, f"{key}.bin")
+        except BaseException:
+            with contextlib.suppress(OSError):
+                folder.remove(partial)
+            raise
+
+
+def _make_room(folder: PrivateFolder, name: str, needed: int) -> bool:
+    """Whether a file of ``needed`` bytes may be written, after what it replaces and the least recently used are removed.
+
+    What a process left that was killed while it wrote goes as well: a gigabyte, perhaps."""
+    for partial, _ in folder.files(_PARTIAL):
+        process = _PARTIAL.fullmatch(partial)
+        if process is not None and not Path(f"/proc/{process[1]}").exists():
+            folder.remove(partial)
+    disk = shutil.disk_usage(folder.descriptor)
+    most = min(MAX_BYTES, disk.total // 4)
+    if needed > most:
+        return False
+    others = [(other, status.st_size) for other, status in folder.files(_FILE) if other != name]
+    total = sum(size for _, size in others)
+    while others and (len(others) >= MAX_FILES or total + needed > most):
+        oldest, size = others.pop(0)
+        folder.remove(oldest)
+        total -= size
+    return shutil.disk_usage(folder.descriptor).free >= 2 * needed

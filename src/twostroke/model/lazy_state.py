@@ -16,6 +16,9 @@ class LazyState(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._readers[name]()
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._readers  # Mapping's own would read the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._readers)
 
