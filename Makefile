@@ -1,24 +1,23 @@
 # What a person types: `make demo` and `make test`. Both make the virtual environment they need.
 SHELL := /bin/bash
 PYTHON ?= python3
-# The exact release: an open range can pull gigabytes of CUDA packages on a machine without a GPU.
-TORCH ?= torch==2.13.0
+# Versions to keep to: what CI tested. `make LOCK=` takes the newest that pyproject.toml admits.
+LOCK ?= requirements.lock
 VENV := .venv
 BIN := $(VENV)/bin
 # Training seconds of the demo.
 BUDGET_S ?= 300
 export TWOSTROKE_HOME ?= $(CURDIR)/runs/home
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+install := $(PYTHON) install/environment.py "$(VENV)" --lock "$(LOCK)"
 
-.PHONY: demo test soak lint docs clean
+.PHONY: demo test check soak lint docs lock clean python
 
-$(VENV)/.run: pyproject.toml
+python:
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not installed (Debian: apt-get install python3 python3-venv)" >&2; exit 2; }
-	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' || { echo "make: Python 3.11 or newer with its venv module is needed (Debian: apt-get install python3-venv); set PYTHON=..." >&2; exit 2; }
-	@echo "Making $(VENV) (a minute the first time) ..."
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --editable .
+
+$(VENV)/.run: pyproject.toml $(wildcard $(LOCK)) | python
+	@$(install)
 	@touch $@
 
 # Installing built the native library; sources that have changed since are built again. Without a compiler torch does its work.
@@ -27,7 +26,12 @@ $(VENV)/.native: $(VENV)/.run setup.py $(wildcard src/twostroke/kernels/native/*
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.run
-	$(BIN)/pip install --quiet --editable ".[test,lint]"
+	@$(install) --extra test --extra lint
+	@touch $@
+
+# lm-eval beside the rest, for the tests that hold our scores against it.
+$(VENV)/.eval: $(VENV)/.test
+	@$(install) --extra test --extra lint --extra eval
 	@touch $@
 
 demo: $(VENV)/.native
@@ -36,7 +40,7 @@ demo: $(VENV)/.native
 test: $(VENV)/.test $(VENV)/.native
 	$(BIN)/python -m pytest -q --durations=15
 
-soak: $(VENV)/.test $(VENV)/.native
+soak: $(VENV)/.eval $(VENV)/.native
 	$(BIN)/python -m pytest -q -m soak --timeout=7200
 
 lint: $(VENV)/.test
@@ -49,6 +53,10 @@ docs: $(VENV)/.test
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/generate_plan_schema.py
 	$(BIN)/python docs/generate_claims.py
+
+# After .ci/run has passed with newer versions (make LOCK= ...): these are the tested ones from now on.
+lock: $(VENV)/.eval
+	$(BIN)/python install/lock.py
 
 clean:
 	rm -rf $(VENV) runs build src/*.egg-info

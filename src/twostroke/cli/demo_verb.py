@@ -17,6 +17,7 @@ from typing import Any
 
 import typer
 
+import twostroke
 from twostroke.cli.console import JSON_HELP, emit, log
 from twostroke.core.aside import write_text
 from twostroke.core.errors import ConfigError, Interrupted, TwostrokeError
@@ -26,6 +27,9 @@ from twostroke.core.units import format_bytes, format_count, format_flop_rate, f
 app = typer.Typer(add_completion=False)
 
 Result = dict[str, Any]
+OWN_RECIPE = Path(twostroke.__file__).parent / "recipes" / "demo.toml"
+"""A link to the repository's recipes in a checkout, files of the package where it is installed."""
+
 LOAD = ("--users", "4", "--requests", "64", "--prompt-tokens", "64", "--output-tokens", "64")
 """The demo's traffic: four users who each send the next request when the last is answered."""
 
@@ -175,7 +179,7 @@ def _compare(demo: Demo, stages: dict[str, Result]) -> tuple[Result, str]:
 @app.command(name="demo")
 def demo(
     directory: Path = typer.Option(Path("runs/demo"), help="Where the demo keeps everything; one folder a budget."),
-    recipe: Path = typer.Option(Path("recipes/demo.toml"), help="Recipe of the training run."),
+    recipe: Path = typer.Option(None, help="Recipe of the training run; without it the package's own."),
     budget_s: float = typer.Option(300.0, help="Seconds of training."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
@@ -184,8 +188,9 @@ def demo(
     Run again, it continues from what is done. It ends with training beside inference, predicted beside measured, and the
     path of an HTML report.
     """
+    recipe = recipe or OWN_RECIPE
     if not recipe.is_file():
-        raise ConfigError(f"recipe {recipe} does not exist. Run the demo in the repository's root, or give --recipe.")
+        raise ConfigError(f"recipe {recipe} does not exist. Leave --recipe out for the package's own.")
     if not 0 < budget_s < float("inf"):
         raise ConfigError(f"--budget-s {budget_s:g} must be above 0.")
     here = Demo(directory / f"{budget_s:g}s", recipe, budget_s)
