@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 16, 32, 512])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--level", choices=native_library.LEVELS)
+    parser.add_argument("--target", choices=native_library.holding())
     parser.add_argument("--prefetch-bytes", type=int, default=0)
     parser.add_argument("--chunk-rows", type=int, default=256, help="rows that a thread takes through all matrices; 0: shared")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each cell, about")
@@ -140,9 +140,9 @@ def main() -> None:
     if library is None:
         raise SystemExit(native_library.why_absent())
     library.ts_set_threads(options.threads)
-    if options.level:
-        library.ts_set_level(native_library.LEVELS.index(options.level))
-    print(f"level {native_library.LEVELS[library.ts_level()]}, {options.threads} threads, ", end="")
+    if options.target:
+        native_library.set_target(options.target)
+    print(f"target {native_library.target()}, {options.threads} threads, ", end="")
     print(f"barrier {library.ts_barrier_seconds(100000) * 1e9:.0f} ns")
     rate = read_rate(library)
     for model in options.models:

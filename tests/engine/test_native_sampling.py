@@ -10,23 +10,19 @@ import pytest
 import torch
 
 from twostroke.engine import native_sampling, sampler
-from twostroke.kernels.native_library import LEVELS, library
+from twostroke.kernels.native_library import holding, library, set_target, target
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native library was not built")
 
 
-@pytest.fixture(params=LEVELS)
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    native = library()
-    assert native is not None
-    before, wanted = native.ts_level(), LEVELS.index(request.param)
-    if wanted > native.ts_best_level():
-        pytest.skip(f"this processor has no {request.param}")
-    native.ts_set_level(wanted)
-    yield request.param
-    native.ts_set_level(before)
+@pytest.fixture(params=holding())
+def each_target(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = target()
+    set_target(request.param)
+    yield
+    set_target(before)
 
 
 def any_params(rng: random.Random) -> SamplingParams:
@@ -59,7 +55,7 @@ def interval(row: torch.Tensor, params: SamplingParams, token: int) -> tuple[flo
     return float(cumulative[token] - weights[token] / weights.sum()), float(cumulative[token])
 
 
-def test_draws_are_those_of_the_reference(level: str) -> None:
+def test_draws_are_those_of_the_reference(each_target: None) -> None:
     rng = random.Random(7)
     n_same = n_all = 0
     for _ in range(120):
@@ -85,7 +81,7 @@ def test_draws_are_those_of_the_reference(level: str) -> None:
     assert n_same > 0.98 * n_all
 
 
-def test_the_most_probable_tokens_are_those_of_the_reference(level: str) -> None:
+def test_the_most_probable_tokens_are_those_of_the_reference(each_target: None) -> None:
     rng = random.Random(8)
     for _ in range(60):
         n_vocab, k = rng.choice((1, 3, 64, 1000, 5003)), rng.choice((0, 1, 5, 20))

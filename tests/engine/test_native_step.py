@@ -18,7 +18,7 @@ from twostroke.engine.interpreter import TorchInterpreter
 from twostroke.engine.lowering import lower
 from twostroke.engine.native_runner import NativeRunner
 from twostroke.engine.tiled_kv_pool import TiledKVPool
-from twostroke.kernels.native_library import LEVELS, library, why_absent
+from twostroke.kernels.native_library import holding, library, set_target, why_absent
 from twostroke.model.decoder import Decoder
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
@@ -122,11 +122,9 @@ def reference(decoder: Decoder, tokens: list[int]) -> tuple[torch.Tensor, torch.
 
 
 @pytest.fixture
-def best_level() -> Iterator[None]:
+def best_target() -> Iterator[None]:
     yield
-    loaded = library()
-    assert loaded is not None
-    loaded.ts_set_level(loaded.ts_best_level())
+    set_target(holding()[-1])
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -254,20 +252,17 @@ def test_w8a8_does_not_depend_on_the_batch_by_a_single_bit(name: str, changes: d
 
 
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
-def test_other_instruction_sets_agree(weights: str, best_level: None) -> None:
+def test_other_instruction_sets_agree(weights: str, best_target: None) -> None:
     decoder = decoder_of("qwen3", **SIZES)
-    loaded = library()
-    assert loaded is not None
     found = []
-    for level in range(loaded.ts_best_level() + 1):
-        loaded.ts_set_level(level)
+    for target in holding():
+        set_target(target)
         rig = Rig(decoder, weights, weights, token_budget=128)
         rig.add("a", long_prompt(150), max_tokens=1)
         rig.run()
         found.append(rig.row("a"))
-    assert len(found) <= len(LEVELS)
     for other in found[:-1]:
-        # bf16: each level sums in another order, so that now and then a value is rounded to its neighbour, 2⁻⁸ away.
+        # bf16: each target sums in another order, so that now and then a value is rounded to its neighbour, 2⁻⁸ away.
         assert float((other - found[-1]).abs().mean() / found[-1].std()) <= (1e-5 if weights == "fp32" else 0.02)
 
 

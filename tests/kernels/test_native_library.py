@@ -80,13 +80,6 @@ def test_every_source_has_the_flags_of_its_name() -> None:
 
 
 @needs_library
-def test_levels_above_the_processor_are_not_taken() -> None:
-    assert library is not None
-    library.ts_set_level(99)
-    assert library.ts_level() == library.ts_best_level()
-
-
-@needs_library
 @pytest.mark.parametrize("n_threads", [1, 2, 3, 5])
 def test_barriers_hold_with_any_number_of_threads(n_threads: int) -> None:
     assert library is not None

@@ -1,4 +1,4 @@
-"""The native products against numpy in double precision, on every level that this processor runs, with guarded buffers."""
+"""The native products against numpy in double precision, on every target that holds here, with guarded buffers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ if library is None:
 F32, BF16, W8A8, INT8, INT4 = range(5)
 NAMES = ("f32", "bf16", "w8a8", "int8", "int4")
 FORMATS = [(F32, 0), (BF16, 0), (W8A8, 0), (INT8, 0), (INT4, 32), (INT4, 64), (INT4, 128)]
-LEVELS = range(library.ts_best_level() + 1)
 by_format = pytest.mark.parametrize(("format", "group"), FORMATS, ids=[f"{NAMES[f]}{g or ''}" for f, g in FORMATS])
-by_level = pytest.mark.parametrize("level", LEVELS, ids=[native_library.LEVELS[i] for i in LEVELS])
+by_target = pytest.mark.parametrize("target", native_library.holding())
 
 _libc = ctypes.CDLL(None)
 _guarded: list[mmap.mmap] = []
@@ -42,10 +41,15 @@ def guarded(array: np.ndarray) -> np.ndarray:
 
 
 @pytest.fixture(autouse=True)
-def _best_level_and_two_threads_again() -> Iterator[None]:
+def _best_target_and_two_threads_again() -> Iterator[None]:
     yield
-    library.ts_set_level(library.ts_best_level())
+    use(native_library.holding()[-1])
     library.ts_set_threads(2)
+
+
+def use(target: str) -> None:
+    native_library.set_target(target, library)
+    assert native_library.target(library) == target
 
 
 def pointer(array: np.ndarray | None) -> int | None:
@@ -170,12 +174,11 @@ def tolerance(k: int) -> float:
     return 4e-7 * max(1.0, k**0.5)
 
 
-@by_level
+@by_target
 @by_format
-def test_product_over_odd_shapes(level: int, format: int, group: int) -> None:
-    library.ts_set_level(level)
-    assert library.ts_level() == level
-    rng = np.random.default_rng(100 * level + 10 * format + group)
+def test_product_over_odd_shapes(target: str, format: int, group: int) -> None:
+    use(target)
+    rng = np.random.default_rng([*target.encode(), format, group])
     for case in range(24):
         n, k, m = (
             int(rng.integers(1, 150)),
@@ -191,10 +194,10 @@ def test_product_over_odd_shapes(level: int, format: int, group: int) -> None:
         assert error <= tolerance(k), (n, k, m)
 
 
-@by_level
-def test_w8a8_is_exact_to_the_last_bit(level: int) -> None:
-    library.ts_set_level(level)
-    rng = np.random.default_rng(level)
+@by_target
+def test_w8a8_is_exact_to_the_last_bit(target: str) -> None:
+    use(target)
+    rng = np.random.default_rng([*target.encode()])
     for n, k, m in ((17, 33, 1), (64, 576, 5), (33, 1000, 13), (16, 9000, 2)):
         w, x = Weights.random(W8A8, 0, n, k, rng), rng.standard_normal((m, k), dtype=np.float32)
         w.codes[0, :] = 127  # the largest sums there are: what saturates at 16 bits shows here
@@ -211,22 +214,22 @@ def test_w8a8_is_exact_to_the_last_bit(level: int) -> None:
 
 
 @pytest.mark.parametrize("format", [W8A8, INT4])
-def test_integer_formats_have_the_same_bits_on_every_level(format: int) -> None:
+def test_integer_formats_have_the_same_bits_on_every_target(format: int) -> None:
     rng = np.random.default_rng(3)
     w = Weights.random(format, 64 if format == INT4 else 0, 70, 450, rng)
     x = rng.standard_normal((9, 450), dtype=np.float32)
     found = []
-    for level in LEVELS:
-        library.ts_set_level(level)
+    for target in native_library.holding():
+        use(target)
         found.append(product(w, PreparedRows.of(format, x)))
     assert all(np.array_equal(found[0], other) for other in found[1:])
 
 
-@by_level
+@by_target
 @by_format
-def test_a_row_does_not_depend_on_its_neighbours_nor_on_who_computes_it(level: int, format: int, group: int) -> None:
-    library.ts_set_level(level)
-    rng = np.random.default_rng(level)
+def test_a_row_does_not_depend_on_its_neighbours_nor_on_who_computes_it(target: str, format: int, group: int) -> None:
+    use(target)
+    rng = np.random.default_rng([*target.encode()])
     n, k, m = 150, 300, 61
     w = Weights.random(format, group, n, k, rng)
     rows = PreparedRows.of(format, rng.standard_normal((m, k), dtype=np.float32))
@@ -240,12 +243,12 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_who_computes_it(level: i
         assert np.array_equal(product(w, rows), whole)
 
 
-@by_level
+@by_target
 @pytest.mark.parametrize(("format", "group"), [(BF16, 0), (W8A8, 0), (INT4, 32), (INT4, 64), (INT4, 128)])
-def test_many_rows_with_many_inputs_are_each_the_same_as_alone(level: int, format: int, group: int) -> None:
+def test_many_rows_with_many_inputs_are_each_the_same_as_alone(target: str, format: int, group: int) -> None:
     """Inputs are walked in parts and blocks of rows overlap where there are many of both: 1 to 4 rows know neither."""
-    library.ts_set_level(level)
-    rng = np.random.default_rng(level)
+    use(target)
+    rng = np.random.default_rng([*target.encode()])
     for n, k, m in ((40, 1440, 45), (33, 700, 130), (16, 672, 530)):
         w = Weights.random(format, group, n, k, rng)
         rows = PreparedRows.of(format, rng.standard_normal((m, k), dtype=np.float32))
@@ -255,12 +258,12 @@ def test_many_rows_with_many_inputs_are_each_the_same_as_alone(level: int, forma
             assert np.array_equal(product(w, rows.slice(first, last), start=start[first:last]), whole[first:last])
 
 
-@by_level
+@by_target
 @pytest.mark.parametrize("exponents", [(100, 155), (0, 30), (50, 70), (180, 250), (0, 255)])
-def test_bf16_of_few_rows_has_the_bits_of_many(level: int, exponents: tuple[int, int]) -> None:
+def test_bf16_of_few_rows_has_the_bits_of_many(target: str, exponents: tuple[int, int]) -> None:
     """Values across bf16's range, among them denormals, overflow and, in the last, sums of infinities."""
-    library.ts_set_level(level)
-    rng = np.random.default_rng(level)
+    use(target)
+    rng = np.random.default_rng([*target.encode()])
     n, k, m = 50, 224, 37
     w, x = (
         (rng.integers(0, 2, shape) << 15 | rng.integers(*exponents, shape) << 7 | rng.integers(0, 128, shape)).astype(np.uint16)
@@ -275,10 +278,10 @@ def test_bf16_of_few_rows_has_the_bits_of_many(level: int, exponents: tuple[int,
         assert np.array_equal(few, whole[first : first + len(few)], equal_nan=True)
 
 
-@by_level
-def test_outputs_too_many_for_the_caches_are_the_same(level: int) -> None:
-    library.ts_set_level(level)
-    rng = np.random.default_rng(level)
+@by_target
+def test_outputs_too_many_for_the_caches_are_the_same(target: str) -> None:
+    use(target)
+    rng = np.random.default_rng([*target.encode()])
     n, m, k = 4096, 520, 64
     w = Weights.random(W8A8, 0, n, k, rng)
     rows = PreparedRows.of(W8A8, rng.standard_normal((m, k), dtype=np.float32))
@@ -288,10 +291,10 @@ def test_outputs_too_many_for_the_caches_are_the_same(level: int) -> None:
     assert np.array_equal(aligned.reshape(m, n), product(w, rows))  # there, with n + 3 between rows, lines are not whole
 
 
-@by_level
-def test_rows_are_rounded_to_nearest_even(level: int) -> None:
-    library.ts_set_level(level)
-    rng = np.random.default_rng(level)
+@by_target
+def test_rows_are_rounded_to_nearest_even(target: str) -> None:
+    use(target)
+    rng = np.random.default_rng([*target.encode()])
     for k in (1, 7, 16, 31, 32, 33, 100, 576, 1537):
         x = (rng.standard_normal((5, k)) * 10.0 ** rng.integers(-6, 6, (5, 1))).astype(np.float32)
         x[1] = 0
@@ -314,11 +317,11 @@ def test_rows_are_rounded_to_nearest_even(level: int) -> None:
         assert (rounded[:, k:] == 0).all()
 
 
-@by_level
+@by_target
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @by_format
-def test_what_is_not_finite_stays_so(level: int, bad: float, format: int, group: int) -> None:
-    library.ts_set_level(level)
+def test_what_is_not_finite_stays_so(target: str, bad: float, format: int, group: int) -> None:
+    use(target)
     rng = np.random.default_rng(0)
     for position in (0, 5, 18, 39):
         x = rng.standard_normal((2, 40), dtype=np.float32)
@@ -358,15 +361,12 @@ def emulated_tiles(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         )
     except native_build.BuildError as error:
         pytest.skip(str(error))
-    loaded = ctypes.CDLL(str(path))
-    for name, (result, arguments) in native_library._SIGNATURES.items():
-        getattr(loaded, name).restype, getattr(loaded, name).argtypes = result, arguments
-    return loaded
+    return native_library.open_library(path)
 
 
 def test_tiles_of_amx_agree(emulated_tiles: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    amx = native_library.LEVELS.index("amx")
-    assert emulated_tiles.ts_best_level() == amx  # its own check, against AVX-512, was passed
+    amx = "amx"
+    assert native_library.target(emulated_tiles) == amx  # its own check, against AVX-512, was passed
     monkeypatch.setitem(globals(), "library", emulated_tiles)
     for format, group in ((BF16, 0), (W8A8, 0), (INT4, 32), (INT4, 64), (INT4, 128)):
         test_product_over_odd_shapes(amx, format, group)

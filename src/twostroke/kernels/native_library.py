@@ -12,21 +12,24 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from twostroke.core.errors import ConfigError
 from twostroke.kernels.native import build as native_build
 
 PATH = native_build.FOLDER / native_build.LIBRARY_NAME
-LEVELS = ("plain", "avx2", "avxvnni", "avx512", "avx512bf16", "amx")
-FEATURES = ("avx2", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx")
 
 _POINTER, _INT, _INT64, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
+_BITS, _TEXT = ctypes.c_uint64, ctypes.c_char_p
 _SHAPE = [_INT, _INT, _INT64, _INT64]  # format, group, n, k
 _ROWS = [_INT64, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER]  # m, f32, bf16, codes, scales, sums
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "ts_sources": (ctypes.c_char_p, []),
-    "ts_features": (_INT, []),
-    "ts_best_level": (_INT, []),
-    "ts_level": (_INT, []),
-    "ts_set_level": (None, [_INT]),
+    "ts_sources": (_TEXT, []),
+    "ts_feature_names": (_TEXT, []),
+    "ts_features": (_BITS, []),
+    "ts_target_name": (_TEXT, [_INT]),
+    "ts_target_needs": (_BITS, [_INT]),
+    "ts_target": (_INT, []),
+    "ts_set_target": (_INT, [_INT]),
+    "ts_choose": (_INT, [_BITS, _INT]),
     "ts_threads": (_INT, []),
     "ts_set_threads": (None, [_INT]),
     "ts_allocate": (_POINTER, [_INT64]),
@@ -70,10 +73,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     if not PATH.exists():
         return None, f"{PATH} does not exist: no compiler was there when Twostroke was installed. {remedy}"
     try:
-        loaded = ctypes.CDLL(str(PATH))
-        for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(loaded, name)
-            function.restype, function.argtypes = result, arguments
+        loaded = open_library(PATH)
         built_from = loaded.ts_sources().decode()
     except (OSError, AttributeError) as error:
         return None, f"{PATH} cannot be used ({error}). {remedy}"
@@ -82,10 +82,55 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     return loaded, ""
 
 
+def open_library(path: Path) -> ctypes.CDLL:
+    """The library at ``path`` with its functions' types. Raises OSError, or AttributeError where it has not all of them."""
+    loaded = ctypes.CDLL(str(path))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
 def features() -> tuple[str, ...]:
-    """What the processor can run, among ``FEATURES``; empty without the library."""
+    """What the processor and its operating system can run, of what some target needs; empty without the library."""
     loaded = library()
-    return () if loaded is None else tuple(name for bit, name in enumerate(FEATURES) if loaded.ts_features() >> bit & 1)
+    return () if loaded is None else _names(loaded, loaded.ts_features())
+
+
+def targets(loaded: ctypes.CDLL | None = None) -> dict[str, tuple[str, ...]]:
+    """The instruction sets that ``loaded`` (the library) is compiled for, the fastest last, each with the features that it needs."""
+    loaded, found = loaded or library(), {}
+    while loaded is not None and (name := loaded.ts_target_name(len(found))) is not None:
+        found[name.decode()] = _names(loaded, loaded.ts_target_needs(len(found)))
+    return found
+
+
+def holding(loaded: ctypes.CDLL | None = None) -> tuple[str, ...]:
+    """Those of ``targets`` whose every feature is there. The last of them is used unless another is set."""
+    loaded = loaded or library()
+    if loaded is None:
+        return ()
+    return tuple(name for i, name in enumerate(targets(loaded)) if loaded.ts_choose(loaded.ts_features(), i) == i)
+
+
+def target(loaded: ctypes.CDLL | None = None) -> str:
+    """The one in use; empty without the library."""
+    loaded = loaded or library()
+    return "" if loaded is None else loaded.ts_target_name(loaded.ts_target()).decode()
+
+
+def set_target(name: str, loaded: ctypes.CDLL | None = None) -> None:
+    """Use target ``name`` from now on, for tests and measurements. Raises ConfigError where it does not hold, and changes nothing."""
+    loaded = loaded or library()
+    held = holding(loaded)
+    if loaded is None or name not in held:
+        remedy = f"Use one of {', '.join(held)}." if held else why_absent()
+        raise ConfigError(f"target {name!r} cannot run here. {remedy}")
+    loaded.ts_set_target(list(targets(loaded)).index(name))
+
+
+def _names(loaded: ctypes.CDLL, bits: int) -> tuple[str, ...]:
+    return tuple(name for bit, name in enumerate(loaded.ts_feature_names().decode().split()) if bits >> bit & 1)
 
 
 def main(arguments: list[str]) -> int:

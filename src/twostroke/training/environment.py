@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from twostroke.core.profile import read_fingerprint
-from twostroke.kernels.native_library import features
+from twostroke.kernels.native_library import holding
 from twostroke.ledger.code_version import code_version
 from twostroke.training.parallelize import why_not_compile
 from twostroke.training.tensor_file import tensor_bytes
@@ -43,7 +43,7 @@ def environment(device: torch.device, compile: bool) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "cpu": read_fingerprint().cpu_model,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "native": " ".join(features()) or "none",
+        "native": " ".join(holding()) or "none",
         "compiled": compile and why_not_compile(device) is None,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "matmul_precision": torch.get_float32_matmul_precision(),

@@ -15,7 +15,7 @@ struct FitFewBf16 {
 
 struct FewBf16 {
     template <int R, int T>
-    static void block(const Target& to, int64_t row, int64_t tile) {
+    static void block(const Walk& to, int64_t row, int64_t tile) {
         constexpr int64_t CHUNK_STEPS = 16;
         constexpr unsigned DENORMALS_ARE_ZEROS = 0x8040;
         const int64_t k = padded(to.w.k), n_chunks = k / (2 * CHUNK_STEPS), tile_bytes = k / 2 * STEP_BYTES;

@@ -14,7 +14,7 @@ namespace {
 using layout::STEP_BYTES;
 using layout::TILE;
 
-struct Target {
+struct Walk {
     const Matrix& w;
     const Rows& rows;
     float* y;
@@ -35,7 +35,7 @@ constexpr int64_t AHEAD_BYTES = 8192;
 template <int T>
 struct Ahead {
     int64_t distance, first, others, first_past_end, others_past_end;
-    Ahead(const Target& to, int64_t bytes, int64_t tile_bytes) {
+    Ahead(const Walk& to, int64_t bytes, int64_t tile_bytes) {
         distance = AHEAD_BYTES / T < bytes ? AHEAD_BYTES / T : bytes;
         first = others = distance;
         first_past_end = others_past_end = to.last ? 0 : distance + (T - 1) * tile_bytes;
@@ -48,7 +48,7 @@ struct Ahead {
 
 // Calls body(step, ahead in the first tile, in the others) for every step of T tiles.
 template <int T, int64_t BYTES = STEP_BYTES, class Body>
-__attribute__((always_inline)) inline void for_steps(const Target& to, int64_t n_steps, int64_t tile_bytes, Body body) {
+__attribute__((always_inline)) inline void for_steps(const Walk& to, int64_t n_steps, int64_t tile_bytes, Body body) {
     const Ahead<T> ahead(to, n_steps * BYTES, tile_bytes);
     const int64_t turn = n_steps - ahead.distance / BYTES;
     for (int64_t s = 0; s < turn; ++s) body(s, ahead.first, ahead.others);
@@ -70,7 +70,7 @@ struct RowPointers {
     const T* operator[](int r) const { return first[r / PER_POINTER] + (r % PER_POINTER) * stride; }
 };
 
-using Block = void (*)(const Target&, int64_t row, int64_t tile);
+using Block = void (*)(const Walk&, int64_t row, int64_t tile);
 
 template <class Kernel, class Fit, int... I>
 constexpr void fill_blocks(Block (&whole)[Fit::MAX_R + 1], std::integer_sequence<int, I...>) {
@@ -78,7 +78,7 @@ constexpr void fill_blocks(Block (&whole)[Fit::MAX_R + 1], std::integer_sequence
 }
 
 template <class Kernel, int R, int T>
-void tail_of_tiles(const Target& to, int64_t row, int64_t tile, int64_t end) {
+void tail_of_tiles(const Walk& to, int64_t row, int64_t tile, int64_t end) {
     if constexpr (T >= 1) {
         if (tile + T <= end) {
             Kernel::template block<R, T>(to, row, tile);
@@ -89,8 +89,8 @@ void tail_of_tiles(const Target& to, int64_t row, int64_t tile, int64_t end) {
 }
 
 template <class Kernel, class Fit, int... I>
-void tail_of_rows(const Target& to, int r, int64_t row, int64_t tile, int64_t end, std::integer_sequence<int, I...>) {
-    using Tail = void (*)(const Target&, int64_t, int64_t, int64_t);
+void tail_of_rows(const Walk& to, int r, int64_t row, int64_t tile, int64_t end, std::integer_sequence<int, I...>) {
+    using Tail = void (*)(const Walk&, int64_t, int64_t, int64_t);
     static constexpr Tail tails[] = {&tail_of_tiles<Kernel, I + 1, Fit::tiles_of(I + 1) / 2>...};
     tails[r - 1](to, row, tile, end);
 }
@@ -100,7 +100,7 @@ void tail_of_rows(const Target& to, int r, int64_t row, int64_t tile, int64_t en
 // All rows over the tiles [first, end). Rows are cut into the fewest blocks, of sizes as equal as can be. For many rows the tiles of
 // one block are read again for each block of rows, from the second-level cache.
 template <class Kernel, class Fit>
-void walk(Target to, int64_t first, int64_t end) {
+void walk(Walk to, int64_t first, int64_t end) {
     constexpr auto every = std::make_integer_sequence<int, Fit::MAX_R>{};
     static const struct Table {
         Block whole[Fit::MAX_R + 1] = {};
@@ -125,7 +125,7 @@ void walk(Target to, int64_t first, int64_t end) {
 
 template <class Kernel, class Fit>
 void product_by(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
-    walk<Kernel, Fit>(Target{w, rows, y, ldy, add}, n0 / TILE, layout::tiles(n1));
+    walk<Kernel, Fit>(Walk{w, rows, y, ldy, add}, n0 / TILE, layout::tiles(n1));
 }
 
 // Kept from call to call, at whole pages. Not a std::vector: its code, compiled here, could be linked into files meant for lesser

@@ -49,20 +49,20 @@ struct Part {
 // Outputs of more bytes than the caches can hold are written past them: a line need not be read before it is written, and whole
 // columns of a wide matrix do not push one another out of the same few sets.
 constexpr int64_t STREAMED_BYTES = 8 << 20;
-bool is_streamed(const Target& to) {
+bool is_streamed(const Walk& to) {
     return !to.add && to.rows.m * to.w.n * 4 > STREAMED_BYTES && to.ldy % ROWS == 0 && reinterpret_cast<uintptr_t>(to.y) % 64 == 0;
 }
 
 template <Format F>
 struct Sums {
-    const Target& to;
+    const Walk& to;
     const int32_t* values = nullptr;
     int64_t first = 0, row = 0, end = 0;  // the rows: of the block, not yet written, behind the block
     int64_t tile = 0, n_tiles = 0;
     const bool streamed = is_streamed(to);
     const float* const scales = F == Format::BF16 ? nullptr : layout::output_scales(to.w);
 
-    explicit Sums(const Target& to) : to(to) {}
+    explicit Sums(const Walk& to) : to(to) {}
 
     void write_rows(int64_t n) {
         const int64_t last = row + n < end ? row + n : end;
@@ -180,13 +180,13 @@ template <Format F>
 int64_t bytes_of_row(int64_t k) { return padded(k) * (F == Format::BF16 ? 2 : 1); }
 
 template <Format F>
-const char* first_row(const Target& to) {
+const char* first_row(const Walk& to) {
     if constexpr (F == Format::BF16) return reinterpret_cast<const char*>(to.rows.bf16);
     return reinterpret_cast<const char*>(to.rows.codes);
 }
 
 template <Format F, int R, int T>
-void block(const Target& to, const Part& part, Sums<F>& pending, Fetch fetch) {
+void block(const Walk& to, const Part& part, Sums<F>& pending, Fetch fetch) {
     const int64_t row_bytes = bytes_of_row<F>(to.w.k), all_chunks = row_bytes / CHUNK_BYTES;
     const int64_t next_tile = layout::tile_bytes(to.w.format, 0, to.w.k);
     const char* rows = first_row<F>(to) + part.row * row_bytes;
@@ -237,7 +237,7 @@ int place_rows(Part& part, int64_t b, int64_t m) {
 
 // The share of one of n blocks in fetching the panel behind this one, which is as wide.
 template <int T>
-Fetch fetch_share(const Target& to, int64_t tile, int64_t end, int64_t block, int64_t n) {
+Fetch fetch_share(const Walk& to, int64_t tile, int64_t end, int64_t block, int64_t n) {
     const char* next = layout::tile(to.w, tile + T < end ? tile + T : end);
     const int64_t stretch = (layout::tile(to.w, tile + 2 * T < end ? tile + 2 * T : end) - next) / (Fetch::STREAMS * 64);
     return Fetch{next, stretch * 64, Fetch::STREAMS * stretch * block / n, Fetch::STREAMS * stretch * (block + 1) / n};
@@ -245,7 +245,7 @@ Fetch fetch_share(const Target& to, int64_t tile, int64_t end, int64_t block, in
 
 // A panel of T tiles with all rows.
 template <Format F, int T>
-void panel(const Target& to, int64_t tile, int64_t end, Sums<F>& pending, int32_t* sums) {
+void panel(const Walk& to, int64_t tile, int64_t end, Sums<F>& pending, int32_t* sums) {
     const int64_t m = to.rows.m, n_blocks = (m + 2 * ROWS - 1) / (2 * ROWS), n_chunks = bytes_of_row<F>(to.w.k) / CHUNK_BYTES;
     const bool in_parts = n_chunks > PART_CHUNKS && n_blocks > 1 && n_blocks <= MOST_BLOCKS;
     const int64_t n_parts = in_parts ? (n_chunks + PART_CHUNKS - 1) / PART_CHUNKS : 1, n_fetches = n_parts * n_blocks;
@@ -266,7 +266,7 @@ void panel(const Target& to, int64_t tile, int64_t end, Sums<F>& pending, int32_
 }
 
 template <Format F>
-void walk_tiles(const Target& to, int64_t first, int64_t end) {
+void walk_tiles(const Walk& to, int64_t first, int64_t end) {
     alignas(64) int32_t sums[MOST_BLOCKS * SUMS];
     Sums<F> pending(to);
     shape(to.rows.m);

@@ -14,7 +14,7 @@ struct Fit512 {
 };
 
 // y[row, 16 outputs of the tile] = value (+ bias) (+ what was there).
-inline void write(const Target& to, int64_t row, int64_t tile, __m512 value) {
+inline void write(const Walk& to, int64_t row, int64_t tile, __m512 value) {
     const int64_t n = tile * TILE, left = to.w.n - n;
     const __mmask16 mask = left >= TILE ? __mmask16(0xffff) : __mmask16((1u << left) - 1);
     float* y = to.y + row * to.ldy + n;
@@ -29,7 +29,7 @@ inline __m512i word(const void* p) {
     return _mm512_set1_epi32(bits);
 }
 
-inline __m512 scales_of(const Target& to, int64_t tile) { return _mm512_loadu_ps(layout::output_scales(to.w) + tile * TILE); }
+inline __m512 scales_of(const Walk& to, int64_t tile) { return _mm512_loadu_ps(layout::output_scales(to.w) + tile * TILE); }
 
 // sum + Σ of 4 products unsigned·signed, in each of 16 words. Written as an instruction because GCC 12 copies and stores every sum of
 // its own intrinsic: a third of the speed for many rows.

@@ -2,7 +2,6 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
-#include <cstdint>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -15,34 +14,51 @@ uint64_t extended_control_register() {
     return low | (uint64_t{high} << 32);
 }
 
-Cpu ask() {
-    Cpu found{};
-    unsigned a, b, c, d;
-    if (!__get_cpuid(1, &a, &b, &c, &d)) return found;
-    const bool os_saves = c & bit_OSXSAVE;
-    const bool fma = c & bit_FMA, f16c = c & bit_F16C;
-    if (!os_saves || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return found;
-    const uint64_t saved = extended_control_register();
-    const bool ymm = (saved & 0x6) == 0x6, zmm = (saved & 0xe6) == 0xe6, tiles = (saved & 0x60000) == 0x60000;
-    const bool vnni = c & (1u << 11), avx512 = (b & bit_AVX512F) && (b & bit_AVX512BW) && (b & bit_AVX512DQ) && (b & bit_AVX512VL);
-    const bool tile_int8 = d & (1u << 25), tile_bf16 = d & (1u << 22);
-    found.avx2 = ymm && (b & bit_AVX2) && fma && f16c;
-    found.avx512 = found.avx2 && zmm && avx512 && vnni;
-    unsigned a1 = 0, b1 = 0, c1 = 0, d1 = 0;
-    if (a >= 1) __get_cpuid_count(7, 1, &a1, &b1, &c1, &d1);
-    found.avx_vnni = found.avx2 && (a1 & (1u << 4));
-    found.avx512_bf16 = found.avx512 && (a1 & (1u << 5));
-    if (found.avx512_bf16 && tiles && tile_int8 && tile_bf16) {
-        constexpr long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-        found.amx = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
-    }
-    return found;
+bool may_use_tiles() {
+    constexpr long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 }
 
 }  // namespace
 
-const Cpu& cpu() {
-    static const Cpu found = ask();
+// Bits by Intel's Software Developer's Manual, volume 2A, CPUID; those of XCR0 by volume 1, 13.3.
+Features cpu() {
+    Features found = 0;
+    const auto take = [&found](unsigned word, int bit, Feature feature) {
+        if (word >> bit & 1) found |= set_of(feature);
+    };
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return found;
+    take(c, 0, Feature::sse3);
+    take(c, 9, Feature::ssse3);
+    take(c, 12, Feature::fma);
+    take(c, 19, Feature::sse4_1);
+    take(c, 20, Feature::sse4_2);
+    take(c, 23, Feature::popcnt);
+    take(c, 26, Feature::xsave);
+    take(c, 28, Feature::avx);
+    take(c, 29, Feature::f16c);
+    const bool os_saves = c >> 27 & 1;
+    const uint64_t saved = os_saves ? extended_control_register() : 0;
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
+        take(b, 5, Feature::avx2);
+        take(b, 8, Feature::bmi2);
+        take(b, 16, Feature::avx512f);
+        take(b, 17, Feature::avx512dq);
+        take(b, 30, Feature::avx512bw);
+        take(b, 31, Feature::avx512vl);
+        take(c, 11, Feature::avx512_vnni);
+        take(d, 22, Feature::amx_bf16);
+        take(d, 24, Feature::amx_tile);
+        take(d, 25, Feature::amx_int8);
+        if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) {
+            take(a, 4, Feature::avx_vnni);
+            take(a, 5, Feature::avx512_bf16);
+        }
+    }
+    if ((saved & 0x6) == 0x6) found |= set_of(Feature::os_ymm);
+    if ((saved & 0xe6) == 0xe6) found |= set_of(Feature::os_zmm);
+    if ((saved & 0x60000) == 0x60000 && (found & set_of(Feature::amx_tile)) && may_use_tiles()) found |= set_of(Feature::os_tiles);
     return found;
 }
 
@@ -52,10 +68,7 @@ const Cpu& cpu() {
 
 namespace ts {
 
-const Cpu& cpu() {
-    static const Cpu nothing{};
-    return nothing;
-}
+Features cpu() { return 0; }
 
 }  // namespace ts
 

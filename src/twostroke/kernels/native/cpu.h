@@ -1,16 +1,29 @@
-// What this processor and its operating system can run.
+// What this processor and its operating system can run: a set, one bit for each feature.
 #pragma once
+#include <cstdint>
 
 namespace ts {
 
-struct Cpu {
-    bool avx2;         // with FMA and F16C
-    bool avx_vnni;     // 256-bit vpdpbusd without AVX-512
-    bool avx512;       // F, BW, DQ, VL and VNNI
-    bool avx512_bf16;
-    bool amx;          // tiles of int8 and bf16, granted by the operating system
+// Named as in Linux's /proc/cpuinfo, where sse3 is "pni". The last three are the operating system's part: it keeps these registers for
+// a program that is not running (XGETBV), and of tiles, it has let this process use them.
+#define TS_FEATURES(NAME)                                                                                                         \
+    NAME(sse3) NAME(ssse3) NAME(sse4_1) NAME(sse4_2) NAME(popcnt) NAME(xsave) NAME(avx) NAME(fma) NAME(f16c) NAME(avx2) NAME(bmi2) \
+    NAME(avx512f) NAME(avx512dq) NAME(avx512bw) NAME(avx512vl) NAME(avx512_vnni) NAME(avx_vnni) NAME(avx512_bf16) NAME(amx_tile)   \
+    NAME(amx_int8) NAME(amx_bf16) NAME(os_ymm) NAME(os_zmm) NAME(os_tiles)
+
+enum class Feature : int32_t {
+#define TS_NAME(NAME) NAME,
+    TS_FEATURES(TS_NAME)
+#undef TS_NAME
 };
 
-const Cpu& cpu();  // asked once
+using Features = uint64_t;
+
+template <class... Each>
+constexpr Features set_of(Each... features) {
+    return ((Features{1} << static_cast<int>(features)) | ... | Features{0});
+}
+
+Features cpu();  // asked at each call
 
 }  // namespace ts

@@ -1,50 +1,20 @@
-// Which level's code runs.
-#include "cpu.h"
+// Which target's code runs.
 #include "layout.h"
 #include "products.h"
-
-#include <atomic>
+#include "targets.h"
 
 namespace ts {
-namespace {
-
-Level find_best() {
-#if defined(__x86_64__)
-    if (amx::works()) return Level::Amx;
-    if (cpu().avx512_bf16) return Level::Avx512Bf16;
-    if (cpu().avx512) return Level::Avx512;
-    if (cpu().avx_vnni) return Level::AvxVnni;
-    if (cpu().avx2) return Level::Avx2;
-#endif
-    return Level::Plain;
-}
-
-std::atomic<Level>& in_use() {
-    static std::atomic<Level> level{find_best()};
-    return level;
-}
-
-}  // namespace
-
-Level best_level() {
-    static const Level best = find_best();
-    return best;
-}
-
-Level level() { return in_use().load(std::memory_order_relaxed); }
-
-void set_level(Level wanted) { in_use() = wanted < best_level() ? wanted : best_level(); }
 
 #if defined(__x86_64__)
-#define TS_DISPATCH(CALL)                                         \
-    switch (level()) {                                            \
-        case Level::Amx: return amx::CALL;                        \
-        case Level::Avx512Bf16: return avx512bf16::CALL;          \
-        case Level::Avx512: return avx512::CALL;                  \
-        case Level::AvxVnni: return avxvnni::CALL;                \
-        case Level::Avx2: return avx2::CALL;                      \
-        case Level::Plain: break;                                 \
-    }                                                             \
+#define TS_DISPATCH(CALL)                                          \
+    switch (target()) {                                            \
+        case Target::Amx: return amx::CALL;                        \
+        case Target::Avx512Bf16: return avx512bf16::CALL;          \
+        case Target::Avx512: return avx512::CALL;                  \
+        case Target::AvxVnni: return avxvnni::CALL;                \
+        case Target::Avx2: return avx2::CALL;                      \
+        case Target::Plain: break;                                 \
+    }                                                              \
     return plain::CALL
 #else
 #define TS_DISPATCH(CALL) return plain::CALL

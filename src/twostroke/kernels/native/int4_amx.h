@@ -45,7 +45,7 @@ void add_group(const Int4Shape& shape, const char* tiles, int64_t g, const int32
 
 // `rows`: the codes of all rows, row_bytes each, zeros behind the last to whole chunks. `unpacks`: no block before this one did.
 template <int R, int T>
-void int4_block(const Target& to, const Int4Shape& shape, const Part& part, const char* rows, int64_t row_bytes, char* codes, bool unpacks,
+void int4_block(const Walk& to, const Int4Shape& shape, const Part& part, const char* rows, int64_t row_bytes, char* codes, bool unpacks,
                 Fetch fetch) {
     alignas(64) int32_t sums[2][SUMS];
     alignas(64) float totals[SUMS];
@@ -77,7 +77,7 @@ void int4_block(const Target& to, const Int4Shape& shape, const Part& part, cons
 }
 
 template <int T>
-void int4_panel(const Target& to, const Int4Shape& shape, const char* rows, int64_t row_bytes, int64_t tile, int64_t end) {
+void int4_panel(const Walk& to, const Int4Shape& shape, const char* rows, int64_t row_bytes, int64_t tile, int64_t end) {
     const int64_t m = to.rows.m, n_blocks = (m + 2 * ROWS - 1) / (2 * ROWS);
     char* codes = int4_codes.at_least(T * shape.codes_bytes);
     Part part{};
@@ -91,7 +91,7 @@ void int4_panel(const Target& to, const Int4Shape& shape, const char* rows, int6
     }
 }
 
-void walk_int4(const Target& to, int64_t first, int64_t end) {
+void walk_int4(const Walk& to, int64_t first, int64_t end) {
     const Int4Shape shape(to.w);
     const char* rows = reinterpret_cast<const char*>(to.rows.codes);
     int64_t row_bytes = padded(to.w.k);

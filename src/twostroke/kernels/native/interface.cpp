@@ -1,10 +1,10 @@
 // The C interface that Python loads. Numbers in, numbers out; nothing here throws.
-#include "cpu.h"
 #include "layout.h"
 #include "matrix.h"
 #include "memory.h"
 #include "pool.h"
 #include "quantize.h"
+#include "targets.h"
 
 #include <chrono>
 
@@ -34,15 +34,22 @@ extern "C" {
 // A hash of the sources that this library was built from.
 const char* ts_sources() { return TS_SOURCES; }
 
-// Bits: 1 AVX2, 2 AVX-VNNI, 4 AVX-512 with VNNI, 8 AVX-512-BF16, 16 AMX.
-int ts_features() {
-    const Cpu& c = cpu();
-    return c.avx2 | c.avx_vnni << 1 | c.avx512 << 2 | c.avx512_bf16 << 3 | c.amx << 4;
+// Names of the bits of ts_features, from the lowest on, each with a space behind it.
+const char* ts_feature_names() {
+#define TS_NAME(NAME) #NAME " "
+    return TS_FEATURES(TS_NAME);
+#undef TS_NAME
 }
+uint64_t ts_features() { return features(); }
 
-int ts_best_level() { return int(best_level()); }
-int ts_level() { return int(level()); }
-void ts_set_level(int wanted) { set_level(Level(wanted)); }
+// Targets by number: the name (null behind the last), the features that it needs, whether it holds here; that in use.
+const char* ts_target_name(int number) { return number >= 0 && number < kTargetCount ? kTargets[number].name : nullptr; }
+uint64_t ts_target_needs(int number) { return kTargets[number].needs; }
+int ts_target() { return int(target()); }
+// The target that is in use now: the wanted one, or the fastest that holds where that does not.
+int ts_set_target(int wanted) { return int(set_target(wanted)); }
+// What a machine of these features would use; -1: nothing wanted.
+int ts_choose(uint64_t features, int wanted) { return int(choose(features, wanted)); }
 
 int ts_threads() { return Pool::shared().threads(); }
 void ts_set_threads(int n_threads) { Pool::shared().resize(n_threads); }

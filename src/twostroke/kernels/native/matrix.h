@@ -35,12 +35,6 @@ struct Rows {
 static constexpr int64_t padded(int64_t k) { return (k + 31) / 32 * 32; }
 static constexpr int64_t sums_per_row(int64_t k) { return 1 + padded(k) / 32; }
 
-// What a processor can run, each level holding those before it. Products exist for each.
-enum class Level : int32_t { Plain = 0, Avx2 = 1, AvxVnni = 2, Avx512 = 3 /* with VNNI */, Avx512Bf16 = 4, Amx = 5 };
-Level best_level();                 // of this processor
-Level level();                      // in use: the best, unless a lower one was set
-void set_level(Level);              // for tests and measurements; not above the best
-
 // Quantise or round rows [first, last) of x (m, k) into the buffers that `out` points to. F32 and INT8 read x itself
 // (set Rows.f32 = x): nothing is done. Codes are round-to-nearest-even of x·(127/max|row|), scales max|row|/127, with at least 1e-30 for
 // the maximum. A row that holds a NaN or an infinity gets such a scale, so that its outputs are not finite either.
@@ -48,7 +42,7 @@ void prepare_rows(Format, const float* x, int64_t m, int64_t k, Rows& out, int64
 
 // y[0:m, n0:n1] = rows · matrixᵀ (+ bias), or += where `add`: called by every thread with its own range of outputs. fp32 with row
 // stride ldy; y points to output 0. Each value is computed in one order whatever m, n0 and n1 are, so that a row's result does not
-// depend on its neighbours; W8A8: (float(Σ codes·codes) · row scale) · column scale (+ bias), the same bits on every level.
+// depend on its neighbours; W8A8: (float(Σ codes·codes) · row scale) · column scale (+ bias), the same bits on every target.
 void product(const Matrix&, const Rows&, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add);
 
 // n0 and n1 are multiples of it (or n).

@@ -1,7 +1,6 @@
 // W8A8, BF16 and INT4 by the matrix tiles of AMX. Everything else is AVX-512's.
 #include "bf16_amx.h"
 #include "blocks_amx.h"
-#include "cpu.h"
 #include "int4_amx.h"
 #include "products.h"
 
@@ -12,7 +11,7 @@ namespace {
 
 template <Format F>
 void product_by_tiles(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
-    const Target to{w, rows, y, ldy, add};
+    const Walk to{w, rows, y, ldy, add};
     if constexpr (F == Format::INT4)
         walk_int4(to, n0 / TILE, layout::tiles(n1));
     else
@@ -127,13 +126,15 @@ bool enough_rows(const Rows& rows) {
 
 }  // namespace
 
-bool works() {
+bool emulates_tiles() {
 #ifdef TS_EMULATE_TILES
-    const bool there = cpu().avx512_bf16;
+    return true;
 #else
-    const bool there = cpu().amx;
+    return false;
 #endif
-    if (!there) return false;
+}
+
+bool works() {
     return Trial<Format::W8A8>().agrees() && Trial<Format::INT4>().agrees() && Trial<Format::BF16>().agrees();
 }
 

@@ -1,3 +1,3 @@
 // Products by AVX2 with FMA.
-#define TS_LEVEL avx2
+#define TS_TARGET avx2
 #include "products_ymm.h"

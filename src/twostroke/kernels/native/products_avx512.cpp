@@ -7,7 +7,7 @@ namespace {
 
 struct W8A8 {
     template <int R, int T>
-    static void block(const Target& to, int64_t row, int64_t tile) {
+    static void block(const Walk& to, int64_t row, int64_t tile) {
         const int64_t k = padded(to.w.k), n_steps = k / 4, tile_bytes = n_steps * STEP_BYTES;
         const char* weights = layout::tile(to.w, tile);
         const RowPointers<int8_t, R> codes(to.rows.codes + row * k, k);
@@ -40,7 +40,7 @@ struct W8A8 {
 
 struct Int8 {
     template <int R, int T>
-    static void block(const Target& to, int64_t row, int64_t tile) {
+    static void block(const Walk& to, int64_t row, int64_t tile) {
         const int64_t k = to.w.k, tile_bytes = layout::tile_bytes(Format::INT8, 0, k);
         const char* weights = layout::tile(to.w, tile);
         const RowPointers<float, R> x(to.rows.f32 + row * k, k);
@@ -73,7 +73,7 @@ struct Int8 {
 
 struct F32 {
     template <int R, int T>
-    static void block(const Target& to, int64_t row, int64_t tile) {
+    static void block(const Walk& to, int64_t row, int64_t tile) {
         const int64_t k = to.w.k, tile_bytes = k * STEP_BYTES;
         const char* weights = layout::tile(to.w, tile);
         const RowPointers<float, R> x(to.rows.f32 + row * k, k);
@@ -98,7 +98,7 @@ struct F32 {
 // Without vdpbf16ps: the two halves of a word are widened to fp32.
 struct Bf16 {
     template <int R, int T>
-    static void block(const Target& to, int64_t row, int64_t tile) {
+    static void block(const Walk& to, int64_t row, int64_t tile) {
         const int64_t k = padded(to.w.k), n_steps = k / 2, tile_bytes = n_steps * STEP_BYTES;
         const char* weights = layout::tile(to.w, tile);
         const RowPointers<uint16_t, R> x(to.rows.bf16 + row * k, k);
@@ -136,7 +136,7 @@ struct FitInt4 {
 
 struct Int4 {
     template <int R, int T>
-    static void block(const Target& to, int64_t row, int64_t tile) {
+    static void block(const Walk& to, int64_t row, int64_t tile) {
         const int64_t k = padded(to.w.k), n_steps = k / 8, n_groups = layout::groups(to.w.k, to.w.group), group_steps = to.w.group / 8;
         const int64_t head = layout::head_bytes(Format::INT4, to.w.group, to.w.k), tile_bytes = head + n_steps * STEP_BYTES;
         const char* weights = layout::tile(to.w, tile);

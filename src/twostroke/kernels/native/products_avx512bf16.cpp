@@ -7,7 +7,7 @@ namespace {
 
 struct Bf16 {
     template <int R, int T>
-    static void block(const Target& to, int64_t row, int64_t tile) {
+    static void block(const Walk& to, int64_t row, int64_t tile) {
         const int64_t k = padded(to.w.k), n_steps = k / 2, tile_bytes = n_steps * STEP_BYTES;
         const char* weights = layout::tile(to.w, tile);
         const RowPointers<uint16_t, R> x(to.rows.bf16 + row * k, k);

@@ -1,4 +1,4 @@
-// The reference of all products, and what runs where no faster level does. It reads the same packed matrices.
+// The reference of all products, and what runs where no faster target does. It reads the same packed matrices.
 #include "layout.h"
 #include "numbers.h"
 #include "products.h"

@@ -1,10 +1,10 @@
-// Products by 256-bit vectors, included by one file for each namespace: AVX2 alone, and with AVX-VNNI. TS_LEVEL names the namespace.
+// Products by 256-bit vectors, included by one file for each namespace: AVX2 alone, and with AVX-VNNI. TS_TARGET names the namespace.
 #include "blocks.h"
 #include "products.h"
 
 #include <immintrin.h>
 
-namespace ts::TS_LEVEL {
+namespace ts::TS_TARGET {
 namespace {
 
 struct Fit256 {
@@ -20,7 +20,7 @@ inline __m256i word(const void* p) {
     return _mm256_set1_epi32(bits);
 }
 
-inline __m256 scales_of(const Target& to, int64_t tile, int half) {
+inline __m256 scales_of(const Walk& to, int64_t tile, int half) {
     return _mm256_loadu_ps(layout::output_scales(to.w) + tile * TILE + half * 8);
 }
 
@@ -30,7 +30,7 @@ inline __m256i first_words(int64_t count) {
 }
 
 // y[row, 8 outputs of the tile's half] = value (+ bias) (+ what was there).
-inline void write(const Target& to, int64_t row, int64_t tile, int half, __m256 value) {
+inline void write(const Walk& to, int64_t row, int64_t tile, int half, __m256 value) {
     const int64_t n = tile * TILE + half * 8, left = to.w.n - n;
     if (left <= 0) return;
     float* y = to.y + row * to.ldy + n;
@@ -70,7 +70,7 @@ inline void add_products(__m256i& sum, __m256i unsigned_bytes, __m256i signed_by
 
 struct W8A8 {
     template <int R, int T>
-    static void block(const Target& to, int64_t row, int64_t tile) {
+    static void block(const Walk& to, int64_t row, int64_t tile) {
         const int64_t k = padded(to.w.k), n_steps = k / 4, tile_bytes = n_steps * STEP_BYTES;
         const char* weights = layout::tile(to.w, tile);
         const RowPointers<int8_t, R> codes(to.rows.codes + row * k, k);
@@ -101,7 +101,7 @@ struct W8A8 {
 
 struct Int8 {
     template <int R, int T>
-    static void block(const Target& to, int64_t row, int64_t tile) {
+    static void block(const Walk& to, int64_t row, int64_t tile) {
         const int64_t k = to.w.k, tile_bytes = layout::tile_bytes(Format::INT8, 0, k);
         const char* weights = layout::tile(to.w, tile);
         const RowPointers<float, R> x(to.rows.f32 + row * k, k);
@@ -131,7 +131,7 @@ struct Int8 {
 
 struct F32 {
     template <int R, int T>
-    static void block(const Target& to, int64_t row, int64_t tile) {
+    static void block(const Walk& to, int64_t row, int64_t tile) {
         const int64_t k = to.w.k, tile_bytes = k * STEP_BYTES;
         const char* weights = layout::tile(to.w, tile);
         const RowPointers<float, R> x(to.rows.f32 + row * k, k);
@@ -155,7 +155,7 @@ struct F32 {
 
 struct Bf16 {
     template <int R, int T>
-    static void block(const Target& to, int64_t row, int64_t tile) {
+    static void block(const Walk& to, int64_t row, int64_t tile) {
         const int64_t k = padded(to.w.k), n_steps = k / 2, tile_bytes = n_steps * STEP_BYTES;
         const char* weights = layout::tile(to.w, tile);
         const RowPointers<uint16_t, R> x(to.rows.bf16 + row * k, k);
@@ -185,7 +185,7 @@ struct Bf16 {
 
 struct Int4 {
     template <int R, int T>
-    static void block(const Target& to, int64_t row, int64_t tile) {
+    static void block(const Walk& to, int64_t row, int64_t tile) {
         const int64_t k = padded(to.w.k), n_steps = k / 8, n_groups = layout::groups(to.w.k, to.w.group), group_steps = to.w.group / 8;
         const int64_t head = layout::head_bytes(Format::INT4, to.w.group, to.w.k), tile_bytes = head + n_steps * STEP_BYTES;
         const char* weights = layout::tile(to.w, tile);
@@ -361,4 +361,4 @@ uint64_t sum_words(const uint64_t* words, int64_t n_words) {
     return all;
 }
 
-}  // namespace ts::TS_LEVEL
+}  // namespace ts::TS_TARGET

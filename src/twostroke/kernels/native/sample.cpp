@@ -1,8 +1,8 @@
 // Drawing tokens, and finding the most probable ones. The plain references are in engine/sampler.py.
 #include "sample.h"
 
-#include "matrix.h"
 #include "pool.h"
+#include "targets.h"
 
 #include <algorithm>
 #include <atomic>
@@ -19,13 +19,13 @@ namespace {
 
 const SampleKernels& kernels() {
 #if defined(__x86_64__)
-    switch (level()) {
-        case Level::Amx:
-        case Level::Avx512Bf16:
-        case Level::Avx512: return sample_kernels_avx512();
-        case Level::AvxVnni:
-        case Level::Avx2: return sample_kernels_avx2();
-        case Level::Plain: break;
+    switch (target()) {
+        case Target::Amx:
+        case Target::Avx512Bf16:
+        case Target::Avx512: return sample_kernels_avx512();
+        case Target::AvxVnni:
+        case Target::Avx2: return sample_kernels_avx2();
+        case Target::Plain: break;
     }
 #endif
     return sample_kernels_plain();

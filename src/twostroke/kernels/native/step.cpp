@@ -11,19 +11,20 @@
 
 #include "pool.h"
 #include "step_run.h"
+#include "targets.h"
 
 namespace ts {
 namespace {
 
 const StepKernels& choose_kernels() {
 #if defined(__x86_64__)
-    switch (level()) {
-        case Level::Amx: return step_kernels_amx();
-        case Level::Avx512Bf16: return step_kernels_avx512bf16();
-        case Level::Avx512: return step_kernels_avx512();
-        case Level::AvxVnni:
-        case Level::Avx2: return step_kernels_avx2();
-        case Level::Plain: break;
+    switch (target()) {
+        case Target::Amx: return step_kernels_amx();
+        case Target::Avx512Bf16: return step_kernels_avx512bf16();
+        case Target::Avx512: return step_kernels_avx512();
+        case Target::AvxVnni:
+        case Target::Avx2: return step_kernels_avx2();
+        case Target::Plain: break;
     }
 #endif
     return step_kernels_plain();

@@ -1,7 +1,7 @@
 // The C interface of training_attention.h.
 #include "training_attention.h"
 
-#include "cpu.h"
+#include "targets.h"
 
 using namespace ts;
 
@@ -10,7 +10,7 @@ extern "C" {
 // 1 where this processor runs it.
 int ts_trains_attention() {
 #if defined(__x86_64__)
-    return cpu().avx512_bf16;
+    return holds(features(), Target::Avx512Bf16);
 #else
     return 0;
 #endif
