@@ -10,12 +10,15 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
@@ -76,13 +79,25 @@ def build(target: Path, flags_of: Mapping[str, tuple[str, ...]] | None = None) -
 
     ``flags_of``: further flags for files by their stem, "" for all of them and the linker: sanitizers, emulated tiles.
     """
+    flags_of = flags_of or {}
+    with object_folder() as folder:
+        objects = compile_sources(folder, flags_of)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f"{target.name}.{os.getpid()}.part")
+        try:
+            _run([*compiler(), *flags_of.get("", ()), *LINK_FLAGS, *map(str, objects.values()), "-o", str(partial)])
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+        _forget_old_objects(folder, keep=set(objects.values()))
+    return target
+
+
+def compile_sources(folder: Path, flags_of: Mapping[str, tuple[str, ...]] | None = None) -> dict[Path, Path]:
+    """The object in ``folder`` of each source, made where none of the same source, headers and flags is there. Raises BuildError."""
     command = compiler()
     flags_of = flags_of or {}
     headers = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(FOLDER.glob("*.h")))).hexdigest()
-    cache = Path(tempfile.gettempdir()) / f"twostroke-objects-{os.getuid()}"
-    cache.mkdir(mode=0o700, exist_ok=True)
-    if cache.stat().st_uid != os.getuid():
-        raise BuildError(f"{cache} belongs to another user. Set TMPDIR to a folder of your own.")
     stamp = f'-DTS_SOURCES="{sources_hash()}"'
 
     def compile_one(source: Path) -> Path:
@@ -90,24 +105,48 @@ def build(target: Path, flags_of: Mapping[str, tuple[str, ...]] | None = None) -
         if b"TS_SOURCES" in source.read_bytes():
             flags.append(stamp)
         key = hashlib.sha256(repr((command, flags, headers, source.name)).encode() + source.read_bytes()).hexdigest()[:32]
-        made = cache / f"{key}.o"
-        if not made.exists():
-            partial = cache / f"{key}.{os.getpid()}.part.o"
+        made = folder / f"{key}.o"
+        if not stat.S_ISREG(_mode_of(made)):
+            partial = folder / f"{key}.{os.getpid()}.part.o"
             _run([*command, *flags, "-c", str(source), "-o", str(partial)])
             partial.replace(made)
         return made
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        objects = list(pool.map(compile_one, sources()))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f"{target.name}.{os.getpid()}.part")
+        return dict(zip(sources(), pool.map(compile_one, sources()), strict=True))
+
+
+@contextmanager
+def object_folder() -> Iterator[Path]:
+    """Where objects are kept: in ``$TWOSTROKE_HOME`` or ``~/.twostroke``, if nobody else can have put one there. What is linked is run,
+    so a link, another user's folder, or one that others may write is left alone, and this build's objects have a new one of their own.
+    """
     try:
-        _run([*command, *flags_of.get("", ()), *LINK_FLAGS, *map(str, objects), "-o", str(partial)])
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
-    _forget_old_objects(cache, keep=set(objects))
-    return target
+        home = Path(os.environ.get("TWOSTROKE_HOME") or Path.home() / ".twostroke")
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = home / "objects"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        ours = _is_ours(home.resolve()) and _is_ours(folder)
+    except (OSError, RuntimeError):  # no home, or it cannot be written
+        ours = False
+    if ours:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="twostroke-objects-") as made:
+        yield Path(made)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether it is a folder, and not a link to one, that belongs to this user and that no other may write."""
+    found = os.lstat(folder)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+def _mode_of(path: Path) -> int:
+    try:
+        return os.lstat(path).st_mode
+    except FileNotFoundError:
+        return 0
 
 
 def _flags(source: Path) -> tuple[str, ...]:
@@ -120,7 +159,11 @@ def _run(command: list[str]) -> None:
         raise BuildError(f"`{shlex.join(command)}` failed:\n{done.stderr.strip()[-4000:]}")
 
 
-def _forget_old_objects(cache: Path, keep: set[Path], at_most: int = 200) -> None:
-    others = sorted((path for path in cache.glob("*.o") if path not in keep), key=lambda path: path.stat().st_mtime)
+def _forget_old_objects(folder: Path, keep: set[Path], at_most: int = 200) -> None:
+    """Of what earlier builds left, the oldest go; a file of another name is not ours."""
+    own = [
+        path for path in folder.iterdir() if re.fullmatch(r"[0-9a-f]{32}(\.[0-9]+\.part)?\.o", path.name) and path not in keep
+    ]
+    others = sorted(own, key=lambda path: path.lstat().st_mtime)
     for path in others[: max(0, len(others) - at_most)]:
         path.unlink(missing_ok=True)
