@@ -4,6 +4,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <new>
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -49,7 +50,9 @@ Slab* map_slab(int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
     madvise(begin, size_t(up(bytes, LARGE_PAGE)), MADV_HUGEPAGE);
 #endif
-    return new Slab{static_cast<char*>(mapped), mapped_bytes, begin, begin + up(bytes, LARGE_PAGE)};
+    auto* slab = new (std::nothrow) Slab{static_cast<char*>(mapped), mapped_bytes, begin, begin + up(bytes, LARGE_PAGE)};
+    if (!slab) munmap(mapped, size_t(mapped_bytes));
+    return slab;
 }
 
 void unmap_if_empty(Slab* slab) {
@@ -73,9 +76,13 @@ void* allocate(int64_t bytes) {
         if (before) unmap_if_empty(before);
     }
     char* block = current->next;
+    try {
+        blocks()[block] = {current, bytes};
+    } catch (const std::bad_alloc&) {
+        return nullptr;
+    }
     current->next += bytes;
     ++current->n_blocks;
-    blocks()[block] = {current, bytes};
     return block;
 }
 

@@ -4,6 +4,7 @@
 #include <csignal>
 #include <new>
 #include <pthread.h>
+#include <system_error>
 #if defined(__linux__)
 #include <climits>
 #include <linux/futex.h>
@@ -123,7 +124,12 @@ void Pool::start() {
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     const uint32_t seen = epoch_.value.load();
-    for (int thread = 1; thread < n_threads_; ++thread) workers_.emplace_back([this, thread, seen] { work(thread, seen); });
+    try {
+        for (int thread = 1; thread < n_threads_; ++thread) workers_.emplace_back([this, thread, seen] { work(thread, seen); });
+    } catch (const std::system_error&) {  // no more processes, or no address space for a stack
+    } catch (const std::bad_alloc&) {
+    }
+    n_threads_ = int(workers_.size()) + 1;
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
@@ -141,9 +147,9 @@ void Pool::resize(int n_threads) {
     std::lock_guard<std::mutex> lock(region_);
     if (n_threads < 1) n_threads = 1;
     if (n_threads > MAX_THREADS) n_threads = MAX_THREADS;
-    if (n_threads == n_threads_) return;
+    if (n_threads == n_wanted_) return;
     stop();
-    n_threads_ = n_threads;
+    n_threads_ = n_wanted_ = n_threads;
 }
 
 void Pool::after_fork() {
@@ -170,13 +176,13 @@ void Pool::work(int thread, uint32_t seen) {
 
 void Pool::run_raw(Function function, void* argument) {
     std::lock_guard<std::mutex> lock(region_);
+    if (n_threads_ > 1 && workers_.empty()) start();
     if (n_threads_ == 1) {
         function(argument, 0, 1);
         return;
     }
     this_thread = 0;
     note_processor();
-    if (workers_.empty()) start();
     function_ = function;
     argument_ = argument;
     remaining_.value.store(uint32_t(n_threads_ - 1));

@@ -24,13 +24,15 @@ public:
     static constexpr double BETWEEN_MOVES_S = 2e-3;
     static constexpr int MAX_THREADS = 256;
 
-    explicit Pool(int n_threads) : n_threads_(n_threads) {}
+    explicit Pool(int n_threads) : n_threads_(n_threads), n_wanted_(n_threads) {}
     ~Pool();
     Pool(const Pool&) = delete;
     Pool& operator=(const Pool&) = delete;
 
     static Pool& shared();  // the process's pool; two threads, or one on a single processor, until resized
 
+    // As many as were asked for, or as could be started where the system refused some (a container's limit of processes): that many
+    // until another number is asked for.
     int threads() const { return n_threads_; }
     void resize(int n_threads);  // waits for a running region
 
@@ -52,14 +54,15 @@ private:
     struct alignas(64) Line { Word value{0}; };
 
     void run_raw(Function, void*);
-    void start();
+    void start();  // of as many threads as the system gives; n_threads_ is their number then
     void stop();
     void work(int thread, uint32_t seen);
     void wait_while(Word& word, uint32_t value, Word& sleepers);
     void note_processor();
     void move_apart();
 
-    int n_threads_;
+    std::atomic<int> n_threads_;  // read by other callers while a region's first one starts threads
+    int n_wanted_;
     std::mutex region_;
     std::vector<std::thread> workers_;
     Function function_ = nullptr;
