@@ -83,9 +83,10 @@ TS_INLINE void score(const Workspace& work, int64_t row, const Tiles<kTilesPerSp
     for (int t = first; t < end; t += 2) {
         if (fetch) {
             for (int ahead = t + kFetchAhead; ahead < t + kFetchAhead + 2; ahead++) {
-                const char* from = reinterpret_cast<const char*>(ahead < end ? tiles.keys[ahead] : tiles.values[first + (ahead - end) % 16]);
-                if (ahead < end || first + ahead - end < end)
-                    for (int64_t i = 0; i < work.q_words * 64; i += 64) __builtin_prefetch(from + i, 0, 3);
+                const int beyond = first + ahead - end;  // the keys are at an end: values from the first on
+                if (ahead >= end && beyond >= end) continue;
+                const char* from = reinterpret_cast<const char*>(ahead < end ? tiles.keys[ahead] : tiles.values[beyond]);
+                for (int64_t i = 0; i < work.q_words * 64; i += 64) __builtin_prefetch(from + i, 0, 3);
             }
         }
         zero_tile<0>();
