@@ -70,6 +70,7 @@ public:
 
     int64_t draw(const Draw& d) {
         double total = weigh(x_, n_, d.temperature);
+        if (total != total) return -1;
         const bool by_k = d.top_k > 0 && d.top_k < n_, by_p = d.top_p < 1.0f;
         const float least = d.min_p > 0.0f ? std::log(d.min_p) : -kInfinity;
         const double share = static_cast<double>(d.top_p);
@@ -98,9 +99,10 @@ public:
         return among_found(d.number, floor, least);
     }
 
-    // The k largest logits, best first, ties in order of their tokens.
-    void top(int64_t k, float* values, int64_t* tokens) {
+    // The k largest logits, best first, ties in order of their tokens; false where there are fewer that weigh a number.
+    bool top(int64_t k, float* values, int64_t* tokens) {
         gather(cut_for(k), [&](double) { return found_.size() >= static_cast<size_t>(k); }, static_cast<size_t>(n_));
+        if (found_.size() < static_cast<size_t>(k)) return false;
         std::partial_sort(found_.begin(), found_.begin() + k, found_.end(), [](const Candidate& a, const Candidate& b) {
             return a.logit > b.logit || (a.logit == b.logit && a.token < b.token);
         });
@@ -108,6 +110,7 @@ public:
             values[i] = found_[static_cast<size_t>(i)].logit;
             tokens[i] = found_[static_cast<size_t>(i)].token;
         }
+        return true;
     }
 
     void set(const float* x, int64_t n) {
@@ -301,16 +304,20 @@ private:
     std::vector<Bin> bins_;
 };
 
-// f(row's place, scratch) for n rows, shared out to at most n_threads.
+// What the C interface answers.
+enum Outcome : int { kDone = 0, kNoMemory = 1, kNoNumber = 2 /* a row of logits holds NaN */ };
+
+// f(row's place, scratch), false where the row holds NaN, for n rows, shared out to at most n_threads.
 template <class F>
 int for_rows(int64_t n, int64_t n_threads, F f) {
-    std::atomic<bool> failed{false};
+    std::atomic<int> outcome{kDone};
     const auto some = [&](int64_t first, int64_t step) {
         static thread_local Row scratch;
         try {
-            for (int64_t i = first; i < n; i += step) f(i, scratch);
+            for (int64_t i = first; i < n; i += step)
+                if (!f(i, scratch)) outcome = kNoNumber;
         } catch (const std::bad_alloc&) {
-            failed = true;
+            outcome = kNoMemory;
         }
     };
     if (n_threads <= 1 || n <= 1) {
@@ -318,7 +325,7 @@ int for_rows(int64_t n, int64_t n_threads, F f) {
     } else {
         Pool::shared().run([&](int thread, int n_all) { some(thread, n_all); });
     }
-    return failed ? 1 : 0;
+    return outcome;
 }
 
 }  // namespace
@@ -326,22 +333,25 @@ int for_rows(int64_t n, int64_t n_threads, F f) {
 
 extern "C" {
 
-// A token for each draw from its row of (…, n_vocab) logits, of which none is NaN and one is finite. Nonzero: no memory.
+// A token for each draw from its row of (…, n_vocab) logits. 1: no memory. 2: a row holds NaN, or nothing that is finite; its draws have
+// no token.
 int ts_draw(const float* logits, int64_t n_vocab, void* draws, int64_t n, int64_t n_threads) {
     ts::Draw* each = static_cast<ts::Draw*>(draws);
     return ts::for_rows(n, n_threads, [&](int64_t i, ts::Row& row) {
         row.set(logits + each[i].row * n_vocab, n_vocab);
         each[i].token = row.draw(each[i]);
+        return each[i].token >= 0;
     });
 }
 
-// Of each of n rows the logarithm of the sum of exp(logits), and the k ≤ n_vocab largest logits with their tokens.
+// Of each of n rows the logarithm of the sum of exp(logits), and the k ≤ n_vocab largest logits with their tokens. 1: no memory. 2: a
+// row holds NaN; what is written of it means nothing.
 int ts_top(const float* logits, int64_t n_vocab, const int64_t* rows, int64_t n, int64_t k, double* normalisers, float* values,
            int64_t* tokens, int64_t n_threads) {
     return ts::for_rows(n, n_threads, [&](int64_t i, ts::Row& row) {
         const double total = row.weigh(logits + rows[i] * n_vocab, n_vocab, 1.0f);
         normalisers[i] = static_cast<double>(row.largest()) + std::log(total);
-        if (k > 0) row.top(k, values + i * k, tokens + i * k);
+        return total == total && (k <= 0 || row.top(k, values + i * k, tokens + i * k));
     });
 }
 
