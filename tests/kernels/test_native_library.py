@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -72,6 +73,87 @@ def test_a_refusing_compiler_leaves_no_library(tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    made = tmp_path / "own"
+    made.mkdir(mode=0o700)
+    monkeypatch.setenv("TWOSTROKE_HOME", str(made))
+    return made
+
+
+def test_objects_are_kept_in_the_home_for_this_user_alone(home: Path) -> None:
+    for _ in range(2):
+        with native_build.object_folder() as folder:
+            assert folder == home / "objects"
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_folder_that_others_could_have_filled_is_left_alone(home: Path, tmp_path: Path) -> None:
+    """A link, a folder that others may write, another user's, a file: what lies there would be linked and run."""
+    objects, elsewhere = home / "objects", tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    objects.symlink_to(elsewhere)
+    expect_a_folder_apart(objects)
+    objects.unlink()
+    for mode in (0o770, 0o702, 0o1777):
+        objects.mkdir()
+        objects.chmod(mode)
+        expect_a_folder_apart(objects)
+        objects.rmdir()
+    objects.write_text("a file")
+    expect_a_folder_apart(objects)
+    objects.unlink()
+    home.chmod(0o777)
+    expect_a_folder_apart(objects)
+    home.chmod(0o700)
+    if os.getuid() == 0:
+        objects.rmdir()
+        objects.mkdir(mode=0o700)
+        os.chown(objects, 65534, 65534)
+        expect_a_folder_apart(objects)
+    assert list(elsewhere.iterdir()) == []
+
+
+def expect_a_folder_apart(objects: Path) -> None:
+    with native_build.object_folder() as folder:
+        assert folder != objects
+        assert objects.resolve() not in (folder.resolve(), *folder.resolve().parents)
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert not folder.exists()
+
+
+def test_a_build_without_a_home_has_objects_for_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TWOSTROKE_HOME", str(tmp_path / "file" / "home"))
+    (tmp_path / "file").write_text("no folder")
+    with native_build.object_folder() as folder:
+        assert folder.is_dir()
+    assert not folder.exists()
+
+
+def test_an_object_that_is_a_link_is_compiled_anew(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = next(path for path in native_build.sources() if path.stem == "sample_plain")
+    monkeypatch.setattr(native_build, "sources", lambda: [source])
+    with native_build.object_folder() as folder:
+        made = native_build.compile_sources(folder)[source]
+        (tmp_path / "prepared.o").write_bytes(b"prepared")
+        made.unlink()
+        made.symlink_to(tmp_path / "prepared.o")
+        assert native_build.compile_sources(folder)[source] == made
+        assert not made.is_symlink()
+    assert (tmp_path / "prepared.o").read_bytes() == b"prepared"
+
+
+def test_only_objects_of_ours_are_forgotten(home: Path) -> None:
+    with native_build.object_folder() as folder:
+        others = [folder / name for name in ("thesis.o", "a.o", "0" * 32, f"{'0' * 31}g.o")]
+        own = [folder / f"{i:032x}.o" for i in range(5)]
+        for age, path in enumerate([*others, *own]):
+            path.write_text("")
+            os.utime(path, (age, age))
+        native_build._forget_old_objects(folder, keep={own[0]}, at_most=2)
+        assert sorted(folder.iterdir()) == sorted([*others, own[0], *own[3:]])
+
+
 def test_every_source_has_the_flags_of_its_name() -> None:
     flags = {path.stem: native_build._flags(path) for path in native_build.FOLDER.glob("*.cpp")}
     assert flags["pool"] == flags["products_plain"] == ()
@@ -97,6 +179,55 @@ def test_absurd_numbers_of_threads_are_bounded() -> None:
     library.ts_set_threads(10**6)
     assert library.ts_threads() == 256
     library.ts_set_threads(2)
+
+
+NOT_ALL_THREADS = """
+import resource
+from twostroke.kernels.native_library import library
+l = library()
+l.ts_set_threads(2)
+l.ts_barrier_seconds(10)
+{limit}
+l.ts_set_threads(64)
+l.ts_barrier_seconds(10)
+some = l.ts_threads()
+l.ts_barrier_seconds(10)
+l.ts_set_threads(1)
+l.ts_barrier_seconds(10)
+l.ts_set_threads(3)
+l.ts_barrier_seconds(10)
+print(some, l.ts_threads())
+"""
+
+
+@needs_library
+def test_threads_that_the_system_refuses_are_done_without() -> None:
+    """By the address space, of which a stack takes 8 MiB here."""
+    limit = """
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 40 * 2**20, -1))
+"""
+    some, few = map(
+        int,
+        python(
+            "import resource\nresource.setrlimit(resource.RLIMIT_STACK, (8 * 2**20, -1))" + NOT_ALL_THREADS.format(limit=limit)
+        ).split(),
+    )
+    assert 1 <= some < 64
+    assert few <= 3
+
+
+@needs_library
+@pytest.mark.skipif(os.getuid() != 0, reason="a user without other processes is needed, and only root can become one")
+def test_a_limit_of_processes_is_not_the_end() -> None:
+    """No user has this number. The library is loaded before: its files may be closed to others."""
+    limit = """
+import os
+resource.setrlimit(resource.RLIMIT_NPROC, (2, 2))
+os.setgid(54321)
+os.setuid(54321)
+"""
+    assert python(NOT_ALL_THREADS.format(limit=limit)).split() == ["2", "2"]
 
 
 @needs_library

@@ -1,4 +1,4 @@
-"""Which instruction set is used where: a choice among sets of features, and files that hold no instruction beyond their target's."""
+"""Which instruction set is used where: a choice among sets of features, and no instruction beyond a file's target."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ library = native_library.library()
 if library is None:
     pytest.skip(native_library.why_absent(), allow_module_level=True)
 
-HASWELL = frozenset("sse3 ssse3 sse4_1 sse4_2 popcnt xsave avx fma f16c avx2 bmi2".split())
-CASCADE_LAKE = HASWELL | set("avx512f avx512dq avx512bw avx512vl avx512_vnni".split())
-SAPPHIRE_RAPIDS = CASCADE_LAKE | set("avx_vnni avx512_bf16 amx_tile amx_int8 amx_bf16".split())
+HASWELL = frozenset(["sse3", "ssse3", "sse4_1", "sse4_2", "popcnt", "xsave", "avx", "fma", "f16c", "avx2", "bmi2"])
+CASCADE_LAKE = HASWELL | {"avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_vnni"}
+SAPPHIRE_RAPIDS = CASCADE_LAKE | {"avx_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"}
 PROCESSORS = {
     "haswell": (HASWELL, "plain avx2"),
     "znver2": (HASWELL, "plain avx2"),
@@ -30,8 +30,8 @@ PROCESSORS = {
     "sapphirerapids": (SAPPHIRE_RAPIDS, "plain avx2 avxvnni avx512 avx512bf16 amx"),
     "graniterapids": (SAPPHIRE_RAPIDS, "plain avx2 avxvnni avx512 avx512bf16 amx"),
 }
-"""Of nine processors, by GCC's names, what they have of the features that any target needs (GCC 14 manual, "x86 Options"; the first
-test asks the compiler where it knows them), and the targets that run there. Zen 2 is znver2, Zen 4 and 5 znver4 and znver5."""
+"""Of nine processors, by GCC's names (Zen 2 is znver2), what they have of the features that any target needs, and the targets
+that run there. From the GCC 14 manual, "x86 Options"; the first test asks the compiler where it knows them."""
 
 OS = frozenset({"os_ymm", "os_zmm", "os_tiles"})
 """A system that keeps all registers."""
@@ -108,7 +108,7 @@ def test_what_the_system_does_not_keep_is_not_used() -> None:
 
 
 def test_older_processors_run_the_plain_target() -> None:
-    ivy_bridge = frozenset("sse3 ssse3 sse4_1 sse4_2 popcnt xsave avx f16c".split())
+    ivy_bridge = frozenset(["sse3", "ssse3", "sse4_1", "sse4_2", "popcnt", "xsave", "avx", "f16c"])
     for features in (frozenset(), ivy_bridge, ivy_bridge | OS):
         assert holding(features) == "plain"
 
@@ -182,7 +182,7 @@ def test_no_file_writes_an_instruction_that_its_target_does_not_need() -> None:
 
 @pytest.fixture(scope="module")
 def symbols_and_sections() -> dict[str, tuple[str, str]]:
-    """Of each flagged file what nm and readelf say of its object. The objects are those of the library's own build, where it kept them."""
+    """Of each flagged file what nm and readelf say of its object: those of the library's own build, where it kept them."""
 
     def said(*command: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -194,8 +194,8 @@ def symbols_and_sections() -> dict[str, tuple[str, str]]:
 
 
 def test_code_for_one_target_cannot_be_linked_into_that_of_another(symbols_and_sections: dict[str, tuple[str, str]]) -> None:
-    """A weak symbol (an inline function, a template of the standard library) is taken from whichever file comes first, and what a file
-    computes before main runs everywhere."""
+    """A weak symbol (an inline function, a template of the standard library) is taken from whichever file comes first, and what
+    a file computes before main runs everywhere."""
     for name, (symbols, sections) in symbols_and_sections.items():
         assert [line for line in symbols.splitlines() if re.search(r" [WVu] (?!DW\.ref\.)", line)] == [], name
         assert ".init_array" not in sections, name

@@ -98,8 +98,9 @@ def features() -> tuple[str, ...]:
 
 
 def targets(loaded: ctypes.CDLL | None = None) -> dict[str, tuple[str, ...]]:
-    """The instruction sets that ``loaded`` (the library) is compiled for, the fastest last, each with the features that it needs."""
-    loaded, found = loaded or library(), {}
+    """The instruction sets that ``loaded`` (the library) is compiled for, the fastest last, with the features each needs."""
+    loaded = loaded or library()
+    found: dict[str, tuple[str, ...]] = {}
     while loaded is not None and (name := loaded.ts_target_name(len(found))) is not None:
         found[name.decode()] = _names(loaded, loaded.ts_target_needs(len(found)))
     return found
@@ -120,7 +121,7 @@ def target(loaded: ctypes.CDLL | None = None) -> str:
 
 
 def set_target(name: str, loaded: ctypes.CDLL | None = None) -> None:
-    """Use target ``name`` from now on, for tests and measurements. Raises ConfigError where it does not hold, and changes nothing."""
+    """Use target ``name`` from now on, for tests and measurements. Raises ConfigError where it does not hold."""
     loaded = loaded or library()
     held = holding(loaded)
     if loaded is None or name not in held:

@@ -94,7 +94,7 @@ def build(target: Path, flags_of: Mapping[str, tuple[str, ...]] | None = None) -
 
 
 def compile_sources(folder: Path, flags_of: Mapping[str, tuple[str, ...]] | None = None) -> dict[Path, Path]:
-    """The object in ``folder`` of each source, made where none of the same source, headers and flags is there. Raises BuildError."""
+    """The object in ``folder`` of each source, made where none of the same source and flags is there. Raises BuildError."""
     command = compiler()
     flags_of = flags_of or {}
     headers = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(FOLDER.glob("*.h")))).hexdigest()
@@ -118,9 +118,10 @@ def compile_sources(folder: Path, flags_of: Mapping[str, tuple[str, ...]] | None
 
 @contextmanager
 def object_folder() -> Iterator[Path]:
-    """Where objects are kept: in ``$TWOSTROKE_HOME`` or ``~/.twostroke``, if nobody else can have put one there. What is linked is run,
-    so a link, another user's folder, or one that others may write is left alone, and this build's objects have a new one of their own.
-    """
+    """Where objects are kept: in ``$TWOSTROKE_HOME`` or ``~/.twostroke``, if no other user can have put one there.
+
+    What is linked is run: a link, another user's folder, or one that others may write is left alone, and this build's objects
+    have a new folder of their own."""
     try:
         home = Path(os.environ.get("TWOSTROKE_HOME") or Path.home() / ".twostroke")
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
