@@ -38,7 +38,7 @@ def test_a_plan_over_devices_with_an_slo_and_a_rate(plan: Run) -> None:
     assert document["load"]["service"]["each"]["tpot_s"] <= 0.02
     assert document["load"]["service"]["devices"] == 4 * document["load"]["service"]["replicas"]
     assert document["load"]["pools"]["prefill_instances"] >= 1
-    assert document["loaded"]["tpot_s"] > document["prediction"]["tpot_s"]
+    assert document["loaded"]["ttft_s"] > document["prediction"]["ttft_s"]
     assert len(document["latency_table"]["ttft_s"]) == len(document["latency_table"]["contexts"])
 
 

@@ -62,8 +62,8 @@ def test_the_winner_is_what_planning_each_by_itself_finds(objective: Objective) 
     scores = []
     for machine, scheme, batch in itertools.product(those, schemes, batches):
         plan = plan_serving(spec, ServingShape(scheme, batch, 512, 128), machine)
-        if plan.largest_batch >= batch and plan.loaded_ttft_s <= 0.4:
-            rated = {"cost": plan.usd_per_mtok, "time": plan.loaded_e2e_s, "energy": plan.kwh_per_mtok}
+        if plan.largest_batch >= batch and plan.loaded.ttft_s <= 0.4:
+            rated = {"cost": plan.usd_per_mtok, "time": plan.loaded.e2e_s, "energy": plan.kwh_per_mtok}
             scores.append((rated.get(objective, -plan.output_tok_per_s), machine.name, scheme, batch))
     winner = search.winner
     assert winner is not None
@@ -87,9 +87,9 @@ def test_several_devices_are_planned_as_plan_serve_does() -> None:
     for (tensor, pipeline, expert), batch in itertools.product(sorted(placements), batches):
         shape = ServingShape("fp8", batch, 512, 128, tensor=tensor, pipeline=pipeline, expert=expert)
         plan = plan_serving(spec, shape, machine)
-        if plan.largest_batch >= batch and plan.loaded_tpot_s <= 0.02:
+        if plan.largest_batch >= batch and plan.loaded.tpot_s <= 0.02:
             kept += 1
-            best = min(best or (plan.loaded_e2e_s, plan), (plan.loaded_e2e_s, plan), key=lambda pair: pair[0])
+            best = min(best or (plan.loaded.e2e_s, plan), (plan.loaded.e2e_s, plan), key=lambda pair: pair[0])
     assert best is not None
     winner, plan = search.winner, best[1]
     assert winner is not None
@@ -97,8 +97,8 @@ def test_several_devices_are_planned_as_plan_serve_does() -> None:
     assert winner.n_devices == plan.devices
     for name, value in {
         "e2e_s": best[0],
-        "loaded_ttft_s": plan.loaded_ttft_s,
-        "loaded_tpot_s": plan.loaded_tpot_s,
+        "loaded_ttft_s": plan.loaded.ttft_s,
+        "loaded_tpot_s": plan.loaded.tpot_s,
         "output_tok_per_s": plan.output_tok_per_s,
         "cost_per_mtok_usd": plan.usd_per_mtok,
         "energy_per_mtok_kwh": plan.kwh_per_mtok,
@@ -193,7 +193,7 @@ def test_of_a_calibrated_machine_there_is_one() -> None:
     assert served.results[0].rejected["type"] == 2  # fp8 and int4
     assert served.winner is not None
     plan = plan_serving(spec, ServingShape(served.winner.precision, served.winner.batch, 512, 128), here)
-    assert served.winner.values["loaded_tpot_s"] == pytest.approx(plan.loaded_tpot_s)
+    assert served.winner.values["loaded_tpot_s"] == pytest.approx(plan.loaded.tpot_s)
     assert served.winner.values["cost_per_mtok_usd"] == pytest.approx(plan.usd_per_mtok)
     trained = search_training(spec, TrainWork(1e8, 512, 2**15), Space((here,), 8))
     assert {c.n_devices for c in trained.best} == {1}

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from twostroke.bench.definitions import Distribution, LoadSummary, RequestRecord, percentile
 from twostroke.bench.load import LoadSpec
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.engine_passes import TOKEN_BUDGET
 from twostroke.planner.hardware import Hardware
-from twostroke.planner.queueing import stepped_server_wait_s
+from twostroke.planner.load import closed_loop
 from twostroke.planner.serving import ServingPlan, ServingShape, plan_serving
+from twostroke.planner.serving_load import AtRate, at_rate
 
 MAX_BATCH = 1024
 
@@ -20,69 +20,51 @@ QUANTILE_PERCENTS = (*(2.5 * i for i in range(40)), 99.0, 100.0)
 
 
 def expected_concurrency(spec: ModelSpec, load: LoadSpec, scheme: str, hardware: Hardware) -> int:
-    """Requests in flight at once: the users of a closed loop; of an open one, Little's law, concurrency =
-    rate · E2E(concurrency), iterated from 1 until it stays, within the cap and the number of requests."""
-    most = min(load.n_requests, load.users or load.max_concurrency or MAX_BATCH, MAX_BATCH)
-    if load.users is not None or load.request_rate is None:
-        return most
-    batch = 1
-    for _ in range(20):
-        wanted = min(
-            most, max(1, round(min(float(MAX_BATCH), load.request_rate * _plan(spec, load, scheme, batch, hardware).e2e_s)))
-        )
-        if wanted == batch:
-            break
-        batch = wanted
-    return batch
+    """Requests in flight at once: the users of a closed loop; of an open one rate · E2E (Little's law), at least 1 and within
+    the cap and the number of requests."""
+    found = _at_rate(spec, load, scheme, hardware)
+    return _most(load) if found is None else max(1, round(found.rate_per_s * found.e2e_s))
+
+
+def _most(load: LoadSpec) -> int:
+    return min(load.n_requests, load.users or load.max_concurrency or MAX_BATCH, MAX_BATCH)
+
+
+def _at_rate(spec: ModelSpec, load: LoadSpec, scheme: str, hardware: Hardware) -> AtRate | None:
+    """The server at an open loop's rate. None for a closed one, for one that sends all at once, and where more come than it
+    carries or the load allows: then as many are in flight as may be, each followed by the next."""
+    if load.users is not None or load.request_rate is None or math.isinf(load.request_rate):
+        return None
+    found = at_rate(_plan(spec, load, scheme, 1, hardware), load.request_rate)
+    return found if found is not None and found.rate_per_s * found.e2e_s <= _most(load) else None
 
 
 def predict_load(spec: ModelSpec, load: LoadSpec, scheme: str, hardware: Hardware) -> dict[str, float]:
-    """Ledger names → predicted values, at the load's mean lengths and expected concurrency B.
-
-    With P the prefill of one prompt alone, T a decode step of B requests and n output tokens, a request that has B − 1 others
-    beside it takes B·P + n·T: its own prefill, one of each of the others, and its steps. So for B > 1 E2E = B·P + n·T; alone
-    TTFT = P, E2E = P + (n − 1)·T. TPOT = (E2E − TTFT)/(n − 1), output tokens/s = B·n/(B·P + n·T). TTFT beside others:
-    ``first_token_s``. HTTP itself is not in it.
+    """Ledger names → predicted values, at the load's mean lengths and expected concurrency B: TTFT, TPOT and E2E by the
+    planner's model of waiting (``planner.load``), output tokens/s = B·n ÷ E2E with n output tokens. HTTP is not in it.
     """
+    found = _at_rate(spec, load, scheme, hardware)
     batch = expected_concurrency(spec, load, scheme, hardware)
     plan = _plan(spec, load, scheme, batch, hardware)
-    n, prefill, step = plan.shape.output_tokens, plan.ttft_s, plan.tpot_s
-    ttft, e2e = prefill, plan.e2e_s
-    if batch > 1:
-        ttft, e2e = first_token_s(load, plan), batch * prefill + n * step
+    n = plan.shape.output_tokens
+    if found is None:
+        lengths = load.output_tokens[1] - load.output_tokens[0] + 1
+        ttft, tpot, e2e = closed_loop(plan.steps, batch, lengths, load.n_requests)
+        output_tok_per_s = batch * n / e2e
+    else:
+        ttft, tpot, e2e = found.ttft_s, found.tpot_s, found.e2e_s
+        output_tok_per_s = found.rate_per_s * n
     values = {
         "concurrency": float(batch),
         "ttft_s": ttft,
         "e2e_s": e2e,
-        "output_tok_per_s": plan.output_tok_per_s,
-        "prefill_s": prefill,
+        "output_tok_per_s": output_tok_per_s,
+        "prefill_s": plan.ttft_s,
         "prefill_tok_per_s": plan.prefill_tok_per_s,
-        "decode_step_s": step,
+        "decode_step_s": plan.tpot_s,
         "decode_tok_per_s": plan.decode_tok_per_s,
     }
-    return values | ({"tpot_s": (e2e - ttft) / (n - 1)} if n > 1 else {})
-
-
-def first_token_s(load: LoadSpec, plan: ServingPlan) -> float:
-    """Median TTFT of a request beside B − 1 others in flight, P a prefill alone, T a decode step, n output tokens.
-
-    A step takes the prompts that wait, as far as the token budget goes: g = min(B, budget ÷ prompt) of them, which get their
-    first tokens together. In a closed loop a request comes when another has ended. Where all answers are equally long, those
-    g end together again: g·P, and for the share that has others decoding beside it the step it comes in and its own, 2T. At
-    random it finds q = (B − 1)/n others ending in its own and in the last step: 2T + P·(1 + 2q). Answers of W different lengths
-    end together with probability 1/W. In a load of less than two waves most come at once, and half of them go first:
-    (B/g + 1)/2 groups of g·P. In an open loop they come by chance: ``stepped_server_wait_s``.
-    """
-    batch, prefill, step, n = plan.shape.batch, plan.ttft_s, plan.tpot_s, plan.shape.output_tokens
-    if load.users is None and load.request_rate not in (None, math.inf):
-        rate = batch / (batch * prefill + n * step)
-        return stepped_server_wait_s(rate, step, prefill) + step + prefill
-    together = max(1, min(batch, TOKEN_BUDGET // plan.shape.prompt_tokens))
-    if load.n_requests < 2 * batch:
-        return (batch / together + 1) / 2 * together * prefill
-    in_step = together * prefill + 2 * step * (1 - together / batch)
-    by_chance = 2 * step + prefill * (1 + 2 * (batch - 1) / n)
-    return by_chance + (in_step - by_chance) / (load.output_tokens[1] - load.output_tokens[0] + 1)
+    return values | ({"tpot_s": tpot} if n > 1 else {})
 
 
 def _plan(spec: ModelSpec, load: LoadSpec, scheme: str, batch: int, hardware: Hardware) -> ServingPlan:

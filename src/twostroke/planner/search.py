@@ -23,11 +23,14 @@ from twostroke.planner.flops import training_flops_per_token
 from twostroke.planner.hardware import Hardware
 from twostroke.planner.interconnect import LinkFinding, blame_idle_links, link_findings
 from twostroke.planner.layout import Layout
+from twostroke.planner.load import Steps, closed_loop
 from twostroke.planner.memory import FP32, PRECISIONS, state_bytes
 from twostroke.planner.params import count_parameters
 from twostroke.planner.passes import optimizer_work
 from twostroke.planner.serving import (
+    CHUNK_TOKENS,
     SCHEMES,
+    TOKEN_BUDGET,
     ServingShape,
     decode_pass,
     decode_works,
@@ -383,14 +386,13 @@ class _ServeTimer:
     def _timed(self, batch: int, memory: dict[str, float], ttft_s: float) -> Candidate:
         """One that fits, with its rates, its money and the limits it misses; with as many replicas as the requests need.
 
-        TTFT and TPOT are those of users who ask again at once, as ``ServingPlan.loaded_ttft_s`` and ``loaded_tpot_s`` say;
-        the equality is tested in tests/planner/test_search.py.
+        TTFT and TPOT are those of users who ask again at once, as of ``ServingPlan.loaded``.
         """
         work, machine, output = self.work, self.machine, self.work.output_tokens
         step_s, beside_s, network_s, bound = self._step(batch)
         added_s = ttft_s if self.ours else self.rates.interference * beside_s
-        loaded_tpot_s = step_s + (batch - 1) / output * added_s
-        loaded_ttft_s = ttft_s if batch == 1 else ttft_s * (1 + (batch - 1) / (2 * output)) + step_s / 2
+        budget = TOKEN_BUDGET if self.ours else CHUNK_TOKENS
+        loaded = closed_loop(Steps(ttft_s, added_s, step_s, work.prompt_tokens, output, budget), batch)
         rate = batch * output / (batch * ttft_s + output * step_s)
         served = work.requests_per_s * output or rate
         replicas = math.ceil(served / rate) if work.requests_per_s else 1
@@ -399,9 +401,9 @@ class _ServeTimer:
         values = {
             "ttft_s": ttft_s,
             "tpot_s": step_s,
-            "loaded_ttft_s": loaded_ttft_s,
-            "loaded_tpot_s": loaded_tpot_s,
-            "e2e_s": loaded_ttft_s + (output - 1) * loaded_tpot_s,
+            "loaded_ttft_s": loaded.ttft_s,
+            "loaded_tpot_s": loaded.tpot_s,
+            "e2e_s": loaded.e2e_s,
             "output_tok_per_s": served,
             "cost_per_mtok_usd": usd_per_million_tokens(served, usd_per_hour),
             "energy_per_mtok_kwh": energy_kwh(1e6 / served, watts, self.pue),
@@ -409,8 +411,8 @@ class _ServeTimer:
         limits = self.limits
         checks = (
             ("devices", float(n_devices), float(self.space.most(machine)), "devices"),
-            ("ttft", loaded_ttft_s, limits.ttft_s, "s"),
-            ("tpot", loaded_tpot_s, limits.tpot_s, "s"),
+            ("ttft", loaded.ttft_s, limits.ttft_s, "s"),
+            ("tpot", loaded.tpot_s, limits.tpot_s, "s"),
             ("usd_per_hour", usd_per_hour, limits.usd_per_hour, "usd"),
             ("usd_per_mtok", values["cost_per_mtok_usd"], limits.usd_per_mtok, "usd"),
         )

@@ -10,9 +10,11 @@ from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.core.spec import ModelSpec
 from twostroke.planner import native_passes, native_products
 from twostroke.planner.cost import Cost, TokenPrices, cost_of, token_prices, usd_per_million_tokens
+from twostroke.planner.engine_passes import TOKEN_BUDGET as TOKEN_BUDGET
 from twostroke.planner.engine_passes import decode_ratio, engine_decode_works, engine_prefill_works, prefill_ratio
 from twostroke.planner.flops import decode_flops, prefill_flops
 from twostroke.planner.hardware import DATASHEET_NOTE, Hardware
+from twostroke.planner.load import Latency, Steps, closed_loop
 from twostroke.planner.params import Parameters, block_products, count_parameters
 from twostroke.planner.schema import PLAN_SCHEMA
 from twostroke.planner.speculation import Speculation
@@ -210,23 +212,16 @@ class ServingPlan:
         return self.interference * beside
 
     @property
-    def loaded_tpot_s(self) -> float:
-        """TPOT of ``batch`` users who each ask again at once: TPOT + (batch − 1)/output · what a prompt adds."""
-        return self.tpot_s + (self.shape.batch - 1) / self.shape.output_tokens * self.added_by_a_prompt_s
+    def steps(self) -> Steps:
+        """What ``load`` computes waiting from."""
+        shape, ours = self.shape, self.prompt_beside_s is None
+        fresh, budget = shape.prompt_tokens - shape.hit_tokens, TOKEN_BUDGET if ours else CHUNK_TOKENS
+        return Steps(self.ttft_s, self.added_by_a_prompt_s, self.tpot_s, fresh, shape.output_tokens, budget)
 
     @property
-    def loaded_ttft_s(self) -> float:
-        """TTFT beside batch − 1 such users: the step that is running ends (half of one on average), prompts that arrived during
-        the same step go first (half of (batch − 1)/output), then its own prefill. Alone: the prefill."""
-        if self.shape.batch == 1:
-            return self.ttft_s
-        before = (self.shape.batch - 1) / (2 * self.shape.output_tokens)
-        return self.ttft_s * (1 + before) + self.tpot_s / 2
-
-    @property
-    def loaded_e2e_s(self) -> float:
-        """Loaded TTFT + (output − 1) · loaded TPOT."""
-        return self.loaded_ttft_s + (self.shape.output_tokens - 1) * self.loaded_tpot_s
+    def loaded(self) -> Latency:
+        """Of ``batch`` users who each ask again when answered, all answers equally long: ``load.closed_loop``."""
+        return closed_loop(self.steps, self.shape.batch)
 
     @property
     def decode_tok_per_s(self) -> float:
@@ -304,7 +299,7 @@ class ServingPlan:
             "memory_bytes": {**self.memory_bytes, "peak": self.peak_memory_bytes},
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "kv_request_bytes": self.kv_request_bytes,
-            "loaded": {"ttft_s": self.loaded_ttft_s, "tpot_s": self.loaded_tpot_s, "e2e_s": self.loaded_e2e_s},
+            "loaded": self.loaded._asdict(),
             "pages": self.pages,
             "devices": self.devices,
             "largest_batch": self.largest_batch,

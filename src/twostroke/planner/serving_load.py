@@ -5,13 +5,8 @@ At a rate λ the prompts take the share ρ = λ·X of all time, so that
 
     TPOT = T(b) ÷ (1 − ρ),   b = λ·(output − 1)·TPOT   (Little's law)
 
-A request that arrives waits until the running step ends and goes into the next with all that arrived meanwhile. Steps take
-L = T + N·X, N being Poisson with mean λ·L: mean T ÷ (1 − ρ), and met by an arrival at length m = mean + λ·X². So
-
-    TTFT = m/2 + ρ·m + T + X
-
-(gated service: the rest of the running step, the others that arrived in it, its own step). All prompts and answers have the
-plan's lengths; where they vary, waits are longer. Held against a simulated server in tests/planner/test_serving_load.py.
+Waiting for the first token is ``planner.load``'s. All prompts and answers have the plan's lengths; where they vary, waits are
+longer. Held against a simulated server in tests/planner/test_serving_load.py.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ from typing import Any
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.planner.cost import usd_per_million_tokens
 from twostroke.planner.disaggregation import MOST_UTILISED, Disaggregation, disaggregate, transfer_s
-from twostroke.planner.queueing import stepped_server_wait_s
+from twostroke.planner.load import closed_loop, open_loop_first_token
 from twostroke.planner.serving import ServingPlan, serving_times
 
 MAX_SAMPLED_BATCH = 2**14
@@ -98,9 +93,7 @@ def at_rate(plan: ServingPlan, rate_per_s: float, step: Callable[[float], float]
         batch = wanted
         tpot = step(batch) / (1 - busy)
     decoding = min(1.0, wanted)  # share of time in which anything decodes, while that is little
-    running, added = decoding * step(batch), plan.added_by_a_prompt_s
-    wait = stepped_server_wait_s(rate_per_s, running, added)
-    ttft = wait + decoding * (running + added) + (1 - decoding) * plan.ttft_s
+    wait, ttft = open_loop_first_token(plan.steps._replace(step_s=step(batch)), rate_per_s, decoding)
     return AtRate(rate_per_s, wanted, busy, wait, ttft, tpot, ttft + later * tpot)
 
 
@@ -123,12 +116,15 @@ def largest_rate(plan: ServingPlan, slo: Slo, step: Callable[[float], float] | N
     return found
 
 
-def largest_batch_within(plan: ServingPlan, tpot_s: float, step: Callable[[float], float] | None = None) -> int:
-    """The most users, each asking again at once, whose mean TPOT stays within ``tpot_s``: T(b) + (b − 1)/output·X. 0: none."""
+def largest_batch_within(
+    plan: ServingPlan, tpot_s: float, step: Callable[[float], float] | None = None, prompts_elsewhere: bool = False
+) -> int:
+    """The most users, each asking again at once, whose TPOT stays within ``tpot_s`` (``load.closed_loop``). 0: none."""
     step = step or step_of_batch(plan)
+    steps = plan.steps._replace(prefill_s=0.0, added_s=0.0) if prompts_elsewhere else plan.steps
 
     def within(batch: int) -> bool:
-        return step(batch) + (batch - 1) / plan.shape.output_tokens * plan.added_by_a_prompt_s <= tpot_s
+        return closed_loop(steps._replace(step_s=step(batch)), batch).tpot_s <= tpot_s
 
     low, high = 0, min(max(plan.largest_batch, 1), MAX_SAMPLED_BATCH)
     while low < high:
@@ -178,8 +174,7 @@ def pools_for(plan: ServingPlan, rate_per_s: float, slo: Slo) -> Disaggregation:
     step = step_of_batch(plan)
     batch = min(plan.shape.batch, plan.largest_batch)
     if slo.tpot_s is not None:
-        alone = replace(plan, interference=0.0)
-        batch = largest_batch_within(alone, slo.tpot_s, step)
+        batch = largest_batch_within(plan, slo.tpot_s, step, prompts_elsewhere=True)
         if batch == 0:
             raise CapacityError(
                 f"one request alone decodes a token in {1e3 * step(1.0):.3g} ms, above the SLO of {1e3 * slo.tpot_s:.3g} ms. "

@@ -281,23 +281,29 @@ def _native_time(terms: Explanation, plan: ServingPlan) -> None:
 
 def _load(terms: Explanation, plan: ServingPlan) -> None:
     """B users who each ask again at once."""
-    shape = plan.shape
-    numbers = {"B": shape.batch, "output": shape.output_tokens, "interference": plan.interference}
-    beside = "ttft_s" if plan.prompt_beside_s is None else "prompt_beside_s"
-    numbers |= {} if plan.prompt_beside_s is None else {"prompt_beside_s": plan.prompt_beside_s}
-    terms.add(
-        "load", "loaded_tpot_s", plan.loaded_tpot_s, "s", f"tpot_s + (B − 1)/output·interference·{beside}",
-        "other users' prompts are computed between tokens", **numbers,
-    )  # fmt: skip
-    formula = "ttft_s" if shape.batch == 1 else "ttft_s·(1 + (B − 1)/(2·output)) + tpot_s/2"
-    terms.add(
-        "load", "loaded_ttft_s", plan.loaded_ttft_s, "s", formula, "half a running step, and prompts that came just before",
-        **numbers,
-    )  # fmt: skip
-    terms.add(
-        "load", "loaded_e2e_s", plan.loaded_e2e_s, "s", "loaded_ttft_s + (output − 1)·loaded_tpot_s", "of a whole answer",
-        **numbers,
-    )  # fmt: skip
+    shape, steps, loaded = plan.shape, plan.steps, plan.loaded
+    numbers = {"B": shape.batch, "output": shape.output_tokens}
+    if shape.batch == 1:
+        terms.add("load", "loaded_ttft_s", loaded.ttft_s, "s", "ttft_s", "nobody is beside it")
+        terms.add("load", "loaded_e2e_s", loaded.e2e_s, "s", "ttft_s + (output − 1)·tpot_s", "of a whole answer", **numbers)
+    else:
+        beside = "ttft_s" if plan.prompt_beside_s is None else "prompt_beside_s"
+        among = numbers | {"g": steps.together(shape.batch), "interference": plan.interference}
+        among |= {} if plan.prompt_beside_s is None else {"prompt_beside_s": plan.prompt_beside_s}
+        terms.add(
+            "load", "prompt_s", steps.prompt_s(shape.batch), "s", f"g/B·ttft_s + (1 − g/B)·interference·{beside}",
+            "a prompt, g of which share a step: alone, or beside others that decode", **among,
+        )  # fmt: skip
+        terms.add(
+            "load", "loaded_ttft_s", loaded.ttft_s, "s", "g·prompt_s + 2·(1 − g/B)·tpot_s",
+            "those that end together come together; the step it comes in and its own", **among,
+        )  # fmt: skip
+        terms.add(
+            "load", "loaded_e2e_s", loaded.e2e_s, "s",
+            "B·prompt_s + 2·(1 − g/B)·tpot_s + (output − 1)·tpot_s", "every user's prompt once, waiting, its steps", **among,
+        )  # fmt: skip
+    formula = "(loaded_e2e_s − loaded_ttft_s)/(output − 1)" if shape.output_tokens > 1 else "tpot_s"
+    terms.add("load", "loaded_tpot_s", loaded.tpot_s, "s", formula, "other users' prompts are between tokens", **numbers)
 
 
 def _money(terms: Explanation, plan: ServingPlan) -> None:

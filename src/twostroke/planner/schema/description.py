@@ -365,7 +365,8 @@ OBJECTS: dict[str, tuple[str, Fields]] = {
         },
     ),
     "loaded": (
-        "Latency among `batch` users who each ask again at once",
+        "Latency among `batch` users who each ask again when answered, all answers equally long; `twostroke bench serve` "
+        "predicts with the same model",
         {
             "ttft_s": ("number", "s to the first token"),
             "tpot_s": ("number", "s between tokens"),

@@ -10,13 +10,13 @@ from twostroke.planner.text.format import columns
 
 def loaded_text(plan: ServingPlan, table: LatencyTable) -> str:
     """What every plan says of its users beside each other, and the table of TTFT and TPOT."""
-    shape = plan.shape
+    shape, loaded = plan.shape, plan.loaded
     lines = (
         [f"predicted for {shape.batch} users who each ask again at once:"] if shape.batch > 1 else ["predicted for one user:"]
     )
     lines.append(
-        f"TTFT {format_seconds(plan.loaded_ttft_s)}, waiting included; TPOT {format_seconds(plan.loaded_tpot_s)} with the "
-        f"prompts of others; answer {format_seconds(plan.loaded_e2e_s)}"
+        f"TTFT {format_seconds(loaded.ttft_s)}, waiting included; TPOT {format_seconds(loaded.tpot_s)} with the "
+        f"prompts of others; answer {format_seconds(loaded.e2e_s)}"
     )
     if shape.speculation is not None:
         lines.append(

@@ -1,0 +1,83 @@
+"""How long a request waits beside others: the one model that plans, searches, explanations and ``bench`` ask.
+
+There are two kinds of load. In a closed loop each of B users asks again when answered; in an open one requests arrive by chance
+at a rate. All formulas are arithmetic on the seconds of steps, which the planner has from a calibration or a datasheet. They are
+held against a simulated engine in tests/planner/test_load.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from twostroke.planner.queueing import stepped_server_wait_s
+
+
+class Steps(NamedTuple):
+    """Seconds of an engine's steps, and what each request asks of them.
+
+    ``prefill_s`` P: a prompt alone. ``added_s`` X: what a prompt adds to a step in which others decode. ``step_s`` T: a step in
+    which all users decode. ``prompt_tokens`` are those to compute, ``token_budget`` those that a step takes at most.
+    """
+
+    prefill_s: float
+    added_s: float
+    step_s: float
+    prompt_tokens: int
+    output_tokens: int
+    token_budget: int
+
+    def together(self, users: int) -> int:
+        """Prompts g that one step computes: as many as the token budget holds, at least one, at most all users'."""
+        return max(1, min(users, self.token_budget // max(1, self.prompt_tokens)))
+
+    def prompt_s(self, users: int) -> float:
+        """What a prompt takes on average: P in the steps that hold prompts alone, a share g/B of them, X in the others."""
+        alone = self.together(users) / users
+        return alone * self.prefill_s + (1 - alone) * self.added_s
+
+
+class Latency(NamedTuple):
+    """Of one request: first token, each later one, all of them."""
+
+    ttft_s: float
+    tpot_s: float
+    e2e_s: float
+
+
+def closed_loop(steps: Steps, users: int, lengths: int = 1, requests: float = math.inf) -> Latency:
+    """Median latency of a request beside those of ``users`` − 1 others, who each ask again when answered.
+
+    A request comes when another has ended. Where all answers are equally long (``lengths`` = 1), the g prompts of one step end
+    together again and come together: with A = ``Steps.prompt_s`` they take g·A, and for the share 1 − g/B that has others
+    decoding beside it there is waiting w = 2·T, the step that it comes in and its own. At random it finds q = (B − 1)/n others
+    ending in its own and in the last step: X·(1 + 2·q), and w = 2·T. Answers of W different ``lengths`` end together with
+    probability 1/W. In a load of less than two waves of ``requests`` most come at once, and half of them go first:
+    (B/g + 1)/2 groups of g·P.
+
+    TTFT is these prompts and w. A request takes every user's prompt once and n − 1 steps: E2E = B·A + w + (n − 1)·T, and
+    TPOT = (E2E − TTFT)/(n − 1). Alone TTFT = P, TPOT = T.
+    """
+    later, step_s = steps.output_tokens - 1, steps.step_s
+    if users == 1:
+        return Latency(steps.prefill_s, step_s, steps.prefill_s + later * step_s)
+    together, prompt_s = steps.together(users), steps.prompt_s(users)
+    if requests < 2 * users:
+        waited_s, prompts_s = 0.0, (users / together + 1) / 2 * together * steps.prefill_s
+    else:
+        waited_s = 2 * step_s * (1 - together / users / lengths)
+        by_chance = steps.added_s * (1 + 2 * (users - 1) / steps.output_tokens)
+        prompts_s = by_chance + (together * prompt_s - by_chance) / lengths
+    ttft_s, e2e_s = waited_s + prompts_s, waited_s + users * prompt_s + later * step_s
+    return Latency(ttft_s, (e2e_s - ttft_s) / later if later else step_s, e2e_s)
+
+
+def open_loop_first_token(steps: Steps, rate_per_s: float, decoding: float = 1.0) -> tuple[float, float]:
+    """(mean wait, mean TTFT) of requests that arrive by chance at ``rate_per_s``; ``decoding`` is the share of time in which
+    others decode.
+
+    Wait until the own step begins: ``queueing.stepped_server_wait_s``, with a step of T in that share of time. Then the own
+    step with the prompt in it, T + X, or P where nothing decodes.
+    """
+    wait_s = stepped_server_wait_s(rate_per_s, decoding * steps.step_s, steps.added_s)
+    return wait_s, wait_s + decoding * (steps.step_s + steps.added_s) + (1 - decoding) * steps.prefill_s
