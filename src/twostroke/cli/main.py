@@ -15,6 +15,7 @@ from twostroke.core.openmp import limit_spinning
 from twostroke.core.version import __version__
 
 VERBS: dict[str, str] = {
+    "doctor": "What this machine has, what is missing, and the command that mends it.",
     "calibrate": "Measure this machine once (two minutes) and store its profile.",
     "plan": "Predict memory, time, throughput, energy and money, before any work.",
     "data": "Prepare text into token shards.",

@@ -1,0 +1,227 @@
+"""What there is: processor, memory, disk, compiler, native library, torch, GPU, profiles, other programs.
+
+Read in a fraction of a second. torch is not imported: what was installed says its version and build. Only where the machine
+shows a GPU and torch has CUDA does a child process ask torch whether the two fit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata, util
+from pathlib import Path
+
+from twostroke.core.errors import TwostrokeError
+from twostroke.core.paths import home
+from twostroke.core.profile import Engine, MachineProfile, read_fingerprint, stored_profiles, what_changed
+
+SAMPLE_S = 0.2
+"""How long the processors are watched. The one-minute load would still show what ended half a minute ago."""
+
+ASK_TORCH = "import torch; print(torch.cuda.is_available()); torch.zeros(1, device='cuda')"
+TORCH_PATIENCE_S = 60
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Where files go, and the free bytes there. ``is_writable``: whether this user may create files in it."""
+
+    path: str
+    free_bytes: int
+    is_writable: bool
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A stored calibration: what it says of itself that decides whether it still holds."""
+
+    device: str
+    engines: tuple[Engine, ...]
+    measured_at: str
+    age_days: float
+    torch_version: str
+    has_native_rates: bool
+    disturbed_share: float
+    low_by_share: float
+
+    @classmethod
+    def of(cls, profile: MachineProfile, now: datetime) -> Profile:
+        extras = profile.extras
+        age = now - datetime.fromisoformat(profile.measured_at)
+        return cls(
+            device=profile.device,
+            engines=profile.engines,
+            measured_at=profile.measured_at,
+            age_days=age.total_seconds() / 86400,
+            torch_version=profile.torch_version,
+            has_native_rates="native_working_set_bytes" in extras,
+            disturbed_share=extras.get("disturbed_share", 0.0),
+            low_by_share=max(extras.get(f"low_by_{part}_share", 0.0) for part in ("train", "serve")),
+        )
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All of it, as plain values, so that a test can make any machine. Empty strings and None: not there."""
+
+    cpu_model: str
+    n_cores: int  # that this process may use
+    n_cores_of_machine: int
+    group_cores: float | None  # what the control group lets it use at once
+    features: tuple[str, ...]
+    kernel_target: str
+    native_absent_because: str
+    compiler: str
+    ram_bytes: int
+    available_bytes: int
+    home: Disk
+    here: Disk
+    python: str
+    torch_version: str
+    torch_cuda: str  # the CUDA release that torch was built with
+    gpus: tuple[str, ...]
+    gpu_problem: str  # why torch cannot use them, in its own words
+    profiles: tuple[Profile, ...]
+    profile_problem: str
+    other_machine: str  # in what the newest profile's machine differs, where this one has none
+    busy_cores: float
+
+
+def read_facts() -> Facts:
+    """Facts of the machine and environment that this process runs in."""
+    from twostroke.engine.memory import available_bytes
+    from twostroke.kernels.native_library import features, target, why_absent
+
+    busy = busy_cores()
+    fingerprint = read_fingerprint()
+    version, cuda = torch_build()
+    profiles, problem = read_profiles()
+    return Facts(
+        cpu_model=fingerprint.cpu_model,
+        n_cores=fingerprint.n_cores,
+        n_cores_of_machine=os.cpu_count() or fingerprint.n_cores,
+        group_cores=group_cores(),
+        features=features() or fingerprint.isa,
+        kernel_target=target(),
+        native_absent_because=why_absent(),
+        compiler=find_compiler(),
+        ram_bytes=fingerprint.ram_bytes,
+        available_bytes=available_bytes(),
+        home=read_disk(home()),
+        here=read_disk(Path.cwd()),
+        python=".".join(map(str, sys.version_info[:3])),
+        torch_version=version,
+        torch_cuda=cuda,
+        gpus=fingerprint.gpus,
+        gpu_problem=ask_torch() if fingerprint.gpus and cuda else "",
+        profiles=profiles,
+        profile_problem=problem,
+        other_machine="" if profiles or problem else what_changed(fingerprint) or "",
+        busy_cores=busy,
+    )
+
+
+def busy_cores(stat: Path = Path("/proc/stat"), seconds: float = SAMPLE_S) -> float:
+    """Cores that all programs together kept busy for ``seconds``; 0 where the system does not tell."""
+
+    def spent() -> float:
+        user, nice, system, _idle, _waiting, interrupts, soft = map(int, stat.read_text().split("\n", 1)[0].split()[1:8])
+        return (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK")
+
+    try:
+        before, begin = spent(), time.monotonic()
+        time.sleep(seconds)
+        return max(0.0, spent() - before) / (time.monotonic() - begin)
+    except (OSError, ValueError):
+        return 0.0
+
+
+def group_cores(root: Path = Path("/")) -> float | None:
+    """Cores' worth of time that the control groups of this process allow, the least over its ancestors; None: no limit."""
+    limits = []
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, names, path = line.split(":", 2)
+        base = root / "sys/fs/cgroup" if not names else root / "sys/fs/cgroup/cpu"
+        if names and "cpu" not in names.split(","):
+            continue
+        for folder in (path.strip("/"), *map(str, Path(path.strip("/")).parents)):
+            limit = _quota(base / folder)
+            if limit is not None:
+                limits.append(limit)
+    return min(limits, default=None)
+
+
+def _quota(folder: Path) -> float | None:
+    try:
+        if (folder / "cpu.max").is_file():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        return float(quota) / float(period) if quota not in ("max", "-1") else None
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+
+
+def find_compiler() -> str:
+    """The first line that the compiler of the native library says of itself; empty where there is none."""
+    from twostroke.kernels.native.build import BuildError, compiler
+
+    try:
+        done = subprocess.run([*compiler(), "--version"], capture_output=True, text=True, timeout=10, check=False)
+    except (BuildError, OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.partition("\n")[0].strip() if done.returncode == 0 else ""
+
+
+def read_disk(folder: Path) -> Disk:
+    """Free bytes where ``folder`` is or will be."""
+    there = folder.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    return Disk(str(folder), shutil.disk_usage(there).free, there.is_dir() and os.access(there, os.W_OK | os.X_OK))
+
+
+def torch_build() -> tuple[str, str]:
+    """torch's version and the CUDA release that it was built with, from its files; empty strings where they do not say."""
+    try:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return "", ""
+    found = util.find_spec("torch")
+    if found is None or not found.origin:
+        return "", ""
+    try:
+        text = (Path(found.origin).parent / "version.py").read_text()
+    except OSError:
+        return version, ""
+    cuda = re.search(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, flags=re.MULTILINE)
+    return version, cuda[1] if cuda else ""
+
+
+def ask_torch() -> str:
+    """What torch says when it is asked to use a GPU, its last line; empty where that works."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", ASK_TORCH], capture_output=True, text=True, timeout=TORCH_PATIENCE_S, check=False
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+
+
+def read_profiles() -> tuple[tuple[Profile, ...], str]:
+    """This machine's calibrations, and why they cannot be read, where that is so."""
+    try:
+        return tuple(Profile.of(profile, datetime.now(UTC)) for profile in stored_profiles()), ""
+    except (TwostrokeError, ValueError, TypeError) as error:
+        return (), str(error)
