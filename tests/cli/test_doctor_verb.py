@@ -134,17 +134,19 @@ def test_the_command_prints_text_or_one_document_and_says_whether_work_can_be_do
     assert "must be mended: torch is not installed." in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "max 100000\n", "sys/fs/cgroup/a/cpu.max": "150000 100000\n"}, 1.5),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2.0),
-        ({"proc/self/cgroup": "0::/\n"}, None),
-        ({"proc/self/cgroup": "4:cpu,cpuacct:/x\n", "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "50000\n", "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000\n"}, 0.5),
-        ({"proc/self/cgroup": "4:cpu,cpuacct:/x\n", "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "-1\n", "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000\n"}, None),
-        ({}, None),
-    ],
-)  # fmt: skip
+GROUPS = "sys/fs/cgroup"
+VERSION_1 = {"proc/self/cgroup": "4:cpu,cpuacct:/x\n", f"{GROUPS}/cpu/x/cpu.cfs_period_us": "100000\n"}
+LIMITS = [
+    ({"proc/self/cgroup": "0::/a/b\n", f"{GROUPS}/a/b/cpu.max": "max 100000\n", f"{GROUPS}/a/cpu.max": "150000 100000\n"}, 1.5),
+    ({"proc/self/cgroup": "0::/\n", f"{GROUPS}/cpu.max": "200000 100000\n"}, 2.0),
+    ({"proc/self/cgroup": "0::/\n"}, None),
+    (VERSION_1 | {f"{GROUPS}/cpu/x/cpu.cfs_quota_us": "50000\n"}, 0.5),
+    (VERSION_1 | {f"{GROUPS}/cpu/x/cpu.cfs_quota_us": "-1\n"}, None),
+    ({}, None),
+]
+
+
+@pytest.mark.parametrize(("files", "expected"), LIMITS)
 def test_the_tightest_limit_of_the_control_groups_counts(files: dict[str, str], expected: float | None, tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
