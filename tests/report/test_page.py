@@ -19,8 +19,9 @@ from twostroke.planner.intervals import with_intervals
 from twostroke.planner.serving import ServingShape, plan_serving
 from twostroke.planner.training import TrainingShape, plan_training
 from twostroke.report import figures
+from twostroke.report.cards import Card, Table
 from twostroke.report.money import crossover
-from twostroke.report.page import Table, write_report
+from twostroke.report.page import write_report
 from twostroke.report.plot import log_ticks
 from twostroke.report.roofline import roofline
 
@@ -59,7 +60,9 @@ class Loads(HTMLParser):
 
 def test_the_page_shows_prediction_measurement_and_error_and_loads_nothing(tmp_path: Path) -> None:
     comparison = Table("Training beside inference", ("", "training", "decode"), [["Memory"], ["weights", "1 MiB", "0.5 MiB"]])
-    page = write_report(tmp_path / "out" / "report.html", ledger_with_runs(tmp_path), comparison, {"machine": "a & b"})
+    page = write_report(
+        tmp_path / "out" / "report.html", ledger_with_runs(tmp_path), comparison, [Card("machine", "a & b", "two letters")]
+    )
     html = page.read_text()
     assert "+25.0%" in html
     assert "Training beside inference" in html

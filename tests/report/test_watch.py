@@ -5,9 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import shutil
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.report.browser import CONTRAST, FAULTS, SIZES, browser, pictures, shown
 from tests.report.test_run_reader import append, begin_run, line
 
 from twostroke.core.errors import InputError
@@ -22,7 +21,8 @@ from twostroke.ledger.store import Ledger
 from twostroke.report.run_reader import RunReader
 from twostroke.report.watch import WatchServer
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+__all__ = ["browser", "pictures"]
+
 HOSTILE = '</script><script>document.title="taken"</script><img src=x onerror=document.title="taken">'
 
 
@@ -128,8 +128,9 @@ def test_an_open_page_is_given_the_last_state_and_a_closed_one_costs_nothing(tmp
     assert late == ["interrupted"]  # however short ago the ledger was asked
 
 
-@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
-def test_a_browser_draws_the_run_and_runs_no_text_of_the_model(tmp_path: Path) -> None:
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[WatchServer]:
+    """A run of 61 steps with everything a run can have, the last step refused, and a model that writes HTML."""
     run = tmp_path / "run"
     begin_run(run)
     for step in range(1, 61):
@@ -142,20 +143,31 @@ def test_a_browser_draws_the_run_and_runs_no_text_of_the_model(tmp_path: Path) -
     sample = {"step": 60, "prompt": "def ", "greedy": HOSTILE, "sampled": "return"}
     (run / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     server = WatchServer(run, 0)
-    options = (
-        "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-        "--disable-component-update", "--disable-sync", "--virtual-time-budget=5000", "--enable-logging=stderr", "--dump-dom",
-        f"--user-data-dir={tmp_path / 'profile'}",
-    )  # fmt: skip
-    assert BROWSER is not None
-    done = subprocess.run([BROWSER, *options, server.url], capture_output=True, text=True, timeout=110)
+    yield server
     server.close()
-    errors = [text for text in done.stderr.split("\n") if "CONSOLE" in text]
-    assert errors == []
-    html = done.stdout
-    assert "<title>61% run – Twostroke</title>" in html
+
+
+def test_a_browser_draws_the_run_and_runs_no_text_of_the_model(browser: Any, watched: WatchServer) -> None:
+    with shown(browser, watched.url, *SIZES[0]) as page:
+        page.wait_for_function("document.title.includes('61%')")
+        assert page.title() == "61% run – Twostroke"
+        html = page.content()
     assert "step 61 of 100" in html
     drawn = re.findall(r'id="plot-(\w+)"><svg', html)
     assert drawn == ["loss", "norm", "rate", "strip", "speed", "parts", "memory", "wait", "held"]
     assert "400 ms [300–600]" in html  # predicted, beside
     assert "&lt;/script&gt;&lt;script&gt;" in html
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_nothing_of_the_live_page_is_cut_off(
+    browser: Any, pictures: Path, watched: WatchServer, width: int, height: int, scheme: str
+) -> None:
+    with shown(browser, watched.url, width, height, scheme) as page:
+        page.wait_for_function("document.querySelectorAll('#plots svg').length >= 9")
+        picture = pictures / f"watch-{width}-{scheme}.png"
+        page.screenshot(path=picture, full_page=True)
+        print(f"screenshot: {picture}")
+        assert page.evaluate(FAULTS) == []
+        assert page.evaluate(CONTRAST) == []

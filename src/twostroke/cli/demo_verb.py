@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -23,6 +23,9 @@ from twostroke.core.aside import write_text
 from twostroke.core.errors import ConfigError, Interrupted, TwostrokeError
 from twostroke.core.recipe import read_recipe
 from twostroke.core.units import format_bytes, format_count, format_flop_rate, format_seconds
+
+if TYPE_CHECKING:
+    from twostroke.report.cards import Card
 
 app = typer.Typer(add_completion=False)
 
@@ -159,6 +162,13 @@ def _read_stages(file: Path) -> dict[str, Result]:
     return stages if isinstance(stages, dict) else {}
 
 
+def _quantised_card(quality: Result) -> Card:
+    from twostroke.report.cards import Card
+
+    sizes = f"{format_bytes(quality['b']['model_bytes'])} instead of {format_bytes(quality['a']['model_bytes'])}"
+    return Card("Quantised to int8", f"× {quality['perplexity_ratio']:.4f}", f"perplexity against bf16; {sizes}")
+
+
 def _compare(demo: Demo, stages: dict[str, Result]) -> tuple[Result, str]:
     """The table and the report, from the ledger's record of the stages' runs."""
     from twostroke.ledger.store import Ledger
@@ -171,8 +181,7 @@ def _compare(demo: Demo, stages: dict[str, Result]) -> tuple[Result, str]:
     train, bench = ledger.get(stages["train"]["run_id"]), ledger.get(stages["serve"]["run_id"])
     server = stages["serve"]["server"].get("run_id")
     comparison = compare_runs(train, bench, [ledger.get(server)] if server else [], *machines)
-    facts = {STAGES[name][0]: str(stages[name]["line"]) for name in STAGES}
-    write_report(demo.report, ledger, phases_table(comparison), facts)
+    write_report(demo.report, ledger, phases_table(comparison), [_quantised_card(stages["quantize"])])
     return comparison.to_dict() | {"report": str(demo.report)}, comparison_text(comparison)
 
 

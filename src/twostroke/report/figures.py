@@ -36,9 +36,9 @@ LATENCIES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "end t
 PERCENTILE = re.compile(r"^(ttft|tpot|itl|e2e)_(median|p90|p95|p99)_s$")
 
 PANELS = (  # ending of the ledger's name, title, factor to the axis' unit
-    (re.compile(r"(?<!per)_s$"), "times, seconds", 1.0),
-    (re.compile(r"(?<!per_s)_bytes$"), "sizes, MiB", 2.0**-20),
-    (re.compile(r"tok_per_s$"), "rates, tokens per second", 1.0),
+    (re.compile(r"(?<!per)_s$"), "seconds", 1.0),
+    (re.compile(r"(?<!per_s)_bytes$"), "MiB", 2.0**-20),
+    (re.compile(r"tok_per_s$"), "tokens/s", 1.0),
 )
 
 SHOWN_RUNS = 200
@@ -162,7 +162,7 @@ def residual_by_term(runs: Sequence[Run]) -> Plot | None:
         )
     )
     most = max(map(abs, values))
-    figure.update_xaxes(range=[min(0.0, *values) - 0.16 * most, max(0.0, *values) + 0.16 * most], zeroline=True)
+    figure.update_xaxes(range=[min(0.0, *values) - 0.5 * most, max(0.0, *values) + 0.5 * most], zeroline=True)
     figure.update_yaxes(autorange="reversed")
     worst = max(ordered, key=lambda one: abs(one.error_percent))
     part = worst.worst.part.partition(";")[0].removesuffix("_s").removesuffix("_bytes").replace("_", " ")
@@ -175,9 +175,7 @@ def residual_by_term(runs: Sequence[Run]) -> Plot | None:
         "out to its terms; the bars of one total add up to its error. Bars to the right (orange) were predicted too high, to "
         "the left (blue) too low. Two bars in opposite directions hide each other in the total. Newest run of each kind."
     )
-    return Plot(
-        title, text, styled(figure, "share of the error, % of the measured total", "", 90 + 27 * len(values)), wide=True
-    )
+    return Plot(title, text, styled(figure, "percent of the measured total", "", 90 + 27 * len(values)), wide=True)
 
 
 # -- training -------------------------------------------------------------------------------------------------------------
@@ -193,7 +191,7 @@ def training_curve(steps: Sequence[Mapping[str, Any]], prediction: Mapping[str, 
     rows = 2 if rates else 1
     figure = make_subplots(rows, 1, shared_xaxes=True, vertical_spacing=0.09)
     figure.add_trace(_line(losses, "loss", TERMS[0]), 1, 1)
-    figure.update_yaxes(title_text="loss, nats per token", row=1, col=1)
+    figure.update_yaxes(title_text="nats per token", row=1, col=1)
     first, last = losses[0][1], quantile([loss for _, loss in losses[-max(1, len(losses) // 10) :]], 0.5)
     fell = "fell" if last < first else "went"
     title = f"Loss {fell} from {first:.2f} to {last:.2f} nats per token over {format_count(losses[-1][0])} tokens"
@@ -215,7 +213,7 @@ def training_curve(steps: Sequence[Mapping[str, Any]], prediction: Mapping[str, 
             )
             figure.add_trace(dashed, 2, 1)
             title += f"; {format_count(median)} tokens/s where {format_count(predicted)} were predicted"
-        figure.update_yaxes(title_text="tokens per second", rangemode="tozero", row=2, col=1)
+        figure.update_yaxes(title_text="tokens/s", rangemode="tozero", row=2, col=1)
     figure.update_xaxes(title_text="tokens trained on", row=rows, col=1)
     text = (
         "Above, the loss of each optimizer step; e to its power is how many tokens the model is still torn between. Below, "
@@ -257,7 +255,6 @@ def step_split(run: Run | None) -> Plot | None:
             insidetextanchor="start",
             insidetextfont={"color": "#ffffff", "size": 11},
             textangle=0,
-            constraintext="none",
             error_y={"type": "data", "symmetric": False, "color": "#7c8796", "thickness": 1.5, "width": 0, **bars},
         )
     if not figure.data:
@@ -270,7 +267,9 @@ def step_split(run: Run | None) -> Plot | None:
     text = "Medians over all steps but the first of a session."
     if predicted:
         text += " The grey line is the interval of the prediction."
-    return Plot(title, text, styled(figure, "", "milliseconds a step", 430))
+    # Where bars are too narrow for their numbers, on a phone, none has one: the axis is there, and pointing shows it.
+    hidden = {"uniformtext_minsize": 9, "uniformtext_mode": "hide"}
+    return Plot(title, text, styled(figure, "", "milliseconds a step", 430, **hidden))
 
 
 # -- memory ---------------------------------------------------------------------------------------------------------------
@@ -304,7 +303,7 @@ def memory_by_term(runs: Sequence[Run]) -> Plot | None:
             x=total, y=place, text=f" {format_bytes(total * 2**20)}", showarrow=False, xanchor="left", font={"size": 12}
         )
     figure.update_yaxes(autorange="reversed")
-    figure.update_xaxes(range=[0, 1.18 * max(sum(terms.values()) for _, terms in bars)])
+    figure.update_xaxes(range=[0, 1.3 * max(sum(terms.values()) for _, terms in bars)])
     text = (
         "A training run holds weights, gradients, optimizer state and activations; a server holds weights and the KV cache of "
         "its requests. Grey is the process, the loss and what the allocator keeps: the peak minus the other terms, where "

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.aside import write_text
 from twostroke.core.errors import InputError, TwostrokeError
 from twostroke.core.version import __version__
-from twostroke.ledger.scoring import compare, is_whole, quantile, summarise
+from twostroke.ledger.scoring import is_whole
 from twostroke.ledger.store import Ledger, Run
-from twostroke.ledger.text import format_error, format_inside, format_interval, format_value
+from twostroke.report.cards import Card, Table, cards_of
 
 if TYPE_CHECKING:
     from twostroke.report.plot import Plot
 
 TEMPLATES = Path(__file__).parent / "templates"
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of the page: ``columns`` are headings, ``rows`` hold as many cells; a row of one cell is a sub-heading."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    note: str = ""
 
 
 def _steps_of(run: Run | None) -> list[dict[str, Any]]:
@@ -46,64 +35,11 @@ def _steps_of(run: Run | None) -> list[dict[str, Any]]:
     return [s for s in steps if isinstance(s, dict)]
 
 
-def _run_table(run: Run) -> Table:
-    rows = [
-        [
-            r.name,
-            format_interval(r.name, r.predicted, r.low, r.high),
-            format_value(r.name, r.measured),
-            format_error(r.error_percent),
-            format_inside(r.inside),
-        ]
-        for r in compare(run)
-    ]
-    note = f"{run.run_id} · {run.subject} · {run.status} · frozen {run.frozen_at} · code {run.code_version}"
-    return Table(f"{run.kind.capitalize()} run", ("", "predicted [interval]", "measured", "error", ""), rows, note)
-
-
-def _scores_table(runs: Sequence[Run]) -> Table | None:
-    scores = summarise(runs)
-    if not scores:
-        return None
-    rows = [
-        [
-            s.name,
-            str(s.n_runs),
-            f"{s.median_abs_error_percent:.1f}%",
-            f"{s.p90_abs_error_percent:.1f}%",
-            f"{s.median_error_percent:+.1f}%",
-            f"{s.n_inside} of {s.n_intervals}" if s.n_intervals else "–",
-        ]
-        for s in scores
-    ]
-    columns = ("", "runs", "median |error|", "p90 |error|", "median error", "inside interval")
-    return Table("All predictions so far", columns, rows)
-
-
-def _terms_table(runs: Sequence[Run]) -> Table | None:
-    """Which term of each total misses most, over all runs."""
-    from twostroke.ledger.attribution import pool
-
-    rows: list[list[str]] = []
-    total = None
-    for share in pool(runs):
-        if share.total != total:
-            total = share.total
-            rows.append([total])
-        percents = (f"{share.median_abs_percent:.1f}%", f"{share.median_percent:+.1f}%")
-        rows.append([share.part, str(share.n_runs), *percents, str(share.worst_in)])
-    note = "Each total's error, shared out to its terms, in percent of the measured total; medians over the runs."
-    columns = ("", "runs", "median |share|", "median share", "largest share in")
-    return Table("Which term misses most", columns, rows, note) if rows else None
-
-
-def write_report(
-    path: Path | str, ledger: Ledger, comparison: Table | None = None, facts: Mapping[str, str] | None = None
-) -> Path:
+def write_report(path: Path | str, ledger: Ledger, comparison: Table | None = None, more: Sequence[Card] = ()) -> Path:
     """Write the page to ``path`` and return it; of a ledger without runs, a page that says how to get some.
 
-    ``comparison`` is the table of training beside inference, ``facts`` a few words shown under the title. Plotly's script is
-    in the page once, about 4.8 MB of it; the page asks nothing of the network.
+    ``comparison`` is the table of training beside inference, ``more`` are cards beside those that the ledger gives. Plotly's
+    script is in the page once, about 4.8 MB of it; the page asks nothing of the network.
     """
     # Both are slow to import, and only this function needs them.
     import jinja2
@@ -117,19 +53,17 @@ def write_report(
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    overall = [table for table in (_scores_table(runs), _terms_table(runs)) if table is not None]
     html = environment.get_template("page.html").render(
         version=__version__,
-        facts=dict(facts or _facts(runs)),
+        cards=[*cards_of(runs, _newest(runs)), *more],
         comparison=comparison,
-        overall=overall,
-        tables=[_run_table(run) for run in _newest(runs).values()],
         plots=[{"title": p.title, "text": p.text, "html": p.to_html(), "wide": p.wide} for p in plots],
         notes=notes,
         glossary=GLOSSARY,
         plotly_js=get_plotlyjs() if plots else "",
         ledger=str(ledger.path),
         n_runs=len(runs),
+        newest=runs[0].frozen_at[:16].replace("T", " ") + " UTC" if runs else "",
     )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -148,22 +82,6 @@ def _newest(runs: Sequence[Run]) -> dict[str, Run]:
         if measured:
             found[kind] = (better or measured)[0]
     return found
-
-
-def _facts(runs: Sequence[Run]) -> dict[str, str]:
-    """The page in a few numbers."""
-    if not runs:
-        return {}
-    rows = [row for run in runs for row in compare(run) if row.error_percent is not None]
-    inside = [row.inside for row in rows if row.inside is not None]
-    facts = {"runs": f"{len(runs)}, newest {runs[0].frozen_at[:16].replace('T', ' ')} UTC"}
-    if rows:
-        median = quantile([abs(row.error_percent or 0.0) for row in rows], 0.5)
-        facts["predictions scored"] = f"{len(rows)}, median error {median:.0f}%"
-    if inside:
-        facts["inside their 90% interval"] = f"{sum(inside)} of {len(inside)} ({100 * sum(inside) / len(inside):.0f}%)"
-    facts["machine"] = runs[0].fingerprint
-    return facts
 
 
 def _plots(runs: Sequence[Run]) -> tuple[list[Plot], list[str]]:

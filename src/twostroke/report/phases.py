@@ -15,7 +15,10 @@ from twostroke.planner.hardware import Hardware
 from twostroke.planner.serving import ServingShape
 from twostroke.planner.text.format import format_quantity
 from twostroke.planner.training import TrainingShape
-from twostroke.report.page import Table
+from twostroke.report.cards import Table
+
+SHOWN_SECTIONS = ("rate", "passes", "memory")
+"""What the page shows of the comparison at once; the other sections are folded."""
 
 TITLES = {"train": "training", "prefill": "prefill", "decode": "decode"}
 
@@ -74,11 +77,10 @@ def phases_table(comparison: Comparison) -> Table:
         return shown, "" if cell.measured is None else format_quantity(cell.measured, cell.unit)
 
     columns = ["", *(f"{TITLES[c]}, {mark}" for c in COLUMNS for mark in ("predicted", "measured"))]
-    rows: list[list[str]] = []
-    section = None
+    sections: dict[str, list[list[str]]] = {}
     for row in comparison.rows:
-        if row.section != section:
-            section = row.section
-            rows.append([section])
-        rows.append([row.label, *(part for c in COLUMNS for part in text(row.cells.get(c)))])
-    return Table("Training beside inference", columns, rows, "; ".join(comparison.assumptions) + ".")
+        cells = [row.label, *(part for c in COLUMNS for part in text(row.cells.get(c)))]
+        sections.setdefault(row.section, [[row.section]]).append(cells)
+    shown = [row for name in SHOWN_SECTIONS for row in sections.get(name, ())]
+    folded = [row for name, rows in sections.items() if name not in SHOWN_SECTIONS for row in rows]
+    return Table("Training beside inference", columns, shown, "; ".join(comparison.assumptions) + ".", folded)

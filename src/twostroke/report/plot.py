@@ -62,7 +62,7 @@ def log_ticks(low: float, high: float) -> dict[str, Any]:
     if last - first <= 2:
         values = [factor * 10.0**decade for decade in decades for factor in (1, 2, 5)]
     else:
-        every = 1 if last - first <= 7 else 2 if last - first <= 10 else 3
+        every = 1 if last - first <= 5 else 2 if last - first <= 10 else 3
         values = [10.0**decade for decade in decades if decade % every == 0]
     return {
         "type": "log",

@@ -100,16 +100,13 @@ def roofline(
         if measured:
             figure.add_trace(
                 go.Scatter(
-                    x=[intensity, intensity], y=[flops / seconds, flops / measured], mode="lines+markers", showlegend=False,
+                    x=[intensity, intensity], y=[flops / seconds, flops / measured], mode="lines+markers",
+                    name=f"{phase}, measured",
                     line={"color": colour, "width": 1.5, "dash": "dot"},
-                    marker={"color": colour, "symbol": ["circle-open", f"{symbol}-open"], "size": [1, 18],
+                    marker={"color": colour, "symbol": f"{symbol}-open", "size": [1, 18],
                             "line": {"width": 3}},
                     hovertemplate=phase + ", whole: %{x:.3g} FLOP/byte, %{y:.3s}FLOP/s (large: measured)<extra></extra>",
                 )
-            )  # fmt: skip
-            figure.add_annotation(
-                x=log10(intensity), y=log10(flops / measured), text=f"{phase}, measured", showarrow=False, xshift=14,
-                xanchor="left", font={"size": 11.5, "color": colour}, bgcolor="rgba(127,127,127,0.10)",
             )  # fmt: skip
     figure.update_xaxes(**log_ticks(left, right))
     figure.update_yaxes(**log_ticks(min(slowest) / 2, 2 * peak))

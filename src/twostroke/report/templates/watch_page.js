@@ -112,7 +112,7 @@ function show() {
   $("events-section").hidden = !doc.events.length;
   $("events").replaceChildren(...[...doc.events].reverse().slice(0, 20).map(e => make("li", {}, `step ${whole(e.step)}, ${e.kind.replaceAll("_", " ")}: ${e.text}`)));
   $("checkpoints-section").hidden = !doc.checkpoints.length;
-  $("checkpoints").textContent = doc.checkpoints.map(c => `step ${whole(c.step)} (${seconds(Math.round(c.age_s))} ago)`).join(" · ");
+  $("checkpoints").textContent = doc.checkpoints.map(c => `step ${whole(c.step)} (${seconds(Math.max(1, Math.round(c.age_s)))} ago)`).join(" · ");
 }
 function showSamples(samples) {
   $("samples-section").hidden = !samples.length;
