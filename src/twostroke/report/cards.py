@@ -173,9 +173,8 @@ def _machine_card(runs: Sequence[Run]) -> Card | None:
     except TwostrokeError:
         profile = None
     name = ", ".join(here.gpus) or here.cpu_model
-    return Card(
-        "Machine", f"{here.n_cores} cores", f"{name}, {format_bytes(here.ram_bytes)}", profile and _rates_table(profile)
-    )
+    line = f"{name}, {format_bytes(here.ram_bytes)}"
+    return Card("Machine", f"{here.n_cores} cores", line, None if profile is None else _rates_table(profile))
 
 
 def _rates_table(profile: MachineProfile) -> Table:
