@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from twostroke.cli.console import log, progress
-from twostroke.core.errors import InputError, TwostrokeError
+from twostroke.core.documents import read_object
+from twostroke.core.errors import CorruptFileError, InputError, TwostrokeError
 
 if TYPE_CHECKING:
     from twostroke.evaluation.comparison import Side
@@ -91,9 +91,9 @@ def training_rates(sides: Sequence[Side]) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     for name, side in zip("ab", sides, strict=True):
         try:
-            summary = json.loads((side.directory.parent / "summary.json").read_text(encoding="utf-8"))
+            summary = read_object(side.directory.parent / "summary.json")
             found[name] = float(summary["measurement"]["train_tok_per_s"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (CorruptFileError, ValueError, KeyError, TypeError):
             found[name] = None
     return found
 

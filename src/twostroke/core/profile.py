@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from twostroke.core.aside import write_text
+from twostroke.core.documents import read_object
 from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.paths import profiles_dir
 
@@ -36,6 +37,7 @@ ISA_FLAGS = (
     "i8mm",
     "sve",
 )
+_AGAIN = " Run `twostroke calibrate`."
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ class MachineProfile:
             values["engines"] = tuple(engine for engine in ENGINES if engine in measured)
             return cls(**values)
         except (KeyError, TypeError, ValueError) as error:
-            raise CorruptFileError(f"machine profile is not readable ({error}). Run `twostroke calibrate`.") from None
+            raise CorruptFileError(f"machine profile is not readable ({error}).{_AGAIN}") from None
 
 
 def profile_path(fingerprint: Fingerprint, device: str = SERVING_DEVICE) -> Path:
@@ -163,8 +165,8 @@ def what_changed(now: Fingerprint) -> str | None:
     stored = sorted(profiles_dir().glob("*.json"), key=lambda p: p.stat().st_mtime, reverse=True)
     for file in stored:
         try:
-            profile = MachineProfile.from_dict(json.loads(file.read_text()))
-        except (OSError, ValueError, ConfigError, CorruptFileError):
+            profile = MachineProfile.from_dict(read_object(file))
+        except (ConfigError, CorruptFileError):
             continue
         before, after = asdict(profile.fingerprint), asdict(now)
         changes = [f"{name} {_short(before[name])} → {_short(after[name])}" for name in after if before[name] != after[name]]
@@ -200,9 +202,6 @@ def read_profile(path: Path) -> MachineProfile:
     if not path.is_file():
         raise ConfigError(f"{path} does not exist. Run `twostroke calibrate` to make a machine profile.")
     try:
-        record = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise CorruptFileError(f"{path} is not valid JSON ({error}). Run `twostroke calibrate`.") from None
-    if not isinstance(record, dict):
-        raise CorruptFileError(f"{path} must hold a JSON object. Run `twostroke calibrate`.")
-    return MachineProfile.from_dict(record)
+        return MachineProfile.from_dict(read_object(path))
+    except CorruptFileError as error:
+        raise CorruptFileError(f"{str(error).removesuffix(_AGAIN)}{_AGAIN}") from None

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from twostroke.core.data_recipe import STDLIB_SOURCE, DataRecipe
-from twostroke.core.errors import ConfigError, InputError, did_you_mean
+from twostroke.core.documents import read_toml
+from twostroke.core.errors import ConfigError, CorruptFileError, InputError, did_you_mean
 from twostroke.core.families import spec_from_config
 from twostroke.core.spec import ModelSpec
 from twostroke.core.update_settings import check_update, with_default_rates
@@ -347,7 +348,7 @@ def _apply_setting(table: dict[str, Any], setting: str) -> None:
         raise ConfigError(f"--set {setting!r} must look like section.key=value.")
     try:
         value = tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text
     *sections, key = path.strip().split(".")
     for section in sections:
@@ -363,9 +364,9 @@ def read_recipe(path: Path | str, settings: typing.Iterable[str] = ()) -> TrainR
     if not file.is_file():
         raise InputError(f"recipe {file} does not exist.")
     try:
-        table = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"recipe {file} is not valid TOML: {error}.") from None
+        table = read_toml(file)
+    except CorruptFileError as error:
+        raise ConfigError(f"recipe {error}") from None
     for setting in settings:
         _apply_setting(table, setting)
     return recipe_from_dict(table)

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from twostroke.core.aside import directory_beside, flush_to_disk
+from twostroke.core.documents import read_object
 from twostroke.core.errors import CorruptFileError, DataError, TwostrokeError
 
 FORMAT = 1
@@ -169,12 +170,12 @@ def open_prepared(directory: Path | str, verify: bool = False) -> PreparedData:
     if not path.is_file():
         raise DataError(f"{directory} is not prepared data: it has no {MANIFEST}. Make it with `twostroke data prepare`.")
     again = f"Delete {directory} and prepare again."
-    if path.stat().st_size > _MAX_MANIFEST_BYTES:
-        raise CorruptFileError(f"{path} is {path.stat().st_size} bytes; a manifest is at most {_MAX_MANIFEST_BYTES}. {again}")
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = read_object(path, _MAX_MANIFEST_BYTES)
         claimed = manifest.pop("sha256")
-    except (ValueError, RecursionError, KeyError, AttributeError, TypeError):
+    except CorruptFileError as error:
+        raise CorruptFileError(f"{error} {again}") from None
+    except KeyError:
         raise CorruptFileError(f"{path} is not a manifest. {again}") from None
     if claimed != digest(manifest):
         raise CorruptFileError(f"{path} was altered: its sha256 is not the one it holds. {again}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from twostroke.core.documents import read_object
 from twostroke.core.errors import CorruptFileError, DataError, InputError
 from twostroke.core.recipe import DataRecipe
 from twostroke.data.prepare import prepare
@@ -163,11 +163,11 @@ def held_out_to_score(
             f"{model_directory} is not part of a training run, so it names no held-out text. Give --data or --prepared."
         )
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
+        record = read_object(file)
         settings, resolved = record["data"], record["resolved"]
         directory, key = Path(resolved["data_directory"]), str(resolved["data_key"])
         recipe = DataRecipe(**settings | {"sources": tuple(settings["sources"]), "held_out": tuple(settings["held_out"])})
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise CorruptFileError(f"{file} does not name the run's data: {error}. Give --data or --prepared.") from None
     data = open_prepared(directory) if (directory / MANIFEST).is_file() else prepare(recipe)
     if data.key != key:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from twostroke.core.errors import ConfigError, DataError, did_you_mean
+from twostroke.core.documents import read_toml
+from twostroke.core.errors import ConfigError, CorruptFileError, DataError, did_you_mean
 from twostroke.core.paths import home
 from twostroke.evaluation.task import TASK_KINDS, Extract, Task
 
@@ -40,11 +40,9 @@ def load_task(name: str, data: Path | None = None) -> Task:
     else:
         folder = data or file.parent
     try:
-        table = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"task {file} cannot be read: {error.strerror or error}.") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"task {file} is not TOML: {error}.") from None
+        table = read_toml(file)
+    except CorruptFileError as error:
+        raise ConfigError(f"task {error}") from None
     return task_of(table, file.stem, folder, str(file))
 
 

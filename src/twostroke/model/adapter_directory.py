@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from twostroke.core.documents import read_object
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
-from twostroke.core.families.files import read_object
 from twostroke.core.spec import ModelSpec
 from twostroke.model.adapters import PEFT_PREFIX, AdapterSettings, Target, all_targets, choose_targets, nf4_round_trip
 from twostroke.model.families import layout

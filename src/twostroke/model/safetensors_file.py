@@ -6,7 +6,6 @@ Format (huggingface/safetensors, README "Format"): 8 bytes little-endian header 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,12 +15,15 @@ from typing import Any
 import safetensors
 from torch import Tensor
 
+from twostroke.core.documents import Allowance, parse_json, read_object
 from twostroke.core.errors import CorruptFileError, InputError
 
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_HEADER_BYTES = 16_000_000  # of a hundred thousand tensors; the format's own limit of 100 MB is a gigabyte once parsed
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-MAX_INDEX_BYTES = 100_000_000
+MAX_INDEX_BYTES = 16_000_000
+MAX_DIMENSIONS = 16
+MAX_COUNT = 2**63 - 1
 MAPPED_BYTES = 2**25
 
 _ELEMENT_BYTES = {
@@ -40,11 +42,12 @@ class TensorInfo:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT
 
 
-def read_header(file: Path) -> dict[str, TensorInfo]:
-    """The tensors that ``file`` holds. Raises InputError (no file) or CorruptFileError (not the format)."""
+def read_header(file: Path, allowance: Allowance | None = None) -> dict[str, TensorInfo]:
+    """The tensors that ``file`` holds. ``allowance`` None: what this one file may take. Raises InputError (no file) or
+    CorruptFileError (not the format, or a header that takes more memory than it may)."""
     if not file.is_file():
         raise InputError(f"{file} does not exist.")
     size = file.stat().st_size
@@ -59,10 +62,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
                 "is the most there may be. It is truncated or no safetensors file: copy or download it again."
             )
         raw = stream.read(length)
-    try:
-        header = json.loads(raw)
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise CorruptFileError(f"{file}: the safetensors header is not valid JSON: {error}.") from None
+    header = parse_json(raw, f"{file}: the safetensors header", allowance or Allowance(file, size))
     if not isinstance(header, dict):
         raise CorruptFileError(f"{file}: the safetensors header must be a JSON object.")
     header.pop("__metadata__", None)
@@ -76,7 +76,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     for begin, end, name in sorted(spans):
         if begin != position:
             raise CorruptFileError(
-                f"{file}: tensor {name!r} begins at byte {begin} where {position} was due: a hole or an overlap."
+                f"{file}: tensor {name!r:.80} begins at byte {begin} where {position} was due: a hole or an overlap."
             )
         position = end
     if 8 + length + position != size:
@@ -90,22 +90,24 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 def _read_entry(file: Path, name: str, entry: Any) -> tuple[TensorInfo, int, int]:
     shape = entry.get("shape") if isinstance(entry, dict) else None
     offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
-    if not isinstance(shape, list) or not all(map(_is_count, shape)) or not isinstance(offsets, list) or len(offsets) != 2:
+    is_shape = isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS and all(map(_is_count, shape))
+    if not isinstance(shape, list) or not is_shape or not isinstance(offsets, list) or len(offsets) != 2:
         raise CorruptFileError(
-            f"{file}: tensor {name!r} needs a shape and two data_offsets of whole numbers, found {entry!r:.200}."
+            f"{file}: tensor {name!r:.80} needs a shape of whole numbers, at most {MAX_DIMENSIONS}, and two data_offsets, "
+            f"found {entry!r:.200}."
         )
     begin, end = offsets
     if not _is_count(begin) or not _is_count(end) or end < begin:
-        raise CorruptFileError(f"{file}: tensor {name!r} has impossible data_offsets {offsets!r:.100}.")
+        raise CorruptFileError(f"{file}: tensor {name!r:.80} has impossible data_offsets {offsets!r:.100}.")
     dtype = entry.get("dtype")
     if not isinstance(dtype, str) or dtype not in _ELEMENT_BYTES:
         raise CorruptFileError(
-            f"{file}: tensor {name!r} has dtype {dtype!r:.50}, which is none of {', '.join(_ELEMENT_BYTES)}."
+            f"{file}: tensor {name!r:.80} has dtype {dtype!r:.50}, which is none of {', '.join(_ELEMENT_BYTES)}."
         )
     needed = math.prod(shape) * _ELEMENT_BYTES[dtype]
     if end - begin != needed:
         raise CorruptFileError(
-            f"{file}: tensor {name!r} of {dtype} {shape} needs {needed} bytes, but its offsets span {end - begin}."
+            f"{file}: tensor {name!r:.80} of {dtype} {shape} needs {needed} bytes, but its offsets span {end - begin}."
         )
     return TensorInfo(dtype, tuple(shape), needed), begin, end
 
@@ -121,11 +123,13 @@ class WeightFiles:
         self.infos: dict[str, TensorInfo] = {}
         self._file_of: dict[str, Path] = {}
         self._open: dict[Path, tuple[Any, int]] = {}  # with the bytes of the tensors that were taken from it
-        for file in _weight_files(self.directory):
-            for name, info in read_header(file).items():
+        files = _weight_files(self.directory)
+        allowance = Allowance(self.directory, sum(file.stat().st_size for file in files))
+        for file in files:
+            for name, info in read_header(file, allowance).items():
                 if name in self.infos:
                     raise CorruptFileError(
-                        f"tensor {name!r} is in both {self._file_of[name].name} and {file.name} of {directory}."
+                        f"tensor {name!r:.80} is in both {self._file_of[name].name} and {file.name} of {directory}."
                     )
                 self.infos[name] = info
                 self._file_of[name] = file
@@ -166,15 +170,12 @@ def _weight_files(directory: Path) -> list[Path]:
         pickled = sorted(p.name for p in directory.glob("*.bin"))
         hint = f" {pickled[0]} may be a pickle, which is never opened: convert it to safetensors." if pickled else ""
         raise InputError(f"{directory} has neither {SINGLE_NAME} nor {INDEX_NAME}.{hint}")
-    if index.stat().st_size > MAX_INDEX_BYTES:
-        raise CorruptFileError(f"{index} is {index.stat().st_size} bytes; an index is at most {MAX_INDEX_BYTES}.")
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CorruptFileError(f"{index} must be JSON with a weight_map of tensor names to file names.") from None
+    weight_map = read_object(index, MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CorruptFileError(f"{index} must be JSON with a weight_map of tensor names to file names.")
+    names = sorted(set(weight_map.values()))
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+        if Path(name).name != name or not name.endswith(".safetensors"):
             raise CorruptFileError(
                 f"{index} names the file {name!r:.200}; only a .safetensors file beside the index may be named."
             )

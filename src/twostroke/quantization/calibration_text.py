@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from twostroke.core.documents import read_object
 from twostroke.core.errors import CorruptFileError, DataError
 from twostroke.core.spec import ModelSpec
 from twostroke.data.shards import TokenStream, open_prepared
@@ -73,7 +73,7 @@ def _of_the_run(directory: Path, length: int, n_tokens: int) -> np.ndarray | Non
     if not record.is_file():
         return None
     try:
-        prepared = open_prepared(Path(json.loads(record.read_text(encoding="utf-8"))["resolved"]["data_directory"]))
+        prepared = open_prepared(Path(read_object(record)["resolved"]["data_directory"]))
     except (DataError, CorruptFileError, ValueError, KeyError, TypeError):
         return None
     if prepared.n_train_tokens < length:

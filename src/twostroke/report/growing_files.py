@@ -7,6 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from twostroke.core import documents
+from twostroke.core.errors import CorruptFileError
+
 MOST_BYTES_A_READ = 2**20
 """A megabyte of log takes about 25 ms to take in, which is what a request may keep a training process from its own Python."""
 
@@ -78,10 +81,9 @@ def stamp(file: Path) -> str:
 def read_object(file: Path) -> dict[str, Any]:
     """The JSON object that a file holds; empty where it holds something else."""
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return documents.read_object(file)
+    except CorruptFileError:
         return {}
-    return document if isinstance(document, dict) else {}
 
 
 def _objects(lines: list[bytes]) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from twostroke.core.aside import flush_to_disk
+from twostroke.core.documents import read_object
 from twostroke.core.errors import CorruptFileError, TwostrokeError
 from twostroke.core.units import format_bytes
 from twostroke.training.retention import Retention
@@ -169,7 +170,7 @@ def _discard(path: Path) -> None:
 
 def verify_checkpoint(path: Path) -> None:
     """Compare every file of the checkpoint at ``path`` with its manifest. Raises CorruptFileError naming what differs."""
-    manifest = _read_json(path / MANIFEST)
+    manifest = read_object(path / MANIFEST)
     if manifest.get("format") != FORMAT:
         raise CorruptFileError(f"{path / MANIFEST} has format {manifest.get('format')!r}; this release reads {FORMAT}.")
     files = manifest.get("files")
@@ -190,22 +191,10 @@ def _verify_file(file: Path, expected: Any) -> None:
         raise CorruptFileError(f"{file} was altered: its SHA-256 is not the one in {MANIFEST}.")
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CorruptFileError(f"{file} is missing.") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CorruptFileError(f"{file} is not readable: {error}.") from None
-    if not isinstance(document, dict):
-        raise CorruptFileError(f"{file} must hold a JSON object.")
-    return document
-
-
 def load_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint at ``path``, verified. Raises CorruptFileError naming the file that is not as it was written."""
     verify_checkpoint(path)
-    state = _read_json(path / STATE)
+    state = read_object(path / STATE)
     if checkpoint_name(int(state.get("step", -1))) != path.name:
         raise CorruptFileError(f"{path / STATE} is of step {state.get('step')}, not of {path.name}.")
     try:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from twostroke.core.aside import write_text, written_file
+from twostroke.core.documents import read_object
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
 from twostroke.core.recipe import TrainRecipe, recipe_from_dict
 from twostroke.core.spec import ModelSpec
@@ -103,7 +104,7 @@ class RunDirectory:
             raise InputError(
                 f"{self.path} already holds a run. Continue it with --resume, or name another directory: --set output=..."
             )
-        stored = _read_json(self.recipe)
+        stored = read_object(self.recipe)
         try:
             resolved = _resolved_from(stored.pop("resolved"))
         except (KeyError, TypeError, ValueError) as error:
@@ -180,16 +181,6 @@ def first_difference(stored: dict[str, Any], given: dict[str, Any]) -> tuple[str
     return None
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CorruptFileError(f"{file} is not valid JSON: {error}.") from None
-    if not isinstance(document, dict):
-        raise CorruptFileError(f"{file} must hold a JSON object.")
-    return document
-
-
 def write_json(file: Path, document: dict[str, Any]) -> None:
     """``document`` as ``file``, whole or not at all, also after a power cut."""
     write_text(file, json.dumps(document, indent=1))
@@ -198,7 +189,7 @@ def write_json(file: Path, document: dict[str, Any]) -> None:
 def read_summary(directory: Path) -> dict[str, Any] | None:
     """``summary.json`` of the finished run in ``directory``; None where it has not finished."""
     file = RunDirectory(directory).summary
-    return _read_json(file) if file.is_file() else None
+    return read_object(file) if file.is_file() else None
 
 
 def _step_of(line: bytes) -> int:

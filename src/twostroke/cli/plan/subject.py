@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from twostroke.core.errors import ConfigError, InputError
+from twostroke.core.documents import read_object
+from twostroke.core.errors import ConfigError, CorruptFileError, InputError
 
 if TYPE_CHECKING:
     from twostroke.core.recipe import TrainRecipe
@@ -74,10 +75,10 @@ def _prepared_counts(recipe: TrainRecipe) -> tuple[int, int] | None:
     manifests = sorted(data_cache_dir().glob("*/manifest.json"), key=lambda p: p.stat().st_mtime, reverse=True)
     for path in manifests:
         try:
-            manifest = json.loads(path.read_text(encoding="utf-8"))
+            manifest = read_object(path)
             if manifest["inputs"]["recipe"] == wanted:
                 return int(manifest["vocab_size"]), int(manifest["n_train_tokens"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (CorruptFileError, ValueError, KeyError, TypeError):
             continue  # another version's or a damaged one: `data prepare` will say so, a plan need not
     return None
 

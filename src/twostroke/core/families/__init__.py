@@ -6,7 +6,7 @@ how a family names its weights is in ``twostroke.model.families``.
 
 from __future__ import annotations
 
-from twostroke.core.families.files import MAX_CONFIG_BYTES, read_config, read_spec
+from twostroke.core.families.files import read_config, read_spec
 from twostroke.core.families.registry import (
     FAMILIES,
     PLANNED_FAMILIES,
@@ -19,7 +19,6 @@ from twostroke.core.families.registry import (
 
 __all__ = [
     "FAMILIES",
-    "MAX_CONFIG_BYTES",
     "PLANNED_FAMILIES",
     "REFUSED",
     "Family",
