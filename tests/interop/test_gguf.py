@@ -81,6 +81,9 @@ def gguf_bytes(*, version: int = 3, tensors: list[bytes] | None = None, fields: 
 
 U8_ARRAY = struct.pack("<IIQ", 9, 0, 2**60)
 HUGE_TEXTS = struct.pack("<IIQ", 9, 8, 2**40)
+EMPTY_ARRAYS = struct.pack("<IIQ", 9, 9, 1000) + struct.pack("<IQ", 0, 0) * 1000
+EMPTY_TEXTS = struct.pack("<IIQ", 9, 8, 900_000) + bytes(8 * 900_000)
+LONG_TEXT = struct.pack("<I", 8) + text("x" * (2**22 + 1))
 NESTED = struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 50 + struct.pack("<IQB", 0, 1, 0)
 
 
@@ -97,7 +100,11 @@ NESTED = struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 50 + struct.pack("<IQ
         (gguf_bytes(fields=[struct.pack("<Q", 2**63) + bytes(20)]), "the length of a metadata key is 9223372036854775808"),
         (gguf_bytes(fields=[text("k") + U8_ARRAY]), "the number of elements of metadata 'k' is 1152921504606846976"),
         (gguf_bytes(fields=[text("k") + HUGE_TEXTS]), "the number of elements of metadata 'k' is 1099511627776"),
-        (gguf_bytes(fields=[text("k") + NESTED]), "nests arrays"),
+        (gguf_bytes(fields=[text("k") + NESTED]), "is an array of value type 9"),
+        (gguf_bytes(fields=[text("k") + EMPTY_ARRAYS]), "is an array of value type 9"),
+        pytest.param(gguf_bytes(fields=[text("k") + EMPTY_TEXTS]), "bytes of memory", id="empty texts"),
+        pytest.param(gguf_bytes(fields=[text("k" * 70_000) + struct.pack("<IB", 0, 1)]), "of 70000 bytes", id="a long key"),
+        pytest.param(gguf_bytes(fields=[text("k") + LONG_TEXT]), "of 4194305 bytes", id="a long text"),
         (gguf_bytes(fields=[text("k") + struct.pack("<I", 77) + bytes(8)]), "value type 77"),
         (gguf_bytes(fields=[text("k") + struct.pack("<IB", 0, 1)] * 2), "occurs twice"),
         (gguf_bytes(fields=[text(b"\xff\xfe") + struct.pack("<IB", 0, 1)]), "is not UTF-8"),

@@ -10,17 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twostroke.core.errors import ConfigError
+from twostroke.core.documents import Allowance
+from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.interop.gguf import GgufFile
 from twostroke.interop.tokenizer_tables import (
     BYTE,
     CONTROL,
     NORMAL,
     UNKNOWN,
+    USER_DEFINED,
+    _splits,
     byte_level_bpe,
     byte_level_words,
     sentencepiece_bpe,
 )
+
+PLENTY = Allowance(Path("a large file"), 10**9)
 
 
 def vectors(inputs: Path, outputs: Path) -> list[tuple[str, list[int]]]:
@@ -39,6 +44,7 @@ def test_starcoder_tables_of_a_gguf_give_the_published_ids(assets: Path) -> None
         metadata["tokenizer.ggml.token_type"].tolist(),
         metadata["tokenizer.ggml.pre"],
         bos_id=None,
+        allowance=PLENTY,
     )
     cases = vectors(folder / "ggml-vocab-starcoder.gguf.inp", folder / "ggml-vocab-starcoder.gguf.out")
     assert len(cases) > 40
@@ -53,7 +59,7 @@ def test_gpt2_tables_give_the_published_ids(assets: Path) -> None:
     pieces = sorted(vocabulary, key=vocabulary.__getitem__)
     merges = (folder / "vocab.bpe").read_text(encoding="utf-8").strip("\n").split("\n")[1:]
     kinds = [CONTROL if piece == "<|endoftext|>" else NORMAL for piece in pieces]
-    tokenizer = byte_level_bpe(pieces, merges, kinds, "gpt-2", bos_id=None)
+    tokenizer = byte_level_bpe(pieces, merges, kinds, "gpt-2", bos_id=None, allowance=PLENTY)
     cases = vectors(folder / "ggml-vocab-gpt-2.gguf.inp", folder / "ggml-vocab-gpt-2.gguf.out")
     assert len(cases) > 40
     for text, ids in cases:
@@ -74,8 +80,8 @@ def test_text_is_cut_as_the_named_models_cut_it() -> None:
 
 def test_a_text_begins_with_the_begin_token_where_there_is_one() -> None:
     pieces, merges = ["<s>", "a", "b", "ab"], ["a b"]
-    with_bos = byte_level_bpe(pieces, merges, [CONTROL, 1, 1, 1], "gpt-2", bos_id=0)
-    without = byte_level_bpe(pieces, merges, [CONTROL, 1, 1, 1], "gpt-2", bos_id=None)
+    with_bos = byte_level_bpe(pieces, merges, [CONTROL, 1, 1, 1], "gpt-2", bos_id=0, allowance=PLENTY)
+    without = byte_level_bpe(pieces, merges, [CONTROL, 1, 1, 1], "gpt-2", bos_id=None, allowance=PLENTY)
     assert with_bos.encode("ab").ids == [0, 3]
     assert without.encode("ab").ids == [3]
     assert with_bos.encode("ab", add_special_tokens=False).ids == [3]
@@ -118,7 +124,7 @@ def encode_by_the_rule(text: str) -> list[str]:
     return [piece for pieces in bytes_of for piece in pieces]
 
 
-TOKENIZER = sentencepiece_bpe(PIECES, SCORES, KINDS, bos_id=1)
+TOKENIZER = sentencepiece_bpe(PIECES, SCORES, KINDS, bos_id=1, allowance=PLENTY)
 
 
 @given(st.text(alphabet="abc é", max_size=20))
@@ -130,7 +136,41 @@ def test_sentencepiece_tables_follow_the_rule_and_lose_nothing(text: str) -> Non
 
 
 def test_without_a_space_prefix_none_is_added_or_taken_away() -> None:
-    tokenizer = sentencepiece_bpe(PIECES, SCORES, KINDS, bos_id=None, space_prefix=False)
+    tokenizer = sentencepiece_bpe(PIECES, SCORES, KINDS, bos_id=None, allowance=PLENTY, space_prefix=False)
     assert tokenizer.encode("ab").tokens == ["ab"]
     for text in (" ab", "ab", "  "):
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+class TestTablesThatAreMadeToBeExpensive:
+    def test_a_long_piece_is_refused_before_it_is_cut(self) -> None:
+        """Half a million characters took 92 s and a file of 10 MB ten hours: each of n cuts copies n characters."""
+        with pytest.raises(CorruptFileError, match="has 524288 characters; 256 are the most"):
+            sentencepiece_bpe(["<unk>", "a" * 2**19], [0.0, 0.0], [UNKNOWN, NORMAL], None, PLENTY)
+        with pytest.raises(CorruptFileError, match="256 are the most"):
+            byte_level_bpe(["a" * 257], [], [NORMAL], "gpt-2", None, PLENTY)
+
+    def test_the_cuts_of_a_piece_are_as_many_as_its_characters(self) -> None:
+        looked_up: list[str] = []
+
+        class Counted(dict[str, int]):
+            def get(self, key: str, default: int | None = None) -> int | None:  # type: ignore[override]
+                looked_up.append(key)
+                return super().get(key, default)
+
+        vocabulary = Counted({"a" * n: n for n in range(1, 257)})
+        assert len(list(_splits("a" * 256, vocabulary))) == 255
+        assert len(looked_up) == 2 * 255
+
+    def test_merges_beyond_the_allowance_are_refused(self) -> None:
+        """All words over two letters: every cut of each is a merge, and the tables are fifty times the file."""
+        pieces = ["".join(word) for n in range(1, 14) for word in itertools.product("ab", repeat=n)]
+        with pytest.raises(CorruptFileError, match="the merges of its tokenizer would take"):
+            sentencepiece_bpe(pieces, [0.0] * len(pieces), [NORMAL] * len(pieces), None, Allowance(Path("x"), 0))
+
+    @pytest.mark.parametrize("kind", [CONTROL, USER_DEFINED])
+    def test_marked_tokens_beyond_the_allowance_are_refused(self, kind: int) -> None:
+        """The library searches texts for all of them at once, by a table of a hundred bytes a character."""
+        pieces = [f"{n:0>128}" for n in range(4000)]
+        with pytest.raises(CorruptFileError, match="a tokenizer of 4000 tokens, 4000 of them marked, would take"):
+            sentencepiece_bpe(pieces, [0.0] * 4000, [kind] * 4000, None, Allowance(Path("x"), 0))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from twostroke.core.documents import Allowance
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
 
 MAGIC = b"GGUF"
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 2**20
-MAX_ARRAY_DEPTH = 4
+MAX_KEY_BYTES = 65_535  # GGUF's own limit
+MAX_TEXT_BYTES = 4 * 2**20  # a chat template; a token
+_FIELD_BYTES, _TENSOR_BYTES = 400, 1_100  # of a metadata field and of a row of the tensor table, once read
 _LEAST_TENSOR_BYTES = 8 + 4 + 4 + 8  # name length, number of dimensions, type, offset
 _LEAST_FIELD_BYTES = 8 + 4 + 1
 
@@ -53,8 +57,8 @@ class GgufTensor:
 class _Cursor:
     """Reads little-endian values in order and never past the end."""
 
-    def __init__(self, file: Path, data: Any) -> None:
-        self.file, self.data, self.at = file, data, 0
+    def __init__(self, file: Path, data: Any, allowance: Allowance) -> None:
+        self.file, self.data, self.at, self.allowance = file, data, 0, allowance
 
     @property
     def left(self) -> int:
@@ -78,29 +82,36 @@ class _Cursor:
             raise CorruptFileError(f"{self.file}: {what} is {count}, more than the {self.left} bytes that are left can hold.")
         return count
 
-    def string(self, what: str) -> str:
-        raw = self.take(self.count(f"the length of {what}", 1), what)
+    def string(self, what: str, most_bytes: int = MAX_TEXT_BYTES) -> str:
+        length = self.count(f"the length of {what}", 1)
+        if length > most_bytes:
+            raise CorruptFileError(f"{self.file}: {what} is of {length} bytes; such a text has at most {most_bytes}.")
+        raw = self.take(length, what)
         try:
-            return raw.decode("utf-8")
+            text = raw.decode("utf-8")
         except UnicodeDecodeError:
             raise CorruptFileError(f"{self.file}: {what} is not UTF-8: {raw[:40]!r}.") from None
+        self.allowance.take(sys.getsizeof(text) + 8, what)
+        return text
 
-    def value(self, kind: int, what: str, depth: int = 0) -> Any:
+    def value(self, kind: int, what: str) -> Any:
         if kind in _SCALARS:
             return self.scalar(_SCALARS[kind], what)
         if kind == _STRING:
             return self.string(what)
         if kind != _ARRAY:
             raise CorruptFileError(f"{self.file}: {what} has value type {kind}, which GGUF does not define.")
-        if depth == MAX_ARRAY_DEPTH:
-            raise CorruptFileError(f"{self.file}: {what} nests arrays more than {MAX_ARRAY_DEPTH} deep.")
         inner = self.scalar("<I", what)
+        if inner not in _SCALARS and inner != _STRING:
+            raise CorruptFileError(
+                f"{self.file}: {what} is an array of value type {inner}; arrays of numbers and of texts are read."
+            )
         least = struct.calcsize(_SCALARS[inner]) if inner in _SCALARS else 8
         count = self.count(f"the number of elements of {what}", least)
         if inner in _SCALARS:
             # Kept as an array: a list of a million Python numbers takes thirty times the file's bytes.
             return np.frombuffer(self.take(count * least, what), dtype=np.dtype(_SCALARS[inner]))
-        return [self.value(inner, what, depth + 1) for _ in range(count)]
+        return [self.string(what) for _ in range(count)]
 
 
 class GgufFile:
@@ -117,7 +128,8 @@ class GgufFile:
             raise CorruptFileError(f"{self.path} is {self.path.stat().st_size} bytes; a GGUF file has a header of 24.")
         with self.path.open("rb") as stream:
             self._data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        cursor = _Cursor(self.path, self._data)
+        self.allowance = Allowance(self.path, len(self._data))
+        cursor = _Cursor(self.path, self._data, self.allowance)
         if cursor.take(4, "the magic") != MAGIC:
             raise CorruptFileError(f"{self.path} does not begin with {MAGIC!r}: it is no GGUF file.")
         version = cursor.scalar("<I", "the version")
@@ -127,9 +139,10 @@ class GgufFile:
             raise CorruptFileError(f"{self.path} is GGUF version {version}; versions 2 and 3 are read.")
         n_tensors = cursor.count("the number of tensors", _LEAST_TENSOR_BYTES)
         n_fields = cursor.count("the number of metadata fields", _LEAST_FIELD_BYTES)
+        self.allowance.take(n_fields * _FIELD_BYTES + n_tensors * _TENSOR_BYTES, "its tables of metadata and tensors")
         self.metadata: dict[str, Any] = {}
         for _ in range(n_fields):
-            key = cursor.string("a metadata key")
+            key = cursor.string("a metadata key", MAX_KEY_BYTES)
             if key in self.metadata:
                 raise CorruptFileError(f"{self.path}: metadata key {key!r:.80} occurs twice.")
             self.metadata[key] = cursor.value(cursor.scalar("<I", f"the type of {key!r:.80}"), f"metadata {key!r:.80}")
@@ -138,7 +151,7 @@ class GgufFile:
     def _read_table(self, cursor: _Cursor, n_tensors: int) -> dict[str, GgufTensor]:
         rows: list[tuple[str, str, tuple[int, ...], int, int]] = []
         for _ in range(n_tensors):
-            name = cursor.string("a tensor name")
+            name = cursor.string("a tensor name", MAX_KEY_BYTES)
             n_dimensions = cursor.scalar("<I", f"tensor {name!r:.80}")
             if not 1 <= n_dimensions <= MAX_DIMENSIONS:
                 raise CorruptFileError(

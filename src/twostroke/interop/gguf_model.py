@@ -60,8 +60,13 @@ class _Metadata:
             raise CorruptFileError(f"{self.file.path}: metadata {key} must be a list of texts.")
         return value
 
-    def numbers(self, key: str, default: np.ndarray | None = None) -> list[Any]:
+    def numbers(self, key: str, n: int, default: np.ndarray | None = None) -> list[Any]:
+        """``n`` finite numbers, one a token."""
         value: np.ndarray = self._get(key, (np.ndarray,), "a list of numbers", default)
+        if len(value) != n or not np.isfinite(value).all():
+            raise CorruptFileError(
+                f"{self.file.path}: the tokenizer's tables disagree: metadata {key} must hold {n} finite numbers, one a token."
+            )
         return list(value.tolist())
 
     def token_id(self, key: str, vocab_size: int) -> int | None:
@@ -235,7 +240,7 @@ def _tokenizer(metadata: _Metadata, spec: ModelSpec) -> SourceTokenizer:
     pieces = metadata.texts("tokenizer.ggml.tokens")
     if len(pieces) > spec.vocab_size:
         raise CorruptFileError(f"{metadata.file.path} has {len(pieces)} tokens, but embeddings for {spec.vocab_size}.")
-    kinds = metadata.numbers("tokenizer.ggml.token_type", np.full(len(pieces), NORMAL))
+    kinds = metadata.numbers("tokenizer.ggml.token_type", len(pieces), np.full(len(pieces), NORMAL))
     words = metadata.text("tokenizer.ggml.pre", "gpt-2")
     # llama.cpp's own defaults where the file does not say
     begins = metadata.flag("tokenizer.ggml.add_bos_token", model == "llama" or words in LLAMA3_WORDS)
@@ -246,14 +251,11 @@ def _tokenizer(metadata: _Metadata, spec: ModelSpec) -> SourceTokenizer:
         config["chat_template"] = template
     if bos is not None and bos >= len(pieces):
         raise CorruptFileError(f"{metadata.file.path}: the begin-of-text token {bos} is none of its {len(pieces)} tokens.")
-    try:
-        if model == "llama":
-            scores = metadata.numbers("tokenizer.ggml.scores")
-            prefix = metadata.flag("tokenizer.ggml.add_space_prefix", True)
-            return SourceTokenizer(sentencepiece_bpe(pieces, scores, kinds, bos, prefix), config)
-        if model == "gpt2":
-            merges = metadata.texts("tokenizer.ggml.merges")
-            return SourceTokenizer(byte_level_bpe(pieces, merges, kinds, words, bos), config)
-    except ValueError as error:  # tables of different lengths
-        raise CorruptFileError(f"{metadata.file.path}: the tokenizer's tables disagree: {error}.") from None
+    if model == "llama":
+        scores = metadata.numbers("tokenizer.ggml.scores", len(pieces))
+        prefix = metadata.flag("tokenizer.ggml.add_space_prefix", True)
+        return SourceTokenizer(sentencepiece_bpe(pieces, scores, kinds, bos, metadata.file.allowance, prefix), config)
+    if model == "gpt2":
+        merges = metadata.texts("tokenizer.ggml.merges")
+        return SourceTokenizer(byte_level_bpe(pieces, merges, kinds, words, bos, metadata.file.allowance), config)
     raise ConfigError(f"{metadata.file.path}: tokenizer.ggml.model={model!r:.50} is not read. Read: llama, gpt2.")

@@ -11,16 +11,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from twostroke.core.documents import Allowance
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
 from twostroke.core.spec import ModelSpec, RopeSpec
 from twostroke.interop.source import LazyState, SourceModel, SourceTokenizer, halves_from_pairs
-from twostroke.interop.tokenizer_tables import BYTE, CONTROL, NORMAL, UNKNOWN, sentencepiece_bpe
+from twostroke.interop.tokenizer_tables import (
+    BYTE,
+    CONTROL,
+    MAX_PIECE_CHARACTERS,
+    NORMAL,
+    UNKNOWN,
+    sentencepiece_bpe,
+)
 
 HEADER_BYTES = 28
 BOS, EOS = 1, 2
 NORM_EPS = 1e-5  # a constant in run.c
 _VERSIONED_MAGIC = 0x616B3432  # "ak42", before versions 1 and 2
-MAX_PIECE_BYTES = 65_536
+_PIECE_BYTES = 120  # of a piece, its score and its kind in lists
+MAX_PIECE_BYTES = 4 * MAX_PIECE_CHARACTERS  # in UTF-8
 
 
 def read_llama2c(path: Path, tokenizer: Path | None) -> SourceModel:
@@ -55,7 +64,7 @@ def read_llama2c(path: Path, tokenizer: Path | None) -> SourceModel:
         )
     data = np.memmap(path, dtype="<f4", mode="r", offset=HEADER_BYTES)
     spec = spec.with_(rope=RopeSpec(theta=_theta(path, spec, data, sections["freq_cos"][0], sections["freq_sin"][0])))
-    table = None if tokenizer is None else read_tokenizer_bin(tokenizer, spec.vocab_size)
+    table = None if tokenizer is None else read_tokenizer_bin(tokenizer, spec.vocab_size, size)
     return SourceModel("llama2.c", spec, _state(spec, data, sections), "fp32", table)
 
 
@@ -135,15 +144,19 @@ def _state(spec: ModelSpec, data: np.ndarray, sections: dict[str, tuple[int, tup
     return LazyState(readers)
 
 
-def read_tokenizer_bin(path: Path, vocab_size: int) -> SourceTokenizer:
+def read_tokenizer_bin(path: Path, vocab_size: int, model_bytes: int = 0) -> SourceTokenizer:
     """The tokenizer in a llama2.c ``tokenizer.bin``: int32 longest piece, then by token float32 score, int32 length, bytes.
 
     The file spells ▁ as a space and wraps the names of its control tokens in line ends; both are undone.
-    Raises InputError where there is no file, CorruptFileError where it does not hold ``vocab_size`` pieces and nothing else.
+    Raises InputError where there is no file, CorruptFileError where it does not hold ``vocab_size`` pieces and nothing else,
+    and where they take more memory than twice this file, ``model_bytes`` and the spare that every file has.
     """
     if not path.is_file():
         raise InputError(f"tokenizer {path} does not exist. Give the tokenizer.bin that belongs to the model.")
-    content = path.read_bytes() if path.stat().st_size <= vocab_size * (8 + MAX_PIECE_BYTES) + 4 else b""
+    size = path.stat().st_size
+    allowance = Allowance(path, size + model_bytes)
+    content = path.read_bytes() if size <= vocab_size * (8 + MAX_PIECE_BYTES) + 4 else b""
+    allowance.take(min(vocab_size, len(content) // 8) * _PIECE_BYTES + 4 * len(content), f"{vocab_size} tokens")
     at = 4
     pieces: list[str] = []
     scores: list[float] = []
@@ -177,4 +190,4 @@ def read_tokenizer_bin(path: Path, vocab_size: int) -> SourceTokenizer:
             kinds[token] = BYTE
         else:
             pieces[token] = piece.replace(" ", "▁")
-    return SourceTokenizer(sentencepiece_bpe(pieces, scores, kinds, BOS))
+    return SourceTokenizer(sentencepiece_bpe(pieces, scores, kinds, BOS, allowance))

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers.pre_tokenizers import PreTokenizer
 
+from twostroke.core.documents import Allowance
 from twostroke.core.errors import ConfigError, CorruptFileError, did_you_mean
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Kinds of token, numbered as in ``llama.h`` and SentencePiece."""
+
+MAX_PIECE_CHARACTERS = 256
+"""Of a token: SentencePiece writes at most 16, and the longest of any vocabulary known here, a run of spaces, has 128."""
+
+_TOKEN_BYTES, _MERGE_BYTES = 300, 320
+_MARKED_TOKEN_BYTES, _MARKED_CHARACTER_BYTES = 900, 128
+"""Memory that a token, a merge, a marked token and each character of one take, here and in the tokenizer that is made of them
+(measured with tokenizers 0.22: 240, 290, 880 and 97)."""
 
 LLAMA3_WORDS = ("llama-bpe", "llama3", "llama-v3")
 """Names of Llama 3's way to cut text: whole words that are tokens are taken as they are, and a text begins with a token."""
@@ -47,11 +56,22 @@ def byte_level_words(name: str) -> PreTokenizer:
 
 
 def _vocabulary(pieces: Sequence[str]) -> dict[str, int]:
+    longest = max(pieces, key=len, default="")
+    if len(longest) > MAX_PIECE_CHARACTERS:
+        raise CorruptFileError(
+            f"the tokenizer's token {longest!r:.80} has {len(longest)} characters; {MAX_PIECE_CHARACTERS} are the most."
+        )
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     if len(vocabulary) != len(pieces):
         twice = next(piece for i, piece in enumerate(pieces) if vocabulary[piece] != i)
         raise CorruptFileError(f"the tokenizer's token {twice!r:.80} occurs twice.")
     return vocabulary
+
+
+def _allow_tokens(allowance: Allowance, pieces: Sequence[str], kinds: Sequence[int]) -> None:
+    marked = [piece for piece, kind in zip(pieces, kinds, strict=True) if kind in (CONTROL, UNKNOWN, USER_DEFINED)]
+    n_bytes = _MARKED_TOKEN_BYTES * len(marked) + _MARKED_CHARACTER_BYTES * sum(map(len, marked))
+    allowance.take(_TOKEN_BYTES * len(pieces) + n_bytes, f"a tokenizer of {len(pieces)} tokens, {len(marked)} of them marked,")
 
 
 def _add_marked_tokens(tokenizer: Tokenizer, pieces: Sequence[str], kinds: Sequence[int]) -> None:
@@ -76,27 +96,42 @@ def _begin_with(tokenizer: Tokenizer, pieces: Sequence[str], bos_id: int) -> Non
         tokenizer.post_processor = template
 
 
+def _splits(piece: str, vocabulary: Mapping[str, int]) -> Iterator[tuple[int, int]]:
+    """The two tokens of each cut of ``piece`` into two tokens. ``MAX_PIECE_CHARACTERS`` bounds the cuts of a piece, so that all
+    pieces of a file together take a time proportional to its length."""
+    for cut in range(1, len(piece)):
+        left = vocabulary.get(piece[:cut])
+        if left is not None:
+            right = vocabulary.get(piece[cut:])
+            if right is not None:
+                yield left, right
+
+
 def sentencepiece_bpe(
-    pieces: Sequence[str], scores: Sequence[float], kinds: Sequence[int], bos_id: int | None, space_prefix: bool = True
+    pieces: Sequence[str],
+    scores: Sequence[float],
+    kinds: Sequence[int],
+    bos_id: int | None,
+    allowance: Allowance,
+    space_prefix: bool = True,
 ) -> Tokenizer:
     """SentencePiece BPE with byte fallback, as Llama 1 and 2 use: the pair whose joined piece scores highest merges first.
 
     ``pieces`` spell a space as ▁ and bytes as <0x41>. Merges are every split of a piece into two pieces, by falling score,
     as in transformers' ``SentencePieceExtractor``. ``bos_id`` None: texts are encoded without a begin-of-text token.
-    Raises CorruptFileError for tables that are not a vocabulary.
+    Raises CorruptFileError for tables that are not a vocabulary, and where they take more memory than ``allowance`` has.
     """
+    _allow_tokens(allowance, pieces, kinds)
     vocabulary = _vocabulary(pieces)
-    merges: list[tuple[float, int, int, str, str]] = []
+    merges: list[tuple[float, int, int]] = []
     for piece, score, kind in zip(pieces, scores, kinds, strict=True):
-        if kind not in (NORMAL, USER_DEFINED):
-            continue
-        for cut in range(1, len(piece)):
-            left, right = vocabulary.get(piece[:cut]), vocabulary.get(piece[cut:])
-            if left is not None and right is not None:
-                merges.append((-score, left, right, piece[:cut], piece[cut:]))
-    merges.sort(key=lambda merge: merge[:3])
+        if kind in (NORMAL, USER_DEFINED):
+            found = [(-score, left, right) for left, right in _splits(piece, vocabulary)]
+            allowance.take(_MERGE_BYTES * len(found), "the merges of its tokenizer")
+            merges += found
+    merges.sort()
     unknown = next((piece for piece, kind in zip(pieces, kinds, strict=True) if kind == UNKNOWN), None)
-    pairs = [(left, right) for *_, left, right in merges]
+    pairs = [(pieces[left], pieces[right]) for _, left, right in merges]
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     # Not Metaspace, which leaves out the prefix of a text that begins with a space and so loses that space.
     marks = normalizers.Replace(" ", "▁")
@@ -110,19 +145,22 @@ def sentencepiece_bpe(
 
 
 def byte_level_bpe(
-    pieces: Sequence[str], merges: Sequence[str], kinds: Sequence[int], words: str, bos_id: int | None
+    pieces: Sequence[str], merges: Sequence[str], kinds: Sequence[int], words: str, bos_id: int | None, allowance: Allowance
 ) -> Tokenizer:
     """Byte-level BPE as GPT-2, Llama 3 and Qwen use. ``merges`` are "left right" in order; ``words`` names how text is cut.
 
-    Raises CorruptFileError for a merge of unknown tokens, ConfigError for an unknown ``words``.
+    Raises CorruptFileError for a merge of unknown tokens and where all takes more memory than ``allowance`` has, ConfigError
+    for an unknown ``words``.
     """
+    _allow_tokens(allowance, pieces, kinds)
+    allowance.take(_MERGE_BYTES * len(merges), "the merges of its tokenizer")
     vocabulary = _vocabulary(pieces)
     pairs: list[tuple[str, str]] = []
     for merge in merges:
         left, separator, right = merge.partition(" ")
         if not separator or left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
             raise CorruptFileError(f"the tokenizer's merge {merge!r:.80} does not join two of its tokens to a third.")
-        pairs.append((left, right))
+        pairs.append((pieces[vocabulary[left]], pieces[vocabulary[right]]))  # the texts that are there already
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=words in LLAMA3_WORDS))
     tokenizer.pre_tokenizer = byte_level_words(words)
     tokenizer.decoder = decoders.ByteLevel()
