@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError, UnsupportedFamilyError
-from twostroke.core.families import FAMILIES, config_from_spec, read_config, read_spec, spec_from_config
+from twostroke.core.families import FAMILIES, all_families, config_from_spec, read_config, read_spec, spec_from_config
 from twostroke.core.spec import ModelSpec, RopeSpec
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
@@ -238,7 +238,7 @@ def test_a_model_that_a_family_cannot_describe_is_refused(family: str, changes: 
         ({"num_attention_heads": 0}, "n_heads=0 must be"),
         ({"num_attention_heads": 7}, "num_attention_heads=7 must divide hidden_size=64"),
         ({"num_key_value_heads": 5}, "n_kv_heads=5 must divide n_heads=32"),
-        ({"rms_norm_eps": float("nan")}, "norm_eps=nan must be positive"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be a number, finite"),
         ({"rms_norm_eps": 0}, "norm_eps=0.0 must be positive"),
         ({"rope_theta": "big"}, "rope_theta='big' must be a number"),
         ({"rope_theta": -1.0}, "theta=-1.0 must be positive"),
@@ -320,3 +320,43 @@ def test_unreadable_configuration_files_are_sentences(tmp_path: Path) -> None:
         stream.truncate(5 * 2**20)
     with pytest.raises(CorruptFileError, match="at most"):
         read_config(file)
+
+
+HUGE = (10**400, -(10**400), 2**63, float("nan"), float("inf"), float("-inf"), 1e31)
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", HUGE, ids=lambda value: str(value)[:8])
+@pytest.mark.parametrize("model_type", sorted(all_families()))
+def test_a_number_that_nothing_can_compute_with_is_a_sentence_wherever_it_stands(model_type: str, value: float) -> None:
+    """Also where a quotient or a product is made of it: an integer of four hundred digits has no float."""
+    base: dict[str, Any] = {
+        "model_type": model_type, "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "max_position_embeddings": 64,
+    }  # fmt: skip
+    keys = [
+        *base,
+        "rope_theta",
+        "partial_rotary_factor",
+        "rotary_dim",
+        "rms_norm_eps",
+        "attention_dropout",
+        "eos_token_id",
+        "n_embd",
+    ]
+    keys += ["n_head", "n_layer", "n_positions", "n_inner", "num_layers", "num_heads", "window_size", "ffn_dim", "seq_length"]
+    keys += ["sliding_window", "layer_norm_epsilon", "num_experts", "moe_intermediate_size", "kv_lora_rank", "q_lora_rank"]
+    documents = [base | {key: value} for key in keys if key != "model_type"]
+    documents += [base | {"rope_scaling": LLAMA3_ROPE | {key: value}} for key in LLAMA3_ROPE]
+    documents += [base | {"rope_parameters": {"rope_theta": value}}, base | {"attention_types": [[[], value]]}]
+    documents += [base | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": value}}]
+    refused = 0
+    for document in documents:
+        try:
+            spec_from_config(document)
+        except ConfigError as error:
+            refused += len(str(error)) < 1000
+    assert refused >= len(base) - 1

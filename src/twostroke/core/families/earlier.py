@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from twostroke.core.errors import ConfigError
-from twostroke.core.families.reader import STORED_OTHERWISE, Reader, activation
+from twostroke.core.families.reader import STORED_OTHERWISE, Reader, activation, is_integer
 from twostroke.core.spec import Departures, ModelSpec, RopeSpec
 
 
@@ -51,7 +51,7 @@ def _local_layers(config: dict[str, Any], n_layers: int) -> tuple[int, ...]:
         return tuple(range(1, n_layers, 2))
     kinds: list[Any] = []
     for item in types if isinstance(types, list) else [types]:
-        if not isinstance(item, list) or len(item) != 2 or not isinstance(item[0], list) or not isinstance(item[1], int):
+        if not isinstance(item, list) or len(item) != 2 or not isinstance(item[0], list) or not is_integer(item[1]):
             raise ConfigError(f"config.json: attention_types={types!r:.100} must list [[kinds], repetitions].")
         if len(kinds) + len(item[0]) * item[1] > n_layers:  # before it is written out: both numbers are the file's
             break

@@ -29,7 +29,8 @@ def _sparse_layers(config: dict[str, Any]) -> tuple[int, ...] | None:
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(i, int) for i in dense):
         raise ConfigError(f"config.json: mlp_only_layers={dense!r:.100} must be a list of layers.")
-    sparse = tuple(i for i in range(n_layers) if (i + 1) % step == 0 and i not in dense)
+    listed = set(dense)
+    sparse = tuple(i for i in range(n_layers) if (i + 1) % step == 0 and i not in listed)
     return None if len(sparse) == n_layers else sparse
 
 

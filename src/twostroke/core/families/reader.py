@@ -7,9 +7,22 @@ from typing import Any
 from twostroke.core.errors import ConfigError
 from twostroke.core.spec import MAX_LAYERS, Departures, RopeSpec
 
+MAX_INTEGER, MAX_NUMBER = 2**63 - 1, 1e30
+"""Of any number in a config: beyond them nothing is a size, an id or a scale, and arithmetic leaves the range of its types."""
+
+
+def is_integer(value: Any) -> bool:
+    """Whether ``value`` is a whole number whose size does not pass ``MAX_INTEGER``."""
+    return isinstance(value, int) and not isinstance(value, bool) and -MAX_INTEGER <= value <= MAX_INTEGER
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is a number, not NaN, whose size does not pass ``MAX_NUMBER``: a float of it exists and is finite."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -MAX_NUMBER <= value <= MAX_NUMBER
+
 
 class Reader:
-    """Typed access to a config dictionary; each miss is a sentence."""
+    """Typed access to a config dictionary; each miss is a sentence. Every number passes ``is_integer`` or ``is_number``."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -20,9 +33,9 @@ class Reader:
             if default is None:
                 raise ConfigError(f"config.json has no {key!r}, which model_type={self.config.get('model_type')!r} needs.")
             return default
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"config.json: {key}={value!r} must be a whole number.")
-        return value
+        if not is_integer(value):
+            raise ConfigError(f"config.json: {key}={value!r:.100} must be a whole number of at most {MAX_INTEGER}.")
+        return int(value)
 
     def first_integer(self, *keys: str, default: int | None = None) -> int:
         """The value under the first of ``keys``, spellings of one number, that is there."""
@@ -67,19 +80,16 @@ class Reader:
         value = self.config.get(key)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"config.json: {key}={value!r} must be a number.")
-        try:
-            return float(value)
-        except OverflowError:
-            raise ConfigError(f"config.json: {key} is out of range.") from None
+        if not is_number(value):
+            raise ConfigError(f"config.json: {key}={value!r:.100} must be a number, finite and at most {MAX_NUMBER:g}.")
+        return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.config.get(key)
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise ConfigError(f"config.json: {key}={value!r} must be true or false.")
+            raise ConfigError(f"config.json: {key}={value!r:.100} must be true or false.")
         return value
 
     def token_ids(self, key: str, default: int | None = None) -> tuple[int, ...]:
@@ -88,8 +98,8 @@ class Reader:
         if value is None:
             return ()
         ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            raise ConfigError(f"config.json: {key}={value!r} must be a token id or a list of them.")
+        if not all(is_integer(i) for i in ids):
+            raise ConfigError(f"config.json: {key}={value!r:.100} must be a token id or a list of them.")
         return tuple(ids)
 
     def token_id(self, key: str, default: int | None = None) -> int | None:
@@ -137,8 +147,10 @@ class Reader:
 
 def positive_scaling(scaling: dict[str, Any], key: str) -> float:
     value = scaling.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ConfigError(f"config.json: rope scaling {key}={value!r} must be a positive, finite number.")
+    if not is_number(value) or not value > 0:
+        raise ConfigError(
+            f"config.json: rope scaling {key}={value!r:.100} must be a positive number of at most {MAX_NUMBER:g}."
+        )
     return float(value)
 
 
@@ -146,7 +158,7 @@ def activation(name: Any) -> Any:
     known = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
     known |= {"relu": "relu"}
     if not isinstance(name, str) or name not in known:
-        raise ConfigError(f"activation {name!r} is not supported. Supported: {', '.join(known)}.")
+        raise ConfigError(f"activation {name!r:.100} is not supported. Supported: {', '.join(known)}.")
     return known[name]
 
 
