@@ -92,9 +92,9 @@ def _integer(digits: str) -> int:
 def read_bytes(file: Path, most_bytes: int) -> bytes:
     """The content of ``file``. Raises CorruptFileError where it is missing, cannot be read or is longer than ``most_bytes``."""
     try:
+        size = file.stat().st_size
         with file.open("rb") as stream:
-            raw = stream.read(most_bytes + 1)
-            size = file.stat().st_size
+            raw = stream.read(min(size, most_bytes) + 1)  # that many are allotted at once; a device or a pipe has no size
     except FileNotFoundError:
         raise CorruptFileError(f"{file} is missing.") from None
     except OSError as error:

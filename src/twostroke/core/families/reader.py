@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 from twostroke.core.errors import ConfigError
 from twostroke.core.spec import MAX_LAYERS, Departures, RopeSpec
@@ -11,12 +11,12 @@ MAX_INTEGER, MAX_NUMBER = 2**63 - 1, 1e30
 """Of any number in a config: beyond them nothing is a size, an id or a scale, and arithmetic leaves the range of its types."""
 
 
-def is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> TypeGuard[int]:
     """Whether ``value`` is a whole number whose size does not pass ``MAX_INTEGER``."""
     return isinstance(value, int) and not isinstance(value, bool) and -MAX_INTEGER <= value <= MAX_INTEGER
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[int | float]:
     """Whether ``value`` is a number, not NaN, whose size does not pass ``MAX_NUMBER``: a float of it exists and is finite."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -MAX_NUMBER <= value <= MAX_NUMBER
 
@@ -35,7 +35,7 @@ class Reader:
             return default
         if not is_integer(value):
             raise ConfigError(f"config.json: {key}={value!r:.100} must be a whole number of at most {MAX_INTEGER}.")
-        return int(value)
+        return value
 
     def first_integer(self, *keys: str, default: int | None = None) -> int:
         """The value under the first of ``keys``, spellings of one number, that is there."""
