@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from twostroke.core.data_recipe import STDLIB_SOURCE, DataRecipe
 from twostroke.core.documents import read_toml
+from twostroke.core.engines import Method, Optimizer, Recomputation, TrainingType
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError, did_you_mean
 from twostroke.core.families import spec_from_config
 from twostroke.core.spec import ModelSpec
@@ -97,8 +98,8 @@ class TrainSettings:
     batch_size: int = 16
     sequence_length: int = 512
     grad_accumulation: int = 1
-    dtype: Literal["bf16", "fp32", "fp16", "pure_bf16"] = "bf16"
-    optimizer: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
+    dtype: TrainingType = "bf16"
+    optimizer: Optimizer = "adamw"
     learning_rate: float = 0.0  # 0: by method and optimizer, as the run's recipe.json then says
     muon_learning_rate: float = 0.0
     momentum: float = 0.9  # of sgd
@@ -115,7 +116,7 @@ class TrainSettings:
     min_lr_ratio: float = 0.02
     clip_norm: float = 1.0
     ema_decay: float = 0.0  # 0: no running average of the weights
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    activation_checkpointing: Recomputation = "none"
     compile: bool = True
     anomaly_policy: Literal["skip", "rollback", "stop"] = "skip"
     spike_factor: float = 0.0  # times the running median that make a spike; 0: only what is not finite is an anomaly
@@ -141,7 +142,7 @@ class TrainRecipe:
     """``method``: "pretrain" from fresh weights or from a model, "full" fine-tunes all weights of ``model.init_from``, "lora"
     and "qlora" train adapters beside them. ``[lora]`` is read by the latter two."""
 
-    method: Literal["pretrain", "full", "lora", "qlora"] = "pretrain"
+    method: Method = "pretrain"
     seed: int = 0
     output: str = "runs/train"
     model: ModelRecipe = field(default_factory=ModelRecipe)

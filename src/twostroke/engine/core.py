@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from twostroke.core.engines import CACHE_TYPES
 from twostroke.core.errors import CapacityError, ConfigError, InputError
 from twostroke.core.families import read_spec
 from twostroke.core.profile import load_profile
@@ -38,7 +39,6 @@ from twostroke.scheduling.request import FinishReason, Request
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig
 
-KV_DTYPES = ("bf16", "fp32", "int8")
 RUNNERS = ("native", "torch")
 
 
@@ -66,7 +66,7 @@ class EngineConfig:
     runner: str = "auto"
 
     def __post_init__(self) -> None:
-        choices = {"dtype": NATIVE_WEIGHTS, "head_dtype": NATIVE_WEIGHTS, "kv_dtype": KV_DTYPES, "runner": RUNNERS}
+        choices = {"dtype": NATIVE_WEIGHTS, "head_dtype": NATIVE_WEIGHTS, "kv_dtype": CACHE_TYPES, "runner": RUNNERS}
         for name, known in choices.items():
             if getattr(self, name) not in ("auto", *known):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not known. Use one of auto, {', '.join(known)}.")

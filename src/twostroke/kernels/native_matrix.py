@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from twostroke.core.engines import WEIGHTS
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.kernels.int4 import quantize_groups
 from twostroke.kernels.native_library import library
@@ -18,8 +19,8 @@ from twostroke.kernels.native_library import library
 if TYPE_CHECKING:
     from jaxtyping import Float, Int8, UInt8
 
-FORMATS = {"fp32": 0, "bf16": 1, "int8": 2, "int8_weight_only": 3, "int4": 4}
-"""Our names, with the library's numbers. ``int8`` quantises activations too (W8A8), as ``int4`` does."""
+FORMATS = {name: number for number, name in enumerate(WEIGHTS)}
+"""Our names, with the library's numbers."""
 
 GROUPS = (32, 64, 128)
 """Inputs that may share a scale in int4."""

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from twostroke.core.dtypes import bytes_of
+from twostroke.core.engines import planned_only_text
 from twostroke.core.spec import ModelSpec
 from twostroke.planner import flips
 from twostroke.planner.cost import cost_of, crossover_tokens, usd_per_million_tokens
@@ -282,8 +283,14 @@ def compare_plans(training: TrainingPlan, serving: ServingPlan, subject: str = "
             "analytic": analytic_flips(training, serving),
             "attention": context_flips(serving),
         },
-        notes=tuple(dict.fromkeys((*where, *training.notes, *serving.notes))),
+        notes=tuple(dict.fromkeys((*where, *_planned_only(training, serving), *training.notes, *serving.notes))),
     )
+
+
+def _planned_only(training: TrainingPlan, serving: ServingPlan) -> list[str]:
+    """One sentence a phase for what cannot run here."""
+    phases = (("training", training.planned_only), ("serving", serving.planned_only))
+    return [f"{phase} is {planned_only_text(reasons)}" for phase, reasons in phases if reasons]
 
 
 def _assumptions(hardware: Hardware) -> tuple[str, ...]:

@@ -151,6 +151,12 @@ class Hardware:
     facts: dict[str, Fact] = field(default_factory=dict)
 
     @property
+    def accelerator(self) -> str | None:
+        """Maker and name of a datasheet's GPU or other accelerator; None for a CPU, and for a GPU that was calibrated here,
+        which torch drives."""
+        return self.label if self.kind == "gpu" and self.basis == "datasheet" else None
+
+    @property
     def network_bytes_per_s(self) -> float:
         return self.network.bytes_per_s
 

@@ -1,8 +1,8 @@
 """How long a request waits beside others: the one model that plans, searches, explanations and ``bench`` ask.
 
-There are two kinds of load. In a closed loop each of B users asks again when answered; in an open one requests arrive by chance
-at a rate. All formulas are arithmetic on the seconds of steps, which the planner has from a calibration or a datasheet. They
-are held against a simulated engine in tests/planner/test_load.py.
+There are two kinds of load. In a closed loop each of B users asks again when answered; in an open one requests arrive by
+chance at a rate. All formulas are arithmetic on the seconds of steps, which the planner has from a calibration or a datasheet.
+They are held against a simulated engine in tests/planner/test_load.py.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from twostroke.core import engines
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.core.spec import ModelSpec
@@ -42,7 +43,7 @@ TORCH_SCHEMES = ("fp32", "bf16", "int8")
 NATIVE_SCHEMES = tuple(native_products.SCHEMES)
 """Those that the native engine serves, and that a machine calibrated with it can be planned with."""
 
-HEAD_DTYPES = ("auto", "fp32", "bf16", "int8", "int8_weight_only", "int4")
+HEAD_DTYPES = ("auto", *engines.WEIGHTS)
 
 CACHE_DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8", "int8")
 
@@ -182,6 +183,16 @@ class ServingPlan:
     notes: tuple[str, ...] = ()
 
     @property
+    def planned_only(self) -> tuple[str, ...]:
+        """What of it ``twostroke serve`` and ``generate`` do not run, in words; empty where they run all of it."""
+        shape, hardware = self.shape, self.hardware
+        return engines.not_served(
+            self.spec, weights=shape.scheme, cache=shape.cache_dtype, devices=self.devices,
+            speculates=shape.speculation is not None, accelerator=hardware.label if hardware.kind == "gpu" else None,
+            engine=None if shape.engine == "any" else shape.engine,
+        )  # fmt: skip
+
+    @property
     def ttft_s(self) -> float:
         """First token of a request that arrives at an idle server: its prefill."""
         return total_seconds(self.prefill)
@@ -295,6 +306,7 @@ class ServingPlan:
             "shape": asdict(self.shape),
             "hardware": self.hardware.to_dict(),
             "parameters": self.parameters.to_dict(),
+            "planned_only": list(self.planned_only),
             "prediction": self.prediction(),
             "memory_bytes": {**self.memory_bytes, "peak": self.peak_memory_bytes},
             "kv_bytes_per_token": self.kv_bytes_per_token,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from twostroke.core import engines
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError
 from twostroke.core.spec import ModelSpec
@@ -35,8 +36,10 @@ ASSUMED_IMPORT_S = 2.0
 ASSUMED_COMPILE_S = 20.0
 """Seconds to import torch and to compile one block, where nothing was measured."""
 
-METHODS = ("full", "lora", "qlora")
-CHECKPOINTING = ("none", "selective", "full")
+METHODS = tuple(method for method in engines.METHODS if method != "pretrain")
+"""Fresh weights or another model's, "full" trains all of them."""
+
+CHECKPOINTING = engines.RECOMPUTATIONS
 LOGITS = ("chunked", "whole")
 
 
@@ -205,6 +208,15 @@ class TrainingPlan:
         return self.tokens_per_step / self.step_time_s
 
     @property
+    def planned_only(self) -> tuple[str, ...]:
+        """What of it ``twostroke train`` does not do, in words; empty where it does all of it."""
+        shape, accelerator = self.shape, self.hardware.accelerator
+        return engines.not_trained(
+            self.spec, method=shape.method, dtype=shape.dtype, optimizer=shape.optimizer, recomputation=shape.checkpointing,
+            logits=shape.logits, devices=self.layout.n_devices, accelerator=accelerator,
+        )  # fmt: skip
+
+    @property
     def mfu(self) -> float:
         """Model FLOP a second over the peaks of all devices."""
         return self.flops_per_token * self.tok_per_s / (self.hardware.peak(self._rate_dtype) * self.layout.n_devices)
@@ -272,6 +284,7 @@ class TrainingPlan:
             "hardware": self.hardware.to_dict(),
             "parameters": self.parameters.to_dict(),
             "trained_parameters": self.trained_parameters,
+            "planned_only": list(self.planned_only),
             "prediction": self.prediction(),
             "memory_bytes": {**self.memory_bytes, "peak": self.peak_memory_bytes},
             "masters_bytes": self.masters_bytes,
@@ -389,7 +402,6 @@ def plan_training(
         notes=(
             *spec.notes,
             *(() if hardware.basis == "measured" else (DATASHEET_NOTE,)),
-            *beyond_our_trainer(shape, layout),
         ),
         layout=layout,
         traffic=traffic,
@@ -406,17 +418,6 @@ def plan_training(
         assert spent is not None
         plan = replace(plan, cost=cost_of(spent, hardware, layout.n_devices))
     return plan
-
-
-def beyond_our_trainer(shape: TrainingShape, layout: Layout) -> tuple[str, ...]:
-    """A note that names what is planned and ``twostroke train`` does not do by itself."""
-    named = {
-        f"optimizer {shape.optimizer}": shape.optimizer == "adamw8bit",
-        "whole logits": shape.logits != "chunked",
-        f"{layout.n_devices:,} devices": layout.n_devices > 1,
-    }
-    found = ", ".join(name for name, wanted in named.items() if wanted)
-    return (f"`twostroke train` does not do this by itself: {found}.",) if found else ()
 
 
 def n_nodes(layout: Layout, hardware: Hardware) -> int:

@@ -75,7 +75,8 @@ def compare(
     from twostroke.planner.text.comparison import comparison_text
     from twostroke.planner.training import TrainingShape
 
-    machine, served_on = load_hardware(hardware, "train"), load_hardware(hardware, "serve")
+    machine = load_hardware(hardware, "train")
+    served_on = load_hardware(hardware, "serve") if hardware == "this" else machine
     layout = Layout(**_ways("--train-layout", train_layout, TRAIN_WAYS))
     found = read_subject(subject, settings, machine, train_tokens)
     shape = found.shape or TrainingShape(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from twostroke.core.engines import planned_only_text
 from twostroke.core.units import format_bytes, format_money, format_seconds
 from twostroke.planner.serving import ServingPlan
 from twostroke.planner.text.format import columns, memory_table, money_lines, work_rows
@@ -15,6 +16,7 @@ def serving_text(plan: ServingPlan, subject: str) -> str:
         f"Serving {subject} on {plan.hardware.label} (rates {plan.hardware.basis}; everything below is predicted)",
         f"{plan.parameters.total:,} parameters, {shape.scheme} weights, {shape.cache_dtype} KV cache; batch {shape.batch}, "
         f"prompt {shape.prompt_tokens}, output {shape.output_tokens} tokens",
+        *([planned_only_text(plan.planned_only)] if plan.planned_only else []),
         "",
         "memory",
         memory_table(plan.memory_bytes, plan.peak_memory_bytes),

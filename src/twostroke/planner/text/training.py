@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from twostroke.core.engines import planned_only_text
 from twostroke.core.units import format_bytes, format_count, format_money, format_seconds
 from twostroke.planner.size_ladder import Candidate
 from twostroke.planner.text.format import columns, memory_table, money_lines, work_rows
@@ -20,6 +21,7 @@ def training_text(plan: TrainingPlan, subject: str) -> str:
         f"{f' × {layout.data} ranks' if layout.data > 1 else ''}, {shape.dtype}, {shape.optimizer}, "
         f"{'compiled' if shape.compile else 'eager'}",
         *shape_lines(plan),
+        *([planned_only_text(plan.planned_only)] if plan.planned_only else []),
         "",
         "memory" if n == 1 else "memory of the device that holds most",
         memory_table(_with_masters_apart(plan), plan.peak_memory_bytes),
