@@ -1,8 +1,13 @@
-"""The real HTTP process in front of the echo engine: prints its URL when ready, serves until a signal."""
+"""The real HTTP process in front of the echo engine: prints its URL when ready, serves until a signal.
+
+``--set connections.SEND_TIMEOUT_S=1`` changes a limit of a server module, so that a test need not wait for it. ``--plain``
+takes h11 and asyncio's loop, as if httptools and uvloop were not installed.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import logging
 import sys
@@ -29,7 +34,17 @@ def main() -> int:
     parser.add_argument("--grace-s", type=float, default=90.0)
     parser.add_argument("--api-key-file", type=Path)
     parser.add_argument("--engine", action="append", default=[])
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--plain", action="store_true")
     args = parser.parse_args()
+    if args.plain:
+        sys.modules.update({"httptools": None, "uvloop": None})  # type: ignore[dict-item]
+    for change in args.set:
+        name, _, value = change.partition("=")
+        module, _, constant = name.rpartition(".")
+        place = importlib.import_module(f"twostroke.server.{module}")
+        assert hasattr(place, constant), name
+        setattr(place, constant, json.loads(value))
     logging.basicConfig(level=logging.INFO)
     options = EchoOptions(args.model, extra=tuple(args.engine))
     settings = ServeSettings(options, ("echo",), args.api_key_file, args.max_concurrent, args.grace_s)

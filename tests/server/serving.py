@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,11 +41,18 @@ class Served:
 
 
 @contextlib.contextmanager
-def echo_server(model: Path, home: Path, options: Sequence[str] = ()) -> Iterator[Served]:
+def echo_server(
+    model: Path, home: Path, options: Sequence[str] = (), preexec: Callable[[], None] | None = None
+) -> Iterator[Served]:
     stderr = home / "stderr.txt"
     with stderr.open("w") as log:
         process = subprocess.Popen(
-            echo_command(model, options), stdout=subprocess.PIPE, stderr=log, text=True, env=environment(home)
+            echo_command(model, options),
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=environment(home),
+            preexec_fn=preexec,
         )
     try:
         assert process.stdout is not None

@@ -1,18 +1,25 @@
-"""Who may send requests, and how many at once."""
+"""Who may send requests, how many at once, and how many bytes they may hold."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import math
+import random
+import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 from twostroke.core.errors import ConfigError
 from twostroke.server.errors import ApiError
 
 MAX_KEY_FILE_BYTES = 2**20
-MAX_RETRY_AFTER_S = 30
+MIN_RETRY_AFTER_S = 0.25
+MAX_RETRY_AFTER_S = 30.0
+OVERBOOKING = 2.0
+"""Callers told to come back for each place that will come free: one that stays away must not leave a place empty."""
+INCOMING_BYTES = OUTGOING_BYTES = 64 * 2**20
+"""Of all bodies under way, and of all whole answers that are not read yet."""
 
 
 class ApiKeys:
@@ -56,12 +63,23 @@ class ApiKeys:
 
 
 class Admission:
-    """At most ``limit`` answers queued and running together; the next is turned away at once, with a time to come back."""
+    """At most ``limit`` answers queued and running together; the next is turned away at once, with a time to come back.
 
-    def __init__(self, limit: int) -> None:
+    Those times are places in a queue that nobody stands in: each is later than the last one given by the time in which half a
+    place comes free (mean seconds an answer takes ÷ ``limit`` ÷ `OVERBOOKING`). So callers return about as fast as places do,
+    never together, and a crowd of a thousand does not spend the server's time on being refused.
+    """
+
+    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit = limit
         self.active = 0
+        self._clock = clock
         self._recent_s: deque[float] = deque(maxlen=32)
+        self._last_return_s = 0.0
+
+    @property
+    def full(self) -> bool:
+        return self.active >= self.limit
 
     def enter(self, n: int, param: str = "prompt") -> None:
         """Take ``n`` places. Raises ApiError 429 with ``Retry-After``, or 400 naming ``param``, where ``n`` could never fit."""
@@ -72,20 +90,83 @@ class Admission:
                 param,
             )
         if self.active + n > self.limit:
-            raise ApiError(
-                429,
-                f"{self.active} requests are queued or running; at most {self.limit} may be. Try again later.",
-                code="too_many_requests",
-                headers={"retry-after": str(self.retry_after_s())},
-            )
+            raise self.refusal()
         self.active += n
+
+    def refusal(self) -> ApiError:
+        """429, with the time in whole seconds and, as OpenAI's SDK reads it first, in milliseconds."""
+        wait_s = self._wait_s()
+        whole = max(1, int(wait_s + random.random()))  # rounded at random: those who read only this do not meet on the second
+        return ApiError(
+            429,
+            f"{self.active} requests are queued or running; at most {self.limit} may be. Try again later.",
+            code="too_many_requests",
+            headers={"retry-after": str(whole), "retry-after-ms": str(round(1000 * wait_s))},
+        )
 
     def leave(self, n: int, took_s: float | None = None) -> None:
         self.active -= n
         if took_s is not None:
             self._recent_s.append(took_s)
 
-    def retry_after_s(self) -> int:
-        """Half the mean time a recent request took, in whole seconds from 1 to 30: by then a good part of today's have left."""
-        mean = sum(self._recent_s) / len(self._recent_s) if self._recent_s else 0.0
-        return min(MAX_RETRY_AFTER_S, max(1, math.ceil(mean / 2)))
+    def _wait_s(self) -> float:
+        """Seconds to the next return: not before half a recent answer's time, by when some of today's have left."""
+        now = self._clock()
+        mean_s = sum(self._recent_s) / len(self._recent_s) if self._recent_s else 1.0
+        earliest_s = now + max(MIN_RETRY_AFTER_S, mean_s / 2)
+        self._last_return_s = max(earliest_s, self._last_return_s + mean_s / self.limit / OVERBOOKING)
+        if self._last_return_s - now <= MAX_RETRY_AFTER_S:
+            return self._last_return_s - now
+        self._last_return_s = now + MAX_RETRY_AFTER_S
+        return MAX_RETRY_AFTER_S * random.uniform(0.5, 1.0)
+
+
+class ByteBudget:
+    """Bytes that connections hold together, at most ``limit``. What goes over it is taken from the connection that has stood
+    still for longest, which is cut: one that moves is not, whatever others leave lying. A connection alone may exceed it."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.total = 0
+        self._held: dict[Held, None] = {}  # the one that moved least recently first
+
+    def hold(self, cut: Callable[[], None]) -> Held:
+        """A share of 0 bytes; ``cut`` ends its connection. Must be released."""
+        return Held(self, cut)
+
+    def _move(self, held: Held, n_bytes: int) -> None:
+        if held.ended:
+            return
+        self._held.pop(held, None)
+        self._held[held] = None
+        held.n_bytes += n_bytes
+        self.total += n_bytes
+        while self.total > self.limit and len(self._held) > 1:
+            stillest = next(iter(self._held))
+            self._end(stillest)
+            stillest.cut()
+
+    def _end(self, held: Held) -> None:
+        self._held.pop(held, None)
+        self.total -= held.n_bytes
+        held.n_bytes, held.ended = 0, True
+
+
+class Held:
+    """One connection's share of a `ByteBudget`."""
+
+    def __init__(self, budget: ByteBudget, cut: Callable[[], None]) -> None:
+        self.n_bytes = 0
+        self.ended = False
+        self.cut = cut
+        self._budget = budget
+
+    def grow(self, n_bytes: int) -> None:
+        self._budget._move(self, n_bytes)
+
+    def shrink(self, n_bytes: int) -> None:
+        self._budget._move(self, -n_bytes)
+
+    def release(self) -> None:
+        if not self.ended:
+            self._budget._end(self)

@@ -1,22 +1,27 @@
-"""From pieces of text to whole answers and to chunks of a stream, in the shapes of ``responses``."""
+"""From pieces of text to whole answers and to chunks of a stream, in the shapes of ``responses``, as JSON.
+
+A whole answer may be tens of megabytes: it is put into JSON slice by slice, others' turns between, and never exists twice.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
-from twostroke.server import protocol, responses
+from twostroke.server import protocol, responses, wire
 from twostroke.server.errors import ApiError
-from twostroke.server.logprobs import CompletionLogprobs, chat_logprobs, merge_logprobs, prompt_logprobs
+from twostroke.server.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from twostroke.server.service import Choice, Generation, Service, TextDelta
 
 ENCODER = msgspec.json.Encoder()
 
-_MANY_SCORES = 4096
-"""Prompt tokens above which an answer is put together in a thread: others' streams shall not wait for it."""
+SLICE_ENTRIES = 1024
+"""Log-probabilities put into JSON at once, in about 2 ms. A thread would be worse: each turn of the event loop would wait up to
+5 ms for the interpreter."""
+_SMALL_BYTES = 2**18
 
 
 class CompletionAnswer:
@@ -27,6 +32,7 @@ class CompletionAnswer:
         self.include_usage = request.include_usage
         self.continuous_usage = request.continuous_usage
         self._text = service.text
+        self._building = service.building
         self._echo = bool(request.echo)
         self._n_top = request.logprobs
         self._n_prompt_top = request.prompt_logprobs
@@ -41,7 +47,7 @@ class CompletionAnswer:
             text = prompt.text + text
             self._offsets[delta.index] = len(prompt.text)
             if logprobs is not None:
-                scores = self.generation.choices[delta.index].scores
+                scores = (None, *self.generation.choices[delta.index].scores)
                 logprobs.add_prompt(prompt.ids, scores, prompt.offsets, self._n_top or 0)
         if logprobs is not None:
             logprobs.add(delta.token_ids, delta.logprobs or (), self._offsets[delta.index])
@@ -59,15 +65,40 @@ class CompletionAnswer:
     def usage_chunk(self) -> Any:
         return self._of([], self.generation.usage)
 
-    def whole(self, deltas: list[list[TextDelta]]) -> Any:
-        choices = []
-        for index, parts in enumerate(deltas):
-            made = [self._choice(delta) for delta in parts]
-            text = "".join(choice.text for choice in made)
-            logprobs = merge_logprobs([choice.logprobs for choice in made])
-            scores = _prompt_scores(self._text, self.generation.choices[index], self._n_prompt_top)
-            choices.append(responses.CompletionChoice(index, text, logprobs, made[-1].finish_reason, scores))
-        return self._of(choices, self.generation.usage)
+    async def whole(self, deltas: list[list[TextDelta]]) -> list[bytes]:
+        parts: list[bytes] = []
+        scores: dict[int, bytes] = {}  # by prompt: its choices share them
+        for choice, mine in zip(self.generation.choices, deltas, strict=True):
+            lists: Any = None
+            if self._n_top is not None:
+                columns = len(responses.CompletionLogprobs.__struct_fields__)
+                lists = responses.CompletionLogprobs(*await _json_lists(self._lists(choice, mine), columns, self._building))
+            text = (choice.prompt.text if self._echo else "") + "".join(delta.text for delta in mine)
+            made = ENCODER.encode(responses.CompletionChoice(choice.index, text, lists, mine[-1].finish_reason))
+            parts += [b",", made]
+            if self._n_prompt_top is not None:
+                of_prompt = scores.get(id(choice.prompt))
+                if of_prompt is None:
+                    of_prompt = await _prompt_scores(self._text, choice, self._n_prompt_top, self._building)
+                    scores[id(choice.prompt)] = of_prompt
+                parts[-1:] = _with_prompt_scores(made, of_prompt)
+        return _whole(ENCODER.encode(self._of([], self.generation.usage)), parts[1:])
+
+    def _lists(self, choice: Choice, deltas: Sequence[TextDelta]) -> Iterator[Sequence[Sequence[Any]]]:
+        """The lists of the choice's logprobs, slice by slice."""
+        offset, prompt = 0, choice.prompt
+        if self._echo:
+            scores, offset = (None, *choice.scores), len(prompt.text)
+            for part in _slices(len(prompt.ids), self._n_top):
+                made = CompletionLogprobs(self._text)
+                made.add_prompt(prompt.ids[part], scores[part], prompt.offsets[part], self._n_top or 0)
+                yield made.columns
+        for part in _slices(len(deltas), self._n_top):
+            made = CompletionLogprobs(self._text)
+            for delta in deltas[part]:
+                made.add(delta.token_ids, delta.logprobs or (), offset)
+                offset += len(delta.text)
+            yield made.columns
 
 
 class ChatAnswer:
@@ -78,6 +109,8 @@ class ChatAnswer:
         self.include_usage = request.include_usage
         self.continuous_usage = request.continuous_usage
         self._text = service.text
+        self._building = service.building
+        self._n_top = (request.top_logprobs or 0) if request.logprobs else None
         self._n_prompt_top = request.prompt_logprobs
         self._begun: set[int] = set()
 
@@ -94,33 +127,79 @@ class ChatAnswer:
         g = self.generation
         return responses.ChatChunk(g.id, g.created, g.model, [], usage=g.usage)
 
-    def whole(self, deltas: list[list[TextDelta]]) -> Any:
+    async def whole(self, deltas: list[list[TextDelta]]) -> list[bytes]:
         g = self.generation
-        choices = [
-            responses.ChatChoice(
-                index,
-                responses.ChatMessage("".join(delta.text for delta in parts)),
-                parts[-1].finish_reason,
-                merge_logprobs([chat_logprobs(self._text, delta.token_ids, delta.logprobs) for delta in parts]),
-            )
-            for index, parts in enumerate(deltas)
-        ]
-        scores = _prompt_scores(self._text, g.choices[0], self._n_prompt_top)
-        return responses.ChatCompletion(g.id, g.created, g.model, choices, g.usage, prompt_logprobs=scores)
+        parts: list[bytes] = []
+        for choice, mine in zip(g.choices, deltas, strict=True):
+            logprobs: Any = None
+            if self._n_top is not None:
+                logprobs = responses.ChatLogprobs(*await _json_lists(self._contents(mine), 1, self._building))
+            message = responses.ChatMessage("".join(delta.text for delta in mine))
+            parts += [b",", ENCODER.encode(responses.ChatChoice(choice.index, message, mine[-1].finish_reason, logprobs))]
+        document = responses.ChatCompletion(g.id, g.created, g.model, [], g.usage)
+        whole = _whole(ENCODER.encode(document), parts[1:])
+        if self._n_prompt_top is None:
+            return whole
+        scores = await _prompt_scores(self._text, g.choices[0], self._n_prompt_top, self._building)
+        return [*whole[:-1], *_with_prompt_scores(whole[-1], scores)]
+
+    def _contents(self, deltas: Sequence[TextDelta]) -> Iterator[Sequence[Sequence[Any]]]:
+        for part in _slices(len(deltas), self._n_top):
+            made = [chat_logprobs(self._text, delta.token_ids, delta.logprobs) for delta in deltas[part]]
+            yield [[entry for logprobs in made if logprobs is not None for entry in logprobs.content]]
 
 
 Answer = CompletionAnswer | ChatAnswer
 
 
-async def collect(answer: Answer) -> Any:
-    """The whole answer, when it is there."""
+async def whole_answer(answer: Answer) -> list[bytes]:
+    """The JSON of the whole answer, when it is there, in parts."""
     generation = answer.generation
-    parts: list[list[TextDelta]] = [[] for _ in generation.choices]
+    deltas: list[list[TextDelta]] = [[] for _ in generation.choices]
     async for delta in generation.deltas():
-        parts[delta.index].append(delta)
-    if sum(len(choice.scores) for choice in generation.choices) > _MANY_SCORES:
-        return await asyncio.to_thread(answer.whole, parts)
-    return answer.whole(parts)
+        deltas[delta.index].append(delta)
+    return await answer.whole(deltas)
+
+
+def _slices(n: int, n_top: int | None) -> Iterator[slice]:
+    """Ranges of ``n`` tokens that together have `SLICE_ENTRIES` log-probabilities."""
+    size = max(1, SLICE_ENTRIES // ((n_top or 0) + 1))
+    return (slice(at, at + size) for at in range(0, n, size))
+
+
+async def _json_lists(slices: Iterable[Sequence[Sequence[Any]]], n: int, building: asyncio.Lock) -> list[Any]:
+    """``n`` lists as `msgspec.Raw`, from slices of them that are made one at a time: one of all answers a turn of the loop."""
+    lists: list[list[bytes]] = [[] for _ in range(n)]
+    waiting = iter(slices)
+    while True:
+        async with building:
+            made = next(waiting, None)
+            if made is None:
+                return [msgspec.Raw(b"[" + b",".join(pieces) + b"]") for pieces in lists]
+            for pieces, items in zip(lists, made, strict=True):
+                if items:
+                    pieces.append(ENCODER.encode(items)[1:-1])
+            await asyncio.sleep(0)
+
+
+async def _prompt_scores(text: Any, choice: Choice, n_top: int, building: asyncio.Lock) -> bytes:
+    """vLLM's ``prompt_logprobs`` of a choice's prompt."""
+    ids = choice.prompt.ids
+    scores: tuple[wire.TokenLogprobs | None, ...] = (None, *choice.scores)
+    made = ([prompt_logprobs(text, ids[part], scores[part], n_top)] for part in _slices(len(ids), n_top))
+    return bytes((await _json_lists(made, 1, building))[0])
+
+
+def _with_prompt_scores(made: bytes, scores: bytes) -> list[bytes]:
+    """An encoded struct, whose ``prompt_logprobs`` were left unset, with them as its last field."""
+    return [made[:-1] + b',"prompt_logprobs":', scores, b"}"]
+
+
+def _whole(document: bytes, choices: list[bytes]) -> list[bytes]:
+    """``document``, which was encoded without choices, and them. (A quote in a model's name would stand behind a backslash.)"""
+    head, _, tail = document.partition(b'"choices":[]')
+    parts = [head + b'"choices":[', *choices, b"]" + tail]
+    return [b"".join(parts)] if sum(map(len, parts)) <= _SMALL_BYTES else parts
 
 
 async def answer_events(answer: Answer) -> AsyncIterator[bytes]:
@@ -149,7 +228,3 @@ def _chunk_usage(answer: Answer) -> Any:
     if answer.continuous_usage:
         return answer.generation.usage
     return None if answer.include_usage else msgspec.UNSET
-
-
-def _prompt_scores(text: Any, choice: Choice, n_top: int | None) -> Any:
-    return msgspec.UNSET if n_top is None else prompt_logprobs(text, choice.prompt.ids, choice.scores, n_top)

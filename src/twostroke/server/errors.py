@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 
 class ApiError(Exception):
     """An answer that is not a completion. ``param`` is the request's field, ``code`` a word that programs can test for."""
@@ -34,6 +36,10 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def encode_error(error: ApiError) -> bytes:
+    return msgspec.json.encode(error.body())
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

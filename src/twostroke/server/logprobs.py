@@ -20,10 +20,16 @@ class CompletionLogprobs:
         self._text = text
         self.lists = responses.CompletionLogprobs([], [], [], [])
 
-    def add_prompt(self, ids: Sequence[int], scores: Sequence[wire.TokenLogprobs], offsets: Sequence[int], n_top: int) -> None:
-        """A prompt's tokens: nothing predicts the first, ``scores`` are the others'."""
-        self._add(ids[0], None, 0, offsets[0])
-        for token, entry, offset in zip(ids[1:], scores, offsets[1:], strict=True):
+    @property
+    def columns(self) -> list[list[Any]]:
+        """The lists, in the order of the response's fields."""
+        return [getattr(self.lists, name) for name in responses.CompletionLogprobs.__struct_fields__]
+
+    def add_prompt(
+        self, ids: Sequence[int], scores: Sequence[wire.TokenLogprobs | None], offsets: Sequence[int], n_top: int
+    ) -> None:
+        """Tokens of a prompt. ``scores`` is None for its first, which nothing predicts."""
+        for token, entry, offset in zip(ids, scores, offsets, strict=True):
             self._add(token, entry, n_top, offset)
 
     def add(self, ids: Sequence[int], entries: Sequence[wire.TokenLogprobs], offset: int) -> None:
@@ -71,11 +77,15 @@ def chat_logprobs(
 
 
 def prompt_logprobs(
-    text: ModelText, ids: Sequence[int], scores: Sequence[wire.TokenLogprobs], n_top: int
+    text: ModelText, ids: Sequence[int], scores: Sequence[wire.TokenLogprobs | None], n_top: int
 ) -> responses.PromptLogprobs:
-    """vLLM's form: null for the first token; of each other the ``n_top`` most probable ones and itself."""
-    found: responses.PromptLogprobs = [None]
-    for token, entry in zip(ids[1:], scores, strict=True):
+    """vLLM's form: null for a prompt's first token, whose score is None; of each other the ``n_top`` most probable ones and
+    itself."""
+    found: responses.PromptLogprobs = []
+    for token, entry in zip(ids, scores, strict=True):
+        if entry is None:
+            found.append(None)
+            continue
         table = {
             other: responses.PromptLogprob(_finite(logprob), rank, text.token_text(other))
             for rank, (other, logprob) in enumerate(entry.top[:n_top], 1)
@@ -84,18 +94,6 @@ def prompt_logprobs(
             table[token] = responses.PromptLogprob(_finite(entry.logprob), None, text.token_text(token))
         found.append(table)
     return found
-
-
-def merge_logprobs(parts: Sequence[Any]) -> Any:
-    """The logprobs of a whole choice from those of its deltas."""
-    parts = [part for part in parts if part is not None]
-    if not parts:
-        return None
-    if isinstance(parts[0], responses.ChatLogprobs):
-        return responses.ChatLogprobs([entry for part in parts for entry in part.content])
-    return responses.CompletionLogprobs(
-        *([x for part in parts for x in getattr(part, name)] for name in responses.CompletionLogprobs.__struct_fields__)
-    )
 
 
 def _shown(raw: bytes) -> str:

@@ -21,6 +21,16 @@ import uvicorn
 from twostroke.core.families import read_spec
 from twostroke.server import wire
 from twostroke.server.admission import Admission, ApiKeys
+from twostroke.server.connections import (
+    BACKLOG,
+    UNSENT_BYTES,
+    Connections,
+    guarded,
+    most_connections,
+    protocol_base,
+    raise_file_limit,
+    say_once,
+)
 from twostroke.server.engine_client import EngineClient
 from twostroke.server.http import make_app
 from twostroke.server.launch import EngineChild, ServeSettings, is_loopback, launch_engine, process_age_s
@@ -65,7 +75,8 @@ def serve_model(
         return service.totals
 
     listener_address = listener.getsockname()
-    totals = asyncio.run(run())
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        totals = runner.run(run())
     record.stopped(totals)
     return totals
 
@@ -73,6 +84,15 @@ def serve_model(
 def url_of(address: tuple[Any, ...]) -> str:
     host, port = address[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    """uvloop's event loop where it is installed, else asyncio's."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop
 
 
 class _Uvicorn(uvicorn.Server):
@@ -90,24 +110,29 @@ async def run_server(
     on_ready: Callable[[wire.Ready], None] | None = None,
 ) -> None:
     """Serve until a signal. Raises TwostrokeError where the model cannot be loaded."""
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of each malformed request: a line for who sends one
+    connections = Connections(most_connections(service.admission.limit, raise_file_limit()))
     config = uvicorn.Config(
         make_app(service),
-        http="h11",
+        http=guarded(protocol_base(), connections),
         ws="none",
         loop="asyncio",
         lifespan="off",
         log_config=None,
         access_log=False,  # its lines hold query strings
         server_header=False,
-        backlog=2048,
+        backlog=BACKLOG,
         timeout_keep_alive=5,
         timeout_graceful_shutdown=None,  # the grace is kept below, where it can be told from a forced end
     )
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)  # accepted connections inherit it
     server = _Uvicorn(config)
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(say_once())
 
     def stop() -> None:
+        connections.stopping = True
         if service.draining:
             server.force_exit = True
         service.draining = True
@@ -119,6 +144,7 @@ async def run_server(
     engine = asyncio.create_task(service.client.run())
     http = asyncio.create_task(server.serve(sockets=[listener]))
     loaded = asyncio.create_task(service.client.wait_loaded())
+    watch = asyncio.create_task(connections.watch())
     try:
         await asyncio.wait({engine, http, loaded}, return_when=asyncio.FIRST_COMPLETED)
         while not server.started and not http.done():
@@ -132,6 +158,7 @@ async def run_server(
         await _end_tasks(server)
     finally:
         loaded.cancel()
+        watch.cancel()
         service.client.close()
         try:
             await engine

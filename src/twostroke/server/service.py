@@ -13,14 +13,14 @@ from twostroke.core.spec import ModelSpec
 from twostroke.engine.detokenize import IncrementalDetokenizer
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.server import protocol, responses, wire
-from twostroke.server.admission import Admission, ApiKeys
+from twostroke.server.admission import INCOMING_BYTES, OUTGOING_BYTES, Admission, ApiKeys, ByteBudget
 from twostroke.server.engine_client import EngineClient, EngineLostError, NotReadyError, SlowReaderError, TokenStream
 from twostroke.server.errors import ApiError, bad_request, engine_lost, not_ready
 from twostroke.server.metrics import Metrics
 from twostroke.server.text import ModelText
 
-MAX_PROMPT_SCORES = 2**19
-"""Most entries that one request may get back for its prompts' own tokens: tens of megabytes of JSON."""
+MAX_SCORES = 2**19
+"""Most log-probabilities that one whole answer may hold: tens of megabytes of JSON. (A stream holds none.)"""
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,9 @@ class Service:
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
+    incoming: ByteBudget = field(default_factory=lambda: ByteBudget(INCOMING_BYTES))
+    outgoing: ByteBudget = field(default_factory=lambda: ByteBudget(OUTGOING_BYTES))
+    building: asyncio.Lock = field(default_factory=asyncio.Lock)  # held for each piece of a large answer
     totals: dict[str, float] = field(default_factory=lambda: {"requests": 0, "prompt_tokens": 0, "output_tokens": 0})
 
     @property
@@ -156,7 +159,7 @@ class Service:
                 room = self._room(ids, request.max_tokens, "prompt")
                 wanted = min(protocol.DEFAULT_MAX_TOKENS, room) if request.max_tokens is None else request.max_tokens
                 params = request.sampling(max(1, wanted), request.logprobs, request.wanted_prompt_logprobs)
-                n_scores += _scores_of(ids, params, bool(request.echo))
+                n_scores += _scores_of(ids, params, bool(request.echo), bool(request.stream))
                 _require_few(n_scores)
                 prompt = Prompt(ids)
                 if request.echo:
@@ -177,8 +180,10 @@ class Service:
             asked = request.asked
             room = self._room(ids, asked, "messages")
             logprobs = (request.top_logprobs or 0) if request.logprobs else None
+            if asked is None and logprobs is not None and not request.stream:
+                room = min(room, MAX_SCORES // 2 // ((logprobs + 1) * (request.n or 1)))  # the other half is the prompt's
             params = request.sampling(max(1, room if asked is None else asked), logprobs, request.prompt_logprobs)
-            _require_few(_scores_of(ids, params, False))
+            _require_few(_scores_of(ids, params, False, bool(request.stream)))
             generation.submit(Prompt(ids), params, silent=asked == 0)
         except BaseException:
             generation.close()
@@ -212,17 +217,18 @@ class Service:
         return longest - len(ids)
 
 
-def _scores_of(ids: list[int], params: SamplingParams, echo: bool) -> int:
-    """Entries that the answer holds for a prompt's own tokens."""
+def _scores_of(ids: list[int], params: SamplingParams, echo: bool, stream: bool) -> int:
+    """Log-probabilities that the whole answer may hold: of the prompt's tokens and of its own."""
     n_each = (params.prompt_logprobs + 1) if params.prompt_logprobs is not None else int(echo)
-    return n_each * len(ids) * params.n
+    n_own = 0 if stream or params.logprobs is None else (params.logprobs + 1) * params.max_tokens
+    return (n_each * len(ids) + n_own) * params.n
 
 
 def _require_few(n_scores: int) -> None:
-    if n_scores > MAX_PROMPT_SCORES:
+    if n_scores > MAX_SCORES:
         raise bad_request(
-            f"echo and prompt_logprobs would return over {MAX_PROMPT_SCORES} entries (prompt tokens × alternatives × n). "
-            "Ask for fewer alternatives, or in several requests."
+            f"the answer could hold {n_scores} log-probabilities (tokens × alternatives × n); at most {MAX_SCORES} fit in one. "
+            "Ask for fewer tokens or alternatives, stream, or send several requests."
         )
 
 
@@ -254,6 +260,8 @@ class Generation:
         self._timeout_s = request.timeout_s
         self._wake = asyncio.Event()
         self._first: float | None = None
+        self._took_s: float | None = None
+        self._finished = False
         self._closed = False
 
     def submit(self, prompt: Prompt, params: SamplingParams, silent: bool = False) -> None:
@@ -289,17 +297,16 @@ class Generation:
         n_output = sum(choice.n_output for choice in self.choices)
         return responses.Usage(self.prompt_tokens, n_output, self.prompt_tokens + n_output)
 
-    def close(self) -> None:
-        """Give the places back, abort what is not finished, and count what was done. More than once does nothing."""
-        if self._closed:
+    def finish(self) -> None:
+        """Abort what is not finished, count what was done, and let go of the answers. More than once does nothing."""
+        if self._finished:
             return
-        self._closed = True
+        self._finished = True
         ended = time.perf_counter()
         complete = len(self.choices) == self._n_places and all(choice.finished for choice in self.choices)
         for choice in self.choices:
             if not choice.finished:
                 choice.stream.close()
-        self._service.admission.leave(self._n_places, ended - self._started if complete else None)
         metrics, totals, usage = self._service.metrics, self._service.totals, self.usage
         metrics.prompt_tokens.inc(usage.prompt_tokens)
         metrics.finished.labels("complete" if complete else "cut short").inc()
@@ -307,7 +314,16 @@ class Generation:
         totals["prompt_tokens"] += usage.prompt_tokens
         totals["output_tokens"] += usage.completion_tokens
         if complete:
+            self._took_s = ended - self._started
             for choice in self.choices:
                 metrics.observe(self._started, self._first, ended, choice.n_output)
         else:
             metrics.output_tokens.inc(usage.completion_tokens)
+        self.choices = []
+
+    def close(self) -> None:
+        """Finish, and give the places back. More than once does nothing."""
+        self.finish()
+        if not self._closed:
+            self._closed = True
+            self._service.admission.leave(self._n_places, self._took_s)

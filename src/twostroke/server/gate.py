@@ -1,0 +1,95 @@
+"""What stands around the application: request ids, keys, foreign hosts, overload, counting, and the last resort for exceptions.
+
+Everything here is decided by a request's headers alone: who is refused has cost neither a body, nor a route, nor JSON.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import traceback
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from twostroke.server.errors import ApiError, encode_error, not_ready
+from twostroke.server.launch import is_own_name
+from twostroke.server.service import Service
+
+log = logging.getLogger("twostroke.server")
+
+MAX_BODY_BYTES = 2 * 2**20
+OPEN_ROUTES = frozenset({"/health", "/ready"})
+"""Answered without a key, for the probes of a service manager; they tell nothing but a state."""
+ANSWER_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions"})
+ROUTES = ANSWER_ROUTES | OPEN_ROUTES | {"/v1/models", "/metrics"}
+_SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
+"""A caller's own id is repeated to it when it is short and plain: it is written into a header."""
+
+
+class Gate:
+    """Around the application, which sees no request that its headers alone refuse."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        path = scope["path"]
+        route = path if path in ROUTES else "other"
+        headers = dict(scope["headers"])
+        request_id = headers.get(b"x-request-id", b"")
+        if not _SANE_ID.fullmatch(request_id):
+            request_id = b"req-" + secrets.token_hex(12).encode()
+
+        async def marked_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._service.metrics.responses.labels(route, str(message["status"])).inc()
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        refusal = self._refusal(scope["method"], path, headers)
+        if refusal is not None:
+            await _send_error(marked_send, refusal)
+            return
+        try:
+            await self._app(scope, receive, marked_send)
+        except Exception as error:
+            # Without the message and the values: an exception may carry a prompt.
+            where = "".join(traceback.format_tb(error.__traceback__))
+            log.error("%s on %s\n%s", type(error).__name__, route, where)
+
+    def _refusal(self, method: str, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
+        service, keys = self._service, self._service.keys
+        if keys is not None and path not in OPEN_ROUTES and not keys.allow(headers.get(b"authorization")):
+            message = "a valid API key is needed, as `Authorization: Bearer <key>`."
+            return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer", "connection": "close"})
+        host = headers.get(b"host", b"").decode("latin-1")
+        if keys is None and service.local_only and not is_own_name(host):
+            # A web page whose own name was made to point to 127.0.0.1 (DNS rebinding) could otherwise use the model.
+            message = "this server listens on loopback without a key and answers only to localhost and to addresses."
+            return ApiError(403, message, code="foreign_host", headers={"connection": "close"})
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > MAX_BODY_BYTES:
+            return too_large()
+        if method == "POST" and path in ANSWER_ROUTES:
+            if not service.ready:
+                return not_ready(retry_after_s=5 if service.draining else 1)
+            if service.admission.full:
+                return service.admission.refusal()
+        return None
+
+
+def too_large() -> ApiError:
+    message = f"the request body is over {MAX_BODY_BYTES} bytes."
+    return ApiError(413, message, code="request_too_large", headers={"connection": "close"})
+
+
+async def _send_error(send: Send, error: ApiError) -> None:
+    body = encode_error(error)
+    headers = {"content-type": "application/json", "content-length": str(len(body))} | error.headers
+    encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": encoded})
+    await send({"type": "http.response.body", "body": body})

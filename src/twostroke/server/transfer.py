@@ -1,0 +1,162 @@
+"""Bodies in and answers out: what a client sends or reads slowly takes bounded memory, whatever other clients do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
+
+from fastapi import Request, Response
+from starlette.types import Receive, Scope, Send
+
+from twostroke.server.admission import ByteBudget
+from twostroke.server.answers import Answer, answer_events, whole_answer
+from twostroke.server.connections import ABORT
+from twostroke.server.errors import ApiError
+from twostroke.server.gate import MAX_BODY_BYTES, too_large
+
+BODY_TIMEOUT_S = 30.0
+PIECE_BYTES = 2**16
+"""Of a whole answer, handed to the connection at once: as much as it holds before it asks to wait."""
+
+T = TypeVar("T")
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection; there is nobody to answer."""
+
+
+def abort_of(scope: Scope) -> Callable[[], None]:
+    """What closes the connection of a request at once, unsent bytes and all."""
+    abort: Callable[[], None] = scope["extensions"][ABORT]
+    return abort
+
+
+async def read_body(request: Request, incoming: ByteBudget) -> bytes:
+    """The whole body. Raises ApiError 415 for another type than JSON (as a foreign web page would send without asking
+    first), 413 above the limit, 408 where it does not come, and ClientGoneError; the last also where all bodies under way
+    exceed ``incoming`` and this one has stood still for longest."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(
+            415, f"content-type {kind[:40]!r} is not supported; send application/json.", code="unsupported_media_type"
+        )
+    body = bytearray()
+    held = incoming.hold(abort_of(request.scope))
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                piece = message.get("body", b"")
+                body += piece
+                if len(body) > MAX_BODY_BYTES:
+                    raise too_large()
+                if not message.get("more_body", False):
+                    return bytes(body)
+                held.grow(len(piece))
+    except TimeoutError:
+        raise ApiError(
+            408, f"the request body did not arrive within {BODY_TIMEOUT_S:g} s.", headers={"connection": "close"}
+        ) from None
+    finally:
+        held.release()
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client closes its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of ``work``, which is cancelled if the client goes away first (ClientGoneError)."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(disconnected(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        for pending in (task, watch):
+            pending.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def respond(request: Request, answer: Answer, stream: bool, outgoing: ByteBudget) -> Response:
+    """The HTTP response of one generation, which is closed whatever happens: its places come free once all is sent."""
+    generation = answer.generation
+    events = answer_events(answer)
+    try:
+        if not stream:
+            body = await unless_gone(request.receive, whole_answer(answer))
+            generation.finish()
+            return WholeAnswer(body, generation.close, outgoing)
+        # The first event before the headers: what the engine refuses at once still gets a proper status.
+        first = await unless_gone(request.receive, anext(events))
+    except BaseException:
+        generation.close()
+        raise
+    return EventStream(first, events, generation.close)
+
+
+class WholeAnswer(Response):
+    """Sends a body of several parts piece by piece, as fast as the client reads. A client that stops reading is closed by
+    ``connections.Connections``, or sooner where all unread answers exceed ``outgoing``."""
+
+    media_type = "application/json"
+
+    def __init__(self, parts: list[bytes], close: Callable[[], None], outgoing: ByteBudget) -> None:
+        super().__init__()
+        self._n_bytes = sum(map(len, parts))
+        self.headers["content-length"] = str(self._n_bytes)
+        self._parts = parts
+        self._close = close
+        self._outgoing = outgoing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        held = self._outgoing.hold(abort_of(scope))
+        try:
+            held.grow(self._n_bytes)
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            self._parts.reverse()
+            while self._parts:
+                part = self._parts.pop()
+                for at in range(0, len(part), PIECE_BYTES):
+                    piece = part[at : at + PIECE_BYTES]
+                    last = not self._parts and at + PIECE_BYTES >= len(part)
+                    await send({"type": "http.response.body", "body": piece, "more_body": not last})
+                    held.shrink(len(piece))
+        finally:
+            held.release()
+            self._close()
+
+
+class EventStream(Response):
+    """Sends events as they come and stops at once when the client goes or no longer reads."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._first = first
+        self._events = events
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with contextlib.suppress(ClientGoneError):
+                await unless_gone(receive, self._send_all(send))
+        finally:
+            self._close()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
