@@ -505,3 +505,14 @@ def test_many_streams_at_once_all_end_whole(web: httpx.Client, echo: Served) -> 
 
     asyncio.run(scenario())
     assert metric(web, "twostroke_http_requests_active") == 0
+
+
+def test_every_response_has_an_id_and_keeps_the_callers_where_it_is_sane(web: httpx.Client) -> None:
+    ids = set()
+    for method, path in (("GET", "/health"), ("GET", "/nowhere"), ("POST", "/v1/completions"), ("PUT", "/v1/models")):
+        ids.add(web.request(method, path).headers["x-request-id"])
+    assert len(ids) == 4
+    assert web.post("/v1/completions", json=BODY, headers={"x-request-id": "job-7:a"}).headers["x-request-id"] == "job-7:a"
+    for insane in ("x" * 65, "a b", "<script>", "é".encode().decode("latin-1"), ""):
+        given = insane.encode("latin-1")
+        assert web.get("/health", headers={b"x-request-id": given}).headers["x-request-id"].startswith("req-")
