@@ -14,6 +14,7 @@ from twostroke.engine.core import EngineConfig, EngineCore
 from twostroke.engine.kv_pool import token_bytes
 from twostroke.engine.memory import available_bytes, default_pages
 from twostroke.engine.meters import StepMeter
+from twostroke.kernels.native_library import library
 from twostroke.model.save import save_model
 from twostroke.scheduling.sampling_params import SamplingParams
 
@@ -37,7 +38,7 @@ def run(core: EngineCore) -> dict[str, tuple[list[int], str | None]]:
 
 
 def test_a_request_without_finite_logits_fails_alone(tmp_path: Path) -> None:
-    """One token has no finite embedding. A request with it must end, its pages be wiped, and nobody else notice."""
+    """One token has no finite embedding. A request with it must end, and nobody else notice, then or later."""
     decoder, healthy = saved("llama", tmp_path / "healthy")
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     good = [[5, 9, 30, 31, 32, 33], [60, 61], [40, 41, 42, 43, 44, 45, 46, 47, 48]]
@@ -54,12 +55,44 @@ def test_a_request_without_finite_logits_fails_alone(tmp_path: Path) -> None:
     assert [found[f"good{i}"][0] for i in range(3)] == alone
     stats = core.stats()
     assert (stats.failed_requests, stats.pages_used) == (1, 0)
-    assert core.pool.is_finite
     # Requests that are given those pages next are as before.
     for i, prompt in enumerate(good):
         core.add_request(f"next{i}", prompt, params)
     found = run(core)
     assert [found[f"next{i}"][0] for i in range(3)] == alone
+
+
+@pytest.mark.parametrize("runner", ["native", "torch"])
+@pytest.mark.parametrize("n_best", [0, 1, 5, 20])
+def test_a_prompt_that_cannot_be_scored_fails_alone(tmp_path: Path, runner: str, n_best: int) -> None:
+    """In its middle, steps before a token is sampled, and at its end."""
+    if runner == "native" and library() is None:
+        pytest.skip("the native library was not built")
+    decoder, _ = saved("llama", tmp_path / "healthy")
+    with torch.no_grad():
+        decoder.embed.weight[96] = float("nan")
+    core = engine(save_model(decoder, decoder.spec, tmp_path / "broken"), runner=runner, token_budget=8, max_running=8)
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, prompt_logprobs=n_best, logit_bias=((96, -100.0),))
+    prompts = {
+        "good": [*range(5, 25)],
+        "bad": [3, 4, 96, *range(5, 30)],
+        "bad at its end": [*range(30, 41), 96],
+        "fine": [60, 61],
+    }
+    for name, prompt in prompts.items():
+        core.add_request(name, prompt, params)
+    scored: dict[str, int] = {}
+    reasons: dict[str, str | None] = {}
+    while core.has_work:
+        for event in core.step():
+            reasons[event.request_id] = event.finish_reason
+            if event.prompt_logprobs is not None:
+                scored[event.request_id] = len(event.prompt_logprobs)
+                assert {len(entry.top) for entry in event.prompt_logprobs} == {n_best}
+    assert reasons == {"good": "length", "bad": "error", "bad at its end": "error", "fine": "length"}
+    assert scored == {"good": 19, "fine": 1}
+    stats = core.stats()
+    assert (stats.failed_requests, stats.pages_used, stats.output_tokens) == (2, 0, 6)
 
 
 def run_one(directory: Path, prompt: list[int], params: SamplingParams, **changes: Any) -> list[int]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from twostroke.core.errors import EngineError
 from twostroke.engine import native_sampling, sampler
 from twostroke.kernels.native_library import holding, library, set_target, target
 from twostroke.scheduling.request import Request
@@ -95,6 +96,35 @@ def test_the_most_probable_tokens_are_those_of_the_reference(each_target: None) 
             np.testing.assert_array_equal(logits[row].numpy()[tokens], values)
             pairs = list(zip((-values).tolist(), tokens.tolist(), strict=True))
             assert pairs == sorted(pairs), "ties stand in order of their tokens"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_rows_that_are_not_finite_are_refused_and_nothing_is_read_past_them(each_target: None, bad: float) -> None:
+    """A row of −∞ alone has no largest; one −∞ among others is a token that cannot be chosen."""
+    for n_vocab in (1, 5, 64, 500, 20_001):
+        for everywhere in (False, True):
+            logits = torch.randn((3, n_vocab), generator=torch.Generator().manual_seed(n_vocab))
+            logits[1, slice(None) if everywhere else n_vocab // 2] = bad
+            if bad == -float("inf") and not everywhere and n_vocab > 1:
+                native_sampling.top(logits, [1], 1)
+                continue
+            for k in (0, 1, 5, 20, n_vocab):
+                with pytest.raises(EngineError, match="holds NaN"):
+                    native_sampling.top(logits, [0, 1, 2], k, n_threads=2)
+                assert native_sampling.top(logits, [0, 2], k)[1].shape == (2, min(k, n_vocab))
+            for params in (
+                SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m)
+                for t in (0.5, 9)
+                for k in (0, 3)
+                for p in (1, 0.4)
+                for m in (0, 0.2)
+            ):
+                draws = np.zeros(2, native_sampling.DRAW)
+                draws["row"], draws["number"] = [0, 1], 0.7
+                for name in ("temperature", "top_p", "min_p", "top_k"):
+                    draws[name] = getattr(params, name)
+                with pytest.raises(EngineError, match="holds NaN"):
+                    native_sampling.draw(logits, draws)
 
 
 def test_the_threads_change_nothing() -> None:

@@ -278,7 +278,7 @@ class EngineCore:
         try:
             places = [i for i in range(len(step.requests)) if step.samples(i)]
             rows = [step.requests[i] for i in places]
-            logits = self._logits(step, places)
+            logits, failed = self._logits(step, places)
             seeds = [self._answers[r.id].seed for r in rows]
             known = self._runner.best_of(len(rows))
             sampled = sample(logits, rows, seeds, known, n_threads) if rows else Sampled([], [], [])
@@ -291,30 +291,31 @@ class EngineCore:
         tokens: list[int | None] = [None] * len(step.requests)
         for place, token in zip(places, sampled.tokens, strict=True):
             tokens[place] = token
-        failed = {rows[i].id for i in sampled.failed}
-        for i in sampled.failed:  # before its pages go to others
-            self.pool.clear(self.scheduler.pool.sole(rows[i].pages))
+        failed.update(rows[i].id for i in sampled.failed)
         finished = self.scheduler.update(step, tokens, failed)
         for request, token, entry in zip(rows, sampled.tokens, sampled.logprobs, strict=True):
-            if request.id in failed:
-                events.append(self._event(request.id, [], finish_reason="error"))
-            else:
+            if request.id not in failed:
                 events.append(self._event(request.id, [token], None if entry is None else [entry], request.finish_reason))
         for request in finished:
+            if request.id in failed:
+                events.append(self._event(request.id, [], finish_reason="error"))
             self._forget(request.id)
-        self._count(step, len(rows) - len(failed), len(failed), time.perf_counter() - began)
+        n_output = sum(request.id not in failed for request in rows)
+        self._count(step, n_output, len(failed), time.perf_counter() - began)
         return events
 
-    def _logits(self, step: ScheduledStep, places: Sequence[int]) -> Tensor:
-        """Logits of the last rows of the requests at ``places``; those of prompts to be scored are taken on the way."""
+    def _logits(self, step: ScheduledStep, places: Sequence[int]) -> tuple[Tensor, set[str]]:
+        """Logits of the last rows of the requests at ``places``; prompts to be scored are scored on the way. With them
+        the ids of requests whose prompts cannot be, because the model's output is not finite."""
         if step.copies:
             self.pool.copy(step.copies)
         wanted = self._prompt_scores.wanted(step)
         if not wanted:
-            return self.compute(step)
-        logits = self.compute(step, rows_of(step, places, wanted))
-        self._prompt_scores.add(step, wanted, logits[len(places) :], self._threads_for(step))
-        return logits[: len(places)]
+            return self.compute(step), set()
+        logits, n = self.compute(step, rows_of(step, places, wanted)), len(places)
+        known = self._runner.best_of(len(logits))
+        largest = logits[n:].amax(dim=1) if known is None else known[0][n:]
+        return logits[:n], self._prompt_scores.add(step, wanted, logits[n:], largest, self._threads_for(step))
 
     def _event(
         self,

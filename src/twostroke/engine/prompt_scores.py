@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor
 
 from twostroke.engine.sampler import TokenLogprobs, logprobs_of
 from twostroke.scheduling.scheduler import ScheduledStep
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 class PromptScores:
@@ -32,16 +36,32 @@ class PromptScores:
                     found.append((i, first, end - first))
         return found
 
-    def add(self, step: ScheduledStep, wanted: Sequence[tuple[int, int, int]], logits: Tensor, n_threads: int = 1) -> None:
-        """Score the rows of ``wanted``, one after another in ``logits``."""
-        at = 0
+    def add(
+        self,
+        step: ScheduledStep,
+        wanted: Sequence[tuple[int, int, int]],
+        logits: Float[Tensor, "n V"],
+        largest: Float[Tensor, " n"],
+        n_threads: int = 1,
+    ) -> set[str]:
+        """Score the rows of ``wanted``, one after another in ``logits``. Returns the ids of requests that cannot be scored.
+
+        ``largest``: of each row the largest logit, NaN or ±∞ where one is not finite. Probabilities do not exist then, and what
+        finds the most probable tokens must not be asked."""
+        at, failed = 0, set()
+        finite = torch.isfinite(largest).numpy()
         for i, first, n in wanted:
             request = step.requests[i]
+            if not finite[at : at + n].all():
+                failed.add(request.id)
+                at += n
+                continue
             targets = request.tokens[first + 1 : first + n + 1]
             counts = [request.params.prompt_logprobs or 0] * n
             entries = logprobs_of(logits, range(at, at + n), targets, counts, n_threads)
             self._of.setdefault(request.id, []).extend(entries)
             at += n
+        return failed
 
     def take(self, request_id: str) -> list[TokenLogprobs] | None:
         """All of a request's, which are forgotten; None where it asked for none."""
