@@ -136,6 +136,7 @@ class TorchInterpreter:
                     block.mask,
                     self.scale,
                     self.plan.crossovers,
+                    self.pool.poisoned,
                 )
             )
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

@@ -42,5 +42,4 @@ def centre_keys(engine: EngineCore) -> None:
             if bool(torch.isfinite(mean).all()):  # damaged weights are told of when they answer, not here
                 offset.copy_(mean)
     finally:
-        pool.clear(pages)
         pages_of.release(pages)

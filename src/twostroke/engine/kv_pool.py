@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -22,13 +23,33 @@ def token_bytes(spec: ModelSpec, dtype: str) -> int:
     return int(2 * spec.n_layers * spec.n_kv_heads * (spec.head_dim * bytes_of(dtype) + scale_bytes))
 
 
+def all_finite(heads: Tensor) -> bool:
+    """In one pass and without a mask as large as ``heads``: the largest magnitude, which NaN comes through."""
+    return math.isfinite(torch.linalg.vector_norm(heads, float("inf")))
+
+
+def poison(heads: Float[Tensor, "2K n D"]) -> Float[Tensor, "2K n D"]:
+    """A head's key or value that is not finite becomes a key of NaN and a value of zeros.
+
+    A row that sees the token has NaN by its score. One that does not, and multiplies its value by nought, is spared: of the same
+    request, and of the one that has the page next, so that no page needs to be cleared when it is given back. ``store_poison`` in
+    kernels/native/elementwise_body.h does the same."""
+    keys, values = heads.clone().chunk(2)
+    bad = ~(torch.isfinite(keys) & torch.isfinite(values)).all(dim=2)
+    keys[bad], values[bad] = float("nan"), 0.0
+    return torch.cat((keys, values))
+
+
 class KVPool:
     """``layer(i)`` is (2K, slots, D): K key heads, then K value heads, each a run of ``n_pages``·``page_tokens`` slots.
 
     Heads come first so that neighbouring pages of one request are one matrix a head, without a copy, and gathered pages are
     too. Memory comes zeroed from the system page by page as it is touched, so a large pool costs nothing at start; zeros
-    matter, because a masked slot is still multiplied, by nought, and nought times a stray NaN would be NaN.
+    matter, because a masked slot's value is still multiplied, by nought, and nought times a stray NaN would be NaN.
+    ``poisoned`` says that some token's key or value was not finite (``poison``).
     """
+
+    poisoned = False
 
     def __init__(self, spec: ModelSpec, n_pages: int, page_tokens: int, dtype: str) -> None:
         self.n_pages, self.page_tokens, self.dtype = n_pages, page_tokens, dtype
@@ -46,12 +67,11 @@ class KVPool:
 
     def write(self, i: int, slots: Tensor, heads: Float[Tensor, "2K n D"]) -> None:
         """Keys and values of new tokens into their slots."""
-        self._layers[i].index_copy_(1, slots, heads.to(self.storage.dtype))
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether everything that is held is a number."""
-        return bool(torch.isfinite(self.storage).all())
+        held = heads.to(self.storage.dtype)
+        if not all_finite(held):
+            held = poison(held)
+            self.poisoned = True
+        self._layers[i].index_copy_(1, slots, held)
 
     def run(self, i: int, first_slot: int, n_slots: int) -> tuple[Float[Tensor, "K 1 S D"], Float[Tensor, "K 1 S D"]]:
         """Keys and values of neighbouring slots, as views."""
@@ -62,11 +82,6 @@ class KVPool:
         """Keys and values of ``n_rows`` requests with equally many pages each, copied."""
         copied = self._paged[i].index_select(1, pages).view(2, self.n_kv_heads, n_rows, -1, self.head_dim)
         return copied[0], copied[1]
-
-    def clear(self, pages: Sequence[int]) -> None:
-        """Zero what ``pages`` hold in every layer (a failed request may have left NaN there)."""
-        for layer in self._paged:
-            layer[:, list(pages)] = 0
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """What the first page of each pair holds, in every layer, into the second."""

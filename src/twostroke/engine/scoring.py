@@ -88,7 +88,6 @@ def token_scores(
                 progress(1 - n_left / n_total)
     finally:
         for unfinished in running:
-            engine.pool.clear(unfinished.request.pages)  # what is not finite must not stay for others
             pool.release(unfinished.request.pages)
     return results
 

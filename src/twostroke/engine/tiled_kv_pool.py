@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from twostroke.core.spec import ModelSpec
-from twostroke.engine.kv_pool import token_bytes
+from twostroke.engine.kv_pool import all_finite, poison, token_bytes
 from twostroke.engine.memory import untouched_zeros
 
 if TYPE_CHECKING:
@@ -31,8 +31,10 @@ class TiledKVPool:
     is taken off first, which softmax does not see (``engine.key_offset``), so what is read back is without it.
 
     The methods that the torch interpreter calls give and take plain tensors; they are the reference, not fast. Memory comes
-    zeroed from the system as it is touched (``KVPool`` says why zeros matter).
+    zeroed from the system as it is touched (``KVPool`` says why zeros matter, and what ``poisoned`` is).
     """
+
+    poisoned = False
 
     def __init__(self, spec: ModelSpec, n_pages: int, page_tokens: int, dtype: str) -> None:
         self.n_pages, self.page_tokens, self.dtype = n_pages, page_tokens, dtype
@@ -52,15 +54,13 @@ class TiledKVPool:
         n_bytes = math.prod(shape) * dtype.itemsize
         return torch.from_numpy(untouched_zeros(n_bytes + SLACK)[:n_bytes]).view(dtype).view(shape)
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether everything that is held is a number."""
-        held = (self.key_scales, self.value_scales) if self.dtype == "int8" else (self.keys, self.values)
-        return all(bool(torch.isfinite(tensor).all()) for tensor in held)
-
     def write(self, layer: int, slots: Tensor, heads: Float[Tensor, "2K n D"]) -> None:
         """Keys and values of new tokens into their slots."""
-        new_keys, new_values = heads.float().split(self.n_kv_heads)
+        held = heads.float() if self.dtype == "int8" else heads.to(self.keys.dtype).float()
+        if not all_finite(held):
+            held = poison(held)
+            self.poisoned = True
+        new_keys, new_values = held.split(self.n_kv_heads)
         tile, lane, pair = slots // TILE, slots % TILE, TYPES[self.dtype][1]
         if self.dtype == "int8":
             new_keys = self._codes(new_keys - self.key_offset[layer][:, None], self.key_scales[layer], slots)
@@ -96,17 +96,6 @@ class TiledKVPool:
             keys = keys * self.key_scales[layer][:, slots, None]
             values = values * self.value_scales[layer][:, slots, None]
         return keys, values
-
-    def clear(self, pages: Sequence[int]) -> None:
-        """Zero what ``pages`` hold in every layer (a failed request may have left NaN there)."""
-        slots = self._slots(torch.tensor([page for page in pages if page >= 0], dtype=torch.int64))
-        tile, lane, pair = slots // TILE, slots % TILE, TYPES[self.dtype][1]
-        for layer in range(self.keys.shape[0]):
-            self.keys[layer][:, tile, :, lane] = 0
-            self.values[layer][:, tile, lane // pair, :, lane % pair] = 0
-        if self.dtype == "int8":
-            self.key_scales[:, :, slots] = 0
-            self.value_scales[:, :, slots] = 0
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """What the first page of each pair holds, in every layer, into the second."""

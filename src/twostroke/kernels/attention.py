@@ -23,12 +23,15 @@ def attention(
     mask: Float[Tensor, "#B T M"] | None,
     scale: float,
     crossovers: Crossovers = DEFAULT,
+    poisoned: bool = False,
 ) -> Float[Tensor, "K B T G D"]:
     """softmax(q·kᵀ·scale + mask)·v, the G query heads of a group over their one key head, by whichever kernel is faster here.
 
     ``mask`` is 0 or −∞, for the last M ≤ S keys (those before are seen by every query) and the same for all heads; every query
-    must see a key.
+    must see a key. ``poisoned``: a key that is masked may be NaN, which an added mask leaves NaN; a comparison keeps it out.
     """
+    if poisoned:
+        return explicit_attention(q, k, v, mask, scale, poisoned=True)
     n_kv, n_rows, n_queries = q.shape[:3]
     few = n_kv * n_rows * n_queries * k.shape[2] <= crossovers.flash_max_scores
     kernel = flash_attention if few and q.dtype == torch.bfloat16 else explicit_attention
@@ -57,6 +60,7 @@ def explicit_attention(
     v: Float[Tensor, "K B S D"],
     mask: Float[Tensor, "#B T M"] | None,
     scale: float,
+    poisoned: bool = False,
 ) -> Float[Tensor, "K B T G D"]:
     """By two batched products and a softmax. Scores of bf16 inputs are rounded to bf16.
 
@@ -71,7 +75,11 @@ def explicit_attention(
         keys = keys.contiguous()  # a slice of a longer run: copied 54 µs, multiplied as it is 153 (64 heads, 100 of 112 keys)
     scores = torch.bmm(folded, keys.transpose(1, 2))
     if mask is not None:
-        scores.view(n_kv, n_rows, n_queries, group, n_keys)[..., n_keys - mask.shape[2] :].add_(mask[:, :, None])
+        last = scores.view(n_kv, n_rows, n_queries, group, n_keys)[..., n_keys - mask.shape[2] :]
+        if poisoned:
+            last.masked_fill_(mask[:, :, None].isneginf(), float("-inf"))
+        else:
+            last.add_(mask[:, :, None])
     mixed = torch.bmm(torch.softmax(scores, dim=-1), v.reshape(n_kv * n_rows, n_keys, head_dim))
     return mixed.view(q.shape)
 

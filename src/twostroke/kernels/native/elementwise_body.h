@@ -90,12 +90,9 @@ TS_INLINE Ints codes_of(Floats x) {
     return bounded < -most ? -most : bounded;
 }
 
-// A head's numbers that are not finite cannot be told by their codes: the scale says so.
 TS_INLINE float kv_scale(const float* x, int64_t n) {
     const float most = largest(x, n);
-    Floats odd = all(0.0f);
-    for (int64_t i = 0; i < n; i += kLanes) odd += load_some(x + i, n - i < kLanes ? static_cast<int>(n - i) : kLanes) * 0.0f;
-    return (most > 1e-30f ? most : 1e-30f) / 127.0f + sum_of(odd);
+    return (most > 1e-30f ? most : 1e-30f) / 127.0f;
 }
 
 // Sixteen numbers at a time as `convert` makes them: pairs of a key's 16 slots apart, a value's two slots apart.
@@ -115,9 +112,40 @@ TS_INLINE void scatter(const ts::KvHead& place, const float* key, const float* v
     }
 }
 
+// Whether a head's numbers are finite as the cache holds them: bf16 rounds what is larger than its largest to infinity.
+TS_INLINE bool stays_finite(const ts::KvLayout& kv, const float* x) {
+    Floats odd = all(0.0f);  // 0, or NaN once a number is not finite
+    for (int64_t i = 0; i < kv.head_dim; i += kLanes) {
+        const Floats v = load_some(x + i, kv.head_dim - i < kLanes ? static_cast<int>(kv.head_dim - i) : kLanes);
+        odd += (kv.type == ts::KvType::BF16 ? (Floats)(bf16_words(v) << 16) : v) * 0.0f;
+    }
+    return sum_of(odd) == 0.0f;
+}
+
+// A key or value that is not finite becomes a key of NaN and a value of zeros. Rows that see the token are NaN by their score, and rows
+// that do not, multiplying its value by a weight of 0, are spared: of this request, and of the one that has the page next, so that no page
+// needs to be cleared when it is given back.
+void store_poison(const ts::KvLayout& kv, const ts::KvHead& head, const ts::KvHead& place, int64_t lane, int64_t slot) {
+    const int64_t D = kv.head_dim, pair = kv.type == ts::KvType::F32 ? 1 : 2;
+    for (int64_t d = 0; d < D; d++) {
+        const int64_t k = (d / pair * ts::kTile + lane) * pair + d % pair, v = (lane / pair * D + d) * pair + lane % pair;
+        if (kv.type == ts::KvType::F32) {
+            reinterpret_cast<float*>(place.keys)[k] = __builtin_nanf("");
+            reinterpret_cast<float*>(place.values)[v] = 0.0f;
+        } else if (kv.type == ts::KvType::BF16) {
+            reinterpret_cast<uint16_t*>(place.keys)[k] = 0x7fc0;
+            reinterpret_cast<uint16_t*>(place.values)[v] = 0;
+        } else {
+            place.keys[k] = place.values[v] = 0;
+        }
+    }
+    if (kv.type == ts::KvType::INT8) head.key_scales[slot] = __builtin_nanf(""), head.value_scales[slot] = 0.0f;
+}
+
 void store_kv(const ts::KvLayout& kv, const ts::KvHead& head, const float* key, const float* value, int64_t slot) {
     const int64_t tile = slot / ts::kTile, lane = slot % ts::kTile, D = kv.head_dim;
     const ts::KvHead place{head.keys + tile * kv.key_tile_bytes, head.values + tile * kv.value_tile_bytes, nullptr, nullptr};
+    if (!stays_finite(kv, key) || !stays_finite(kv, value)) return store_poison(kv, head, place, lane, slot);
     if (kv.type == ts::KvType::F32) {
         float* k = reinterpret_cast<float*>(place.keys) + lane;
         for (int64_t d = 0; d < D; d++) k[d * ts::kTile] = key[d];
