@@ -116,6 +116,19 @@ def test_generating_needs_no_calibration(capsys: pytest.CaptureFixture[str], mod
     assert "of the measured" not in err
 
 
+def test_eight_answers_are_predicted_as_one_prompt_and_eight_rows(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    def predicted(*options: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        document = json.loads(run(capsys, "generate", str(model), *options, *GREEDY, "--json")[0])
+        return document["prediction"], Ledger().get(document["run_id"]).inputs["shape"]
+
+    (one, _), (eight, shape) = predicted("--prompt", PROMPT), predicted("--prompt", PROMPT, "-n", "8")
+    prompts, _ = predicted(*("--prompt", PROMPT) * 8)
+    assert (shape["batch"], shape["answers"]) == (8, 8)
+    assert eight["ttft_s"] == one["ttft_s"] < prompts["ttft_s"]
+    assert eight["tpot_s"] == prompts["tpot_s"] >= one["tpot_s"]
+    assert eight["e2e_s"] == pytest.approx(one["ttft_s"] + 11 * eight["tpot_s"])
+
+
 def on_a_gpu_machine(monkeypatch: pytest.MonkeyPatch, *engines_of_the_cpu: Any) -> None:
     """A GPU that torch sees and that was calibrated a thousand times as fast, and of the CPU what is named."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

@@ -234,10 +234,12 @@ class _Record:
         max_model_len: int | None,
         kv_cache_gib: float | None,
     ) -> dict[str, Any]:
-        """Fills ``prediction`` and returns the shape that it is for: all prompts at once, of their mean length."""
+        """Fills ``prediction`` and returns the shape that it is for: all prompts at once, of their mean length, each computed
+        once for all its answers."""
         from twostroke.core.families import read_spec
         from twostroke.data.tokenizer import load_tokenizer
         from twostroke.planner.hardware import load_hardware
+        from twostroke.planner.load import closed_loop
         from twostroke.planner.serving import ServingShape, plan_serving
         from twostroke.server.record import scheme_of
 
@@ -249,13 +251,17 @@ class _Record:
             scheme=scheme_of(directory, dtype),
             head_dtype=head_dtype,
             kv_dtype=kv_dtype,
-            batch=len(prompts),
+            batch=len(prompts) * params.n,
+            answers=params.n,
             prompt_tokens=n_prompt,
             output_tokens=max(1, min(params.max_tokens, longest - n_prompt)),
             kv_cache_bytes=0 if kv_cache_gib is None else int(kv_cache_gib * GIB),
             max_model_len=longest,
         )
-        self.prediction = dict(plan_serving(spec, shape, self.hardware).prediction())
+        plan = plan_serving(spec, shape, self.hardware)
+        ttft_s, _, e2e_s = closed_loop(plan.steps, shape.prompts, requests=shape.prompts)  # all come at once
+        together = {"ttft_s": ttft_s, "e2e_s": e2e_s, "output_tok_per_s": shape.batch * shape.output_tokens / e2e_s}
+        self.prediction = {**plan.prediction(), **together}
         return {"shape": vars(shape), "device": self.hardware.label}
 
     def measure(self, values: Mapping[str, float], status: str = "finished") -> None:

@@ -288,6 +288,14 @@ class ModelSpec:
         return None
 
     @property
+    def window_of_every_layer(self) -> int | None:
+        """The window where all layers have one: keys beyond it are never read again. None where a layer sees everything."""
+        if self.sliding_window is None:
+            return None
+        everywhere = all(self.window_of_layer(layer) is not None for layer in range(self.n_layers))
+        return self.sliding_window if everywhere else None
+
+    @property
     def unbuilt_features(self) -> tuple[str, ...]:
         """What the decoder and the engine do not compute yet, in words; empty where the model can be built."""
         named = {

@@ -433,12 +433,11 @@ def _fit(spec: ModelSpec, config: EngineConfig, kv_dtype: str) -> SchedulerConfi
         max_model_len = n_pages * config.page_tokens
     if max_model_len < 2:
         raise ConfigError(f"max_model_len={max_model_len} must hold a prompt token and one more.")
-    windows = {spec.window_of_layer(i) for i in range(spec.n_layers)}
-    window = None if None in windows else max(w for w in windows if w is not None)
     n_useful = config.max_running * -(-max_model_len // config.page_tokens)
     return SchedulerConfig(
-        config.token_budget, config.max_running, config.page_tokens, min(n_pages, n_useful), max_model_len, window
-    )
+        config.token_budget, config.max_running, config.page_tokens, min(n_pages, n_useful), max_model_len,
+        spec.window_of_every_layer,
+    )  # fmt: skip
 
 
 __all__ = ["EngineConfig", "EngineCore", "EngineStats", "TokenEvent"]

@@ -123,9 +123,14 @@ def embedding_in_memory_bytes(spec: ModelSpec, n_tokens: float) -> float:
     return pieces * (1.0 - (1.0 - 1.0 / pieces) ** n_tokens) * FAULT_BYTES
 
 
+def tokens_seen(shape: ServingShape) -> int:
+    """Tokens that are looked up while the batch is answered."""
+    return shape.prompts * shape.prompt_tokens + shape.batch * shape.output_tokens
+
+
 def step_rows(shape: ServingShape) -> int:
     """Rows of the largest step."""
-    return max(shape.batch, min(TOKEN_BUDGET, shape.batch * (shape.prompt_tokens - shape.hit_tokens)))
+    return max(shape.batch, min(TOKEN_BUDGET, shape.prompts * (shape.prompt_tokens - shape.hit_tokens)))
 
 
 def step_memory_bytes(spec: ModelSpec, shape: ServingShape) -> float:
@@ -134,7 +139,7 @@ def step_memory_bytes(spec: ModelSpec, shape: ServingShape) -> float:
     row = 6.0 * (2 * spec.d_model + spec.qkv_rows + spec.n_heads * spec.head_dim + 2 * spec.d_ff)
     looked_up = 0.0
     if spec.tied_embeddings:
-        looked_up = embedding_in_memory_bytes(spec, shape.batch * (shape.prompt_tokens + shape.output_tokens))
+        looked_up = embedding_in_memory_bytes(spec, tokens_seen(shape))
     return step_rows(shape) * row + looked_up
 
 

@@ -22,6 +22,7 @@ from twostroke.planner.cost import energy_kwh, pue_of, rent_usd, usd_per_million
 from twostroke.planner.flops import training_flops_per_token
 from twostroke.planner.hardware import Hardware
 from twostroke.planner.interconnect import LinkFinding, blame_idle_links, link_findings
+from twostroke.planner.kv_pages import batch_pages
 from twostroke.planner.layout import Layout
 from twostroke.planner.load import Steps, closed_loop
 from twostroke.planner.memory import FP32, PRECISIONS, state_bytes
@@ -37,9 +38,9 @@ from twostroke.planner.serving import (
     engine_schemes,
     kv_bytes_on_device,
     memory_for_kv,
+    page_bytes,
     prefill_works,
     prompt_pass,
-    request_kv_bytes,
     runs_our_engine,
     weights_held,
 )
@@ -331,7 +332,7 @@ class _ServeTimer:
         )
         self.layout = dict(zip(("tensor", "pipeline", "expert"), placement, strict=True))
         self.weights = weights_held(spec, self.shape, machine)
-        self.request = kv_bytes_on_device(spec, self.shape, request_kv_bytes(spec, self.shape))
+        self.page = kv_bytes_on_device(spec, self.shape, page_bytes(spec, self.shape))
         self.room = memory_for_kv(spec, self.shape, machine)
         self.rates = efficiencies_of(machine, self.shape.engine)
         self.ours = runs_our_engine(spec, self.shape, machine)
@@ -340,7 +341,7 @@ class _ServeTimer:
     def candidates(self, batches: Sequence[int]) -> Iterator[Candidate]:
         ttft_s = None
         for batch in batches:
-            memory = {"weights": self.weights, "kv_cache": batch * self.request}
+            memory = {"weights": self.weights, "kv_cache": batch_pages(self.spec, self.shape, batch) * self.page}
             if memory["kv_cache"] > self.room:
                 yield self._candidate(batch, memory)
                 continue

@@ -15,6 +15,8 @@ from twostroke.planner.engine_passes import TOKEN_BUDGET as TOKEN_BUDGET
 from twostroke.planner.engine_passes import decode_ratio, engine_decode_works, engine_prefill_works, prefill_ratio
 from twostroke.planner.flops import decode_flops, prefill_flops
 from twostroke.planner.hardware import DATASHEET_NOTE, Hardware
+from twostroke.planner.kv_pages import PAGE_TOKENS as PAGE_TOKENS
+from twostroke.planner.kv_pages import batch_pages, largest_batch, request_pages, touched_pages
 from twostroke.planner.load import Latency, Steps, closed_loop
 from twostroke.planner.params import Parameters, block_products, count_parameters
 from twostroke.planner.schema import PLAN_SCHEMA
@@ -47,10 +49,6 @@ HEAD_DTYPES = ("auto", *engines.WEIGHTS)
 
 CACHE_DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8", "int8")
 
-PAGE_TOKENS = 16
-"""Tokens of one page of the KV cache; a request's last page is counted whole."""
-
-
 MAX_RUNNING = 128
 CACHE_SHARE = 0.25
 """The engine's default KV cache on a CPU: pages for so many requests of full length, at most this share of free memory."""
@@ -71,7 +69,8 @@ class ServingShape:
     ``kv_cache_bytes`` = 0: the engine's default (``default_cache_bytes``); ``max_model_len`` = 0: the model's own;
     ``head_dtype``, how our engine holds the output head, and ``kv_dtype`` = "auto": bf16, or fp32 with fp32 weights.
     ``tensor`` · ``pipeline`` devices hold one copy; ``expert`` above ``tensor`` spreads the experts over more, with attention
-    in expert/tensor groups. ``prefix_hit_share`` of a prompt's tokens are in the cache already. ``engine``: whose step and
+    in expert/tensor groups. ``prefix_hit_share`` of a prompt's tokens are in the cache already; ``answers`` of the
+    batch are to the same prompt, which is computed once. ``engine``: whose step and
     launch times are taken on datasheet accelerators. Raises ConfigError.
     """
 
@@ -89,14 +88,17 @@ class ServingShape:
     prefix_hit_share: float = 0.0
     speculation: Speculation | None = None
     engine: str = "any"
+    answers: int = 1
 
     def __post_init__(self) -> None:
         least = {"batch": 1, "prompt_tokens": 1, "output_tokens": 1, "kv_cache_bytes": 0, "max_model_len": 0}
-        least |= {"tensor": 1, "pipeline": 1, "expert": 1}
+        least |= {"tensor": 1, "pipeline": 1, "expert": 1, "answers": 1}
         for name, bound in least.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < bound:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least {bound}.")
+        if self.batch % self.answers:
+            raise ConfigError(f"batch={self.batch} must be a multiple of answers={self.answers}: each prompt has so many.")
         scheme_of(self.scheme)
         if self.head_dtype not in HEAD_DTYPES:
             raise ConfigError(
@@ -114,6 +116,11 @@ class ServingShape:
     @property
     def placement(self) -> Placement:
         return Placement(self.tensor, self.pipeline, max(self.tensor, self.expert))
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of a batch, each computed once for all its answers."""
+        return self.batch // self.answers
 
     @property
     def hit_tokens(self) -> int:
@@ -232,7 +239,7 @@ class ServingPlan:
     @property
     def loaded(self) -> Latency:
         """Of ``batch`` users who each ask again when answered, all answers equally long: ``load.closed_loop``."""
-        return closed_loop(self.steps, self.shape.batch)
+        return closed_loop(self.steps, self.shape.prompts)
 
     @property
     def decode_tok_per_s(self) -> float:
@@ -250,9 +257,9 @@ class ServingPlan:
 
     @property
     def output_tok_per_s(self) -> float:
-        """Output tokens/s of a full batch kept full: batch·output ÷ (batch prefills, one after another, + output·TPOT)."""
+        """Output tokens/s of a full batch kept full: batch·output ÷ (a prefill a prompt, one after another, + output·TPOT)."""
         shape = self.shape
-        return shape.batch * shape.output_tokens / (shape.batch * self.ttft_s + shape.output_tokens * self.tpot_s)
+        return shape.batch * shape.output_tokens / (shape.prompts * self.ttft_s + shape.output_tokens * self.tpot_s)
 
     @property
     def usd_per_mtok(self) -> float:
@@ -328,9 +335,13 @@ class ServingPlan:
 
 
 def request_kv_bytes(spec: ModelSpec, shape: ServingShape) -> float:
-    """KV cache of one whole request, its last page counted whole: ⌈(prompt + output)/page⌉·page·bytes per token."""
-    pages = -(-(shape.prompt_tokens + shape.output_tokens) // PAGE_TOKENS)
-    return pages * PAGE_TOKENS * kv_bytes_per_token(spec, shape.cache_dtype)
+    """Most KV cache that one request holds at a time: whole pages · page · bytes per token (``kv_pages.request_pages``)."""
+    return request_pages(spec, shape) * page_bytes(spec, shape)
+
+
+def page_bytes(spec: ModelSpec, shape: ServingShape) -> float:
+    """One page over all layers and devices."""
+    return PAGE_TOKENS * kv_bytes_per_token(spec, shape.cache_dtype)
 
 
 def weights_on_device(spec: ModelSpec, shape: ServingShape) -> float:
@@ -497,7 +508,9 @@ def _work_of(part: Part, once: Pass, rates: Efficiencies, launch_s: float) -> Wo
 def serving_times(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> tuple[float, float, float]:
     """(bytes on one device, TTFT, TPOT) of a shape and nothing else: what a search asks thousands of times. TTFT and TPOT are
     those of ``ServingPlan``."""
-    memory = weights_held(spec, shape, hardware) + kv_bytes_on_device(spec, shape, shape.batch * request_kv_bytes(spec, shape))
+    memory = weights_held(spec, shape, hardware) + kv_bytes_on_device(
+        spec, shape, batch_pages(spec, shape, shape.batch) * page_bytes(spec, shape)
+    )
     if runs_our_engine(spec, shape, hardware):
         return memory, total_seconds(prefill_works(spec, shape, hardware)), total_seconds(decode_works(spec, shape, hardware))
     rates = efficiencies_of(hardware, shape.engine)
@@ -594,7 +607,7 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
     page = kv_bytes_on_device(spec, shape, PAGE_TOKENS * kv_bytes_per_token(spec, shape.cache_dtype))
     pages = int((shape.kv_cache_bytes or default_cache_bytes(spec, shape, hardware)) // page)
     notes = list(spec.notes)
-    fitting = int(pages * page // one)
+    fitting = largest_batch(spec, shape, pages)
     if fitting < shape.batch:
         notes.append(f"the KV cache holds {fitting} such requests at once, fewer than batch={shape.batch}: the others wait.")
     if hardware.basis == "datasheet":
@@ -612,7 +625,7 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
     if runs_natively(spec, shape, hardware):
         activations = native_passes.step_memory_bytes(spec, shape)
         process += native_passes.ENGINE_BYTES
-        touched = min(touched, shape.batch * one)
+        touched = min(touched, touched_pages(spec, shape) * page)
     load = weights / hardware.extras.get("disk_cached_read_bytes_per_s", hardware.disk_write_bytes_per_s)
     return ServingPlan(
         spec=spec,
@@ -628,7 +641,7 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
         kv_bytes_per_token=kv_bytes_per_token(spec, shape.cache_dtype),
         pages=pages,
         kv_cache_bytes=pages * page,
-        largest_batch=int(room // one),
+        largest_batch=largest_batch(spec, shape, room / page),
         prefill=prefill_works(spec, shape, hardware),
         decode=decode,
         prefill_flops_per_token=prefill_flops(spec, shape.prompt_tokens) / shape.prompt_tokens,

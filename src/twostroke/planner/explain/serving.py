@@ -16,6 +16,7 @@ from twostroke.planner.explain.money import explain_prices
 from twostroke.planner.explain.native import explain_native_pass
 from twostroke.planner.explain.passes import explain_pass
 from twostroke.planner.explain.term import Explanation
+from twostroke.planner.kv_pages import batch_pages, decoding_pages, request_pages, touched_pages
 from twostroke.planner.native_passes import (
     chunks,
     decode_cache_bytes,
@@ -28,6 +29,7 @@ from twostroke.planner.native_passes import (
     prefill_uses,
     price,
     step_rows,
+    tokens_seen,
 )
 from twostroke.planner.native_products import SCHEMES as NATIVE_SCHEMES
 from twostroke.planner.native_products import native_product_bytes, native_read_bytes
@@ -40,6 +42,7 @@ from twostroke.planner.serving import (
     decode_pass,
     kv_bytes_on_device,
     memory_for_kv,
+    page_bytes,
     prompt_pass,
     request_kv_bytes,
     runs_natively,
@@ -133,10 +136,14 @@ def _memory(terms: Explanation, plan: ServingPlan) -> None:
         f"keys and values of every layer in {shape.cache_dtype}; K key heads, not H{'; a scale a head' if scales else ''}",
         **numbers_of_kinds(spec) | {"w": bytes_of(shape.cache_dtype)} | ({"scales": scales} if scales else {}),
     )  # fmt: skip
+    window, whole = spec.window_of_every_layer, "⌈(prompt + output)/page⌉"
+    held = whole if window is None else f"min({whole}, ⌈(W − 1)/page⌉ + 1)"
+    within = {} if window is None else {"W": window}
     terms.add(
         "memory", "kv_request_bytes", request_kv_bytes(spec, shape), "bytes",
-        "⌈(prompt + output)/page⌉·page·kv_bytes_per_token", "a request's last page is counted whole",
-        prompt=shape.prompt_tokens, output=shape.output_tokens, page=PAGE_TOKENS,
+        f"{whole if window is None else f'max(⌈prompt/page⌉, {held})'}·page·kv_bytes_per_token",
+        "a request's last page is counted whole" + ("" if window is None else "; what is behind the window is given back"),
+        prompt=shape.prompt_tokens, output=shape.output_tokens, page=PAGE_TOKENS, **within,
     )  # fmt: skip
     numbers: dict[str, float] = {"page": PAGE_TOKENS, "pages": plan.pages, "heads": 1}
     over = ""
@@ -156,9 +163,21 @@ def _memory(terms: Explanation, plan: ServingPlan) -> None:
         f"{hardware.label}: memory {hardware.basis}, share assumed", "assumed",
         share=share, memory=hardware.memory_bytes, process=process,
     )  # fmt: skip
-    terms.add(
-        "memory", "largest_batch", plan.largest_batch, "requests", "⌊room_for_kv_bytes/kv_request_here_bytes⌋", "whole requests"
-    )
+    if decoding_pages(spec, shape) == request_pages(spec, shape) and shape.answers == 1:
+        terms.add(
+            "memory", "largest_batch", plan.largest_batch, "requests", "⌊room_for_kv_bytes/kv_request_here_bytes⌋",
+            "whole requests",
+        )  # fmt: skip
+    else:
+        first = request_pages(spec, shape) - decoding_pages(spec, shape)
+        each = batch_pages(spec, shape, shape.answers) - first
+        on_device = kv_bytes_on_device(spec, shape, page_bytes(spec, shape))
+        terms.add(
+            "memory", "largest_batch", plan.largest_batch, "requests",
+            "⌊(room_for_kv_bytes/page_bytes − first)/each⌋·answers",
+            "pages of a prompt with its answers as they decode, and those that a prompt holds beyond that when it comes",
+            page_bytes=on_device, first=first, each=each, answers=shape.answers,
+        )  # fmt: skip
     terms.add(
         "memory", "kv_cache_bytes", plan.kv_cache_bytes, "bytes", f"pages·page·kv_bytes_per_token{over}",
         "whole pages of the cache the engine takes, one device", **numbers,
@@ -180,11 +199,12 @@ def _memory(terms: Explanation, plan: ServingPlan) -> None:
 def _native_memory(terms: Explanation, plan: ServingPlan) -> None:
     spec, shape, process = plan.spec, plan.shape, plan.memory_bytes["process"]
     terms.add(
-        "memory", "kv_touched_bytes", plan.memory_bytes["kv_cache"], "bytes", "min(kv_cache_bytes, B·kv_request_bytes)",
-        "the cache takes memory as it is touched; a server that runs on fills all of it", B=shape.batch,
+        "memory", "kv_touched_bytes", plan.memory_bytes["kv_cache"], "bytes",
+        "min(kv_cache_bytes, touched·page·kv_bytes_per_token)",
+        "the cache takes memory as its pages are touched; a server that runs on fills all of it",
+        touched=touched_pages(spec, shape), page=PAGE_TOKENS,
     )  # fmt: skip
-    tokens = shape.batch * (shape.prompt_tokens + shape.output_tokens)
-    looked_up = embedding_in_memory_bytes(spec, tokens) if spec.tied_embeddings else 0.0
+    looked_up = embedding_in_memory_bytes(spec, tokens_seen(shape)) if spec.tied_embeddings else 0.0
     terms.add(
         "memory", "activations_bytes", plan.memory_bytes["activations"], "bytes",
         "rows·6·(2·E + qkv + H·D + 2·F) + looked_up",
@@ -260,8 +280,8 @@ def _time(terms: Explanation, plan: ServingPlan) -> None:
     terms.add("time", "prefill_tok_per_s", plan.prefill_tok_per_s, "tok/s", "prompt/ttft_s", "one prompt alone", **counts)
     terms.add("time", "decode_tok_per_s", plan.decode_tok_per_s, "tok/s", "B/tpot_s", "all requests together", **counts)
     terms.add(
-        "time", "output_tok_per_s", plan.output_tok_per_s, "tok/s", "B·output/(B·ttft_s + output·tpot_s)",
-        "a batch kept full, prefills one after another", **counts,
+        "time", "output_tok_per_s", plan.output_tok_per_s, "tok/s", "B·output/(B/answers·ttft_s + output·tpot_s)",
+        "a batch kept full, prefills one after another", **counts, answers=shape.answers,
     )  # fmt: skip
 
 
@@ -282,16 +302,17 @@ def _native_time(terms: Explanation, plan: ServingPlan) -> None:
 def _load(terms: Explanation, plan: ServingPlan) -> None:
     """B users who each ask again at once."""
     shape, steps, loaded = plan.shape, plan.steps, plan.loaded
-    numbers = {"B": shape.batch, "output": shape.output_tokens}
-    if shape.batch == 1:
+    users = shape.prompts
+    numbers = {"B": users, "output": shape.output_tokens}
+    if users == 1:
         terms.add("load", "loaded_ttft_s", loaded.ttft_s, "s", "ttft_s", "nobody is beside it")
         terms.add("load", "loaded_e2e_s", loaded.e2e_s, "s", "ttft_s + (output − 1)·tpot_s", "of a whole answer", **numbers)
     else:
         beside = "ttft_s" if plan.prompt_beside_s is None else "prompt_beside_s"
-        among = numbers | {"g": steps.together(shape.batch), "interference": plan.interference}
+        among = numbers | {"g": steps.together(users), "interference": plan.interference}
         among |= {} if plan.prompt_beside_s is None else {"prompt_beside_s": plan.prompt_beside_s}
         terms.add(
-            "load", "prompt_s", steps.prompt_s(shape.batch), "s", f"g/B·ttft_s + (1 − g/B)·interference·{beside}",
+            "load", "prompt_s", steps.prompt_s(users), "s", f"g/B·ttft_s + (1 − g/B)·interference·{beside}",
             "a prompt, g of which share a step: alone, or beside others that decode", **among,
         )  # fmt: skip
         terms.add(

@@ -354,6 +354,7 @@ OBJECTS: dict[str, tuple[str, Fields]] = {
             "prefix_hit_share": ("number", "share of a prompt that is cached already"),
             "speculation": ("speculation?", "drafting, where it is used"),
             "engine": ("text", "whose step and launch times are taken: any, vllm, trtllm or sglang"),
+            "answers": ("integer", "of the batch, to one prompt, which is computed once"),
         },
     ),
     "speculation": (
@@ -739,7 +740,7 @@ DOCUMENTS: dict[str, Fields] = {
         "loaded": ("loaded", "latency beside other users"),
         "devices": ("integer", "devices of one copy"),
         "pages": ("integer", "pages of the cache"),
-        "largest_batch": ("integer", "such requests that memory holds"),
+        "largest_batch": ("integer", "such requests that memory holds while they decode"),
         "passes": ("serving_passes", "time by component"),
         "prefill_flops_per_token": ("number", "FLOP"),
         "decode_flops_per_token": ("number", "FLOP"),
