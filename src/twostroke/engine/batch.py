@@ -189,8 +189,8 @@ class BatchBuilder:
     ) -> Group:
         n = len(rows)
         columns = first_page[:, None] + np.arange(n_pages)
-        # A shorter request's table ends earlier; what stands there is a page of zeros or of its past, and is masked. Of its past
-        # it may be -1, a page that was given back behind a window: any page does.
+        # A shorter request's table ends earlier; what stands there is a page of zeros or of its past, and is masked. Of its
+        # past it may be -1, a page that was given back behind a window: any page does.
         pages = np.maximum(self.table[slot[:, None], np.minimum(columns, self.table.shape[1] - 1)], 0)
         n_slots = n_pages * self.page_tokens
         n_keys = positions - first_page * self.page_tokens + 1  # up to and with the row's own

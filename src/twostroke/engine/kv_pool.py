@@ -31,9 +31,9 @@ def all_finite(heads: Tensor) -> bool:
 def poison(heads: Float[Tensor, "2K n D"]) -> Float[Tensor, "2K n D"]:
     """A head's key or value that is not finite becomes a key of NaN and a value of zeros.
 
-    A row that sees the token has NaN by its score. One that does not, and multiplies its value by nought, is spared: of the same
-    request, and of the one that has the page next, so that no page needs to be cleared when it is given back. ``store_poison`` in
-    kernels/native/elementwise_body.h does the same."""
+    A row that sees the token has NaN by its score. One that does not, and multiplies its value by nought, is spared: of the
+    same request, and of the one that has the page next, so that no page needs to be cleared when it is given back.
+    ``store_poison`` in kernels/native/elementwise_body.h does the same."""
     keys, values = heads.clone().chunk(2)
     bad = ~(torch.isfinite(keys) & torch.isfinite(values)).all(dim=2)
     keys[bad], values[bad] = float("nan"), 0.0
