@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from twostroke.core.errors import CorruptFileError
 
@@ -27,6 +27,20 @@ SPARE_BYTES = 40 * 2**20
 
 # Measured over sixteen patterns (CPython 3.11): what a bracket, a comma and a colon of JSON stand for at most once parsed.
 _BRACKET_BYTES, _COMMA_BYTES, _COLON_BYTES = 96, 80, 156
+
+
+MAX_INTEGER, MAX_NUMBER = 2**63 - 1, 1e30
+"""Of any number in a config, a recipe or an adapter's settings: beyond them nothing is a size, an id or a scale, and arithmetic leaves the range of its types."""
+
+
+def is_integer(value: Any) -> TypeGuard[int]:
+    """Whether ``value`` is a whole number whose size does not pass ``MAX_INTEGER``."""
+    return isinstance(value, int) and not isinstance(value, bool) and -MAX_INTEGER <= value <= MAX_INTEGER
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether ``value`` is a number, not NaN, whose size does not pass ``MAX_NUMBER``: a float of it exists and is finite."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -MAX_NUMBER <= value <= MAX_NUMBER
 
 
 class Allowance:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from twostroke.core.data_recipe import STDLIB_SOURCE, DataRecipe
-from twostroke.core.documents import read_toml
+from twostroke.core.documents import MAX_INTEGER, is_integer, is_number, read_toml
 from twostroke.core.engines import Method, Optimizer, Recomputation, TrainingType
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError, did_you_mean
 from twostroke.core.families import spec_from_config
@@ -33,6 +33,9 @@ from twostroke.core.update_settings import check_update, with_default_rates
 
 ALL_LINEAR = "all-linear"
 """The name in ``lora.targets`` that stands for every matrix of the blocks."""
+
+MAX_NF4_BLOCK = 2**16
+"""Each matrix is filled up to whole blocks: longer ones would take more memory than the matrix."""
 
 
 @dataclass(frozen=True)
@@ -244,8 +247,7 @@ class TrainRecipe:
             raise ConfigError(f"lora.dropout={lora.dropout} must be at least 0 and less than 1.")
         if not lora.targets:
             raise ConfigError(f'lora.targets is empty. Name modules such as "q_proj", or "{ALL_LINEAR}".')
-        if lora.nf4_block < 2 or lora.nf4_block % 2:
-            raise ConfigError(f"lora.nf4_block={lora.nf4_block} must be even and at least 2: two codes share a byte.")
+        check_nf4_block("lora.nf4_block", lora.nf4_block)
         if not self.trains_adapters and lora != LoraRecipe():
             raise ConfigError(f'[lora] is set, but method="{self.method}" trains no adapters. Use method="lora" or "qlora".')
 
@@ -258,13 +260,22 @@ def _at_least(name: str, value: float, least: float) -> None:
         raise ConfigError(f"{name}={value} must be at least {least}.")
 
 
+def check_nf4_block(where: str, block: Any) -> int:
+    """``block``, where it is a number of values that may share one scale of NF4; ConfigError that names ``where`` otherwise."""
+    if not is_integer(block) or not 2 <= block <= MAX_NF4_BLOCK or block % 2:
+        raise ConfigError(
+            f"{where}={block!r:.100} must be even, because two codes share a byte, and from 2 to {MAX_NF4_BLOCK}."
+        )
+    return block
+
+
 def _convert(where: str, value: Any, kind: Any) -> Any:
     """``value`` as ``kind``, a dataclass field's annotation, or a ConfigError that names ``where``."""
     origin = typing.get_origin(kind)
     if origin is Literal:
         choices = typing.get_args(kind)
         if value not in choices:
-            raise ConfigError(f"{where}={value!r} is not known. Use one of {', '.join(map(repr, choices))}.")
+            raise ConfigError(f"{where}={value!r:.100} is not known. Use one of {', '.join(map(repr, choices))}.")
         return value
     if origin in (typing.Union, types.UnionType):
         inner = [k for k in typing.get_args(kind) if k is not type(None)]
@@ -272,16 +283,18 @@ def _convert(where: str, value: Any, kind: Any) -> Any:
     if origin is tuple:
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, list | tuple):
-            raise ConfigError(f"{where}={value!r} must be a list.")
+            raise ConfigError(f"{where}={value!r:.100} must be a list.")
         return tuple(_convert(f"{where}[{i}]", item, typing.get_args(kind)[0]) for i, item in enumerate(items))
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
-            raise ConfigError(f"{where} must be a table, found {value!r}.")
+            raise ConfigError(f"{where} must be a table, found {value!r:.100}.")
         return _build(kind, value, where)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and isinstance(value, int) and is_number(value):
         return float(value)
+    if kind is int and isinstance(value, int) and not isinstance(value, bool) and not is_integer(value):
+        raise ConfigError(f"{where}={value!r:.100} must be at most {MAX_INTEGER}.")
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(f"{where}={value!r} must be of type {kind.__name__}.")
+        raise ConfigError(f"{where}={value!r:.100} must be of type {kind.__name__}.")
     return value
 
 
@@ -290,7 +303,7 @@ def _build(cls: Any, table: dict[str, Any], where: str = "") -> Any:
     prefix = f"{where}." if where else ""
     for key in table:
         if key not in kinds:
-            raise ConfigError(f"recipe key {prefix}{key} is not known. {did_you_mean(key, kinds)}")
+            raise ConfigError(f"recipe key {prefix}{key:.100} is not known. {did_you_mean(key, kinds)}")
     return cls(**{key: _convert(f"{prefix}{key}", value, kinds[key]) for key, value in table.items()})
 
 

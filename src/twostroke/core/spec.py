@@ -320,15 +320,19 @@ class ModelSpec:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ModelSpec:
-        """The inverse of ``dataclasses.asdict``, also after a journey through JSON. TypeError for a field that is not known."""
+        """The inverse of ``dataclasses.asdict``, also after a journey through JSON. TypeError for a field that is not known
+        or not of its kind."""
         parts = {"rope": RopeSpec, "moe": MoeSpec, "mla": MlaSpec, "indexer": IndexerSpec}
         parts |= {"global_attention": GlobalAttention, "departures": Departures}
 
         def plain(table: Mapping[str, Any]) -> dict[str, Any]:
+            if not isinstance(table, Mapping):
+                raise TypeError(f"{table!r:.80} is not a table of fields")
             return {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
 
-        built = {key: parts[key](**plain(value)) for key, value in values.items() if key in parts and value is not None}
-        return ModelSpec(**(plain(values) | built))
+        given = plain(values)
+        built = {key: parts[key](**plain(value)) for key, value in given.items() if key in parts and value is not None}
+        return ModelSpec(**(given | built))
 
     def with_(self, **changes: Any) -> ModelSpec:
         """A copy with some fields changed, checked again."""

@@ -21,8 +21,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from twostroke.core.documents import read_object
+from twostroke.core.documents import is_integer, is_number, read_object
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
+from twostroke.core.families.reader import Reader
+from twostroke.core.recipe import check_nf4_block
 from twostroke.core.spec import ModelSpec
 from twostroke.model.adapters import PEFT_PREFIX, AdapterSettings, Target, all_targets, choose_targets, nf4_round_trip
 from twostroke.model.families import layout
@@ -90,30 +92,31 @@ def read_adapter_config(directory: Path | str) -> AdapterConfig:
         value = document.get(key)
         if value not in allowed and value not in ({}, ""):
             raise ConfigError(
-                f"{file}: {key}={value!r} is not supported; plain LoRA adapters are. Merge the adapter where it was made."
+                f"{file}: {key}={value!r:.100} is not supported; plain LoRA adapters are. Merge the adapter where it was made."
             )
     initial = document.get("init_lora_weights")
     if isinstance(initial, str) and initial not in ("gaussian", "orthogonal", "true"):
         raise ConfigError(
-            f"{file}: init_lora_weights={initial!r} may have changed the base's weights. Convert it to plain LoRA in PEFT "
+            f"{file}: init_lora_weights={initial!r:.100} may have changed the base's weights. Convert it to plain LoRA in PEFT "
             "(path_initial_model_for_weight_conversion), or merge the adapter where it was made."
         )
     rank, alpha, base = document.get("r"), document.get("lora_alpha"), document.get("base_model_name_or_path")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not alpha > 0:
-        raise CorruptFileError(f"{file}: r={rank!r} must be at least 1 and lora_alpha={alpha!r} above 0.")
-    if not isinstance(base, str) or not base:
-        raise CorruptFileError(f"{file}: base_model_name_or_path={base!r} must name the base model.")
+    if not is_integer(rank) or rank < 1 or not is_number(alpha) or not alpha > 0:
+        raise CorruptFileError(f"{file}: r={rank!r:.100} must be at least 1 and lora_alpha={alpha!r:.100} above 0.")
+    if not isinstance(base, str) or not base or "\0" in base:
+        raise CorruptFileError(f"{file}: base_model_name_or_path={base!r:.100} must name the base model.")
     for name in ("rank_pattern", "alpha_pattern"):
-        for key, value in (document.get(name) or {}).items():
-            if any(c in key for c in "^$*+?[](){}|\\") or not isinstance(value, int | float) or not value > 0:
-                raise ConfigError(f"{file}: {name} has {key!r}: {value!r}; plain module names with numbers above 0 are read.")
+        for key, value in Reader(document).object(name).items():
+            if any(c in key for c in "^$*+?[](){}|\\") or not is_number(value) or not value > 0:
+                raise ConfigError(
+                    f"{file}: {name} has {key!r:.100}: {value!r:.100}; plain module names with numbers above 0 are read."
+                )
     own_file = Path(directory) / OWN_NAME
     own = read_object(own_file) if own_file.is_file() else {}
     nf4 = own.get("nf4")
-    try:
-        format = (int(nf4["block"]), bool(nf4["double_quantization"])) if nf4 is not None else None
-    except (KeyError, TypeError, ValueError):
-        raise CorruptFileError(f"{own_file}: nf4={nf4!r} must have a block and double_quantization.") from None
+    if nf4 is not None and (not isinstance(nf4, dict) or not isinstance(nf4.get("double_quantization"), bool)):
+        raise CorruptFileError(f"{own_file}: nf4={nf4!r:.100} must have a block and double_quantization.")
+    format = (check_nf4_block(f"{own_file}: block", nf4.get("block")), nf4["double_quantization"]) if nf4 is not None else None
     return AdapterConfig(
         base, rank, float(alpha), bool(document.get("use_rslora")), document.get("rank_pattern"), document.get("alpha_pattern"),
         format, own.get("base_fingerprint"),
@@ -221,7 +224,10 @@ class _Adapters:
         if unexpected or not expected:
             named = f"tensor {unexpected[0]!r}, which fits no matrix" if unexpected else "no adapter for any matrix"
             raise CorruptFileError(f"{file} holds {named} of the base's blocks. It belongs to another base.")
-        self._file = safetensors.safe_open(str(file), framework="pt")
+        try:
+            self._file = safetensors.safe_open(str(file), framework="pt")
+        except (safetensors.SafetensorError, OSError) as error:
+            raise CorruptFileError(f"{file} cannot be read as safetensors: {error}.") from None
 
     @staticmethod
     def _name(target: Target, which: str) -> str:

@@ -65,7 +65,9 @@ def read_header(file: Path, allowance: Allowance | None = None) -> dict[str, Ten
     header = parse_json(raw, f"{file}: the safetensors header", allowance or Allowance(file, size))
     if not isinstance(header, dict):
         raise CorruptFileError(f"{file}: the safetensors header must be a JSON object.")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CorruptFileError(f"{file}: the header's __metadata__ must be an object of texts, found {metadata!r:.100}.")
     tensors: dict[str, TensorInfo] = {}
     spans: list[tuple[int, int, str]] = []
     for name, entry in header.items():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import ConfigError
 from twostroke.core.families import read_config
+from twostroke.core.families.reader import Reader
 
 if TYPE_CHECKING:
     from twostroke.model.families.layout import Entry
@@ -133,7 +134,7 @@ def _int8_targets(groups: Any) -> tuple[str, ...]:
 
 def stored_scheme(directory: Path | str) -> Scheme | None:
     """How the directory's matrices are held; None where they are plain. Raises ConfigError for a scheme that is not known."""
-    quantised = read_config(directory).get("quantization_config")
+    quantised = Reader(read_config(directory)).object("quantization_config")
     return scheme_of_config(quantised, directory) if quantised else None
 
 

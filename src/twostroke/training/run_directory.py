@@ -155,6 +155,8 @@ def _completed(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resolved_from(record: dict[str, Any]) -> Resolved:
+    if not isinstance(record, dict):
+        raise TypeError(f"what it was resolved to is {record!r:.80}")
     if record.get("format") != FORMAT:
         raise ValueError(f"format {record.get('format')!r}, this release reads {FORMAT}")
     if "environment" not in record:  # of the first release

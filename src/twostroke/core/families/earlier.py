@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from twostroke.core.documents import is_integer
 from twostroke.core.errors import ConfigError
-from twostroke.core.families.reader import STORED_OTHERWISE, Reader, activation, is_integer
+from twostroke.core.families.reader import STORED_OTHERWISE, Reader, activation
 from twostroke.core.spec import Departures, ModelSpec, RopeSpec
 
 

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from typing import Any
 
+from twostroke.core.documents import MAX_INTEGER, MAX_NUMBER, is_integer, is_number
 from twostroke.core.errors import ConfigError
 from twostroke.core.spec import MAX_LAYERS, Departures, RopeSpec
-
-MAX_INTEGER, MAX_NUMBER = 2**63 - 1, 1e30
-"""Of any number in a config: beyond them nothing is a size, an id or a scale, and arithmetic leaves the range of its types."""
-
-
-def is_integer(value: Any) -> TypeGuard[int]:
-    """Whether ``value`` is a whole number whose size does not pass ``MAX_INTEGER``."""
-    return isinstance(value, int) and not isinstance(value, bool) and -MAX_INTEGER <= value <= MAX_INTEGER
-
-
-def is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether ``value`` is a number, not NaN, whose size does not pass ``MAX_NUMBER``: a float of it exists and is finite."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and -MAX_NUMBER <= value <= MAX_NUMBER
 
 
 class Reader:
