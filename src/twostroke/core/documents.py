@@ -30,7 +30,8 @@ _BRACKET_BYTES, _COMMA_BYTES, _COLON_BYTES = 96, 80, 156
 
 
 MAX_INTEGER, MAX_NUMBER = 2**63 - 1, 1e30
-"""Of any number in a config, a recipe or an adapter's settings: beyond them nothing is a size, an id or a scale, and arithmetic leaves the range of its types."""
+"""Of any number in a config, a recipe or an adapter's settings: beyond them nothing is a size, an id or a scale, and
+arithmetic leaves the range of its types."""
 
 
 def is_integer(value: Any) -> TypeGuard[int]:
