@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twostroke.engine import sampler
+from twostroke.engine.adjust import Adjusted
 from twostroke.engine.sampler import sample, uniform
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
@@ -176,7 +177,7 @@ def _request(params: SamplingParams, prompt: list[int], output: list[int]) -> Re
 
 def _adjusted(logits: torch.Tensor, request: Request) -> torch.Tensor:
     rows = logits.clone()
-    sampler._adjust(rows.numpy()[0], request)
+    Adjusted(rows, [0], [request])
     return rows
 
 

@@ -199,3 +199,11 @@ def test_penalties_and_biases_arrive_unchanged() -> None:
 def test_text_parts_are_joined_and_developer_is_system() -> None:
     request = chat(messages=[{"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}])
     assert request.messages[0].for_template() == {"role": "system", "content": "ab"}
+
+
+@pytest.mark.parametrize("spelling", ["000000005", "05", "00", "-1", "+5", " 5", "5 ", "٥", "1e3", "5.0", "1000000000", ""])
+def test_a_token_has_one_spelling_in_logit_bias(spelling: str) -> None:
+    """Two of one token would add up beyond the bounds."""
+    with pytest.raises(ApiError) as caught:
+        completion(logit_bias={"5": 100.0, spelling: 100.0}).sampling(1, None)
+    assert caught.value.param == "logit_bias"

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import struct
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from twostroke.core.errors import CapacityError, EngineError
 from twostroke.kernels.native_library import library
+from twostroke.scheduling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -31,6 +33,71 @@ DRAW = np.dtype(
     ]
 )
 """``Draw`` in kernels/native/sample.cpp. ``number`` in [0, 1) is the random one; ``top_k`` 0: all."""
+
+_ARRAYS = ("biased", "biases", "prompt", "output", "counts", "fresh", "ends")
+ADJUSTMENT = np.dtype(
+    [
+        *((name, np.int64) for name in ("row", "token", "n_biased", "n_prompt", "n_output", "n_ends")),
+        *((name, np.uintp) for name in (*_ARRAYS, "undo")),
+        ("presence", np.float64),
+        ("frequency", np.float64),
+        ("repetition", np.float32),
+        ("best", np.float32),
+    ]
+)
+"""``Adjustment`` in kernels/native/adjust.cpp."""
+
+
+_RECORD = struct.Struct("=6q8Q2d2f")
+_N_OUTPUT = struct.Struct("=q"), ADJUSTMENT.fields["n_output"][1]  # type: ignore[index]
+
+
+def adjustment(params: SamplingParams, arrays: Mapping[str, npt.NDArray[Any]], n_output: int) -> bytearray:
+    """One of ``ADJUSTMENT``, valid while ``arrays`` live; of those of the output the first ``n_output`` are used."""
+    lengths = len(arrays["biased"]), len(arrays["prompt"]), n_output, len(arrays["ends"])
+    addresses = [arrays[name].__array_interface__["data"][0] for name in _ARRAYS]
+    penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
+    return bytearray(_RECORD.pack(0, 0, *lengths, *addresses, 0, *penalties, 0.0))
+
+
+def set_n_output(record: bytearray, n_output: int) -> None:
+    """More of the same arrays' tokens are used."""
+    _N_OUTPUT[0].pack_into(record, _N_OUTPUT[1], n_output)
+
+
+class Adjustments:
+    """What is done to ``rows``: one of ``records``, made by ``adjustment``, for each."""
+
+    def __init__(self, rows: Sequence[int], records: Sequence[bytearray]) -> None:
+        made = np.frombuffer(bytearray(b"".join(records)), ADJUSTMENT)
+        made["row"] = rows
+        sizes = made["n_biased"] + made["n_prompt"] + 2 * made["n_output"] + made["n_ends"]
+        self._undo = np.empty(int(sizes.sum()), np.float32)
+        made["undo"] = self._undo.ctypes.data + 4 * (np.cumsum(sizes) - sizes).astype(np.uintp)
+        self._made = made
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of each row that of its largest logit, the first where there are several."""
+        tokens: list[int] = self._made["token"].tolist()
+        return tokens
+
+    @property
+    def best(self) -> list[float]:
+        best: list[float] = self._made["best"].tolist()
+        return best
+
+    def apply(self, logits: Float[Tensor, "n V"], n_threads: int = 1) -> None:
+        self._call("ts_adjust", logits, n_threads)
+
+    def restore(self, logits: Float[Tensor, "n V"], n_threads: int = 1) -> None:
+        self._call("ts_restore", logits, n_threads)
+
+    def _call(self, name: str, logits: Tensor, n_threads: int) -> None:
+        native: Any = library()
+        assert logits.dtype == torch.float32
+        assert logits.is_contiguous()
+        getattr(native, name)(logits.data_ptr(), logits.shape[1], self._made.ctypes.data, len(self._made), n_threads)
 
 
 def draw(logits: Float[Tensor, "n V"], draws: npt.NDArray[np.void], n_threads: int = 1) -> list[int]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from twostroke.engine import native_sampling
+from twostroke.engine.adjust import Adjusted, is_changed
 from twostroke.kernels.native_library import library
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
@@ -73,28 +74,23 @@ def sample(
     # NaN and +inf come through max, so this is the check as well.
     best, greedy = logits.max(dim=1) if known is None else known
     values, tokens = best.tolist(), greedy.tolist()
-    failed = [i for i, value in enumerate(values) if not math.isfinite(value)]
-    changed = [
-        i for i, r in enumerate(requests) if (r.adjusted or (len(r.tokens) < r.min_length and r.stop_ids)) and i not in failed
-    ]
-    undo: list[Changes] = []
+    failed = {i for i, value in enumerate(values) if not math.isfinite(value)}
+    changed = [i for i, request in enumerate(requests) if i not in failed and is_changed(request)]
+    adjusted: Adjusted | None = None
     if changed:
-        # In place and back again: a copy of whole rows for a few numbers each would cost more than all the rest.
         logits = logits.contiguous()
-        arrays = logits.numpy()
-        for i in changed:
-            undo.append(_adjust(arrays[i], requests[i]))
-            tokens[i] = int(arrays[i].argmax())
-            if not math.isfinite(arrays[i, tokens[i]]):
-                failed.append(i)
+        adjusted = Adjusted(logits, changed, [requests[i] for i in changed], n_threads)
+        for i, token, value in zip(changed, adjusted.tokens, adjusted.best, strict=True):
+            tokens[i] = token
+            if not math.isfinite(value):
+                failed.add(i)
     drawn = [i for i, r in enumerate(requests) if not r.params.greedy and i not in failed]
     if drawn:
         chosen = draw_tokens(logits, drawn, [requests[i] for i in drawn], [seeds[i] for i in drawn], n_threads)
         for i, token in zip(drawn, chosen, strict=True):
             tokens[i] = token
-    for i, changes in zip(changed, undo, strict=True):
-        for index, before in reversed(changes):
-            arrays[i, index] = before
+    if adjusted is not None:
+        adjusted.restore()
     logprobs: list[TokenLogprobs | None] = [None] * len(requests)
     wanted = [i for i, r in enumerate(requests) if r.params.logprobs is not None and i not in failed]
     if wanted:
@@ -102,38 +98,6 @@ def sample(
         for i, entry in zip(wanted, logprobs_of(logits, wanted, [tokens[i] for i in wanted], counts, n_threads), strict=True):
             logprobs[i] = entry
     return Sampled(tokens, logprobs, sorted(failed))
-
-
-Changes = list[tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]
-"""Places of a row and what stood there, in the order in which they were changed."""
-
-
-def _adjust(row: npt.NDArray[np.float32], request: Request) -> Changes:
-    """In place; the order is bias, penalties, held-off ends."""
-    params, n_vocab = request.params, row.shape[0]
-    changes: Changes = []
-
-    def change(index: npt.NDArray[np.int64], values: npt.NDArray[np.float32]) -> None:
-        changes.append((index, row[index]))
-        row[index] = values
-
-    for token, bias in params.logit_bias:
-        if token < n_vocab:
-            at = np.array([token])
-            change(at, row[at] + np.float32(bias))
-    if params.repetition_penalty != 1.0:
-        seen = np.array(list(set(request.tokens)))
-        penalty, values = np.float32(params.repetition_penalty), row[seen]
-        change(seen, np.where(values > 0, values / penalty, values * penalty))
-    if (params.presence_penalty or params.frequency_penalty) and request.n_output:
-        generated, counts = np.unique(np.array(request.output_ids), return_counts=True)
-        taken_off = params.presence_penalty + params.frequency_penalty * counts
-        change(generated, row[generated] - taken_off.astype(np.float32))
-    if request.n_output < params.min_tokens:
-        ends = [token for token in request.stop_ids if token < n_vocab]
-        if ends and len(ends) < n_vocab:  # a request that may end with every token cannot be held off
-            change(np.array(ends), np.full(len(ends), -np.inf, np.float32))
-    return changes
 
 
 def draw_tokens(

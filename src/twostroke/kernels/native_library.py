@@ -45,6 +45,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ts_read_seconds": (_DOUBLE, [_POINTER, _INT64, _INT]),
     "ts_pass_seconds": (_DOUBLE, [_POINTER, _INT, _POINTER, _POINTER, _INT64, _INT64, _INT]),
     "ts_barrier_seconds": (_DOUBLE, [_INT]),
+    "ts_adjust": (None, [_POINTER, _INT64, _POINTER, _INT64, _INT64]),
+    "ts_restore": (None, [_POINTER, _INT64, _POINTER, _INT64, _INT64]),
     "ts_draw": (_INT, [_POINTER, _INT64, _POINTER, _INT64, _INT64]),
     "ts_top": (_INT, [_POINTER, _INT64, _POINTER, _INT64, _INT64, _POINTER, _POINTER, _POINTER, _INT64]),
     "ts_trains_attention": (_INT, []),

@@ -33,6 +33,7 @@ class Request:
     __slots__ = (
         "account",
         "adjusted",
+        "adjuster",
         "arrival",
         "capacity",
         "client",
@@ -86,6 +87,7 @@ class Request:
         )  # total tokens at which it ends; the scheduler lowers it to max_model_len
         self.min_length = self.n_prompt + params.min_tokens
         self.adjusted = bool(params.logit_bias) or params.has_penalties  # whether logits are changed for each token
+        self.adjuster: object = None  # what the sampler keeps of this request between steps
         self.arrival = -1  # order of arrival, given by the scheduler
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None

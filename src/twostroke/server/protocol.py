@@ -124,8 +124,8 @@ class CommonRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         """The engine's parameters. Raises ApiError 400 naming the field that cannot be used."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         for token in self.logit_bias or ():
-            if not re.fullmatch(r"[0-9]{1,9}", token):
-                raise bad_request(f"logit_bias={token!r:.40} must name tokens by their ids.", "logit_bias")
+            if not re.fullmatch(r"0|[1-9][0-9]{0,8}", token):  # one spelling a token: two would add up beyond ±100
+                raise bad_request(f"logit_bias={token!r:.40} must name tokens by their ids, as 0 or 15.", "logit_bias")
         try:
             return SamplingParams(
                 temperature=1.0 if self.temperature is None else self.temperature,

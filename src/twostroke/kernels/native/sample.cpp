@@ -329,6 +329,9 @@ int for_rows(int64_t n, int64_t n_threads, F f) {
 }
 
 }  // namespace
+
+const SampleKernels& sample_kernels() { return kernels(); }
+
 }  // namespace ts
 
 extern "C" {

@@ -15,6 +15,7 @@ struct SampleKernels {
     void (*keep)(const float* x, int64_t n, float largest, float inverse, float floor, float least, float* weights, double* sums);
 };
 
+const SampleKernels& sample_kernels();  // for this processor
 const SampleKernels& sample_kernels_plain();
 const SampleKernels& sample_kernels_avx2();
 const SampleKernels& sample_kernels_avx512();
