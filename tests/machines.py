@@ -7,6 +7,7 @@ import dataclasses
 from twostroke.core.profile import BandwidthPoint, Fingerprint, MachineProfile, MatmulPoint
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import Hardware, hardware_from_profile
+from twostroke.planner.native_products import FORMATS
 
 GFLOP = 1e9
 
@@ -51,6 +52,21 @@ def ideal_machine(**changes: object) -> Hardware:
         "linear_launch_s": 0.0,
     }
     return dataclasses.replace(base, **(plain | changes))  # type: ignore[arg-type]
+
+
+W0 = 128e6
+
+
+def native(rate: float = 1e12, **extras: float) -> Hardware:
+    """A machine with the native engine's rates: every product at ``rate``, reading at 40 GB/s to 128 MB and 20 beyond 1 GB."""
+    points = tuple(MatmulPoint(name, m, 512, 512, rate) for name in FORMATS for m in (1, 512))
+    base = machine()
+    return dataclasses.replace(
+        base,
+        extras={**base.extras, "native_working_set_bytes": W0, **extras},
+        matmul=(*base.matmul, *points),
+        read_bandwidth=(BandwidthPoint(int(W0), 40e9), BandwidthPoint(10**9, 20e9)),
+    )
 
 
 def small_llama(**changes: object) -> ModelSpec:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from machines import native, small_llama
 from twostroke.bench.definitions import RequestRecord, summarise
 from twostroke.bench.load import LoadSpec
 from twostroke.bench.prediction import expected_concurrency, latency_quantiles, measured_values, predict_load
@@ -50,6 +51,16 @@ def test_plan_search_and_bench_expect_the_same_wait_of_the_same_users() -> None:
     assert winner is not None
     found = tuple(winner.values[name] for name in ("loaded_ttft_s", "loaded_tpot_s", "e2e_s"))
     assert found == pytest.approx(plan.loaded)
+
+
+def test_a_longer_load_brings_more_of_the_cache_into_memory_until_it_is_full() -> None:
+    few, more, most, beyond = (
+        predict_load(small_llama(), load(users=2, n_requests=n), "bf16", native())["peak_memory_bytes"]
+        for n in (10, 100, 10**6, 10**7)
+    )
+    assert few < more < most == beyond
+    # 248 of 200 + 50 tokens are whole pages that stay; 6 layers · 2 · 256 · 2 bytes a token
+    assert more - few == pytest.approx(90 * (249 // 16) * 16 * 6 * 2 * 256 * 2)
 
 
 def test_more_users_mean_longer_waits_and_more_tokens() -> None:

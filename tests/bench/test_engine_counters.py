@@ -35,6 +35,8 @@ def test_values_follow_from_the_growth_between_readings() -> None:
         "decode_steps": 101,
         "decode_tokens": 401,
         "decode_bytes": 8001,
+        "peak_memory_bytes": 9e8,
+        "http_peak_memory_bytes": 1e8,
     }
     values = engine_values(warm, before, after, n_idle=2)
     assert values == pytest.approx(
@@ -44,6 +46,8 @@ def test_values_follow_from_the_growth_between_readings() -> None:
             "decode_step_s": 0.02,
             "decode_tok_per_s": 200.0,
             "decode_read_bytes_per_s": 4000.0,
+            "peak_memory_bytes": 9e8,
+            "http_peak_memory_bytes": 1e8,
         }
     )
     assert values.keys() == FORMULAS.keys()

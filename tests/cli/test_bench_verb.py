@@ -53,6 +53,9 @@ def test_a_load_on_a_server_of_its_own_is_measured_and_recorded(
     assert bench.status == "finished"
     assert bench.measurement["output_tok_per_s"] == pytest.approx(summary["output_tok_per_s"])
     assert bench.measurement["ttft_s"] == pytest.approx(summary["ttft_s"]["median"])
+    for process in ("peak_memory_bytes", "http_peak_memory_bytes"):
+        assert 2e7 < bench.measurement[process] < 4e9
+    assert set(bench.prediction) <= set(bench.measurement) | set(bench.measurement["not_measured"])
 
 
 def test_the_engine_alone_is_measured_by_batch(capsys: pytest.CaptureFixture[str], model: Path) -> None:

@@ -8,12 +8,17 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import machines
 from real_model import make_model
 from twostroke.cli.main import main
+from twostroke.core.profile import read_fingerprint, save_profile
+from twostroke.ledger.scoring import compare
 from twostroke.ledger.store import Ledger
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -116,3 +121,55 @@ def test_it_says_when_it_is_ready_records_what_it_measured_and_exits_0(model: Pa
     assert run.measurement["weights_bytes"] > 0
     assert run.measurement["kv_cache_bytes"] > 0
     assert run.measurement["served_requests"] == 0
+
+
+def ask(url: str, prompt: list[int], n_tokens: int) -> None:
+    body = {"model": "mine", "prompt": prompt, "max_tokens": n_tokens, "ignore_eos": True, "temperature": 0}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert json.load(answer)["usage"]["completion_tokens"] == n_tokens
+
+
+@pytest.mark.parametrize(("prompt_tokens", "output_tokens", "alike"), [(256, 128, True), (20, 5, False)])
+def test_every_quantity_of_the_prediction_is_measured_or_has_a_reason(
+    model: Path, twostroke_home: Path, prompt_tokens: int, output_tokens: int, alike: bool
+) -> None:
+    """The model holds 512 positions, so one request of 256 + 128 tokens is predicted."""
+    save_profile(replace(machines.profile(), fingerprint=read_fingerprint()))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "twostroke.cli.main", "serve", str(model), "--port", "0", "--served-name", "mine", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(SOURCE), "TWOSTROKE_HOME": str(twostroke_home)},
+    )
+    assert process.stdout is not None
+    document = ""
+    while "}" not in document:
+        document += process.stdout.readline()
+    url = json.loads(document)["url"]
+    for i in range(3):
+        ask(url, [(i + j) % 100 + 3 for j in range(prompt_tokens)], output_tokens)
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        metrics = answer.read().decode()
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    (run,) = Ledger(twostroke_home / "ledger.sqlite").runs("serve")
+    found, shape = run.measurement, run.inputs["shape"]
+    assert (shape["prompt_tokens"], shape["output_tokens"]) == (256, 128)
+    assert found["served_median_prompt_tokens"] == prompt_tokens
+    assert set(run.prediction) == {name for name in run.prediction if name in found} | set(found["not_measured"])
+    assert not set(found["not_measured"]) & set(found)
+    for name in ("ttft_s", "tpot_s", "e2e_s", "prefill_tok_per_s", "decode_tok_per_s", "output_tok_per_s"):
+        assert found[name if alike else f"served_{name}"] > 0
+        assert (name in found) == alike
+        assert alike or "served were medians of 20 + 5 tokens" in found["not_measured"][name]
+    for name in ("peak_memory_bytes", "http_peak_memory_bytes"):
+        assert 2e7 < found[name] < 4e9
+    assert "no power meter" in found["not_measured"]["energy_per_mtok_kwh"]
+    scored = {row.name for row in compare(run) if row.error_percent is not None}
+    assert {"peak_memory_bytes", "weights_bytes", "startup_s"} <= scored
+    assert ("ttft_s" in scored) == alike
+    assert "twostroke_engine_peak_memory_bytes" in metrics
+    assert "twostroke_http_peak_memory_bytes" in metrics

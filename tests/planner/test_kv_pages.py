@@ -26,7 +26,9 @@ from twostroke.scheduling.sampling_params import SamplingParams
 
 def pages_used(directory: Path, prompt: int, output: int, prompts: int = 1, n: int = 1) -> list[int]:
     """Pages that are held after each step of the engine, all requests together."""
-    engine = EngineCore(directory, EngineConfig(dtype="fp32", kv_cache_bytes=2**23, n_threads=1, max_running=32, token_budget=64))
+    engine = EngineCore(
+        directory, EngineConfig(dtype="fp32", kv_cache_bytes=2**23, n_threads=1, max_running=32, token_budget=64)
+    )
     for i in range(prompts):
         tokens = [(7 * i + j) % 90 + 2 for j in range(prompt)]
         engine.add_request(str(i), tokens, SamplingParams(max_tokens=output, ignore_eos=True, temperature=0.0, n=n))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 
-from machines import machine, small_llama
+from machines import W0, native, small_llama
 from small_models import SPECS, saved
 from twostroke.core.errors import ConfigError
-from twostroke.core.profile import BandwidthPoint, MatmulPoint
 from twostroke.core.spec import ModelSpec
 from twostroke.engine.core import EngineConfig, EngineCore
 from twostroke.engine.kv_pool import token_bytes
@@ -28,32 +26,17 @@ from twostroke.planner.native_passes import (
     prefill_ratio,
     prefill_works,
 )
+from twostroke.planner.native_products import SCHEMES as NATIVE_SCHEMES
 from twostroke.planner.native_products import (
-    FORMATS,
     native_product_s,
     native_read_bytes,
     native_weights_bytes,
     packed_bytes,
 )
-from twostroke.planner.native_products import SCHEMES as NATIVE_SCHEMES
 from twostroke.planner.serving import ServingPlan, ServingShape, plan_serving
 from twostroke.planner.weights import kv_bytes_per_token, weights_bytes
 from twostroke.planner.work import total_seconds
 from twostroke.quantization.convert import quantize_model
-
-W0 = 128e6
-
-
-def native(rate: float = 1e12, **extras: float) -> Hardware:
-    """A machine with the native engine's rates: every product at ``rate``, reading at 40 GB/s to 128 MB and 20 beyond 1 GB."""
-    points = tuple(MatmulPoint(name, m, 512, 512, rate) for name in FORMATS for m in (1, 512))
-    base = machine()
-    return dataclasses.replace(
-        base,
-        extras={**base.extras, "native_working_set_bytes": W0, **extras},
-        matmul=(*base.matmul, *points),
-        read_bandwidth=(BandwidthPoint(int(W0), 40e9), BandwidthPoint(10**9, 20e9)),
-    )
 
 
 def plan(spec: ModelSpec | None = None, hardware: Hardware | None = None, **changes: object) -> ServingPlan:

@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from twostroke.bench.http_stream import Address, HttpError, exchange
 
 PREFIX = "twostroke_engine_"
+HTTP_MEMORY = "twostroke_http_peak_memory_bytes"
 
 FORMULAS: dict[str, str] = {
     "prefill_s": "engine time of the prefill steps of one prompt on an idle server, mean of the warm-up requests but the first",
     "prefill_tok_per_s": "tokens computed in those steps / their time",
     "decode_step_s": "engine time of one step in which every request decodes, mean over the load",
     "decode_tok_per_s": "tokens computed in such steps / their time",
+    "peak_memory_bytes": "most memory that the engine process has held, at the end of the load",
+    "http_peak_memory_bytes": "the same of the HTTP process",
     "decode_read_bytes_per_s": "weights and KV cache that such steps had to read / their time",
 }
 
@@ -29,13 +32,13 @@ async def read_counters(address: Address, headers: Mapping[str, str]) -> Counter
 
 
 def parse_counters(text: str) -> Counters:
-    """Samples of Prometheus' text format whose names begin with ``PREFIX``, without it."""
+    """Samples of Prometheus' text format whose names begin with ``PREFIX``, without it, and the HTTP process's memory."""
     counters = {}
     for line in text.splitlines():
         name, _, value = line.partition(" ")
-        if name.startswith(PREFIX):
+        if name.startswith(PREFIX) or name == HTTP_MEMORY:
             try:
-                counters[name.removeprefix(PREFIX)] = float(value)
+                counters[name.removeprefix(PREFIX).removeprefix("twostroke_")] = float(value)
             except ValueError:
                 continue
     return counters
@@ -44,7 +47,7 @@ def parse_counters(text: str) -> Counters:
 def engine_values(warm: Counters, before: Counters, after: Counters, n_idle: int) -> dict[str, float]:
     """The values of ``FORMULAS`` that can be told: ``warm`` is read after the first warm-up request, ``before`` after the last
     of the ``n_idle`` that follow it, ``after`` when the load has ended. An engine restarted in between tells nothing."""
-    values: dict[str, float] = {}
+    values = {name: after[name] for name in ("peak_memory_bytes", "http_peak_memory_bytes") if name in after}
     idle, load = _growth(warm, before), _growth(before, after)
     if n_idle > 0 and idle.get("prefill_seconds", 0) > 0:
         values["prefill_s"] = idle["prefill_seconds"] / n_idle

@@ -10,7 +10,7 @@ from twostroke.bench.load import LoadSpec
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import Hardware
 from twostroke.planner.load import closed_loop
-from twostroke.planner.serving import ServingPlan, ServingShape, plan_serving
+from twostroke.planner.serving import PAGE_TOKENS, ServingPlan, ServingShape, page_bytes, plan_serving
 from twostroke.planner.serving_load import AtRate, at_rate
 
 MAX_BATCH = 1024
@@ -64,7 +64,18 @@ def predict_load(spec: ModelSpec, load: LoadSpec, scheme: str, hardware: Hardwar
         "decode_step_s": plan.tpot_s,
         "decode_tok_per_s": plan.decode_tok_per_s,
     }
+    values["peak_memory_bytes"] = _peak_memory_bytes(plan, load)
     return values | ({"tpot_s": tpot} if n > 1 else {})
+
+
+def _peak_memory_bytes(plan: ServingPlan, load: LoadSpec) -> float:
+    """The plan's, with the pages of the cache that the whole load writes: full ones stay to be found again, so each request
+    brings its own into memory until the cache is full."""
+    tokens = plan.shape.prompt_tokens + plan.shape.output_tokens - 1  # the last is never computed
+    kept = (load.n_requests + load.warmup_requests) * (tokens // PAGE_TOKENS)
+    written = (kept + plan.shape.batch) * page_bytes(plan.spec, plan.shape)
+    held = max(plan.memory_bytes["kv_cache"], min(written, plan.kv_cache_bytes))
+    return plan.peak_memory_bytes - plan.memory_bytes["kv_cache"] + held
 
 
 def _plan(spec: ModelSpec, load: LoadSpec, scheme: str, batch: int, hardware: Hardware) -> ServingPlan:

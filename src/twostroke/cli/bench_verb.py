@@ -113,10 +113,14 @@ def bench_serve(
             result = run_load(url, load, objective, key, tokenizer, progress=lambda ended, _: advance(ended, f"{ended} ended"))
     if output is not None:
         result.write_raw(output)
+    from twostroke.bench.engine_counters import FORMULAS as COUNTED
     from twostroke.bench.prediction import latency_quantiles, measured_values
+    from twostroke.ledger.scoring import unmeasured
 
     measured = measured_values(result.summary, result.records)
-    kept = {**measured, "latency_quantiles": latency_quantiles(result.records)}
+    why = dict.fromkeys(COUNTED, "the server has no /metrics of an engine of ours.") if not result.summary.engine else {}
+    missing = unmeasured(prediction, measured, why)
+    kept = {**measured, "latency_quantiles": latency_quantiles(result.records), "not_measured": missing}
     _measure(run_id, kept, "finished" if not result.summary.failures else "partial")
     document = result.to_dict() | {"run_id": run_id, "prediction": prediction, "measurement": measured, "server": server}
     emit(document, "\n".join([result.text(), *_compared(prediction, measured)]), as_json)

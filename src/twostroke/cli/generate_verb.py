@@ -81,8 +81,8 @@ def generate(
     from twostroke.engine.meters import achieved
 
     stats, rates = llm.stats(), achieved(llm.engine, hardware=record.hardware)
-    measured = _measured(llm, rates, outputs, startup_s)
-    record.measure(measured)
+    measured = _measured(directory, llm, rates, outputs, startup_s)
+    record.measure({**measured, "not_measured": record.unmeasured(measured)})
     document = {
         "model": str(directory),
         "dtype": llm.engine.dtype,
@@ -152,7 +152,9 @@ def _stream(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[Re
     return outputs
 
 
-def _measured(llm: LLM, rates: Achieved, outputs: Sequence[RequestOutput], startup_s: float) -> dict[str, float]:
+def _measured(
+    directory: Path, llm: LLM, rates: Achieved, outputs: Sequence[RequestOutput], startup_s: float
+) -> dict[str, float]:
     """By the planner's names. ``tpot_s`` is the mean decode step, ``ttft_s`` and ``e2e_s`` medians over the prompts; rates of a
     phase count its own steps only. ``e2e_s`` is left out where an answer ended before ``max_tokens``: that was less work than
     predicted."""
@@ -178,6 +180,7 @@ def _measured(llm: LLM, rates: Achieved, outputs: Sequence[RequestOutput], start
     if stats.decode_s > 0:
         values["tpot_s"] = stats.decode_s / stats.decode_steps
         values["decode_tok_per_s"] = stats.decode_tokens / stats.decode_s
+    values["model_bytes"] = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     return values | rates.values()
 
 
@@ -264,7 +267,7 @@ class _Record:
         self.prediction = {**plan.prediction(), **together}
         return {"shape": vars(shape), "device": self.hardware.label}
 
-    def measure(self, values: Mapping[str, float], status: str = "finished") -> None:
+    def measure(self, values: Mapping[str, Any], status: str = "finished") -> None:
         from twostroke.ledger.store import Ledger
 
         if self.run_id is None:
@@ -273,6 +276,18 @@ class _Record:
             Ledger().measure(self.run_id, values, status)
         except (TwostrokeError, OSError) as error:
             log(f"the ledger could not be written: {error}")
+
+    def unmeasured(self, measured: Mapping[str, float]) -> dict[str, str]:
+        """Why each prediction that was not measured was not."""
+        from twostroke.ledger.scoring import unmeasured
+
+        early = "an answer ended before --max-tokens: less work than was predicted."
+        none = "no step of its kind was computed."
+        return unmeasured(
+            self.prediction,
+            measured,
+            {"e2e_s": early} | dict.fromkeys(("tpot_s", "decode_tok_per_s", "prefill_tok_per_s"), none),
+        )
 
     def failed(self) -> None:
         self.measure({}, "failed")

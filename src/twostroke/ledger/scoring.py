@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +104,21 @@ def compare(run: Run) -> list[Row]:
             low, high = interval_of(run.prediction.get(name))
             rows.append(Row(name, predicted, measured, error_percent(predicted, measured), low, high))
     return rows
+
+
+FOLLOWS = {
+    "energy_per_mtok_kwh": "no power meter is read: it follows from the assumed watts and the rate.",
+    "energy_kwh": "no power meter is read: it follows from the assumed watts and the time.",
+    "cost_per_mtok_usd": "no bill is read: it follows from the assumed price and the rate.",
+    "cost_usd": "no bill is read: it follows from the assumed price and the time.",
+}
+"""Why some predictions are never measured, by name."""
+
+
+def unmeasured(prediction: Mapping[str, Any], measured: Container[str], reasons: Mapping[str, str]) -> dict[str, str]:
+    """A reason for each number of ``prediction`` that is not among ``measured``: the one in ``reasons``, or ``FOLLOWS``."""
+    missing = (name for name in numbers_of(prediction) if name not in measured)
+    return {name: reasons.get(name) or FOLLOWS.get(name, "the run ended before it could be measured.") for name in missing}
 
 
 def quantile(values: Iterable[float], q: float) -> float:

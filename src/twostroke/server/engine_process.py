@@ -32,6 +32,7 @@ from typing import Any, Protocol
 from twostroke.core.errors import CapacityError, InputError, TwostrokeError
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.server import wire
+from twostroke.server.served import peak_memory_bytes
 
 HEARTBEAT_S = 1.0
 MAX_UNSENT_BYTES = 8 * 2**20
@@ -316,8 +317,9 @@ def wire_logprobs(entries: Sequence[Any] | None) -> list[wire.TokenLogprobs] | N
 
 
 def stats_values(stats: Any) -> dict[str, float]:
-    """The numbers of ``EngineStats``, by field name."""
-    return {name: float(value) for name, value in vars(stats).items() if isinstance(value, int | float)}
+    """The numbers of ``EngineStats``, by field name, and the most memory that this process has held."""
+    values = {name: float(value) for name, value in vars(stats).items() if isinstance(value, int | float)}
+    return values | {"peak_memory_bytes": peak_memory_bytes()}
 
 
 def listen(path: Path) -> socket.socket:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
+from twostroke.server.served import peak_memory_bytes
+
 disable_created_metrics()  # a second series beside each counter, of which nobody here has use
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -27,6 +29,7 @@ ENGINE_GAUGES: dict[str, tuple[str, str]] = {
         )
     },
     "decode_bytes": ("twostroke_engine_decode_bytes", "Bytes of weights and KV cache that decode steps had to read."),
+    "peak_memory_bytes": ("twostroke_engine_peak_memory_bytes", "Most memory that the engine process has held."),
     "preemptions": ("twostroke_preemptions", "Requests put back into the queue for lack of pages since the engine started."),
 }
 """Fields of ``EngineStats`` that are shown, with metric name and meaning."""
@@ -50,6 +53,7 @@ class Metrics:
         self.e2e = Histogram("twostroke_e2e_seconds", "Request read to last token.", buckets=_SECONDS, registry=r)
         self.active = Gauge("twostroke_http_requests_active", "Answers admitted and not yet finished.", registry=r)
         self.ready = Gauge("twostroke_ready", "1 while the engine answers.", registry=r)
+        self.peak_memory = Gauge("twostroke_http_peak_memory_bytes", "Most memory that the HTTP process has held.", registry=r)
         self.restarts = Gauge("twostroke_engine_restarts", "Times the engine was started anew.", registry=r)
         self._engine = {field: Gauge(name, text, registry=r) for field, (name, text) in ENGINE_GAUGES.items()}
 
@@ -67,4 +71,5 @@ class Metrics:
         for field, gauge in self._engine.items():
             if field in engine:
                 gauge.set(engine[field])
+        self.peak_memory.set(peak_memory_bytes())
         return generate_latest(self._registry)

@@ -6,9 +6,11 @@ import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from twostroke.core.errors import ConfigError, TwostrokeError
 from twostroke.core.families import read_config, spec_from_config
+from twostroke.ledger.scoring import unmeasured
 from twostroke.ledger.store import Ledger
 from twostroke.planner.hardware import load_hardware
 from twostroke.planner.intervals import predict_with_intervals
@@ -16,6 +18,7 @@ from twostroke.planner.serving import ServingShape, plan_serving
 from twostroke.quantization.schemes import stored_scheme
 from twostroke.server import wire
 from twostroke.server.launch import EngineOptions
+from twostroke.server.served import Served, peak_memory_bytes
 
 log = logging.getLogger("twostroke.server")
 
@@ -28,6 +31,29 @@ def scheme_of(directory: Path, dtype: str) -> str:
     return "bf16" if dtype == "auto" else dtype
 
 
+TIMES = ("ttft_s", "tpot_s", "e2e_s", "prefill_tok_per_s", "decode_tok_per_s", "output_tok_per_s")
+"""What a prediction says of one request of its shape alone, and of no other."""
+
+ALIKE = 1.25
+"""Factor within which lengths are those of the prediction; as many requests at once, with room for a few that overlapped."""
+
+
+def unlike(shape: ServingShape | None, medians: Mapping[str, float], engine: Mapping[str, float]) -> str:
+    """Why what was served says nothing of a prediction for ``shape``: a sentence, empty where it does."""
+    if shape is None or "prompt_tokens" not in medians:
+        return "no request was answered." if shape is not None else ""
+    steps = engine.get("decode_steps", 0.0)
+    at_once = engine.get("decode_tokens", 0.0) / steps if steps else 1.0
+    prompt, output = medians["prompt_tokens"], medians["output_tokens"]
+    pairs = ((prompt, shape.prompt_tokens), (output, shape.output_tokens), (at_once, shape.batch))
+    if all(predicted / ALIKE <= found <= predicted * ALIKE for found, predicted in pairs):
+        return ""
+    return (
+        f"predicted for {shape.prompt_tokens} + {shape.output_tokens} tokens, {shape.batch} request at a time; served were "
+        f"medians of {prompt:g} + {output:g} tokens, {at_once:.3g} at a time. `twostroke bench serve` predicts its own load."
+    )
+
+
 class ServeRecord:
     """Frozen in the ledger before the model is loaded. A ledger that cannot be written never keeps a server from starting:
     it is said in the log, and ``run_id`` is None."""
@@ -35,14 +61,16 @@ class ServeRecord:
     def __init__(self, directory: Path, options: EngineOptions) -> None:
         self.run_id: str | None = None
         self._directory = directory
+        self._shape: ServingShape | None = None
+        self._prediction: Mapping[str, object] = {}
+        self._measured: dict[str, Any] = {}
         self._inputs: dict[str, object] = {"directory": str(directory), **asdict(options)}
         try:
-            prediction = self._predict(directory, options)
+            self._prediction = self._predict(directory, options)
         except TwostrokeError as error:
             log.warning("no prediction for the ledger: %s", error)
-            prediction = {}
         try:
-            self.run_id = Ledger().freeze("serve", directory.resolve().name, self._inputs, prediction)
+            self.run_id = Ledger().freeze("serve", directory.resolve().name, self._inputs, self._prediction)
         except (TwostrokeError, OSError) as error:
             log.warning("the ledger could not be written: %s", error)
 
@@ -64,7 +92,8 @@ class ServeRecord:
         if longest < 2:
             raise ConfigError("max_model_len=1 leaves no room for an answer.")
         hardware = load_hardware("this", "serve")
-        self._inputs["device"] = hardware.label
+        self._shape = shape
+        self._inputs |= {"device": hardware.label, "shape": asdict(shape)}
         return predict_with_intervals(plan_serving(spec, shape, hardware).prediction(), hardware, "serve")
 
     def started(self, ready: wire.Ready, startup_s: float) -> None:
@@ -76,10 +105,33 @@ class ServeRecord:
         }
         self._measure(values, "partial")
 
+    def ended(self, served: Served, engine: Mapping[str, float]) -> None:
+        """Latencies, rates and memory of what was served, while the engine still answers. Times go under the prediction's names
+        where the traffic was like what was predicted (``unlike``), else under ``served_…``, with the reason."""
+        medians = served.medians()
+        why = unlike(self._shape, medians, engine)
+        prefix = "served_" if why else ""
+        times = {name: value for name, value in medians.items() if name.endswith("_s")}
+        for phase in ("prefill", "decode"):
+            if engine.get(f"{phase}_s"):
+                times[f"{phase}_tok_per_s"] = engine[f"{phase}_tokens"] / engine[f"{phase}_s"]
+        busy_s = sum(engine.get(f"{phase}_s", 0.0) for phase in ("prefill", "mixed", "decode"))
+        if busy_s:
+            times["output_tok_per_s"] = engine.get("output_tokens", 0.0) / busy_s
+        values: dict[str, Any] = {f"{prefix}{name}": value for name, value in times.items()}
+        values |= {f"served_median_{name}": value for name, value in medians.items() if name.endswith("_tokens")}
+        values["http_peak_memory_bytes"] = peak_memory_bytes()
+        if "peak_memory_bytes" in engine:
+            values["peak_memory_bytes"] = engine["peak_memory_bytes"]
+        measured = self._measured.keys() | values.keys()
+        values["not_measured"] = unmeasured(self._prediction, measured, dict.fromkeys(TIMES, why) if why else {})
+        self._measure(values, "partial")
+
     def stopped(self, totals: Mapping[str, float]) -> None:
         self._measure({f"served_{name}": value for name, value in totals.items()}, "finished")
 
-    def _measure(self, values: Mapping[str, float], status: str) -> None:
+    def _measure(self, values: Mapping[str, Any], status: str) -> None:
+        self._measured |= values
         if self.run_id is None:
             return
         try:

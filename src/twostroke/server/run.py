@@ -71,7 +71,7 @@ def serve_model(
         client = EngineClient(lambda: launch_engine(settings.engine.command()), first=child)
         local_only = is_loopback(listener_address[0])
         service = Service(client, text, spec, settings.names, Admission(settings.max_concurrent), keys, local_only)
-        await run_server(service, listener, settings.grace_s, ready)
+        await run_server(service, listener, settings.grace_s, ready, lambda engine: record.ended(service.served, engine))
         return service.totals
 
     listener_address = listener.getsockname()
@@ -108,8 +108,10 @@ async def run_server(
     listener: socket.socket,
     grace_s: float = 90.0,
     on_ready: Callable[[wire.Ready], None] | None = None,
+    on_end: Callable[[dict[str, float]], None] | None = None,
 ) -> None:
-    """Serve until a signal. Raises TwostrokeError where the model cannot be loaded."""
+    """Serve until a signal. ``on_end`` gets the engine's last counters. Raises TwostrokeError where the model cannot be
+    loaded."""
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of each malformed request: a line for who sends one
     connections = Connections(most_connections(service.admission.limit, raise_file_limit()))
     config = uvicorn.Config(
@@ -156,6 +158,8 @@ async def run_server(
             server.should_exit = server.force_exit = True
         await http
         await _end_tasks(server)
+        if on_end is not None and loaded.done() and not engine.done():
+            on_end(await service.client.stats())
     finally:
         loaded.cancel()
         watch.cancel()

@@ -17,6 +17,7 @@ from twostroke.server.admission import INCOMING_BYTES, OUTGOING_BYTES, Admission
 from twostroke.server.engine_client import EngineClient, EngineLostError, NotReadyError, SlowReaderError, TokenStream
 from twostroke.server.errors import ApiError, bad_request, engine_lost, not_ready
 from twostroke.server.metrics import Metrics
+from twostroke.server.served import Answer, Served
 from twostroke.server.text import ModelText
 
 MAX_SCORES = 2**19
@@ -122,6 +123,7 @@ class Service:
     incoming: ByteBudget = field(default_factory=lambda: ByteBudget(INCOMING_BYTES))
     outgoing: ByteBudget = field(default_factory=lambda: ByteBudget(OUTGOING_BYTES))
     building: asyncio.Lock = field(default_factory=asyncio.Lock)  # held for each piece of a large answer
+    served: Served = field(default_factory=Served)
     totals: dict[str, float] = field(default_factory=lambda: {"requests": 0, "prompt_tokens": 0, "output_tokens": 0})
 
     @property
@@ -253,6 +255,7 @@ class Generation:
         self.choices: list[Choice] = []
         self._param = "prompt" if prefix == "cmpl" else "messages"
         self._service = service
+        self._n_prompts = n_prompts
         self._n_places = n_prompts * n
         self._started = started
         self._client = client
@@ -317,6 +320,9 @@ class Generation:
             self._took_s = ended - self._started
             for choice in self.choices:
                 metrics.observe(self._started, self._first, ended, choice.n_output)
+                first_s = None if self._first is None else self._first - self._started
+                answer = Answer(self.prompt_tokens // self._n_prompts, choice.n_output, first_s, ended - self._started)
+                self._service.served.answers.append(answer)
         else:
             metrics.output_tokens.inc(usage.completion_tokens)
         self.choices = []
