@@ -1,4 +1,5 @@
-"""Writes the generated pages: ``docs/cli.md`` from the commands' own help, and the folder tree in ``README.md``.
+"""Writes the generated pages: ``docs/cli.md`` from the commands' own help, the folder tree in ``README.md``, and the measured
+numbers of ``README.md`` and ``CHANGELOG.md`` from the committed runs (``docs/measured.py``).
 
 Run ``make docs`` after changing a command or adding a room; a test fails while a page is out of date.
 """
@@ -57,8 +58,15 @@ def with_tree(readme: str) -> str:
 
 def generated() -> dict[Path, str]:
     """Each generated file with the text it should have."""
-    readme = ROOT / "README.md"
-    return {ROOT / "docs" / "cli.md": help_pages(), readme: with_tree(readme.read_text())}
+    sys.path.insert(0, str(ROOT / "docs"))
+    from measured import with_measured
+
+    readme, changelog = ROOT / "README.md", ROOT / "CHANGELOG.md"
+    return {
+        ROOT / "docs" / "cli.md": help_pages(),
+        readme: with_measured(with_tree(readme.read_text())),
+        changelog: with_measured(changelog.read_text()),
+    }
 
 
 def main() -> None:

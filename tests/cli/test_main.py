@@ -74,3 +74,15 @@ def test_ctrl_c_in_a_verb_is_a_sentence_and_exit_code_130(
     assert ended.value.code == 130
     assert json.loads(found.out) == {"error": "stopped by Ctrl-C."}
     assert found.err == "error: stopped by Ctrl-C.\n"
+
+
+def test_the_list_of_verbs_cuts_no_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([])
+    out, err = capsys.readouterr()
+    listed = (out + err).partition("Commands:")[2]
+    assert "..." not in listed
+    for verb, sentence in VERBS.items():
+        assert f"{verb}" in listed
+        assert sentence in listed

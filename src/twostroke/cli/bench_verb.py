@@ -50,7 +50,7 @@ def bench_serve(
     seed: int = typer.Option(0, help="Of arrivals, lengths and prompts."),
     timeout_s: float = typer.Option(600.0, help="Seconds after which a request counts as failed."),
     api_key_file: Path | None = typer.Option(None, help="File whose first line is the API key to send."),
-    dtype: str = typer.Option("auto", help="Weights of a server that is started here: auto, bf16, fp32 or int8."),
+    dtype: str = typer.Option("auto", help="Weights of a server that is started here, as `serve` takes it."),
     output: Path | None = typer.Option(None, help="File for the raw times, one JSON line a request."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
@@ -137,7 +137,7 @@ def bench_offline(
     prompt_tokens: int = typer.Option(128, help="Length of each prompt."),
     output_tokens: int = typer.Option(64, help="Length of each output, at least 2."),
     repeats: int = typer.Option(3, help="Measurements of each batch size; the median counts."),
-    dtype: str = typer.Option("auto", help="auto, bf16, fp32 or int8."),
+    dtype: str = typer.Option("auto", help="How weights are held, as `generate` takes it."),
     seed: int = typer.Option(0, help="Of the random prompts."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:

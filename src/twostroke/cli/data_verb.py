@@ -45,7 +45,7 @@ def prepare(
     max_chars: int = typer.Option(0, help="Leave out documents with more characters. 0: no limit."),
     max_repeated_lines: float = typer.Option(1.0, help="Leave out documents where lines met before make up a greater share."),
     max_top_ngram: float = typer.Option(1.0, help="… where the most frequent stretch of 12 bytes makes up a greater share."),
-    max_symbols: float = typer.Option(1.0, help="… where a greater share of what is visible is no letter or digit."),
+    max_symbols: float = typer.Option(1.0, help="… where a greater share of what is visible is neither a letter nor a digit."),
     min_mean_word: float = typer.Option(0.0, help="… whose words have fewer letters and digits on average."),
     max_mean_word: float = typer.Option(0.0, help="… whose words have more letters and digits on average. 0: no limit."),
     out: Path = typer.Option(None, help="Directory to write; without it, one in the cache is made or reused."),

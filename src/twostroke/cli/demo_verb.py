@@ -215,10 +215,16 @@ def demo(
         log(heading)
         start = time.monotonic()
         result, line = work(here)
-        stages[name] = result | {"line": line}
+        worked_s = time.monotonic() - start
+        stages[name] = result | {"line": line, "worked_s": worked_s}
         write_text(file, json.dumps(stages))
-        log(f"      {line} ({format_seconds(time.monotonic() - start)})")
+        log(f"      {line} ({format_seconds(worked_s)})")
     log(f"[{len(STAGES) + 1}/{len(STAGES) + 1}] Compare")
     document, text = _compare(here, stages)
-    text = f"{text}\n\nreport: {here.report.resolve()}\nall of it took {format_seconds(time.monotonic() - began)}"
-    emit(document | {"stages": {n: s["line"] for n, s in stages.items()}, "elapsed_s": time.monotonic() - began}, text, as_json)
+    worked_s = sum(stage.get("worked_s", 0.0) for stage in stages.values())
+    document |= {"stages": {n: s["line"] for n, s in stages.items()}, "worked_s": worked_s}
+    document["elapsed_s"] = time.monotonic() - began
+    write_text(here.directory / "comparison.json", json.dumps(document, default=str))
+    write_text(here.directory / "comparison.txt", text + "\n")
+    text = f"{text}\n\nreport: {here.report.resolve()}\nall of it took {format_seconds(document['elapsed_s'])}"
+    emit(document, text, as_json)

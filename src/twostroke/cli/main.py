@@ -15,25 +15,26 @@ from twostroke.core.openmp import limit_spinning
 from twostroke.core.version import __version__
 
 VERBS: dict[str, str] = {
-    "doctor": "What this machine has, what is missing, and the command that mends it.",
+    "doctor": "What this machine has, what is missing, and how to mend it.",
     "calibrate": "Measure this machine once (two minutes) and store its profile.",
-    "plan": "Predict memory, time, throughput, energy and money, before any work.",
+    "plan": "Predict memory, time, energy and money, before any work.",
     "data": "Prepare text into token shards.",
     "tokenizer": "Train a byte-level BPE tokenizer.",
-    "import": "Bring in a Hugging Face directory or Hub name, a GGUF or a llama2.c file.",
-    "train": "Train by a TOML recipe.",
-    "watch": "A live page of a run that is training or has ended.",
-    "eval": "Bits per byte and perplexity of a model on held-out text; scores on tasks.",
-    "quantize": "Write an int8 copy of a model.",
-    "export": "Write a model for other programs; merge adapters into their base.",
+    "import": "Bring in a model: Hugging Face, GGUF or llama2.c.",
+    "train": "Train a model by a TOML recipe.",
+    "watch": "Serve a live page of a training run.",
+    "eval": "Score a model on held-out text and on tasks.",
+    "quantize": "Write a copy of a model in int8 or int4.",
+    "export": "Write a model for other programs, adapters merged.",
     "generate": "Continue prompts on this machine, without a server.",
-    "serve": "Serve a model over the OpenAI-compatible HTTP interface.",
+    "serve": "Serve a model over an OpenAI-compatible interface.",
     "bench": "Send load and measure latency and throughput.",
-    "compare": "Two models side by side: quality, speed, cost and size; pass or fail.",
+    "compare": "Two models side by side: quality, speed, cost, size.",
     "ledger": "Predictions and measurements of every run.",
-    "demo": "The whole path once: calibrate, plan, train, evaluate, quantise, serve, load, compare.",
+    "demo": "The whole path once, from calibration to a report.",
 }
-"""Each verb lives in ``twostroke.cli.<verb>_verb`` and exports ``app``, a ``typer.Typer``."""
+"""Each verb lives in ``twostroke.cli.<verb>_verb`` and exports ``app``, a ``typer.Typer``. The sentence is its line in the list
+of verbs: at most 60 characters, so that none is cut in 80 columns."""
 
 
 class _CtrlC(Exception):
@@ -54,6 +55,7 @@ class VerbGroup(typer.core.TyperGroup):
         command = typer.main.get_command(module.app)
         command.name = cmd_name
         command.help = command.help or VERBS[cmd_name]
+        command.short_help = VERBS[cmd_name]
         return command
 
     def invoke(self, ctx: Any) -> Any:
@@ -86,6 +88,9 @@ def root(
     ),
 ) -> None:
     """Plan, train and serve language models, knowing the cost before and the truth after.
+
+    Start with `twostroke doctor`, then `twostroke demo`. Step by step: calibrate, plan train RECIPE, train RECIPE,
+    quantize MODEL DIRECTORY, serve DIRECTORY, ledger report.
 
     Every command takes --json: one JSON document on stdout, progress and logs on stderr. Exit codes: 0 done, 1 failed,
     2 bad input, 75 stopped by a signal after a checkpoint.

@@ -376,7 +376,7 @@ def read_recipe(path: Path | str, settings: typing.Iterable[str] = ()) -> TrainR
     """The recipe in a TOML file with ``--set`` overrides applied. Raises InputError or ConfigError."""
     file = Path(path)
     if not file.is_file():
-        raise InputError(f"recipe {file} does not exist.")
+        raise InputError(f"recipe {file} does not exist. Name a TOML file, such as recipes/quick.toml.")
     try:
         table = read_toml(file)
     except CorruptFileError as error:

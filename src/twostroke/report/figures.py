@@ -85,7 +85,8 @@ def predicted_against_measured(runs: Sequence[Run]) -> Plot | None:
         axis = log_ticks(ends[0], ends[1])
         figure.update_xaxes(**axis, title_text=f"measured {PANELS[place][1]}", row=1, col=column)
         figure.update_yaxes(**axis, title_text="predicted" if column == 1 else "", row=1, col=column)
-    rows = [row for found in points for _, row in found]
+    # The title counts what the page's cards count: numbers without a panel of their own as well.
+    rows = [row for run in runs for row in compare(run) if row.error_percent is not None]
     errors = [abs(row.error_percent) for row in rows if row.error_percent is not None]
     inside = [row.inside for row in rows if row.inside is not None]
     title = f"Half of {len(rows)} predictions were within {quantile(errors, 0.5):.0f}% of what was measured"

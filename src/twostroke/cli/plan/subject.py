@@ -119,7 +119,7 @@ def read_subject(text: str, settings: list[str], hardware: Hardware, train_token
     if path.suffix == ".toml":
         return _from_recipe(path, settings, hardware, train_tokens)
     if settings:
-        raise ConfigError(f"--set changes a recipe, and {text} is none. Use the options, or name a .toml file.")
+        raise ConfigError(f"--set needs a recipe, and {text} is not a .toml file. Use the options instead, or name a recipe.")
     if not path.exists():
         raise InputError(f"{text} does not exist. Give a recipe (.toml), a model directory or a config.json.")
     return Subject(str(path), read_spec(path), None, stored_scheme=_stored_scheme(path))

@@ -1,0 +1,87 @@
+"""Run the README's session as a person would type it and keep what it printed.
+
+    python benchmarks/session/run.py --out benchmarks/session/runs/<date>-<machine>-<commit>
+
+``session.json`` holds of each command its whole output and the lines that README.md shows; ``python docs/generate.py`` puts
+those of the newest run there. Run it on a machine that does nothing else: three minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SESSION = (  # command, what a shown line begins with
+    ("twostroke calibrate", r".*fingerprint|reads"),
+    ("twostroke plan train recipes/quick.toml", r"step |peak|range"),
+    ("twostroke train recipes/quick.toml", r"trained|held out|time|speed|peak"),
+    ('twostroke generate runs/quick --prompt "def " --max-tokens 24 --temperature 0.8 --seed 1', r"$^"),
+    ("twostroke quantize runs/quick/model runs/quick-int8", r"runs/quick-int8"),
+    ("twostroke bench serve runs/quick-int8 --users 4 --requests 64", r" +median|TTFT|TPOT|output tok/s"),
+    ("twostroke plan compare runs/quick/model --scheme int8", r"$^"),
+    ("twostroke ledger compare last", r" +predicted|ttft_s|tpot_s|output_tok_per_s|error ="),
+    ("twostroke ledger report --out runs/report.html", r"report"),
+)
+WIDTH = 100
+
+
+def shortened(line: str) -> str:
+    return line if len(line) <= WIDTH else line[: WIDTH - 2].rstrip() + " …"
+
+
+def one(command: str, keep: str, work: Path, environment: dict[str, str]) -> dict[str, object]:
+    """What ``command`` printed on stdout, and which lines of it are shown, each once."""
+    arguments = [sys.executable, "-m", "twostroke.cli.main", *shlex.split(command)[1:]]
+    done = subprocess.run(arguments, cwd=work, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{command} exited with {done.returncode}:\n{done.stderr}")
+    lines = done.stdout.splitlines()
+    shown: list[str] = []
+    for line in lines:
+        if re.match(keep, line) and shortened(line) not in shown:
+            shown.append(shortened(line))
+    return {"command": command, "shown": shown, "stdout": lines}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--report", type=Path, help="keep the session's HTML report here, for docs/picture.py")
+    out = parser.parse_args()
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        shutil.copytree(ROOT / "recipes", work / "recipes")
+        environment = os.environ | {"TWOSTROKE_HOME": str(work / "home"), "PYTHONPATH": str(ROOT / "src")}
+        steps = [one(command, keep, work, environment) for command, keep in SESSION]
+        if out.report is not None:
+            shutil.copyfile(work / "runs" / "report.html", out.report)
+    from twostroke.core.profile import read_fingerprint
+    from twostroke.core.version import __version__
+
+    here = read_fingerprint()
+    record = {
+        "machine": f"{here.n_cores} cores of {here.cpu_model}, {datetime.now(UTC):%Y-%m-%d}",
+        "code": __version__,
+        "python": platform.python_version(),
+        "load_before": load,
+        "steps": steps,
+    }
+    out.out.mkdir(parents=True, exist_ok=True)
+    (out.out / "session.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
