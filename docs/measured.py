@@ -31,6 +31,9 @@ PUBLIC_RUN = "planner/public_tables/runs/2026-11-21-2-core-cpu-e08cff4"
 TIE = 0.05
 """Ratios within 5% of one are called a tie: two processes of one build on one machine differ by more."""
 
+BUSY_LOAD = 1.0
+"""Load before a session from which the page says that the machine was busy."""
+
 Row = dict[str, str]
 
 
@@ -277,7 +280,8 @@ def session() -> str:
         return ""
     record = json.loads((run / "session.json").read_text(encoding="utf-8"))
     text = "\n".join(line for step in record["steps"] for line in (f"$ {step['command']}", *step["shown"]))
-    return f"```console\n{text}\n```\n\nAs it ran on {record['machine']} ([run]({run.relative_to(ROOT)}))."
+    busy = f", while other programs used it (load {record['load_before']:.1f})" if record["load_before"] > BUSY_LOAD else ""
+    return f"```console\n{text}\n```\n\nAs it ran on {record['machine']}{busy} ([run]({run.relative_to(ROOT)}))."
 
 
 def demo() -> str:

@@ -54,7 +54,7 @@ def rows_of(comparison: dict[str, Any]) -> list[dict[str, str]]:
 def main() -> None:
     from twostroke.core.profile import read_fingerprint
     from twostroke.core.units import format_seconds
-    from twostroke.core.version import __version__
+    from twostroke.ledger.code_version import code_version
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--of", type=Path, default=Path("runs/demo/300s"), help="the demo's folder")
@@ -64,7 +64,7 @@ def main() -> None:
     here = read_fingerprint()
     record = {
         "machine": f"{here.n_cores} cores of {here.cpu_model}, {datetime.now(UTC):%Y-%m-%d}",
-        "code": __version__,
+        "code": code_version(),
         "elapsed": format_seconds(comparison["worked_s"]),
         "rows": rows_of(comparison),
         "comparison": comparison,

@@ -23,15 +23,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
+NOTHING = r"(?!)"
 SESSION = (  # command, what a shown line begins with
-    ("twostroke calibrate", r".*fingerprint|reads"),
+    ("twostroke calibrate", r"machine|products|serving|disk"),
     ("twostroke plan train recipes/quick.toml", r"step |peak|range"),
     ("twostroke train recipes/quick.toml", r"trained|held out|time|speed|peak"),
-    ('twostroke generate runs/quick --prompt "def " --max-tokens 24 --temperature 0.8 --seed 1', r"$^"),
+    ('twostroke generate runs/quick --prompt "def " --max-tokens 24 --temperature 0.8 --seed 1', NOTHING),
     ("twostroke quantize runs/quick/model runs/quick-int8", r"runs/quick-int8"),
     ("twostroke bench serve runs/quick-int8 --users 4 --requests 64", r" +median|TTFT|TPOT|output tok/s"),
-    ("twostroke plan compare runs/quick/model --scheme int8", r"$^"),
-    ("twostroke ledger compare last", r" +predicted|ttft_s|tpot_s|output_tok_per_s|error ="),
+    ("twostroke plan compare runs/quick/model --scheme int8", NOTHING),
+    ("twostroke ledger compare last", r" +predicted \[|(ttft_s|tpot_s|output_tok_per_s) .*\["),
     ("twostroke ledger report --out runs/report.html", r"report"),
 )
 WIDTH = 100
@@ -41,6 +42,11 @@ def shortened(line: str) -> str:
     return line if len(line) <= WIDTH else line[: WIDTH - 2].rstrip() + " …"
 
 
+def shown(keep: str, lines: list[str]) -> list[str]:
+    """Those of ``lines`` that begin as ``keep`` says, each once."""
+    return list(dict.fromkeys(shortened(line) for line in lines if re.match(keep, line)))
+
+
 def one(command: str, keep: str, work: Path, environment: dict[str, str]) -> dict[str, object]:
     """What ``command`` printed on stdout, and which lines of it are shown, each once."""
     arguments = [sys.executable, "-m", "twostroke.cli.main", *shlex.split(command)[1:]]
@@ -48,11 +54,7 @@ def one(command: str, keep: str, work: Path, environment: dict[str, str]) -> dic
     if done.returncode != 0:
         raise SystemExit(f"{command} exited with {done.returncode}:\n{done.stderr}")
     lines = done.stdout.splitlines()
-    shown: list[str] = []
-    for line in lines:
-        if re.match(keep, line) and shortened(line) not in shown:
-            shown.append(shortened(line))
-    return {"command": command, "shown": shown, "stdout": lines}
+    return {"command": command, "shown": shown(keep, lines), "stdout": lines}
 
 
 def main() -> None:
@@ -69,12 +71,12 @@ def main() -> None:
         if out.report is not None:
             shutil.copyfile(work / "runs" / "report.html", out.report)
     from twostroke.core.profile import read_fingerprint
-    from twostroke.core.version import __version__
+    from twostroke.ledger.code_version import code_version
 
     here = read_fingerprint()
     record = {
         "machine": f"{here.n_cores} cores of {here.cpu_model}, {datetime.now(UTC):%Y-%m-%d}",
-        "code": __version__,
+        "code": code_version(),
         "python": platform.python_version(),
         "load_before": load,
         "steps": steps,

@@ -10,7 +10,7 @@ import torch
 
 from twostroke.calibration import measure
 from twostroke.calibration.timing import Clock
-from twostroke.cli.calibrate_verb import busy_text
+from twostroke.cli.calibrate_verb import WIDTH, busy_text
 from twostroke.cli.main import main
 from twostroke.core.contention import low_by
 from twostroke.core.profile import load_profile
@@ -52,6 +52,9 @@ def test_a_busy_machine_is_said(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert code == 0
     assert "64.0 of" in err
     assert "products" in out
+    *rows, path = out.rstrip("\n").split("\n")
+    assert path.startswith("profile")
+    assert max(map(len, rows)) <= WIDTH  # a table, not a wall of text
 
 
 def test_how_low_the_numbers_may_read_is_said() -> None:

@@ -35,3 +35,10 @@ def test_every_command_of_the_session_succeeds(tmp_path: Path) -> None:
         )  # fmt: skip
         assert result.returncode == 0, f"{command}\n{result.stderr}"
         assert result.stdout.strip(), f"{command} printed nothing"
+
+
+def test_the_picture_is_small_and_a_screens_width() -> None:
+    picture = (ROOT / "docs" / "report.png").read_bytes()
+    assert len(picture) <= 300_000
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+    assert int.from_bytes(picture[16:20], "big") == 1280

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,12 @@ app = typer.Typer(add_completion=False)
 BUSY_SHARE = 0.5
 """Share of the cores that may be busy before calibration says that its numbers will read low."""
 
+
+WIDTH = 100
+"""Columns of the text that is printed at the end."""
+
+NATIVE = "native_"
+"""What the names of the native engine's products begin with."""
 
 DISTURBED_SHARE = 0.1
 """Share of the measurements that may have been disturbed throughout before calibration says so."""
@@ -82,21 +89,31 @@ def _text(profile: MachineProfile, path: Path) -> str:
     from twostroke.planner.hardware import WORK_OF
 
     f = profile.fingerprint
-    reads = ", ".join(f"{format_bytes(p.working_set_bytes)}: {p.bytes_per_s / 1e9:.3g} GB/s" for p in profile.read_bandwidth)
-    peaks = ", ".join(f"{scheme} {format_flop_rate(rate)}" for scheme, rate in profile.peak_flop_per_s.items())
+    reads = [f"{p.bytes_per_s / 1e9:.3g} GB/s of {format_bytes(p.working_set_bytes)}" for p in profile.read_bandwidth]
+    rates = {name: format_flop_rate(rate) for name, rate in profile.peak_flop_per_s.items()}
+    trained = [f"{name} {rate}" for name, rate in rates.items() if not name.startswith(NATIVE)]
+    served = [
+        f"{name.removeprefix(NATIVE).replace('_', ' ')} {rate}" for name, rate in rates.items() if name.startswith(NATIVE)
+    ]
     name = f.cpu_model if profile.device == "cpu" else ", ".join(f.gpus) or profile.device
     engines = f"{' and '.join(WORK_OF[engine] for engine in profile.engines)} on {profile.device}"
     launch_s, linear_s = format_seconds(profile.op_launch_s), format_seconds(profile.linear_launch_s)
+    rows = {
+        "machine": f"{name}, {f.n_cores} cores, {format_bytes(f.ram_bytes)} (fingerprint {f.key})",
+        "measured": engines,
+        "reads": ", ".join(reads),
+        "products": ", ".join(trained) + (" (torch, 4096³)" if trained else ""),
+        "serving": ", ".join(served) + (" (best product of the native engine)" if served else ""),
+        "launches": f"{launch_s} an operation, {linear_s} a linear layer",
+        "ring": _ring(profile.extras),
+        "disk": f"{format_bytes(profile.disk_write_bytes_per_s)}/s written",
+    }
     lines = [
-        f"{name}, {f.n_cores} cores, {format_bytes(f.ram_bytes)} (fingerprint {f.key}); {engines}, all measured:",
-        f"reads      {reads}",
-        f"products   4096³: {peaks}",
-        f"launches   {launch_s} an operation, {linear_s} a linear layer",
-        *([f"ring       {_ring(profile.extras)}"] if _ring(profile.extras) else []),
-        f"disk       {format_bytes(profile.disk_write_bytes_per_s)}/s written",
-        f"profile    {path}",
+        textwrap.fill(text, WIDTH, initial_indent=f"{title:11}", subsequent_indent=" " * 11, break_on_hyphens=False)
+        for title, text in rows.items()
+        if text
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, f"{'profile':11}{path}"])
 
 
 def _ring(extras: dict[str, float]) -> str:
