@@ -67,7 +67,7 @@ def test_nothing_is_cut_off_and_all_is_legible(
     browser: Any, pictures: Path, report: Path, width: int, height: int, scheme: str
 ) -> None:
     with shown(browser, report.as_uri(), width, height, scheme) as page:
-        page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length > 0")
+        page.locator(".js-plotly-plot .main-svg").first.wait_for()
         n_plots = page.locator(".plots > section").count()
         assert n_plots >= 7  # predictions, terms, loss, step, memory, latencies, roofline
         assert page.locator(".js-plotly-plot").count() == n_plots

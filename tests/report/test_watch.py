@@ -149,7 +149,7 @@ def watched(tmp_path: Path) -> Iterator[WatchServer]:
 
 def test_a_browser_draws_the_run_and_runs_no_text_of_the_model(browser: Any, watched: WatchServer) -> None:
     with shown(browser, watched.url, *SIZES[0]) as page:
-        page.wait_for_function("document.title.includes('61%')")
+        page.locator("#steps", has_text="step 61 of 100").wait_for()
         assert page.title() == "61% run – Twostroke"
         html = page.content()
     assert "step 61 of 100" in html
@@ -165,7 +165,7 @@ def test_nothing_of_the_live_page_is_cut_off(
     browser: Any, pictures: Path, watched: WatchServer, width: int, height: int, scheme: str
 ) -> None:
     with shown(browser, watched.url, width, height, scheme) as page:
-        page.wait_for_function("document.querySelectorAll('#plots svg').length >= 9")
+        page.locator("#plot-held svg").wait_for()  # the last to be drawn
         picture = pictures / f"watch-{width}-{scheme}.png"
         page.screenshot(path=picture, full_page=True)
         print(f"screenshot: {picture}")
