@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 
 import machines
@@ -21,6 +23,7 @@ from twostroke.core.profile import read_fingerprint, save_profile
 from twostroke.ledger.scoring import compare
 from twostroke.ledger.store import Ledger
 
+HITS = "twostroke_prefix_hit_tokens"
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 
@@ -173,3 +176,38 @@ def test_every_quantity_of_the_prediction_is_measured_or_has_a_reason(
     assert ("ttft_s" in scored) == alike
     assert "twostroke_engine_peak_memory_bytes" in metrics
     assert "twostroke_http_peak_memory_bytes" in metrics
+
+
+@pytest.mark.parametrize(("options", "found"), [([], [0, 0, 32, 32]), (["--share-prefixes"], [0, 32, 32, 32])])
+def test_a_key_finds_another_keys_prompts_in_the_cache_only_where_that_is_asked_for(
+    model: Path, twostroke_home: Path, options: list[str], found: list[int]
+) -> None:
+    keys = twostroke_home / "keys"
+    keys.write_text("alpha\nbeta\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "twostroke.cli.main", "serve", str(model), "--port", "0", "--api-key-file", str(keys), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(SOURCE), "TWOSTROKE_HOME": str(twostroke_home)},
+    )
+    try:
+        assert process.stdout is not None
+        url = re.search(r"http://127[.\d:]+", process.stdout.readline())[0]  # type: ignore[index]
+
+        def hits(key: str) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            body = {"model": model.name, "prompt": [5] * 33, "max_tokens": 1}
+            assert httpx.post(f"{url}/v1/completions", json=body, headers=headers).status_code == 200
+            text = httpx.get(f"{url}/metrics", headers=headers).text
+            return int(float(next(v for n, _, v in (x.partition(" ") for x in text.splitlines()) if n == HITS)))
+
+        before, gained = 0, []
+        for key in ("alpha", "beta", "alpha", "beta"):
+            now = hits(key)
+            gained.append(now - before)
+            before = now
+        assert gained == found
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -290,3 +291,25 @@ def test_a_decision_at_256_running_requests_costs_at_most_100_microseconds() -> 
         s.update(step, [5 if step.samples(i) else None for i in range(len(step.requests))])
     assert len(seconds) > 200
     assert statistics.median(seconds) < 100e-6  # measured 8 µs; the median, because other programs share the cores
+
+
+def hits_of(scheduler: Scheduler, client: str, prompt: list[int]) -> int:
+    """Tokens of ``prompt`` that ``client`` finds computed."""
+    before = scheduler.n_prefix_hit_tokens
+    name = f"{client}-{scheduler.n_prompt_tokens}"
+    scheduler.add(Request(name, prompt, SamplingParams(max_tokens=3), client=client))
+    run_all(scheduler)
+    return scheduler.n_prefix_hit_tokens - before
+
+
+def test_prefixes_of_another_client_are_not_found_where_they_are_kept_apart() -> None:
+    prompt = list(range(100, 121))
+    shared = make()
+    assert [hits_of(shared, client, prompt) for client in "abab"] == [0, 20, 20, 20]
+    apart = Scheduler(replace(shared.config, separate_prefixes=True))
+    assert [hits_of(apart, client, prompt) for client in ("a", "b", "", "a", "b", "")] == [0, 0, 0, 20, 20, 20]
+    forked = request("f", prompt)
+    apart.add(forked)
+    apart.add(Request("g", prompt, SamplingParams(max_tokens=3), fork_of=forked))
+    run_all(apart)  # answers to one prompt share it all the same
+    assert apart.n_prefix_hit_tokens == 60 + 20 + 20

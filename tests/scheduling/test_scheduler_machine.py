@@ -36,11 +36,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare=st.sampled_from((0, 1, 4, 12, 40)),
         max_model_len=st.integers(4, 60),
         window=st.sampled_from((None, None, 1, 3, 8, 17)),
+        separate=st.booleans(),
     )
     def start(
-        self, page_tokens: int, n_pages: int, max_running: int, spare: int, max_model_len: int, window: int | None
+        self,
+        page_tokens: int,
+        n_pages: int,
+        max_running: int,
+        spare: int,
+        max_model_len: int,
+        window: int | None,
+        separate: bool,
     ) -> None:
-        self.config = SchedulerConfig(max_running + spare, max_running, page_tokens, n_pages, max_model_len, window)
+        self.config = SchedulerConfig(max_running + spare, max_running, page_tokens, n_pages, max_model_len, window, separate)
         self.now = 0.0
         self.scheduler = Scheduler(self.config)
         self.cache: list[list[tuple[int, ...] | None]] = [[None] * page_tokens for _ in range(n_pages)]

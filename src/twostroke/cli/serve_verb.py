@@ -19,6 +19,9 @@ def serve(
     host: str = typer.Option("127.0.0.1", help="Address to listen on. Anything but loopback needs --api-key-file."),
     port: int = typer.Option(8000, min=0, max=65535, help="Port to listen on; 0 takes a free one."),
     api_key_file: Path | None = typer.Option(None, help="File with one accepted API key a line."),
+    share_prefixes: bool = typer.Option(
+        False, help="With --api-key-file: let keys find each other's prompts in the prefix cache. Faster, and a key can tell."
+    ),
     without_key: bool = typer.Option(False, help="Let other machines in without a key."),
     served_name: list[str] = typer.Option(
         [], help="Name clients call the model by. Repeatable. Default: the directory's name."
@@ -57,6 +60,7 @@ def serve(
         max_model_len=max_model_len,
         kv_cache_bytes=None if kv_cache_gib is None else int(kv_cache_gib * GIB),
         n_threads=threads,
+        separate_prefixes=api_key_file is not None and not share_prefixes,
     )
     names = tuple(served_name) or (directory.resolve().name,)
     settings = ServeSettings(engine, names, api_key_file, max_concurrent, grace_s)

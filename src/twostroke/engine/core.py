@@ -51,7 +51,8 @@ class EngineConfig:
 
     ``max_model_len`` None: the model's positions, or fewer where the cache is smaller. ``kv_cache_bytes`` None: a quarter of
     the free memory, at most what ``max_running`` requests of full length need. ``n_threads`` None: ``OMP_NUM_THREADS``, else
-    every core this process may use, and one alone for small steps. Raises ConfigError for a value out of range.
+    every core this process may use, and one alone for small steps. ``separate_prefixes``: known prefixes are looked for among
+    those of the same client only. Raises ConfigError for a value out of range.
     """
 
     dtype: str = "auto"
@@ -64,6 +65,7 @@ class EngineConfig:
     head_dtype: str = "auto"
     kv_dtype: str = "auto"
     runner: str = "auto"
+    separate_prefixes: bool = False
 
     def __post_init__(self) -> None:
         choices = {"dtype": NATIVE_WEIGHTS, "head_dtype": NATIVE_WEIGHTS, "kv_dtype": CACHE_TYPES, "runner": RUNNERS}
@@ -436,7 +438,7 @@ def _fit(spec: ModelSpec, config: EngineConfig, kv_dtype: str) -> SchedulerConfi
     n_useful = config.max_running * -(-max_model_len // config.page_tokens)
     return SchedulerConfig(
         config.token_budget, config.max_running, config.page_tokens, min(n_pages, n_useful), max_model_len,
-        spec.window_of_every_layer,
+        spec.window_of_every_layer, config.separate_prefixes,
     )  # fmt: skip
 
 

@@ -10,6 +10,11 @@ ROOT = b""
 """Key of the empty prefix."""
 
 
+def root_of(client: str) -> bytes:
+    """Key of the empty prefix of one client's own tree: what others have sent is not found from there."""
+    return blake2b(client.encode(errors="surrogatepass"), digest_size=16, person=b"twostroke-client").digest()
+
+
 def chain_key(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Key of the prefix that extends ``parent`` by one page: BLAKE2b-128(parent ‖ tokens as 64-bit integers).
 

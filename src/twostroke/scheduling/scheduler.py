@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush
 
 from twostroke.core.errors import CapacityError, InputError
 from twostroke.scheduling.pages import PagePool
-from twostroke.scheduling.prefix_tree import ROOT, chain_key
+from twostroke.scheduling.prefix_tree import ROOT, chain_key, root_of
 from twostroke.scheduling.request import FinishReason, Request, Status
 from twostroke.scheduling.step import ScheduledStep, SchedulerConfig
 from twostroke.scheduling.waiting import OUTPUT_WEIGHT, Accounts, WaitingQueue, turn_of
@@ -387,7 +387,9 @@ class Scheduler:
     def _extend_keys(self, request: Request) -> None:
         """Hash the full pages that were not hashed yet; a request that waits through many attempts is hashed once."""
         page_tokens, keys, tokens = self.config.page_tokens, request.page_keys, request.tokens
-        parent = keys[-1] if keys else ROOT
+        if len(tokens) // page_tokens == len(keys):
+            return
+        parent = keys[-1] if keys else root_of(request.client) if self.config.separate_prefixes else ROOT
         for i in range(len(keys), len(tokens) // page_tokens):
             parent = chain_key(parent, tokens[i * page_tokens : (i + 1) * page_tokens])
             keys.append(parent)

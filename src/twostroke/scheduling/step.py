@@ -14,7 +14,7 @@ class SchedulerConfig:
     ``n_pages`` pages of ``page_tokens`` tokens. No request outgrows ``max_model_len`` tokens, prompt and output together.
 
     ``window``: no layer's query looks further back than so many tokens, its own included, so that pages before it are given
-    back; None where a layer sees everything."""
+    back; None where a layer sees everything. ``separate_prefixes``: a request finds only what its own client has sent."""
 
     token_budget: int
     max_running: int
@@ -22,6 +22,7 @@ class SchedulerConfig:
     n_pages: int
     max_model_len: int
     window: int | None = None
+    separate_prefixes: bool = False
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:

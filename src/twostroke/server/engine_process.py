@@ -370,7 +370,7 @@ def load_model(args: argparse.Namespace) -> tuple[Engine, wire.Ready]:
     from twostroke.engine.core import EngineConfig, EngineCore  # torch takes seconds, in which the socket already answers
 
     given = {name: getattr(args, name) for name in (*_NUMBERS, *_FORMATS) if getattr(args, name) is not None}
-    core = EngineCore(args.model, EngineConfig(dtype=args.dtype, **given))
+    core = EngineCore(args.model, EngineConfig(dtype=args.dtype, separate_prefixes=args.separate_prefixes, **given))
     n_prompt = min(8, core.max_model_len - 2)
     if n_prompt > 0:
         core.add_request("warm-up", [0] * n_prompt, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
@@ -402,6 +402,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{name.replace('_', '-')}")
     for name in _NUMBERS:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
+    parser.add_argument("--separate-prefixes", action="store_true", help="each client finds only its own prefixes in the cache")
     args = parser.parse_args(argv)
     return serve_engine(args.socket, args.parent_pid, lambda: load_model(args))
 

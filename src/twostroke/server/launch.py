@@ -35,6 +35,7 @@ class EngineOptions:
     max_running: int | None = None
     token_budget: int | None = None
     n_threads: int | None = None
+    separate_prefixes: bool = False
 
     def command(self) -> list[str]:
         """The command line, to which `launch_engine` adds the socket and the parent."""
@@ -44,7 +45,7 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None:
                 words += [f"--{name.replace('_', '-')}", str(value)]
-        return words
+        return [*words, "--separate-prefixes"] if self.separate_prefixes else words
 
 
 @dataclass(frozen=True)
