@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-import datetime
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from twostroke.core.errors import CorruptFileError, InputError
+from twostroke.core.errors import CorruptFileError, InputError, TwostrokeError
+from twostroke.data.template_sandbox import (
+    COMPILE_S,
+    HEADER,
+    LENGTH,
+    MEMORY_BYTES,
+    REFUSED,
+    RENDER_S,
+    TEXT,
+)
 
 DEFAULT_TEMPLATE = (
     "{% for message in messages %}"
@@ -18,10 +35,151 @@ DEFAULT_TEMPLATE = (
 )
 """For models without a template, base models above all: ``User: …``, a line each, then ``Assistant:`` to be continued."""
 
-MAX_RENDERED_CHARACTERS = 16 * 2**20
 MAX_TEMPLATE_CHARACTERS = 2**20
 MAX_CONFIG_BYTES = 16 * 2**20
+_START_S = 30.0
+"""What a process may take beyond its own limits before it counts as stuck: the start of an interpreter on a busy machine."""
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class ChatTemplate:
+    """A template (``DEFAULT_TEMPLATE`` for None), compiled once, in a process of its own (``data.template_sandbox``).
+
+    The process is made at the first ``render``, or ahead of it by ``start``, which does not wait. It ends with ``close``, with
+    this object and with this process, however that ends. One that takes over 2 s or 256 MiB for a text is replaced.
+    Several threads may share a template; its texts are rendered one after another.
+    """
+
+    def __init__(self, source: str | None) -> None:
+        self._source = DEFAULT_TEMPLATE if source is None else source
+        self._lock = threading.Lock()
+        self._process: _Process | None = None
+        self._broken = ""
+        if len(self._source) > MAX_TEMPLATE_CHARACTERS:
+            self._broken = f"chat template has {len(self._source)} characters; the most is {MAX_TEMPLATE_CHARACTERS}."
+
+    def start(self) -> None:
+        with self._lock:
+            if self._process is None and not self._broken:
+                self._process = _Process()
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The text of ``messages``, as transformers' ``apply_chat_template`` makes it.
+
+        ``variables`` are what templates expect beside the messages: ``bos_token``, ``eos_token``, ``tools`` and the like.
+        Raises InputError where the template is broken, refuses the messages, or takes too much time or memory for them.
+        """
+        asked = {"messages": list(messages), "add_generation_prompt": add_generation_prompt} | variables
+        try:
+            frame = json.dumps(asked).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InputError(f"messages cannot be handed to the chat template: {error}.") from None
+        with self._lock:
+            if self._broken:
+                raise InputError(self._broken)
+            if self._process is None:
+                self._process = _Process()
+            if not self._process.compiled:
+                kind, text = self._ask(self._source.encode("utf-8", "surrogatepass"), COMPILE_S)
+                if kind != TEXT:
+                    self._broken = f"the model's chat template cannot be used: {text}."  # it would come to the same end again
+                    raise InputError(self._broken)
+                self._process.compiled = True
+            kind, text = self._ask(frame, RENDER_S)
+        if kind != TEXT:
+            raise InputError(f"the chat template does not take these messages: {text}.")
+        return text
+
+    def _ask(self, frame: bytes, limit_s: float) -> tuple[bytes, str]:
+        assert self._process is not None
+        try:
+            kind, text = self._process.ask(frame, limit_s)
+        except TimeoutError:
+            kind, text = REFUSED, f"it takes over {limit_s:g} s"
+        except OSError:
+            kind, text = REFUSED, "its process ended"
+        except BaseException:  # an interrupt amid an answer: the next question must not read the rest of it
+            self._end()
+            raise
+        else:
+            if kind == TEXT or (kind == REFUSED and self._process.compiled):
+                return kind, text
+            text = text or f"it takes over {MEMORY_BYTES // 2**20} MiB of memory"
+        self._end()
+        return kind, text
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.end()
+            self._process = None
+
+
+class _Process:
+    """One ``data.template_sandbox`` and the socket to it."""
+
+    def __init__(self) -> None:
+        package = str(Path(__file__).parents[2])
+        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+        # -P: modules of the directory that the command happens to run in are not this package's. A session of its own: Ctrl-C
+        # in a terminal is for the process that asks.
+        command = [sys.executable, "-P", "-m", "twostroke.data.template_sandbox"]
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            try:
+                process = subprocess.Popen(
+                    command,
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                    env=dict(os.environ) | {"PYTHONPATH": path},
+                )
+            except OSError as error:
+                self._socket.close()
+                raise TwostrokeError(f"the process for chat templates could not be started: {error.strerror}.") from None
+        self._popen = process
+        self.compiled = False
+        self.end = weakref.finalize(self, _kill, process, self._socket)
+
+    def ask(self, frame: bytes, limit_s: float) -> tuple[bytes, str]:
+        """The kind of the answer and its text. Raises TimeoutError after ``limit_s``, and OSError where the process ended."""
+        # The process keeps the limit itself. This deadline is for one that is stopped.
+        deadline = time.monotonic() + limit_s + (0.0 if self.compiled else _START_S)
+        try:
+            self._socket.settimeout(deadline - time.monotonic())
+            self._socket.sendall(LENGTH.pack(len(frame)) + frame)
+            kind, length = HEADER.unpack(self._read(HEADER.size, deadline))
+            return kind, self._read(length, deadline).decode("utf-8", "surrogatepass")
+        except ConnectionError:
+            if self._popen.wait(_START_S) == -signal.SIGALRM:
+                raise TimeoutError from None
+            raise
+
+    def _read(self, n_bytes: int, deadline: float) -> bytearray:
+        found = bytearray(n_bytes)
+        at = memoryview(found)
+        while at:
+            self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
+            n = self._socket.recv_into(at)
+            if n == 0:
+                raise ConnectionError
+            at = at[n:]
+        return found
+
+
+def _kill(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    connection.close()
+    process.kill()
+    process.wait()
+
+
+@lru_cache(maxsize=4)
+def _template(source: str | None) -> ChatTemplate:
+    return ChatTemplate(source)
 
 
 def render_chat(
@@ -30,86 +188,8 @@ def render_chat(
     add_generation_prompt: bool = True,
     **variables: Any,
 ) -> str:
-    """``messages`` rendered by ``template`` (``DEFAULT_TEMPLATE`` for None), as transformers' ``apply_chat_template`` does.
-
-    ``variables`` are what templates expect beside the messages: ``bos_token``, ``eos_token``, ``tools`` and the like. The
-    template comes with a model, so it is foreign code: it runs in Jinja's immutable sandbox, without files or attributes
-    that begin with an underscore, and what it builds is limited to 16 Mi characters. Its run time is not limited.
-    Raises InputError where the template is broken or refuses the messages.
-    """
-    # Imported here: this room runs with a bare PyTorch, where nobody renders chats.
-    import jinja2
-    import jinja2.ext
-    import jinja2.sandbox
-
-    if template is not None and len(template) > MAX_TEMPLATE_CHARACTERS:
-        raise InputError(f"chat template has {len(template)} characters; the most is {MAX_TEMPLATE_CHARACTERS}.")
-
-    class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset({"*", "**", "%"})
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            """Refuse what makes gigabytes from a few characters: repetition, powers, formatting to a width."""
-            plain = isinstance(left, int | float) and isinstance(right, int | float)
-            if operator == "*" and not plain:
-                sizes = [len(x) if hasattr(x, "__len__") else abs(int(x)) for x in (left, right)]
-                if sizes[0] * sizes[1] > MAX_RENDERED_CHARACTERS:
-                    raise jinja2.TemplateError("a repetition makes more than the limit")
-            if (operator == "**" and (abs(left) > 2**31 or abs(right) > 64)) or (operator == "%" and not plain):
-                raise jinja2.TemplateError(f"operator {operator} is not allowed on these values")
-            return super().call_binop(context, operator, left, right)
-
-    class Generation(jinja2.ext.Extension):
-        """``{% generation %} … {% endgeneration %}``, which marks answers for transformers: what is in it is rendered."""
-
-        tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    try:
-        compiled = environment.from_string(DEFAULT_TEMPLATE if template is None else template)
-        pieces: list[str] = []
-        length = 0
-        for piece in compiled.generate(messages=list(messages), add_generation_prompt=add_generation_prompt, **variables):
-            length += len(piece)
-            if length > MAX_RENDERED_CHARACTERS:
-                raise InputError(f"the chat template made more than {MAX_RENDERED_CHARACTERS} characters.")
-            pieces.append(piece)
-    except jinja2.TemplateError as error:
-        raise InputError(f"the chat template does not take these messages: {error.message or type(error).__name__}.") from None
-    except (
-        TypeError,
-        ValueError,
-        AttributeError,
-        KeyError,
-        OverflowError,
-        ZeroDivisionError,
-        RecursionError,
-        MemoryError,
-    ) as error:
-        raise InputError(f"the chat template does not take these messages: {error}.") from None
-    return "".join(pieces)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    # Jinja's own tojson escapes HTML, which no model was trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _raise_exception(message: str) -> None:
-    import jinja2
-
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)
+    """``ChatTemplate(template).render(…)``; the last few templates stay compiled. Raises InputError."""
+    return _template(template).render(messages, add_generation_prompt, **variables)
 
 
 def read_chat_template(directory: Path) -> tuple[str | None, dict[str, Any]]:
