@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -147,3 +149,58 @@ def test_japanese_round_trips_by_bytes(assets: Path, trained: Tokenizer) -> None
     for document in find_documents([str(assets / "corpora" / "text" / "wagahaiwa_nekodearu_ja.txt")]):
         ids = trained.encode(document.text).ids
         assert trained.decode(ids, skip_special_tokens=False) == document.text
+
+
+def bare(path: Path, **changes: object) -> Path:
+    """A ``tokenizer.json`` of three tokens, with parts replaced."""
+    model = {"type": "BPE", "dropout": None, "unk_token": None, "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
+    changed = {name: value for name, value in changes.items() if name in model}
+    others = {name: value for name, value in changes.items() if name not in model}
+    (path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model | changed} | others))
+    return path
+
+
+def test_a_post_processor_that_names_a_missing_token_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
+    template = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}], "pair": []}
+    template |= {"special_tokens": {}}
+    with pytest.raises(CorruptFileError, match=r"tokenizer\.json .*tokenise"):
+        load_tokenizer(bare(tmp_path, post_processor=template))
+    assert load_tokenizer(bare(tmp_path)).encode("ab").ids == [2]
+
+
+def test_ids_beyond_the_models_vocabulary_are_refused(tmp_path: Path) -> None:
+    huge = {"a": 0, "b": 1, "ab": 2**31}
+    with pytest.raises(CorruptFileError, match=r"token 'ab' the id 2147483648; the largest vocabulary has 4194304\."):
+        load_tokenizer(bare(tmp_path, vocab=huge))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 2}))
+    with pytest.raises(CorruptFileError, match=r"token 'ab' the id 2; the model's vocabulary has 2\. Give the tokenizer"):
+        load_tokenizer(bare(tmp_path))
+    padding = {"id": 3, "content": "<pad>", "special": True} | dict.fromkeys(
+        ("single_word", "lstrip", "rstrip", "normalized"), False
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 3}))
+    assert load_tokenizer(bare(tmp_path, added_tokens=[padding])).token_to_id("<pad>") == 3, "no text becomes it by itself"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}] * 150_000}},
+        {"merges": [["a", "b"]] * 2_100_000},
+        {"other": [[]] * 2_100_000},
+        {"vocab": {"a": 0, "b": 1, "ab": 2**31}},
+    ],
+    ids=["decoders", "merges", "lists", "huge id"],
+)
+def test_a_hostile_file_is_refused_before_it_fills_the_memory(tmp_path: Path, part: dict[str, object]) -> None:
+    file = bare(tmp_path, **part) / "tokenizer.json"
+    code = (
+        "import resource, sys\n"
+        "from twostroke.core.errors import CorruptFileError\n"
+        "from twostroke.data.tokenizer import load_tokenizer\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "try:\n    load_tokenizer(sys.argv[1])\nexcept CorruptFileError:\n"
+        "    print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))"
+    )
+    grown = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True).stdout
+    assert int(grown) <= 2 * file.stat().st_size + 64 * 2**20

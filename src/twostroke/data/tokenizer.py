@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,13 +10,19 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from twostroke.core.aside import write_text
-from twostroke.core.errors import ConfigError, CorruptFileError, DataError
+from twostroke.core.errors import ConfigError, CorruptFileError, DataError, InputError
+from twostroke.core.families import read_config
 
 END_OF_TEXT = "<|endoftext|>"
 """Ends every document. Id 0 in tokenizers trained here."""
 
 LEAST_VOCAB_SIZE = 257
-MAX_TOKENIZER_BYTES = 256 * 2**20
+MAX_VOCAB_SIZE = 2**22
+"""Of the largest vocabularies in use, XLM-V's has 0.9 million entries."""
+MAX_TOKENIZER_BYTES = 128 * 2**20
+MAX_OBJECTS, MAX_LISTS, MAX_ENTRIES = 100_000, 2_000_000, 4_000_000
+"""Of a tokenizer.json, counted by ``{``, ``[`` and ``,``. The largest in use, Gemma's of 33 MB, has 6 thousand added tokens,
+half a million merges and 1.3 million entries."""
 _END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
 
 
@@ -70,21 +77,67 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     """The tokenizer in a ``tokenizer.json`` or in a directory that holds one, without truncation and padding.
 
     A file may order both; they would lose text without a word. Raises DataError when it is missing and CorruptFileError
-    when the ``tokenizers`` library cannot read it.
+    when the ``tokenizers`` library cannot read it or cannot use it, or when it names ids that its model does not have.
     """
     file = tokenizer_file(path)
-    if file.stat().st_size > MAX_TOKENIZER_BYTES:
-        raise CorruptFileError(f"{file} is {file.stat().st_size} bytes; a tokenizer.json is at most {MAX_TOKENIZER_BYTES}.")
+    data = _read(file)
     try:
-        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_buffer(data)
+        del data
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
     except BaseException as error:
-        # The library reports bad files as bare Exception, and some as a Rust panic, which is a BaseException.
-        if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit | MemoryError):
-            raise
-        raise CorruptFileError(f"{file} is not a tokenizer.json that the tokenizers library reads: {error}.") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+        raise CorruptFileError(
+            f"{file} is not a tokenizer.json that the tokenizers library reads: {library_error(error)}."
+        ) from None
+    try:
+        # A post-processor that names a token that is missing is read without complaint and fails at the first text.
+        tokenizer.encode("a")
+    except BaseException as error:
+        raise CorruptFileError(f"{file} is read but cannot tokenise {'a'!r}: {library_error(error)}.") from None
+    _check_ids(tokenizer, file)
     return tokenizer
+
+
+def library_error(error: BaseException) -> str:
+    """What the tokenizers library says, on one line. It raises bare Exception, and Rust's panics as a BaseException of their
+    own: both are errors of its input. Any other BaseException is raised again."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+    if isinstance(error, MemoryError):
+        raise error
+    return " ".join(str(error).split()).rstrip(".")[:200]
+
+
+def _read(file: Path) -> bytes:
+    """The file, if it is not made to fill the memory: the library takes up to 1,250 bytes an object and 300 an entry."""
+    with file.open("rb") as opened:
+        data = opened.read(MAX_TOKENIZER_BYTES + 1)
+    if len(data) > MAX_TOKENIZER_BYTES:
+        raise CorruptFileError(f"{file} is over {MAX_TOKENIZER_BYTES} bytes, the most for a tokenizer.json.")
+    for mark, most, what in ((b"{", MAX_OBJECTS, "objects"), (b"[", MAX_LISTS, "lists"), (b",", MAX_ENTRIES, "entries")):
+        n = data.count(mark)
+        if n > most:
+            raise CorruptFileError(f"{file} is not a tokenizer.json that is read here: {n} {what}; at most {most} are.")
+    return data
+
+
+def _check_ids(tokenizer: Tokenizer, file: Path) -> None:
+    """Ids beyond the model's rows would end requests, and the library writes one out by listing every id below the greatest:
+    8 GB for an id of 2**31. Added tokens behind the model's rows, as for padding, do no harm until a text holds one."""
+    size = None
+    with contextlib.suppress(InputError):
+        size = read_config(file.parent).get("vocab_size")
+    rows = size if isinstance(size, int) and not isinstance(size, bool) and 0 < size < MAX_VOCAB_SIZE else MAX_VOCAB_SIZE
+    for added, most in ((False, rows), (True, MAX_VOCAB_SIZE)):
+        vocabulary = tokenizer.get_vocab(with_added_tokens=added)
+        if vocabulary and max(vocabulary.values()) >= most:
+            token = max(vocabulary, key=vocabulary.__getitem__)
+            whose = "the model's vocabulary" if most < MAX_VOCAB_SIZE else "the largest vocabulary"
+            raise CorruptFileError(
+                f"{file} gives token {token[:40]!r} the id {vocabulary[token]}; {whose} has {most}. "
+                "Give the tokenizer that the model was trained with."
+            )
 
 
 def eos_id_of(tokenizer: Tokenizer, path: Path | str | None = None) -> int:

@@ -151,21 +151,27 @@ class Service:
         self.require_model(request.model)
         self._check_tokens(request)
         prompts = protocol.prompts_of(request)
+        if request.truncate_prompt_tokens is None:
+            for given in prompts:  # token ids that are too many, before anything goes through them
+                if isinstance(given, list):
+                    self._room(len(given), request.max_tokens, "prompt")
         generation = Generation(self, "cmpl", request, len(prompts), started, client)
         special = request.add_special_tokens is not False
         n_scores = 0
         try:
+            texts = [given for given in prompts if isinstance(given, str)]
+            encoded = iter(await self._encode(texts, request, special, "prompt", client))
             for given in prompts:
-                ids = self._checked(given) if isinstance(given, list) else await self.text.encode(given, "prompt", special)
+                ids = self._checked(given) if isinstance(given, list) else next(encoded)
                 ids = ids[-(request.truncate_prompt_tokens or 0) :]
-                room = self._room(ids, request.max_tokens, "prompt")
+                room = self._room(len(ids), request.max_tokens, "prompt")
                 wanted = min(protocol.DEFAULT_MAX_TOKENS, room) if request.max_tokens is None else request.max_tokens
                 params = request.sampling(max(1, wanted), request.logprobs, request.wanted_prompt_logprobs)
                 n_scores += _scores_of(ids, params, bool(request.echo), bool(request.stream))
                 _require_few(n_scores)
                 prompt = Prompt(ids)
                 if request.echo:
-                    prompt.text, prompt.offsets = await self.text.echo(given, ids, special)
+                    prompt.text, prompt.offsets = await self.text.echo(given, ids, special, client)
                 generation.submit(prompt, params, silent=wanted == 0)
         except BaseException:
             generation.close()
@@ -177,10 +183,12 @@ class Service:
         self._check_tokens(request)
         generation = Generation(self, "chatcmpl", request, 1, started, client)
         try:
-            ids = await self.text.encode_chat([m.for_template() for m in request.messages], request.add_special_tokens)
+            text = await self.text.render([m.for_template() for m in request.messages], request.template_variables, client)
+            special = self.text.adds_special(request.add_special_tokens)
+            (ids,) = await self._encode([text], request, special, "messages", client)
             ids = ids[-(request.truncate_prompt_tokens or 0) :]
             asked = request.asked
-            room = self._room(ids, asked, "messages")
+            room = self._room(len(ids), asked, "messages")
             logprobs = (request.top_logprobs or 0) if request.logprobs else None
             if asked is None and logprobs is not None and not request.stream:
                 room = min(room, MAX_SCORES // 2 // ((logprobs + 1) * (request.n or 1)))  # the other half is the prompt's
@@ -192,31 +200,43 @@ class Service:
             raise
         return generation
 
+    async def _encode(
+        self, texts: list[str], request: protocol.CommonRequest, special: bool, param: str, client: str
+    ) -> list[list[int]]:
+        """Tokens of each text. One that cannot fit the context is refused before it is tokenised."""
+        if request.truncate_prompt_tokens is None:
+            for text in texts:
+                self._room(self.text.fewest_tokens.of(text), 1, param, at_least=True)
+        return await self.text.encode(texts, param, special, client)
+
     def _check_tokens(self, request: protocol.CommonRequest) -> None:
-        """Tokens that the model has not would be of no effect: somebody took another model's."""
+        """Tokens that the model does not have would be of no effect: they are another model's."""
         size = self.spec.vocab_size
-        for name, ids in (("logit_bias", request.logit_bias), ("stop_token_ids", request.stop_token_ids)):
-            bad = next((i for i in ids or () if str(i).isdecimal() and int(i) >= size), None)
-            if bad is not None:
-                raise bad_request(f"{name} names token {str(bad)[:20]}; ids are from 0 to {size - 1}.", name)
+        biased = map(int, request.logit_bias or ())  # digits, as ``protocol`` has checked
+        for name, ids in (("logit_bias", biased), ("stop_token_ids", request.stop_token_ids or ())):
+            most = max(ids, default=0)
+            if most >= size:
+                raise bad_request(f"{name} names token {most}; ids are from 0 to {size - 1}.", name)
 
     def _checked(self, ids: list[int]) -> list[int]:
-        bad = next((i for i in ids if not 0 <= i < self.spec.vocab_size), None)
-        if bad is not None:
-            raise bad_request(f"prompt holds token id {bad}; ids are from 0 to {self.spec.vocab_size - 1}.", "prompt")
+        for bad in (min(ids), max(ids)):
+            if not 0 <= bad < self.spec.vocab_size:
+                shown = f"token id {bad}" if abs(bad) < 2**64 else "a token id of over 64 bits"
+                raise bad_request(f"prompt holds {shown}; ids are from 0 to {self.spec.vocab_size - 1}.", "prompt")
         return ids
 
-    def _room(self, ids: list[int], asked: int | None, param: str) -> int:
-        """Tokens that may follow the prompt. Raises ApiError 400 where prompt and ``asked`` do not fit the context."""
+    def _room(self, n: int, asked: int | None, param: str, at_least: bool = False) -> int:
+        """Tokens that may follow a prompt of ``n``. Raises ApiError 400 where it and ``asked`` do not fit the context."""
         longest = self.max_model_len
-        if len(ids) + (asked or 1) > longest:
-            output = f" and {asked} asked for" if asked is not None else ""
+        if n + (asked or 1) > longest:
+            output = f" and {asked} asked for" if asked is not None and not at_least else ""
             raise bad_request(
-                f"this model's context is {longest} tokens; the {param} has {len(ids)}{output}. Shorten one of them.",
+                f"this model's context is {longest} tokens; the {param} has {'at least ' if at_least else ''}{n}{output}. "
+                "Shorten one of them.",
                 param,
                 "context_length_exceeded",
             )
-        return longest - len(ids)
+        return longest - n
 
 
 def _scores_of(ids: list[int], params: SamplingParams, echo: bool, stream: bool) -> int:

@@ -1,0 +1,89 @@
+"""A lower bound of how many tokens a text becomes, without tokenising it: two megabytes take a second to tokenise."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+from tokenizers import Tokenizer, pre_tokenizers
+
+_SHRINKS = {"NFC": 9, "NFD": 3, "NFKC": 12, "NFKD": 4}
+"""How many times fewer bytes of UTF-8 Unicode's normal forms can have than a text: a decomposition takes at most 3 bytes to 1
+(U+1FEF), a compatible one 4 to 1 (U+1D400), and a composition at most 3 to 1. The test asks every code point."""
+
+
+class FewestTokens:
+    """``of(text)``: fewer tokens than that cannot come of it. 0 for tokenizers of which nothing can be said.
+
+    A token stands for at most as many bytes as the longest one has, where nothing of a text is dropped or stands for
+    more than itself. That holds of BPE over bytes (GPT-2, Llama 3, Qwen) and of BPE with a token for every byte to fall back
+    on (Llama 2, Mistral, Gemma): an unknown character is some tokens there. It does not where unknown words become one token
+    (WordPiece, Unigram), where a normalizer or a splitter removes characters, nor in a text with a special token that swallows
+    the white space beside it. Unicode's normal forms make a text shorter by a factor that is known.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._longest = 0
+        self._shrink = 1
+        self._greedy: tuple[str, ...] = ()
+        normalizers, splitters = _steps(tokenizer.normalizer, "normalizers"), _steps(tokenizer.pre_tokenizer, "pretokenizers")
+        kinds = {step["type"] for step in (*normalizers, *splitters)}
+        model = tokenizer.model
+        if type(model).__name__ != "BPE" or any(map(_removes, splitters)):
+            return
+        vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+        length: Callable[[str], int]
+        if "ByteLevel" in kinds:
+            whole = kinds <= {"ByteLevel", "Split", "Digits", "Punctuation", *_SHRINKS}
+            alphabet, length = pre_tokenizers.ByteLevel.alphabet(), len
+        else:
+            known = {"Prepend", "Replace", "Metaspace", "Split", "Digits", "Punctuation", *_SHRINKS}
+            whole = model.byte_fallback and kinds <= known and not any(map(_shortens, normalizers))
+            alphabet, length = [f"<0x{i:02X}>" for i in range(256)], _n_bytes
+        if not whole or not all(c in vocabulary for c in alphabet):
+            return
+        added = tokenizer.get_added_tokens_decoder().values()
+        self._shrink = math.prod(_SHRINKS.get(step["type"], 1) for step in normalizers)
+        self._greedy = tuple(token.content for token in added if token.lstrip or token.rstrip)
+        self._longest = max(max(map(length, vocabulary)), *(_n_bytes(token.content) for token in added), 1)
+
+    def of(self, text: str) -> int:
+        if not self._longest:
+            return 0
+        # ASCII is every normal form of itself.
+        shrink = 1 if text.isascii() else self._shrink
+        if self._greedy and (shrink > 1 or any(token in text for token in self._greedy)):
+            return 0
+        return -(-len(text.encode("utf-8", "surrogatepass")) // (self._longest * shrink))
+
+
+def _n_bytes(token: str) -> int:
+    return len(token.encode("utf-8", "surrogatepass"))
+
+
+def _steps(component: Any, name: str) -> list[dict[str, Any]]:
+    """What a normalizer or pre-tokenizer does, one after another, as ``tokenizer.json`` writes it."""
+    if component is None:
+        return []
+    waiting, found = [json.loads(component.__getstate__())], []
+    while waiting:
+        step = waiting.pop(0)
+        if step["type"] == "Sequence":
+            waiting = step[name] + waiting
+        else:
+            found.append(step)
+    return found
+
+
+def _removes(splitter: dict[str, Any]) -> bool:
+    return splitter.get("behavior") == "Removed"
+
+
+def _shortens(normalizer: dict[str, Any]) -> bool:
+    """Of ``Replace``: whether it may make a text shorter. A regular expression may."""
+    if normalizer["type"] != "Replace":
+        return False
+    pattern = normalizer["pattern"].get("String")
+    return pattern is None or _n_bytes(normalizer["content"]) < _n_bytes(pattern)

@@ -1,0 +1,65 @@
+"""Threads for what would hold up the event loop, which clients take in turns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Turns:
+    """``n`` threads. Of those who wait, each client's oldest piece of work is done before any client's next.
+
+    So one who has a hundred long pieces waiting costs another the time of one."""
+
+    def __init__(self, name: str, n: int = 1) -> None:
+        self._executor = ThreadPoolExecutor(n, name)
+        self._free = n
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    async def run(self, client: str, work: Callable[[], T]) -> T:
+        """``work()`` in a thread, when it is ``client``'s turn."""
+        if self._free:
+            self._free -= 1
+        else:
+            await self._turn(client)
+        loop = asyncio.get_running_loop()
+        try:
+            running = loop.run_in_executor(self._executor, work)
+        except BaseException:
+            self._leave()
+            raise
+        # When the thread is free again, not when who waits for it has given up.
+        running.add_done_callback(self._end)
+        return await asyncio.shield(running)
+
+    def _end(self, running: asyncio.Future[T]) -> None:
+        self._leave()
+        if not running.cancelled():
+            running.exception()  # asked for, so that asyncio does not report it where nobody waits any more
+
+    async def _turn(self, client: str) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
+        while self._waiting:
+            client = next(iter(self._waiting))
+            theirs = self._waiting.pop(client)
+            turn = theirs.popleft()
+            if theirs:
+                self._waiting[client] = theirs  # behind all others
+            if not turn.cancelled():
+                turn.set_result(None)
+                return
+        self._free += 1
