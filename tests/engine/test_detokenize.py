@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -155,3 +157,56 @@ def test_a_stop_string_and_special_tokens_are_kept_where_that_is_asked_for() -> 
         detokenizer = IncrementalDetokenizer.of(BYTES, params, (end,), ())
         pieces = [detokenizer.add([i]) for i in (*ids, end)]
         assert "".join(pieces) + detokenizer.finish() == text
+
+
+class Counting:
+    """A tokenizer that counts the ids it is given to decode."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self.n_decoded = tokenizer, 0
+
+    def decode(self, ids: list[int], **options: bool) -> str:
+        self.n_decoded += len(ids)
+        return str(self.tokenizer.decode(ids, **options))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    pool=st.lists(st.sampled_from([0, 0x81, 0xA0, 0xC0, 0xE3, 0xF0, 257, 258, 260]), min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+)
+def test_a_token_costs_no_more_at_the_end_of_a_long_answer(pool: list[int], seed: int) -> None:
+    """Half characters, tokens without text and spaces, in any order; BYTES does not know the highest ids."""
+    ids = random.Random(seed).choices(pool, k=2000)
+    for tokenizer in (BYTES, PIECES):
+        counting = Counting(tokenizer)
+        detokenizer = IncrementalDetokenizer(counting)
+        pieces = [detokenizer.add([i]) for i in ids]
+        text = "".join(pieces) + detokenizer.finish()
+        # A run of PIECES' byte tokens that is no UTF-8 is U+FFFD throughout, also what was whole before: that is passed on.
+        assert tokenizer is PIECES or text == tokenizer.decode(ids)
+        assert counting.n_decoded < 100 * len(ids), "a thousand for each, where the window grows with the answer"
+
+
+def test_a_stop_strings_beginning_is_compared_once_for_each_character_it_holds_back() -> None:
+    compared = 0
+
+    class Stop(str):
+        __slots__ = ()
+
+        def startswith(self, *arguments: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return super().startswith(*arguments)  # type: ignore[arg-type]
+
+        def __getitem__(self, part: Any) -> str:
+            nonlocal compared
+            compared += isinstance(part, slice)
+            return super().__getitem__(part)
+
+    text = "a" * 990 + "b" + "a" * 2000
+    detokenizer = IncrementalDetokenizer(BYTES, stop=[Stop("a" * 1000 + "c")])
+    found = "".join(detokenizer.add([i]) for i in ids_of(text.encode())) + detokenizer.finish()
+    assert found == text
+    # Not at all where what is held has 990 characters: one comparison for each of its lengths was 1,000 a token.
+    assert compared <= 2 * len(text)

@@ -286,6 +286,134 @@ def test_absurd_values_get_a_sentence_and_the_engine_lives(server: Server) -> No
     all_free(server)
 
 
+MESSAGES = [{"role": "user", "content": "Hello"}]
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_an_answer_comes_back_as_history(server: Server) -> None:
+    """As OpenAI documents it: the message itself, or what ``model_dump`` makes of it."""
+    with server.client() as client:
+        answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=4, temperature=0)  # type: ignore[arg-type]
+        message = answer.choices[0].message
+        plain = {"role": "assistant", "content": message.content}
+        again = {"role": "user", "content": "And now?"}
+        texts = [
+            client.chat.completions.create(
+                model="tiny",
+                messages=[*MESSAGES, history, again],  # type: ignore[list-item]
+                max_tokens=4,
+                temperature=0,
+            )
+            .choices[0]
+            .message.content
+            for history in (plain, message, message.model_dump(), message.to_dict(), plain | {"audio": None, "tool_calls": []})
+        ]
+        empty = client.chat.completions.create(
+            model="tiny",
+            messages=[*MESSAGES, {"role": "assistant", "content": None}, again],
+            max_tokens=1,  # type: ignore[list-item]
+        )
+    assert len(set(texts)) == 1
+    assert empty.choices
+
+
+ACCEPTED = {
+    "tools that are not to be called": {"tools": [TOOL], "tool_choice": "none"},
+    "functions that are not to be called": {"functions": [TOOL["function"]], "function_call": "none"},
+    "no tools": {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True},
+    "verbosity": {"verbosity": "medium"},
+    "reasoning effort": {"reasoning_effort": "high"},
+    "text": {"response_format": {"type": "text"}, "modalities": ["text"]},
+    "labels": {"user": "u", "metadata": {"a": "b"}, "safety_identifier": "s", "prompt_cache_key": "k", "store": False},
+    "service tier": {"service_tier": "auto"},
+    "developer": {"messages": [{"role": "developer", "content": "Be brief."}, *MESSAGES]},
+    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]},
+    "names": {"messages": [{"role": "user", "content": "Hello", "name": "ann"}]},
+    "stop, seed, penalties": {
+        "stop": ["x"],
+        "seed": 1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "logit_bias": {"5": 1},
+    },
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_changes_nothing_or_is_understood_is_accepted(server: Server, name: str) -> None:
+    with server.client() as client:
+        request = {"model": "tiny", "messages": MESSAGES, "max_tokens": 2, **ACCEPTED[name]}
+        assert client.chat.completions.create(**request).choices[0].finish_reason in ("length", "stop")  # type: ignore[call-overload]
+
+
+REFUSED = {
+    "tools": {"tools": [TOOL]},
+    "tool_choice": {"tools": [], "tool_choice": "required"},
+    "messages[1].role": {"messages": [*MESSAGES, {"role": "tool", "tool_call_id": "1", "content": "x"}]},
+    "messages[1].tool_calls": {"messages": [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
+    "messages[0].content": {"messages": [{"role": "user", "content": None}]},
+    "response_format": {"response_format": {"type": "json_object"}},
+    "store": {"store": True},
+    "verbosity": {"verbosity": "low"},
+    "prediction": {"prediction": {"type": "content", "content": "x"}},
+    "modalities": {"modalities": ["text", "audio"]},
+    "audio": {"audio": {"voice": "alloy", "format": "mp3"}},
+    "web_search_options": {"web_search_options": {}},
+    "service_tier": {"service_tier": "flex"},
+    "messages[0].content[0].type": {
+        "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    },
+}
+
+
+@pytest.mark.parametrize("param", REFUSED)
+def test_what_is_not_done_is_refused_by_its_name(server: Server, param: str) -> None:
+    with server.client() as client, pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**{"model": "tiny", "messages": MESSAGES, "max_tokens": 2, **REFUSED[param]})  # type: ignore[call-overload]
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("field", [{"best_of": 3}, {"suffix": "x"}])
+def test_what_completions_do_not_do_is_refused_by_its_name(server: Server, field: dict[str, object]) -> None:
+    with server.client() as client, pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt="x", **field)  # type: ignore[call-overload]
+    assert [caught.value.param] == [*field]
+
+
+def test_routes_that_are_not_there_are_404(server: Server) -> None:
+    with server.client() as client:
+        calls = [
+            lambda: client.embeddings.create(model="tiny", input="x"),
+            lambda: client.responses.create(model="tiny", input="x"),
+            lambda: client.moderations.create(input="x"),
+            lambda: client.files.list(),
+            lambda: client.images.generate(prompt="x"),
+            lambda: client.chat.completions.retrieve("x"),
+        ]
+        for call in calls:
+            with pytest.raises(openai.NotFoundError, match="no route"):
+                call()
+        with pytest.raises(openai.APIStatusError):
+            client.models.delete("tiny")
+
+
+def test_the_clients_other_ways_to_read_an_answer_work(server: Server) -> None:
+    request = {"model": "tiny", "messages": MESSAGES, "max_tokens": 6, "temperature": 0}
+    with server.client() as client:
+        whole = client.chat.completions.create(**request)  # type: ignore[call-overload]
+        raw = client.chat.completions.with_raw_response.create(**request)  # type: ignore[call-overload]
+        assert raw.parse().choices[0].message == whole.choices[0].message
+        with client.chat.completions.with_streaming_response.create(**request) as response:  # type: ignore[call-overload]
+            assert json.loads(response.read())["choices"][0]["message"]["content"] == whole.choices[0].message.content
+        text = whole.choices[0].message.content
+        # The SDK raises where a stream ends at "length", so this one ends at a stop string.
+        stop = text[len(text) // 2 :][:2]
+        with client.chat.completions.stream(**request | {"stop": [stop]}) as stream:  # type: ignore[arg-type]
+            final = stream.get_final_completion()
+        assert final.choices[0].message.content == text[: text.index(stop)]
+        assert final.choices[0].finish_reason == "stop"
+
+
 def test_models_are_listed_and_retrieved(server: Server) -> None:
     with server.client() as client:
         assert [model.id for model in client.models.list()] == ["tiny"]

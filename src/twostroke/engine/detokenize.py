@@ -109,6 +109,9 @@ class IncrementalDetokenizer:
 
     def _shorten(self, text: str) -> None:
         """Drop a beginning of the window that decodes the same alone: a stream of broken bytes must not cost its square."""
+        if not self._decode(self._ids[-1:]) and self._decode(self._ids[:-1]) == text:
+            self._ids.pop()  # no text of its own and none here: such tokens could follow half a character without end
+            return
         for kept in range(4, 9):
             head, tail = self._ids[:-kept], self._ids[-kept:]
             start = self._decode(head)
@@ -133,8 +136,13 @@ class IncrementalDetokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that begins ``stop``."""
-    for n in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:n]):
-            return n
+    """Length of the longest end of ``text`` that begins ``stop``.
+
+    Only ends that begin as ``stop`` does are compared, the longest first: whatever is passed over is not held any more and not
+    looked at again, so a long stop string costs an answer no more a token than a short one."""
+    at = max(0, len(text) - len(stop) + 1)
+    while (at := text.find(stop[0], at)) >= 0:
+        if stop.startswith(text[at:]):
+            return len(text) - at
+        at += 1
     return 0
