@@ -48,6 +48,7 @@ class IncrementalDetokenizer:
         self._read = len(self._ids)  # ids up to here were whole text when it was last looked at
         self._sent = len(self._decode(self._ids).rstrip(REPLACEMENT))  # characters of the window that were passed on
         self._held = ""  # passed on by the window, but perhaps the beginning of a stop string
+        self._begun = [0] * len(self._stop)  # of each stop string: how many of the characters held are its beginning
         self.n_tokens = 0
         self.stopped = False
         self.stop_string: str | None = None
@@ -123,24 +124,25 @@ class IncrementalDetokenizer:
         """Pass ``text`` on up to what may be a stop string's beginning; end at a whole one."""
         if not self._stop or (self.n_tokens <= self._min_tokens and not self._held):
             return text
+        held = len(self._held)
         text = self._held + text
-        found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stop if (at := text.find(stop, max(0, held - len(stop) + 1))) >= 0]
         if found:
             at, self.stop_string = min(found)
             self.stopped = True
             self._held = ""
             return text[: at + len(self.stop_string)] if self._keep_stop else text[:at]
-        n_held = max(_overlap(text, stop) for stop in self._stop)
+        self._begun = [_overlap(text, stop, held - begun) for stop, begun in zip(self._stop, self._begun, strict=True)]
+        n_held = max(self._begun)
         self._held = text[len(text) - n_held :]
         return text[: len(text) - n_held]
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that begins ``stop``.
+def _overlap(text: str, stop: str, at: int) -> int:
+    """Length of the longest end of ``text`` that begins ``stop``; it begins at ``at`` or later, where the last one began.
 
-    Only ends that begin as ``stop`` does are compared, the longest first: whatever is passed over is not held any more and not
-    looked at again, so a long stop string costs an answer no more a token than a short one."""
-    at = max(0, len(text) - len(stop) + 1)
+    So whatever is passed over is not looked at again, and a long stop string costs no more a token than a short one."""
+    at = max(at, len(text) - len(stop) + 1)
     while (at := text.find(stop[0], at)) >= 0:
         if stop.startswith(text[at:]):
             return len(text) - at
