@@ -57,15 +57,17 @@ def make_app(service: Service) -> ASGIApp:
     @app.post("/v1/completions", openapi_extra=_body_schema(protocol.CompletionRequest))
     async def completions(request: Request) -> Response:
         started = time.perf_counter()
-        parsed = protocol.parse_completion(await read_body(request, service.incoming))
-        answer = CompletionAnswer(service, await service.complete(parsed, started, _client_of(service, request)), parsed)
+        client = _client_of(service, request)
+        parsed = await service.parse(protocol.parse_completion, await read_body(request, service.incoming), client)
+        answer = CompletionAnswer(service, await service.complete(parsed, started, client), parsed)
         return await respond(request, answer, bool(parsed.stream), service.outgoing)
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(protocol.ChatRequest))
     async def chat_completions(request: Request) -> Response:
         started = time.perf_counter()
-        parsed = protocol.parse_chat(await read_body(request, service.incoming))
-        answer = ChatAnswer(service, await service.chat(parsed, started, _client_of(service, request)), parsed)
+        client = _client_of(service, request)
+        parsed = await service.parse(protocol.parse_chat, await read_body(request, service.incoming), client)
+        answer = ChatAnswer(service, await service.chat(parsed, started, client), parsed)
         return await respond(request, answer, bool(parsed.stream), service.outgoing)
 
     @app.exception_handler(ApiError)

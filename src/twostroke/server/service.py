@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 from twostroke.core.errors import CapacityError, EngineError, InputError, TwostrokeError
 from twostroke.core.spec import ModelSpec
@@ -19,7 +21,15 @@ from twostroke.server.errors import ApiError, bad_request, engine_lost, not_read
 from twostroke.server.metrics import Metrics
 from twostroke.server.served import Answer, Served
 from twostroke.server.text import ModelText
+from twostroke.server.turns import Turns
 
+R = TypeVar("R", bound=protocol.CommonRequest)
+
+LARGE_BODY_BYTES = 64 * 2**10
+"""Bodies above it are parsed in a thread, one at a time: 2 MB of token ids take 30 ms. The thread keeps the interpreter as
+long, but twenty such bodies that arrive together no longer are one piece of work to the event loop."""
+MAX_WAITING_BODIES = 32
+"""Of those: 64 MB. The next is turned away."""
 MAX_SCORES = 2**19
 """Most log-probabilities that one whole answer may hold: tens of megabytes of JSON. (A stream holds none.)"""
 
@@ -124,6 +134,7 @@ class Service:
     outgoing: ByteBudget = field(default_factory=lambda: ByteBudget(OUTGOING_BYTES))
     building: asyncio.Lock = field(default_factory=asyncio.Lock)  # held for each piece of a large answer
     served: Served = field(default_factory=Served)
+    parsing: Turns = field(default_factory=lambda: Turns("parse"))
     totals: dict[str, float] = field(default_factory=lambda: {"requests": 0, "prompt_tokens": 0, "output_tokens": 0})
 
     @property
@@ -146,6 +157,14 @@ class Service:
     def client_name(self, authorization: bytes | None, host: str) -> str:
         """Whose turn a request takes: its key's where there are keys, else that of the address it came from."""
         return host if self.keys is None else ApiKeys.name(authorization)
+
+    async def parse(self, parse: Callable[[bytes], R], body: bytes, client: str = "") -> R:
+        """``parse(body)``. Raises ApiError 400, and 429 where too many large bodies wait."""
+        if len(body) <= LARGE_BODY_BYTES:
+            return parse(body)
+        if self.parsing.n_waiting >= MAX_WAITING_BODIES:
+            raise self.admission.refusal()
+        return await self.parsing.run(client, partial(parse, body))
 
     async def complete(self, request: protocol.CompletionRequest, started: float, client: str = "") -> Generation:
         self.require_model(request.model)

@@ -21,6 +21,10 @@ class Turns:
         self._free = n
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
+    @property
+    def n_waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
     async def run(self, client: str, work: Callable[[], T]) -> T:
         """``work()`` in a thread, when it is ``client``'s turn."""
         if self._free:
