@@ -3,7 +3,6 @@ which no other program had our processors."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -64,11 +63,10 @@ class Clock:
 
     @property
     def low_by_share(self) -> float:
-        """By what share nine of ten measurements read low at the most (``core.contention.low_by``)."""
-        ordered = sorted(self.waited_shares)
-        if not ordered:
-            return 0.0
-        return low_by(ordered[math.ceil(0.9 * len(ordered)) - 1], 1.0, torch.get_num_threads())
+        """By what share the measurements read low at the most (``core.contention.low_by``), on average: a plan adds up many of
+        them, so its error is their mean rather than the worst."""
+        n = torch.get_num_threads()
+        return sum(low_by(share, 1.0, n) for share in self.waited_shares) / max(1, len(self.waited_shares))
 
     def wait(self) -> None:
         """Until the device has finished what was launched."""

@@ -81,7 +81,7 @@ def busy_text(extras: Mapping[str, float]) -> str:
         return ""
     return (
         f"other programs were using the processors: {100 * share:.0f}% of the measurements found no quiet moment, and rates "
-        f"may read up to {100 * low:.0f}% low. Plans widen their intervals by that. Calibrate again when the machine is idle."
+        f"may read {100 * low:.0f}% low on average. Plans widen their intervals by that. Calibrate again when it is idle."
     )
 
 

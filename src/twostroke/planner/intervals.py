@@ -219,7 +219,8 @@ def with_intervals(
 
     ``basis`` is ``Hardware.basis``, ``phase`` "train" or "serve"; ``own`` are this machine's earlier pairs. ``width`` says
     where the interval's width comes from, "assumed" or "measured". What is no number keeps its name and has value None.
-    ``low_by`` is the share by which calibration's rates may read low, because other programs had the processors meanwhile.
+    ``low_by`` is the share by which calibration's rates may read low on average, because other programs had the
+    processors meanwhile.
     """
     residuals = residuals_by_kind(own)
     result: dict[str, dict[str, Any]] = {}

@@ -32,7 +32,7 @@ def intervals_text(intervals: Mapping[str, Mapping[str, Any]], low_by: float = 0
     text = f"{', '.join(numbers)}; {100 * level:.0f}% of measurements should fall inside (widths {widths})"
     if low_by > 0:
         text += (
-            f"; this machine was busy when it was calibrated: its rates may read up to {100 * low_by:.0f}% low, and times may "
-            "come out shorter by as much. `twostroke calibrate` on an idle machine narrows this"
+            f"; this machine was busy when it was calibrated: its rates may read {100 * low_by:.0f}% low, and times may come "
+            "out shorter by as much. `twostroke calibrate` on an idle machine narrows this"
         )
     return textwrap.fill(text, 118, initial_indent="range     ", subsequent_indent=" " * 10, break_on_hyphens=False)
