@@ -12,6 +12,7 @@ import typer
 from twostroke.cli.console import emit_error
 from twostroke.core.errors import TwostrokeError, did_you_mean
 from twostroke.core.openmp import limit_spinning
+from twostroke.core.torch_warnings import hush
 from twostroke.core.version import __version__
 
 VERBS: dict[str, str] = {
@@ -101,6 +102,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line and exit. A deliberate error prints one sentence; with --json, a JSON object with it as well."""
     args = sys.argv[1:] if argv is None else argv
     limit_spinning(os.environ)  # for every verb alike, so that what one measures holds for the others
+    hush(os.environ)
     try:
         app(args=args, prog_name="twostroke")
     except TwostrokeError as error:
