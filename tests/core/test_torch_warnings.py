@@ -31,7 +31,9 @@ main.main(["noisy"])
 
 def errors(**variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"} | variables
-    done = subprocess.run([sys.executable, "-c", VERB], capture_output=True, text=True, env=environment, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", VERB], capture_output=True, text=True, env=environment, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stderr
 

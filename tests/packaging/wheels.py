@@ -21,8 +21,7 @@ def make_wheel(index: Path, name: str, version: str, requires: Sequence[str] = (
         archive.writestr(f"{info}/METADATA", metadata)
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
-    links = "".join(f'<a href="{path.name.replace("+", "%2B")}">{path.name}</a>\n' for path in sorted(folder.glob("*.whl")))
-    (folder / "index.html").write_text(f"<!DOCTYPE html><html><body>\n{links}</body></html>")
+    simple_index(folder)
     return wheel
 
 
@@ -42,3 +41,9 @@ def build_editable(folder, config_settings=None, metadata_directory=None):
     return name
 """
 """A build backend that needs nothing: isolation would ask an index for setuptools."""
+
+
+def simple_index(folder: Path) -> None:
+    """The page that a simple index shows of one package, for the wheels in ``folder``."""
+    links = "".join(f'<a href="{path.name.replace("+", "%2B")}">{path.name}</a>\n' for path in sorted(folder.glob("*.whl")))
+    (folder / "index.html").write_text(f"<!DOCTYPE html><html><body>\n{links}</body></html>")

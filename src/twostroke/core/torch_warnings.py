@@ -1,7 +1,7 @@
 """What torch says about GPUs on machines that have none, or an old driver, is kept from people who asked for no GPU.
 
-``torch.cuda`` warns when it is merely asked whether there is a device ("CUDA initialization: The NVIDIA driver on your system is
-too old", "Can't initialize NVML"). ``twostroke doctor`` asks the same question and answers with what to do.
+``torch.cuda`` warns when it is merely asked whether there is a device ("CUDA initialization: The NVIDIA driver on your system
+is too old", "Can't initialize NVML"). ``twostroke doctor`` asks the same question and answers with what to do.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ RULE = f"ignore:::{MODULE}"
 
 
 def hush(environment: MutableMapping[str, str]) -> None:
-    """Ignore the warnings of ``torch.cuda`` in this process, and in its children through ``PYTHONWARNINGS``. Rules that the user
-    has given come later and win."""
+    """Ignore the warnings of ``torch.cuda`` in this process, and in its children through ``PYTHONWARNINGS``. Rules that the
+    user has given come later and win."""
     warnings.filterwarnings("ignore", module=MODULE.replace(".", r"\.") + "$", append=True)
     theirs = environment.get("PYTHONWARNINGS", "")
     if RULE not in theirs.split(","):
