@@ -1,3 +1,4 @@
+// Large pages in slabs of addresses. With TS_PLAIN_MEMORY the C library's own blocks, behind which a sanitizer can see.
 #include "memory.h"
 
 #include <cstdlib>
@@ -6,13 +7,13 @@
 #include <mutex>
 #include <new>
 
-#if defined(__linux__)
+#if defined(__linux__) && !defined(TS_PLAIN_MEMORY)
 #include <sys/mman.h>
 #endif
 
 namespace ts {
 
-#if defined(__linux__)
+#if defined(__linux__) && !defined(TS_PLAIN_MEMORY)
 
 namespace {
 
@@ -105,10 +106,10 @@ void release(void* address) {
 #else
 
 void* allocate(int64_t bytes) {
-    const size_t size = (size_t(bytes > 0 ? bytes : 1) + 63) / 64 * 64;
-    void* block = std::aligned_alloc(64, size);
-    if (block) std::memset(block, 0, size);
-    return block;
+    if (bytes < 0 || bytes > (int64_t{1} << 46)) return nullptr;
+    void* block = nullptr;
+    if (posix_memalign(&block, 64, size_t(bytes > 0 ? bytes : 1)) != 0) return nullptr;
+    return std::memset(block, 0, size_t(bytes));
 }
 
 void release(void* block) { std::free(block); }
