@@ -313,3 +313,17 @@ def test_prefixes_of_another_client_are_not_found_where_they_are_kept_apart() ->
     apart.add(Request("g", prompt, SamplingParams(max_tokens=3), fork_of=forked))
     run_all(apart)  # answers to one prompt share it all the same
     assert apart.n_prefix_hit_tokens == 60 + 20 + 20
+
+
+def test_prompts_to_be_scored_share_the_rows_of_a_step_and_others_the_rest_of_its_budget() -> None:
+    s = Scheduler(replace(make(token_budget=16).config, scored_rows=3))
+    for name in "ab":
+        s.add(request(name, 6, prompt_logprobs=0))
+    s.add(request("c", 30))
+    steps = [run_step(s)[0].by_request() for _ in range(4)]
+    assert steps[0] == {"a": 3, "c": 13}  # "b" is admitted and waits, and does not hold up "c"
+    assert steps[1] == {"a": 3, "c": 13}
+    assert steps[2] == {"a": 1, "b": 3, "c": 4}
+    assert steps[3] == {"a": 1, "c": 1, "b": 3}
+    run_all(s)
+    assert s.pool.n_used == 0

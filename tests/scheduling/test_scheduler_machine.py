@@ -37,6 +37,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len=st.integers(4, 60),
         window=st.sampled_from((None, None, 1, 3, 8, 17)),
         separate=st.booleans(),
+        scored_rows=st.sampled_from((None, 1, 3)),
     )
     def start(
         self,
@@ -47,8 +48,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len: int,
         window: int | None,
         separate: bool,
+        scored_rows: int | None,
     ) -> None:
-        self.config = SchedulerConfig(max_running + spare, max_running, page_tokens, n_pages, max_model_len, window, separate)
+        limits = (max_running + spare, max_running, page_tokens, n_pages, max_model_len)
+        self.config = SchedulerConfig(*limits, window, separate, scored_rows)
         self.now = 0.0
         self.scheduler = Scheduler(self.config)
         self.cache: list[list[tuple[int, ...] | None]] = [[None] * page_tokens for _ in range(n_pages)]
@@ -64,11 +67,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         client=st.sampled_from("abc"),
         patience=st.sampled_from((None, None, 3.0, 20.0)),
         n_forks=st.sampled_from((0, 0, 1, 3)),
+        scored=st.sampled_from((None, None, 0)),
     )
-    def add(self, prompt: list[int], max_tokens: int, priority: int, client: str, patience: float | None, n_forks: int) -> None:
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        priority: int,
+        client: str,
+        patience: float | None,
+        n_forks: int,
+        scored: int | None,
+    ) -> None:
         original: Request | None = None
         for _ in range(1 + n_forks):
-            params = SamplingParams(max_tokens=max_tokens)
+            params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=scored if original is None else None)
             deadline = None if patience is None else self.now + patience
             request = Request(f"r{self.n_added}", prompt, params, priority, (2,), client, deadline, original)
             original = original or request
@@ -141,6 +154,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             known = self.tables[request.slot]
             assert len(known) == len(request.pages)
             assert all(page in (-1, told) for page, told in zip(request.pages, known, strict=True))
+        prompts = list(zip(step.requests, step.counts, strict=True))[step.n_decodes :]
+        n_scored = sum(n for request, n in prompts if request.params.prompt_logprobs is not None)
+        assert self.config.scored_rows is None or n_scored <= self.config.scored_rows
         for source, target in step.copies:
             assert scheduler.pool.references[source]
             assert scheduler.pool.references[target] == 1

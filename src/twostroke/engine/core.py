@@ -38,6 +38,7 @@ from twostroke.quantization.schemes import stored_scheme
 from twostroke.scheduling.request import FinishReason, Request
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from twostroke.scheduling.step import scored_rows
 
 RUNNERS = ("native", "torch")
 
@@ -304,6 +305,8 @@ class EngineCore:
             self._forget(request.id)
         n_output = sum(request.id not in failed for request in rows)
         self._count(step, n_output, len(failed), time.perf_counter() - began)
+        if not self.scheduler.has_work:
+            self.release_logits()
         return events
 
     def _logits(self, step: ScheduledStep, places: Sequence[int]) -> tuple[Tensor, set[str]]:
@@ -333,6 +336,16 @@ class EngineCore:
     def compute(self, step: ScheduledStep, rows: Tensor | None = None) -> Tensor:
         """Run ``step``: logits, fp32, of the rows that a token is sampled from, or of ``rows``, indices of the step's rows."""
         return self._runner.run(step, rows, self._threads_for(step))
+
+    def release_logits(self) -> None:
+        """Give back what logits took beyond those of one row for each running request: scoring is over for now."""
+        self._runner.release_logits()
+
+    @property
+    def logits_bytes(self) -> int:
+        """Most that the logits of a step take: a row for each running request, and those of prompts that are scored."""
+        config = self.scheduler.config
+        return 4 * self.spec.vocab_size * (config.max_running + min(config.token_budget, config.scored_rows or 0))
 
     def stats(self) -> EngineStats:
         """The counters, as they are now."""
@@ -438,7 +451,7 @@ def _fit(spec: ModelSpec, config: EngineConfig, kv_dtype: str) -> SchedulerConfi
     n_useful = config.max_running * -(-max_model_len // config.page_tokens)
     return SchedulerConfig(
         config.token_budget, config.max_running, config.page_tokens, min(n_pages, n_useful), max_model_len,
-        spec.window_of_every_layer, config.separate_prefixes,
+        spec.window_of_every_layer, config.separate_prefixes, scored_rows(spec.vocab_size),
     )  # fmt: skip
 
 

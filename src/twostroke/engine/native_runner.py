@@ -132,8 +132,8 @@ class NativeRunner:
         self.table = np.zeros((config.max_running, width), np.int64)
         self._starts, self._counts, self._slots = (np.zeros(config.max_running, np.int32) for _ in range(3))
         self._tokens = np.zeros(config.token_budget, np.int32)
-        self._logits, self._best = torch.empty((0, spec.vocab_size)), torch.empty(0)
-        self._best_tokens = torch.empty(0, dtype=torch.int64)
+        self._n_usual = config.max_running  # rows of logits that are kept; more of them only while prompts are scored
+        self._take_logits(0)
         self._batch = _CBatch(table=self.table.ctypes.data, table_stride=width)
         arrays = (("starts", self._starts), ("counts", self._counts), ("table_rows", self._slots), ("tokens", self._tokens))
         for name, array in arrays:
@@ -173,9 +173,10 @@ class NativeRunner:
         if rows is not None:
             kept = np.ascontiguousarray(rows.numpy(), np.int64)
         n_kept = n_rows if kept is None else len(kept)
+        if n_kept <= self._n_usual:
+            self.release_logits()
         if self._logits.shape[0] < n_kept:
-            self._logits, self._best = torch.empty((n_kept, self.plan.spec.vocab_size)), torch.empty(n_kept)
-            self._best_tokens = torch.empty(n_kept, dtype=torch.int64)
+            self._take_logits(n_kept)
         batch.n_requests = n
         batch.kept, batch.n_kept = (None, 0) if kept is None else (kept.ctypes.data, n_kept)
         batch.logits, batch.best = self._logits.data_ptr(), self._best.data_ptr()
@@ -187,6 +188,15 @@ class NativeRunner:
         if self._library.ts_step_run(self._step, ctypes.byref(batch)):
             raise CapacityError("a step's working memory could not be had. Lower token_budget.")
         return self._logits[:n_kept]
+
+    def _take_logits(self, n: int) -> None:
+        self._logits, self._best = torch.empty((n, self.plan.spec.vocab_size)), torch.empty(n)
+        self._best_tokens = torch.empty(n, dtype=torch.int64)
+
+    def release_logits(self) -> None:
+        """Give back what logits of more rows than requests may run at once took."""
+        if self._logits.shape[0] > self._n_usual:
+            self._take_logits(0)
 
     def best_of(self, n: int) -> tuple[Tensor, Tensor]:
         """Of the first ``n`` rows of logits of the last step: the largest, NaN where one is not finite, and its token."""

@@ -87,6 +87,7 @@ def token_scores(
             if progress is not None:
                 progress(1 - n_left / n_total)
     finally:
+        engine.release_logits()
         for unfinished in running:
             pool.release(unfinished.request.pages)
     return results

@@ -33,5 +33,8 @@ class TorchRunner:
         batch = self._builder.build(step)
         return self._interpreter.run(batch if rows is None else replace(batch, sampled_rows=rows))
 
+    def release_logits(self) -> None:
+        """Nothing is kept from step to step."""
+
     def best_of(self, n: int) -> None:
         """Nothing was looked for on the way."""

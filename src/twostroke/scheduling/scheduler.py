@@ -142,6 +142,7 @@ class Scheduler:
         n_decodes = len(requests)
         counts = [1] * n_decodes
         budget = self.config.token_budget - n_decodes
+        scored = budget if self.config.scored_rows is None else self.config.scored_rows
         copies: list[tuple[int, int]] = []
         self._copied = []
         under_way = sorted(self._prefilling, key=turn_of) if len(self._prefilling) > 1 else self._prefilling.copy()
@@ -160,6 +161,11 @@ class Scheduler:
             else:
                 break
             n = min(budget, len(request.tokens) - request.n_computed)
+            if request.params.prompt_logprobs is not None:
+                n = min(n, scored)
+                scored -= n
+                if n == 0:
+                    continue  # it keeps its pages, and others may use what is left of the budget
             requests.append(request)
             counts.append(n)
             budget -= n

@@ -7,6 +7,17 @@ from dataclasses import dataclass, field
 from twostroke.core.errors import ConfigError
 from twostroke.scheduling.request import Request
 
+SCORED_LOGITS_BYTES = 64 * 2**20
+"""Of logits, fp32, that one step computes for ``prompt_logprobs`` at most: all of a step's 512 tokens would take 311 MB at a
+vocabulary of 151,936."""
+
+LEAST_SCORED_ROWS = 16
+
+
+def scored_rows(vocab_size: int) -> int:
+    """Tokens of prompts whose probabilities one step computes at most."""
+    return max(LEAST_SCORED_ROWS, SCORED_LOGITS_BYTES // (4 * vocab_size))
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -14,7 +25,8 @@ class SchedulerConfig:
     ``n_pages`` pages of ``page_tokens`` tokens. No request outgrows ``max_model_len`` tokens, prompt and output together.
 
     ``window``: no layer's query looks further back than so many tokens, its own included, so that pages before it are given
-    back; None where a layer sees everything. ``separate_prefixes``: a request finds only what its own client has sent."""
+    back; None where a layer sees everything. ``separate_prefixes``: a request finds only what its own client has sent.
+    ``scored_rows``: tokens a step of requests with ``prompt_logprobs``, each of which has logits; None: any number."""
 
     token_budget: int
     max_running: int
@@ -23,10 +35,13 @@ class SchedulerConfig:
     max_model_len: int
     window: int | None = None
     separate_prefixes: bool = False
+    scored_rows: int | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise ConfigError(f"window={self.window} must be at least 1, or None.")
+        if self.scored_rows is not None and self.scored_rows < 1:
+            raise ConfigError(f"scored_rows={self.scored_rows} must be at least 1, or None.")
         for name in ("token_budget", "max_running", "page_tokens", "n_pages", "max_model_len"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
