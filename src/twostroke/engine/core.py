@@ -305,7 +305,7 @@ class EngineCore:
             self._forget(request.id)
         n_output = sum(request.id not in failed for request in rows)
         self._count(step, n_output, len(failed), time.perf_counter() - began)
-        if not self.scheduler.has_work:
+        if not self._names:  # the last request has ended
             self.release_logits()
         return events
 
