@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import re
@@ -65,7 +66,7 @@ def damaged_json(document: Any, rng: random.Random) -> bytes:
 
 def any_value(rng: random.Random) -> Any:
     if rng.random() < 0.8:
-        return rng.choice(_LEAVES)
+        return copy.deepcopy(rng.choice(_LEAVES))
     if rng.random() < 0.5:
         return [any_value(rng) for _ in range(rng.randrange(4))]
     return {rng.choice(("a", "type", "rope_type", "content", "id", "")): any_value(rng) for _ in range(rng.randrange(4))}

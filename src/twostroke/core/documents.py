@@ -8,6 +8,7 @@ than itself: ``[]`` takes three bytes of a file and seventy of memory. Each brea
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -18,6 +19,10 @@ MAX_DOCUMENT_BYTES = 4 * 2**20
 """Of a config.json, an index of adapters, a manifest: hand-sized documents. Larger kinds name their own limit."""
 
 MAX_TOML_BYTES = 2**18  # a recipe has three thousand; the parser's tables take a hundred times a hostile file's bytes
+
+MAX_KEY_PARTS = 32
+_LONG_KEY = re.compile(rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MAX_KEY_PARTS}}}""")
+"""A dotted key of TOML: the standard library's parser takes a time and a memory that grow with the square of its parts."""
 
 MAX_DIGITS = 300
 """Of an integer: longer ones are more than any float holds, and no size, id or count."""
@@ -136,7 +141,11 @@ def read_object(file: Path, most_bytes: int = MAX_DOCUMENT_BYTES) -> dict[str, A
 def read_toml(file: Path, most_bytes: int = MAX_TOML_BYTES) -> dict[str, Any]:
     """The TOML in ``file``. Raises CorruptFileError as ``read_bytes``, and where it is not valid."""
     try:
-        return tomllib.loads(read_bytes(file, most_bytes).decode("utf-8"))
+        text = read_bytes(file, most_bytes).decode("utf-8")
+        long_key = _LONG_KEY.search(text)
+        if long_key is not None:
+            raise ValueError(f"the key {long_key.group()[:40]}… has more than {MAX_KEY_PARTS} parts")
+        return tomllib.loads(text)
     except RecursionError:
         raise CorruptFileError(f"{file} is not valid TOML: it nests too deep.") from None
     except ValueError as error:

@@ -7,6 +7,7 @@ hold more: the base's ``config.json`` and tokenizer files, so that every command
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -128,10 +129,11 @@ def base_directory(directory: Path | str, config: AdapterConfig | None = None) -
     directory = Path(directory)
     config = config or read_adapter_config(directory)
     for candidate in (Path(config.base).expanduser(), directory / config.base):
-        if (candidate / "config.json").is_file():
-            return candidate
+        with contextlib.suppress(OSError):  # a name that is too long for any file
+            if (candidate / "config.json").is_file():
+                return candidate
     raise InputError(
-        f"{directory} holds adapters of {config.base}, which is not a model directory here. Put the base there, or write where "
+        f"{directory} holds adapters of {config.base:.200}, which is not a model directory here. Put the base there, or write where "
         f"it is into {CONFIG_NAME} as base_model_name_or_path."
     )
 
