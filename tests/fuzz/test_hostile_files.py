@@ -58,6 +58,10 @@ def filled(pattern: str, n_bytes: int) -> bytes:
     return ",".join([pattern] * (n_bytes // (len(pattern) + 1))).encode()
 
 
+def filled_lines(pattern: str, n: int) -> bytes:
+    return "".join(f"\n{pattern % i}" for i in range(n)).encode()
+
+
 def header(raw: bytes, data: bytes = b"") -> bytes:
     return struct.pack("<Q", len(raw)) + raw + data
 
@@ -106,7 +110,7 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "a recipe of dotted keys": ("recipe", lambda: b"a" + b".a" * 120_000 + b" = 1"),
     "a recipe of quoted keys": ("recipe", lambda: b"'a'" + b" . 'a'" * 40_000 + b" = 1"),
     "a recipe of one long word": ("recipe", lambda: b"a" * 262_000),
-    "a recipe of keys in a table": ("recipe", lambda: b"[" + b"a." * 30 + b"a]" + b"".join(b"\n%x.b=1" % i for i in range(25_000))),
+    "a recipe of keys in a table": ("recipe", lambda: b"[" + b"a." * 30 + b"a]" + filled_lines("%x.b=1", 25_000)),
     "a recipe of one array": ("recipe", lambda: b"a = [" + filled("[]", 250_000) + b"]"),
     "a run's record of lists": ("run", lambda: b'{"resolved":[' + filled("[]", 4_000_000) + b"]}"),
     "a GGUF array of empty arrays": ("gguf", lambda: gguf(texts(1_000_000, 0, kind=9))),
