@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from twostroke.core.documents import read_object
 from twostroke.core.errors import CorruptFileError, InputError, TwostrokeError
 from twostroke.data.template_sandbox import (
     COMPILE_S,
@@ -201,12 +202,7 @@ def read_chat_template(directory: Path) -> tuple[str | None, dict[str, Any]]:
     template: str | None = None
     config_file, template_file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
     if config_file.is_file():
-        try:
-            config = json.loads(read_template_file(config_file))
-        except (ValueError, RecursionError) as error:
-            raise CorruptFileError(f"{config_file} is not valid JSON: {error}.") from None
-        if not isinstance(config, dict):
-            raise CorruptFileError(f"{config_file} must hold a JSON object.")
+        config = read_object(config_file)
         for name in _SPECIAL_TOKENS:
             token = config.get(name)
             token = token.get("content") if isinstance(token, dict) else token
@@ -214,8 +210,7 @@ def read_chat_template(directory: Path) -> tuple[str | None, dict[str, Any]]:
                 variables[name] = token
         found = config.get("chat_template")
         if isinstance(found, list):  # several named templates: "default" is the one for plain chats
-            named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-            found = named.get("default")
+            found = next((e.get("template") for e in found if isinstance(e, dict) and e.get("name") == "default"), None)
         template = found if isinstance(found, str) else None
     if template_file.is_file():
         template = read_template_file(template_file)

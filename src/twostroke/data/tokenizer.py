@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from twostroke.core.aside import write_text
+from twostroke.core.documents import read_object
 from twostroke.core.errors import ConfigError, CorruptFileError, DataError, InputError
 from twostroke.core.families import read_config
 
@@ -151,10 +151,7 @@ def eos_id_of(tokenizer: Tokenizer, path: Path | str | None = None) -> int:
         file = Path(path)
         config = (file if file.is_dir() else file.parent) / "tokenizer_config.json"
         if config.is_file():
-            try:
-                named = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-            except (ValueError, AttributeError, RecursionError) as error:
-                raise CorruptFileError(f"{config} is not a JSON object: {error}.") from None
+            named = read_object(config).get("eos_token")
             named = named.get("content") if isinstance(named, dict) else named
             if isinstance(named, str):
                 names.insert(0, named)

@@ -133,8 +133,8 @@ def base_directory(directory: Path | str, config: AdapterConfig | None = None) -
             if (candidate / "config.json").is_file():
                 return candidate
     raise InputError(
-        f"{directory} holds adapters of {config.base:.200}, which is not a model directory here. Put the base there, or write where "
-        f"it is into {CONFIG_NAME} as base_model_name_or_path."
+        f"{directory} holds adapters of {config.base:.200}, which is not a model directory here. Put the base there, or write "
+        f"where it is into {CONFIG_NAME} as base_model_name_or_path."
     )
 
 
