@@ -71,6 +71,15 @@ class Peer:
                     if delta.finish_reason is not None:
                         return found
 
+    def deltas(self, request_id: str) -> list[wire.TokenDelta]:
+        """All deltas of a request's first answer."""
+        found: list[wire.TokenDelta] = []
+        while not found or found[-1].finish_reason is None:
+            event = self.kind(wire.Tokens)
+            assert isinstance(event, wire.Tokens)
+            found += [delta for delta in event.deltas if (delta.request_id, delta.index) == (request_id, 0)]
+        return found
+
     def stats(self) -> dict[str, float]:
         self.send(wire.AskStats(1))
         event = self.kind(wire.StatsReport)
@@ -105,6 +114,25 @@ def test_tokens_come_until_the_request_is_finished(engine: tuple[EngineChild, Pe
     _, peer = engine
     peer.send(wire.Add("a", [1, 2, 3], SamplingParams(max_tokens=4)), wire.Add("b", [10], SamplingParams(max_tokens=2)))
     assert peer.tokens("a") == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 3])
+def test_a_whole_answer_travels_in_its_first_token_and_few_messages(
+    engine: tuple[EngineChild, Peer], logprobs: int | None
+) -> None:
+    _, peer = engine
+    params = SamplingParams(max_tokens=1000, logprobs=logprobs)
+    peer.send(wire.Add("s", [1, 2, 3], params))
+    stream = peer.deltas("s")
+    peer.send(wire.Add("w", [1, 2, 3], params, whole=True))
+    whole = peer.deltas("w")
+    n_messages = 1 + -(-999 * (1 + (logprobs or 0)) // 512)
+    assert (len(stream), len(whole)) == (1000, n_messages)
+    assert whole[0].token_ids == stream[0].token_ids
+    for field in ("token_ids", "logprobs"):
+        mine, theirs = ([x for delta in deltas for x in getattr(delta, field) or ()] for deltas in (whole, stream))
+        assert mine == theirs
+    assert [delta.finish_reason for delta in whole] == [None] * (len(whole) - 1) + ["length"]
 
 
 def test_the_socket_is_reachable_for_its_owner_only(engine: tuple[EngineChild, Peer]) -> None:

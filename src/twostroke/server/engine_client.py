@@ -178,13 +178,14 @@ class EngineClient:
         priority: int = 0,
         client: str = "",
         timeout_s: float | None = None,
+        whole: bool = False,
     ) -> list[TokenStream]:
-        """Hand a request to the engine: a stream for each of its ``params.n`` answers. Raises NotReadyError where there is no
-        engine to hand it to."""
+        """Hand a request to the engine: a stream for each of its ``params.n`` answers, which where ``whole`` get their first
+        token and then the others together. Raises NotReadyError where there is no engine to hand it to."""
         if not self._loaded.is_set() or self._channel is None:
             raise NotReadyError("the engine is loading. Try again in a moment.")
         request_id = str(next(self._numbers))
-        self._channel.send(wire.Add(request_id, prompt_ids, params, priority, client, timeout_s))
+        self._channel.send(wire.Add(request_id, prompt_ids, params, priority, client, timeout_s, whole))
         streams = [TokenStream(self, request_id, i, wake) for i in range(params.n)]
         self._streams.update({(request_id, stream.index): stream for stream in streams})
         return streams

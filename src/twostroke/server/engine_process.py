@@ -25,7 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,8 +40,10 @@ MAX_UNSENT_BYTES = 8 * 2**20
 STALL_S = 30.0
 """A connection that reads nothing for this long, with output waiting, is closed."""
 _RECEIVE_BYTES = 256 * 2**10
-_SCORES_A_FRAME = 4096
-"""Prompt log-probabilities in one message: with 20 alternatives each still a tenth of what a frame may hold."""
+_SCORES_A_FRAME = 512
+"""Prompt tokens with their log-probabilities in one message, which the HTTP process decodes in a few milliseconds."""
+_HELD_ENTRIES = 512
+"""Tokens, or their log-probabilities, of a whole answer that are sent together: 8 kB, of a thousand requests half a frame."""
 
 
 class Engine(Protocol):
@@ -124,11 +126,32 @@ class Connection:
 
 @dataclass
 class _Owner:
-    """Whose request it is, and which of its answers are not finished."""
+    """Whose request it is, and which of its answers are not finished. ``held`` is what waits of those that are sent whole."""
 
     connection: Connection
     request_id: str
     open: set[int]
+    whole: bool = False
+    held: dict[int, wire.TokenDelta] = field(default_factory=dict)
+
+    def due(self, delta: wire.TokenDelta) -> wire.TokenDelta | None:
+        """What is to be sent now that ``delta`` has come: of a whole answer the first token, whose time counts, and then as
+        much as may wait. A message for each of a hundred answers' tokens keeps the HTTP process busier than the answers do."""
+        if not self.whole:
+            return delta
+        held = self.held.get(delta.index)
+        if held is not None:
+            held.token_ids += delta.token_ids
+            held.finish_reason = delta.finish_reason
+            n_each = 1
+            if delta.logprobs is not None:
+                held.logprobs = held.logprobs or []
+                held.logprobs += delta.logprobs
+                n_each += max((len(entry.top) for entry in delta.logprobs), default=0)
+            if held.finish_reason is None and len(held.token_ids) * n_each < _HELD_ENTRIES:
+                return None
+        self.held[delta.index] = wire.TokenDelta(self.request_id, [], index=delta.index)
+        return held or delta
 
 
 class EngineServer:
@@ -277,7 +300,7 @@ class EngineServer:
             connection.send(wire.Failed(command.request_id, "input", str(error)))
         else:
             connection.requests.add(key)
-            self._owners[key] = _Owner(connection, command.request_id, set(range(command.params.n)))
+            self._owners[key] = _Owner(connection, command.request_id, set(range(command.params.n)), command.whole)
 
     def _ended(self, key: str, indices: Iterable[int]) -> None:
         """Answers ``indices`` to a request are finished or cancelled."""
@@ -299,10 +322,11 @@ class EngineServer:
                 for i in range(0, len(scores), _SCORES_A_FRAME):
                     part = scores[i : i + _SCORES_A_FRAME]
                     connection.send(wire.Tokens([wire.TokenDelta(request_id, [], prompt_logprobs=part)]))
-            delta = wire.TokenDelta(
-                request_id, event.token_ids, wire_logprobs(event.logprobs), event.finish_reason, event.index
+            delta = owner.due(
+                wire.TokenDelta(request_id, event.token_ids, wire_logprobs(event.logprobs), event.finish_reason, event.index)
             )
-            outbox.setdefault(connection.number, []).append(delta)
+            if delta is not None:
+                outbox.setdefault(connection.number, []).append(delta)
             if event.finish_reason is not None:
                 self._ended(event.request_id, (event.index,))
         for number, deltas in outbox.items():

@@ -300,6 +300,7 @@ class Generation:
         self._client = client
         self._priority = request.priority or 0
         self._timeout_s = request.timeout_s
+        self._whole = not request.stream and not request.stop  # stop strings are found here, token by token
         self._wake = asyncio.Event()
         self._first: float | None = None
         self._took_s: float | None = None
@@ -311,7 +312,7 @@ class Generation:
         if left_s is not None:
             left_s = max(1e-3, left_s - (time.perf_counter() - self._started))
         try:
-            streams = service.client.submit(prompt.ids, params, self._wake, self._priority, self._client, left_s)
+            streams = service.client.submit(prompt.ids, params, self._wake, self._priority, self._client, left_s, self._whole)
         except TwostrokeError as error:
             raise api_error(error) from None
         for stream in streams:

@@ -30,7 +30,8 @@ class FrameError(EngineError):
 
 
 class Add(msgspec.Struct, tag="add", forbid_unknown_fields=True):
-    """Lower ``priority`` goes first; requests of one ``client`` do not hold up another's; ``timeout_s`` ends it."""
+    """Lower ``priority`` goes first; requests of one ``client`` do not hold up another's; ``timeout_s`` ends it. ``whole``: no
+    token is looked at before the answer is complete."""
 
     request_id: str
     prompt_ids: list[int]
@@ -38,6 +39,7 @@ class Add(msgspec.Struct, tag="add", forbid_unknown_fields=True):
     priority: int = 0
     client: str = ""
     timeout_s: float | None = None
+    whole: bool = False
 
 
 class Abort(msgspec.Struct, tag="abort", forbid_unknown_fields=True):
