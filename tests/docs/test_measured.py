@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.machines import machine, small_llama
+
+from twostroke.planner.comparison import compare, merge_measured
+from twostroke.planner.serving import ServingShape
+from twostroke.planner.training import TrainingShape
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "CHANGELOG.md")
@@ -126,13 +134,50 @@ def test_the_best_peer_is_named_and_losses_are_marked(measured: ModuleType) -> N
     text = measured.inference()
     assert "behind" in text
     assert "a tie" in text
-    for machine, run in measured.INFERENCE_RUNS.items():
+    for run in measured.INFERENCE_RUNS.values():
         for shape in measured.SHAPES:
             peers = [row for row in measured.tables(run)[shape] if not row["engine"].startswith("twostroke")]
             best = max(value for row in peers if (value := measured.number(row["decode 1"])) is not None)
-            assert f"{measured.shown(best)} (" in text, (machine, shape)
+            assert f"{measured.shown(best)} (" in text, (run, shape)
 
 
 def test_what_fails_its_gate_is_said_and_not_quoted(measured: ModuleType) -> None:
     assert "**1.00120, fails**" in measured.quality()
     assert "kv8" not in measured.inference()
+
+
+def test_a_demo_that_is_kept_becomes_a_table(measured: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the comparison that `twostroke demo` writes, by ``benchmarks/demo/run.py``, to the page."""
+    spec, hardware = small_llama(), machine()
+    load = ServingShape(scheme="int8", batch=4, prompt_tokens=64, output_tokens=64)
+    comparison = merge_measured(
+        compare(spec, TrainingShape(steps=10), load, hardware, "small"),
+        {"forward_s": 0.125, "train_tok_per_s": 1234.0, "peak_memory_bytes": 2.0**30},
+        {"tpot_s": 0.002, "decode_tok_per_s": 2000.0},
+    )
+    demo = tmp_path / "demo"
+    demo.mkdir()
+    (demo / "comparison.json").write_text(json.dumps(comparison.to_dict() | {"worked_s": 61.0}))
+    (demo / "comparison.txt").write_text("as it was printed")
+    kept = tmp_path / "benchmarks" / "demo" / "runs" / "2026-01-01-a-machine-abcdef0"
+    subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "demo" / "run.py", "--of", demo, "--out", kept], check=True, timeout=120
+    )
+    monkeypatch.setattr(measured, "BENCHMARKS", tmp_path / "benchmarks")
+    monkeypatch.setattr(measured, "ROOT", tmp_path)
+    text = measured.demo()
+    assert re.search(r"\| training, forward \| \S+ ms \| 125 ms \|", text)
+    assert re.search(r"\| training, throughput \| \S+ tok/s \| 1\.23k tok/s \|", text)
+    assert re.search(r"\| decode, latency \(TPOT\) \| \S+ (?:ms|µs) \| 2 ms \|", text)
+    assert "1 min 1 s in all" in text
+    assert kept.name in text
+
+
+def test_without_a_committed_demo_the_page_has_no_table_of_one(
+    measured: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured, "BENCHMARKS", tmp_path)
+    assert measured.demo() == ""
+    assert measured.with_measured("<!-- measured demo -->\nold\n<!-- /measured -->") == (
+        "<!-- measured demo -->\n<!-- /measured -->"
+    )
