@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ import pytest
 from machines import W0, native, small_llama
 from small_models import SPECS, saved
 from twostroke.core.errors import ConfigError
+from twostroke.core.profile import MatmulPoint
 from twostroke.core.spec import ModelSpec
 from twostroke.engine.core import EngineConfig, EngineCore
 from twostroke.engine.kv_pool import token_bytes
+from twostroke.kernels.int4 import quantize_groups
 from twostroke.kernels.native_library import library, why_absent
 from twostroke.planner.explain.plans import explain
 from twostroke.planner.hardware import Hardware, load_hardware
@@ -21,6 +24,7 @@ from twostroke.planner.native_passes import (
     anchor_shape,
     attention_flop,
     chunks,
+    decode_uses,
     decode_works,
     embedding_in_memory_bytes,
     prefill_ratio,
@@ -33,10 +37,13 @@ from twostroke.planner.native_products import (
     native_weights_bytes,
     packed_bytes,
 )
+from twostroke.planner.params import block_products
 from twostroke.planner.serving import ServingPlan, ServingShape, plan_serving
 from twostroke.planner.weights import kv_bytes_per_token, weights_bytes
 from twostroke.planner.work import total_seconds
 from twostroke.quantization.convert import quantize_model
+from twostroke.quantization.fitting import Fitted
+from twostroke.quantization.held import held
 
 
 def plan(spec: ModelSpec | None = None, hardware: Hardware | None = None, **changes: object) -> ServingPlan:
@@ -61,18 +68,58 @@ def test_a_quantised_directory_is_planned_as_it_is(tmp_path: Path, scheme: str) 
     from twostroke.model.decoder import Decoder
     from twostroke.model.initialise import initialise
     from twostroke.model.save import save_model
-    from twostroke.server.record import scheme_of
 
     decoder = Decoder(small_llama(vocab_size=128))
     initialise(decoder, 0)
     quantize_model(save_model(decoder, decoder.spec, tmp_path / "m", "bf16"), tmp_path / "q", scheme)
     core = EngineCore(tmp_path / "q", EngineConfig(n_threads=1, kv_cache_bytes=2**20, kv_dtype="int8"))
-    found = scheme_of(tmp_path / "q", "auto")
-    planned = plan(core.spec, scheme=found, kv_dtype="int8", kv_cache_bytes=2**20, prompt_tokens=64, output_tokens=8)
+    found = held(tmp_path / "q", core.spec)
+    assert found.in_int8 == ()
+    planned = plan(core.spec, scheme=found.scheme, kv_dtype="int8", kv_cache_bytes=2**20, prompt_tokens=64, output_tokens=8)
     assert planned.memory_bytes["weights"] == core.weights_bytes
     assert planned.kv_cache_bytes == core.kv_cache_bytes
     on_disk = sum(file.stat().st_size for file in (tmp_path / "q").glob("*.safetensors"))
     assert planned.model_bytes == pytest.approx(on_disk, rel=0.02)  # names and shapes beside the numbers
+
+
+MIXED = ("blocks.0.attn.qkv.weight", "blocks.1.mlp.down.weight", "blocks.2.mlp.gate_up.weight", "blocks.2.mlp.up.weight")
+
+
+@pytest.mark.skipif(library() is None, reason=why_absent())
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+@pytest.mark.parametrize("group", [32, 64])
+def test_a_directory_of_int4_and_int8_is_planned_matrix_by_matrix(tmp_path: Path, family: str, group: int) -> None:
+    decoder, source = saved(family, tmp_path / "m")
+    in_int8 = frozenset(name for name in MIXED if name in decoder.state_dict())
+    codes = {n: quantize_groups(w.detach(), group) for n, w in decoder.named_parameters() if w.dim() == 2 and "blocks" in n}
+    fitted = Fitted({n: found for n, found in codes.items() if n not in in_int8}, in_int8, None, 100)
+    quantize_model(source, tmp_path / "q", f"int4-g{group}", fitted=fitted)
+    core = EngineCore(tmp_path / "q", EngineConfig(n_threads=1, kv_cache_bytes=2**20))
+    found = held(tmp_path / "q", core.spec)
+    assert found.scheme == f"int4-g{group}"
+    assert set(found.in_int8) == {"0.qkv", "1.down", "2.up" if family == "gpt2" else "2.gate_up"}
+    planned = plan(core.spec, prompt_tokens=64, output_tokens=8, **found._asdict())
+    assert planned.memory_bytes["weights"] == core.weights_bytes
+    assert native_read_bytes(core.spec, planned.shape.scheme, planned.shape.head, found.in_int8) == core.plan.step_bytes
+    alone = [plan(core.spec, scheme=scheme, prompt_tokens=64, output_tokens=8) for scheme in (found.scheme, "int8")]
+    assert alone[0].model_bytes < planned.model_bytes < alone[1].model_bytes
+    uses = {(use.product.name, use.name): use.times for use in decode_uses(core.spec, planned.shape)}
+    for product in ("qkv", "down"):
+        assert (uses[product, "native_int8"], uses[product, f"native_int4_g{group}"]) == (1, core.spec.n_layers - 1)
+    for term in explain(planned):
+        assert term.evaluated == pytest.approx(term.value, rel=1e-9, abs=1e-15), term.symbol
+
+
+def test_matrices_in_int8_take_their_own_time() -> None:
+    spec = small_llama()
+    points = tuple(MatmulPoint("native_int8", m, 512, 512, 1e10) for m in (1, 512))
+    slow = dataclasses.replace(native(), matmul=(*(p for p in native().matmul if p.scheme != "native_int8"), *points))
+    every = tuple(f"{layer}.{p.name}" for layer in range(spec.n_layers) for p in block_products(spec))
+    times = [plan(spec, slow, scheme="int4", in_int8=every[:n]).tpot_s for n in (0, 1, len(every))]
+    assert times[0] < times[1] < times[2]
+    assert times[2] == pytest.approx(plan(spec, slow, scheme="int8").tpot_s)
+    with pytest.raises(ConfigError, match=r"in_int8='9\.down' must be a matrix of the model"):
+        plan(spec, scheme="int4", in_int8=("9.down",))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])

@@ -12,6 +12,7 @@ from twostroke.planner.hardware import Hardware
 from twostroke.planner.load import closed_loop
 from twostroke.planner.serving import PAGE_TOKENS, ServingPlan, ServingShape, page_bytes, plan_serving
 from twostroke.planner.serving_load import AtRate, at_rate
+from twostroke.quantization.held import Held
 
 MAX_BATCH = 1024
 
@@ -19,10 +20,10 @@ QUANTILE_PERCENTS = (*(2.5 * i for i in range(40)), 99.0, 100.0)
 """Where the curve of a latency is kept in the ledger: enough to draw it, whatever the number of requests."""
 
 
-def expected_concurrency(spec: ModelSpec, load: LoadSpec, scheme: str, hardware: Hardware) -> int:
+def expected_concurrency(spec: ModelSpec, load: LoadSpec, held: Held, hardware: Hardware) -> int:
     """Requests in flight at once: the users of a closed loop; of an open one rate · E2E (Little's law), at least 1 and within
     the cap and the number of requests."""
-    found = _at_rate(spec, load, scheme, hardware)
+    found = _at_rate(spec, load, held, hardware)
     return _most(load) if found is None else max(1, round(found.rate_per_s * found.e2e_s))
 
 
@@ -30,22 +31,22 @@ def _most(load: LoadSpec) -> int:
     return min(load.n_requests, load.users or load.max_concurrency or MAX_BATCH, MAX_BATCH)
 
 
-def _at_rate(spec: ModelSpec, load: LoadSpec, scheme: str, hardware: Hardware) -> AtRate | None:
+def _at_rate(spec: ModelSpec, load: LoadSpec, held: Held, hardware: Hardware) -> AtRate | None:
     """The server at an open loop's rate. None for a closed one, for one that sends all at once, and where more come than it
     carries or the load allows: then as many are in flight as may be, each followed by the next."""
     if load.users is not None or load.request_rate is None or math.isinf(load.request_rate):
         return None
-    found = at_rate(_plan(spec, load, scheme, 1, hardware), load.request_rate)
+    found = at_rate(_plan(spec, load, held, 1, hardware), load.request_rate)
     return found if found is not None and found.rate_per_s * found.e2e_s <= _most(load) else None
 
 
-def predict_load(spec: ModelSpec, load: LoadSpec, scheme: str, hardware: Hardware) -> dict[str, float]:
+def predict_load(spec: ModelSpec, load: LoadSpec, held: Held, hardware: Hardware) -> dict[str, float]:
     """Ledger names → predicted values, at the load's mean lengths and expected concurrency B: TTFT, TPOT and E2E by the
     planner's model of waiting (``planner.load``), output tokens/s = B·n ÷ E2E with n output tokens. HTTP is not in it.
     """
-    found = _at_rate(spec, load, scheme, hardware)
-    batch = expected_concurrency(spec, load, scheme, hardware)
-    plan = _plan(spec, load, scheme, batch, hardware)
+    found = _at_rate(spec, load, held, hardware)
+    batch = expected_concurrency(spec, load, held, hardware)
+    plan = _plan(spec, load, held, batch, hardware)
     n = plan.shape.output_tokens
     if found is None:
         lengths = load.output_tokens[1] - load.output_tokens[0] + 1
@@ -78,9 +79,9 @@ def _peak_memory_bytes(plan: ServingPlan, load: LoadSpec) -> float:
     return plan.peak_memory_bytes - plan.memory_bytes["kv_cache"] + held
 
 
-def _plan(spec: ModelSpec, load: LoadSpec, scheme: str, batch: int, hardware: Hardware) -> ServingPlan:
+def _plan(spec: ModelSpec, load: LoadSpec, held: Held, batch: int, hardware: Hardware) -> ServingPlan:
     prompt, output = (round(sum(bounds) / 2) for bounds in (load.prompt_tokens, load.output_tokens))
-    return plan_serving(spec, ServingShape(scheme=scheme, batch=batch, prompt_tokens=prompt, output_tokens=output), hardware)
+    return plan_serving(spec, ServingShape(held.scheme, batch, prompt, output, in_int8=held.in_int8), hardware)
 
 
 def measured_values(summary: LoadSummary, records: Sequence[RequestRecord]) -> dict[str, float]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from twostroke.bench.load import LoadSpec
     from twostroke.bench.offline import OfflineSpec
     from twostroke.core.spec import ModelSpec
+    from twostroke.quantization.held import Held
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
@@ -60,6 +61,7 @@ def bench_serve(
     from twostroke.bench.own_server import own_server
     from twostroke.cli.serve_verb import model_directory
     from twostroke.core.families import read_spec
+    from twostroke.quantization.held import held
 
     if endpoint not in ("completions", "chat"):
         raise ConfigError(f"--endpoint {endpoint!r} is not known. Use completions or chat.")
@@ -92,23 +94,27 @@ def bench_serve(
         raise ConfigError(f"--output {output}: the folder {output.parent} does not exist.")
 
     with contextlib.ExitStack() as stack:
-        scheme = None if directory is None else _scheme(directory, dtype)
+        stored = None if directory is None or spec is None else held(directory, spec, dtype)
         server: dict[str, Any] = {}
         if url is None:
             assert directory is not None
             log(f"starting a server for {directory}")
             own = stack.enter_context(own_server(directory, ["--dtype", dtype]))
-            url, server, scheme = own.url, own.document, own.dtype
+            url, server = own.url, own.document
+            if stored is not None and stored.scheme.partition("-")[0] != own.dtype:
+                stored = Held(own.dtype)  # the engine's choice where --dtype left it that
         prediction: dict[str, float] = {}
-        if spec is not None and scheme is not None:
-            prediction = _predicted_load(spec, load, scheme)
+        if spec is not None and stored is not None:
+            prediction = _predicted_load(spec, load, stored)
         tokenizer = None
         if directory is not None:
             from twostroke.data.tokenizer import load_tokenizer
 
             tokenizer = load_tokenizer(directory)
         subject = f"{directory.resolve().name if directory else url} over HTTP"
-        run_id = _freeze(subject, {"url": url, "scheme": scheme, **load.to_dict()}, prediction)
+        run_id = _freeze(
+            subject, {"url": url, **(stored._asdict() if stored else {"scheme": None}), **load.to_dict()}, prediction
+        )
         with progress("load", load.n_requests) as advance:
             result = run_load(url, load, objective, key, tokenizer, progress=lambda ended, _: advance(ended, f"{ended} ended"))
     if output is not None:
@@ -145,12 +151,14 @@ def bench_offline(
     from twostroke.bench.offline import FORMULAS, OfflineSpec, offline_text, run_offline
     from twostroke.cli.serve_verb import model_directory
     from twostroke.core.families import read_spec
+    from twostroke.quantization.held import held
 
     offline = OfflineSpec(tuple(batch), prompt_tokens, output_tokens, repeats, seed)
     directory = model_directory(model)
-    spec, scheme = read_spec(directory), _scheme(directory, dtype)
+    spec = read_spec(directory)
+    stored = held(directory, spec, dtype)
     _check_context(spec, prompt_tokens + output_tokens)
-    predictions = [_predicted_offline(spec, offline, scheme, n) for n in offline.batches]
+    predictions = [_predicted_offline(spec, offline, stored, n) for n in offline.batches]
     from twostroke.engine.llm import LLM
 
     llm = LLM(str(directory), dtype=dtype)
@@ -164,7 +172,7 @@ def bench_offline(
             advance(done, "")
 
         for n, prediction in zip(offline.batches, predictions, strict=True):
-            inputs = {"scheme": scheme, "batch": n, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
+            inputs = {**stored._asdict(), "batch": n, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
             run_id = _freeze(f"{directory.resolve().name} offline, batch {n}", inputs, prediction)
             point = run_offline(directory, llm, offline, n, step)
             measured = point.to_dict() | ({"ttft_s": point.prefill_s} if n == 1 else {})
@@ -173,7 +181,7 @@ def bench_offline(
             runs.append({"run_id": run_id, "prediction": prediction, "measurement": measured})
     document = {
         "model": str(directory),
-        "dtype": scheme,
+        "dtype": stored.scheme,
         "points": [p.to_dict() for p in points],
         "runs": runs,
         "definitions": FORMULAS,
@@ -209,28 +217,22 @@ def _first_key(file: Path) -> str:
     return keys[0]
 
 
-def _scheme(directory: Path, dtype: str) -> str:
-    from twostroke.server.record import scheme_of
-
-    return scheme_of(directory, dtype)
-
-
-def _predicted_load(spec: ModelSpec, load: LoadSpec, scheme: str) -> dict[str, float]:
+def _predicted_load(spec: ModelSpec, load: LoadSpec, stored: Held) -> dict[str, float]:
     from twostroke.bench.prediction import predict_load
     from twostroke.planner.hardware import load_hardware
 
     try:
-        return predict_load(spec, load, scheme, load_hardware("this", "serve"))
+        return predict_load(spec, load, stored, load_hardware("this", "serve"))
     except TwostrokeError as error:
         log(f"no prediction: {error}")
         return {}
 
 
-def _predicted_offline(spec: ModelSpec, offline: OfflineSpec, scheme: str, batch: int) -> dict[str, Any]:
+def _predicted_offline(spec: ModelSpec, offline: OfflineSpec, stored: Held, batch: int) -> dict[str, Any]:
     from twostroke.planner.hardware import load_hardware
     from twostroke.planner.serving import ServingShape, plan_serving
 
-    shape = ServingShape(scheme=scheme, batch=batch, prompt_tokens=offline.prompt_tokens, output_tokens=offline.output_tokens)
+    shape = ServingShape(stored.scheme, batch, offline.prompt_tokens, offline.output_tokens, in_int8=stored.in_int8)
     try:
         plan = plan_serving(spec, shape, load_hardware("this", "serve")).prediction()
     except TwostrokeError as error:

@@ -244,14 +244,14 @@ class _Record:
         from twostroke.planner.hardware import load_hardware
         from twostroke.planner.load import closed_loop
         from twostroke.planner.serving import ServingShape, plan_serving
-        from twostroke.server.record import scheme_of
+        from twostroke.quantization.held import held
 
         self.hardware = load_hardware("this", "serve")
         spec, tokenizer = read_spec(directory), load_tokenizer(directory)
         longest = min(max_model_len or spec.max_positions, spec.max_positions)
         n_prompt = max(1, round(sum(len(tokenizer.encode(text).ids) for text in prompts) / len(prompts)))
         shape = ServingShape(
-            scheme=scheme_of(directory, dtype),
+            **held(directory, spec, dtype)._asdict(),
             head_dtype=head_dtype,
             kv_dtype=kv_dtype,
             batch=len(prompts) * params.n,

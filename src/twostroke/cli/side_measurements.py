@@ -66,11 +66,14 @@ def speeds(sides: Sequence[Side]) -> list[dict[str, Any]]:
 
 def _plan(side: Side, sides: Sequence[Side], machine: Hardware, batch: int) -> ServingPlan:
     from twostroke.planner.serving import ServingShape, plan_serving
-    from twostroke.server.record import scheme_of
+    from twostroke.quantization.held import Held, held
 
     prompt, output = _lengths(sides)
-    scheme = side.scorer.dtype if side.scorer.engine == "inference" else scheme_of(side.directory, "auto")
-    return plan_serving(side.scorer.spec, ServingShape(scheme, batch, prompt, output), machine)
+    own = held(side.directory, side.scorer.spec)
+    if side.scorer.engine == "inference" and side.scorer.dtype != own.scheme.partition("-")[0]:
+        own = Held(side.scorer.dtype)
+    shape = ServingShape(own.scheme, batch, prompt, output, in_int8=own.in_int8)
+    return plan_serving(side.scorer.spec, shape, machine)
 
 
 def costs(sides: Sequence[Side], machine: Hardware) -> dict[str, Any] | None:

@@ -154,10 +154,14 @@ class Use(NamedTuple):
 
 def _uses(spec: ModelSpec, shape: ServingShape, rows: int, last_rows: int) -> list[Use]:
     """Every matrix of a step; after the last layer's attention only ``last_rows`` rows go on, and through the head."""
-    name, found = SCHEMES[shape.scheme], []
+    found, in_int8 = [], set(shape.in_int8)
     for product in block_products(spec):
         n_whole = spec.n_layers if product.name == "qkv" or last_rows == rows else spec.n_layers - 1
-        found += [Use(product, name, rows, n_whole), Use(product, name, last_rows, spec.n_layers - n_whole)]
+        layers = ((rows, range(n_whole)), (last_rows, range(n_whole, spec.n_layers)))
+        for n_rows, those in layers:
+            n_int8 = sum(f"{layer}.{product.name}" in in_int8 for layer in those) if in_int8 else 0
+            found.append(Use(product, SCHEMES[shape.scheme], n_rows, len(those) - n_int8))
+            found.append(Use(product, SCHEMES["int8"], n_rows, n_int8))
     found.append(Use(head_product(spec), SCHEMES[shape.head], last_rows, 1))
     return [use for use in found if use.rows and use.times]
 
@@ -218,12 +222,15 @@ def _around(
 
 def prefill_products(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> list[Work]:
     """What a prompt's matrices take."""
-    return _product_works(prefill_uses(spec, shape), native_read_bytes(spec, shape.scheme, shape.head), hardware)
+    return _product_works(prefill_uses(spec, shape), native_read_bytes(spec, shape.scheme, shape.head, shape.in_int8), hardware)
 
 
 def prefill_works(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> tuple[Work, ...]:
     """A prompt alone."""
-    weights, token = native_read_bytes(spec, shape.scheme, shape.head), kv_bytes_per_token(spec, shape.cache_dtype)
+    weights, token = (
+        native_read_bytes(spec, shape.scheme, shape.head, shape.in_int8),
+        kv_bytes_per_token(spec, shape.cache_dtype),
+    )
     kv_bytes = sum(start + count for start, count in chunks(shape)) * token
     units = prefill_unknowns(spec, shape)
     around = _around(units, "prefill", spec, shape, units["attention"], kv_bytes, weights, hardware)
@@ -241,7 +248,7 @@ def decode_products(spec: ModelSpec, shape: ServingShape, hardware: Hardware) ->
 
 
 def decode_working_set(spec: ModelSpec, shape: ServingShape) -> float:
-    return native_read_bytes(spec, shape.scheme, shape.head) + decode_cache_bytes(spec, shape)
+    return native_read_bytes(spec, shape.scheme, shape.head, shape.in_int8) + decode_cache_bytes(spec, shape)
 
 
 def decode_works(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> tuple[Work, ...]:

@@ -72,24 +72,36 @@ def native_product_bytes(product: Product, name: str) -> float:
 
 
 @lru_cache(maxsize=1024)
-def native_read_bytes(spec: ModelSpec, scheme: str, head: str) -> float:
-    """Bytes of weights that one step of the native engine reads: packed matrices, biases and norms in fp32, and the head, which
-    is held as ``head``. It is the engine's own ``Plan.step_bytes`` (tests/planner/test_native_plans.py)."""
-    blocks = sum(native_product_bytes(product, SCHEMES[scheme]) for product in block_products(spec))
+def native_read_bytes(spec: ModelSpec, scheme: str, head: str, in_int8: tuple[str, ...] = ()) -> float:
+    """Bytes of weights that one step of the native engine reads: packed matrices, those ``in_int8`` ("<layer>.<product>") so,
+    biases and norms in fp32, and the head, which is held as ``head``.
+
+    It is the engine's own ``Plan.step_bytes`` (tests/planner/test_native_plans.py)."""
+    each = {p.name: native_product_bytes(p, SCHEMES[scheme]) for p in block_products(spec)}
+    blocks = spec.n_layers * sum(each.values()) + in_int8_more_bytes(spec, scheme, in_int8)
     parameters = count_parameters(spec)
     norms = 4.0 * (parameters.norms + parameters.final_norm)
     if spec.qk_norm:
         norms += 4.0 * spec.n_layers * 2 * spec.head_dim
-    return spec.n_layers * blocks + norms + native_product_bytes(head_product(spec), SCHEMES[head])
+    return blocks + norms + native_product_bytes(head_product(spec), SCHEMES[head])
+
+
+def in_int8_more_bytes(spec: ModelSpec, scheme: str, in_int8: tuple[str, ...]) -> float:
+    """What the matrices ``in_int8`` take more than they would in ``scheme``."""
+    more = {
+        p.name: native_product_bytes(p, SCHEMES["int8"]) - native_product_bytes(p, SCHEMES[scheme])
+        for p in block_products(spec)
+    }
+    return sum(more[name.partition(".")[2]] for name in in_int8)
 
 
 @lru_cache(maxsize=1024)
-def native_weights_bytes(spec: ModelSpec, scheme: str, head: str) -> float:
+def native_weights_bytes(spec: ModelSpec, scheme: str, head: str, in_int8: tuple[str, ...] = ()) -> float:
     """Bytes of weights that the native engine holds: ``native_read_bytes``, learned positions and an untied embedding, of which
     a step reads a few rows. A tied one stays in its file, beside the packed head."""
     parameters, width = count_parameters(spec), 4.0 if scheme == "fp32" else 2.0
     looked_up = parameters.positions + (0 if spec.tied_embeddings else parameters.embedding)
-    return native_read_bytes(spec, scheme, head) + width * looked_up
+    return native_read_bytes(spec, scheme, head, in_int8) + width * looked_up
 
 
 def native_product_s(name: str, m: int, n: int, k: int, working_set_bytes: float, hardware: Hardware) -> float:

@@ -33,7 +33,7 @@ from twostroke.planner.step_time import (
     one_pass,
 )
 from twostroke.planner.weights import SCHEMES as WEIGHT_SCHEMES
-from twostroke.planner.weights import kv_bytes_per_token, scheme_of, weights_bytes
+from twostroke.planner.weights import kv_bytes_per_token, mixed_weights_bytes, scheme_of, weights_bytes
 from twostroke.planner.work import Work, merge, total_seconds
 
 SCHEMES = tuple(WEIGHT_SCHEMES)
@@ -70,7 +70,8 @@ class ServingShape:
     ``head_dtype``, how our engine holds the output head, and ``kv_dtype`` = "auto": bf16, or fp32 with fp32 weights.
     ``tensor`` · ``pipeline`` devices hold one copy; ``expert`` above ``tensor`` spreads the experts over more, with attention
     in expert/tensor groups. ``prefix_hit_share`` of a prompt's tokens are in the cache already; ``answers`` of the
-    batch are to the same prompt, which is computed once. ``engine``: whose step and
+    batch are to the same prompt, which is computed once. ``in_int8``: of a directory
+    that holds int4 and int8, the matrices in int8, each as "<layer>.<product>". ``engine``: whose step and
     launch times are taken on datasheet accelerators. Raises ConfigError.
     """
 
@@ -89,6 +90,7 @@ class ServingShape:
     speculation: Speculation | None = None
     engine: str = "any"
     answers: int = 1
+    in_int8: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         least = {"batch": 1, "prompt_tokens": 1, "output_tokens": 1, "kv_cache_bytes": 0, "max_model_len": 0}
@@ -381,7 +383,7 @@ def stored_scheme_name(spec: ModelSpec, shape: ServingShape, hardware: Hardware)
 def weights_held(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float:
     """What the weights take in memory: packed, in the native engine; else ``weights_on_device`` and ``second_copies_bytes``."""
     if runs_natively(spec, shape, hardware):
-        return native_products.native_weights_bytes(spec, shape.scheme, shape.head)
+        return native_products.native_weights_bytes(spec, shape.scheme, shape.head, shape.in_int8)
     return weights_on_device(spec, shape) + second_copies_bytes(spec, shape, hardware)
 
 
@@ -552,6 +554,13 @@ def check_placement(spec: ModelSpec, shape: ServingShape, hardware: Hardware) ->
         raise ConfigError(f"expert={expert} must divide n_experts={spec.moe.n_experts}.")
     if expert > tensor and expert % tensor:
         raise ConfigError(f"expert={expert} must be a multiple of tensor={tensor}, or at most as much.")
+    if shape.in_int8:
+        known = {f"{layer}.{p.name}" for layer in range(spec.n_layers) for p in block_products(spec)}
+        unknown = sorted(set(shape.in_int8) - known)
+        if unknown or not shape.scheme.startswith("int4"):
+            raise ConfigError(
+                f"in_int8={(unknown or shape.in_int8)[0]!r} must be a matrix of the model, as 0.down, that int4 holds in int8."
+            )
     ours = engine_schemes(hardware)
     if hardware.basis == "measured" and hardware.kind == "cpu" and shape.scheme not in ours:
         raise ConfigError(
@@ -646,7 +655,7 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
         decode=decode,
         prefill_flops_per_token=prefill_flops(spec, shape.prompt_tokens) / shape.prompt_tokens,
         decode_flops_per_token=decode_flops(spec, shape.context),
-        model_bytes=weights_bytes(spec, stored_scheme_name(spec, shape, hardware)),
+        model_bytes=mixed_weights_bytes(spec, stored_scheme_name(spec, shape, hardware), shape.in_int8),
         startup_s=hardware.extras.get("torch_import_s", 2.0) + load,
         cost_per_hour=cost_of(3600.0, hardware, shape.placement.devices),
         check_s=check_s(spec, shape, hardware),

@@ -9,7 +9,7 @@ from functools import lru_cache
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.params import LayerKind, Product, count_parameters, layer_kinds
+from twostroke.planner.params import LayerKind, Product, block_products, count_parameters, layer_kinds
 
 FP32 = 4.0
 """Bytes."""
@@ -104,6 +104,12 @@ def weights_bytes(spec: ModelSpec, scheme: str) -> float:
         return how.element_bytes * parameters.total
     matrices = sum(n * p.copies * matrix_bytes(spec, p, scheme) for kind, n in layer_kinds(spec) for p in kind.products)
     return matrices + KEPT * (parameters.total - parameters.block_matrices)
+
+
+def mixed_weights_bytes(spec: ModelSpec, scheme: str, in_int8: tuple[str, ...]) -> float:
+    """``weights_bytes`` with the matrices ``in_int8`` ("<layer>.<product>") of a dense model held so instead."""
+    extra = {p.name: matrix_bytes(spec, p, "int8") - matrix_bytes(spec, p, scheme) for p in block_products(spec)}
+    return weights_bytes(spec, scheme) + sum(extra[name.partition(".")[2]] for name in in_int8)
 
 
 def experts_touched(n_experts: int, top_k: int, n_tokens: float) -> float:

@@ -39,8 +39,9 @@ def serving_shape_of(bench: Run) -> ServingShape:
         prompt, output = (_mean(inputs[name]) for name in ("prompt_tokens", "output_tokens"))
         users = number_of(bench.prediction.get("concurrency")) or inputs.get("users") or inputs.get("batch") or 1
         return ServingShape(
-            scheme=inputs["scheme"] or "bf16", batch=max(1, round(users)), prompt_tokens=prompt, output_tokens=output
-        )
+            scheme=inputs["scheme"] or "bf16", batch=max(1, round(users)), prompt_tokens=prompt, output_tokens=output,
+            in_int8=tuple(inputs.get("in_int8", ())),
+        )  # fmt: skip
     except (KeyError, TypeError, ValueError, ConfigError) as error:
         raise CorruptFileError(f"run {bench.run_id} cannot be planned again: {error!r} in its inputs.") from None
 

@@ -15,20 +15,12 @@ from twostroke.ledger.store import Ledger
 from twostroke.planner.hardware import load_hardware
 from twostroke.planner.intervals import predict_with_intervals
 from twostroke.planner.serving import ServingShape, plan_serving
-from twostroke.quantization.schemes import stored_scheme
+from twostroke.quantization.held import held
 from twostroke.server import wire
 from twostroke.server.launch import EngineOptions
 from twostroke.server.served import Served, peak_memory_bytes
 
 log = logging.getLogger("twostroke.server")
-
-
-def scheme_of(directory: Path, dtype: str) -> str:
-    """How the engine will hold the weights: ``dtype``, or what "auto" comes to for this directory; 4 bits with their group."""
-    stored = stored_scheme(directory)
-    if stored is not None:
-        return stored.name if stored.group is None else f"{stored.name}-g{stored.group}"
-    return "bf16" if dtype == "auto" else dtype
 
 
 TIMES = ("ttft_s", "tpot_s", "e2e_s", "prefill_tok_per_s", "decode_tok_per_s", "output_tok_per_s")
@@ -80,7 +72,7 @@ class ServeRecord:
         # One request that fills half of a short context and at most 512 tokens of a long one: the planner's usual shape.
         prompt = max(1, min(512, longest // 2))
         shape = ServingShape(
-            scheme=scheme_of(directory, options.dtype),
+            **held(directory, spec, options.dtype)._asdict(),
             head_dtype=options.head_dtype or "auto",
             kv_dtype=options.kv_dtype or "auto",
             batch=1,

@@ -118,7 +118,15 @@ def crossover(
             training_usd, document["training_cost"] = spent.usd, spent.to_dict()
         if serving is None:
             shape = serving_shape(
-                found.spec, found.scheme(scheme), batch, prompt, output, tensor=tensor, pipeline=pipeline, expert=expert
+                found.spec,
+                found.scheme(scheme),
+                batch,
+                prompt,
+                output,
+                in_int8=found.in_int8(scheme),
+                tensor=tensor,
+                pipeline=pipeline,
+                expert=expert,
             )
             served_on = load_hardware(hardware, "serve")
             planned = plan_serving(found.spec, shape, served_on)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from twostroke.planner.serving import ServingShape
     from twostroke.planner.size_ladder import Candidate
     from twostroke.planner.training import TrainingShape
+    from twostroke.quantization.held import Held
 
 UNKNOWN_TRAIN_TOKENS = 10**12
 """Text that is assumed where nobody has counted it: more than any budget here reads, so that nothing is read twice."""
@@ -58,12 +59,16 @@ class Subject:
     steps: int = 0
     ranking: tuple[Candidate, ...] = ()
     notes: tuple[str, ...] = ()
-    stored_scheme: str | None = None
+    held: Held | None = None
     """How a directory that `twostroke quantize` wrote holds its matrices."""
 
     def scheme(self, asked: str) -> str:
         """``asked``, or what "auto" comes to."""
-        return (self.stored_scheme or "bf16") if asked == "auto" else asked
+        return (self.held.scheme if self.held else "bf16") if asked == "auto" else asked
+
+    def in_int8(self, asked: str) -> tuple[str, ...]:
+        """Matrices that a directory of int4 holds in int8, where it is planned as it is."""
+        return self.held.in_int8 if self.held is not None and self.scheme(asked) == self.held.scheme else ()
 
 
 def _prepared_counts(recipe: TrainRecipe) -> tuple[int, int] | None:
@@ -122,20 +127,18 @@ def read_subject(text: str, settings: list[str], hardware: Hardware, train_token
         raise ConfigError(f"--set needs a recipe, and {text} is not a .toml file. Use the options instead, or name a recipe.")
     if not path.exists():
         raise InputError(f"{text} does not exist. Give a recipe (.toml), a model directory or a config.json.")
-    return Subject(str(path), read_spec(path), None, stored_scheme=_stored_scheme(path))
+    spec = read_spec(path)
+    return Subject(str(path), spec, None, held=_held(path, spec))
 
 
-def _stored_scheme(path: Path) -> str | None:
-    """The planner's name for it; None for plain weights, a bare config.json, and formats that are others'."""
-    from twostroke.quantization.schemes import stored_scheme
+def _held(path: Path, spec: ModelSpec) -> Held | None:
+    """How it is quantised; None for plain weights, a bare config.json, and formats that are others'."""
+    from twostroke.quantization.held import held
 
     try:
-        stored = stored_scheme(path)
+        return held(path, spec)
     except ConfigError:
         return None
-    if stored is None:
-        return None
-    return stored.name if stored.group is None else f"{stored.name}-g{stored.group}"
 
 
 def serving_shape(spec: ModelSpec, scheme: str, batch: int, prompt: int, output: int, **others: Any) -> ServingShape:

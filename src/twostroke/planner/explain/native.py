@@ -35,7 +35,9 @@ def explain_native_pass(
         seconds = 2.0 * use.rows * n * k / rate
         share = min(1.0, n_bytes / seconds / there)
         count = len(native_matrices(use.product)) * use.times
-        symbol = f"{name}_{use.product.name}_{use.rows}_s"
+        mixed = len({other.name for other in uses if other.product.name == use.product.name}) > 1
+        held = f"_{use.name.removeprefix('native_')}" if mixed else ""
+        symbol = f"{name}_{use.product.name}{held}_{use.rows}_s"
         parts.append(symbol)
         terms.add(
             "time", symbol, count * max(seconds * (1 + share**2 * (there / here - 1)), n_bytes / here), "s",

@@ -32,7 +32,7 @@ from twostroke.planner.native_passes import (
     tokens_seen,
 )
 from twostroke.planner.native_products import SCHEMES as NATIVE_SCHEMES
-from twostroke.planner.native_products import native_product_bytes, native_read_bytes
+from twostroke.planner.native_products import in_int8_more_bytes, native_product_bytes, native_read_bytes
 from twostroke.planner.params import block_products, count_parameters, head_product, layer_kinds
 from twostroke.planner.serving import (
     CPU_MEMORY_UTILISATION,
@@ -50,7 +50,7 @@ from twostroke.planner.serving import (
     stored_scheme_name,
 )
 from twostroke.planner.step_time import efficiencies_of
-from twostroke.planner.weights import KEPT, kv_scale_bytes, matrix_bytes, scheme_of, weights_bytes
+from twostroke.planner.weights import KEPT, kv_scale_bytes, matrix_bytes, mixed_weights_bytes, scheme_of, weights_bytes
 
 
 def explain_serving(plan: ServingPlan) -> Explanation:
@@ -73,6 +73,7 @@ def _weights(terms: Explanation, plan: ServingPlan) -> None:
     """Bytes of the whole model under its scheme, and of one device's part."""
     spec, scheme = plan.spec, stored_scheme_name(plan.spec, plan.shape, plan.hardware)
     how, whole = scheme_of(scheme), weights_bytes(plan.spec, scheme)
+    mixed = mixed_weights_bytes(plan.spec, scheme, plan.shape.in_int8)
     if not how.quantised:
         terms.add("memory", "model_bytes", whole, "bytes", "w·N", f"every parameter in {scheme}", w=how.element_bytes)
     else:
@@ -85,9 +86,11 @@ def _weights(terms: Explanation, plan: ServingPlan) -> None:
                     blocks += count * product.copies * math.ceil(product.n / how.block_rows) * columns
         each = f"{how.block_rows} × {how.block_columns or 'all'} elements"
         terms.add(
-            "memory", "model_bytes", whole, "bytes", "element·quantised + scale·blocks + kept·(N − quantised)",
+            "memory", "model_bytes", mixed, "bytes",
+            f"element·quantised + scale·blocks + kept·(N − quantised){' + in_int8' if plan.shape.in_int8 else ''}",
             f"{scheme}: a scale for {each} of the blocks' matrices; the rest in 16 bits", element=how.element_bytes,
             quantised=quantised, scale=how.scale_bytes, blocks=blocks, kept=KEPT,
+            **({"in_int8": mixed - whole} if plan.shape.in_int8 else {}),
         )  # fmt: skip
     if runs_natively(spec, plan.shape, plan.hardware):
         _native_weights(terms, plan)
@@ -119,11 +122,13 @@ def _native_weights(terms: Explanation, plan: ServingPlan) -> None:
     name, width = NATIVE_SCHEMES[shape.scheme], 4.0 if shape.scheme == "fp32" else 2.0
     norms = parameters.norms + parameters.final_norm + (2 * spec.n_layers * spec.head_dim if spec.qk_norm else 0)
     terms.add(
-        "memory", "weights_bytes", plan.memory_bytes["weights"], "bytes", "L·block + head + 4·norms + w·looked_up",
+        "memory", "weights_bytes", plan.memory_bytes["weights"], "bytes",
+        f"L·block + head + 4·norms + w·looked_up{' + in_int8' if shape.in_int8 else ''}",
         f"packed by the native library in {shape.scheme}, the head in {shape.head}; norms in fp32; an embedding of its own",
         L=spec.n_layers, block=sum(native_product_bytes(p, name) for p in block_products(spec)),
         head=native_product_bytes(head_product(spec), NATIVE_SCHEMES[shape.head]), norms=norms, w=width,
         looked_up=parameters.positions + (0 if spec.tied_embeddings else parameters.embedding),
+        **({"in_int8": in_int8_more_bytes(spec, shape.scheme, shape.in_int8)} if shape.in_int8 else {}),
     )  # fmt: skip
 
 
@@ -287,7 +292,7 @@ def _time(terms: Explanation, plan: ServingPlan) -> None:
 
 def _native_time(terms: Explanation, plan: ServingPlan) -> None:
     spec, shape, hardware = plan.spec, plan.shape, plan.hardware
-    token, weights = plan.kv_bytes_per_token, native_read_bytes(spec, shape.scheme, shape.head)
+    token, weights = plan.kv_bytes_per_token, native_read_bytes(spec, shape.scheme, shape.head, shape.in_int8)
     cached = sum(start + count for start, count in chunks(shape)) * token
     for name, symbol, uses, units, working_set, kv_bytes, ratio, value in (
         ("prefill", "ttft_s", prefill_uses(spec, shape), prefill_unknowns(spec, shape), weights, cached,

@@ -355,6 +355,7 @@ OBJECTS: dict[str, tuple[str, Fields]] = {
             "speculation": ("speculation?", "drafting, where it is used"),
             "engine": ("text", "whose step and launch times are taken: any, vllm, trtllm or sglang"),
             "answers": ("integer", "of the batch, to one prompt, which is computed once"),
+            "in_int8": ("[text]", "matrices of an int4 directory that it holds in int8, each as layer.product"),
         },
     ),
     "speculation": (

@@ -1,0 +1,52 @@
+"""How a model directory's matrices will be held, in the planner's words: its own quantisation, matrix by matrix. No torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from twostroke.core.errors import ConfigError
+from twostroke.core.spec import ModelSpec
+from twostroke.planner.adapters import modules_of
+from twostroke.planner.params import layer_kinds
+from twostroke.quantization.schemes import Scheme, stored_scheme
+
+_MODULE = re.compile(r"\.(\d+)\.(.+)$")
+"""Layer and name below it of a module: ``model.layers.3.mlp.down_proj``."""
+
+
+class Held(NamedTuple):
+    """``ServingShape.scheme`` and ``ServingShape.in_int8``."""
+
+    scheme: str
+    in_int8: tuple[str, ...] = ()
+
+
+def held(directory: Path | str, spec: ModelSpec, dtype: str = "auto") -> Held:
+    """How the engine will hold the matrices of ``directory``: as they are stored where they are quantised, 4 bits with their
+    group, else as ``dtype``, where "auto" is bf16. Raises ConfigError for a quantisation that is not known."""
+    stored = stored_scheme(directory)
+    if stored is None:
+        return Held("bf16" if dtype == "auto" else dtype)
+    name = stored.name if stored.group is None else f"{stored.name}-g{stored.group}"
+    return Held(name, _in_int8(stored, spec))
+
+
+def _in_int8(stored: Scheme, spec: ModelSpec) -> tuple[str, ...]:
+    """``<layer>.<product>`` of each matrix that the directory holds in int8 beside int4; the parts of one count once."""
+    if not stored.int8_modules:
+        return ()
+    product_of = {
+        module: product.name
+        for kind, _ in layer_kinds(spec)
+        for product in kind.products
+        for module, _ in modules_of(product, kind, spec.family)
+    }
+    found: dict[str, None] = {}
+    for module in stored.int8_modules:
+        match = _MODULE.search(module)
+        if match is None or match[2] not in product_of:
+            raise ConfigError(f"quantization_config names {module!r}, which is not a matrix of a {spec.family} model.")
+        found[f"{match[1]}.{product_of[match[2]]}"] = None
+    return tuple(sorted(found, key=lambda name: (int(name.partition(".")[0]), name)))
