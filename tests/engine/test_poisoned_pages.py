@@ -86,9 +86,12 @@ def aborted(engine: EngineCore, i: int) -> None:
 
 
 def timed_out(engine: EngineCore, i: int) -> None:
-    begin(engine, i, timeout_s=0.02)
-    time.sleep(0.03)
-    assert [event.finish_reason for event in engine.step()] == ["timeout"]
+    begin(engine, i, timeout_s=1000.0)
+    later = time.monotonic() + 2000.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: later)
+        events = engine.step()
+    assert [event.finish_reason for event in events] == ["timeout"]
 
 
 def to_its_end(engine: EngineCore, i: int) -> None:

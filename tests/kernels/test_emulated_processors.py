@@ -66,3 +66,4 @@ def test_the_products_tests_pass_on_a_haswell() -> None:
     test = os.path.join(os.path.dirname(__file__), "test_native_products.py")
     done = emulated("Haswell", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=3000", test)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert " passed" in done.stdout
