@@ -99,7 +99,8 @@ def _run(folder: Path, seconds: float) -> Traffic:
     assert not scheduler.requests
     assert not core._answers
     assert not core._names
-    assert not core._prompt_scores._of
+    assert not core._prompt_scores._n_scored
+    assert not core._prompt_scores.take()
     assert not traffic.open
     assert psutil.Process().memory_info().rss - before < 64e6  # nothing grows with the number of requests
     return traffic

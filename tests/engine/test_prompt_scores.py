@@ -63,3 +63,21 @@ def test_scores_do_not_depend_on_the_pieces(model: Path) -> None:
 @pytest.mark.parametrize(("n_vocab", "rows"), [(512, 32_768), (151_936, 110), (10**9, LEAST_SCORED_ROWS)])
 def test_rows_that_are_scored_at_once(n_vocab: int, rows: int) -> None:
     assert scored_rows(n_vocab) == rows
+
+
+def test_the_engine_keeps_no_scores_and_a_request_cancelled_in_its_prompt_leaves_nothing(model: Path) -> None:
+    core = engine(model, token_budget=32)
+    for name in ("a", "b"):
+        core.add_request(name, PROMPT, SamplingParams(max_tokens=1, prompt_logprobs=20, ignore_eos=True))
+    told = {"a": 0, "b": 0}
+    for _ in range(4):
+        for event in core.step():
+            told[event.request_id] += len(event.prompt_logprobs or ())
+    assert sum(told.values()) == 4 * 32
+    assert not core._prompt_scores._new
+    core.abort("a")
+    while core.has_work:
+        for event in core.step():
+            told[event.request_id] += len(event.prompt_logprobs or ())
+    assert told["b"] == len(PROMPT) - 1
+    assert not core._prompt_scores._n_scored

@@ -136,8 +136,9 @@ def test_scores_are_the_prompt_logprobs_that_a_request_gets(tmp_path: Path) -> N
     found = token_scores(engine, sequences)
     for i, (ids, _) in enumerate(sequences):
         engine.add_request(f"{i}", ids, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0))
-    told = {}
+    told: dict[str, list[TokenLogprobs]] = {}
     while engine.has_work:
-        told |= {e.request_id: e.prompt_logprobs for e in engine.step() if e.prompt_logprobs is not None}
+        for event in engine.step():
+            told.setdefault(event.request_id, []).extend(event.prompt_logprobs or ())
     for i, (nats, _) in enumerate(found):
         np.testing.assert_allclose(-nats, [entry.logprob for entry in told[f"{i}"]], atol=2e-4)

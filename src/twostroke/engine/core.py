@@ -82,8 +82,9 @@ class EngineConfig:
 @dataclass(slots=True)  # not frozen: that costs a microsecond a token
 class TokenEvent:
     """New tokens of answer ``index`` to one request. ``finish_reason`` is set in its last event; with "error" (its logits were
-    not finite) and "timeout" there is no token. A token that ended the request with "stop" is among ``token_ids``. The first
-    event of answer 0 has the ``prompt_logprobs``, where they were asked for."""
+    not finite) and "timeout" there is no token. A token that ended the request with "stop" is among ``token_ids``.
+    ``prompt_logprobs``, where they were asked for, come in events of answer 0 without tokens before any answer's first token:
+    each has those of the prompt's next tokens, from the second on."""
 
     request_id: str
     token_ids: list[int]
@@ -261,7 +262,7 @@ class EngineCore:
         self._names[request_id].remove(name)
         if not self._names[request_id]:
             del self._names[request_id]
-        self._prompt_scores.take(name)
+        self._prompt_scores.forget(name)
 
     def step(self) -> list[TokenEvent]:
         """Compute one step and return what it brought: at most one token for each running request.
@@ -296,6 +297,9 @@ class EngineCore:
             tokens[place] = token
         failed.update(rows[i].id for i in sampled.failed)
         finished = self.scheduler.update(step, tokens, failed)
+        for name, scores in self._prompt_scores.take():
+            if name in self._answers and name not in failed:
+                events.append(self._event(name, [], scores=scores))
         for request, token, entry in zip(rows, sampled.tokens, sampled.logprobs, strict=True):
             if request.id not in failed:
                 events.append(self._event(request.id, [token], None if entry is None else [entry], request.finish_reason))
@@ -328,9 +332,9 @@ class EngineCore:
         token_ids: list[int],
         logprobs: list[TokenLogprobs] | None = None,
         finish_reason: FinishReason | None = None,
+        scores: list[TokenLogprobs] | None = None,
     ) -> TokenEvent:
         answer = self._answers[name]
-        scores = self._prompt_scores.take(name) if token_ids else None
         return TokenEvent(answer.request_id, token_ids, logprobs, finish_reason, answer.index, scores)
 
     def compute(self, step: ScheduledStep, rows: Tensor | None = None) -> Tensor:

@@ -225,6 +225,9 @@ class LLM:
             while open_ids:
                 for event in self._events(open_ids):
                     request = named[event.request_id]
+                    if event.prompt_logprobs is not None:
+                        request.prompt_logprobs = [*(request.prompt_logprobs or ()), *event.prompt_logprobs]
+                        continue
                     request.first = request.first or time.perf_counter()
                     delta = _delta(request, event)
                     if delta.finish_reason is not None:
@@ -256,7 +259,6 @@ def _delta(request: _Open, event: TokenEvent) -> Delta:
     answer, finish_reason = request.answers[event.index], event.finish_reason
     answer.token_ids += event.token_ids
     answer.logprobs += event.logprobs or []
-    request.prompt_logprobs = event.prompt_logprobs or request.prompt_logprobs
     text = ""
     if answer.detokenizer is not None:
         text = answer.detokenizer.add(event.token_ids)

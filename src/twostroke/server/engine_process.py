@@ -24,10 +24,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from twostroke.core.errors import CapacityError, InputError, TwostrokeError
 from twostroke.scheduling.sampling_params import SamplingParams
@@ -40,8 +40,8 @@ MAX_UNSENT_BYTES = 8 * 2**20
 STALL_S = 30.0
 """A connection that reads nothing for this long, with output waiting, is closed."""
 _RECEIVE_BYTES = 256 * 2**10
-_SCORES_A_FRAME = 512
-"""Prompt tokens with their log-probabilities in one message, which the HTTP process decodes in a few milliseconds."""
+_LOGPROBS_A_FRAME = 2**14
+"""Log-probabilities, alternatives included, after which a message ends: a few milliseconds for the HTTP process to decode."""
 _HELD_ENTRIES = 512
 """Tokens, or their log-probabilities, of a whole answer that are sent together: 8 kB, of a thousand requests half a frame."""
 
@@ -316,21 +316,49 @@ class EngineServer:
             owner = self._owners.get(event.request_id)
             if owner is None:
                 continue  # aborted a moment ago
-            connection, request_id = owner.connection, owner.request_id
-            if event.prompt_logprobs is not None:
-                scores = wire_logprobs(event.prompt_logprobs) or []
-                for i in range(0, len(scores), _SCORES_A_FRAME):
-                    part = scores[i : i + _SCORES_A_FRAME]
-                    connection.send(wire.Tokens([wire.TokenDelta(request_id, [], prompt_logprobs=part)]))
-            delta = owner.due(
-                wire.TokenDelta(request_id, event.token_ids, wire_logprobs(event.logprobs), event.finish_reason, event.index)
-            )
-            if delta is not None:
-                outbox.setdefault(connection.number, []).append(delta)
+            deltas = outbox.setdefault(owner.connection.number, [])
+            for part in _in_frames(wire_logprobs(event.prompt_logprobs) or []):
+                deltas.append(wire.TokenDelta(owner.request_id, [], prompt_logprobs=part))
+            if event.token_ids or event.finish_reason is not None:
+                logprobs = wire_logprobs(event.logprobs)
+                delta = owner.due(
+                    wire.TokenDelta(owner.request_id, event.token_ids, logprobs, event.finish_reason, event.index)
+                )
+                if delta is not None:
+                    deltas.append(delta)
             if event.finish_reason is not None:
                 self._ended(event.request_id, (event.index,))
         for number, deltas in outbox.items():
-            self._connections[number].send(wire.Tokens(deltas))
+            for frame in _in_frames(deltas):
+                self._connections[number].send(wire.Tokens(frame))
+
+
+T = TypeVar("T", wire.TokenLogprobs, wire.TokenDelta)
+
+
+def _in_frames(items: Sequence[T]) -> Iterator[list[T]]:
+    """``items`` in order, in parts that end where they hold ``_LOGPROBS_A_FRAME``."""
+    part: list[T] = []
+    n = 0
+    for item in items:
+        part.append(item)
+        n += _size(item)
+        if n >= _LOGPROBS_A_FRAME:
+            yield part
+            part, n = [], 0
+    if part:
+        yield part
+
+
+def _size(item: wire.TokenLogprobs | wire.TokenDelta) -> int:
+    """Log-probabilities in it; a message without any counts as ten."""
+    if isinstance(item, wire.TokenLogprobs):
+        return 1 + len(item.top)
+    return (
+        10
+        + len(item.token_ids)
+        + sum(1 + len(entry.top) for entries in (item.logprobs, item.prompt_logprobs) for entry in entries or ())
+    )
 
 
 def wire_logprobs(entries: Sequence[Any] | None) -> list[wire.TokenLogprobs] | None:
