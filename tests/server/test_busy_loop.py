@@ -8,6 +8,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -138,17 +140,63 @@ def test_prompts_of_two_megabytes_do_not_hold_up_others(bounded: Served, unbound
         assert longest_s < 2.0
 
 
+ASK = """
+import http.client, json, sys, threading, time
+host, port, route, file, n, seconds = *sys.argv[1:5], *map(int, sys.argv[5:])
+body = open(file, "rb").read() or None
+waits = []
+def ask(until):
+    web = http.client.HTTPConnection(host, int(port), timeout=200)
+    while True:
+        begun = time.perf_counter()
+        web.request("POST" if body else "GET", route, body, {"content-type": "application/json"})
+        response = web.getresponse()
+        response.read()
+        waits.append((response.status, time.perf_counter() - begun))
+        if time.monotonic() >= until:
+            return
+        time.sleep(0.005)
+threads = [threading.Thread(target=ask, args=(time.monotonic() + seconds,)) for _ in range(n)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(json.dumps(waits))
+"""
+
+
+def ask(served: Served, route: str, file: Path, n: int, seconds: int) -> subprocess.Popen[str]:
+    """A process that asks in ``n`` threads for ``seconds``, at least once each: what it prints does not wait for this one."""
+    host, port = served.url.removeprefix("http://").split(":")
+    command = [sys.executable, "-c", ASK, host, port, route, str(file), str(n), str(seconds)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", LONG)
-def test_twenty_prompts_of_two_megabytes_at_once(bounded: Served, unbounded: Served, kind: str) -> None:
-    """On a quiet machine: others wait 200 ms at most, and one alone is refused within 100 ms where its bytes tell."""
-    for served in (bounded, unbounded):
-        longest_s, _ = send_long(served, 20, LONG[kind])
-        _, alone = send_long(served, 1, LONG[kind])
-        print(f"{kind}: /health {longest_s * 1e3:.0f} ms, refused in {alone[0] * 1e3:.0f} ms ({served is bounded = })")
-        assert longest_s <= 0.2
-        # Each of many texts would fit alone by its bytes, so that they are tokenised as well.
-        assert served is unbounded or kind == "texts" or alone[0] <= 0.1
+def test_twenty_prompts_of_two_megabytes_at_once(bounded: Served, unbounded: Served, kind: str, tmp_path: Path) -> None:
+    """Others wait 200 ms at most, and one alone is refused within 100 ms where its length tells. Of a machine that others use,
+    the worst of twenty waits is left out of the one, and the best of five times is taken for the other."""
+    file, nothing = tmp_path / "body", tmp_path / "nothing"
+    file.write_text(json.dumps({"model": "echo", "max_tokens": 2} | LONG[kind]))
+    nothing.touch()
+    route = "/v1/chat/completions" if kind == "chat" else "/v1/completions"
+    for name, served in (("bounded", bounded), ("unbounded", unbounded)):
+        alone = [json.loads(ask(served, route, file, 1, 0).communicate()[0])[0] for _ in range(5)]
+        health = ask(served, "/health", nothing, 1, 6)
+        time.sleep(0.5)
+        refused = json.loads(ask(served, route, file, 20, 0).communicate()[0])
+        waits = json.loads(health.communicate()[0])
+        most_s, longest_s = sorted(wait for _, wait in waits)[-1 - len(waits) // 20], max(wait for _, wait in waits)
+        alone_s = min(wait for _, wait in alone)
+        print(
+            f"{name} {kind}: /health {most_s * 1e3:.0f} ms, at most {longest_s * 1e3:.0f} of {len(waits)}, "
+            f"alone {alone_s * 1e3:.0f} ms, "
+            f"of twenty the last {max(wait for _, wait in refused) * 1e3:.0f} ms"
+        )
+        assert {status for status, _ in alone + refused} == {400}
+        assert most_s <= 0.2
+        assert longest_s <= 2.0
+        # Each of many texts would fit by its bytes, so that they are tokenised as well.
+        assert alone_s <= 0.1 or (name == "unbounded" and kind in ("text", "chat")) or kind == "texts"
 
 
 def test_an_endless_template_holds_up_nobody_for_long_and_the_server_stops(echo_model: Path, tmp_path: Path) -> None:
