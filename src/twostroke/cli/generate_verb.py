@@ -83,7 +83,7 @@ def generate(
     stats, rates = llm.stats(), achieved(llm.engine, hardware=record.hardware)
     measured = _measured(directory, llm, rates, outputs, startup_s)
     record.measure({**measured, "not_measured": record.unmeasured(measured)})
-    document = {
+    document: dict[str, Any] = {
         "model": str(directory),
         "dtype": llm.engine.dtype,
         "outputs": [
@@ -104,12 +104,15 @@ def generate(
         "prediction": record.prediction,
         "measurement": measured,
     }
+    failed = [i for i, output in enumerate(outputs) if any(a.finish_reason == "error" for a in output.outputs)]
+    if failed:
+        document["error"] = error = f"the model's output for prompt {failed[0] + 1} was not finite. The weights may be damaged."
     if as_json:
         emit(document, "", as_json=True)
     log(_speed(stats, measured, rates, llm.engine.dtype, llm.engine.weights_bytes))
-    failed = [i for i, output in enumerate(outputs) if any(a.finish_reason == "error" for a in output.outputs)]
     if failed:
-        raise TwostrokeError(f"the model's output for prompt {failed[0] + 1} was not finite. The weights may be damaged.")
+        log(error)
+        raise typer.Exit(TwostrokeError.exit_code)  # what was answered is above, in the one document that there is
 
 
 def _stdin() -> str:

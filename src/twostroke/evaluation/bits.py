@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from twostroke.core.aside import write_text
-from twostroke.core.errors import DataError, InputError
+from twostroke.core.errors import DataError, InputError, TwostrokeError
 from twostroke.data.packing import document_layout
 from twostroke.data.shards import PreparedData
 from twostroke.data.tokenizer import eos_id_of, load_tokenizer
@@ -224,6 +224,8 @@ def bits_per_byte(
     stride = default_stride(context) if stride is None else stride
     nats = nats_of(model, tokens.ids, tokens.eos_id, context, stride, device, progress)
     total = float(nats.sum(dtype=np.float64))
+    if not math.isfinite(total):
+        raise TwostrokeError("the model's output was not finite. The weights may be damaged.")
     per_token = total / len(nats)
     return BitsPerByte(
         bits_per_byte=total / (math.log(2) * tokens.n_bytes),

@@ -79,8 +79,7 @@ def export_model(
         notes.append(f"merged weights are rounded to {dtype}; --dtype fp32 keeps them.")
     state = lazy_state(spec, get)
     save_model(
-        Watched(state, progress) if progress else state,
-        spec, directory, dtype, tokenizer_path=tokenizer_directory(found, base), replace=replace,
+        Watched(state, progress), spec, directory, dtype, tokenizer_path=tokenizer_directory(found, base), replace=replace,
     )  # fmt: skip
     n_parameters = sum(math.prod(entry.shape) for entry in layout(spec))
     n_bytes = sum(file.stat().st_size for file in Path(directory).iterdir())

@@ -22,7 +22,7 @@ from twostroke.interop.source import SourceModel, SourceTokenizer
 from twostroke.model.adapter_directory import is_adapter_directory
 from twostroke.model.families import layout
 from twostroke.model.load import load_state
-from twostroke.model.save import save_model, write_tokenizer_tables
+from twostroke.model.save import require_finite, save_model, write_tokenizer_tables
 
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _DTYPE_NAMES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
@@ -61,7 +61,8 @@ def import_model(
     one. ``dtype`` "auto" keeps every weight exactly: fp32 where formats are mixed or quantised. ``progress`` hears the share
     of the tensors that is done, 0 to 1.
 
-    Raises InputError, ConfigError or CorruptFileError with a sentence, before anything is written; pickles are never opened.
+    Raises InputError, ConfigError or CorruptFileError with a sentence, also for a weight that is not finite, and leaves nothing
+    half written; pickles are never opened.
     """
     if dtype not in ("auto", "fp32", "bf16", "fp16"):
         raise ConfigError(f"dtype={dtype!r} is not a format to save in. Use auto, fp32, bf16 or fp16.")
@@ -86,8 +87,7 @@ def import_model(
         else:
             origin = None
             notes.append("there is no tokenizer beside the source; give one with --tokenizer to generate and score text.")
-        state = model.state if progress is None else Watched(model.state, progress)
-        save_model(state, model.spec, directory, stored, tokenizer_path=files, replace=replace)
+        save_model(Watched(model.state, progress), model.spec, directory, stored, tokenizer_path=files, replace=replace)
     shapes = [entry.shape for entry in layout(model.spec)]
     n_parameters = sum(math.prod(shape) for shape in shapes)
     n_bytes = sum(file.stat().st_size for file in Path(directory).iterdir())
@@ -97,15 +97,16 @@ def import_model(
 
 
 class Watched(Mapping[str, Tensor]):
-    """A state that tells ``progress`` of each tensor that is taken from it."""
+    """A state of which each tensor that is taken is told to ``progress``, and is finite: CorruptFileError otherwise."""
 
-    def __init__(self, state: Mapping[str, Tensor], progress: Callable[[float, str], None]) -> None:
+    def __init__(self, state: Mapping[str, Tensor], progress: Callable[[float, str], None] | None) -> None:
         self._state, self._progress, self._taken = state, progress, 0
 
     def __getitem__(self, name: str) -> Tensor:
         self._taken += 1
-        self._progress(min(1.0, self._taken / len(self._state)), f"tensor {self._taken} of {len(self._state)}")
-        return self._state[name]
+        if self._progress is not None:
+            self._progress(min(1.0, self._taken / len(self._state)), f"tensor {self._taken} of {len(self._state)}")
+        return require_finite(name, self._state[name])
 
     def __contains__(self, name: object) -> bool:  # Mapping's own would take the tensor
         return name in self._state

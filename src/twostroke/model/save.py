@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -117,6 +118,13 @@ def written_aside(target: Path) -> Iterator[Path]:
             flush_to_disk(file)
         flush_to_disk(aside)
         take_place(aside, target)
+
+
+def require_finite(name: str, tensor: Tensor) -> Tensor:
+    """``tensor``, the weight ``name``; CorruptFileError where a value of it is NaN or infinite. One pass, and no memory."""
+    if not math.isfinite(tensor.sum(dtype=torch.float64)):  # of finite weights of any type it is finite
+        raise CorruptFileError(f"tensor {name!r} holds values that are not finite. The model is damaged.")
+    return tensor
 
 
 def _check_names(spec: ModelSpec, state: Mapping[str, Tensor]) -> None:

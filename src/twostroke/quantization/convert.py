@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from twostroke.core.errors import ConfigError, CorruptFileError, InputError
+from twostroke.core.errors import ConfigError, InputError
 from twostroke.core.families import read_config
 from twostroke.kernels.int4 import dequantize_groups, quantize_groups
 from twostroke.kernels.matrix import quantize_columns
@@ -21,7 +21,7 @@ from twostroke.model.families import layout
 from twostroke.model.families.layout import Entry, read_entry, write_entry
 from twostroke.model.load import open_weights
 from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME
-from twostroke.model.save import COMPANION_FILES, require_writable, written_aside
+from twostroke.model.save import COMPANION_FILES, require_finite, require_writable, written_aside
 from twostroke.quantization.fitting import Fitted
 from twostroke.quantization.four_bits import pack_words
 from twostroke.quantization.schemes import Scheme, packed_name, scale_name, scheme_of, shape_name, zero_name
@@ -110,14 +110,12 @@ class _Converter:
             if held is not None:
                 yield from self._quantised(entry, tensor, held.group)
             else:
-                for name, part in write_entry(entry, tensor):
+                for name, part in write_entry(entry, require_finite(entry.parts[0].name, tensor)):
                     # Rows of a packed matrix share its memory, which safetensors refuses to write.
                     yield name, part.to(torch.bfloat16).clone(memory_format=torch.contiguous_format)
 
     def _quantised(self, entry: Entry, weight: Tensor, group: int | None) -> Iterator[tuple[str, Tensor]]:
-        weight = weight.float()
-        if not bool(torch.isfinite(weight).all()):
-            raise CorruptFileError(f"tensor {entry.parts[0].name!r} holds values that are not finite. The model is damaged.")
+        weight = require_finite(entry.parts[0].name, weight.float())
         if group is None:
             codes, scale = quantize_columns(weight)
             self._count(entry, weight, codes * scale[:, None])
