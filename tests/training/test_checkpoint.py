@@ -24,6 +24,7 @@ from twostroke.training.checkpoint import (
     list_checkpoints,
     load_checkpoint,
     load_newest,
+    remove_newer,
     save_checkpoint,
 )
 from twostroke.training.retention import Retention
@@ -272,3 +273,33 @@ def test_an_intact_checkpoint_of_the_step_is_not_written_again(tmp_path: Path) -
     (path / MODEL).write_bytes(b"spoilt")
     save_checkpoint(tmp_path, _checkpoint(4), Retention(1))
     assert _same(load_checkpoint(path), _checkpoint(4))
+
+
+class TestWhatOthersPutThere:
+    """A checkpoint is removed by retention, a roll-back or as a leftover; what no save wrote stays."""
+
+    def test_files_of_the_user_in_a_checkpoint_stay(self, tmp_path: Path) -> None:
+        first = save_checkpoint(tmp_path, _checkpoint(1), Retention(1))
+        (first / "thesis.odt").write_text("precious")
+        save_checkpoint(tmp_path, _checkpoint(2), Retention(1))
+        assert [path.name for path in first.iterdir()] == ["thesis.odt"]
+        remove_newer(tmp_path, 0)
+        assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+    def test_a_link_to_another_runs_checkpoint_is_removed_and_not_followed(self, tmp_path: Path) -> None:
+        other = save_checkpoint(tmp_path / "other", _checkpoint(1), Retention(1))
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / other.name).symlink_to(other)
+        (tmp_path / "run" / ".saving-step-00000007").symlink_to(other)
+        save_checkpoint(tmp_path / "run", _checkpoint(2), Retention(1))
+        assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000002"]
+        assert _same(load_checkpoint(other), _checkpoint(1))
+
+    def test_only_leftovers_of_a_save_are_removed(self, tmp_path: Path) -> None:
+        for name in (".saving-thesis", ".removing-notes", ".saving-step-00000003"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "chapter").write_text("precious")
+        (tmp_path / ".removing-step-00000004").mkdir()
+        save_checkpoint(tmp_path, _checkpoint(5), Retention(1))
+        kept = [".removing-notes", ".saving-step-00000003", ".saving-thesis", "step-00000005"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == kept

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -35,7 +36,8 @@ from twostroke.training.tensor_file import HashedFile, write_tensors
 FORMAT = 1
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
-_LEFTOVERS = (".saving-", ".removing-")
+_LEFTOVER = re.compile(r"\.(saving|removing)-step-\d{8,}")
+_OURS = {MODEL, OPTIMIZER, STATE, MANIFEST}
 _SET_ASIDE = "corrupt-"
 
 Log = Callable[[str], None]
@@ -70,8 +72,8 @@ def remove_leftovers(directory: Path) -> None:
     """Remove what a killed save or a killed removal left under ``directory``. No other process may be saving there."""
     if directory.is_dir():
         for path in directory.iterdir():
-            if path.name.startswith(_LEFTOVERS):
-                shutil.rmtree(path, ignore_errors=True)
+            if _LEFTOVER.fullmatch(path.name):
+                _remove(path)
 
 
 def _sha256(file: Path) -> str:
@@ -163,9 +165,29 @@ def remove_newer(directory: Path, step: int) -> None:
 def _discard(path: Path) -> None:
     """Remove a checkpoint. Renamed first, so that a kill half-way leaves no directory that looks like one."""
     doomed = path.with_name(f".removing-{path.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
+    _remove(doomed)
+    if path.is_symlink() or not _is_ours(path):
+        _remove(path)
+        return
     path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    _remove(doomed)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether nothing but files of a checkpoint is in the directory ``path``."""
+    return not path.is_symlink() and path.is_dir() and set(os.listdir(path)) <= _OURS
+
+
+def _remove(path: Path) -> None:
+    """Remove what a save wrote to the directory ``path``, and it where nothing else is in it; of a link, the link."""
+    if path.is_symlink():
+        path.unlink()
+    elif _is_ours(path):
+        shutil.rmtree(path, ignore_errors=True)
+    elif path.is_dir():
+        for name in _OURS:
+            with contextlib.suppress(OSError):
+                (path / name).unlink()
 
 
 def verify_checkpoint(path: Path) -> None:
@@ -225,7 +247,7 @@ def load_newest(directory: Path, log: Log, wanted: Callable[[int], bool] = _any)
             log(f"checkpoint {path.name} is damaged and was set aside: {error}")
             reasons.append(str(error))
             aside = path.with_name(f"{_SET_ASIDE}{path.name}")
-            shutil.rmtree(aside, ignore_errors=True)
+            _remove(aside)
             with contextlib.suppress(OSError):  # on a disk that is read-only it is only not taken
                 path.rename(aside)
             continue
