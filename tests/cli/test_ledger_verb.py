@@ -48,6 +48,14 @@ def test_show_holds_everything_stored(capsys: pytest.CaptureFixture[str], run_id
     assert "steps=3" in text
 
 
+def test_show_says_why_a_prediction_was_not_measured(capsys: pytest.CaptureFixture[str], run_id: str) -> None:
+    reasons = {"peak_memory_bytes": "no such file.", "cost_usd": "no bill is read.", "energy_kwh": "no bill is read."}
+    Ledger().measure(run_id, {"not_measured": reasons})
+    _, text, _ = run(capsys, "show", run_id)
+    shown = " ".join(text.split())
+    assert "not measured peak_memory_bytes: no such file. cost_usd, energy_kwh: no bill is read." in shown
+
+
 def test_compare_gives_the_error_in_percent(capsys: pytest.CaptureFixture[str], run_id: str) -> None:
     _, text, _ = run(capsys, "compare", run_id[:-2])
     assert "-20.0%" in text

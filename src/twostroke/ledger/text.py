@@ -174,6 +174,13 @@ def attribution_text(attributions: Sequence[Attribution]) -> str:
 def run_text(run: Run, rows: Sequence[Row], attributions: Sequence[Attribution] = ()) -> str:
     """Everything of one run for people: inputs, numbers, terms, notes. The JSON has the whole of it."""
     parts = [comparison_text(run, rows, attributions)]
+    missing = run.measurement.get("not_measured")
+    if isinstance(missing, Mapping) and missing:
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in missing.items():
+            by_reason.setdefault(str(reason), []).append(name)
+        reasons = (f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
+        parts.append("not measured\n" + "\n".join(_folded(line) for line in reasons))
     inputs = list(_flat(run.inputs))
     if inputs:
         parts.append(_wrapped("inputs", [f"{name}={value}" for name, value in inputs]))

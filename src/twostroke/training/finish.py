@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from twostroke.core.errors import TwostrokeError
+from twostroke.ledger.scoring import unmeasured
 from twostroke.model.load import save_model
 from twostroke.planner.params import count_parameters
 from twostroke.training.adapters import write_adapters
@@ -144,8 +145,10 @@ def _memory_measurement(run: TrainingRun) -> dict[str, Any]:
 
 
 def record_measurement(run: TrainingRun, measured: dict[str, Any], status: str, notes: str | None) -> None:
-    """Into the ledger. A ledger that cannot be written must not cost a finished run its summary."""
+    """Into the ledger, with a reason for each prediction that was not measured. A ledger that cannot be written must not cost a
+    finished run its summary."""
+    missing = unmeasured(run.prediction, measured, {})
     try:
-        run.ledger.measure(run.resolved.run_id, measured, status, notes)
+        run.ledger.measure(run.resolved.run_id, {**measured, "not_measured": missing}, status, notes)
     except (TwostrokeError, OSError) as error:
         run.log(f"the measurement was not recorded: {error}")
