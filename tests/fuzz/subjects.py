@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import shutil
@@ -30,6 +31,8 @@ from twostroke.model.load import open_weights
 from twostroke.model.safetensors_file import WeightFiles
 from twostroke.quantization.convert import quantize_model
 from twostroke.quantization.load import load_any_state
+from twostroke.training.checkpoint import MANIFEST, STATE, Checkpoint, load_checkpoint, save_checkpoint
+from twostroke.training.retention import Retention
 from twostroke.training.run_directory import RunDirectory
 
 Damage = Callable[[bytes, random.Random], bytes]
@@ -207,6 +210,22 @@ def read_run(folder: Path) -> None:
     RunDirectory(folder / "run").open(read_recipe(folder / "recipe.toml"), resume=True)
 
 
+def checkpoint(folder: Path) -> Path:
+    state = {"step": 3, "loader": {"next_window": 6, "epoch": 0}, "random": [1, 2, 3], "losses": [3.5, 3.25]}
+    weights = {"embed.weight": torch.ones(4, 3)}
+    return save_checkpoint(folder, Checkpoint(weights, {"embed.weight::step": torch.ones(1)}, state), Retention(1)) / STATE
+
+
+def read_checkpoint_directory(folder: Path) -> None:
+    """As one whose every hash is right: a stranger can compute them."""
+    directory = folder / "step-00000003"
+    manifest = json.loads((directory / MANIFEST).read_text())
+    content = (directory / STATE).read_bytes()
+    manifest["files"][STATE] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (directory / MANIFEST).write_text(json.dumps(manifest))
+    load_checkpoint(directory)
+
+
 ANY_CONFIG: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "rope_theta": 10000.0,
@@ -253,5 +272,6 @@ SUBJECTS: dict[str, Subject] = {
     "adapter_own": Subject(adapters("twostroke_adapter.json"), as_json, read_adapters),
     "adapter_weights": Subject(adapters("adapter_model.safetensors"), safetensors_header, read_adapters),
     "recipe": Subject(recipe, as_toml, lambda folder: (read_recipe(folder / "recipe.toml"), None)[1]),
+    "checkpoint": Subject(checkpoint, as_json, read_checkpoint_directory),
     "run": Subject(run_record, as_json, read_run),
 }

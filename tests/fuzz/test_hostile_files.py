@@ -6,7 +6,9 @@ file of the same kind. (The peak is ``VmHWM``: ``ru_maxrss`` begins with that of
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import struct
 import subprocess
@@ -84,6 +86,39 @@ def texts(n: int, length: int, kind: int = 8) -> bytes:
     return text(b"k") + struct.pack("<IIQ", 9, kind, n) + (text(b"x" * length) if kind == 8 else struct.pack("<IQ", 0, 0)) * n
 
 
+def number(key: str, value: int) -> bytes:
+    return text(key.encode()) + struct.pack("<II", 4, value)
+
+
+def gguf_model(pieces: list[bytes], kind: int = 1) -> bytes:
+    """A sound Llama of one layer and two dimensions, of ``pieces`` as its tokens, all of one ``kind``."""
+    n = len(pieces)
+    sizes = {"embedding_length": 2, "attention.head_count": 1, "feed_forward_length": 2, "block_count": 1, "context_length": 8}
+    fields = [text(b"general.architecture") + struct.pack("<I", 8) + text(b"llama")]
+    fields += [number(f"llama.{key}", value) for key, value in sizes.items()]
+    fields.append(text(b"llama.attention.layer_norm_rms_epsilon") + struct.pack("<If", 6, 1e-5))
+    fields.append(text(b"tokenizer.ggml.model") + struct.pack("<I", 8) + text(b"llama"))
+    fields.append(text(b"tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, n) + b"".join(map(text, pieces)))
+    fields.append(text(b"tokenizer.ggml.scores") + struct.pack("<IIQ", 9, 6, n) + bytes(4 * n))
+    fields.append(text(b"tokenizer.ggml.token_type") + struct.pack("<IIQ", 9, 5, n) + struct.pack("<i", kind) * n)
+    fields.append(text(b"tokenizer.ggml.add_bos_token") + struct.pack("<IB", 7, 0))
+    matrices = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    shapes = {"token_embd": (2, n), "output_norm": (2,), "blk.0.attn_norm": (2,), "blk.0.ffn_norm": (2,)}
+    shapes |= {f"blk.0.{name}": (2, 2) for name in matrices}
+    rows, offset = b"", 0
+    for name, shape in shapes.items():
+        rows += text(f"{name}.weight".encode()) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, 1, offset)
+        offset += -(-2 * math.prod(shape) // 32) * 32
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(shapes), len(fields)) + b"".join(fields) + rows
+    return head + bytes(-len(head) % 32 + offset)
+
+
+def words(n: int) -> list[bytes]:
+    """The first ``n`` words over two letters: each cut of each makes two others."""
+    every = (word for length in itertools.count(1) for word in itertools.product(b"ab", repeat=length))
+    return [bytes(word) for word in itertools.islice(every, n)]
+
+
 EMOJI = "\U0001f600"
 HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "a header of empty lists, 28 MiB": ("safetensors", lambda: header(b'{"a":[' + filled("[]", 28 * MiB) + b"]}")),
@@ -119,6 +154,13 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "a GGUF of many fields": ("gguf", lambda: gguf(*(text(b"%x" % i) + struct.pack("<IB", 0, 1) for i in range(700_000)))),
     "a GGUF of one long text": ("gguf", lambda: gguf(text(b"k") + struct.pack("<I", 8) + text(b"x" * 15_000_000))),
     "a GGUF of bytes": ("gguf", lambda: gguf(text(b"k") + struct.pack("<IIQ", 9, 0, 15_000_000) + bytes(15_000_000))),
+    "a GGUF token of half a million characters": ("gguf_model", lambda: gguf_model([b"<unk>", b"x" * 2**19])),
+    "GGUF tokens of 256 characters": ("gguf_model", lambda: gguf_model([b"%0256x" % i for i in range(20_000)])),
+    "GGUF tokens that all merge": ("gguf_model", lambda: gguf_model(words(250_000))),
+    "a few GGUF tokens that all merge": ("gguf_model", lambda: gguf_model(words(10_000))),
+    "very many GGUF tokens": ("gguf_model", lambda: gguf_model([b"%x" % i for i in range(600_000)])),
+    "GGUF tokens that are all marked": ("gguf_model", lambda: gguf_model([b"%0200x" % i for i in range(20_000)], 3)),
+    "a few marked GGUF tokens": ("gguf_model", lambda: gguf_model([b"%020x" % i for i in range(11_000)], 3)),
 }  # fmt: skip
 
 

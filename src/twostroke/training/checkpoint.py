@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from twostroke.core.aside import flush_to_disk
-from twostroke.core.documents import read_object
+from twostroke.core.documents import is_integer, read_object
 from twostroke.core.errors import CorruptFileError, TwostrokeError
 from twostroke.core.units import format_bytes
 from twostroke.training.retention import Retention
@@ -217,8 +217,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint at ``path``, verified. Raises CorruptFileError naming the file that is not as it was written."""
     verify_checkpoint(path)
     state = read_object(path / STATE)
-    if checkpoint_name(int(state.get("step", -1))) != path.name:
-        raise CorruptFileError(f"{path / STATE} is of step {state.get('step')}, not of {path.name}.")
+    step = state.get("step")
+    if not is_integer(step) or checkpoint_name(step) != path.name:
+        raise CorruptFileError(f"{path / STATE} is of step {step!r:.40}, not of {path.name}.")
     try:
         return Checkpoint(load_file(path / MODEL), load_file(path / OPTIMIZER), state)
     except (OSError, SafetensorError) as error:
