@@ -116,6 +116,30 @@ def test_a_stopped_process_is_noticed_within_ten_seconds_and_replaced() -> None:
     asyncio.run(scenario())
 
 
+def test_an_engine_that_is_silent_while_it_loads_is_waited_for() -> None:
+    """A first engine that was given up would end the server with an error."""
+
+    async def scenario() -> None:
+        client = EngineClient(lambda: launch_engine([*ECHO, "--load-s", "3"]), heartbeat_timeout_s=2.0)
+        task = asyncio.create_task(client.run())
+        try:
+            async with asyncio.timeout(10):
+                while client._channel is None:
+                    await asyncio.sleep(0.02)
+            assert client.engine_pid is not None
+            os.kill(client.engine_pid, signal.SIGSTOP)  # as an import that holds the interpreter
+            await asyncio.sleep(3.0)
+            os.kill(client.engine_pid, signal.SIGCONT)
+            async with asyncio.timeout(10):
+                await client.wait_loaded()
+            assert client.restarts == 0
+        finally:
+            client.close()
+            await task
+
+    asyncio.run(scenario())
+
+
 def test_a_step_that_hangs_makes_it_unready_and_then_ends_it() -> None:
     async def scenario() -> None:
         async with client_of(heartbeat_timeout_s=2.0, step_timeout_s=4.0) as client:

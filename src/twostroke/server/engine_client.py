@@ -1,8 +1,8 @@
 """The HTTP process's side of the engine: spawn it, watch it, restart it, and turn its frames into streams of tokens.
 
-An engine is *lost* when its process ends, its connection closes, no heartbeat has come for ``heartbeat_timeout_s``, or one
-turn of its loop takes longer than ``step_timeout_s``. Then every open stream gets an EngineLostError, the process is killed
-if it still lives, and a new one is started after a growing pause. ``ready`` is False from then until the new one has
+An engine is *lost* when its process ends, its connection closes, no heartbeat has come for ``heartbeat_timeout_s`` (longer
+while it loads), or one turn of its loop takes longer than ``step_timeout_s``. Then every open stream gets an EngineLostError,
+the process is killed if it still lives, and a new one is started after a growing pause. ``ready`` is False from then until the new one has
 loaded, and also while a turn has already taken longer than ``heartbeat_timeout_s``: the engine may be only slow, but it
 answers nobody.
 """
@@ -24,6 +24,9 @@ from twostroke.server.launch import EngineChild
 log = logging.getLogger("twostroke.server")
 
 HEARTBEAT_TIMEOUT_S = 6.0
+LOADING_TIMEOUT_S = 120.0
+"""The same before the engine is loaded: importing torch from a cold, busy disk can hold the interpreter, and with it the
+heartbeat's thread, for longer than six seconds."""
 STEP_TIMEOUT_S = 120.0
 BACKOFF_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STEADY_S = 60.0
@@ -277,7 +280,7 @@ class EngineClient:
                     async with asyncio.timeout(2.0):
                         await asyncio.shield(channel.lost)
                 return "closed"
-            if now - self._last_beat > self._heartbeat_timeout_s:
+            if now - self._last_beat > (self._heartbeat_timeout_s if self._loaded.is_set() else LOADING_TIMEOUT_S):
                 return f"no sign of life for {now - self._last_beat:.1f} s"
             if self._loaded.is_set() and self._busy_s > self._step_timeout_s:
                 return f"one step has taken over {self._step_timeout_s:g} s"

@@ -221,8 +221,9 @@ class EngineServer:
             peer, _ = self._listener.accept()
             self._accepted += 1
             connection = Connection(peer, self._accepted)
-            self._connections[connection.number] = connection
+            # In this order: while the heartbeat's thread accepts, the loop may begin and look up each connection's events.
             self._selector.register(peer, selectors.EVENT_READ, connection)
+            self._connections[connection.number] = connection
             if self._ready is not None:
                 connection.send(self._ready)
 
