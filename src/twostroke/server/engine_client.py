@@ -2,9 +2,9 @@
 
 An engine is *lost* when its process ends, its connection closes, no heartbeat has come for ``heartbeat_timeout_s`` (longer
 while it loads), or one turn of its loop takes longer than ``step_timeout_s``. Then every open stream gets an EngineLostError,
-the process is killed if it still lives, and a new one is started after a growing pause. ``ready`` is False from then until the new one has
-loaded, and also while a turn has already taken longer than ``heartbeat_timeout_s``: the engine may be only slow, but it
-answers nobody.
+the process is killed if it still lives, and a new one is started after a growing pause. ``ready`` is False from then until the
+new one has loaded, and also while a turn has already taken longer than ``heartbeat_timeout_s``: the engine may be only slow,
+but it answers nobody.
 """
 
 from __future__ import annotations

@@ -71,6 +71,10 @@ class Gate:
             # A web page whose own name was made to point to 127.0.0.1 (DNS rebinding) could otherwise use the model.
             message = "this server listens on loopback without a key and answers only to localhost and to addresses."
             return ApiError(403, message, code="foreign_host", headers={"connection": "close"})
+        if b"transfer-encoding" in headers and b"content-length" in headers:
+            # h11 lets the first count, as it may; a proxy in front that lets the second would see other requests than we do.
+            message = "content-length and transfer-encoding exclude each other."
+            return ApiError(400, message, code="ambiguous_length", headers={"connection": "close"})
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > MAX_BODY_BYTES:
             return too_large()

@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
@@ -19,6 +19,7 @@ from twostroke.server import protocol
 from twostroke.server.answers import ENCODER, ChatAnswer, CompletionAnswer
 from twostroke.server.errors import ApiError, encode_error
 from twostroke.server.gate import Gate
+from twostroke.server.openapi import ANSWER_ERRORS, answer_route, errors
 from twostroke.server.service import Service
 from twostroke.server.transfer import ClientGoneError, read_body, respond
 
@@ -27,34 +28,38 @@ def make_app(service: Service) -> ASGIApp:
     """The whole application, ready for an ASGI server."""
     app = FastAPI(title="Twostroke", version=__version__, docs_url=None, redoc_url=None)  # the docs pages load foreign scripts
 
-    @app.get("/health")
+    @app.get("/health", responses=errors())
     async def health() -> Response:
         """This process is alive."""
         return _json({"status": "ok"})
 
-    @app.get("/ready")
+    @app.get("/ready", responses=errors(503))
     async def ready() -> Response:
         """A request sent now would be worked on."""
         state = "ready" if service.ready else "draining" if service.draining else "loading"
         return _json({"status": state}, 200 if service.ready else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse, responses=errors())
     async def metrics() -> Response:
         service.metrics.ready.set(service.ready)
         service.metrics.active.set(service.admission.active)
         service.metrics.restarts.set(service.client.restarts)
         return Response(service.metrics.render(await service.client.stats()), media_type=service.metrics.content_type)
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", responses=errors())
     async def models() -> Response:
         return _json({"object": "list", "data": [_model(service, name) for name in service.names]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", responses=errors(404))
     async def model(name: str) -> Response:
         service.require_model(name)
         return _json(_model(service, name))
 
-    @app.post("/v1/completions", openapi_extra=_body_schema(protocol.CompletionRequest))
+    @app.post(
+        "/v1/completions",
+        responses=ANSWER_ERRORS,
+        openapi_extra=answer_route(protocol.CompletionRequest, service.names),
+    )
     async def completions(request: Request) -> Response:
         started = time.perf_counter()
         client = _client_of(service, request)
@@ -62,7 +67,11 @@ def make_app(service: Service) -> ASGIApp:
         answer = CompletionAnswer(service, await service.complete(parsed, started, client), parsed)
         return await respond(request, answer, bool(parsed.stream), service.outgoing)
 
-    @app.post("/v1/chat/completions", openapi_extra=_body_schema(protocol.ChatRequest))
+    @app.post(
+        "/v1/chat/completions",
+        responses=ANSWER_ERRORS,
+        openapi_extra=answer_route(protocol.ChatRequest, service.names),
+    )
     async def chat_completions(request: Request) -> Response:
         started = time.perf_counter()
         client = _client_of(service, request)
@@ -109,19 +118,3 @@ def _model(service: Service, name: str) -> dict[str, Any]:
     info = service.client.info
     length = None if info is None else info.max_model_len
     return {"id": name, "object": "model", "created": service.created, "owned_by": "twostroke", "max_model_len": length}
-
-
-def _body_schema(kind: Any) -> dict[str, Any]:
-    """The request's JSON schema for ``/openapi.json``."""
-    (schema,), components = msgspec.json.schema_components([kind], ref_template="#/$defs/{name}")
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _inline(schema, components)}}}}
-
-
-def _inline(schema: Any, components: dict[str, Any]) -> Any:
-    if isinstance(schema, dict):
-        if "$ref" in schema:
-            return _inline(components[schema["$ref"].rpartition("/")[2]], components)
-        return {key: _inline(value, components) for key, value in schema.items()}
-    if isinstance(schema, list):
-        return [_inline(item, components) for item in schema]
-    return schema

@@ -1,0 +1,87 @@
+"""What ``/openapi.json`` says beyond what FastAPI finds out itself: bodies, and every status with its form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+_MEANINGS = {
+    400: "A field is missing, unknown, out of its range, asks for what this server does not do, or does not go with another "
+    "one or with the model (its vocabulary, its context), of which this schema says only a part.",
+    401: "No valid API key.",
+    403: "A server on loopback without keys was asked for under a foreign name.",
+    404: "No such model or route.",
+    408: "The body did not arrive in time, or the answer was not read.",
+    413: "The body is over 2 MiB.",
+    415: "The body's type is not application/json.",
+    429: "All places are taken.",
+    500: "The engine or the server failed on this request.",
+    503: "The engine is loading or the server is stopping.",
+}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_RETRY = {
+    "retry-after": {"schema": {"type": "integer"}, "description": "Seconds after which a request may find a place."},
+    "retry-after-ms": {"schema": {"type": "integer"}, "description": "The same in milliseconds (429 only)."},
+}
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """FastAPI's ``responses`` for a route that may answer so; every route may answer 401 and 403."""
+    found: dict[int | str, dict[str, Any]] = {}
+    for status in sorted({401, 403, *statuses}):
+        found[status] = {"description": _MEANINGS[status], "content": {"application/json": {"schema": _ERROR}}}
+        if status in (429, 503):
+            found[status]["headers"] = _RETRY
+    return found
+
+
+ANSWER_ERRORS = errors(400, 404, 408, 413, 415, 429, 500, 503)
+
+
+def answer_route(kind: Any, names: Sequence[str]) -> dict[str, Any]:
+    """FastAPI's ``openapi_extra`` for a route whose body is the msgspec struct ``kind``; ``names`` are the models there are."""
+    (schema,), components = msgspec.json.schema_components([kind], ref_template="#/$defs/{name}")
+    body = _inline(schema, components)
+    body["properties"]["model"]["enum"] = list(names)
+    body["allOf"] = [
+        _if_given("stream_options", {"stream": {"const": True}}),
+        _if_given("prompt_logprobs", {"stream": {"enum": [False, None]}}, required=False),
+    ]
+    events = {"schema": {"type": "string", "description": "With stream=true: server-sent events, the last one [DONE]."}}
+    return {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        "responses": {"200": {"content": {"text/event-stream": events}}},
+    }
+
+
+def _if_given(field: str, others: dict[str, Any], required: bool = True) -> dict[str, Any]:
+    """A schema by which ``field``, where it is there and not null, goes with ``others`` only."""
+    given = {"required": [field], "properties": {field: {"not": {"type": "null"}}}}
+    return {"if": given, "then": {"properties": others, "required": list(others) if required else []}}
+
+
+def _inline(schema: Any, components: dict[str, Any]) -> Any:
+    if isinstance(schema, dict):
+        if "$ref" in schema:
+            return _inline(components[schema["$ref"].rpartition("/")[2]], components)
+        return {key: _inline(value, components) for key, value in schema.items()}
+    if isinstance(schema, list):
+        return [_inline(item, components) for item in schema]
+    return schema
