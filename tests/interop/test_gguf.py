@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
-from twostroke.interop.gguf import GgufFile
+from twostroke.interop.gguf import GgufFile, dequantise_q4_0, dequantise_q8_0
 
 
 @pytest.fixture(scope="module")
@@ -165,3 +167,19 @@ def test_any_damage_gives_a_sentence_or_a_file_that_reads(
         return
     for name, info in opened.tensors.items():
         assert opened.read(name).shape == info.shape
+
+
+@pytest.mark.parametrize(("dequantise", "block_bytes"), [(dequantise_q8_0, 34), (dequantise_q4_0, 18)])
+def test_dequantising_takes_the_values_and_little_more(
+    dequantise: Callable[[np.ndarray], np.ndarray], block_bytes: int
+) -> None:
+    raw = np.zeros(block_bytes * 200_001, dtype=np.uint8)  # and a piece that is not full
+    raw[-block_bytes:] = [0, 0x3C, *[0x11] * (block_bytes - 2)]  # a scale of 1
+    tracemalloc.start()
+    try:
+        values = dequantise(raw)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert set(values[-32:]) == {17.0 if block_bytes == 34 else -7.0}
+    assert peak_bytes < values.nbytes + 12_000_000  # of 26 MB; all at once took 52 and 58 MB

@@ -9,6 +9,7 @@ import math
 import mmap
 import struct
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ _LEAST_FIELD_BYTES = 8 + 4 + 1
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
+
+_PIECE_BLOCKS = 2**14  # dequantised at a time: two megabytes of values
 
 _BLOCK_OF = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q8_0": (32, 34), "Q4_0": (32, 18)}
 """(elements, bytes) of one block of each tensor type that is read."""
@@ -209,16 +212,21 @@ class GgufFile:
 
 def dequantise_q8_0(raw: np.ndarray) -> np.ndarray:
     """Blocks of 34 bytes: an fp16 scale d and 32 signed bytes q; values d·q, fp32."""
-    blocks = raw.reshape(-1, 34)
-    scale = blocks[:, :2].copy().view("<f2").astype(np.float32)
-    values: np.ndarray = scale * blocks[:, 2:].view(np.int8).astype(np.float32)
-    return values.reshape(-1)
+    return _by_pieces(raw, 34, lambda rest: rest.view(np.int8).astype(np.float32))
 
 
 def dequantise_q4_0(raw: np.ndarray) -> np.ndarray:
     """Blocks of 18 bytes: an fp16 scale d and 16 bytes, low nibbles the first 16 values, high the rest; d·(q − 8), fp32."""
-    blocks = raw.reshape(-1, 18)
-    scale = blocks[:, :2].copy().view("<f2").astype(np.float32)
-    nibbles = np.concatenate((blocks[:, 2:] & 15, blocks[:, 2:] >> 4), axis=1)
-    values: np.ndarray = scale * (nibbles.astype(np.float32) - 8.0)
+    return _by_pieces(raw, 18, lambda rest: np.concatenate((rest & 15, rest >> 4), axis=1).astype(np.float32) - 8.0)
+
+
+def _by_pieces(raw: np.ndarray, block_bytes: int, decode: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Scale times what ``decode`` makes of the bytes behind it, block by block. In pieces, because what lies between the codes
+    and the values is as large as the values: of a whole tensor it would double what an import takes."""
+    blocks = raw.reshape(-1, block_bytes)
+    values = np.empty((len(blocks), 32), dtype=np.float32)
+    for start in range(0, len(blocks), _PIECE_BLOCKS):
+        piece = blocks[start : start + _PIECE_BLOCKS]
+        scale = piece[:, :2].copy().view("<f2").astype(np.float32)
+        values[start : start + len(piece)] = scale * decode(np.ascontiguousarray(piece[:, 2:]))
     return values.reshape(-1)
