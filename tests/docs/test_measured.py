@@ -29,7 +29,13 @@ NUMBER = re.compile(rf"(?<![\w.#-])(?:\d[\d,]*\.\d+|\d[\d,]*(?=\s?{UNIT}(?![\w-]
 """A number with a unit, or one with decimals."""
 
 LIMITS: dict[str, tuple[str, str, float]] = {
-    "90%": ("twostroke.planner.intervals", "LEVEL", 0.01),
+    "90% interval": ("twostroke.planner.intervals", "LEVEL", 0.01),
+    "headers within 10 s": ("twostroke.server.connections", "HEADERS_TIMEOUT_S", 1.0),
+    "nobody reads for\n  60 s": ("twostroke.server.connections", "SEND_TIMEOUT_S", 1.0),
+    "(256 MiB": ("twostroke.data.template_sandbox", "MEMORY_BYTES", 2.0**20),
+    "2 s a text": ("twostroke.data.template_sandbox", "RENDER_S", 1.0),
+    "(4 MiB": ("twostroke.core.documents", "MAX_DOCUMENT_BYTES", 2.0**20),
+    "a recipe 256 KiB": ("twostroke.core.documents", "MAX_TOML_BYTES", 2.0**10),
 }
 """Limits of the code that the pages name: the words, module and constant, and what the words' unit is in the constant's."""
 
@@ -181,3 +187,8 @@ def test_without_a_committed_demo_the_page_has_no_table_of_one(
     assert measured.with_measured("<!-- measured demo -->\nold\n<!-- /measured -->") == (
         "<!-- measured demo -->\n<!-- /measured -->"
     )
+
+
+@pytest.mark.parametrize("words", LIMITS)
+def test_every_limit_is_on_a_page(words: str) -> None:
+    assert any(words in (ROOT / name).read_text(encoding="utf-8") for name in PAGES)
