@@ -11,7 +11,7 @@ export TWOSTROKE_HOME ?= $(CURDIR)/runs/home
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 install := $(PYTHON) install/environment.py "$(VENV)" --lock "$(LOCK)"
 
-.PHONY: demo test check soak lint docs lock clean python
+.PHONY: demo test check unit soak lint docs lock clean python
 
 python:
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not installed (Debian: apt-get install python3 python3-venv)" >&2; exit 2; }
@@ -36,6 +36,17 @@ $(VENV)/.eval: $(VENV)/.test
 
 demo: $(VENV)/.native
 	$(BIN)/twostroke demo --budget-s $(BUDGET_S)
+
+# Under a minute on two cores: style, types and contracts beside the unit tests that state properties and need no model.
+UNIT := $(addprefix tests/,core ledger scheduling bench/test_definitions.py cli/test_doctor_verb.py data/test_filters.py \
+	data/test_permutation.py evaluation/test_bits.py packaging/test_metadata.py $(patsubst %,planner/test_%.py,cost crossover \
+	hardware params serving_plan training_plan))
+
+check: $(VENV)/.test $(VENV)/.native
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint unit
+
+unit: $(VENV)/.test $(VENV)/.native
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(UNIT)
 
 test: $(VENV)/.test $(VENV)/.native
 	$(BIN)/python -m pytest -q --durations=15

@@ -133,9 +133,7 @@ def answers_its_health_check(image: Stage, assets: Path, folder: Path) -> None:
     shutil.copytree(assets / "weights" / "stories260K", image.root / "tmp" / "stories260K")
     (image.root / "model").mkdir(mode=0o777)
     (image.root / "model").chmod(0o777)
-    importing = image.words(
-        *image.entrypoint, "import", "/tmp/stories260K.bin", "/model/made", "--tokenizer", "/tmp/tok512.bin"
-    )
+    importing = image.words(*image.entrypoint, "import", "/tmp/stories260K/stories260K.bin", "/model/made")
     done = subprocess.run(importing, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     command = [word if word != "/model" else "/model/made" for word in image.command]

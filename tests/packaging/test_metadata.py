@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import tomllib
 from itertools import chain
 from pathlib import Path
@@ -54,3 +55,14 @@ def test_every_file_of_the_package_is_in_its_wheel() -> None:
     built = {".py", ".pyc", ".so", ".part"}
     there = {Path(folder) / name for folder, _, names in os.walk(package, followlinks=True) for name in names}
     assert {path for path in there if path.suffix not in built} == shipped
+
+
+def test_every_test_that_make_check_names_exists() -> None:
+    """A renamed file fails here, and not first in `make check`."""
+    printed = subprocess.run(
+        ["make", "--dry-run", "--always-make", "unit", "PYTHON=true"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    (line,) = (line for line in printed.splitlines() if "pytest -q tests/core" in line)
+    named = [word for word in line.split() if word.startswith("tests/")]
+    assert len(named) >= 10
+    assert all((ROOT / name).exists() for name in named)
