@@ -313,7 +313,7 @@ def _measure_training(clock: Clock, extent: Extent, tell: Progress) -> dict[str,
 def _measure_native(clock: Clock, extent: Extent, tell: Progress) -> tuple[list[MatmulPoint], dict[str, float]]:
     peaks: dict[str, float] = {}
     for i, scheme in enumerate(extent.native_schemes):
-        tell(0.2 * i / len(extent.native_schemes), f"{scheme} peak, {extent.peak_side}³")
+        tell(0.2 * i / len(extent.native_schemes), f"{scheme.replace('_', ' ')} peak, {extent.peak_side}³")
         peak = measure_native_peak(clock, scheme, extent.peak_side)
         if peak is not None:
             peaks[scheme] = peak

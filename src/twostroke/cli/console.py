@@ -58,22 +58,21 @@ def progress(title: str, total: float) -> Iterator[Advance]:
 
 
 def _lines(title: str, total: float) -> Iterator[Advance]:
-    """Plain lines: "title ...", then "title: 40% note, 12 s left" at most every ``LINE_EVERY_S``, and where such a line was
-    printed one that says how long all of it took."""
+    """Plain lines: "title ...", then "title: 40% note, 12 s left" at most every ``LINE_EVERY_S``, and where it took as long as
+    that, how long all of it took."""
     began = last = time.monotonic()
-    is_long = False
     log(f"{title} ...")
 
     def advance(done: float, note: str = "") -> None:
-        nonlocal last, is_long
+        nonlocal last
         now = time.monotonic()
-        if now - last < LINE_EVERY_S:
-            return
-        last, is_long = now, True
         share = min(1.0, done / total) if total > 0 else 1.0
-        left = f", {format_seconds((now - began) * (1 - share) / share)} left" if 0 < share < 1 else ""
+        if now - last < LINE_EVERY_S or share == 1.0:  # the last line says that all is done
+            return
+        last = now
+        left = f", {format_seconds((now - began) * (1 - share) / share)} left" if share > 0 else ""
         log(f"{title}: {100 * share:.0f}%{f' {note}' if note and note not in title else ''}{left}")
 
     yield advance
-    if is_long:
+    if time.monotonic() - began >= LINE_EVERY_S:
         log(f"{title}: done in {format_seconds(time.monotonic() - began)}")

@@ -90,7 +90,9 @@ def verb(*args: str) -> Result:
 
 def _calibrate(demo: Demo) -> tuple[Result, str]:
     profile = verb("calibrate")
-    peaks = ", ".join(f"{name} {format_flop_rate(rate)}" for name, rate in profile["peak_flop_per_s"].items())
+    rates = profile["peak_flop_per_s"]
+    shown = {"bf16": "bf16 in training", "native_bf16": "bf16", "native_int8": "int8 in serving"}
+    peaks = ", ".join(f"{words} {format_flop_rate(rates[name])}" for name, words in shown.items() if name in rates)
     slowest = min(p["bytes_per_s"] for p in profile["read_bandwidth"])
     return profile, f"{profile['fingerprint']['cpu_model']}: reads {format_bytes(slowest)}/s from memory; products: {peaks}"
 
