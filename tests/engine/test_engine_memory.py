@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from small_models import SPECS
+from small_models import SPECS, saved
+from twostroke.engine.core import EngineConfig, EngineCore
 from twostroke.engine.kv_pool import KVPool, token_bytes
-from twostroke.engine.memory import untouched_zeros
+from twostroke.engine.memory import MAX_PAGES, untouched_zeros
 from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.kernels.native_library import library
 from twostroke.model.decoder import Decoder
 from twostroke.model.save import save_model
+from twostroke.scheduling.sampling_params import SamplingParams
 
 INTERPRETER_BYTES = 100e6
 """What is granted beyond 1.1 × (weights + cache) to a process that has imported everything already."""
@@ -89,6 +91,23 @@ def test_a_cache_takes_memory_only_where_it_is_written(kind: type[KVPool] | type
     assert keys[:, :, 0].float().mean() == values[:, :, 0].float().mean() == 1.0
     assert not keys[:, :, 1].any()
     assert not values[:, :, 1].any()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux' counts of memory")
+@pytest.mark.parametrize("runner", ["native", "torch"])
+@pytest.mark.parametrize("options", [{}, {"kv_cache_bytes": 2**32}])
+def test_positions_that_a_config_only_tells_of_take_no_memory(tmp_path: Path, runner: str, options: dict[str, int]) -> None:
+    if runner == "native" and library() is None:
+        pytest.skip("the native library was not built")
+    narrow = {"n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "head_dim": 2, "d_model": 2, "d_ff": 2}
+    directory = saved("llama", tmp_path / "m", max_positions=10**9, **narrow)[1]
+    before = _rss()
+    core = EngineCore(directory, EngineConfig(runner=runner, n_threads=1, **options))  # type: ignore[arg-type]
+    core.add_request("a", [1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True))
+    while core.has_work:
+        core.step()
+    assert _rss() - before < 64e6
+    assert core.max_model_len == MAX_PAGES * 16
 
 
 def test_zeros_are_zeros_and_can_be_written() -> None:

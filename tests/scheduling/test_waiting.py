@@ -126,3 +126,15 @@ def test_pages_before_the_window_are_given_back() -> None:
         run_step(s)
         most = max(most, s.pool.n_used)
     assert most == 14
+
+
+def test_clients_that_come_and_go_while_the_first_one_waits_leave_nothing() -> None:
+    s = make()
+    s.add(request("running", max_tokens=40))
+    run_step(s)
+    s.add(request("first", client="first"))
+    for i in range(5000):
+        s.add(request(f"r{i}", client=f"c{i}"))
+        s.abort(f"r{i}")
+    assert len(s._waiting._turns) < 200
+    assert order_of_finishing(s) == ["running", "first"]

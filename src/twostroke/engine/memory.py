@@ -16,6 +16,10 @@ from twostroke.core.errors import CapacityError
 CACHE_SHARE = 0.25
 """Share of the memory that is free after the weights were loaded which the KV cache may take by default."""
 
+MAX_PAGES = 2**18
+"""Pages of a cache at most, four million tokens: a page takes 100 bytes of bookkeeping beside its own, which a narrow model
+whose config.json tells of a billion positions made tens of gigabytes."""
+
 
 def available_bytes() -> int:
     """Memory this process may still take: what the system calls available, within the control group's limit if there is one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -105,6 +105,9 @@ class WaitingQueue:
 
     def _enter(self, name: tuple[int, str], turn: Turn) -> None:
         self._turn_of[name] = turn
+        if len(self._turns) > 2 * len(self._queues) + 64:  # mostly of queues that have gone while the first one waits
+            self._turns = [(known, queue) for queue, known in self._turn_of.items() if queue != name]
+            heapify(self._turns)
         heappush(self._turns, (turn, name))
 
 
