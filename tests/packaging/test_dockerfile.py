@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -149,5 +150,12 @@ def answers_its_health_check(image: Stage, assets: Path, folder: Path) -> None:
             healthy = check.returncode == 0
         assert healthy, log.read_text()[-3000:]
     finally:
-        server.kill()  # unshare takes all of the container with it
-        server.wait()
+        # The container's first process, which changed its user and so no longer dies with the one that made its namespace.
+        (first,) = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split() or [str(server.pid)]
+        os.kill(int(first), signal.SIGTERM)
+        try:
+            ended = server.wait(30)
+        except subprocess.TimeoutExpired:
+            os.kill(int(first), signal.SIGKILL)
+            raise
+    assert ended == 0, f"SIGTERM, as `docker stop` sends it: exit code {ended}\n{log.read_text()[-3000:]}"
