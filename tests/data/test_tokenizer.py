@@ -204,3 +204,28 @@ def test_a_hostile_file_is_refused_before_it_fills_the_memory(tmp_path: Path, pa
     )
     grown = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True).stdout
     assert int(grown) <= 2 * file.stat().st_size + 64 * 2**20
+
+
+def replace(content: str, **pattern: str) -> dict[str, object]:
+    return {"type": "Replace", "pattern": pattern or {"String": "a"}, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("part", "sentence"),
+    [
+        ({"normalizer": replace("a" * 100_000)}, r"100000 times as long by its normalizers"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [replace("a" * 10)] * 6}}, r"1000000 times as long"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [replace("a", Regex="")] * 20}}, r"1048576 times as long"),
+        ({"normalizer": {"type": "Prepend", "prepend": "b" * 10**6}}, r"times as long"),
+        ({"decoder": replace("x" * 1000)}, r"1000 times as long by its decoders"),
+        ({"vocab": {"a": 0, "b": 1, "ab": 2, "c" * 5000: 3}}, r"a token of 5000 characters; the most is 4096"),
+    ],
+)
+def test_a_tokenizer_that_makes_much_of_little_is_refused(tmp_path: Path, part: dict[str, object], sentence: str) -> None:
+    with pytest.raises(CorruptFileError, match=sentence):
+        load_tokenizer(bare(tmp_path, **part))
+
+
+def test_replacements_of_sentencepiece_tokenizers_are_read(tmp_path: Path) -> None:
+    steps = [{"type": "Prepend", "prepend": "▁"}, replace("▁", String=" "), replace("▁", Regex=" {2,}")]
+    load_tokenizer(bare(tmp_path, normalizer={"type": "Sequence", "normalizers": steps}, decoder=replace(" ", String="▁")))

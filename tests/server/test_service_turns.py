@@ -66,12 +66,13 @@ def test_priority_client_and_what_is_left_of_the_time_reach_the_engine(echo_mode
         assert len(generation.choices) == service.admission.active == 2
         generation.close()
         assert service.admission.active == 0
-        ((priority, name, left_s),) = client.submitted
+        ((priority, name, left_s, whole),) = client.submitted
+        assert whole, "nobody reads this answer before its end"
         assert (priority, name) == (7, "somebody")
         assert 0 < left_s <= 2.0
         generation = await service.complete(completion(), time.perf_counter())
         generation.close()
-        assert client.submitted[1] == (0, "", None)
+        assert client.submitted[1][:3] == (0, "", None)
 
     asyncio.run(scenario())
 
@@ -105,3 +106,41 @@ def test_the_engine_process_hands_on_all_of_it() -> None:
     handle(server, connection, wire.Abort("r"))
     assert not server._owners
     assert not connection.requests
+
+
+class PanicException(BaseException):
+    """As the tokenizers library raises: no Exception."""
+
+
+class PanickingDecoder:
+    def __init__(self, n_good: int) -> None:
+        self.n_good = n_good
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        self.n_good -= 1
+        if self.n_good < 0:
+            raise PanicException("index out of bounds")
+        return "a" * len(ids)
+
+
+@pytest.mark.parametrize("n_good", [0, 5])
+def test_a_tokenizer_that_fails_at_an_answer_is_a_sentence_and_gives_the_places_back(echo_model: Path, n_good: int) -> None:
+    async def scenario() -> None:
+        service, client = service_of(echo_model)
+        service.text.tokenizer = PanickingDecoder(n_good)  # type: ignore[assignment]
+
+        async def answer() -> None:
+            generation = await service.complete(completion(), time.perf_counter())
+            try:
+                generation.choices[0].stream.push(wire.TokenDelta("r", [5] * 9))
+                generation.choices[0].take()
+            finally:
+                generation.close()
+
+        with pytest.raises(ApiError, match="tokenizer failed on this text") as caught:
+            await answer()
+        assert caught.value.code == "tokenizer_error"
+        assert service.admission.active == 0
+        assert bool(client.submitted) == (n_good > 0)
+
+    asyncio.run(scenario())

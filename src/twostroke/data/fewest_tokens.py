@@ -28,7 +28,10 @@ class FewestTokens:
         self._longest = 0
         self._shrink = 1
         self._greedy: tuple[str, ...] = ()
-        normalizers, splitters = _steps(tokenizer.normalizer, "normalizers"), _steps(tokenizer.pre_tokenizer, "pretokenizers")
+        normalizers, splitters = (
+            steps_of(tokenizer.normalizer, "normalizers"),
+            steps_of(tokenizer.pre_tokenizer, "pretokenizers"),
+        )
         kinds = {step["type"] for step in (*normalizers, *splitters)}
         model = tokenizer.model
         if type(model).__name__ != "BPE" or any(map(_removes, splitters)):
@@ -63,8 +66,9 @@ def _n_bytes(token: str) -> int:
     return len(token.encode("utf-8", "surrogatepass"))
 
 
-def _steps(component: Any, name: str) -> list[dict[str, Any]]:
-    """What a normalizer or pre-tokenizer does, one after another, as ``tokenizer.json`` writes it."""
+def steps_of(component: Any, name: str) -> list[dict[str, Any]]:
+    """What a normalizer, pre-tokenizer or decoder does, one after another, as ``tokenizer.json`` writes it; ``name`` is that
+    of a sequence's list there."""
     if component is None:
         return []
     waiting, found = [json.loads(component.__getstate__())], []

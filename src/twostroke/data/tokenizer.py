@@ -12,6 +12,7 @@ from twostroke.core.aside import write_text
 from twostroke.core.documents import read_object
 from twostroke.core.errors import ConfigError, CorruptFileError, DataError, InputError
 from twostroke.core.families import read_config
+from twostroke.data.fewest_tokens import steps_of
 
 END_OF_TEXT = "<|endoftext|>"
 """Ends every document. Id 0 in tokenizers trained here."""
@@ -19,6 +20,9 @@ END_OF_TEXT = "<|endoftext|>"
 LEAST_VOCAB_SIZE = 257
 MAX_VOCAB_SIZE = 2**22
 """Of the largest vocabularies in use, XLM-V's has 0.9 million entries."""
+MAX_GROWTH = 64
+MAX_TOKEN_CHARACTERS = 4096
+"""Those in use have up to some hundred: an answer holds thousands of tokens, each of which may be the longest."""
 MAX_TOKENIZER_BYTES = 128 * 2**20
 MAX_OBJECTS, MAX_LISTS, MAX_ENTRIES = 100_000, 2_000_000, 4_000_000
 """Of a tokenizer.json, counted by ``{``, ``[`` and ``,``. The largest in use, Gemma's of 33 MB, has 6 thousand added tokens,
@@ -91,11 +95,14 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
             f"{file} is not a tokenizer.json that the tokenizers library reads: {library_error(error)}."
         ) from None
     try:
+        _check_growth(tokenizer, file)
         # A post-processor that names a token that is missing is read without complaint and fails at the first text.
-        tokenizer.encode("a")
+        tokenizer.decode(tokenizer.encode("a").ids)
+    except CorruptFileError:
+        raise
     except BaseException as error:
         raise CorruptFileError(f"{file} is read but cannot tokenise {'a'!r}: {library_error(error)}.") from None
-    _check_ids(tokenizer, file)
+    _check_vocabulary(tokenizer, file)
     return tokenizer
 
 
@@ -122,7 +129,24 @@ def _read(file: Path) -> bytes:
     return data
 
 
-def _check_ids(tokenizer: Tokenizer, file: Path) -> None:
+def _check_growth(tokenizer: Tokenizer, file: Path) -> None:
+    """A text is at most 2 MB long; replacing each of its characters by 100,000 others makes 200 GB of it."""
+    for component, name in ((tokenizer.normalizer, "normalizers"), (tokenizer.decoder, "decoders")):
+        growth = 1.0
+        for step in steps_of(component, name):
+            if step["type"] == "Replace":
+                # A regular expression, or no text at all, is found between any two characters.
+                found = len(step["pattern"].get("String", ""))
+                growth *= max(1.0, len(step["content"]) / found if found else 1 + len(step["content"]))
+            elif step["type"] == "Prepend":
+                growth *= max(1.0, len(step["prepend"]) / 8)
+        if growth > MAX_GROWTH:
+            raise CorruptFileError(
+                f"{file} makes texts {growth:.0f} times as long by its {name}; at most {MAX_GROWTH} times is read."
+            )
+
+
+def _check_vocabulary(tokenizer: Tokenizer, file: Path) -> None:
     """Ids beyond the model's rows would end requests, and the library writes one out by listing every id below the greatest:
     8 GB for an id of 2**31. Added tokens behind the model's rows, as for padding, do no harm until a text holds one."""
     size = None
@@ -131,6 +155,9 @@ def _check_ids(tokenizer: Tokenizer, file: Path) -> None:
     rows = size if isinstance(size, int) and not isinstance(size, bool) and 0 < size < MAX_VOCAB_SIZE else MAX_VOCAB_SIZE
     for added, most in ((False, rows), (True, MAX_VOCAB_SIZE)):
         vocabulary = tokenizer.get_vocab(with_added_tokens=added)
+        longest = max(map(len, vocabulary), default=0)
+        if longest > MAX_TOKEN_CHARACTERS:
+            raise CorruptFileError(f"{file} has a token of {longest} characters; the most is {MAX_TOKEN_CHARACTERS}.")
         if vocabulary and max(vocabulary.values()) >= most:
             token = max(vocabulary, key=vocabulary.__getitem__)
             whose = "the model's vocabulary" if most < MAX_VOCAB_SIZE else "the largest vocabulary"

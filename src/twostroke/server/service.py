@@ -20,7 +20,7 @@ from twostroke.server.engine_client import EngineClient, EngineLostError, NotRea
 from twostroke.server.errors import ApiError, bad_request, engine_lost, not_ready
 from twostroke.server.metrics import Metrics
 from twostroke.server.served import Answer, Served
-from twostroke.server.text import ModelText
+from twostroke.server.text import ModelText, tokenizer_failed
 from twostroke.server.turns import Turns
 
 R = TypeVar("R", bound=protocol.CommonRequest)
@@ -86,15 +86,18 @@ class Choice:
             return TextDelta(self.index, "", [], None, "length" if finish == "stop" else finish)
         token_ids = [i for delta in deltas for i in delta.token_ids]
         logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
-        text = self.detokenizer.add(token_ids)
+        try:
+            text = self.detokenizer.add(token_ids)
+            if finish is not None and not self.detokenizer.stopped:
+                text += self.detokenizer.finish()
+        except BaseException as error:
+            raise tokenizer_failed(error) from None
         n_new = self.detokenizer.n_tokens - self.n_output  # fewer than have come where a stop string ended the text among them
         token_ids, logprobs = token_ids[:n_new], logprobs[:n_new]
         self.n_output += n_new
         if self.detokenizer.stopped:
             self.stream.close()
             finish = "stop"
-        elif finish is not None:
-            text += self.detokenizer.finish()
         self.finished = finish is not None
         return TextDelta(self.index, text, token_ids, logprobs or None, finish)
 
@@ -311,12 +314,16 @@ class Generation:
         service, left_s = self._service, self._timeout_s
         if left_s is not None:
             left_s = max(1e-3, left_s - (time.perf_counter() - self._started))
+        eos = service.spec.eos_token_ids
+        try:
+            readers = [IncrementalDetokenizer.of(service.text.tokenizer, params, eos, prompt.ids) for _ in range(params.n)]
+        except BaseException as error:
+            raise tokenizer_failed(error) from None
         try:
             streams = service.client.submit(prompt.ids, params, self._wake, self._priority, self._client, left_s, self._whole)
         except TwostrokeError as error:
             raise api_error(error) from None
-        for stream in streams:
-            detokenizer = IncrementalDetokenizer.of(service.text.tokenizer, params, service.spec.eos_token_ids, prompt.ids)
+        for stream, detokenizer in zip(streams, readers, strict=True):
             scores = streams[0].prompt_logprobs
             self.choices.append(Choice(len(self.choices), stream, detokenizer, prompt, scores, self._param, silent))
         self.prompt_tokens += len(prompt.ids)

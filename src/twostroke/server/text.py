@@ -67,7 +67,7 @@ class ModelText:
             # One at a time: the library would spread a batch over all cores, which are the engine's.
             return [self.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids for text in texts]
         except BaseException as error:
-            raise _tokenizer_failed(error) from None
+            raise tokenizer_failed(error) from None
 
     async def render(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None, client: str = ""
@@ -90,6 +90,12 @@ class ModelText:
         return await self._tokenising_long.run(client, lambda: self._echo(prompt, ids, special))
 
     def _echo(self, prompt: str | list[int], ids: Sequence[int], special: bool) -> tuple[str, list[int]]:
+        try:
+            return self._offsets(prompt, ids, special)
+        except BaseException as error:
+            raise tokenizer_failed(error) from None
+
+    def _offsets(self, prompt: str | list[int], ids: Sequence[int], special: bool) -> tuple[str, list[int]]:
         if isinstance(prompt, str):
             begins = [begin for begin, _ in self.tokenizer.encode_batch([prompt], add_special_tokens=special)[0].offsets]
             # A special token that the tokenizer added stands at (0, 0), wherever it is.
@@ -129,7 +135,10 @@ class ModelText:
         return str(token).replace("▁", " ").encode()
 
 
-def _tokenizer_failed(error: BaseException) -> ApiError:
+def tokenizer_failed(error: BaseException) -> ApiError:
+    """What the tokenizers library raised, its panics included, as an answer. Any other error is raised again."""
+    if isinstance(error, ApiError):
+        return error
     return ApiError(500, f"the model's tokenizer failed on this text: {library_error(error)}.", code="tokenizer_error")
 
 
