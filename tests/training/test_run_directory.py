@@ -51,6 +51,13 @@ def test_a_directory_with_dot_files_only_is_unused(tmp_path: Path) -> None:
         RunDirectory(tmp_path / "notes.txt").is_unused()
 
 
+def test_a_link_in_the_locks_place_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / ".lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match="cannot be written"), RunDirectory(tmp_path).locked():
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_json_is_replaced_whole(tmp_path: Path) -> None:
     file = tmp_path / "summary.json"
     write_json(file, {"a": 1})

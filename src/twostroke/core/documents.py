@@ -87,7 +87,12 @@ def parse_json(raw: bytes, what: str, allowance: Allowance) -> Any:
     """
     allowance.take(parsed_bytes(raw), what)
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=_without_repeats, parse_int=_integer)
+        document = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_repeats, parse_int=_integer)
+        if b"\\ud" in raw or b"\\uD" in raw:
+            json.dumps(document, ensure_ascii=False).encode()
+        return document
+    except UnicodeEncodeError:
+        raise CorruptFileError(f"{what} holds half of a surrogate pair, which is no character.") from None
     except RecursionError:
         raise CorruptFileError(f"{what} is not valid JSON: it nests too deep.") from None
     except ValueError as error:  # of which UnicodeDecodeError and JSONDecodeError are kinds
