@@ -44,7 +44,7 @@ def random_spec(r: random.Random) -> ModelSpec:
     head_dim = r.choice((2, 4, 6, 8, 14, 16, 18, 30, 32, 34, 62, 64, 66, 96, 126, 128, 130))
     if family == "gpt2":
         head_dim = r.choice((2, 3, 5, 7, 15, 16, 17, 31, 33, 43))
-    window = {"mistral": r.choice((1, 2, 11, 15, 16, 17, 60)), "qwen2": r.choice((1, 9, 33))}.get(family)
+    window = {"mistral": r.choice((1, 2, 11, 15, 16, 17, 60, 200)), "qwen2": r.choice((1, 9, 33))}.get(family)
     n_layers = r.randint(1, 3)
     width = r.choice((1, 2, 15, 16, 17, 31, 33, 48, 63, 64, 65, 127, 128, 129))
     if family == "gpt2":
@@ -64,7 +64,7 @@ def random_spec(r: random.Random) -> ModelSpec:
         n_kv_heads=n_kv_heads,
         head_dim=head_dim,
         d_ff=4 * n_heads * head_dim if family == "gpt2" else r.choice((1, 3, 16, 31, 32, 33, 80, 127, 129)),
-        max_positions=200,
+        max_positions=600,
         eos_token_ids=(1,),
         bos_token_id=0,
         sliding_window=window,
@@ -90,7 +90,7 @@ def random_engine(r: random.Random, folder: Path, n_threads: int) -> EngineCore:
     directory = save_model(decoder, decoder.spec, folder, dtype="fp32")
     page_tokens, max_running = r.choice((1, 2, 5, 7, 15, 16, 17, 31, 32, 48)), r.randint(1, 6)
     kv_dtype = r.choice(CACHE_TYPES)
-    n_pages = -(-r.choice((60, 150, 300)) // page_tokens)
+    n_pages = -(-r.choice((60, 150, 300, 900)) // page_tokens)
     config = EngineConfig(
         dtype=r.choice(NATIVE_WEIGHTS),
         head_dtype=r.choice(("auto", *NATIVE_WEIGHTS)),
@@ -101,7 +101,7 @@ def random_engine(r: random.Random, folder: Path, n_threads: int) -> EngineCore:
         max_running=max_running,
         token_budget=r.choice((max_running, 16, 60, 200)),
         kv_cache_bytes=token_bytes(decoder.spec, kv_dtype) * page_tokens * n_pages,
-        max_model_len=min(150, n_pages * page_tokens),
+        max_model_len=min(550, n_pages * page_tokens),
     )
     return EngineCore(directory, config)
 
@@ -132,7 +132,7 @@ def exercise(core: EngineCore, r: random.Random) -> Counter[str]:
     n_vocab, found = core.spec.vocab_size, Counter[str]()
     shared = [r.randrange(n_vocab) for _ in range(r.choice((5, 16, 40)))]
     for i in range(8):
-        own = [r.randrange(n_vocab) for _ in range(r.choice((1, 2, 15, 17, 60)))]
+        own = [r.randrange(n_vocab) for _ in range(r.choice((1, 2, 15, 17, 60, 60, 400)))]
         try:
             core.add_request(f"r{i}", shared + own if r.random() < 0.4 else own, random_params(r, n_vocab))
         except CapacityError:

@@ -7,7 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <new>
+#include <exception>
 
 #include "pool.h"
 #include "step_run.h"
@@ -173,7 +173,7 @@ extern "C" {
 void* ts_step_create(const ts::StepModel* model) {
     try {
         return new ts::Step(*model);
-    } catch (const std::bad_alloc&) {
+    } catch (const std::exception&) {
         return nullptr;
     }
 }
@@ -184,7 +184,7 @@ int ts_step_run(void* step, const ts::StepBatch* batch) {
     try {
         static_cast<ts::Step*>(step)->run(*batch);
         return 0;
-    } catch (const std::bad_alloc&) {
+    } catch (const std::exception&) {
         return 1;
     }
 }
