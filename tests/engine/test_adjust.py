@@ -78,6 +78,21 @@ def test_what_is_kept_from_step_to_step_is_what_would_be_made_anew(native: bool,
             growing.tokens.append(rng.randrange(rng.choice((3, V))))
 
 
+@pytest.mark.parametrize("n_logprobs", [None, 2])
+def test_logprobs_are_of_the_rows_as_they_were_also_in_a_runners_own_memory(n_logprobs: int | None) -> None:
+    logits = torch.randn(2, V, generator=torch.Generator().manual_seed(5))
+    params = SamplingParams(temperature=0.0, logit_bias={7: 100.0}, logprobs=n_logprobs)
+    rows, before = [Request("r", [1], params), Request("s", [1], SamplingParams(logprobs=1))], logits.clone()
+    known = logits.max(dim=1)
+    found = sample(logits, rows, [0, 0], (known.values, known.indices))
+    assert found.tokens[0] == 7
+    assert torch.equal(logits[1], before[1])
+    expected = before.double().log_softmax(dim=1)
+    for i, entry in enumerate(found.logprobs):
+        assert entry is None or entry.logprob == pytest.approx(float(expected[i, found.tokens[i]]), abs=1e-5)
+    assert (found.logprobs[0] is None) == (n_logprobs is None)
+
+
 def test_overflow_of_a_penalty_fails_its_own_row_only() -> None:
     logits = torch.full((2, 8), 3e38)
     params = [SamplingParams(temperature=0.0, repetition_penalty=penalty) for penalty in (0.01, 1.0)]

@@ -68,7 +68,8 @@ def sample(
 ) -> Sampled:
     """One token a row by each request's ``SamplingParams``; the row's random number is the ``n_output``-th of its seed.
 
-    ``known``: each row's largest logit (NaN where one is not finite) and its token, where whoever made the logits looked.
+    ``known``: each row's largest logit (NaN where one is not finite) and its token, where the runner looked. The logits are its
+    own then, written anew in each step, and changed rows are put back only for requests that want log-probabilities.
     ``n_threads``: of the native library, where it is there.
     """
     # NaN and +inf come through max, so this is the check as well.
@@ -89,7 +90,7 @@ def sample(
         chosen = draw_tokens(logits, drawn, [requests[i] for i in drawn], [seeds[i] for i in drawn], n_threads)
         for i, token in zip(drawn, chosen, strict=True):
             tokens[i] = token
-    if adjusted is not None:
+    if adjusted is not None and (known is None or any(requests[i].params.logprobs is not None for i in changed)):
         adjusted.restore()
     logprobs: list[TokenLogprobs | None] = [None] * len(requests)
     wanted = [i for i, r in enumerate(requests) if r.params.logprobs is not None and i not in failed]
