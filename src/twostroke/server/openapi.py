@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+from fastapi import FastAPI
 
 _MEANINGS = {
     400: "A field is missing, unknown, out of its range, asks for what this server does not do, or does not go with another "
@@ -52,11 +53,8 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return found
 
 
-ANSWER_ERRORS = errors(400, 404, 408, 413, 415, 429, 500, 503)
-
-
 def answer_route(kind: Any, names: Sequence[str]) -> dict[str, Any]:
-    """FastAPI's ``openapi_extra`` for a route whose body is the msgspec struct ``kind``; ``names`` are the models there are."""
+    """The operation of a route whose body is the msgspec struct ``kind``; ``names`` are the models there are."""
     (schema,), components = msgspec.json.schema_components([kind], ref_template="#/$defs/{name}")
     body = _inline(schema, components)
     body["properties"]["model"]["enum"] = list(names)
@@ -65,10 +63,27 @@ def answer_route(kind: Any, names: Sequence[str]) -> dict[str, Any]:
         _if_given("prompt_logprobs", {"stream": {"enum": [False, None]}}, required=False),
     ]
     events = {"schema": {"type": "string", "description": "With stream=true: server-sent events, the last one [DONE]."}}
+    answers = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": events}
+    refusals = errors(400, 404, 408, 413, 415, 429, 500, 503)
     return {
+        "summary": (kind.__doc__ or "").partition("\n")[0],
+        "operationId": kind.__name__,
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-        "responses": {"200": {"content": {"text/event-stream": events}}},
+        "responses": {"200": {"description": "The answer, whole or as a stream.", "content": answers}}
+        | {str(status): refusal for status, refusal in refusals.items()},
     }
+
+
+def describe(app: FastAPI, posts: Mapping[str, dict[str, Any]]) -> None:
+    """Add operations by path to the document that FastAPI makes of its own routes."""
+    made = app.openapi
+
+    def document() -> dict[str, Any]:
+        whole = made()
+        whole["paths"].update({path: {"post": operation} for path, operation in posts.items()})
+        return whole
+
+    app.openapi = document  # type: ignore[method-assign]
 
 
 def _if_given(field: str, others: dict[str, Any], required: bool = True) -> dict[str, Any]:
