@@ -369,6 +369,8 @@ def test_two_winners_are_set_side_by_side() -> None:
         (lambda: TrainWork(0.0), "tokens=0"),
         (lambda: Space(()), "no device"),
         (lambda: Space((load_hardware("l4"),), 0), "max_devices=0"),
+        (lambda: ServeWork(requests_per_s=1e308), r"requests_per_s=1e\+308 must be from 0 to 1e\+12"),
+        (lambda: ServeWork(requests_per_s=float("nan")), "requests_per_s=nan must be"),
         (lambda: Space((load_hardware("l4"),), 8, (), (0,)), "batch=0"),
         (lambda: search_serving(llama_8b(), ServeWork(8000, 8000), Space((load_hardware("l4"),))), "context holds 8192"),
     ],

@@ -121,6 +121,10 @@ def _check_positive(limits: dict[str, float | None]) -> None:
             raise ConfigError(f"{name}={value:g} must be above 0 and finite. Leave it out for no limit.")
 
 
+MOST_REQUESTS_PER_S = 1e12
+"""More than a hundred a second of every person: beyond it replicas are no whole numbers any more."""
+
+
 @dataclass(frozen=True)
 class ServeWork:
     """What is to be served. ``requests_per_s`` = 0: one replica, kept full; above it, as many replicas as that rate needs."""
@@ -133,8 +137,8 @@ class ServeWork:
         for name in ("prompt_tokens", "output_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
-        if not 0 <= self.requests_per_s < math.inf:
-            raise ConfigError(f"requests_per_s={self.requests_per_s:g} must be at least 0 and finite.")
+        if not 0 <= self.requests_per_s <= MOST_REQUESTS_PER_S:
+            raise ConfigError(f"requests_per_s={self.requests_per_s:g} must be from 0 to {MOST_REQUESTS_PER_S:g}.")
 
 
 @dataclass(frozen=True)
