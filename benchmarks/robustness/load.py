@@ -102,6 +102,8 @@ class Client:
 
     async def _once(self) -> tuple[int, float | None]:
         """Status, and the seconds that the answer asks to wait."""
+        if self._streams is not None and self._streams[0].at_eof():
+            self._drop()  # the server closed it while this client waited
         if self._streams is None:
             self._streams = await asyncio.open_connection(*self._address)
         reader, writer = self._streams
