@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from twostroke.core.errors import ConfigError
-from twostroke.server.admission import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S, Admission, ApiKeys, ByteBudget
+from twostroke.server.admission import MAX_RETRY_AFTER_S, MAX_STRETCH, MIN_RETRY_AFTER_S, Admission, ApiKeys, ByteBudget
 from twostroke.server.errors import ApiError
 
 
@@ -70,6 +70,32 @@ def test_a_crowd_comes_back_one_by_one_and_as_fast_as_places_come_free() -> None
     assert gaps == pytest.approx([0.5] * 39)
     assert max(waits_s(admission, 500)) <= MAX_RETRY_AFTER_S
     assert len(set(waits_s(admission, 50))) > 40, "beyond the longest wait they still do not meet"
+
+
+def test_returns_slow_down_while_callers_are_refused_and_quicken_while_places_are_free() -> None:
+    now = 0.0
+    admission = Admission(100, clock=lambda: now)
+    admission.enter(100)
+    admission.leave(1, 1.0)
+    admission.enter(1)
+
+    def gap_s() -> float:
+        nonlocal now
+        now += 1000  # nobody who was told to come back is awaited any more
+        sooner, later = waits_s(admission, 2)
+        return later - sooner
+
+    quick = gap_s()
+    for _ in range(20):
+        now += 2
+        admission.refusal()
+    assert gap_s() == pytest.approx(MAX_STRETCH * quick, rel=0.01)
+    admission.leave(50)
+    for _ in range(20):
+        now += 2
+        admission.leave(1)
+        admission.enter(1)
+    assert gap_s() == pytest.approx(quick, rel=0.6), "at most one step of slowing for the refusals that were asked for here"
 
 
 def test_the_queue_of_returns_passes_with_time() -> None:

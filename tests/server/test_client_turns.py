@@ -1,13 +1,14 @@
-"""Threads that clients take in turns."""
+"""Turns of threads and of the event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 
 import pytest
 
-from twostroke.server.turns import Turns
+from twostroke.server.turns import LoopTurns, Turns
 
 
 def test_a_client_with_much_to_do_holds_up_another_by_one_piece() -> None:
@@ -53,3 +54,44 @@ def test_who_gives_up_waiting_leaves_no_place_taken() -> None:
         assert not turns._waiting
 
     asyncio.run(scenario())
+
+
+def test_a_turn_of_the_loop_does_few_pieces_of_work_in_the_order_they_came_and_sees_to_others_between() -> None:
+    async def main() -> tuple[list[int], list[int]]:
+        turns = LoopTurns(3)
+        done: list[int] = []
+        seen: list[int] = []
+
+        async def piece(i: int) -> None:
+            await turns.wait()
+            done.append(i)
+
+        async def other() -> None:
+            while len(done) < 20:
+                seen.append(len(done))
+                await asyncio.sleep(0)
+
+        await asyncio.gather(other(), *map(piece, range(20)))
+        return done, seen
+
+    done, seen = asyncio.run(main())
+    assert done == list(range(20))
+    assert max(later - sooner for sooner, later in itertools.pairwise([*seen, 20])) <= 3
+
+
+def test_a_turn_that_is_given_up_is_the_next_ones() -> None:
+    async def main() -> list[int]:
+        turns = LoopTurns(1)
+        done: list[int] = []
+
+        async def piece(i: int) -> None:
+            await turns.wait()
+            done.append(i)
+
+        tasks = [asyncio.create_task(piece(i)) for i in range(4)]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return done
+
+    assert asyncio.run(main()) == [0, 2, 3]

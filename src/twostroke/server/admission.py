@@ -16,6 +16,9 @@ from twostroke.server.errors import ApiError
 MAX_KEY_FILE_BYTES = 2**20
 MIN_RETRY_AFTER_S = 0.25
 MAX_RETRY_AFTER_S = 30.0
+MAX_STRETCH = 16.0
+"""Callers who left with their answer and call again take most places that come free: then returns at a sixteenth of that pace keep
+the places full, and refusals stay at a fifth of the answers or below."""
 INCOMING_BYTES = OUTGOING_BYTES = 64 * 2**20
 """Of all bodies under way, and of all whole answers that are not read yet."""
 
@@ -64,21 +67,28 @@ class Admission:
     """At most ``limit`` answers queued and running together; the next is turned away at once, with a time to come back.
 
     Those times are places in a queue that nobody stands in: each is later than the last one given by the time in which a place
-    comes free (mean seconds an answer takes ÷ ``limit``). So callers return as fast as places do and never together, and a
-    crowd of a thousand does not spend the server's time on being refused (0.12 ms each, a tenth of a short answer). Should some
-    stay away, their places go to new callers, of which an overload has enough.
+    comes free (mean seconds an answer takes ÷ ``limit``), stretched while callers are still refused and shortened again while
+    places stay free. So callers return as fast as there are places for them and never together, and a crowd of a thousand does
+    not spend the server's time on being refused (0.12 ms each, a tenth of a short answer). Should some stay away, their places
+    go to new callers, of which an overload has enough.
     """
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit = limit
         self.active = 0
+        self.arriving = 0
+        """Let through by the gate and not yet entered: they wait for their turn of the event loop."""
         self._clock = clock
         self._recent_s: deque[float] = deque(maxlen=32)
         self._last_return_s = 0.0
+        self._stretch = 1.0
+        self._since_s = self._changed_s = clock()
+        self._refused = self._entered = 0
+        self._held_s = 0.0  # places × seconds since ``_since_s``
 
     @property
     def full(self) -> bool:
-        return self.active >= self.limit
+        return self.active + self.arriving >= self.limit
 
     def enter(self, n: int, param: str = "prompt") -> None:
         """Take ``n`` places. Raises ApiError 429 with ``Retry-After``, or 400 naming ``param``, where ``n`` could never fit."""
@@ -90,11 +100,16 @@ class Admission:
             )
         if self.active + n > self.limit:
             raise self.refusal()
+        self._count_held()
         self.active += n
+        self._entered += n
+        self._adapt()
 
     def refusal(self) -> ApiError:
         """429, with the time in whole seconds and, as OpenAI's SDK reads it first, in milliseconds."""
         wait_s = self._wait_s()
+        self._refused += 1
+        self._adapt()
         whole = max(1, int(wait_s + random.random()))  # rounded at random: those who read only this do not meet on the second
         return ApiError(
             429,
@@ -104,16 +119,38 @@ class Admission:
         )
 
     def leave(self, n: int, took_s: float | None = None) -> None:
+        self._count_held()
         self.active -= n
         if took_s is not None:
             self._recent_s.append(took_s)
 
+    def _count_held(self) -> None:
+        now = self._clock()
+        self._held_s += self.active * (now - self._changed_s)
+        self._changed_s = now
+
+    def _adapt(self) -> None:
+        """Once an answer's time: slower returns while a tenth as many are refused as let in, quicker ones while places stay free."""
+        span_s = self._clock() - self._since_s
+        if span_s < max(MIN_RETRY_AFTER_S, self._mean_s()):
+            return
+        self._count_held()
+        if self._refused > 0.1 * self._entered:
+            self._stretch = min(MAX_STRETCH, self._stretch * 1.5)
+        elif self._held_s < 0.9 * self.limit * span_s:
+            self._stretch = max(1.0, self._stretch / 1.5)
+        self._since_s = self._changed_s
+        self._refused = self._entered = 0
+        self._held_s = 0.0
+
+    def _mean_s(self) -> float:
+        return sum(self._recent_s) / len(self._recent_s) if self._recent_s else 1.0
+
     def _wait_s(self) -> float:
         """Seconds to the next return: not before half a recent answer's time, by when some of today's have left."""
-        now = self._clock()
-        mean_s = sum(self._recent_s) / len(self._recent_s) if self._recent_s else 1.0
+        now, mean_s = self._clock(), self._mean_s()
         earliest_s = now + max(MIN_RETRY_AFTER_S, mean_s / 2)
-        self._last_return_s = max(earliest_s, self._last_return_s + mean_s / self.limit)
+        self._last_return_s = max(earliest_s, self._last_return_s + self._stretch * mean_s / self.limit)
         if self._last_return_s - now <= MAX_RETRY_AFTER_S:
             return self._last_return_s - now
         self._last_return_s = now + MAX_RETRY_AFTER_S

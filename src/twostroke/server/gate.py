@@ -54,6 +54,12 @@ class Gate:
         if refusal is not None:
             await _send_error(marked_send, refusal)
             return
+        if path in ANSWER_ROUTES:
+            self._service.admission.arriving += 1
+            try:
+                await self._service.loop_turns.wait()
+            finally:
+                self._service.admission.arriving -= 1
         try:
             await self._app(scope, receive, marked_send)
         except Exception as error:

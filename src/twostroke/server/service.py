@@ -21,7 +21,7 @@ from twostroke.server.errors import ApiError, bad_request, engine_lost, not_read
 from twostroke.server.metrics import Metrics
 from twostroke.server.served import Answer, Served
 from twostroke.server.text import ModelText, tokenizer_failed
-from twostroke.server.turns import Turns
+from twostroke.server.turns import LoopTurns, Turns
 
 R = TypeVar("R", bound=protocol.CommonRequest)
 
@@ -136,6 +136,7 @@ class Service:
     incoming: ByteBudget = field(default_factory=lambda: ByteBudget(INCOMING_BYTES))
     outgoing: ByteBudget = field(default_factory=lambda: ByteBudget(OUTGOING_BYTES))
     building: asyncio.Lock = field(default_factory=asyncio.Lock)  # held for each piece of a large answer
+    loop_turns: LoopTurns = field(default_factory=LoopTurns)
     served: Served = field(default_factory=Served)
     parsing: Turns = field(default_factory=lambda: Turns("parse"))
     totals: dict[str, float] = field(default_factory=lambda: {"requests": 0, "prompt_tokens": 0, "output_tokens": 0})
@@ -333,6 +334,7 @@ class Generation:
         waiting = list(self.choices)
         while waiting:
             await self._wake.wait()
+            await self._service.loop_turns.wait()
             self._wake.clear()
             for choice in waiting:
                 delta = choice.take()
