@@ -147,7 +147,7 @@ def test_what_training_ran_at_comes_from_the_runs(
         (("--min-accuracy-difference", "0"), "--min-accuracy-difference needs a --task"),
         (("--max-cost-ratio", "1"), "--max-cost-ratio needs a price"),
         (("--hardware", "abacus"), "hardware 'abacus' is not known"),
-        (("--task", "nowhere.toml"), "nowhere.toml cannot be read"),
+        (("--task", "nowhere.toml"), "nowhere.toml is missing"),
     ],
 )
 def test_thresholds_that_nothing_would_be_held_against_are_refused_before_any_work(

@@ -113,7 +113,7 @@ def test_prompts_beyond_the_context_are_counted_and_said(
         (("--task", "nothing"), "task 'nothing' is not known"),
         (("--task", "copa"), "llmfoundry_copa.jsonl, which is not in"),
         (("--task", "copa", "--task-data", "{tmp}"), "which is not in {tmp}"),
-        (("--task", "{tmp}/none.toml"), "none.toml cannot be read"),
+        (("--task", "{tmp}/none.toml"), "none.toml is missing"),
         (("--task", "{tmp}/own.toml", "--engine", "vllm"), "engine='vllm' is not known"),
         (("--task", "{tmp}/own.toml", "--limit", "0"), "limit"),
         (("--task", "{tmp}/own.toml", "--dtype", "int4x"), "dtype='int4x'"),

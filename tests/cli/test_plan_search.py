@@ -93,7 +93,7 @@ def test_a_phase_that_finds_nothing_says_so_beside_the_other(capsys: pytest.Capt
         (("--slo-ttft-ms", "-1"), ("--slo-ttft-ms=-1", "above 0")),
         (("--days", "0"), ("--days=0", "above 0")),
         (("--usd-per-hour", "nan"), ("--usd-per-hour=nan", "above 0")),
-        (("--requests-per-s", "-2"), ("requests_per_s=-2", "at least 0")),
+        (("--requests-per-s", "-2"), ("requests_per_s=-2", "from 0 to")),
         (("--max-devices", "0"), ("max_devices=0", "from 1 to")),
         (("--top", "0"), ("--top=0",)),
         (("--tokens", "-5"), ("tokens=-5",)),

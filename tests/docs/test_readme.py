@@ -1,7 +1,8 @@
 """The README's session is run as it stands, in order, in a folder of its own.
 
-``calibrate`` takes two of its three minutes. `make test` measures this machine on small shapes instead, a few seconds, and
-stores that as `calibrate` stores its profile; every other command is the README's. `make soak` runs all of them as they stand.
+``calibrate`` takes two of its three minutes and ``train`` one. `make test` measures this machine on small shapes instead, a few
+seconds, stores that as `calibrate` stores its profile, and trains on a copy of the recipe with fewer steps; every other command is
+the README's. `make soak` runs all of them as they stand.
 """
 
 from __future__ import annotations
@@ -33,9 +34,15 @@ def commands() -> list[str]:
     return [line[2:] for block in blocks for line in block.splitlines() if line.startswith("$ ")]
 
 
-def run_session(folder: Path, instead: dict[str, list[str]]) -> list[str]:
-    """Run every command in ``folder``, or what stands for it in ``instead``; the commands that were run as they stand."""
+def run_session(folder: Path, instead: dict[str, list[str]], steps: int | None = None) -> list[str]:
+    """Run every command in ``folder``, or what stands for it in ``instead``; the commands that were run as they stand.
+    ``steps``: those of the recipe, where not its own."""
     shutil.copytree(ROOT / "recipes", folder / "recipes")
+    if steps is not None:
+        recipe = folder / "recipes" / "quick.toml"
+        text, n = re.subn(r"(?m)^steps = \d+$", f"steps = {steps}", recipe.read_text())
+        assert n == 1
+        recipe.write_text(text)
     environment = os.environ | {"TWOSTROKE_HOME": str(folder / "home")}
     verbatim = []
     for command in commands():
@@ -56,7 +63,7 @@ def run_session(folder: Path, instead: dict[str, list[str]]) -> list[str]:
 
 @pytest.mark.timeout(900)
 def test_every_command_of_the_session_succeeds(tmp_path: Path) -> None:
-    run = run_session(tmp_path, {"twostroke calibrate": ["-c", ROUGH_CALIBRATION]})
+    run = run_session(tmp_path, {"twostroke calibrate": ["-c", ROUGH_CALIBRATION]}, steps=30)
     assert len(run) >= 5
     assert set(commands()) - set(run) == {"twostroke calibrate"}
 

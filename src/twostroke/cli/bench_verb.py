@@ -57,8 +57,10 @@ def bench_serve(
 ) -> None:
     """Poisson, bursty or closed-loop traffic over HTTP: TTFT, TPOT, ITL, end to end, throughput, failures, goodput."""
     from twostroke.bench.definitions import Slo
+    from twostroke.bench.http_stream import Address
     from twostroke.bench.load import LoadSpec, run_load
     from twostroke.bench.own_server import own_server
+    from twostroke.bench.prompts import PromptMaker
     from twostroke.cli.serve_verb import model_directory
     from twostroke.core.families import read_spec
     from twostroke.quantization.held import held
@@ -92,6 +94,9 @@ def bench_serve(
         _check_context(spec, load.prompt_tokens[1] + load.output_tokens[1])
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output {output}: the folder {output.parent} does not exist.")
+    if url is not None:
+        Address.parse(url)
+    PromptMaker(text_file=prompt_text)  # a file that cannot be read is refused before a server starts
 
     with contextlib.ExitStack() as stack:
         stored = None if directory is None or spec is None else held(directory, spec, dtype)

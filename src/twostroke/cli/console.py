@@ -16,6 +16,9 @@ JSON_HELP = "Print one JSON document on stdout; progress and logs go to stderr."
 LINE_EVERY_S = 10.0
 """Where stderr is a file or a pipe, long work prints a line at most this often: a log is read afterwards."""
 
+REUSED = "reused"
+"""The note of work that was found done: a log says so however soon it was over."""
+
 Advance = Callable[..., None]
 """``advance(done, note)``: how many units are done in all, and a few words shown beside the bar."""
 
@@ -61,18 +64,22 @@ def _lines(title: str, total: float) -> Iterator[Advance]:
     """Plain lines: "title ...", then "title: 40% note, 12 s left" at most every ``LINE_EVERY_S``, and where it took as long as
     that, how long all of it took."""
     began = last = time.monotonic()
+    ending = ""
     log(f"{title} ...")
 
     def advance(done: float, note: str = "") -> None:
-        nonlocal last
+        nonlocal last, ending
         now = time.monotonic()
         share = min(1.0, done / total) if total > 0 else 1.0
-        if now - last < LINE_EVERY_S or share == 1.0:  # the last line says that all is done
+        if share == 1.0:
+            ending = note  # the last line says that all is done, and how
+            return
+        if now - last < LINE_EVERY_S:
             return
         last = now
         left = f", {format_seconds((now - began) * (1 - share) / share)} left" if share > 0 else ""
         log(f"{title}: {100 * share:.0f}%{f' {note}' if note and note not in title else ''}{left}")
 
     yield advance
-    if time.monotonic() - began >= LINE_EVERY_S:
-        log(f"{title}: done in {format_seconds(time.monotonic() - began)}")
+    if time.monotonic() - began >= LINE_EVERY_S or ending == REUSED:
+        log(f"{title}: {REUSED if ending == REUSED else 'done'} in {format_seconds(time.monotonic() - began)}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from twostroke.core.aside import write_text
-from twostroke.core.documents import read_object
+from twostroke.core.documents import read_bytes, read_object
 from twostroke.core.errors import ConfigError, CorruptFileError, DataError, InputError
 from twostroke.core.families import read_config
 from twostroke.data.fewest_tokens import steps_of
@@ -118,10 +118,7 @@ def library_error(error: BaseException) -> str:
 
 def _read(file: Path) -> bytes:
     """The file, if it is not made to fill the memory: the library takes up to 1,250 bytes an object and 300 an entry."""
-    with file.open("rb") as opened:
-        data = opened.read(MAX_TOKENIZER_BYTES + 1)
-    if len(data) > MAX_TOKENIZER_BYTES:
-        raise CorruptFileError(f"{file} is over {MAX_TOKENIZER_BYTES} bytes, the most for a tokenizer.json.")
+    data = read_bytes(file, MAX_TOKENIZER_BYTES)
     for mark, most, what in ((b"{", MAX_OBJECTS, "objects"), (b"[", MAX_LISTS, "lists"), (b",", MAX_ENTRIES, "entries")):
         n = data.count(mark)
         if n > most:
