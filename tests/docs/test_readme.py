@@ -1,8 +1,8 @@
 """The README's session is run as it stands, in order, in a folder of its own.
 
 ``calibrate`` takes two of its three minutes and ``train`` one. `make test` measures this machine on small shapes instead, a few
-seconds, stores that as `calibrate` stores its profile, and trains on a copy of the recipe with fewer steps; every other command is
-the README's. `make soak` runs all of them as they stand.
+seconds, stores that as `calibrate` stores its profile, and trains on a copy of the recipe with fewer steps; every other command
+is the README's. `make soak` runs all of them as they stand.
 """
 
 from __future__ import annotations

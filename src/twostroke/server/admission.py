@@ -17,8 +17,8 @@ MAX_KEY_FILE_BYTES = 2**20
 MIN_RETRY_AFTER_S = 0.25
 MAX_RETRY_AFTER_S = 30.0
 MAX_STRETCH = 16.0
-"""Callers who left with their answer and call again take most places that come free: then returns at a sixteenth of that pace keep
-the places full, and refusals stay at a fifth of the answers or below."""
+"""Callers who left with their answer and call again take most places that come free: then returns at a sixteenth of that pace
+keep the places full, and refusals stay at a fifth of the answers or below."""
 INCOMING_BYTES = OUTGOING_BYTES = 64 * 2**20
 """Of all bodies under way, and of all whole answers that are not read yet."""
 
@@ -130,7 +130,7 @@ class Admission:
         self._changed_s = now
 
     def _adapt(self) -> None:
-        """Once an answer's time: slower returns while a tenth as many are refused as let in, quicker ones while places stay free."""
+        """Once an answer's time: slower returns while a tenth as many are refused as let in, quicker while places are free."""
         span_s = self._clock() - self._since_s
         if span_s < max(MIN_RETRY_AFTER_S, self._mean_s()):
             return

@@ -132,7 +132,7 @@ async def run_server(
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)  # accepted connections inherit it
     server = _Uvicorn(config)
     gc.collect()
-    gc.freeze()  # modules, tokenizer, routes stay for ever: going through them at each full collection held the loop up for 40 to 90 ms
+    gc.freeze()  # what stays for ever (modules, tokenizer, routes): each full collection of it held the loop up for 40 to 90 ms
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(say_once())
 

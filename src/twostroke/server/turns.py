@@ -16,7 +16,7 @@ this limit 128 of them kept a refusal, or `/health`, waiting for 100 ms."""
 
 
 class LoopTurns:
-    """``n`` tasks go on in one turn of the event loop, in the order in which they came; between turns it sees to its sockets."""
+    """``n`` tasks go on in one turn of the event loop, in the order in which they came; between turns it sees to sockets."""
 
     def __init__(self, n: int = EACH_TURN) -> None:
         self._n = self._left = n
