@@ -38,7 +38,7 @@ Row = dict[str, str]
 
 
 def newest(folder: str) -> Path | None:
-    """The newest run below ``benchmarks/folder/runs``, by the date in its name; None where there is none."""
+    """The newest run below ``benchmarks/folder/runs``, by the date in its name; None if the folder holds no run."""
     runs = sorted(path for path in (BENCHMARKS / folder / "runs").glob("*") if path.is_dir())
     return runs[-1] if runs else None
 

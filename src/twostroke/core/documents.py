@@ -80,10 +80,10 @@ def parsed_bytes(raw: bytes) -> int:
 
 
 def parse_json(raw: bytes, what: str, allowance: Allowance) -> Any:
-    """The JSON in ``raw``. ``what`` begins the sentence of the CorruptFileError that is raised where it is none, where a key
-    of an object occurs twice, and where it takes more memory than ``allowance`` has.
+    """The JSON in ``raw``. Raises CorruptFileError, with a sentence that begins with ``what``, if ``raw`` is not JSON, if a key
+    of an object occurs twice, and if it takes more memory than ``allowance`` has.
 
-    NaN and Infinity are read, because transformers writes them; whoever needs a number checks that it is finite.
+    NaN and Infinity are read, because transformers writes them; readers of a number check that it is finite.
     """
     allowance.take(parsed_bytes(raw), what)
     try:

@@ -181,7 +181,7 @@ def _short(value: Any) -> str:
 
 
 def stored_profiles() -> list[MachineProfile]:
-    """What was measured of this machine: its CPU's profile and its GPU's, those that there are. Raises as ``read_profile``."""
+    """What was measured of this machine: its CPU's profile, its GPU's, or both. Raises as ``read_profile``."""
     fingerprint = read_fingerprint()
     return [read_profile(p) for device in ("cpu", "cuda") if (p := profile_path(fingerprint, device)).is_file()]
 

@@ -173,7 +173,7 @@ def _quota(folder: Path) -> float | None:
 
 
 def find_compiler() -> str:
-    """The first line that the compiler of the native library says of itself; empty where there is none."""
+    """The first line that the compiler of the native library says of itself; empty without a compiler."""
     from twostroke.kernels.native.build import BuildError, compiler
 
     try:
