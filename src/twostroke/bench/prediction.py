@@ -23,7 +23,10 @@ QUANTILE_PERCENTS = (*(2.5 * i for i in range(40)), 99.0, 100.0)
 def expected_concurrency(spec: ModelSpec, load: LoadSpec, held: Held, hardware: Hardware) -> int:
     """Requests in flight at once: the users of a closed loop; of an open one rate · E2E (Little's law), at least 1 and within
     the cap and the number of requests."""
-    found = _at_rate(spec, load, held, hardware)
+    return _in_flight(load, _at_rate(spec, load, held, hardware))
+
+
+def _in_flight(load: LoadSpec, found: AtRate | None) -> int:
     return _most(load) if found is None else max(1, round(found.rate_per_s * found.e2e_s))
 
 
@@ -45,7 +48,7 @@ def predict_load(spec: ModelSpec, load: LoadSpec, held: Held, hardware: Hardware
     planner's model of waiting (``planner.load``), output tokens/s = B·n ÷ E2E with n output tokens. HTTP is not in it.
     """
     found = _at_rate(spec, load, held, hardware)
-    batch = expected_concurrency(spec, load, held, hardware)
+    batch = _in_flight(load, found)
     plan = _plan(spec, load, held, batch, hardware)
     n = plan.shape.output_tokens
     if found is None:

@@ -5,7 +5,6 @@ A whole answer may be tens of megabytes: it is put into JSON slice by slice, oth
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from twostroke.server import protocol, responses, wire
 from twostroke.server.errors import ApiError
 from twostroke.server.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from twostroke.server.service import Choice, Generation, Service, TextDelta
+from twostroke.server.turns import LoopTurns
 
 ENCODER = msgspec.json.Encoder()
 
@@ -167,22 +167,21 @@ def _slices(n: int, n_top: int | None) -> Iterator[slice]:
     return (slice(at, at + size) for at in range(0, n, size))
 
 
-async def _json_lists(slices: Iterable[Sequence[Sequence[Any]]], n: int, building: asyncio.Lock) -> list[Any]:
+async def _json_lists(slices: Iterable[Sequence[Sequence[Any]]], n: int, building: LoopTurns) -> list[Any]:
     """``n`` lists as `msgspec.Raw`, from slices of them that are made one at a time: one of all answers a turn of the loop."""
     lists: list[list[bytes]] = [[] for _ in range(n)]
     waiting = iter(slices)
     while True:
-        async with building:
-            made = next(waiting, None)
-            if made is None:
-                return [msgspec.Raw(b"[" + b",".join(pieces) + b"]") for pieces in lists]
-            for pieces, items in zip(lists, made, strict=True):
-                if items:
-                    pieces.append(ENCODER.encode(items)[1:-1])
-            await asyncio.sleep(0)
+        await building.wait()
+        made = next(waiting, None)
+        if made is None:
+            return [msgspec.Raw(b"[" + b",".join(pieces) + b"]") for pieces in lists]
+        for pieces, items in zip(lists, made, strict=True):
+            if items:
+                pieces.append(ENCODER.encode(items)[1:-1])
 
 
-async def _prompt_scores(text: Any, choice: Choice, n_top: int, building: asyncio.Lock) -> bytes:
+async def _prompt_scores(text: Any, choice: Choice, n_top: int, building: LoopTurns) -> bytes:
     """vLLM's ``prompt_logprobs`` of a choice's prompt."""
     ids = choice.prompt.ids
     scores: tuple[wire.TokenLogprobs | None, ...] = (None, *choice.scores)

@@ -135,7 +135,7 @@ class Service:
     draining: bool = False
     incoming: ByteBudget = field(default_factory=lambda: ByteBudget(INCOMING_BYTES))
     outgoing: ByteBudget = field(default_factory=lambda: ByteBudget(OUTGOING_BYTES))
-    building: asyncio.Lock = field(default_factory=asyncio.Lock)  # held for each piece of a large answer
+    building: LoopTurns = field(default_factory=lambda: LoopTurns(1))  # for each piece of a large answer
     loop_turns: LoopTurns = field(default_factory=LoopTurns)
     served: Served = field(default_factory=Served)
     parsing: Turns = field(default_factory=lambda: Turns("parse"))
