@@ -83,12 +83,11 @@ def compare(
         batch_size, sequence_length, grad_accumulation, dtype, optimizer, not eager, steps, checkpointing=checkpointing
     )
     serving = serving_shape(
-        found.spec,
-        found.scheme(scheme),
+        found,
+        scheme,
         batch,
         prompt,
         output,
-        in_int8=found.in_int8(scheme),
         **_ways("--serve-layout", serve_layout, SERVE_WAYS),
     )
     table = compare_phases(found.spec, shape, serving, machine, found.name, layout, served_on)

@@ -118,12 +118,11 @@ def crossover(
             training_usd, document["training_cost"] = spent.usd, spent.to_dict()
         if serving is None:
             shape = serving_shape(
-                found.spec,
-                found.scheme(scheme),
+                found,
+                scheme,
                 batch,
                 prompt,
                 output,
-                in_int8=found.in_int8(scheme),
                 tensor=tensor,
                 pipeline=pipeline,
                 expert=expert,

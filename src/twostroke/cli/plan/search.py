@@ -88,7 +88,7 @@ def search(
         searches.append(search_training(found.spec, work, space, TrainLimits(days, budget_usd, usd_per_hour), objective))
     if phase != "train":
         space = Space(machines["serve"], max_devices, tuple(scheme))
-        shape = serving_shape(found.spec, "bf16", 1, prompt, output)
+        shape = serving_shape(found, "bf16", 1, prompt, output)
         limits = ServeLimits(_seconds(slo_ttft_ms), _seconds(slo_tpot_ms), usd_per_mtok, usd_per_hour)
         asked = ServeWork(shape.prompt_tokens, shape.output_tokens, requests_per_s)
         searches.append(search_serving(found.spec, asked, space, limits, objective))

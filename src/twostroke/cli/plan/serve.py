@@ -77,7 +77,7 @@ def serve(
     machine = load_hardware(hardware, "serve")
     found = read_subject(subject, settings, machine)
     shape = serving_shape(
-        found.spec, found.scheme(scheme), batch, prompt, output, in_int8=found.in_int8(scheme), head_dtype=head_dtype,
+        found, scheme, batch, prompt, output, head_dtype=head_dtype,
         kv_dtype=kv_dtype, kv_cache_bytes=kv_cache_bytes, max_model_len=max_model_len, tensor=tensor, pipeline=pipeline,
         expert=expert, engine=engine, prefix_hit_share=prefix_hits,
         speculation=Speculation.parse(speculate) if speculate else None,

@@ -141,14 +141,15 @@ def _held(path: Path, spec: ModelSpec) -> Held | None:
         return None
 
 
-def serving_shape(spec: ModelSpec, scheme: str, batch: int, prompt: int, output: int, **others: Any) -> ServingShape:
-    """Prompt and output left out take half of a short context and 512 + 128 tokens of a long one."""
+def serving_shape(found: Subject, scheme: str, batch: int, prompt: int, output: int, **others: Any) -> ServingShape:
+    """``scheme``: as asked for. Prompt and output left out take half of a short context and 512 + 128 tokens of a long one."""
     from twostroke.planner.serving import ServingShape
 
     for name, value in (("prompt", prompt), ("output", output)):
         if value < 0:
             raise ConfigError(f"--{name}={value} must not be negative.")
-    limit = others.get("max_model_len") or spec.max_positions
+    limit = others.get("max_model_len") or found.spec.max_positions
     prompt = prompt or max(1, min(512, limit // 2, limit - output))
     output = output or max(1, min(128, limit - prompt))
-    return ServingShape(scheme=scheme, batch=batch, prompt_tokens=prompt, output_tokens=output, **others)
+    held, in_int8 = found.scheme(scheme), found.in_int8(scheme)
+    return ServingShape(scheme=held, batch=batch, prompt_tokens=prompt, output_tokens=output, in_int8=in_int8, **others)
