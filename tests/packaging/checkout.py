@@ -1,4 +1,4 @@
-"""A copy of what git would give somebody else: tracked files and new ones that it does not ignore, nothing that was built."""
+"""A copy of what a fresh clone would hold: tracked files and new ones that git does not ignore, without build products."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def answer_of(peer: socket.socket, within_s: float = 20.0) -> bytes:
 
 
 def status_of(answer: bytes) -> int:
-    """Of a raw answer; 0 where there is none."""
+    """Of a raw answer; 0 without one."""
     words = answer.split(b" ", 2)
     return int(words[1]) if answer.startswith(b"HTTP/1.1 ") else 0
 

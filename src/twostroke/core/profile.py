@@ -197,7 +197,7 @@ def load_profile(engine: Engine | None = None, device: str | None = None) -> Mac
 
 
 def read_profile(path: Path) -> MachineProfile:
-    """The profile at ``path``. Raises ConfigError where there is none or it is of another version, CorruptFileError for
+    """The profile at ``path``. Raises ConfigError if it is missing or of another version, CorruptFileError for
     anything else."""
     if not path.is_file():
         raise ConfigError(f"{path} does not exist. Run `twostroke calibrate` to make a machine profile.")

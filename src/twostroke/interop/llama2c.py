@@ -148,7 +148,7 @@ def read_tokenizer_bin(path: Path, vocab_size: int, model_bytes: int = 0) -> Sou
     """The tokenizer in a llama2.c ``tokenizer.bin``: int32 longest piece, then by token float32 score, int32 length, bytes.
 
     The file spells ▁ as a space and wraps the names of its control tokens in line ends; both are undone.
-    Raises InputError where there is no file, CorruptFileError where it does not hold ``vocab_size`` pieces and nothing else,
+    Raises InputError if the file is missing, CorruptFileError if it does not hold ``vocab_size`` pieces and nothing else,
     and where they take more memory than twice this file, ``model_bytes`` and the spare that every file has.
     """
     if not path.is_file():
