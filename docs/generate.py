@@ -1,7 +1,9 @@
-"""Writes the generated pages: ``docs/cli.md`` from the commands' own help, the folder tree in ``README.md``, and the measured
-numbers of ``README.md`` and ``CHANGELOG.md`` from the committed runs (``docs/measured.py``).
+"""Writes the generated pages: ``docs/cli.md`` from the commands' own help, the folder tree in ``README.md``, the measured
+numbers of ``README.md`` and ``CHANGELOG.md`` from the committed runs (``docs/measured.py``), and ``docs/claims.md`` from
+``docs/claims/``.
 
-Run ``make docs`` after changing a command or adding a room; a test fails while a page is out of date.
+Run ``make docs`` after changing a command, the planner, a price or a device, or adding a room; a test fails while a page is
+out of date.
 """
 
 from __future__ import annotations
@@ -59,11 +61,13 @@ def with_tree(readme: str) -> str:
 def generated() -> dict[Path, str]:
     """Each generated file with the text it should have."""
     sys.path.insert(0, str(ROOT / "docs"))
+    from claims.catalogue import page
     from measured import with_measured
 
     readme, changelog = ROOT / "README.md", ROOT / "CHANGELOG.md"
     return {
         ROOT / "docs" / "cli.md": help_pages(),
+        ROOT / "docs" / "claims.md": page(),
         readme: with_measured(with_tree(readme.read_text())),
         changelog: with_measured(changelog.read_text()),
     }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from twostroke.planner.claims.claim import Case, Claim
-from twostroke.planner.claims.subjects import (
+from claims.claim import Case, Claim
+from claims.subjects import (
     GB,
     LLAMA_3B,
     LLAMA_8B,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from claims.claim import Case, Claim
+from claims.subjects import GB, LLAMA_3B, LLAMA_8B, LLAMA_70B, device, n_parameters
 from twostroke.core.errors import CapacityError
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.claims.claim import Case, Claim
-from twostroke.planner.claims.subjects import GB, LLAMA_3B, LLAMA_8B, LLAMA_70B, device, n_parameters
 from twostroke.planner.cost import ProjectInputs, project_cost, usd_per_million_tokens
 from twostroke.planner.flops import training_flops_per_token
 from twostroke.planner.network import ring_all_reduce_s

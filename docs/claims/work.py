@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from twostroke.planner.claims.claim import Case, Claim
-from twostroke.planner.claims.memory import state_bytes_per_parameter
-from twostroke.planner.claims.subjects import GB, LLAMA_8B, LLAMA_70B, block_activations_bytes, device, n_parameters
+from claims.claim import Case, Claim
+from claims.memory import state_bytes_per_parameter
+from claims.subjects import GB, LLAMA_8B, LLAMA_70B, block_activations_bytes, device, n_parameters
 from twostroke.planner.comparison import component_flips
 from twostroke.planner.flops import attention_flops_per_token, decode_flops, prefill_flops
 from twostroke.planner.hardware import ASSUMED_BANDWIDTH_EFFICIENCY

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 Verdict = Literal["holds", "holds when", "breaks", "measure"]
 """``holds when``: under the assumptions named; ``measure``: no plan decides it, and ``decided_by`` says what does."""
@@ -42,19 +42,6 @@ class Claim:
     def __getitem__(self, name: str) -> float:
         """The number of a case."""
         return next(case.value for case in self.cases if case.name == name)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "title": self.title,
-            "stated": list(self.stated),
-            "assumptions": list(self.assumptions),
-            "cases": [vars(case) for case in self.cases],
-            "verdict": self.verdict,
-            "holds": self.holds,
-            "breaks": self.breaks,
-            "decided_by": self.decided_by,
-        }
 
 
 def quantity(value: float, unit: Unit) -> str:

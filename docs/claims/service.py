@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from twostroke.planner.claims.claim import Case, Claim
-from twostroke.planner.claims.subjects import GB, LLAMA_3B, LLAMA_8B, LLAMA_70B, device
-from twostroke.planner.claims.work import DEVICE, serving
+from claims.claim import Case, Claim
+from claims.subjects import GB, LLAMA_3B, LLAMA_8B, LLAMA_70B, device
+from claims.work import DEVICE, serving
 from twostroke.planner.serving import ServingShape, plan_serving
 from twostroke.planner.speculation import Speculation
 from twostroke.planner.weights import kv_bytes_per_token, weights_bytes
