@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from claims import memory, money, service, work
-from claims.claim import Claim, quantity
+from claims.claim import Case, Claim, quantity
+from measured import grid
 
 CLAIMS: tuple[Callable[[], Claim], ...] = (
     memory.training_against_inference,
@@ -45,7 +46,8 @@ while the page is out of date.
 
 GB is 10⁹ bytes. N is the number of parameters; the other letters are those of [notation](notation.md). Every number is
 *predicted* from published shapes, from vendors' *datasheet* figures times shares that are fitted to public measured tables or
-*assumed*, and from *listed* or *assumed* prices: expect the right order of times and money, and exact bytes.
+*assumed*, and from *listed* or *assumed* prices: expect the right order of times and money, and exact bytes. A second table
+below a claim holds what a committed run *measured* of it, on a small model and two cores.
 `twostroke plan … --explain` shows how each is made.
 """
 
@@ -56,7 +58,6 @@ def all_claims() -> tuple[Claim, ...]:
 
 def claim_section(claim: Claim) -> str:
     """One claim as Markdown."""
-    rows = "\n".join(f"| {case.what} | {quantity(case.value, case.unit)} | {case.how} |" for case in claim.cases)
     verdict = {"holds when": "holds under conditions", "measure": "to be measured"}.get(claim.verdict, claim.verdict)
     lines = [
         f"## {claim.title}",
@@ -65,9 +66,7 @@ def claim_section(claim: Claim) -> str:
         "",
         f"Assumed: {'; '.join(claim.assumptions)}.",
         "",
-        "| case | predicted | from |",
-        "|---|---|---|",
-        rows,
+        _table(claim.cases, "case", "predicted", "from"),
         "",
         f"**Verdict: {verdict}.**",
         "",
@@ -76,7 +75,13 @@ def claim_section(claim: Claim) -> str:
     ]
     if claim.decided_by:
         lines.append(f"- *Measured by*: {claim.decided_by}")
+    if claim.measured:
+        lines += ["", _table(claim.measured, "on two cores", "measured", "run")]
     return "\n".join(lines)
+
+
+def _table(cases: tuple[Case, ...], *head: str) -> str:
+    return grid(head, [(case.what, quantity(case.value, case.unit), case.how) for case in cases])
 
 
 def page() -> str:

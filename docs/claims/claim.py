@@ -15,7 +15,7 @@ Unit = Literal[
 
 @dataclass(frozen=True)
 class Case:
-    """One computed number: under which inputs, its value, and the arithmetic."""
+    """One number: of what, its value, and the arithmetic that made it or the run that measured it."""
 
     name: str
     what: str
@@ -27,7 +27,8 @@ class Case:
 @dataclass(frozen=True)
 class Claim:
     """``stated`` are the short figures as they are repeated; ``cases`` the planner's numbers; ``holds`` and ``breaks``
-    sentences with the computed boundary; ``decided_by`` the command that measures what a plan cannot say."""
+    sentences with the computed boundary; ``decided_by`` the command that measures what a plan cannot say; ``measured`` what
+    committed runs found."""
 
     name: str
     title: str
@@ -38,6 +39,7 @@ class Claim:
     holds: str
     breaks: str
     decided_by: str = ""
+    measured: tuple[Case, ...] = ()
 
     def __getitem__(self, name: str) -> float:
         """The number of a case."""

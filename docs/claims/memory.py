@@ -13,26 +13,19 @@ from claims.subjects import (
     block_activations_bytes,
     device,
     n_parameters,
+    state_bytes_per_parameter,
 )
-from twostroke.planner.memory import PRECISIONS, gradient_bytes_per_parameter
 from twostroke.planner.serving import GPU_MEMORY_UTILISATION
+from twostroke.planner.sharding import LOSS_CHUNK_TOKENS
 from twostroke.planner.weights import kv_bytes_per_token, weights_bytes
 
-PURE_16 = 8.0
-"""Bytes a parameter: weights, gradient and both Adam moments of 2 bytes each."""
+PURE, MIXED = state_bytes_per_parameter("pure_bf16"), state_bytes_per_parameter("bf16")
 
-MIXED_16 = 16.0
-"""Bytes a parameter: weights 2, gradient 2, fp32 master 4, two fp32 moments 8 (ZeRO, arXiv 1910.02054, section 3.1)."""
+LARGE = 80e9
+"""Bytes of the devices that the claims on 70B speak of, as they are sold."""
 
 LORA_SHARE = 0.005
 """Trained share of a model under LoRA of rank 16 on all matrices, about."""
-
-
-def state_bytes_per_parameter(dtype: str) -> float:
-    """Weights, gradient and AdamW's state of one parameter on one of several devices."""
-    precision = PRECISIONS[dtype]
-    gradient = gradient_bytes_per_parameter(dtype, alone=False, n_micro_batches=1)
-    return precision.working + precision.master + gradient + 2 * precision.state
 
 
 def training_against_inference() -> Claim:
@@ -41,13 +34,12 @@ def training_against_inference() -> Claim:
     tokens, length = 8192, 8192
     activations = tokens * block_activations_bytes(LLAMA_8B, length)
     recomputed = tokens * block_activations_bytes(LLAMA_8B, length, "full")
-    full = state_bytes_per_parameter("bf16") * n
-    pure = state_bytes_per_parameter("pure_bf16") * n
-    lora = model + LORA_SHARE * n * state_bytes_per_parameter("bf16") + recomputed
+    full, pure = MIXED * n, PURE * n
+    lora = model + LORA_SHARE * n * MIXED + recomputed
     kv = kv_bytes_per_token(LLAMA_8B)
     one, busy = model + 8192 * kv, model + 64 * 8192 * kv
     n70 = n_parameters(LLAMA_70B)
-    large = (state_bytes_per_parameter("bf16") * n70 + 32768 * block_activations_bytes(LLAMA_70B, length)) / GB
+    large = (MIXED * n70 + 32768 * block_activations_bytes(LLAMA_70B, length)) / GB
     served = weights_bytes(LLAMA_70B, "bf16") / GB
     four = weights_bytes(LLAMA_70B, "int4") / GB
     cases = (
@@ -56,34 +48,34 @@ def training_against_inference() -> Claim:
             "AdamW, mixed precision, 8,192 tokens a pass, nothing recomputed",
             (full + activations) / model,
             "x",
-            f"(16·N + {activations / GB:.3g} GB of activations) ÷ 2·N",
+            f"({MIXED:g}·N + {activations / GB:.3g} GB of activations) ÷ 2·N",
         ),
         Case(
             "mixed_recomputed",
             "the same, every layer recomputed",
             (full + recomputed) / model,
             "x",
-            f"(16·N + {recomputed / GB:.3g} GB) ÷ 2·N",
+            f"({MIXED:g}·N + {recomputed / GB:.3g} GB) ÷ 2·N",
         ),
         Case(
             "pure",
             "everything in bf16, Adam's moments too, every layer recomputed",
             (pure + recomputed) / model,
             "x",
-            "(8·N + activations) ÷ 2·N",
+            f"({PURE:g}·N + activations) ÷ 2·N",
         ),
         Case(
             "lora",
             f"LoRA with {100 * LORA_SHARE:g}% of the parameters, every layer recomputed",
             lora / model,
             "x",
-            "(2·N + 16·0.005·N + activations) ÷ 2·N",
+            f"(2·N + {MIXED:g}·{LORA_SHARE:g}·N + activations) ÷ 2·N",
         ),
-        Case("one_request", "inference, one request of 8,192 tokens", one / model, "x", "(2·N + 8,192·131,072 bytes) ÷ 2·N"),
-        Case("busy", "inference, 64 requests of 8,192 tokens", busy / model, "x", "(2·N + 64·8,192·131,072 bytes) ÷ 2·N"),
+        Case("one_request", "inference, one request of 8,192 tokens", one / model, "x", f"(2·N + 8,192·{kv:,.0f} bytes) ÷ 2·N"),
+        Case("busy", "inference, 64 requests of 8,192 tokens", busy / model, "x", f"(2·N + 64·8,192·{kv:,.0f} bytes) ÷ 2·N"),
         Case(
             "ratio_70b_bf16",
-            "70B: training (16·N, 32,768 tokens a pass) against bf16 weights",
+            f"70B: training ({MIXED:g}·N, 32,768 tokens a pass) against bf16 weights",
             large / served,
             "x",
             f"{large / 1000:.3g} TB ÷ {served:.3g} GB",
@@ -116,10 +108,14 @@ def three_billion_training() -> Claim:
         Case("weights", "weights in bf16", 2 * n / GB, "GB", "2·3·10⁹"),
         Case("gradients", "gradients in bf16", 2 * n / GB, "GB", "2·3·10⁹"),
         Case("optimizer", "two Adam moments in bf16", 4 * n / GB, "GB", "2·2·3·10⁹"),
-        Case("state", "without activations", PURE_16 * n / GB, "GB", "8·3·10⁹"),
-        Case("sum", "with the 8 GB of activations that are stated", PURE_16 * n / GB + 8, "GB", "24 + 8"),
+        Case("state", "without activations", PURE * n / GB, "GB", f"{PURE:g}·3·10⁹"),
+        Case("sum", "with the 8 GB of activations that are stated", PURE * n / GB + 8, "GB", "24 + 8"),
         Case(
-            "mixed", "AdamW with fp32 master weights and fp32 moments, without activations", MIXED_16 * n / GB, "GB", "16·3·10⁹"
+            "mixed",
+            "AdamW with fp32 master weights and fp32 moments, without activations",
+            MIXED * n / GB,
+            "GB",
+            f"{MIXED:g}·3·10⁹",
         ),
         Case(
             "activation_tokens",
@@ -140,9 +136,9 @@ def three_billion_training() -> Claim:
             "tokens whose whole logits alone are 8 GB",
             8e9 / logits,
             "tokens",
-            "8·10⁹ ÷ (2 + 4)·V bytes; a chunked loss holds 1,024 at once",
+            f"8·10⁹ ÷ (2 + 4)·V bytes; a chunked loss holds {LOSS_CHUNK_TOKENS:,} at once",
         ),
-        Case("real", "Llama 3.2 3B has more than 3·10⁹ parameters", real * PURE_16 / GB + 8, "GB", f"8·{real:,} + 8 GB"),
+        Case("real", "Llama 3.2 3B has more than 3·10⁹ parameters", real * PURE / GB + 8, "GB", f"{PURE:g}·{real:,} + 8 GB"),
     )
     return Claim(
         "three_billion_training",
@@ -151,10 +147,11 @@ def three_billion_training() -> Claim:
         ("3·10⁹ parameters; weights, gradients and both moments of Adam in 16 bits, no fp32 master weights",),
         cases,
         "holds when",
-        "The sum is 8 bytes a parameter and is right for pure bf16, where small updates are rounded away. 8 GB of "
+        f"The sum is {PURE:g} bytes a parameter and is right for pure bf16, where small updates are rounded away. 8 GB of "
         "activations are "
         f"{cases[6].value:,.0f} tokens a pass, or {cases[7].value:,.0f} with every layer recomputed.",
-        "With fp32 master weights and fp32 moments, which is what mixed precision means, the state alone is 48 GB; it is "
+        "With fp32 master weights and fp32 moments, which is what mixed precision means, the state alone is "
+        f"{MIXED * n / GB:.3g} GB; it is "
         "no lower bound either: 8-bit moments, LoRA and recomputation all go below 32 GB.",
     )
 
@@ -162,13 +159,14 @@ def three_billion_training() -> Claim:
 def three_billion_inference() -> Claim:
     kv = kv_bytes_per_token(LLAMA_3B)
     weights, four = weights_bytes(LLAMA_3B, "bf16"), weights_bytes(LLAMA_3B, "int4")
+    context = LLAMA_3B.max_positions
     cases = (
         Case("weights", "weights in bf16", weights / GB, "GB", f"2·{n_parameters(LLAMA_3B):,}"),
         Case("int4", "weights in int4 with their scales", four / GB, "GB", "scheme int4 of the planner"),
         Case("kv_tokens", "cached tokens in 2 GB of KV", 2e9 / kv, "tokens", f"2·10⁹ ÷ {kv:,.0f} bytes a token"),
         Case("least", "int4 and 2 GB of KV", (four + 2e9) / GB, "GB", "sum"),
         Case("most", "bf16 and 2 GB of KV", (weights + 2e9) / GB, "GB", "sum"),
-        Case("full_context", "KV of one request of 131,072 tokens", 131072 * kv / GB, "GB", f"131,072·{kv:,.0f}"),
+        Case("full_context", f"KV of one request of {context:,} tokens", context * kv / GB, "GB", f"{context:,}·{kv:,.0f}"),
     )
     return Claim(
         "three_billion_inference",
@@ -178,15 +176,17 @@ def three_billion_inference() -> Claim:
         cases,
         "holds when",
         f"up to {cases[2].value:,.0f} cached tokens, all requests together.",
-        f"One request of the model's whole context takes {cases[5].value:.3g} GB of KV, more than twice the weights.",
+        f"One request of the model's whole context takes {cases[5].value:.3g} GB of KV, "
+        f"{context * kv / weights:.2g}× the weights.",
     )
 
 
 def seventy_billion_inference() -> Claim:
     bf16, four = weights_bytes(LLAMA_70B, "bf16"), weights_bytes(LLAMA_70B, "int4")
     kv = kv_bytes_per_token(LLAMA_70B)
-    consumer, two = device("rtx-5090").memory_bytes, 2 * 80e9 * GPU_MEMORY_UTILISATION
-    left = max(0.0, 2 * 80e9 * 1.0 - bf16)
+    usable = GPU_MEMORY_UTILISATION
+    consumer, two = device("rtx-5090").memory_bytes, 2 * LARGE * usable
+    left = max(0.0, 2 * LARGE - bf16)
     cases = (
         Case("bf16", "weights in 16 bits", bf16 / GB, "GB", f"2·{n_parameters(LLAMA_70B):,}"),
         Case(
@@ -211,7 +211,13 @@ def seventy_billion_inference() -> Claim:
             "count",
             "8·memory ÷ N",
         ),
-        Case("two_80", "two 80 GB GPUs, 90% usable, less the weights", (two - bf16) / GB, "GB", "0.9·160 − 2·N"),
+        Case(
+            "two_80",
+            f"two 80 GB GPUs, {100 * usable:g}% usable, less the weights",
+            (two - bf16) / GB,
+            "GB",
+            f"{usable:g}·160 − 2·N",
+        ),
         Case(
             "two_80_tokens",
             "cached tokens in what two leave when all of it may be used",
@@ -221,10 +227,10 @@ def seventy_billion_inference() -> Claim:
         ),
         Case(
             "four_80_tokens",
-            "cached tokens with four of them, 90% usable",
-            (0.9 * 320e9 - bf16) / kv,
+            f"cached tokens with four of them, {100 * usable:g}% usable",
+            (usable * 4 * LARGE - bf16) / kv,
             "tokens",
-            f"(0.9·320 GB − 2·N) ÷ {kv:,.0f}",
+            f"({usable:g}·320 GB − 2·N) ÷ {kv:,.0f}",
         ),
     )
     return Claim(
@@ -237,7 +243,8 @@ def seventy_billion_inference() -> Claim:
         f"140 GB is right ({cases[0].value:.3g} GB), and 35 GB is half a byte a parameter. Two 80 GB GPUs do hold the weights.",
         f"No consumer GPU holds int4: {cases[2].value:.3g} GB with scales, {consumer / GB:.3g} GB there, before any KV. "
         "Two 80 GB "
-        f"GPUs have {cases[5].value:.2g} GB left for KV at 90% use, {cases[5].value * 1e9 / kv:,.0f} tokens of all requests "
+        f"GPUs have {cases[5].value:.2g} GB left for KV at {100 * usable:g}% use, "
+        f"{cases[5].value * 1e9 / kv:,.0f} tokens of all requests "
         "together: enough to start, not to serve.",
     )
 
@@ -253,16 +260,16 @@ def seventy_billion_training() -> Claim:
         Case(
             "planner",
             "what the planner counts for several devices",
-            state_bytes_per_parameter("bf16"),
+            MIXED,
             "B/parameter",
             "working + master + gradient + 2 moments",
         ),
         Case(
             "devices",
-            "80 GB devices that hold 16 bytes a parameter, without activations",
-            math.ceil(16 * real / (0.9 * 80e9)),
+            f"80 GB devices that hold {MIXED:g} bytes a parameter, without activations",
+            math.ceil(MIXED * real / (GPU_MEMORY_UTILISATION * LARGE)),
             "count",
-            f"⌈16·{real:,} ÷ (0.9·80 GB)⌉",
+            f"⌈{MIXED:g}·{real:,} ÷ ({GPU_MEMORY_UTILISATION:g}·80 GB)⌉",
         ),
         Case(
             "activations",
@@ -273,10 +280,10 @@ def seventy_billion_training() -> Claim:
         ),
         Case(
             "two_terabytes",
-            "tokens in flight at which 16 bytes a parameter and activations make 2 TB",
-            (2e12 - 16 * real) / a_token,
+            f"tokens in flight at which {MIXED:g} bytes a parameter and activations make 2 TB",
+            (2e12 - MIXED * real) / a_token,
             "tokens",
-            f"(2 TB − 16·N) ÷ {a_token:,.0f}",
+            f"(2 TB − {MIXED:g}·N) ÷ {a_token:,.0f}",
         ),
     )
     return Claim(

@@ -8,8 +8,17 @@ from claims.claim import Case, Claim
 from claims.subjects import GB, LLAMA_3B, LLAMA_8B, LLAMA_70B, device, n_parameters
 from twostroke.core.errors import CapacityError
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.cost import ProjectInputs, project_cost, usd_per_million_tokens
+from twostroke.planner.cost import (
+    ProjectInputs,
+    bought_rate,
+    co2_kg,
+    energy_kwh,
+    project_cost,
+    pue_of,
+    usd_per_million_tokens,
+)
 from twostroke.planner.flops import training_flops_per_token
+from twostroke.planner.hardware import price
 from twostroke.planner.network import ring_all_reduce_s
 from twostroke.planner.serving import ServingPlan, ServingShape, plan_serving
 from twostroke.planner.weights import kv_bytes_per_token
@@ -25,6 +34,10 @@ GPT4_FLOP = 2.1e25
 
 A100_MFU = 0.34
 """Assumed with it: the utilisation that the same estimate takes."""
+
+
+A100_USD_2022 = 3.5
+"""Assumed rent of an A100 for an hour when it was trained."""
 
 
 def training_usd(spec: ModelSpec, tokens: float, name: str = "h100-sxm", sequence_length: int = 8192) -> float:
@@ -62,7 +75,7 @@ def training_throughput() -> Claim:
         Case("saved_usd", "money it saves", usd * (1 - 1 / 1.1), "usd", "C·(1 − 1/1.1)"),
         Case("fine_hours", "fine-tuning 8B on 10⁸ tokens, 8 H100: hours", fine_days * 24, "count", "the same arithmetic"),
         Case("fine_saved", "money that 10% saves there", fine_usd * (1 - 1 / 1.1), "usd", "C·(1 − 1/1.1)"),
-        Case("boundary", "run whose 10% are 1,000 $", 11_000.0, "usd", "1,000 ÷ (1 − 1/1.1)"),
+        Case("boundary", "run whose 10% are 1,000 $", 1_000 / (1 - 1 / 1.1), "usd", "1,000 ÷ (1 − 1/1.1)"),
         Case("two_days", "28 instead of 30 days on the same 1,024 devices", month * (1 - slow), "usd", "2·24·1,024·$/h"),
     )
     return Claim(
@@ -84,8 +97,9 @@ def cost() -> Claim:
     hardware = device("h100-sxm")
     per_token = training_usd(LLAMA_70B, 1.0)
     gpt4_hours = GPT4_FLOP / (device("a100-sxm-80gb").peak("bf16") * A100_MFU) / 3600
-    gpt4 = gpt4_hours * device("a100-sxm-80gb").usd_per_hour.value
-    gpt4_dear = gpt4_hours * 3.5
+    a100_usd = device("a100-sxm-80gb").usd_per_hour.value
+    gpt4 = gpt4_hours * a100_usd
+    gpt4_dear = gpt4_hours * A100_USD_2022
     small = served("h100-sxm", LLAMA_8B, 32)
     large = served("mi300x", LLAMA_70B, 16)
     alone = served("mi300x", LLAMA_70B, 1)
@@ -96,15 +110,21 @@ def cost() -> Claim:
         Case("tokens_10m", "tokens for 10 M$", 10e6 / per_token, "tokens", "10⁷ ÷ $ a token"),
         Case(
             "gpt4",
-            f"2.1·10²⁵ FLOP on A100 at {100 * A100_MFU:.0f}% and today's listed price",
+            f"{GPT4_FLOP / 1e25:g}·10²⁵ FLOP on A100 at {100 * A100_MFU:.0f}% and today's listed price",
             gpt4,
             "usd",
-            f"{gpt4_hours / 1e6:.3g} M device-hours · ${device('a100-sxm-80gb').usd_per_hour.value:.3g}",
+            f"{gpt4_hours / 1e6:.3g} M device-hours · ${a100_usd:.3g}",
         ),
-        Case("gpt4_dear", "the same at 3.5 $ an hour", gpt4_dear, "usd", "device-hours · 3.5 $, assumed for 2022"),
+        Case(
+            "gpt4_dear",
+            f"the same at {A100_USD_2022:g} $ an hour",
+            gpt4_dear,
+            "usd",
+            f"device-hours · {A100_USD_2022:g} $, assumed for 2022",
+        ),
         Case(
             "query_small",
-            "a query to 8B (1,000 + 500 tokens, 32 at once, busy 30% of the time)",
+            f"a query to 8B (1,000 + 500 tokens, 32 at once, busy {100 * UTILISATION:g}% of the time)",
             query_usd(small),
             "usd",
             "$/Mtok ÷ utilisation · 500",
@@ -133,7 +153,8 @@ def cost() -> Claim:
         cases,
         "holds when",
         f"70B sees {cases[2].value / 1e12:.2g} to {cases[3].value / 1e12:.2g}·10¹² tokens. GPT-4's order needs "
-        f"{gpt4_hours / 1e6:.2g} M A100-hours at 1.9 to 3.5 $. A query to 70B costs ${cases[7].value:.2g} in a batch of "
+        f"{gpt4_hours / 1e6:.2g} M A100-hours at {a100_usd:.2g} to {A100_USD_2022:g} $. "
+        f"A query to 70B costs ${cases[7].value:.2g} in a batch of "
         "16. The "
         "last two are products of their own inputs.",
         f"70B on 15·10¹² tokens, as models of that size are trained now, costs {cases[1].value / 1e6:.2g} M$ at "
@@ -207,8 +228,8 @@ def hidden_costs() -> Claim:
     project = project_cost(run, inputs)
     hardware = device("h100-sxm")
     hours = run / hardware.usd_per_hour.value
-    bought = 30_000 / (3 * 365 * 24 * 0.6)
-    kwh = hours * hardware.watts.value / 1000 * 1.2
+    bought, pue = bought_rate(hardware), pue_of(hardware)
+    kwh, grid = energy_kwh(hours * 3600, hardware.watts.value, pue.value), price("grid_kg_co2_per_kwh")
     cases = (
         Case("run", "the final run: 8B on 160·10⁹ tokens (20 a parameter)", run, "usd", "training rent"),
         *(
@@ -217,11 +238,11 @@ def hidden_costs() -> Claim:
             if name != "final run" and value
         ),
         Case("share", "the final run's share of it all", run / project.usd, "share", "run ÷ sum"),
-        Case("kwh", "energy of the final run at PUE 1.2: MWh", kwh / 1000, "count", "h·W·PUE"),
-        Case("co2", "its CO₂ at 0.4 kg a kWh: tonnes", kwh * 0.4 / 1000, "count", "kWh·0.4"),
+        Case("kwh", f"energy of the final run at PUE {pue.value:g}: MWh", kwh / 1000, "count", "h·W·PUE"),
         Case(
-            "bought", "a bought H100, three years at 60% use: $ an hour", bought, "usd", "30,000 ÷ (3·8,760·0.6), without power"
+            "co2", f"its CO₂ at {grid.value:g} kg a kWh: tonnes", co2_kg(kwh, grid.value) / 1000, "count", f"kWh·{grid.value:g}"
         ),
+        Case("bought", "a bought H100: $ of an hour's work", bought.usd_per_hour.value, "usd", bought.usd_per_hour.source),
         Case(
             "boundary",
             "run that is half of this project",
@@ -234,7 +255,10 @@ def hidden_costs() -> Claim:
         "hidden_costs",
         "Hidden costs of training",
         ("people, data acquisition and cleaning", "repeated runs (sweeps, ablations)", "depreciation, energy, CO₂"),
-        ("24 person-months, two runs' worth of sweeps, 50 k$ of data: inputs, not truths",),
+        (
+            f"{inputs.people_months:g} person-months, {inputs.repeated_runs:g} runs' worth of sweeps, "
+            f"{(inputs.data_acquisition_usd + inputs.data_cleaning_usd) / 1e3:g} k$ of data: inputs, not truths",
+        ),
         cases,
         "holds when",
         f"runs are small: the final run is {100 * run / project.usd:.0f}% of this project, and people are most of it.",

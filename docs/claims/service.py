@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from claims.claim import Case, Claim
-from claims.subjects import GB, LLAMA_3B, LLAMA_8B, LLAMA_70B, device
-from claims.work import DEVICE, serving
-from twostroke.planner.serving import ServingShape, plan_serving
+from claims.runs import LARGE, SMALL, aim, batching, speed_ups
+from claims.subjects import DEVICE, GB, LLAMA_3B, LLAMA_8B, LLAMA_70B, checkpoint_bytes_per_parameter, device, n_parameters
+from claims.work import serving
+from twostroke.planner.memory import PRECISIONS
+from twostroke.planner.serving import GPU_MEMORY_UTILISATION, ServingShape, plan_serving
 from twostroke.planner.speculation import Speculation
 from twostroke.planner.weights import kv_bytes_per_token, weights_bytes
 
@@ -26,7 +28,7 @@ def batch_sizes() -> Claim:
         return serving(batch=batch).usd_per_mtok
 
     one, busy, full = serving(batch=1), serving(batch=32), serving(batch=128)
-    hours = device(DEVICE).memory_bytes
+    memory = device(DEVICE).memory_bytes
     cases = (
         Case("tpot_1", "interactive, 1 request: time between tokens", 1e3 * one.tpot_s, "ms", "decode plan"),
         Case("tpot_32", "API, 32 requests", 1e3 * busy.tpot_s, "ms", "decode plan"),
@@ -40,7 +42,7 @@ def batch_sizes() -> Claim:
             "requests of 1,280 tokens that fit",
             float(one.largest_batch),
             "requests",
-            f"⌊(0.9·{hours / GB:.3g} GB − weights) ÷ KV⌋",
+            f"⌊({GPU_MEMORY_UTILISATION:g}·{memory / GB:.3g} GB − weights) ÷ KV⌋",
         ),
         Case(
             "slo",
@@ -65,6 +67,7 @@ def batch_sizes() -> Claim:
         "leave most of this device unused. How many sequences training may take is decided by its loss (the critical batch), "
         "which no plan of time and memory knows.",
         decided_by="twostroke plan search (batch under an SLO); training runs at several batch sizes",
+        measured=(*batching(SMALL, 16), *batching(SMALL, 32), *batching(LARGE, 16)),
     )
 
 
@@ -113,15 +116,17 @@ def latency_targets() -> Claim:
     )
 
 
+EAGER_OPERATORS, EAGER_OPERATOR_S = 20, 8e-6
+"""Assumed: operators of a layer that PyTorch starts one by one from Python, and seconds of starting each."""
+
+
 def inference_engines() -> Claim:
     hardware, spec = device(DEVICE), LLAMA_8B
-    eager_launches = 20 * spec.n_layers
-    eager_launch_s = 8e-6
-    one = serving()
-    eager = max(one.tpot_s, eager_launches * eager_launch_s)
+    one, eager_s = serving(), EAGER_OPERATORS * EAGER_OPERATOR_S
+    eager = max(one.tpot_s, eager_s * spec.n_layers)
     small = plan_serving(LLAMA_3B, ServingShape(batch=1, prompt_tokens=1024, output_tokens=256), hardware)
-    small_eager = max(small.tpot_s, 20 * LLAMA_3B.n_layers * eager_launch_s)
-    int8_eager = max(serving("int8").tpot_s, eager_launches * eager_launch_s)
+    small_eager = max(small.tpot_s, eager_s * LLAMA_3B.n_layers)
+    int8_eager = max(serving("int8").tpot_s, eager_s * spec.n_layers)
     batched = serving(batch=8).output_tok_per_s / one.output_tok_per_s
     mean, longest = 256, 1024
     cases = (
@@ -130,7 +135,7 @@ def inference_engines() -> Claim:
             "one request, 8B: eager operators against captured ones",
             eager / one.tpot_s,
             "x",
-            f"max(step, 20·L·8 µs = {1e3 * eager_launches * eager_launch_s:.2g} ms) ÷ step",
+            f"max(step, {EAGER_OPERATORS}·L·{1e6 * EAGER_OPERATOR_S:g} µs = {1e3 * eager_s * spec.n_layers:.2g} ms) ÷ step",
         ),
         Case("launches_3b", "the same, 3B", small_eager / small.tpot_s, "x", "the same"),
         Case(
@@ -143,7 +148,7 @@ def inference_engines() -> Claim:
         Case("batching", "8 requests at once against one after another", batched, "x", "output tokens/s of the plans"),
         Case(
             "static",
-            "static batch: answers of 256 tokens on average, the longest 1,024",
+            f"static batch: answers of {mean} tokens on average, the longest {longest:,}",
             longest / mean,
             "x",
             "steps until the longest is done ÷ steps that were needed",
@@ -153,7 +158,10 @@ def inference_engines() -> Claim:
         "inference_engines",
         "Inference engines over naive PyTorch",
         ("2–5× faster",),
-        ("H100 SXM datasheet; 20 operators a layer, 8 µs each when started from Python (assumed)",),
+        (
+            f"H100 SXM datasheet; {EAGER_OPERATORS} operators a layer, {1e6 * EAGER_OPERATOR_S:g} µs each when started from "
+            "Python (assumed)",
+        ),
         cases,
         "measure",
         "The gain is a product of three: operators started one by one, answers waiting for the longest of a static batch, and "
@@ -161,11 +169,17 @@ def inference_engines() -> Claim:
         f"One request of a large model gains little ({cases[0].value:.2g}×: reading the weights is the time); many requests "
         f"against a loop over them gain more ({cases[3].value:.2g}× with 8).",
         decided_by="twostroke bench offline, and benchmarks/ beside other engines",
+        measured=(
+            *speed_ups(SMALL, "twostroke bf16", "transformers bf16", "decode 1", "one request, Twostroke over transformers"),
+            *speed_ups(SMALL, "vllm bf16", "transformers bf16", "decode 1", "one request, vLLM over transformers"),
+            *speed_ups(SMALL, "twostroke bf16", "transformers bf16", "decode 32", "32 requests, Twostroke over transformers"),
+            *speed_ups(SMALL, "vllm bf16", "transformers bf16", "decode 32", "32 requests, vLLM over transformers"),
+        ),
     )
 
 
 def quicker_answers() -> Claim:
-    gamma, alpha, cost = 4, 0.8, 0.05
+    gamma, alpha, cost, reused = 4, 0.8, 0.05, 1536
     speculation = Speculation(gamma, alpha, cost)
     break_even = largest(lambda n: Speculation(gamma, n / 1000, cost).speed_up < 1, 1000) / 1000
 
@@ -178,15 +192,15 @@ def quicker_answers() -> Claim:
     slower = largest(lambda batch: loaded(batch) > 1, 2048)
     big = plan_serving(LLAMA_70B, ServingShape(batch=8, prompt_tokens=1024, output_tokens=256), device("mi300x"))
     small = plan_serving(LLAMA_8B, ServingShape(batch=8, prompt_tokens=1024, output_tokens=256), device("mi300x"))
-    prefix = serving(prompt=2048).ttft_s / serving(prompt=512).ttft_s
+    prefix = serving(prompt=2048).ttft_s / serving(prompt=2048 - reused).ttft_s
     layer_share = 0.75
     cases = (
         Case(
             "speculation",
-            "speculative decoding, 4 tokens drafted, 80% accepted, a draft of 5%",
+            f"speculative decoding, {gamma} tokens drafted, {100 * alpha:g}% accepted, a draft of {100 * cost:g}%",
             speculation.speed_up,
             "x",
-            "(1 − 0.8⁵) ÷ (1 − 0.8) ÷ (4·0.05 + 1)",
+            f"(1 − α^(γ+1)) ÷ (1 − α) ÷ (γ·{cost:g} + 1)",
         ),
         Case("break_even", "acceptance below which it slows down", break_even, "share", "speed-up = 1, bisected"),
         Case(
@@ -207,24 +221,24 @@ def quicker_answers() -> Claim:
         Case("distillation_latency", "the same: time between tokens", big.tpot_s / small.tpot_s, "x", "plans at 8 requests"),
         Case(
             "caching",
-            "first token of 2,048 prompt tokens of which 1,536 are cached",
+            f"first token of 2,048 prompt tokens of which {reused:,} are cached",
             prefix,
             "x",
-            "prefill 2,048 ÷ prefill 512",
+            f"prefill 2,048 ÷ prefill {2048 - reused}",
         ),
         Case(
             "whole_answer",
             "the same for a whole answer of 256 tokens",
-            serving(prompt=2048).e2e_s / (serving(prompt=512).ttft_s + 255 * serving(prompt=2048).tpot_s),
+            serving(prompt=2048).e2e_s / (serving(prompt=2048 - reused).ttft_s + 255 * serving(prompt=2048).tpot_s),
             "x",
             "E2E ÷ E2E",
         ),
         Case(
             "early_exit",
-            "tokens that leave after three quarters of the layers, all of them",
+            f"tokens that leave after {layer_share:g} of the layers, all of them",
             1 / layer_share,
             "x",
-            "at most: 1 ÷ 0.75, the head unchanged",
+            f"at most: 1 ÷ {layer_share:g}, the head unchanged",
         ),
     )
     return Claim(
@@ -243,19 +257,26 @@ def quicker_answers() -> Claim:
         f"{100 * (1 - 1 / cases[7].value):.2g}% off the whole answer. Early exit saves at most the layers left out; what "
         "it does to quality must be measured.",
         decided_by="twostroke bench serve with and without speculation; twostroke compare TEACHER STUDENT for quality",
+        measured=(
+            aim(
+                "prefix hit of 2,000 tokens, share of its cold TTFT", "time to the first token left by a cached prefix of 2,000"
+            ),
+        ),
     )
 
 
 def disk_contents() -> Claim:
     model = weights_bytes(LLAMA_8B, "bf16")
-    checkpoint = 12 * (model / 2)
+    kept = checkpoint_bytes_per_parameter("bf16")
+    moments = 2 * PRECISIONS["bf16"].state
+    checkpoint = kept * n_parameters(LLAMA_8B)
     kv = kv_bytes_per_token(LLAMA_8B)
     disk = device(DEVICE).disk_write_bytes_per_s
     plan = serving(prompt=2048)
     prefill_rate = plan.prefill_tok_per_s * kv
     cases = (
-        Case("checkpoint", "a training checkpoint: fp32 masters and two moments", checkpoint / GB, "GB", "12·N"),
-        Case("state", "optimizer's share of it", 8 / 12, "share", "8 ÷ 12"),
+        Case("checkpoint", "a training checkpoint: fp32 masters and two moments", checkpoint / GB, "GB", f"{kept:g}·N"),
+        Case("state", "optimizer's share of it", moments / kept, "share", f"{moments:g} ÷ {kept:g}"),
         Case("model", "the finished model in bf16", model / GB, "GB", "2·N"),
         Case("kv", "KV of a prefix of 8,192 tokens, kept for reuse", 8192 * kv / GB, "GB", f"8,192·{kv:,.0f}"),
         Case("write", "time to write the checkpoint to one disk", checkpoint / disk, "s", f"÷ {disk / 1e9:.2g} GB/s assumed"),
@@ -275,7 +296,8 @@ def disk_contents() -> Claim:
         ("Llama 3.1 8B; KV in bf16; one H100 SXM",),
         cases,
         "holds when",
-        "a run may fail: two thirds of a checkpoint are the optimizer's state, six times the model in all.",
+        f"a run may fail: {100 * moments / kept:.0f}% of a checkpoint are the optimizer's state, "
+        f"{checkpoint / model:.2g}× the model in all.",
         f"KV on disk pays only where the store reads more than {cases[5].value:.2g} GB/s a device: below, computing the "
         "prompt again "
         "is quicker, though not cheaper in energy. One NVMe drive is near that line.",

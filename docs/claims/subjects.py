@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import Hardware, load_hardware
-from twostroke.planner.memory import Kept, kept_by_layer
+from twostroke.planner.memory import PRECISIONS, Kept, gradient_bytes_per_parameter, kept_by_layer
 from twostroke.planner.params import count_parameters, layer_kinds
 
 LLAMA_3B = ModelSpec("llama", 128256, 28, 3072, 24, 8, 128, 8192, 131072, tied_embeddings=True)
@@ -15,6 +15,8 @@ LLAMA_70B = ModelSpec("llama", 128256, 80, 8192, 64, 8, 128, 28672, 131072)
 """Llama 3.2 3B, 3.1 8B and 3.1 70B: their published config.json (arXiv 2407.21783, table 3)."""
 
 GB = 1e9
+DEVICE = "h100-sxm"
+"""Where nothing else is said."""
 
 
 @lru_cache(maxsize=64)
@@ -25,6 +27,18 @@ def device(name: str) -> Hardware:
 
 def n_parameters(spec: ModelSpec) -> int:
     return count_parameters(spec).total
+
+
+def state_bytes_per_parameter(dtype: str) -> float:
+    """Weights, gradient and AdamW's state of one parameter on one of several devices: 16 bytes in mixed precision (weights 2,
+    gradient 2, fp32 master 4, two fp32 moments 8: ZeRO, arXiv 1910.02054, section 3.1), 8 where everything is bf16."""
+    gradient = gradient_bytes_per_parameter(dtype, alone=False, n_micro_batches=1)
+    return PRECISIONS[dtype].working + gradient + checkpoint_bytes_per_parameter(dtype)
+
+
+def checkpoint_bytes_per_parameter(dtype: str) -> float:
+    """What a checkpoint adds to the weights in the working type: masters and AdamW's two moments."""
+    return PRECISIONS[dtype].master + 2 * PRECISIONS[dtype].state
 
 
 def block_activations_bytes(spec: ModelSpec, sequence_length: int, checkpointing: str = "none") -> float:

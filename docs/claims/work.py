@@ -5,8 +5,17 @@ from __future__ import annotations
 from functools import lru_cache
 
 from claims.claim import Case, Claim
-from claims.memory import state_bytes_per_parameter
-from claims.subjects import GB, LLAMA_8B, LLAMA_70B, block_activations_bytes, device, n_parameters
+from claims.runs import LARGE, aim, losses, speed_ups
+from claims.subjects import (
+    DEVICE,
+    GB,
+    LLAMA_8B,
+    LLAMA_70B,
+    block_activations_bytes,
+    device,
+    n_parameters,
+    state_bytes_per_parameter,
+)
 from twostroke.planner.comparison import component_flips
 from twostroke.planner.flops import attention_flops_per_token, decode_flops, prefill_flops
 from twostroke.planner.hardware import ASSUMED_BANDWIDTH_EFFICIENCY
@@ -14,8 +23,6 @@ from twostroke.planner.serving import ServingPlan, ServingShape, plan_serving
 from twostroke.planner.step_time import efficiencies_of
 from twostroke.planner.training import TrainingPlan, TrainingShape, plan_training
 from twostroke.planner.weights import kv_bytes_per_token, weights_bytes
-
-DEVICE = "h100-sxm"
 
 
 @lru_cache(maxsize=64)
@@ -70,6 +77,9 @@ def every_token_reads_the_weights() -> Claim:
         "one request decodes alone, in a dense model.",
         f"A step reads them once for all its requests: 64 share {cases[0].value:.0f} GB, {cases[2].value:.2g} GB each. From "
         f"{cases[4].value:.0f} requests of 8,192 tokens on, KV is read more than the weights. Experts: only those picked.",
+        measured=(
+            aim("share of the bandwidth limit, decode 1", "bandwidth reached by one request's decode, weights and cache"),
+        ),
     )
 
 
@@ -79,7 +89,7 @@ def decode_bound() -> Claim:
     bandwidth = hardware.read_bandwidth[0].bytes_per_s * reached.product_bandwidth_share
     ridge = hardware.peak("bf16") * reached.arithmetic_share / bandwidth
     intensity = 2 * LLAMA_8B.queries_per_kv_head / 2.0
-    attention = found["attention"]
+    attention, alone = found["attention"], serving().shape
     plan = serving(batch=64, prompt=8192, output=256)
     share = next(w.seconds for w in plan.decode if w.component == "attention") / plan.tpot_s
     cases = (
@@ -109,7 +119,7 @@ def decode_bound() -> Claim:
             "requests from which attention (with its projections) is; 0: never",
             float(attention or 0),
             "requests",
-            "the same; context 1,152",
+            f"the same; context {alone.prompt_tokens + alone.output_tokens // 2:,}",
         ),
         Case(
             "kv_intensity",
@@ -215,9 +225,19 @@ def optimizer_step() -> Claim:
     equal = plan.optimizer_s / ((plan.forward_s + plan.backward_s) / plan.shape.tokens_per_step)
     cases = (
         Case(
-            "intensity", "FLOP a byte of an AdamW update", update.flops / update.bytes, "count", "12 FLOP ÷ bytes a parameter"
+            "intensity",
+            "FLOP a byte of an AdamW update",
+            update.flops / update.bytes,
+            "count",
+            f"{update.flops / plan.parameters.total:.3g} FLOP ÷ bytes a parameter",
         ),
-        Case("ridge", "FLOP a byte at which fp32 arithmetic would be the limit", ridge, "count", "π(fp32) ÷ (0.8·β)"),
+        Case(
+            "ridge",
+            "FLOP a byte at which fp32 arithmetic would be the limit",
+            ridge,
+            "count",
+            f"π(fp32) ÷ ({ASSUMED_BANDWIDTH_EFFICIENCY:g}·β)",
+        ),
         Case(
             "bytes",
             "bytes a parameter our engine's update moves",
@@ -226,10 +246,20 @@ def optimizer_step() -> Claim:
             "gradient widened, normed, clipped; state and master read and written; copy written",
         ),
         Case(
-            "unfused", "bytes a parameter of AdamW as eight operations", UNFUSED_ADAMW_BYTES, "B/parameter", "21 fp32 operands"
+            "unfused",
+            "bytes a parameter of AdamW as eight operations",
+            UNFUSED_ADAMW_BYTES,
+            "B/parameter",
+            f"{UNFUSED_ADAMW_BYTES // 4} fp32 operands",
         ),
         Case("fused", "bytes a parameter of fused AdamW", FUSED_ADAMW_BYTES, "B/parameter", "p, g, m, v read; p, m, v written"),
-        Case("saving", "unfused over fused", UNFUSED_ADAMW_BYTES / FUSED_ADAMW_BYTES, "x", "84 ÷ 28"),
+        Case(
+            "saving",
+            "unfused over fused",
+            UNFUSED_ADAMW_BYTES / FUSED_ADAMW_BYTES,
+            "x",
+            f"{UNFUSED_ADAMW_BYTES} ÷ {FUSED_ADAMW_BYTES}",
+        ),
         Case(
             "tokens",
             "tokens a step at which forward and backward take as long as the update",
@@ -309,11 +339,12 @@ def mixed_precision() -> Claim:
     fp32, bf16 = training("fp32"), training("bf16")
     a32 = fp32.memory_bytes["activations"]
     a16 = bf16.memory_bytes["activations"]
-    state = state_bytes_per_parameter("bf16") / state_bytes_per_parameter("fp32")
+    mixed, full = state_bytes_per_parameter("bf16"), state_bytes_per_parameter("fp32")
+    state = mixed / full
     hardware = device(DEVICE)
-    tokens = 8192
+    tokens = bf16.shape.tokens_per_step
     n, a_token = n_parameters(LLAMA_8B), block_activations_bytes(LLAMA_8B, 2048)
-    pure = state_bytes_per_parameter("pure_bf16") / state_bytes_per_parameter("fp32")
+    pure = state_bytes_per_parameter("pure_bf16")
     cases = (
         Case(
             "speed",
@@ -329,15 +360,21 @@ def mixed_precision() -> Claim:
             "x",
             "datasheet",
         ),
-        Case("activations", "activations against fp32", a16 / a32, "share", "8,192 tokens"),
-        Case("state", "weights, gradient, masters and moments against fp32", state, "share", "16 B ÷ 16 B a parameter"),
-        Case("pure", "the same with everything in bf16", pure, "share", "8 B ÷ 16 B a parameter"),
+        Case("activations", "activations against fp32", a16 / a32, "share", f"{tokens:,} tokens"),
+        Case(
+            "state",
+            "weights, gradient, masters and moments against fp32",
+            state,
+            "share",
+            f"{mixed:g} B ÷ {full:g} B a parameter",
+        ),
+        Case("pure", "the same with everything in bf16", pure / full, "share", f"{pure:g} B ÷ {full:g} B a parameter"),
         Case(
             "total",
-            "both against fp32 at 8,192 tokens a pass",
-            (16 * n + tokens * a_token) / (16 * n + tokens * 2 * a_token),
+            f"both against fp32 at {tokens:,} tokens a pass",
+            (mixed * n + tokens * a_token) / (mixed * n + tokens * 2 * a_token),
             "share",
-            "(16·N + A) ÷ (16·N + 2·A)",
+            f"({mixed:g}·N + A) ÷ ({mixed:g}·N + 2·A)",
         ),
     )
     return Claim(
@@ -390,4 +427,11 @@ def low_precision_weights() -> Claim:
         "for 64 "
         "long ones, whose KV is read in full. The loss of quality is no arithmetic of shapes.",
         decided_by="twostroke quantize, then twostroke compare MODEL QUANTISED (bits per byte on held-out text, pass or fail)",
+        measured=(
+            *losses("int8 (W8A8)", "int8 (W8A8)"),
+            *losses("int4 as `quantize` makes it", "int4 as `quantize` makes it"),
+            *speed_ups(LARGE, "twostroke int8", "twostroke bf16", "decode 1", "decode of one request, int8 over bf16"),
+            *speed_ups(LARGE, "twostroke int4-head8", "twostroke bf16", "decode 1", "the same, int4 with its head in int8"),
+            *speed_ups(LARGE, "twostroke int8", "twostroke bf16", "decode 16", "decode of 16 requests, int8 over bf16"),
+        ),
     )
