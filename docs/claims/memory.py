@@ -15,8 +15,8 @@ from claims.subjects import (
     n_parameters,
     state_bytes_per_parameter,
 )
+from twostroke.core.policy import LOSS_CHUNK_ROWS
 from twostroke.planner.serving import GPU_MEMORY_UTILISATION
-from twostroke.planner.sharding import LOSS_CHUNK_TOKENS
 from twostroke.planner.weights import kv_bytes_per_token, weights_bytes
 
 PURE, MIXED = state_bytes_per_parameter("pure_bf16"), state_bytes_per_parameter("bf16")
@@ -136,7 +136,7 @@ def three_billion_training() -> Claim:
             "tokens whose whole logits alone are 8 GB",
             8e9 / logits,
             "tokens",
-            f"8·10⁹ ÷ (2 + 4)·V bytes; a chunked loss holds {LOSS_CHUNK_TOKENS:,} at once",
+            f"8·10⁹ ÷ (2 + 4)·V bytes; a chunked loss holds {LOSS_CHUNK_ROWS:,} at once",
         ),
         Case("real", "Llama 3.2 3B has more than 3·10⁹ parameters", real * PURE / GB + 8, "GB", f"{PURE:g}·{real:,} + 8 GB"),
     )

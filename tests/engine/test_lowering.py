@@ -79,7 +79,7 @@ def test_the_plan_computes_what_the_decoder_computes_block_by_block(
     name: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three requests of different lengths in one mixed batch, prompts in chunks, decoded six tokens on."""
-    monkeypatch.setattr(batch, "MAX_BLOCK", block)
+    monkeypatch.setattr(batch, "PREFILL_QUERIES", block)
     decoder = decoder_of(name)
     rig = Rig(decoder)
     for i, prompt in enumerate(PROMPTS):

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from twostroke.core.crossovers import Crossovers
 from twostroke.kernels import attention as kernels
-from twostroke.kernels.crossovers import Crossovers
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

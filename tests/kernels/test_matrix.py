@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from twostroke.core.crossovers import Crossovers
 from twostroke.core.errors import ConfigError
-from twostroke.kernels.crossovers import Crossovers
 from twostroke.kernels.features import has_packed_linear, has_w8a8_linear
 from twostroke.kernels.matrix import FloatMatrix, Int8Matrix, quantize_columns, quantize_rows
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from twostroke.kernels.nf4 import NF4_VALUES, SCALE_BLOCK, Nf4Matrix, dequantize_nf4, nf4_linear, quantize_nf4
+from twostroke.core.policy import NF4_SCALE_BLOCK
+from twostroke.kernels.nf4 import NF4_VALUES, Nf4Matrix, dequantize_nf4, nf4_linear, quantize_nf4
 
 
 def random(seed: int, *shape: int) -> torch.Tensor:
@@ -73,7 +74,7 @@ def test_normal_weights_lose_less_than_in_int4_and_double_quantisation_adds_litt
 def test_double_quantisation_needs_4127_thousandths_of_a_bit_a_weight() -> None:
     matrix = quantize_nf4(random(2, 256, 1024), 64, double=True)
     bits = 8 * sum(t.numel() * t.element_size() for t in matrix.tensors.values()) / (256 * 1024)
-    assert bits == pytest.approx(4 + 8 / 64 + 32 / (64 * SCALE_BLOCK), abs=2e-4)
+    assert bits == pytest.approx(4 + 8 / 64 + 32 / (64 * NF4_SCALE_BLOCK), abs=2e-4)
 
 
 @pytest.mark.parametrize("double", [False, True])

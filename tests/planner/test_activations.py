@@ -8,19 +8,16 @@ import pytest
 import torch
 
 from machines import small_llama
+from twostroke.core.policy import query_blocks
 from twostroke.core.spec import ModelSpec, MoeSpec
 from twostroke.kernels import training_attention
-from twostroke.model.attention import MAX_EXPLICIT_TOKENS
 from twostroke.model.decoder import Decoder
 from twostroke.planner.memory import (
     EVERYTHING,
-    EXPLICIT_ATTENTION_TOKENS,
     NATIVE_ATTENTION,
     _mlp_kept,
     activation_bytes,
-    attends_explicitly,
     keys_walked,
-    query_blocks,
 )
 from twostroke.planner.params import layer_kinds
 from twostroke.training.activation_checkpointing import cached_bytes, checkpoint_activations
@@ -97,18 +94,6 @@ def test_checkpointed_activations_are_exact(checkpointing: str, dtype: str, chan
     predicted = activation_bytes(spec, dtype, False, 2, 300, "cpu", checkpointing)
     ids = 8 * 300 if spec.positions == "learned" else 0  # of one row, which the formula leaves out
     assert kept_bytes(spec, dtype, 2, 300, False, checkpointing) - ids == pytest.approx(predicted, rel=1e-6)
-
-
-def test_the_planner_knows_when_attention_is_explicit() -> None:
-    """Two rooms state one rule: the planner may not import the model."""
-    from twostroke.model.attention import prefers_explicit
-
-    assert EXPLICIT_ATTENTION_TOKENS == MAX_EXPLICIT_TOKENS
-    for dtype, tensor_type in DTYPES.items():
-        for length in (1, EXPLICIT_ATTENTION_TOKENS, EXPLICIT_ATTENTION_TOKENS + 1):
-            expected = prefers_explicit(torch.device("cpu"), tensor_type, length, training=True)
-            assert attends_explicitly("cpu", dtype, length) == expected
-    assert not attends_explicitly("gpu", "bf16", 512)
 
 
 @pytest.mark.parametrize("length", [1, 100, 128, 129, 512, 513, 2048])

@@ -9,9 +9,9 @@ import pytest
 from machines import machine, small_llama
 from small_models import SPECS, saved
 from twostroke.core.errors import ConfigError
+from twostroke.core.policy import PAGE_TOKENS
 from twostroke.engine.core import EngineConfig, EngineCore
 from twostroke.planner.kv_pages import (
-    PAGE_TOKENS,
     batch_pages,
     decoding_pages,
     largest_batch,

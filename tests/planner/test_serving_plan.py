@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from machines import ideal_machine, machine, small_llama
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.core.families import read_spec
+from twostroke.core.policy import PAGE_TOKENS
 from twostroke.planner.hardware import load_hardware
-from twostroke.planner.serving import PAGE_TOKENS, ServingPlan, ServingShape, plan_serving, request_kv_bytes
+from twostroke.planner.serving import ServingPlan, ServingShape, plan_serving, request_kv_bytes
 from twostroke.planner.weights import kv_bytes_per_token, weights_bytes
 
 

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from twostroke.core.crossovers import Crossovers
 from twostroke.core.spec import ModelSpec
 from twostroke.engine.batch import BatchBuilder
 from twostroke.engine.interpreter import TorchInterpreter
 from twostroke.engine.kv_pool import KVPool
 from twostroke.engine.lowering import lower
 from twostroke.interop.import_model import import_model
-from twostroke.kernels.crossovers import Crossovers
 from twostroke.kernels.features import has_w8a8_linear
 from twostroke.model.decoder import Decoder
 from twostroke.model.load import load_state

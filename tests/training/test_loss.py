@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from twostroke.training.loss import IGNORED, chunk_rows_for, chunked_cross_entropy
+from twostroke.core.policy import loss_chunk_rows
+from twostroke.training.loss import IGNORED, chunked_cross_entropy
 
 
 def _inputs(n: int = 37, width: int = 16, vocabulary: int = 61, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
@@ -104,7 +105,7 @@ def test_laps_tell_forward_from_backward() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 100_000), st.integers(2, 4096))
 def test_chunks_are_of_one_size_where_a_divisor_is_near(n_rows: int, preferred: int) -> None:
-    rows = chunk_rows_for(n_rows, preferred)
+    rows = loss_chunk_rows(n_rows, preferred)
     assert 1 <= rows <= max(preferred, 1)
     if any(n_rows % r == 0 for r in range(preferred // 2 + 1, preferred + 1)) or n_rows <= preferred:
         assert n_rows % rows == 0

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from twostroke.core import policy
 from twostroke.core.recipe import TrainSettings
 from twostroke.core.spec import ModelSpec
 from twostroke.data.loader import Batch
 from twostroke.model.decoder import Decoder
-from twostroke.planner import at_once
 from twostroke.training import parallelize
 from twostroke.training import step as step_module
 from twostroke.training.clock import StepClock
@@ -296,7 +296,7 @@ def test_a_large_micro_batch_is_computed_in_parts_with_the_same_gradient(monkeyp
     batch = _batch(8, 24, 0, 1)
     gradients, kept = [], []
     for tokens in (10_000, 48):  # all rows at once, two at once
-        monkeypatch.setattr(at_once, "TOKENS_AT_ONCE", tokens)
+        monkeypatch.setattr(policy, "TOKENS_AT_ONCE", tokens)
         setup = _Setup()
         setup.run([batch])
         gradients.append({name: g.clone() for name, g in setup.masters.gradients.items()})

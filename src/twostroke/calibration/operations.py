@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twostroke.calibration.timing import Clock
+from twostroke.core.crossovers import Crossovers
+from twostroke.core.policy import PREFILL_QUERIES
 from twostroke.kernels.attention import explicit_attention, flash_attention
-from twostroke.kernels.crossovers import Crossovers
-from twostroke.planner.latency import PREFILL_BLOCK, keys_of_prefill
+from twostroke.planner.latency import keys_of_prefill
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 HEADS, HEAD_DIM, D_FF, PAGE, LAYERS = 4, 64, 704, 16, 6
@@ -102,13 +103,13 @@ def measure_flash_limit(clock: Clock) -> float:
 
 @torch.inference_mode()
 def measure_prefill_attention(clock: Clock, lengths: Sequence[int]) -> Iterator[tuple[str, float]]:
-    """One prompt's attention in one layer, in blocks of ``PREFILL_BLOCK`` queries up to their last key, FLOP/s counted over the
+    """One prompt's attention in one layer, in blocks of ``PREFILL_QUERIES`` up to their last key, FLOP/s counted over the
     keys walked, 4·H·D·Σ queries·keys."""
     for name, dtype in DTYPES.items():
         for tokens in lengths:
             q = torch.randn(tokens, HEADS, HEAD_DIM).to(dtype)
             keys, values = (torch.randn(HEADS, 1, tokens, HEAD_DIM).to(dtype) for _ in range(2))
-            size = min(PREFILL_BLOCK, tokens)
+            size = min(PREFILL_QUERIES, tokens)
             hidden = torch.ones(size, size, dtype=torch.bool).triu(1)
             mask = torch.zeros(1, size, size, dtype=dtype).masked_fill_(hidden, float("-inf"))
             queries = q.view(1, tokens, HEADS, 1, HEAD_DIM).permute(2, 0, 1, 3, 4)

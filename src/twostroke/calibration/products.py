@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from twostroke.calibration.timing import Clock
+from twostroke.core.policy import WEIGHT_ONLY_MULTIPLE
 from twostroke.core.profile import MatmulPoint
 from twostroke.core.units import MIB
 from twostroke.kernels.features import has_int8_weight_only, has_packed_linear, has_w8a8_linear
@@ -74,7 +75,7 @@ def _engine_product(scheme: str, m: int, n: int, k: int, device: str) -> Run | N
     else:
         if device != "cpu" or not (has_int8_weight_only() if scheme == "w8" else has_w8a8_linear()):
             return None
-        if scheme == "w8" and k % Int8Matrix.WEIGHT_ONLY_ALIGNMENT:
+        if scheme == "w8" and k % WEIGHT_ONLY_MULTIPLE:
             return None
         copies = max(1, min(MOST_COPIES, CYCLED_BYTES // (n * k)))
         codes, scale = torch.full((n, k), 7, dtype=torch.int8), torch.full((n,), 0.5)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twostroke.calibration.timing import Clock
+from twostroke.core.policy import LOSS_CHUNK_ROWS
 from twostroke.core.spec import ModelSpec
 from twostroke.model.decoder import Decoder
 from twostroke.planner.latency import elementwise_elements, setup_bytes
@@ -50,7 +51,7 @@ class BlockSize:
     short: int = 256
     long: int = 1024
     vocab_size: int = 4096
-    chunk_rows: int = 1024
+    chunk_rows: int = LOSS_CHUNK_ROWS
 
     @property
     def spec(self) -> ModelSpec:

@@ -28,6 +28,7 @@ from twostroke.core.documents import MAX_INTEGER, is_integer, is_number, read_to
 from twostroke.core.engines import Method, Optimizer, Recomputation, TrainingType
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError, did_you_mean
 from twostroke.core.families import spec_from_config
+from twostroke.core.policy import NF4_BLOCK
 from twostroke.core.spec import ModelSpec
 from twostroke.core.update_settings import check_update, with_default_rates
 
@@ -76,7 +77,7 @@ class LoraRecipe:
     alpha: float = 32.0
     targets: tuple[str, ...] = (ALL_LINEAR,)
     dropout: float = 0.0
-    nf4_block: int = 64
+    nf4_block: int = NF4_BLOCK
     double_quantization: bool = True
 
 

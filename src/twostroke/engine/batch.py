@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from twostroke.core.policy import PREFILL_QUERIES
 from twostroke.core.spec import ModelSpec
 from twostroke.model.rope import inverse_frequencies
 from twostroke.scheduling.request import Request
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
 
 MAX_SCORES = 16 * 2**20
 """Most attention scores held at once for a block of query tokens, all heads together."""
-
-MAX_BLOCK = 128
-"""Most query tokens of a block: a causal chunk in blocks skips the keys after each block's end."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +204,7 @@ class BatchBuilder:
     def _chunk(self, window: int | None, start: int, count: int, end: int, slot: int) -> Group:
         """``count`` tokens of one request from position ``start`` on, in blocks."""
         keys, first_key = self._keys_of_one(slot, 0 if window is None else max(start - window + 1, 0), start + count)
-        size = max(1, min(MAX_BLOCK, self.heads_budget // keys.n_slots))
+        size = max(1, min(PREFILL_QUERIES, self.heads_budget // keys.n_slots))
         blocks = []
         for first in range(0, count, size):
             last = min(first + size, count)

@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from twostroke.core import policy
+from twostroke.core.crossovers import Crossovers
 from twostroke.core.engines import CACHE_TYPES
 from twostroke.core.errors import CapacityError, ConfigError, InputError
 from twostroke.core.families import read_spec
@@ -21,7 +23,7 @@ from twostroke.core.units import format_bytes
 from twostroke.engine.key_offset import centre_keys
 from twostroke.engine.kv_pool import KVPool, token_bytes
 from twostroke.engine.lowering import GROUP, NATIVE_WEIGHTS, lower
-from twostroke.engine.memory import MAX_PAGES, available_bytes, default_pages
+from twostroke.engine.memory import MAX_PAGES, available_bytes
 from twostroke.engine.meters import StepMeter
 from twostroke.engine.native_runner import NativeRunner
 from twostroke.engine.packed_cache import PackedCache, cache_key
@@ -29,7 +31,6 @@ from twostroke.engine.prompt_scores import PromptScores, rows_of
 from twostroke.engine.sampler import Sampled, TokenLogprobs, sample
 from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.engine.torch_runner import TorchRunner
-from twostroke.kernels.crossovers import Crossovers
 from twostroke.kernels.features import has_packed_linear
 from twostroke.kernels.native_library import library
 from twostroke.planner.weights import weights_bytes
@@ -59,9 +60,9 @@ class EngineConfig:
     dtype: str = "auto"
     max_model_len: int | None = None
     kv_cache_bytes: int | None = None
-    max_running: int = 128
-    token_budget: int = 512
-    page_tokens: int = 16
+    max_running: int = policy.MAX_RUNNING
+    token_budget: int = policy.TOKEN_BUDGET
+    page_tokens: int = policy.PAGE_TOKENS
     n_threads: int | None = None
     head_dtype: str = "auto"
     kv_dtype: str = "auto"
@@ -168,7 +169,7 @@ class EngineCore:
         del loaded
         kv_dtype = self.config.kv_dtype
         if kv_dtype == "auto":
-            kv_dtype = "fp32" if self.plan.weights == "fp32" else "bf16"
+            kv_dtype = policy.type_beside(self.plan.weights)
         scheduler_config = _fit(self.spec, self.config, kv_dtype)
         self.scheduler = Scheduler(scheduler_config)
         make_pool = TiledKVPool if native or kv_dtype == "int8" else KVPool
@@ -433,7 +434,8 @@ def _fit(spec: ModelSpec, config: EngineConfig, kv_dtype: str) -> SchedulerConfi
     page_bytes = token_bytes(spec, kv_dtype) * config.page_tokens
     free = available_bytes()
     if config.kv_cache_bytes is None:
-        n_pages = default_pages(page_bytes, config.max_running, max_model_len, config.page_tokens, free)
+        share = policy.CACHE_SHARE * free
+        n_pages = policy.default_pages(page_bytes, share, max_model_len, config.max_running, config.page_tokens)
     else:
         n_pages = config.kv_cache_bytes // page_bytes
         if n_pages < 1:

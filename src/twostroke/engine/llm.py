@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from twostroke.core import policy
 from twostroke.core.errors import DataError, EngineError, InputError
 from twostroke.data.tokenizer import load_tokenizer
 from twostroke.engine.core import EngineConfig, EngineCore, EngineStats, TokenEvent
@@ -118,9 +119,9 @@ class LLM:
         dtype: str = "auto",
         max_model_len: int | None = None,
         kv_cache_bytes: int | None = None,
-        max_running: int = 128,
-        token_budget: int = 512,
-        page_tokens: int = 16,
+        max_running: int = policy.MAX_RUNNING,
+        token_budget: int = policy.TOKEN_BUDGET,
+        page_tokens: int = policy.PAGE_TOKENS,
         n_threads: int | None = None,
         head_dtype: str = "auto",
         kv_dtype: str = "auto",

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from twostroke.core.crossovers import Crossovers
 from twostroke.core.errors import ConfigError, CorruptFileError
+from twostroke.core.policy import type_beside
 from twostroke.core.spec import ModelSpec
 from twostroke.engine import plan as p
 from twostroke.engine.packed_cache import Due, PackedCache
-from twostroke.kernels.crossovers import Crossovers
 from twostroke.kernels.int4 import dequantize_groups, group_of, quantize_groups
 from twostroke.kernels.matrix import FloatMatrix, Int8Matrix, Matrix, quantize_columns
 from twostroke.kernels.native_matrix import FORMATS, NativeMatrix, NativePair
@@ -217,7 +218,7 @@ def lower(
     that is planned only, and CorruptFileError where a tensor is missing.
     """
     known = NATIVE_WEIGHTS if native else WEIGHTS
-    head = head or ("fp32" if weights == "fp32" else "bf16")
+    head = head or type_beside(weights)
     for option, value in (("weights", weights), ("head", head)):
         if value not in known:
             raise ConfigError(f"{option}={value!r} is not a way to hold weights. Use one of {', '.join(known)}.")

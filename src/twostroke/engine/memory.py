@@ -13,9 +13,6 @@ import numpy.typing as npt
 
 from twostroke.core.errors import CapacityError
 
-CACHE_SHARE = 0.25
-"""Share of the memory that is free after the weights were loaded which the KV cache may take by default."""
-
 MAX_PAGES = 2**18
 """Pages of a cache at most, four million tokens: a page takes 100 bytes of bookkeeping beside its own, which a narrow model
 whose config.json tells of a billion positions made tens of gigabytes."""
@@ -39,12 +36,6 @@ def available_bytes() -> int:
         except (OSError, ValueError):  # no such group, or "max"
             continue
     return max(available, 0)
-
-
-def default_pages(page_bytes: int, max_running: int, max_model_len: int, page_tokens: int, available: int) -> int:
-    """Pages for ``max_running`` requests of full length, at most ``CACHE_SHARE`` of ``available`` bytes, at least one page."""
-    wanted = max_running * -(-max_model_len // page_tokens)
-    return max(1, min(wanted, int(CACHE_SHARE * available) // page_bytes))
 
 
 def return_freed_memory() -> None:

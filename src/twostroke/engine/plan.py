@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from twostroke.core.crossovers import Crossovers
 from twostroke.core.spec import Activation, ModelSpec
-from twostroke.kernels.crossovers import Crossovers
 from twostroke.kernels.matrix import Matrix
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twostroke.kernels.crossovers import Crossovers
+from twostroke.core.crossovers import Crossovers
 
 if TYPE_CHECKING:
     from jaxtyping import Float

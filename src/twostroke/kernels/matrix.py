@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twostroke.kernels.crossovers import Crossovers
+from twostroke.core.crossovers import Crossovers
+from twostroke.core.policy import WEIGHT_ONLY_MULTIPLE
 from twostroke.kernels.features import has_int8_weight_only, has_packed_linear, has_w8a8_linear
 
 if TYPE_CHECKING:
@@ -62,9 +63,6 @@ class Int8Matrix:
     (scale max|row|/127) and multiply integers, where the CPU has VNNI, or else expand the weights to x's dtype for the call.
     """
 
-    WEIGHT_ONLY_ALIGNMENT = 32
-    """``_weight_int8pack_mm`` reads beyond the end, without a word, unless K is a multiple of its vectors (torch 2.13)."""
-
     def __init__(
         self,
         weight: Int8[Tensor, "N K"],
@@ -77,7 +75,7 @@ class Int8Matrix:
         self.bias = bias
         limit = (crossovers or Crossovers()).int8_weight_only_max_macs
         on_cpu = weight.device.type == "cpu"
-        aligned = on_cpu and self.n_columns % self.WEIGHT_ONLY_ALIGNMENT == 0 and has_int8_weight_only()
+        aligned = on_cpu and self.n_columns % WEIGHT_ONLY_MULTIPLE == 0 and has_int8_weight_only()
         self.largest_weight_only = int(limit) // (self.n_rows * self.n_columns) if aligned else 0
         self.scale = scale.float()
         self.integers = (on_cpu and has_w8a8_linear()) if integers is None else integers

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from twostroke.core.policy import NF4_BLOCK, NF4_SCALE_BLOCK
+
 NF4_VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
     -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
@@ -23,9 +25,6 @@ NF4_VALUES = (
 
 They are quantiles of N(0, 1), 8 below and 9 above zero that share it, divided by the greatest. A test derives them.
 """
-
-SCALE_BLOCK = 256
-"""Scales that share a scale of their own under double quantisation (the paper's choice)."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Nf4Matrix:
 
 
 @torch.no_grad()
-def quantize_nf4(weight: Tensor, block: int = 64, double: bool = True) -> Nf4Matrix:
+def quantize_nf4(weight: Tensor, block: int = NF4_BLOCK, double: bool = True) -> Nf4Matrix:
     """``weight`` in NF4: each value divided by its block's max |w| and rounded to the nearest of the 16 values.
 
     The last block is filled up with zeros. A block of zeros has scale 0. Scales are made first, doubly quantised where
@@ -67,7 +66,7 @@ def quantize_nf4(weight: Tensor, block: int = 64, double: bool = True) -> Nf4Mat
     shape = (weight.shape[0], weight.shape[1])
     if double:
         offset = exact.mean()
-        groups = F.pad(exact - offset, (0, -exact.numel() % SCALE_BLOCK)).view(-1, SCALE_BLOCK)
+        groups = F.pad(exact - offset, (0, -exact.numel() % NF4_SCALE_BLOCK)).view(-1, NF4_SCALE_BLOCK)
         scale_scales = groups.abs().amax(dim=1) / 127
         divisor = torch.where(scale_scales > 0, scale_scales, 1.0)
         scales = (groups / divisor[:, None]).round().to(torch.int8).flatten()[: exact.numel()].contiguous()
@@ -84,7 +83,7 @@ def quantize_nf4(weight: Tensor, block: int = 64, double: bool = True) -> Nf4Mat
 def _decoded_scales(scales: Tensor, scale_scales: Tensor | None, offset: Tensor | None) -> Tensor:
     if scale_scales is None or offset is None:
         return scales
-    expanded = scale_scales.repeat_interleave(SCALE_BLOCK)[: scales.numel()]
+    expanded = scale_scales.repeat_interleave(NF4_SCALE_BLOCK)[: scales.numel()]
     # A block's max |w| is not negative; rounding around the mean may come out below 0 for a block of very small weights.
     return (scales.float() * expanded + offset).clamp_min(0.0)
 

@@ -16,10 +16,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from twostroke.core.policy import NATIVE_HEAD_MULTIPLE
 from twostroke.kernels.native_library import library
-
-WIDTH_MULTIPLE = 32
-"""What the head dimension must be a multiple of: half of it, turned, is whole vectors of 16."""
 
 
 class _Shape(ctypes.Structure):
@@ -45,9 +43,9 @@ def _shape(qkv: Tensor, first: Tensor, cos: Tensor | None, sin: Tensor | None, n
     for name, tensor, dtype in (("qkv", qkv, torch.bfloat16), ("first", first, torch.int32)):
         if tensor.dtype != dtype or not tensor.is_contiguous():
             raise TypeError(f"{name} is {tensor.dtype} with strides {tensor.stride()}; contiguous {dtype} is read")
-    if width % WIDTH_MULTIPLE or first.shape != (n_rows, n_tokens):
+    if width % NATIVE_HEAD_MULTIPLE or first.shape != (n_rows, n_tokens):
         raise ValueError(
-            f"head dimension {width} must be a multiple of {WIDTH_MULTIPLE}, first {tuple(first.shape)} one per token"
+            f"head dimension {width} must be a multiple of {NATIVE_HEAD_MULTIPLE}, first {tuple(first.shape)} one per token"
         )
     shape = _Shape(
         n_rows, n_tokens, n_heads, (n_all - n_heads) // 2, width, width**-0.5, qkv.data_ptr(), first.data_ptr(), None, None, 0

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twostroke.core.errors import ConfigError, did_you_mean
+from twostroke.core.policy import NF4_BLOCK
 from twostroke.core.recipe import ALL_LINEAR
 from twostroke.core.spec import ModelSpec
 from twostroke.kernels.nf4 import Nf4Matrix, dequantize_nf4, nf4_linear, quantize_nf4
@@ -138,7 +139,7 @@ class AdapterSettings:
     targets: tuple[str, ...]
     dropout: float = 0.0
     nf4: bool = False
-    nf4_block: int = 64
+    nf4_block: int = NF4_BLOCK
     double_quantization: bool = True
 
     @property

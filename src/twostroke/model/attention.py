@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from twostroke.core import policy
 from twostroke.core.spec import ModelSpec
 from twostroke.kernels import training_attention
 from twostroke.model.norm import RMSNorm
@@ -17,35 +18,24 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 
-MAX_EXPLICIT_TOKENS = 2048
-"""Longest sequence for explicit attention: its probabilities, B·H·T²/2 elements a layer, are kept for the backward pass."""
-
-
 def compute_dtype(device: torch.device, weights: torch.dtype) -> torch.dtype:
     """The dtype that matrix products run in: that of the weights, unless autocast is on."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weights
 
 
-def prefers_explicit(device: torch.device, dtype: torch.dtype, n_tokens: int, training: bool) -> bool:
-    """Whether attention is best computed as two batched products and a softmax, instead of by SDPA.
+def _name(dtype: torch.dtype) -> str:
+    return "bf16" if dtype == torch.bfloat16 else "fp32" if dtype == torch.float32 else "fp16"
 
-    SDPA's flash kernel for CPUs multiplies bf16 no faster than fp32 where there is AVX-512-BF16 but no AMX, and its backward
-    never does. Measured on such a machine (one thread, H=6, D=64, milliseconds of forward and backward), at B=4, T=512: flash
-    19.4 and 35.3, explicit and compiled 8.1 and 11.1; a whole compiled block 44.5 and 86.9 against 31.1 and 65.3; at B=1,
-    T=2048 97.8 and 158 against 47.7 and 85.4. In fp32 the gain is a tenth, not worth the memory. Scores are rounded to bf16,
-    which training bears; scoring keeps SDPA's fp32 scores.
-    """
-    return training and device.type == "cpu" and dtype == torch.bfloat16 and n_tokens <= MAX_EXPLICIT_TOKENS
+
+def prefers_explicit(device: torch.device, dtype: torch.dtype, n_tokens: int, training: bool) -> bool:
+    """Whether attention is two batched products and a softmax (``policy.attends_explicitly``) instead of SDPA."""
+    return training and policy.attends_explicitly(device.type, _name(dtype), n_tokens)
 
 
 def attends_natively(device: torch.device, dtype: torch.dtype, spec: ModelSpec, training: bool) -> bool:
-    """Whether training's attention is the native library's: where that is faster than all of torch's, and does what is asked.
-
-    A whole step of 12.2M parameters (6 × 384, 16 × 512 packed tokens) took 0.93 s of two processors' time with explicit
-    attention and 0.83 with the native one, which keeps no probabilities either.
-    """
-    fits = device.type == "cpu" and dtype == torch.bfloat16 and spec.head_dim % training_attention.WIDTH_MULTIPLE == 0
-    return training and fits and spec.dropout == 0 and training_attention.is_available()
+    """Whether training's attention is the native library's, where that is faster than all of torch's."""
+    fits = policy.fits_native_attention(device.type, _name(dtype), spec)
+    return training and fits and training_attention.is_available()
 
 
 def first_visible(
@@ -111,17 +101,14 @@ def explicit_attention(
 ) -> Float[Tensor, "B H T D"]:
     """softmax(q·kᵀ/√D + mask)·v under a causal ``mask``, by blocks of queries that stop at the last key they may see.
 
-    Up to four blocks skip 3/8 of the products; more of them gain nothing measurable and cost seconds of compilation. Query
-    heads of a group are folded beside their key head, so that keys and values are not copied.
+    Query heads of a group are folded beside their key head, so that keys and values are not copied.
     """
     n_rows, n_heads, n_tokens, head_dim = q.shape
     n_kv_heads = k.shape[1]
     q = (q * head_dim**-0.5).reshape(n_rows, n_kv_heads, n_heads // n_kv_heads, n_tokens, head_dim)  # (B, K, G, T, D)
     k, v, mask = k[:, :, None], v[:, :, None], mask[:, :, None]
-    step = max(128, -(-n_tokens // 4))
     blocks = []
-    for start in range(0, n_tokens, step):
-        end = min(start + step, n_tokens)
+    for start, end in policy.query_blocks(n_tokens):
         scores = q[..., start:end, :] @ k[..., :end, :].transpose(-1, -2) + mask[..., start:end, :end]
         probabilities = F.dropout(torch.softmax(scores, dim=-1), dropout, training=dropout > 0)
         blocks.append(probabilities @ v[..., :end, :])

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from twostroke.core.dtypes import bytes_of
+from twostroke.core.policy import TOKEN_BUDGET
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.anchors import (
     DECODE_BATCHES,
@@ -40,9 +41,6 @@ HEAD_NORM_OPERATORS = 3
 STEP_OPERATORS = 36
 """Operators of a step outside the layers: tokens, positions, slots, pages and masks turned into tensors, rotary tables,
 embedding, final norm, head, and drawing tokens."""
-
-TOKEN_BUDGET = 512
-"""Tokens the engine computes in one step by default: a longer prompt is prefilled in several."""
 
 
 def layer_start_s(spec: ModelSpec, shape: ServingShape, n_requests: int, hardware: Hardware) -> float:

@@ -21,9 +21,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from twostroke.core.dtypes import bytes_of
+from twostroke.core.policy import LOSS_CHUNK_ROWS
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.params import LayerKind, head_product, layer_kinds
-from twostroke.planner.sharding import LOSS_CHUNK_TOKENS
 from twostroke.planner.weights import experts_touched, matrix_bytes
 
 LARGEST_BATCH = 2**20
@@ -141,7 +141,7 @@ def training(spec: ModelSpec, component: str, sequence_length: int, dtype: str) 
     def amounts(n: float) -> tuple[float, float]:
         tokens = n * sequence_length
         if component == "head":
-            head, chunks = head_product(spec), max(1.0, tokens / LOSS_CHUNK_TOKENS)
+            head, chunks = head_product(spec), max(1.0, tokens / LOSS_CHUNK_ROWS)
             summed = chunks * head.weights * (2 * w + 8)
             products = 3.0 * w * (chunks * head.weights + tokens * (head.n + head.k))
             return 6.0 * tokens * head.weights, products + 2 * w * tokens * head.n + summed

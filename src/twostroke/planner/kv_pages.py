@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from twostroke.core.policy import PAGE_TOKENS
 from twostroke.core.spec import ModelSpec
 
 if TYPE_CHECKING:
     from twostroke.planner.serving import ServingShape
-
-PAGE_TOKENS = 16
-"""Tokens of one page; a request's last page is counted whole."""
 
 
 def whole_pages(shape: ServingShape) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from twostroke.core.policy import PREFILL_QUERIES, attends_explicitly
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import ASSUMED_ATTENTION_EFFICIENCY, Hardware, interpolate_log
-from twostroke.planner.memory import attends_explicitly
 
 
 def training_attention_rate(hardware: Hardware, dtype: str, mode: str, direction: str, sequence_length: int) -> float:
@@ -22,14 +22,10 @@ def training_attention_rate(hardware: Hardware, dtype: str, mode: str, direction
     return 2 * ASSUMED_ATTENTION_EFFICIENCY * hardware.peak(dtype)
 
 
-PREFILL_BLOCK = 128
-"""Query tokens that the engine's attention takes at once (``engine.batch.MAX_BLOCK``); each block stops at its last key."""
-
-
 def keys_of_prefill(n_tokens: int) -> float:
-    """Keys an average query of a prompt is multiplied with, in blocks of ``PREFILL_BLOCK`` queries: Σ queries·last key / T."""
-    ends = [min(start + PREFILL_BLOCK, n_tokens) for start in range(0, n_tokens, PREFILL_BLOCK)]
-    starts = range(0, n_tokens, PREFILL_BLOCK)
+    """Keys an average query of a prompt is multiplied with, in blocks of ``PREFILL_QUERIES``: Σ queries·last key / T."""
+    ends = [min(start + PREFILL_QUERIES, n_tokens) for start in range(0, n_tokens, PREFILL_QUERIES)]
+    starts = range(0, n_tokens, PREFILL_QUERIES)
     return sum((end - start) * end for start, end in zip(starts, ends, strict=True)) / n_tokens
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from twostroke.core import engines
 from twostroke.core.dtypes import bytes_of
+from twostroke.core.policy import NF4_BLOCK, NF4_SCALE_BLOCK, attends_explicitly, fits_native_attention, query_blocks
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.params import LayerKind, Parameters, layer_kinds
 from twostroke.planner.weights import FP32
@@ -34,7 +36,7 @@ PRECISIONS = {
 """Training types by name. bf16 and fp16 are mixed precision (Micikevicius et al., arXiv 1710.03740); pure_bf16 keeps nothing in
 fp32, its optimizer's state included."""
 
-OPTIMIZERS = ("adamw", "adam", "sgd", "muon", "adamw8bit")
+OPTIMIZERS = (*engines.OPTIMIZERS, "adamw8bit")
 
 
 def snapshot_bytes(dtype: str, trained: float, optimizer: float) -> float:
@@ -47,13 +49,10 @@ def snapshot_bytes(dtype: str, trained: float, optimizer: float) -> float:
 STATE_BLOCK = 256
 """Elements of 8-bit optimizer state that share one fp32 scale (bitsandbytes; Dettmers et al., arXiv 2110.02861)."""
 
-NF4_BLOCK, NF4_OUTER_BLOCK = 64, 256
-"""Weights that share one NF4 scale, and scales that share one fp32 scale of their own (QLoRA, arXiv 2305.14314, section 3)."""
-
 
 def nf4_bytes_per_weight() -> float:
     """4 bits, and with double quantisation 8/64 + 32/(64·256) bits of scales: 0.5159 bytes (QLoRA's 0.127 bits more)."""
-    return (4 + 8 / NF4_BLOCK + 32 / (NF4_BLOCK * NF4_OUTER_BLOCK)) / 8
+    return (4 + 8 / NF4_BLOCK + 32 / (NF4_BLOCK * NF4_SCALE_BLOCK)) / 8
 
 
 def training_weights_bytes(parameters: Parameters, dtype: str) -> float:
@@ -100,35 +99,16 @@ def state_bytes(n_parameters: float, n_matrix: float, optimizer: str, state: flo
     return 2 * state * n_parameters
 
 
-EXPLICIT_ATTENTION_TOKENS = 2048
-"""Longest sequence that bf16 training on a CPU attends to by products and a softmax, keeping probabilities
-(``model.attention.MAX_EXPLICIT_TOKENS``); everything else uses flash attention."""
-
-
-def attends_explicitly(device_kind: str, dtype: str, sequence_length: int) -> bool:
-    """Whether training keeps probabilities, as ``model.attention.prefers_explicit`` decides."""
-    return device_kind == "cpu" and dtype == "bf16" and sequence_length <= EXPLICIT_ATTENTION_TOKENS
-
-
 NATIVE_ATTENTION = "cpu with native attention"
 """In the place of a device's kind: training attends by the native library's operator, which keeps what the projection left,
 its output and a number for each head, and knows documents by the first key that each token sees."""
 
-NATIVE_WIDTH_MULTIPLE = 32
-"""``kernels.training_attention.WIDTH_MULTIPLE``, which cannot be imported here without torch."""
-
 
 def attention_device(hardware: Hardware, spec: ModelSpec, dtype: str) -> str:
     """What decides how training attends: the device's kind, or ``NATIVE_ATTENTION`` where calibration found the native library
-    and it takes the model, as ``model.attention.attends_natively`` decides."""
-    fits = dtype == "bf16" and spec.head_dim % NATIVE_WIDTH_MULTIPLE == 0 and spec.dropout == 0
+    and it takes the model."""
+    fits = fits_native_attention(hardware.kind, dtype, spec)
     return NATIVE_ATTENTION if fits and hardware.extras.get("native_training_attention_share") else hardware.kind
-
-
-def query_blocks(sequence_length: int) -> list[tuple[int, int]]:
-    """(start, end) of the blocks of max(128, ⌈T/4⌉) queries that explicit attention walks; each sees keys up to its end."""
-    step = max(128, -(-sequence_length // 4))
-    return [(start, min(start + step, sequence_length)) for start in range(0, sequence_length, step)]
 
 
 def keys_walked(device_kind: str, dtype: str, sequence_length: int) -> float:

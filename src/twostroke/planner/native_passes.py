@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from twostroke.core.policy import TOKEN_BUDGET
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.anchors import Ratios, ratio_at
 from twostroke.planner.flops import visible_pairs
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
     from twostroke.planner.serving import ServingShape
 
 MANY_ROWS = 512
-
-TOKEN_BUDGET = 512
-"""Tokens the engine computes in one step by default: a longer prompt is prefilled in several."""
 
 
 def product_work(product: Product, name: str, rows: int, working_set: float, hardware: Hardware) -> Work:

@@ -6,15 +6,15 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from twostroke.core.dtypes import bytes_of
+from twostroke.core.policy import LOSS_CHUNK_ROWS, NEWTON_SCHULZ_STEPS, attends_explicitly
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.flops import mean_keys
 from twostroke.planner.hardware import ASSUMED_BANDWIDTH_EFFICIENCY, Hardware
 from twostroke.planner.latency import block_rate, head_norm_rate, setup_bytes, training_attention_rate
 from twostroke.planner.layout import SINGLE, Layout
-from twostroke.planner.memory import PRECISIONS, attends_explicitly, keys_walked, nf4_bytes_per_weight, state_bytes
+from twostroke.planner.memory import PRECISIONS, keys_walked, nf4_bytes_per_weight, state_bytes
 from twostroke.planner.params import LayerKind, Product, layer_kinds
 from twostroke.planner.sharding import (
-    LOSS_CHUNK_TOKENS,
     RankLayer,
     RankProduct,
     Stage,
@@ -28,7 +28,6 @@ from twostroke.planner.work import Work
 if TYPE_CHECKING:
     from twostroke.planner.training import TrainingShape
 
-NEWTON_SCHULZ_STEPS = 5
 """Iterations of Muon's orthogonalisation (Jordan et al. 2024)."""
 
 
@@ -172,7 +171,7 @@ def loss_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, tensor:
     the weight's gradient that reads and writes V·E·(w + 8) bytes.
     """
     head, tokens = head_on_rank(spec, tensor), shape.tokens_per_pass
-    rows = min(LOSS_CHUNK_TOKENS, tokens) if shape.logits == "chunked" else tokens
+    rows = min(LOSS_CHUNK_ROWS, tokens) if shape.logits == "chunked" else tokens
     n_chunks = -(-tokens // rows)
     w = bytes_of(shape.dtype)
     if backward and shape.method != "full":

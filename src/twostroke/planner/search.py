@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from twostroke.core.errors import ConfigError
+from twostroke.core.policy import TOKEN_BUDGET
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.checkpointing import resilience
 from twostroke.planner.choosing import Candidate, DeviceResult, Miss, Objective, Phase, choose, nearest_miss, reliefs
@@ -31,7 +32,6 @@ from twostroke.planner.passes import optimizer_work
 from twostroke.planner.serving import (
     CHUNK_TOKENS,
     SCHEMES,
-    TOKEN_BUDGET,
     ServingShape,
     decode_pass,
     decode_works,

@@ -6,16 +6,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from twostroke.core import engines
+from twostroke.core.crossovers import Crossovers
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import CapacityError, ConfigError
+from twostroke.core.policy import CACHE_SHARE, PAGE_TOKENS, TOKEN_BUDGET, WEIGHT_ONLY_MULTIPLE, default_pages, type_beside
 from twostroke.core.spec import ModelSpec
 from twostroke.planner import native_passes, native_products
 from twostroke.planner.cost import Cost, TokenPrices, cost_of, token_prices, usd_per_million_tokens
-from twostroke.planner.engine_passes import TOKEN_BUDGET as TOKEN_BUDGET
 from twostroke.planner.engine_passes import decode_ratio, engine_decode_works, engine_prefill_works, prefill_ratio
 from twostroke.planner.flops import decode_flops, prefill_flops
 from twostroke.planner.hardware import DATASHEET_NOTE, Hardware
-from twostroke.planner.kv_pages import PAGE_TOKENS as PAGE_TOKENS
 from twostroke.planner.kv_pages import batch_pages, largest_batch, request_pages, touched_pages
 from twostroke.planner.load import Latency, Steps, closed_loop
 from twostroke.planner.params import Parameters, block_products, count_parameters
@@ -49,17 +49,9 @@ HEAD_DTYPES = ("auto", *engines.WEIGHTS)
 
 CACHE_DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8", "int8")
 
-MAX_RUNNING = 128
-CACHE_SHARE = 0.25
-"""The engine's default KV cache on a CPU: pages for so many requests of full length, at most this share of free memory."""
-
 GPU_MEMORY_UTILISATION = 0.9
 CPU_MEMORY_UTILISATION = 0.5
 """Share of memory that weights and KV cache may take at most: others live on a CPU machine too."""
-
-
-DEFAULT_WEIGHT_ONLY_MAX_MACS = 3e6
-"""``kernels.crossovers.Crossovers.int8_weight_only_max_macs`` where a machine has none of its own."""
 
 
 @dataclass(frozen=True)
@@ -136,28 +128,24 @@ class ServingShape:
 
     @property
     def cache_dtype(self) -> str:
-        if self.kv_dtype != "auto":
-            return self.kv_dtype
-        return "fp32" if self.scheme == "fp32" else "bf16"
+        return type_beside(self.scheme) if self.kv_dtype == "auto" else self.kv_dtype
 
     @property
     def head(self) -> str:
         """How our engine holds the output head."""
-        if self.head_dtype != "auto":
-            return self.head_dtype
-        return "fp32" if self.scheme == "fp32" else "bf16"
+        return type_beside(self.scheme) if self.head_dtype == "auto" else self.head_dtype
 
     @property
     def compute_dtype(self) -> str:
         """The type of activations."""
-        return "fp32" if self.scheme == "fp32" else "bf16"
+        return type_beside(self.scheme)
 
     def product_scheme(self, macs: float, hardware: Hardware) -> str:
         """The calibrated product that a block's matrix uses for ``macs`` = rows·n·k multiply-adds, as ``kernels.matrix``
         chooses: int8 weights with bf16 activations for few, quantised activations for many."""
         if self.scheme != "int8":
             return f"packed_{self.scheme}"
-        few = macs <= hardware.extras.get("int8_weight_only_max_macs", DEFAULT_WEIGHT_ONLY_MAX_MACS)
+        few = macs <= Crossovers.from_extras(hardware.extras).int8_weight_only_max_macs
         first, second = ("w8", "w8a8") if few or hardware.basis != "measured" else ("w8a8", "w8")
         return next((name for name in (first, second) if hardware.has_scheme(name)), "packed_bf16")
 
@@ -360,18 +348,14 @@ def weights_on_device(spec: ModelSpec, shape: ServingShape) -> float:
     return layers * device_bytes(spec, shape.scheme, at.tensor, at.stage_devices) + ends
 
 
-WEIGHT_ONLY_ALIGNMENT = 32
-"""Inputs of a matrix must be a multiple of this for the kernel of int8 weights alone (``kernels.matrix.Int8Matrix``)."""
-
-
 def second_copies_bytes(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float:
     """Bytes of the int8 matrices that our engine holds twice, plain for few rows and packed for many: those that one row passes
     with int8 weights alone, where the machine has both kernels. No copy is on disk."""
     both = hardware.has_scheme("w8") and hardware.has_scheme("w8a8")
     if shape.scheme != "int8" or not both or not runs_our_engine(spec, shape, hardware):
         return 0.0
-    limit = hardware.extras.get("int8_weight_only_max_macs", DEFAULT_WEIGHT_ONLY_MAX_MACS)
-    twice = (p.weights for p in block_products(spec) if p.weights <= limit and p.k % WEIGHT_ONLY_ALIGNMENT == 0)
+    limit = Crossovers.from_extras(hardware.extras).int8_weight_only_max_macs
+    twice = (p.weights for p in block_products(spec) if p.weights <= limit and p.k % WEIGHT_ONLY_MULTIPLE == 0)
     return float(spec.n_layers * sum(twice))
 
 
@@ -403,16 +387,15 @@ def memory_for_kv(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> f
 
 
 def default_cache_bytes(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float:
-    """What the engine takes when it is not told: pages for ``MAX_RUNNING`` requests of the longest context, at most
-    ``CACHE_SHARE`` of the memory that weights and process leave on a CPU, all that may be used on a GPU; at least one page."""
-    page = kv_bytes_on_device(spec, shape, PAGE_TOKENS * kv_bytes_per_token(spec, shape.cache_dtype))
-    longest = -(-(shape.max_model_len or spec.max_positions) // PAGE_TOKENS) * page
+    """What the engine takes when it is not told: ``default_pages`` in ``CACHE_SHARE`` of the memory that weights and process
+    leave on a CPU, in all that may be used on a GPU."""
+    page = kv_bytes_on_device(spec, shape, page_bytes(spec, shape))
     if hardware.kind == "gpu":
         most = memory_for_kv(spec, shape, hardware)
     else:
         held = weights_held(spec, shape, hardware) + hardware.extras.get("baseline_rss_bytes", 0.0)
         most = CACHE_SHARE * (hardware.memory_bytes - held)
-    return max(page, min(MAX_RUNNING * longest, most) // page * page)
+    return page * default_pages(page, most, shape.max_model_len or spec.max_positions)
 
 
 # -- time -----------------------------------------------------------------------------------------------------------------
@@ -613,7 +596,7 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
             f"{hardware.label} has {hardware.memory_bytes / 1e9:.1f} GB, of which {(room + weights) / 1e9:.1f} GB may be used. "
             "Use a smaller type, a shorter context, more memory or more devices (--tensor)."
         )
-    page = kv_bytes_on_device(spec, shape, PAGE_TOKENS * kv_bytes_per_token(spec, shape.cache_dtype))
+    page = kv_bytes_on_device(spec, shape, page_bytes(spec, shape))
     pages = int((shape.kv_cache_bytes or default_cache_bytes(spec, shape, hardware)) // page)
     notes = list(spec.notes)
     fitting = largest_batch(spec, shape, pages)

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from twostroke.core.dtypes import bytes_of
+from twostroke.core.policy import LOSS_CHUNK_ROWS
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.adapters import check_targets, targeted
 from twostroke.planner.anchors import TrainingAnchor, training_anchors
@@ -35,9 +36,6 @@ from twostroke.planner.params import LayerKind, Product, count_parameters, head_
 if TYPE_CHECKING:
     from twostroke.planner.hardware import Hardware
     from twostroke.planner.training import TrainingShape
-
-LOSS_CHUNK_TOKENS = 1024
-"""Tokens whose logits the chunked loss holds at once (``training.loss``)."""
 
 
 @dataclass(frozen=True)
@@ -329,7 +327,7 @@ def _held_terms(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layou
         if layout.n_devices > 1:
             around -= w * shape.sequence_length  # packed documents are told by their boundaries, not by a mask
         activations += tokens * around / layout.sequence_cut
-        chunk = min(LOSS_CHUNK_TOKENS, tokens)
+        chunk = min(LOSS_CHUNK_ROWS, tokens)
         if shape.logits == "whole":
             loss = whole_logits_bytes(spec, tokens, dtype) / tensor
         elif shape.method == "full":

@@ -8,20 +8,19 @@ from typing import TYPE_CHECKING, Any
 from twostroke.core import engines
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError
+from twostroke.core.policy import attends_explicitly, rows_at_once
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.adapters import ALL_LINEAR, adapter_parameters, check_targets
-from twostroke.planner.at_once import rows_at_once
 from twostroke.planner.checkpointing import Resilience, resilience
 from twostroke.planner.communication import Traffic, across_data, within_micro_batch
 from twostroke.planner.cost import Cost, cost_of
 from twostroke.planner.flops import attention_flops_per_token, training_flops_per_token
 from twostroke.planner.hardware import DATASHEET_NOTE, Hardware
 from twostroke.planner.layout import SINGLE, Layout
-from twostroke.planner.memory import FP32, OPTIMIZERS, PRECISIONS, attends_explicitly, state_bytes
+from twostroke.planner.memory import FP32, OPTIMIZERS, PRECISIONS, state_bytes
 from twostroke.planner.network import all_reduce_sent_bytes
 from twostroke.planner.params import Parameters, count_parameters
 from twostroke.planner.schema import PLAN_SCHEMA
-from twostroke.planner.sharding import LOSS_CHUNK_TOKENS as LOSS_CHUNK_TOKENS
 from twostroke.planner.sharding import rank_memory, rank_state_bytes, stage_held, stages
 from twostroke.planner.stage_times import StageTime, rate_dtype, stage_time, update_work
 from twostroke.planner.work import Work, total_seconds
@@ -97,7 +96,7 @@ class TrainingShape:
         return self.batch_size * self.sequence_length
 
     def tokens_at_once(self, device_kind: str, n_devices: int) -> int:
-        """Tokens of one pass as our engine computes it, which on a CPU cuts a micro-batch (``at_once.rows_at_once``)."""
+        """Tokens of one pass as our engine computes it, which on a CPU cuts a micro-batch (``core.policy.rows_at_once``)."""
         if n_devices > 1:
             return self.tokens_per_pass
         fp32_gradients = self.dtype != "pure_bf16"

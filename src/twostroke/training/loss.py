@@ -16,16 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from twostroke.core.policy import LOSS_CHUNK_ROWS
+from twostroke.data.packing import IGNORED
+
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
-
-IGNORED = -100
-"""Target of a position that has none: a loader's padding, and the first token of the next document in a packed row."""
-
-DEFAULT_CHUNK_ROWS = 1024
-"""8192 rows, V = 4096, E = 256, bf16, compiled, forward and backward, CPU time of one thread on an EPYC with AVX-512-BF16:
-149 ms in chunks of 256, 145 of 512, 150 of 1024, 146 of 2048, 160 of 4096, 162 whole, and 161 for compiled
-``F.cross_entropy`` of all logits: chunks cost nothing. Eager: 312 against 334."""
 
 ChunkFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Lap = Callable[[str], None]
@@ -95,7 +90,7 @@ def chunked_cross_entropy(
     hidden: Float[Tensor, "n E"],
     weight: Float[Tensor, "V E"],
     targets: Int[Tensor, " n"],
-    chunk_rows: int = DEFAULT_CHUNK_ROWS,
+    chunk_rows: int = LOSS_CHUNK_ROWS,
     function: ChunkFunction = chunk_loss,
     lap: Lap = _no_lap,
 ) -> Float[Tensor, ""]:
@@ -108,16 +103,3 @@ def chunked_cross_entropy(
     """
     result: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets, chunk_rows, function, lap)
     return result
-
-
-def chunk_rows_for(n_rows: int, preferred: int = DEFAULT_CHUNK_ROWS) -> int:
-    """Rows per chunk near ``preferred`` that divide ``n_rows`` where one within a factor of two does.
-
-    Equal chunks have one shape, so a compiled chunk is compiled once.
-    """
-    if n_rows <= preferred:
-        return n_rows
-    for rows in range(preferred, preferred // 2, -1):
-        if n_rows % rows == 0:
-            return rows
-    return preferred

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from twostroke.core.errors import CorruptFileError
+from twostroke.core.policy import NEWTON_SCHULZ_STEPS
 from twostroke.core.recipe import TrainSettings
 from twostroke.core.spec import ModelSpec
 from twostroke.core.update_settings import with_default_rates
@@ -91,6 +92,7 @@ def _muon(settings: TrainSettings, params: list[Tensor]) -> torch.optim.Optimize
         weight_decay=settings.weight_decay,
         momentum=MUON_MOMENTUM,
         nesterov=True,
+        ns_steps=NEWTON_SCHULZ_STEPS,
         adjust_lr_fn="original",
     )
 

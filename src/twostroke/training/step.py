@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from twostroke.core.policy import loss_chunk_rows, rows_at_once
 from twostroke.data.loader import Batch
 from twostroke.model.decoder import Decoder
-from twostroke.planner.at_once import rows_at_once
 from twostroke.training.activation_checkpointing import cached_bytes, checkpoint_activations
 from twostroke.training.clock import StepClock
-from twostroke.training.loss import IGNORED, ChunkFunction, chunk_loss, chunk_rows_for, chunked_cross_entropy
+from twostroke.training.loss import IGNORED, ChunkFunction, chunk_loss, chunked_cross_entropy
 from twostroke.training.memory import saved_activations_bytes
 from twostroke.training.optimizers import Optimizers
 from twostroke.training.parallelize import compile_blocks, undo_compile, why_not_compile
@@ -204,7 +204,7 @@ class TrainStep:
         batch = batch.to(self.device, non_blocking=True)
         hidden = self.decoder.hidden(batch.tokens, batch.positions, batch.documents).flatten(0, 1)  # (B·T, E)
         lap("forward")
-        rows = chunk_rows_for(hidden.shape[0])
+        rows = loss_chunk_rows(hidden.shape[0])
         return chunked_cross_entropy(hidden, self.decoder.head_weight, batch.targets.flatten(), rows, self._chunk, lap)
 
     def activations_bytes(self, batch: Batch) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from twostroke.core.dtypes import bytes_of
+from twostroke.core.policy import attends_explicitly, query_blocks
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.explain.attention import kinds_of
 from twostroke.planner.explain.model import letters, rows_and_columns, total
 from twostroke.planner.explain.term import Explanation
-from twostroke.planner.memory import NATIVE_ATTENTION, Kept, attends_explicitly, kept_by_layer, keys_walked, query_blocks
+from twostroke.planner.memory import NATIVE_ATTENTION, Kept, kept_by_layer, keys_walked
 from twostroke.planner.params import LayerKind
 from twostroke.planner.training import TrainingShape
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from twostroke.core.dtypes import bytes_of
+from twostroke.core.policy import PAGE_TOKENS
 from twostroke.planner.explain.attention import (
     decode_attention,
     explain_attention_flops,
@@ -37,7 +38,6 @@ from twostroke.planner.params import block_products, count_parameters, head_prod
 from twostroke.planner.serving import (
     CPU_MEMORY_UTILISATION,
     GPU_MEMORY_UTILISATION,
-    PAGE_TOKENS,
     ServingPlan,
     decode_pass,
     kv_bytes_on_device,

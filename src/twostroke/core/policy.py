@@ -1,0 +1,138 @@
+"""What the two engines decide, without torch: the planner predicts a run by asking what the run itself asks.
+
+A device is named by its kind, which torch spells "cpu" and "cuda" and the planner "cpu" and "gpu", a type by its name ("bf16").
+What the engines can run at all is in ``core.engines``; which kernel is the faster one in ``core.crossovers``.
+"""
+
+from __future__ import annotations
+
+from twostroke.core.spec import ModelSpec
+
+# -- training -------------------------------------------------------------------------------------------------------------
+
+TOKENS_AT_ONCE = 2048
+"""Tokens that training on a CPU takes through the model at once: a micro-batch of more is computed in parts."""
+
+
+def rows_at_once(device_kind: str, has_fp32_gradients: bool, batch_size: int, sequence_length: int) -> int:
+    """Rows of a micro-batch that one forward and backward pass takes.
+
+    On a CPU the largest divisor of the micro-batch within ``TOKENS_AT_ONCE`` tokens: what blocks hand to each other then stays
+    in cache and in memory that the allocator reuses, and only the activations of a part are kept. Measured with 12.2M
+    parameters, 16 × 512 tokens and two cores: the step's products run at 903 GFLOP/s instead of 826, and the sums of gradients
+    take 13 ms more. All rows on a GPU, where launching more kernels costs more than it saves, and where gradients are summed in
+    bf16, which would lose small ones.
+    """
+    if device_kind != "cpu" or not has_fp32_gradients:
+        return batch_size
+    most = max(1, TOKENS_AT_ONCE // sequence_length)
+    return max(rows for rows in range(1, min(most, batch_size) + 1) if batch_size % rows == 0)
+
+
+LOSS_CHUNK_ROWS = 1024
+"""Rows of logits that the loss holds at once. 8192 rows, V = 4096, E = 256, bf16, compiled, forward and backward, CPU time of
+one thread on an EPYC with AVX-512-BF16: 149 ms in chunks of 256, 145 of 512, 150 of 1024, 146 of 2048, 160 of 4096, 162 whole,
+and 161 for compiled ``F.cross_entropy`` of all logits: chunks cost nothing. Eager: 312 against 334."""
+
+
+def loss_chunk_rows(n_rows: int, preferred: int = LOSS_CHUNK_ROWS) -> int:
+    """Rows per chunk of the loss near ``preferred`` that divide ``n_rows`` where one within a factor of two does.
+
+    Equal chunks have one shape, so a compiled chunk is compiled once.
+    """
+    if n_rows <= preferred:
+        return n_rows
+    for rows in range(preferred, preferred // 2, -1):
+        if n_rows % rows == 0:
+            return rows
+    return preferred
+
+
+EXPLICIT_ATTENTION_TOKENS = 2048
+"""Longest sequence for explicit attention: its probabilities, B·H·T²/2 elements a layer, are kept for the backward pass."""
+
+LEAST_QUERY_BLOCK, MOST_QUERY_BLOCKS = 128, 4
+"""Explicit attention walks up to four blocks of queries, of at least 128: four skip 3/8 of the products of a causal square,
+more of them gain nothing measurable and cost seconds of compilation."""
+
+
+def attends_explicitly(device_kind: str, dtype: str, n_tokens: int) -> bool:
+    """Whether training attends by two batched products and a softmax, which keep probabilities, instead of by SDPA.
+
+    SDPA's flash kernel for CPUs multiplies bf16 no faster than fp32 where there is AVX-512-BF16 but no AMX, and its backward
+    never does. Measured on such a machine (one thread, H=6, D=64, milliseconds of forward and backward), at B=4, T=512: flash
+    19.4 and 35.3, explicit and compiled 8.1 and 11.1; a whole compiled block 44.5 and 86.9 against 31.1 and 65.3; at B=1,
+    T=2048 97.8 and 158 against 47.7 and 85.4. In fp32 the gain is a tenth, not worth the memory. Scores are rounded to bf16,
+    which training bears; scoring keeps SDPA's fp32 scores.
+    """
+    return device_kind == "cpu" and dtype == "bf16" and n_tokens <= EXPLICIT_ATTENTION_TOKENS
+
+
+def query_blocks(n_tokens: int) -> list[tuple[int, int]]:
+    """(start, end) of the blocks of max(128, ⌈T/4⌉) queries that explicit attention walks; each sees keys up to its end."""
+    step = max(LEAST_QUERY_BLOCK, -(-n_tokens // MOST_QUERY_BLOCKS))
+    return [(start, min(start + step, n_tokens)) for start in range(0, n_tokens, step)]
+
+
+NATIVE_HEAD_MULTIPLE = 32
+"""What the head dimension must be a multiple of for the native library's attention: half of it, turned, is whole vectors of
+16."""
+
+
+def fits_native_attention(device_kind: str, dtype: str, spec: ModelSpec) -> bool:
+    """Whether the native library's attention, where it was built, does what training of ``spec`` asks. It is taken then.
+
+    A whole step of 12.2M parameters (6 × 384, 16 × 512 packed tokens) took 0.93 s of two processors' time with explicit
+    attention and 0.83 with the native one, which keeps no probabilities either.
+    """
+    return device_kind == "cpu" and dtype == "bf16" and spec.head_dim % NATIVE_HEAD_MULTIPLE == 0 and spec.dropout == 0
+
+
+NEWTON_SCHULZ_STEPS = 5
+"""Iterations by which Muon orthogonalises a matrix (Jordan 2024), torch's default too."""
+
+NF4_BLOCK, NF4_SCALE_BLOCK = 64, 256
+"""Weights that share one NF4 scale by default, and scales that share one of their own under double quantisation (QLoRA, arXiv
+2305.14314, section 3)."""
+
+# -- inference ------------------------------------------------------------------------------------------------------------
+
+TOKEN_BUDGET = 512
+"""Tokens computed in one step by default: a longer prompt is prefilled in several."""
+
+MAX_RUNNING = 128
+"""Requests that run at once by default."""
+
+PAGE_TOKENS = 16
+"""Tokens of one page of the KV cache by default; a request's last page is counted whole."""
+
+CACHE_SHARE = 0.25
+"""Share of the memory that is free after the weights were loaded which the KV cache may take by default."""
+
+
+def default_pages(
+    page_bytes: float,
+    available_bytes: float,
+    longest_tokens: int,
+    max_running: int = MAX_RUNNING,
+    page_tokens: int = PAGE_TOKENS,
+) -> int:
+    """Pages of the cache where nobody says how many: for ``max_running`` requests of the longest context, as far as
+    ``available_bytes`` hold them, at least one."""
+    wanted = max_running * -(-longest_tokens // page_tokens)
+    return max(1, min(wanted, int(available_bytes // page_bytes)))
+
+
+PREFILL_QUERIES = 128
+"""Query tokens that the torch runner's attention takes at once: a causal chunk in blocks skips the keys after each block's
+end."""
+
+WEIGHT_ONLY_MULTIPLE = 32
+"""What the inputs of an int8 matrix must be a multiple of for torch's product of int8 weights alone: ``_weight_int8pack_mm``
+reads beyond the end, without a word, where they are not (torch 2.13)."""
+
+
+def type_beside(weights: str) -> str:
+    """The type of what is not told otherwise beside blocks held in ``weights``, the output head and the cache: fp32 beside
+    fp32, else bf16. Activations of the torch runner too."""
+    return "fp32" if weights == "fp32" else "bf16"
