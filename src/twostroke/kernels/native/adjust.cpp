@@ -1,4 +1,5 @@
-// Biases, penalties and held-off ends on rows of logits, in place and back again. The plain reference is in engine/adjust.py.
+// Biases, penalties and held-off ends on rows of logits, in place and back again. The plain reference is in
+// engine/adjust.py.
 #include "sample.h"
 
 #include "pool.h"
@@ -7,9 +8,9 @@ namespace ts {
 namespace {
 
 // What one row's request asks for; engine/native_sampling.py has the same fields as a numpy type. Tokens outside of the
-// vocabulary are left out. In this order: biases are added; tokens of the prompt, and of the output that the prompt does not hold,
-// are divided (positive) or multiplied (negative) by ``repetition``; presence + count·frequency is taken off tokens of the output;
-// ends become −∞.
+// vocabulary are left out. In this order: biases are added; tokens of the prompt, and of the output that the prompt
+// does not hold, are divided (positive) or multiplied (negative) by ``repetition``; presence + count·frequency is taken
+// off tokens of the output; ends become −∞.
 struct Adjustment {
     int64_t row;
     int64_t token;  // answer: that of the largest logit

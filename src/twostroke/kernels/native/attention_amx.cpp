@@ -1,9 +1,10 @@
-// Attention over a bf16 or int8 cache by AMX's tiles: sixteen query rows at a time, and the softmax of a span of 256 keys at once.
+// Attention over a bf16 or int8 cache by AMX's tiles: sixteen query rows at a time, and the softmax of a span of 256
+// keys at once.
 //
-// A tile of the cache is a tile of weights as tdpbf16ps wants it: thirty-two dimensions of sixteen keys, or thirty-two keys'
-// values of sixteen dimensions. The processor adds each pair's products in one order whatever the other rows of a tile are, borders
-// are absolute positions, and a key that a row may not see has a weight of exactly 0: a row's result depends on nothing beside
-// it, as in attention_body.h.
+// A tile of the cache is a tile of weights as tdpbf16ps wants it: thirty-two dimensions of sixteen keys, or thirty-two
+// keys' values of sixteen dimensions. The processor adds each pair's products in one order whatever the other rows of a
+// tile are, borders are absolute positions, and a key that a row may not see has a weight of exactly 0: a row's result
+// depends on nothing beside it, as in attention_body.h.
 #include "attention_spans.h"
 #include "attention_tiles.h"
 #include "tiles_amx.h"
@@ -12,23 +13,23 @@ namespace {
 
 constexpr int kTilesPerSpan = ts::kSpan / ts::kTile;
 constexpr int kRowsPerTile = 16;
-constexpr int kTaskRows = 96;                  // of a task: an int8 cache is widened once for all of them
+constexpr int kTaskRows = 96;                      // of a task: an int8 cache is widened once for all of them
 constexpr int64_t kPairBytes = 2 * ts::kTile * 2;  // of weights of two tiles of keys: a tile register's row
 constexpr int64_t kWeightStride = ts::kSpan * 2, kScoreStride = ts::kSpan * 4;
 constexpr int kRows0 = 4, kKeys0 = 6, kKeys1 = 7;  // tile registers; 0 to 3 are sums
-constexpr int64_t kFetchAhead = 4;             // tiles of keys and values that the first rows ask for ahead of their use
+constexpr int64_t kFetchAhead = 4;  // tiles of keys and values that the first rows ask for ahead of their use
 
 // One thread's memory for one task.
 struct Workspace {
     int64_t n_rows, head_dim, q_words;
-    uint32_t* q;        // (rows, q_words)
-    float* scores;      // (16, kSpan)
-    uint16_t* weights;  // (16, kSpan)
-    float* sums;        // (16, head_dim): of the span
-    float* total;       // (rows, head_dim): of the spans before it
+    uint32_t* q;                      // (rows, q_words)
+    float* scores;                    // (16, kSpan)
+    uint16_t* weights;                // (16, kSpan)
+    float* sums;                      // (16, head_dim): of the span
+    float* total;                     // (rows, head_dim): of the spans before it
     float *total_most, *total_count;  // (rows)
-    uint32_t* key_tiles;    // (kTilesPerSpan, q_words, 16): tiles that had to be put together or widened
-    uint32_t* value_tiles;  // (kTilesPerSpan, 8, head_dim), one tile of zeros behind them
+    uint32_t* key_tiles;              // (kTilesPerSpan, q_words, 16): tiles that had to be put together or widened
+    uint32_t* value_tiles;            // (kTilesPerSpan, 8, head_dim), one tile of zeros behind them
 
     int64_t lay_out(const ts::KvLayout& kv, int64_t group, uint8_t* base) {
         const int64_t most = group > kTaskRows ? group : kTaskRows;
@@ -56,7 +57,9 @@ struct Workspace {
 
 bool serves(const ts::KvLayout& kv) { return kv.type != ts::KvType::F32 && kv.head_dim % 32 == 0; }
 
-int64_t task_rows(const ts::KvLayout& kv) { return serves(kv) ? kTaskRows : ts::step_kernels_avx512bf16().task_rows(kv); }
+int64_t task_rows(const ts::KvLayout& kv) {
+    return serves(kv) ? kTaskRows : ts::step_kernels_avx512bf16().task_rows(kv);
+}
 
 int64_t scratch_bytes(const ts::KvLayout& kv, int64_t group) {
     if (!serves(kv)) return ts::step_kernels_avx512bf16().attend_scratch_bytes(kv, group);
@@ -67,7 +70,8 @@ int64_t scratch_bytes(const ts::KvLayout& kv, int64_t group) {
 // 2ˣ for x ≤ 0 to 17 bits, of which a weight in bf16 keeps 8: exactly 1 at 0, exactly 0 below −126, NaN for NaN.
 TS_INLINE __m512 weight_of(__m512 x) {
     const __mmask16 counts = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = _mm512_sub_ps(x, whole);
+    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+                 f = _mm512_sub_ps(x, whole);
     __m512 p = _mm512_set1_ps(9.6181291e-3f);  // Taylor's ln(2)ᵏ/k!
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.5504109e-2f));
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4022651e-1f));
@@ -77,7 +81,8 @@ TS_INLINE __m512 weight_of(__m512 x) {
 }
 
 // Scores of one tile of rows against the tiles [first, end) of a span, both even.
-TS_INLINE void score(const Workspace& work, int64_t row, const Tiles<kTilesPerSpan>& tiles, int first, int end, bool fetch) {
+TS_INLINE void score(const Workspace& work, int64_t row, const Tiles<kTilesPerSpan>& tiles, int first, int end,
+                     bool fetch) {
     using namespace ts;
     const uint32_t* q = work.q + row * work.q_words;
     for (int t = first; t < end; t += 2) {
@@ -85,7 +90,8 @@ TS_INLINE void score(const Workspace& work, int64_t row, const Tiles<kTilesPerSp
             for (int ahead = t + kFetchAhead; ahead < t + kFetchAhead + 2; ahead++) {
                 const int beyond = first + ahead - end;  // the keys are at an end: values from the first on
                 if (ahead >= end && beyond >= end) continue;
-                const char* from = reinterpret_cast<const char*>(ahead < end ? tiles.keys[ahead] : tiles.values[beyond]);
+                const char* from =
+                    reinterpret_cast<const char*>(ahead < end ? tiles.keys[ahead] : tiles.values[beyond]);
                 for (int64_t i = 0; i < work.q_words * 64; i += 64) __builtin_prefetch(from + i, 0, 3);
             }
         }
@@ -104,8 +110,8 @@ TS_INLINE void score(const Workspace& work, int64_t row, const Tiles<kTilesPerSp
 }
 
 // Scores of one row become weights; keys of the span outside [least, last] have none. Their maximum and sum come back.
-TS_INLINE void soften(bool codes, const Tiles<kTilesPerSpan>& tiles, int first, int end, int64_t least, int64_t last, float* scores,
-                      uint16_t* weights, float& most, float& count) {
+TS_INLINE void soften(bool codes, const Tiles<kTilesPerSpan>& tiles, int first, int end, int64_t least, int64_t last,
+                      float* scores, uint16_t* weights, float& most, float& count) {
     const __m512 none = _mm512_set1_ps(-__builtin_inff());
     __m512 largest = none;
     for (int t = first; t < end; t++) {
@@ -144,7 +150,8 @@ TS_INLINE void soften(bool codes, const Tiles<kTilesPerSpan>& tiles, int first, 
 
 // sums (16, head_dim) = weights · values of the tiles [first, end), for Parts times 16 dimensions from `dimension` on.
 template <int Parts>
-TS_INLINE void mix(const Workspace& work, const uint32_t* const* values, int first, int end, int64_t dimension, bool fetch) {
+TS_INLINE void mix(const Workspace& work, const uint32_t* const* values, int first, int end, int64_t dimension,
+                   bool fetch) {
     using namespace ts;
     zero_tile<0>();
     if constexpr (Parts > 1) zero_tile<1>();
@@ -179,7 +186,8 @@ TS_INLINE void mix(const Workspace& work, const uint32_t* const* values, int fir
     if constexpr (Parts > 3) store_tile<3>(sums + 48, work.head_dim * 4);
 }
 
-// Values are read two tiles at a time: those that do not lie side by side are copied, and behind the last of an odd number come zeros.
+// Values are read two tiles at a time: those that do not lie side by side are copied, and behind the last of an odd
+// number come zeros.
 void pair_values(const Workspace& work, Tiles<kTilesPerSpan>& tiles, int n_tiles) {
     const int64_t words = ts::kTile / 2 * work.head_dim;
     for (int t = 0; t < n_tiles; t += 2) {
@@ -209,7 +217,8 @@ void shape(int n_rows) {
     ts::shape_tiles(shapes);
 }
 
-void attend_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendTask& task, float scale, Workspace& work) {
+void attend_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendTask& task, float scale,
+                  Workspace& work) {
     const int64_t D = kv.head_dim, n_rows = static_cast<int64_t>(task.n_tokens) * task.group;
     const bool codes = kv.type == ts::KvType::INT8, fetch = !codes;
     prepare_queries(kv, task, scale, work.q, work.q_words);
@@ -258,14 +267,15 @@ void attend_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const ts::Atte
             }
             if (from < to)
                 for (int64_t r = 0; r < rows; r++)
-                    join(work.total + (row + r) * D, work.total_most[row + r], work.total_count[row + r], work.sums + r * D, most[r],
-                         count[r], D);
+                    join(work.total + (row + r) * D, work.total_most[row + r], work.total_count[row + r],
+                         work.sums + r * D, most[r], count[r], D);
         }
     }
     ts::release_tiles();
     if (task.partial != nullptr) return;
     for (int64_t r = 0; r < n_rows; r++)
-        finish(work.total + r * D, work.total_count[r], D, task.mixed + r / task.group * task.mixed_stride + r % task.group * D);
+        finish(work.total + r * D, work.total_count[r], D,
+               task.mixed + r / task.group * task.mixed_stride + r % task.group * D);
 }
 
 void attend(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendTask& task, float scale, void* memory) {

@@ -1,10 +1,10 @@
 // Attention of a few query rows of one request over the cached keys of one KV head.
 //
-// Online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867) over blocks of kBlock keys; spans of kSpan keys are computed
-// apart and combined in order (as flash-decoding does, so that threads can share them out). Borders of blocks and spans are
-// absolute positions and every sum runs over single keys or pairs of dimensions in order, so a row's result does not depend on the
-// rows beside it, on how a prompt was cut into chunks, or on the number of threads. A block that a row may not see changes
-// nothing of it: its weights are exactly 0 and the correction exactly 1.
+// Online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867) over blocks of kBlock keys; spans of kSpan keys are
+// computed apart and combined in order (as flash-decoding does, so that threads can share them out). Borders of blocks
+// and spans are absolute positions and every sum runs over single keys or pairs of dimensions in order, so a row's
+// result does not depend on the rows beside it, on how a prompt was cut into chunks, or on the number of threads. A
+// block that a row may not see changes nothing of it: its weights are exactly 0 and the correction exactly 1.
 #pragma once
 
 #include "attention_spans.h"
@@ -22,7 +22,9 @@ struct Bf16Pairs {
 };
 struct SingleFloats {
     static constexpr int kPair = 1;
-    TS_INLINE Floats dot(Floats sum, uint32_t one, Words many) { return fma((Floats)all_words(one), (Floats)many, sum); }
+    TS_INLINE Floats dot(Floats sum, uint32_t one, Words many) {
+        return fma((Floats)all_words(one), (Floats)many, sum);
+    }
 };
 
 #if defined(__AVX512F__)
@@ -58,8 +60,8 @@ void score_tiles(const uint32_t* q, int64_t q_words, const uint32_t* const* keys
 
 // sums[row][dimension] += weights · values, for Rows rows and Parts·16 dimensions.
 template <typename Format, int Rows, int Parts>
-TS_INLINE void mix_rows(
-    const uint32_t* weights, const uint32_t* const* values, int n_tiles, int64_t head_dim, int64_t padded, float* sums) {
+TS_INLINE void mix_rows(const uint32_t* weights, const uint32_t* const* values, int n_tiles, int64_t head_dim,
+                        int64_t padded, float* sums) {
     Floats s[Rows][Parts];
     for (int r = 0; r < Rows; r++)
         for (int p = 0; p < Parts; p++) s[r][p] = load(sums + r * padded + p * kLanes);
@@ -70,15 +72,16 @@ TS_INLINE void mix_rows(
             Words v[Parts];
             for (int p = 0; p < Parts; p++) v[p] = load_words(row + p * kLanes);
             for (int r = 0; r < Rows; r++)
-                for (int p = 0; p < Parts; p++) s[r][p] = Format::dot(s[r][p], weights[r * ts::kBlock + t * kWords + j], v[p]);
+                for (int p = 0; p < Parts; p++)
+                    s[r][p] = Format::dot(s[r][p], weights[r * ts::kBlock + t * kWords + j], v[p]);
         }
     for (int r = 0; r < Rows; r++)
         for (int p = 0; p < Parts; p++) store(sums + r * padded + p * kLanes, s[r][p]);
 }
 
 template <typename Format, int Rows>
-void mix_tiles(
-    const uint32_t* weights, const uint32_t* const* values, int n_tiles, int64_t head_dim, int64_t padded, float* sums) {
+void mix_tiles(const uint32_t* weights, const uint32_t* const* values, int n_tiles, int64_t head_dim, int64_t padded,
+               float* sums) {
     const uint32_t* v[kTilesPerBlock];
     for (int64_t first = 0; first < padded; first += 4 * kLanes) {
         for (int t = 0; t < n_tiles; t++) v[t] = values[t] + first;
@@ -104,14 +107,15 @@ TS_INLINE void by_rows(int n_rows, Args... args) {
 }
 template <typename Format, int Rows>
 struct Score {
-    TS_INLINE void run(int r, const uint32_t* q, int64_t words, const uint32_t* const* keys, int n_tiles, float* scores) {
+    TS_INLINE void run(int r, const uint32_t* q, int64_t words, const uint32_t* const* keys, int n_tiles,
+                       float* scores) {
         score_tiles<Format, Rows>(q + r * words, words, keys, n_tiles, scores + r * ts::kBlock);
     }
 };
 template <typename Format, int Rows>
 struct Mix {
-    TS_INLINE void run(
-        int r, const uint32_t* weights, const uint32_t* const* values, int n_tiles, int64_t D, int64_t padded, float* sums) {
+    TS_INLINE void run(int r, const uint32_t* weights, const uint32_t* const* values, int n_tiles, int64_t D,
+                       int64_t padded, float* sums) {
         mix_tiles<Format, Rows>(weights + r * ts::kBlock, values, n_tiles, D, padded, sums + r * padded);
     }
 };
@@ -119,11 +123,11 @@ struct Mix {
 // One thread's memory for one task.
 struct Scratch {
     int64_t n_rows, q_words, padded;
-    uint32_t* q;       // (rows, q_words)
-    float* scores;     // (rows, kBlock)
-    uint32_t* weights; // (rows, kBlock)
-    float* sums;       // (rows, padded): of the span
-    float* total;      // (rows, padded): of the spans before it
+    uint32_t* q;                                     // (rows, q_words)
+    float* scores;                                   // (rows, kBlock)
+    uint32_t* weights;                               // (rows, kBlock)
+    float* sums;                                     // (rows, padded): of the span
+    float* total;                                    // (rows, padded): of the spans before it
     float *most, *count, *total_most, *total_count;  // (rows)
     uint32_t* key_tiles;    // (kTilesPerBlock, q_words, 16): tiles that had to be put together or widened
     uint32_t* value_tiles;  // (kTilesPerBlock, 16, head_dim), a lane's width of slack behind them
@@ -165,8 +169,8 @@ int64_t attend_scratch_bytes(const ts::KvLayout& kv, int64_t group) {
 }
 
 // One block's scores of row r become weights; its maximum, sum and what was summed so far are brought up to date.
-TS_INLINE void soften(
-    const ts::KvLayout& kv, const Tiles<kTilesPerBlock>& tiles, int64_t r, int64_t first, int64_t least, int64_t last, int n_tiles, Scratch& s) {
+TS_INLINE void soften(const ts::KvLayout& kv, const Tiles<kTilesPerBlock>& tiles, int64_t r, int64_t first,
+                      int64_t least, int64_t last, int n_tiles, Scratch& s) {
     float* scores = s.scores + r * ts::kBlock;
     const Floats none = all(-__builtin_inff());
     Floats x[kTilesPerBlock];
@@ -201,12 +205,14 @@ TS_INLINE void soften(
         if (kv.type == ts::KvType::BF16) {
             const Words rounded = bf16_words(w);
             total += (Floats)(rounded << 16);  // the sum of what is multiplied, so that weights sum to 1
-            store_halves(reinterpret_cast<uint16_t*>(s.weights + r * ts::kBlock) + t * ts::kTile, low_halves(rounded), kLanes);
+            store_halves(reinterpret_cast<uint16_t*>(s.weights + r * ts::kBlock) + t * ts::kTile, low_halves(rounded),
+                         kLanes);
             continue;
         }
         total += w;
         w *= load(tiles.value_scales + t * ts::kTile);
-        store_halves(reinterpret_cast<uint16_t*>(s.weights + r * ts::kBlock) + t * ts::kTile, low_halves(bf16_words(w)), kLanes);
+        store_halves(reinterpret_cast<uint16_t*>(s.weights + r * ts::kBlock) + t * ts::kTile, low_halves(bf16_words(w)),
+                     kLanes);
     }
     s.count[r] = s.count[r] * correction + sum_of(total);
     s.most[r] = now;
@@ -251,8 +257,8 @@ void attend_as(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendT
                 const int64_t least = task.window > 0 ? last - task.window + 1 : 0;
                 soften(kv, tiles, r, block, least, last, n_tiles, s);
             }
-            by_rows<Mix, Format>(rows, (const uint32_t*)s.weights + first_row * ts::kBlock, tiles.values, n_tiles, D, s.padded,
-                                 s.sums + first_row * s.padded);
+            by_rows<Mix, Format>(rows, (const uint32_t*)s.weights + first_row * ts::kBlock, tiles.values, n_tiles, D,
+                                 s.padded, s.sums + first_row * s.padded);
         }
         if (task.partial != nullptr) {
             float* out = task.partial + (span - task.first_key / ts::kSpan * ts::kSpan) / ts::kSpan * n_rows * (D + 2);
@@ -264,11 +270,13 @@ void attend_as(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendT
             continue;
         }
         for (int64_t r = 0; r < n_rows; r++)
-            join(s.total + r * s.padded, s.total_most[r], s.total_count[r], s.sums + r * s.padded, s.most[r], s.count[r], s.padded);
+            join(s.total + r * s.padded, s.total_most[r], s.total_count[r], s.sums + r * s.padded, s.most[r],
+                 s.count[r], s.padded);
     }
     if (task.partial != nullptr) return;
     for (int64_t r = 0; r < n_rows; r++)
-        finish(s.total + r * s.padded, s.total_count[r], D, task.mixed + r / task.group * task.mixed_stride + r % task.group * D);
+        finish(s.total + r * s.padded, s.total_count[r], D,
+               task.mixed + r / task.group * task.mixed_stride + r % task.group * D);
 }
 
 void attend(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendTask& task, float scale, void* memory) {

@@ -1,4 +1,5 @@
-// What attention does around a span of keys: queries in the form that it reads, and results of spans put together in order.
+// What attention does around a span of keys: queries in the form that it reads, and results of spans put together in
+// order.
 #pragma once
 
 #include "step_kernels.h"
@@ -32,10 +33,12 @@ void prepare_queries(const ts::KvLayout& kv, const ts::AttendTask& task, float s
 }
 
 // One span joins those before it: both are sums relative to their own maximum.
-TS_INLINE void join(float* total, float& total_most, float& total_count, const float* sums, float most, float count, int64_t n) {
+TS_INLINE void join(float* total, float& total_most, float& total_count, const float* sums, float most, float count,
+                    int64_t n) {
     if (!(most > -__builtin_inff()) && count == 0.0f) return;  // nothing visible in it
     const float now = most > total_most ? most : total_most;
-    const Floats a = exp2_of(all(total_most > -__builtin_inff() ? total_most - now : -200.0f)), b = exp2_of(all(most - now));
+    const Floats a = exp2_of(all(total_most > -__builtin_inff() ? total_most - now : -200.0f)),
+                 b = exp2_of(all(most - now));
     for (int64_t d = 0; d < n; d += kLanes) {
         const int left = n - d < kLanes ? static_cast<int>(n - d) : kLanes;
         store_some(total + d, fma(load_some(total + d, left), a, load_some(sums + d, left) * b), left);
@@ -52,7 +55,8 @@ TS_INLINE void finish(const float* total, float count, int64_t head_dim, float* 
     }
 }
 
-// The spans of one token's group of heads, computed by whichever threads, put together in order. The first span serves as the sum.
+// The spans of one token's group of heads, computed by whichever threads, put together in order. The first span serves
+// as the sum.
 void combine(const ts::KvLayout& kv, const ts::AttendTask& task, int64_t n_spans) {
     const int64_t D = kv.head_dim, n_rows = static_cast<int64_t>(task.n_tokens) * task.group;
     float* first = task.partial;

@@ -23,9 +23,10 @@ TS_INLINE void widen(const int8_t* codes, int64_t n_words, uint32_t* out) {
         *reinterpret_cast<LooseWords*>(out + i) = (Words)_mm512_cvtne2ps_pbh(sixteen(2 * i + kLanes), sixteen(2 * i));
 #endif
     for (; i + kLanes <= n_words; i += kLanes) {
-        const Ints both = (Ints)__builtin_convertvector(*reinterpret_cast<const LooseHalves*>(pairs + i), Words);
-        const Words low = (Words)__builtin_convertvector((both << 24) >> 24, Floats) >> 16;  // a code needs 7 of bf16's 8 bits
-        const Words high = (Words)__builtin_convertvector((both << 16) >> 24, Floats) & 0xffff0000u;
+        const Ints both = (Ints) __builtin_convertvector(*reinterpret_cast<const LooseHalves*>(pairs + i), Words);
+        const Words low =
+            (Words) __builtin_convertvector((both << 24) >> 24, Floats) >> 16;  // a code needs 7 of bf16's 8 bits
+        const Words high = (Words) __builtin_convertvector((both << 16) >> 24, Floats) & 0xffff0000u;
         *reinterpret_cast<LooseWords*>(out + i) = low | high;
     }
     for (; i < n_words; i++)
@@ -41,9 +42,8 @@ struct Tiles {
 };
 
 template <int N>
-void find_tiles(
-    const ts::KvLayout& kv, const ts::KvHead& head, const int64_t* pages, int64_t first, int64_t least, int64_t end, int n_tiles,
-    uint32_t* key_copies, uint32_t* value_copies, Tiles<N>& tiles) {
+void find_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const int64_t* pages, int64_t first, int64_t least,
+                int64_t end, int n_tiles, uint32_t* key_copies, uint32_t* value_copies, Tiles<N>& tiles) {
     const int64_t D = kv.head_dim;
     const bool together = kv.page_tokens % ts::kTile == 0, codes = kv.type == ts::KvType::INT8;
     const int64_t bytes = kv.type == ts::KvType::F32 ? 4 : codes ? 1 : 2, pair = kv.type == ts::KvType::F32 ? 1 : 2;
@@ -86,9 +86,8 @@ void find_tiles(
                 std::memcpy(own_keys + (d * ts::kTile + lane) * pair * bytes, k + (d * ts::kTile + from) * pair * bytes,
                             static_cast<size_t>(pair * bytes));
             for (int64_t d = 0; d < D; d++)
-                std::memcpy(
-                    own_values + (lane / pair * D * pair + d * pair + lane % pair) * bytes,
-                    v + (from / pair * D * pair + d * pair + from % pair) * bytes, static_cast<size_t>(bytes));
+                std::memcpy(own_values + (lane / pair * D * pair + d * pair + lane % pair) * bytes,
+                            v + (from / pair * D * pair + d * pair + from % pair) * bytes, static_cast<size_t>(bytes));
             if (codes) {
                 tiles.key_scales[t * ts::kTile + lane] = head.key_scales[slot];
                 tiles.value_scales[t * ts::kTile + lane] = head.value_scales[slot];

@@ -1,6 +1,7 @@
-// Few rows of BF16 beside the tiles of AMX: what tdpbf16ps does, by AVX-512 and to the last bit, because a row's outputs must not
-// depend on how many rows there are. For each chunk of 16 pairs of inputs: fused sums of the even and of the odd products apart, in
-// order; then the sum of both onto what was there; denormal numbers as zeros, both read and made (Intel's SDM, TDPBF16PS).
+// Few rows of BF16 beside the tiles of AMX: what tdpbf16ps does, by AVX-512 and to the last bit, because a row's
+// outputs must not depend on how many rows there are. For each chunk of 16 pairs of inputs: fused sums of the even and
+// of the odd products apart, in order; then the sum of both onto what was there; denormal numbers as zeros, both read
+// and made (Intel's SDM, TDPBF16PS).
 #pragma once
 #include "blocks_avx512.h"
 
@@ -9,55 +10,60 @@ namespace {
 
 // Even, odd and whole sums side by side: three registers for each row and tile.
 struct FitFewBf16 {
-    static constexpr int MAX_R = 4;
+    static constexpr int kMaxRows = 4;
     static constexpr int tiles_of(int r) { return r == 1 ? 8 : r == 2 ? 4 : 2; }
 };
 
 struct FewBf16 {
     template <int R, int T>
     static void block(const Walk& to, int64_t row, int64_t tile) {
-        constexpr int64_t CHUNK_STEPS = 16;
-        constexpr unsigned DENORMALS_ARE_ZEROS = 0x8040;
-        const int64_t k = padded(to.w.k), n_chunks = k / (2 * CHUNK_STEPS), tile_bytes = k / 2 * STEP_BYTES;
+        constexpr int64_t kChunkKRows = 16;
+        constexpr unsigned kDenormalsAreZeros = 0x8040;
+        const int64_t k = padded(to.w.k), n_chunks = k / (2 * kChunkKRows), tile_bytes = k / 2 * kKRowBytes;
         const char* weights = layout::tile(to.w, tile);
         const RowPointers<uint16_t, R> x(to.rows.bf16 + row * k, k);
         const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
         const unsigned mode = _mm_getcsr();
-        _mm_setcsr(mode | DENORMALS_ARE_ZEROS);
+        _mm_setcsr(mode | kDenormalsAreZeros);
         __m512 sum[R][T];
         // The compiler does not know that arithmetic depends on the mode: nothing may pass these two lines.
-        TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) {
-            sum[r][t] = _mm512_setzero_ps();
-            __asm__ volatile("" : "+v"(sum[r][t]));
-        }
-        for_steps<T, CHUNK_STEPS * STEP_BYTES>(to, n_chunks, tile_bytes, [&](int64_t chunk, int64_t first, int64_t others) __attribute__((always_inline)) {
+        TS_EACH(r, R)
+            TS_EACH(t, T) {
+                sum[r][t] = _mm512_setzero_ps();
+                __asm__ volatile("" : "+v"(sum[r][t]));
+            }
+        for_steps<T, kChunkKRows * kKRowBytes>(
+            to, n_chunks, tile_bytes, [&](int64_t chunk, int64_t first, int64_t others) __attribute__((always_inline)) {
             __m512 even[R][T], odd[R][T];
-            TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) even[r][t] = odd[r][t] = _mm512_setzero_ps();
-            for (int64_t s = chunk * CHUNK_STEPS; s < (chunk + 1) * CHUNK_STEPS; ++s) {
+            TS_EACH(r, R)
+                TS_EACH(t, T) even[r][t] = odd[r][t] = _mm512_setzero_ps();
+            for (int64_t s = chunk * kChunkKRows; s < (chunk + 1) * kChunkKRows; ++s) {
                 __m512 w_even[T], w_odd[T];
-                TS_UNROLL for (int t = 0; t < T; ++t) {
-                    const char* from = weights + t * tile_bytes + s * STEP_BYTES;
+                TS_EACH(t, T) {
+                    const char* from = weights + t * tile_bytes + s * kKRowBytes;
                     _mm_prefetch(from + (t == 0 ? first : others), _MM_HINT_T0);
                     const __m512i w = _mm512_loadu_si512(from);
                     w_even[t] = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
                     w_odd[t] = _mm512_castsi512_ps(_mm512_and_si512(w, upper));
                 }
-                TS_UNROLL for (int r = 0; r < R; ++r) {
+                TS_EACH(r, R) {
                     const __m512i both = word(x[r] + s * 2);
                     const __m512 a = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
                     const __m512 b = _mm512_castsi512_ps(_mm512_and_si512(both, upper));
-                    TS_UNROLL for (int t = 0; t < T; ++t) {
+                    TS_EACH(t, T) {
                         even[r][t] = _mm512_fmadd_ps(a, w_even[t], even[r][t]);
                         odd[r][t] = _mm512_fmadd_ps(b, w_odd[t], odd[r][t]);
                     }
                 }
             }
-            TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t)
-                sum[r][t] = _mm512_add_ps(sum[r][t], _mm512_add_ps(even[r][t], odd[r][t]));
+            TS_EACH(r, R)
+                TS_EACH(t, T) sum[r][t] = _mm512_add_ps(sum[r][t], _mm512_add_ps(even[r][t], odd[r][t]));
         });
-        TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) __asm__ volatile("" : "+v"(sum[r][t]));
+        TS_EACH(r, R)
+            TS_EACH(t, T) __asm__ volatile("" : "+v"(sum[r][t]));
         _mm_setcsr(mode);
-        TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) write(to, row + r, tile + t, sum[r][t]);
+        TS_EACH(r, R)
+            TS_EACH(t, T) write(to, row + r, tile + t, sum[r][t]);
     }
 };
 

@@ -58,7 +58,8 @@ Features cpu() {
     }
     if ((saved & 0x6) == 0x6) found |= set_of(Feature::os_ymm);
     if ((saved & 0xe6) == 0xe6) found |= set_of(Feature::os_zmm);
-    if ((saved & 0x60000) == 0x60000 && (found & set_of(Feature::amx_tile)) && may_use_tiles()) found |= set_of(Feature::os_tiles);
+    if ((saved & 0x60000) == 0x60000 && (found & set_of(Feature::amx_tile)) && may_use_tiles())
+        found |= set_of(Feature::os_tiles);
     return found;
 }
 

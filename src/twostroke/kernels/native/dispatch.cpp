@@ -6,15 +6,15 @@
 namespace ts {
 
 #if defined(__x86_64__)
-#define TS_DISPATCH(CALL)                                          \
-    switch (target()) {                                            \
-        case Target::Amx: return amx::CALL;                        \
-        case Target::Avx512Bf16: return avx512bf16::CALL;          \
-        case Target::Avx512: return avx512::CALL;                  \
-        case Target::AvxVnni: return avxvnni::CALL;                \
-        case Target::Avx2: return avx2::CALL;                      \
-        case Target::Plain: break;                                 \
-    }                                                              \
+#define TS_DISPATCH(CALL)                                 \
+    switch (target()) {                                   \
+        case Target::Amx: return amx::CALL;               \
+        case Target::Avx512Bf16: return avx512bf16::CALL; \
+        case Target::Avx512: return avx512::CALL;         \
+        case Target::AvxVnni: return avxvnni::CALL;       \
+        case Target::Avx2: return avx2::CALL;             \
+        case Target::Plain: break;                        \
+    }                                                     \
     return plain::CALL
 #else
 #define TS_DISPATCH(CALL) return plain::CALL
@@ -33,22 +33,22 @@ void prepare_rows(Format format, const float* x, int64_t m, int64_t k, Rows& out
 
 uint64_t sum_words(const uint64_t* words, int64_t n_words) { TS_DISPATCH(sum_words(words, n_words)); }
 
-int64_t output_tile(Format) { return layout::TILE; }
+int64_t output_tile(Format) { return layout::kPanelOutputs; }
 
 void share_outputs(const Matrix& w, int thread, int n_threads, int64_t& n0, int64_t& n1) {
     const int64_t tiles = layout::tiles(w.n);
-    n0 = tiles * thread / n_threads * layout::TILE;
-    n1 = tiles * (thread + 1) / n_threads * layout::TILE;
+    n0 = tiles * thread / n_threads * layout::kPanelOutputs;
+    n1 = tiles * (thread + 1) / n_threads * layout::kPanelOutputs;
     if (n0 > w.n) n0 = w.n;
     if (n1 > w.n) n1 = w.n;
 }
 
 void prefetch(const Matrix& w, int64_t n0, int64_t n1, int64_t bytes) {
     if (n0 >= n1) return;
-    const char* from = layout::tile(w, n0 / layout::TILE);
+    const char* from = layout::tile(w, n0 / layout::kPanelOutputs);
     const char* end = layout::tile(w, layout::tiles(n1));
     if (end > from + bytes) end = from + bytes;
-    for (; from < end; from += layout::STEP_BYTES) __builtin_prefetch(from, 0, 2);
+    for (; from < end; from += layout::kKRowBytes) __builtin_prefetch(from, 0, 2);
 }
 
 }  // namespace ts

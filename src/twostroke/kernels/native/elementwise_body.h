@@ -49,7 +49,8 @@ void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* 
 
 void layer_norm(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* y) {
     Floats total = all(0.0f);
-    for (int64_t i = 0; i < n; i += kLanes) total += load_some(x + i, n - i < kLanes ? static_cast<int>(n - i) : kLanes);
+    for (int64_t i = 0; i < n; i += kLanes)
+        total += load_some(x + i, n - i < kLanes ? static_cast<int>(n - i) : kLanes);
     const float mean = sum_of(total) / static_cast<float>(n);
     const float factor = 1.0f / __builtin_sqrtf(sum_of_squares(x, mean, n) / static_cast<float>(n) + eps);
     const Floats factors = all(factor), offset = all(mean);
@@ -97,7 +98,8 @@ TS_INLINE float kv_scale(const float* x, int64_t n) {
 
 // Sixteen numbers at a time as `convert` makes them: pairs of a key's 16 slots apart, a value's two slots apart.
 template <typename Number, typename Convert>
-TS_INLINE void scatter(const ts::KvHead& place, const float* key, const float* value, int64_t lane, int64_t D, Convert convert) {
+TS_INLINE void scatter(const ts::KvHead& place, const float* key, const float* value, int64_t lane, int64_t D,
+                       Convert convert) {
     struct Pair {
         Number first, second;
     };
@@ -122,13 +124,14 @@ TS_INLINE bool stays_finite(const ts::KvLayout& kv, const float* x) {
     return sum_of(odd) == 0.0f;
 }
 
-// A key or value that is not finite becomes a key of NaN and a value of zeros. Rows that see the token are NaN by their score, and rows
-// that do not, multiplying its value by a weight of 0, are spared: of this request, and of the one that has the page next, so that no page
-// needs to be cleared when it is given back.
+// A key or value that is not finite becomes a key of NaN and a value of zeros. Rows that see the token are NaN by their
+// score, and rows that do not, multiplying its value by a weight of 0, are spared: of this request, and of the one that
+// has the page next, so that no page needs to be cleared when it is given back.
 void store_poison(const ts::KvLayout& kv, const ts::KvHead& head, const ts::KvHead& place, int64_t lane, int64_t slot) {
     const int64_t D = kv.head_dim, pair = kv.type == ts::KvType::F32 ? 1 : 2;
     for (int64_t d = 0; d < D; d++) {
-        const int64_t k = (d / pair * ts::kTile + lane) * pair + d % pair, v = (lane / pair * D + d) * pair + lane % pair;
+        const int64_t k = (d / pair * ts::kTile + lane) * pair + d % pair,
+                      v = (lane / pair * D + d) * pair + lane % pair;
         if (kv.type == ts::KvType::F32) {
             reinterpret_cast<float*>(place.keys)[k] = __builtin_nanf("");
             reinterpret_cast<float*>(place.values)[v] = 0.0f;
@@ -144,7 +147,8 @@ void store_poison(const ts::KvLayout& kv, const ts::KvHead& head, const ts::KvHe
 
 void store_kv(const ts::KvLayout& kv, const ts::KvHead& head, const float* key, const float* value, int64_t slot) {
     const int64_t tile = slot / ts::kTile, lane = slot % ts::kTile, D = kv.head_dim;
-    const ts::KvHead place{head.keys + tile * kv.key_tile_bytes, head.values + tile * kv.value_tile_bytes, nullptr, nullptr};
+    const ts::KvHead place{head.keys + tile * kv.key_tile_bytes, head.values + tile * kv.value_tile_bytes, nullptr,
+                           nullptr};
     if (!stays_finite(kv, key) || !stays_finite(kv, value)) return store_poison(kv, head, place, lane, slot);
     if (kv.type == ts::KvType::F32) {
         float* k = reinterpret_cast<float*>(place.keys) + lane;

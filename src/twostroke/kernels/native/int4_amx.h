@@ -1,5 +1,6 @@
-// INT4 by the tiles of AMX. The codes of a panel of outputs are unpacked once, less their zero points, and read again by every block of
-// rows; the sums of a group are exact, and are scaled and added up in fp32 in the order of products_avx512.cpp: the bits are the same.
+// INT4 by the tiles of AMX. The codes of a panel of outputs are unpacked once, less their zero points, and read again
+// by every block of rows; the sums of a group are exact, and are scaled and added up in fp32 in the order of
+// products_avx512.cpp: the bits are the same.
 #pragma once
 #include "blocks_amx.h"
 
@@ -10,11 +11,16 @@ thread_local Scratch<char> int4_codes, int4_rows;
 
 // How a matrix is cut: groups of chunks, of chunk_bytes inputs each.
 struct Int4Shape {
-    int64_t n_groups, group_steps, n_steps, head_bytes, tile_bytes, chunk_bytes, codes_bytes;  // codes: unpacked, of a tile
+    int64_t n_groups, group_steps, n_steps, head_bytes, tile_bytes, chunk_bytes,
+        codes_bytes;  // codes: unpacked, of a tile
     explicit Int4Shape(const Matrix& w)
-        : n_groups(layout::groups(w.k, w.group)), group_steps(w.group / 8), n_steps(padded(w.k) / 8),
-          head_bytes(layout::head_bytes(Format::INT4, w.group, w.k)), tile_bytes(layout::tile_bytes(Format::INT4, w.group, w.k)),
-          chunk_bytes(w.group < CHUNK_BYTES ? w.group : CHUNK_BYTES), codes_bytes(layout::up(padded(w.k), CHUNK_BYTES) * TILE) {}
+        : n_groups(layout::groups(w.k, w.group)),
+          group_steps(w.group / 8),
+          n_steps(padded(w.k) / 8),
+          head_bytes(layout::head_bytes(Format::INT4, w.group, w.k)),
+          tile_bytes(layout::tile_bytes(Format::INT4, w.group, w.k)),
+          chunk_bytes(w.group < kChunkBytes ? w.group : kChunkBytes),
+          codes_bytes(layout::up(padded(w.k), kChunkBytes) * kPanelOutputs) {}
     int64_t end_step(int64_t g) const { return (g + 1) * group_steps < n_steps ? (g + 1) * group_steps : n_steps; }
 };
 
@@ -24,46 +30,52 @@ void unpack_group(const Int4Shape& shape, const char* tile, int64_t g, char* cod
     const __m128i zeros = _mm_loadu_si128(reinterpret_cast<const __m128i*>(tile + shape.n_groups * 32 + g * 16));
     const __m512i zero = _mm512_mullo_epi32(_mm512_cvtepu8_epi32(zeros), _mm512_set1_epi32(0x01010101));
     for (int64_t s = g * shape.group_steps; s < shape.end_step(g); ++s) {
-        const __m512i both = _mm512_loadu_si512(tile + shape.head_bytes + s * STEP_BYTES);
+        const __m512i both = _mm512_loadu_si512(tile + shape.head_bytes + s * kKRowBytes);
         const __m512i high = _mm512_and_si512(_mm512_srli_epi16(both, 4), low_half);
-        _mm512_store_si512(codes + 2 * s * STEP_BYTES, _mm512_sub_epi8(_mm512_and_si512(both, low_half), zero));
-        _mm512_store_si512(codes + (2 * s + 1) * STEP_BYTES, _mm512_sub_epi8(high, zero));
+        _mm512_store_si512(codes + 2 * s * kKRowBytes, _mm512_sub_epi8(_mm512_and_si512(both, low_half), zero));
+        _mm512_store_si512(codes + (2 * s + 1) * kKRowBytes, _mm512_sub_epi8(high, zero));
     }
 }
 
 template <int T>
-void add_group(const Int4Shape& shape, const char* tiles, int64_t g, const int32_t* sums, float* totals, int64_t n_rows) {
+void add_group(const Int4Shape& shape, const char* tiles, int64_t g, const int32_t* sums, float* totals,
+               int64_t n_rows) {
     __m512 scale[T];
-    TS_UNROLL for (int t = 0; t < T; ++t)
-        scale[t] = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(tiles + t * shape.tile_bytes + g * 32)));
-    for (int64_t r = 0; r < n_rows; ++r, sums += T * ROWS, totals += T * ROWS)
-        TS_UNROLL for (int t = 0; t < T; ++t) {
-            const __m512 exact = _mm512_cvtepi32_ps(_mm512_load_si512(sums + t * ROWS));
-            _mm512_store_ps(totals + t * ROWS, _mm512_fmadd_ps(scale[t], exact, _mm512_load_ps(totals + t * ROWS)));
+    TS_EACH(t, T)
+        scale[t] = _mm512_cvtph_ps(
+            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(tiles + t * shape.tile_bytes + g * 32)));
+    for (int64_t r = 0; r < n_rows; ++r, sums += T * kTmmRows, totals += T * kTmmRows)
+        TS_EACH(t, T) {
+            const __m512 exact = _mm512_cvtepi32_ps(_mm512_load_si512(sums + t * kTmmRows));
+            _mm512_store_ps(totals + t * kTmmRows,
+                            _mm512_fmadd_ps(scale[t], exact, _mm512_load_ps(totals + t * kTmmRows)));
         }
 }
 
-// `rows`: the codes of all rows, row_bytes each, zeros behind the last to whole chunks. `unpacks`: no block before this one did.
+// `rows`: the codes of all rows, row_bytes each, zeros behind the last to whole chunks. `unpacks`: no block before this
+// one did.
 template <int R, int T>
-void int4_block(const Walk& to, const Int4Shape& shape, const Part& part, const char* rows, int64_t row_bytes, char* codes, bool unpacks,
-                Fetch fetch) {
-    alignas(64) int32_t sums[2][SUMS];
-    alignas(64) float totals[SUMS];
+void int4_block(const Walk& to, const Int4Shape& shape, const Part& part, const char* rows, int64_t row_bytes,
+                char* codes, bool unpacks, Fetch fetch) {
+    alignas(64) int32_t sums[2][kSums];
+    alignas(64) float totals[kSums];
     const char* tiles = layout::tile(to.w, part.tile);
-    const int64_t n_rows = part.end - part.row, lines_per_group = (fetch.end - fetch.i + shape.n_groups - 1) / shape.n_groups;
+    const int64_t n_rows = part.end - part.row,
+                  lines_per_group = (fetch.end - fetch.i + shape.n_groups - 1) / shape.n_groups;
     const auto unpack = [&](int64_t g) {
         if (unpacks && g < shape.n_groups)
-            for (int t = 0; t < T; ++t) unpack_group(shape, tiles + t * shape.tile_bytes, g, codes + t * shape.codes_bytes);
+            for (int t = 0; t < T; ++t)
+                unpack_group(shape, tiles + t * shape.tile_bytes, g, codes + t * shape.codes_bytes);
     };
-    std::memset(totals, 0, size_t(n_rows * T * TILE * 4));
+    std::memset(totals, 0, size_t(n_rows * T * kPanelOutputs * 4));
     rows += part.row * row_bytes;
     unpack(0);
     for (int64_t g = 0; g < shape.n_groups; ++g) {
         fetch.lines(lines_per_group);
         for_sums<R, T>(sums[g % 2], [](auto tile, int32_t*) { zero_tile<tile()>(); });
         for (int64_t i = g * shape.group_steps * 8; i < shape.end_step(g) * 8; i += shape.chunk_bytes)
-            add_chunk<Format::INT4, R, T>(rows + i, row_bytes, codes + i * TILE, shape.codes_bytes);
-        for_sums<R, T>(sums[g % 2], [](auto tile, int32_t* to) { store_tile<tile()>(to, T * CHUNK_BYTES); });
+            add_chunk<Format::INT4, R, T>(rows + i, row_bytes, codes + i * kPanelOutputs, shape.codes_bytes);
+        for_sums<R, T>(sums[g % 2], [](auto tile, int32_t* to) { store_tile<tile()>(to, T * kChunkBytes); });
         // While the tiles work: the next group's codes, the last group's sums.
         unpack(g + 1);
         if (g > 0) add_group<T>(shape, tiles, g - 1, sums[(g - 1) % 2], totals, n_rows);
@@ -73,21 +85,20 @@ void int4_block(const Walk& to, const Int4Shape& shape, const Part& part, const 
     Part whole = part;
     whole.sums = reinterpret_cast<int32_t*>(totals);
     done.take(whole, T);
-    done.write_rows(2 * ROWS);
+    done.write_rows(2 * kTmmRows);
 }
 
 template <int T>
-void int4_panel(const Walk& to, const Int4Shape& shape, const char* rows, int64_t row_bytes, int64_t tile, int64_t end) {
-    const int64_t m = to.rows.m, n_blocks = (m + 2 * ROWS - 1) / (2 * ROWS);
+void int4_panel(const Walk& to, const Int4Shape& shape, const char* rows, int64_t row_bytes, int64_t tile,
+                int64_t end) {
+    const int64_t m = to.rows.m, n_blocks = (m + 2 * kTmmRows - 1) / (2 * kTmmRows);
     char* codes = int4_codes.at_least(T * shape.codes_bytes);
     Part part{};
     part.tile = tile;
     for (int64_t b = 0; b < n_blocks; ++b) {
         const Fetch fetch = fetch_share<T>(to, tile, end, b, n_blocks);
-        if (place_rows(part, b, m) == 1)
-            int4_block<1, T>(to, shape, part, rows, row_bytes, codes, b == 0, fetch);
-        else if constexpr (T <= 2)
-            int4_block<2, T>(to, shape, part, rows, row_bytes, codes, b == 0, fetch);
+        if (place_rows(part, b, m) == 1) int4_block<1, T>(to, shape, part, rows, row_bytes, codes, b == 0, fetch);
+        else if constexpr (T <= 2) int4_block<2, T>(to, shape, part, rows, row_bytes, codes, b == 0, fetch);
     }
 }
 
@@ -96,7 +107,7 @@ void walk_int4(const Walk& to, int64_t first, int64_t end) {
     const char* rows = reinterpret_cast<const char*>(to.rows.codes);
     int64_t row_bytes = padded(to.w.k);
     if (row_bytes % shape.chunk_bytes) {  // half a chunk: copied beside zeros, since tiles would read behind it
-        const int64_t whole = layout::up(row_bytes, CHUNK_BYTES);
+        const int64_t whole = layout::up(row_bytes, kChunkBytes);
         char* copy = int4_rows.at_least(to.rows.m * whole);
         for (int64_t r = 0; r < to.rows.m; ++r) {
             std::memcpy(copy + r * whole, rows + r * row_bytes, size_t(row_bytes));
@@ -107,7 +118,7 @@ void walk_int4(const Walk& to, int64_t first, int64_t end) {
     }
     ts::shape(to.rows.m, shape.chunk_bytes);
     int64_t tile = first;
-    if (to.rows.m <= ROWS)
+    if (to.rows.m <= kTmmRows)
         for (; tile + 4 <= end; tile += 4) int4_panel<4>(to, shape, rows, row_bytes, tile, end);
     for (; tile + 2 <= end; tile += 2) int4_panel<2>(to, shape, rows, row_bytes, tile, end);
     if (tile < end) int4_panel<1>(to, shape, rows, row_bytes, tile, end);

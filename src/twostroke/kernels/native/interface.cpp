@@ -23,8 +23,12 @@ namespace {
 // Rows [first, first + n), or as many as there are.
 Rows slice(const Rows& rows, int64_t k, int64_t first, int64_t n) {
     const auto at = [first](auto* p, int64_t stride) { return p == nullptr ? p : p + first * stride; };
-    return Rows{first + n < rows.m ? n : rows.m - first, at(rows.f32, k),    at(rows.bf16, padded(k)), at(rows.codes, padded(k)),
-                at(rows.scales, 1),                     at(rows.sums, sums_per_row(k))};
+    return Rows{first + n < rows.m ? n : rows.m - first,
+                at(rows.f32, k),
+                at(rows.bf16, padded(k)),
+                at(rows.codes, padded(k)),
+                at(rows.scales, 1),
+                at(rows.sums, sums_per_row(k))};
 }
 
 }  // namespace
@@ -43,7 +47,9 @@ const char* ts_feature_names() {
 uint64_t ts_features() { return features(); }
 
 // Targets by number: the name (null behind the last), the features that it needs, whether it holds here; that in use.
-const char* ts_target_name(int number) { return number >= 0 && number < kTargetCount ? kTargets[number].name : nullptr; }
+const char* ts_target_name(int number) {
+    return number >= 0 && number < kTargetCount ? kTargets[number].name : nullptr;
+}
 uint64_t ts_target_needs(int number) { return kTargets[number].needs; }
 int ts_target() { return int(target()); }
 // The target that is in use now: the wanted one, or the fastest that holds where that does not.
@@ -57,12 +63,15 @@ void ts_set_threads(int n_threads) { Pool::shared().resize(n_threads); }
 void* ts_allocate(int64_t bytes) { return allocate(bytes); }
 void ts_release(void* block) { release(block); }
 
-int64_t ts_packed_bytes(int format, int group, int64_t n, int64_t k) { return packed_bytes(Format(format), group, n, k); }
+int64_t ts_packed_bytes(int format, int group, int64_t n, int64_t k) {
+    return packed_bytes(Format(format), group, n, k);
+}
 int64_t ts_padded(int64_t k) { return padded(k); }
 int64_t ts_sums_per_row(int64_t k) { return sums_per_row(k); }
 
 // On all threads.
-void ts_pack(int format, int group, int64_t n, int64_t k, const void* weight, const float* scales, const uint8_t* zeros, void* packed) {
+void ts_pack(int format, int group, int64_t n, int64_t k, const void* weight, const float* scales, const uint8_t* zeros,
+             void* packed) {
     Pool::shared().run([&](int thread, int n_threads) {
         int64_t n0, n1;
         share_outputs(Matrix{Format(format), group, n, k, packed, nullptr}, thread, n_threads, n0, n1);
@@ -78,7 +87,8 @@ void ts_quantize_columns(int bf16, const void* weight, int64_t n, int64_t k, int
 }
 
 // On all threads: rows [0, m) of x into the buffers of matrix.h's Rows (those that the format reads; others null).
-void ts_prepare_rows(int format, const float* x, int64_t m, int64_t k, uint16_t* bf16, int8_t* codes, float* scales, int32_t* sums) {
+void ts_prepare_rows(int format, const float* x, int64_t m, int64_t k, uint16_t* bf16, int8_t* codes, float* scales,
+                     int32_t* sums) {
     Pool::shared().run([&](int thread, int n_threads) {
         Rows rows{m, x, bf16, codes, scales, sums};
         prepare_rows(Format(format), x, m, k, rows, m * thread / n_threads, m * (thread + 1) / n_threads);
@@ -86,8 +96,9 @@ void ts_prepare_rows(int format, const float* x, int64_t m, int64_t k, uint16_t*
 }
 
 // On all threads: y (+)= rows · matrixᵀ (+ bias) of prepared rows.
-void ts_product(int format, int group, int64_t n, int64_t k, const void* packed, const float* bias, int64_t m, const float* f32,
-                const uint16_t* bf16, const int8_t* codes, const float* scales, const int32_t* sums, float* y, int64_t ldy, int add) {
+void ts_product(int format, int group, int64_t n, int64_t k, const void* packed, const float* bias, int64_t m,
+                const float* f32, const uint16_t* bf16, const int8_t* codes, const float* scales, const int32_t* sums,
+                float* y, int64_t ldy, int add) {
     const Matrix matrix{Format(format), group, n, k, packed, bias};
     const Rows rows{m, f32, bf16, codes, scales, sums};
     Pool::shared().run([&](int thread, int n_threads) {
@@ -98,10 +109,11 @@ void ts_product(int format, int group, int64_t n, int64_t k, const void* packed,
 }
 
 // The same by the calling thread alone, outputs [n0, n1).
-void ts_product_range(int format, int group, int64_t n, int64_t k, const void* packed, const float* bias, int64_t m, const float* f32,
-                      const uint16_t* bf16, const int8_t* codes, const float* scales, const int32_t* sums, int64_t n0, int64_t n1, float* y,
-                      int64_t ldy, int add) {
-    product(Matrix{Format(format), group, n, k, packed, bias}, Rows{m, f32, bf16, codes, scales, sums}, n0, n1, y, ldy, add != 0);
+void ts_product_range(int format, int group, int64_t n, int64_t k, const void* packed, const float* bias, int64_t m,
+                      const float* f32, const uint16_t* bf16, const int8_t* codes, const float* scales,
+                      const int32_t* sums, int64_t n0, int64_t n1, float* y, int64_t ldy, int add) {
+    product(Matrix{Format(format), group, n, k, packed, bias}, Rows{m, f32, bf16, codes, scales, sums}, n0, n1, y, ldy,
+            add != 0);
 }
 
 // Best seconds of `repeats` readings of a buffer by all threads, each its share of it: the rate that nothing can beat.
@@ -122,11 +134,12 @@ double ts_read_seconds(const void* buffer, int64_t bytes, int repeats) {
     return best;
 }
 
-// Best seconds of `repeats` passes through a model's matrices in turn, one region, prepared rows given. chunk_rows 0: every matrix is
-// shared out by its outputs, with a barrier after it; outputs go to `y`, row after row, and `prefetch_bytes` of the next matrix are
-// fetched before the barrier. Else threads take chunks of so many rows through all matrices, each into a place of its own in `y`: of
-// chunk_rows times the most outputs of a matrix.
-double ts_pass_seconds(const Matrix* matrices, int count, const Rows* rows, float* y, int64_t prefetch_bytes, int64_t chunk_rows, int repeats) {
+// Best seconds of `repeats` passes through a model's matrices in turn, one region, prepared rows given. chunk_rows 0:
+// every matrix is shared out by its outputs, with a barrier after it; outputs go to `y`, row after row, and
+// `prefetch_bytes` of the next matrix are fetched before the barrier. Else threads take chunks of so many rows through
+// all matrices, each into a place of its own in `y`: of chunk_rows times the most outputs of a matrix.
+double ts_pass_seconds(const Matrix* matrices, int count, const Rows* rows, float* y, int64_t prefetch_bytes,
+                       int64_t chunk_rows, int repeats) {
     double best = 1e300;
     int64_t most_outputs = 0;
     for (int j = 0; j < count; ++j) most_outputs = matrices[j].n > most_outputs ? matrices[j].n : most_outputs;

@@ -17,11 +17,13 @@ namespace ts {
 
 namespace {
 
-constexpr int64_t LARGE_PAGE = int64_t{1} << 21, PAGE = 4096, LINE = 64;
-constexpr int64_t SLAB_BYTES = int64_t{1} << 30;  // of addresses
+constexpr int64_t kLargePage = int64_t{1} << 21, kPage = 4096, kLine = 64;
+constexpr int64_t kSlabBytes = int64_t{1} << 30;  // of addresses
 
 int64_t up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-char* up(char* address, int64_t multiple) { return reinterpret_cast<char*>(up(reinterpret_cast<int64_t>(address), multiple)); }
+char* up(char* address, int64_t multiple) {
+    return reinterpret_cast<char*>(up(reinterpret_cast<int64_t>(address), multiple));
+}
 
 struct Slab {
     char* mapped;
@@ -44,14 +46,16 @@ std::map<void*, Block>& blocks() {
 }
 
 Slab* map_slab(int64_t bytes) {
-    const int64_t mapped_bytes = up(bytes, LARGE_PAGE) + LARGE_PAGE;
-    void* mapped = mmap(nullptr, size_t(mapped_bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    const int64_t mapped_bytes = up(bytes, kLargePage) + kLargePage;
+    void* mapped =
+        mmap(nullptr, size_t(mapped_bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped == MAP_FAILED) return nullptr;
-    char* begin = up(static_cast<char*>(mapped), LARGE_PAGE);
+    char* begin = up(static_cast<char*>(mapped), kLargePage);
 #if defined(MADV_HUGEPAGE)
-    madvise(begin, size_t(up(bytes, LARGE_PAGE)), MADV_HUGEPAGE);
+    madvise(begin, size_t(up(bytes, kLargePage)), MADV_HUGEPAGE);
 #endif
-    auto* slab = new (std::nothrow) Slab{static_cast<char*>(mapped), mapped_bytes, begin, begin + up(bytes, LARGE_PAGE)};
+    auto* slab =
+        new (std::nothrow) Slab{static_cast<char*>(mapped), mapped_bytes, begin, begin + up(bytes, kLargePage)};
     if (!slab) munmap(mapped, size_t(mapped_bytes));
     return slab;
 }
@@ -66,10 +70,10 @@ void unmap_if_empty(Slab* slab) {
 
 void* allocate(int64_t bytes) {
     if (bytes < 0 || bytes > (int64_t{1} << 46)) return nullptr;
-    bytes = up(bytes > 0 ? bytes : 1, LINE);
+    bytes = up(bytes > 0 ? bytes : 1, kLine);
     std::lock_guard<std::mutex> guard(lock);
     if (!current || current->end - current->next < bytes) {
-        Slab* slab = map_slab(bytes > SLAB_BYTES ? bytes : SLAB_BYTES);
+        Slab* slab = map_slab(bytes > kSlabBytes ? bytes : kSlabBytes);
         if (!slab) slab = map_slab(bytes);  // addresses are limited
         if (!slab) return nullptr;
         Slab* before = current;
@@ -95,7 +99,7 @@ void release(void* address) {
     const auto [slab, bytes] = found->second;
     blocks().erase(found);
     // Only pages that are wholly its own: the first and the last may hold a neighbour's bytes.
-    char *block = static_cast<char*>(address), *first = up(block, PAGE), *last = up(block + bytes + 1 - PAGE, PAGE);
+    char *block = static_cast<char*>(address), *first = up(block, kPage), *last = up(block + bytes + 1 - kPage, kPage);
     if (first < last) madvise(first, size_t(last - first), MADV_DONTNEED);
     if (--slab->n_blocks == 0) {
         if (slab == current) current = nullptr;

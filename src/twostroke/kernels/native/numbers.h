@@ -42,8 +42,9 @@ static inline uint16_t fp16_of_unit(float value) {
     std::frexp(value, &exponent);  // value = f·2^exponent, f in [0.5, 1)
     const int ulp = (exponent - 11 > -24) ? exponent - 11 : -24;
     const float units = std::nearbyint(std::ldexp(value, -ulp));  // up to 2^11
-    if (ulp == -24) return uint16_t(units);                      // a carry into the first normal number is the right bits too
-    return uint16_t((uint32_t(ulp + 24) << 10) + uint32_t(units));  // units carries the exponent's low bit: (ulp + 25) << 10 less 1 << 10
+    if (ulp == -24) return uint16_t(units);  // a carry into the first normal number is the right bits too
+    return uint16_t((uint32_t(ulp + 24) << 10) +
+                    uint32_t(units));  // units carries the exponent's low bit: (ulp + 25) << 10 less 1 << 10
 }
 
 }  // namespace ts

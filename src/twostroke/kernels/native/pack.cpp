@@ -7,7 +7,7 @@
 namespace ts {
 namespace {
 
-using layout::TILE;
+using layout::kPanelOutputs;
 
 // The power of two p with largest / p in (0.5, 1].
 float power_for(float largest) {
@@ -18,10 +18,10 @@ float power_for(float largest) {
 }
 
 // Calls make(bytes of the row, which a word is made of) for the steps [0, n_steps), and keeps the words in one lane.
-template <int64_t BYTES, class Make>
+template <int64_t Bytes, class Make>
 void pack_words(int64_t n_steps, const void* row, char* lane, Make make) {
     const auto* from = static_cast<const char*>(row);
-    for (int64_t s = 0; s < n_steps; ++s, from += BYTES, lane += layout::STEP_BYTES) {
+    for (int64_t s = 0; s < n_steps; ++s, from += Bytes, lane += layout::kKRowBytes) {
         const uint32_t word = make(from);
         std::memcpy(lane, &word, 4);
     }
@@ -33,18 +33,18 @@ uint32_t word_at(const char* from) {
     return word;
 }
 
-// The steps that have all their inputs, a word at a time: what it is made of lies together in the row. Returns how many.
+// The steps that have all their inputs, a word at a time: what it is made of lies together in the row. Returns how
+// many.
 int64_t pack_whole_steps(Format format, int64_t k, const void* weight, int64_t row, char* lane) {
     switch (format) {
-        case Format::F32:
-            pack_words<4>(k, static_cast<const float*>(weight) + row * k, lane, word_at);
-            return k;
+        case Format::F32: pack_words<4>(k, static_cast<const float*>(weight) + row * k, lane, word_at); return k;
         case Format::BF16:
             pack_words<4>(k / 2, static_cast<const uint16_t*>(weight) + row * k, lane, word_at);
             return k / 2;
         case Format::W8A8:
         case Format::INT8:  // code + 128 is the code with its sign turned
-            pack_words<4>(k / 4, static_cast<const int8_t*>(weight) + row * k, lane, [](const char* from) { return word_at(from) ^ 0x80808080u; });
+            pack_words<4>(k / 4, static_cast<const int8_t*>(weight) + row * k, lane,
+                          [](const char* from) { return word_at(from) ^ 0x80808080u; });
             return k / 4;
         case Format::INT4:
             pack_words<8>(k / 8, static_cast<const uint8_t*>(weight) + row * k, lane, [](const char* from) {
@@ -59,7 +59,7 @@ int64_t pack_whole_steps(Format format, int64_t k, const void* weight, int64_t r
 void pack_lane(Format format, int64_t k, const void* weight, int64_t row, char* steps, int64_t lane) {
     const int64_t n_steps = layout::steps(format, k);
     for (int64_t s = weight ? pack_whole_steps(format, k, weight, row, steps + lane * 4) : 0; s < n_steps; ++s) {
-        auto* word = reinterpret_cast<uint8_t*>(steps + s * layout::STEP_BYTES + lane * 4);
+        auto* word = reinterpret_cast<uint8_t*>(steps + s * layout::kKRowBytes + lane * 4);
         switch (format) {
             case Format::F32: {
                 const float value = weight ? static_cast<const float*>(weight)[row * k + s] : 0.0f;
@@ -69,7 +69,8 @@ void pack_lane(Format format, int64_t k, const void* weight, int64_t row, char* 
             case Format::BF16:
                 for (int64_t j = 0; j < 2; ++j) {
                     const int64_t i = s * 2 + j;
-                    const uint16_t value = weight && i < k ? static_cast<const uint16_t*>(weight)[row * k + i] : uint16_t{0};
+                    const uint16_t value =
+                        weight && i < k ? static_cast<const uint16_t*>(weight)[row * k + i] : uint16_t{0};
                     std::memcpy(word + 2 * j, &value, 2);
                 }
                 break;
@@ -84,7 +85,8 @@ void pack_lane(Format format, int64_t k, const void* weight, int64_t row, char* 
                 for (int64_t j = 0; j < 4; ++j) {
                     const auto* codes = static_cast<const uint8_t*>(weight) + (weight ? row * k : 0);
                     const int64_t i = s * 8 + j;
-                    const int low = weight && i < k ? codes[i] & 15 : 0, high = weight && i + 4 < k ? codes[i + 4] & 15 : 0;
+                    const int low = weight && i < k ? codes[i] & 15 : 0,
+                              high = weight && i + 4 < k ? codes[i + 4] & 15 : 0;
                     word[j] = uint8_t(low | (high << 4));
                 }
                 break;
@@ -96,20 +98,20 @@ void pack_lane(Format format, int64_t k, const void* weight, int64_t row, char* 
 
 int64_t packed_bytes(Format format, int32_t group, int64_t n, int64_t k) {
     const bool scaled = format != Format::F32 && format != Format::BF16;
-    return layout::tiles(n) * (layout::tile_bytes(format, group, k) + (scaled ? TILE * 4 : 0));
+    return layout::tiles(n) * (layout::tile_bytes(format, group, k) + (scaled ? kPanelOutputs * 4 : 0));
 }
 
-void pack(Format format, int32_t group, int64_t n, int64_t k, const void* weight, const float* scales, const uint8_t* zeros, void* packed,
-          int64_t n0, int64_t n1) {
+void pack(Format format, int32_t group, int64_t n, int64_t k, const void* weight, const float* scales,
+          const uint8_t* zeros, void* packed, int64_t n0, int64_t n1) {
     const int64_t tile_bytes = layout::tile_bytes(format, group, k), head = layout::head_bytes(format, group, k);
     const int64_t n_groups = format == Format::INT4 ? layout::groups(k, group) : 0;
     auto* to = static_cast<char*>(packed);
     auto* output_scales = reinterpret_cast<float*>(to + layout::tiles(n) * tile_bytes);
-    for (int64_t t = n0 / TILE; t < layout::tiles(n1); ++t) {
+    for (int64_t t = n0 / kPanelOutputs; t < layout::tiles(n1); ++t) {
         char* tile = to + t * tile_bytes;
         std::memset(tile, 0, size_t(head));
-        for (int64_t lane = 0; lane < TILE; ++lane) {
-            const int64_t row = t * TILE + lane;
+        for (int64_t lane = 0; lane < kPanelOutputs; ++lane) {
+            const int64_t row = t * kPanelOutputs + lane;
             const bool inside = row < n;
             pack_lane(format, k, inside ? weight : nullptr, row, tile + head, lane);
             if (format == Format::W8A8 || format == Format::INT8) output_scales[row] = inside ? scales[row] : 0.0f;
@@ -120,8 +122,9 @@ void pack(Format format, int32_t group, int64_t n, int64_t k, const void* weight
             output_scales[row] = power;
             for (int64_t g = 0; g < n_groups; ++g) {
                 const uint16_t scale = inside ? fp16_of_unit(scales[row * n_groups + g] / power) : uint16_t{0};
-                std::memcpy(tile + (g * TILE + lane) * 2, &scale, 2);
-                tile[n_groups * TILE * 2 + g * TILE + lane] = char(inside && zeros ? zeros[row * n_groups + g] : 8);
+                std::memcpy(tile + (g * kPanelOutputs + lane) * 2, &scale, 2);
+                tile[n_groups * kPanelOutputs * 2 + g * kPanelOutputs + lane] =
+                    char(inside && zeros ? zeros[row * n_groups + g] : 8);
             }
         }
     }

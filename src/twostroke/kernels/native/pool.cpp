@@ -1,16 +1,16 @@
 #include "pool.h"
 
+#include <pthread.h>
 #include <chrono>
 #include <csignal>
 #include <new>
-#include <pthread.h>
 #include <system_error>
 #if defined(__linux__)
-#include <climits>
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#include <climits>
 #endif
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -34,7 +34,9 @@ void relax() {
 void sleep_while(Word& word, uint32_t value) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
 }
-void wake_all(Word& word) { syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
+void wake_all(Word& word) {
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
 #else
 void sleep_while(Word&, uint32_t) { std::this_thread::sleep_for(std::chrono::microseconds(50)); }
 void wake_all(Word&) {}
@@ -50,7 +52,7 @@ bool spin_briefly(const Word& word, uint32_t value) {
 }
 
 bool spin_longer(const Word& word, uint32_t value) {
-    const auto end = Clock::now() + std::chrono::duration<double>(Pool::SPIN_S);
+    const auto end = Clock::now() + std::chrono::duration<double>(Pool::kSpinS);
     do {
         for (int i = 0; i < 20; ++i) {
             if (word.load(std::memory_order_acquire) != value) return true;
@@ -79,8 +81,9 @@ Pool& Pool::shared() {
 
 Pool::~Pool() { stop(); }
 
-// Until `word` differs from `value`. `sleepers` counts those in the kernel: who changes the word wakes them if there are any. Both
-// sides order their write before their read (seq_cst), so either the sleeper sees the new word or the waker sees the sleeper.
+// Until `word` differs from `value`. `sleepers` counts those in the kernel: who changes the word wakes them if there
+// are any. Both sides order their write before their read (seq_cst), so either the sleeper sees the new word or the
+// waker sees the sleeper.
 void Pool::wait_while(Word& word, uint32_t value, Word& sleepers) {
     if (spin_briefly(word, value)) return;
     move_apart();
@@ -104,7 +107,7 @@ void Pool::move_apart() {
         shared |= thread != this_thread && processor_[thread].value.load(std::memory_order_relaxed) == here;
     if (!shared) return;
     const auto now = Clock::now();
-    if (now < last_move + std::chrono::duration<double>(BETWEEN_MOVES_S)) return;
+    if (now < last_move + std::chrono::duration<double>(kBetweenMovesS)) return;
     last_move = now;
     cpu_set_t allowed;
     if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
@@ -113,7 +116,8 @@ void Pool::move_apart() {
         const uint32_t processor = processor_[thread].value.load(std::memory_order_relaxed);
         if (thread != this_thread && processor > 0 && processor <= CPU_SETSIZE) CPU_CLR(processor - 1, &others);
     }
-    if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof others, &others) != 0) return;  // the thread has moved on return
+    if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof others, &others) != 0)
+        return;  // the thread has moved on return
     sched_setaffinity(0, sizeof allowed, &allowed);
     note_processor();
 #endif
@@ -125,7 +129,8 @@ void Pool::start() {
     pthread_sigmask(SIG_SETMASK, &all, &before);
     const uint32_t seen = epoch_.value.load();
     try {
-        for (int thread = 1; thread < n_threads_; ++thread) workers_.emplace_back([this, thread, seen] { work(thread, seen); });
+        for (int thread = 1; thread < n_threads_; ++thread)
+            workers_.emplace_back([this, thread, seen] { work(thread, seen); });
     } catch (const std::system_error&) {  // no more processes, or no address space for a stack
     } catch (const std::bad_alloc&) {
     }
@@ -146,7 +151,7 @@ void Pool::stop() {
 void Pool::resize(int n_threads) {
     std::lock_guard<std::mutex> lock(region_);
     if (n_threads < 1) n_threads = 1;
-    if (n_threads > MAX_THREADS) n_threads = MAX_THREADS;
+    if (n_threads > kMaxThreads) n_threads = kMaxThreads;
     if (n_threads == n_wanted_) return;
     stop();
     n_threads_ = n_wanted_ = n_threads;
@@ -157,7 +162,8 @@ void Pool::after_fork() {
     // Nothing of theirs is destroyed: joining or detaching a thread that is not there is an error.
     new (&workers_) std::vector<std::thread>;
     new (&region_) std::mutex;
-    for (Line* line : {&epoch_, &epoch_sleepers_, &remaining_, &caller_sleeps_, &arrived_, &phase_, &phase_sleepers_}) line->value = 0;
+    for (Line* line : {&epoch_, &epoch_sleepers_, &remaining_, &caller_sleeps_, &arrived_, &phase_, &phase_sleepers_})
+        line->value = 0;
     stopping_ = false;
 }
 
@@ -189,7 +195,8 @@ void Pool::run_raw(Function function, void* argument) {
     epoch_.value.fetch_add(1);
     if (epoch_sleepers_.value.load()) wake_all(epoch_.value);
     function(argument, 0, n_threads_);
-    for (uint32_t left; (left = remaining_.value.load()) != 0;) wait_while(remaining_.value, left, caller_sleeps_.value);
+    for (uint32_t left; (left = remaining_.value.load()) != 0;)
+        wait_while(remaining_.value, left, caller_sleeps_.value);
 }
 
 void Pool::barrier() {

@@ -1,12 +1,14 @@
 // Threads of our own, for steps of a few milliseconds made of a hundred small parallel parts.
 //
-// A region runs one function on all threads, the caller being thread 0; barrier() inside it costs well under a microsecond while
-// every thread has a core. Waiting spins for SPIN_S, then sleeps in the kernel, because other programs share the cores: an idle
-// pool uses no processor time. After a fork the child's pool makes new threads at its first region.
+// A region runs one function on all threads, the caller being thread 0; barrier() inside it costs well under a
+// microsecond while every thread has a core. Waiting spins for kSpinS, then sleeps in the kernel, because other
+// programs share the cores: an idle pool uses no processor time. After a fork the child's pool makes new threads at its
+// first region.
 //
-// Threads are not pinned, but the scheduler at times puts two of a pool on one processor and leaves another to a program that
-// matters less; each then waits for the other's time slice at every barrier (measured: 60 µs instead of 0.3). A thread that waits
-// and finds that it shares a processor with another of the pool moves to one that none of them is on.
+// Threads are not pinned, but the scheduler at times puts two of a pool on one processor and leaves another to a
+// program that matters less; each then waits for the other's time slice at every barrier (measured: 60 µs instead of
+// 0.3). A thread that waits and finds that it shares a processor with another of the pool moves to one that none of
+// them is on.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -20,9 +22,9 @@ namespace ts {
 
 class Pool {
 public:
-    static constexpr double SPIN_S = 50e-6;
-    static constexpr double BETWEEN_MOVES_S = 2e-3;
-    static constexpr int MAX_THREADS = 256;
+    static constexpr double kSpinS = 50e-6;
+    static constexpr double kBetweenMovesS = 2e-3;
+    static constexpr int kMaxThreads = 256;
 
     explicit Pool(int n_threads) : n_threads_(n_threads), n_wanted_(n_threads) {}
     ~Pool();
@@ -31,12 +33,13 @@ public:
 
     static Pool& shared();  // the process's pool; two threads, or one on a single processor, until resized
 
-    // As many as were asked for, or as could be started where the system refused some (a container's limit of processes): that many
-    // until another number is asked for.
+    // As many as were asked for, or as could be started where the system refused some (a container's limit of
+    // processes): that many until another number is asked for.
     int threads() const { return n_threads_; }
     void resize(int n_threads);  // waits for a running region
 
-    // f(thread, n_threads) on every thread; returns when all have returned. A second caller waits. Not from inside a region.
+    // f(thread, n_threads) on every thread; returns when all have returned. A second caller waits. Not from inside a
+    // region.
     template <class F>
     void run(F&& f) {
         run_raw([](void* p, int thread, int n) { (*static_cast<std::remove_reference_t<F>*>(p))(thread, n); }, &f);
@@ -51,7 +54,9 @@ public:
 private:
     using Function = void (*)(void*, int, int);
     using Word = std::atomic<uint32_t>;
-    struct alignas(64) Line { Word value{0}; };
+    struct alignas(64) Line {
+        Word value{0};
+    };
 
     void run_raw(Function, void*);
     void start();  // of as many threads as the system gives; n_threads_ is their number then
@@ -68,10 +73,10 @@ private:
     Function function_ = nullptr;
     void* argument_ = nullptr;
     bool stopping_ = false;
-    Line epoch_, epoch_sleepers_;      // a region starts
-    Line remaining_, caller_sleeps_;   // a region ends
-    Line arrived_, phase_, phase_sleepers_;  // barriers
-    std::unique_ptr<Line[]> processor_{new Line[MAX_THREADS]};  // that each thread was last seen on, plus 1
+    Line epoch_, epoch_sleepers_;                               // a region starts
+    Line remaining_, caller_sleeps_;                            // a region ends
+    Line arrived_, phase_, phase_sleepers_;                     // barriers
+    std::unique_ptr<Line[]> processor_{new Line[kMaxThreads]};  // that each thread was last seen on, plus 1
 };
 
 }  // namespace ts

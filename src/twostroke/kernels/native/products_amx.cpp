@@ -12,21 +12,19 @@ namespace {
 template <Format F>
 void product_by_tiles(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
     const Walk to{w, rows, y, ldy, add};
-    if constexpr (F == Format::INT4)
-        walk_int4(to, n0 / TILE, layout::tiles(n1));
-    else
-        walk_tiles<F>(to, n0 / TILE, layout::tiles(n1));
+    if constexpr (F == Format::INT4) walk_int4(to, n0 / kPanelOutputs, layout::tiles(n1));
+    else walk_tiles<F>(to, n0 / kPanelOutputs, layout::tiles(n1));
 }
 
 // A product to try: values that fill all bits, sizes that leave a rest everywhere.
 template <Format F>
 struct Trial {
-    static constexpr int64_t N = 40, K = 160, M = 37, GROUP = 64;
-    const int32_t group = F == Format::INT4 ? GROUP : 0;
+    static constexpr int64_t N = 40, K = 160, M = 37, kGroup = 64;
+    const int32_t group = F == Format::INT4 ? kGroup : 0;
     char* packed = static_cast<char*>(std::malloc(size_t(packed_bytes(F, group, N, K))));
     int8_t weights[N * K * 2], codes[M * K];
     uint16_t bf16[M * K];
-    float scales[N * layout::groups(K, GROUP)], row_scales[M], found[M * N], expected[M * N];
+    float scales[N * layout::groups(K, kGroup)], row_scales[M], found[M * N], expected[M * N];
     int32_t sums[M * sums_per_row(K)];
 
     Trial() {
@@ -70,8 +68,8 @@ struct Trial {
     }
 };
 
-// The fewest rows from which tiles are faster than AVX-512 here, where both give the same bits (W8A8, INT4): measured once, on a matrix
-// that lies in the cache; never, if not with 32 rows.
+// The fewest rows from which tiles are faster than AVX-512 here, where both give the same bits (W8A8, INT4): measured
+// once, on a matrix that lies in the cache; never, if not with 32 rows.
 template <Format F>
 int64_t measured_least_rows() {
 #ifdef TS_EMULATE_TILES
@@ -115,7 +113,7 @@ int64_t measured_least_rows() {
 // BF16 of few rows is bound by memory, which AVX-512's loads wait for less than the tiles'.
 bool few_enough(const Rows& rows) {
     static const bool same_bits = Trial<Format::BF16>().agrees(true);
-    return rows.m <= FitFewBf16::MAX_R && same_bits;
+    return rows.m <= FitFewBf16::kMaxRows && same_bits;
 }
 
 template <Format F>
@@ -144,8 +142,10 @@ void product(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y
         if (few_enough(rows)) return product_by<FewBf16, FitFewBf16>(w, rows, n0, n1, y, ldy, add);
         return product_by_tiles<Format::BF16>(w, rows, n0, n1, y, ldy, add);
     }
-    if (w.format == Format::W8A8 && enough_rows<Format::W8A8>(rows)) return product_by_tiles<Format::W8A8>(w, rows, n0, n1, y, ldy, add);
-    if (w.format == Format::INT4 && enough_rows<Format::INT4>(rows)) return product_by_tiles<Format::INT4>(w, rows, n0, n1, y, ldy, add);
+    if (w.format == Format::W8A8 && enough_rows<Format::W8A8>(rows))
+        return product_by_tiles<Format::W8A8>(w, rows, n0, n1, y, ldy, add);
+    if (w.format == Format::INT4 && enough_rows<Format::INT4>(rows))
+        return product_by_tiles<Format::INT4>(w, rows, n0, n1, y, ldy, add);
     avx512::product(w, rows, n0, n1, y, ldy, add);
 }
 

@@ -8,24 +8,27 @@ namespace {
 struct Bf16 {
     template <int R, int T>
     static void block(const Walk& to, int64_t row, int64_t tile) {
-        const int64_t k = padded(to.w.k), n_steps = k / 2, tile_bytes = n_steps * STEP_BYTES;
+        const int64_t k = padded(to.w.k), n_steps = k / 2, tile_bytes = n_steps * kKRowBytes;
         const char* weights = layout::tile(to.w, tile);
         const RowPointers<uint16_t, R> x(to.rows.bf16 + row * k, k);
         __m512 sum[R][T];
-        TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = _mm512_setzero_ps();
-        for_steps<T>(to, n_steps, tile_bytes, [&](int64_t s, int64_t first, int64_t others) __attribute__((always_inline)) {
+        TS_EACH(r, R)
+            TS_EACH(t, T) sum[r][t] = _mm512_setzero_ps();
+        for_steps<T>(to, n_steps, tile_bytes,
+                     [&](int64_t s, int64_t first, int64_t others) __attribute__((always_inline)) {
             __m512bh w[T];
-            TS_UNROLL for (int t = 0; t < T; ++t) {
-                const char* from = weights + t * tile_bytes + s * STEP_BYTES;
+            TS_EACH(t, T) {
+                const char* from = weights + t * tile_bytes + s * kKRowBytes;
                 _mm_prefetch(from + (t == 0 ? first : others), _MM_HINT_T0);
                 w[t] = (__m512bh)_mm512_loadu_si512(from);
             }
-            TS_UNROLL for (int r = 0; r < R; ++r) {
+            TS_EACH(r, R) {
                 const auto a = (__m512bh)word(x[r] + s * 2);
-                TS_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = _mm512_dpbf16_ps(sum[r][t], w[t], a);
+                TS_EACH(t, T) sum[r][t] = _mm512_dpbf16_ps(sum[r][t], w[t], a);
             }
         });
-        TS_UNROLL for (int r = 0; r < R; ++r) TS_UNROLL for (int t = 0; t < T; ++t) write(to, row + r, tile + t, sum[r][t]);
+        TS_EACH(r, R)
+            TS_EACH(t, T) write(to, row + r, tile + t, sum[r][t]);
     }
 };
 

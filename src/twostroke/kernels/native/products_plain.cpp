@@ -8,7 +8,7 @@
 namespace ts::plain {
 namespace {
 
-using layout::TILE;
+using layout::kPanelOutputs;
 
 struct Place {
     const Matrix& w;
@@ -16,7 +16,7 @@ struct Place {
     int64_t lane;
     const uint8_t* word(int64_t step) const {
         const char* steps = tile + layout::head_bytes(w.format, w.group, w.k);
-        return reinterpret_cast<const uint8_t*>(steps + step * layout::STEP_BYTES + lane * 4);
+        return reinterpret_cast<const uint8_t*>(steps + step * layout::kKRowBytes + lane * 4);
     }
 };
 
@@ -57,8 +57,8 @@ float dot_int4(const Place& p, const int8_t* codes) {
     float sum = 0;
     for (int64_t g = 0; g < n_groups; ++g) {
         uint16_t scale;
-        std::memcpy(&scale, p.tile + (g * TILE + p.lane) * 2, 2);
-        const int zero = uint8_t(p.tile[n_groups * TILE * 2 + g * TILE + p.lane]);
+        std::memcpy(&scale, p.tile + (g * kPanelOutputs + p.lane) * 2, 2);
+        const int zero = uint8_t(p.tile[n_groups * kPanelOutputs * 2 + g * kPanelOutputs + p.lane]);
         const int64_t end = (g + 1) * p.w.group < p.w.k ? (g + 1) * p.w.group : p.w.k;
         int32_t inner = 0;
         for (int64_t i = g * p.w.group; i < end; ++i) {
@@ -77,13 +77,15 @@ void product(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y
     const int64_t k = w.k, k_codes = padded(k);
     for (int64_t m = 0; m < rows.m; ++m)
         for (int64_t n = n0; n < n1; ++n) {
-            const Place p{w, layout::tile(w, n / TILE), n % TILE};
+            const Place p{w, layout::tile(w, n / kPanelOutputs), n % kPanelOutputs};
             float value = 0;
             switch (w.format) {
                 case Format::F32: value = dot_f32(p, rows.f32 + m * k); break;
                 case Format::BF16: value = dot_bf16(p, rows.bf16 + m * k_codes); break;
                 case Format::INT8: value = dot_int8(p, rows.f32 + m * k) * scales[n]; break;
-                case Format::W8A8: value = float(dot_w8a8(p, rows.codes + m * k_codes)) * rows.scales[m] * scales[n]; break;
+                case Format::W8A8:
+                    value = float(dot_w8a8(p, rows.codes + m * k_codes)) * rows.scales[m] * scales[n];
+                    break;
                 case Format::INT4: value = dot_int4(p, rows.codes + m * k_codes) * rows.scales[m] * scales[n]; break;
             }
             if (w.bias) value += w.bias[n];
@@ -101,7 +103,7 @@ void prepare_rows(Format format, const float* x, int64_t k, Rows& out, int64_t f
             for (int64_t i = 0; i < stride; ++i) to[i] = i < k ? bf16_of_float(row[i]) : uint16_t{0};
             continue;
         }
-        uint32_t bits = bits_of_float(SMALLEST_MAXIMUM);  // compared as integers: NaN is above all numbers, and stays
+        uint32_t bits = bits_of_float(kSmallestMaximum);  // compared as integers: NaN is above all numbers, and stays
         for (int64_t i = 0; i < k; ++i) bits = std::max(bits, bits_of_float(row[i]) & 0x7fffffff);
         const float largest = float_of_bits(bits), inverse = 127.0f / largest;
         auto* codes = const_cast<int8_t*>(out.codes) + m * stride;

@@ -80,7 +80,10 @@ public:
             return !by_p || sum >= share * total;
         };
         if (!by_k && !by_p && d.min_p <= 0.0f) return among_all(d.number, total);
-        if (!gather(by_k ? cut_for(d.top_k) : by_p ? 0x1p-4f : d.min_p * 0.999f, enough, kFew)) {  // flat: most of the vocabulary is of weight
+        if (!gather(by_k   ? cut_for(d.top_k)
+                    : by_p ? 0x1p-4f
+                           : d.min_p * 0.999f,
+                    enough, kFew)) {  // flat: most of the vocabulary is of weight
             if (by_k) total = keep(floor = kth_of_all(d.top_k), -kInfinity);
             if (by_p) floor = nucleus_of_all(share * total);
             return among_all(d.number, keep(floor, least));
@@ -127,8 +130,8 @@ private:
         return values_[static_cast<size_t>(k - 1)];
     }
 
-    // Candidates in the order of their tokens, from the weight ``cut`` down to one at which enough(their sum) holds, at the last
-    // all tokens; false where they became more than ``most``.
+    // Candidates in the order of their tokens, from the weight ``cut`` down to one at which enough(their sum) holds, at
+    // the last all tokens; false where they became more than ``most``.
     template <class F>
     bool gather(float cut, F enough, size_t most) {
         for (;; cut = cut > 0x1p-40f ? cut * 0x1p-6f : 0.0f) {
@@ -137,7 +140,8 @@ private:
             for (size_t block = 0; block < most_.size(); block++) {
                 if (most_[block] < cut) continue;
                 if (found_.size() > most) return false;
-                const int64_t begin = static_cast<int64_t>(block) * kSampleBlock, end = std::min(begin + kSampleBlock, n_);
+                const int64_t begin = static_cast<int64_t>(block) * kSampleBlock,
+                              end = std::min(begin + kSampleBlock, n_);
                 for (int64_t i = begin; i < end; i++) {
                     const float w = weights_[static_cast<size_t>(i)];
                     if (w >= cut) {
@@ -157,8 +161,8 @@ private:
         return total;
     }
 
-    // Sixteen bins to each power of two of the weights, 0 left out. Four counts of each, because neighbours fall into one bin and
-    // each addition waits for the one before.
+    // Sixteen bins to each power of two of the weights, 0 left out. Four counts of each, because neighbours fall into
+    // one bin and each addition waits for the one before.
     static int bin_of(float weight) {
         uint32_t bits;
         std::memcpy(&bits, &weight, 4);
@@ -186,7 +190,8 @@ private:
         sorted_.clear();
         for (int64_t i = 0; i < n_; i++) {
             const float w = weights_[static_cast<size_t>(i)];
-            if (std::min(static_cast<size_t>(bin_of(w)), last) == bin) sorted_.push_back({x_[i], w, static_cast<int32_t>(i)});
+            if (std::min(static_cast<size_t>(bin_of(w)), last) == bin)
+                sorted_.push_back({x_[i], w, static_cast<int32_t>(i)});
         }
     }
 
@@ -227,8 +232,8 @@ private:
         return values_[static_cast<size_t>(k - 1)];
     }
 
-    // The smallest logit of the smallest set of ``sorted_`` (which it sorts in part) whose weights, and ``before`` of what is more
-    // probable than all of it, sum to at least ``needed``.
+    // The smallest logit of the smallest set of ``sorted_`` (which it sorts in part) whose weights, and ``before`` of
+    // what is more probable than all of it, sum to at least ``needed``.
     float nucleus(double needed, double before) {
         const auto higher = [](const Candidate& a, const Candidate& b) { return a.logit > b.logit; };
         auto begin = sorted_.begin(), end = sorted_.end();
@@ -336,8 +341,8 @@ const SampleKernels& sample_kernels() { return kernels(); }
 
 extern "C" {
 
-// A token for each draw from its row of (…, n_vocab) logits. 1: no memory. 2: a row holds NaN, or nothing that is finite; its draws have
-// no token.
+// A token for each draw from its row of (…, n_vocab) logits. 1: no memory. 2: a row holds NaN, or nothing that is
+// finite; its draws have no token.
 int ts_draw(const float* logits, int64_t n_vocab, void* draws, int64_t n, int64_t n_threads) {
     ts::Draw* each = static_cast<ts::Draw*>(draws);
     return ts::for_rows(n, n_threads, [&](int64_t i, ts::Row& row) {
@@ -347,10 +352,10 @@ int ts_draw(const float* logits, int64_t n_vocab, void* draws, int64_t n, int64_
     });
 }
 
-// Of each of n rows the logarithm of the sum of exp(logits), and the k ≤ n_vocab largest logits with their tokens. 1: no memory. 2: a
-// row holds NaN; what is written of it means nothing.
-int ts_top(const float* logits, int64_t n_vocab, const int64_t* rows, int64_t n, int64_t k, double* normalisers, float* values,
-           int64_t* tokens, int64_t n_threads) {
+// Of each of n rows the logarithm of the sum of exp(logits), and the k ≤ n_vocab largest logits with their tokens. 1:
+// no memory. 2: a row holds NaN; what is written of it means nothing.
+int ts_top(const float* logits, int64_t n_vocab, const int64_t* rows, int64_t n, int64_t k, double* normalisers,
+           float* values, int64_t* tokens, int64_t n_threads) {
     return ts::for_rows(n, n_threads, [&](int64_t i, ts::Row& row) {
         const double total = row.weigh(logits + rows[i] * n_vocab, n_vocab, 1.0f);
         normalisers[i] = static_cast<double>(row.largest()) + std::log(total);

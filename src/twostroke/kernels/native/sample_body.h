@@ -33,7 +33,8 @@ void weigh(const float* x, int64_t n, float largest, float inverse, float* weigh
     }
 }
 
-void keep(const float* x, int64_t n, float largest, float inverse, float floor, float least, float* weights, double* sums) {
+void keep(const float* x, int64_t n, float largest, float inverse, float floor, float least, float* weights,
+          double* sums) {
     for (int64_t begin = 0, block = 0; begin < n; begin += ts::kSampleBlock, block++) {
         const int64_t end = begin + ts::kSampleBlock < n ? begin + ts::kSampleBlock : n;
         Floats sum = all(0.0f);

@@ -1,8 +1,8 @@
 // The plan's operations, one after another, on all threads in one parallel region.
 //
-// Few rows: every product is shared out by its outputs, with a barrier after each operation. Many rows: threads take chunks of
-// rows and carry each from one attention to the next alone, so that a layer needs two barriers and a chunk stays in cache.
-// A row's result is the same either way.
+// Few rows: every product is shared out by its outputs, with a barrier after each operation. Many rows: threads take
+// chunks of rows and carry each from one attention to the next alone, so that a layer needs two barriers and a chunk
+// stays in cache. A row's result is the same either way.
 #include "step.h"
 
 #include <algorithm>
@@ -155,7 +155,8 @@ void Step::work(int thread, int n_threads) {
             i++;
         } else {
             size_t end = i;
-            while (end < ops_.size() && ops_[end].kind != OpKind::Attend && ops_[end].kind != OpKind::KeepSampledRows) end++;
+            while (end < ops_.size() && ops_[end].kind != OpKind::Attend && ops_[end].kind != OpKind::KeepSampledRows)
+                end++;
             if (now.n_rows <= kFewRows) {
                 for (; i < end; i++) run_shared(i, now);
             } else {

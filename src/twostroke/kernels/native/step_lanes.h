@@ -1,6 +1,7 @@
-// Sixteen floats at a time, on any CPU: GCC's vector types, with the few operations where an instruction set does better by hand.
-// Included once by each elementwise_*.cpp, which is compiled for one instruction set; everything here is local to that file, so
-// that the linker cannot put a wide version of a function where a narrow one is needed. No standard templates for that reason.
+// Sixteen floats at a time, on any CPU: GCC's vector types, with the few operations where an instruction set does
+// better by hand. Included once by each elementwise_*.cpp, which is compiled for one instruction set; everything here
+// is local to that file, so that the linker cannot put a wide version of a function where a narrow one is needed. No
+// standard templates for that reason.
 #pragma once
 
 #include <cstdint>
@@ -70,7 +71,8 @@ TS_INLINE Floats greater(Floats a, Floats b) {  // the larger of each pair
 #endif
 }
 
-// a / b to 2 units in the last place, 0 or exact where b is beyond 2¹²⁶; division proper takes as long as all of an exponential.
+// a / b to 2 units in the last place, 0 or exact where b is beyond 2¹²⁶; division proper takes as long as all of an
+// exponential.
 TS_INLINE Floats quotient(Floats a, Floats b) {
 #if defined(__AVX512F__)
     const __m512 rough = _mm512_rcp14_ps((__m512)b);
@@ -122,8 +124,8 @@ TS_INLINE float most_of(Floats v) {
 #endif
 }
 
-// 2ˣ for x ≤ 127, relative error below 2e-7; exactly 1 at 0 and exactly 0 below -126. Cephes-style: 2^(n+f), |f| ≤ 1/2, a
-// polynomial of degree 6 (Taylor coefficients ln(2)^k/k! are within 1e-8 of the best ones on this interval).
+// 2ˣ for x ≤ 127, relative error below 2e-7; exactly 1 at 0 and exactly 0 below -126. Cephes-style: 2^(n+f), |f| ≤ 1/2,
+// a polynomial of degree 6 (Taylor coefficients ln(2)^k/k! are within 1e-8 of the best ones on this interval).
 TS_INLINE Floats exp2_of(Floats x) {
 #if defined(__AVX512F__)
     const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);  // NaN comes through

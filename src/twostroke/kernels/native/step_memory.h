@@ -1,4 +1,5 @@
-// The step's working memory: arrays that grow and are never copied, in large pages (products of long rows are slower by half without).
+// The step's working memory: arrays that grow and are never copied, in large pages (products of long rows are slower by
+// half without).
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// What the step does to a row, to one group of its heads, or to a task of attention: the same in both ways through the plan.
+// What the step does to a row, to one group of its heads, or to a task of attention: the same in both ways through the
+// plan.
 #include <cmath>
 #include <cstring>
 
@@ -25,7 +26,8 @@ void Step::turn_tables(const Now& now) {
 void Step::trace(const Now& now, const StepOp& op, int64_t first, int64_t end) {
     if (batch_->trace == nullptr) return;
     const int64_t index = op.kind == OpKind::Embed ? 0 : op.layer + 1, E = m_.d_model;
-    std::memcpy(batch_->trace + (index * n_rows_ + first) * E, now.x + first * E, static_cast<size_t>((end - first) * E) * 4);
+    std::memcpy(batch_->trace + (index * n_rows_ + first) * E, now.x + first * E,
+                static_cast<size_t>((end - first) * E) * 4);
 }
 
 void Step::embed_row(const StepOp& op, int64_t row, float* x) {
@@ -54,7 +56,8 @@ void Step::turn_and_store_group(const StepOp& op, int64_t row, int64_t k) {
     float* key = qkv + (m_.n_heads + k) * D;
     if (op.choice) {
         const float* cosines = turns_.get() + row * 2 * D;
-        for (int64_t head = k * group; head < (k + 1) * group; head++) kernels_->turn(qkv + head * D, cosines, cosines + D, D);
+        for (int64_t head = k * group; head < (k + 1) * group; head++)
+            kernels_->turn(qkv + head * D, cosines, cosines + D, D);
         kernels_->turn(key, cosines, cosines + D, D);
     }
     if (op.bias != nullptr) {
@@ -66,7 +69,8 @@ void Step::turn_and_store_group(const StepOp& op, int64_t row, int64_t k) {
 
 KvHead Step::kv_head(int64_t layer, int64_t k) const {
     const int64_t head = layer * m_.n_kv_heads + k, n_tiles = m_.n_slots / kTile;
-    KvHead found{m_.keys + head * n_tiles * kv_.key_tile_bytes, m_.values + head * n_tiles * kv_.value_tile_bytes, nullptr, nullptr};
+    KvHead found{m_.keys + head * n_tiles * kv_.key_tile_bytes, m_.values + head * n_tiles * kv_.value_tile_bytes,
+                 nullptr, nullptr};
     if (kv_.type == KvType::INT8) {
         found.key_scales = m_.key_scales + head * m_.n_slots;
         found.value_scales = m_.value_scales + head * m_.n_slots;
@@ -77,7 +81,8 @@ KvHead Step::kv_head(int64_t layer, int64_t k) const {
 void Step::attend(const StepOp& op, ThreadMemory& memory, std::atomic<int64_t>& claims) {
     TaskList& list = *list_of(op.window);
     const StepBatch& b = *batch_;
-    const int64_t D = m_.head_dim, group = m_.n_heads / m_.n_kv_heads, n_tasks = static_cast<int64_t>(list.tasks.size());
+    const int64_t D = m_.head_dim, group = m_.n_heads / m_.n_kv_heads,
+                  n_tasks = static_cast<int64_t>(list.tasks.size());
     for (int64_t i; (i = claims.fetch_add(1, std::memory_order_relaxed)) < n_tasks;) {
         const Task& task = list.tasks[i];
         const int64_t row = first_rows_[task.request] + task.first_token;

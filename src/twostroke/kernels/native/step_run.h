@@ -1,5 +1,6 @@
-// The step at work: its memory, and its operations in three files. step_rows.cpp has what is done to a row or to a task of attention,
-// step_shared.cpp the way through the plan of few rows, step_chunks.cpp that of many; step.cpp what is around them.
+// The step at work: its memory, and its operations in three files. step_rows.cpp has what is done to a row or to a task
+// of attention, step_shared.cpp the way through the plan of few rows, step_chunks.cpp that of many; step.cpp what is
+// around them.
 #pragma once
 
 #include <atomic>
@@ -14,10 +15,11 @@
 
 namespace ts {
 
-constexpr int64_t kFewRows = 48;       // shared out by outputs up to here
-constexpr int64_t kPrivateRows = 4;    // so few are normalised and quantised by every thread for itself: cheaper than a barrier
-constexpr int64_t kChunkRows = 256;    // most: every chunk reads a layer's weights again
-constexpr int64_t kWidenOutputs = 256; // of a chunk's rows, gate and up by turns
+constexpr int64_t kFewRows = 48;  // shared out by outputs up to here
+constexpr int64_t kPrivateRows =
+    4;  // so few are normalised and quantised by every thread for itself: cheaper than a barrier
+constexpr int64_t kChunkRows = 256;     // most: every chunk reads a layer's weights again
+constexpr int64_t kWidenOutputs = 256;  // of a chunk's rows, gate and up by turns
 constexpr int64_t kPrefetchBytes = 64 << 10;
 
 struct ThreadMemory {

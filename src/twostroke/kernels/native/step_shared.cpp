@@ -10,7 +10,8 @@ Rows Step::prepare_shared(const Now& now, Format format, float* shared_from, flo
         for (int64_t r = 0; r < now.n_rows; r++) fill(r, own_from + r * k);
         return memory_[now.thread]->rows.make(format, own_from, now.n_rows, k, 0, now.n_rows);
     }
-    const int64_t first = share(now.n_rows, now.thread, now.n_threads), end = share(now.n_rows, now.thread + 1, now.n_threads);
+    const int64_t first = share(now.n_rows, now.thread, now.n_threads),
+                  end = share(now.n_rows, now.thread + 1, now.n_threads);
     for (int64_t r = first; r < end; r++) fill(r, shared_from + r * k);
     const Rows rows = rows_.make(format, shared_from, now.n_rows, k, first, end);
     barrier();
@@ -84,7 +85,8 @@ void Step::run_shared(size_t i, Now& now) {
             if (n1 > n0)
                 for (int64_t r = 0; r < n; r++) {
                     float* wide = wide_.get() + r * F + n0;
-                    kernels_->activate(op.choice, wide, op.up.packed != nullptr ? up_.get() + r * F + n0 : nullptr, n1 - n0, wide);
+                    kernels_->activate(op.choice, wide, op.up.packed != nullptr ? up_.get() + r * F + n0 : nullptr,
+                                       n1 - n0, wide);
                 }
             fetch_next(i, now);
             barrier();

@@ -16,7 +16,7 @@ namespace ts {
 struct Task {
     int32_t request, kv_head;
     int64_t first_token, n_tokens, first_key, end_key;
-    int64_t partial;  // offset of the first span's partial results, -1: none
+    int64_t partial;                // offset of the first span's partial results, -1: none
     int32_t joined, span, n_spans;  // joined: which counter says that all spans are there
 };
 

@@ -1,5 +1,5 @@
-// The processor's matrix tiles (AMX): eight registers of up to 16 rows of 64 bytes. With TS_EMULATE_TILES the same operations in
-// plain C++, by which the code above them is tested on processors without tiles.
+// The processor's matrix tiles (AMX): eight registers of up to 16 rows of 64 bytes. With TS_EMULATE_TILES the same
+// operations in plain C++, by which the code above them is tested on processors without tiles.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -29,20 +29,20 @@ inline void shape_tiles(const TileShapes& shapes) {
 }
 inline void release_tiles() { emulated.shapes = TileShapes{}; }
 
-template <int TILE>
+template <int Tmm>
 inline void zero_tile() {
-    std::memset(emulated.data[TILE], 0, sizeof emulated.data[TILE]);
+    std::memset(emulated.data[Tmm], 0, sizeof emulated.data[Tmm]);
 }
-template <int TILE>
+template <int Tmm>
 inline void load_tile(const void* from, int64_t stride) {
-    zero_tile<TILE>();
-    for (int r = 0; r < emulated.shapes.rows[TILE]; ++r)
-        std::memcpy(emulated.data[TILE][r], static_cast<const char*>(from) + r * stride, emulated.shapes.row_bytes[TILE]);
+    zero_tile<Tmm>();
+    for (int r = 0; r < emulated.shapes.rows[Tmm]; ++r)
+        std::memcpy(emulated.data[Tmm][r], static_cast<const char*>(from) + r * stride, emulated.shapes.row_bytes[Tmm]);
 }
-template <int TILE>
+template <int Tmm>
 inline void store_tile(void* to, int64_t stride) {
-    for (int r = 0; r < emulated.shapes.rows[TILE]; ++r)
-        std::memcpy(static_cast<char*>(to) + r * stride, emulated.data[TILE][r], emulated.shapes.row_bytes[TILE]);
+    for (int r = 0; r < emulated.shapes.rows[Tmm]; ++r)
+        std::memcpy(static_cast<char*>(to) + r * stride, emulated.data[Tmm][r], emulated.shapes.row_bytes[Tmm]);
 }
 template <int SUM, int A, int B, class TypeOfB>
 inline void emulate_byte_products() {
@@ -91,17 +91,17 @@ inline void add_bf16_products() {
 inline void shape_tiles(const TileShapes& shapes) { __asm__ volatile("ldtilecfg %0" : : "m"(shapes)); }
 inline void release_tiles() { __asm__ volatile("tilerelease"); }
 
-template <int TILE>
+template <int Tmm>
 inline void zero_tile() {
-    __asm__ volatile("tilezero %%tmm%c0" : : "i"(TILE));
+    __asm__ volatile("tilezero %%tmm%c0" : : "i"(Tmm));
 }
-template <int TILE>
+template <int Tmm>
 inline void load_tile(const void* from, int64_t stride) {
-    __asm__ volatile("tileloadd (%1,%2,1), %%tmm%c0" : : "i"(TILE), "r"(from), "r"(stride) : "memory");
+    __asm__ volatile("tileloadd (%1,%2,1), %%tmm%c0" : : "i"(Tmm), "r"(from), "r"(stride) : "memory");
 }
-template <int TILE>
+template <int Tmm>
 inline void store_tile(void* to, int64_t stride) {
-    __asm__ volatile("tilestored %%tmm%c0, (%1,%2,1)" : : "i"(TILE), "r"(to), "r"(stride) : "memory");
+    __asm__ volatile("tilestored %%tmm%c0, (%1,%2,1)" : : "i"(Tmm), "r"(to), "r"(stride) : "memory");
 }
 template <int SUM, int SIGNED, int UNSIGNED>
 inline void add_byte_products() {

@@ -17,10 +17,12 @@ int ts_trains_attention() {
 }
 
 #if defined(__x86_64__)
-void ts_attend(const TrainingAttention* shape, uint16_t* out, float* log_sums) { avx512bf16::attend(*shape, out, log_sums); }
+void ts_attend(const TrainingAttention* shape, uint16_t* out, float* log_sums) {
+    avx512bf16::attend(*shape, out, log_sums);
+}
 
-void ts_attend_backward(const TrainingAttention* shape, const uint16_t* out, const float* log_sums, const uint16_t* out_gradient,
-                        uint16_t* qkv_gradient) {
+void ts_attend_backward(const TrainingAttention* shape, const uint16_t* out, const float* log_sums,
+                        const uint16_t* out_gradient, uint16_t* qkv_gradient) {
     avx512bf16::attend_backward(*shape, out, log_sums, out_gradient, qkv_gradient);
 }
 #else

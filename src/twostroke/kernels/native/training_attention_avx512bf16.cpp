@@ -18,7 +18,7 @@ struct Part {
     const TrainingAttention& shape;
     int64_t row, kv_head;
 
-    int64_t blocks() const { return (shape.n_tokens + BLOCK - 1) / BLOCK; }
+    int64_t blocks() const { return (shape.n_tokens + kBlock - 1) / kBlock; }
     int64_t heads_of_all() const { return shape.n_heads + 2 * shape.n_kv_heads; }
     int64_t group() const { return shape.n_heads / shape.n_kv_heads; }
     int64_t offset(int64_t head, int64_t token) const {
@@ -31,40 +31,41 @@ struct Part {
         if (!table) return nullptr;
         return table + ((shape.rope_rows == 1 ? 0 : row) * shape.n_tokens + token) * (shape.width / 2);
     }
-    int64_t tokens_of(int64_t block) const { return std::min(BLOCK, shape.n_tokens - block * BLOCK); }
-    int64_t first_block(int64_t block) const { return first()[block * BLOCK] / BLOCK; }
+    int64_t tokens_of(int64_t block) const { return std::min(kBlock, shape.n_tokens - block * kBlock); }
+    int64_t first_block(int64_t block) const { return first()[block * kBlock] / kBlock; }
 
     // 64 rows of a head as bf16, turned where asked; zeros behind the last token.
     void read(int64_t head, int64_t block, bool turned, uint16_t* to) const {
         const int64_t n = tokens_of(block), width = shape.width;
         for (int64_t i = 0; i < n; ++i) {
-            const int64_t token = block * BLOCK + i;
+            const int64_t token = block * kBlock + i;
             const uint16_t* from = shape.qkv + offset(head, token);
             if (turned && shape.cos)
                 turn_row(from, angle(shape.cos, token), angle(shape.sin, token), width / 2, to + i * width);
-            else
-                std::memcpy(to + i * width, from, size_t(width) * 2);
+            else std::memcpy(to + i * width, from, size_t(width) * 2);
         }
-        std::memset(to + n * width, 0, size_t((BLOCK - n) * width) * 2);
+        std::memset(to + n * width, 0, size_t((kBlock - n) * width) * 2);
     }
     // The same of a tensor [b][t][heads][width].
     void read_output(const uint16_t* tensor, int64_t head, int64_t block, uint16_t* to) const {
         const int64_t n = tokens_of(block), width = shape.width;
         for (int64_t i = 0; i < n; ++i)
-            std::memcpy(to + i * width, tensor + output_offset(head, block * BLOCK + i), size_t(width) * 2);
-        std::memset(to + n * width, 0, size_t((BLOCK - n) * width) * 2);
+            std::memcpy(to + i * width, tensor + output_offset(head, block * kBlock + i), size_t(width) * 2);
+        std::memset(to + n * width, 0, size_t((kBlock - n) * width) * 2);
     }
     int64_t output_offset(int64_t head, int64_t token) const {
         return ((row * shape.n_tokens + token) * shape.n_heads + head) * shape.width;
     }
     // Which of the 16 keys from `key` on query `token` sees.
     __mmask16 seen(int64_t token, int64_t key) const {
-        const int64_t low = std::clamp<int64_t>(first()[token] - key, 0, LANES), high = std::clamp<int64_t>(token + 1 - key, 0, LANES);
+        const int64_t low = std::clamp<int64_t>(first()[token] - key, 0, kLanes),
+                      high = std::clamp<int64_t>(token + 1 - key, 0, kLanes);
         return __mmask16(((1u << high) - 1) & ~((1u << low) - 1));
     }
     // Whether all queries of a block see all keys of another.
     bool all_seen(int64_t queries, int64_t keys) const {
-        return keys < queries && tokens_of(queries) == BLOCK && first()[queries * BLOCK + BLOCK - 1] <= keys * BLOCK;
+        return keys < queries && tokens_of(queries) == kBlock &&
+               first()[queries * kBlock + kBlock - 1] <= keys * kBlock;
     }
 };
 
@@ -87,21 +88,23 @@ private:
 
 struct Forward {
     const TrainingAttention& shape;
-    int64_t blocks = (shape.n_tokens + BLOCK - 1) / BLOCK, width = shape.width;
-    Scratch memory{size_t(BLOCK * width * 2 * 2 + blocks * BLOCK * width * 2 * 2 + blocks * BLOCK * BLOCK * 6 + BLOCK * width * 4 + 1024)};
-    uint16_t *rows = memory.take<uint16_t>(BLOCK * width);
-    uint32_t *keys = memory.take<uint32_t>(blocks * PAIRS * width), *values = memory.take<uint32_t>(blocks * PAIRS * width);
-    float *scores = memory.take<float>(blocks * BLOCK * BLOCK), *sums = memory.take<float>(BLOCK * width);
-    uint16_t *weights = memory.take<uint16_t>(blocks * BLOCK * BLOCK);
+    int64_t blocks = (shape.n_tokens + kBlock - 1) / kBlock, width = shape.width;
+    Scratch memory{size_t(kBlock * width * 2 * 2 + blocks * kBlock * width * 2 * 2 + blocks * kBlock * kBlock * 6 +
+                          kBlock * width * 4 + 1024)};
+    uint16_t* rows = memory.take<uint16_t>(kBlock * width);
+    uint32_t *keys = memory.take<uint32_t>(blocks * kPairs * width),
+             *values = memory.take<uint32_t>(blocks * kPairs * width);
+    float *scores = memory.take<float>(blocks * kBlock * kBlock), *sums = memory.take<float>(kBlock * width);
+    uint16_t* weights = memory.take<uint16_t>(blocks * kBlock * kBlock);
 
     explicit Forward(const TrainingAttention& s) : shape(s) {}
 
     void run(const Part& part, uint16_t* out, float* log_sums) {
         for (int64_t s = 0; s < blocks; ++s) {
             part.read(part.key_head(), s, true, rows);
-            transpose((const uint32_t*)rows, BLOCK, width / 2, keys + s * PAIRS * width);
+            transpose((const uint32_t*)rows, kBlock, width / 2, keys + s * kPairs * width);
             part.read(part.value_head(), s, false, rows);
-            interleave(rows, width, values + s * PAIRS * width);
+            interleave(rows, width, values + s * kPairs * width);
         }
         for (int64_t g = 0; g < part.group(); ++g)
             for (int64_t q = 0; q < blocks; ++q) queries(part, part.kv_head * part.group() + g, q, out, log_sums);
@@ -111,34 +114,36 @@ struct Forward {
         part.read(head, q, true, rows);
         const int64_t begin = part.first_block(q);
         for (int64_t s = begin; s <= q; ++s)
-            product((const uint32_t*)rows, width / 2, keys + s * PAIRS * width, BLOCK, width / 2, BLOCK, scores + s * BLOCK * BLOCK, false);
-        float inverse[BLOCK];
-        const __m512 to_log2 = _mm512_set1_ps(shape.scale * LOG2_E);
-        for (int64_t i = 0; i < BLOCK; ++i) {
-            const int64_t token = q * BLOCK + i;
+            product((const uint32_t*)rows, width / 2, keys + s * kPairs * width, kBlock, width / 2, kBlock,
+                    scores + s * kBlock * kBlock, false);
+        float inverse[kBlock];
+        const __m512 to_log2 = _mm512_set1_ps(shape.scale * kLog2e);
+        for (int64_t i = 0; i < kBlock; ++i) {
+            const int64_t token = q * kBlock + i;
             if (token >= shape.n_tokens) {
-                for (int64_t s = begin; s <= q; ++s) std::memset(weights + (s * BLOCK + i) * BLOCK, 0, BLOCK * 2);
+                for (int64_t s = begin; s <= q; ++s) std::memset(weights + (s * kBlock + i) * kBlock, 0, kBlock * 2);
                 continue;
             }
             __m512 most = _mm512_set1_ps(-INFINITY);
             for (int64_t s = begin; s <= q; ++s) {
                 const bool all = part.all_seen(q, s);
-                for (int64_t j = 0; j < BLOCK; j += LANES) {
-                    const __m512 x = _mm512_load_ps(scores + (s * BLOCK + i) * BLOCK + j);
-                    most = all ? _mm512_max_ps(most, x) : _mm512_mask_max_ps(most, part.seen(token, s * BLOCK + j), most, x);
+                for (int64_t j = 0; j < kBlock; j += kLanes) {
+                    const __m512 x = _mm512_load_ps(scores + (s * kBlock + i) * kBlock + j);
+                    most = all ? _mm512_max_ps(most, x)
+                               : _mm512_mask_max_ps(most, part.seen(token, s * kBlock + j), most, x);
                 }
             }
-            const float largest = _mm512_reduce_max_ps(most) * shape.scale * LOG2_E;
+            const float largest = _mm512_reduce_max_ps(most) * shape.scale * kLog2e;
             const __m512 offset = _mm512_set1_ps(largest);
             __m512 total = _mm512_setzero_ps();
             for (int64_t s = begin; s <= q; ++s) {
                 const bool all = part.all_seen(q, s);
-                for (int64_t j = 0; j < BLOCK; j += LANES) {
-                    const __m512 x = _mm512_load_ps(scores + (s * BLOCK + i) * BLOCK + j);
+                for (int64_t j = 0; j < kBlock; j += kLanes) {
+                    const __m512 x = _mm512_load_ps(scores + (s * kBlock + i) * kBlock + j);
                     __m512 p = exp2_ps(_mm512_fmsub_ps(x, to_log2, offset));
-                    if (!all) p = _mm512_maskz_mov_ps(part.seen(token, s * BLOCK + j), p);
+                    if (!all) p = _mm512_maskz_mov_ps(part.seen(token, s * kBlock + j), p);
                     total = _mm512_add_ps(total, p);
-                    _mm256_store_si256((__m256i*)(weights + (s * BLOCK + i) * BLOCK + j), narrow(p));
+                    _mm256_store_si256((__m256i*)(weights + (s * kBlock + i) * kBlock + j), narrow(p));
                 }
             }
             const float sum = _mm512_reduce_add_ps(total);
@@ -146,112 +151,127 @@ struct Forward {
             log_sums[(part.row * shape.n_heads + head) * shape.n_tokens + token] = largest + std::log2(sum);
         }
         for (int64_t s = begin; s <= q; ++s)
-            product((const uint32_t*)(weights + s * BLOCK * BLOCK), PAIRS, values + s * PAIRS * width, width, PAIRS, BLOCK, sums, s > begin);
+            product((const uint32_t*)(weights + s * kBlock * kBlock), kPairs, values + s * kPairs * width, width,
+                    kPairs, kBlock, sums, s > begin);
         for (int64_t i = 0; i < part.tokens_of(q); ++i)
-            turn_back(sums + i * width, inverse[i], nullptr, nullptr, width, out + part.output_offset(head, q * BLOCK + i));
+            turn_back(sums + i * width, inverse[i], nullptr, nullptr, width,
+                      out + part.output_offset(head, q * kBlock + i));
     }
 };
 
 struct Backward {
     const TrainingAttention& shape;
-    int64_t blocks = (shape.n_tokens + BLOCK - 1) / BLOCK, width = shape.width, of_block = PAIRS * width;
-    Scratch memory{size_t(3 * BLOCK * width * 2 + 3 * blocks * of_block * 4 + 3 * of_block * 4 + 2 * BLOCK * BLOCK * 4 +
-                          BLOCK * BLOCK * 3 * 2 + BLOCK * width * 4 * 2 + 2 * blocks * BLOCK * width * 4 + 4096)};
-    uint16_t *rows = memory.take<uint16_t>(BLOCK * width), *gradient = memory.take<uint16_t>(BLOCK * width),
-             *output = memory.take<uint16_t>(BLOCK * width);
+    int64_t blocks = (shape.n_tokens + kBlock - 1) / kBlock, width = shape.width, of_block = kPairs * width;
+    Scratch memory{size_t(3 * kBlock * width * 2 + 3 * blocks * of_block * 4 + 3 * of_block * 4 +
+                          2 * kBlock * kBlock * 4 + kBlock * kBlock * 3 * 2 + kBlock * width * 4 * 2 +
+                          2 * blocks * kBlock * width * 4 + 4096)};
+    uint16_t *rows = memory.take<uint16_t>(kBlock * width), *gradient = memory.take<uint16_t>(kBlock * width),
+             *output = memory.take<uint16_t>(kBlock * width);
     uint32_t *keys = memory.take<uint32_t>(blocks * of_block), *key_pairs = memory.take<uint32_t>(blocks * of_block),
              *values = memory.take<uint32_t>(blocks * of_block);
     uint32_t *pairs = memory.take<uint32_t>(of_block), *queries_left = memory.take<uint32_t>(of_block),
              *gradient_left = memory.take<uint32_t>(of_block);
-    float *scores = memory.take<float>(BLOCK * BLOCK), *changes = memory.take<float>(BLOCK * BLOCK);
-    uint32_t *weight_pairs = memory.take<uint32_t>(PAIRS * BLOCK), *change_pairs = memory.take<uint32_t>(PAIRS * BLOCK);
-    uint16_t *change_rows = memory.take<uint16_t>(BLOCK * BLOCK);
-    float *query_gradient = memory.take<float>(BLOCK * width), *turned = memory.take<float>(BLOCK * width);
-    float *key_gradient = memory.take<float>(blocks * BLOCK * width), *value_gradient = memory.take<float>(blocks * BLOCK * width);
+    float *scores = memory.take<float>(kBlock * kBlock), *changes = memory.take<float>(kBlock * kBlock);
+    uint32_t *weight_pairs = memory.take<uint32_t>(kPairs * kBlock),
+             *change_pairs = memory.take<uint32_t>(kPairs * kBlock);
+    uint16_t* change_rows = memory.take<uint16_t>(kBlock * kBlock);
+    float *query_gradient = memory.take<float>(kBlock * width), *turned = memory.take<float>(kBlock * width);
+    float *key_gradient = memory.take<float>(blocks * kBlock * width),
+          *value_gradient = memory.take<float>(blocks * kBlock * width);
 
     explicit Backward(const TrainingAttention& s) : shape(s) {}
 
-    void run(const Part& part, const uint16_t* out, const float* log_sums, const uint16_t* out_gradient, uint16_t* qkv_gradient) {
+    void run(const Part& part, const uint16_t* out, const float* log_sums, const uint16_t* out_gradient,
+             uint16_t* qkv_gradient) {
         for (int64_t s = 0; s < blocks; ++s) {
             part.read(part.key_head(), s, true, rows);
-            transpose((const uint32_t*)rows, BLOCK, width / 2, keys + s * of_block);
+            transpose((const uint32_t*)rows, kBlock, width / 2, keys + s * of_block);
             interleave(rows, width, key_pairs + s * of_block);
             part.read(part.value_head(), s, false, rows);
-            transpose((const uint32_t*)rows, BLOCK, width / 2, values + s * of_block);
+            transpose((const uint32_t*)rows, kBlock, width / 2, values + s * of_block);
         }
-        std::memset(key_gradient, 0, size_t(blocks * BLOCK * width) * 4);
-        std::memset(value_gradient, 0, size_t(blocks * BLOCK * width) * 4);
+        std::memset(key_gradient, 0, size_t(blocks * kBlock * width) * 4);
+        std::memset(value_gradient, 0, size_t(blocks * kBlock * width) * 4);
         for (int64_t g = 0; g < part.group(); ++g)
             for (int64_t q = 0; q < blocks; ++q)
                 queries(part, part.kv_head * part.group() + g, q, out, log_sums, out_gradient, qkv_gradient);
         for (int64_t s = 0; s < blocks; ++s) {
-            write(part, part.key_head(), s, key_gradient + s * BLOCK * width, shape.scale, shape.cos, qkv_gradient);
-            write(part, part.value_head(), s, value_gradient + s * BLOCK * width, 1.0f, nullptr, qkv_gradient);
+            write(part, part.key_head(), s, key_gradient + s * kBlock * width, shape.scale, shape.cos, qkv_gradient);
+            write(part, part.value_head(), s, value_gradient + s * kBlock * width, 1.0f, nullptr, qkv_gradient);
         }
     }
 
     // Transposed sums (width × 64) of a block as rows of the gradient.
-    void write(const Part& part, int64_t head, int64_t block, const float* transposed, float scale, const float* cos, uint16_t* to) {
-        transpose((const uint32_t*)transposed, width, BLOCK, (uint32_t*)turned);
+    void write(const Part& part, int64_t head, int64_t block, const float* transposed, float scale, const float* cos,
+               uint16_t* to) {
+        transpose((const uint32_t*)transposed, width, kBlock, (uint32_t*)turned);
         for (int64_t i = 0; i < part.tokens_of(block); ++i) {
-            const int64_t token = block * BLOCK + i;
-            turn_back(turned + i * width, scale, part.angle(cos, token), part.angle(cos ? shape.sin : nullptr, token), width,
-                      to + part.offset(head, token));
+            const int64_t token = block * kBlock + i;
+            turn_back(turned + i * width, scale, part.angle(cos, token), part.angle(cos ? shape.sin : nullptr, token),
+                      width, to + part.offset(head, token));
         }
     }
 
-    void queries(const Part& part, int64_t head, int64_t q, const uint16_t* out, const float* log_sums, const uint16_t* out_gradient,
-                 uint16_t* qkv_gradient) {
+    void queries(const Part& part, int64_t head, int64_t q, const uint16_t* out, const float* log_sums,
+                 const uint16_t* out_gradient, uint16_t* qkv_gradient) {
         part.read(head, q, true, rows);
         part.read_output(out_gradient, head, q, gradient);
         part.read_output(out, head, q, output);
         interleave(rows, width, pairs);
-        transpose(pairs, PAIRS, width, queries_left);
+        transpose(pairs, kPairs, width, queries_left);
         interleave(gradient, width, pairs);
-        transpose(pairs, PAIRS, width, gradient_left);
-        float mean[BLOCK], log_sum[BLOCK];  // mean: Σ ∂O·O, what softmax's gradient subtracts
-        for (int64_t i = 0; i < BLOCK; ++i) {
+        transpose(pairs, kPairs, width, gradient_left);
+        float mean[kBlock], log_sum[kBlock];  // mean: Σ ∂O·O, what softmax's gradient subtracts
+        for (int64_t i = 0; i < kBlock; ++i) {
             __m512 sum = _mm512_setzero_ps();
-            for (int64_t d = 0; d < width; d += LANES)
+            for (int64_t d = 0; d < width; d += kLanes)
                 sum = _mm512_fmadd_ps(widen(gradient + i * width + d), widen(output + i * width + d), sum);
             mean[i] = _mm512_reduce_add_ps(sum);
-            const int64_t token = q * BLOCK + i;
-            log_sum[i] = token < shape.n_tokens ? log_sums[(part.row * shape.n_heads + head) * shape.n_tokens + token] : 0.0f;
+            const int64_t token = q * kBlock + i;
+            log_sum[i] =
+                token < shape.n_tokens ? log_sums[(part.row * shape.n_heads + head) * shape.n_tokens + token] : 0.0f;
         }
         const int64_t begin = part.first_block(q);
         for (int64_t s = begin; s <= q; ++s) {
-            product((const uint32_t*)rows, width / 2, keys + s * of_block, BLOCK, width / 2, BLOCK, scores, false);
-            product((const uint32_t*)gradient, width / 2, values + s * of_block, BLOCK, width / 2, BLOCK, changes, false);
+            product((const uint32_t*)rows, width / 2, keys + s * of_block, kBlock, width / 2, kBlock, scores, false);
+            product((const uint32_t*)gradient, width / 2, values + s * of_block, kBlock, width / 2, kBlock, changes,
+                    false);
             soften(part, q, s, mean, log_sum);
-            product(gradient_left, PAIRS, weight_pairs, BLOCK, PAIRS, width, value_gradient + s * BLOCK * width, true);
-            product(queries_left, PAIRS, change_pairs, BLOCK, PAIRS, width, key_gradient + s * BLOCK * width, true);
-            product((const uint32_t*)change_rows, PAIRS, key_pairs + s * of_block, width, PAIRS, BLOCK, query_gradient, s > begin);
+            product(gradient_left, kPairs, weight_pairs, kBlock, kPairs, width, value_gradient + s * kBlock * width,
+                    true);
+            product(queries_left, kPairs, change_pairs, kBlock, kPairs, width, key_gradient + s * kBlock * width, true);
+            product((const uint32_t*)change_rows, kPairs, key_pairs + s * of_block, width, kPairs, kBlock,
+                    query_gradient, s > begin);
         }
         for (int64_t i = 0; i < part.tokens_of(q); ++i) {
-            const int64_t token = q * BLOCK + i;
-            turn_back(query_gradient + i * width, shape.scale, part.angle(shape.cos, token), part.angle(shape.sin, token), width,
-                      qkv_gradient + part.offset(head, token));
+            const int64_t token = q * kBlock + i;
+            turn_back(query_gradient + i * width, shape.scale, part.angle(shape.cos, token),
+                      part.angle(shape.sin, token), width, qkv_gradient + part.offset(head, token));
         }
     }
 
     // Scores and ∂P of a block as P and ∂S = P · (∂P − mean), two rows at a time.
     void soften(const Part& part, int64_t q, int64_t s, const float* mean, const float* log_sum) {
         const bool all = part.all_seen(q, s);
-        const __m512 to_log2 = _mm512_set1_ps(shape.scale * LOG2_E);
-        for (int64_t i = 0; i < BLOCK; i += 2)
-            for (int64_t j = 0; j < BLOCK; j += LANES) {
+        const __m512 to_log2 = _mm512_set1_ps(shape.scale * kLog2e);
+        for (int64_t i = 0; i < kBlock; i += 2)
+            for (int64_t j = 0; j < kBlock; j += kLanes) {
                 __m256i weight[2], change[2];
                 for (int64_t k = 0; k < 2; ++k) {
-                    const int64_t at = (i + k) * BLOCK + j, token = q * BLOCK + i + k;
-                    __m512 p = exp2_ps(_mm512_fmsub_ps(_mm512_load_ps(scores + at), to_log2, _mm512_set1_ps(log_sum[i + k])));
-                    if (!all) p = _mm512_maskz_mov_ps(token < shape.n_tokens ? part.seen(token, s * BLOCK + j) : __mmask16(0), p);
-                    const __m512 d = _mm512_mul_ps(p, _mm512_sub_ps(_mm512_load_ps(changes + at), _mm512_set1_ps(mean[i + k])));
+                    const int64_t at = (i + k) * kBlock + j, token = q * kBlock + i + k;
+                    __m512 p =
+                        exp2_ps(_mm512_fmsub_ps(_mm512_load_ps(scores + at), to_log2, _mm512_set1_ps(log_sum[i + k])));
+                    if (!all)
+                        p = _mm512_maskz_mov_ps(
+                            token < shape.n_tokens ? part.seen(token, s * kBlock + j) : __mmask16(0), p);
+                    const __m512 d =
+                        _mm512_mul_ps(p, _mm512_sub_ps(_mm512_load_ps(changes + at), _mm512_set1_ps(mean[i + k])));
                     weight[k] = narrow(p);
                     change[k] = narrow(d);
                     _mm256_store_si256((__m256i*)(change_rows + at), change[k]);
                 }
-                _mm512_store_si512(weight_pairs + i / 2 * BLOCK + j, words(weight[0], weight[1]));
-                _mm512_store_si512(change_pairs + i / 2 * BLOCK + j, words(change[0], change[1]));
+                _mm512_store_si512(weight_pairs + i / 2 * kBlock + j, words(weight[0], weight[1]));
+                _mm512_store_si512(change_pairs + i / 2 * kBlock + j, words(change[0], change[1]));
             }
     }
 };
@@ -273,9 +293,10 @@ void attend(const TrainingAttention& shape, uint16_t* out, float* log_sums) {
     over_parts<Forward>(shape, [&](Forward& work, const Part& part) { work.run(part, out, log_sums); });
 }
 
-void attend_backward(const TrainingAttention& shape, const uint16_t* out, const float* log_sums, const uint16_t* out_gradient,
-                     uint16_t* qkv_gradient) {
-    over_parts<Backward>(shape, [&](Backward& work, const Part& part) { work.run(part, out, log_sums, out_gradient, qkv_gradient); });
+void attend_backward(const TrainingAttention& shape, const uint16_t* out, const float* log_sums,
+                     const uint16_t* out_gradient, uint16_t* qkv_gradient) {
+    over_parts<Backward>(
+        shape, [&](Backward& work, const Part& part) { work.run(part, out, log_sums, out_gradient, qkv_gradient); });
 }
 
 }  // namespace ts::avx512bf16
