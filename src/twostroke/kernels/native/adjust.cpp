@@ -1,6 +1,6 @@
 // Biases, penalties and held-off ends on rows of logits, in place and back again. The plain reference is in
 // engine/adjust.py.
-#include "sample.h"
+#include "kernels.h"
 
 #include "pool.h"
 
@@ -86,7 +86,7 @@ void ts_adjust(float* logits, int64_t n_vocab, void* adjustments, int64_t n, int
     ts::for_each(static_cast<ts::Adjustment*>(adjustments), n, n_threads, [&](ts::Adjustment& a) {
         float* x = logits + a.row * n_vocab;
         ts::change(a, x, n_vocab);
-        a.best = ts::sample_kernels().largest(x, n_vocab);
+        a.best = ts::kernels().largest(x, n_vocab);
         a.token = 0;
         while (a.token < n_vocab - 1 && x[a.token] != a.best) a.token++;
     });

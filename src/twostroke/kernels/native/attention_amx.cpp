@@ -7,6 +7,7 @@
 // depends on nothing beside it, as in attention_body.h.
 #include "attention_spans.h"
 #include "attention_tiles.h"
+#include "kernels.h"
 #include "tiles_amx.h"
 
 namespace {
@@ -57,12 +58,10 @@ struct Workspace {
 
 bool serves(const ts::KvLayout& kv) { return kv.type != ts::KvType::F32 && kv.head_dim % 32 == 0; }
 
-int64_t task_rows(const ts::KvLayout& kv) {
-    return serves(kv) ? kTaskRows : ts::step_kernels_avx512bf16().task_rows(kv);
-}
+int64_t task_rows(const ts::KvLayout& kv) { return serves(kv) ? kTaskRows : ts::kernels_avx512bf16().task_rows(kv); }
 
 int64_t scratch_bytes(const ts::KvLayout& kv, int64_t group) {
-    if (!serves(kv)) return ts::step_kernels_avx512bf16().attend_scratch_bytes(kv, group);
+    if (!serves(kv)) return ts::kernels_avx512bf16().attend_scratch_bytes(kv, group);
     Workspace work;
     return work.lay_out(kv, group, nullptr);
 }
@@ -279,7 +278,7 @@ void attend_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const ts::Atte
 }
 
 void attend(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendTask& task, float scale, void* memory) {
-    if (!serves(kv)) return ts::step_kernels_avx512bf16().attend(kv, head, task, scale, memory);
+    if (!serves(kv)) return ts::kernels_avx512bf16().attend(kv, head, task, scale, memory);
     Workspace work;
     work.lay_out(kv, task.group, static_cast<uint8_t*>(memory));
     attend_tiles(kv, head, task, scale, work);
@@ -287,13 +286,9 @@ void attend(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendTask
 
 }  // namespace
 
-const ts::StepKernels& ts::step_kernels_amx() {
-    static const StepKernels kernels = [] {
-        StepKernels made = step_kernels_avx512bf16();
-        made.task_rows = task_rows;
-        made.attend_scratch_bytes = scratch_bytes;
-        made.attend = attend;
-        return made;
-    }();
-    return kernels;
+ts::Kernels ts::with_amx_attention(Kernels k) {
+    k.task_rows = task_rows;
+    k.attend_scratch_bytes = scratch_bytes;
+    k.attend = attend;
+    return k;
 }

@@ -9,6 +9,7 @@
 
 #include "attention_spans.h"
 #include "attention_tiles.h"
+#include "kernels.h"
 
 namespace {
 
@@ -284,6 +285,14 @@ void attend(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendTask
     scratch.lay_out(kv, task.group, static_cast<uint8_t*>(memory));
     if (kv.type == ts::KvType::F32) attend_as<SingleFloats>(kv, head, task, scale, scratch);
     else attend_as<Bf16Pairs>(kv, head, task, scale, scratch);
+}
+
+constexpr ts::Kernels with_attention(ts::Kernels k) {
+    k.task_rows = task_rows;
+    k.attend_scratch_bytes = attend_scratch_bytes;
+    k.attend = attend;
+    k.combine = combine;
+    return k;
 }
 
 }  // namespace

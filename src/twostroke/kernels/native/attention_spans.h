@@ -2,7 +2,7 @@
 // order.
 #pragma once
 
-#include "step_kernels.h"
+#include "attention.h"
 #include "step_lanes.h"
 
 namespace {

@@ -1,7 +1,7 @@
 // Where attention finds the keys and values of a request: tiles of the cache, or copies of them.
 #pragma once
 
-#include "step_kernels.h"
+#include "attention.h"
 #include "step_lanes.h"
 
 namespace {

@@ -1,7 +1,7 @@
 // Norms, rotary turn, cache write, activations: rows of fp32, each computed in one order whatever else is in the step.
 #pragma once
 
-#include "step_kernels.h"
+#include "kernels.h"
 #include "step_lanes.h"
 
 namespace {
@@ -76,7 +76,7 @@ void turn(float* head, const float* cosines, const float* sines, int64_t head_di
     }
 }
 
-TS_INLINE float largest(const float* x, int64_t n) {
+TS_INLINE float largest_magnitude(const float* x, int64_t n) {
     Floats most = all(0.0f);
     for (int64_t i = 0; i < n; i += kLanes)
         most = greater(most, magnitude(load_some(x + i, n - i < kLanes ? static_cast<int>(n - i) : kLanes)));
@@ -92,7 +92,7 @@ TS_INLINE Ints codes_of(Floats x) {
 }
 
 TS_INLINE float kv_scale(const float* x, int64_t n) {
-    const float most = largest(x, n);
+    const float most = largest_magnitude(x, n);
     return (most > 1e-30f ? most : 1e-30f) / 127.0f;
 }
 
@@ -244,6 +244,17 @@ ts::Best best(const float* x, int64_t n) {
     }
     if (total != 0.0f) found.value = total;  // NaN
     return found;
+}
+
+constexpr ts::Kernels with_elementwise(ts::Kernels k) {
+    k.embed = embed;
+    k.rms_norm = rms_norm;
+    k.layer_norm = layer_norm;
+    k.turn = turn;
+    k.store_kv = store_kv;
+    k.activate = activate;
+    k.best = best;
+    return k;
 }
 
 }  // namespace

@@ -12,10 +12,6 @@
 #define TS_SOURCES ""
 #endif
 
-namespace ts {
-uint64_t sum_words(const uint64_t* words, int64_t n_words);
-}
-
 using namespace ts;
 
 namespace {
@@ -51,11 +47,11 @@ const char* ts_target_name(int number) {
     return number >= 0 && number < kTargetCount ? kTargets[number].name : nullptr;
 }
 uint64_t ts_target_needs(int number) { return kTargets[number].needs; }
-int ts_target() { return int(target()); }
+int ts_target() { return target(); }
 // The target that is in use now: the wanted one, or the fastest that holds where that does not.
-int ts_set_target(int wanted) { return int(set_target(wanted)); }
+int ts_set_target(int wanted) { return set_target(wanted); }
 // What a machine of these features would use; -1: nothing wanted.
-int ts_choose(uint64_t features, int wanted) { return int(choose(features, wanted)); }
+int ts_choose(uint64_t features, int wanted) { return choose(features, wanted); }
 
 int ts_threads() { return Pool::shared().threads(); }
 void ts_set_threads(int n_threads) { Pool::shared().resize(n_threads); }
@@ -91,7 +87,7 @@ void ts_prepare_rows(int format, const float* x, int64_t m, int64_t k, uint16_t*
                      int32_t* sums) {
     Pool::shared().run([&](int thread, int n_threads) {
         Rows rows{m, x, bf16, codes, scales, sums};
-        prepare_rows(Format(format), x, m, k, rows, m * thread / n_threads, m * (thread + 1) / n_threads);
+        prepare_rows(Format(format), x, k, rows, m * thread / n_threads, m * (thread + 1) / n_threads);
     });
 }
 
@@ -125,7 +121,7 @@ double ts_read_seconds(const void* buffer, int64_t bytes, int repeats) {
         const auto start = std::chrono::steady_clock::now();
         Pool::shared().run([&](int thread, int n_threads) {
             const int64_t from = lines * thread / n_threads, to = lines * (thread + 1) / n_threads;
-            const uint64_t sum = sum_words(static_cast<const uint64_t*>(buffer) + from * 8, (to - from) * 8);
+            const uint64_t sum = kernels().sum_words(static_cast<const uint64_t*>(buffer) + from * 8, (to - from) * 8);
             if (thread == 0) sink = sink + sum;
         });
         const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();

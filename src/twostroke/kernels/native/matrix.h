@@ -46,16 +46,13 @@ static constexpr int64_t sums_per_row(int64_t k) { return 1 + padded(k) / 32; }
 // (set Rows.f32 = x): nothing is done. Codes are round-to-nearest-even of x·(127/max|row|), scales max|row|/127, with
 // at least 1e-30 for the maximum. A row that holds a NaN or an infinity gets such a scale, so that its outputs are not
 // finite either.
-void prepare_rows(Format, const float* x, int64_t m, int64_t k, Rows& out, int64_t first, int64_t last);
+void prepare_rows(Format, const float* x, int64_t k, Rows& out, int64_t first, int64_t last);
 
 // y[0:m, n0:n1] = rows · matrixᵀ (+ bias), or += where `add`: called by every thread with its own range of outputs.
 // fp32 with row stride ldy; y points to output 0. Each value is computed in one order whatever m, n0 and n1 are, so
 // that a row's result does not depend on its neighbours; W8A8: (float(Σ codes·codes) · row scale) · column scale (+
 // bias), the same bits on every target.
 void product(const Matrix&, const Rows&, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add);
-
-// n0 and n1 are multiples of it (or n).
-int64_t output_tile(Format);
 
 // The outputs [n0, n1) of thread `thread` of `n_threads`.
 void share_outputs(const Matrix&, int thread, int n_threads, int64_t& n0, int64_t& n1);

@@ -1,8 +1,6 @@
 // Drawing tokens, and finding the most probable ones. The plain references are in engine/sampler.py.
-#include "sample.h"
-
+#include "kernels.h"
 #include "pool.h"
-#include "targets.h"
 
 #include <algorithm>
 #include <atomic>
@@ -16,20 +14,6 @@
 
 namespace ts {
 namespace {
-
-const SampleKernels& kernels() {
-#if defined(__x86_64__)
-    switch (target()) {
-        case Target::Amx:
-        case Target::Avx512Bf16:
-        case Target::Avx512: return sample_kernels_avx512();
-        case Target::AvxVnni:
-        case Target::Avx2: return sample_kernels_avx2();
-        case Target::Plain: break;
-    }
-#endif
-    return sample_kernels_plain();
-}
 
 // How a row's token is drawn; engine/native_sampling.py has the same fields as a numpy type.
 struct Draw {
@@ -334,8 +318,6 @@ int for_rows(int64_t n, int64_t n_threads, F f) {
 }
 
 }  // namespace
-
-const SampleKernels& sample_kernels() { return kernels(); }
 
 }  // namespace ts
 

@@ -1,7 +1,7 @@
 // The passes of sample.h, compiled for one instruction set (the including file's name chooses the flags).
 #pragma once
 
-#include "sample.h"
+#include "kernels.h"
 #include "step_lanes.h"
 
 namespace {
@@ -48,6 +48,13 @@ void keep(const float* x, int64_t n, float largest, float inverse, float floor, 
         }
         sums[block] = static_cast<double>(sum_of(sum));
     }
+}
+
+constexpr ts::Kernels with_sampling(ts::Kernels k) {
+    k.largest = largest;
+    k.weigh = weigh;
+    k.keep = keep;
+    return k;
 }
 
 }  // namespace

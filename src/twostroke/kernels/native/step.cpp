@@ -11,27 +11,8 @@
 
 #include "pool.h"
 #include "step_run.h"
-#include "targets.h"
 
 namespace ts {
-namespace {
-
-const StepKernels& choose_kernels() {
-#if defined(__x86_64__)
-    switch (target()) {
-        case Target::Amx: return step_kernels_amx();
-        case Target::Avx512Bf16: return step_kernels_avx512bf16();
-        case Target::Avx512: return step_kernels_avx512();
-        case Target::AvxVnni:
-        case Target::Avx2: return step_kernels_avx2();
-        case Target::Plain: break;
-    }
-#endif
-    return step_kernels_plain();
-}
-
-}  // namespace
-
 Step::Step(const StepModel& model) : m_(model), ops_(model.ops, model.ops + model.n_ops) {
     kv_.type = static_cast<KvType>(m_.kv_type);
     kv_.head_dim = m_.head_dim;
@@ -55,7 +36,7 @@ Step::Step(const StepModel& model) : m_(model), ops_(model.ops, model.ops + mode
 
 void Step::run(const StepBatch& batch) {
     batch_ = &batch;
-    kernels_ = &choose_kernels();
+    kernels_ = &kernels();
     alone_ = batch.n_threads == 1;
     place_rows();
     if (alone_) {

@@ -47,7 +47,7 @@ struct StepModel {
     int64_t n_ops;
     int32_t kv_type, unused;
     int64_t page_tokens, n_slots;
-    uint8_t* keys;  // (layers, K, tiles) of step_kernels.h
+    uint8_t* keys;  // (layers, K, tiles) of attention.h
     uint8_t* values;
     float* key_scales;  // int8: (layers, K, slots)
     float* value_scales;

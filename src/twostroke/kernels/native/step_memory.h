@@ -47,7 +47,7 @@ public:
     // Views rows of x (m, k); rows [first, last) are made now.
     Rows make(Format format, const float* x, int64_t m, int64_t k, int64_t first, int64_t last) {
         Rows rows{m, x, bf16_.get(), codes_.get(), scales_.get(), sums_.get()};
-        prepare_rows(format, x, m, k, rows, first, last);
+        prepare_rows(format, x, k, rows, first, last);
         return rows;
     }
 

@@ -8,8 +8,8 @@
 #include <memory>
 #include <vector>
 
+#include "kernels.h"
 #include "step.h"
-#include "step_kernels.h"
 #include "step_memory.h"
 #include "step_tasks.h"
 
@@ -76,7 +76,7 @@ private:
 
     const StepModel m_;
     const std::vector<StepOp> ops_;
-    const StepKernels* kernels_ = nullptr;
+    const Kernels* kernels_ = nullptr;
     const StepBatch* batch_ = nullptr;
     KvLayout kv_{};
     int64_t q_width_ = 0, qkv_width_ = 0, widest_ = 0, n_rows_ = 0, n_counters_ = 0;

@@ -7,8 +7,8 @@
 #include <memory>
 #include <vector>
 
+#include "kernels.h"
 #include "step.h"
-#include "step_kernels.h"
 
 namespace ts {
 

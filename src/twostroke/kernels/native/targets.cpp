@@ -2,23 +2,27 @@
 
 #include <atomic>
 
-#include "products.h"
-
 namespace ts {
 namespace {
 
 Features ask() {
     Features found = cpu();
 #if defined(__x86_64__)
-    if (amx::emulates_tiles()) found |= kTiles;
-    if (holds(found, Target::Amx) && !amx::works()) found &= ~kTiles;
+    if (amx_is_emulated()) found |= kAmx;
+    if ((found & kAmx) == kAmx && (found & kAvx512Bf16) == kAvx512Bf16 && !amx_works()) found &= ~kAmx;
 #endif
     return found;
 }
 
-std::atomic<Target>& in_use() {
-    static std::atomic<Target> target{choose(features())};
-    return target;
+struct InUse {
+    std::atomic<int> target;
+    std::atomic<const Kernels*> kernels;
+    explicit InUse(int chosen) : target(chosen), kernels(&kTargets[chosen].kernels()) {}
+};
+
+InUse& in_use() {
+    static InUse chosen{choose(features())};
+    return chosen;
 }
 
 }  // namespace
@@ -28,8 +32,14 @@ Features features() {
     return found;
 }
 
-Target target() { return in_use().load(std::memory_order_relaxed); }
+const Kernels& kernels() { return *in_use().kernels.load(std::memory_order_relaxed); }
 
-Target set_target(int wanted) { return in_use() = choose(features(), wanted); }
+int target() { return in_use().target.load(std::memory_order_relaxed); }
+
+int set_target(int wanted) {
+    const int chosen = choose(features(), wanted);
+    in_use().kernels = &kTargets[chosen].kernels();
+    return in_use().target = chosen;
+}
 
 }  // namespace ts

@@ -22,12 +22,7 @@ struct TrainingAttention {
     int64_t rope_rows;       // 1 or n_rows
 };
 
-namespace avx512bf16 {
-// out [b][t][heads][width] bf16; log_sums [b][heads][t], of base 2, which backward needs.
-void attend(const TrainingAttention&, uint16_t* out, float* log_sums);
-// qkv_gradient in the layout of qkv, all of it written.
-void attend_backward(const TrainingAttention&, const uint16_t* out, const float* log_sums, const uint16_t* out_gradient,
-                     uint16_t* qkv_gradient);
-}  // namespace avx512bf16
-
+// What a target's table has for it.
+//   train_attention            out [b][t][heads][width] bf16; log_sums [b][heads][t], of base 2, which backward needs.
+//   train_attention_backward   qkv_gradient in the layout of qkv, all of it written.
 }  // namespace ts

@@ -1,4 +1,5 @@
 // training_attention.h by AVX-512-BF16: blocks of 64 queries by 64 keys.
+#include "kernels.h"
 #include "pool.h"
 #include "training_attention.h"
 #include "training_attention_blocks.h"
@@ -10,7 +11,7 @@
 #include <cstring>
 #include <memory>
 
-namespace ts::avx512bf16 {
+namespace ts {
 namespace {
 
 // One row and key head of the batch, and where its parts lie.
@@ -287,8 +288,6 @@ void over_parts(const TrainingAttention& shape, Call&& call) {
     });
 }
 
-}  // namespace
-
 void attend(const TrainingAttention& shape, uint16_t* out, float* log_sums) {
     over_parts<Forward>(shape, [&](Forward& work, const Part& part) { work.run(part, out, log_sums); });
 }
@@ -299,4 +298,11 @@ void attend_backward(const TrainingAttention& shape, const uint16_t* out, const 
         shape, [&](Backward& work, const Part& part) { work.run(part, out, log_sums, out_gradient, qkv_gradient); });
 }
 
-}  // namespace ts::avx512bf16
+}  // namespace
+}  // namespace ts
+
+ts::Kernels ts::with_avx512bf16_training(Kernels k) {
+    k.train_attention = attend;
+    k.train_attention_backward = attend_backward;
+    return k;
+}

@@ -16,7 +16,7 @@
 
 #include <cstdint>
 
-namespace ts::avx512bf16 {
+namespace ts {
 namespace {
 
 constexpr int64_t kBlock = 64, kPairs = kBlock / 2, kLanes = 16;
@@ -147,4 +147,4 @@ inline void turn_back(const float* from, float scale, const float* cos, const fl
 }
 
 }  // namespace
-}  // namespace ts::avx512bf16
+}  // namespace ts

@@ -1,8 +1,11 @@
-// AVX-512 with vdpbf16ps: products of bf16 rows. Everything else is AVX-512's.
+// Products of bf16 rows and attention by vdpbf16ps; norms and activations compiled beside them. Everything else is
+// AVX-512's.
+#include "attention_body.h"
 #include "blocks_avx512.h"
-#include "products.h"
+#include "elementwise_body.h"
+#include "kernels.h"
 
-namespace ts::avx512bf16 {
+namespace ts {
 namespace {
 
 struct Bf16 {
@@ -32,17 +35,19 @@ struct Bf16 {
     }
 };
 
-}  // namespace
-
-void product(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
-    if (w.format != Format::BF16) return avx512::product(w, rows, n0, n1, y, ldy, add);
+void product_avx512bf16(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
+    if (w.format != Format::BF16) return kernels_avx512().product(w, rows, n0, n1, y, ldy, add);
     product_by<Bf16, Fit512>(w, rows, n0, n1, y, ldy, add);
 }
 
-void prepare_rows(Format format, const float* x, int64_t k, Rows& out, int64_t first, int64_t last) {
-    avx512::prepare_rows(format, x, k, out, first, last);
+}  // namespace
+}  // namespace ts
+
+const ts::Kernels& ts::kernels_avx512bf16() {
+    static const Kernels made = [] {
+        Kernels k = with_avx512bf16_training(with_attention(with_elementwise(kernels_avx512())));
+        k.product = product_avx512bf16;
+        return k;
+    }();
+    return made;
 }
-
-uint64_t sum_words(const uint64_t* words, int64_t n_words) { return avx512::sum_words(words, n_words); }
-
-}  // namespace ts::avx512bf16

@@ -2,11 +2,11 @@
 #include "bf16_amx.h"
 #include "blocks_amx.h"
 #include "int4_amx.h"
-#include "products.h"
+#include "kernels.h"
 
 #include <chrono>
 
-namespace ts::amx {
+namespace ts {
 namespace {
 
 template <Format F>
@@ -58,7 +58,7 @@ struct Trial {
             product_by<FewBf16, FitFewBf16>(w, rows, 0, N, expected, N, false);
             return std::memcmp(found, expected, sizeof found) == 0;
         }
-        avx512bf16::product(w, rows, 0, N, expected, N, false);
+        kernels_avx512bf16().product(w, rows, 0, N, expected, N, false);
         for (int64_t i = 0; i < M * N; ++i) {
             const float difference = found[i] - expected[i];
             // bf16: sums of 160 products up to 4, added in another order
@@ -100,7 +100,7 @@ int64_t measured_least_rows() {
     for (int64_t m : {2, 3, 4, 6, 8, 12, 16, 24, 32}) {
         const Rows rows{m, nullptr, nullptr, buffers->codes, buffers->scales, buffers->sums};
         const double tiles = seconds([&] { product_by_tiles<F>(w, rows, 0, n, buffers->y, n, false); });
-        if (tiles < seconds([&] { avx512::product(w, rows, 0, n, buffers->y, n, false); })) {
+        if (tiles < seconds([&] { kernels_avx512().product(w, rows, 0, n, buffers->y, n, false); })) {
             least = m;
             break;
         }
@@ -122,21 +122,7 @@ bool enough_rows(const Rows& rows) {
     return rows.m >= least_rows;
 }
 
-}  // namespace
-
-bool emulates_tiles() {
-#ifdef TS_EMULATE_TILES
-    return true;
-#else
-    return false;
-#endif
-}
-
-bool works() {
-    return Trial<Format::W8A8>().agrees() && Trial<Format::INT4>().agrees() && Trial<Format::BF16>().agrees();
-}
-
-void product(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
+void product_by_shape(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
     if (w.format == Format::BF16) {
         // Never in avx512bf16's order: for few rows another than for many would make a row depend on its neighbours.
         if (few_enough(rows)) return product_by<FewBf16, FitFewBf16>(w, rows, n0, n1, y, ldy, add);
@@ -146,13 +132,30 @@ void product(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y
         return product_by_tiles<Format::W8A8>(w, rows, n0, n1, y, ldy, add);
     if (w.format == Format::INT4 && enough_rows<Format::INT4>(rows))
         return product_by_tiles<Format::INT4>(w, rows, n0, n1, y, ldy, add);
-    avx512::product(w, rows, n0, n1, y, ldy, add);
+    kernels_avx512().product(w, rows, n0, n1, y, ldy, add);
 }
 
-void prepare_rows(Format format, const float* x, int64_t k, Rows& out, int64_t first, int64_t last) {
-    avx512::prepare_rows(format, x, k, out, first, last);
+}  // namespace
+
+bool amx_is_emulated() {
+#ifdef TS_EMULATE_TILES
+    return true;
+#else
+    return false;
+#endif
 }
 
-uint64_t sum_words(const uint64_t* words, int64_t n_words) { return avx512::sum_words(words, n_words); }
+bool amx_works() {
+    return Trial<Format::W8A8>().agrees() && Trial<Format::INT4>().agrees() && Trial<Format::BF16>().agrees();
+}
 
-}  // namespace ts::amx
+}  // namespace ts
+
+const ts::Kernels& ts::kernels_amx() {
+    static const Kernels made = [] {
+        Kernels k = with_amx_attention(kernels_avx512bf16());
+        k.product = product_by_shape;
+        return k;
+    }();
+    return made;
+}

@@ -1,0 +1,46 @@
+// How keys and values lie in the cache, and what attention over them is asked for.
+#pragma once
+
+#include <cstdint>
+
+namespace ts {
+
+// Keys and values of one layer: slots of tokens in tiles of 16, whatever the page size, so that a page table of slots
+// is all that attention follows. Keys of a tile are (pairs of D, 16 slots, pair), values (pairs of slots, D, pair); a
+// pair is two neighbouring numbers in bf16 and int8, one in fp32. So sixteen keys are one vector and no sum crosses
+// lanes.
+enum class KvType : int32_t { F32 = 0, BF16 = 1, INT8 = 2 };
+constexpr int kTile = 16;
+constexpr int kBlock =
+    64;  // keys of one pass of the online softmax; block borders are multiples of it in every request
+constexpr int kSpan = 256;  // keys whose softmax is computed apart and combined in order: what threads may share out
+
+struct KvLayout {
+    KvType type;
+    int64_t head_dim, page_tokens;
+    int64_t key_tile_bytes, value_tile_bytes;  // of one head
+};
+
+struct KvHead {  // one key head and its value head in one layer
+    uint8_t* keys;
+    uint8_t* values;
+    float* key_scales;  // int8: one number a slot
+    float* value_scales;
+};
+
+// Query tokens of one request against one KV head.
+struct AttendTask {
+    const float* queries;  // first token's first head of the group; tokens lie query_stride apart, heads head_dim
+    int64_t query_stride;
+    float* mixed;  // the same for the result
+    int64_t mixed_stride;
+    const int64_t* pages;  // the request's page table
+    int64_t first_position;
+    int32_t n_tokens, group;
+    int64_t window;              // 0: none
+    int64_t first_key, end_key;  // no row sees a key before or behind; shared out only at multiples of kSpan
+    float* partial;  // null: write mixed; else for each span: a maximum and a sum of weights for each row, (rows, D)
+                     // sums of values
+};
+
+}  // namespace ts

@@ -1,0 +1,74 @@
+// One table of functions a target. The rows of targets.h name them; kernels_<target>.cpp fills one, from the bodies
+// that are compiled for it and from the table of a lesser target for what it has no better way to do.
+#pragma once
+
+#include <cstdint>
+
+#include "attention.h"
+#include "matrix.h"
+#include "training_attention.h"
+
+namespace ts {
+
+// The largest of some numbers and its first place; NaN where one of them is not finite.
+struct Best {
+    float value;
+    int64_t index;
+};
+
+constexpr int64_t kSampleBlock =
+    64;  // weights whose sum and largest are kept, so that a later look skips what is too small
+
+struct Kernels {
+    // Matrix products: matrix.h has their meaning.
+    void (*product)(const Matrix&, const Rows&, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add);
+    void (*prepare_rows)(Format, const float* x, int64_t k, Rows& out, int64_t first, int64_t last);
+    uint64_t (*sum_words)(const uint64_t* words, int64_t n_words);  // for measuring how fast memory is read
+
+    // Rows of activations.
+    void (*embed)(const void* table, int32_t type, int64_t token, int64_t n, float* x, bool add);
+    void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* y);
+    void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* y);
+    void (*turn)(float* head, const float* cosines, const float* sines, int64_t head_dim);
+    void (*store_kv)(const KvLayout&, const KvHead&, const float* key, const float* value, int64_t slot);
+    void (*activate)(int32_t activation, const float* gate, const float* up, int64_t n, float* y);
+    Best (*best)(const float* x, int64_t n);
+
+    // Attention over the cache. task_rows: query rows (tokens × heads of a group) of one task, one token's heads at
+    // least.
+    int64_t (*task_rows)(const KvLayout&);
+    int64_t (*attend_scratch_bytes)(const KvLayout&, int64_t group);
+    void (*attend)(const KvLayout&, const KvHead&, const AttendTask&, float scale, void* scratch);
+    void (*combine)(const KvLayout&, const AttendTask&, int64_t n_spans);
+
+    // Passes over a row of logits. weigh: weights[i] = exp((x[i] − largest)·inverse), and of each block of them the sum
+    // and the largest. keep: weights become 0 but where x ≥ floor and (x − largest)·inverse ≥ least; the sums of the
+    // blocks follow.
+    float (*largest)(const float* x, int64_t n);
+    void (*weigh)(const float* x, int64_t n, float largest, float inverse, float* weights, double* sums, float* most);
+    void (*keep)(const float* x, int64_t n, float largest, float inverse, float floor, float least, float* weights,
+                 double* sums);
+
+    // Attention of training (training_attention.h); null where a target has none.
+    void (*train_attention)(const TrainingAttention&, uint16_t* out, float* log_sums);
+    void (*train_attention_backward)(const TrainingAttention&, const uint16_t* out, const float* log_sums,
+                                     const uint16_t* out_gradient, uint16_t* qkv_gradient);
+};
+
+const Kernels& kernels();  // of the target in use
+
+const Kernels& kernels_plain();
+#if defined(__x86_64__)
+const Kernels& kernels_avx2();
+const Kernels& kernels_avxvnni();
+const Kernels& kernels_avx512();
+const Kernels& kernels_avx512bf16();
+const Kernels& kernels_amx();
+bool amx_is_emulated();  // compiled with plain C++ in the place of tiles
+bool amx_works();        // the products of tiles agree with those of AVX-512; asked only where there are tiles
+// Parts of a table in files of their own.
+Kernels with_avx512bf16_training(Kernels);
+Kernels with_amx_attention(Kernels);
+#endif
+
+}  // namespace ts
