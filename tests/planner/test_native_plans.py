@@ -39,11 +39,14 @@ from twostroke.planner.native_products import (
 )
 from twostroke.planner.params import block_products
 from twostroke.planner.serving import ServingPlan, ServingShape, plan_serving
+from twostroke.planner.speculation import Speculation
 from twostroke.planner.weights import kv_bytes_per_token, weights_bytes
 from twostroke.planner.work import total_seconds
 from twostroke.quantization.convert import quantize_model
 from twostroke.quantization.fitting import Fitted
 from twostroke.quantization.held import held
+from twostroke.scheduling.sampling_params import SamplingParams
+from twostroke.scheduling.step import logits_bytes
 
 
 def plan(spec: ModelSpec | None = None, hardware: Hardware | None = None, **changes: object) -> ServingPlan:
@@ -80,6 +83,28 @@ def test_a_quantised_directory_is_planned_as_it_is(tmp_path: Path, scheme: str) 
     assert planned.kv_cache_bytes == core.kv_cache_bytes
     on_disk = sum(file.stat().st_size for file in (tmp_path / "q").glob("*.safetensors"))
     assert planned.model_bytes == pytest.approx(on_disk, rel=0.02)  # names and shapes beside the numbers
+
+
+@pytest.mark.skipif(library() is None, reason=why_absent())
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_logits_of_a_step_are_planned_as_the_engine_holds_them(tmp_path: Path, batch: int) -> None:
+    core = EngineCore(saved("llama", tmp_path / "m")[1], EngineConfig(n_threads=1, kv_cache_bytes=2**20, runner="native"))
+    for i in range(batch):
+        core.add_request(str(i), [5, 6, 7], SamplingParams(max_tokens=3, ignore_eos=True))
+    while core.has_work:
+        core.step()
+    planned = plan(core.spec, batch=batch, prompt_tokens=3, output_tokens=3, kv_cache_bytes=2**20)
+    assert planned.memory_bytes["logits"] == core._runner._logits.nbytes  # type: ignore[union-attr]
+    config = core.scheduler.config
+    most = plan(core.spec, batch=config.max_running, prompt_tokens=3, output_tokens=3).memory_bytes["logits"]
+    assert core.logits_bytes == most + logits_bytes(core.spec.vocab_size, config.most_scored_rows)
+
+
+def test_drafted_tokens_have_logits_of_their_own() -> None:
+    spec = small_llama()
+    one = plan(spec, load_hardware("h100"), batch=8).memory_bytes["logits"]
+    drafted = plan(spec, load_hardware("h100"), batch=8, speculation=Speculation(3, 0.7, 0.1)).memory_bytes["logits"]
+    assert (one, drafted) == (8 * 4 * spec.vocab_size, 4 * one)
 
 
 MIXED = ("blocks.0.attn.qkv.weight", "blocks.1.mlp.down.weight", "blocks.2.mlp.gate_up.weight", "blocks.2.mlp.up.weight")

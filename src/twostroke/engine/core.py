@@ -39,7 +39,7 @@ from twostroke.quantization.schemes import stored_scheme
 from twostroke.scheduling.request import FinishReason, Request
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig
-from twostroke.scheduling.step import scored_rows
+from twostroke.scheduling.step import logits_bytes, scored_rows
 
 RUNNERS = ("native", "torch")
 
@@ -350,7 +350,7 @@ class EngineCore:
     def logits_bytes(self) -> int:
         """Most that the logits of a step take: a row for each running request, and those of prompts that are scored."""
         config = self.scheduler.config
-        return 4 * self.spec.vocab_size * (config.max_running + min(config.token_budget, config.scored_rows or 0))
+        return logits_bytes(self.spec.vocab_size, config.max_running + config.most_scored_rows)
 
     def stats(self) -> EngineStats:
         """The counters, as they are now."""

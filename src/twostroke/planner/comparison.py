@@ -357,6 +357,7 @@ def _memory_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableRow]
         _row(section, "gradients", *terms("gradients", None, "gradients_bytes", None)),
         _row(section, "optimizer state", *terms("optimizer", None, "optimizer_bytes", None)),
         _row(section, "activations", *terms("activations", "activations", "activations_bytes", "activations_bytes")),
+        _row(section, "logits", *terms(None, "logits", None, None)),
         _row(section, "KV cache", *terms(None, "kv_cache", None, "kv_cache_bytes")),
         *[
             _row(section, label, *terms(term, None, None, None))

@@ -35,6 +35,7 @@ from twostroke.planner.step_time import (
 from twostroke.planner.weights import SCHEMES as WEIGHT_SCHEMES
 from twostroke.planner.weights import kv_bytes_per_token, mixed_weights_bytes, scheme_of, weights_bytes
 from twostroke.planner.work import Work, merge, total_seconds
+from twostroke.scheduling.step import logits_bytes
 
 SCHEMES = tuple(WEIGHT_SCHEMES)
 """Weight schemes that can be planned on a datasheet's accelerators."""
@@ -117,6 +118,12 @@ class ServingShape:
         return self.batch // self.answers
 
     @property
+    def sampled_rows(self) -> int:
+        """Rows of logits of one step on one device: a token of each request of an attention group, and its drafted tokens."""
+        tokens = 1 if self.speculation is None else self.speculation.draft_tokens + 1
+        return -(-self.batch // self.placement.attention_groups) * tokens
+
+    @property
     def hit_tokens(self) -> int:
         """Prompt tokens that are found in the cache: whole pages, never the last token."""
         return min(int(self.prefix_hit_share * self.prompt_tokens) // PAGE_TOKENS * PAGE_TOKENS, self.prompt_tokens - 1)
@@ -161,7 +168,8 @@ class ServingPlan:
     parameters: Parameters
     memory_bytes: dict[str, float]
     """By term. The native engine's cache takes memory as it is touched: what the batch's requests touch is counted, and a
-    server that runs on fills it up to ``kv_cache_bytes``."""
+    server that runs on fills it up to ``kv_cache_bytes``. Logits are those of the batch: ``prompt_logprobs`` take up to
+    ``scheduling.step.scored_rows`` rows more."""
 
     kv_bytes_per_token: float
     pages: int
@@ -628,6 +636,7 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
             "weights": weights,
             "kv_cache": touched,
             "activations": activations,
+            "logits": logits_bytes(spec.vocab_size, shape.sampled_rows),
             "process": process,
         },
         kv_bytes_per_token=kv_bytes_per_token(spec, shape.cache_dtype),

@@ -16,7 +16,12 @@ LEAST_SCORED_ROWS = 16
 
 def scored_rows(vocab_size: int) -> int:
     """Tokens of prompts whose probabilities one step computes at most."""
-    return max(LEAST_SCORED_ROWS, SCORED_LOGITS_BYTES // (4 * vocab_size))
+    return max(LEAST_SCORED_ROWS, SCORED_LOGITS_BYTES // logits_bytes(vocab_size, 1))
+
+
+def logits_bytes(vocab_size: int, n_rows: int) -> int:
+    """What the logits of a step take, in fp32: a row of the vocabulary for each token that is sampled or scored."""
+    return 4 * vocab_size * n_rows
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,11 @@ class SchedulerConfig:
                 f"token_budget={self.token_budget} must be at least max_running={self.max_running}, "
                 "or decoding requests would wait for one another."
             )
+
+    @property
+    def most_scored_rows(self) -> int:
+        """Tokens of prompts that a step scores at most."""
+        return self.token_budget if self.scored_rows is None else min(self.token_budget, self.scored_rows)
 
 
 @dataclass(frozen=True)

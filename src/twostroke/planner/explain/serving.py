@@ -187,6 +187,12 @@ def _memory(terms: Explanation, plan: ServingPlan) -> None:
         "memory", "kv_cache_bytes", plan.kv_cache_bytes, "bytes", f"pages·page·kv_bytes_per_token{over}",
         "whole pages of the cache the engine takes, one device", **numbers,
     )  # fmt: skip
+    guess = shape.speculation
+    terms.add(
+        "memory", "logits_bytes", plan.memory_bytes["logits"], "bytes", f"4·V·⌈B/groups⌉{'' if guess is None else '·(γ + 1)'}",
+        "a step's logits in fp32: a row for each token that is drawn or checked", V=spec.vocab_size, B=shape.batch,
+        groups=at.attention_groups, **({} if guess is None else {"γ": guess.draft_tokens}),
+    )  # fmt: skip
     if runs_natively(spec, shape, hardware):
         _native_memory(terms, plan)
         return
@@ -197,7 +203,8 @@ def _memory(terms: Explanation, plan: ServingPlan) -> None:
     )  # fmt: skip
     terms.add(
         "memory", "peak_memory_bytes", plan.peak_memory_bytes, "bytes",
-        "weights_bytes + kv_cache_bytes + activations_bytes + process", "all are held while serving", process=process,
+        "weights_bytes + kv_cache_bytes + activations_bytes + logits_bytes + process", "all are held while serving",
+        process=process,
     )  # fmt: skip
 
 
@@ -219,8 +226,8 @@ def _native_memory(terms: Explanation, plan: ServingPlan) -> None:
     )  # fmt: skip
     terms.add(
         "memory", "peak_memory_bytes", plan.peak_memory_bytes, "bytes",
-        "weights_bytes + kv_touched_bytes + activations_bytes + process", "the process with torch and the engine imported",
-        process=process,
+        "weights_bytes + kv_touched_bytes + activations_bytes + logits_bytes + process",
+        "the process with torch and the engine imported", process=process,
     )  # fmt: skip
 
 

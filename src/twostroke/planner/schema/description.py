@@ -450,6 +450,7 @@ OBJECTS: dict[str, tuple[str, Fields]] = {
             "weights": ("number", "bytes"),
             "kv_cache": ("number", "whole pages"),
             "activations": ("number", "of the longest prefill"),
+            "logits": ("number", "of a step of the batch, fp32"),
             "process": ("number", "resident memory at rest (CPU)"),
             "peak": ("number", "sum of the terms"),
         },
