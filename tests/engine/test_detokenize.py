@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 import subprocess
 import sys
@@ -186,6 +187,62 @@ def test_a_token_costs_no_more_at_the_end_of_a_long_answer(pool: list[int], seed
         # A run of PIECES' byte tokens that is no UTF-8 is U+FFFD throughout, also what was whole before: that is passed on.
         assert tokenizer is PIECES or text == tokenizer.decode(ids)
         assert counting.n_decoded < 100 * len(ids), "a thousand for each, where the window grows with the answer"
+
+
+def added(detokenizer: IncrementalDetokenizer, pieces: list[list[int]]) -> str:
+    return "".join(detokenizer.add(piece) for piece in pieces) + detokenizer.finish()
+
+
+SOUP = st.lists(st.sampled_from([0, 0x62, 0x81, 0xA0, 0xC4, 0xE3, 0xF0, 257, 258, 259, 260, 999]), max_size=60)
+LENGTHS: dict[int, dict[int, int]] = {0: {}, 1: {}}
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(ids=SOUP, cuts=st.lists(st.integers(0, 60), max_size=8), keep_special=st.booleans())
+def test_ids_that_come_together_have_the_text_of_one_after_another(ids: list[int], cuts: list[int], keep_special: bool) -> None:
+    """So a stream and a whole answer are the same; half characters, special and unknown tokens in any order."""
+    edges = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
+    together = [ids[begin:end] for begin, end in itertools.pairwise(edges)]
+    for tokenizer in (BYTES, PIECES):
+        shared = LENGTHS[tokenizer is PIECES] if not keep_special else {}
+        found = added(IncrementalDetokenizer(tokenizer, keep_special=keep_special, lengths=shared), together)
+        alone = added(IncrementalDetokenizer(tokenizer, keep_special=keep_special), [[i] for i in ids])
+        assert found == alone
+        whole = tokenizer.decode(ids, skip_special_tokens=not keep_special)
+        assert "\ufffd" in whole or found == whole
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(text=st.text(alphabet="ab é€👍\n", max_size=30), cuts=st.lists(st.integers(0, 90), max_size=6))
+def test_characters_of_several_tokens_come_whole_however_their_tokens_come(text: str, cuts: list[int]) -> None:
+    ids = ids_of(text.encode())
+    edges = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
+    detokenizer = IncrementalDetokenizer(BYTES)
+    pieces = [detokenizer.add(ids[begin:end]) for begin, end in itertools.pairwise(edges)]
+    assert "\ufffd" not in "".join(pieces)
+    assert "".join(pieces) + detokenizer.finish() == text
+
+
+def test_a_space_behind_a_token_without_text_is_kept() -> None:
+    ids = [258, 0, 999, 0, 259]
+    assert added(IncrementalDetokenizer(PIECES), [[i] for i in ids]) == PIECES.decode(ids) == "Once upon"
+
+
+def test_a_token_is_decoded_once_and_a_whole_answer_in_two_calls() -> None:
+    class Calls:
+        n = 0
+
+        def decode(self, ids: list[int], **options: bool) -> str:
+            self.n += 1
+            return str(BYTES.decode(ids, **options))
+
+    ids, lengths = ids_of(b"hello there, who is it"), dict[int, int]()
+    for tokenizer in (Calls(), Calls()):
+        added(IncrementalDetokenizer(tokenizer, lengths=lengths), [[i] for i in ids])
+    assert tokenizer.n == len(ids)
+    tokenizer = Calls()
+    assert added(IncrementalDetokenizer(tokenizer, lengths=lengths), [ids[:1], ids[1:]]) == "hello there, who is it"
+    assert tokenizer.n == 2
 
 
 def test_a_stop_strings_beginning_is_compared_once_for_each_character_it_holds_back() -> None:

@@ -14,6 +14,9 @@ CONTEXT_TOKENS = 6
 """Prompt tokens that the first text is decoded after: some decoders drop the space in front of a text's first word."""
 
 _LONG_PENDING = 32
+_ENDS = (1, 2, 3, 4, 16)
+"""Ids that may stay as context: a character has at most 4 bytes, each perhaps a token; more where the last have no text."""
+_MOST_LENGTHS = 2**14
 
 
 class IncrementalDetokenizer:
@@ -25,7 +28,9 @@ class IncrementalDetokenizer:
     ``keep_stop``: the text ends behind the stop string.
 
     The window of ids that is decoded again for each new one starts where the text was last whole (the method of TGI and vLLM),
-    so a long answer costs no more a token than a short one.
+    so a long answer costs no more a token than a short one. Ids that come together are decoded together where no stop string
+    is looked for and their text is whole. ``lengths`` remembers how long single tokens' texts are: answers that share it, of
+    one tokenizer and one ``keep_special``, decode once a token and not twice.
     """
 
     def __init__(
@@ -37,8 +42,10 @@ class IncrementalDetokenizer:
         prompt_ids: Sequence[int] = (),
         keep_special: bool = False,
         keep_stop: bool = False,
+        lengths: dict[int, int] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._lengths = {} if lengths is None else lengths
         self._skip_special = not keep_special
         self._keep_stop = keep_stop
         self._stop = tuple(stop)
@@ -47,6 +54,7 @@ class IncrementalDetokenizer:
         self._ids: list[int] = list(prompt_ids[-CONTEXT_TOKENS:])
         self._read = len(self._ids)  # ids up to here were whole text when it was last looked at
         self._sent = len(self._decode(self._ids).rstrip(REPLACEMENT))  # characters of the window that were passed on
+        self._whole = False  # all of the window's text was passed on, and its beginning is no longer needed
         self._held = ""  # passed on by the window, but perhaps the beginning of a stop string
         self._begun = [0] * len(self._stop)  # of each stop string: how many of the characters held are its beginning
         self.n_tokens = 0
@@ -55,21 +63,39 @@ class IncrementalDetokenizer:
 
     @classmethod
     def of(
-        cls, tokenizer: Any, params: SamplingParams, eos_token_ids: Iterable[int], prompt_ids: Sequence[int]
+        cls,
+        tokenizer: Any,
+        params: SamplingParams,
+        eos_token_ids: Iterable[int],
+        prompt_ids: Sequence[int],
+        lengths: dict[bool, dict[int, int]] | None = None,
     ) -> IncrementalDetokenizer:
-        """As ``params`` ask for: the tokens that end the answer have no text, unless ``include_stop_str_in_output``."""
+        """As ``params`` ask for: the tokens that end the answer have no text, unless ``include_stop_str_in_output``.
+        ``lengths`` are those of each ``skip_special_tokens``."""
         keep_stop = params.include_stop_str_in_output
         hidden = () if keep_stop else (*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids))
-        return cls(tokenizer, params.stop, hidden, params.min_tokens, prompt_ids, not params.skip_special_tokens, keep_stop)
+        skip, shared = params.skip_special_tokens, None
+        if lengths is not None:
+            shared = lengths.setdefault(skip, {})
+        return cls(tokenizer, params.stop, hidden, params.min_tokens, prompt_ids, not skip, keep_stop, shared)
 
     def add(self, token_ids: Iterable[int]) -> str:
         """Text that became certain with ``token_ids``."""
+        ids = list(token_ids)
+        if len(ids) > 1 and not self._stop:
+            self._keep_end()
+            grown = self._ids + [token for token in ids if token not in self._hidden]
+            whole = self._decode(grown)
+            if REPLACEMENT not in whole:
+                self.n_tokens += len(ids)
+                return self._pass_on(grown, whole)
         text = ""
-        for token in token_ids:
+        for token in ids:
             if self.stopped:
                 break
             self.n_tokens += 1
             if token not in self._hidden:
+                self._keep_end()
                 self._ids.append(token)
                 text += self._release(self._grown_text())
         return text
@@ -78,7 +104,7 @@ class IncrementalDetokenizer:
         """The rest: no token comes any more, so an incomplete character stands as U+FFFD."""
         if self.stopped:
             return ""
-        rest = self._decode(self._ids)[self._sent :]
+        rest = "" if self._whole else self._decode(self._ids)[self._sent :]
         self._sent += len(rest)
         text = self._release(rest) + self._held
         self._held = ""
@@ -87,16 +113,46 @@ class IncrementalDetokenizer:
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)) if ids else ""
 
+    def _pass_on(self, ids: list[int], text: str) -> str:
+        """What of ``text``, the window's, is new; ``ids`` are the window now."""
+        new = text[self._sent :]
+        self._ids, self._read, self._sent, self._whole = ids, len(ids), len(text), True
+        return new
+
+    def _keep_end(self) -> None:
+        """Of a window whose text was passed on, keep only its last ids that have a whole text: the context of the next."""
+        if not self._whole:
+            return
+        self._whole = False
+        for n in _ENDS:
+            if n >= len(self._ids):
+                return
+            length = self._length(self._ids[-n:])
+            if length:
+                self._ids, self._read, self._sent = self._ids[-n:], n, length
+                return
+        if len(self._ids) > _LONG_PENDING:  # nothing but tokens without text
+            self._ids, self._read = self._ids[-n:], n
+            self._sent = len(self._decode(self._ids))
+
+    def _length(self, ids: list[int]) -> int:
+        """Characters of their text alone; 0 where it is not whole."""
+        known = self._lengths.get(ids[0]) if len(ids) == 1 else None
+        if known is None:
+            text = self._decode(ids)
+            known = 0 if REPLACEMENT in text else len(text)
+            if len(ids) == 1:
+                if len(self._lengths) >= _MOST_LENGTHS:
+                    self._lengths.clear()
+                self._lengths[ids[0]] = known
+        return known
+
     def _grown_text(self) -> str:
         """What the last id added, as far as later bytes cannot change it."""
         text = self._decode(self._ids)
         pending = len(self._ids) - self._read
         if not text.endswith(REPLACEMENT):
-            new = text[self._sent :]
-            self._ids = self._ids[self._read :]  # the last whole piece stays as context for the next
-            self._read = len(self._ids)
-            self._sent = len(self._decode(self._ids))
-            return new
+            return self._pass_on(self._ids, text)
         # A character has at most 4 bytes, so at most 3 may wait for their last; what stands before them is final. Decoders
         # that write one U+FFFD a byte show 3, others 1. Waiting is free while it is short, and is the usual case.
         if pending <= 4:

@@ -145,6 +145,7 @@ class LLM:
         self.engine = EngineCore(directory, config)
         self.directory = directory
         self.tokenizer = load_tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
+        self._lengths: dict[bool, dict[int, int]] = {}  # shared by the detokenizers of all answers
         self._numbers = itertools.count()
         self._inbox: dict[str, list[TokenEvent]] = {}
 
@@ -214,7 +215,7 @@ class LLM:
     def _detokenizer(self, params: SamplingParams, prompt_ids: list[int]) -> IncrementalDetokenizer | None:
         if self.tokenizer is None:
             return None
-        return IncrementalDetokenizer.of(self.tokenizer, params, self.engine.spec.eos_token_ids, prompt_ids)
+        return IncrementalDetokenizer.of(self.tokenizer, params, self.engine.spec.eos_token_ids, prompt_ids, self._lengths)
 
     def _run(self, requests: list[_Open]) -> Iterator[Delta]:
         named = {f"{next(self._numbers)}": request for request in requests}

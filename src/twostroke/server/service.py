@@ -317,7 +317,8 @@ class Generation:
             left_s = max(1e-3, left_s - (time.perf_counter() - self._started))
         eos = service.spec.eos_token_ids
         try:
-            readers = [IncrementalDetokenizer.of(service.text.tokenizer, params, eos, prompt.ids) for _ in range(params.n)]
+            text, n = service.text, params.n
+            readers = [IncrementalDetokenizer.of(text.tokenizer, params, eos, prompt.ids, text.lengths) for _ in range(n)]
         except BaseException as error:
             raise tokenizer_failed(error) from None
         try:

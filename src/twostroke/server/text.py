@@ -37,6 +37,8 @@ class ModelText:
         decoder = self.tokenizer.decoder
         # Not by the tokenizer's to_str(), which writes out the vocabulary to say it.
         self._byte_level = decoder is not None and '"ByteLevel"' in json.dumps(json.loads(decoder.__getstate__()))
+        self.lengths: dict[bool, dict[int, int]] = {}
+        """Shared by the detokenizers of all answers."""
         self._bytes_of: dict[int, bytes] = {}
         self._special = {id for id, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
         self._rendering = Turns("chat-template")
