@@ -83,14 +83,14 @@ def questions(calibrated: bool) -> Iterator[list[str]]:
                 turn += 1
                 yield ["plan", verb, str(ASSETS / "configs" / "hf" / name), "--hardware", device, *option.split()]
     for name in small[:2]:
-        config = str(ASSETS / "configs" / "hf" / name)
-        yield ["plan", "crossover", config, "--hardware", "h100-sxm", "--requests-per-day", "10000", "--tokens", "1e9"]
-        yield ["plan", "search", config, "--hardware", "h100-sxm", "--hardware", "epyc-9654", "--top", "4"]
+        model = str(ASSETS / "configs" / "hf" / name)
+        yield ["plan", "crossover", model, "--hardware", "h100-sxm", "--requests-per-day", "10000", "--tokens", "1e9"]
+        yield ["plan", "search", model, "--hardware", "h100-sxm", "--hardware", "epyc-9654", "--top", "4"]
     if calibrated:
         for scheme in ("fp32", "bf16", "int8", "int8_weight_only", "int4"):
             for batch in ("1", "8"):
-                config = str(ASSETS / "configs" / "hf" / small[0])
-                yield ["plan", "serve", config, "--hardware", "this", "--scheme", scheme, "--batch", batch]
+                model = str(ASSETS / "configs" / "hf" / small[0])
+                yield ["plan", "serve", model, "--hardware", "this", "--scheme", scheme, "--batch", batch]
 
 
 def asked(arguments: list[str]) -> Any:

@@ -145,7 +145,8 @@ def soup(served: Served, n: int, seed: int) -> None:
     rng = random.Random(seed)
     with httpx.Client(base_url=served.url, timeout=30, trust_env=False) as web:
         for _ in range(n):
-            prompt = [rng.randrange(echo_engine.VOCAB - 10) for _ in range(rng.randrange(1, 8))]
+            # Answer i of the echo engine begins 10 i tokens on, and must not begin with one of its commands.
+            prompt = [rng.randrange(echo_engine.VOCAB - 30) for _ in range(rng.randrange(1, 8))]
             body = {"model": "echo", "prompt": prompt, "max_tokens": rng.randrange(1, 300), "n": rng.randrange(1, 4)}
             whole = web.post("/v1/completions", json=body).json()
             text = [""] * body["n"]
