@@ -14,7 +14,7 @@ from twostroke.core.units import MIB
 from twostroke.kernels.native_library import library
 from twostroke.kernels.native_matrix import FORMATS as LIBRARY_FORMATS
 from twostroke.kernels.native_matrix import CMatrix, CRows
-from twostroke.planner.native_products import FORMATS
+from twostroke.planner.native_products import FORMATS, MANY_ROWS
 
 NATIVE_SCHEMES = tuple(FORMATS)
 NATIVE_ROWS = (1, 4, 16, 64, 512)
@@ -34,9 +34,8 @@ PREFETCH_BYTES = 64 * 1024
 SHARED_ROWS, CHUNK_ROWS = 48, 256
 """Up to so many rows threads share out each matrix; beyond, chunks of so many rows, as the engine's step does it."""
 
-MANY_ROWS = 256
 MANY_ROWS_BYTES = 8 * MIB
-"""From so many rows on, arithmetic binds whatever the cache: passes over fewer weights say the same sooner."""
+"""From ``MANY_ROWS`` on, passes over fewer weights say the same sooner."""
 
 PEAK_SIDE = 4096
 SLOW_PEAK_ROWS = 512

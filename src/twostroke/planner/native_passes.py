@@ -23,6 +23,7 @@ from twostroke.planner.native_anchors import (
     has_steps,
 )
 from twostroke.planner.native_products import (
+    MANY_ROWS,
     SCHEMES,
     native_matrices,
     native_product_bytes,
@@ -35,8 +36,6 @@ from twostroke.planner.work import Work, merge, total_seconds
 
 if TYPE_CHECKING:
     from twostroke.planner.serving import ServingShape
-
-MANY_ROWS = 512
 
 
 def product_work(product: Product, name: str, rows: int, working_set: float, hardware: Hardware) -> Work:

@@ -33,6 +33,9 @@ SCHEMES: dict[str, str] = {
 }
 """How our engine may hold the blocks' matrices → the product that computes them. int4 alone is in groups of 64."""
 
+MANY_ROWS = 512
+"""From so many rows on, arithmetic binds whatever the cache: the rate of so many is that of all."""
+
 TILE = 16
 INPUTS = 32
 _INPUT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int8_weight_only": 1.0, "int4": 0.5}
