@@ -106,6 +106,10 @@ class Fact:
         return "assumed" if self.source.startswith("assumed") else "datasheet"
 
 
+SLOT_BYTES_PER_S = 64e9
+"""One direction of a PCIe 5.0 ×16 slot (32 GT/s · 16 lanes ÷ 8): what every server has."""
+
+
 @dataclass(frozen=True)
 class Link:
     """A way from one device to others: a message of S bytes takes alpha_s + S / bytes_per_s.
@@ -123,6 +127,20 @@ class Link:
     def effective_bytes_per_s(self) -> float:
         """The rate that collectives reach: a measured one as it is, any other times ``ASSUMED_LINK_EFFICIENCY``."""
         return self.bytes_per_s if self.kind == "measured" else self.bytes_per_s * ASSUMED_LINK_EFFICIENCY
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether more was bought than what every server has: a switch or a mesh between the devices of a node, over which
+        engines have all-reduces of their own."""
+        return False
+
+
+class NodeLink(Link):
+    """A link between devices of one node."""
+
+    @property
+    def is_fast(self) -> bool:
+        return self.bytes_per_s > SLOT_BYTES_PER_S
 
 
 @dataclass(frozen=True, eq=False)  # by identity, so that what is derived from one can be cached
@@ -402,7 +420,7 @@ def _from_datasheet(name: str, table: dict[str, Any]) -> Hardware:
         op_launch_s=ASSUMED_LAUNCH_S[kind],
         linear_launch_s=ASSUMED_LAUNCH_S[kind],
         disk_write_bytes_per_s=ASSUMED_DISK_WRITE_BYTES_PER_S,
-        link=_link(facts, "link") if "link.bytes_per_s" in facts else network,
+        link=_link(facts, "link", NodeLink) if "link.bytes_per_s" in facts else network,
         network=network,
         devices_per_node=int(facts["devices_per_node"].value),
         watts=Price(watts.value, watts.kind, watts.source, watts.date),
@@ -412,10 +430,10 @@ def _from_datasheet(name: str, table: dict[str, Any]) -> Hardware:
     )
 
 
-def _link(facts: dict[str, Fact], name: str) -> Link:
+def _link(facts: dict[str, Fact], name: str, kind: type[Link] = Link) -> Link:
     """``<name>.bytes_per_s`` and ``<name>.alpha_s`` of a device's file."""
     rate, alpha = facts[f"{name}.bytes_per_s"], facts[f"{name}.alpha_s"]
-    return Link(alpha.value, rate.value, rate.kind, f"{rate.source}; alpha: {alpha.source}")
+    return kind(alpha.value, rate.value, rate.kind, f"{rate.source}; alpha: {alpha.source}")
 
 
 def hardware_from_profile(profile: MachineProfile) -> Hardware:
@@ -439,7 +457,7 @@ def hardware_from_profile(profile: MachineProfile) -> Hardware:
             link, network, per_node, place = sheet.link, sheet.network, max(1, len(f.gpus)), sheet.place
     x = profile.extras
     if "link_bytes_per_s" in x:
-        link = Link(
+        link = NodeLink(
             x["link_alpha_s"], x["link_bytes_per_s"], "measured", "calibrated collectives between ranks of this machine"
         )
         per_node = max(per_node, int(x["link_ranks"]))

@@ -18,9 +18,6 @@ from typing import Any
 from twostroke.planner.choosing import Behind, Candidate, DeviceResult
 from twostroke.planner.hardware import Hardware
 
-FAST_LINK_BYTES_PER_S = 64e9
-"""One direction of a PCIe 5.0 ×16 slot (32 GT/s · 16 lanes ÷ 8): what every server has. More was bought."""
-
 
 @dataclass(frozen=True)
 class LinkFinding:
@@ -114,8 +111,8 @@ def link_findings(results: Sequence[DeviceResult], machines: Mapping[str, Hardwa
     """Every device with a fast link that keeps the limits, against the cheapest a token without one; best device first. Empty
     where either kind is missing."""
     best = [r.best for r in results if r.best is not None and machines[r.device].kind == "gpu"]
-    fast = [c for c in best if machines[c.device].link.bytes_per_s > FAST_LINK_BYTES_PER_S]
-    plain = [c for c in best if machines[c.device].link.bytes_per_s <= FAST_LINK_BYTES_PER_S]
+    fast = [c for c in best if machines[c.device].link.is_fast]
+    plain = [c for c in best if not machines[c.device].link.is_fast]
     if not plain:
         return ()
     cheapest = min(plain, key=lambda c: c.order("cost"))

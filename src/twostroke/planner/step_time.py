@@ -316,10 +316,6 @@ class Pass:
         return whole + self.network_s(rates) + self.around_s(rates)
 
 
-FAST_LINK_BYTES_PER_S = 1e11
-"""Links above this rate are a switch or a mesh between devices, over which engines have all-reduces of their own."""
-
-
 @dataclass(frozen=True)
 class _Wire:
     alpha_s: float
@@ -330,7 +326,7 @@ def scaled_link(link: Link, rates: Efficiencies) -> Any:
     """``link`` as collectives of serving engines find it: the fitted α on a fast one, the fitted share of its rate."""
     if link.kind == "measured":
         return link
-    alpha = min(link.alpha_s, rates.message_s) if link.bytes_per_s > FAST_LINK_BYTES_PER_S else link.alpha_s
+    alpha = min(link.alpha_s, rates.message_s) if link.is_fast else link.alpha_s
     return _Wire(alpha, link.bytes_per_s * rates.link_share)
 
 
