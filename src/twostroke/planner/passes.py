@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from twostroke.core.dtypes import bytes_of
-from twostroke.core.policy import LOSS_CHUNK_ROWS, NEWTON_SCHULZ_STEPS, attends_explicitly
+from twostroke.core.policy import NEWTON_SCHULZ_STEPS, attends_explicitly, loss_chunk_rows
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.flops import mean_keys
 from twostroke.planner.hardware import ASSUMED_BANDWIDTH_EFFICIENCY, Hardware
@@ -171,7 +171,7 @@ def loss_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, tensor:
     the weight's gradient that reads and writes V·E·(w + 8) bytes.
     """
     head, tokens = head_on_rank(spec, tensor), shape.tokens_per_pass
-    rows = min(LOSS_CHUNK_ROWS, tokens) if shape.logits == "chunked" else tokens
+    rows = loss_chunk_rows(tokens) if shape.logits == "chunked" else tokens
     n_chunks = -(-tokens // rows)
     w = bytes_of(shape.dtype)
     if backward and shape.method != "full":

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from twostroke.core.dtypes import bytes_of
-from twostroke.core.policy import LOSS_CHUNK_ROWS
+from twostroke.core.policy import loss_chunk_rows
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.adapters import check_targets, targeted
 from twostroke.planner.anchors import TrainingAnchor, training_anchors
@@ -327,7 +327,7 @@ def _held_terms(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layou
         if layout.n_devices > 1:
             around -= w * shape.sequence_length  # packed documents are told by their boundaries, not by a mask
         activations += tokens * around / layout.sequence_cut
-        chunk = min(LOSS_CHUNK_ROWS, tokens)
+        chunk = loss_chunk_rows(tokens)
         if shape.logits == "whole":
             loss = whole_logits_bytes(spec, tokens, dtype) / tensor
         elif shape.method == "full":

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from twostroke.core.dtypes import bytes_of
-from twostroke.core.policy import LOSS_CHUNK_ROWS, attends_explicitly
+from twostroke.core.policy import attends_explicitly, loss_chunk_rows
 from twostroke.planner.explain.activations import below_adapters, explain_kept, kept_numbers
 from twostroke.planner.explain.attention import PALM, explain_attention_flops, kinds_of
 from twostroke.planner.explain.model import explain_model
@@ -213,7 +213,7 @@ def _loss(terms: Explanation, plan: TrainingPlan, stage: Stage, part: Held) -> N
     terms.add(
         "memory", "loss_bytes", plan.memory_bytes["loss"], "bytes", formula, source,
         beside=backward_gradient_bytes(shape.dtype), share=BACKWARD_SHARE, layers_here=stage.n_layers,
-        chunk=min(LOSS_CHUNK_ROWS, shape.tokens_at_once(plan.hardware.kind, plan.layout.n_devices)),
+        chunk=loss_chunk_rows(shape.tokens_at_once(plan.hardware.kind, plan.layout.n_devices)),
         V=spec.vocab_size, E=spec.d_model,
         w=bytes_of(shape.compute_dtype), tensor=plan.layout.tensor,
     )  # fmt: skip
