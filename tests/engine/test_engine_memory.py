@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from small_models import SPECS, saved
+from twostroke.core.policy import MAX_PAGES
 from twostroke.engine.core import EngineConfig, EngineCore
 from twostroke.engine.kv_pool import KVPool, token_bytes
-from twostroke.engine.memory import MAX_PAGES, untouched_zeros
+from twostroke.engine.memory import untouched_zeros
 from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.kernels.native_library import library
 from twostroke.model.decoder import Decoder

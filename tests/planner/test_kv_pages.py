@@ -9,7 +9,7 @@ import pytest
 from machines import machine, small_llama
 from small_models import SPECS, saved
 from twostroke.core.errors import ConfigError
-from twostroke.core.policy import PAGE_TOKENS
+from twostroke.core.policy import MAX_PAGES, PAGE_TOKENS
 from twostroke.engine.core import EngineConfig, EngineCore
 from twostroke.planner.kv_pages import (
     batch_pages,
@@ -96,6 +96,12 @@ def test_a_plan_of_a_window_holds_more_requests_than_one_that_keeps_everything()
     plans = [plan_serving(spec, shape, machine()) for spec in (window, everything)]
     assert plans[0].largest_batch > 10 * plans[1].largest_batch
     assert request_kv_bytes(window, shape) == 17 * PAGE_TOKENS * kv_bytes_per_token(window)
+
+
+def test_a_plan_of_positions_that_a_config_only_tells_of_takes_the_pages_that_the_engine_takes() -> None:
+    narrow = {"n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "head_dim": 2, "d_model": 2, "d_ff": 2}
+    plan = plan_serving(small_llama(max_positions=10**9, **narrow), ServingShape(), machine())
+    assert plan.pages == MAX_PAGES
 
 
 def test_eight_answers_to_one_prompt_are_one_prefill_and_eight_rows() -> None:

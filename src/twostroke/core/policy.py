@@ -110,6 +110,11 @@ CACHE_SHARE = 0.25
 """Share of the memory that is free after the weights were loaded which the KV cache may take by default."""
 
 
+MAX_PAGES = 2**18
+"""Pages of a cache at most, four million tokens: a page takes 100 bytes of bookkeeping beside its own, which a narrow model
+whose config.json tells of a billion positions made tens of gigabytes."""
+
+
 def default_pages(
     page_bytes: float,
     available_bytes: float,

@@ -23,7 +23,7 @@ from twostroke.core.units import format_bytes
 from twostroke.engine.key_offset import centre_keys
 from twostroke.engine.kv_pool import KVPool, token_bytes
 from twostroke.engine.lowering import GROUP, NATIVE_WEIGHTS, lower
-from twostroke.engine.memory import MAX_PAGES, available_bytes
+from twostroke.engine.memory import available_bytes
 from twostroke.engine.meters import StepMeter
 from twostroke.engine.native_runner import NativeRunner
 from twostroke.engine.packed_cache import PackedCache, cache_key
@@ -445,7 +445,7 @@ def _fit(spec: ModelSpec, config: EngineConfig, kv_dtype: str) -> SchedulerConfi
                 f"kv_cache_bytes={config.kv_cache_bytes} ({format_bytes(config.kv_cache_bytes)}) is more than the "
                 f"{format_bytes(free)} of memory that is free."
             )
-    n_pages = min(n_pages, MAX_PAGES)
+    n_pages = min(n_pages, policy.MAX_PAGES)
     if n_pages * config.page_tokens < max_model_len:
         if config.max_model_len is not None:
             raise CapacityError(

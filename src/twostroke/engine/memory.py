@@ -13,10 +13,6 @@ import numpy.typing as npt
 
 from twostroke.core.errors import CapacityError
 
-MAX_PAGES = 2**18
-"""Pages of a cache at most, four million tokens: a page takes 100 bytes of bookkeeping beside its own, which a narrow model
-whose config.json tells of a billion positions made tens of gigabytes."""
-
 
 def available_bytes() -> int:
     """Memory this process may still take: what the system calls available, within the control group's limit if there is one."""

@@ -9,7 +9,15 @@ from twostroke.core import engines
 from twostroke.core.crossovers import Crossovers
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import CapacityError, ConfigError
-from twostroke.core.policy import CACHE_SHARE, PAGE_TOKENS, TOKEN_BUDGET, WEIGHT_ONLY_MULTIPLE, default_pages, type_beside
+from twostroke.core.policy import (
+    CACHE_SHARE,
+    MAX_PAGES,
+    PAGE_TOKENS,
+    TOKEN_BUDGET,
+    WEIGHT_ONLY_MULTIPLE,
+    default_pages,
+    type_beside,
+)
 from twostroke.core.spec import ModelSpec
 from twostroke.planner import native_passes, native_products
 from twostroke.planner.cost import Cost, TokenPrices, cost_of, token_prices, usd_per_million_tokens
@@ -59,7 +67,7 @@ CPU_MEMORY_UTILISATION = 0.5
 class ServingShape:
     """How a model is served: ``batch`` requests decode together, each with a prompt and an answer of the given tokens.
 
-    ``kv_cache_bytes`` = 0: the engine's default (``default_cache_bytes``); ``max_model_len`` = 0: the model's own;
+    ``kv_cache_bytes`` = 0: the engine's default (``cache_pages``); ``max_model_len`` = 0: the model's own;
     ``head_dtype``, how our engine holds the output head, and ``kv_dtype`` = "auto": bf16, or fp32 with fp32 weights.
     ``tensor`` · ``pipeline`` devices hold one copy; ``expert`` above ``tensor`` spreads the experts over more, with attention
     in expert/tensor groups. ``prefix_hit_share`` of a prompt's tokens are in the cache already; ``answers`` of the
@@ -394,16 +402,17 @@ def memory_for_kv(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> f
     return share * hardware.memory_bytes - held - hardware.extras.get("baseline_rss_bytes", 0.0)
 
 
-def default_cache_bytes(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float:
-    """What the engine takes when it is not told: ``default_pages`` in ``CACHE_SHARE`` of the memory that weights and process
-    leave on a CPU, in all that may be used on a GPU."""
-    page = kv_bytes_on_device(spec, shape, page_bytes(spec, shape))
+def cache_pages(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> int:
+    """Pages that the engine takes: of ``kv_cache_bytes``, or ``default_pages`` in ``CACHE_SHARE`` of the memory that weights
+    and process leave on a CPU, in all that may be used on a GPU."""
+    page, longest = kv_bytes_on_device(spec, shape, page_bytes(spec, shape)), shape.max_model_len or spec.max_positions
     if hardware.kind == "gpu":
-        most = memory_for_kv(spec, shape, hardware)
+        free = memory_for_kv(spec, shape, hardware)
     else:
         held = weights_held(spec, shape, hardware) + hardware.extras.get("baseline_rss_bytes", 0.0)
-        most = CACHE_SHARE * (hardware.memory_bytes - held)
-    return page * default_pages(page, most, shape.max_model_len or spec.max_positions)
+        free = CACHE_SHARE * (hardware.memory_bytes - held)
+    pages = int(shape.kv_cache_bytes // page) if shape.kv_cache_bytes else default_pages(page, free, longest)
+    return min(pages, MAX_PAGES) if runs_our_engine(spec, shape, hardware) else pages
 
 
 # -- time -----------------------------------------------------------------------------------------------------------------
@@ -605,7 +614,7 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
             "Use a smaller type, a shorter context, more memory or more devices (--tensor)."
         )
     page = kv_bytes_on_device(spec, shape, page_bytes(spec, shape))
-    pages = int((shape.kv_cache_bytes or default_cache_bytes(spec, shape, hardware)) // page)
+    pages = cache_pages(spec, shape, hardware)
     notes = list(spec.notes)
     fitting = largest_batch(spec, shape, pages)
     if fitting < shape.batch:
@@ -620,7 +629,7 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
     if not ours:
         beside = max(0.0, decode_pass(spec, shape, hardware, prompt=True).seconds(rates) - step)
     parameters = count_parameters(spec)
-    activations = min(shape.prompt_tokens, 8192) * (4 * spec.d_model + 3 * spec.d_ff) * bytes_of(shape.compute_dtype)
+    activations = min(shape.prompt_tokens, CHUNK_TOKENS) * (4 * spec.d_model + 3 * spec.d_ff) * bytes_of(shape.compute_dtype)
     process, touched = hardware.extras.get("baseline_rss_bytes", 0.0), pages * page
     if runs_natively(spec, shape, hardware):
         activations = native_passes.step_memory_bytes(spec, shape)
