@@ -19,7 +19,7 @@ from attacks import connect, health_s, is_closed, post, silent_connections, stat
 from serving import Served, echo_server
 
 from twostroke.server import connections
-from twostroke.server.connections import Connections, most_connections, say_once
+from twostroke.server.connections import ClientGoneError, Connections, Departures, most_connections, say_once
 
 BODY: dict[str, Any] = {"model": "echo", "prompt": [33] * 3000, "max_tokens": 1}
 HALVES = (b"", b"POST /v1/compl", b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-a: b\r\n")
@@ -103,6 +103,46 @@ def test_a_connection_that_was_closed_with_something_unread_is_aborted_in_the_en
     assert not ended.transport.aborted
     open_ones.sweep(5.1 + connections.SEND_TIMEOUT_S)
     assert ended.transport.aborted
+
+
+async def _departing(work_s: float, lost_after_s: float | None, cancelled_too: bool = False) -> tuple[str, int]:
+    """How work for a connection ended, and the tasks that there were beside those of this function."""
+    departures, n_tasks = Departures(), 0
+
+    async def work() -> str:
+        nonlocal n_tasks
+        try:
+            with departures.cancels():
+                n_tasks = len(asyncio.all_tasks()) - 2
+                await asyncio.sleep(work_s)
+        except ClientGoneError:
+            await asyncio.sleep(0)  # goes on: nothing of the cancelling is left
+            return "gone"
+        return "done"
+
+    task = asyncio.create_task(work())
+    if lost_after_s is not None:
+        await asyncio.sleep(lost_after_s)
+        departures.lost()
+    if cancelled_too:
+        task.cancel()
+    await asyncio.wait({task})
+    departures.lost()  # nothing is cancelled that has ended
+    return "cancelled" if task.cancelled() else task.result(), n_tasks
+
+
+def test_work_for_a_connection_ends_with_it_and_takes_no_task() -> None:
+    assert asyncio.run(_departing(0.0, None)) == ("done", 0)
+    assert asyncio.run(_departing(60.0, 0.01)) == ("gone", 0)
+    assert asyncio.run(_departing(60.0, 0.01, cancelled_too=True)) == ("cancelled", 0)
+
+    async def late() -> None:
+        departures = Departures()
+        departures.lost()
+        with pytest.raises(ClientGoneError), departures.cancels():
+            raise AssertionError("begun for a client that had gone")
+
+    asyncio.run(late())
 
 
 def test_connections_leave_files_for_the_process_itself() -> None:

@@ -8,8 +8,9 @@ a second by `Connections.watch`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from uvicorn.config import Config
@@ -30,6 +31,8 @@ MAX_HEAD_BYTES = 2**16
 """Of a request's line and headers, for httptools, which has no limit of its own (h11's is 16 KiB)."""
 ABORT = "twostroke.abort"
 """In a request's ``extensions``; closes its connection without sending what is left."""
+WHILE_OPEN = "twostroke.while_open"
+"""In a request's ``extensions``: a `Departures.cancels` of its connection."""
 _RESERVED_FILES = 64
 _TICK_S = 1.0
 
@@ -50,6 +53,42 @@ def most_connections(max_concurrent: int, file_limit: int) -> int:
     """Sixteen a place: in an overload of ten times the places every client can still be told to come back. Fewer where the
     process may not have as many files open, less some for its own."""
     return max(16, min(64 + 16 * max_concurrent, file_limit - _RESERVED_FILES))
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection; nothing that is sent would be read."""
+
+
+class Departures:
+    """Cancels what is done for a connection when it is lost. It starts no task: one for the work and one that
+    watches took a seventh of the HTTP process's time for an answer of 32 tokens."""
+
+    def __init__(self) -> None:
+        self._gone = False
+        self._tasks: dict[asyncio.Task[object], bool] = {}  # whether it was this that cancelled it
+
+    def lost(self) -> None:
+        self._gone = True
+        for task in self._tasks:
+            self._tasks[task] = True
+            task.cancel()
+
+    @contextlib.contextmanager
+    def cancels(self) -> Iterator[None]:
+        """What the current task awaits inside is cancelled when the client goes, and ClientGoneError is raised for it."""
+        if self._gone:
+            raise ClientGoneError
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks[task] = False
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._tasks[task] and not task.uncancel():  # else the server itself cancelled it as well
+                raise ClientGoneError from None
+            raise
+        finally:
+            del self._tasks[task]
 
 
 class Connections:
@@ -127,13 +166,18 @@ def guarded(base: type[Any], connections: Connections) -> type[asyncio.Protocol]
             super().__init__(config, *args, **options)
             self.full_since: float | None = None
             self._refused = False
+            self._departures = Departures()
             app = self.app
 
-            async def with_abort(scope: dict[str, Any], receive: Any, send: Any) -> None:
-                scope["extensions"] = {ABORT: self.transport.abort}
+            async def extended(scope: dict[str, Any], receive: Any, send: Any) -> None:
+                scope["extensions"] = {ABORT: self.transport.abort, WHILE_OPEN: self._while_open}
                 await app(scope, receive, send)
 
-            self.app = with_abort
+            self.app = extended
+
+        def _while_open(self) -> contextlib.AbstractContextManager[None]:
+            self.flow.resume_reading()  # a long body may have paused it, and a client's going is read
+            return self._departures.cancels()
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             self.transport = transport
@@ -147,6 +191,7 @@ def guarded(base: type[Any], connections: Connections) -> type[asyncio.Protocol]
             if not self._refused:
                 connections.forget(self)
                 super().connection_lost(exc)
+                self._departures.lost()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)

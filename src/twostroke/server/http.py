@@ -17,11 +17,12 @@ from starlette.types import ASGIApp
 from twostroke.core.version import __version__
 from twostroke.server import protocol
 from twostroke.server.answers import ENCODER, ChatAnswer, CompletionAnswer
+from twostroke.server.connections import ClientGoneError
 from twostroke.server.errors import ApiError, encode_error
 from twostroke.server.gate import Gate
 from twostroke.server.openapi import answer_route, describe, errors
 from twostroke.server.service import Service
-from twostroke.server.transfer import ClientGoneError, read_body, respond
+from twostroke.server.transfer import read_body, respond
 
 
 def make_app(service: Service) -> ASGIApp:

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeVar
+from collections.abc import AsyncIterator, Callable
 
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from twostroke.server.admission import ByteBudget
 from twostroke.server.answers import Answer, answer_events, whole_answer
-from twostroke.server.connections import ABORT
+from twostroke.server.connections import ABORT, WHILE_OPEN, ClientGoneError
 from twostroke.server.errors import ApiError
 from twostroke.server.gate import MAX_BODY_BYTES, too_large
 
 BODY_TIMEOUT_S = 30.0
 PIECE_BYTES = 2**16
 """Of a whole answer, handed to the connection at once: as much as it holds before it asks to wait."""
-
-T = TypeVar("T")
-
-
-class ClientGoneError(Exception):
-    """The client closed its connection; there is nobody to answer."""
 
 
 def abort_of(scope: Scope) -> Callable[[], None]:
@@ -65,25 +58,10 @@ async def read_body(request: Request, incoming: ByteBudget) -> bytes:
         held.release()
 
 
-async def disconnected(receive: Receive) -> None:
-    """Returns when the client closes its connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of ``work``, which is cancelled if the client goes away first (ClientGoneError)."""
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(disconnected(receive))
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGoneError
-        return task.result()
-    finally:
-        for pending in (task, watch):
-            pending.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
+def while_open(scope: Scope) -> contextlib.AbstractContextManager[None]:
+    """What is awaited within it is cancelled if the client goes away first (ClientGoneError)."""
+    found: contextlib.AbstractContextManager[None] = scope["extensions"][WHILE_OPEN]()
+    return found
 
 
 async def respond(request: Request, answer: Answer, stream: bool, outgoing: ByteBudget) -> Response:
@@ -92,11 +70,13 @@ async def respond(request: Request, answer: Answer, stream: bool, outgoing: Byte
     events = answer_events(answer)
     try:
         if not stream:
-            body = await unless_gone(request.receive, whole_answer(answer))
+            with while_open(request.scope):
+                body = await whole_answer(answer)
             generation.finish()
             return WholeAnswer(body, generation.close, outgoing)
         # The first event before the headers: what the engine refuses at once still gets a proper status.
-        first = await unless_gone(request.receive, anext(events))
+        with while_open(request.scope):
+            first = await anext(events)
     except BaseException:
         generation.close()
         raise
@@ -149,8 +129,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with contextlib.suppress(ClientGoneError):
-                await unless_gone(receive, self._send_all(send))
+            with contextlib.suppress(ClientGoneError), while_open(scope):
+                await self._send_all(send)
         finally:
             self._close()
 
