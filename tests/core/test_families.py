@@ -251,6 +251,7 @@ def test_a_model_that_a_family_cannot_describe_is_refused(family: str, changes: 
         ({"hidden_act": ["silu"]}, "is not supported"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes' must be true or false"),
         ({"eos_token_id": "</s>"}, "eos_token_id='</s>' must be a token id"),
+        ({"eos_token_id": [*range(1025)]}, "eos_token_id lists 1025 tokens; at most 1024 are read"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "'gptq' with bits=3 is not supported. Supported: 4, 8"),
         ({"quantization_config": {"quant_method": "bitnet"}}, "'bitnet' is not supported"),
         ({"quantization_config": "int4"}, "must be an object"),

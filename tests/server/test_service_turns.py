@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from twostroke.core.families import read_spec
+from twostroke.scheduling import sampling_params
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.server import protocol, wire
 from twostroke.server.admission import Admission, ApiKeys
@@ -30,9 +31,11 @@ class RecordingClient:
 
     def __init__(self) -> None:
         self.submitted: list[tuple[Any, ...]] = []
+        self.params: list[SamplingParams] = []
 
     def submit(self, ids: list[int], params: SamplingParams, wake: asyncio.Event, *others: Any) -> list[TokenStream]:
         self.submitted.append(others)
+        self.params.append(params)
         return [TokenStream(self, "r", i, wake) for i in range(params.n)]  # type: ignore[arg-type]
 
     def abort(self, stream: TokenStream) -> None:
@@ -46,6 +49,26 @@ def service_of(model: Path, keys: ApiKeys | None = None) -> tuple[Service, Recor
 
 def completion(**fields: Any) -> protocol.CompletionRequest:
     return protocol.parse_completion(json.dumps({"model": "m", "prompt": [1, 2], **fields}).encode())
+
+
+def test_parameters_are_validated_once_for_all_prompts_of_a_request(echo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    validated = []
+    check = sampling_params._biases
+    monkeypatch.setattr(sampling_params, "_biases", lambda biases: (validated.append(1), check(biases))[1])
+
+    async def scenario() -> list[int]:
+        service, client = service_of(echo_model)
+        context = client.info.max_model_len
+        prompts = [[1, 2], [3] * (context - 5), [4, 5]]  # of which the second leaves room for five tokens
+        generation = await service.complete(completion(prompt=prompts, logit_bias={"5": 1.0}), time.perf_counter())
+        generation.close()
+        with pytest.raises(ApiError, match="min_tokens=9 must be at most max_tokens=5") as refused:
+            await service.complete(completion(prompt=prompts, min_tokens=9), time.perf_counter())
+        assert refused.value.param == "min_tokens"
+        return [params.max_tokens for params in client.params]
+
+    assert asyncio.run(scenario())[:3] == [16, 5, 16]
+    assert len(validated) == 2, "once a request"
 
 
 def test_a_client_is_its_address_or_where_there_are_keys_its_key(echo_model: Path) -> None:
@@ -123,7 +146,7 @@ class PanickingDecoder:
         return "a" * len(ids)
 
 
-@pytest.mark.parametrize("n_good", [0, 5])
+@pytest.mark.parametrize("n_good", [0, 1])
 def test_a_tokenizer_that_fails_at_an_answer_is_a_sentence_and_gives_the_places_back(echo_model: Path, n_good: int) -> None:
     async def scenario() -> None:
         service, client = service_of(echo_model)

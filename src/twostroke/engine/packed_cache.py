@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from twostroke.core.errors import ConfigError
 from twostroke.core.paths import packed_dir
 from twostroke.core.private_folder import PrivateFolder, private_folder
 from twostroke.engine.memory import return_freed_memory
@@ -108,7 +109,7 @@ class PackedCache:
         self._entries: list[Entry] = []
         self._stream: FileIO | None = None
         if key is not None:
-            with contextlib.suppress(OSError, ValueError), private_folder(packed_dir()) as folder:
+            with contextlib.suppress(OSError, ValueError, ConfigError), private_folder(packed_dir()) as folder:
                 stream = folder.read(f"{key}.bin")
                 try:
                     self._entries = _read_header(stream, key)
@@ -225,7 +226,7 @@ def _read_header(stream: FileIO, key: str) -> list[Entry]:
 
 def _write(key: str, matrices: list[NativeMatrix]) -> None:
     """A disk that is full, or a home that may not be written, only means that the next start packs again."""
-    with contextlib.suppress(OSError, ValueError), private_folder(packed_dir(), create=True) as folder:
+    with contextlib.suppress(OSError, ValueError, ConfigError), private_folder(packed_dir(), create=True) as folder:
         entries = [Entry(Due.of(m), m.packed_bytes, _total(_memory(m))) for m in matrices]
         header = _header(key, entries)
         if not _make_room(folder, f"{key}.bin", len(header) + sum(entry.bytes for entry in entries)):

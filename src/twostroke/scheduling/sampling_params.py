@@ -85,8 +85,7 @@ class SamplingParams:
             _integer("seed", self.seed, -(2**63), 2**64 - 1)
         _integer("max_tokens", self.max_tokens, 1, 2**31)
         _integer("min_tokens", self.min_tokens, 0, 2**31)
-        if self.min_tokens > self.max_tokens:
-            raise InputError(f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}.")
+        self._check_length()
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name}={getattr(self, name)!r} must be true or false.")
@@ -98,6 +97,17 @@ class SamplingParams:
         if self.prompt_logprobs is not None:
             _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _integer("n", self.n, 1, MAX_N)
+
+    def _check_length(self) -> None:
+        if self.min_tokens > self.max_tokens:
+            raise InputError(f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}.")
+
+    def of_length(self, max_tokens: int) -> SamplingParams:
+        """The same for answers of ``max_tokens``, from 1; only that is validated. Raises InputError."""
+        made = copy(self)
+        object.__setattr__(made, "max_tokens", max_tokens)
+        made._check_length()
+        return made
 
     def of_fork(self, i: int) -> SamplingParams:
         """What the ``i``-th further answer of ``n`` is made with: another stream of random numbers, one answer, and no

@@ -161,9 +161,7 @@ class CommonRequest(Struct, forbid_unknown_fields=True, kw_only=True):
                 skip_special_tokens=self.skip_special_tokens is not False,
             )
         except InputError as error:
-            # The sentence starts with the field: "min_tokens=9 must be ..." or "stop has 5 strings ...".
-            field = re.match(r"\w+", str(error))
-            raise bad_request(str(error), field.group() if field else None) from None
+            raise _named(error) from None
 
 
 class CompletionRequest(CommonRequest, kw_only=True):
@@ -224,6 +222,20 @@ class ChatRequest(CommonRequest, kw_only=True):
     def asked(self) -> int | None:
         """Most tokens of the answer, by either name."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+def of_length(params: SamplingParams, max_tokens: int) -> SamplingParams:
+    """``params`` for answers of ``max_tokens``. Raises ApiError 400."""
+    try:
+        return params if params.max_tokens == max_tokens else params.of_length(max_tokens)
+    except InputError as error:
+        raise _named(error) from None
+
+
+def _named(error: InputError) -> ApiError:
+    """The sentence starts with the field: "min_tokens=9 must be ..." or "stop has 5 strings ..."."""
+    field = re.match(r"\w+", str(error))
+    return bad_request(str(error), field.group() if field else None)
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
@@ -380,7 +392,7 @@ def _json_fault(body: bytes, error: Exception) -> str:
         # msgspec calls half of a surrogate pair inside a text a truncated input or a bad escape; Python's reader takes it.
         with contextlib.suppress(ValueError, RecursionError):
             json.loads(body)
-            return r"a text holds half of a surrogate pair (\ud800 to \udfff), which is no character"
+            return r"a text holds half of a surrogate pair (\ud800 to \udfff), which is not a character"
     return str(error)
 
 

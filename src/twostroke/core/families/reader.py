@@ -8,6 +8,9 @@ from twostroke.core.documents import MAX_INTEGER, MAX_NUMBER, is_integer, is_num
 from twostroke.core.errors import ConfigError
 from twostroke.core.spec import MAX_LAYERS, Departures, RopeSpec
 
+MAX_TOKEN_IDS = 1024
+"""Of one key. Models in use end their answers with up to ten; each request keeps a set of them."""
+
 
 class Reader:
     """Typed access to a config dictionary; each miss is a sentence. Every number passes ``is_integer`` or ``is_number``."""
@@ -88,6 +91,8 @@ class Reader:
         ids = value if isinstance(value, list) else [value]
         if not all(is_integer(i) for i in ids):
             raise ConfigError(f"config.json: {key}={value!r:.100} must be a token id or a list of them.")
+        if len(ids) > MAX_TOKEN_IDS:
+            raise ConfigError(f"config.json: {key} lists {len(ids)} tokens; at most {MAX_TOKEN_IDS} are read.")
         return tuple(ids)
 
     def token_id(self, key: str, default: int | None = None) -> int | None:
