@@ -94,7 +94,7 @@ NESTED = struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 50 + struct.pack("<IQ
     [
         (b"", "is 0 bytes"),
         (b"GGUF" + bytes(10), "is 14 bytes"),
-        (b"GGML" + bytes(50), "it is no GGUF file"),
+        (b"GGML" + bytes(50), "it is not a GGUF file"),
         (gguf_bytes(version=1), "version 1"),
         (gguf_bytes(version=0x03000000), "big-endian"),
         (gguf_bytes(n_tensors=2**62), "the number of tensors is 4611686018427387904"),

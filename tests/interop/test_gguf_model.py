@@ -212,7 +212,7 @@ def test_a_byte_level_tokenizer_comes_along_with_its_chat_template(tmp_path: Pat
         (lambda w: (w.add_token_list(["a", "b", "ab"]), w.add_token_types([1])), "tables disagree"),
         (lambda w: (w.add_token_list(["a", "b"]), w.add_token_merges(["a c"])), "merge 'a c'"),
         (lambda w: (w.add_token_list(["a", "b", "ab"]), w.add_tokenizer_pre("martian")), "'martian' is not supported"),
-        (lambda w: (w.add_token_list(["a", "b"]), w.add_bos_token_id(500)), "is no token of the 96"),
+        (lambda w: (w.add_token_list(["a", "b"]), w.add_bos_token_id(500)), "is outside the vocabulary of 96 tokens"),
     ],
 )
 def test_a_wrong_tokenizer_is_a_sentence(change: Callable[[Any], Any], sentence: str, tmp_path: Path) -> None:

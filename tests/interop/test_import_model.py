@@ -135,9 +135,9 @@ def test_files_that_are_no_model_get_a_sentence(
 
 def test_wrong_paths_formats_and_targets_get_a_sentence(tmp_path: Path) -> None:
     save_model(Decoder(SPEC), SPEC, tmp_path / "source")
-    with pytest.raises(InputError, match="does not exist, and is no Hub name"):
+    with pytest.raises(InputError, match="does not exist, and is not a Hub name"):
         import_model(str(tmp_path / "nowhere"), tmp_path / "m")
-    with pytest.raises(InputError, match="does not exist, and is no Hub name"):
+    with pytest.raises(InputError, match="does not exist, and is not a Hub name"):
         import_model("models/tiny.gguf", tmp_path / "m")
     with pytest.raises(ConfigError, match="dtype='int4' is not a format"):
         import_model(tmp_path / "source", tmp_path / "m", dtype="int4")

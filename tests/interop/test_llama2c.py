@@ -145,7 +145,7 @@ def changed(content: bytes, field: int, value: int) -> bytes:
         (lambda c: changed(c, 4, 2**20), "n_kv_heads=1048576 must divide"),
         (lambda c: changed(c, 5, 0), "its header reads"),
         (lambda c: changed(c, 6, -4), "its header reads"),
-        (lambda c: c[: -4 * 80] + np.full(80, np.nan, "<f4").tobytes(), "no table of angles"),
+        (lambda c: c[: -4 * 80] + np.full(80, np.nan, "<f4").tobytes(), "does not hold angles"),
     ],
 )
 def test_a_damaged_checkpoint_is_a_sentence(change, sentence: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -48,7 +48,7 @@ class TestReplacing:
         (tmp_path / "config.json").touch()
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-        with pytest.raises(InputError, match=r"is no file of a model directory.*Move it"):
+        with pytest.raises(InputError, match=r"which Twostroke did not write.*Move it"):
             require_writable(tmp_path, replace=True)
         assert (tmp_path / name).exists()
 

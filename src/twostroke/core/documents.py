@@ -92,7 +92,7 @@ def parse_json(raw: bytes, what: str, allowance: Allowance) -> Any:
             json.dumps(document, ensure_ascii=False).encode()
         return document
     except UnicodeEncodeError:
-        raise CorruptFileError(f"{what} holds half of a surrogate pair, which is no character.") from None
+        raise CorruptFileError(f"{what} holds half of a surrogate pair, which is not a character.") from None
     except RecursionError:
         raise CorruptFileError(f"{what} is not valid JSON: it nests too deep.") from None
     except ValueError as error:  # of which UnicodeDecodeError and JSONDecodeError are kinds

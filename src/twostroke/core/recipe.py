@@ -325,7 +325,7 @@ def spec_from_recipe(
     """The ``ModelSpec`` that a recipe's explicit sizes describe, with its family's own norms, biases and positions.
 
     Left at 0: ``n_kv_heads`` is ``n_heads``, ``head_dim`` is ``d_model`` / ``n_heads``, ``max_positions`` the sequence length.
-    Raises ConfigError for sizes that are impossible, and for one that the family has not.
+    Raises ConfigError for sizes that are impossible, and for one that the family does not have.
     """
     kv_heads = model.n_kv_heads or model.n_heads
     max_positions = model.max_positions or sequence_length
@@ -357,7 +357,7 @@ def spec_from_recipe(
 
 
 def _apply_setting(table: dict[str, Any], setting: str) -> None:
-    """Apply one ``a.b=c`` to ``table``; c is read as a TOML value, and as a plain string where it is none."""
+    """Apply one ``a.b=c`` to ``table``; c is read as a TOML value, and as a plain string where TOML refuses it."""
     path, separator, text = setting.partition("=")
     if not separator or not path.strip():
         raise ConfigError(f"--set {setting!r} must look like section.key=value.")

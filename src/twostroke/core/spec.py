@@ -48,7 +48,7 @@ class RopeSpec:
 
 
 def _check_sizes(owner: str, values: Mapping[str, Any], least: int = 1) -> None:
-    """ConfigError for the first value that is no whole number from ``least`` to ``MAX_SIZE``."""
+    """ConfigError for the first value that is not a whole number from ``least`` to ``MAX_SIZE``."""
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"{owner}{name}={value!r} must be a whole number of at least {least}.")

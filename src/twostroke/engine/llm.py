@@ -203,7 +203,7 @@ class LLM:
             try:
                 prompt.encode()
             except UnicodeEncodeError:
-                raise InputError("the prompt holds half of a surrogate pair, which is no character.") from None
+                raise InputError("the prompt holds half of a surrogate pair, which is not a character.") from None
             ids = list(self.tokenizer.encode(prompt).ids)
         else:
             ids = list(prompt)

@@ -83,7 +83,7 @@ def read_records(file: Path, most: int | None = None) -> Records:
             if b"\\ud" in line.lower():
                 json.dumps(values, ensure_ascii=False).encode()  # half of a surrogate pair is JSON, but no text
         except UnicodeEncodeError:
-            raise DataError(f"{where} holds half of a surrogate pair, which is no character.") from None
+            raise DataError(f"{where} holds half of a surrogate pair, which is not a character.") from None
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where} is not JSON: {error}. Give one object a line.") from None
         if not isinstance(values, dict):

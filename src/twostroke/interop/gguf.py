@@ -134,7 +134,7 @@ class GgufFile:
         self.allowance = Allowance(self.path, len(self._data))
         cursor = _Cursor(self.path, self._data, self.allowance)
         if cursor.take(4, "the magic") != MAGIC:
-            raise CorruptFileError(f"{self.path} does not begin with {MAGIC!r}: it is no GGUF file.")
+            raise CorruptFileError(f"{self.path} does not begin with {MAGIC!r}: it is not a GGUF file.")
         version = cursor.scalar("<I", "the version")
         if version & 0xFFFF == 0:
             raise CorruptFileError(f"{self.path} is a big-endian GGUF file; only little-endian ones are read.")

@@ -74,7 +74,9 @@ class _Metadata:
         if value is None or value == NO_TOKEN:
             return None
         if self.integer(key) not in range(vocab_size):
-            raise CorruptFileError(f"{self.file.path}: metadata {key}={value} is no token of the {vocab_size} there are.")
+            raise CorruptFileError(
+                f"{self.file.path}: metadata {key}={value} is outside the vocabulary of {vocab_size} tokens."
+            )
         return self.integer(key)
 
 
@@ -250,7 +252,9 @@ def _tokenizer(metadata: _Metadata, spec: ModelSpec) -> SourceTokenizer:
     if template:
         config["chat_template"] = template
     if bos is not None and bos >= len(pieces):
-        raise CorruptFileError(f"{metadata.file.path}: the begin-of-text token {bos} is none of its {len(pieces)} tokens.")
+        raise CorruptFileError(
+            f"{metadata.file.path}: the begin-of-text token {bos} is outside its vocabulary of {len(pieces)} tokens."
+        )
     if model == "llama":
         scores = metadata.numbers("tokenizer.ggml.scores", len(pieces))
         prefix = metadata.flag("tokenizer.ggml.add_space_prefix", True)

@@ -126,7 +126,7 @@ def _read(source: str | Path, tokenizer: Path | None) -> SourceModel:
         return _read_file(path, tokenizer)
     if isinstance(source, str) and is_hub_name(source):
         return _read_directory(download(source))
-    raise InputError(f"{path} does not exist, and is no Hub name of the form owner/name.")
+    raise InputError(f"{path} does not exist, and is not a Hub name of the form owner/name.")
 
 
 def _read_file(path: Path, tokenizer: Path | None) -> SourceModel:

@@ -47,14 +47,14 @@ def read_llama2c(path: Path, tokenizer: Path | None) -> SourceModel:
     width, d_ff, n_layers, n_heads, n_kv_heads, signed_vocab, n_positions = header
     tied, vocab = signed_vocab > 0, abs(signed_vocab)  # run.c: a negative vocabulary says that the classifier is its own matrix
     if min(width, d_ff, n_layers, n_heads, n_kv_heads, vocab, n_positions) < 1 or width % n_heads:
-        raise CorruptFileError(f"{path} is no llama2.c checkpoint: its header reads {header}.")
+        raise CorruptFileError(f"{path} is not a llama2.c checkpoint: its header reads {header}.")
     try:
         spec = ModelSpec(
             "llama", vocab, n_layers, width, n_heads, n_kv_heads, width // n_heads, d_ff, n_positions, norm_eps=NORM_EPS,
             tied_embeddings=tied, bos_token_id=BOS, eos_token_ids=(EOS,),
         )  # fmt: skip
     except ConfigError as error:
-        raise CorruptFileError(f"{path} is no llama2.c checkpoint: {error}") from None
+        raise CorruptFileError(f"{path} is not a llama2.c checkpoint: {error}") from None
     sections, n_floats = _sections(spec)
     if size != HEADER_BYTES + 4 * n_floats:
         raise CorruptFileError(
@@ -93,7 +93,7 @@ def _theta(path: Path, spec: ModelSpec, data: np.ndarray, cos_at: int, sin_at: i
         return 10_000.0
     angles = np.arctan2(data[sin_at + half : sin_at + 2 * half], data[cos_at + half : cos_at + 2 * half]).astype(np.float64)
     if not np.isfinite(angles).all() or angles[1] <= 0:
-        raise CorruptFileError(f"{path}: the stored rotary table is no table of angles.")
+        raise CorruptFileError(f"{path}: the stored rotary table does not hold angles.")
     theta = float(angles[1] ** (-spec.head_dim / 2))
     theta = float(f"{theta:.4g}")  # fp32 angles carry six digits
     expected = theta ** (-2 * np.arange(half) / spec.head_dim)
@@ -169,7 +169,7 @@ def read_tokenizer_bin(path: Path, vocab_size: int, model_bytes: int = 0) -> Sou
         at += 8
         if not 0 <= length <= min(MAX_PIECE_BYTES, len(content) - at) or not math.isfinite(score):
             raise CorruptFileError(
-                f"{path}: token {token} claims {length} bytes and score {score}; it is no llama2.c tokenizer."
+                f"{path}: token {token} claims {length} bytes and score {score}; it is not a llama2.c tokenizer."
             )
         try:
             pieces.append(content[at : at + length].decode("utf-8"))

@@ -68,7 +68,7 @@ def open_weights(directory: Path | str) -> tuple[ModelSpec, Callable[[str], Tens
     unexpected = [name for name in files if name not in expected and not is_recomputed(spec, name)]
     if unexpected:
         raise CorruptFileError(
-            f"{directory} holds {len(unexpected)} tensor(s) that a {spec.family} model of its config.json has not, "
+            f"{directory} holds {len(unexpected)} tensor(s) that a {spec.family} model of its config.json does not have, "
             f"such as {unexpected[0]!r}. Leaving them out would change what the model computes."
         )
     return spec, lambda name: files.get(stored_name(spec, name, files.infos))

@@ -104,7 +104,7 @@ def _read_entry(file: Path, name: str, entry: Any) -> tuple[TensorInfo, int, int
     dtype = entry.get("dtype")
     if not isinstance(dtype, str) or dtype not in _ELEMENT_BYTES:
         raise CorruptFileError(
-            f"{file}: tensor {name!r:.80} has dtype {dtype!r:.50}, which is none of {', '.join(_ELEMENT_BYTES)}."
+            f"{file}: tensor {name!r:.80} has dtype {dtype!r:.50}, which is not one of {', '.join(_ELEMENT_BYTES)}."
         )
     needed = math.prod(shape) * _ELEMENT_BYTES[dtype]
     if end - begin != needed:

@@ -89,8 +89,8 @@ def require_writable(target: Path, replace: bool) -> None:
     foreign = [path for path in found if not _is_written_here(path)]
     if foreign:
         raise InputError(
-            f"{target} cannot be replaced: it holds {foreign[0].name!r:.80}, which is no file of a model directory that "
-            "Twostroke writes and would be deleted. Move it, or name another directory."
+            f"{target} cannot be replaced: it holds {foreign[0].name!r:.80}, which Twostroke did not write and "
+            "would delete. Move it, or name another directory."
         )
 
 
@@ -134,7 +134,9 @@ def _check_names(spec: ModelSpec, state: Mapping[str, Tensor]) -> None:
             raise CorruptFileError(f"the state to save has no tensor {name!r}, which a {spec.family} model of its spec needs.")
     unexpected = sorted(set(state) - set(expected))
     if unexpected:
-        raise CorruptFileError(f"the state to save holds {unexpected[0]!r}, which a {spec.family} model of its spec has not.")
+        raise CorruptFileError(
+            f"the state to save holds {unexpected[0]!r}, which a {spec.family} model of its spec does not have."
+        )
 
 
 def _write_json(file: Path, document: dict[str, Any]) -> None:

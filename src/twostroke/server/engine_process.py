@@ -82,7 +82,7 @@ class Connection:
         return len(self._unsent)
 
     def receive(self) -> list[wire.Command]:
-        """Commands that have arrived. Raises wire.FrameError for bytes that are none; an end of file clears ``open``."""
+        """Commands that have arrived. Raises wire.FrameError for bytes that hold no command; an end of file clears ``open``."""
         try:
             data = self.socket.recv(_RECEIVE_BYTES)
         except BlockingIOError:

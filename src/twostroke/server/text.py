@@ -52,7 +52,7 @@ class ModelText:
             try:
                 text.encode()
             except UnicodeEncodeError:
-                raise bad_request(f"{param} holds half of a surrogate pair, which is no character.", param) from None
+                raise bad_request(f"{param} holds half of a surrogate pair, which is not a character.", param) from None
         size = sum(map(len, texts))
         if size <= SHORT_TEXT:
             found = self._encode(texts, special)

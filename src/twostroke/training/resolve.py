@@ -61,7 +61,7 @@ def resolve_steps(recipe: TrainRecipe, spec: ModelSpec, hardware: Hardware | Non
         return settings.steps
     if hardware is None:
         raise ConfigError(
-            f"train.budget_s={settings.budget_s:g} is turned into steps by this machine's profile, and there is none. "
+            f"train.budget_s={settings.budget_s:g} is turned into steps by this machine's profile, which does not exist. "
             "Run `twostroke calibrate` once (two minutes), or give train.steps."
         )
     return steps_for_budget(spec, TrainingShape.from_recipe(recipe, steps=0), hardware, settings.budget_s)
