@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from twostroke.core.profile import BandwidthPoint, Fingerprint, MachineProfile, MatmulPoint
+from twostroke.core.schemes import NATIVE_PRODUCTS
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import Hardware, hardware_from_profile
-from twostroke.planner.native_products import FORMATS
 
 GFLOP = 1e9
 
@@ -59,7 +59,7 @@ W0 = 128e6
 
 def native(rate: float = 1e12, **extras: float) -> Hardware:
     """A machine with the native engine's rates: every product at ``rate``, reading at 40 GB/s to 128 MB and 20 beyond 1 GB."""
-    points = tuple(MatmulPoint(name, m, 512, 512, rate) for name in FORMATS for m in (1, 512))
+    points = tuple(MatmulPoint(name, m, 512, 512, rate) for name in NATIVE_PRODUCTS for m in (1, 512))
     base = machine()
     return dataclasses.replace(
         base,

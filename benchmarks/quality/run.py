@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from twostroke.core.schemes import written_scheme
 from twostroke.data.tokenizer import eos_id_of, load_tokenizer
 from twostroke.engine.core import EngineConfig, EngineCore
 from twostroke.evaluation.held_out import held_out_to_score, tokenize
@@ -23,7 +24,6 @@ from twostroke.model.load import load_model
 from twostroke.quantization.calibration_text import calibration_batches
 from twostroke.quantization.convert import quantize_model
 from twostroke.quantization.fitting import MAX_KL_NATS, fit_codes
-from twostroke.quantization.schemes import scheme_of
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
 
@@ -86,7 +86,7 @@ def quantised(model: Path, folder: Path, text: list[str]) -> dict[str, dict[str,
     reports = {}
     for name, max_kl in sorted({(c.made, c.max_kl) for c in CANDIDATES if c.made}):
         scheme = "int4-g64" if name == "int4-nearest" else name
-        group = scheme_of(scheme).group
+        group = written_scheme(scheme).group
         assert group is not None
         began = time.perf_counter()
         fitted = None if name == "int4-nearest" else fit_codes(decoder, batches, group, max_kl)

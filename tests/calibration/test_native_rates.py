@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from twostroke.calibration.native_rates import (
     NATIVE_CLASSES,
     NATIVE_ROWS,
-    NATIVE_SCHEMES,
     Memory,
     measure_native_bandwidth,
     measure_native_peak,
@@ -21,21 +20,22 @@ from twostroke.calibration.native_rates import (
 )
 from twostroke.calibration.native_steps import Equation, least_squares_above_zero
 from twostroke.calibration.timing import Clock
+from twostroke.core.schemes import NATIVE_PRODUCTS
 from twostroke.core.units import MIB
 from twostroke.kernels.native_library import library, why_absent
 from twostroke.kernels.native_matrix import FORMATS as LIBRARY_FORMATS
-from twostroke.planner.native_products import FORMATS, packed_bytes
+from twostroke.planner.native_products import packed_bytes
 
 needs_library = pytest.mark.skipif(library() is None, reason=why_absent())
 
 
 @needs_library
-@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize("name", list(NATIVE_PRODUCTS))
 @given(st.integers(1, 700), st.integers(1, 700))
 def test_the_planners_packed_bytes_are_the_librarys(name: str, n: int, k: int) -> None:
     lib = library()
     assert lib is not None
-    format, group = FORMATS[name]
+    format, group = NATIVE_PRODUCTS[name]
     assert packed_bytes(name, n, k) == lib.ts_packed_bytes(LIBRARY_FORMATS[format], group, n, k)
 
 
@@ -43,9 +43,11 @@ def test_the_planners_packed_bytes_are_the_librarys(name: str, n: int, k: int) -
 def test_every_format_class_and_number_of_rows_has_a_rate() -> None:
     classes, rows = ((48, 64), (33, 100)), (1, 5)
     told: list[float] = []
-    points = list(measure_native_products(Clock(effort=0.01), NATIVE_SCHEMES, classes, rows, lambda done, _: told.append(done)))
+    points = list(
+        measure_native_products(Clock(effort=0.01), tuple(NATIVE_PRODUCTS), classes, rows, lambda done, _: told.append(done))
+    )
     assert [(p.scheme, p.n, p.k, p.m) for p in points] == [
-        (s, n, k, m) for s, (n, k), m in itertools.product(NATIVE_SCHEMES, classes, rows)
+        (s, n, k, m) for s, (n, k), m in itertools.product(tuple(NATIVE_PRODUCTS), classes, rows)
     ]
     assert all(p.flop_per_s > 0 for p in points)
     assert told == sorted(told)
@@ -72,7 +74,7 @@ def test_bandwidth_and_peaks_are_positive() -> None:
     clock = Clock(effort=0.01)
     assert [p.working_set_bytes for p in measure_native_bandwidth(clock, (MIB, 8 * MIB))] == [MIB, 8 * MIB]
     assert 1e8 < (read_bytes_per_s(1e6, clock) or 0) < 1e13
-    assert all((measure_native_peak(clock, scheme, 128) or 0) > 1e6 for scheme in NATIVE_SCHEMES)
+    assert all((measure_native_peak(clock, scheme, 128) or 0) > 1e6 for scheme in tuple(NATIVE_PRODUCTS))
 
 
 def test_without_the_library_there_are_no_native_rates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +82,7 @@ def test_without_the_library_there_are_no_native_rates(monkeypatch: pytest.Monke
     clock = Clock(effort=0.01)
     assert read_bytes_per_s(1e6) is None
     assert measure_native_peak(clock, "native_bf16", 128) is None
-    assert list(measure_native_products(clock, NATIVE_SCHEMES, ((64, 64),), (1,), lambda done, _: None)) == []
+    assert list(measure_native_products(clock, tuple(NATIVE_PRODUCTS), ((64, 64),), (1,), lambda done, _: None)) == []
 
 
 @given(st.lists(st.floats(0, 5), min_size=3, max_size=3))

@@ -9,7 +9,7 @@ import pytest
 
 from real_model import make_model
 from twostroke.cli.main import main
-from twostroke.quantization.schemes import stored_scheme
+from twostroke.quantization.directory import stored_quantisation
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +39,9 @@ def test_int4_is_fitted_to_named_text_and_says_what_it_cost(
     assert free["perplexity_ratio"] == pytest.approx(1.0, abs=0.5)
     code, out, err = quantize(capsys, model, tmp_path / "held", *text, "--max-kl", "0")
     assert code == 0, err
-    scheme = stored_scheme(tmp_path / "held")
-    assert scheme is not None
-    assert scheme.int8_modules
+    stored = stored_quantisation(tmp_path / "held")
+    assert stored is not None
+    assert stored.others
     assert "of them in int8" in out
     assert "KL" in out
     assert "above 0, with" in err
@@ -53,7 +53,7 @@ def test_what_fits_int4_is_refused_beside_int8_and_nearest(
     for options in (("--max-kl", "0.1"), ("--scheme", "int4", "--nearest", "--max-kl", "0.1"), ("--calibration", "a.txt")):
         code, _, err = quantize(capsys, model, tmp_path / "q", *options)
         assert code == 2
-        assert "go with neither int8 nor --nearest" in err
+        assert "Use them with --scheme int4, int4-g32, int4-g64, int4-g128, without --nearest" in err
 
 
 def test_a_model_of_no_run_is_fitted_to_text_that_it_writes(

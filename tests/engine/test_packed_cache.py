@@ -205,6 +205,12 @@ def test_an_int4_directory_with_some_matrices_in_int8_is_read_back(model: Path, 
     assert first[1] == second[1]
 
 
+def test_a_group_longer_than_a_row_is_the_directorys_own(model: Path, tmp_path: Path) -> None:
+    """48 inputs are one group of 64 or one of 128; only the directory says which."""
+    quantize_model(model, tmp_path / "q", "int4-g128")
+    assert answer(tmp_path / "q", "auto") == (False, answer(tmp_path / "q", "auto")[1])
+
+
 def test_a_model_directory_is_neither_read_for_packed_files_nor_written(model: Path) -> None:
     expected = answer(model)[1]
     (file,) = kept()

@@ -23,11 +23,11 @@ import torch
 from small_models import lively
 from twostroke.core.engines import CACHE_TYPES
 from twostroke.core.errors import CapacityError, ConfigError, InputError
+from twostroke.core.schemes import WEIGHTS
 from twostroke.core.spec import ModelSpec
 from twostroke.engine import native_sampling
 from twostroke.engine.core import EngineConfig, EngineCore
 from twostroke.engine.kv_pool import token_bytes
-from twostroke.engine.lowering import NATIVE_WEIGHTS
 from twostroke.kernels import native_library
 from twostroke.model.decoder import Decoder
 from twostroke.model.save import save_model
@@ -92,8 +92,8 @@ def random_engine(r: random.Random, folder: Path, n_threads: int) -> EngineCore:
     kv_dtype = r.choice(CACHE_TYPES)
     n_pages = -(-r.choice((60, 150, 300, 900)) // page_tokens)
     config = EngineConfig(
-        dtype=r.choice(NATIVE_WEIGHTS),
-        head_dtype=r.choice(("auto", *NATIVE_WEIGHTS)),
+        dtype=r.choice(WEIGHTS),
+        head_dtype=r.choice(("auto", *WEIGHTS)),
         kv_dtype=kv_dtype,
         runner="native",
         n_threads=n_threads,

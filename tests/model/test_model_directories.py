@@ -17,12 +17,13 @@ from safetensors.torch import load_file, save_file
 
 from twostroke.core.errors import ConfigError, CorruptFileError, DataError, InputError
 from twostroke.core.families import FAMILIES
+from twostroke.core.schemes import SCHEMES
 from twostroke.core.spec import ModelSpec
 from twostroke.model.decoder import Decoder
 from twostroke.model.families import LAYOUTS, from_canonical, layout, to_canonical
 from twostroke.model.load import load_model, load_state, save_model
 from twostroke.model.safetensors_file import WeightFiles, read_header
-from twostroke.quantization.schemes import SCHEMES
+from twostroke.quantization.directory import Quantisation
 
 SPEC = ModelSpec("llama", V, 2, 48, 4, 2, 12, 80, 64, bos_token_id=1, eos_token_ids=(0,))
 
@@ -261,7 +262,7 @@ def test_checkpoints_of_the_bare_model_have_no_prefix_and_load(tmp_path: Path) -
 
 def test_a_quantised_directory_is_refused_for_training_and_scoring(directory: Path) -> None:
     config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] = SCHEMES["int8"].config()
+    config["quantization_config"] = Quantisation(SCHEMES["int8"]).config()
     (directory / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="is quantised"):
         load_model(directory)

@@ -11,6 +11,7 @@ from machines import W0, native, small_llama
 from small_models import SPECS, saved
 from twostroke.core.errors import ConfigError
 from twostroke.core.profile import MatmulPoint
+from twostroke.core.schemes import NATIVE, NATIVE_STEPS
 from twostroke.core.spec import ModelSpec
 from twostroke.engine.core import EngineConfig, EngineCore
 from twostroke.engine.kv_pool import token_bytes
@@ -18,7 +19,7 @@ from twostroke.kernels.int4 import quantize_groups
 from twostroke.kernels.native_library import library, why_absent
 from twostroke.planner.explain.plans import explain
 from twostroke.planner.hardware import Hardware, load_hardware
-from twostroke.planner.native_anchors import DECODE_ANCHORS, PREFILL_ANCHORS, SCHEMES, UNITS, fitted_name
+from twostroke.planner.native_anchors import DECODE_ANCHORS, PREFILL_ANCHORS, UNITS, fitted_name
 from twostroke.planner.native_passes import (
     FAULT_BYTES,
     anchor_shape,
@@ -30,7 +31,6 @@ from twostroke.planner.native_passes import (
     prefill_ratio,
     prefill_works,
 )
-from twostroke.planner.native_products import SCHEMES as NATIVE_SCHEMES
 from twostroke.planner.native_products import (
     native_product_s,
     native_read_bytes,
@@ -163,7 +163,7 @@ def test_a_product_follows_the_bandwidth_where_reading_binds_it_and_stays_where_
 
 
 def test_no_step_is_planned_faster_than_its_bytes_can_be_read() -> None:
-    for scheme in NATIVE_SCHEMES:
+    for scheme in NATIVE:
         p = plan(scheme=scheme, hardware=native(1e18))
         floor = sum(w.memory_s for w in p.decode)
         assert p.tpot_s >= floor * (1 - 1e-9)
@@ -227,7 +227,7 @@ def test_looking_up_more_tokens_brings_in_more_of_the_table_and_never_more_than_
 
 
 def test_names_of_anchors_are_told_apart() -> None:
-    names = [a.name(s) for a in (*PREFILL_ANCHORS, *DECODE_ANCHORS) for s in SCHEMES]
+    names = [a.name(s) for a in (*PREFILL_ANCHORS, *DECODE_ANCHORS) for s in NATIVE_STEPS]
     assert len(set(names)) == len(names)
 
 
@@ -262,7 +262,7 @@ def test_what_only_our_engine_serves_is_refused_elsewhere() -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
 def test_every_formula_gives_the_plans_number(family: str, changes: dict[str, object]) -> None:
     extras = {fitted_name(phase, scheme, unit): 1e-9 * (i + 1) for phase, units in UNITS.items() for i, unit in enumerate(units)
-              for scheme in SCHEMES}  # fmt: skip
+              for scheme in NATIVE_STEPS}  # fmt: skip
     extras |= {PREFILL_ANCHORS[i].name("int8"): 0.01 * (i + 1) for i in range(4)}
     spec = SPECS[family].with_(max_positions=1024, sliding_window=None, sliding_window_layers=())
     terms = explain(plan(spec, native(**extras), **changes))

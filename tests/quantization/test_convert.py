@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from small_models import decoder_of
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
+from twostroke.core.schemes import SCHEMES
 from twostroke.core.spec import ModelSpec
 from twostroke.engine.llm import LLM
 from twostroke.kernels.matrix import quantize_columns
@@ -19,8 +20,8 @@ from twostroke.model.load import load_state
 from twostroke.model.save import save_model
 from twostroke.quantization import convert
 from twostroke.quantization.convert import quantize_model
+from twostroke.quantization.directory import Quantisation, stored_quantisation
 from twostroke.quantization.load import load_any_state
-from twostroke.quantization.schemes import SCHEMES, stored_scheme
 from twostroke.scheduling.sampling_params import SamplingParams
 
 
@@ -69,7 +70,7 @@ def test_the_copy_says_what_it_is_and_brings_its_tokenizer(tmp_path: Path) -> No
     quantize_model(source, tmp_path / "q")
     config = json.loads((tmp_path / "q" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
-    assert stored_scheme(tmp_path / "q") == SCHEMES["int8"]
+    assert stored_quantisation(tmp_path / "q") == Quantisation(SCHEMES["int8"])
     assert config["torch_dtype"] == "bfloat16"
     assert (tmp_path / "q" / "tokenizer.json").read_text() == "{}"
     assert (tmp_path / "q" / "generation_config.json").is_file()

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from small_models import decoder_of
 from twostroke.core.errors import ConfigError, CorruptFileError
+from twostroke.core.schemes import SCHEMES
 from twostroke.core.spec import ModelSpec
 from twostroke.engine.core import EngineConfig, EngineCore
 from twostroke.engine.scoring import token_scores
@@ -23,9 +24,9 @@ from twostroke.model.decoder import Decoder
 from twostroke.model.save import save_model
 from twostroke.quantization import fitting
 from twostroke.quantization.convert import quantize_model
+from twostroke.quantization.directory import Quantisation, stored_quantisation
 from twostroke.quantization.fitting import Fitted, Judgement, fit_codes
 from twostroke.quantization.load import load_any_state, load_decoder
-from twostroke.quantization.schemes import SCHEMES, stored_scheme
 
 
 def rounded(decoder: Decoder, fitted: Fitted, group: int) -> Decoder:
@@ -147,11 +148,11 @@ def test_a_directory_of_both_formats_opens_and_computes_with_what_was_chosen(nam
     fitted = Fitted(codes, in_int8, Judgement(0.01, 1.01, 10), 100)
     report = quantize_model(source, tmp_path / "q", "int4-g32", fitted=fitted)
     assert (report.n_int8_matrices, report.kl_nats, report.perplexity_ratio) == (2, 0.01, 1.01)
-    scheme = stored_scheme(tmp_path / "q")
-    assert scheme is not None
-    assert scheme.format == "mixed-precision"
-    assert (scheme.name, scheme.group) == ("int4", 32)
-    modules = scheme.int8_modules
+    stored = stored_quantisation(tmp_path / "q")
+    assert stored is not None
+    assert stored.config()["format"] == "mixed-precision"
+    assert stored.scheme == SCHEMES["int4-g32"]
+    modules = stored.others
     assert len(modules) == (4 if name == "llama" else 2)  # q, k and v apart
     _, state = load_any_state(tmp_path / "q")
     for n in in_int8:
@@ -181,7 +182,7 @@ def test_parts_of_one_matrix_cannot_be_held_differently(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "q" / "config.json").read_text())
     groups = config["quantization_config"]["config_groups"]
     groups["group_0"]["format"] = "pack-quantized"
-    groups["group_1"] = SCHEMES["int8"].config()["config_groups"]["group_0"] | {"format": "int-quantized"}
+    groups["group_1"] = Quantisation(SCHEMES["int8"]).config()["config_groups"]["group_0"] | {"format": "int-quantized"}
     config["quantization_config"]["format"] = "mixed-precision"
     groups["group_1"]["targets"] = ["model.layers.0.self_attn.q_proj"]
     (tmp_path / "q" / "config.json").write_text(json.dumps(config))

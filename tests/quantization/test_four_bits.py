@@ -7,16 +7,17 @@ import torch
 
 from small_models import decoder_of
 from twostroke.core.errors import ConfigError
+from twostroke.core.schemes import SCHEMES
 from twostroke.engine.core import EngineConfig, EngineCore
 from twostroke.engine.scoring import token_scores
 from twostroke.kernels.int4 import dequantize_groups, group_scales, round_to_groups
 from twostroke.model.load import load_state
 from twostroke.model.save import save_model
 from twostroke.quantization.convert import quantize_model
+from twostroke.quantization.directory import Quantisation, quantisation_of, stored_quantisation
 from twostroke.quantization.four_bits import pack_words, unpack_words
 from twostroke.quantization.gptq import round_with_compensation
 from twostroke.quantization.load import load_any_state, load_decoder
-from twostroke.quantization.schemes import SCHEMES, scheme_of_config, stored_scheme
 
 
 def make(name: str, directory: Path) -> Path:
@@ -111,8 +112,8 @@ def test_the_largest_inputs_are_rounded_first_and_groups_stay_in_place() -> None
 def test_a_directory_gives_back_the_codes_that_were_written(name: str, scheme: str, tmp_path: Path) -> None:
     source = make(name, tmp_path / "m")
     report = quantize_model(source, tmp_path / "q", scheme)
-    chosen = SCHEMES[scheme]
-    assert stored_scheme(tmp_path / "q") == chosen
+    chosen = SCHEMES[scheme].here
+    assert stored_quantisation(tmp_path / "q") == Quantisation(chosen)
     assert chosen.group is not None
     _, state = load_state(source)
     _, found = load_any_state(tmp_path / "q")
@@ -134,19 +135,19 @@ def test_a_directory_gives_back_the_codes_that_were_written(name: str, scheme: s
 
 
 def test_settings_that_are_not_supported_are_named() -> None:
-    config = SCHEMES["int8"].config()
+    config = Quantisation(SCHEMES["int8"]).config()
     config["config_groups"]["group_0"]["weights"]["strategy"] = "tensor"
     with pytest.raises(ConfigError, match="int-quantized"):
-        scheme_of_config(config, "here")
-    config = SCHEMES["int4"].config()
-    config["config_groups"]["group_1"] = SCHEMES["int8"].config()["config_groups"]["group_0"]
+        quantisation_of(config, "here")
+    config = Quantisation(SCHEMES["int4"].here).config()
+    config["config_groups"]["group_1"] = Quantisation(SCHEMES["int8"]).config()["config_groups"]["group_0"]
     with pytest.raises(ConfigError, match="pack-quantized"):
-        scheme_of_config(config, "here")
+        quantisation_of(config, "here")
     with pytest.raises(ConfigError, match="'awq'"):
-        scheme_of_config({"quant_method": "awq"}, "here")
-    richer = SCHEMES["int4"].config()
+        quantisation_of({"quant_method": "awq"}, "here")
+    richer = Quantisation(SCHEMES["int4"].here).config()
     richer["config_groups"]["group_0"]["weights"] |= {"observer": "minmax", "actorder": None}
-    assert scheme_of_config(richer, "here") == SCHEMES["int4"]
+    assert quantisation_of(richer, "here") == Quantisation(SCHEMES["int4"].here)
 
 
 def test_without_the_native_library_the_engine_computes_with_the_values_of_the_codes(tmp_path: Path) -> None:

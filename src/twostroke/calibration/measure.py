@@ -14,7 +14,6 @@ from twostroke.calibration.launches import measure_launches
 from twostroke.calibration.native_rates import (
     NATIVE_CLASSES,
     NATIVE_ROWS,
-    NATIVE_SCHEMES,
     NATIVE_WORKING_SET_BYTES,
     measure_native_bandwidth,
     measure_native_peak,
@@ -27,7 +26,6 @@ from twostroke.calibration.products import (
     CLASSES,
     DEEP_CLASSES,
     ENGINE_ROWS,
-    ENGINE_SCHEMES,
     PEAK_SIDE,
     TRAINING_ROWS,
     TRAINING_SCHEMES,
@@ -59,6 +57,7 @@ from twostroke.core.profile import (
     load_profile,
     read_fingerprint,
 )
+from twostroke.core.schemes import NATIVE_PRODUCTS, TORCH_PRODUCTS, W8, W8A8
 from twostroke.core.units import MIB
 from twostroke.kernels import training_attention
 from twostroke.kernels.native_library import library
@@ -80,8 +79,8 @@ class Extent:
     classes: tuple[tuple[int, int], ...] = CLASSES
     deep_classes: tuple[tuple[int, int], ...] = DEEP_CLASSES
     training_schemes: tuple[str, ...] = TRAINING_SCHEMES
-    engine_schemes: tuple[str, ...] = ENGINE_SCHEMES
-    native_schemes: tuple[str, ...] = NATIVE_SCHEMES
+    engine_schemes: tuple[str, ...] = TORCH_PRODUCTS
+    native_schemes: tuple[str, ...] = tuple(NATIVE_PRODUCTS)
     native_classes: tuple[tuple[int, int], ...] = NATIVE_CLASSES
     native_rows: tuple[int, ...] = NATIVE_ROWS
     peak_side: int = PEAK_SIDE
@@ -337,7 +336,7 @@ def _measure_products(
     for i, (scheme, n, k, rows) in enumerate(plan):
         tell(0.7 * i / len(plan), f"{scheme} products, {n}×{k}")
         points += measure_class(clock, scheme, n, k, rows)
-    peak_schemes = (*training, *(s for s in engine if s.startswith("w8")))
+    peak_schemes = (*training, *(s for s in engine if s in (W8, W8A8)))
     for i, scheme in enumerate(peak_schemes):
         # Only the types that MFU is quoted in need the full 4096³.
         side = extent.peak_side if scheme in training else extent.peak_side // 2

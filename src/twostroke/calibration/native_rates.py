@@ -10,20 +10,20 @@ import torch
 
 from twostroke.calibration.timing import Clock
 from twostroke.core.profile import BandwidthPoint, MatmulPoint
+from twostroke.core.schemes import NATIVE_FORMATS, NATIVE_PRODUCTS, NATIVE_STEPS, scheme_of
 from twostroke.core.units import MIB
 from twostroke.kernels.native_library import library
 from twostroke.kernels.native_matrix import FORMATS as LIBRARY_FORMATS
 from twostroke.kernels.native_matrix import CMatrix, CRows
-from twostroke.planner.native_products import FORMATS, MANY_ROWS
+from twostroke.planner.native_products import MANY_ROWS
 
-NATIVE_SCHEMES = tuple(FORMATS)
 NATIVE_ROWS = (1, 4, 16, 64, 512)
 NATIVE_CLASSES: tuple[tuple[int, int], ...] = ((512, 512), (2048, 512), (512, 2048), (2048, 2048), (8192, 1024))
 """(n, k): attention's matrices of a small model, widening, narrowing, those of a larger model, and a head."""
 
 FEW_CLASSES = ((512, 512), (2048, 2048))
-MEASURED_WHOLE = ("native_bf16", "native_int8", "native_int4_g64")
-"""Formats that are measured in every class; the others, like them but for their scales, or slow, in ``FEW_CLASSES``."""
+MEASURED_WHOLE = tuple(scheme_of(name).native_product for name in NATIVE_STEPS)
+"""Products that are measured in every class; the others, like them but for their scales, or slow, in ``FEW_CLASSES``."""
 
 NATIVE_WORKING_SET_BYTES = 128 * MIB
 """Weights that a pass walks through: a model's matrices follow one another, and none is in a near cache in its turn."""
@@ -39,7 +39,7 @@ MANY_ROWS_BYTES = 8 * MIB
 
 PEAK_SIDE = 4096
 SLOW_PEAK_ROWS = 512
-SLOW = tuple(name for name in FORMATS if name not in ("native_bf16", "native_int8"))
+SLOW = tuple(name for name, (packed, _) in NATIVE_PRODUCTS.items() if not NATIVE_FORMATS[packed].matrix_unit)
 """Formats that have no matrix unit and whose 4096³ would take long: they get fewer rows, which are enough for the same rate."""
 
 FILLING = 0x3C
@@ -96,7 +96,7 @@ def product_pass(scheme: str, m: int, n: int, k: int, memory: Memory, working_se
     every matrix by its outputs, with a barrier after each; of many each thread takes chunks through all matrices."""
     lib = _ready()
     assert lib is not None
-    name, group = FORMATS[scheme]
+    name, group = NATIVE_PRODUCTS[scheme]
     code = LIBRARY_FORMATS[name]
     size = lib.ts_packed_bytes(code, group, n, k)
     step = -(-size // 64) * 64
@@ -150,7 +150,7 @@ def measure_native_peak(clock: Clock, scheme: str, side: int = PEAK_SIDE) -> flo
     lib = _ready()
     if lib is None:
         return None
-    name, group = FORMATS[scheme]
+    name, group = NATIVE_PRODUCTS[scheme]
     n_bytes = lib.ts_packed_bytes(LIBRARY_FORMATS[name], group, side, side)
     m = min(side, SLOW_PEAK_ROWS) if scheme in SLOW else side
     run = product_pass(scheme, m, side, side, Memory(lib, n_bytes + 64), n_bytes)

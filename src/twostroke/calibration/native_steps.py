@@ -12,11 +12,11 @@ import torch
 from twostroke.calibration.serving_steps import Engines, Prompts, decode_step_s, prefill_step_s
 from twostroke.calibration.timing import Clock
 from twostroke.core.profile import MachineProfile
+from twostroke.core.schemes import NATIVE_STEPS
 from twostroke.planner.hardware import Hardware, hardware_from_profile
 from twostroke.planner.native_anchors import (
     DECODE_ANCHORS,
     PREFILL_ANCHORS,
-    SCHEMES,
     UNITS,
     NativeAnchor,
     fitted_name,
@@ -33,7 +33,7 @@ from twostroke.planner.work import total_seconds
 
 
 def measure_native_steps(
-    clock: Clock, tell: Callable[[float, str], None], schemes: Sequence[str] = SCHEMES
+    clock: Clock, tell: Callable[[float, str], None], schemes: Sequence[str] = NATIVE_STEPS
 ) -> Iterator[tuple[str, float]]:
     """Seconds of the anchors of ``planner.native_anchors``."""
     with tempfile.TemporaryDirectory(prefix="twostroke-anchors-") as folder:
@@ -64,7 +64,7 @@ def with_fitted_prices(profile: MachineProfile) -> MachineProfile:
     products are taken off at the profile's own rates; units that come out as nothing are left out."""
     hardware = hardware_from_profile(profile)
     extras = dict(profile.extras)
-    for scheme in SCHEMES:
+    for scheme in NATIVE_STEPS:
         shape = ServingShape(scheme=scheme)
         for phase, anchors in (("prefill", PREFILL_ANCHORS), ("decode", DECODE_ANCHORS)):
             equations = [_equation(a, shape, extras[a.name(scheme)], hardware) for a in anchors if a.name(scheme) in extras]

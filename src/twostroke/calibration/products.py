@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from twostroke.calibration.timing import Clock
+from twostroke.core.dtypes import TORCH_NAMES
 from twostroke.core.policy import WEIGHT_ONLY_MULTIPLE
 from twostroke.core.profile import MatmulPoint
+from twostroke.core.schemes import W8, W8A8, torch_product
 from twostroke.core.units import MIB
 from twostroke.kernels.features import has_int8_weight_only, has_packed_linear, has_w8a8_linear
 from twostroke.kernels.matrix import FloatMatrix, Int8Matrix
@@ -20,9 +22,6 @@ TRAINING_ROWS = (256, 4096)
 ENGINE_ROWS = (1, 4, 16, 64, 256, 1024)
 
 TRAINING_SCHEMES = ("fp32", "bf16")
-ENGINE_SCHEMES = ("packed_fp32", "packed_bf16", "w8", "w8a8")
-"""Products as the engine computes them: fp32 or bf16 weights packed for oneDNN; int8 weights with bf16 activations; int8
-weights with activations quantised on the way, which is part of the time."""
 
 CLASSES: tuple[tuple[int, int], ...] = ((384, 384), (1536, 384), (4096, 384), (384, 1024), (2048, 2048), (4096, 4096))
 """(n, k) of weights: small square, wide, vocabulary-like, narrow with a longer sum, and two that leave the cache."""
@@ -43,7 +42,6 @@ SMALLER_PEAK_SIDE = 2048
 PEAK_LONGEST_S = 3.0
 
 Run = Callable[[], object]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "packed_fp32": torch.float32, "packed_bf16": torch.bfloat16}
 
 
 def _filled(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -52,7 +50,7 @@ def _filled(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> tor
 
 
 def _training_product(scheme: str, m: int, n: int, k: int, device: str) -> Run:
-    dtype = DTYPES[scheme]
+    dtype = getattr(torch, TORCH_NAMES[scheme])
     if (n, k) in DEEP_CLASSES:
         left, right = _filled(k, m, device=device, dtype=dtype), _filled(k, n, device=device, dtype=dtype)
         return lambda: left.t() @ right
@@ -61,11 +59,12 @@ def _training_product(scheme: str, m: int, n: int, k: int, device: str) -> Run:
 
 
 def _engine_product(scheme: str, m: int, n: int, k: int, device: str) -> Run | None:
-    """The engine's own matrices (``kernels.matrix``); None where this machine or this torch lacks the kernel."""
+    """The engine's own matrices (``kernels.matrix``), quantising activations on the way included; None where this machine or
+    this torch lacks the kernel."""
     x = _filled(m, k, device=device)
     apply: list[Callable[[torch.Tensor], object]] = []
-    if scheme in ("packed_fp32", "packed_bf16"):
-        dtype = DTYPES[scheme]
+    if scheme not in (W8, W8A8):
+        dtype = getattr(torch, TORCH_NAMES[torch_product(scheme)[0]])
         if device == "cpu" and dtype == torch.bfloat16 and not has_packed_linear(dtype):
             return None
         copies = max(1, min(MOST_COPIES, CYCLED_BYTES // (n * k * dtype.itemsize)))
@@ -73,15 +72,15 @@ def _engine_product(scheme: str, m: int, n: int, k: int, device: str) -> Run | N
         apply += [FloatMatrix(weight) for _ in range(copies)]
         x = x.to(dtype)
     else:
-        if device != "cpu" or not (has_int8_weight_only() if scheme == "w8" else has_w8a8_linear()):
+        if device != "cpu" or not (has_int8_weight_only() if scheme == W8 else has_w8a8_linear()):
             return None
-        if scheme == "w8" and k % WEIGHT_ONLY_MULTIPLE:
+        if scheme == W8 and k % WEIGHT_ONLY_MULTIPLE:
             return None
         copies = max(1, min(MOST_COPIES, CYCLED_BYTES // (n * k)))
         codes, scale = torch.full((n, k), 7, dtype=torch.int8), torch.full((n,), 0.5)
         # without integers the plain codes are kept, which weight-only products read
-        matrices = [Int8Matrix(codes, scale, integers=scheme == "w8a8") for _ in range(copies)]
-        apply += [matrix.weight_only if scheme == "w8" else matrix.w8a8 for matrix in matrices]
+        matrices = [Int8Matrix(codes, scale, integers=scheme == W8A8) for _ in range(copies)]
+        apply += [matrix.weight_only if scheme == W8 else matrix.w8a8 for matrix in matrices]
         x = x.to(torch.bfloat16)
     turn = itertools.cycle(apply)
     return lambda: next(turn)(x)
@@ -118,10 +117,10 @@ def weight_only_limit(points: Sequence[MatmulPoint]) -> float | None:
     the sum of log times over all measured shapes least. None where one of the two was not measured."""
     rates: dict[tuple[int, int, int], dict[str, float]] = {}
     for p in points:
-        if p.scheme in ("w8", "w8a8"):
+        if p.scheme in (W8, W8A8):
             rates.setdefault((p.m, p.n, p.k), {})[p.scheme] = p.flop_per_s
     # (multiply-adds, log of how many times weight-only is faster), small shapes first
-    faster = sorted((m * n * k, math.log(pair["w8"] / pair["w8a8"])) for (m, n, k), pair in rates.items() if len(pair) == 2)
+    faster = sorted((m * n * k, math.log(pair[W8] / pair[W8A8])) for (m, n, k), pair in rates.items() if len(pair) == 2)
     if not faster:
         return None
     best_limit, best_gain, gain = 0.0, 0.0, 0.0

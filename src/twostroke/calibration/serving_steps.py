@@ -14,6 +14,7 @@ import torch
 from twostroke.calibration.operations import LEAST_FIXED_S, fixed_and_rate
 from twostroke.calibration.timing import DISTURBED_SHARE, Clock, Window
 from twostroke.core.profile import MachineProfile
+from twostroke.core.schemes import TORCH_STEPS, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.engine.core import EngineConfig, EngineCore
 from twostroke.model.decoder import Decoder
@@ -24,7 +25,6 @@ from twostroke.planner.anchors import (
     DECODE_CONTEXT,
     DECODE_LAYERS,
     PREFILL_TOKENS,
-    SERVING_SCHEMES,
     WIDTHS,
     anchor_spec,
     decode_name,
@@ -65,7 +65,7 @@ class Engines:
                 decoder = Decoder(spec)
                 initialise(decoder, 0)
                 save_model(decoder, spec, directory, "bf16")
-            n_bytes = 2 * spec.n_layers * spec.d_model * (4 if scheme == "fp32" else 2) * CACHE_TOKENS
+            n_bytes = 2 * spec.n_layers * spec.d_model * int(scheme_of(scheme).kept_bytes) * CACHE_TOKENS
             self._engines[key] = EngineCore(directory, EngineConfig(dtype=scheme, kv_cache_bytes=n_bytes))
         return self._engines[key]
 
@@ -139,8 +139,8 @@ def measure_serving_steps(clock: Clock, tell: Callable[[float, str], None]) -> I
     heads = narrow // 64
     with tempfile.TemporaryDirectory(prefix="twostroke-anchors-") as folder:
         engines, prompts = Engines(Path(folder)), Prompts()
-        for i, scheme in enumerate(SERVING_SCHEMES):
-            tell(i / len(SERVING_SCHEMES), f"{scheme} steps of the engine")
+        for i, scheme in enumerate(TORCH_STEPS):
+            tell(i / len(TORCH_STEPS), f"{scheme} steps of the engine")
             at_depth: dict[int, float] = {}
             for width in WIDTHS:
                 engine = engines.get(anchor_spec(width, DECODE_LAYERS[width]), scheme)
@@ -173,7 +173,7 @@ def without_products(profile: MachineProfile) -> dict[str, float]:
     hardware = hardware_from_profile(profile)
     extras = dict(profile.extras)
     spec: ModelSpec = anchor_spec(WIDTHS[0], DECODE_LAYERS[WIDTHS[0]])
-    for scheme in SERVING_SCHEMES:
+    for scheme in TORCH_STEPS:
         for name, n_requests in (("one", 1), ("many", MANY)):
             layer, step = f"decode_{name}_{scheme}_layer_s", f"decode_{name}_{scheme}_step_s"
             if layer not in extras:

@@ -22,6 +22,7 @@ from twostroke.cli.console import JSON_HELP, emit, log
 from twostroke.core.aside import write_text
 from twostroke.core.errors import ConfigError, Interrupted, TwostrokeError
 from twostroke.core.recipe import read_recipe
+from twostroke.core.schemes import DEFAULT_WRITTEN, scheme_of
 from twostroke.core.units import format_bytes, format_count, format_flop_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ class Demo:
         return self.run_directory / "model"
 
     @property
-    def int8_model(self) -> Path:
-        return self.directory / "model-int8"
+    def quantised_model(self) -> Path:
+        return self.directory / f"model-{DEFAULT_WRITTEN}"
 
     @property
     def report(self) -> Path:
@@ -91,7 +92,8 @@ def verb(*args: str) -> Result:
 def _calibrate(demo: Demo) -> tuple[Result, str]:
     profile = verb("calibrate")
     rates = profile["peak_flop_per_s"]
-    shown = {"bf16": "bf16 in training", "native_bf16": "bf16", "native_int8": "int8 in serving"}
+    shown = {"bf16": "bf16 in training", scheme_of("bf16").native_product: "bf16"}
+    shown[scheme_of(DEFAULT_WRITTEN).native_product] = f"{DEFAULT_WRITTEN} in serving"
     peaks = ", ".join(f"{words} {format_flop_rate(rates[name])}" for name, words in shown.items() if name in rates)
     slowest = min(p["bytes_per_s"] for p in profile["read_bandwidth"])
     return profile, f"{profile['fingerprint']['cpu_model']}: reads {format_bytes(slowest)}/s from memory; products: {peaks}"
@@ -129,16 +131,16 @@ def _train(demo: Demo) -> tuple[Result, str]:
 
 
 def _quantize(demo: Demo) -> tuple[Result, str]:
-    verb("quantize", str(demo.model), str(demo.int8_model), "--replace")  # what an interrupted run of this stage left
-    quality = verb("compare", str(demo.model), str(demo.int8_model), "--dtype", "bf16")
+    verb("quantize", str(demo.model), str(demo.quantised_model), "--replace")  # what an interrupted run of this stage left
+    quality = verb("compare", str(demo.model), str(demo.quantised_model), "--dtype", "bf16")
     return quality, (
-        f"int8: perplexity × {quality['perplexity_ratio']:.5f}, {format_bytes(quality['b']['model_bytes'])} "
+        f"{DEFAULT_WRITTEN}: perplexity × {quality['perplexity_ratio']:.5f}, {format_bytes(quality['b']['model_bytes'])} "
         f"instead of {format_bytes(quality['a']['model_bytes'])}"
     )
 
 
 def _serve(demo: Demo) -> tuple[Result, str]:
-    load = verb("bench", "serve", str(demo.int8_model), *LOAD)
+    load = verb("bench", "serve", str(demo.quantised_model), *LOAD)
     measured = load["measurement"]
     return load, (
         f"ready {format_seconds(load['server']['startup_s'])} after the start; {measured['output_tok_per_s']:.0f} tok/s "
@@ -168,7 +170,7 @@ def _quantised_card(quality: Result) -> Card:
     from twostroke.report.cards import Card
 
     sizes = f"{format_bytes(quality['b']['model_bytes'])} instead of {format_bytes(quality['a']['model_bytes'])}"
-    return Card("Quantised to int8", f"× {quality['perplexity_ratio']:.4f}", f"perplexity against bf16; {sizes}")
+    return Card(f"Quantised to {DEFAULT_WRITTEN}", f"× {quality['perplexity_ratio']:.4f}", f"perplexity against bf16; {sizes}")
 
 
 def _compare(demo: Demo, stages: dict[str, Result]) -> tuple[Result, str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log
+from twostroke.core.engines import CACHE_CHOICES, WEIGHT_CHOICES
 from twostroke.core.errors import InputError, TwostrokeError
 from twostroke.core.units import GIB, format_bytes, format_seconds
 
@@ -41,9 +42,9 @@ def generate(
     seed: int = typer.Option(None, help="Makes the answer repeatable. Default: another one each time."),
     stop: list[str] = typer.Option([], help="Text to end before. Repeatable."),
     ignore_eos: bool = typer.Option(False, "--ignore-eos", help="Go on after the model's end token."),
-    dtype: str = typer.Option("auto", help="How weights are held: auto, bf16, fp32, int8, int8_weight_only or int4."),
+    dtype: str = typer.Option("auto", help=f"How weights are held: {WEIGHT_CHOICES}."),
     head_dtype: str = typer.Option("auto", help="How the output head is held: as --dtype."),
-    kv_dtype: str = typer.Option("auto", help="How keys and values are cached: auto, bf16, fp32 or int8."),
+    kv_dtype: str = typer.Option("auto", help=f"How keys and values are cached: {CACHE_CHOICES}."),
     max_model_len: int = typer.Option(None, min=1, help="Longest prompt and output together, in tokens. Default: the model's."),
     kv_cache_gib: float = typer.Option(None, min=0.0, help="Memory of the KV cache, in GiB. Default: chosen by the engine."),
     threads: int = typer.Option(None, min=1, help="Threads. Default: the cores there are."),

@@ -25,7 +25,7 @@ VERBS: dict[str, str] = {
     "train": "Train a model by a TOML recipe.",
     "watch": "Serve a live page of a training run.",
     "eval": "Score a model on held-out text and on tasks.",
-    "quantize": "Write a copy of a model in int8 or int4.",
+    "quantize": "Write a copy of a model with its matrices in fewer bits.",
     "export": "Write a model for other programs, adapters merged.",
     "generate": "Continue prompts on this machine, without a server.",
     "serve": "Serve a model over an OpenAI-compatible interface.",

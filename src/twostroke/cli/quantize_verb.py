@@ -10,6 +10,7 @@ import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log, progress
 from twostroke.core.errors import ConfigError
+from twostroke.core.schemes import DEFAULT_WRITTEN, WRITTEN, written_scheme
 from twostroke.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ app = typer.Typer(add_completion=False)
 def quantize(
     model: Path = typer.Argument(help="Model directory, or the output of a training run."),
     directory: Path = typer.Argument(help="Directory to write."),
-    scheme: str = typer.Option("int8", help="How to hold the matrices: int8, int4, or int4-g32, int4-g64, int4-g128."),
+    scheme: str = typer.Option(DEFAULT_WRITTEN, help=f"How to hold the matrices: {', '.join(WRITTEN)}."),
     calibration: list[str] = typer.Option(
         [],
         help="Files, folders or globs of text that int4's rounding is fitted to. Default: what the model's run trained on, "
@@ -43,19 +44,21 @@ def quantize(
     matter most for their size are held in int8 instead.
     """
     from twostroke.cli.serve_verb import model_directory
-    from twostroke.quantization.schemes import scheme_of
 
     source = model_directory(model)
-    chosen = scheme_of(scheme)  # a wrong name is told before torch is imported
+    chosen = written_scheme(scheme)  # a wrong name is told before torch is imported
     if (calibration or max_kl is not None) and (nearest or chosen.group is None):
-        raise ConfigError("--calibration and --max-kl fit the rounding of int4; they go with neither int8 nor --nearest.")
+        grouped = ", ".join(name for name in WRITTEN if written_scheme(name).group)
+        raise ConfigError(
+            f"--calibration and --max-kl fit the rounding of groups. Use them with --scheme {grouped}, without --nearest."
+        )
     from twostroke.quantization.convert import quantize_model
 
     began = time.perf_counter()
     fitted = None if nearest or chosen.group is None else _fitted(source, calibration, chosen.group, max_kl)
     with progress(f"quantising {source}", 1.0) as advance:
         report = quantize_model(source, directory, scheme, replace, advance, fitted)
-    in_int8 = f" ({report.n_int8_matrices} of them in int8)" if report.n_int8_matrices else ""
+    in_int8 = f" ({report.n_int8_matrices} of them in {chosen.beside})" if report.n_int8_matrices else ""
     lines = [
         f"{directory}: {report.n_matrices} matrices in {report.scheme}{in_int8}, {format_bytes(report.bytes)} instead of "
         f"{format_bytes(report.source_bytes)}, in {format_seconds(time.perf_counter() - began)}.",
@@ -82,12 +85,12 @@ def _fitted(source: Path, calibration: list[str], group: int, max_kl: float | No
     batches = calibration_batches(source, spec, calibration)
     if not batches:
         n_tokens, length = text_size(spec)
-        log(f"{source} belongs to no training run, so int4 is fitted to text that it writes. Better: --calibration TEXT.")
+        log(f"{source} belongs to no training run, so rounding is fitted to text that it writes. Better: --calibration TEXT.")
         batches = [own_text(source, max(2, n_tokens // length), length)]
     decoder = load_model(source)
     limit = MAX_KL_NATS if max_kl is None else max_kl
     with progress("fitting to text", 1.0) as advance:
         fitted = fit_codes(decoder, batches, group, limit, advance)
     if fitted.judgement is not None and fitted.judgement.kl_nats > limit:
-        log(f"KL is {fitted.judgement.kl_nats:.4f} nats a token, above {limit:g}, with {len(fitted.int8)} matrices in int8.")
+        log(f"KL is {fitted.judgement.kl_nats:.4f} nats a token, above {limit:g}, with {len(fitted.int8)} matrices in 8 bits.")
     return fitted

@@ -7,6 +7,7 @@ from pathlib import Path
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log
+from twostroke.core.engines import CACHE_CHOICES, WEIGHT_CHOICES
 from twostroke.core.errors import ConfigError, DataError
 from twostroke.core.units import GIB, format_bytes, format_count, format_seconds
 
@@ -26,9 +27,9 @@ def serve(
     served_name: list[str] = typer.Option(
         [], help="Name clients call the model by. Repeatable. Default: the directory's name."
     ),
-    dtype: str = typer.Option("auto", help="How weights are held: auto, bf16, fp32, int8, int8_weight_only or int4."),
+    dtype: str = typer.Option("auto", help=f"How weights are held: {WEIGHT_CHOICES}."),
     head_dtype: str = typer.Option(None, help="How the output head is held, as --dtype. Default: bf16, beside fp32 fp32."),
-    kv_dtype: str = typer.Option(None, help="How keys and values are cached: bf16, fp32 or int8. Default: as the head."),
+    kv_dtype: str = typer.Option(None, help=f"How keys and values are cached: {CACHE_CHOICES}. Default: as the head."),
     max_model_len: int | None = typer.Option(
         None, min=1, help="Longest prompt and output together, in tokens. Default: the model's."
     ),

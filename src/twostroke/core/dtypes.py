@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from twostroke.core.errors import ConfigError
 
-BYTES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
+BYTES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5, "fp4": 0.5}
 """Bytes of one stored element, without the scales of quantised formats (those are counted where the scheme is known)."""
 
 TORCH_NAMES: dict[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8"}
 """Attribute of ``torch`` for each format, and the spelling of ``torch_dtype`` in a Hugging Face ``config.json``."""
-
-SAFETENSORS_NAMES: dict[str, str] = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "I8": "int8"}
-"""Our name for each dtype tag that a safetensors header may carry and that we read."""
 
 
 def bytes_of(dtype: str) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from twostroke.core.schemes import WEIGHTS
 from twostroke.core.spec import ModelSpec
 
 Method = Literal["pretrain", "full", "lora", "qlora"]
@@ -19,12 +20,11 @@ TRAINING_TYPES: tuple[str, ...] = get_args(TrainingType)
 OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
 RECOMPUTATIONS: tuple[str, ...] = get_args(Recomputation)
 
-WEIGHTS = ("fp32", "bf16", "int8", "int8_weight_only", "int4")
-"""How the inference engine holds matrices, numbered as in the native library. ``int8`` quantises activations too (W8A8), as
-``int4`` does, which is in groups of inputs."""
-
 CACHE_TYPES = ("bf16", "fp32", "int8")
 """How it holds keys and values."""
+
+WEIGHT_CHOICES, CACHE_CHOICES = (f"auto, {', '.join(names[:-1])} or {names[-1]}" for names in (WEIGHTS, CACHE_TYPES))
+"""For help texts."""
 
 TRAINS_ON = ("NVIDIA", "AMD")
 """Makers of the accelerators that ``torch.cuda`` drives, which train beside the CPU. Inference runs on the CPU alone."""

@@ -135,9 +135,3 @@ end."""
 WEIGHT_ONLY_MULTIPLE = 32
 """What the inputs of an int8 matrix must be a multiple of for torch's product of int8 weights alone: ``_weight_int8pack_mm``
 reads beyond the end, without a word, where they are not (torch 2.13)."""
-
-
-def type_beside(weights: str) -> str:
-    """The type of what is not told otherwise beside blocks held in ``weights``, the output head and the cache: fp32 beside
-    fp32, else bf16. Activations of the torch runner too."""
-    return "fp32" if weights == "fp32" else "bf16"

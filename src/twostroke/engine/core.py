@@ -18,11 +18,12 @@ from twostroke.core.engines import CACHE_TYPES
 from twostroke.core.errors import CapacityError, ConfigError, InputError
 from twostroke.core.families import read_spec
 from twostroke.core.profile import load_profile
+from twostroke.core.schemes import WEIGHTS, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.core.units import format_bytes
 from twostroke.engine.key_offset import centre_keys
 from twostroke.engine.kv_pool import KVPool, token_bytes
-from twostroke.engine.lowering import GROUP, NATIVE_WEIGHTS, lower
+from twostroke.engine.lowering import lower
 from twostroke.engine.memory import available_bytes
 from twostroke.engine.meters import StepMeter
 from twostroke.engine.native_runner import NativeRunner
@@ -34,8 +35,8 @@ from twostroke.engine.torch_runner import TorchRunner
 from twostroke.kernels.features import has_packed_linear
 from twostroke.kernels.native_library import library
 from twostroke.planner.weights import weights_bytes
+from twostroke.quantization.directory import stored_quantisation
 from twostroke.quantization.load import load_any_state
-from twostroke.quantization.schemes import stored_scheme
 from twostroke.scheduling.request import FinishReason, Request
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig
@@ -70,7 +71,7 @@ class EngineConfig:
     separate_prefixes: bool = False
 
     def __post_init__(self) -> None:
-        choices = {"dtype": NATIVE_WEIGHTS, "head_dtype": NATIVE_WEIGHTS, "kv_dtype": CACHE_TYPES, "runner": RUNNERS}
+        choices = {"dtype": WEIGHTS, "head_dtype": WEIGHTS, "kv_dtype": CACHE_TYPES, "runner": RUNNERS}
         for name, known in choices.items():
             if getattr(self, name) not in ("auto", *known):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not known. Use one of auto, {', '.join(known)}.")
@@ -140,7 +141,6 @@ class _Loaded:
     spec: ModelSpec
     state: Mapping[str, Tensor]
     weights: str
-    group: int
 
 
 class EngineCore:
@@ -162,14 +162,14 @@ class EngineCore:
         native = self.config.runner == "native" or (self.config.runner == "auto" and library() is not None)
         head = None if self.config.head_dtype == "auto" else self.config.head_dtype
         packed = PackedCache(cache_key(loaded.directory, loaded.weights, str(head))) if native else None
-        self.plan = lower(loaded.spec, loaded.state, loaded.weights, crossovers, native, head, packed, loaded.group)
+        self.plan = lower(loaded.spec, loaded.state, loaded.weights, crossovers, native, head, packed)
         self.loaded_packed = packed is not None and packed.is_read
         if packed is not None:
             packed.finish()
         del loaded
         kv_dtype = self.config.kv_dtype
         if kv_dtype == "auto":
-            kv_dtype = policy.type_beside(self.plan.weights)
+            kv_dtype = scheme_of(self.plan.weights).kept
         scheduler_config = _fit(self.spec, self.config, kv_dtype)
         self.scheduler = Scheduler(scheduler_config)
         make_pool = TiledKVPool if native or kv_dtype == "int8" else KVPool
@@ -406,24 +406,24 @@ def _default_threads() -> int:
 def _load(directory: Path, dtype: str) -> _Loaded:
     spec = read_spec(directory)
     spec.require_buildable()
-    scheme = stored_scheme(directory)
-    stored = None if scheme is None else scheme.name
-    weights = dtype
-    if dtype == "auto":
-        weights = str(stored or ("bf16" if has_packed_linear(torch.bfloat16) else "fp32"))
-    if stored and weights != stored:
+    stored = stored_quantisation(directory)
+    if stored is not None and dtype not in ("auto", stored.scheme.family):
         raise ConfigError(
-            f"{directory} holds {stored} weights, which cannot be used as dtype={dtype!r}. "
+            f"{directory} holds {stored.scheme.family} weights, which cannot be used as dtype={dtype!r}. "
             "Use dtype='auto', or the unquantised model that it was made from."
         )
-    needed, free = weights_bytes(spec, weights.removesuffix("_weight_only")), available_bytes()
+    weights = dtype
+    if stored is not None:
+        weights = stored.scheme.name
+    elif dtype == "auto":
+        weights = "bf16" if has_packed_linear(torch.bfloat16) else "fp32"
+    needed, free = weights_bytes(spec, scheme_of(weights).native), available_bytes()
     if needed > free:
         raise CapacityError(
             f"the weights in {weights} need {format_bytes(needed)} and {format_bytes(free)} of memory is free. "
-            "Use dtype='int8', a smaller model or a machine with more memory."
+            "Use weights of fewer bits, a smaller model or a machine with more memory."
         )
-    group = GROUP if scheme is None or scheme.group is None else scheme.group
-    return _Loaded(directory, spec, load_any_state(directory)[1], weights, group)
+    return _Loaded(directory, spec, load_any_state(directory)[1], weights)
 
 
 def _fit(spec: ModelSpec, config: EngineConfig, kv_dtype: str) -> SchedulerConfig:

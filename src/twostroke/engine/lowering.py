@@ -10,27 +10,19 @@ import torch
 from torch import Tensor
 
 from twostroke.core.crossovers import Crossovers
+from twostroke.core.dtypes import TORCH_NAMES
 from twostroke.core.errors import ConfigError, CorruptFileError
-from twostroke.core.policy import type_beside
+from twostroke.core.schemes import SCHEMES, TORCH_WEIGHTS, W8A8, WEIGHTS, Scheme, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.engine import plan as p
 from twostroke.engine.packed_cache import Due, PackedCache
-from twostroke.kernels.int4 import dequantize_groups, group_of, quantize_groups
-from twostroke.kernels.matrix import FloatMatrix, Int8Matrix, Matrix, quantize_columns
-from twostroke.kernels.native_matrix import FORMATS, NativeMatrix, NativePair
+from twostroke.kernels.codes import CODE_TYPES, Codes, quantize
+from twostroke.kernels.matrix import FloatMatrix, Int8Matrix, Matrix
+from twostroke.kernels.native_matrix import NativeMatrix, NativePair
 from twostroke.model.families import layout
 
 if TYPE_CHECKING:
     from jaxtyping import Float
-
-WEIGHTS = ("fp32", "bf16", "int8", "int4")
-"""How weights may be held for torch. int8: the blocks' matrices in int8, everything else bf16; int4: their values in bf16."""
-
-NATIVE_WEIGHTS = tuple(FORMATS)
-"""The same for a native plan. int8_weight_only: activations stay fp32; int4: in groups of inputs, activations in int8."""
-
-GROUP = 64
-"""Inputs that share a scale in int4, where the codes are not given."""
 
 
 def interleaved(head_dim: int) -> Tensor:
@@ -47,17 +39,16 @@ class _Lowering:
         self,
         spec: ModelSpec,
         state: Mapping[str, Tensor],
-        weights: str,
-        head: str,
+        scheme: Scheme,
+        head: Scheme,
         crossovers: Crossovers,
         native: bool,
         packed: PackedCache | None,
-        group: int,
     ) -> None:
         self.spec, self.state, self.crossovers, self.packed = spec, state, crossovers, packed
-        self.weights, self.head, self.native, self.group = weights, head, native, group
+        self.scheme, self.head, self.native = scheme, head, native
         self.shapes = {} if packed is None else {entry.canonical: entry.shape for entry in layout(spec)}
-        self.dtype = torch.float32 if weights == "fp32" or native else torch.bfloat16
+        self.dtype = torch.float32 if native else getattr(torch, TORCH_NAMES[scheme.kept])
         self.rotary = spec.positions == "rope"
 
     def get(self, name: str) -> Tensor:
@@ -74,66 +65,62 @@ class _Lowering:
         name: str,
         bias: bool,
         rows: Tensor | slice | None = None,
-        weights: str | None = None,
+        scheme: Scheme | None = None,
         get: Callable[[str], Tensor] | None = None,
     ) -> Matrix:
-        """The matrix ``name`` with its bias, or its ``rows`` in that order, held as ``weights`` (default: the plan's way).
+        """The matrix ``name`` with its bias, or its ``rows`` in that order, held in ``scheme`` (default: the plan's).
 
         ``get``: where its tensors come from (default: the state)."""
-        get = get or self.get
-        weights = weights or self.weights
-        vector = self.vector(f"{name}.bias", bias)
+        held, vector = self._held(name, scheme or self.scheme), self.vector(f"{name}.bias", bias)
         if rows is not None and vector is not None:
             vector = vector[rows]
+
+        def read() -> Tensor | Codes:
+            return self._read(name, held, rows, get or self.get)
+
         if not self.native:
-            return self._torch_matrix(name, weights, vector, rows)
+            return self._torch_matrix(read(), held, vector)
 
         def pack() -> NativeMatrix:
-            weight, scale, zero, held = self._stored(name, weights, rows, get)
-            group = GROUP if scale is None or zero is None else group_of(weight, scale)
-            return NativeMatrix(weight, held, vector, scale, zero, group)
+            return _packed(read(), held, vector)
 
-        return pack() if self.packed is None else self.packed.matrix(pack, self._due(name, weights, rows), vector)
+        return pack() if self.packed is None else self.packed.matrix(pack, self._due(name, held, rows), vector)
 
-    def _due(self, name: str, weights: str, rows: Tensor | slice | None) -> Due:
+    def _held(self, name: str, scheme: Scheme) -> Scheme:
+        """``scheme``, or the one beside it where the state has codes by channel and ``scheme`` is in groups."""
+        by_channel = f"{name}.scale" in self.state and f"{name}.zero" not in self.state
+        return SCHEMES[scheme.beside] if by_channel and scheme.beside is not None else scheme
+
+    def _due(self, name: str, scheme: Scheme, rows: Tensor | slice | None) -> Due:
         """What ``matrix`` packs, known without reading a tensor."""
         n, k = self.shapes[f"{name}.weight"]
         if isinstance(rows, slice):
             n = len(range(*rows.indices(n)))
-        coded, grouped = f"{name}.scale" in self.state, f"{name}.zero" in self.state
-        held = "int8" if weights == "int4" and coded and not grouped else weights
-        group = 0 if held != "int4" else self.group if grouped else GROUP
-        return Due(held, group, n if not isinstance(rows, Tensor) else len(rows), k)
+        group = scheme.group if scheme.computes_in_codes else None
+        return Due(scheme.native, group or 0, n if not isinstance(rows, Tensor) else len(rows), k)
 
-    def _stored(
-        self, name: str, weights: str, rows: Tensor | slice | None, get: Callable[[str], Tensor]
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, str]:
-        """Weight, where it is held in codes their scales and, of 4-bit codes, zero points; and how it is to be held:
-        ``weights``, but int8 where an int4 model has that instead."""
+    def _read(self, name: str, scheme: Scheme, rows: Tensor | slice | None, get: Callable[[str], Tensor]) -> Tensor | Codes:
+        """The weight, or its codes where it is stored so. Raises ConfigError for codes of another scheme."""
         weight = get(f"{name}.weight")
-        scale = None if weight.is_floating_point() else get(f"{name}.scale")
-        zero = get(f"{name}.zero") if weight.dtype == torch.uint8 else None
-        if rows is not None:
-            weight = weight[rows]
-            scale, zero = (None if t is None else t[rows] for t in (scale, zero))
-        if weights == "int4" and scale is not None and zero is None:
-            weights = "int8"
-        if scale is not None and weights not in (("int8", "int8_weight_only") if zero is None else ("int4",)):
-            held = "int8" if zero is None else "int4"
+        if f"{name}.scale" not in self.state:
+            return weight if rows is None else weight[rows]
+        if weight.dtype is not CODE_TYPES.get(scheme.element):
+            held = next(element for element, dtype in CODE_TYPES.items() if dtype is weight.dtype)
             raise ConfigError(f"{name} is held in {held} on disk; this model can only be lowered with weights={held!r}.")
-        return weight, scale, zero, weights
+        zero = get(f"{name}.zero") if f"{name}.zero" in self.state else None
+        codes = Codes(weight, get(f"{name}.scale"), zero)
+        if codes.scale.numel() != scheme.scales(*weight.shape):
+            raise ConfigError(f"{name} has {codes.scale.numel()} scales, and {scheme.name} {scheme.scales(*weight.shape)}.")
+        return codes if rows is None else codes.of_rows(rows)
 
-    def _torch_matrix(self, name: str, weights: str, vector: Tensor | None, rows: Tensor | slice | None) -> Matrix:
-        weight, scale, zero, weights = self._stored(name, weights, rows, self.get)
-        if weights == "int4":  # torch has no kernel for them that is worth its rounding: expanded once, at loading
-            group = GROUP if scale is None or zero is None else group_of(weight, scale)
-            codes = quantize_groups(weight, group) if scale is None or zero is None else (weight, scale, zero)
-            return FloatMatrix(dequantize_groups(*codes, group).to(self.dtype), vector)
-        if weights != "int8":
-            return FloatMatrix(weight.to(self.dtype), vector)
-        if scale is None:
-            weight, scale = quantize_columns(weight)
-        return Int8Matrix(weight, scale, vector, self.crossovers)
+    def _torch_matrix(self, weight: Tensor | Codes, scheme: Scheme, bias: Tensor | None) -> Matrix:
+        if scheme.quantised:
+            codes = weight if isinstance(weight, Codes) else quantize(weight, scheme)
+            if W8A8 in scheme.torch:
+                return Int8Matrix(codes.codes, codes.scale, bias, self.crossovers)
+            weight = codes.values()  # torch has no kernel for others that is worth its rounding: expanded once, at loading
+        assert isinstance(weight, Tensor)
+        return FloatMatrix(weight.to(self.dtype), bias)
 
     def gate_up(self, name: str) -> Matrix:
         """Gate and up as one matrix, or for the native step as two."""
@@ -193,8 +180,17 @@ class _Lowering:
         ops: list[p.Op] = [self.embed()]
         for i in range(spec.n_layers):
             ops += self.block(i)
-        head = self.matrix("embed" if spec.tied_embeddings else "head", bias=False, weights=self.head)
+        head = self.matrix("embed" if spec.tied_embeddings else "head", bias=False, scheme=self.head)
         return (*ops, self.norm("final_norm"), p.Head(head))
+
+
+def _packed(weight: Tensor | Codes, scheme: Scheme, bias: Tensor | None) -> NativeMatrix:
+    """In the library's format: codes as they are where it multiplies them, else what they stand for."""
+    if scheme.quantised and not scheme.computes_in_codes:
+        weight = (weight if isinstance(weight, Codes) else quantize(weight, scheme)).values()
+    if isinstance(weight, Tensor):
+        return NativeMatrix(weight, scheme.native, bias, group=scheme.group or 0)
+    return NativeMatrix(weight.codes, scheme.native, bias, weight.scale, weight.zero, scheme.group or 0)
 
 
 @torch.inference_mode()
@@ -206,23 +202,23 @@ def lower(
     native: bool = False,
     head: str | None = None,
     packed: PackedCache | None = None,
-    group: int = GROUP,
 ) -> p.Plan:
     """The plan of ``spec`` with the canonical tensors of ``state``, packed for the kernels; ``state`` is not kept.
 
-    ``weights``: how the blocks' matrices are held (those of ``state`` that are codes already, with their ``.scale``, are taken
-    as they are). ``head``: the same for the output head; default fp32 in an fp32 plan, else bf16. ``native``: matrices are
-    packed for the native library, once for any number of rows, and everything between them is fp32; else for torch's kernels,
-    and everything that is not quantised is bf16, unless ``weights`` is fp32. ``packed`` may have native
-    matrices already; ``group`` is that of the 4-bit codes in ``state``. Raises ConfigError for another name and for a model
-    that is planned only, and CorruptFileError where a tensor is missing.
+    ``weights``: the scheme of the blocks' matrices, which may name a group (int4-g32); codes of ``state`` stay as they are.
+    ``head``: the same for the output head; default fp32 in an fp32 plan, else bf16. ``native``: matrices are packed for the
+    native library, once for any number of rows, and everything between them is fp32; else for torch's kernels, and everything
+    that is not quantised is bf16, unless ``weights`` is fp32. ``packed`` may have native matrices already. Raises ConfigError
+    for another name and for a model that is planned only, and CorruptFileError where a tensor is missing.
     """
-    known = NATIVE_WEIGHTS if native else WEIGHTS
-    head = head or type_beside(weights)
+    known = WEIGHTS if native else TORCH_WEIGHTS
+    scheme = SCHEMES.get(weights)
+    head = head or (scheme.kept if scheme is not None else weights)
     for option, value in (("weights", weights), ("head", head)):
-        if value not in known:
+        if value.partition("-")[0] not in known:
             raise ConfigError(f"{option}={value!r} is not a way to hold weights. Use one of {', '.join(known)}.")
     spec.require_buildable()
     crossovers = crossovers or Crossovers()
-    lowering = _Lowering(spec, state, weights, head, crossovers, native, packed, group)
-    return p.Plan(spec, lowering.ops(), weights, "fp32" if weights == "fp32" or native else "bf16", crossovers)
+    scheme = scheme_of(weights).here
+    lowering = _Lowering(spec, state, scheme, scheme_of(head).here, crossovers, native, packed)
+    return p.Plan(spec, lowering.ops(), scheme.family, "fp32" if native else scheme.kept, crossovers)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import TwostrokeError
+from twostroke.core.schemes import native_product_name, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.engine import plan as p
 from twostroke.kernels.native_matrix import NativeMatrix, NativePair
 from twostroke.planner.flops import visible_pairs
 from twostroke.planner.hardware import Hardware, load_hardware
-from twostroke.planner.native_products import product_name
 
 if TYPE_CHECKING:
     from twostroke.engine.core import EngineCore, EngineStats
@@ -158,7 +158,7 @@ def product_of(engine: EngineCore) -> str:
             continue
         for matrix in (op.matrix.gate, op.matrix.up) if isinstance(op.matrix, NativePair) else (op.matrix,):
             if isinstance(matrix, NativeMatrix):
-                elements[product_name(matrix.format, matrix.group)] += matrix.n_rows * matrix.n_columns
+                elements[native_product_name(matrix.format, matrix.group)] += matrix.n_rows * matrix.n_columns
     if elements:
         return elements.most_common(1)[0][0]
-    return {"fp32": "fp32", "int8": "w8a8"}.get(plan.weights, "bf16")
+    return scheme_of(plan.weights).torch[-1].removeprefix("packed_")

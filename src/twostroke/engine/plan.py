@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from twostroke.core.crossovers import Crossovers
+from twostroke.core.schemes import scheme_of
 from twostroke.core.spec import Activation, ModelSpec
 from twostroke.kernels.matrix import Matrix
 
@@ -144,7 +145,7 @@ class Plan:
         the head: the table that tokens are looked up in stays in its file, of which a step reads a few rows."""
         embed = self.ops[0]
         assert isinstance(embed, Embed)
-        element_bytes = 4 if self.weights == "fp32" else 2
+        element_bytes = int(scheme_of(self.weights).kept_bytes)
         total = self.step_bytes
         for op in self.ops:
             if isinstance(op, ProjectHeads | AddMixed | Widen | AddNarrowed | Head):

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twostroke.core.errors import ConfigError
+from twostroke.core.schemes import GROUPS
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int8, UInt8
 
-GROUPS = (32, 64, 128)
 LARGEST_CODE = 15
 SCALE_BITS = 11
 """Mantissa bits of a scale, as in fp16: the packed form holds no more."""

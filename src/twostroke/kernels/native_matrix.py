@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from twostroke.core.engines import WEIGHTS
+from twostroke.core.dtypes import TORCH_NAMES
 from twostroke.core.errors import CapacityError, ConfigError
+from twostroke.core.schemes import GROUPS, NATIVE_FORMATS
+from twostroke.kernels.codes import CODE_TYPES
 from twostroke.kernels.int4 import quantize_groups
 from twostroke.kernels.native_library import library
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int8, UInt8
 
-FORMATS = {name: number for number, name in enumerate(WEIGHTS)}
+FORMATS = {name: number for number, name in enumerate(NATIVE_FORMATS)}
 """Our names, with the library's numbers."""
-
-GROUPS = (32, 64, 128)
-"""Inputs that may share a scale in int4."""
 
 BLOCK_WEIGHTS = 2**20
 """Weights that are quantised at a time."""
@@ -72,23 +71,24 @@ class NativeMatrix:
         zero: UInt8[Tensor, "N groups"] | None = None,
         group: int = 64,
     ) -> None:
-        if format == "int4" and group not in GROUPS:
+        held = NATIVE_FORMATS[format]
+        if held.grouped and group not in GROUPS:
             raise ConfigError(f"group={group} must be one of {', '.join(map(str, GROUPS))}.")
-        held = {torch.int8: ("int8", "int8_weight_only"), torch.uint8: ("int4",)}.get(weight.dtype)
-        if held is not None and (format not in held or scale is None):
+        given = not weight.is_floating_point()
+        if given and (weight.dtype is not CODE_TYPES.get(held.element) or scale is None):
             raise ConfigError(
                 f"a matrix of {weight.dtype} codes cannot be packed as {format}. Start from the unquantised model."
             )
         n, k = weight.shape
-        self._allocate(format, group if format == "int4" else 0, n, k, bias)
+        self._allocate(format, group if held.grouped else 0, n, k, bias)
         plain = weight
-        if held is None and format == "int4":
+        if not given and held.grouped:
             # A search for the best range takes six times as long.
             plain, scale, zero = _in_row_blocks(partial(quantize_groups, group=group, searched=False), weight)
-        elif held is None and format in ("int8", "int8_weight_only"):
+        elif not given and held.coded:
             plain, scale = native_columns(weight)
-        elif held is None:
-            plain = weight.to(torch.float32 if format == "fp32" else torch.bfloat16)
+        elif not given:
+            plain = weight.to(getattr(torch, TORCH_NAMES[held.element]))
         plain = plain.contiguous()
         scale = None if scale is None else scale.float().contiguous()
         zero = None if zero is None else zero.contiguous()

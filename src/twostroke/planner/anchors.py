@@ -79,7 +79,6 @@ DECODE_LAYERS = {256: 6, 768: 4}
 DECODE_BATCHES = (1, 8, 32)
 DECODE_CONTEXT = 128
 PREFILL_TOKENS = (32, 128, 512)
-SERVING_SCHEMES = ("fp32", "bf16", "int8")
 
 
 def decode_name(width: int, scheme: str, batch: int) -> str:

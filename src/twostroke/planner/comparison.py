@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.engines import planned_only_text
+from twostroke.core.schemes import scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.planner import flips
 from twostroke.planner.cost import cost_of, crossover_tokens, usd_per_million_tokens
@@ -445,7 +446,7 @@ def _rate_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableRow]:
     serve = serving.shape
     sequences = shape.batch_size * shape.grad_accumulation * training.layout.data
     precision = shape.dtype if not PRECISIONS[shape.dtype].master or shape.dtype == "fp32" else f"{shape.dtype}, fp32 masters"
-    weights = {"int8": "int8 × bf16"}.get(serve.scheme, serve.scheme)
+    weights = scheme_of(serve.scheme).label or serve.scheme
     cached = f"{weights}, {serve.cache_dtype} KV"
     several = training.layout.n_devices > 1 or serving.devices > 1
     placed = _given(serve_cut(serving))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.policy import TOKEN_BUDGET
+from twostroke.core.schemes import torch_product
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.anchors import (
     DECODE_BATCHES,
@@ -22,7 +23,7 @@ from twostroke.planner.anchors import (
     ratio_at,
 )
 from twostroke.planner.flops import attention_flops_per_token
-from twostroke.planner.hardware import SCHEME_BYTES, Hardware
+from twostroke.planner.hardware import Hardware
 from twostroke.planner.latency import elementwise_elements, elementwise_flops, keys_of_prefill, prefill_attention_rate
 from twostroke.planner.params import Product, block_products, head_product
 from twostroke.planner.weights import kv_bytes_per_token, weights_bytes
@@ -69,7 +70,7 @@ def product_work(product: Product, rows: int, scheme: str, w: float, working_set
     """One weight matrix applied to ``rows`` rows: 2·rows·n·k FLOP; weights read once, activations read and written."""
     if not hardware.has_scheme(scheme):
         scheme = scheme.removeprefix("packed_")
-    moved = product.weights * SCHEME_BYTES[scheme] + rows * (product.n + product.k) * w
+    moved = product.weights * bytes_of(torch_product(scheme)[0]) + rows * (product.n + product.k) * w
     flops = 2.0 * rows * product.weights
     arithmetic_s = flops / hardware.product_rate(scheme, rows, product.n, product.k)
     return Work.limited(product.component, flops, moved, arithmetic_s, moved / hardware.bandwidth(working_set))

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.policy import LOSS_CHUNK_ROWS
+from twostroke.core.schemes import scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.params import LayerKind, head_product, layer_kinds
 from twostroke.planner.weights import experts_touched, matrix_bytes
@@ -86,7 +87,7 @@ def weights_of(spec: ModelSpec, kind: LayerKind, component: str, scheme: str, to
 
 def head_bytes(spec: ModelSpec, scheme: str) -> float:
     """The head stays in 16 bits under every scheme but fp32."""
-    return head_product(spec).weights * (4.0 if scheme == "fp32" else 2.0)
+    return head_product(spec).weights * scheme_of(scheme).kept_bytes
 
 
 def multiplied(kind: LayerKind, component: str) -> float:

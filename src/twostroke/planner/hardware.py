@@ -30,6 +30,7 @@ from twostroke.core.profile import (
     stored_profiles,
     what_changed,
 )
+from twostroke.core.schemes import torch_product
 
 Kind = Literal["measured", "predicted", "datasheet", "assumed"]
 
@@ -72,10 +73,6 @@ ASSUMED_LINK_EFFICIENCY = 0.7
 300 GB/s on A100 and 360 of 450 GB/s on H100; calculon takes 0.65 for NVLink."""
 
 DATASHEET_NOTE = "from a datasheet with assumed efficiencies: expect the right order, not the right digit."
-
-SCHEME_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "packed_fp32": 4.0, "packed_bf16": 2.0, "w8": 1.0, "w8a8": 1.0}
-"""Bytes of one weight by product scheme, scales excluded. ``packed_…`` are the engine's products of weights that were reordered
-once, ``w8`` int8 weights with bf16 activations, ``w8a8`` with activations quantised too."""
 
 LEAST_NET_SHARE = 0.3
 """Of a measured product's time, what is at least left for the product itself when its launch is taken off."""
@@ -209,8 +206,7 @@ class Hardware:
         if not points:
             if self.basis == "measured":
                 return self.peak(scheme)
-            plain = {"w8": "bf16", "w8a8": "int8"}.get(scheme, scheme.removeprefix("packed_"))
-            return self.peak(plain) * ASSUMED_PRODUCT_EFFICIENCY
+            return self.peak(torch_product(scheme)[1]) * ASSUMED_PRODUCT_EFFICIENCY
         classes: dict[tuple[int, int], list[tuple[float, float]]] = {}
         for p in points:
             classes.setdefault((p.n, p.k), []).append((p.m, p.flop_per_s))
@@ -231,7 +227,7 @@ class Hardware:
         ``working_set_bytes`` is everything that is read between two uses of this matrix (a whole model in a decode step):
         it decides whether the weights come from cache or memory. Default: the matrix alone.
         """
-        weight_bytes = n * k * SCHEME_BYTES[scheme]
+        weight_bytes = n * k * bytes_of(torch_product(scheme)[0])
         reading = weight_bytes / self.bandwidth(max(weight_bytes, working_set_bytes or 0))
         return max(2 * m * n * k / self.product_rate(scheme, m, n, k), reading)
 
@@ -514,8 +510,3 @@ def _datasheet_of_gpu(gpus: Sequence[str]) -> Hardware | None:
         if fitting:
             return load_hardware(names[max(fitting, key=lambda name: len(name.split("-")))])
     return None
-
-
-def weight_bytes(dtype: str) -> float:
-    """Bytes of one stored weight: ``core.dtypes`` and the product schemes under one roof. Raises ConfigError."""
-    return SCHEME_BYTES[dtype] if dtype in SCHEME_BYTES else bytes_of(dtype)

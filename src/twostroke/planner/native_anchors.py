@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from twostroke.core.schemes import NATIVE_STEPS, scheme_of
 from twostroke.core.spec import ModelSpec
 
 Phase = Literal["prefill", "decode"]
@@ -16,9 +17,6 @@ D_FF = {256: 704, 768: 2048}
 
 MAX_POSITIONS = 2048
 CONTEXT, LONG_CONTEXT = 128, 1024
-SCHEMES = ("bf16", "int8", "int4")
-"""Measured one after another. int4 of every group is as int4, other schemes as bf16: around products they do the same."""
-
 UNITS: dict[str, tuple[str, ...]] = {
     "prefill": ("step", "layer", "element", "attention"),
     "decode": ("step", "row", "layer", "element", "key"),
@@ -72,12 +70,13 @@ DECODE_ANCHORS = (
 
 def has_steps(scheme: str) -> bool:
     """Whether steps of ``scheme`` itself, or of it in another group, are measured."""
-    return scheme.partition("-")[0] in SCHEMES
+    return scheme_of(scheme).family in NATIVE_STEPS
 
 
 def family_of(scheme: str) -> str:
-    """The one of ``SCHEMES`` whose steps stand for ``scheme``."""
-    return scheme.partition("-")[0] if has_steps(scheme) else "bf16"
+    """The one of ``NATIVE_STEPS`` whose steps stand for ``scheme``: its own in another group, else bf16's. Around products all
+    do the same."""
+    return scheme_of(scheme).family if has_steps(scheme) else "bf16"
 
 
 def fitted_name(phase: str, scheme: str, unit: str) -> str:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from twostroke.core.policy import TOKEN_BUDGET
+from twostroke.core.schemes import scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.anchors import Ratios, ratio_at
 from twostroke.planner.flops import visible_pairs
@@ -24,7 +25,6 @@ from twostroke.planner.native_anchors import (
 )
 from twostroke.planner.native_products import (
     MANY_ROWS,
-    SCHEMES,
     native_matrices,
     native_product_bytes,
     native_product_s,
@@ -151,15 +151,16 @@ class Use(NamedTuple):
 
 def _uses(spec: ModelSpec, shape: ServingShape, rows: int, last_rows: int) -> list[Use]:
     """Every matrix of a step; after the last layer's attention only ``last_rows`` rows go on, and through the head."""
-    found, in_int8 = [], set(shape.in_int8)
+    found, in_int8, how = [], set(shape.in_int8), scheme_of(shape.scheme)
+    beside = how if how.beside is None else scheme_of(how.beside)
     for product in block_products(spec):
         n_whole = spec.n_layers if product.name == "qkv" or last_rows == rows else spec.n_layers - 1
         layers = ((rows, range(n_whole)), (last_rows, range(n_whole, spec.n_layers)))
         for n_rows, those in layers:
             n_int8 = sum(f"{layer}.{product.name}" in in_int8 for layer in those) if in_int8 else 0
-            found.append(Use(product, SCHEMES[shape.scheme], n_rows, len(those) - n_int8))
-            found.append(Use(product, SCHEMES["int8"], n_rows, n_int8))
-    found.append(Use(head_product(spec), SCHEMES[shape.head], last_rows, 1))
+            found.append(Use(product, how.native_product, n_rows, len(those) - n_int8))
+            found.append(Use(product, beside.native_product, n_rows, n_int8))
+    found.append(Use(head_product(spec), scheme_of(shape.head).native_product, last_rows, 1))
     return [use for use in found if use.rows and use.times]
 
 

@@ -4,46 +4,17 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from twostroke.core.dtypes import bytes_of
+from twostroke.core.schemes import NATIVE_FORMATS, NATIVE_PRODUCTS, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import Hardware
 from twostroke.planner.params import Product, block_products, count_parameters, head_product
-
-PREFIX = "native_"
-
-FORMATS: dict[str, tuple[str, int]] = {
-    "native_fp32": ("fp32", 0),
-    "native_bf16": ("bf16", 0),
-    "native_int8": ("int8", 0),
-    "native_int8_weight_only": ("int8_weight_only", 0),
-    "native_int4_g32": ("int4", 32),
-    "native_int4_g64": ("int4", 64),
-    "native_int4_g128": ("int4", 128),
-}
-"""Name of a product → the library's format, and its group of inputs that share a scale (0: no groups)."""
-
-SCHEMES: dict[str, str] = {
-    "fp32": "native_fp32",
-    "bf16": "native_bf16",
-    "int8": "native_int8",
-    "int8_weight_only": "native_int8_weight_only",
-    "int4": "native_int4_g64",
-    "int4-g32": "native_int4_g32",
-    "int4-g64": "native_int4_g64",
-    "int4-g128": "native_int4_g128",
-}
-"""How our engine may hold the blocks' matrices → the product that computes them. int4 alone is in groups of 64."""
 
 MANY_ROWS = 512
 """From so many rows on, arithmetic binds whatever the cache: the rate of so many is that of all."""
 
 TILE = 16
 INPUTS = 32
-_INPUT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int8_weight_only": 1.0, "int4": 0.5}
-
-
-def product_name(format: str, group: int = 0) -> str:
-    """``native_int4_g64`` of ("int4", 64), ``native_bf16`` of ("bf16", 0): names of rates in a machine profile."""
-    return f"{PREFIX}{format}_g{group}" if group else f"{PREFIX}{format}"
 
 
 def packed_bytes(name: str, n: int, k: int) -> float:
@@ -51,12 +22,11 @@ def packed_bytes(name: str, n: int, k: int) -> float:
     an fp32 number an output in int8 and int4, and in int4 an fp16 scale and a byte of zero point a group and output.
 
     It is what the library's ``ts_packed_bytes`` says (tests/calibration/test_native_rates.py)."""
-    format, group = FORMATS[name]
+    format, group = NATIVE_PRODUCTS[name]
+    packed = NATIVE_FORMATS[format]
     outputs = -(-n // TILE) * TILE
     inputs = k if format == "fp32" else -(-k // INPUTS) * INPUTS
-    total = outputs * inputs * _INPUT_BYTES[format]
-    if format.startswith("int"):
-        total += 4.0 * outputs
+    total = outputs * inputs * bytes_of(packed.element) + (4.0 * outputs if packed.coded else 0.0)
     if group:
         total += outputs / TILE * (-(-(-(-k // group) * 3 * TILE) // 64) * 64)
     return total
@@ -80,19 +50,22 @@ def native_read_bytes(spec: ModelSpec, scheme: str, head: str, in_int8: tuple[st
     biases and norms in fp32, and the head, which is held as ``head``.
 
     It is the engine's own ``Plan.step_bytes`` (tests/planner/test_native_plans.py)."""
-    each = {p.name: native_product_bytes(p, SCHEMES[scheme]) for p in block_products(spec)}
+    how = scheme_of(scheme)
+    each = {p.name: native_product_bytes(p, how.native_product) for p in block_products(spec)}
     blocks = spec.n_layers * sum(each.values()) + in_int8_more_bytes(spec, scheme, in_int8)
     parameters = count_parameters(spec)
     norms = 4.0 * (parameters.norms + parameters.final_norm)
     if spec.qk_norm:
         norms += 4.0 * spec.n_layers * 2 * spec.head_dim
-    return blocks + norms + native_product_bytes(head_product(spec), SCHEMES[head])
+    return blocks + norms + native_product_bytes(head_product(spec), scheme_of(head).native_product)
 
 
 def in_int8_more_bytes(spec: ModelSpec, scheme: str, in_int8: tuple[str, ...]) -> float:
     """What the matrices ``in_int8`` take more than they would in ``scheme``."""
+    how = scheme_of(scheme)
+    beside = how if how.beside is None else scheme_of(how.beside)
     more = {
-        p.name: native_product_bytes(p, SCHEMES["int8"]) - native_product_bytes(p, SCHEMES[scheme])
+        p.name: native_product_bytes(p, beside.native_product) - native_product_bytes(p, how.native_product)
         for p in block_products(spec)
     }
     return sum(more[name.partition(".")[2]] for name in in_int8)
@@ -102,9 +75,9 @@ def in_int8_more_bytes(spec: ModelSpec, scheme: str, in_int8: tuple[str, ...]) -
 def native_weights_bytes(spec: ModelSpec, scheme: str, head: str, in_int8: tuple[str, ...] = ()) -> float:
     """Bytes of weights that the native engine holds: ``native_read_bytes``, learned positions and an untied embedding, of which
     a step reads a few rows. A tied one stays in its file, beside the packed head."""
-    parameters, width = count_parameters(spec), 4.0 if scheme == "fp32" else 2.0
+    parameters = count_parameters(spec)
     looked_up = parameters.positions + (0 if spec.tied_embeddings else parameters.embedding)
-    return native_read_bytes(spec, scheme, head, in_int8) + width * looked_up
+    return native_read_bytes(spec, scheme, head, in_int8) + scheme_of(scheme).kept_bytes * looked_up
 
 
 def native_product_s(name: str, m: int, n: int, k: int, working_set_bytes: float, hardware: Hardware) -> float:

@@ -16,6 +16,7 @@ from typing import Any
 
 from twostroke.core.errors import ConfigError
 from twostroke.core.policy import TOKEN_BUDGET
+from twostroke.core.schemes import PLANNED, SEARCHED, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.checkpointing import resilience
 from twostroke.planner.choosing import Candidate, DeviceResult, Miss, Objective, Phase, choose, nearest_miss, reliefs
@@ -31,7 +32,6 @@ from twostroke.planner.params import count_parameters
 from twostroke.planner.passes import optimizer_work
 from twostroke.planner.serving import (
     CHUNK_TOKENS,
-    SCHEMES,
     ServingShape,
     decode_pass,
     decode_works,
@@ -59,12 +59,6 @@ from twostroke.planner.training import (
     training_memory,
 )
 from twostroke.planner.work import Work, total_seconds
-
-SEARCHED_SCHEMES = ("bf16", "fp8", "int8", "int4")
-"""Ways to hold weights that are tried where none are named."""
-
-MULTIPLIED_IN = {"int8": "bf16", "int4": "bf16", "mxfp4": "bf16", "w8a8": "int8", "nvfp4": "fp4"}
-"""The type of the products of weights held in a scheme, where that is another one."""
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Requests that decode together."""
@@ -257,7 +251,7 @@ def search_serving(
             f"prompt_tokens={work.prompt_tokens} and output_tokens={work.output_tokens} make "
             f"{work.prompt_tokens + work.output_tokens} tokens; the context holds {spec.max_positions}. Use less of either."
         )
-    _check_precisions(space, SCHEMES, "a way to hold weights")
+    _check_precisions(space, PLANNED, "a way to hold weights")
     candidates = list(_serve_candidates(spec, work, space, limits))
     return _ranked("serve", objective, work, limits, space, candidates)
 
@@ -281,8 +275,8 @@ def _serve_candidates(spec: ModelSpec, work: ServeWork, space: Space, limits: Se
     batches = tuple(sorted(set(space.batches or BATCHES)))
     for machine in space.machines:
         our_engine = machine.basis == "measured" and machine.kind == "cpu"
-        for scheme in space.precisions or SEARCHED_SCHEMES:
-            lacking = _lacking_type(scheme, machine)
+        for scheme in space.precisions or SEARCHED:
+            lacking = _lacking_type(scheme_of(scheme).activations, machine)
             if our_engine and scheme not in engine_schemes(machine):
                 lacking = scheme
             if lacking is not None:
@@ -298,10 +292,9 @@ def _check_precisions(space: Space, known: tuple[str, ...], what: str) -> None:
             raise ConfigError(f"{precision!r} is not {what}. Use one of {', '.join(known)}.")
 
 
-def _lacking_type(scheme: str, machine: Hardware) -> str | None:
-    """The type that ``scheme`` multiplies in and ``machine`` has no rate for; None where it has."""
-    needed = MULTIPLIED_IN.get(scheme, scheme)
-    return None if needed in machine.peak_flop_per_s else needed
+def _lacking_type(dtype: str, machine: Hardware) -> str | None:
+    """``dtype`` where ``machine`` has no rate for its products; None where it has."""
+    return None if dtype in machine.peak_flop_per_s else dtype
 
 
 def _without_type(phase: Phase, machine: Hardware, precision: str, lacking: str) -> Candidate:

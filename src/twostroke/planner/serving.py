@@ -16,8 +16,8 @@ from twostroke.core.policy import (
     TOKEN_BUDGET,
     WEIGHT_ONLY_MULTIPLE,
     default_pages,
-    type_beside,
 )
+from twostroke.core.schemes import MIXED, NATIVE, PLANNED, TORCH_STEPS, WEIGHTS, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.planner import native_passes, native_products
 from twostroke.planner.cost import Cost, TokenPrices, cost_of, token_prices, usd_per_million_tokens
@@ -40,21 +40,11 @@ from twostroke.planner.step_time import (
     efficiencies_table,
     one_pass,
 )
-from twostroke.planner.weights import SCHEMES as WEIGHT_SCHEMES
-from twostroke.planner.weights import kv_bytes_per_token, mixed_weights_bytes, scheme_of, weights_bytes
+from twostroke.planner.weights import kv_bytes_per_token, mixed_weights_bytes, weights_bytes
 from twostroke.planner.work import Work, merge, total_seconds
 from twostroke.scheduling.step import logits_bytes
 
-SCHEMES = tuple(WEIGHT_SCHEMES)
-"""Weight schemes that can be planned on a datasheet's accelerators."""
-
-TORCH_SCHEMES = ("fp32", "bf16", "int8")
-"""Those whose steps our own engine's torch runner was calibrated with."""
-
-NATIVE_SCHEMES = tuple(native_products.SCHEMES)
-"""Those that the native engine serves, and that a machine calibrated with it can be planned with."""
-
-HEAD_DTYPES = ("auto", *engines.WEIGHTS)
+HEAD_DTYPES = ("auto", *WEIGHTS)
 
 CACHE_DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8", "int8")
 
@@ -143,26 +133,27 @@ class ServingShape:
 
     @property
     def cache_dtype(self) -> str:
-        return type_beside(self.scheme) if self.kv_dtype == "auto" else self.kv_dtype
+        return scheme_of(self.scheme).kept if self.kv_dtype == "auto" else self.kv_dtype
 
     @property
     def head(self) -> str:
         """How our engine holds the output head."""
-        return type_beside(self.scheme) if self.head_dtype == "auto" else self.head_dtype
+        return scheme_of(self.scheme).kept if self.head_dtype == "auto" else self.head_dtype
 
     @property
     def compute_dtype(self) -> str:
         """The type of activations."""
-        return type_beside(self.scheme)
+        return scheme_of(self.scheme).kept
 
     def product_scheme(self, macs: float, hardware: Hardware) -> str:
         """The calibrated product that a block's matrix uses for ``macs`` = rows·n·k multiply-adds, as ``kernels.matrix``
         chooses: int8 weights with bf16 activations for few, quantised activations for many."""
-        if self.scheme != "int8":
-            return f"packed_{self.scheme}"
+        names = scheme_of(self.scheme).torch
+        if len(names) == 1:
+            return names[0]
         few = macs <= Crossovers.from_extras(hardware.extras).int8_weight_only_max_macs
-        first, second = ("w8", "w8a8") if few or hardware.basis != "measured" else ("w8a8", "w8")
-        return next((name for name in (first, second) if hardware.has_scheme(name)), "packed_bf16")
+        order = names if few or hardware.basis != "measured" else reversed(names)
+        return next((name for name in order if hardware.has_scheme(name)), "packed_bf16")
 
 
 @dataclass(frozen=True)
@@ -367,8 +358,9 @@ def weights_on_device(spec: ModelSpec, shape: ServingShape) -> float:
 def second_copies_bytes(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float:
     """Bytes of the int8 matrices that our engine holds twice, plain for few rows and packed for many: those that one row passes
     with int8 weights alone, where the machine has both kernels. No copy is on disk."""
-    both = hardware.has_scheme("w8") and hardware.has_scheme("w8a8")
-    if shape.scheme != "int8" or not both or not runs_our_engine(spec, shape, hardware):
+    names = scheme_of(shape.scheme).torch
+    both = len(names) > 1 and all(map(hardware.has_scheme, names))
+    if not both or not runs_our_engine(spec, shape, hardware):
         return 0.0
     limit = Crossovers.from_extras(hardware.extras).int8_weight_only_max_macs
     twice = (p.weights for p in block_products(spec) if p.weights <= limit and p.k % WEIGHT_ONLY_MULTIPLE == 0)
@@ -376,8 +368,8 @@ def second_copies_bytes(spec: ModelSpec, shape: ServingShape, hardware: Hardware
 
 
 def stored_scheme_name(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> str:
-    """The scheme as it is on disk: our int4, where no group is named, is in groups of 64 as `twostroke quantize` writes it."""
-    return "int4-g64" if shape.scheme == "int4" and runs_natively(spec, shape, hardware) else shape.scheme
+    """The scheme as it is on disk: where the native engine runs, the row that our files mean by its name."""
+    return scheme_of(shape.scheme).here.name if runs_natively(spec, shape, hardware) else shape.scheme
 
 
 def weights_held(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float:
@@ -462,7 +454,7 @@ def runs_natively(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> b
 
 def engine_schemes(hardware: Hardware) -> tuple[str, ...]:
     """How our own engine can hold weights on a calibrated machine, as far as its steps were measured."""
-    return NATIVE_SCHEMES if hardware.runs_natively else TORCH_SCHEMES
+    return NATIVE if hardware.runs_natively else TORCH_STEPS
 
 
 def decode_pass(
@@ -557,9 +549,10 @@ def check_placement(spec: ModelSpec, shape: ServingShape, hardware: Hardware) ->
     if shape.in_int8:
         known = {f"{layer}.{p.name}" for layer in range(spec.n_layers) for p in block_products(spec)}
         unknown = sorted(set(shape.in_int8) - known)
-        if unknown or not shape.scheme.startswith("int4"):
+        if unknown or scheme_of(shape.scheme).beside is None:
             raise ConfigError(
-                f"in_int8={(unknown or shape.in_int8)[0]!r} must be a matrix of the model, as 0.down, that int4 holds in int8."
+                f"in_int8={(unknown or shape.in_int8)[0]!r} must be a matrix of the model, as 0.down, and scheme="
+                f"{shape.scheme!r} one that holds some matrices in 8 bits. Those do: {', '.join(MIXED)}."
             )
     ours = engine_schemes(hardware)
     if hardware.basis == "measured" and hardware.kind == "cpu" and shape.scheme not in ours:
@@ -567,10 +560,10 @@ def check_placement(spec: ModelSpec, shape: ServingShape, hardware: Hardware) ->
             f"scheme={shape.scheme!r} is not served by the engine on this machine. Use one of {', '.join(ours)}, or "
             "name an accelerator with --hardware."
         )
-    if hardware.basis != "measured" and shape.scheme not in SCHEMES:
+    if hardware.basis != "measured" and not scheme_of(shape.scheme).planned:
         raise ConfigError(
             f"scheme={shape.scheme!r} is our engine's own, on a calibrated CPU (--hardware this). "
-            f"On {hardware.label} use one of {', '.join(SCHEMES)}."
+            f"On {hardware.label} use one of {', '.join(PLANNED)}."
         )
 
 

@@ -17,7 +17,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError, CorruptFileError, did_you_mean
+from twostroke.core.schemes import scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import (
     ASSUMED_ATTENTION_EFFICIENCY,
@@ -28,14 +30,9 @@ from twostroke.planner.hardware import (
 )
 from twostroke.planner.network import all_to_all_s, ring_all_reduce_s, send_s
 from twostroke.planner.params import LayerKind, Product, head_product, layer_kinds
-from twostroke.planner.weights import OURS, matrix_bytes
+from twostroke.planner.weights import matrix_bytes
 
 EFFICIENCIES_FILE = Path(__file__).parent / "efficiencies.toml"
-
-COMPUTE_DTYPES = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "int8": "bf16", "int4": "bf16", "w8a8": "int8", "fp8": "fp8",
-                  "mxfp4": "fp4", "nvfp4": "fp4"} | dict.fromkeys(OURS, "bf16")  # fmt: skip
-"""The type in which a scheme's products are computed. int8 and int4 hold weights only; a device without fp8, int8 or fp4 units
-computes in bf16 (``compute_dtype``)."""
 
 LAYER_OPERATORS = {"norms": 2, "attention": 5, "mlp": 3}
 """Kernels of one dense layer under a fused engine: two norms with their sums; qkv, rotary turn with cache write, attention, its
@@ -75,8 +72,8 @@ class Efficiencies:
     interference: float  # share of other requests' prefills that a request's decoding waits for
 
     def arithmetic(self, dtype: str) -> float:
-        """The share of a type's peak."""
-        return self.arithmetic_share * {"fp8": self.fp8_share, "int8": self.fp8_share, "fp4": self.fp4_share}.get(dtype, 1.0)
+        """The share of a type's peak: types of a byte and of half a byte have factors of their own."""
+        return self.arithmetic_share * {1.0: self.fp8_share, 0.5: self.fp4_share}.get(bytes_of(dtype), 1.0)
 
 
 ENGINES = ("any", "vllm", "trtllm", "sglang")
@@ -166,7 +163,7 @@ def _shard(spec: ModelSpec, kind: LayerKind, count: int, scheme: str, tensor: in
         cached = float(kind.kv_elements - kind.index_dim)
         pair, decode_pair = 2.0 * heads * (kind.qk_dim + kind.v_dim), 2.0 * heads * (2 * latent + kind.qk_rope_dim)
     counts = dict(LAYER_OPERATORS)
-    more = [QUANTISING_OPERATORS] if COMPUTE_DTYPES[scheme] in ("fp8", "int8", "fp4") else []
+    more = [QUANTISING_OPERATORS] if bytes_of(scheme_of(scheme).products[0]) < 2 else []
     more += [MOE_OPERATORS] if kind.mlp == "moe" else []
     more += [LATENT_OPERATORS] if latent is not None else []
     for group in more:
@@ -209,13 +206,10 @@ def device_bytes(spec: ModelSpec, scheme: str, tensor: int, expert_devices: int)
 
 
 def compute_dtype(scheme: str, hardware: Hardware) -> str:
-    """The type whose peak bounds a scheme's products on ``hardware``: the scheme's own, bf16 where the device has none."""
-    dtype = COMPUTE_DTYPES[scheme]
-    if dtype in hardware.peak_flop_per_s:
-        return dtype
-    if dtype == "fp4" and "fp8" in hardware.peak_flop_per_s:
-        return "fp8"
-    return "bf16" if "bf16" in hardware.peak_flop_per_s else "fp32"
+    """The type whose peak bounds a scheme's products on ``hardware``: the best of the scheme's that it has, else bf16, else
+    fp32."""
+    types = (*scheme_of(scheme).products, "bf16")
+    return next((dtype for dtype in types if dtype in hardware.peak_flop_per_s), "fp32")
 
 
 @dataclass(frozen=True)
@@ -390,13 +384,13 @@ def one_pass(
         exchanges += 2 * count if groups > 1 and shard.expert_bytes else 0
     head = head_product(spec)
     sampled = here * checked + prompts * (1.0 if prompt_tokens else 0.0)
-    head_bytes = head.weights * (4.0 if scheme == "fp32" else 2.0) / placement.tensor
+    head_bytes = head.weights * scheme_of(scheme).kept_bytes / placement.tensor
     head_flops = 2.0 * sampled * head.weights / placement.tensor
     products = (
         *(Part(name, flops, n_bytes, flops / peak, n_bytes / bandwidth) for name, (n_bytes, flops) in sums.items()),
         Part("head", head_flops, head_bytes, head_flops / plain, head_bytes / bandwidth),
     )
-    width = 4.0 if scheme == "fp32" else 2.0
+    width = scheme_of(scheme).kept_bytes
     moe = spec.moe
     return Pass(
         products=products,

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from twostroke.core.errors import ConfigError, InputError
 from twostroke.core.families import read_config
-from twostroke.kernels.int4 import dequantize_groups, quantize_groups
-from twostroke.kernels.matrix import quantize_columns
+from twostroke.core.schemes import DEFAULT_WRITTEN, Scheme, written_scheme
+from twostroke.kernels.codes import Codes, quantize
 from twostroke.model.families import layout
 from twostroke.model.families.layout import Entry, read_entry, write_entry
 from twostroke.model.load import open_weights
 from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME
 from twostroke.model.save import COMPANION_FILES, require_finite, require_writable, written_aside
+from twostroke.quantization.directory import Quantisation, packed_name, scale_name, shape_name, zero_name
 from twostroke.quantization.fitting import Fitted
 from twostroke.quantization.four_bits import pack_words
-from twostroke.quantization.schemes import Scheme, packed_name, scale_name, scheme_of, shape_name, zero_name
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -57,7 +57,7 @@ class QuantizeReport:
 def quantize_model(
     directory: Path | str,
     out_directory: Path | str,
-    scheme: str = "int8",
+    scheme: str = DEFAULT_WRITTEN,
     replace: bool = False,
     progress: Callable[[float, str], None] | None = None,
     fitted: Fitted | None = None,
@@ -70,7 +70,7 @@ def quantize_model(
     (``out_directory`` holds something and ``replace`` is not set), CorruptFileError (a weight that is not finite).
     ``progress`` hears the share done and what is next.
     """
-    chosen = scheme_of(scheme)
+    chosen = written_scheme(scheme)
     source, target = Path(directory), Path(out_directory)
     config = read_config(source)
     if config.get("quantization_config"):
@@ -81,7 +81,7 @@ def quantize_model(
     converter = _Converter(source, chosen, fitted)
     with written_aside(target) as aside:
         written = _write_shards(converter.tensors(progress or (lambda done, note: None)), aside)
-        document = config | {"torch_dtype": "bfloat16", "quantization_config": converter.scheme.config()}
+        document = config | {"torch_dtype": "bfloat16", "quantization_config": converter.stored.config()}
         document.pop("dtype", None)
         (aside / "config.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         for name in COMPANION_FILES:
@@ -95,7 +95,7 @@ class _Converter:
         self.spec, self.get = open_weights(directory)
         self.fitted = fitted
         kept = [entry for entry in layout(self.spec) if fitted is not None and entry.canonical in fitted.int8]
-        self.scheme, self.n_int8 = scheme.with_int8(kept), len(kept)
+        self.stored, self.n_int8 = Quantisation(scheme).with_others(kept), len(kept)
         self.source_bytes = 0
         self.errors: dict[str, tuple[float, float]] = {}  # canonical name: Σ(w − ŵ)², Σw²
 
@@ -106,29 +106,29 @@ class _Converter:
             progress(i / len(entries), f"tensor {i + 1} of {len(entries)}")
             tensor = read_entry(entry, self.get)
             self.source_bytes += tensor.nbytes
-            held = self.scheme.of(entry)
+            held = self.stored.of(entry)
             if held is not None:
-                yield from self._quantised(entry, tensor, held.group)
+                yield from self._quantised(entry, tensor, held)
             else:
                 for name, part in write_entry(entry, require_finite(entry.parts[0].name, tensor)):
                     # Rows of a packed matrix share its memory, which safetensors refuses to write.
                     yield name, part.to(torch.bfloat16).clone(memory_format=torch.contiguous_format)
 
-    def _quantised(self, entry: Entry, weight: Tensor, group: int | None) -> Iterator[tuple[str, Tensor]]:
+    def _quantised(self, entry: Entry, weight: Tensor, scheme: Scheme) -> Iterator[tuple[str, Tensor]]:
         weight = require_finite(entry.parts[0].name, weight.float())
-        if group is None:
-            codes, scale = quantize_columns(weight)
-            self._count(entry, weight, codes * scale[:, None])
-            start = 0
+        if self.fitted is None or scheme.group is None:
+            quantised = quantize(weight, scheme)
+        else:
+            quantised = Codes(*self.fitted.codes[entry.canonical])
+        self._count(entry, weight, quantised.values())
+        codes, scale, zero = quantised
+        start = 0
+        if zero is None:
             for (name, part), stored in zip(write_entry(entry, codes), entry.parts, strict=True):
                 yield name, part.clone(memory_format=torch.contiguous_format)
                 yield scale_name(name), scale[start : start + stored.rows, None].clone()
                 start += stored.rows
             return
-        fitted = None if self.fitted is None else self.fitted.codes
-        codes, scale, zero = quantize_groups(weight, group) if fitted is None else fitted[entry.canonical]
-        self._count(entry, weight, dequantize_groups(codes, scale, zero, group))
-        start = 0
         for stored in entry.parts:
             rows = slice(start, start + stored.rows)
             yield packed_name(stored.name), pack_words(codes[rows])
@@ -147,10 +147,10 @@ class _Converter:
         whole = sum(lost for lost, _ in self.errors.values()) / max(sum(t for _, t in self.errors.values()), 1e-300)
         rounding = (len(relative), self.source_bytes, n_bytes, whole**0.5, worst, relative[worst])
         if self.fitted is None:
-            return QuantizeReport(self.scheme.name, *rounding)
+            return QuantizeReport(self.stored.scheme.family, *rounding)
         judged = self.fitted.judgement
         cost = () if judged is None else (judged.n_tokens, judged.kl_nats, judged.perplexity_ratio)
-        return QuantizeReport(self.scheme.name, *rounding, self.n_int8, self.fitted.n_tokens, *cost)
+        return QuantizeReport(self.stored.scheme.family, *rounding, self.n_int8, self.fitted.n_tokens, *cost)
 
 
 def _write_shards(tensors: Iterator[tuple[str, Tensor]], directory: Path) -> int:

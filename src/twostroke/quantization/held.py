@@ -10,7 +10,7 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.adapters import modules_of
 from twostroke.planner.params import layer_kinds
-from twostroke.quantization.schemes import Scheme, stored_scheme
+from twostroke.quantization.directory import Quantisation, stored_quantisation
 
 _MODULE = re.compile(r"\.(\d+)\.(.+)$")
 """Layer and name below it of a module: ``model.layers.3.mlp.down_proj``."""
@@ -26,16 +26,15 @@ class Held(NamedTuple):
 def held(directory: Path | str, spec: ModelSpec, dtype: str = "auto") -> Held:
     """How the engine will hold the matrices of ``directory``: as they are stored where they are quantised, 4 bits with their
     group, else as ``dtype``, where "auto" is bf16. Raises ConfigError for a quantisation that is not known."""
-    stored = stored_scheme(directory)
+    stored = stored_quantisation(directory)
     if stored is None:
         return Held("bf16" if dtype == "auto" else dtype)
-    name = stored.name if stored.group is None else f"{stored.name}-g{stored.group}"
-    return Held(name, _in_int8(stored, spec))
+    return Held(stored.scheme.name, _in_int8(stored, spec))
 
 
-def _in_int8(stored: Scheme, spec: ModelSpec) -> tuple[str, ...]:
+def _in_int8(stored: Quantisation, spec: ModelSpec) -> tuple[str, ...]:
     """``<layer>.<product>`` of each matrix that the directory holds in int8 beside int4; the parts of one count once."""
-    if not stored.int8_modules:
+    if not stored.others:
         return ()
     product_of = {
         module: product.name
@@ -44,7 +43,7 @@ def _in_int8(stored: Scheme, spec: ModelSpec) -> tuple[str, ...]:
         for module, _ in modules_of(product, kind, spec.family)
     }
     found: dict[str, None] = {}
-    for module in stored.int8_modules:
+    for module in stored.others:
         match = _MODULE.search(module)
         if match is None or match[2] not in product_of:
             raise ConfigError(f"quantization_config names {module!r}, which is not a matrix of a {spec.family} model.")

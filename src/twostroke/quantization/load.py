@@ -11,26 +11,34 @@ from torch import Tensor
 
 from twostroke.core.errors import CorruptFileError
 from twostroke.core.families import read_spec
+from twostroke.core.schemes import Scheme
 from twostroke.core.spec import ModelSpec
-from twostroke.kernels.int4 import dequantize_groups, group_of
+from twostroke.kernels.codes import Codes
 from twostroke.model.decoder import Decoder
 from twostroke.model.families import layout
 from twostroke.model.families.layout import Entry, Part, read_entry
 from twostroke.model.lazy_state import LazyState
 from twostroke.model.load import load_model, load_state, torch_dtype
 from twostroke.model.safetensors_file import WeightFiles
+from twostroke.quantization.directory import (
+    Quantisation,
+    packed_name,
+    scale_name,
+    shape_name,
+    stored_quantisation,
+    zero_name,
+)
 from twostroke.quantization.four_bits import CODES_PER_WORD, unpack_words
-from twostroke.quantization.schemes import Scheme, packed_name, scale_name, shape_name, stored_scheme, zero_name
 
 
 def load_any_state(directory: Path | str) -> tuple[ModelSpec, LazyState]:
-    """Spec and canonical tensors. Quantised matrices come as codes: int8 ``<name>.weight`` beside ``<name>.scale`` (N), or
-    uint8 codes 0…15 beside ``<name>.scale`` and ``<name>.zero`` (N, groups).
+    """Spec and canonical tensors. Quantised matrices come as ``kernels.codes.Codes``: ``<name>.weight`` beside
+    ``<name>.scale`` and, of groups, ``<name>.zero``.
 
     Errors: as ``model.load.open_weights``, ConfigError for a scheme that is not known.
     """
-    scheme = stored_scheme(directory)
-    return load_state(directory) if scheme is None else load_quantized(directory, scheme)
+    stored = stored_quantisation(directory)
+    return load_state(directory) if stored is None else load_quantized(directory, stored)
 
 
 def load_decoder(directory: Path | str, dtype: str = "fp32", device: torch.device | str = "cpu") -> Decoder:
@@ -38,7 +46,7 @@ def load_decoder(directory: Path | str, dtype: str = "fp32", device: torch.devic
 
     That is what rounding did to the weights; the rounding of activations that the engine's products add is not in it.
     """
-    if stored_scheme(directory) is None:
+    if stored_quantisation(directory) is None:
         return load_model(directory, dtype, device)
     spec, state = load_any_state(directory)
     decoder = Decoder(spec, torch_dtype(dtype), device="meta").to_empty(device=device)
@@ -51,36 +59,33 @@ def load_decoder(directory: Path | str, dtype: str = "fp32", device: torch.devic
 def expanded(state: Mapping[str, Tensor], name: str) -> Tensor:
     """The tensor ``name``, fp32 if it is held in codes."""
     stem = name.removesuffix(".weight")
-    scale, zero = state.get(f"{stem}.scale"), state.get(f"{stem}.zero")
-    if scale is None:
-        return state[name]
-    codes = state[name]
-    if zero is None:
-        return codes.float() * scale[:, None]
-    return dequantize_groups(codes, scale.float(), zero, group_of(codes, scale))
+    scale = state.get(f"{stem}.scale")
+    return state[name] if scale is None else Codes(state[name], scale, state.get(f"{stem}.zero")).values()
 
 
-def load_quantized(directory: Path | str, scheme: Scheme) -> tuple[ModelSpec, LazyState]:
+def load_quantized(directory: Path | str, stored: Quantisation) -> tuple[ModelSpec, LazyState]:
     """The state of a directory that ``quantize_model`` wrote. Every name, shape and format is checked first; that scales are
     numbers, when they are read."""
     spec, files = read_spec(directory), WeightFiles(directory)
     expected: set[str] = set()
     for entry in layout(spec):
-        held = scheme.of(entry)
+        held = stored.of(entry)
         for part in entry.parts:
             if held is None:
                 _check(files, part.name, entry.stored_shape(part), ("BF16", "F32", "F16"))
                 expected.add(part.name)
                 continue
-            for name, shape, dtypes in _stored(held, entry, part):
+            for name, shape, dtypes in _stored_tensors(held, entry, part):
                 _check(files, name, shape, dtypes)
                 expected.add(name)
     unexpected = sorted(set(files) - expected)
     if unexpected:
-        raise CorruptFileError(f"{directory} holds tensor {unexpected[0]!r}, which a {scheme.name} copy of its model has not.")
+        raise CorruptFileError(
+            f"{directory} holds tensor {unexpected[0]!r}, which a {stored.scheme.family} copy of its model has not."
+        )
     readers: dict[str, Callable[[], Tensor]] = {}
     for entry in layout(spec):
-        held = scheme.of(entry)
+        held = stored.of(entry)
         if held is None:
             readers[entry.canonical] = partial(read_entry, entry, files.get)
             continue
@@ -103,17 +108,18 @@ def _zeros(entry: Entry, files: WeightFiles) -> Tensor:
     return torch.cat(parts).contiguous()
 
 
-def _stored(scheme: Scheme, entry: Entry, part: Part) -> list[tuple[str, tuple[int, ...], tuple[str, ...]]]:
+def _stored_tensors(scheme: Scheme, entry: Entry, part: Part) -> list[tuple[str, tuple[int, ...], tuple[str, ...]]]:
     """(name, shape, formats) of the tensors of one quantised part. Packed codes are (outputs, inputs) in every family."""
-    floats = ("F32", "BF16", "F16")
+    assert scheme.disk is not None
+    floats, codes = ("F32", "BF16", "F16"), (scheme.disk.tag,)
     if scheme.group is None:
-        return [(part.name, entry.stored_shape(part), ("I8",)), (scale_name(part.name), (part.rows, 1), floats)]
+        return [(part.name, entry.stored_shape(part), codes), (scale_name(part.name), (part.rows, 1), floats)]
     width = entry.shape[1]
     n_groups = -(-width // scheme.group)
     return [
-        (packed_name(part.name), (part.rows, -(-width // CODES_PER_WORD)), ("I32",)),
+        (packed_name(part.name), (part.rows, -(-width // CODES_PER_WORD)), codes),
         (scale_name(part.name), (part.rows, n_groups), floats),
-        (zero_name(part.name), (-(-part.rows // CODES_PER_WORD), n_groups), ("I32",)),
+        (zero_name(part.name), (-(-part.rows // CODES_PER_WORD), n_groups), codes),
         (shape_name(part.name), (2,), ("I64",)),
     ]
 

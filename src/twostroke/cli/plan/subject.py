@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from twostroke.core.documents import read_object
+from twostroke.core.engines import CACHE_CHOICES, WEIGHT_CHOICES
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
+from twostroke.core.schemes import SCHEMES
 
 if TYPE_CHECKING:
     from twostroke.core.recipe import TrainRecipe
@@ -34,17 +36,12 @@ EAGER = typer.Option(False, "--eager", help="Plan for training without torch.com
 STEPS = typer.Option(0, help="Length of the run in steps; without it only rates are planned.")
 SETTINGS = typer.Option([], "--set", help="Override one recipe key: section.key=value. Repeatable.")
 TRAIN_TOKENS = typer.Option(0, help="Tokens of text there are; without it, those of the recipe's prepared data.")
-SCHEME = typer.Option(
-    "auto",
-    help="How weights are held: auto (as the directory is, else bf16), fp32, bf16, int8, int8_weight_only, int4, int4-g32, …",
-)
-HEAD_DTYPE = typer.Option(
-    "auto", help="How our engine holds the output head: auto, fp32, bf16, int8, int8_weight_only or int4."
-)
+SCHEME = typer.Option("auto", help=f"How weights are held: auto (as the directory is, else bf16), {', '.join(SCHEMES)}.")
+HEAD_DTYPE = typer.Option("auto", help=f"How our engine holds the output head: {WEIGHT_CHOICES}.")
 BATCH = typer.Option(8, help="Requests that decode together.")
 PROMPT = typer.Option(0, help="Tokens of a prompt; without it half the context, at most 512.")
 OUTPUT = typer.Option(0, help="Tokens of an answer; without it what is left, at most 128.")
-KV_DTYPE = typer.Option("auto", help="Type of the KV cache: auto, bf16, fp32 or int8.")
+KV_DTYPE = typer.Option("auto", help=f"Type of the KV cache: {CACHE_CHOICES}.")
 KV_CACHE_BYTES = typer.Option(0, help="Size of the KV cache; 0: what the batch needs.")
 MAX_MODEL_LEN = typer.Option(0, help="Longest context to serve; 0: the model's own.")
 

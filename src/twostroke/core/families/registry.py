@@ -12,6 +12,7 @@ from twostroke.core.errors import ConfigError, UnsupportedFamilyError
 from twostroke.core.families import dense, earlier, experts, gemma, gpt2, latent, llama, phi
 from twostroke.core.families.reader import Reader
 from twostroke.core.families.short_keys import has_short_keys, with_family_keys
+from twostroke.core.schemes import published_schemes
 from twostroke.core.spec import ModelSpec
 
 
@@ -90,9 +91,6 @@ REFUSED: dict[str, str] = {
 }
 """Kinds of model that are no decoder-only transformer, with the reason."""
 
-CHECKPOINT_SCHEMES = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "mxfp4"}
-"""``quant_method`` of a published checkpoint → our name of its scheme. GPTQ and AWQ say theirs in ``bits``."""
-
 
 def all_families() -> dict[str, Family]:
     """Every family that can be planned; ``Family.can_build`` says which can also be trained and served."""
@@ -136,18 +134,21 @@ def _checkpoint_scheme(config: dict[str, Any]) -> str | None:
     method = quantised.get("quant_method")
     if not quantised or method == "compressed-tensors":
         return None
-    if method in ("gptq", "awq"):
-        bits = Reader(quantised).integer("bits", 4)
-        if bits not in (4, 8):
-            raise ConfigError(f"quantization_config of method {method!r} with bits={bits} is not supported. Supported: 4, 8.")
-        return f"int{bits}"
-    scheme = CHECKPOINT_SCHEMES.get(method) if isinstance(method, str) else None
-    if scheme is None:
+    found = published_schemes(method)
+    if not found:
         raise ConfigError(
             f"quantization_config of method {method!r:.100} is not supported. "
             "Start from the unquantised model and run `twostroke quantize`."
         )
-    return scheme
+    if len(found) == 1:
+        return found[0].name
+    bits, names = Reader(quantised).integer("bits", 4), {int(8 * row.element_bytes): row.name for row in found}
+    if bits not in names:
+        supported = ", ".join(map(str, sorted(names)))
+        raise ConfigError(
+            f"quantization_config of method {method!r} with bits={bits} is not supported. Supported: {supported}."
+        )
+    return names[bits]
 
 
 def config_from_spec(spec: ModelSpec, dtype: str = "float32") -> dict[str, Any]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.policy import PAGE_TOKENS
+from twostroke.core.schemes import scheme_of
 from twostroke.planner.explain.attention import (
     decode_attention,
     explain_attention_flops,
@@ -32,7 +31,6 @@ from twostroke.planner.native_passes import (
     step_rows,
     tokens_seen,
 )
-from twostroke.planner.native_products import SCHEMES as NATIVE_SCHEMES
 from twostroke.planner.native_products import in_int8_more_bytes, native_product_bytes, native_read_bytes
 from twostroke.planner.params import block_products, count_parameters, head_product, layer_kinds
 from twostroke.planner.serving import (
@@ -50,7 +48,7 @@ from twostroke.planner.serving import (
     stored_scheme_name,
 )
 from twostroke.planner.step_time import efficiencies_of
-from twostroke.planner.weights import KEPT, kv_scale_bytes, matrix_bytes, mixed_weights_bytes, scheme_of, weights_bytes
+from twostroke.planner.weights import kv_scale_bytes, matrix_bytes, mixed_weights_bytes, quantises, weights_bytes
 
 
 def explain_serving(plan: ServingPlan) -> Explanation:
@@ -80,16 +78,15 @@ def _weights(terms: Explanation, plan: ServingPlan) -> None:
         quantised = blocks = 0.0
         for kind, count in layer_kinds(spec):
             for product in kind.products:
-                if how.quantises(product, spec.moe is not None):
-                    columns = math.ceil(product.k / how.block_columns) if how.block_columns else 1
+                if quantises(how, product, spec.moe is not None):
                     quantised += count * product.stored
-                    blocks += count * product.copies * math.ceil(product.n / how.block_rows) * columns
-        each = f"{how.block_rows} × {how.block_columns or 'all'} elements"
+                    blocks += count * product.copies * how.scales(product.n, product.k)
+        each = f"{how.block_rows} × {how.group or 'all'} elements"
         terms.add(
             "memory", "model_bytes", mixed, "bytes",
             f"element·quantised + scale·blocks + kept·(N − quantised){' + in_int8' if plan.shape.in_int8 else ''}",
             f"{scheme}: a scale for {each} of the blocks' matrices; the rest in 16 bits", element=how.element_bytes,
-            quantised=quantised, scale=how.scale_bytes, blocks=blocks, kept=KEPT,
+            quantised=quantised, scale=how.scale_bytes, blocks=blocks, kept=how.kept_bytes,
             **({"in_int8": mixed - whole} if plan.shape.in_int8 else {}),
         )  # fmt: skip
     if runs_natively(spec, plan.shape, plan.hardware):
@@ -119,14 +116,14 @@ def _weights(terms: Explanation, plan: ServingPlan) -> None:
 def _native_weights(terms: Explanation, plan: ServingPlan) -> None:
     """What the native engine packs."""
     spec, shape, parameters = plan.spec, plan.shape, count_parameters(plan.spec)
-    name, width = NATIVE_SCHEMES[shape.scheme], 4.0 if shape.scheme == "fp32" else 2.0
+    how = scheme_of(shape.scheme)
     norms = parameters.norms + parameters.final_norm + (2 * spec.n_layers * spec.head_dim if spec.qk_norm else 0)
     terms.add(
         "memory", "weights_bytes", plan.memory_bytes["weights"], "bytes",
         f"L·block + head + 4·norms + w·looked_up{' + in_int8' if shape.in_int8 else ''}",
         f"packed by the native library in {shape.scheme}, the head in {shape.head}; norms in fp32; an embedding of its own",
-        L=spec.n_layers, block=sum(native_product_bytes(p, name) for p in block_products(spec)),
-        head=native_product_bytes(head_product(spec), NATIVE_SCHEMES[shape.head]), norms=norms, w=width,
+        L=spec.n_layers, block=sum(native_product_bytes(p, how.native_product) for p in block_products(spec)),
+        head=native_product_bytes(head_product(spec), scheme_of(shape.head).native_product), norms=norms, w=how.kept_bytes,
         looked_up=parameters.positions + (0 if spec.tied_embeddings else parameters.embedding),
         **({"in_int8": in_int8_more_bytes(spec, shape.scheme, shape.in_int8)} if shape.in_int8 else {}),
     )  # fmt: skip

@@ -1,0 +1,254 @@
+"""Every way to hold weights: one row a scheme. Planner, engines, kernels, calibration, files and help texts read this table.
+
+A name may mean two things. On accelerators ``int4`` is what AWQ and GPTQ publish; our engine, where no group is named, holds
+it in groups of 64. A row says so with ``own``: the name of the row that it stands for wherever we write or run it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from twostroke.core.dtypes import bytes_of
+from twostroke.core.errors import ConfigError
+
+GROUPS = (32, 64, 128)
+"""Inputs that may share a scale in the native library's 4-bit format."""
+
+W8, W8A8 = "w8", "w8a8"
+"""Torch's products of int8 weights as profiles name them: with bf16 activations, and with activations rounded on the way."""
+
+
+_TORCH_PRODUCTS = {W8: ("int8", "bf16"), W8A8: ("int8", "int8")}
+
+
+def torch_product(name: str) -> tuple[str, str]:
+    """(type of a weight, type of the arithmetic) of a product of torch's as profiles name it: fp32, bf16, ``W8``, ``W8A8``, or
+    packed_fp32 and packed_bf16 of weights that were reordered once."""
+    plain = name.removeprefix("packed_")
+    return _TORCH_PRODUCTS.get(name, (plain, plain))
+
+
+@dataclass(frozen=True)
+class NativeFormat:
+    """How the native library packs a matrix: the type of a weight, whether groups of ``GROUPS`` inputs share a scale, and
+    whether its products have a matrix unit, without which large ones take long."""
+
+    element: str
+    grouped: bool = False
+    matrix_unit: bool = True
+
+    @property
+    def coded(self) -> bool:
+        """Whether weights are codes with scales."""
+        return self.element.startswith("int")
+
+
+NATIVE_FORMATS: dict[str, NativeFormat] = {
+    "fp32": NativeFormat("fp32", matrix_unit=False),
+    "bf16": NativeFormat("bf16"),
+    "int8": NativeFormat("int8"),
+    "int8_weight_only": NativeFormat("int8", matrix_unit=False),
+    "int4": NativeFormat("int4", grouped=True, matrix_unit=False),
+}
+"""In the order of the library's numbers (``ts::Format``). int8 and int4 round activations to 8 bits (W8A8, W4A8)."""
+
+
+def native_product_name(native: str, group: int = 0) -> str:
+    """``native_int4_g64`` of ("int4", 64), ``native_bf16`` of ("bf16", 0): names of rates in a machine profile."""
+    return f"native_{native}_g{group}" if group else f"native_{native}"
+
+
+@dataclass(frozen=True)
+class DiskLayout:
+    """compressed-tensors' ``format``, the kind of its numbers, the type of activations that it asks engines for (None: they are
+    left alone), and safetensors' tag of its codes. Channels have symmetric codes, groups a zero point."""
+
+    format: str
+    numbers: str
+    activations: str | None
+    tag: str
+
+
+INT_QUANTIZED = DiskLayout("int-quantized", "int", "int", "I8")
+PACK_QUANTIZED = DiskLayout("pack-quantized", "int", None, "I32")
+"""Eight codes a 32-bit word."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How weights are held.
+
+    ``element`` is the type of one weight of a quantised matrix, with ``scale_bytes`` (scale and zero point) for every block of
+    ``block_rows`` outputs × ``group`` inputs (None: all of them), the last of a row or column being smaller. ``experts_only``:
+    in a mixture of experts nothing but the experts' matrices is quantised.
+
+    On accelerators: ``activations`` is the type that products need them in, ``products`` the types of arithmetic from the best
+    to the least, ``published`` the ``quant_method`` of checkpoints that come so. ``planned`` says whether datasheet devices can
+    be planned with it, ``searched`` whether a search tries it unasked.
+
+    In our engine: ``native`` is the library's format ("": it has none), ``torch`` the products of the torch runner for few rows
+    and for many, ``steps`` the runners whose whole steps calibration measures in it. ``beside`` names the scheme that a
+    directory may hold single matrices in instead. ``disk`` is its layout, ``own`` the row that it stands for in the engine.
+    """
+
+    name: str
+    element: str
+    scale_bytes: float = 0.0
+    block_rows: int = 1
+    group: int | None = None
+    experts_only: bool = False
+    activations: str = "bf16"
+    products: tuple[str, ...] = ("bf16",)
+    published: tuple[str, ...] = ()
+    planned: bool = True
+    searched: bool = False
+    native: str = ""
+    torch: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()
+    beside: str | None = None
+    disk: DiskLayout | None = None
+    own: str | None = None
+    label: str = ""
+
+    @property
+    def element_bytes(self) -> float:
+        return bytes_of(self.element)
+
+    @property
+    def quantised(self) -> bool:
+        return self.scale_bytes > 0
+
+    @property
+    def kept(self) -> str:
+        """The type of what is not quantised (embedding, head, norms), of activations and, unless asked otherwise, the cache."""
+        return "fp32" if self.element == "fp32" else "bf16"
+
+    @property
+    def kept_bytes(self) -> float:
+        return bytes_of(self.kept)
+
+    @property
+    def family(self) -> str:
+        """The name without its group: what the engine calls it."""
+        return self.name.partition("-")[0]
+
+    @property
+    def here(self) -> Scheme:
+        """The row that our engine and our files mean by this name."""
+        return self if self.own is None else SCHEMES[self.own]
+
+    @property
+    def computes_in_codes(self) -> bool:
+        """Whether the native library multiplies the codes themselves; else they are expanded once, at loading."""
+        return self.quantised and NATIVE_FORMATS[self.native].coded
+
+    @property
+    def native_product(self) -> str:
+        """The product of the native library as profiles name its rates: native_int4_g64, native_bf16."""
+        return native_product_name(self.here.native, self.here.group or 0)
+
+    def scales(self, n: int, k: int) -> int:
+        """Blocks of an (n, k) matrix."""
+        return math.ceil(n / self.block_rows) * (math.ceil(k / self.group) if self.group else 1)
+
+    def matrix_bytes(self, n: int, k: int) -> float:
+        """Bytes of an (n, k) matrix with its scales."""
+        return self.element_bytes * (n * k) + self.scale_bytes * self.scales(n, k)
+
+
+def _fours(group: int) -> Scheme:
+    """Ours, as `twostroke quantize` writes it: a group has an fp32 scale and a 4-bit zero point."""
+    return Scheme(
+        f"int4-g{group}", "int4", 4.5, group=group,
+        planned=False, native="int4", torch=("packed_bf16",), beside="int8", disk=PACK_QUANTIZED,
+    )  # fmt: skip
+
+
+_ROWS = (
+    Scheme(
+        "fp32", "fp32", activations="fp32", products=("fp32",),
+        native="fp32", torch=("packed_fp32",), steps=("torch",),
+    ),
+    Scheme("bf16", "bf16", searched=True, native="bf16", torch=("packed_bf16",), steps=("torch", "native")),
+    Scheme("fp16", "fp16", activations="fp16", products=("fp16",)),
+    # E4M3 with an fp32 scale a block of 128 × 128: DeepSeek-V3's checkpoints (arXiv 2412.19437, section 3.3.2).
+    Scheme(
+        "fp8", "fp8", 4.0, 128, 128,
+        activations="fp8", products=("fp8", "bf16"), published=("fp8", "fbgemm_fp8"), searched=True,
+    ),
+    # An fp32 scale an output. Accelerators hold weights alone so; w8a8 rounds activations too, as our engine always does.
+    Scheme(
+        "int8", "int8", 4.0, published=("gptq", "awq"), searched=True, label="int8 × bf16",
+        native="int8", torch=(W8, W8A8), steps=("torch", "native"), disk=INT_QUANTIZED,
+    ),
+    Scheme("int8_weight_only", "int8", 4.0, planned=False, native="int8_weight_only"),
+    Scheme("w8a8", "int8", 4.0, activations="int8", products=("int8", "bf16")),
+    # Groups of 128 inputs share an fp16 scale and a 4-bit zero point, as AWQ and GPTQ pack them: 4.16 bits a weight.
+    Scheme(
+        "int4", "int4", 2.5, group=128, published=("gptq", "awq"), searched=True,
+        native="int4", torch=("packed_bf16",), steps=("native",), beside="int8", disk=PACK_QUANTIZED, own="int4-g64",
+    ),
+    *map(_fours, GROUPS),
+    # OCP Microscaling 1.0: blocks of 32 with one 8-bit exponent, 4.25 bits a weight.
+    Scheme("mxfp4", "fp4", 1.0, group=32, experts_only=True, products=("fp4", "fp8", "bf16"), published=("mxfp4",)),
+    # NVIDIA's: blocks of 16 with one E4M3 scale, 4.5 bits a weight.
+    Scheme("nvfp4", "fp4", 1.0, group=16, activations="fp4", products=("fp4", "fp8", "bf16")),
+)  # fmt: skip
+
+SCHEMES: dict[str, Scheme] = {row.name: row for row in _ROWS}
+"""By the name that options and ledger records use. Quantised schemes hold the blocks' matrices so, routers aside; embedding,
+positions, output head, norms, biases and other small tensors stay in ``kept``."""
+
+PLANNED = tuple(row.name for row in _ROWS if row.planned)
+"""Those that can be planned on a datasheet's accelerators."""
+
+SEARCHED = tuple(row.name for row in _ROWS if row.searched)
+
+NATIVE = tuple(row.name for row in _ROWS if row.native)
+"""Those that the native engine serves, and that a machine calibrated with it can be planned with."""
+
+NATIVE_STEPS = tuple(row.name for row in _ROWS if "native" in row.steps)
+TORCH_STEPS = tuple(row.name for row in _ROWS if "torch" in row.steps)
+"""Those whose steps calibration measures, one after another."""
+
+WEIGHTS = tuple(dict.fromkeys(row.family for row in _ROWS if row.native))
+"""What ``dtype`` and ``head_dtype`` of the engine may be; a directory's own group is found."""
+
+TORCH_WEIGHTS = tuple(dict.fromkeys(row.family for row in _ROWS if row.torch))
+"""Those of them that the torch runner runs."""
+
+WRITTEN = tuple(row.name for row in _ROWS if row.disk is not None)
+"""Those that `twostroke quantize` writes."""
+
+DEFAULT_WRITTEN = WRITTEN[0]
+
+MIXED = tuple(row.name for row in _ROWS if row.beside is not None)
+"""Those of which a directory may hold single matrices in another scheme, ``beside``."""
+
+NATIVE_PRODUCTS: dict[str, tuple[str, int]] = {
+    row.native_product: (row.native, row.group or 0) for row in _ROWS if row.native and row.own is None
+}
+"""Product of the native library → its format, and its inputs that share a scale (0: no groups)."""
+
+TORCH_PRODUCTS = tuple(dict.fromkeys(name for row in _ROWS if "torch" in row.steps for name in row.torch))
+"""Torch's products that calibration measures where there is no native library."""
+
+
+def scheme_of(name: str) -> Scheme:
+    """The scheme called ``name``; ConfigError for another name."""
+    if name not in SCHEMES:
+        raise ConfigError(f"scheme={name!r} is not a way to hold weights. Use one of {', '.join(SCHEMES)}.")
+    return SCHEMES[name]
+
+
+def written_scheme(name: str) -> Scheme:
+    """The scheme that `twostroke quantize --scheme name` writes; ConfigError for another name."""
+    if name not in WRITTEN:
+        raise ConfigError(f"scheme={name!r} is not a way to quantise. Use one of {', '.join(WRITTEN)}.")
+    return SCHEMES[name].here
+
+
+def published_schemes(method: object) -> tuple[Scheme, ...]:
+    """Those whose published checkpoints have ``method`` as their ``quant_method``; several differ in bits."""
+    return tuple(row for row in _ROWS if method in row.published)

@@ -1,0 +1,46 @@
+"""Quantised matrices: the codes that stand for weights, made of them and turned back into them, whatever the scheme."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from twostroke.core.schemes import Scheme
+from twostroke.kernels.int4 import dequantize_groups, group_of, quantize_groups
+from twostroke.kernels.matrix import quantize_columns
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+CODE_TYPES = {"int8": torch.int8, "int4": torch.uint8}
+"""A scheme's element → torch's type of its codes; 4-bit codes take a byte each, 0 … 15."""
+
+_BY_CHANNEL = {"int8": quantize_columns}
+"""A scheme's element → codes (N, K) and scales (N) of a matrix."""
+
+
+class Codes(NamedTuple):
+    """``weight ≈ codes·scale`` with a scale (N) an output, or ``(codes − zero)·scale`` with both (N, groups)."""
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+
+    def values(self) -> Float[Tensor, "N K"]:
+        """The matrix that the codes stand for, fp32."""
+        if self.zero is None:
+            return self.codes.float() * self.scale[:, None]
+        return dequantize_groups(self.codes, self.scale.float(), self.zero, group_of(self.codes, self.scale))
+
+    def of_rows(self, rows: Tensor | slice) -> Codes:
+        """Those of some outputs."""
+        return Codes(self.codes[rows], self.scale[rows], None if self.zero is None else self.zero[rows])
+
+
+def quantize(weight: Float[Tensor, "N K"], scheme: Scheme) -> Codes:
+    """Every weight to its nearest code, each block of ``scheme`` with the scale that suits it best."""
+    if scheme.group is not None:
+        return Codes(*quantize_groups(weight, scheme.group))
+    return Codes(*_BY_CHANNEL[scheme.element](weight))
