@@ -62,7 +62,9 @@ def test_each_processor_computes_by_the_targets_that_hold_for_it(processor: str,
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_the_products_tests_pass_on_a_haswell() -> None:
+def test_the_products_tests_pass_on_a_haswell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without guard pages: QEMU 7.2 reads all lanes of a masked load, where a processor reads only those of the mask."""
+    monkeypatch.setenv("TWOSTROKE_TESTS_WITHOUT_GUARD_PAGES", "1")
     test = os.path.join(os.path.dirname(__file__), "test_native_products.py")
     done = emulated("Haswell", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=3000", test)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -23,18 +24,20 @@ FORMATS = [(F32, 0), (BF16, 0), (W8A8, 0), (INT8, 0), (INT4, 32), (INT4, 64), (I
 by_format = pytest.mark.parametrize(("format", "group"), FORMATS, ids=[f"{NAMES[f]}{g or ''}" for f, g in FORMATS])
 by_target = pytest.mark.parametrize("target", native_library.holding())
 
+GUARD_PAGES = "TWOSTROKE_TESTS_WITHOUT_GUARD_PAGES" not in os.environ
 _libc = ctypes.CDLL(None)
 _guarded: list[mmap.mmap] = []
 
 
 def guarded(array: np.ndarray) -> np.ndarray:
-    """A copy whose last byte is the last before a page that nobody may touch."""
+    """A copy whose last byte is the last before a page that nobody may touch, unless ``GUARD_PAGES`` is off."""
     page = mmap.PAGESIZE
     size = -(-max(array.nbytes, 1) // page) * page
     area = mmap.mmap(-1, size + page)
     _guarded.append(area)  # pages live as long as the module: arrays point into them
     address = ctypes.addressof(ctypes.c_char.from_buffer(area))
-    assert _libc.mprotect(ctypes.c_void_p(address + size), ctypes.c_size_t(page), 0) == 0
+    if GUARD_PAGES:
+        assert _libc.mprotect(ctypes.c_void_p(address + size), ctypes.c_size_t(page), 0) == 0
     copy = np.frombuffer(area, dtype=array.dtype, count=array.size, offset=size - array.nbytes).reshape(array.shape)
     copy[...] = array
     return copy
