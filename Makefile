@@ -63,7 +63,6 @@ lint: $(VENV)/.test
 
 docs: $(VENV)/.test
 	$(BIN)/python docs/generate.py
-	$(BIN)/python docs/generate_plan_schema.py
 
 # After .ci/run has passed with newer versions (make LOCK= ...): these are the tested ones from now on.
 lock: $(VENV)/.eval

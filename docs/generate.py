@@ -1,6 +1,6 @@
 """Writes the generated pages: ``docs/cli.md`` from the commands' own help, the folder tree in ``README.md``, the measured
-numbers of ``README.md`` and ``CHANGELOG.md`` from the committed runs (``docs/measured.py``), and ``docs/claims.md`` from
-``docs/claims/``.
+numbers of ``README.md`` and ``CHANGELOG.md`` from the committed runs (``docs/measured.py``), ``docs/claims.md`` from
+``docs/claims/``, ``docs/plan-schema.md`` and ``.json`` from the plans' types (``docs/plan_schema.py``).
 
 Run ``make docs`` after changing a command, the planner, a price or a device, or adding a room; a test fails while a page is
 out of date.
@@ -9,6 +9,7 @@ out of date.
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import sys
@@ -63,11 +64,14 @@ def generated() -> dict[Path, str]:
     sys.path.insert(0, str(ROOT / "docs"))
     from claims.catalogue import page
     from measured import with_measured
+    from plan_schema import json_schema, markdown
 
     readme, changelog = ROOT / "README.md", ROOT / "CHANGELOG.md"
     return {
         ROOT / "docs" / "cli.md": help_pages(),
         ROOT / "docs" / "claims.md": page(),
+        ROOT / "docs" / "plan-schema.md": markdown(),
+        ROOT / "docs" / "plan-schema.json": json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n",
         readme: with_measured(with_tree(readme.read_text())),
         changelog: with_measured(changelog.read_text()),
     }

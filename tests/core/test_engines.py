@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from machines import machine, small_llama
+from twostroke.core.described import plain
 from twostroke.core.engines import not_served, not_trained, planned_only_text
 from twostroke.core.errors import ConfigError
 from twostroke.core.families import PLANNED_FAMILIES, spec_from_config
@@ -66,7 +67,7 @@ def test_what_no_option_of_train_asks_for_is_planned_only() -> None:
     over_two = plan_training(spec, TrainingShape(), CPU, Layout(data=2))
     assert over_two.planned_only == ("training over 2 devices",)
     assert planned_only_text(over_two.planned_only) in training_text(over_two, "x")
-    assert over_two.to_dict()["planned_only"] == ["training over 2 devices"]
+    assert plain(over_two)["planned_only"] == ["training over 2 devices"]
 
 
 def test_what_no_option_of_serve_asks_for_is_planned_only() -> None:

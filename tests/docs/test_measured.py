@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 from tests.machines import machine, small_llama
 
+from twostroke.core.described import plain
 from twostroke.planner.comparison import compare, merge_measured
 from twostroke.planner.serving import ServingShape
 from twostroke.planner.training import TrainingShape
@@ -164,7 +165,7 @@ def test_a_demo_that_is_kept_becomes_a_table(measured: ModuleType, tmp_path: Pat
     )
     demo = tmp_path / "demo"
     demo.mkdir()
-    (demo / "comparison.json").write_text(json.dumps(comparison.to_dict() | {"worked_s": 61.0}))
+    (demo / "comparison.json").write_text(json.dumps(plain(comparison) | {"worked_s": 61.0}))
     (demo / "comparison.txt").write_text("as it was printed")
     kept = tmp_path / "benchmarks" / "demo" / "runs" / "2026-01-01-a-machine-abcdef0"
     subprocess.run(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError
 from twostroke.planner.choosing import Candidate, Miss, behind, choose, lost_by, nearest_miss, reliefs
 
@@ -95,7 +96,7 @@ def test_a_relief_misses_one_limit_only() -> None:
 def test_a_miss_of_nothing_allowed_is_infinite_and_plain_data() -> None:
     miss = Miss("type", 1.0, 0.0, "fp8")
     assert miss.ratio == math.inf
-    assert miss.to_dict()["ratio"] is None
+    assert plain(miss)["ratio"] is None
     assert reliefs([candidate(misses=(miss,))]) == ()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from machines import ideal_machine, small_llama
+from twostroke.core.described import plain
 from twostroke.core.spec import ModelSpec, MoeSpec
 from twostroke.planner.communication import Traffic
 from twostroke.planner.hardware import Hardware, load_hardware
@@ -145,4 +146,4 @@ def test_the_peak_of_the_computing_type_is_used() -> None:
 def test_traffic_is_plain_data() -> None:
     traffic = plan(Layout(data=2)).traffic[0]
     assert isinstance(traffic, Traffic)
-    assert {"parallel", "sent_bytes", "bursts", "burst_bytes", "seconds", "exposed_s", "overlap"} <= set(traffic.to_dict())
+    assert {"parallel", "sent_bytes", "bursts", "burst_bytes", "seconds", "exposed_s", "overlap"} <= set(plain(traffic))

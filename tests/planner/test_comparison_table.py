@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from machines import ideal_machine, machine, small_llama
+from twostroke.core.described import plain
 from twostroke.core.families import read_spec
 from twostroke.planner.comparison import COLUMNS, Comparison, compare, flip_batch, merge_measured
 from twostroke.planner.hardware import load_hardware
@@ -133,7 +134,7 @@ def test_the_crossover_is_training_over_serving(table: Comparison) -> None:
 
 
 def test_the_table_is_plain_data(table: Comparison) -> None:
-    record = json.loads(json.dumps(table.to_dict()))
+    record = json.loads(json.dumps(plain(table)))
     row = next(r for r in record["rows"] if r["label"] == "latency")
     assert row["train"]["unit"] == "s"
     assert row["train"]["kind"] == "predicted"

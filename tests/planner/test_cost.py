@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from machines import machine, small_llama
+from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError
 from twostroke.planner.cost import (
     ProjectInputs,
@@ -47,7 +48,7 @@ def test_crossover_is_where_both_have_cost_the_same() -> None:
 
 def test_cost_names_price_and_watts() -> None:
     cost = cost_of(3600, machine())
-    record = cost.to_dict()
+    record = plain(cost)
     assert record["usd"] == pytest.approx(cost.usd_per_hour.value)
     assert record["energy_usd"] == pytest.approx(record["energy_kwh"] * cost.electricity.value)
     for key in ("watts", "usd_per_hour", "electricity_usd_per_kwh", "pue", "grid_kg_co2_per_kwh"):
@@ -151,7 +152,7 @@ def test_a_project_shows_every_forgotten_cost_and_adds_them() -> None:
     )  # fmt: skip
     full = project_cost(1000.0, inputs)
     assert full.usd == pytest.approx(1000 + 3000 + 10 + 20 + 2 * 15_000 + 5 + 230 + 9)
-    assert full.to_dict()["inputs"]["repeated_runs"] == 3
+    assert plain(full)["inputs"]["repeated_runs"] == 3
 
 
 def test_input_and_output_tokens_add_up_to_the_plans_price() -> None:

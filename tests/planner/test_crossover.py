@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from machines import machine, small_llama
+from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError
 from twostroke.planner.api_prices import ApiPrice
 from twostroke.planner.cost import ProjectInputs, project_cost
@@ -58,9 +59,9 @@ def test_a_billion_queries_a_day_at_a_tenth_of_a_cent_is_a_million_a_day() -> No
 
 def test_a_tenth_of_a_recurring_cost_outweighs_a_tenth_of_a_one_time_cost_once_it_has_crossed() -> None:
     year = plan_crossover(FIVE_MILLION, demand(1e9), PaidByRequest(0.001), horizon_months=12).saved_usd
-    assert year == {"training": pytest.approx(0.5e6), "serving": pytest.approx(36.525e6)}
+    assert year == (pytest.approx(0.5e6), pytest.approx(36.525e6))
     day = plan_crossover(FIVE_MILLION, demand(1e9), PaidByRequest(0.001), horizon_months=1 / DAYS_PER_MONTH).saved_usd
-    assert day["serving"] < day["training"]
+    assert day.serving < day.training
 
 
 # -- formulae -------------------------------------------------------------------------------------------------------------
@@ -172,11 +173,11 @@ def test_energy_grows_with_the_requests() -> None:
     energy = Energy(training_kwh=100.0, kwh_per_request=0.001, grid=price("grid_kg_co2_per_kwh"))
     plan = plan_crossover(FIVE_MILLION, demand(1000), PaidByRequest(0.001), 12, energy=energy)
     assert plan.serving_kwh == pytest.approx(365.25)
-    found = plan.to_dict()["energy"]
+    found = plain(plan)["energy"]
     assert found["serving_co2_kg"] == pytest.approx(365.25 * 0.45)
     assert found["training_co2_kg"] == pytest.approx(45.0)
     assert "100 kWh (45 kg CO2) to train, 365 kWh (164 kg CO2) to serve 12 months" in crossover_text(plan, "x")
-    assert plan_crossover(FIVE_MILLION, demand(1000), PaidByRequest(0.001)).to_dict()["energy"] is None
+    assert plain(plan_crossover(FIVE_MILLION, demand(1000), PaidByRequest(0.001)))["energy"] is None
 
 
 def test_prompts_that_an_api_has_read_before_are_cheaper() -> None:
@@ -191,9 +192,9 @@ def test_prompts_that_an_api_has_read_before_are_cheaper() -> None:
 def test_the_curve_is_the_bills() -> None:
     plan = plan_crossover(FIVE_MILLION, demand(1e9), PaidByRequest(0.001), 1, API)
     curve = plan.curve()
-    assert curve[0] == {"day": 0.0, "training_usd": 5e6, "serving_usd": 0.0, "api_usd": 0.0}
-    assert curve[-1]["serving_usd"] == pytest.approx(plan.serving_usd)
-    assert [p["serving_usd"] for p in curve] == sorted(p["serving_usd"] for p in curve)
+    assert plain(curve[0]) == {"day": 0.0, "training_usd": 5e6, "serving_usd": 0.0, "api_usd": 0.0}
+    assert curve[-1].serving_usd == pytest.approx(plan.serving_usd)
+    assert [p.serving_usd for p in curve] == sorted(p.serving_usd for p in curve)
 
 
 def test_the_text_shows_every_item() -> None:

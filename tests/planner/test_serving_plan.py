@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from machines import ideal_machine, machine, small_llama
+from twostroke.core.described import plain
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.core.families import read_spec
 from twostroke.core.policy import PAGE_TOKENS
@@ -143,4 +144,4 @@ def test_prediction_has_the_ledgers_names() -> None:
 def test_plans_are_plain_data() -> None:
     import json
 
-    assert json.loads(json.dumps(plan().to_dict()))["shape"]["scheme"] == "bf16"
+    assert json.loads(json.dumps(plain(plan())))["shape"]["scheme"] == "bf16"

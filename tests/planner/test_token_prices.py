@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from machines import small_llama
+from twostroke.core.described import plain
 from twostroke.planner.hardware import load_hardware
 from twostroke.planner.serving import ServingShape, plan_serving
 from twostroke.planner.text.serving import serving_text
@@ -18,7 +19,7 @@ def test_both_phases_add_up_to_the_plans_price(tensor: int) -> None:
     )
     prices = plan.usd_by_phase
     assert prices.request_usd(64, 32) == pytest.approx(plan.usd_per_mtok * 32 / 1e6)
-    assert plan.to_dict()["token_prices"] == vars(prices)
+    assert plain(plan)["token_prices"] == vars(prices)
 
 
 def test_a_vendors_price_stands_beside_its_own_model_and_no_other() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from machines import ideal_machine, machine, small_llama
+from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError
 from twostroke.core.recipe import LoraRecipe, ModelRecipe, TrainRecipe, TrainSettings
 from twostroke.planner.flops import training_flops_per_token
@@ -215,7 +216,7 @@ def test_datasheet_plans_say_what_they_are() -> None:
 def test_plans_are_plain_data_and_repeatable() -> None:
     import json
 
-    one, two = plan(steps=3).to_dict(), plan(steps=3).to_dict()
+    one, two = plain(plan(steps=3)), plain(plan(steps=3))
     assert json.dumps(one) == json.dumps(two)
     assert one["shape"]["steps"] == 3
     assert one["parameters"]["total"] == count_parameters(small_llama()).total

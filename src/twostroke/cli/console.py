@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from twostroke.core.described import plain
 from twostroke.core.units import format_seconds
 
 JSON_HELP = "Print one JSON document on stdout; progress and logs go to stderr."
@@ -24,8 +25,8 @@ Advance = Callable[..., None]
 
 
 def emit(document: dict[str, Any], text: str, as_json: bool) -> None:
-    """Print the result of a command: ``document`` as JSON, or ``text`` for people."""
-    print(json.dumps(document, indent=1, default=str) if as_json else text, flush=True)
+    """Print the result of a command: ``document``, whose values may be objects, as JSON, or ``text`` for people."""
+    print(json.dumps(plain(document), indent=1, default=str) if as_json else text, flush=True)
 
 
 def emit_error(sentence: str, as_json: bool) -> None:

@@ -176,6 +176,7 @@ def _quantised_card(quality: Result) -> Card:
 def _compare(demo: Demo, stages: dict[str, Result]) -> tuple[Result, str]:
     """The table and the report, from the ledger's record of the stages' runs."""
     from twostroke.ledger.store import Ledger
+    from twostroke.planner.document import plan_document
     from twostroke.planner.hardware import load_hardware
     from twostroke.planner.text.comparison import comparison_text
     from twostroke.report.page import write_report
@@ -186,7 +187,7 @@ def _compare(demo: Demo, stages: dict[str, Result]) -> tuple[Result, str]:
     server = stages["serve"]["server"].get("run_id")
     comparison = compare_runs(train, bench, [ledger.get(server)] if server else [], *machines)
     write_report(demo.report, ledger, phases_table(comparison), [_quantised_card(stages["quantize"])])
-    return comparison.to_dict() | {"report": str(demo.report)}, comparison_text(comparison)
+    return plan_document("compare", comparison) | {"report": str(demo.report)}, comparison_text(comparison)
 
 
 @app.command(name="demo")

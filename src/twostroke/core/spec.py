@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from twostroke.core.errors import ConfigError
 
@@ -30,12 +30,12 @@ class RopeSpec:
     others, of which ``by_layer`` is kinds of layer with tables of their own, are named for plans, which read no angle.
     """
 
-    theta: float = 10_000.0
-    scaling: RopeScaling = "none"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
+    theta: Annotated[float, "base of the frequencies"] = 10_000.0
+    scaling: Annotated[RopeScaling, "none, linear, llama3, yarn, longrope or by_layer"] = "none"
+    factor: Annotated[float, "of the scaling"] = 1.0
+    low_freq_factor: Annotated[float, "llama3"] = 1.0
+    high_freq_factor: Annotated[float, "llama3"] = 4.0
+    original_max_positions: Annotated[int, "tokens before scaling"] = 8192
 
     def __post_init__(self) -> None:
         for name in ("theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_positions"):
@@ -78,17 +78,17 @@ class MoeSpec:
     ``shared_gate`` one number a token that weighs the shared experts (Qwen1.5-MoE).
     """
 
-    n_experts: int
-    top_k: int
-    d_expert: int
-    n_shared_experts: int = 0
-    d_shared: int = 0
-    layers: tuple[int, ...] | None = None
-    router_bias: bool = False
-    expert_bias: bool = False
-    correction_bias: bool = False
-    router_scales: bool = False
-    shared_gate: bool = False
+    n_experts: Annotated[int, "routed experts of a layer"]
+    top_k: Annotated[int, "experts one token passes"]
+    d_expert: Annotated[int, "width of one"]
+    n_shared_experts: Annotated[int, "experts every token passes"] = 0
+    d_shared: Annotated[int, "width of one of those"] = 0
+    layers: Annotated[tuple[int, ...] | None, "layers with experts; null: all"] = None
+    router_bias: Annotated[bool, "the router has a bias"] = False
+    expert_bias: Annotated[bool, "experts have biases"] = False
+    correction_bias: Annotated[bool, "a stored number an expert balances the choice"] = False
+    router_scales: Annotated[bool, "a scale an input and an expert"] = False
+    shared_gate: Annotated[bool, "a gate that weighs the shared experts"] = False
 
     def __post_init__(self) -> None:
         _check_sizes("moe ", {name: getattr(self, name) for name in ("n_experts", "top_k", "d_expert")})
@@ -111,11 +111,11 @@ class MlaSpec:
     Cached per token and layer: ``kv_lora_rank + qk_rope_dim`` elements. ``q_lora_rank`` None: queries are not compressed.
     """
 
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    qk_nope_dim: int
-    qk_rope_dim: int
-    v_dim: int
+    q_lora_rank: Annotated[int | None, "width of the compressed query"]
+    kv_lora_rank: Annotated[int, "width of the compressed keys and values"]
+    qk_nope_dim: Annotated[int, "dimensions of a head without position"]
+    qk_rope_dim: Annotated[int, "dimensions with rotary position"]
+    v_dim: Annotated[int, "dimensions of a value"]
 
     def __post_init__(self) -> None:
         _check_sizes("mla ", {name: getattr(self, name) for name in ("kv_lora_rank", "qk_nope_dim", "qk_rope_dim", "v_dim")})
@@ -129,9 +129,9 @@ class MlaSpec:
 class IndexerSpec:
     """Sparse attention (DeepSeek-V3.2, GLM-5): small heads score every key, and attention reads the ``top_k`` best."""
 
-    n_heads: int
-    head_dim: int
-    top_k: int
+    n_heads: Annotated[int, "heads that score keys"]
+    head_dim: Annotated[int, "their width"]
+    top_k: Annotated[int, "keys that attention reads"]
 
     def __post_init__(self) -> None:
         _check_sizes("indexer ", {name: getattr(self, name) for name in ("n_heads", "head_dim", "top_k")})
@@ -141,9 +141,9 @@ class IndexerSpec:
 class GlobalAttention:
     """Shape of attention in the layers without a window where it is another than in those with one (Gemma 4)."""
 
-    n_kv_heads: int
-    head_dim: int
-    keys_are_values: bool = False
+    n_kv_heads: Annotated[int, "key heads"]
+    head_dim: Annotated[int, "width of a head"]
+    keys_are_values: Annotated[bool, "one projection serves both"] = False
 
     def __post_init__(self) -> None:
         _check_sizes("global attention ", {name: getattr(self, name) for name in ("n_kv_heads", "head_dim")})
@@ -158,18 +158,18 @@ class Departures:
     head that are turned. ``without_parameters`` names features that change what is computed and add nothing to count.
     """
 
-    parallel_block: bool = False
-    norms_per_block: int = 2
-    final_norm: bool = True
-    embedding_norm: bool = False
-    embedding_dim: int | None = None
-    extra_positions: int = 0
-    head_bias: bool = False
-    attention_sinks: bool = False
-    rotary_dim: int | None = None
-    qk_norm_over_heads: bool = False
-    layer_scale: bool = False
-    without_parameters: tuple[str, ...] = ()
+    parallel_block: Annotated[bool, "attention and MLP side by side"] = False
+    norms_per_block: Annotated[int, "norms of the model's width"] = 2
+    final_norm: Annotated[bool, "a norm after the last block"] = True
+    embedding_norm: Annotated[bool, "a norm on the embedding"] = False
+    embedding_dim: Annotated[int | None, "width of the embedding where it is another"] = None
+    extra_positions: Annotated[int, "rows of the position table that no token reaches"] = 0
+    head_bias: Annotated[bool, "the output head has a bias"] = False
+    attention_sinks: Annotated[bool, "a learned logit a head"] = False
+    rotary_dim: Annotated[int | None, "leading dimensions that are turned"] = None
+    qk_norm_over_heads: Annotated[bool, "one norm over all heads"] = False
+    layer_scale: Annotated[bool, "a stored number a layer"] = False
+    without_parameters: Annotated[tuple[str, ...], "features that add nothing to count"] = ()
 
     def __post_init__(self) -> None:
         _check_sizes("", {"norms_per_block": self.norms_per_block})
@@ -209,38 +209,38 @@ class ModelSpec:
     Raises ConfigError, naming field, value and rule.
     """
 
-    family: str
-    vocab_size: int  # V
-    n_layers: int  # L
-    d_model: int  # E
-    n_heads: int  # H
-    n_kv_heads: int  # K
-    head_dim: int  # D
-    d_ff: int  # F
-    max_positions: int
-    norm: Norm = "rmsnorm"
-    norm_eps: float = 1e-5
-    positions: Positions = "rope"
-    rope: RopeSpec = RopeSpec()
-    mlp: Mlp = "swiglu"
-    activation: Activation = "silu"
-    qkv_bias: bool = False
-    attn_out_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    tied_embeddings: bool = False
-    sliding_window: int | None = None
-    sliding_window_layers: tuple[int, ...] | None = None
-    dropout: float = 0.0
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    moe: MoeSpec | None = None
-    mla: MlaSpec | None = None
-    indexer: IndexerSpec | None = None
-    global_attention: GlobalAttention | None = None
-    departures: Departures = Departures()
-    checkpoint_scheme: str | None = None
-    notes: tuple[str, ...] = field(default=(), compare=False)
+    family: Annotated[str, "model_type of config.json"]
+    vocab_size: Annotated[int, "V"]
+    n_layers: Annotated[int, "L"]
+    d_model: Annotated[int, "E"]
+    n_heads: Annotated[int, "H"]
+    n_kv_heads: Annotated[int, "K"]
+    head_dim: Annotated[int, "D"]
+    d_ff: Annotated[int, "F"]
+    max_positions: Annotated[int, "tokens of the longest context"]
+    norm: Annotated[Norm, "rmsnorm or layernorm"] = "rmsnorm"
+    norm_eps: Annotated[float, "its ε"] = 1e-5
+    positions: Annotated[Positions, "rope, learned or alibi"] = "rope"
+    rope: Annotated[RopeSpec, "rotary positions"] = RopeSpec()
+    mlp: Annotated[Mlp, "swiglu (gated) or gelu (plain)"] = "swiglu"
+    activation: Annotated[Activation, "silu, gelu, gelu_tanh or relu"] = "silu"
+    qkv_bias: Annotated[bool, "biases of query, key and value"] = False
+    attn_out_bias: Annotated[bool, "bias of attention's output"] = False
+    mlp_bias: Annotated[bool, "biases of the MLP"] = False
+    qk_norm: Annotated[bool, "queries and keys are normed"] = False
+    tied_embeddings: Annotated[bool, "the head is the embedding"] = False
+    sliding_window: Annotated[int | None, "keys a query sees in windowed layers"] = None
+    sliding_window_layers: Annotated[tuple[int, ...] | None, "those layers; null: all"] = None
+    dropout: Annotated[float, "share dropped in training"] = 0.0
+    bos_token_id: Annotated[int | None, "first token"] = None
+    eos_token_ids: Annotated[tuple[int, ...], "tokens that end an answer"] = ()
+    moe: Annotated[MoeSpec | None, "experts, where there are any"] = None
+    mla: Annotated[MlaSpec | None, "latent attention, where it is used"] = None
+    indexer: Annotated[IndexerSpec | None, "sparse attention, where it is used"] = None
+    global_attention: Annotated[GlobalAttention | None, "another shape of unwindowed layers"] = None
+    departures: Annotated[Departures, "what the decoder does not build"] = Departures()
+    checkpoint_scheme: Annotated[str | None, "format of published quantised weights"] = None
+    notes: Annotated[tuple[str, ...], "what was left out or taken from elsewhere"] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "n_layers", "d_model", "n_heads", "n_kv_heads", "head_dim", "d_ff", "max_positions"):

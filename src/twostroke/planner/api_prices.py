@@ -8,7 +8,7 @@ import tomllib
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from twostroke.core.errors import ConfigError
 from twostroke.planner.cost import TokenPrices
@@ -23,13 +23,13 @@ FILLERS = frozenset(("open", "latest", "preview"))
 class ApiPrice:
     """$ per million tokens of one vendor's model. ``cached_usd_per_mtok``: input read before; None where not known."""
 
-    model: str
-    vendor: str
-    input_usd_per_mtok: float
-    output_usd_per_mtok: float
-    cached_usd_per_mtok: float | None
-    source: str
-    date: str
+    model: Annotated[str, "as --api takes it"]
+    vendor: Annotated[str, "who sells it"]
+    input_usd_per_mtok: Annotated[float, "$ per million tokens of prompts"]
+    output_usd_per_mtok: Annotated[float, "$ per million tokens of answers"]
+    cached_usd_per_mtok: Annotated[float | None, "$ per million prompt tokens that were read before; null: not known"]
+    source: Annotated[str, "who says so"]
+    date: Annotated[str, "when"]
 
     def request_usd(self, prompt_tokens: float, output_tokens: float, cached_share: float = 0.0) -> float:
         """$ of one request of which ``cached_share`` of the prompt was read before (at full price without a cached one)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
 from twostroke.core.errors import ConfigError
 
@@ -21,22 +21,19 @@ class Resilience:
     """What failures cost a job of ``n_devices``. ``lost_share`` is the expected wall time beyond the work's, as a share of it:
     writing checkpoints, work done again, restarts."""
 
-    n_devices: int
-    mtbf_device_hours: float
-    mtbf_kind: str
-    checkpoint_s: float
-    restart_s: float
-    young_s: float
-    interval_s: float
-    lost_share: float
+    n_devices: Annotated[int, "devices that may fail"]
+    mtbf_device_hours: Annotated[float, "h between failures of one device"]
+    mtbf_kind: Annotated[str, "assumed or given"]
+    checkpoint_s: Annotated[float, "s", "to write one"]
+    restart_s: Annotated[float, "s", "from a failure to the next step"]
+    young_s: Annotated[float, "s", "between checkpoints after Young"]
+    interval_s: Annotated[float, "s", "between checkpoints after Daly"]
+    lost_share: Annotated[float, "wall time beyond the work's, as a share of it"]
 
     @property
-    def mtbf_s(self) -> float:
+    def mtbf_s(self) -> Annotated[float, "s", "between failures of the whole job"]:
         """Seconds between failures of the whole job: any device's stops it."""
         return self.mtbf_device_hours * 3600 / self.n_devices
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "mtbf_s": self.mtbf_s}
 
 
 def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:

@@ -11,8 +11,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from twostroke.core.described import As
 from twostroke.core.errors import ConfigError
 
 Phase = Literal["train", "serve"]
@@ -30,27 +31,18 @@ class Miss:
     """A limit that a candidate does not keep: it needs ``needed`` where ``allowed`` is there. ``term`` names the largest part
     of what is needed, for memory."""
 
-    limit: str
-    needed: float
-    allowed: float
-    unit: str
-    term: str = ""
+    DOCUMENT = "limit needed allowed unit ratio largest_term"
+
+    limit: Annotated[str, "which"]
+    needed: Annotated[float, "in its unit"]
+    allowed: Annotated[float, "in its unit"]
+    unit: Annotated[str, "its unit"]
+    term: Annotated[str, "the largest part of what is needed", As("largest_term")] = ""
 
     @property
-    def ratio(self) -> float:
+    def ratio(self) -> Annotated[float, float | None, "needed ÷ allowed; null where nothing is allowed"]:
         """needed ÷ allowed, above 1; infinite where nothing is allowed."""
         return self.needed / self.allowed if self.allowed > 0 else math.inf
-
-    def to_dict(self) -> dict[str, Any]:
-        ratio = self.ratio if math.isfinite(self.ratio) else None
-        return {
-            "limit": self.limit,
-            "needed": self.needed,
-            "allowed": self.allowed,
-            "unit": self.unit,
-            "ratio": ratio,
-            "largest_term": self.term,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +55,25 @@ class Candidate:
     """
 
     phase: Phase
-    device: str
-    label: str
-    n_devices: int
-    layout: dict[str, int]
-    precision: str
-    batch: int
-    settings: dict[str, Any]
-    memory_bytes: dict[str, float]
-    allowed_bytes: float
-    usd_per_hour: float
-    watts: float
-    values: dict[str, float] = field(default_factory=dict)
-    communication_share: float = 0.0
-    bubble_share: float = 0.0
-    link_use: float = 0.0
-    bound: str = ""
-    misses: tuple[Miss, ...] = ()
+    device: Annotated[str, "name"]
+    label: Annotated[str, "for people"]
+    n_devices: Annotated[int, "devices"]
+    layout: Annotated[dict[str, int], "data, zero, tensor, pipeline, expert, replicas: those above 1"]
+    precision: Annotated[str, "of weights (serving) or products (training)"]
+    batch: Annotated[int, "requests, or sequences of a pass"]
+    settings: Annotated[dict[str, Any], "the phase's own knobs"]
+    memory_bytes: Annotated[dict[str, float], "bytes", "of a device by term"]
+    allowed_bytes: Annotated[float, "bytes", "that may be used"]
+    usd_per_hour: Annotated[float, "$", "of all devices"]
+    watts: Annotated[float, "W", "of all devices"]
+    values: Annotated[
+        dict[str, float], "predictions by their ledger names; empty where memory already said no", As("prediction")
+    ] = field(default_factory=dict)
+    communication_share: Annotated[float, "share of a step in which devices only talk"] = 0.0
+    bubble_share: Annotated[float, "share of a step in which stages wait"] = 0.0
+    link_use: Annotated[float, "share of the link that is kept busy"] = 0.0
+    bound: Annotated[str, "arithmetic, memory or launch"] = ""
+    misses: Annotated[tuple[Miss, ...], "limits it does not keep"] = ()
 
     @property
     def layout_text(self) -> str:
@@ -111,38 +105,14 @@ class Candidate:
         """The largest factor by which a limit is missed; 1 where all are kept."""
         return max((miss.ratio for miss in self.misses), default=1.0)
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "device": self.device,
-            "label": self.label,
-            "n_devices": self.n_devices,
-            "layout": self.layout,
-            "precision": self.precision,
-            "batch": self.batch,
-            "settings": self.settings,
-            "memory_bytes": self.memory_bytes,
-            "allowed_bytes": self.allowed_bytes,
-            "usd_per_hour": self.usd_per_hour,
-            "watts": self.watts,
-            "prediction": self.values,
-            "communication_share": self.communication_share,
-            "bubble_share": self.bubble_share,
-            "link_use": self.link_use,
-            "bound": self.bound,
-            "misses": [miss.to_dict() for miss in self.misses],
-        }
-
 
 @dataclass(frozen=True)
 class Behind:
     """By what factor a candidate is behind the winner, and the factors it is the product of. ``cause`` is the largest."""
 
-    ratio: float
-    factors: dict[str, float]
-    cause: str
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"ratio": self.ratio, "factors": self.factors, "cause": self.cause}
+    ratio: Annotated[float, "of the objective"]
+    factors: Annotated[dict[str, float], "whose product it is"]
+    cause: Annotated[str, "the largest"]
 
 
 @dataclass(frozen=True)
@@ -152,26 +122,14 @@ class DeviceResult:
     ``rejected`` counts the candidates that missed a limit by that limit; ``outranked`` those that kept all, by ``lost_by``.
     """
 
-    device: str
-    label: str
-    enumerated: int
-    rejected: dict[str, int]
-    outranked: dict[str, int]
-    best: Candidate | None
-    behind: Behind | None
-    nearest: Candidate | None
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "device": self.device,
-            "label": self.label,
-            "enumerated": self.enumerated,
-            "rejected": self.rejected,
-            "outranked": self.outranked,
-            "best": self.best.to_dict() if self.best else None,
-            "behind": self.behind.to_dict() if self.behind else None,
-            "nearest_miss": self.nearest.to_dict() if self.nearest else None,
-        }
+    device: Annotated[str, "name"]
+    label: Annotated[str, "for people"]
+    enumerated: Annotated[int, "candidates"]
+    rejected: Annotated[dict[str, int], "candidates by the limit they missed"]
+    outranked: Annotated[dict[str, int], "candidates that kept all limits, by what they lost by"]
+    best: Annotated[Candidate | None, "its best"]
+    behind: Annotated[Behind | None, "why that is behind the winner"]
+    nearest: Annotated[Candidate | None, "where none kept the limits", As("nearest_miss")]
 
 
 def work_rate(candidate: Candidate, objective: Objective) -> float:

@@ -6,7 +6,7 @@ Every burst happens in lockstep: all ranks of a group send at once and wait for 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.spec import ModelSpec
@@ -30,23 +30,20 @@ class Traffic:
     """One kind of collective in one optimizer step. ``sent_bytes`` and ``seconds`` are a rank's, of all ``bursts`` together;
     ``burst_bytes`` is the tensor of one burst; ``exposed_s`` is what ``overlap`` leaves on the critical path."""
 
-    parallel: str  # tensor, expert, pipeline or data
-    what: str
-    n_ranks: int
-    bursts: float
-    burst_bytes: float
-    sent_bytes: float
-    seconds: float
-    exposed_s: float
-    overlap: str
-    link_kind: str
+    parallel: Annotated[str, "data, tensor, pipeline or expert"]
+    what: Annotated[str, "the collective"]
+    n_ranks: Annotated[int, "ranks that take part"]
+    bursts: Annotated[float, "messages of a step"]
+    burst_bytes: Annotated[float, "bytes", "of one"]
+    sent_bytes: Annotated[float, "bytes", "a rank sends in a step"]
+    seconds: Annotated[float, "s", "it takes"]
+    exposed_s: Annotated[float, "s", "of it that nothing hides"]
+    overlap: Annotated[str, "behind what the rest is hidden"]
+    link_kind: Annotated[str, "measured, datasheet or assumed"]
 
     def leaves(self, hidden_s: float, times: int) -> float:
         """Seconds of ``hidden_s`` that are left for other traffic to hide in, where this one comes ``times`` a step."""
         return max(0.0, hidden_s - self.seconds / times)
-
-    def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
 
 
 def within_micro_batch(

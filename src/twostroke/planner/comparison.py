@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
 
+from twostroke.core.described import LeftOut
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.engines import planned_only_text
 from twostroke.core.schemes import scheme_of
@@ -18,7 +19,6 @@ from twostroke.planner.hardware import Hardware
 from twostroke.planner.layout import SINGLE, Layout
 from twostroke.planner.memory import PRECISIONS
 from twostroke.planner.network import send_s
-from twostroke.planner.schema import PLAN_SCHEMA
 from twostroke.planner.serving import (
     ServingPlan,
     ServingShape,
@@ -45,61 +45,63 @@ LARGEST_BATCH = 2**20
 
 @dataclass(frozen=True)
 class Cell:
-    """One value. ``unit`` is one of "s", "bytes", "tok/s", "usd", "kWh", "FLOP", "FLOP/B", "share", "tokens", or "" for
-    words and plain counts. ``name`` is the ledger's name of the quantity, where it has one; ``measured`` is filled by
-    ``merge_measured``. ``note`` says what the number is where the row's label does not."""
+    """One value of the comparison; ``merge_measured`` fills ``measured``. "given" is an input of the plan."""
 
-    value: float | str | None
-    unit: str = ""
-    kind: Mark = "predicted"
-    name: str | None = None
-    measured: float | str | None = None
-    note: str = ""
+    value: Annotated[float | str | None, "a number, words, or null for never"]
+    unit: Annotated[str, "s, bytes, tok/s, usd, kWh, FLOP, FLOP/B, share, tokens … or empty"] = ""
+    kind: Annotated[Mark, "predicted, measured, datasheet, assumed or given"] = "predicted"
+    name: Annotated[str | None, "the ledger's name of the quantity"] = None
+    measured: Annotated[float | str | None, "what a run of the ledger measured, or null"] = None
+    note: Annotated[str, "what the number is, where the row does not say"] = ""
 
 
 @dataclass(frozen=True)
 class TableRow:
     """One quantity in the three columns; a column without it is absent from ``cells``."""
 
-    section: str
-    label: str
+    section: Annotated[str, "passes, memory, work, component: …, rate, network, storage, money"]
+    label: Annotated[str, "the quantity"]
     cells: dict[str, Cell]
+
+    @property
+    def train(self) -> Annotated[Cell | None, "training", LeftOut]:
+        return self.cells.get("train")
+
+    @property
+    def prefill(self) -> Annotated[Cell | None, "prefill", LeftOut]:
+        return self.cells.get("prefill")
+
+    @property
+    def decode(self) -> Annotated[Cell | None, "decode", LeftOut]:
+        return self.cells.get("decode")
 
 
 @dataclass(frozen=True)
 class Comparison:
     """The table with what it was made from."""
 
-    subject: str
-    hardware: Hardware
+    DOCUMENT = "subject hardware columns rows flips crossover_served_tokens measured_crossover_served_tokens assumptions notes"
+
+    subject: Annotated[str, "the model or recipe that was named"]
+    hardware: Annotated[Hardware, "the machine"]
     training: TrainingPlan
     serving: ServingPlan
-    rows: tuple[TableRow, ...]
-    assumptions: tuple[str, ...]
-    crossover_served_tokens: float
-    flips: dict[str, Any]
-    measured_crossover_served_tokens: float | None = None
-    notes: tuple[str, ...] = field(default=())
+    rows: Annotated[tuple[TableRow, ...], "the table"]
+    assumptions: Annotated[tuple[str, ...], "prices and power"]
+    crossover_served_tokens: Annotated[float, "served tokens at which both phases have cost the same"]
+    flips: Annotated[
+        dict[str, Any],
+        "batch at which arithmetic becomes the bound: searched, analytic (FLOP/B = balance), attention by context",
+    ]
+    measured_crossover_served_tokens: Annotated[float | None, "the same from measured times"] = None
+    notes: Annotated[tuple[str, ...], "what to bear in mind"] = field(default=())
+
+    @property
+    def columns(self) -> Annotated[tuple[Column, ...], "train, prefill, decode"]:
+        return COLUMNS
 
     def row(self, label: str) -> TableRow:
         return next(r for r in self.rows if r.label == label)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "schema": PLAN_SCHEMA,
-            "kind": "compare",
-            "subject": self.subject,
-            "hardware": self.hardware.to_dict(),
-            "columns": list(COLUMNS),
-            "rows": [
-                {"section": r.section, "label": r.label, **{c: asdict(cell) for c, cell in r.cells.items()}} for r in self.rows
-            ],
-            "flips": self.flips,
-            "crossover_served_tokens": self.crossover_served_tokens,
-            "measured_crossover_served_tokens": self.measured_crossover_served_tokens,
-            "assumptions": list(self.assumptions),
-            "notes": list(self.notes),
-        }
 
 
 # -- bounds ---------------------------------------------------------------------------------------------------------------

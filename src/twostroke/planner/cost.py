@@ -6,9 +6,10 @@ Every price is an input with a source (``prices.toml``); a result names those it
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Literal
 
+from twostroke.core.described import As
 from twostroke.core.errors import ConfigError
 from twostroke.planner.hardware import HOURS_PER_YEAR, Hardware, Price, device_price, price
 
@@ -20,46 +21,34 @@ class Cost:
     """Device time in money and energy, all devices together. ``energy_usd`` is what the electricity alone would cost on a
     machine of one's own: rent and a bought device's rate include it: never add them. ``usd_per_hour``: of one device."""
 
-    seconds: float
-    energy_kwh: float
-    usd: float
-    energy_usd: float
-    watts: Price
-    usd_per_hour: Price
-    electricity: Price
-    n_devices: int = 1
-    co2_kg: float = 0.0
-    terms: Terms = "on demand"
-    pue: Price = field(default_factory=lambda: price("pue"))
-    grid: Price = field(default_factory=lambda: price("grid_kg_co2_per_kwh"))
+    DOCUMENT = (
+        "seconds n_devices terms energy_kwh co2_kg usd energy_usd watts usd_per_hour electricity_usd_per_kwh pue "
+        "grid_kg_co2_per_kwh"
+    )
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "seconds": self.seconds,
-            "n_devices": self.n_devices,
-            "terms": self.terms,
-            "energy_kwh": self.energy_kwh,
-            "co2_kg": self.co2_kg,
-            "usd": self.usd,
-            "energy_usd": self.energy_usd,
-            "watts": vars(self.watts),
-            "usd_per_hour": vars(self.usd_per_hour),
-            "electricity_usd_per_kwh": vars(self.electricity),
-            "pue": vars(self.pue),
-            "grid_kg_co2_per_kwh": vars(self.grid),
-        }
+    seconds: Annotated[float, "s", "of each device"]
+    energy_kwh: Annotated[float, "kWh, PUE included"]
+    usd: Annotated[float, "$", "of the devices' time"]
+    energy_usd: Annotated[float, "$", "of the electricity alone, which rent includes"]
+    watts: Annotated[Price, "W", "of one device"]
+    usd_per_hour: Annotated[Price, "$ an hour of one device"]
+    electricity: Annotated[Price, "$ a kWh", As("electricity_usd_per_kwh")]
+    n_devices: Annotated[int, "devices"] = 1
+    co2_kg: Annotated[float, "kg of CO₂ at the grid's intensity"] = 0.0
+    terms: Annotated[Terms, "on demand, spot or bought"] = "on demand"
+    pue: Annotated[Price, "power usage effectiveness"] = field(default_factory=lambda: price("pue"))
+    grid: Annotated[Price, "kg of CO₂ a kWh", As("grid_kg_co2_per_kwh")] = field(
+        default_factory=lambda: price("grid_kg_co2_per_kwh")
+    )
 
 
 @dataclass(frozen=True)
 class DeviceRate:
     """$ for an hour in which one device works, and what it is made of: the parts add up to ``usd_per_hour.value``."""
 
-    terms: Terms
-    usd_per_hour: Price
-    parts: dict[str, float]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"terms": self.terms, "usd_per_hour": vars(self.usd_per_hour), "parts": self.parts}
+    terms: Annotated[Terms, "on demand, spot or bought"]
+    usd_per_hour: Annotated[Price, "$ an hour"]
+    parts: Annotated[dict[str, float], "$ an hour by part"]
 
 
 def energy_kwh(seconds: float, watts: float, pue: float) -> float:
@@ -196,14 +185,14 @@ class ProjectInputs:
     and checkpoints. Raises ConfigError for a negative amount.
     """
 
-    data_acquisition_usd: float = 0.0
-    data_cleaning_usd: float = 0.0
-    people_months: float = 0.0
-    repeated_runs: float = 0.0
-    evaluation_usd: float = 0.0
-    stored_gb: float = 0.0
-    storage_months: float = 0.0
-    egress_gb: float = 0.0
+    data_acquisition_usd: Annotated[float, "$", "of getting the data"] = 0.0
+    data_cleaning_usd: Annotated[float, "$", "of cleaning it"] = 0.0
+    people_months: Annotated[float, "months", "of one person"] = 0.0
+    repeated_runs: Annotated[float, "in runs of the final's size"] = 0.0
+    evaluation_usd: Annotated[float, "$", "of judging the model"] = 0.0
+    stored_gb: Annotated[float, "GB", "of data and checkpoints that are kept"] = 0.0
+    storage_months: Annotated[float, "months", "that they are kept"] = 0.0
+    egress_gb: Annotated[float, "GB", "moved out of a cloud"] = 0.0
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -214,15 +203,12 @@ class ProjectInputs:
 class ProjectCost:
     """$ by item, in the order they are shown; the final run first."""
 
-    inputs: ProjectInputs
-    items: dict[str, float]
+    inputs: Annotated[ProjectInputs, "what was given"]
+    items: Annotated[dict[str, float], "$", "by item, the final run first", As("items_usd")]
 
     @property
-    def usd(self) -> float:
+    def usd(self) -> Annotated[float, "$", "in all"]:
         return sum(self.items.values())
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"inputs": asdict(self.inputs), "items_usd": self.items, "usd": self.usd}
 
 
 def project_cost(run_usd: float, inputs: ProjectInputs) -> ProjectCost:
@@ -255,8 +241,8 @@ def storage_usd(n_bytes: float, months: float) -> float:
 class TokenPrices:
     """$ per million tokens, prefill and decode apart: what an input and an output token cost."""
 
-    input_usd_per_mtok: float
-    output_usd_per_mtok: float
+    input_usd_per_mtok: Annotated[float, "$ per million tokens of prompts"]
+    output_usd_per_mtok: Annotated[float, "$ per million tokens of answers"]
 
     def request_usd(self, prompt_tokens: float, output_tokens: float) -> float:
         return (prompt_tokens * self.input_usd_per_mtok + output_tokens * self.output_usd_per_mtok) / 1e6

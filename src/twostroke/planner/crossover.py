@@ -7,9 +7,10 @@ Training is paid once, serving every day, so that the answer depends on the dema
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Annotated, NamedTuple, Protocol
 
+from twostroke.core.described import As, LeftOut
 from twostroke.core.errors import ConfigError
 from twostroke.planner.api_prices import ApiPrice
 from twostroke.planner.cost import (
@@ -24,7 +25,6 @@ from twostroke.planner.cost import (
     token_prices,
 )
 from twostroke.planner.hardware import Price
-from twostroke.planner.schema import PLAN_SCHEMA
 from twostroke.planner.serving import ServingPlan
 
 DAYS_PER_MONTH = 365.25 / 12
@@ -44,10 +44,10 @@ SAVED = 0.1
 class Demand:
     """Requests a day at the start, their lengths, and the share by which they grow in a month. Raises ConfigError."""
 
-    requests_per_day: float
-    prompt_tokens: int
-    output_tokens: int
-    growth_per_month: float = 0.0
+    requests_per_day: Annotated[float, "on the first day"]
+    prompt_tokens: Annotated[int, "of a request"]
+    output_tokens: Annotated[int, "of an answer"]
+    growth_per_month: Annotated[float, "share by which requests grow"] = 0.0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.requests_per_day) and self.requests_per_day > 0):
@@ -64,6 +64,10 @@ class Demand:
     @property
     def tokens_per_request(self) -> int:
         return self.prompt_tokens + self.output_tokens
+
+    @property
+    def tokens_per_day(self) -> Annotated[float, "tokens", "of prompts and answers on the first day"]:
+        return self.requests_per_day * self.tokens_per_request
 
     def requests_on(self, day: float) -> float:
         """Rate after ``day`` days, in requests a day: r·(1+g)^(day/month)."""
@@ -100,14 +104,13 @@ class Serving(Protocol):
         """Days until ``usd`` are spent; None where they never are."""
         ...
 
-    def to_dict(self) -> dict[str, Any]: ...
-
 
 @dataclass(frozen=True)
 class PaidByRequest:
     """Every request costs the same: machines are shared, or their number follows the load. Raises ConfigError."""
 
-    usd_per_request: float
+    paid: Annotated[str, "how: a request at a time"] = field(default="by request", init=False)
+    usd_per_request: Annotated[float, "$"]
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.usd_per_request) and self.usd_per_request > 0):
@@ -119,16 +122,14 @@ class PaidByRequest:
     def day_of(self, demand: Demand, usd: float) -> float | None:
         return demand.day_of(usd / self.usd_per_request)
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"paid": "by request", **asdict(self)}
-
 
 @dataclass(frozen=True)
 class PaidByReplica:
     """Whole replicas run day and night, as many as the day's first moment needs and at least one. Raises ConfigError."""
 
-    usd_per_replica_day: float
-    requests_per_replica_day: float
+    paid: Annotated[str, "how: whole replicas, day and night"] = field(default="by replica", init=False)
+    usd_per_replica_day: Annotated[float, "$", "a day of one replica"]
+    requests_per_replica_day: Annotated[float, "requests a day that one replica carries"]
 
     def __post_init__(self) -> None:
         for name in ("usd_per_replica_day", "requests_per_replica_day"):
@@ -155,37 +156,29 @@ class PaidByReplica:
             left -= today
         return None
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"paid": "by replica", **asdict(self)}
-
 
 @dataclass(frozen=True)
 class ApiComparison:
     """The same requests at a vendor's price. ``break_even_requests_per_day`` pays one's own replica; None where a full replica
     costs more than the API would. ``repaid_day``: training and own serving have cost as much as the API; None if never."""
 
-    price: ApiPrice
-    usd_per_request: float
-    horizon_usd: float
-    break_even_requests_per_day: float | None
-    repaid_day: float | None
+    DOCUMENT = "model price usd_per_request horizon_usd break_even_requests_per_day break_even_tokens_per_day repaid_day"
+
+    price: Annotated[ApiPrice, "what its vendor asks"]
+    usd_per_request: Annotated[float, "$", "of one request"]
+    horizon_usd: Annotated[float, "$", "of the horizon's requests"]
+    break_even_requests_per_day: Annotated[float | None, "requests a day that pay an own replica; null: it never pays"]
+    repaid_day: Annotated[float | None, "day on which training is paid back; null: never"]
     tokens_per_request: int
 
     @property
-    def break_even_tokens_per_day(self) -> float | None:
+    def model(self) -> Annotated[str, "the vendor's model"]:
+        return self.price.model
+
+    @property
+    def break_even_tokens_per_day(self) -> Annotated[float | None, "the same in tokens, prompts included"]:
         requests = self.break_even_requests_per_day
         return None if requests is None else requests * self.tokens_per_request
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "model": self.price.model,
-            "price": asdict(self.price),
-            "usd_per_request": self.usd_per_request,
-            "horizon_usd": self.horizon_usd,
-            "break_even_requests_per_day": self.break_even_requests_per_day,
-            "break_even_tokens_per_day": self.break_even_tokens_per_day,
-            "repaid_day": self.repaid_day,
-        }
 
 
 @dataclass(frozen=True)
@@ -196,27 +189,58 @@ class Energy:
     kwh_per_request: float
     grid: Price
 
-    def to_dict(self, serving_kwh: float) -> dict[str, Any]:
-        return {
-            "training_kwh": self.training_kwh,
-            "serving_kwh": serving_kwh,
-            "training_co2_kg": co2_kg(self.training_kwh, self.grid.value),
-            "serving_co2_kg": co2_kg(serving_kwh, self.grid.value),
-            "kwh_per_request": self.kwh_per_request,
-            "grid_kg_co2_per_kwh": vars(self.grid),
-        }
+
+class EnergyBill(NamedTuple):
+    """Energy of both phases over the horizon."""
+
+    training_kwh: Annotated[float, "kWh", "of the final run"]
+    serving_kwh: Annotated[float, "kWh", "of serving"]
+    training_co2_kg: Annotated[float, "kg of CO₂ of the final run"]
+    serving_co2_kg: Annotated[float, "kg of CO₂ of serving"]
+    kwh_per_request: Annotated[float, "kWh", "of one request"]
+    grid_kg_co2_per_kwh: Annotated[Price, "kg of CO₂ a kWh"]
+
+
+class Saved(NamedTuple):
+    """$ that a tenth saved is worth over the horizon."""
+
+    training: Annotated[float, "$", "once"]
+    serving: Annotated[float, "$", "of all its days"]
+
+
+class CrossoverPrediction(NamedTuple):
+    """Where serving has cost more than training."""
+
+    crossover_day: Annotated[float | None, "day; null: not within reach"]
+    crossover_requests: Annotated[float | None, "requests served by then"]
+    crossover_tokens: Annotated[float | None, "tokens by then, prompts included"]
+    crossover_output_tokens: Annotated[float | None, "output tokens by then"]
+    training_usd: Annotated[float, "$", "of training"]
+    serving_usd: Annotated[float, "$", "of serving over the horizon"]
+    saved_usd: Annotated[Saved, "what 10% is worth"]
+
+
+class Point(NamedTuple):
+    """Both bills on one day."""
+
+    day: Annotated[float, "days since the start"]
+    training_usd: Annotated[float, "$", "of training"]
+    serving_usd: Annotated[float, "$", "of serving so far"]
+    api_usd: Annotated[float | None, "$", "so far, bought from the API", LeftOut]
 
 
 @dataclass(frozen=True)
 class Crossover:
     """Everything predicted of the two bills. ``day`` is None where serving never costs as much as training."""
 
-    training: ProjectCost
-    demand: Demand
-    serving: Serving
-    horizon_months: float
+    DOCUMENT = "training demand serving horizon_months prediction api energy curve"
+
+    training: Annotated[ProjectCost, "the training bill"]
+    demand: Annotated[Demand, "requests"]
+    serving: Annotated[Serving, PaidByRequest | PaidByReplica, "the serving bill"]
+    horizon_months: Annotated[float, "months looked ahead"]
     day: float | None
-    api: ApiComparison | None = None
+    api: Annotated[ApiComparison | None, "the same requests bought from an API"] = None
     energy: Energy | None = None
 
     @property
@@ -239,9 +263,14 @@ class Crossover:
         return self.serving.usd_until(self.demand, self.horizon_months * DAYS_PER_MONTH)
 
     @property
-    def saved_usd(self) -> dict[str, float]:
+    def saved_usd(self) -> Saved:
         """$ that a tenth saved is worth over the horizon: once in training, every day in serving."""
-        return {"training": SAVED * self.training.usd, "serving": SAVED * self.serving_usd}
+        return Saved(SAVED * self.training.usd, SAVED * self.serving_usd)
+
+    @property
+    def prediction(self) -> Annotated[CrossoverPrediction, "the results"]:
+        bills = self.training.usd, self.serving_usd, self.saved_usd
+        return CrossoverPrediction(self.day, self.requests, self.tokens, self.output_tokens, *bills)
 
     @property
     def serving_kwh(self) -> float | None:
@@ -250,38 +279,23 @@ class Crossover:
             return None
         return self.energy.kwh_per_request * self.demand.requests_until(self.horizon_months * DAYS_PER_MONTH)
 
-    def curve(self, n_points: int = 25) -> list[dict[str, float]]:
-        """Both bills over the horizon, for a plot: day, training_usd, serving_usd and, with an API, api_usd."""
+    @property
+    def energy_bill(self) -> Annotated[EnergyBill | None, "of both phases, where a machine was planned", As("energy")]:
+        energy, served = self.energy, self.serving_kwh
+        if energy is None or served is None:
+            return None
+        trained, grid = energy.training_kwh, energy.grid.value
+        co2 = co2_kg(trained, grid), co2_kg(served, grid)
+        return EnergyBill(trained, served, *co2, energy.kwh_per_request, energy.grid)
+
+    def curve(self, n_points: int = 25) -> Annotated[list[Point], "both bills over the horizon"]:
+        """Both bills at even distances, for a plot."""
         points = []
         for i in range(n_points):
             day = i / (n_points - 1) * self.horizon_months * DAYS_PER_MONTH
-            point = {"day": day, "training_usd": self.training.usd, "serving_usd": self.serving.usd_until(self.demand, day)}
-            if self.api is not None:
-                point["api_usd"] = self.api.usd_per_request * self.demand.requests_until(day)
-            points.append(point)
+            api_usd = None if self.api is None else self.api.usd_per_request * self.demand.requests_until(day)
+            points.append(Point(day, self.training.usd, self.serving.usd_until(self.demand, day), api_usd))
         return points
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "schema": PLAN_SCHEMA,
-            "kind": "crossover",
-            "training": self.training.to_dict(),
-            "demand": {**asdict(self.demand), "tokens_per_day": self.demand.requests_per_day * self.demand.tokens_per_request},
-            "serving": self.serving.to_dict(),
-            "horizon_months": self.horizon_months,
-            "prediction": {
-                "crossover_day": self.day,
-                "crossover_requests": self.requests,
-                "crossover_tokens": self.tokens,
-                "crossover_output_tokens": self.output_tokens,
-                "training_usd": self.training.usd,
-                "serving_usd": self.serving_usd,
-                "saved_usd": self.saved_usd,
-            },
-            "api": self.api.to_dict() if self.api else None,
-            "energy": self.energy.to_dict(self.serving_kwh) if self.energy and self.serving_kwh is not None else None,
-            "curve": self.curve(),
-        }
 
 
 def plan_crossover(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 from twostroke.core.errors import ConfigError
 from twostroke.planner.queueing import several_servers_wait_s
@@ -26,16 +27,16 @@ class Disaggregation:
     """Two pools for ``rate_per_s`` requests a second. ``prefill_instances`` and ``decode_instances`` count groups of
     tensor · pipeline devices."""
 
-    rate_per_s: float
-    prefill_instances: int
-    decode_instances: int
-    transfer_bytes: float
-    transfer_s: float
-    wait_s: float
-    ttft_s: float
-    tpot_s: float
-    prefill_utilisation: float
-    decode_utilisation: float
+    rate_per_s: Annotated[float, "requests a second"]
+    prefill_instances: Annotated[int, "copies that compute prompts"]
+    decode_instances: Annotated[int, "copies that decode"]
+    transfer_bytes: Annotated[float, "bytes", "of KV that a request moves"]
+    transfer_s: Annotated[float, "s", "that takes"]
+    wait_s: Annotated[float, "s", "before a prompt is begun"]
+    ttft_s: Annotated[float, "s", "to the first token"]
+    tpot_s: Annotated[float, "s", "between tokens, transfer included"]
+    prefill_utilisation: Annotated[float, "share of the time"]
+    decode_utilisation: Annotated[float, "share of the time"]
 
 
 def disaggregate(

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError, CorruptFileError
@@ -80,26 +80,26 @@ LEAST_NET_SHARE = 0.3
 
 @dataclass(frozen=True)
 class Price:
-    """Money or power with where it comes from. ``kind`` is "listed" or "assumed"."""
+    """A price, a power or a share that was taken as given, with where it comes from."""
 
-    value: float
-    kind: str
-    source: str
-    date: str
+    value: Annotated[float, "in the unit that the key's name says; watts in W"]
+    kind: Annotated[str, "listed, datasheet, assumed or given"]
+    source: Annotated[str, "who says so"]
+    date: Annotated[str, "when"]
 
 
 @dataclass(frozen=True)
 class Fact:
     """One number of a hardware file, as `--json` shows it."""
 
-    value: float
-    unit: str
-    source: str
-    date: str
-    note: str = ""
+    value: Annotated[float, "in its unit"]
+    unit: Annotated[str, "as in bytes, bytes/s, FLOP/s, W, s"]
+    source: Annotated[str, "datasheet, document or assumption"]
+    date: Annotated[str, "when"]
+    note: Annotated[str, "what it is exactly; may be empty"] = ""
 
     @property
-    def kind(self) -> Literal["datasheet", "assumed"]:
+    def kind(self) -> Annotated[Literal["datasheet", "assumed"], "datasheet or assumed"]:
         return "assumed" if self.source.startswith("assumed") else "datasheet"
 
 
@@ -115,10 +115,10 @@ class Link:
     ``source`` names the rate's and alpha's.
     """
 
-    alpha_s: float
-    bytes_per_s: float
-    kind: Literal["measured", "datasheet", "assumed"]
-    source: str
+    alpha_s: Annotated[float, "s", "a message takes before its first byte"]
+    bytes_per_s: Annotated[float, "bytes/s"]
+    kind: Annotated[Literal["measured", "datasheet", "assumed"], "measured, datasheet or assumed"]
+    source: Annotated[str, "who says so"]
 
     @property
     def effective_bytes_per_s(self) -> float:
@@ -144,26 +144,28 @@ class NodeLink(Link):
 class Hardware:
     """What a plan needs to know of one machine (or one accelerator). Rates are for the whole device."""
 
-    name: str
-    label: str
-    kind: Literal["cpu", "gpu"]
-    basis: Kind  # "measured" or "datasheet"
+    name: Annotated[str, "as --hardware takes it"]
+    label: Annotated[str, "for people"]
+    kind: Annotated[Literal["cpu", "gpu"], "cpu or gpu (any accelerator)"]
+    basis: Annotated[Kind, "measured: calibrated; datasheet: vendors' numbers"]
     n_cores: int
-    memory_bytes: float
+    memory_bytes: Annotated[float, "bytes", "of one device"]
     read_bandwidth: tuple[BandwidthPoint, ...]
     matmul: tuple[MatmulPoint, ...]
-    peak_flop_per_s: dict[str, float]
+    peak_flop_per_s: Annotated[dict[str, float], "FLOP/s", "by type"]
     op_launch_s: float
     linear_launch_s: float
     disk_write_bytes_per_s: float
-    link: Link  # to a device of the same node
-    network: Link  # to a device of another node
-    devices_per_node: int  # devices that reach each other through ``link``: a node, an NVLink rack, a TPU pod
-    watts: Price
-    usd_per_hour: Price
-    place: Literal["desk", "data centre"] = "desk"  # decides what cooling and supply add to its power
+    link: Annotated[Link, "to another device of the same node"]
+    network: Annotated[Link, "to another node"]
+    devices_per_node: Annotated[int, "devices that `link` joins"]
+    watts: Annotated[Price, "power of one device, W"]
+    usd_per_hour: Annotated[Price, "rent of one device, $ an hour"]
+    place: Annotated[Literal["desk", "data centre"], "where such devices stand: data centre, desk …"] = "desk"
     extras: dict[str, float] = field(default_factory=dict)
-    facts: dict[str, Fact] = field(default_factory=dict)
+    facts: Annotated[dict[str, Fact], "every number of the device's file; empty for a calibrated machine"] = field(
+        default_factory=dict
+    )
 
     @property
     def accelerator(self) -> str | None:
@@ -242,24 +244,6 @@ class Hardware:
 
     def has_scheme(self, scheme: str) -> bool:
         return any(p.scheme == scheme for p in self.matmul) or (self.basis != "measured")
-
-    def to_dict(self) -> dict[str, Any]:
-        """The identity of this hardware and where its money and power come from (not the full calibration)."""
-        return {
-            "name": self.name,
-            "label": self.label,
-            "kind": self.kind,
-            "basis": self.basis,
-            "memory_bytes": self.memory_bytes,
-            "peak_flop_per_s": self.peak_flop_per_s,
-            "link": vars(self.link),
-            "network": vars(self.network),
-            "devices_per_node": self.devices_per_node,
-            "watts": vars(self.watts),
-            "usd_per_hour": vars(self.usd_per_hour),
-            "place": self.place,
-            "facts": {name: {**vars(fact), "kind": fact.kind} for name, fact in self.facts.items()},
-        }
 
 
 def interpolate_log(points: Sequence[tuple[float, float]], x: float) -> float:

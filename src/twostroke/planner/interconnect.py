@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated
 
+from twostroke.core.described import As
 from twostroke.planner.choosing import Behind, Candidate, DeviceResult
 from twostroke.planner.hardware import Hardware
 
@@ -27,14 +28,41 @@ class LinkFinding:
     the layout leaves unused, ``break_even_usd`` and ``excess_usd`` = price − break-even assume nothing but the rates.
     """
 
+    DOCUMENT = (
+        "device against link_bytes_per_s against_link_bytes_per_s link_use price_difference_usd_per_hour "
+        "link_part_usd_per_hour idle_link_usd_per_hour split break_even_usd_per_hour excess_usd_per_hour cost_ratio"
+    )
+
     rich: Candidate
     plain: Candidate
-    rich_link_bytes_per_s: float
-    plain_link_bytes_per_s: float
-    difference_usd: float
-    link_usd: float
-    idle_usd: float
-    break_even_usd: float
+    rich_link_bytes_per_s: Annotated[float, "bytes/s", As("link_bytes_per_s")]
+    plain_link_bytes_per_s: Annotated[float, "bytes/s", As("against_link_bytes_per_s")]
+    difference_usd: Annotated[float, "$", "a device-hour", As("price_difference_usd_per_hour")]
+    link_usd: Annotated[float, "the link's part of it, by an assumed split", As("link_part_usd_per_hour")]
+    idle_usd: Annotated[float, "what of that is unused", As("idle_link_usd_per_hour")]
+    break_even_usd: Annotated[
+        float, "what the device's hour is worth at the other's price a token", As("break_even_usd_per_hour")
+    ]
+
+    split: Annotated[str, "how the part was found"] = (
+        "assumed: by the logarithms of the ratios of capacity, bandwidth, arithmetic and link"
+    )
+
+    @property
+    def device(self) -> Annotated[str, "with the link"]:
+        return self.rich.device
+
+    @property
+    def against(self) -> Annotated[str, "without"]:
+        return self.plain.device
+
+    @property
+    def link_use(self) -> Annotated[float, "share that the work keeps busy"]:
+        return self.rich.link_use
+
+    @property
+    def cost_ratio(self) -> Annotated[float, "$ a token over the other's"]:
+        return self.rich.score("cost") / self.plain.score("cost")
 
     @property
     def price_usd(self) -> float:
@@ -42,7 +70,7 @@ class LinkFinding:
         return self.rich.usd_per_hour / self.rich.n_devices
 
     @property
-    def excess_usd(self) -> float:
+    def excess_usd(self) -> Annotated[float, "price beyond that", As("excess_usd_per_hour")]:
         """What the device costs beyond what its tokens are worth at the plain one's price; negative where it is the bargain."""
         return self.price_usd - self.break_even_usd
 
@@ -50,22 +78,6 @@ class LinkFinding:
     def wasted(self) -> bool:
         """Whether the difference is lost money: the link-rich device's tokens cost more."""
         return self.excess_usd > 0
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "device": self.rich.device,
-            "against": self.plain.device,
-            "link_bytes_per_s": self.rich_link_bytes_per_s,
-            "against_link_bytes_per_s": self.plain_link_bytes_per_s,
-            "link_use": self.rich.link_use,
-            "price_difference_usd_per_hour": self.difference_usd,
-            "link_part_usd_per_hour": self.link_usd,
-            "idle_link_usd_per_hour": self.idle_usd,
-            "split": "assumed: by the logarithms of the ratios of capacity, bandwidth, arithmetic and link",
-            "break_even_usd_per_hour": self.break_even_usd,
-            "excess_usd_per_hour": self.excess_usd,
-            "cost_ratio": self.rich.score("cost") / self.plain.score("cost"),
-        }
 
 
 def resources(hardware: Hardware) -> dict[str, float]:

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired, TypedDict
 
 from twostroke.core.errors import ConfigError, TwostrokeError
 
@@ -92,6 +92,17 @@ _QUANTITIES: dict[str, tuple[str, str | None, int]] = {
     "e2e_s": ("output", "serve", _TIME),
     "concurrency": ("concurrency", "serve", _TIME),
 }
+
+
+class Interval(TypedDict):
+    """A prediction with the range that holds it."""
+
+    value: Annotated[float | None, "the prediction; null: it is no number, and has no range"]
+    low: NotRequired[Annotated[float, "lower end"]]
+    high: NotRequired[Annotated[float, "upper end"]]
+    level: NotRequired[Annotated[float, "share of measurements that the range is to hold"]]
+    basis: NotRequired[Annotated[str, "measured or datasheet"]]
+    width: NotRequired[Annotated[str, "where the range's width comes from"]]
 
 
 @dataclass(frozen=True)

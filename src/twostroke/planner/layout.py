@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from twostroke.core.errors import ConfigError
 from twostroke.core.spec import ModelSpec
@@ -28,14 +28,14 @@ class Layout:
     Raises ConfigError for counts below 1 and for combinations that mean nothing.
     """
 
-    data: int = 1
-    zero: int = 0
-    tensor: int = 1
-    sequence_parallel: bool = True
-    pipeline: int = 1
-    interleave: int = 1
-    expert: int = 1
-    devices_per_node: int | None = None
+    data: Annotated[int, "replicas"] = 1
+    zero: Annotated[int, "stage of ZeRO; 3 is FSDP2"] = 0
+    tensor: Annotated[int, "ranks of tensor parallelism"] = 1
+    sequence_parallel: Annotated[bool, "norms are cut along the sequence"] = True
+    pipeline: Annotated[int, "stages"] = 1
+    interleave: Annotated[int, "virtual stages of each"] = 1
+    expert: Annotated[int, "ranks that share experts"] = 1
+    devices_per_node: Annotated[int | None, "null: as the hardware says"] = None
 
     def __post_init__(self) -> None:
         for name in ("data", "tensor", "pipeline", "interleave", "expert", "devices_per_node"):
@@ -68,7 +68,7 @@ class Layout:
             raise ConfigError(f"expert={self.expert} must divide tensor={self.tensor} or be a multiple of it.")
 
     @property
-    def n_devices(self) -> int:
+    def n_devices(self) -> Annotated[int, "data · tensor · pipeline"]:
         return self.data * self.tensor * self.pipeline
 
     @property

@@ -8,7 +8,7 @@ They are held against a simulated engine in tests/planner/test_load.py.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from twostroke.planner.queueing import stepped_server_wait_s
 
@@ -40,9 +40,9 @@ class Steps(NamedTuple):
 class Latency(NamedTuple):
     """Of one request: first token, each later one, all of them."""
 
-    ttft_s: float
-    tpot_s: float
-    e2e_s: float
+    ttft_s: Annotated[float, "s", "to the first token"]
+    tpot_s: Annotated[float, "s", "between tokens"]
+    e2e_s: Annotated[float, "s", "of a whole answer"]
 
 
 def closed_loop(steps: Steps, users: int, lengths: int = 1, requests: float = math.inf) -> Latency:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 from twostroke.core.spec import ModelSpec
 
@@ -248,23 +248,20 @@ class Parameters:
     the stored elements of the blocks' matrices, ``active_matrices`` those of one token.
     """
 
-    total: int
-    embedding: int
-    positions: int
-    head: int
-    final_norm: int
-    projections: int
-    attention: int
-    mlp: int
-    norms: int
-    n_layers: int
-    active: int
-    in_products: int
-    block_matrices: int
-    active_matrices: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    total: Annotated[int, "all, tied ones once"]
+    embedding: Annotated[int, "input embedding"]
+    positions: Annotated[int, "learned positions"]
+    head: Annotated[int, "untied output matrix and its bias"]
+    final_norm: Annotated[int, "norms outside blocks"]
+    projections: Annotated[int, "between an embedding of another width and the blocks"]
+    attention: Annotated[int, "of all blocks"]
+    mlp: Annotated[int, "of all blocks"]
+    norms: Annotated[int, "of all blocks"]
+    n_layers: Annotated[int, "L"]
+    active: Annotated[int, "those one token passes"]
+    in_products: Annotated[int, "those a token is multiplied with"]
+    block_matrices: Annotated[int, "stored elements of the blocks' matrices"]
+    active_matrices: Annotated[int, "those of one token"]
 
 
 @lru_cache(maxsize=256)

@@ -12,8 +12,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
+from twostroke.core.described import As
 from twostroke.core.errors import ConfigError
 from twostroke.core.policy import TOKEN_BUDGET
 from twostroke.core.schemes import PLANNED, SEARCHED, scheme_of
@@ -88,10 +89,10 @@ DAY_S = 86400.0
 class ServeLimits:
     """What serving must keep to; None is no limit. Raises ConfigError for limits that are not above 0."""
 
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    usd_per_mtok: float | None = None
-    usd_per_hour: float | None = None
+    ttft_s: Annotated[float | None, "longest s to the first token"] = None
+    tpot_s: Annotated[float | None, "longest s between tokens"] = None
+    usd_per_mtok: Annotated[float | None, "most $ per million output tokens"] = None
+    usd_per_hour: Annotated[float | None, "most $ an hour of all devices"] = None
 
     def __post_init__(self) -> None:
         _check_positive(asdict(self))
@@ -101,9 +102,9 @@ class ServeLimits:
 class TrainLimits:
     """What a training run must keep to; None is no limit. Raises ConfigError for limits that are not above 0."""
 
-    days: float | None = None
-    run_usd: float | None = None
-    usd_per_hour: float | None = None
+    days: Annotated[float | None, "most days of the run"] = None
+    run_usd: Annotated[float | None, "most $ of the run"] = None
+    usd_per_hour: Annotated[float | None, "most $ an hour of all devices"] = None
 
     def __post_init__(self) -> None:
         _check_positive(asdict(self))
@@ -123,9 +124,9 @@ MOST_REQUESTS_PER_S = 1e12
 class ServeWork:
     """What is to be served. ``requests_per_s`` = 0: one replica, kept full; above it, as many replicas as that rate needs."""
 
-    prompt_tokens: int = 512
-    output_tokens: int = 128
-    requests_per_s: float = 0.0
+    prompt_tokens: Annotated[int, "tokens", "of a prompt"] = 512
+    output_tokens: Annotated[int, "tokens", "of an answer"] = 128
+    requests_per_s: Annotated[float, "requests a second, for the number of copies; 0: one kept full"] = 0.0
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "output_tokens"):
@@ -139,10 +140,10 @@ class ServeWork:
 class TrainWork:
     """What is to be trained: ``tokens`` in steps of ``batch_tokens``, cut into sequences of ``sequence_length``."""
 
-    tokens: float
-    sequence_length: int = 4096
-    batch_tokens: int = BATCH_TOKENS
-    optimizer: str = "adamw"
+    tokens: Annotated[float, "tokens", "of the run"]
+    sequence_length: Annotated[int, "tokens", "of a sequence"] = 4096
+    batch_tokens: Annotated[int, "tokens", "of an optimizer step"] = BATCH_TOKENS
+    optimizer: Annotated[str, "adamw, adam, sgd, muon or adamw8bit"] = "adamw"
 
     def __post_init__(self) -> None:
         for name in ("tokens", "sequence_length", "batch_tokens"):
@@ -195,47 +196,33 @@ class Space:
 class Search:
     """One phase, searched. ``results`` has every device, best first; ``best`` the best candidates of all devices together."""
 
-    phase: Phase
-    objective: Objective
-    work: ServeWork | TrainWork
-    limits: ServeLimits | TrainLimits
-    results: tuple[DeviceResult, ...]
-    best: tuple[Candidate, ...]
-    enumerated: int
-    out_of_memory: int
-    timed: int
-    kept: int
-    reliefs: tuple[Candidate, ...] = ()
-    links: tuple[LinkFinding, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    DOCUMENT = (
+        "phase objective work limits enumerated out_of_memory timed kept_every_limit reliefs winner nearest_miss best devices "
+        "links notes"
+    )
+
+    phase: Annotated[Phase, "train or serve"]
+    objective: Annotated[Objective, "cost, time, throughput or energy"]
+    work: Annotated[ServeWork | TrainWork, "tokens, lengths, rate: what is to be done"]
+    limits: Annotated[ServeLimits | TrainLimits, "what must be kept; null: no limit"]
+    results: Annotated[tuple[DeviceResult, ...], "every device, best first", As("devices")]
+    best: Annotated[tuple[Candidate, ...], "the next best, one a device"]
+    enumerated: Annotated[int, "candidates"]
+    out_of_memory: Annotated[int, "of them, rejected for memory"]
+    timed: Annotated[int, "of them, timed"]
+    kept: Annotated[int, "of them, that keep every limit", As("kept_every_limit")]
+    reliefs: Annotated[tuple[Candidate, ...], "where none does: those that one relaxed limit would let in"] = ()
+    links: Annotated[tuple[LinkFinding, ...], "what fast links cost and whether they are used"] = ()
+    notes: Annotated[tuple[str, ...], "what to bear in mind"] = field(default=())
 
     @property
-    def winner(self) -> Candidate | None:
+    def winner(self) -> Annotated[Candidate | None, "the best"]:
         return self.best[0] if self.best else None
 
     @property
-    def nearest(self) -> Candidate | None:
+    def nearest(self) -> Annotated[Candidate | None, "where there is no winner", As("nearest_miss")]:
         """The candidate that misses by least, where none keeps the limits."""
         return None if self.best else nearest_miss(self.results)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "phase": self.phase,
-            "objective": self.objective,
-            "work": asdict(self.work),
-            "limits": asdict(self.limits),
-            "enumerated": self.enumerated,
-            "out_of_memory": self.out_of_memory,
-            "timed": self.timed,
-            "kept_every_limit": self.kept,
-            "reliefs": [c.to_dict() for c in self.reliefs],
-            "winner": self.winner.to_dict() if self.winner else None,
-            "nearest_miss": self.nearest.to_dict() if self.nearest else None,
-            "best": [c.to_dict() for c in self.best],
-            "devices": [r.to_dict() for r in self.results],
-            "links": [f.to_dict() for f in self.links],
-            "notes": list(self.notes),
-        }
 
 
 # -- serving --------------------------------------------------------------------------------------------------------------

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, NamedTuple, TypedDict
 
 from twostroke.core import engines
 from twostroke.core.crossovers import Crossovers
+from twostroke.core.described import As
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.core.policy import (
@@ -27,7 +28,6 @@ from twostroke.planner.hardware import DATASHEET_NOTE, Hardware
 from twostroke.planner.kv_pages import batch_pages, largest_batch, request_pages, touched_pages
 from twostroke.planner.load import Latency, Steps, closed_loop
 from twostroke.planner.params import Parameters, block_products, count_parameters
-from twostroke.planner.schema import PLAN_SCHEMA
 from twostroke.planner.speculation import Speculation
 from twostroke.planner.step_time import (
     ENGINES,
@@ -66,22 +66,22 @@ class ServingShape:
     launch times are taken on datasheet accelerators. Raises ConfigError.
     """
 
-    scheme: str = "bf16"
-    batch: int = 1
-    prompt_tokens: int = 512
-    output_tokens: int = 128
-    kv_dtype: str = "auto"
-    head_dtype: str = "auto"
-    kv_cache_bytes: int = 0
-    max_model_len: int = 0
-    tensor: int = 1
-    pipeline: int = 1
-    expert: int = 1
-    prefix_hit_share: float = 0.0
-    speculation: Speculation | None = None
-    engine: str = "any"
-    answers: int = 1
-    in_int8: tuple[str, ...] = ()
+    scheme: Annotated[str, "how weights are held"] = "bf16"
+    batch: Annotated[int, "requests that decode together"] = 1
+    prompt_tokens: Annotated[int, "tokens of a prompt"] = 512
+    output_tokens: Annotated[int, "tokens of an answer"] = 128
+    kv_dtype: Annotated[str, "type of the cache"] = "auto"
+    head_dtype: Annotated[str, "how our engine holds the output head"] = "auto"
+    kv_cache_bytes: Annotated[int, "bytes", "asked for; 0: the engine's default"] = 0
+    max_model_len: Annotated[int, "longest context; 0: the model's"] = 0
+    tensor: Annotated[int, "ranks of tensor parallelism"] = 1
+    pipeline: Annotated[int, "stages"] = 1
+    expert: Annotated[int, "devices that share experts"] = 1
+    prefix_hit_share: Annotated[float, "share of a prompt that is cached already"] = 0.0
+    speculation: Annotated[Speculation | None, "drafting, where it is used"] = None
+    engine: Annotated[str, "whose step and launch times are taken: any, vllm, trtllm or sglang"] = "any"
+    answers: Annotated[int, "of the batch, to one prompt, which is computed once"] = 1
+    in_int8: Annotated[tuple[str, ...], "matrices of an int4 directory that it holds in int8, each as layer.product"] = ()
 
     def __post_init__(self) -> None:
         least = {"batch": 1, "prompt_tokens": 1, "output_tokens": 1, "kv_cache_bytes": 0, "max_model_len": 0}
@@ -156,38 +156,81 @@ class ServingShape:
         return next((name for name in order if hardware.has_scheme(name)), "packed_bf16")
 
 
+class ServingMemory(TypedDict):
+    """Bytes of one device."""
+
+    weights: Annotated[float, "bytes"]
+    kv_cache: Annotated[float, "bytes", "of whole pages"]
+    activations: Annotated[float, "bytes", "of the longest prefill"]
+    logits: Annotated[float, "bytes", "of a step of the batch, fp32"]
+    process: Annotated[float, "bytes", "resident at rest (CPU)"]
+    peak: Annotated[float, "bytes", "of all terms"]
+
+
+class ServingPrediction(TypedDict):
+    """Predictions of serving, by their ledger names."""
+
+    ttft_s: Annotated[float, "s", "to the first token of an idle server"]
+    tpot_s: Annotated[float, "s", "between tokens"]
+    e2e_s: Annotated[float, "s", "of a whole answer"]
+    prefill_tok_per_s: Annotated[float, "tok/s", "of one prompt"]
+    decode_tok_per_s: Annotated[float, "tok/s", "of all requests"]
+    output_tok_per_s: Annotated[float, "tok/s", "of all requests, prefills included"]
+    weights_bytes: Annotated[float, "bytes"]
+    kv_cache_bytes: Annotated[float, "bytes", "that are set aside"]
+    peak_memory_bytes: Annotated[float, "bytes"]
+    model_bytes: Annotated[float, "bytes", "on disk"]
+    startup_s: Annotated[float, "s", "before the first request"]
+    energy_per_mtok_kwh: Annotated[float, "kWh", "per million output tokens"]
+    cost_per_mtok_usd: Annotated[float, "$", "per million output tokens"]
+
+
+class ServingPasses(NamedTuple):
+    """Passes by component."""
+
+    prefill: Annotated[tuple[Work, ...], "one prompt"]
+    decode: Annotated[tuple[Work, ...], "one step of the batch"]
+
+
 @dataclass(frozen=True)
 class ServingPlan:
     """Everything predicted of serving. ``prefill`` is one prompt alone; ``decode`` one step of the whole batch, at the mean
     context of an answer."""
 
-    spec: ModelSpec
-    shape: ServingShape
-    hardware: Hardware
-    parameters: Parameters
+    DOCUMENT = (
+        "model shape hardware parameters planned_only prediction memory_bytes kv_bytes_per_token kv_request_bytes loaded pages "
+        "devices largest_batch passes prefill_flops_per_token decode_flops_per_token cost_per_hour token_prices notes"
+    )
+
+    spec: Annotated[ModelSpec, "what is served", As("model")]
+    shape: Annotated[ServingShape, "how"]
+    hardware: Annotated[Hardware, "on what"]
+    parameters: Annotated[Parameters, "counts"]
     memory_bytes: dict[str, float]
     """By term. The native engine's cache takes memory as it is touched: what the batch's requests touch is counted, and a
     server that runs on fills it up to ``kv_cache_bytes``. Logits are those of the batch: ``prompt_logprobs`` take up to
     ``scheduling.step.scored_rows`` rows more."""
 
-    kv_bytes_per_token: float
-    pages: int
+    kv_bytes_per_token: Annotated[float, "bytes", "of the cache a token"]
+    pages: Annotated[int, "pages of the cache"]
     kv_cache_bytes: float  # what the engine sets aside for it on one device
-    largest_batch: int
+    largest_batch: Annotated[int, "such requests that memory holds while they decode"]
     prefill: tuple[Work, ...]
     decode: tuple[Work, ...]
-    prefill_flops_per_token: float
-    decode_flops_per_token: float
+    prefill_flops_per_token: Annotated[float, "FLOP", "of a prompt token"]
+    decode_flops_per_token: Annotated[float, "FLOP", "of an output token"]
     model_bytes: float
     startup_s: float
-    cost_per_hour: Cost  # of all devices of one copy
+    cost_per_hour: Annotated[Cost, "of all devices of one copy"]
     check_s: float | None = None  # a step that checks drafted tokens
     prompt_beside_s: float | None = None  # what a prompt adds to a step; None: it runs apart and takes its whole prefill
     interference: float = 1.0
-    notes: tuple[str, ...] = ()
+    notes: Annotated[tuple[str, ...], "what to bear in mind"] = ()
 
     @property
-    def planned_only(self) -> tuple[str, ...]:
+    def planned_only(
+        self,
+    ) -> Annotated[tuple[str, ...], "what of it `twostroke serve` and `generate` do not run; empty where they run all of it"]:
         """What of it ``twostroke serve`` and ``generate`` do not run, in words; empty where they run all of it."""
         shape, hardware = self.shape, self.hardware
         return engines.not_served(
@@ -195,6 +238,14 @@ class ServingPlan:
             speculates=shape.speculation is not None, accelerator=hardware.label if hardware.kind == "gpu" else None,
             engine=None if shape.engine == "any" else shape.engine,
         )  # fmt: skip
+
+    @property
+    def passes(self) -> Annotated[ServingPasses, "time by component"]:
+        return ServingPasses(self.prefill, self.decode)
+
+    @property
+    def memory_and_peak(self) -> Annotated[dict[str, float], ServingMemory, "bytes by term", As("memory_bytes")]:
+        return {**self.memory_bytes, "peak": self.peak_memory_bytes}
 
     @property
     def ttft_s(self) -> float:
@@ -215,7 +266,7 @@ class ServingPlan:
         return self.step_s / self.shape.speculation.speed_up_of(self.step_s, self.check_s)
 
     @property
-    def devices(self) -> int:
+    def devices(self) -> Annotated[int, "devices of one copy"]:
         """Accelerators that hold one copy."""
         return self.shape.placement.devices
 
@@ -234,7 +285,7 @@ class ServingPlan:
         return Steps(self.ttft_s, self.added_by_a_prompt_s, self.tpot_s, fresh, shape.output_tokens, budget)
 
     @property
-    def loaded(self) -> Latency:
+    def loaded(self) -> Annotated[Latency, "latency beside other users"]:
         """Of ``batch`` users who each ask again when answered, all answers equally long: ``load.closed_loop``."""
         return closed_loop(self.steps, self.shape.prompts)
 
@@ -264,7 +315,7 @@ class ServingPlan:
         return usd_per_million_tokens(self.output_tok_per_s, self.devices * self.hardware.usd_per_hour.value)
 
     @property
-    def usd_by_phase(self) -> TokenPrices:
+    def usd_by_phase(self) -> Annotated[TokenPrices, "rent of the time that each phase takes, never idle", As("token_prices")]:
         """$ per million input tokens (prefill) and output tokens (decode), each by the time it takes; never idle."""
         usd_per_hour = self.devices * self.hardware.usd_per_hour.value
         return token_prices(self.prefill_tok_per_s, self.decode_tok_per_s, usd_per_hour)
@@ -275,7 +326,7 @@ class ServingPlan:
         return self.cost_per_hour.energy_kwh * 1e6 / (3600 * self.output_tok_per_s)
 
     @property
-    def kv_request_bytes(self) -> float:
+    def kv_request_bytes(self) -> Annotated[float, "bytes", "of one prompt's cache"]:
         """KV cache of one prompt: what would move if prefill and decode were on two machines."""
         return self.shape.prompt_tokens * self.kv_bytes_per_token
 
@@ -283,7 +334,7 @@ class ServingPlan:
     def peak_memory_bytes(self) -> float:
         return sum(self.memory_bytes.values())
 
-    def prediction(self) -> dict[str, float | dict[str, float]]:
+    def prediction(self) -> Annotated[dict[str, float | dict[str, float]], ServingPrediction, "the results"]:
         """Ledger names → values."""
         return {
             "ttft_s": self.ttft_s,
@@ -299,32 +350,6 @@ class ServingPlan:
             "startup_s": self.startup_s,
             "energy_per_mtok_kwh": self.kwh_per_mtok,
             "cost_per_mtok_usd": self.usd_per_mtok,
-        }
-
-    def to_dict(self) -> dict[str, Any]:
-        """The whole plan as plain data."""
-        return {
-            "schema": PLAN_SCHEMA,
-            "kind": "serve",
-            "model": asdict(self.spec),
-            "shape": asdict(self.shape),
-            "hardware": self.hardware.to_dict(),
-            "parameters": self.parameters.to_dict(),
-            "planned_only": list(self.planned_only),
-            "prediction": self.prediction(),
-            "memory_bytes": {**self.memory_bytes, "peak": self.peak_memory_bytes},
-            "kv_bytes_per_token": self.kv_bytes_per_token,
-            "kv_request_bytes": self.kv_request_bytes,
-            "loaded": self.loaded._asdict(),
-            "pages": self.pages,
-            "devices": self.devices,
-            "largest_batch": self.largest_batch,
-            "passes": {"prefill": [w.to_dict() for w in self.prefill], "decode": [w.to_dict() for w in self.decode]},
-            "prefill_flops_per_token": self.prefill_flops_per_token,
-            "decode_flops_per_token": self.decode_flops_per_token,
-            "cost_per_hour": self.cost_per_hour.to_dict(),
-            "token_prices": asdict(self.usd_by_phase),
-            "notes": list(self.notes),
         }
 
 

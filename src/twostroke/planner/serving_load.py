@@ -14,8 +14,8 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, NamedTuple
 
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.planner.cost import usd_per_million_tokens
@@ -32,8 +32,8 @@ CLOSE = 1e-6
 class Slo:
     """Limits that the mean TTFT and TPOT keep to; None is no limit. Raises ConfigError for limits that are not above 0."""
 
-    ttft_s: float | None = None
-    tpot_s: float | None = None
+    ttft_s: Annotated[float | None, "longest s to the first token"] = None
+    tpot_s: Annotated[float | None, "longest s between tokens"] = None
 
     def __post_init__(self) -> None:
         for name, value in (("TTFT", self.ttft_s), ("TPOT", self.tpot_s)):
@@ -48,13 +48,13 @@ class Slo:
 class AtRate:
     """One copy at a request rate."""
 
-    rate_per_s: float
-    batch: float  # requests that decode, on average
-    prefill_utilisation: float  # share of time that prompts take
-    wait_s: float  # until its own step begins
-    ttft_s: float
-    tpot_s: float
-    e2e_s: float
+    rate_per_s: Annotated[float, "requests a second"]
+    batch: Annotated[float, "requests that decode together, on average"]
+    prefill_utilisation: Annotated[float, "share of the time that prompts take"]
+    wait_s: Annotated[float, "s", "before a prompt is begun, on average"]
+    ttft_s: Annotated[float, "s", "to the first token, on average"]
+    tpot_s: Annotated[float, "s", "between tokens, on average"]
+    e2e_s: Annotated[float, "s", "of a whole answer, on average"]
 
 
 def step_of_batch(plan: ServingPlan) -> Callable[[float], float]:
@@ -138,14 +138,14 @@ class Service:
     """What a rate needs: ``replicas`` copies, each at its share of the rate; ``capacity`` is one copy's highest within the SLO
     (or at ``MOST_UTILISED`` of what it can carry, without one)."""
 
-    rate_per_s: float
-    replicas: int
-    devices: int
-    capacity_per_s: float
-    concurrency: float  # requests in flight on all replicas: rate · E2E
-    each: AtRate
-    usd_per_hour: float
-    usd_per_mtok: float
+    rate_per_s: Annotated[float, "requests a second, all copies"]
+    replicas: Annotated[int, "copies"]
+    devices: Annotated[int, "devices of all copies"]
+    capacity_per_s: Annotated[float, "requests a second that one copy carries"]
+    concurrency: Annotated[float, "requests under way, Little's law"]
+    each: Annotated[AtRate, "one copy"]
+    usd_per_hour: Annotated[float, "$", "of all devices"]
+    usd_per_mtok: Annotated[float, "$", "per million output tokens"]
 
 
 def replicas_for(plan: ServingPlan, rate_per_s: float, slo: Slo) -> Service:
@@ -192,14 +192,11 @@ class Load:
     """What was asked of a plan: an SLO, a rate or both. ``best`` is one copy at its highest rate within the SLO (None: not met
     even alone), ``largest_batch`` the most users within its TPOT (None: no such limit)."""
 
-    slo: Slo
-    best: AtRate | None
-    largest_batch: int | None
-    service: Service | None
-    pools: Disaggregation | None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    slo: Annotated[Slo, "the objective"]
+    best: Annotated[AtRate | None, "the largest rate of one copy that keeps it"]
+    largest_batch: Annotated[int | None, "the largest batch whose steps keep it"]
+    service: Annotated[Service | None, "copies for the rate asked for"]
+    pools: Annotated[Disaggregation | None, "the same with prefill and decode apart"]
 
 
 def load_of(plan: ServingPlan, slo: Slo, rate_per_s: float = 0.0, separated: bool = False) -> Load:
@@ -220,20 +217,20 @@ TABLE_BATCHES = (1, 4, 16, 64, 256)
 TABLE_CONTEXTS = (256, 1024, 4096, 16384, 65536)
 
 
+class LatencyRow(NamedTuple):
+    """One batch of the latency table."""
+
+    batch: Annotated[int, "requests that decode together"]
+    tpot_s: Annotated[tuple[float | None, ...], "s", "between tokens by context; null where memory ends"]
+
+
 @dataclass(frozen=True)
 class LatencyTable:
     """TTFT of a prompt of each context alone, and TPOT by batch (rows) and context (columns); None where memory ends."""
 
-    contexts: tuple[int, ...]
-    ttft_s: tuple[float, ...]
-    rows: tuple[tuple[int, tuple[float | None, ...]], ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "contexts": list(self.contexts),
-            "ttft_s": list(self.ttft_s),
-            "rows": [{"batch": batch, "tpot_s": list(values)} for batch, values in self.rows],
-        }
+    contexts: Annotated[tuple[int, ...], "tokens"]
+    ttft_s: Annotated[tuple[float, ...], "s", "to the first token of a prompt so long, alone"]
+    rows: Annotated[tuple[LatencyRow, ...], "by batch"]
 
 
 def latency_table(plan: ServingPlan) -> LatencyTable:
@@ -253,5 +250,5 @@ def latency_table(plan: ServingPlan) -> LatencyTable:
             # One answer token after context − 1 others: the step at that very context.
             shape = replace(plan.shape, batch=batch, prompt_tokens=max(1, context - 1), output_tokens=1)
             row.append(serving_times(plan.spec, shape, plan.hardware)[2] if batch * context <= room else None)
-        rows.append((batch, tuple(row)))
+        rows.append(LatencyRow(batch, tuple(row)))
     return LatencyTable(tuple(contexts), tuple(first), tuple(rows))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
 from twostroke.core.errors import ConfigError
 from twostroke.core.recipe import TrainSettings
@@ -46,24 +46,24 @@ TIE = 0.0
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One rung with what the budget does to it."""
+class Rung:
+    """One size of model that a budget could train."""
+
+    DOCUMENT = "d_model n_layers n_parameters steps tokens predicted_loss"
 
     spec: ModelSpec
-    n_parameters: int
-    steps: int
-    tokens: int
-    predicted_loss: float  # nats per token, by an assumed law: for ranking, not a promise
+    n_parameters: Annotated[int, "N"]
+    steps: Annotated[int, "updates within the budget"]
+    tokens: Annotated[int, "tokens read"]
+    predicted_loss: Annotated[float, "nats a token, by an assumed law: for ranking, not a promise"]
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "d_model": self.spec.d_model,
-            "n_layers": self.spec.n_layers,
-            "n_parameters": self.n_parameters,
-            "steps": self.steps,
-            "tokens": self.tokens,
-            "predicted_loss": self.predicted_loss,
-        }
+    @property
+    def d_model(self) -> Annotated[int, "E"]:
+        return self.spec.d_model
+
+    @property
+    def n_layers(self) -> Annotated[int, "L"]:
+        return self.spec.n_layers
 
 
 def feed_forward_width(d_model: int) -> int:
@@ -104,13 +104,13 @@ def predicted_loss(n_parameters: float, tokens: float, unique_tokens: float) -> 
 
 def rank_models(
     budget_s: float, vocab_size: int, n_train_tokens: int, settings: TrainSettings, hardware: Hardware
-) -> list[Candidate]:
+) -> list[Rung]:
     """Every rung that fits the memory, best first. Raises ConfigError for impossible inputs or where none fits."""
     for name, value in (("budget_s", budget_s), ("vocab_size", vocab_size), ("n_train_tokens", n_train_tokens)):
         if not value > 0:
             raise ConfigError(f"{name}={value} must be above 0.")
     shape = TrainingShape.from_settings(settings, steps=0)
-    candidates: list[Candidate] = []
+    candidates: list[Rung] = []
     for heads, layers in LADDER:
         spec = rung(heads, layers, vocab_size, settings.sequence_length)
         if plan_training(spec, shape, hardware).peak_memory_bytes > hardware.memory_bytes:
@@ -121,7 +121,7 @@ def rank_models(
         tokens = steps * shape.tokens_per_step
         parameters = count_parameters(spec)
         loss = predicted_loss(parameters.block_matrices, tokens, n_train_tokens)
-        candidates.append(Candidate(spec, parameters.total, steps, tokens, loss))
+        candidates.append(Rung(spec, parameters.total, steps, tokens, loss))
     if not candidates:
         raise ConfigError(
             f"no model of the ladder trains in {hardware.memory_bytes / 1e9:.1f} GB with "

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 from twostroke.core.errors import ConfigError
 
@@ -16,9 +17,9 @@ class Speculation:
     """``draft_tokens`` γ proposed a step; ``acceptance`` α, the mean probability that one is kept, taken as independent from
     token to token; ``draft_cost`` c, time of one draft token ÷ time of one model step. Raises ConfigError."""
 
-    draft_tokens: int
-    acceptance: float
-    draft_cost: float = 0.0
+    draft_tokens: Annotated[int, "γ, tokens drafted a step"]
+    acceptance: Annotated[float, "α, share accepted"]
+    draft_cost: Annotated[float, "c, time of a draft token over a step's"] = 0.0
 
     def __post_init__(self) -> None:
         gamma = self.draft_tokens

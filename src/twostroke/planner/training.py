@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NotRequired, TypedDict
 
 from twostroke.core import engines
+from twostroke.core.described import As
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError
 from twostroke.core.policy import attends_explicitly, rows_at_once
@@ -20,7 +21,6 @@ from twostroke.planner.layout import SINGLE, Layout
 from twostroke.planner.memory import FP32, OPTIMIZERS, PRECISIONS, state_bytes
 from twostroke.planner.network import all_reduce_sent_bytes
 from twostroke.planner.params import Parameters, count_parameters
-from twostroke.planner.schema import PLAN_SCHEMA
 from twostroke.planner.sharding import rank_memory, rank_state_bytes, stage_held, stages
 from twostroke.planner.stage_times import StageTime, rate_dtype, stage_time, update_work
 from twostroke.planner.work import Work, total_seconds
@@ -52,20 +52,20 @@ class TrainingShape:
     ``average`` whether a running average of the weights is kept in fp32. Raises ConfigError for
     impossible values."""
 
-    batch_size: int = 16
-    sequence_length: int = 512
-    grad_accumulation: int = 1
-    dtype: str = "bf16"
-    optimizer: str = "adamw"
-    compile: bool = True
-    steps: int = 0
-    method: str = "full"
-    lora_rank: int = 16
-    lora_targets: tuple[str, ...] = (ALL_LINEAR,)
-    checkpointing: str = "none"
-    logits: str = "chunked"
-    snapshot: bool = False
-    average: bool = False
+    batch_size: Annotated[int, "sequences of one pass of a replica"] = 16
+    sequence_length: Annotated[int, "tokens of a sequence"] = 512
+    grad_accumulation: Annotated[int, "passes of one update"] = 1
+    dtype: Annotated[str, "bf16, fp16, fp32 or pure_bf16"] = "bf16"
+    optimizer: Annotated[str, "adamw, adam, sgd, muon or adamw8bit"] = "adamw"
+    compile: Annotated[bool, "torch.compile"] = True
+    steps: Annotated[int, "updates; 0: open"] = 0
+    method: Annotated[str, "full, lora or qlora"] = "full"
+    lora_rank: Annotated[int, "rank of adapters"] = 16
+    lora_targets: Annotated[tuple[str, ...], "matrices that get one"] = (ALL_LINEAR,)
+    checkpointing: Annotated[str, "none, selective or full"] = "none"
+    logits: Annotated[str, "chunked or whole"] = "chunked"
+    snapshot: Annotated[bool, "checkpoints are copied in memory and written in the background"] = False
+    average: Annotated[bool, "a running average of the weights is kept"] = False
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -141,35 +141,97 @@ class TrainingShape:
         return replace(shape, method=recipe.method, lora_rank=recipe.lora.rank, lora_targets=recipe.lora.targets)
 
 
+class TrainingMemory(TypedDict):
+    """Bytes on the rank that holds most."""
+
+    weights: Annotated[float, "bytes", "of masters and working copy"]
+    gradients: Annotated[float, "bytes"]
+    optimizer: Annotated[float, "bytes", "of its state"]
+    activations: Annotated[float, "bytes", "kept for backward"]
+    recomputed: NotRequired[Annotated[float, "bytes", "of the one layer being computed again, beyond what was kept of it"]]
+    loss: Annotated[float, "bytes", "of logits and their gradients"]
+    process: Annotated[float, "bytes", "resident at rest (CPU)"]
+    workspace: NotRequired[Annotated[float, "bytes", "that training on a CPU holds beyond its tensors"]]
+    snapshot: NotRequired[Annotated[float, "bytes", "of the copy of a checkpoint that is being written (CPU)"]]
+    gathered: NotRequired[Annotated[float, "bytes", "that ZeRO-3 holds whole for the moment"]]
+    dequantised: NotRequired[Annotated[float, "bytes", "of QLoRA's largest matrix in the working type"]]
+    peak: Annotated[float, "bytes", "of all terms"]
+
+
+class TrainingPrediction(TypedDict):
+    """Predictions of training, by their ledger names."""
+
+    step_time_s: Annotated[float, "s", "of one update"]
+    forward_s: Annotated[float, "s", "of all forward passes of a step"]
+    backward_s: Annotated[float, "s", "of all backward passes of a step"]
+    optimizer_s: Annotated[float, "s", "of the update"]
+    data_s: Annotated[float, "s", "of reading a step's batch"]
+    train_tok_per_s: Annotated[float, "tok/s", "of all devices"]
+    mfu: Annotated[float, "share of peak, model FLOP"]
+    peak_memory_bytes: Annotated[float, "bytes", "on the rank that holds most"]
+    weights_bytes: Annotated[float, "bytes"]
+    gradients_bytes: Annotated[float, "bytes"]
+    optimizer_bytes: Annotated[float, "bytes"]
+    activations_bytes: Annotated[float, "bytes"]
+    checkpoint_bytes: Annotated[float, "bytes", "on disk"]
+    model_bytes: Annotated[float, "bytes", "on disk"]
+    startup_s: Annotated[float, "s", "before the first step"]
+    train_time_s: NotRequired[Annotated[float, "s", "of the run; absent while its length is open"]]
+    energy_kwh: NotRequired[Annotated[float, "kWh", "of the run"]]
+    cost_usd: NotRequired[Annotated[float, "$", "of the run"]]
+
+
+class TrainingPasses(NamedTuple):
+    """Passes of a step by component."""
+
+    forward: Annotated[tuple[Work, ...], "one forward"]
+    backward: Annotated[tuple[Work, ...], "one backward, recomputation included"]
+    optimizer: Annotated[tuple[Work, ...], "one update"]
+
+
 @dataclass(frozen=True)
 class TrainingPlan:
     """Everything predicted of a run. Bytes and seconds are of one device, the one that holds most and the one that takes
     longest; ``works`` hold the three passes by component."""
 
-    spec: ModelSpec
-    shape: TrainingShape
-    hardware: Hardware
-    parameters: Parameters
+    DOCUMENT = (
+        "model shape layout hardware parameters trained_parameters planned_only prediction memory_bytes masters_bytes passes "
+        "communication communication_s bubble_s tokens_per_step hfu wall_time_s flops_per_token bytes_per_token "
+        "network_bytes_per_step resilience cost notes"
+    )
+
+    spec: Annotated[ModelSpec, "what is trained", As("model")]
+    shape: Annotated[TrainingShape, "how"]
+    hardware: Annotated[Hardware, "what they are"]
+    parameters: Annotated[Parameters, "counts"]
     memory_bytes: dict[str, float]  # by term; "peak" is apart
     forward: tuple[Work, ...]
     backward: tuple[Work, ...]  # what is computed again included
     optimizer: tuple[Work, ...]
     data_s: float
     startup_s: float
-    flops_per_token: float
-    bytes_per_token: float
+    flops_per_token: Annotated[float, "model FLOP"]
+    bytes_per_token: Annotated[float, "bytes", "moved"]
     checkpoint_bytes: float
     model_bytes: float
-    network_bytes_per_step: float
-    cost: Cost | None  # None while the number of steps is open
-    notes: tuple[str, ...] = field(default=())
-    layout: Layout = SINGLE
-    traffic: tuple[Traffic, ...] = ()
-    bubble_s: float = 0.0
+    network_bytes_per_step: Annotated[float, "bytes", "a rank would send, were there one more"]
+    cost: Annotated[Cost | None, "of the run; null while its length is open"]
+    notes: Annotated[tuple[str, ...], "what to bear in mind"] = field(default=())
+    layout: Annotated[Layout, "on which devices"] = SINGLE
+    traffic: Annotated[tuple[Traffic, ...], "traffic of a step", As("communication")] = ()
+    bubble_s: Annotated[float, "s", "that stages wait"] = 0.0
     recomputed_flops_per_token: float = 0.0
-    masters_bytes: float = 0.0  # the part of memory_bytes["weights"] that is fp32 masters
-    trained_parameters: int = 0
-    resilience: Resilience | None = None
+    masters_bytes: Annotated[float, "bytes", "of the weights that are fp32 masters"] = 0.0
+    trained_parameters: Annotated[int, "parameters that the optimizer updates"] = 0
+    resilience: Annotated[Resilience | None, "checkpoints and failures"] = None
+
+    @property
+    def passes(self) -> Annotated[TrainingPasses, "time by component"]:
+        return TrainingPasses(self.forward, self.backward, self.optimizer)
+
+    @property
+    def memory_and_peak(self) -> Annotated[dict[str, float], TrainingMemory, "bytes by term", As("memory_bytes")]:
+        return {**self.memory_bytes, "peak": self.peak_memory_bytes}
 
     @property
     def forward_s(self) -> float:
@@ -185,7 +247,7 @@ class TrainingPlan:
         return total_seconds(self.optimizer)
 
     @property
-    def communication_s(self) -> float:
+    def communication_s(self) -> Annotated[float, "s", "of a step that nothing hides"]:
         """Seconds of a step in which a device waits for a collective: the exposed part."""
         return sum(t.exposed_s for t in self.traffic)
 
@@ -197,7 +259,7 @@ class TrainingPlan:
         return compute + self.communication_s + self.bubble_s
 
     @property
-    def tokens_per_step(self) -> int:
+    def tokens_per_step(self) -> Annotated[int, "tokens of one update"]:
         """Tokens of one step over all data-parallel ranks."""
         return self.shape.tokens_per_step * self.layout.data
 
@@ -207,7 +269,9 @@ class TrainingPlan:
         return self.tokens_per_step / self.step_time_s
 
     @property
-    def planned_only(self) -> tuple[str, ...]:
+    def planned_only(
+        self,
+    ) -> Annotated[tuple[str, ...], "what of it `twostroke train` does not do; empty where it does all of it"]:
         """What of it ``twostroke train`` does not do, in words; empty where it does all of it."""
         shape, accelerator = self.shape, self.hardware.accelerator
         return engines.not_trained(
@@ -221,7 +285,7 @@ class TrainingPlan:
         return self.flops_per_token * self.tok_per_s / (self.hardware.peak(self._rate_dtype) * self.layout.n_devices)
 
     @property
-    def hfu(self) -> float:
+    def hfu(self) -> Annotated[float, "share of peak, recomputation included"]:
         """As MFU, with what is computed again counted."""
         return self.mfu * (1 + self.recomputed_flops_per_token / self.flops_per_token)
 
@@ -240,13 +304,13 @@ class TrainingPlan:
         return self.startup_s + self.shape.steps * self.step_time_s if self.shape.steps else None
 
     @property
-    def wall_time_s(self) -> float | None:
+    def wall_time_s(self) -> Annotated[float | None, "s", "of the run with failures; null while its length is open"]:
         """``train_time_s`` and what failures and checkpoints are expected to add; None while the length is open."""
         if self.train_time_s is None or self.resilience is None:
             return self.train_time_s
         return self.train_time_s * (1 + self.resilience.lost_share)
 
-    def prediction(self) -> dict[str, float | dict[str, float]]:
+    def prediction(self) -> Annotated[dict[str, float | dict[str, float]], TrainingPrediction, "the results"]:
         """Ledger names → values."""
         values: dict[str, float | dict[str, float]] = {
             "step_time_s": self.step_time_s,
@@ -271,39 +335,6 @@ class TrainingPlan:
             values["energy_kwh"] = self.cost.energy_kwh
             values["cost_usd"] = self.cost.usd
         return values
-
-    def to_dict(self) -> dict[str, Any]:
-        """The whole plan as plain data."""
-        return {
-            "schema": PLAN_SCHEMA,
-            "kind": "train",
-            "model": asdict(self.spec),
-            "shape": asdict(self.shape),
-            "layout": asdict(self.layout) | {"n_devices": self.layout.n_devices},
-            "hardware": self.hardware.to_dict(),
-            "parameters": self.parameters.to_dict(),
-            "trained_parameters": self.trained_parameters,
-            "planned_only": list(self.planned_only),
-            "prediction": self.prediction(),
-            "memory_bytes": {**self.memory_bytes, "peak": self.peak_memory_bytes},
-            "masters_bytes": self.masters_bytes,
-            "passes": {
-                name: [w.to_dict() for w in works]
-                for name, works in (("forward", self.forward), ("backward", self.backward), ("optimizer", self.optimizer))
-            },
-            "communication": [t.to_dict() for t in self.traffic],
-            "communication_s": self.communication_s,
-            "bubble_s": self.bubble_s,
-            "tokens_per_step": self.tokens_per_step,
-            "hfu": self.hfu,
-            "wall_time_s": self.wall_time_s,
-            "flops_per_token": self.flops_per_token,
-            "bytes_per_token": self.bytes_per_token,
-            "network_bytes_per_step": self.network_bytes_per_step,
-            "resilience": self.resilience.to_dict() if self.resilience else None,
-            "cost": self.cost.to_dict() if self.cost else None,
-            "notes": list(self.notes),
-        }
 
 
 # -- the plan -------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated
+
+from twostroke.core.described import As
 
 COMPONENTS = ("attention", "mlp", "norms", "embedding", "head", "optimizer")
 """Rows of the comparison table, in order. ``attention`` includes its projections and rotary turn, ``head`` loss or sampling."""
@@ -12,20 +14,21 @@ COMPONENTS = ("attention", "mlp", "norms", "embedding", "head", "optimizer")
 
 @dataclass(frozen=True)
 class Work:
-    """``flops`` done and ``bytes`` moved by ``component`` in one pass, and how long each limit alone would take:
-    ``arithmetic_s`` at the product rate, ``memory_s`` at the bandwidth, ``launch_s`` for starting operations.
+    """One component's share of a pass.
 
     ``seconds`` is the prediction: max(arithmetic, memory) + launch for one operation (``Work.limited``), or what a measured
     rate says; for several operations in a row, the sum of theirs.
     """
 
-    component: str
-    flops: float
-    bytes: float
-    arithmetic_s: float
-    memory_s: float
-    launch_s: float
-    seconds: float
+    DOCUMENT = "component flops bytes seconds arithmetic_s memory_s launch_s intensity_flop_per_byte bound"
+
+    component: Annotated[str, "attention, mlp, norms, embedding, head, optimizer, communication …"]
+    flops: Annotated[float, "FLOP"]
+    bytes: Annotated[float, "bytes", "moved"]
+    arithmetic_s: Annotated[float, "s", "at the product rate alone"]
+    memory_s: Annotated[float, "s", "at the bandwidth alone"]
+    launch_s: Annotated[float, "s", "of starting operations"]
+    seconds: Annotated[float, "s", "predicted"]
 
     @classmethod
     def limited(
@@ -35,12 +38,12 @@ class Work:
         return cls(component, flops, n_bytes, arithmetic_s, memory_s, launch_s, max(arithmetic_s, memory_s) + launch_s)
 
     @property
-    def intensity(self) -> float:
+    def intensity(self) -> Annotated[float, "FLOP", "a byte", As("intensity_flop_per_byte")]:
         """Arithmetic intensity in FLOP per byte; 0 where nothing is moved."""
         return self.flops / self.bytes if self.bytes else 0.0
 
     @property
-    def bound(self) -> str:
+    def bound(self) -> Annotated[str, "arithmetic, memory or launch: the largest of the three"]:
         """ "arithmetic", "memory" or "launch": the limit that takes longest."""
         times = {"arithmetic": self.arithmetic_s, "memory": self.memory_s, "launch": self.launch_s}
         return max(times, key=lambda name: times[name])
@@ -66,19 +69,6 @@ class Work:
             launch_s=ratio * self.launch_s,
             seconds=ratio * self.seconds,
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "component": self.component,
-            "flops": self.flops,
-            "bytes": self.bytes,
-            "seconds": self.seconds,
-            "arithmetic_s": self.arithmetic_s,
-            "memory_s": self.memory_s,
-            "launch_s": self.launch_s,
-            "intensity_flop_per_byte": self.intensity,
-            "bound": self.bound,
-        }
 
 
 def merge(works: Iterable[Work]) -> tuple[Work, ...]:

@@ -11,6 +11,7 @@ import pytest
 
 from machines import machine, small_llama
 from twostroke.cli.main import main
+from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError
 from twostroke.core.families import config_from_spec, read_spec
 from twostroke.core.spec import MlaSpec, ModelSpec, MoeSpec
@@ -234,7 +235,7 @@ def test_every_letter_is_explained_and_text_and_data_agree() -> None:
             one_kind = name.rstrip("_0123456789")
             single = len(name) <= 2 or name[0].isupper()
             assert not single or name in symbols or name in GLOSSARY or one_kind in GLOSSARY, name
-    assert json.loads(json.dumps(terms.to_list()))[0]["symbol"] == terms.terms[0].symbol
+    assert json.loads(json.dumps(plain(terms.terms)))[0]["symbol"] == terms.terms[0].symbol
     text = explanation_text(terms)
     assert all(term_line(t) in text for t in terms)
 

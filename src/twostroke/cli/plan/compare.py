@@ -70,6 +70,7 @@ def compare(
     """Training beside prefill beside decode: passes, memory, work, bounds, latency, network, storage, energy, money."""
     from twostroke.planner.comparison import compare as compare_phases
     from twostroke.planner.comparison import merge_measured
+    from twostroke.planner.document import plan_document
     from twostroke.planner.hardware import load_hardware
     from twostroke.planner.layout import Layout
     from twostroke.planner.text.comparison import comparison_text
@@ -100,7 +101,7 @@ def compare(
         for run_id in serve_run:
             served |= ledger.get(run_id).measurement
         table = merge_measured(table, trained, served)
-    document, text = table.to_dict(), comparison_text(table)
+    document, text = plan_document("compare", table), comparison_text(table)
     if explain:
         document, text = with_terms(document, text, table)
     emit(document, text, as_json)

@@ -87,6 +87,7 @@ def crossover(
     from twostroke.planner.api_prices import api_price, nearest_api
     from twostroke.planner.cost import ProjectInputs, project_cost
     from twostroke.planner.crossover import Demand, Energy, PaidByRequest, Serving, own_serving, plan_crossover
+    from twostroke.planner.document import plan_document
     from twostroke.planner.hardware import load_hardware, price
     from twostroke.planner.serving import plan_serving
     from twostroke.planner.text.crossover import crossover_text, terms_lines
@@ -112,10 +113,10 @@ def crossover(
         machine = load_hardware(hardware, "train" if training_usd is None else "serve")
         found = read_subject(subject, settings, machine)
         vendor = vendor or nearest_api(found.name)
-        document["hardware"] = machine.to_dict()
+        document["hardware"] = machine
         if training_usd is None:
             spent, notes = _training_cost(found, machine, terms, years, tokens, steps, devices, batch_size, sequence_length)
-            training_usd, document["training_cost"] = spent.usd, spent.to_dict()
+            training_usd, document["training_cost"] = spent.usd, spent
         if serving is None:
             shape = serving_shape(
                 found,
@@ -134,11 +135,9 @@ def crossover(
             replica = own.by_replica
             if "training_cost" in document:
                 kwh_per_request = planned.kwh_per_mtok * planned.shape.output_tokens / 1e6
-                energy = Energy(document["training_cost"]["energy_kwh"], kwh_per_request, price("grid_kg_co2_per_kwh"))
+                energy = Energy(document["training_cost"].energy_kwh, kwh_per_request, price("grid_kg_co2_per_kwh"))
             serving = own.by_replica if always_on else own.by_request
-            document |= {
-                "worked_hour": own.worked.to_dict(), "utilisation": utilisation, "token_prices": dataclasses.asdict(own.tokens)
-            }  # fmt: skip
+            document |= {"worked_hour": own.worked, "utilisation": utilisation, "token_prices": own.tokens}
             lines = terms_lines(own, served_on)
         lines += notes
     if always_on and replica is None:
@@ -150,7 +149,10 @@ def crossover(
     plan = plan_crossover(
         project_cost(training_usd, inputs), demand, serving, months, vendor, replica, api_cached_share, energy
     )
-    document, text = document | plan.to_dict() | {"notes": notes}, crossover_text(plan, document["subject"], lines)
+    document, text = (
+        document | plan_document("crossover", plan) | {"notes": notes},
+        crossover_text(plan, document["subject"], lines),
+    )
     if explain:
         document, text = with_terms(document, text, plan)
     emit(document, text, as_json)

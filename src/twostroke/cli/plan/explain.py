@@ -23,4 +23,4 @@ def with_terms(
     from twostroke.planner.text.explain import explanation_text
 
     terms = explain(planned)
-    return {**document, "terms": terms.to_list()}, f"{text}\n{explanation_text(terms)}"
+    return {**document, "terms": terms.terms}, f"{text}\n{explanation_text(terms)}"

@@ -49,8 +49,8 @@ def search(
     from twostroke.core.errors import CapacityError, ConfigError
     from twostroke.core.profile import ENGINES
     from twostroke.planner.choosing import OBJECTIVES
+    from twostroke.planner.document import plan_document
     from twostroke.planner.hardware import hardware_names, load_hardware
-    from twostroke.planner.schema import PLAN_SCHEMA
     from twostroke.planner.search import ServeLimits, ServeWork, Space, TrainLimits, search_serving, search_training, train_work
     from twostroke.planner.text.search import nothing_found, search_text, verdict_text
 
@@ -94,12 +94,7 @@ def search(
         searches.append(search_serving(found.spec, asked, space, limits, objective))
     if all(done.winner is None for done in searches):
         raise CapacityError(" ".join(nothing_found(done) for done in searches))
-    document = {
-        "schema": PLAN_SCHEMA,
-        "kind": "search",
-        "subject": found.name,
-        "searches": {done.phase: done.to_dict() for done in searches},
-    }
+    document = plan_document("search", {"subject": found.name, "searches": {done.phase: done for done in searches}})
     texts = [*(search_text(done, found.name, top) for done in searches), verdict_text(searches)]
     emit(document, "\n\n".join(filter(None, texts)), as_json)
 

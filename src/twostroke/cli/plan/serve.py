@@ -60,6 +60,7 @@ def serve(
 ) -> None:
     """Memory, time to first token, time per token, throughput at an SLO, replicas, energy and money of serving."""
     from twostroke.core.errors import ConfigError
+    from twostroke.planner.document import plan_document
     from twostroke.planner.hardware import load_hardware
     from twostroke.planner.intervals import low_by_of, predict_with_intervals
     from twostroke.planner.serving import plan_serving
@@ -85,13 +86,13 @@ def serve(
     planned = plan_serving(found.spec, shape, machine)
     intervals = predict_with_intervals(planned.prediction(), machine, "serve")
     table = latency_table(planned)
-    document = {"subject": found.name, **planned.to_dict(), "intervals": intervals, "latency_table": table.to_dict()}
+    document = {"subject": found.name, **plan_document("serve", planned), "intervals": intervals, "latency_table": table}
     ranges = intervals_text(intervals, low_by_of(machine, "serve"))
     text = f"{serving_text(planned, found.name)}\n{ranges}\n\n{loaded_text(planned, table)}"
     if slo_ttft_ms or slo_tpot_ms or rate:
         slo = Slo(slo_ttft_ms / 1e3 if slo_ttft_ms else None, slo_tpot_ms / 1e3 if slo_tpot_ms else None)
         load = load_of(planned, slo, rate, disaggregate)
-        document["load"] = load.to_dict()
+        document["load"] = load
         text = f"{text}\n\n{load_text(load)}"
     if explain:
         document, text = with_terms(document, text, planned)

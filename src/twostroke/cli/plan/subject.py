@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from twostroke.core.spec import ModelSpec
     from twostroke.planner.hardware import Hardware
     from twostroke.planner.serving import ServingShape
-    from twostroke.planner.size_ladder import Candidate
+    from twostroke.planner.size_ladder import Rung
     from twostroke.planner.training import TrainingShape
     from twostroke.quantization.held import Held
 
@@ -54,7 +54,7 @@ class Subject:
     spec: ModelSpec
     shape: TrainingShape | None
     steps: int = 0
-    ranking: tuple[Candidate, ...] = ()
+    ranking: tuple[Rung, ...] = ()
     notes: tuple[str, ...] = ()
     held: Held | None = None
     """How a directory that `twostroke quantize` wrote holds its matrices."""
@@ -98,7 +98,7 @@ def _from_recipe(path: Path, settings: list[str], hardware: Hardware, train_toke
     notes = []
     if counted is None and not train_tokens:
         notes.append("the recipe's text is not prepared yet: unlimited text and the recipe's vocabulary are assumed.")
-    ranking: tuple[Candidate, ...] = ()
+    ranking: tuple[Rung, ...] = ()
     model = recipe.model
     if model.init_from is not None:
         spec = read_spec(model.init_from)

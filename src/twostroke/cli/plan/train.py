@@ -70,6 +70,7 @@ def train(
     A recipe brings its own shape; the options from --batch-size to --logits are for a bare model. Memory, time and traffic are
     one device's, rate and money the whole job's.
     """
+    from twostroke.planner.document import plan_document
     from twostroke.planner.fitting import smallest_change
     from twostroke.planner.hardware import load_hardware
     from twostroke.planner.intervals import low_by_of, predict_with_intervals
@@ -116,8 +117,7 @@ def train(
         change = smallest_change(found.spec, shape, machine, layout)
         planned = dataclasses.replace(planned, notes=(*planned.notes, change.sentence if change else NOTHING_FITS))
     intervals = predict_with_intervals(planned.prediction(), machine, "train")
-    ranking = [c.to_dict() for c in found.ranking]
-    document = {"subject": found.name, **planned.to_dict(), "intervals": intervals, "ranking": ranking}
+    document = {"subject": found.name, **plan_document("train", planned), "intervals": intervals, "ranking": found.ranking}
     ranges = intervals_text(intervals, low_by_of(machine, "train"))
     text = f"{training_text(planned, found.name)}\n{ranges}"
     if found.ranking:

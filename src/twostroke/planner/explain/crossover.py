@@ -103,7 +103,9 @@ def _explain_meeting(terms: Explanation, plan: Crossover) -> None:
     bill = "usd_per_day·(2^(daily_growth·days/ln2) − 1)/daily_growth" if growing else "usd_per_day·days"
     terms.add("crossover", "serving_usd", plan.serving_usd, "usd", bill, "over the horizon", days=days, ln2=math.log(2))
     for phase, source in (("training", "saved once"), ("serving", "saved over the horizon")):
-        terms.add("crossover", f"{phase}_saved", plan.saved_usd[phase], "usd", f"saved·{phase}_usd", source, saved=SAVED)
+        terms.add(
+            "crossover", f"{phase}_saved", getattr(plan.saved_usd, phase), "usd", f"saved·{phase}_usd", source, saved=SAVED
+        )
 
 
 def _explain_api(terms: Explanation, api: ApiComparison, serving: PaidByRequest | PaidByReplica) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 from twostroke.core.errors import ConfigError
 from twostroke.planner.explain.formula import evaluate, substituted, symbols
@@ -21,14 +21,14 @@ class Term:
     ``substitutions`` and compares, so the explanation cannot drift from the code. ``section`` groups terms for reading.
     """
 
-    section: str
-    symbol: str
-    value: float
-    unit: str
-    formula: str
-    substitutions: Mapping[str, float]
-    source: str
-    mark: Mark = "predicted"
+    section: Annotated[str, "group of terms"]
+    symbol: Annotated[str, "its name in other formulas"]
+    value: Annotated[float, "the plan's own number"]
+    unit: Annotated[str, "its unit"]
+    formula: Annotated[str, "arithmetic in the letters of docs/notation.md"]
+    substitutions: Annotated[Mapping[str, float], "each name in the formula with its number"]
+    source: Annotated[str, "paper, datasheet, calibration or reason"]
+    mark: Annotated[Mark, "predicted, measured, datasheet, assumed or given"] = "predicted"
 
     @property
     def evaluated(self) -> float:
@@ -43,18 +43,6 @@ class Term:
     def used(self) -> tuple[str, ...]:
         """Names in the formula."""
         return symbols(self.formula)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "section": self.section,
-            "symbol": self.symbol,
-            "value": self.value,
-            "unit": self.unit,
-            "formula": self.formula,
-            "substitutions": {name: self.substitutions[name] for name in self.used},
-            "source": self.source,
-            "mark": self.mark,
-        }
 
 
 @dataclass
@@ -88,10 +76,7 @@ class Explanation:
         **numbers: float,
     ) -> None:
         """Appends a term. ``numbers`` are substituted; a name in the formula that is not among them is an earlier symbol."""
-        known = dict(numbers)
-        for name in symbols(formula):
-            if name not in known:
-                known[name] = self[name].value
+        known = {name: numbers[name] if name in numbers else self[name].value for name in symbols(formula)}
         self.terms.append(Term(section, symbol, float(value), unit, formula, known, source, mark))
 
     def extend(self, terms: Explanation, phase: str) -> None:
@@ -102,7 +87,3 @@ class Explanation:
                 self.terms.append(replace(term, section=f"{phase}: {term.section}"))
             elif term.symbol not in shared:
                 self.terms.append(term)
-
-    def to_list(self) -> list[dict[str, Any]]:
-        """The "terms" of a plan document."""
-        return [term.to_dict() for term in self.terms]

@@ -40,8 +40,8 @@ def crossover_text(plan: Crossover, subject: str, sources: Sequence[str] = ()) -
         ),
         "",
         f"crossover: {_crossover(plan)}",
-        f"10% saved: {format_money(plan.saved_usd['training'])} of training, once; "
-        f"{format_money(plan.saved_usd['serving'])} of serving in {months}",
+        f"10% saved: {format_money(plan.saved_usd.training)} of training, once; "
+        f"{format_money(plan.saved_usd.serving)} of serving in {months}",
         *_energy_lines(plan),
         *_api_lines(plan),
         *sources,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from twostroke.core.engines import planned_only_text
 from twostroke.core.units import format_bytes, format_count, format_money, format_seconds
-from twostroke.planner.size_ladder import Candidate
+from twostroke.planner.size_ladder import Rung
 from twostroke.planner.text.format import columns, memory_table, money_lines, work_rows
 from twostroke.planner.training import TrainingPlan
 
@@ -153,7 +153,7 @@ def memory_notes(plan: TrainingPlan) -> list[str]:
     ]
 
 
-def candidates_text(candidates: Sequence[Candidate], limit: int = 6) -> str:
+def candidates_text(candidates: Sequence[Rung], limit: int = 6) -> str:
     """The first rungs of a ranking, the chosen one on top."""
     rows = [["", "width", "layers", "parameters", "steps", "tokens", "loss (assumed law)"]]
     rows += [
