@@ -12,7 +12,7 @@ from twostroke.engine.sampler import TokenLogprobs
 from twostroke.engine.scoring import token_scores
 from twostroke.kernels.native_library import library
 from twostroke.scheduling.sampling_params import SamplingParams
-from twostroke.scheduling.step import LEAST_SCORED_ROWS, SCORED_LOGITS_BYTES, scored_rows
+from twostroke.scheduling.step import MIN_SCORED_ROWS, SCORED_LOGITS_BYTES, scored_rows
 
 N_VOCAB = 151_936
 PROMPT = [i * 997 % N_VOCAB for i in range(300)]
@@ -60,7 +60,7 @@ def test_scores_do_not_depend_on_the_pieces(model: Path) -> None:
         assert [token for token, _ in one.top] == [token for token, _ in other.top]
 
 
-@pytest.mark.parametrize(("n_vocab", "rows"), [(512, 32_768), (151_936, 110), (10**9, LEAST_SCORED_ROWS)])
+@pytest.mark.parametrize(("n_vocab", "rows"), [(512, 32_768), (151_936, 110), (10**9, MIN_SCORED_ROWS)])
 def test_rows_that_are_scored_at_once(n_vocab: int, rows: int) -> None:
     assert scored_rows(n_vocab) == rows
 

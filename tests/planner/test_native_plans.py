@@ -97,7 +97,7 @@ def test_the_logits_of_a_step_are_planned_as_the_engine_holds_them(tmp_path: Pat
     assert planned.memory_bytes["logits"] == core._runner._logits.nbytes  # type: ignore[union-attr]
     config = core.scheduler.config
     most = plan(core.spec, batch=config.max_running, prompt_tokens=3, output_tokens=3).memory_bytes["logits"]
-    assert core.logits_bytes == most + logits_bytes(core.spec.vocab_size, config.most_scored_rows)
+    assert core.logits_bytes == most + logits_bytes(core.spec.vocab_size, config.max_scored_rows)
 
 
 def test_drafted_tokens_have_logits_of_their_own() -> None:

@@ -9,21 +9,21 @@ from twostroke.scheduling.prefix_tree import ROOT, PrefixTree, chain_key
 
 def test_pages_of_one_request_are_neighbours_in_a_fresh_pool() -> None:
     pool = PagePool(8)
-    first = pool.take(3)
+    first = pool.allocate(3)
     assert first == [0, 1, 2]
-    assert pool.take(1, after=2) == [3]
+    assert pool.allocate(1, after=2) == [3]
 
 
 def test_taking_more_than_is_free_takes_nothing() -> None:
     pool = PagePool(4)
-    pool.take(3)
-    assert pool.take(2) is None
+    pool.allocate(3)
+    assert pool.allocate(2) is None
     assert pool.n_free == 1
 
 
 def test_a_page_is_free_only_when_its_last_holder_lets_go() -> None:
     pool = PagePool(2)
-    pages = pool.take(1)
+    pages = pool.allocate(1)
     assert pages is not None
     pool.retain(pages)
     pool.release(pages)
@@ -34,7 +34,7 @@ def test_a_page_is_free_only_when_its_last_holder_lets_go() -> None:
 
 def test_releasing_twice_is_an_error_and_not_a_second_free_page() -> None:
     pool = PagePool(2)
-    pages = pool.take(1)
+    pages = pool.allocate(1)
     assert pages is not None
     pool.release(pages)
     with pytest.raises(RuntimeError, match="released more often"):
@@ -44,7 +44,7 @@ def test_releasing_twice_is_an_error_and_not_a_second_free_page() -> None:
 
 def test_cached_pages_are_evicted_last_and_the_least_recently_freed_first() -> None:
     pool = PagePool(4)
-    pages = pool.take(4)
+    pages = pool.allocate(4)
     assert pages == [0, 1, 2, 3]
     pool.tree.insert(chain_key(ROOT, [1]), [1], 0)
     pool.tree.insert(chain_key(ROOT, [2]), [2], 1)
@@ -52,27 +52,27 @@ def test_cached_pages_are_evicted_last_and_the_least_recently_freed_first() -> N
     pool.release([0])
     pool.release([2, 3])
     assert pool.n_cached == 2
-    assert pool.take(2) == [2, 3]  # blank ones first
-    assert pool.take(1) == [1]  # freed before page 0
+    assert pool.allocate(2) == [2, 3]  # blank ones first
+    assert pool.allocate(1) == [1]  # freed before page 0
     assert 0 in pool.tree
     assert 1 not in pool.tree
 
 
 def test_the_end_of_a_prefix_is_evicted_before_its_start() -> None:
     pool = PagePool(3)
-    pages = pool.take(3)
+    pages = pool.allocate(3)
     assert pages is not None
     key = ROOT
     for page in pages:
         key = chain_key(key, [page])
         pool.tree.insert(key, [page], page)
     pool.release(pages)
-    assert pool.take(1) == [2]
+    assert pool.allocate(1) == [2]
 
 
 def test_discarded_content_is_never_found_again() -> None:
     pool = PagePool(2)
-    pages = pool.take(2)
+    pages = pool.allocate(2)
     assert pages is not None
     key = chain_key(ROOT, [7])
     pool.tree.insert(key, [7], pages[0])
@@ -112,6 +112,6 @@ def test_the_first_holder_of_a_prefix_stays() -> None:
     assert tree.insert(key, [1], 5)
     assert not tree.insert(key, [1], 6)
     assert tree.match([key], [1], 1, 1) == [5]
-    tree.forget(6)  # unknown pages are no error: eviction does not ask
-    tree.forget(5)
+    tree.remove(6)  # unknown pages are no error: eviction does not ask
+    tree.remove(5)
     assert len(tree) == 0

@@ -147,7 +147,7 @@ def test_the_last_arrived_is_preempted_and_gives_the_same_tokens() -> None:
 
 def test_a_request_that_can_never_fit_is_refused_when_it_is_added() -> None:
     s = make(n_pages=4, max_model_len=64)
-    with pytest.raises(CapacityError, match="need 5 KV-cache pages and there are 4"):
+    with pytest.raises(CapacityError, match="need 5 KV-cache pages, and the cache has 4"):
         s.add(request("a", 10, max_tokens=8))
     s.add(request("b", 10, max_tokens=7))  # the last token is never fed back: 16 positions
     assert run_all(s)[0].finish_reason == "length"
@@ -235,7 +235,7 @@ def test_a_missing_sample_is_an_error_and_not_a_stuck_request() -> None:
     s = make()
     s.add(request("a", 3))
     step = s.schedule()
-    with pytest.raises(ValueError, match="no sample"):
+    with pytest.raises(ValueError, match="its sample is None"):
         s.update(step, [None])
 
 

@@ -136,5 +136,5 @@ def test_clients_that_come_and_go_while_the_first_one_waits_leave_nothing() -> N
     for i in range(5000):
         s.add(request(f"r{i}", client=f"c{i}"))
         s.abort(f"r{i}")
-    assert len(s._waiting._turns) < 200
+    assert len(s._waiting._heap) < 200
     assert order_of_finishing(s) == ["running", "first"]

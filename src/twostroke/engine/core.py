@@ -350,7 +350,7 @@ class EngineCore:
     def logits_bytes(self) -> int:
         """Most that the logits of a step take: a row for each running request, and those of prompts that are scored."""
         config = self.scheduler.config
-        return logits_bytes(self.spec.vocab_size, config.max_running + config.most_scored_rows)
+        return logits_bytes(self.spec.vocab_size, config.max_running + config.max_scored_rows)
 
     def stats(self) -> EngineStats:
         """The counters, as they are now."""

@@ -31,7 +31,7 @@ def centre_keys(engine: EngineCore) -> None:
     n = min(N_TOKENS, config.token_budget, config.max_model_len, config.n_pages * config.page_tokens)
     ids = torch.randint(0, engine.spec.vocab_size, (n,), generator=torch.Generator().manual_seed(0)).tolist()
     request = Request("keys", ids, SamplingParams(max_tokens=1))
-    pages = pages_of.take(-(-n // config.page_tokens))
+    pages = pages_of.allocate(-(-n // config.page_tokens))
     assert pages is not None, "an engine that has just been made has its pages"
     request.pages, request.slot = pages, 0
     try:

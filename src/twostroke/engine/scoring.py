@@ -68,7 +68,7 @@ def token_scores(
             grown: list[Request] = []
             while left > 0 and waiting and slots:
                 ids, first = sequences[waiting[0]]
-                pages = pool.take(-(-(len(ids) - 1) // config.page_tokens))
+                pages = pool.allocate(-(-(len(ids) - 1) // config.page_tokens))
                 if pages is None:
                     break
                 index = waiting.popleft()

@@ -1,1 +1,1 @@
-"""Requests, the token-budget scheduler, the page pool and the prefix tree. Standard library only: a step is plain data."""
+"""Requests, the token-budget scheduler, the page pool and the prefix tree. A step is plain data; nothing imports torch."""

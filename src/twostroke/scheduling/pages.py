@@ -1,4 +1,4 @@
-"""The pool of KV-cache pages: reference counts, free lists, and eviction of free pages that still hold a known prefix."""
+"""The pool of KV-cache pages: reference counts, free lists, and eviction of free pages that still hold a cached prefix."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from twostroke.scheduling.prefix_tree import PrefixTree
 
 
 class PagePool:
-    """Page numbers 0 … n_pages−1. A page is *used* (reference count above 0), *blank* (free, content worthless) or *cached*
-    (free, but the prefix tree can still find it). Blank pages are taken first, then cached ones, least recently used first.
+    """Pages have the numbers 0 … n_pages−1. A page is *used* (reference count above 0), *blank* (free, and its content is not
+    needed) or *cached* (free, and the prefix tree can still find it). Blank pages are allocated first, then cached ones, the
+    least recently used first.
     """
 
     def __init__(self, n_pages: int) -> None:
@@ -24,7 +25,7 @@ class PagePool:
         self._blank: dict[int, None] = dict.fromkeys(range(n_pages - 1, -1, -1))
         self._cached: dict[int, None] = {}
         self.n_released = 0
-        """Times that pages were given back: while it stands still, no page becomes free."""
+        """Calls of ``release``. If it has not changed, no page has become free since."""
 
     @property
     def n_free(self) -> int:
@@ -32,7 +33,7 @@ class PagePool:
 
     @property
     def n_cached(self) -> int:
-        """Free pages whose content may still be hit."""
+        """Free pages that the prefix tree can still find."""
         return len(self._cached)
 
     @property
@@ -42,10 +43,10 @@ class PagePool:
     def is_free(self, page: int) -> bool:
         return self.references[page] == 0
 
-    def take(self, n: int, after: int = -1) -> list[int] | None:
-        """``n`` pages with one reference each, or None (and nothing taken) where fewer are free.
+    def allocate(self, n: int, after: int = -1) -> list[int] | None:
+        """``n`` pages with one reference each, or None, and nothing allocated, if fewer are free.
 
-        They come in ascending order, and the page ``after`` + 1 is preferred for the first: attention reads a run of
+        They come in ascending order. Page ``after`` + 1 is preferred for the first, because attention reads a run of
         neighbouring pages without copying them.
         """
         if n > self.n_free:
@@ -53,7 +54,7 @@ class PagePool:
         pages: list[int] = []
         blank, cached = self._blank, self._cached
         while len(pages) < n:
-            if after + 1 in blank and after >= 0:
+            if after + 1 in blank and after >= 0:  # −1 stands for no page, and page 0 is not its neighbour
                 page = after + 1
                 del blank[page]
             elif blank:
@@ -61,7 +62,7 @@ class PagePool:
             else:
                 page = next(iter(cached))
                 del cached[page]
-                self.tree.forget(page)
+                self.tree.remove(page)
             self.references[page] = 1
             pages.append(page)
             after = page
@@ -70,14 +71,15 @@ class PagePool:
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:
-        """One more reference to each page; a cached page becomes used."""
+        """Add one reference to each page. A cached page becomes used."""
         for page in pages:
             if self.references[page] == 0:
                 del self._cached[page]
             self.references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One reference less for each page. The last goes first, so that the end of a prefix is evicted before its start."""
+        """Remove one reference from each page, the last page first: the end of a prefix is then evicted before its start, which
+        more requests share."""
         self.n_released += 1
         for page in reversed(list(pages)):
             left = self.references[page] - 1
@@ -90,14 +92,14 @@ class PagePool:
                 else:
                     self._blank[page] = None
 
-    def sole(self, pages: Iterable[int]) -> list[int]:
-        """Those of ``pages`` that one request alone refers to; −1, a page given back, is none."""
+    def unshared(self, pages: Iterable[int]) -> list[int]:
+        """Those of ``pages`` that have exactly one reference. −1 (a released page) is left out."""
         return [page for page in pages if page >= 0 and self.references[page] == 1]
 
     def discard_content(self, pages: Iterable[int]) -> None:
-        """Nobody shall find these pages again: their content proved bad (a request whose logits were not finite)."""
-        for page in pages:  # −1, a page given back, is in neither
-            self.tree.forget(page)
+        """Remove these pages from the prefix tree, because a request whose logits were not finite wrote them."""
+        for page in pages:  # −1 (a released page) is neither in the tree nor cached
+            self.tree.remove(page)
             if page in self._cached:
                 del self._cached[page]
                 self._blank[page] = None

@@ -1,4 +1,4 @@
-"""Which page holds which prefix: full pages found again by the chained hash of every token up to their end."""
+"""The prefix tree finds full pages again by the chained hash of every token up to their end."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ ROOT = b""
 
 
 def root_of(client: str) -> bytes:
-    """Key of the empty prefix of one client's own tree: what others have sent is not found from there."""
+    """Key of the empty prefix of one client's own tree. Prefixes that other clients have sent are not found from there."""
     return blake2b(client.encode(errors="surrogatepass"), digest_size=16, person=b"twostroke-client").digest()
 
 
 def chain_key(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Key of the prefix that extends ``parent`` by one page: BLAKE2b-128(parent ‖ tokens as 64-bit integers).
 
-    A cryptographic hash, because prompts come from strangers: with Python's own ``hash`` two prefixes could be made to collide,
-    and one client would then read another's keys and values.
+    The hash is cryptographic because prompts are untrusted. With Python's own ``hash`` a client could construct two prefixes
+    that collide, and would then read the keys and values of another client.
     """
     return blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
@@ -38,7 +38,7 @@ class PrefixTree:
         return page in self._entry_of
 
     def match(self, keys: Sequence[bytes], tokens: Sequence[int], page_tokens: int, max_pages: int) -> list[int]:
-        """Pages that hold the longest known prefix of ``tokens``, at most ``max_pages``, each verified against its tokens."""
+        """Pages that hold the longest cached prefix of ``tokens``, at most ``max_pages``. Each is compared with its tokens."""
         pages: list[int] = []
         for i, key in enumerate(keys[:max_pages]):
             page = self._page_of.get(key)
@@ -48,15 +48,15 @@ class PrefixTree:
         return pages
 
     def insert(self, key: bytes, tokens: list[int], page: int) -> bool:
-        """Offer ``page`` as the holder of ``key``. False where another page already holds it: the first one stays."""
+        """Record that ``page`` holds the prefix ``key``. Returns False if another page already does; that one stays."""
         if key in self._page_of or page in self._entry_of:
             return False
         self._page_of[key] = page
         self._entry_of[page] = (key, tokens)
         return True
 
-    def forget(self, page: int) -> None:
-        """The page's content is about to be overwritten, or proved bad."""
+    def remove(self, page: int) -> None:
+        """Stop finding ``page``, because its content is about to be overwritten or is bad. Unknown pages are ignored."""
         entry = self._entry_of.pop(page, None)
         if entry is not None:
             del self._page_of[entry[0]]

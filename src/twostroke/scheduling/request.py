@@ -1,4 +1,4 @@
-"""One request: what was asked, and how far it has come."""
+"""One request: its prompt and parameters, and how much of it has been computed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.scheduling.waiting import Account
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
-"""``stop``: an end token or stop string; ``length``: max_tokens, or the context is full; ``abort``: cancelled; ``timeout``: its
-deadline passed; ``error``: this request alone failed."""
+"""``stop``: an end token or stop string; ``length``: max_tokens was reached or the context is full; ``abort``: cancelled;
+``timeout``: its deadline passed; ``error``: this request alone failed."""
 
 
 class Status(Enum):
@@ -23,11 +23,10 @@ class Status(Enum):
 class Request:
     """``tokens`` is the prompt followed by what was generated; ``n_computed`` of them have their keys and values in ``pages``.
 
-    There is no phase: a request is due whatever it lacks, ``len(tokens) − n_computed`` tokens, and when the last of them has
-    been computed one more is sampled. Lower ``priority`` is served earlier; among equal ones the clients take turns by what
-    they were given, and each client's requests go in order of arrival. ``deadline`` is when, by the caller's clock in seconds,
-    the request ends whatever it has. ``fork_of``: a request with the same prompt, whose pages are taken over once they are
-    computed.
+    A request has no phase. ``len(tokens) − n_computed`` tokens are still to be computed; with the last of them a new token is
+    sampled. Lower ``priority`` is served earlier; requests of equal priority go by the service that their clients received, and
+    those of one client in order of arrival. The request ends at ``deadline``, in seconds of the caller's clock, even if it is
+    unfinished. ``fork_of`` is a request with the same prompt; its pages are shared once they are computed.
     """
 
     __slots__ = (
@@ -77,24 +76,22 @@ class Request:
         self.client = client
         self.deadline = deadline
         self.fork_of = fork_of
-        self.forks: list[Request] = []  # not yet queued: they wait for this one's prompt
+        self.forks: list[Request] = []  # not queued yet, because they wait for this request to compute their prompt
         self.account: Account | None = None  # its client's, given by the scheduler
         self.tokens: list[int] = list(prompt_ids)
         self.n_prompt = len(self.tokens)
         self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_token_ids))
-        self.limit = (
-            self.n_prompt + params.max_tokens
-        )  # total tokens at which it ends; the scheduler lowers it to max_model_len
+        self.limit = self.n_prompt + params.max_tokens  # tokens at which it ends; the scheduler lowers it to max_model_len
         self.min_length = self.n_prompt + params.min_tokens
         self.adjusted = bool(params.logit_bias) or params.has_penalties  # whether logits are changed for each token
-        self.adjuster: object = None  # what the sampler keeps of this request between steps
+        self.adjuster: object = None  # the sampler's state of this request between steps
         self.arrival = -1  # order of arrival, given by the scheduler
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.n_computed = 0
-        self.pages: list[int] = []  # −1 where the window has passed and the page was given back
-        self.n_dropped = 0  # leading pages given back
-        self.capacity = 0  # tokens that ``pages`` hold
+        self.pages: list[int] = []  # −1 for a page that lies before the window and was released
+        self.n_dropped = 0  # leading pages that were released
+        self.capacity = 0  # tokens that ``pages`` have room for
         self.slot = -1  # row of per-request tables in the engine while it runs
         self.page_keys: list[bytes] = []  # chained hash of each full page of ``tokens``, computed once
         self.n_registered = 0  # leading pages that have been offered to the prefix tree

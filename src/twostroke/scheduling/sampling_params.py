@@ -1,4 +1,4 @@
-"""``SamplingParams``: how the tokens of one request are chosen and when it ends."""
+"""``SamplingParams`` say how the tokens of one request are chosen and when it ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from functools import cached_property
 from twostroke.core.errors import InputError
 
 MAX_LOGPROBS = 20
-"""Most alternatives a request may ask for at each token (OpenAI's bound): they cost a sort of the vocabulary and output."""
+"""Most alternatives that a request may ask for at each token (OpenAI's bound). They cost a sort of the vocabulary and
+output."""
 
 MAX_BIASED_TOKENS = 1024
 MAX_N = 128
@@ -21,30 +22,32 @@ MAX_STOP_TOKENS = 1024
 MAX_STOP_CHARACTERS = 1024
 
 FORK_STRIDE = 0x9E3779B97F4A7C15
-"""Between the seeds of the answers to one prompt: the golden ratio's bits, so that small seeds of other requests stay apart."""
+"""Distance between the seeds of the answers to one prompt. It is large (2⁶⁴ over the golden ratio), so that they do not meet
+the small seeds that other requests give."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Validated on construction; raises InputError naming field, value and rule.
+    """The fields are checked on construction, which raises InputError with the field, its value and the rule.
 
-    First ``logit_bias`` adds to the logits of single tokens; ``repetition_penalty`` divides the positive logits of tokens that
-    stand in prompt or output by r and multiplies the negative ones (Keskar et al. 2019, arXiv:1909.05858); ``presence_penalty``
-    is taken off the logits of every token of the output, ``frequency_penalty`` as often as it stands there (OpenAI's API).
+    Logits are changed in this order. ``logit_bias`` adds to the logits of single tokens. ``repetition_penalty`` divides the
+    positive logits of tokens of prompt and output by r and multiplies the negative ones (Keskar et al. 2019, arXiv:1909.05858).
+    ``presence_penalty`` is subtracted once from the logit of each token of the output, ``frequency_penalty`` once for each of
+    its occurrences there (OpenAI's API).
 
-    Then the logits are divided by ``temperature``; then ``top_k`` keeps the k most probable tokens (0: all), ``top_p`` the
-    smallest set of them whose probabilities sum to at least p, and ``min_p`` those with at least min_p times the highest
-    probability. Each filter sees what the one before it left. ``temperature=0`` takes the most probable token, unfiltered.
+    Then the logits are divided by ``temperature``. Of the tokens ``top_k`` keeps the k most probable (0: all), ``top_p`` the
+    smallest set whose probabilities sum to at least p, and ``min_p`` those with at least min_p times the highest probability.
+    Each filter sees only what the one before it kept. ``temperature=0`` takes the most probable token and skips the filters.
 
-    ``seed`` fixes the request's own random stream: the i-th token of a request is drawn with the i-th number of that stream,
-    whatever else is in the batch. Without one the engine draws a seed. ``logprobs=n`` reports the natural logarithm of the
-    chosen token's probability and of the n most probable ones, under the model's own distribution (before bias, penalties,
-    temperature and filters); ``prompt_logprobs=n`` the same of each token of the prompt but the first.
+    ``seed`` fixes the request's own random stream: its i-th token is drawn with the i-th number of that stream, whatever else
+    is in the batch. Without one the engine draws a seed. ``logprobs=n`` reports the natural logarithm of the probability of the
+    chosen token and of the n most probable ones, before bias, penalties, temperature and filters. ``prompt_logprobs=n`` reports
+    the same for each token of the prompt but the first.
 
-    ``include_stop_str_in_output``: the text holds the stop string, or the token, that ended it. ``skip_special_tokens``:
-    special tokens have no text.
+    ``include_stop_str_in_output`` leaves the stop string, or the token, that ended the text in it. ``skip_special_tokens``
+    leaves special tokens out of the text.
 
-    ``n`` answers to the same prompt, which is computed once; the i-th uses the i-th stream of random numbers of ``seed``.
+    ``n`` is the number of answers to the prompt, which is computed once. The i-th uses the i-th random stream of ``seed``.
 
     A request ends with ``"stop"`` at an end-of-sequence token of the model (unless ``ignore_eos``), at one of
     ``stop_token_ids``, or when its text contains one of ``stop`` (never before ``min_tokens`` tokens), and with ``"length"``
@@ -110,9 +113,9 @@ class SamplingParams:
         return made
 
     def of_fork(self, i: int) -> SamplingParams:
-        """What the ``i``-th further answer of ``n`` is made with: another stream of random numbers, one answer, and no
-        ``prompt_logprobs``, which the first has."""
-        made = copy(self)  # not validated anew: 128 forks with a thousand biases each would take a third of a second
+        """Parameters of the ``i``-th further answer of ``n``: another random stream, one answer, and no ``prompt_logprobs``,
+        which the first answer reports."""
+        made = copy(self)  # without checking it again, which takes a third of a second for 128 forks with 1,000 biases each
         seed = None if self.seed is None else (self.seed + i * FORK_STRIDE) % 2**63
         for name, value in (("n", 1), ("seed", seed), ("prompt_logprobs", None)):
             object.__setattr__(made, name, value)
@@ -120,7 +123,7 @@ class SamplingParams:
 
     @cached_property
     def bias_arrays(self) -> tuple[array[int], array[float]]:
-        """Tokens ("q") and biases ("f") of ``logit_bias``: converted once, because they are added to every row."""
+        """Tokens ("q") and biases ("f") of ``logit_bias``, converted once because they are added to every row."""
         return array("q", (token for token, _ in self.logit_bias)), array("f", (bias for _, bias in self.logit_bias))
 
     @property
@@ -160,7 +163,7 @@ def _biases(value: Mapping[int, float] | Sequence[tuple[int, float]] | None) -> 
         _integer("logit_bias's token", token, 0, 2**31)
         _number("logit_bias", bias, -100.0, 100.0)
     if len({token for token, _ in pairs}) < len(pairs):
-        raise InputError("logit_bias names a token twice. Give each one bias.")
+        raise InputError("logit_bias names a token twice. Give each token one bias.")
     return tuple((token, float(bias)) for token, bias in pairs)
 
 

@@ -1,7 +1,7 @@
-"""The scheduler: which tokens of which requests are computed in the next step.
+"""The scheduler decides which tokens of which requests are computed in the next step.
 
-It has no phases. A step is ``{request: number of tokens}``, and each request's computed count catches up with its token count;
-chunked prefill, prefix hits and resumption after preemption all follow from that one rule (as in vLLM's V1 scheduler).
+It has no phases. A step is ``{request: number of tokens}``, and each request's computed count catches up with its token count.
+Chunked prefill, prefix hits and resumption after preemption all follow from that one rule, as in vLLM's V1 scheduler.
 """
 
 from __future__ import annotations
@@ -14,46 +14,52 @@ from twostroke.scheduling.pages import PagePool
 from twostroke.scheduling.prefix_tree import ROOT, chain_key, root_of
 from twostroke.scheduling.request import FinishReason, Request, Status
 from twostroke.scheduling.step import ScheduledStep, SchedulerConfig
-from twostroke.scheduling.waiting import OUTPUT_WEIGHT, Accounts, WaitingQueue, turn_of
+from twostroke.scheduling.waiting import OUTPUT_WEIGHT, Accounts, WaitingQueue, queue_rank
 
 __all__ = ["ScheduledStep", "Scheduler", "SchedulerConfig"]
 
 
 class Scheduler:
-    """Decides by three rules. Every decoding request gets its token first, so that no prefill can starve it. What is left of
-    the token budget goes to prompts in chunks, those under way and those that wait alike in their turns (``scheduling.waiting``
-    has them): a long prompt of one client shares the budget with another's. A waiting request is admitted only when pages for
-    all its known tokens are free and each running request could still take one more; it then holds those pages, so that only
-    decoding can run out.
+    """The scheduler decides by three rules.
 
-    When decoding runs out of pages, the request of the lowest priority that arrived last is preempted: its pages are freed and
-    it waits to be recomputed from its tokens, which gives the same keys and values. So it is where a request of higher priority
-    waits and could run in the place of lower ones. Among equals nobody makes way, and the first always has its way, so there is
-    always progress.
+    1. Every decoding request gets its token first, so that no prefill can starve it.
+    2. The rest of the token budget goes to prompts, in chunks. Prompts under way and waiting prompts share one order, by
+       ``queue_rank``. So a prompt of 100,000 tokens shares each step with another client's short one; in order of arrival the
+       short one would wait about 200 steps of 512 tokens.
+    3. A waiting request is admitted only if pages for all its known tokens are free and each running request could still take
+       one page more. It holds those pages from then on, so that only decoding can run out of pages.
 
-    A fork shares its original's whole pages and gets a copy of the one that both will write in, so nothing is computed again.
+    Two events preempt a running request: decoding runs out of pages, or a request of higher priority waits and could run in its
+    place. The victim is the running request of the lowest priority that arrived last. Its pages are freed, and it waits to be
+    recomputed from its tokens, which gives the same keys and values. Requests of equal priority never preempt each other for
+    admission, and the first can always run, so there is always progress.
+
+    A fork (a further answer to one prompt) shares the whole pages of its original and gets a copy of the page that both will
+    write to. Of its prompt only the last token is computed again.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.pool = PagePool(config.n_pages)
-        self.requests: dict[str, Request] = {}  # all that are not finished
+        self.requests: dict[str, Request] = {}  # unfinished ones
         self._waiting = WaitingQueue()
-        self._n_held = 0  # forks whose original computes the prompt
+        self._n_held = 0  # forks that wait for their original to compute the prompt; they are not in ``_waiting``
         self._accounts = Accounts()
-        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; finished requests leave when their time comes
-        self._copied: list[Request] = []  # forks admitted in the step under way by copying a page
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; finished requests stay in it until their deadline
+        self._copied: list[Request] = []  # forks that were admitted in the current step and need a page copied
         self._prefilling: list[Request] = []  # admitted, prompt not yet computed; in order of admission
         self._decoding: list[Request] = []  # exactly one token is due
         self._slots = list(range(config.max_running - 1, -1, -1))
         self._in_flight: ScheduledStep | None = None
-        self._grown_untold: list[Request] = []  # of an abandoned step
-        self._blocked: tuple[Request, int] | None = None  # who found too few pages, and ``pool.n_released`` then
+        self._unreported_growth: list[Request] = []  # ``grown`` of an abandoned step, reported with the next one
+        # The request that found too few pages, and ``pool.n_released`` at that time: until pages come back it finds too few
+        # again.
+        self._blocked: tuple[Request, int] | None = None
         self._n_arrived = 0
         self._n_steps = 0
         self.n_preemptions = 0
-        self.n_prompt_tokens = 0  # of all admitted requests, at first admission
-        self.n_prefix_hit_tokens = 0  # of those, found in the prefix tree
+        self.n_prompt_tokens = 0  # of all admitted requests; a preempted request counts once
+        self.n_prefix_hit_tokens = 0  # those of them that the prefix tree held or the original of a fork had computed
 
     @property
     def n_waiting(self) -> int:
@@ -68,10 +74,10 @@ class Scheduler:
         return bool(self.requests)
 
     def add(self, request: Request) -> None:
-        """Queue ``request``. Raises InputError for an empty prompt or an id in use, CapacityError where it could never fit."""
+        """Queue ``request``. Raises InputError for an empty prompt or an id in use, CapacityError if it could never fit."""
         c = self.config
         if request.id in self.requests:
-            raise InputError(f"request id {request.id!r} is already in use.")
+            raise InputError(f"request id {request.id!r} is already in use. Give each unfinished request its own id.")
         if request.n_prompt == 0:
             raise InputError("the prompt has no tokens. Give at least one.")
         if request.n_prompt >= c.max_model_len:
@@ -83,7 +89,7 @@ class Scheduler:
         n_pages = self._pages_for(request.limit - 1)  # the last token is never fed back
         if n_pages > c.n_pages:
             raise CapacityError(
-                f"prompt and output of {request.limit} tokens need {n_pages} KV-cache pages and there are {c.n_pages}. "
+                f"prompt and output of {request.limit} tokens need {n_pages} KV-cache pages, and the cache has {c.n_pages}. "
                 "Lower max_tokens, shorten the prompt or raise kv_cache_bytes."
             )
         request.arrival = self._n_arrived
@@ -93,9 +99,10 @@ class Scheduler:
         original = request.fork_of
         if original is not None:
             request.page_keys = original.page_keys[: request.n_prompt // c.page_tokens]
-        self._extend_keys(request)  # here and not when it is admitted: a long prompt is no part of a step's decision
+        self._hash_full_pages(request)  # here and not at admission, because running requests wait for schedule()
         if request.deadline is not None:
-            if len(self._deadlines) > 2 * len(self.requests) + 64:  # mostly of finished requests, which they keep alive
+            # The heap keeps finished requests alive. Rebuild it once they are more than half of it.
+            if len(self._deadlines) > 2 * len(self.requests) + 64:
                 self._deadlines = [entry for entry in self._deadlines if entry[2].status is not Status.FINISHED]
                 heapify(self._deadlines)
             heappush(self._deadlines, (request.deadline, request.arrival, request))
@@ -106,9 +113,9 @@ class Scheduler:
             self._waiting.add(request)
 
     def abort(self, request_id: str) -> Request | None:
-        """Cancel a request. Its pages are free when this returns, or after ``update`` where a step with it is under way.
+        """Cancel a request. Its pages are free when this returns, or after ``update`` if the current step computes it.
 
-        Returns None where the id is not known (any more)."""
+        Returns None if the id is unknown or the request has finished."""
         request = self.requests.pop(request_id, None)
         if request is None:
             return None
@@ -127,17 +134,19 @@ class Scheduler:
         return expired
 
     def schedule(self) -> ScheduledStep:
-        """Decide the next step and take the pages it needs. ``update`` or ``abandon`` must follow before the next."""
+        """Decide the next step and allocate its pages. Call ``update`` or ``abandon`` before the next ``schedule``.
+
+        It takes 12 to 35 µs with 256 running requests (tests/scheduling/test_fairness.py holds it below 100 µs)."""
         if self._in_flight is not None:
             raise RuntimeError("schedule() was called before update() of the step under way")
-        grown, self._grown_untold = self._grown_untold, []
+        grown, self._unreported_growth = self._unreported_growth, []
         preempted: list[str] = []
         for request in [r for r in self._decoding if r.n_computed >= r.capacity]:
-            if request.status is Status.RUNNING:  # it may have been preempted for one before it
-                self._grow(request, grown, preempted)
-        admitting = not preempted  # pages just ran out: admitting would preempt again
+            if request.status is Status.RUNNING:  # an earlier request of this loop may have preempted it
+                self._allocate_one_page(request, grown, preempted)
+        admitting = not preempted  # pages just ran out, and a newly admitted request would cause the next preemption
         if admitting and self._waiting:
-            self._make_way(preempted)
+            self._preempt_for_priority(preempted)
         requests = self._decoding.copy()
         n_decodes = len(requests)
         counts = [1] * n_decodes
@@ -145,11 +154,11 @@ class Scheduler:
         scored = budget if self.config.scored_rows is None else self.config.scored_rows
         copies: list[tuple[int, int]] = []
         self._copied = []
-        under_way = sorted(self._prefilling, key=turn_of) if len(self._prefilling) > 1 else self._prefilling.copy()
-        under_way.reverse()
+        under_way = sorted(self._prefilling, key=queue_rank) if len(self._prefilling) > 1 else self._prefilling.copy()
+        under_way.reverse()  # pop() takes the last, in constant time
         while budget > 0:
             first = self._waiting.first() if admitting and self._slots else None
-            if first is not None and (not under_way or turn_of(first) < turn_of(under_way[-1])):
+            if first is not None and (not under_way or queue_rank(first) < queue_rank(under_way[-1])):
                 if not (self._fork(first, copies) or self._admit(first)):
                     admitting = False
                     continue
@@ -165,11 +174,11 @@ class Scheduler:
                 n = min(n, scored)
                 scored -= n
                 if n == 0:
-                    continue  # it keeps its pages, and others may use what is left of the budget
+                    continue  # it keeps its pages, and the rest of the budget goes to other requests
             requests.append(request)
             counts.append(n)
             budget -= n
-        grown = [r for r in grown if r.status is Status.RUNNING]
+        grown = [r for r in grown if r.status is Status.RUNNING]  # some may have been preempted since
         self._n_steps += 1
         step = ScheduledStep(
             self._n_steps, requests, counts, [r.n_computed for r in requests], n_decodes, grown, preempted, copies
@@ -178,9 +187,10 @@ class Scheduler:
         return step
 
     def update(self, step: ScheduledStep, sampled: Sequence[int | None], failed: Collection[str] = ()) -> list[Request]:
-        """Record that ``step`` was computed and what was sampled (aligned with ``step.requests``, None where nothing is).
+        """Record that ``step`` was computed. Returns the requests that finished.
 
-        ``failed`` ids end with ``"error"`` and nothing they computed is offered to others. Returns the requests that finished.
+        ``sampled`` has one entry for each of ``step.requests``: its new token, or None if the step did not reach the end of the
+        request's tokens. Ids in ``failed`` end with ``"error"``, and the prefix tree never offers the pages that they computed.
         """
         if step is not self._in_flight:
             raise RuntimeError("update() must follow schedule() with the step it returned")
@@ -191,7 +201,7 @@ class Scheduler:
         page_tokens, window = self.config.page_tokens, self.config.window
         running, ended = Status.RUNNING, False
         for i, (request, token) in enumerate(zip(step.requests, sampled, strict=True)):
-            if request.status is not running:  # aborted while the step was under way
+            if request.status is not running:  # aborted or timed out during the step; the engine was writing to its pages
                 ended = True
                 self._release(request)
                 continue
@@ -205,28 +215,29 @@ class Scheduler:
             if n_computed // page_tokens > request.n_registered:
                 self._register(request)
                 if window is not None:
-                    self._drop_passed(request, window)
+                    self._free_pages_before_window(request, window)
             account = request.account
             assert account is not None
+            # The first ``n_decodes`` requests have one token each.
             account.served += step.counts[i] if i >= step.n_decodes else OUTPUT_WEIGHT
             if request.forks and n_computed >= request.n_prompt:
                 self._queue_forks(request)
             if token is None:
                 if n_computed == len(request.tokens):
-                    raise ValueError(f"request {request.id!r} ended its tokens in this step and has no sample")
+                    raise ValueError(f"the step computed the last token of request {request.id!r}, and its sample is None")
                 continue
             tokens = request.tokens
             tokens.append(token)
             length = len(tokens)
             if length >= request.limit or token in request.stop_ids:
-                reason = _reason(request, token)
+                reason = _finish_reason(request, token)
                 if reason is not None:
                     self._finish(request, reason)
                     finished.append(request)
                     ended = True
                     continue
         if step.n_decodes < len(step.requests):
-            self._promote()
+            self._move_to_decoding()
         if ended:
             self._decoding = [r for r in self._decoding if r.status is running]
             self._prefilling = [r for r in self._prefilling if r.status is running]
@@ -235,63 +246,67 @@ class Scheduler:
         return finished
 
     def abandon(self, step: ScheduledStep) -> None:
-        """``step`` was not computed to its end (an error, Ctrl-C): its tokens stay due, and its ``grown`` are told once more.
+        """Record that ``step`` was not computed to its end (an error, Ctrl-C).
 
-        Keys and values that it wrote will be written again, the same."""
+        Its tokens are scheduled again, and the next step reports its ``grown`` again. Keys and values that it wrote are
+        overwritten with the same ones."""
         if step is not self._in_flight:
             raise RuntimeError("abandon() must follow schedule() with the step it returned")
         self._in_flight = None
-        for fork in self._copied:  # its page may not have been copied, and what it should hold may change before the next step
+        for fork in self._copied:  # its copy may be missing, and the original may change that page before the next step
             if fork.status is Status.RUNNING:
                 self._preempt(fork)
-        self._grown_untold = [r for r in step.grown if r.status is Status.RUNNING]
+        self._unreported_growth = [r for r in step.grown if r.status is Status.RUNNING]
         for request in step.requests:
             if request.status is Status.FINISHED:
                 self._release(request)
         self._decoding = [r for r in self._decoding if r.status is Status.RUNNING]
         self._prefilling = [r for r in self._prefilling if r.status is Status.RUNNING]
-        self._promote()  # one that was admitted for a single token
+        self._move_to_decoding()  # a prompt that lacks a single token, for instance a fork's
 
-    def _promote(self) -> None:
-        """Whoever lacks exactly one token decodes: it goes first in every step, whatever its turn."""
+    def _move_to_decoding(self) -> None:
+        """Move requests that lack exactly one token to ``_decoding``, which goes first in every step whatever its rank."""
         self._decoding += [r for r in self._prefilling if len(r.tokens) - r.n_computed == 1]
         self._prefilling = [r for r in self._prefilling if len(r.tokens) - r.n_computed > 1]
 
     def _pages_for(self, n_tokens: int) -> int:
         return -(-n_tokens // self.config.page_tokens)
 
-    def _grow(self, request: Request, grown: list[Request], preempted: list[str]) -> None:
-        """One more page for ``request``, preempting the last arrived ones until there is one; it may be preempted itself."""
+    def _allocate_one_page(self, request: Request, grown: list[Request], preempted: list[str]) -> None:
+        """Give ``request`` one page more. Until a page is free, preempt the last request by rank, which may be ``request``."""
         while True:
             last = request.pages[-1] if request.pages else -1
-            pages = self.pool.take(1, after=last)
+            pages = self.pool.allocate(1, after=last)
             if pages is not None:
                 request.pages += pages
                 request.capacity += self.config.page_tokens
                 grown.append(request)
                 return
-            victim = max((*self._decoding, *self._prefilling), key=_rank)
+            victim = max((*self._decoding, *self._prefilling), key=_preemption_rank)
             self._preempt(victim)
             preempted.append(victim.id)
             if victim is request:
                 return
 
-    def _make_way(self, preempted: list[str]) -> None:
-        """Preempt running requests of lower priority, the lowest and last first, where the first that waits could then run."""
+    def _preempt_for_priority(self, preempted: list[str]) -> None:
+        """Preempt the fewest running requests of lower priority that let the first waiting request run.
+
+        If even all of them would not free enough, none is preempted: their work would be lost for nothing."""
         first = self._waiting.first()
         assert first is not None
         lower = [r for r in (*self._decoding, *self._prefilling) if r.priority > first.priority]
         if not lower:
             return
-        lower.sort(key=_rank)
-        # Prefix hits are not counted on: at worst somebody makes way who need not have.
+        lower.sort(key=_preemption_rank)
+        # Prefix hits are not subtracted from ``n_needed``: matching them would hash and compare a long prompt in every step. At
+        # worst one request more is preempted than necessary.
         n_free, n_needed, n_slots = self.pool.n_free, self._pages_for(len(first.tokens)), len(self._slots)
         n_running = self.n_running
         for n_victims in range(len(lower) + 1):
-            if n_free >= n_needed + n_running - n_victims and n_slots + n_victims > 0:
+            if n_free >= n_needed + n_running - n_victims and n_slots + n_victims > 0:  # the condition of ``_admit``
                 break
             if n_victims < len(lower):
-                n_free += len(self.pool.sole(lower[-1 - n_victims].pages))
+                n_free += len(self.pool.unshared(lower[-1 - n_victims].pages))
         else:
             return
         for victim in reversed(lower[len(lower) - n_victims :]):
@@ -309,52 +324,54 @@ class Scheduler:
         self._queue_forks(request)
 
     def _admit(self, request: Request) -> bool:
-        """Give the first waiting request its pages, known prefix first; False (and nothing changed) where too few are free."""
+        """Give the first waiting request its pages, cached prefix first. Returns False, and changes nothing, if too few are
+        free."""
         c, pool = self.config, self.pool
         if self._blocked == (request, pool.n_released):
-            return False  # no page has come back since it was looked at: a long prompt is not matched again in every step
+            return False  # no page has come back since the last attempt, and matching a long prompt costs time in every step
         n_known = len(request.tokens)
         n_needed = self._pages_for(n_known)
-        self._extend_keys(request)
-        # At least one token must be computed to have logits, hence the cap at length − 1; and only whole pages are shared.
-        most_hits = 0 if request.params.prompt_logprobs is not None else (n_known - 1) // c.page_tokens
-        hits = pool.tree.match(request.page_keys, request.tokens, c.page_tokens, most_hits)
-        n_hits_free = sum(map(pool.is_free, hits))
-        margin = self.n_running
+        self._hash_full_pages(request)
+        # The last token must be computed, because its logits are sampled from: hence length − 1. A request that wants the
+        # logits of its prompt computes all of it. Only whole pages are shared.
+        max_hits = 0 if request.params.prompt_logprobs is not None else (n_known - 1) // c.page_tokens
+        hits = pool.tree.match(request.page_keys, request.tokens, c.page_tokens, max_hits)
+        n_hits_free = sum(map(pool.is_free, hits))  # cached pages count as free until they are retained
+        margin = self.n_running  # one page for the next token of each, so that admission does not cause a preemption at once
         if n_needed - len(hits) + n_hits_free + margin > pool.n_free:
             self._blocked = (request, pool.n_released)
             return False
         pool.retain(hits)
-        fresh = pool.take(n_needed - len(hits), after=hits[-1] if hits else -1)
+        fresh = pool.allocate(n_needed - len(hits), after=hits[-1] if hits else -1)
         assert fresh is not None  # counted above
         self._start(request, hits + fresh, len(hits), len(hits) * c.page_tokens)
         return True
 
     def _fork(self, request: Request, copies: list[tuple[int, int]]) -> bool:
-        """Start ``request`` from what its original has computed; False (and nothing changed) where that cannot be.
+        """Start ``request`` from the pages of its original. Returns False, and changes nothing, if that is not possible.
 
-        All but the prompt's last token is taken over: that one is computed again, because its logits are what is sampled from.
+        The fork takes over all tokens of the prompt but the last, which it computes again to sample from its logits.
         """
         original, c = request.fork_of, self.config
         if original is None or original.status is not Status.RUNNING or original.n_computed < request.n_prompt:
             return False
-        if request.n_output:  # preempted since: it has tokens of its own
+        if request.n_output:  # it was preempted after it had started, and now has tokens that the original has not computed
             return False
         n_computed = request.n_prompt - 1
-        if c.window is not None and original.n_dropped > self._first_seen(n_computed, c.window):
-            return False  # it has gone on so far that pages are given back which the fork still sees
+        if c.window is not None and original.n_dropped > self._first_visible_page(n_computed, c.window):
+            return False  # the original has already released pages that the fork's window still covers
         n_shared = n_computed // c.page_tokens
         shared = original.pages[:n_shared]
         n_fresh = self._pages_for(request.n_prompt) - n_shared
         if n_fresh + self.n_running > self.pool.n_free:
             return False
         self.pool.retain(page for page in shared if page >= 0)
-        fresh = self.pool.take(n_fresh, after=shared[-1] if shared else -1)
+        fresh = self.pool.allocate(n_fresh, after=shared[-1] if shared else -1)
         assert fresh is not None  # counted above
         if n_computed % c.page_tokens:
             copies.append((original.pages[n_shared], fresh[0]))
             self._copied.append(request)
-        self._extend_keys(request)
+        self._hash_full_pages(request)
         request.n_dropped = original.n_dropped
         self._start(request, shared + fresh, n_shared, n_computed)
         return True
@@ -372,26 +389,29 @@ class Scheduler:
         self._prefilling.append(request)
 
     def _queue_forks(self, request: Request) -> None:
-        """``request`` has computed its prompt, or will not before others: its forks wait like everyone else."""
+        """Put the forks of ``request`` into the waiting queue: it has computed their prompt, or was preempted or ended
+        before."""
         for fork in request.forks:
             self._waiting.add(fork)
         self._n_held -= len(request.forks)
         request.forks = []
 
-    def _first_seen(self, position: int, window: int) -> int:
-        """The first page that the query at ``position`` sees."""
+    def _first_visible_page(self, position: int, window: int) -> int:
+        """Index of the first page that the query at ``position`` attends to."""
         return max(0, position - window + 1) // self.config.page_tokens
 
-    def _drop_passed(self, request: Request, window: int) -> None:
-        """Give back the pages that no later query can see: the next one, at ``n_computed``, sees the last ``window`` tokens."""
-        first_seen = self._first_seen(request.n_computed, window)
+    def _free_pages_before_window(self, request: Request, window: int) -> None:
+        """Release the pages that no later query attends to. The next query is at ``n_computed`` and sees ``window`` tokens.
+
+        With a window of 8 and pages of 4 tokens, a request of 56 tokens holds at most 3 pages after a step instead of 14."""
+        first_seen = self._first_visible_page(request.n_computed, window)
         if first_seen > request.n_dropped:
             self.pool.release(request.pages[request.n_dropped : first_seen])
             request.pages[request.n_dropped : first_seen] = [-1] * (first_seen - request.n_dropped)
             request.n_dropped = first_seen
 
-    def _extend_keys(self, request: Request) -> None:
-        """Hash the full pages that were not hashed yet; a request that waits through many attempts is hashed once."""
+    def _hash_full_pages(self, request: Request) -> None:
+        """Hash the full pages that have no hash yet. A request that fails to be admitted many times is hashed once."""
         page_tokens, keys, tokens = self.config.page_tokens, request.page_keys, request.tokens
         if len(tokens) // page_tokens == len(keys):
             return
@@ -403,7 +423,7 @@ class Scheduler:
     def _register(self, request: Request) -> None:
         """Offer the pages that this step filled to the prefix tree."""
         page_tokens = self.config.page_tokens
-        self._extend_keys(request)
+        self._hash_full_pages(request)
         for i in range(request.n_registered, request.n_computed // page_tokens):
             tokens = request.tokens[i * page_tokens : (i + 1) * page_tokens]
             self.pool.tree.insert(request.page_keys[i], tokens, request.pages[i])
@@ -424,7 +444,7 @@ class Scheduler:
             else:
                 self._waiting.remove(request)
         elif self._in_flight is None or request not in self._in_flight.requests:
-            self._release(request)
+            self._release(request)  # else ``update`` does, because the step still writes to the request's pages
             if reason in ("abort", "timeout"):
                 (self._decoding if request in self._decoding else self._prefilling).remove(request)
 
@@ -438,11 +458,13 @@ class Scheduler:
         request.slot = -1
 
 
-def _rank(request: Request) -> tuple[int, int]:
+def _preemption_rank(request: Request) -> tuple[int, int]:
+    """The largest is preempted first: the lowest priority, and of that the last arrival. So the first arrival of the highest
+    priority is preempted only if it runs alone."""
     return (request.priority, request.arrival)
 
 
-def _reason(request: Request, token: int) -> FinishReason | None:
+def _finish_reason(request: Request, token: int) -> FinishReason | None:
     length = len(request.tokens)
     if token in request.stop_ids and length > request.min_length:
         return "stop"

@@ -1,4 +1,4 @@
-"""What a scheduler is told, and what it decides: limits, and one step as plain data."""
+"""Input and output of the scheduler as plain data: its limits, and one step."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from twostroke.core.errors import ConfigError
 from twostroke.scheduling.request import Request
 
 SCORED_LOGITS_BYTES = 64 * 2**20
-"""Of logits, fp32, that one step computes for ``prompt_logprobs`` at most: all of a step's 512 tokens would take 311 MB at a
-vocabulary of 151,936."""
+"""Largest size of the fp32 logits that one step computes for ``prompt_logprobs``. All 512 tokens of a step would take 311 MB at
+a vocabulary of 151,936."""
 
-LEAST_SCORED_ROWS = 16
+MIN_SCORED_ROWS = 16
 
 
 def scored_rows(vocab_size: int) -> int:
-    """Tokens of prompts whose probabilities one step computes at most."""
-    return max(LEAST_SCORED_ROWS, SCORED_LOGITS_BYTES // logits_bytes(vocab_size, 1))
+    """Most prompt tokens whose probabilities one step computes."""
+    return max(MIN_SCORED_ROWS, SCORED_LOGITS_BYTES // logits_bytes(vocab_size, 1))
 
 
 def logits_bytes(vocab_size: int, n_rows: int) -> int:
-    """What the logits of a step take, in fp32: a row of the vocabulary for each token that is sampled or scored."""
+    """Bytes of a step's fp32 logits: one row of the vocabulary for each token that is sampled or scored."""
     return 4 * vocab_size * n_rows
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """At most ``token_budget`` tokens are computed in a step, for at most ``max_running`` requests; keys and values live in
-    ``n_pages`` pages of ``page_tokens`` tokens. No request outgrows ``max_model_len`` tokens, prompt and output together.
+    """A step computes at most ``token_budget`` tokens for at most ``max_running`` requests. Keys and values live in ``n_pages``
+    pages of ``page_tokens`` tokens. Prompt and output of a request have at most ``max_model_len`` tokens together.
 
-    ``window``: no layer's query looks further back than so many tokens, its own included, so that pages before it are given
-    back; None where a layer sees everything. ``separate_prefixes``: a request finds only what its own client has sent.
-    ``scored_rows``: tokens a step of requests with ``prompt_logprobs``, each of which has logits; None: any number."""
+    ``window``: a query attends to this many tokens at most, its own included, in every layer, so that pages before them are
+    released; None if a layer attends to all tokens. ``separate_prefixes``: a request finds only prefixes that its own client
+    has sent. ``scored_rows``: most tokens that a step computes for requests with ``prompt_logprobs``, because each needs a row
+    of logits; None for any number."""
 
     token_budget: int
     max_running: int
@@ -44,32 +45,33 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
-            raise ConfigError(f"window={self.window} must be at least 1, or None.")
+            raise ConfigError(f"window={self.window} must be at least 1, or None for no window.")
         if self.scored_rows is not None and self.scored_rows < 1:
-            raise ConfigError(f"scored_rows={self.scored_rows} must be at least 1, or None.")
+            raise ConfigError(f"scored_rows={self.scored_rows} must be at least 1, or None for any number.")
         for name in ("token_budget", "max_running", "page_tokens", "n_pages", "max_model_len"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
         if self.token_budget < self.max_running:
             raise ConfigError(
-                f"token_budget={self.token_budget} must be at least max_running={self.max_running}, "
-                "or decoding requests would wait for one another."
+                f"token_budget={self.token_budget} must be at least max_running={self.max_running}, because every decoding "
+                "request gets a token in every step. Raise token_budget or lower max_running."
             )
 
     @property
-    def most_scored_rows(self) -> int:
-        """Tokens of prompts that a step scores at most."""
+    def max_scored_rows(self) -> int:
+        """Most prompt tokens that a step scores."""
         return self.token_budget if self.scored_rows is None else min(self.token_budget, self.scored_rows)
 
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """What to compute: of ``requests[i]`` the ``counts[i]`` tokens from position ``starts[i]`` on. The first ``n_decodes`` have
-    exactly one token each. Where a request's tokens end with the step (``samples``), its last row yields a new token.
+    """The step computes ``counts[i]`` tokens of ``requests[i]`` from position ``starts[i]`` on. The first ``n_decodes``
+    requests have exactly one token each. If a request's tokens end with the step (``samples``), its last row yields a new
+    token.
 
-    A request's page table is ``request.pages``; ``grown`` are those whose table changed since the step before, other than by
-    pages given back. ``copies`` are (page, page) pairs: what the first holds must be in the second before anything is computed.
+    A request's page table is ``request.pages``. ``grown`` are the requests whose table changed since the previous step, other
+    than by released pages. ``copies`` are (source page, target page) pairs to copy before the step is computed.
     """
 
     number: int

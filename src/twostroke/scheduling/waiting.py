@@ -1,4 +1,4 @@
-"""Who is admitted next: lower priorities first, among those the client that was served least, in its own order of arrival."""
+"""The waiting queue: lower ``priority`` first, then the client that was served least, then order of arrival."""
 
 from __future__ import annotations
 
@@ -9,35 +9,39 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from twostroke.scheduling.request import Request
 
-Turn = tuple[int, int, int]
+QueueRank = tuple[int, int, int]
 
 OUTPUT_WEIGHT = 2
-"""A generated token counts as two tokens of a prompt (Sheng et al. 2024, "Fairness in Serving Large Language Models",
-arXiv:2401.00588, section 5): it takes a step of its own, a prompt's tokens share one."""
+"""A generated token counts as two tokens of a prompt, because it takes a step of its own while a prompt's tokens share one
+(Sheng et al. 2024, "Fairness in Serving Large Language Models", arXiv:2401.00588, section 5)."""
 
 
 class Account:
-    """What one client was given: ``served`` = prompt tokens computed + ``OUTPUT_WEIGHT`` · tokens generated."""
+    """The service that one client received: ``served`` = prompt tokens computed + ``OUTPUT_WEIGHT`` · tokens generated.
+
+    Sheng et al. call it the client's virtual token counter."""
 
     __slots__ = ("client", "n_open", "served")
 
     def __init__(self, client: str) -> None:
         self.client = client
         self.served = 0
-        self.n_open = 0  # requests that are not finished
+        self.n_open = 0  # unfinished requests
 
 
 class Accounts:
-    """Accounts of the clients that have requests; one that has none is forgotten, so that their number stays bounded.
+    """Accounts of the clients with unfinished requests. A client's account is deleted with its last one, which bounds their
+    number.
 
-    A client that comes (back) starts at the least of those that are there: it owes nothing, and idling earns no credit.
+    A client that arrives, or returns, starts at the smallest ``served`` of the others. Starting at 0 would let it take all of
+    the budget until it had caught up with them.
     """
 
     def __init__(self) -> None:
         self._of: dict[str, Account] = {}
 
     def open(self, client: str) -> Account:
-        """The account of ``client``, with one request more."""
+        """The account of ``client``, made if necessary; it counts one request more."""
         account = self._of.get(client)
         if account is None:
             least = min((other.served for other in self._of.values()), default=0)
@@ -57,16 +61,17 @@ class Accounts:
 
 
 class WaitingQueue:
-    """Waiting requests by (priority, client), each queue in order of arrival.
+    """Waiting requests in one queue for each (priority, client), in order of arrival.
 
-    The queues stand in a heap by the turn of their first request. A turn only grows later while it waits, because what a client
-    was served only grows, so it is looked up again when it comes to the top, and not for a thousand clients in every step.
+    The queues stand in a heap by the rank of their first request. ``served`` only grows, so a rank in the heap can only be too
+    low. It is renewed only when it reaches the top, because renewing the ranks of a thousand waiting clients would slow every
+    step.
     """
 
     def __init__(self) -> None:
         self._queues: dict[tuple[int, str], list[Request]] = {}
-        self._turns: list[tuple[Turn, tuple[int, str]]] = []  # a heap
-        self._turn_of: dict[tuple[int, str], Turn] = {}  # which entry of the heap is a queue's; others are out of date
+        self._heap: list[tuple[QueueRank, tuple[int, str]]] = []
+        self._rank_of: dict[tuple[int, str], QueueRank] = {}  # the heap's valid entry of each queue; any other is out of date
         self._n = 0
 
     def __len__(self) -> int:
@@ -77,8 +82,8 @@ class WaitingQueue:
         queue = self._queues.setdefault(name, [])
         insort(queue, request, key=_arrival)
         self._n += 1
-        if queue[0] is request:  # a new queue, or a turn that became earlier
-            self._enter(name, turn_of(request))
+        if queue[0] is request:  # the queue is new, or its first request has changed
+            self._enter(name, queue_rank(request))
 
     def remove(self, request: Request) -> None:
         name = _queue_of(request)
@@ -86,29 +91,29 @@ class WaitingQueue:
         del queue[bisect_left(queue, request.arrival, key=_arrival)]
         self._n -= 1
         if not queue:
-            del self._queues[name], self._turn_of[name]
+            del self._queues[name], self._rank_of[name]
 
     def first(self) -> Request | None:
-        """The request to admit next. It alone is considered: passing it over for a smaller one would starve it."""
-        while self._turns:
-            turn, name = self._turns[0]
-            if self._turn_of.get(name) != turn:
-                heappop(self._turns)
+        """The request to admit next. If it does not fit, no other is admitted: smaller ones would overtake it for ever."""
+        while self._heap:
+            rank, name = self._heap[0]
+            if self._rank_of.get(name) != rank:
+                heappop(self._heap)
                 continue
             first = self._queues[name][0]
-            now = turn_of(first)
-            if now == turn:
+            now = queue_rank(first)
+            if now == rank:
                 return first
-            heappop(self._turns)
+            heappop(self._heap)
             self._enter(name, now)
         return None
 
-    def _enter(self, name: tuple[int, str], turn: Turn) -> None:
-        self._turn_of[name] = turn
-        if len(self._turns) > 2 * len(self._queues) + 64:  # mostly of queues that have gone while the first one waits
-            self._turns = [(known, queue) for queue, known in self._turn_of.items() if queue != name]
-            heapify(self._turns)
-        heappush(self._turns, (turn, name))
+    def _enter(self, name: tuple[int, str], rank: QueueRank) -> None:
+        self._rank_of[name] = rank
+        if len(self._heap) > 2 * len(self._queues) + 64:  # more than half are out of date: clients came and went behind the top
+            self._heap = [(known, queue) for queue, known in self._rank_of.items() if queue != name]
+            heapify(self._heap)
+        heappush(self._heap, (rank, name))
 
 
 def _queue_of(request: Request) -> tuple[int, str]:
@@ -119,7 +124,7 @@ def _arrival(request: Request) -> int:
     return request.arrival
 
 
-def turn_of(request: Request) -> Turn:
-    """Smaller goes first: priority, what the client was served, arrival."""
+def queue_rank(request: Request) -> QueueRank:
+    """The request with the smallest (priority, service that its client received, order of arrival) goes first."""
     assert request.account is not None
     return (request.priority, request.account.served, request.arrival)

@@ -1,4 +1,4 @@
-"""Who gets the budget, the slots and the pages: turns between clients, priorities, and what a decision may cost."""
+"""Fairness between clients, priorities and preemption, and the time of a decision."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from twostroke.scheduling import scheduler as scheduler_module
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig
-from twostroke.scheduling.waiting import Account, WaitingQueue, turn_of
+from twostroke.scheduling.waiting import Account, WaitingQueue, queue_rank
 
 
 def make(token_budget: int = 16, max_running: int = 4, n_pages: int = 64, max_model_len: int = 400) -> Scheduler:
@@ -49,7 +49,7 @@ def test_a_long_prompt_of_one_client_shares_the_budget_with_anothers() -> None:
     assert run_step(s).by_request() == {"short": 1, "long": 15}
 
 
-def test_two_long_prompts_take_turns_and_one_clients_go_in_order() -> None:
+def test_long_prompts_of_two_clients_alternate_and_those_of_one_go_in_order() -> None:
     s = make(n_pages=200)
     for name, client in (("a0", "a"), ("a1", "a"), ("b0", "b")):
         s.add(request(name, 64, first=1000 * len(s.requests), client=client))
@@ -69,7 +69,7 @@ def test_a_prompt_of_higher_priority_overtakes_one_that_is_under_way() -> None:
 
 
 @pytest.mark.parametrize("lacking", ["slots", "pages"])
-def test_lower_priorities_make_way_and_equal_ones_do_not(lacking: str) -> None:
+def test_a_higher_priority_preempts_a_lower_one_and_an_equal_one_does_not(lacking: str) -> None:
     s = make(max_running=2, n_pages=64) if lacking == "slots" else make(n_pages=16, max_model_len=64)
     for i in range(2):
         s.add(request(f"low{i}", 16, max_tokens=8, first=100 * i, priority=1))
@@ -87,7 +87,7 @@ def test_lower_priorities_make_way_and_equal_ones_do_not(lacking: str) -> None:
     run_all(s)
 
 
-def test_nobody_makes_way_where_it_would_not_be_enough() -> None:
+def test_no_request_is_preempted_if_that_would_not_free_enough() -> None:
     s = make(n_pages=16, max_model_len=64)
     s.add(request("high0", 40, max_tokens=8, priority=0))
     run_step(s)
@@ -199,9 +199,9 @@ def test_the_first_that_waits_is_the_one_that_a_look_at_all_finds() -> None:
             gone.append(chosen)
         else:
             rng.choice(accounts).served += rng.randrange(5)
-        assert queue.first() is min(waiting, key=turn_of, default=None)
+        assert queue.first() is min(waiting, key=queue_rank, default=None)
         assert len(queue) == len(waiting)
-    assert len(queue._turns) < 400  # what is out of date leaves when it comes to the top
+    assert len(queue._heap) < 400  # what is out of date leaves when it comes to the top
 
 
 @pytest.mark.parametrize("crowd", ["decodes", "a long prompt", "a thousand clients wait", "a long prompt waits for pages"])
