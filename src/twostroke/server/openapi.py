@@ -62,8 +62,10 @@ def answer_route(kind: Any, names: Sequence[str]) -> dict[str, Any]:
         _if_given("stream_options", {"stream": {"const": True}}),
         _if_given("prompt_logprobs", {"stream": {"enum": [False, None]}}, required=False),
     ]
-    events = {"schema": {"type": "string", "description": "With stream=true: server-sent events, the last one [DONE]."}}
-    answers = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": events}
+    # Open API before 3.2 has the schema describe each event.
+    event: dict[str, Any] = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+    event["description"] = "With stream=true: an event. The last one's data is [DONE]."
+    answers = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": event}}
     refusals = errors(400, 404, 408, 413, 415, 429, 500, 503)
     return {
         "summary": (kind.__doc__ or "").partition("\n")[0],
