@@ -360,7 +360,7 @@ def emulated_tiles(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     try:
         path = native_build.build(
             tmp_path_factory.mktemp("emulated") / "_native.so",
-            dict.fromkeys(("kernels_amx", "attention_amx"), ("-DTS_EMULATE_TILES",)),
+            dict.fromkeys(("kernels_amx", "attention_amx"), ("-DTS_EMULATE_AMX",)),
         )
     except native_build.BuildError as error:
         pytest.skip(str(error))

@@ -52,7 +52,7 @@ class Sanitized:
         name = f"{build}{'-emulated' if emulated_tiles else ''}"
         flags = {"": BUILDS[build]}
         if emulated_tiles:
-            flags |= dict.fromkeys(("kernels_amx", "attention_amx"), ("-DTS_EMULATE_TILES",))
+            flags |= dict.fromkeys(("kernels_amx", "attention_amx"), ("-DTS_EMULATE_AMX",))
         path = self.folder / f"{name}.so"
         if not path.exists():
             native_build.build(path, flags)

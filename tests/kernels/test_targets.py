@@ -155,7 +155,7 @@ INSTRUCTIONS = {
     **dict.fromkeys(("tdpbsud", "tdpbssd"), "amx_int8"),
     "tdpbf16ps": "amx_bf16",
 }
-"""What is written as an instruction, past the compiler's flags. products_ymm.h serves two targets and asks __AVXVNNI__."""
+"""What is written as an instruction, past the compiler's flags. vectors_avx2.h serves two targets and asks __AVXVNNI__."""
 
 
 def text_of(source: Path) -> str:

@@ -8,7 +8,7 @@
 #include "attention_spans.h"
 #include "attention_tiles.h"
 #include "kernels.h"
-#include "tiles_amx.h"
+#include "tmm.h"
 
 namespace {
 
@@ -94,17 +94,17 @@ TS_INLINE void score(const Workspace& work, int64_t row, const Tiles<kTilesPerSp
                 for (int64_t i = 0; i < work.q_words * 64; i += 64) __builtin_prefetch(from + i, 0, 3);
             }
         }
-        zero_tile<0>();
-        zero_tile<1>();
+        zero_tmm<0>();
+        zero_tmm<1>();
         for (int64_t d = 0; d < work.q_words; d += 16) {
-            load_tile<kRows0>(q + d, work.q_words * 4);
-            load_tile<kKeys0>(tiles.keys[t] + d * kTile, 64);
+            load_tmm<kRows0>(q + d, work.q_words * 4);
+            load_tmm<kKeys0>(tiles.keys[t] + d * kTile, 64);
             add_bf16_products<0, kRows0, kKeys0>();
-            load_tile<kKeys1>(tiles.keys[t + 1] + d * kTile, 64);
+            load_tmm<kKeys1>(tiles.keys[t + 1] + d * kTile, 64);
             add_bf16_products<1, kRows0, kKeys1>();
         }
-        store_tile<0>(work.scores + t * kTile, kScoreStride);
-        store_tile<1>(work.scores + (t + 1) * kTile, kScoreStride);
+        store_tmm<0>(work.scores + t * kTile, kScoreStride);
+        store_tmm<1>(work.scores + (t + 1) * kTile, kScoreStride);
     }
 }
 
@@ -152,37 +152,37 @@ template <int Parts>
 TS_INLINE void mix(const Workspace& work, const uint32_t* const* values, int first, int end, int64_t dimension,
                    bool fetch) {
     using namespace ts;
-    zero_tile<0>();
-    if constexpr (Parts > 1) zero_tile<1>();
-    if constexpr (Parts > 2) zero_tile<2>();
-    if constexpr (Parts > 3) zero_tile<3>();
+    zero_tmm<0>();
+    if constexpr (Parts > 1) zero_tmm<1>();
+    if constexpr (Parts > 2) zero_tmm<2>();
+    if constexpr (Parts > 3) zero_tmm<3>();
     for (int t = first; t < end; t += 2) {
         if (fetch && dimension == 0)
             for (int ahead = t + kFetchAhead; ahead < t + kFetchAhead + 2 && ahead < end; ahead++)
                 for (int64_t i = 0; i < work.q_words * 64; i += 64)
                     __builtin_prefetch(reinterpret_cast<const char*>(values[ahead]) + i, 0, 3);
         const uint32_t* v = values[t] + dimension;
-        load_tile<kRows0>(work.weights + t * kTile, kWeightStride);
-        load_tile<kKeys0>(v, work.head_dim * 4);
+        load_tmm<kRows0>(work.weights + t * kTile, kWeightStride);
+        load_tmm<kKeys0>(v, work.head_dim * 4);
         add_bf16_products<0, kRows0, kKeys0>();
         if constexpr (Parts > 1) {
-            load_tile<kKeys1>(v + 16, work.head_dim * 4);
+            load_tmm<kKeys1>(v + 16, work.head_dim * 4);
             add_bf16_products<1, kRows0, kKeys1>();
         }
         if constexpr (Parts > 2) {
-            load_tile<kKeys0>(v + 32, work.head_dim * 4);
+            load_tmm<kKeys0>(v + 32, work.head_dim * 4);
             add_bf16_products<2, kRows0, kKeys0>();
         }
         if constexpr (Parts > 3) {
-            load_tile<kKeys1>(v + 48, work.head_dim * 4);
+            load_tmm<kKeys1>(v + 48, work.head_dim * 4);
             add_bf16_products<3, kRows0, kKeys1>();
         }
     }
     float* sums = work.sums + dimension;
-    store_tile<0>(sums, work.head_dim * 4);
-    if constexpr (Parts > 1) store_tile<1>(sums + 16, work.head_dim * 4);
-    if constexpr (Parts > 2) store_tile<2>(sums + 32, work.head_dim * 4);
-    if constexpr (Parts > 3) store_tile<3>(sums + 48, work.head_dim * 4);
+    store_tmm<0>(sums, work.head_dim * 4);
+    if constexpr (Parts > 1) store_tmm<1>(sums + 16, work.head_dim * 4);
+    if constexpr (Parts > 2) store_tmm<2>(sums + 32, work.head_dim * 4);
+    if constexpr (Parts > 3) store_tmm<3>(sums + 48, work.head_dim * 4);
 }
 
 // Values are read two tiles at a time: those that do not lie side by side are copied, and behind the last of an odd
@@ -208,12 +208,12 @@ void pair_values(const Workspace& work, Tiles<kTilesPerSpan>& tiles, int n_tiles
 }
 
 void shape(int n_rows) {
-    ts::TileShapes shapes;
+    ts::TmmShapes shapes;
     for (int tile = 0; tile < 8; tile++) {
         shapes.row_bytes[tile] = 64;
         shapes.rows[tile] = static_cast<uint8_t>(tile <= kRows0 ? n_rows : 16);
     }
-    ts::shape_tiles(shapes);
+    ts::shape_tmm(shapes);
 }
 
 void attend_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendTask& task, float scale,
@@ -270,7 +270,7 @@ void attend_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const ts::Atte
                          work.sums + r * D, most[r], count[r], D);
         }
     }
-    ts::release_tiles();
+    ts::release_tmm();
     if (task.partial != nullptr) return;
     for (int64_t r = 0; r < n_rows; r++)
         finish(work.total + r * D, work.total_count[r], D,

@@ -1,4 +1,4 @@
-// What the products of all vector instruction sets share: the walk over blocks of R rows and T tiles that stay in
+// What the products of all vector instruction sets share: the walk over blocks of R rows and T panels that stay in
 // registers. Everything has internal linkage: each file has its own, compiled for its own processors.
 #pragma once
 #include "layout.h"
@@ -14,13 +14,13 @@ namespace {
 using layout::kKRowBytes;
 using layout::kPanelOutputs;
 
-struct Walk {
+struct ProductArgs {
     const Matrix& w;
     const Rows& rows;
     float* y;
     int64_t ldy;
     bool add;
-    // Where the walk is: rows are cut into n_blocks, of which `block` runs now; no tiles follow these.
+    // Where the walk is: rows are cut into n_blocks, of which `block` runs now; no panels follow these.
     int64_t block = 0, n_blocks = 1;
     bool last = false;
 };
@@ -29,31 +29,32 @@ struct Walk {
 // together: what is on its way from memory at any time.
 constexpr int64_t kPrefetchDistanceBytes = 8192;
 
-// For T tiles read side by side, where to fetch from: so many bytes behind the address that is read now, in the first
-// tile and in the others (0: nowhere). One block of rows: what it will read kPrefetchDistanceBytes / T later, which
-// past a tile's end is T tiles on. Several blocks read the same tiles, all but the first from a cache: each fetches one
-// of the next T tiles, so that memory never rests.
+// For T panels read side by side, where to fetch from: so many bytes behind the address that is read now, in the first
+// panel and in the others (0: nowhere). One block of rows: what it will read kPrefetchDistanceBytes / T later, which
+// past a panel's end is T panels on. Several blocks read the same panels, all but the first from a cache: each fetches
+// one of the next T panels, so that memory never rests.
 template <int T>
-struct Ahead {
+struct PrefetchDistance {
     int64_t distance, first, others, first_past_end, others_past_end;
-    Ahead(const Walk& to, int64_t bytes, int64_t tile_bytes) {
+    PrefetchDistance(const ProductArgs& to, int64_t bytes, int64_t panel_bytes) {
         distance = kPrefetchDistanceBytes / T < bytes ? kPrefetchDistanceBytes / T : bytes;
         first = others = distance;
-        first_past_end = others_past_end = to.last ? 0 : distance + (T - 1) * tile_bytes;
+        first_past_end = others_past_end = to.last ? 0 : distance + (T - 1) * panel_bytes;
         if (to.n_blocks > 1) {
-            first = first_past_end = to.last || to.block >= T ? 0 : (T + to.block) * tile_bytes;
+            first = first_past_end = to.last || to.block >= T ? 0 : (T + to.block) * panel_bytes;
             others = others_past_end = 0;
         }
     }
 };
 
-// Calls body(step, ahead in the first tile, in the others) for every step of T tiles.
+// Calls body(k_row, ahead in the first panel, in the others) for every k_row of T panels.
 template <int T, int64_t Bytes = kKRowBytes, class Body>
-__attribute__((always_inline)) inline void for_steps(const Walk& to, int64_t n_steps, int64_t tile_bytes, Body body) {
-    const Ahead<T> ahead(to, n_steps * Bytes, tile_bytes);
-    const int64_t turn = n_steps - ahead.distance / Bytes;
-    for (int64_t s = 0; s < turn; ++s) body(s, ahead.first, ahead.others);
-    for (int64_t s = turn; s < n_steps; ++s) body(s, ahead.first_past_end, ahead.others_past_end);
+__attribute__((always_inline)) inline void for_k_rows(const ProductArgs& to, int64_t n_k_rows, int64_t panel_bytes,
+                                                      Body body) {
+    const PrefetchDistance<T> ahead(to, n_k_rows * Bytes, panel_bytes);
+    const int64_t split = n_k_rows - ahead.distance / Bytes;
+    for (int64_t s = 0; s < split; ++s) body(s, ahead.first, ahead.others);
+    for (int64_t s = split; s < n_k_rows; ++s) body(s, ahead.first_past_end, ahead.others_past_end);
 }
 
 // R rows by a few pointers: with one for each the processor's registers do not suffice.
@@ -75,62 +76,58 @@ struct RowPointers {
     const T* operator[](int r) const { return first[r / kPerPointer] + (r % kPerPointer) * stride; }
 };
 
-using Block = void (*)(const Walk&, int64_t row, int64_t tile);
+using Block = void (*)(const ProductArgs&, int64_t row, int64_t panel);
 
-template <class Kernel, class Fit, int... I>
-constexpr void fill_blocks(Block (&whole)[Fit::kMaxRows + 1], std::integer_sequence<int, I...>) {
-    ((whole[I + 1] = &Kernel::template block<I + 1, Fit::tiles_of(I + 1)>), ...);
+template <class Kernel, class Blocking, int... I>
+constexpr void fill_blocks(Block (&whole)[Blocking::kMaxRows + 1], std::integer_sequence<int, I...>) {
+    ((whole[I + 1] = &Kernel::template block<I + 1, Blocking::panels_of(I + 1)>), ...);
 }
 
 template <class Kernel, int R, int T>
-void tail_of_tiles(const Walk& to, int64_t row, int64_t tile, int64_t end) {
+void tail_of_panels(const ProductArgs& to, int64_t row, int64_t panel, int64_t end) {
     if constexpr (T >= 1) {
-        if (tile + T <= end) {
-            Kernel::template block<R, T>(to, row, tile);
-            tile += T;
+        if (panel + T <= end) {
+            Kernel::template block<R, T>(to, row, panel);
+            panel += T;
         }
-        if (tile < end) tail_of_tiles<Kernel, R, T / 2>(to, row, tile, end);
+        if (panel < end) tail_of_panels<Kernel, R, T / 2>(to, row, panel, end);
     }
 }
 
-template <class Kernel, class Fit, int... I>
-void tail_of_rows(const Walk& to, int r, int64_t row, int64_t tile, int64_t end, std::integer_sequence<int, I...>) {
-    using Tail = void (*)(const Walk&, int64_t, int64_t, int64_t);
-    static constexpr Tail tails[] = {&tail_of_tiles<Kernel, I + 1, Fit::tiles_of(I + 1) / 2>...};
-    tails[r - 1](to, row, tile, end);
+template <class Kernel, class Blocking, int... I>
+void tail_of_rows(const ProductArgs& to, int r, int64_t row, int64_t panel, int64_t end,
+                  std::integer_sequence<int, I...>) {
+    using Tail = void (*)(const ProductArgs&, int64_t, int64_t, int64_t);
+    static constexpr Tail tails[] = {&tail_of_panels<Kernel, I + 1, Blocking::panels_of(I + 1) / 2>...};
+    tails[r - 1](to, row, panel, end);
 }
 
-// `Fit` says what the registers hold: kMaxRows rows, and tiles_of(r) tiles beside r rows.
+// `Blocking` says what the registers hold: kMaxRows rows, and panels_of(r) panels beside r rows.
 //
-// All rows over the tiles [first, end). Rows are cut into the fewest blocks, of sizes as equal as can be. For many rows
-// the tiles of one block are read again for each block of rows, from the second-level cache.
-template <class Kernel, class Fit>
-void walk(Walk to, int64_t first, int64_t end) {
-    constexpr auto every = std::make_integer_sequence<int, Fit::kMaxRows>{};
+// All rows over the panels [first, end). Rows are cut into the fewest blocks, of sizes as equal as can be. For many
+// rows the panels of one block are read again for each block of rows, from the second-level cache.
+template <class Kernel, class Blocking>
+void walk(ProductArgs to, int64_t first, int64_t end) {
+    constexpr auto every = std::make_integer_sequence<int, Blocking::kMaxRows>{};
     static const struct Table {
-        Block whole[Fit::kMaxRows + 1] = {};
-        Table() { fill_blocks<Kernel, Fit>(whole, every); }
+        Block whole[Blocking::kMaxRows + 1] = {};
+        Table() { fill_blocks<Kernel, Blocking>(whole, every); }
     } table;
-    const int64_t m = to.rows.m, n_blocks = (m + Fit::kMaxRows - 1) / Fit::kMaxRows;
+    const int64_t m = to.rows.m, n_blocks = (m + Blocking::kMaxRows - 1) / Blocking::kMaxRows;
     to.n_blocks = n_blocks;
-    const int widest = Fit::tiles_of(int((m + n_blocks - 1) / n_blocks));
-    for (int64_t tile = first; tile < end; tile += widest) {
-        const int64_t last = tile + widest < end ? tile + widest : end;
+    const int widest = Blocking::panels_of(int((m + n_blocks - 1) / n_blocks));
+    for (int64_t panel = first; panel < end; panel += widest) {
+        const int64_t last = panel + widest < end ? panel + widest : end;
         to.last = last == end;
         for (int64_t b = 0; b < n_blocks; ++b) {
             to.block = b;
             const int64_t row = m * b / n_blocks;
             const int r = int(m * (b + 1) / n_blocks - row);
-            int64_t t = tile;
-            for (; t + Fit::tiles_of(r) <= last; t += Fit::tiles_of(r)) table.whole[r](to, row, t);
-            if (t < last) tail_of_rows<Kernel, Fit>(to, r, row, t, last, every);
+            int64_t t = panel;
+            for (; t + Blocking::panels_of(r) <= last; t += Blocking::panels_of(r)) table.whole[r](to, row, t);
+            if (t < last) tail_of_rows<Kernel, Blocking>(to, r, row, t, last, every);
         }
     }
-}
-
-template <class Kernel, class Fit>
-void product_by(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
-    walk<Kernel, Fit>(Walk{w, rows, y, ldy, add}, n0 / kPanelOutputs, layout::tiles(n1));
 }
 
 // Kept from call to call, at whole pages. Not a std::vector: its code, compiled here, could be linked into files meant

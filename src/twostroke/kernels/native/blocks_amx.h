@@ -1,9 +1,11 @@
-// Blocks of the matrix tiles of AMX, for W8A8 and BF16: 32 rows and 32 outputs, or up to 16 rows and 64 outputs. 16
-// steps of a packed tile (1 KiB) are a tile of weights as the processor wants it, and 64 bytes of 16 rows a tile of
+// Blocks of AMX's matrix registers, for W8A8 and BF16: 32 rows and 32 outputs, or up to 16 rows and 64 outputs. 16
+// k_rows of a packed panel (1 KiB) are a panel of weights as the processor wants it, and 64 bytes of 16 rows a panel of
 // activations: nothing is rearranged.
 #pragma once
-#include "blocks_avx512.h"
-#include "tiles_amx.h"
+#include "vectors_avx512.h"
+
+#include "products_body.h"
+#include "tmm.h"
 
 namespace ts {
 namespace {
@@ -17,16 +19,16 @@ void shape(int64_t m, int64_t chunk_bytes = kChunkBytes) {
     const auto first = uint8_t(m < kTmmRows ? m : kTmmRows), second = uint8_t(m <= kTmmRows      ? first
                                                                               : m < 2 * kTmmRows ? m - kTmmRows
                                                                                                  : kTmmRows);
-    TileShapes shapes;
-    for (int tile = 0; tile < 8; ++tile) {
-        shapes.row_bytes[tile] = kChunkBytes;
-        shapes.rows[tile] = kTmmRows;
+    TmmShapes shapes;
+    for (int tmm = 0; tmm < 8; ++tmm) {
+        shapes.row_bytes[tmm] = kChunkBytes;
+        shapes.rows[tmm] = kTmmRows;
     }
-    for (int tile : {kRows0, kRows1}) shapes.row_bytes[tile] = uint16_t(chunk_bytes);
-    for (int tile : {kWeights0, kWeights1}) shapes.rows[tile] = uint8_t(chunk_bytes / 4);
-    for (int tile : {0, 1, kRows0}) shapes.rows[tile] = first;
-    for (int tile : {2, 3, kRows1}) shapes.rows[tile] = second;
-    shape_tiles(shapes);
+    for (int tmm : {kRows0, kRows1}) shapes.row_bytes[tmm] = uint16_t(chunk_bytes);
+    for (int tmm : {kWeights0, kWeights1}) shapes.rows[tmm] = uint8_t(chunk_bytes / 4);
+    for (int tmm : {0, 1, kRows0}) shapes.rows[tmm] = first;
+    for (int tmm : {2, 3, kRows1}) shapes.rows[tmm] = second;
+    shape_tmm(shapes);
 }
 
 // What comes next from memory, on its way into the second-level cache while products run: lines [i, end) of four
@@ -41,38 +43,38 @@ struct Fetch {
     }
 };
 
-// What block() works on: rows, of which those from `fresh` on are written; tiles of outputs; chunks of inputs; where
+// What block() works on: rows, of which those from `fresh` on are written; panels of outputs; chunks of inputs; where
 // the sums lie between the parts of the inputs.
 struct Part {
-    int64_t row, fresh, end, tile, chunk, end_chunk;
+    int64_t row, fresh, end, panel, chunk, end_chunk;
     int32_t* sums;
 };
 
-// The sums of a block as the tiles left them, (rows, T·16 outputs), turned into outputs row by row between the products
-// of the next block: the processor's tiles and its vectors then work at the same time. Outputs of more bytes than the
-// caches can hold are written past them: a line need not be read before it is written, and whole columns of a wide
-// matrix do not push one another out of the same few sets.
+// The sums of a block as the registers left them, (rows, T·16 outputs), turned into outputs row by row between the
+// products of the next block: the processor's matrix and vector units then work at the same time. Outputs of more bytes
+// than the caches can hold are written past them: a line need not be read before it is written, and whole columns of a
+// wide matrix do not push one another out of the same few sets.
 constexpr int64_t kStreamedBytes = 8 << 20;
-bool is_streamed(const Walk& to) {
+bool is_streamed(const ProductArgs& to) {
     return !to.add && to.rows.m * to.w.n * 4 > kStreamedBytes && to.ldy % kTmmRows == 0 &&
            reinterpret_cast<uintptr_t>(to.y) % 64 == 0;
 }
 
 template <Format F>
 struct Sums {
-    const Walk& to;
+    const ProductArgs& to;
     const int32_t* values = nullptr;
     int64_t first = 0, row = 0, end = 0;  // the rows: of the block, not yet written, behind the block
-    int64_t tile = 0, n_tiles = 0;
+    int64_t panel = 0, n_panels = 0;
     const bool streamed = is_streamed(to);
     const float* const scales = F == Format::BF16 ? nullptr : layout::output_scales(to.w);
 
-    explicit Sums(const Walk& to) : to(to) {}
+    explicit Sums(const ProductArgs& to) : to(to) {}
 
     void write_rows(int64_t n) {
         const int64_t last = row + n < end ? row + n : end;
         if (row >= last) return;
-        switch (n_tiles) {
+        switch (n_panels) {
             case 1: write_rows_of<1>(last); break;
             case 2: write_rows_of<2>(last); break;
             default: write_rows_of<4>(last);
@@ -85,17 +87,17 @@ struct Sums {
         first = part.row;
         row = part.fresh;
         end = part.end;
-        tile = part.tile;
-        n_tiles = width;
+        panel = part.panel;
+        n_panels = width;
     }
 
 private:
-    // What write() of blocks_avx512.h does, with everything that stays the same for a row outside the loop.
+    // What write() of products_body.h does, with everything that stays the same for a row outside the loop.
     template <int T>
     void write_rows_of(int64_t last) const {
-        const int64_t n = tile * kTmmRows, left = to.w.n - (n + (T - 1) * kTmmRows), ldy = to.ldy,
+        const int64_t n = panel * kTmmRows, left = to.w.n - (n + (T - 1) * kTmmRows), ldy = to.ldy,
                       n_sums = sums_per_row(to.w.k);
-        const __mmask16 all = 0xffff, mask = left >= kTmmRows ? all : __mmask16((1u << left) - 1);  // of the last tile
+        const __mmask16 all = 0xffff, mask = left >= kTmmRows ? all : __mmask16((1u << left) - 1);  // of the last panel
         const float *bias = to.w.bias ? to.w.bias + n : nullptr, *row_scales = to.rows.scales,
                     *output_scales = scales + (F == Format::BF16 ? 0 : n);
         const int32_t *from = values + (row - first) * T * kTmmRows, *row_sums = to.rows.sums;
@@ -139,7 +141,7 @@ private:
 };
 
 template <Format F, int SUM, int A, int B>
-void add_products_of_tiles() {
+void add_tmm_products() {
     if constexpr (F == Format::BF16) add_bf16_products<SUM, A, B>();
     else if constexpr (F == Format::INT4) add_signed_byte_products<SUM, A, B>();
     else add_byte_products<SUM, A, B>();
@@ -147,24 +149,24 @@ void add_products_of_tiles() {
 
 // R times 16 rows with T times 16 outputs, sum of (r, t) in register r·T + t: R·T is at most 4, and R at most 2.
 template <Format F, int R, int T>
-void add_chunk(const char* rows, int64_t row_bytes, const char* weights, int64_t next_tile) {
-    load_tile<kRows0>(rows, row_bytes);
-    load_tile<kWeights0>(weights, kChunkBytes);
-    add_products_of_tiles<F, 0, kRows0, kWeights0>();
+void add_chunk(const char* rows, int64_t row_bytes, const char* weights, int64_t next_panel) {
+    load_tmm<kRows0>(rows, row_bytes);
+    load_tmm<kWeights0>(weights, kChunkBytes);
+    add_tmm_products<F, 0, kRows0, kWeights0>();
     if constexpr (T > 1) {
-        load_tile<kWeights1>(weights + next_tile, kChunkBytes);
-        add_products_of_tiles<F, 1, kRows0, kWeights1>();
+        load_tmm<kWeights1>(weights + next_panel, kChunkBytes);
+        add_tmm_products<F, 1, kRows0, kWeights1>();
     }
     if constexpr (T > 2) {
-        load_tile<kWeights0>(weights + 2 * next_tile, kChunkBytes);
-        add_products_of_tiles<F, 2, kRows0, kWeights0>();
-        load_tile<kWeights1>(weights + 3 * next_tile, kChunkBytes);
-        add_products_of_tiles<F, 3, kRows0, kWeights1>();
+        load_tmm<kWeights0>(weights + 2 * next_panel, kChunkBytes);
+        add_tmm_products<F, 2, kRows0, kWeights0>();
+        load_tmm<kWeights1>(weights + 3 * next_panel, kChunkBytes);
+        add_tmm_products<F, 3, kRows0, kWeights1>();
     }
     if constexpr (R > 1) {
-        load_tile<kRows1>(rows + kTmmRows * row_bytes, row_bytes);
-        add_products_of_tiles<F, 2, kRows1, kWeights0>();
-        if constexpr (T > 1) add_products_of_tiles<F, 3, kRows1, kWeights1>();
+        load_tmm<kRows1>(rows + kTmmRows * row_bytes, row_bytes);
+        add_tmm_products<F, 2, kRows1, kWeights0>();
+        if constexpr (T > 1) add_tmm_products<F, 3, kRows1, kWeights1>();
     }
 }
 
@@ -191,44 +193,45 @@ int64_t bytes_of_row(int64_t k) {
 }
 
 template <Format F>
-const char* first_row(const Walk& to) {
+const char* first_row(const ProductArgs& to) {
     if constexpr (F == Format::BF16) return reinterpret_cast<const char*>(to.rows.bf16);
     return reinterpret_cast<const char*>(to.rows.codes);
 }
 
 template <Format F, int R, int T>
-void block(const Walk& to, const Part& part, Sums<F>& pending, Fetch fetch) {
+void block(const ProductArgs& to, const Part& part, Sums<F>& pending, Fetch fetch) {
     const int64_t row_bytes = bytes_of_row<F>(to.w.k), all_chunks = row_bytes / kChunkBytes;
-    const int64_t next_tile = layout::tile_bytes(to.w.format, 0, to.w.k);
+    const int64_t next_panel = layout::panel_bytes(to.w.format, 0, to.w.k);
     const char* rows = first_row<F>(to) + part.row * row_bytes;
-    const char* weights = layout::tile(to.w, part.tile);
-    for_sums<R, T>(part.sums, [&](auto tile, const int32_t* from) {
-        if (part.chunk > 0) load_tile<tile()>(from, T * kChunkBytes);
-        else zero_tile<tile()>();
+    const char* weights = layout::panel(to.w, part.panel);
+    for_sums<R, T>(part.sums, [&](auto tmm, const int32_t* from) {
+        if (part.chunk > 0) load_tmm<tmm()>(from, T * kChunkBytes);
+        else zero_tmm<tmm()>();
     });
     if (const int64_t n_chunks = part.end_chunk - part.chunk; n_chunks > 0) {
         const int64_t rows_per_chunk = (pending.end - pending.row + n_chunks - 1) / n_chunks;
         const int64_t lines_per_chunk = (fetch.end - fetch.i + n_chunks - 1) / n_chunks;
         for (int64_t chunk = part.chunk; chunk < part.end_chunk; ++chunk) {
             fetch.lines(lines_per_chunk);
-            add_chunk<F, R, T>(rows + chunk * kChunkBytes, row_bytes, weights + chunk * kWeightsBytes, next_tile);
+            add_chunk<F, R, T>(rows + chunk * kChunkBytes, row_bytes, weights + chunk * kWeightsBytes, next_panel);
             pending.write_rows(rows_per_chunk);
         }
     }
     const bool last = part.end_chunk == all_chunks;
     if (last &&
-        row_bytes % kChunkBytes) {  // half a chunk: 32 codes. Copied beside zeros, since tiles would read behind both
+        row_bytes %
+            kChunkBytes) {  // half a chunk: 32 codes. Copied beside zeros, since a register would read behind both
         constexpr int64_t HALF = kChunkBytes / 2;
         alignas(64) char last_rows[2 * kTmmRows * kChunkBytes] = {}, last_weights[T * kWeightsBytes] = {};
         for (int64_t r = 0; r < part.end - part.row; ++r)
             std::memcpy(last_rows + r * kChunkBytes, rows + r * row_bytes + all_chunks * kChunkBytes, HALF);
         for (int t = 0; t < T; ++t)
-            std::memcpy(last_weights + t * kWeightsBytes, weights + t * next_tile + all_chunks * kWeightsBytes,
+            std::memcpy(last_weights + t * kWeightsBytes, weights + t * next_panel + all_chunks * kWeightsBytes,
                         kWeightsBytes / 2);
         add_chunk<F, R, T>(last_rows, kChunkBytes, last_weights, kWeightsBytes);
     }
     pending.write_rows(2 * kTmmRows);
-    for_sums<R, T>(part.sums, [&](auto tile, int32_t* sums) { store_tile<tile()>(sums, T * kChunkBytes); });
+    for_sums<R, T>(part.sums, [&](auto tmm, int32_t* sums) { store_tmm<tmm()>(sums, T * kChunkBytes); });
     if (last) pending.take(part, T);
 }
 
@@ -238,8 +241,8 @@ void block(const Walk& to, const Part& part, Sums<F>& pending, Fetch fetch) {
 constexpr int64_t kPartChunks = 9, kMostBlocks = 16;
 
 // The rows of block b: 32, or 16 for the last where they suffice; says how many times 16. Of m rows that are no
-// multiple, the last block begins before the others' end, so that the tiles need no other shape: a row's sums are the
-// same whichever block they come from.
+// multiple, the last block begins before the others' end, so that the registers need no other shape: a row's sums are
+// the same whichever block they come from.
 int place_rows(Part& part, int64_t b, int64_t m) {
     const int64_t left = m - b * 2 * kTmmRows, rows = left > kTmmRows ? 2 * kTmmRows : kTmmRows;
     part.fresh = b * 2 * kTmmRows;
@@ -248,30 +251,30 @@ int place_rows(Part& part, int64_t b, int64_t m) {
     return int(rows / kTmmRows);
 }
 
-// The share of one of n blocks in fetching the panel behind this one, which is as wide.
+// The share of one of n blocks in fetching the strip behind this one, which is as wide.
 template <int T>
-Fetch fetch_share(const Walk& to, int64_t tile, int64_t end, int64_t block, int64_t n) {
-    const char* next = layout::tile(to.w, tile + T < end ? tile + T : end);
+Fetch fetch_share(const ProductArgs& to, int64_t panel, int64_t end, int64_t block, int64_t n) {
+    const char* next = layout::panel(to.w, panel + T < end ? panel + T : end);
     const int64_t stretch =
-        (layout::tile(to.w, tile + 2 * T < end ? tile + 2 * T : end) - next) / (Fetch::kStreams * 64);
+        (layout::panel(to.w, panel + 2 * T < end ? panel + 2 * T : end) - next) / (Fetch::kStreams * 64);
     return Fetch{next, stretch * 64, Fetch::kStreams * stretch * block / n,
                  Fetch::kStreams * stretch * (block + 1) / n};
 }
 
-// A panel of T tiles with all rows.
+// A strip of T panels with all rows.
 template <Format F, int T>
-void panel(const Walk& to, int64_t tile, int64_t end, Sums<F>& pending, int32_t* sums) {
+void strip(const ProductArgs& to, int64_t panel, int64_t end, Sums<F>& pending, int32_t* sums) {
     const int64_t m = to.rows.m, n_blocks = (m + 2 * kTmmRows - 1) / (2 * kTmmRows),
                   n_chunks = bytes_of_row<F>(to.w.k) / kChunkBytes;
     const bool in_parts = n_chunks > kPartChunks && n_blocks > 1 && n_blocks <= kMostBlocks;
     const int64_t n_parts = in_parts ? (n_chunks + kPartChunks - 1) / kPartChunks : 1, n_fetches = n_parts * n_blocks;
     for (int64_t p = 0; p < n_parts; ++p) {
         Part part{};
-        part.tile = tile;
+        part.panel = panel;
         part.chunk = n_chunks * p / n_parts;
         part.end_chunk = n_chunks * (p + 1) / n_parts;
         for (int64_t b = 0; b < n_blocks; ++b) {
-            const Fetch fetch = fetch_share<T>(to, tile, end, p * n_blocks + b, n_fetches);
+            const Fetch fetch = fetch_share<T>(to, panel, end, p * n_blocks + b, n_fetches);
             part.sums = sums + (in_parts ? b * kSums : 0);
             if (place_rows(part, b, m) == 1) block<F, 1, T>(to, part, pending, fetch);
             else if constexpr (T <= 2) block<F, 2, T>(to, part, pending, fetch);
@@ -280,18 +283,18 @@ void panel(const Walk& to, int64_t tile, int64_t end, Sums<F>& pending, int32_t*
 }
 
 template <Format F>
-void walk_tiles(const Walk& to, int64_t first, int64_t end) {
+void walk_amx(const ProductArgs& to, int64_t first, int64_t end) {
     alignas(64) int32_t sums[kMostBlocks * kSums];
     Sums<F> pending(to);
     shape(to.rows.m);
-    int64_t tile = first;
+    int64_t panel = first;
     if (to.rows.m <= kTmmRows)
-        for (; tile + 4 <= end; tile += 4) panel<F, 4>(to, tile, end, pending, sums);
-    for (; tile + 2 <= end; tile += 2) panel<F, 2>(to, tile, end, pending, sums);
-    if (tile < end) panel<F, 1>(to, tile, end, pending, sums);
+        for (; panel + 4 <= end; panel += 4) strip<F, 4>(to, panel, end, pending, sums);
+    for (; panel + 2 <= end; panel += 2) strip<F, 2>(to, panel, end, pending, sums);
+    if (panel < end) strip<F, 1>(to, panel, end, pending, sums);
     pending.write_rows(2 * kTmmRows);
     if (pending.streamed) _mm_sfence();  // before another thread is told that they are there
-    release_tiles();
+    release_tmm();
 }
 
 }  // namespace

@@ -16,6 +16,9 @@ struct Best {
     int64_t index;
 };
 
+// Of a row, when its scale is computed: no division by zero, no infinite inverse.
+constexpr float kSmallestMaximum = 1e-30f;
+
 constexpr int64_t kSampleBlock =
     64;  // weights whose sum and largest are kept, so that a later look skips what is too small
 

@@ -1,4 +1,4 @@
-// W8A8, BF16 and INT4 by the matrix tiles of AMX. Everything else is AVX-512's.
+// W8A8, BF16 and INT4 by AMX's matrix registers. Everything else is AVX-512's.
 #include "bf16_amx.h"
 #include "blocks_amx.h"
 #include "int4_amx.h"
@@ -10,10 +10,10 @@ namespace ts {
 namespace {
 
 template <Format F>
-void product_by_tiles(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
-    const Walk to{w, rows, y, ldy, add};
-    if constexpr (F == Format::INT4) walk_int4(to, n0 / kPanelOutputs, layout::tiles(n1));
-    else walk_tiles<F>(to, n0 / kPanelOutputs, layout::tiles(n1));
+void product_by_amx(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
+    const ProductArgs to{w, rows, y, ldy, add};
+    if constexpr (F == Format::INT4) walk_int4(to, n0 / kPanelOutputs, layout::panels(n1));
+    else walk_amx<F>(to, n0 / kPanelOutputs, layout::panels(n1));
 }
 
 // A product to try: values that fill all bits, sizes that leave a rest everywhere.
@@ -49,13 +49,13 @@ struct Trial {
     }
     ~Trial() { std::free(packed); }
 
-    // With AVX-512's own products, or, where those sum in another order, with what copies the tiles' order.
-    bool agrees(bool without_tiles = false) {
+    // With AVX-512's own products, or, where those sum in another order, with what copies AMX's order.
+    bool agrees(bool without_amx = false) {
         const Matrix w{F, group, N, K, packed, nullptr};
         const Rows rows{M, nullptr, bf16, codes, row_scales, sums};
-        product_by_tiles<F>(w, rows, 0, N, found, N, false);
-        if (F == Format::BF16 && without_tiles) {
-            product_by<FewBf16, FitFewBf16>(w, rows, 0, N, expected, N, false);
+        product_by_amx<F>(w, rows, 0, N, found, N, false);
+        if (F == Format::BF16 && without_amx) {
+            product_by<FewBf16, FewBf16Blocking>(w, rows, 0, N, expected, N, false);
             return std::memcmp(found, expected, sizeof found) == 0;
         }
         kernels_avx512bf16().product(w, rows, 0, N, expected, N, false);
@@ -68,11 +68,11 @@ struct Trial {
     }
 };
 
-// The fewest rows from which tiles are faster than AVX-512 here, where both give the same bits (W8A8, INT4): measured
+// The fewest rows from which AMX is faster than AVX-512 here, where both give the same bits (W8A8, INT4): measured
 // once, on a matrix that lies in the cache; never, if not with 32 rows.
 template <Format F>
 int64_t measured_least_rows() {
-#ifdef TS_EMULATE_TILES
+#ifdef TS_EMULATE_AMX
     return 1;
 #else
     constexpr int64_t n = 256, k = 512, most = 32;
@@ -99,8 +99,8 @@ int64_t measured_least_rows() {
     int64_t least = INT64_MAX;
     for (int64_t m : {2, 3, 4, 6, 8, 12, 16, 24, 32}) {
         const Rows rows{m, nullptr, nullptr, buffers->codes, buffers->scales, buffers->sums};
-        const double tiles = seconds([&] { product_by_tiles<F>(w, rows, 0, n, buffers->y, n, false); });
-        if (tiles < seconds([&] { kernels_avx512().product(w, rows, 0, n, buffers->y, n, false); })) {
+        const double amx = seconds([&] { product_by_amx<F>(w, rows, 0, n, buffers->y, n, false); });
+        if (amx < seconds([&] { kernels_avx512().product(w, rows, 0, n, buffers->y, n, false); })) {
             least = m;
             break;
         }
@@ -110,10 +110,10 @@ int64_t measured_least_rows() {
 #endif
 }
 
-// BF16 of few rows is bound by memory, which AVX-512's loads wait for less than the tiles'.
+// BF16 of few rows is bound by memory, which AVX-512's loads wait for less than AMX's.
 bool few_enough(const Rows& rows) {
     static const bool same_bits = Trial<Format::BF16>().agrees(true);
-    return rows.m <= FitFewBf16::kMaxRows && same_bits;
+    return rows.m <= FewBf16Blocking::kMaxRows && same_bits;
 }
 
 template <Format F>
@@ -125,20 +125,20 @@ bool enough_rows(const Rows& rows) {
 void product_by_shape(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
     if (w.format == Format::BF16) {
         // Never in avx512bf16's order: for few rows another than for many would make a row depend on its neighbours.
-        if (few_enough(rows)) return product_by<FewBf16, FitFewBf16>(w, rows, n0, n1, y, ldy, add);
-        return product_by_tiles<Format::BF16>(w, rows, n0, n1, y, ldy, add);
+        if (few_enough(rows)) return product_by<FewBf16, FewBf16Blocking>(w, rows, n0, n1, y, ldy, add);
+        return product_by_amx<Format::BF16>(w, rows, n0, n1, y, ldy, add);
     }
     if (w.format == Format::W8A8 && enough_rows<Format::W8A8>(rows))
-        return product_by_tiles<Format::W8A8>(w, rows, n0, n1, y, ldy, add);
+        return product_by_amx<Format::W8A8>(w, rows, n0, n1, y, ldy, add);
     if (w.format == Format::INT4 && enough_rows<Format::INT4>(rows))
-        return product_by_tiles<Format::INT4>(w, rows, n0, n1, y, ldy, add);
+        return product_by_amx<Format::INT4>(w, rows, n0, n1, y, ldy, add);
     kernels_avx512().product(w, rows, n0, n1, y, ldy, add);
 }
 
 }  // namespace
 
 bool amx_is_emulated() {
-#ifdef TS_EMULATE_TILES
+#ifdef TS_EMULATE_AMX
     return true;
 #else
     return false;

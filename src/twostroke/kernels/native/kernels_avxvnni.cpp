@@ -1,7 +1,9 @@
 // Products by the 256-bit VNNI of processors without AVX-512. Everything else is AVX2's.
-#include "products.h"
+#include "vectors_avx2.h"
+
+#include "products_body.h"
 
 const ts::Kernels& ts::kernels_avxvnni() {
-    static const Kernels made = avxvnni::with_products(kernels_avx2());
+    static const Kernels made = with_products(kernels_avx2());
     return made;
 }

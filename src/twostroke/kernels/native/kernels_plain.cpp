@@ -1,10 +1,144 @@
 // Everything by C++ alone: the reference of all products, and what runs where no faster target does.
 #include "attention_body.h"
 #include "elementwise_body.h"
-#include "products.h"
+#include "kernels.h"
+#include "layout.h"
+#include "numbers.h"
 #include "sample_body.h"
 
+#include <algorithm>
+
+namespace ts {
+namespace {
+
+using layout::kPanelOutputs;
+
+struct Place {
+    const Matrix& w;
+    const char* panel;
+    int64_t lane;
+    const uint8_t* word(int64_t k_row) const {
+        const char* k_rows = panel + layout::head_bytes(w.format, w.group, w.k);
+        return reinterpret_cast<const uint8_t*>(k_rows + k_row * layout::kKRowBytes + lane * 4);
+    }
+};
+
+float dot_f32(const Place& p, const float* x) {
+    float sum = 0;
+    for (int64_t i = 0; i < p.w.k; ++i) {
+        float weight;
+        std::memcpy(&weight, p.word(i), 4);
+        sum = std::fma(x[i], weight, sum);
+    }
+    return sum;
+}
+
+float dot_bf16(const Place& p, const uint16_t* x) {
+    float sum = 0;
+    for (int64_t i = 0; i < p.w.k; ++i) {
+        uint16_t weight;
+        std::memcpy(&weight, p.word(i / 2) + (i % 2) * 2, 2);
+        sum = std::fma(float_of_bf16(x[i]), float_of_bf16(weight), sum);
+    }
+    return sum;
+}
+
+float dot_int8(const Place& p, const float* x) {
+    float sum = 0;
+    for (int64_t i = 0; i < p.w.k; ++i) sum = std::fma(x[i], float(int(p.word(i / 4)[i % 4]) - 128), sum);
+    return sum;
+}
+
+int32_t dot_w8a8(const Place& p, const int8_t* codes) {
+    int64_t sum = 0;
+    for (int64_t i = 0; i < p.w.k; ++i) sum += int(codes[i]) * (int(p.word(i / 4)[i % 4]) - 128);
+    return int32_t(sum);
+}
+
+float dot_int4(const Place& p, const int8_t* codes) {
+    const int64_t n_groups = layout::groups(p.w.k, p.w.group);
+    float sum = 0;
+    for (int64_t g = 0; g < n_groups; ++g) {
+        uint16_t scale;
+        std::memcpy(&scale, p.panel + (g * kPanelOutputs + p.lane) * 2, 2);
+        const int zero = uint8_t(p.panel[n_groups * kPanelOutputs * 2 + g * kPanelOutputs + p.lane]);
+        const int64_t end = (g + 1) * p.w.group < p.w.k ? (g + 1) * p.w.group : p.w.k;
+        int32_t inner = 0;
+        for (int64_t i = g * p.w.group; i < end; ++i) {
+            const uint8_t both = p.word(i / 8)[i % 4];
+            inner += int(codes[i]) * (int(i % 8 < 4 ? both & 15 : both >> 4) - zero);
+        }
+        sum = std::fma(float_of_fp16(scale), float(inner), sum);
+    }
+    return sum;
+}
+
+void multiply_rows(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
+    const float* scales = layout::output_scales(w);
+    const int64_t k = w.k, k_codes = padded(k);
+    for (int64_t m = 0; m < rows.m; ++m)
+        for (int64_t n = n0; n < n1; ++n) {
+            const Place p{w, layout::panel(w, n / kPanelOutputs), n % kPanelOutputs};
+            float value = 0;
+            switch (w.format) {
+                case Format::F32: value = dot_f32(p, rows.f32 + m * k); break;
+                case Format::BF16: value = dot_bf16(p, rows.bf16 + m * k_codes); break;
+                case Format::INT8: value = dot_int8(p, rows.f32 + m * k) * scales[n]; break;
+                case Format::W8A8:
+                    value = float(dot_w8a8(p, rows.codes + m * k_codes)) * rows.scales[m] * scales[n];
+                    break;
+                case Format::INT4: value = dot_int4(p, rows.codes + m * k_codes) * rows.scales[m] * scales[n]; break;
+            }
+            if (w.bias) value += w.bias[n];
+            float& target = y[m * ldy + n];
+            target = add ? target + value : value;
+        }
+}
+
+void prepare_rows(Format format, const float* x, int64_t k, Rows& out, int64_t first, int64_t last) {
+    const int64_t stride = padded(k), n_sums = sums_per_row(k);
+    for (int64_t m = first; m < last; ++m) {
+        const float* row = x + m * k;
+        if (format == Format::BF16) {
+            auto* to = const_cast<uint16_t*>(out.bf16) + m * stride;
+            for (int64_t i = 0; i < stride; ++i) to[i] = i < k ? bf16_of_float(row[i]) : uint16_t{0};
+            continue;
+        }
+        uint32_t bits = bits_of_float(kSmallestMaximum);  // compared as integers: NaN is above all numbers, and stays
+        for (int64_t i = 0; i < k; ++i) bits = std::max(bits, bits_of_float(row[i]) & 0x7fffffff);
+        const float largest = float_of_bits(bits), inverse = 127.0f / largest;
+        auto* codes = const_cast<int8_t*>(out.codes) + m * stride;
+        auto* sums = const_cast<int32_t*>(out.sums) + m * n_sums;
+        const_cast<float*>(out.scales)[m] = largest / 127.0f;
+        for (int64_t s = 0; s < n_sums; ++s) sums[s] = 0;
+        for (int64_t i = 0; i < stride; ++i) {
+            const float code = i < k ? std::nearbyint(row[i] * inverse) : 0.0f;
+            codes[i] = std::fabs(code) <= 127.0f ? int8_t(code) : int8_t{0};  // not finite: the scale says so
+            sums[1 + i / 32] += codes[i];
+            sums[0] += codes[i];
+        }
+    }
+}
+
+uint64_t sum_words(const uint64_t* words, int64_t n_words) {
+    uint64_t a = 0, b = 0, c = 0, d = 0;
+    int64_t i = 0;
+    for (; i + 4 <= n_words; i += 4) a += words[i], b += words[i + 1], c += words[i + 2], d += words[i + 3];
+    for (; i < n_words; ++i) a += words[i];
+    return a + b + c + d;
+}
+
+constexpr Kernels with_products(Kernels k) {
+    k.product = multiply_rows;
+    k.prepare_rows = prepare_rows;
+    k.sum_words = sum_words;
+    return k;
+}
+
+}  // namespace
+}  // namespace ts
+
 const ts::Kernels& ts::kernels_plain() {
-    static constexpr Kernels made = with_sampling(with_attention(with_elementwise(plain::with_products({}))));
+    static constexpr Kernels made = with_sampling(with_attention(with_elementwise(with_products({}))));
     return made;
 }

@@ -17,11 +17,11 @@ float power_for(float largest) {
     return std::ldexp(1.0f, fraction == 0.5f ? exponent - 1 : exponent);
 }
 
-// Calls make(bytes of the row, which a word is made of) for the steps [0, n_steps), and keeps the words in one lane.
+// Calls make(bytes of the row, which a word is made of) for the k_rows [0, n_k_rows), and keeps the words in one lane.
 template <int64_t Bytes, class Make>
-void pack_words(int64_t n_steps, const void* row, char* lane, Make make) {
+void pack_words(int64_t n_k_rows, const void* row, char* lane, Make make) {
     const auto* from = static_cast<const char*>(row);
-    for (int64_t s = 0; s < n_steps; ++s, from += Bytes, lane += layout::kKRowBytes) {
+    for (int64_t s = 0; s < n_k_rows; ++s, from += Bytes, lane += layout::kKRowBytes) {
         const uint32_t word = make(from);
         std::memcpy(lane, &word, 4);
     }
@@ -33,9 +33,9 @@ uint32_t word_at(const char* from) {
     return word;
 }
 
-// The steps that have all their inputs, a word at a time: what it is made of lies together in the row. Returns how
+// The k_rows that have all their inputs, a word at a time: what it is made of lies together in the row. Returns how
 // many.
-int64_t pack_whole_steps(Format format, int64_t k, const void* weight, int64_t row, char* lane) {
+int64_t pack_whole_k_rows(Format format, int64_t k, const void* weight, int64_t row, char* lane) {
     switch (format) {
         case Format::F32: pack_words<4>(k, static_cast<const float*>(weight) + row * k, lane, word_at); return k;
         case Format::BF16:
@@ -55,11 +55,11 @@ int64_t pack_whole_steps(Format format, int64_t k, const void* weight, int64_t r
     return 0;
 }
 
-// One output's inputs into its lane of the tile's steps; `weight` null: an output behind n.
-void pack_lane(Format format, int64_t k, const void* weight, int64_t row, char* steps, int64_t lane) {
-    const int64_t n_steps = layout::steps(format, k);
-    for (int64_t s = weight ? pack_whole_steps(format, k, weight, row, steps + lane * 4) : 0; s < n_steps; ++s) {
-        auto* word = reinterpret_cast<uint8_t*>(steps + s * layout::kKRowBytes + lane * 4);
+// One output's inputs into its lane of the panel's k_rows; `weight` null: an output behind n.
+void pack_lane(Format format, int64_t k, const void* weight, int64_t row, char* k_rows, int64_t lane) {
+    const int64_t n_k_rows = layout::k_rows(format, k);
+    for (int64_t s = weight ? pack_whole_k_rows(format, k, weight, row, k_rows + lane * 4) : 0; s < n_k_rows; ++s) {
+        auto* word = reinterpret_cast<uint8_t*>(k_rows + s * layout::kKRowBytes + lane * 4);
         switch (format) {
             case Format::F32: {
                 const float value = weight ? static_cast<const float*>(weight)[row * k + s] : 0.0f;
@@ -98,22 +98,22 @@ void pack_lane(Format format, int64_t k, const void* weight, int64_t row, char* 
 
 int64_t packed_bytes(Format format, int32_t group, int64_t n, int64_t k) {
     const bool scaled = format != Format::F32 && format != Format::BF16;
-    return layout::tiles(n) * (layout::tile_bytes(format, group, k) + (scaled ? kPanelOutputs * 4 : 0));
+    return layout::panels(n) * (layout::panel_bytes(format, group, k) + (scaled ? kPanelOutputs * 4 : 0));
 }
 
 void pack(Format format, int32_t group, int64_t n, int64_t k, const void* weight, const float* scales,
           const uint8_t* zeros, void* packed, int64_t n0, int64_t n1) {
-    const int64_t tile_bytes = layout::tile_bytes(format, group, k), head = layout::head_bytes(format, group, k);
+    const int64_t panel_bytes = layout::panel_bytes(format, group, k), head = layout::head_bytes(format, group, k);
     const int64_t n_groups = format == Format::INT4 ? layout::groups(k, group) : 0;
     auto* to = static_cast<char*>(packed);
-    auto* output_scales = reinterpret_cast<float*>(to + layout::tiles(n) * tile_bytes);
-    for (int64_t t = n0 / kPanelOutputs; t < layout::tiles(n1); ++t) {
-        char* tile = to + t * tile_bytes;
-        std::memset(tile, 0, size_t(head));
+    auto* output_scales = reinterpret_cast<float*>(to + layout::panels(n) * panel_bytes);
+    for (int64_t t = n0 / kPanelOutputs; t < layout::panels(n1); ++t) {
+        char* panel = to + t * panel_bytes;
+        std::memset(panel, 0, size_t(head));
         for (int64_t lane = 0; lane < kPanelOutputs; ++lane) {
             const int64_t row = t * kPanelOutputs + lane;
             const bool inside = row < n;
-            pack_lane(format, k, inside ? weight : nullptr, row, tile + head, lane);
+            pack_lane(format, k, inside ? weight : nullptr, row, panel + head, lane);
             if (format == Format::W8A8 || format == Format::INT8) output_scales[row] = inside ? scales[row] : 0.0f;
             if (format != Format::INT4) continue;
             float largest = 0;
@@ -122,8 +122,8 @@ void pack(Format format, int32_t group, int64_t n, int64_t k, const void* weight
             output_scales[row] = power;
             for (int64_t g = 0; g < n_groups; ++g) {
                 const uint16_t scale = inside ? fp16_of_unit(scales[row * n_groups + g] / power) : uint16_t{0};
-                std::memcpy(tile + (g * kPanelOutputs + lane) * 2, &scale, 2);
-                tile[n_groups * kPanelOutputs * 2 + g * kPanelOutputs + lane] =
+                std::memcpy(panel + (g * kPanelOutputs + lane) * 2, &scale, 2);
+                panel[n_groups * kPanelOutputs * 2 + g * kPanelOutputs + lane] =
                     char(inside && zeros ? zeros[row * n_groups + g] : 8);
             }
         }

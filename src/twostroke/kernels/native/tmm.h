@@ -1,5 +1,5 @@
-// The processor's matrix tiles (AMX): eight registers of up to 16 rows of 64 bytes. With TS_EMULATE_TILES the same
-// operations in plain C++, by which the code above them is tested on processors without tiles.
+// The processor's matrix registers (AMX): eight registers of up to 16 rows of 64 bytes. With TS_EMULATE_AMX the same
+// operations in plain C++, by which the code above them is tested on processors without them.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -7,40 +7,40 @@
 namespace ts {
 namespace {
 
-// Rows and bytes a row of each tile, as ldtilecfg reads them.
-struct alignas(64) TileShapes {
+// Rows and bytes a row of each register, as ldtilecfg reads them.
+struct alignas(64) TmmShapes {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
 };
-static_assert(sizeof(TileShapes) == 64);
+static_assert(sizeof(TmmShapes) == 64);
 
-#ifdef TS_EMULATE_TILES
+#ifdef TS_EMULATE_AMX
 
-struct EmulatedTiles {
-    TileShapes shapes;
+struct EmulatedTmm {
+    TmmShapes shapes;
     uint8_t data[8][16][64];
 };
-thread_local EmulatedTiles emulated;
+thread_local EmulatedTmm emulated;
 
-inline void shape_tiles(const TileShapes& shapes) {
+inline void shape_tmm(const TmmShapes& shapes) {
     emulated.shapes = shapes;
     std::memset(emulated.data, 0, sizeof emulated.data);
 }
-inline void release_tiles() { emulated.shapes = TileShapes{}; }
+inline void release_tmm() { emulated.shapes = TmmShapes{}; }
 
 template <int Tmm>
-inline void zero_tile() {
+inline void zero_tmm() {
     std::memset(emulated.data[Tmm], 0, sizeof emulated.data[Tmm]);
 }
 template <int Tmm>
-inline void load_tile(const void* from, int64_t stride) {
-    zero_tile<Tmm>();
+inline void load_tmm(const void* from, int64_t stride) {
+    zero_tmm<Tmm>();
     for (int r = 0; r < emulated.shapes.rows[Tmm]; ++r)
         std::memcpy(emulated.data[Tmm][r], static_cast<const char*>(from) + r * stride, emulated.shapes.row_bytes[Tmm]);
 }
 template <int Tmm>
-inline void store_tile(void* to, int64_t stride) {
+inline void store_tmm(void* to, int64_t stride) {
     for (int r = 0; r < emulated.shapes.rows[Tmm]; ++r)
         std::memcpy(static_cast<char*>(to) + r * stride, emulated.data[Tmm][r], emulated.shapes.row_bytes[Tmm]);
 }
@@ -88,19 +88,19 @@ inline void add_bf16_products() {
 
 #else
 
-inline void shape_tiles(const TileShapes& shapes) { __asm__ volatile("ldtilecfg %0" : : "m"(shapes)); }
-inline void release_tiles() { __asm__ volatile("tilerelease"); }
+inline void shape_tmm(const TmmShapes& shapes) { __asm__ volatile("ldtilecfg %0" : : "m"(shapes)); }
+inline void release_tmm() { __asm__ volatile("tilerelease"); }
 
 template <int Tmm>
-inline void zero_tile() {
+inline void zero_tmm() {
     __asm__ volatile("tilezero %%tmm%c0" : : "i"(Tmm));
 }
 template <int Tmm>
-inline void load_tile(const void* from, int64_t stride) {
+inline void load_tmm(const void* from, int64_t stride) {
     __asm__ volatile("tileloadd (%1,%2,1), %%tmm%c0" : : "i"(Tmm), "r"(from), "r"(stride) : "memory");
 }
 template <int Tmm>
-inline void store_tile(void* to, int64_t stride) {
+inline void store_tmm(void* to, int64_t stride) {
     __asm__ volatile("tilestored %%tmm%c0, (%1,%2,1)" : : "i"(Tmm), "r"(to), "r"(stride) : "memory");
 }
 template <int SUM, int SIGNED, int UNSIGNED>

@@ -1,0 +1,289 @@
+// The products of packed matrices, once for all instruction sets, over vectors of sixteen lanes: a panel's outputs. The
+// file that includes this one has included the instruction set's vectors_<name>.h before: the two types F32x16 and
+// I32x16, what is done with them, and how many rows and panels its registers hold.
+#pragma once
+#include "blocks.h"
+#include "kernels.h"
+
+namespace ts {
+namespace {
+
+// y[row, 16 outputs of the panel] = value (+ bias) (+ what was there).
+TS_INLINE void write(const ProductArgs& to, int64_t row, int64_t panel, F32x16 value) {
+    const int64_t n = panel * kPanelOutputs, left = to.w.n - n;
+    float* y = to.y + row * to.ldy + n;
+    if (to.w.bias) value = add(value, load_first(to.w.bias + n, left));
+    if (to.add) value = add(load_first(y, left), value);
+    store_first(y, value, left);
+}
+
+TS_INLINE F32x16 scales_of(const ProductArgs& to, int64_t panel) {
+    return load_floats(layout::output_scales(to.w) + panel * kPanelOutputs);
+}
+
+TS_INLINE I32x16 broadcast_word(const void* p) {
+    int32_t bits;
+    __builtin_memcpy(&bits, p, 4);
+    return broadcast(bits);
+}
+
+// The words of a row of one of T panels side by side, when what comes later is on its way.
+TS_INLINE I32x16 fetch_words(const char* from, int64_t distance) {
+    __builtin_prefetch(from + distance, 0, 3);
+    return load_words(from);
+}
+
+struct W8A8 {
+    template <int R, int T>
+    static void block(const ProductArgs& to, int64_t row, int64_t panel) {
+        const int64_t k = padded(to.w.k), n_k_rows = k / 4, panel_bytes = n_k_rows * kKRowBytes;
+        const char* weights = layout::panel(to.w, panel);
+        const RowPointers<int8_t, R> codes(to.rows.codes + row * k, k);
+        I32x16 sum[R][T];
+        TS_EACH(r, R)
+            TS_EACH(t, T) sum[r][t] = zero_words();
+        for_k_rows<T>(to, n_k_rows, panel_bytes,
+                      [&](int64_t s, int64_t first, int64_t others) __attribute__((always_inline)) {
+            I32x16 w[T];
+            TS_EACH(t, T) w[t] = fetch_words(weights + t * panel_bytes + s * kKRowBytes, t == 0 ? first : others);
+            TS_EACH(r, R) {
+                const I32x16 a = broadcast_word(codes[r] + s * 4);
+                TS_EACH(t, T) add_code_products(sum[r][t], w[t], a);
+            }
+        });
+        const int64_t n_sums = sums_per_row(to.w.k);
+        TS_EACH(r, R) {
+            // Weights may be read as unsigned, 128 too large: Σ(w + 128)·a − 128·Σa.
+            const I32x16 excess = broadcast(kCodeExcess * to.rows.sums[(row + r) * n_sums]);
+            const F32x16 row_scale = broadcast(to.rows.scales[row + r]);
+            TS_EACH(t, T) {
+                const F32x16 exact = to_floats(subtract(sum[r][t], excess));
+                write(to, row + r, panel + t, multiply(multiply(exact, row_scale), scales_of(to, panel + t)));
+            }
+        }
+    }
+};
+
+struct Int8 {
+    template <int J, int R, int T>
+    TS_INLINE void add_input(const RowPointers<float, R>& x, int64_t s, const I32x16 (&w)[T], F32x16 (&sum)[R][T]) {
+        F32x16 value[T];
+        TS_EACH(t, T) value[t] = code_of<J>(w[t]);
+        TS_EACH(r, R) {
+            const F32x16 a = broadcast(x[r][s * 4 + J]);
+            TS_EACH(t, T) sum[r][t] = fma(a, value[t], sum[r][t]);
+        }
+    }
+    template <int R, int T>
+    static void block(const ProductArgs& to, int64_t row, int64_t panel) {
+        const int64_t k = to.w.k, panel_bytes = layout::panel_bytes(Format::INT8, 0, k);
+        const char* weights = layout::panel(to.w, panel);
+        const RowPointers<float, R> x(to.rows.f32 + row * k, k);
+        F32x16 sum[R][T];
+        TS_EACH(r, R)
+            TS_EACH(t, T) sum[r][t] = zero_floats();
+        const auto k_row = [&](int64_t s, int n_inputs, int64_t first, int64_t others) __attribute__((always_inline)) {
+            I32x16 w[T];
+            TS_EACH(t, T) w[t] = fetch_words(weights + t * panel_bytes + s * kKRowBytes, t == 0 ? first : others);
+            add_input<0>(x, s, w, sum);
+            if (n_inputs > 1) add_input<1>(x, s, w, sum);
+            if (n_inputs > 2) add_input<2>(x, s, w, sum);
+            if (n_inputs > 3) add_input<3>(x, s, w, sum);
+        };
+        for_k_rows<T>(to, k / 4, panel_bytes,
+                      [&](int64_t s, int64_t first, int64_t others)
+                          __attribute__((always_inline)) { k_row(s, 4, first, others); });
+        if (k % 4) k_row(k / 4, int(k % 4), 0, 0);
+        TS_EACH(r, R)
+            TS_EACH(t, T) write(to, row + r, panel + t, multiply(sum[r][t], scales_of(to, panel + t)));
+    }
+};
+
+struct F32 {
+    template <int R, int T>
+    static void block(const ProductArgs& to, int64_t row, int64_t panel) {
+        const int64_t k = to.w.k, panel_bytes = k * kKRowBytes;
+        const char* weights = layout::panel(to.w, panel);
+        const RowPointers<float, R> x(to.rows.f32 + row * k, k);
+        F32x16 sum[R][T];
+        TS_EACH(r, R)
+            TS_EACH(t, T) sum[r][t] = zero_floats();
+        for_k_rows<T>(to, k, panel_bytes, [&](int64_t s, int64_t first, int64_t others) __attribute__((always_inline)) {
+            F32x16 w[T];
+            TS_EACH(t, T) {
+                const char* from = weights + t * panel_bytes + s * kKRowBytes;
+                __builtin_prefetch(from + (t == 0 ? first : others), 0, 3);
+                w[t] = load_floats(from);
+            }
+            TS_EACH(r, R) {
+                const F32x16 a = broadcast(x[r][s]);
+                TS_EACH(t, T) sum[r][t] = fma(a, w[t], sum[r][t]);
+            }
+        });
+        TS_EACH(r, R)
+            TS_EACH(t, T) write(to, row + r, panel + t, sum[r][t]);
+    }
+};
+
+struct Bf16 {
+    template <int R, int T>
+    static void block(const ProductArgs& to, int64_t row, int64_t panel) {
+        const int64_t k = padded(to.w.k), n_k_rows = k / 2, panel_bytes = n_k_rows * kKRowBytes;
+        const char* weights = layout::panel(to.w, panel);
+        const RowPointers<uint16_t, R> x(to.rows.bf16 + row * k, k);
+        F32x16 sum[R][T];
+        TS_EACH(r, R)
+            TS_EACH(t, T) sum[r][t] = zero_floats();
+        for_k_rows<T>(to, n_k_rows, panel_bytes,
+                      [&](int64_t s, int64_t first, int64_t others) __attribute__((always_inline)) {
+            I32x16 w[T];
+            TS_EACH(t, T) w[t] = fetch_words(weights + t * panel_bytes + s * kKRowBytes, t == 0 ? first : others);
+            TS_EACH(r, R) {
+                const I32x16 a = broadcast_word(x[r] + s * 2);
+                TS_EACH(t, T) add_bf16_products(sum[r][t], w[t], a);
+            }
+        });
+        TS_EACH(r, R)
+            TS_EACH(t, T) write(to, row + r, panel + t, sum[r][t]);
+    }
+};
+
+struct Int4 {
+    template <int R, int T>
+    static void block(const ProductArgs& to, int64_t row, int64_t panel) {
+        const int64_t k = padded(to.w.k), n_k_rows = k / 8, n_groups = layout::groups(to.w.k, to.w.group);
+        const int64_t group_k_rows = to.w.group / 8, head = layout::head_bytes(Format::INT4, to.w.group, to.w.k);
+        const int64_t panel_bytes = head + n_k_rows * kKRowBytes;
+        const char* weights = layout::panel(to.w, panel);
+        const RowPointers<int8_t, R> codes(to.rows.codes + row * k, k);
+        const PrefetchDistance<T> ahead(to, n_k_rows * kKRowBytes, panel_bytes);
+        const float* code_sums = group_sums.values + row * n_groups;
+        constexpr int kAtOnce = Int4Blocking::panels_at_once(T);
+        F32x16 total[R][T];
+        TS_EACH(r, R)
+            TS_EACH(t, T) total[r][t] = zero_floats();
+        for (int64_t g = 0; g < n_groups; ++g) {
+            I32x16 sum[R][T];
+            TS_EACH(r, R)
+                TS_EACH(t, T) sum[r][t] = zero_words();
+            const int64_t end = (g + 1) * group_k_rows < n_k_rows ? (g + 1) * group_k_rows : n_k_rows;
+            const bool past_end = end * kKRowBytes + ahead.distance > n_k_rows * kKRowBytes;
+            const int64_t first = past_end ? ahead.first_past_end : ahead.first;
+            const int64_t others = past_end ? ahead.others_past_end : ahead.others;
+            for (int64_t exact = g * group_k_rows; exact < end; exact += kNibbleKRows) {  // 4 or multiples in a group
+                NibbleSum narrow[R][T];
+                TS_EACH(r, R)
+                    TS_EACH(t, T) narrow[r][t] = nibble_sum(sum[r][t]);
+                for (int64_t s = exact; s < exact + kNibbleKRows; ++s) {
+                    TS_EACH(part, T / kAtOnce) {
+                        const int panel0 = part * kAtOnce;
+                        I32x16 low[kAtOnce], high[kAtOnce];
+                        TS_EACH(t, kAtOnce) {
+                            const char* from = weights + (panel0 + t) * panel_bytes + head + s * kKRowBytes;
+                            const I32x16 w = fetch_words(from, panel0 + t == 0 ? first : others);
+                            low[t] = low_nibbles(w);
+                            high[t] = high_nibbles(w);
+                        }
+                        TS_EACH(r, R) {
+                            const I32x16 a = broadcast_word(codes[r] + s * 8), b = broadcast_word(codes[r] + s * 8 + 4);
+                            TS_EACH(t, kAtOnce) add_nibble_products(narrow[r][panel0 + t], low[t], high[t], a, b);
+                        }
+                    }
+                }
+                TS_EACH(r, R)
+                    TS_EACH(t, T) sum[r][t] = with_nibbles(sum[r][t], narrow[r][t]);
+            }
+            TS_EACH(t, T) {
+                const char* from = weights + t * panel_bytes;
+                const F32x16 scale = load_fp16(from + g * 32), zero = load_uint8(from + n_groups * 32 + g * 16);
+                TS_EACH(r, R) {
+                    const F32x16 code_sum = broadcast(code_sums[r * n_groups + g]);
+                    total[r][t] = fma(scale, fnma(zero, code_sum, to_floats(sum[r][t])), total[r][t]);
+                }
+            }
+        }
+        TS_EACH(r, R) {
+            const F32x16 row_scale = broadcast(to.rows.scales[row + r]);
+            TS_EACH(t, T)
+                write(to, row + r, panel + t, multiply(multiply(total[r][t], row_scale), scales_of(to, panel + t)));
+        }
+    }
+};
+
+template <class Kernel, class Blocking = RegisterBlocking>
+void product_by(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
+    walk<Kernel, Blocking>(ProductArgs{w, rows, y, ldy, add}, n0 / kPanelOutputs, layout::panels(n1));
+}
+
+void multiply_rows(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
+    switch (w.format) {
+        case Format::F32: return product_by<F32>(w, rows, n0, n1, y, ldy, add);
+        case Format::BF16: return product_by<Bf16>(w, rows, n0, n1, y, ldy, add);
+        case Format::W8A8: return product_by<W8A8>(w, rows, n0, n1, y, ldy, add);
+        case Format::INT8: return product_by<Int8>(w, rows, n0, n1, y, ldy, add);
+        case Format::INT4: sum_groups(w, rows); return product_by<Int4, Int4Blocking>(w, rows, n0, n1, y, ldy, add);
+    }
+}
+
+void quantize_row(const float* x, int64_t k, int8_t* codes, float& scale, int32_t* sums) {
+    I32x16 largest[2] = {magnitude_bits(broadcast(kSmallestMaximum)), zero_words()};
+    for (int64_t i = 0; i < k; i += 32) {
+        largest[0] = greater_words(largest[0], magnitude_bits(load_first(x + i, k - i)));
+        largest[1] = greater_words(largest[1], magnitude_bits(load_first(x + i + 16, k - i - 16)));
+    }
+    const int32_t bits = greatest_word(greater_words(largest[0], largest[1]));
+    float maximum;
+    __builtin_memcpy(&maximum, &bits, 4);
+    scale = maximum / 127.0f;
+    const F32x16 inverse = broadcast(127.0f / maximum);
+    sums[0] = 0;
+    for (int64_t i = 0; i < k; i += 32) {
+        const F32x16 first = load_first(x + i, k - i), second = load_first(x + i + 16, k - i - 16);
+        sums[1 + i / 32] = store_codes(codes + i, codes_of_floats(multiply(first, inverse)),
+                                       codes_of_floats(multiply(second, inverse)));
+        sums[0] += sums[1 + i / 32];
+    }
+}
+
+void prepare_rows(Format format, const float* x, int64_t k, Rows& out, int64_t first, int64_t last) {
+    const int64_t stride = padded(k), n_sums = sums_per_row(k);
+    for (int64_t m = first; m < last; ++m) {
+        const float* row = x + m * k;
+        if (format == Format::BF16) {
+            auto* to = const_cast<uint16_t*>(out.bf16) + m * stride;
+            for (int64_t i = 0; i < stride; i += 16) store_bf16(to + i, load_first(row + i, k - i));
+        } else {
+            quantize_row(row, k, const_cast<int8_t*>(out.codes) + m * stride, const_cast<float*>(out.scales)[m],
+                         const_cast<int32_t*>(out.sums) + m * n_sums);
+        }
+    }
+}
+
+// In streams side by side, as the products of one row read panels: the processor fetches several ahead at once.
+uint64_t sum_words(const uint64_t* words, int64_t n_words) {
+    constexpr int64_t kStream = 4096;  // words of each at a time
+    constexpr int kStreams = RegisterBlocking::panels_of(1);
+    I32x16 sums[kStreams];
+    TS_EACH(j, kStreams) sums[j] = zero_words();
+    int64_t i = 0;
+    for (; i + kStreams * kStream <= n_words; i += kStreams * kStream)
+        for (int64_t at = i; at < i + kStream; at += 8)
+            TS_EACH(j, kStreams) {
+                const char* from = reinterpret_cast<const char*>(words + at + j * kStream);
+                sums[j] = add_quads(sums[j], fetch_words(from, kPrefetchDistanceBytes / kStreams));
+            }
+    uint64_t all = 0;
+    TS_EACH(j, kStreams) all += sum_of_quads(sums[j]);
+    for (; i < n_words; ++i) all += words[i];
+    return all;
+}
+
+constexpr Kernels with_products(Kernels k) {
+    k.product = multiply_rows;
+    k.prepare_rows = prepare_rows;
+    k.sum_words = sum_words;
+    return k;
+}
+
+}  // namespace
+}  // namespace ts
