@@ -21,9 +21,8 @@ from typing import Any
 import torch
 
 from small_models import lively
-from twostroke.core.engines import CACHE_TYPES
 from twostroke.core.errors import CapacityError, ConfigError, InputError
-from twostroke.core.schemes import WEIGHTS
+from twostroke.core.schemes import CACHE_TYPES, WEIGHTS
 from twostroke.core.spec import ModelSpec
 from twostroke.engine import native_sampling
 from twostroke.engine.core import EngineConfig, EngineCore

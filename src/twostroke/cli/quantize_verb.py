@@ -26,12 +26,14 @@ def quantize(
     scheme: str = typer.Option(DEFAULT_WRITTEN, help=f"How to hold the matrices: {', '.join(WRITTEN)}."),
     calibration: list[str] = typer.Option(
         [],
-        help="Files, folders or globs of text that int4's rounding is fitted to. Default: what the model's run trained on, "
-        "or text that the model writes itself.",
+        help="Files, folders or globs of text that the rounding of groups is fitted to. Default: what the model's run trained "
+        "on, or text that the model writes itself.",
     ),
     nearest: bool = typer.Option(False, "--nearest", help="Round every weight to its nearest code, without calibration."),
     max_kl: float | None = typer.Option(
-        None, min=0.0, help="Most KL to the model, in nats a token, before int4 holds matrices in int8. Default: 0.02."
+        None,
+        min=0.0,
+        help="Most KL to the model, in nats a token, before matrices in groups get 8 bits. Default: 0.02.",
     ),
     replace: bool = typer.Option(False, "--replace", help="Replace what is in the directory."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),

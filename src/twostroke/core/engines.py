@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from twostroke.core.schemes import WEIGHTS
+from twostroke.core.schemes import CACHE_TYPES, WEIGHTS
 from twostroke.core.spec import ModelSpec
 
 Method = Literal["pretrain", "full", "lora", "qlora"]
@@ -19,9 +19,6 @@ METHODS: tuple[str, ...] = get_args(Method)
 TRAINING_TYPES: tuple[str, ...] = get_args(TrainingType)
 OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
 RECOMPUTATIONS: tuple[str, ...] = get_args(Recomputation)
-
-CACHE_TYPES = ("bf16", "fp32", "int8")
-"""How it holds keys and values."""
 
 WEIGHT_CHOICES, CACHE_CHOICES = (f"auto, {', '.join(names[:-1])} or {names[-1]}" for names in (WEIGHTS, CACHE_TYPES))
 """For help texts."""

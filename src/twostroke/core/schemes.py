@@ -252,3 +252,30 @@ def written_scheme(name: str) -> Scheme:
 def published_schemes(method: object) -> tuple[Scheme, ...]:
     """Those whose published checkpoints have ``method`` as their ``quant_method``; several differ in bits."""
     return tuple(row for row in _ROWS if method in row.published)
+
+
+@dataclass(frozen=True)
+class CacheType:
+    """How keys and values are cached: ``name`` is the type of an element, with ``scale_bytes`` for each head's key and value.
+    ``native`` is the native library's number; None: planned only."""
+
+    name: str
+    scale_bytes: float = 0.0
+    native: int | None = None
+
+    @property
+    def scaled(self) -> bool:
+        """Whether elements are codes with scales."""
+        return self.scale_bytes > 0
+
+
+_CACHES = (
+    CacheType("fp32", native=0),
+    CacheType("bf16", native=1),
+    CacheType("fp16"),
+    CacheType("fp8"),
+    CacheType("int8", 4.0, native=2),
+)
+CACHES: dict[str, CacheType] = {row.name: row for row in _CACHES}
+CACHE_TYPES = tuple(row.name for row in _CACHES if row.native is not None)
+"""How our engine caches."""

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from twostroke.core import policy
 from twostroke.core.crossovers import Crossovers
-from twostroke.core.engines import CACHE_TYPES
 from twostroke.core.errors import CapacityError, ConfigError, InputError
 from twostroke.core.families import read_spec
 from twostroke.core.profile import load_profile
-from twostroke.core.schemes import WEIGHTS, scheme_of
+from twostroke.core.schemes import CACHE_TYPES, CACHES, WEIGHTS, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.core.units import format_bytes
 from twostroke.engine.key_offset import centre_keys
@@ -172,7 +171,7 @@ class EngineCore:
             kv_dtype = scheme_of(self.plan.weights).kept
         scheduler_config = _fit(self.spec, self.config, kv_dtype)
         self.scheduler = Scheduler(scheduler_config)
-        make_pool = TiledKVPool if native or kv_dtype == "int8" else KVPool
+        make_pool = TiledKVPool if native or CACHES[kv_dtype].scaled else KVPool
         pool = make_pool(self.spec, scheduler_config.n_pages, scheduler_config.page_tokens, kv_dtype)
         self.pool: KVPool | TiledKVPool = pool
         self._runner: NativeRunner | TorchRunner
@@ -186,7 +185,7 @@ class EngineCore:
         self._prompt_scores = PromptScores()
         self._counts = EngineStats(pages_total=scheduler_config.n_pages)
         self._meter = StepMeter(self.spec, self.plan.step_bytes, token_bytes(self.spec, kv_dtype))
-        if kv_dtype == "int8":
+        if CACHES[kv_dtype].scaled:
             centre_keys(self)
         self.load_s = time.perf_counter() - began
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from twostroke.core.dtypes import bytes_of
+from twostroke.core.schemes import CACHES
 from twostroke.core.spec import ModelSpec
 from twostroke.engine.memory import untouched_zeros
 
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
 
 def token_bytes(spec: ModelSpec, dtype: str) -> int:
     """Bytes of keys and values of one token in all layers: 2·L·K·D·bytes; in int8 with a scale, 4 bytes, a head of each."""
-    scale_bytes = 4 if dtype == "int8" else 0
-    return int(2 * spec.n_layers * spec.n_kv_heads * (spec.head_dim * bytes_of(dtype) + scale_bytes))
+    return int(2 * spec.n_layers * spec.n_kv_heads * (spec.head_dim * bytes_of(dtype) + CACHES[dtype].scale_bytes))
 
 
 def all_finite(heads: Tensor) -> bool:

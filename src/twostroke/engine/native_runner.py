@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from twostroke.core.errors import CapacityError, ConfigError
+from twostroke.core.schemes import CACHES
 from twostroke.engine import plan as p
 from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.kernels.native_library import library, why_absent
@@ -37,7 +38,6 @@ _KINDS = (
 )
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 _TABLE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_KV_TYPES = {"fp32": 0, "bf16": 1, "int8": 2}
 _I32, _I64, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 
 
@@ -117,10 +117,10 @@ class NativeRunner:
             layer = op.layer if isinstance(op, p.Attend) else layer
             made.layer = layer if isinstance(op, p.AddNarrowed) else made.layer
         frequencies = self._hold(inverse_frequencies(spec)) if spec.positions == "rope" else None
-        scales = [pool.key_scales.data_ptr(), pool.value_scales.data_ptr()] if pool.dtype == "int8" else [None, None]
+        scales = [pool.key_scales.data_ptr(), pool.value_scales.data_ptr()] if pool.scaled else [None, None]
         sizes = (spec.d_model, spec.n_heads, spec.n_kv_heads, spec.head_dim, spec.d_ff, spec.vocab_size, spec.n_layers)
         places = (pool.keys.data_ptr(), pool.values.data_ptr(), *scales)
-        kv_type = _KV_TYPES[pool.dtype]
+        kv_type = CACHES[pool.dtype].native
         model = _CModel(
             *sizes, frequencies, ctypes.addressof(ops), len(ops), kv_type, 0, pool.page_tokens, pool.n_slots, *places
         )
@@ -219,7 +219,7 @@ class NativeRunner:
                 made.bias = self._hold(op.bias.float())
         elif isinstance(op, p.TurnAndStore):
             made.layer, made.choice = op.layer, int(op.rotary)
-            if self.pool.dtype == "int8":
+            if self.pool.scaled:
                 made.bias = self.pool.key_offset[op.layer].data_ptr()
         elif isinstance(op, p.Attend):
             made.layer, made.window = op.layer, op.window or 0

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from twostroke.core.dtypes import TORCH_NAMES
+from twostroke.core.schemes import CACHES
 from twostroke.core.spec import ModelSpec
 from twostroke.engine.kv_pool import all_finite, poison, token_bytes
 from twostroke.engine.memory import untouched_zeros
@@ -19,9 +21,6 @@ if TYPE_CHECKING:
 TILE = 16
 SLACK = 256
 """Bytes behind the arrays that whole vectors may read and nothing is made of."""
-
-TYPES = {"fp32": (torch.float32, 1), "bf16": (torch.bfloat16, 2), "int8": (torch.int8, 2)}
-"""Torch's type, and how many neighbouring numbers of a row lie side by side."""
 
 
 class TiledKVPool:
@@ -41,13 +40,15 @@ class TiledKVPool:
         self.n_kv_heads, self.head_dim = spec.n_kv_heads, spec.head_dim
         self.n_slots = -(-n_pages * page_tokens // TILE) * TILE
         self.n_bytes = token_bytes(spec, dtype) * n_pages * page_tokens
-        held, pair = TYPES[dtype]
+        self.scaled = CACHES[dtype].scaled
+        held = getattr(torch, TORCH_NAMES[dtype])
+        self.pair = pair = 1 if dtype == "fp32" else 2
         heads = (spec.n_layers, spec.n_kv_heads, self.n_slots // TILE)
         self.keys = self._zeros((*heads, -(-spec.head_dim // pair), TILE, pair), held)
         self.values = self._zeros((*heads, TILE // pair, spec.head_dim, pair), held)
-        n_scales = (spec.n_layers, spec.n_kv_heads, self.n_slots if dtype == "int8" else 0)
+        n_scales = (spec.n_layers, spec.n_kv_heads, self.n_slots if self.scaled else 0)
         self.key_scales, self.value_scales = (self._zeros(n_scales, torch.float32) for _ in range(2))
-        self.key_offset = torch.zeros((spec.n_layers if dtype == "int8" else 0, spec.n_kv_heads, spec.head_dim))
+        self.key_offset = torch.zeros((spec.n_layers if self.scaled else 0, spec.n_kv_heads, spec.head_dim))
 
     @staticmethod
     def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -56,13 +57,13 @@ class TiledKVPool:
 
     def write(self, layer: int, slots: Tensor, heads: Float[Tensor, "2K n D"]) -> None:
         """Keys and values of new tokens into their slots."""
-        held = heads.float() if self.dtype == "int8" else heads.to(self.keys.dtype).float()
+        held = heads.float() if self.scaled else heads.to(self.keys.dtype).float()
         if not all_finite(held):
             held = poison(held)
             self.poisoned = True
         new_keys, new_values = held.split(self.n_kv_heads)
-        tile, lane, pair = slots // TILE, slots % TILE, TYPES[self.dtype][1]
-        if self.dtype == "int8":
+        tile, lane, pair = slots // TILE, slots % TILE, self.pair
+        if self.scaled:
             new_keys = self._codes(new_keys - self.key_offset[layer][:, None], self.key_scales[layer], slots)
             new_values = self._codes(new_values, self.value_scales[layer], slots)
         new_keys = torch.nn.functional.pad(new_keys, (0, -self.head_dim % pair)).unflatten(2, (-1, pair))
@@ -89,10 +90,10 @@ class TiledKVPool:
         return (pages.clamp_min(0)[:, None] * self.page_tokens + torch.arange(self.page_tokens)).flatten()
 
     def _read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        tile, lane, pair = slots // TILE, slots % TILE, TYPES[self.dtype][1]
+        tile, lane, pair = slots // TILE, slots % TILE, self.pair
         keys = self.keys[layer][:, tile, :, lane].float().flatten(2)[..., : self.head_dim].transpose(0, 1)
         values = self.values[layer][:, tile, lane // pair, :, lane % pair].float().transpose(0, 1)
-        if self.dtype == "int8":
+        if self.scaled:
             keys = keys * self.key_scales[layer][:, slots, None]
             values = values * self.value_scales[layer][:, slots, None]
         return keys, values
@@ -100,12 +101,12 @@ class TiledKVPool:
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """What the first page of each pair holds, in every layer, into the second."""
         sources, targets = (self._slots(torch.tensor(pages)) for pages in zip(*pairs, strict=True))
-        pair = TYPES[self.dtype][1]
+        pair = self.pair
         (tile, lane), (to_tile, to_lane) = ((slots // TILE, slots % TILE) for slots in (sources, targets))
         for layer in range(self.keys.shape[0]):
             keys, values = self.keys[layer], self.values[layer]
             keys[:, to_tile, :, to_lane] = keys[:, tile, :, lane]
             values[:, to_tile, to_lane // pair, :, to_lane % pair] = values[:, tile, lane // pair, :, lane % pair]
-        if self.dtype == "int8":
+        if self.scaled:
             self.key_scales[:, :, targets] = self.key_scales[:, :, sources]
             self.value_scales[:, :, targets] = self.value_scales[:, :, sources]

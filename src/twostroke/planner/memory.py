@@ -10,10 +10,12 @@ from twostroke.core.dtypes import bytes_of
 from twostroke.core.policy import NF4_BLOCK, NF4_SCALE_BLOCK, attends_explicitly, fits_native_attention, query_blocks
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.params import LayerKind, Parameters, layer_kinds
-from twostroke.planner.weights import FP32
 
 if TYPE_CHECKING:
     from twostroke.planner.hardware import Hardware
+
+FP32 = 4.0
+"""Bytes."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from twostroke.core.policy import (
     WEIGHT_ONLY_MULTIPLE,
     default_pages,
 )
-from twostroke.core.schemes import MIXED, NATIVE, PLANNED, TORCH_STEPS, WEIGHTS, scheme_of
+from twostroke.core.schemes import CACHES, MIXED, NATIVE, PLANNED, TORCH_STEPS, WEIGHTS, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.planner import native_passes, native_products
 from twostroke.planner.cost import Cost, TokenPrices, cost_of, token_prices, usd_per_million_tokens
@@ -46,7 +46,7 @@ from twostroke.scheduling.step import logits_bytes
 
 HEAD_DTYPES = ("auto", *WEIGHTS)
 
-CACHE_DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8", "int8")
+CACHE_DTYPES = ("auto", *CACHES)
 
 GPU_MEMORY_UTILISATION = 0.9
 CPU_MEMORY_UTILISATION = 0.5

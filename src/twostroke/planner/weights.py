@@ -5,12 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from twostroke.core.dtypes import bytes_of
-from twostroke.core.schemes import Scheme, scheme_of
+from twostroke.core.schemes import CACHES, Scheme, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.params import LayerKind, Product, block_products, count_parameters, layer_kinds
-
-FP32 = 4.0
-"""Bytes."""
 
 
 def quantises(how: Scheme, product: Product, of_experts: bool) -> bool:
@@ -84,10 +81,8 @@ def kv_bytes_per_token(spec: ModelSpec, dtype: str = "bf16") -> float:
 
 
 def kv_scale_bytes(kind: LayerKind, dtype: str) -> float:
-    """Bytes of the scales of one token in one layer of an int8 cache: 2·K·4 (of latent attention 4); none in other types."""
-    if dtype != "int8":
-        return 0.0
-    return FP32 * (1 if kind.latent_dim is not None else 2 * kind.n_kv_heads)
+    """Bytes of the scales of one token in one layer: 2·K scales, of latent attention one; none but in an int8 cache."""
+    return CACHES[dtype].scale_bytes * (1 if kind.latent_dim is not None else 2 * kind.n_kv_heads)
 
 
 def kv_bytes(spec: ModelSpec, dtype: str, n_tokens: float) -> float:
