@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from twostroke.core.profile import BandwidthPoint, Fingerprint, MachineProfile, MatmulPoint
+from twostroke.core.rates import NativeRates, NativeStep, StepPrices
 from twostroke.core.schemes import NATIVE_PRODUCTS
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import Hardware, hardware_from_profile
@@ -15,11 +17,11 @@ ROWS = (1, 16, 256, 4096)
 CLASSES = ((384, 384), (1536, 384), (4096, 384), (384, 1024), (2048, 2048), (384, 8192))
 
 
-def profile(extras: dict[str, float] | None = None) -> MachineProfile:
+def profile(**changes: Any) -> MachineProfile:
     """Two cores: bf16 products at 800 GFLOP/s and fp32 at 200, fewer with few rows; reads at 144 GB/s in cache, 74 beyond."""
     share = {1: 0.05, 16: 0.3, 256: 1.0, 4096: 1.0}
     rates = {"fp32": 200 * GFLOP, "bf16": 800 * GFLOP, "w8": 300 * GFLOP}
-    return MachineProfile(
+    made = MachineProfile(
         fingerprint=Fingerprint("AMD EPYC", 2, 24 * 2**30, ("avx512f", "avx512_bf16")),
         measured_at="2026-01-01T00:00:00Z",
         device="cpu",
@@ -33,12 +35,12 @@ def profile(extras: dict[str, float] | None = None) -> MachineProfile:
         op_launch_s=1e-6,
         linear_launch_s=3e-6,
         disk_write_bytes_per_s=2e9,
-        extras=extras or {},
     )
+    return dataclasses.replace(made, **changes)
 
 
-def machine(extras: dict[str, float] | None = None) -> Hardware:
-    return hardware_from_profile(profile(extras))
+def machine(**changes: Any) -> Hardware:
+    return hardware_from_profile(profile(**changes))
 
 
 def ideal_machine(**changes: object) -> Hardware:
@@ -57,15 +59,18 @@ def ideal_machine(**changes: object) -> Hardware:
 W0 = 128e6
 
 
-def native(rate: float = 1e12, **extras: float) -> Hardware:
+def native(
+    rate: float = 1e12, steps: tuple[NativeStep, ...] = (), prices: tuple[StepPrices, ...] = (), **changes: Any
+) -> Hardware:
     """A machine with the native engine's rates: every product at ``rate``, reading at 40 GB/s to 128 MB and 20 beyond 1 GB."""
     points = tuple(MatmulPoint(name, m, 512, 512, rate) for name in NATIVE_PRODUCTS for m in (1, 512))
     base = machine()
     return dataclasses.replace(
         base,
-        extras={**base.extras, "native_working_set_bytes": W0, **extras},
+        native=NativeRates(W0, steps, prices),
         matmul=(*base.matmul, *points),
         read_bandwidth=(BandwidthPoint(int(W0), 40e9), BandwidthPoint(10**9, 20e9)),
+        **changes,
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from machines import profile
-from twostroke.calibration.collectives import SIZES_BYTES, fit_ring, measure_between_processes, measured_link
+from twostroke.calibration.collectives import SIZES_BYTES, fit_ring, measure_between_processes
+from twostroke.core.rates import Ring
 from twostroke.planner.hardware import Link, hardware_from_profile
 from twostroke.planner.network import ring_all_reduce_s
 
@@ -25,15 +26,10 @@ def test_noise_makes_nothing_negative() -> None:
     assert 0 < rate < float("inf")
 
 
-def test_ranks_of_several_machines_measure_the_network() -> None:
-    points = [(1024.0, 1e-4), (2.0**20, 1e-3)]
-    assert set(measured_link(points, 2, between_nodes=True)) == {"network_alpha_s", "network_bytes_per_s", "network_ranks"}
-
-
 def test_a_profile_with_collectives_gives_a_measured_link() -> None:
     points = [(float(s), 1e-5 + s / 1e9) for s in SIZES_BYTES]
-    extras = measured_link(points, 2, between_nodes=False) | measured_link(points, 4, between_nodes=True)
-    hardware = hardware_from_profile(profile(extras))
+    rings = [Ring(*fit_ring(points, n_ranks), n_ranks) for n_ranks in (2, 4)]
+    hardware = hardware_from_profile(profile(link=rings[0], network=rings[1]))
     assert (hardware.link.kind, hardware.network.kind) == ("measured", "measured")
     assert hardware.link.bytes_per_s == pytest.approx(1e9)  # 2(n−1)/n is 1 for two ranks
     assert hardware.network.bytes_per_s == pytest.approx(1.5e9)
@@ -43,5 +39,7 @@ def test_a_profile_with_collectives_gives_a_measured_link() -> None:
 def test_two_processes_measure_their_link() -> None:
     """A loopback between two processes passes more than 10 MB/s and less than memory's 1 TB/s, on any machine."""
     found = measure_between_processes(2, "cpu")
-    assert 1e-7 < found["link_alpha_s"] < 1e-1
-    assert 1e7 < found["link_bytes_per_s"] < 1e12
+    assert found is not None
+    assert found.ranks == 2
+    assert 1e-7 < found.alpha_s < 1e-1
+    assert 1e7 < found.bytes_per_s < 1e12

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.profile import MachineProfile, MatmulPoint, load_profile, save_profile
 from twostroke.core.units import MIB
 from twostroke.kernels.native_library import library
-from twostroke.planner import latency
 from twostroke.planner.hardware import hardware_from_profile, load_hardware
 from twostroke.planner.serving import ServingShape, plan_serving
 from twostroke.planner.training import TrainingShape, plan_training
@@ -35,6 +33,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def numbers_in(value: Any) -> list[float]:
+    """Every number that ``value`` holds, flags and what was not measured aside."""
+    if dataclasses.is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [number for item in value for number in numbers_in(item)]
+    return [] if value is None or isinstance(value, str | bool) else [float(value)]
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +70,11 @@ def profile(notes: list[tuple[float, str]], tmp_path_factory: pytest.TempPathFac
 def test_every_rate_is_a_positive_finite_number(profile: MachineProfile) -> None:
     numbers = [profile.op_launch_s, profile.linear_launch_s, profile.disk_write_bytes_per_s, *profile.peak_flop_per_s.values()]
     numbers += [p.bytes_per_s for p in profile.read_bandwidth] + [p.flop_per_s for p in profile.matmul]
-    shares = {"disturbed_share", "low_by_train_share", "low_by_serve_share"}
-    numbers += [value for name, value in profile.extras.items() if name not in shares]
-    assert all(0 <= profile.extras[name] <= 1 for name in shares)
+    shares = (profile.conditions.disturbed_share, *profile.conditions.low_by_share.values())
+    numbers += numbers_in([profile.training, profile.native, profile.torch_runner, profile.product_launches_s])
+    assert all(0 <= share <= 1 for share in shares)
+    assert set(profile.conditions.low_by_share) == {"train", "serve"}
     assert all(math.isfinite(n) and n > 0 for n in numbers)
-
-
-def test_every_extra_names_its_unit(profile: MachineProfile) -> None:
-    for name in profile.extras:
-        assert name.endswith(("_s", "_bytes", "_macs", "_scores", "_share")), name
 
 
 def test_progress_rises_to_one(profile: MachineProfile, notes: list[tuple[float, str]]) -> None:
@@ -98,7 +103,9 @@ def test_without_native_code_the_engines_torch_products_are_measured(torchs: Mac
     found = {(p.scheme, p.m, p.n, p.k) for p in torchs.matmul}
     assert {("packed_fp32", m, n, k) for m in SMALL.engine_rows for n, k in SMALL.classes} <= found
     assert not any(p.scheme.startswith("native_") for p in torchs.matmul)
-    assert {"flash_max_scores", "layer_operations_fp32_element_per_s"} <= torchs.extras.keys()
+    assert torchs.crossovers.flash_max_scores > 0
+    assert set(torchs.torch_runner.layer_operations_element_per_s) == {"fp32", "bf16"}
+    assert {p.tokens for p in torchs.torch_runner.prompt_attention} == set(SMALL.attention_lengths)
     assert not hardware_from_profile(torchs).runs_natively
     plan = plan_serving(
         SMALL.block.spec, ServingShape(scheme="int8", prompt_tokens=8, output_tokens=8), hardware_from_profile(torchs)
@@ -108,18 +115,6 @@ def test_without_native_code_the_engines_torch_products_are_measured(torchs: Mac
         plan_serving(
             SMALL.block.spec, ServingShape(scheme="int4", prompt_tokens=8, output_tokens=8), hardware_from_profile(torchs)
         )
-
-
-def test_the_planner_reads_every_name_that_calibration_writes(profile: MachineProfile) -> None:
-    """A misspelt extra would be a silent fall-back to an assumption. Names the planner builds are matched by their pattern."""
-    source = "".join(path.read_text() for path in Path(str(latency.__file__)).parent.glob("*.py"))
-    # A pattern that begins with a variable says nothing; those that begin with a word are matched as beginnings.
-    literals = [text for text in re.findall(r"f?\"([a-z_{}\w .'()]+)\"", source) if "_" in text and not text.startswith("{")]
-    patterns = [re.sub(r"\{[^{}]*\}", "(?:packed_)?[a-z0-9]+", text) for text in literals]
-    known = re.compile("|".join(f"(?:{p})" for p in patterns))
-    for name in set(profile.extras) - {"calibration_s", "disturbed_share", "flash_max_scores"}:  # the last is kernels'
-        assert known.match(name), name
-    assert not known.match("atention_bf16_eager_forward_flop_per_s")
 
 
 def test_plans_stand_on_a_calibrated_profile(profile: MachineProfile) -> None:
@@ -137,10 +132,10 @@ def test_serving_alone_leaves_out_training_and_keeps_what_was_stored(
 ) -> None:
     monkeypatch.setenv("TWOSTROKE_HOME", str(tmp_path))
     fresh = calibrate(None, SMALL, device="cpu", only="serve")
-    assert not any(name.startswith(("attention_", "adamw_")) for name in fresh.extras)
+    assert (fresh.training.blocks, fresh.training.adamw_bytes_per_s) == ((), None)
     save_profile(dataclasses.replace(profile, matmul=(*profile.matmul, MatmulPoint("other", 1, 2, 3, 4.0))))
     kept = calibrate(None, SMALL, device="cpu", only="serve")
-    assert kept.extras["adamw_bytes_per_s"] == profile.extras["adamw_bytes_per_s"]
+    assert kept.training == profile.training
     assert MatmulPoint("other", 1, 2, 3, 4.0) in kept.matmul
     assert len({(p.scheme, p.m, p.n, p.k) for p in kept.matmul}) == len(kept.matmul)
     with pytest.raises(ConfigError, match="only='both'"):

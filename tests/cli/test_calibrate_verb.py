@@ -14,6 +14,7 @@ from twostroke.cli.calibrate_verb import WIDTH, busy_text
 from twostroke.cli.main import main
 from twostroke.core.contention import low_by
 from twostroke.core.profile import load_profile
+from twostroke.core.rates import Conditions
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +59,8 @@ def test_a_busy_machine_is_said(capsys: pytest.CaptureFixture[str], monkeypatch:
 
 
 def test_how_low_the_numbers_may_read_is_said() -> None:
-    assert busy_text({"disturbed_share": 0.05, "low_by_train_share": 0.0, "low_by_serve_share": 0.0}) == ""
-    said = busy_text({"disturbed_share": 0.42, "low_by_train_share": 0.31, "low_by_serve_share": 0.2})
+    assert busy_text(Conditions(0.05, {"train": 0.0, "serve": 0.0})) == ""
+    said = busy_text(Conditions(0.42, {"train": 0.31, "serve": 0.2}))
     assert "42% of the measurements" in said
     assert "31% low on average" in said
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from twostroke.core.crossovers import Crossovers
 from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.profile import (
     BandwidthPoint,
@@ -20,6 +21,21 @@ from twostroke.core.profile import (
     read_profile,
     save_profile,
     what_changed,
+)
+from twostroke.core.rates import (
+    BlockRates,
+    Conditions,
+    DecodeStarts,
+    NativeRates,
+    NativeStep,
+    Process,
+    PromptAttention,
+    Ring,
+    StepPrices,
+    TorchRunnerRates,
+    TorchStep,
+    TrainingRates,
+    TrainingStep,
 )
 
 
@@ -36,7 +52,15 @@ def profile_for(fingerprint: Fingerprint) -> MachineProfile:
         op_launch_s=2e-6,
         linear_launch_s=6e-6,
         disk_write_bytes_per_s=1e9,
-        extras={"attention_flop_per_s": 1e11},
+        training=TrainingRates(
+            attends_natively=True,
+            blocks=(BlockRates("bf16", "eager", "forward", 1e11, 2e9),),
+            cross_entropy_logit_per_s={"eager": 1e8},
+        ),
+        native=NativeRates(
+            128e6, (NativeStep("prefill", 256, 8, 16, 0, "int8", 0.01),), (StepPrices("decode", "int8", key_s=1e-11),)
+        ),
+        network=Ring(1e-5, 1e9, 4),
     )
 
 
@@ -106,12 +130,15 @@ def test_each_engine_gets_the_profile_of_the_device_that_it_computes_on() -> Non
     assert load_profile("train") == gpu
 
 
+ALWAYS = {f.name for f in dataclasses.fields(MachineProfile) if f.default is f.default_factory}
+"""Fields of a profile without which there never was one."""
+
+
 @pytest.mark.parametrize(("device", "serves"), [("cpu", True), ("cuda", False)])
 def test_a_profile_of_an_earlier_release_is_read_for_what_its_device_does(device: str, serves: bool) -> None:
     """Those had no ``engines``, and one file a machine, whichever device it was measured on."""
     old = dataclasses.replace(profile_for(read_fingerprint()), device=device)
-    record = old.to_dict()
-    del record["engines"]
+    record = {k: v for k, v in old.to_dict().items() if k in ALWAYS} | {"extras": {}, "version": 1}
     path = profile_path(old.fingerprint)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record))
@@ -119,6 +146,74 @@ def test_a_profile_of_an_earlier_release_is_read_for_what_its_device_does(device
     assert found is not None
     assert found.device == device
     assert (load_profile("serve") is not None) == serves
+
+
+def test_numbers_of_an_earlier_release_are_read_into_their_sections() -> None:
+    """One table had them all, under long names."""
+    steps = {f"anchor_train_e256_l2_bf16_compiled_{part}_s": 1.0 for part in ("forward", "backward", "optimizer", "first_step")}
+    old = {
+        "torch_import_s": 1.5,
+        "baseline_rss_bytes": 2e8,
+        "native_training_attention_share": 1.0,
+        "native_working_set_bytes": 1e8,
+        "native_prefill_e256_l8_t16_int8_s": 0.01,
+        "native_decode_e256_l8_b1_c128_int8_s": 0.02,
+        "native_decode_int8_key_s": 3e-11,
+        **steps,
+        "anchor_train_e256_l2_bf16_compiled_peak_bytes": 5e8,
+        "anchor_train_e256_l6_bf16_compiled_forward_s": 1.0,
+        "attention_bf16_eager_forward_flop_per_s": 1e11,
+        "block_bf16_eager_forward_bytes_per_s": 2e9,
+        "head_norm_bf16_eager_forward_element_per_s": 3e8,
+        "cross_entropy_eager_logit_per_s": 4e7,
+        "setup_forward_bytes_per_s": 5e9,
+        "launch_packed_bf16_s": 4e-6,
+        "int8_weight_only_max_macs": 2e6,
+        "link_alpha_s": 1e-5,
+        "link_bytes_per_s": 1e9,
+        "link_ranks": 2.0,
+        "low_by_serve_share": 0.2,
+        "disturbed_share": 0.3,
+        "anchor_decode_e256_bf16_b8_s": 0.005,
+        "decode_many_int8_step_s": 1e-4,
+        "decode_many_int8_layer_s": 1e-5,
+        "decode_many_int8_key_per_s": 1e9,
+        "prefill_attention_fp32_t128_flop_per_s": 1e10,
+        "layer_operations_fp32_element_per_s": 1e9,
+        "toolchain_start_s": 17.0,
+    }
+    record = {k: v for k, v in profile_for(read_fingerprint()).to_dict().items() if k in ALWAYS} | {"extras": old, "version": 1}
+    read = MachineProfile.from_dict(record)
+    assert read.process == Process(1.5, 2e8)
+    assert read.native == NativeRates(
+        1e8,
+        (NativeStep("prefill", 256, 8, 16, 0, "int8", 0.01), NativeStep("decode", 256, 8, 1, 128, "int8", 0.02)),
+        (StepPrices("decode", "int8", key_s=3e-11),),
+    )
+    assert read.training == TrainingRates(
+        attends_natively=True,
+        blocks=(BlockRates("bf16", "eager", "forward", 1e11, 2e9, 3e8),),
+        steps=(TrainingStep(256, 2, "bf16", "compiled", 1.0, 1.0, 1.0, 1.0, 5e8),),
+        cross_entropy_logit_per_s={"eager": 4e7},
+        setup_forward_bytes_per_s=5e9,
+    )
+    assert read.torch_runner == TorchRunnerRates(
+        {"fp32": 1e9},
+        (PromptAttention("fp32", 128, 1e10),),
+        (TorchStep("decode", 256, "bf16", 8, 0.005),),
+        (DecodeStarts("many", "int8", 1e-4, 1e-5, 1e9),),
+    )
+    assert (read.link, read.product_launches_s) == (Ring(1e-5, 1e9, 2), {"packed_bf16": 4e-6})
+    assert read.crossovers == Crossovers(int8_weight_only_max_macs=2e6)
+    assert read.conditions == Conditions(0.3, {"serve": 0.2})
+    assert MachineProfile.from_dict(json.loads(json.dumps(read.to_dict()))) == read
+
+
+def test_a_key_of_no_section_is_refused_by_its_place() -> None:
+    record = profile_for(read_fingerprint()).to_dict()
+    record["training"]["adamw_byte_per_s"] = 1.0
+    with pytest.raises(CorruptFileError, match=r"training\.adamw_byte_per_s is not known.*twostroke calibrate"):
+        MachineProfile.from_dict(record)
 
 
 def test_engines_that_are_not_known_are_left_out() -> None:

@@ -134,7 +134,5 @@ def test_zero_rows_and_channels_stay_zero() -> None:
 
 
 def test_a_profile_overrides_a_crossover() -> None:
-    assert Crossovers.from_extras({"int8_weight_only_max_macs": 5.0, "other_s": 1.0}).int8_weight_only_max_macs == 5.0
-    assert Crossovers.from_extras({}) == Crossovers()
     with pytest.raises(ConfigError, match="flash_max_scores=-1"):
-        Crossovers.from_extras({"flash_max_scores": -1})
+        Crossovers(flash_max_scores=-1)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from machines import GFLOP, machine, profile
 from twostroke.core.errors import ConfigError
 from twostroke.core.profile import read_fingerprint, save_profile
+from twostroke.core.rates import Ring
 from twostroke.planner import hardware
 from twostroke.planner.hardware import (
     ASSUMED_BANDWIDTH_EFFICIENCY,
@@ -246,7 +247,7 @@ def test_near_classes_weigh_more_than_far_ones() -> None:
 
 def test_the_launch_is_taken_off_measured_products_and_off_no_more() -> None:
     """A point's own time comes back when its launch is added again; of a tiny product something always remains."""
-    device = machine({"launch_w8_s": 2e-6})
+    device = machine(product_launches_s={"w8": 2e-6})
     point = next(p for p in profile().matmul if (p.scheme, p.m, p.n, p.k) == ("bf16", 16, 384, 1024))
     flops = 2 * 16 * 384 * 1024
     assert device.product_launch_s("bf16") == 3e-6
@@ -288,7 +289,7 @@ def test_a_group_uses_the_link_while_it_fits_a_node_and_the_network_beyond() -> 
 
 
 def test_calibrated_collectives_are_the_link_of_this_machine() -> None:
-    device = machine({"link_alpha_s": 2e-5, "link_bytes_per_s": 3e9, "link_ranks": 2})
+    device = machine(link=Ring(2e-5, 3e9, 2))
     assert device.link.kind == "measured"
     assert device.link.effective_bytes_per_s == device.link.bytes_per_s == 3e9
     assert device.link_for(2) is device.link

@@ -13,6 +13,7 @@ from tests.machines import machine, small_llama
 
 from twostroke.core.errors import ConfigError
 from twostroke.core.profile import read_fingerprint
+from twostroke.core.rates import Conditions
 from twostroke.ledger.store import Ledger
 from twostroke.planner import intervals
 from twostroke.planner.intervals import (
@@ -73,7 +74,7 @@ def test_a_busy_calibration_widens_times_to_the_short_side_and_bytes_not_at_all(
 
 def test_the_profile_says_how_busy_the_machine_was_when_it_was_calibrated() -> None:
     quiet = machine()
-    busy = dataclasses.replace(quiet, extras=quiet.extras | {"low_by_train_share": 0.4})
+    busy = dataclasses.replace(quiet, conditions=Conditions(low_by_share={"train": 0.4}))
     prediction = {"step_time_s": 2.0, "ttft_s": 2.0}
     of_quiet, of_busy = (predict_with_intervals(prediction, hardware, "train") for hardware in (quiet, busy))
     assert of_busy["step_time_s"]["low"] == pytest.approx(0.6 * of_quiet["step_time_s"]["low"])

@@ -11,6 +11,7 @@ from machines import W0, native, small_llama
 from small_models import SPECS, saved
 from twostroke.core.errors import ConfigError
 from twostroke.core.profile import MatmulPoint
+from twostroke.core.rates import StepPrices
 from twostroke.core.schemes import NATIVE, NATIVE_STEPS
 from twostroke.core.spec import ModelSpec
 from twostroke.engine.core import EngineConfig, EngineCore
@@ -19,7 +20,7 @@ from twostroke.kernels.int4 import quantize_groups
 from twostroke.kernels.native_library import library, why_absent
 from twostroke.planner.explain.plans import explain
 from twostroke.planner.hardware import Hardware, load_hardware
-from twostroke.planner.native_anchors import DECODE_ANCHORS, PREFILL_ANCHORS, UNITS, fitted_name
+from twostroke.planner.native_anchors import PREFILL_ANCHORS, UNITS
 from twostroke.planner.native_passes import (
     FAULT_BYTES,
     anchor_shape,
@@ -173,8 +174,8 @@ def test_no_step_is_planned_faster_than_its_bytes_can_be_read() -> None:
 def test_what_surrounds_products_costs_its_fitted_price() -> None:
     spec = small_llama()
     plain = plan(spec, batch=3, prompt_tokens=100, output_tokens=1)
-    prices = {fitted_name("decode", "bf16", unit): price for unit, price in (("step", 1e-3), ("row", 1e-4), ("layer", 1e-5))}
-    dear = plan(spec, native(**prices), batch=3, prompt_tokens=100, output_tokens=1)
+    prices = StepPrices("decode", "bf16", step_s=1e-3, row_s=1e-4, layer_s=1e-5)
+    dear = plan(spec, native(prices=(prices,)), batch=3, prompt_tokens=100, output_tokens=1)
     assert dear.tpot_s - plain.tpot_s == pytest.approx(1e-3 + 3e-4 + spec.n_layers * 1e-5)
     assert dear.ttft_s == plain.ttft_s
 
@@ -210,7 +211,7 @@ def test_a_prompt_is_computed_in_steps_of_the_token_budget() -> None:
 
 def test_a_prompt_of_an_anchors_shape_takes_what_was_measured() -> None:
     anchor = PREFILL_ANCHORS[1]
-    hardware = native(**{anchor.name("int8"): 0.123})
+    hardware = native(steps=(anchor.taking("int8", 0.123),))
     shape = anchor_shape(anchor, ServingShape(scheme="int8"))
     planned = total_seconds(prefill_works(anchor.spec, shape, hardware))
     assert prefill_ratio(anchor.spec, shape, hardware) == pytest.approx(0.123 / planned)
@@ -224,11 +225,6 @@ def test_looking_up_more_tokens_brings_in_more_of_the_table_and_never_more_than_
     assert sizes[:2] == pytest.approx([0, FAULT_BYTES])
     assert sizes == sorted(sizes)
     assert sizes[-1] == pytest.approx(table)
-
-
-def test_names_of_anchors_are_told_apart() -> None:
-    names = [a.name(s) for a in (*PREFILL_ANCHORS, *DECODE_ANCHORS) for s in NATIVE_STEPS]
-    assert len(set(names)) == len(names)
 
 
 def test_work_is_counted_once_by_component() -> None:
@@ -261,12 +257,16 @@ def test_what_only_our_engine_serves_is_refused_elsewhere() -> None:
 )
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
 def test_every_formula_gives_the_plans_number(family: str, changes: dict[str, object]) -> None:
-    extras = {fitted_name(phase, scheme, unit): 1e-9 * (i + 1) for phase, units in UNITS.items() for i, unit in enumerate(units)
-              for scheme in NATIVE_STEPS}  # fmt: skip
-    extras |= {PREFILL_ANCHORS[i].name("int8"): 0.01 * (i + 1) for i in range(4)}
+    prices = tuple(
+        StepPrices(phase, scheme, **{f"{unit}_s": 1e-9 * (i + 1) for i, unit in enumerate(units)})
+        for phase, units in UNITS.items()
+        for scheme in NATIVE_STEPS
+    )
+    steps = tuple(PREFILL_ANCHORS[i].taking("int8", 0.01 * (i + 1)) for i in range(4))
+    hardware = native(steps=steps, prices=prices)
     spec = SPECS[family].with_(max_positions=1024, sliding_window=None, sliding_window_layers=())
-    terms = explain(plan(spec, native(**extras), **changes))
+    terms = explain(plan(spec, hardware, **changes))
     for term in terms:
         assert term.evaluated == pytest.approx(term.value, rel=1e-9), term.symbol
-    assert terms["ttft_s"].value == plan(spec, native(**extras), **changes).ttft_s
+    assert terms["ttft_s"].value == plan(spec, hardware, **changes).ttft_s
     assert len(list(terms)) > 30

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from machines import ideal_machine, machine, small_llama
 from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError
+from twostroke.core.rates import BlockRates, Process, TrainingRates
 from twostroke.core.recipe import LoraRecipe, ModelRecipe, TrainRecipe, TrainSettings
 from twostroke.planner.flops import training_flops_per_token
-from twostroke.planner.hardware import load_hardware
+from twostroke.planner.hardware import Hardware, load_hardware
 from twostroke.planner.params import block_products, count_parameters
 from twostroke.planner.passes import muon_matrices, newton_schulz
 from twostroke.planner.training import (
@@ -23,17 +24,18 @@ from twostroke.planner.training import (
     steps_for_budget,
 )
 
-EXTRAS = {
-    "attention_bf16_compiled_forward_flop_per_s": 2e11,
-    "attention_bf16_compiled_backward_flop_per_s": 3e11,
-    "block_bf16_compiled_forward_bytes_per_s": 1e10,
-    "block_bf16_compiled_backward_bytes_per_s": 1e10,
-    "cross_entropy_compiled_logit_per_s": 1e9,
-    "adamw_bytes_per_s": 2e10,
-    "baseline_rss_bytes": 3e8,
-    "torch_import_s": 2.0,
-    "block_compile_s": 10.0,
-}
+FORWARD, BACKWARD = (
+    BlockRates("bf16", "compiled", "forward", 2e11, 1e10),
+    BlockRates("bf16", "compiled", "backward", 3e11, 1e10),
+)
+RATES = TrainingRates(
+    blocks=(FORWARD, BACKWARD), cross_entropy_logit_per_s={"compiled": 1e9}, adamw_bytes_per_s=2e10, block_compile_s=10.0
+)
+
+
+def calibrated(**changes: object) -> Hardware:
+    """``machine()`` with ``RATES`` and ``changes`` of them, and 300 MB of a process that does nothing."""
+    return machine(training=dataclasses.replace(RATES, **changes), process=Process(2.0, 3e8))  # type: ignore[arg-type]
 
 
 def seconds(works: object, component: str) -> float:
@@ -41,7 +43,7 @@ def seconds(works: object, component: str) -> float:
 
 
 def plan(**changes: object) -> TrainingPlan:
-    return plan_training(small_llama(), TrainingShape(**changes), machine(EXTRAS))  # type: ignore[arg-type]
+    return plan_training(small_llama(), TrainingShape(**changes), calibrated())  # type: ignore[arg-type]
 
 
 def test_the_step_is_the_sum_of_its_parts() -> None:
@@ -68,7 +70,7 @@ def test_products_take_their_flops_over_the_rate() -> None:
 def test_attention_is_timed_over_the_keys_that_its_kernel_walks() -> None:
     spec = small_llama()
     walked = spec.n_layers * 4 * 4 * 64 * 320 * 8192  # four blocks of 128 queries see 128, 256, 384 and 512 keys
-    faster = machine(EXTRAS | {"attention_bf16_compiled_forward_flop_per_s": 4e11})
+    faster = calibrated(blocks=(dataclasses.replace(FORWARD, attention_flop_per_s=4e11), BACKWARD))
     saved = seconds(plan().forward, "attention") - seconds(plan_training(spec, TrainingShape(), faster).forward, "attention")
     assert saved == pytest.approx(walked / 2e11 - walked / 4e11)
 
@@ -86,13 +88,13 @@ def test_mfu_is_the_share_of_the_measured_peak() -> None:
 def test_rates_that_were_measured_are_used_and_missing_ones_fall_back() -> None:
     eager = plan(compile=False)  # nothing eager was measured: plain bandwidth
     assert eager.forward_s > 0
-    slower = plan_training(small_llama(), TrainingShape(), machine(EXTRAS | {"cross_entropy_compiled_logit_per_s": 1e8}))
+    slower = plan_training(small_llama(), TrainingShape(), calibrated(cross_entropy_logit_per_s={"compiled": 1e8}))
     assert slower.forward_s - plan().forward_s == pytest.approx(8192 * 4096 * (1 / 1e8 - 1 / 1e9))
 
 
 def test_a_machine_without_a_compiler_uses_the_eager_rates() -> None:
-    extras = {"attention_bf16_eager_forward_flop_per_s": 1e9, "block_bf16_eager_forward_bytes_per_s": 1e8}
-    slow = plan_training(small_llama(), TrainingShape(), machine(extras))
+    rates = TrainingRates(blocks=(BlockRates("bf16", "eager", "forward", 1e9, 1e8),))
+    slow = plan_training(small_llama(), TrainingShape(), machine(training=rates))
     assert slow.forward_s > 10 * plan().forward_s
 
 
@@ -133,18 +135,18 @@ def test_one_device_would_send_a_ring_all_reduce_of_its_gradients_to_a_second() 
 @given(st.integers(1, 64), st.sampled_from([64, 512, 2048]), st.sampled_from(["adamw", "muon"]), st.booleans())
 def test_more_work_never_takes_less(batch: int, length: int, optimizer: str, compiled: bool) -> None:
     shape = TrainingShape(batch, length, optimizer=optimizer, compile=compiled)
-    small = plan_training(small_llama(), shape, machine(EXTRAS))
+    small = plan_training(small_llama(), shape, calibrated())
     for bigger in (
-        plan_training(small_llama(), dataclasses.replace(shape, batch_size=2 * batch), machine(EXTRAS)),
-        plan_training(small_llama(n_layers=12), shape, machine(EXTRAS)),
-        plan_training(small_llama(d_ff=1408), shape, machine(EXTRAS)),
+        plan_training(small_llama(), dataclasses.replace(shape, batch_size=2 * batch), calibrated()),
+        plan_training(small_llama(n_layers=12), shape, calibrated()),
+        plan_training(small_llama(d_ff=1408), shape, calibrated()),
     ):
         assert bigger.step_time_s > small.step_time_s
         assert bigger.peak_memory_bytes >= small.peak_memory_bytes  # rows beyond those computed at once wait
 
 
 def test_a_budget_becomes_steps_that_fit_in_it() -> None:
-    spec, shape, hardware = small_llama(), TrainingShape(), machine(EXTRAS)
+    spec, shape, hardware = small_llama(), TrainingShape(), calibrated()
     steps = steps_for_budget(spec, shape, hardware, 300)
     fitting = plan_training(spec, dataclasses.replace(shape, steps=steps), hardware)
     longer = plan_training(spec, dataclasses.replace(shape, steps=steps + 1), hardware)

@@ -219,7 +219,7 @@ def _versions() -> dict[str, Any]:
         "torch": torch.__version__,
         "machine": dataclasses.asdict(machine) if machine else None,
         "calibrated_at": profile.measured_at if profile else None,
-        "calibration_disturbed_share": profile.extras.get("disturbed_share") if profile else None,
+        "calibration_disturbed_share": profile.conditions.disturbed_share if profile else None,
     }
 
 

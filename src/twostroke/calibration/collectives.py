@@ -20,6 +20,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from twostroke.core.rates import Ring
+
 SIZES_BYTES = tuple(2**n for n in (10, 14, 18, 20, 22, 24, 25))
 LEAST_RUNS = 5
 SECONDS = 0.15
@@ -69,33 +71,27 @@ def measure_all_reduces(device: torch.device) -> list[tuple[float, float]]:
     return points
 
 
-def measured_link(points: Sequence[tuple[float, float]], n_ranks: int, between_nodes: bool) -> dict[str, float]:
-    """The profile's extras: ``link_…`` for ranks of one machine, ``network_…`` for ranks of several."""
-    alpha_s, rate = fit_ring(points, n_ranks)
-    where = "network" if between_nodes else "link"
-    return {f"{where}_alpha_s": alpha_s, f"{where}_bytes_per_s": rate, f"{where}_ranks": float(n_ranks)}
-
-
 def is_launched() -> bool:
     """Whether a launcher such as torchrun started this process as one of several ranks."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
-def measure_in_launched_group(device: str) -> dict[str, float]:
-    """The collectives of the ranks that a launcher started. Every rank calls it at the same point."""
+def measure_in_launched_group(device: str) -> tuple[Ring, bool]:
+    """The collectives of the ranks that a launcher started, and whether they are of several machines. Every rank calls it at
+    the same point."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     place = torch.device("cuda", local) if device == "cuda" else torch.device("cpu")
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=30 * TIMEOUT_S))
     try:
         n_ranks = dist.get_world_size()
         between = int(os.environ.get("LOCAL_WORLD_SIZE", str(n_ranks))) < n_ranks
-        return measured_link(measure_all_reduces(place), n_ranks, between)
+        return Ring(*fit_ring(measure_all_reduces(place), n_ranks), n_ranks), between
     finally:
         dist.destroy_process_group()
 
 
-def measure_between_processes(n_ranks: int, device: str) -> dict[str, float]:
-    """The collectives of ``n_ranks`` processes on this machine, started here; nothing where they fail or take too long."""
+def measure_between_processes(n_ranks: int, device: str) -> Ring | None:
+    """The collectives of ``n_ranks`` processes on this machine, started here; None where they fail or take too long."""
     with tempfile.TemporaryDirectory(prefix="twostroke-ranks-") as folder:
         command = [sys.executable, "-m", __name__, str(Path(folder) / "meeting"), str(n_ranks), device]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -113,14 +109,14 @@ def measure_between_processes(n_ranks: int, device: str) -> dict[str, float]:
             printed, _ = first.communicate(timeout=TIMEOUT_S)
             points = [(float(s), float(t)) for s, t in json.loads(printed)]
         except (ValueError, subprocess.TimeoutExpired):
-            return {}
+            return None
         finally:
             for process in (first, *others):
                 process.kill()
                 process.wait()
             assert first.stdout is not None
             first.stdout.close()
-    return measured_link(points, n_ranks, between_nodes=False) if all(math.isfinite(t) for _, t in points) else {}
+    return Ring(*fit_ring(points, n_ranks), n_ranks) if all(math.isfinite(t) for _, t in points) else None
 
 
 def _main(meeting: str, n_ranks: str, device: str, rank: str) -> None:

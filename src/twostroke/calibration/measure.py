@@ -36,7 +36,7 @@ from twostroke.calibration.products import (
 )
 from twostroke.calibration.serving_steps import measure_serving_steps, without_products
 from twostroke.calibration.timing import Clock
-from twostroke.calibration.training_steps import measure_process_peak, measure_steps
+from twostroke.calibration.training_steps import measure_steps, with_peak
 from twostroke.calibration.transformer import (
     BlockSize,
     empty_compile_cache,
@@ -44,24 +44,34 @@ from twostroke.calibration.transformer import (
     measure_loss,
     measure_optimizers,
     measure_setup,
-    measure_toolchain,
+    start_compiler,
 )
+from twostroke.core.crossovers import Crossovers
 from twostroke.core.errors import ConfigError
 from twostroke.core.profile import (
     ENGINES,
     SERVING_DEVICE,
     BandwidthPoint,
-    Engine,
     MachineProfile,
     MatmulPoint,
     load_profile,
     read_fingerprint,
 )
+from twostroke.core.rates import (
+    BlockRates,
+    Conditions,
+    Engine,
+    NativeRates,
+    Process,
+    TorchRunnerRates,
+    TrainingRates,
+    TrainingStep,
+)
 from twostroke.core.schemes import NATIVE_PRODUCTS, TORCH_PRODUCTS, W8, W8A8
 from twostroke.core.units import MIB
 from twostroke.kernels import training_attention
 from twostroke.kernels.native_library import library
-from twostroke.planner.anchors import COMPILED_ANCHORS, EAGER_ANCHORS, TRAINING_PARTS
+from twostroke.planner.anchors import COMPILED_ANCHORS, EAGER_ANCHORS
 
 Progress = Callable[[float, str], None]
 """``progress(done, note)``: the share done, 0 to 1, and a few words on what is being measured."""
@@ -178,30 +188,25 @@ def calibrate(
     n_ranks = n_ranks or (torch.cuda.device_count() if device == "cuda" else 1)
     clock = Clock(device, extent.effort)
     tell = progress or (lambda done, note: None)
-    extras: dict[str, float] = {}
     fingerprint = read_fingerprint()
 
     tell(0.0, "process and disk")  # first: a folder that cannot be written is no news after two minutes
-    if extent.fresh_process:
-        extras.update(measure_fresh_process())
-    extras.update(measure_disk(extent.disk_bytes))
-    extras["native_training_attention_share"] = float(device == "cpu" and training_attention.is_available())
+    process = measure_fresh_process() if extent.fresh_process else Process()
+    write_rate, read_rate = measure_disk(extent.disk_bytes)
+    training = TrainingRates(attends_natively=device == "cpu" and training_attention.is_available())
     if only != "serve":
         with empty_compile_cache():
-            extras.update(_measure_training(clock, extent, lambda done, note: tell(0.02 + 0.51 * done, note)))
+            training = _measure_training(clock, extent, training, lambda done, note: tell(0.02 + 0.51 * done, note))
         tell(0.53, "around the blocks")
-        extras.update(measure_setup(clock, extent.block))
+        training = measure_setup(clock, extent.block, training)
         tell(0.55, "optimizers")
-        extras.update(measure_optimizers(clock, extent.block))
+        training = measure_optimizers(clock, extent.block, training)
     tell(0.57, "launch costs")
     op_launch_s, linear_launch_s = measure_launches(clock)
-    memory = fingerprint.ram_bytes
-    if device == "cuda":
-        memory = int(torch.cuda.get_device_properties(0).total_memory)
-        extras["device_memory_bytes"] = float(memory)
+    device_memory = int(torch.cuda.get_device_properties(0).total_memory) if device == "cuda" else None
     is_native = device == "cpu" and library() is not None
     serves_natively = is_native and only != "train"
-    sizes = working_sets(memory, extent.largest_working_set_bytes)
+    sizes = working_sets(device_memory or fingerprint.ram_bytes, extent.largest_working_set_bytes)
     bandwidth: list[BandwidthPoint] = []
     for point in (measure_native_bandwidth if is_native else measure_read_bandwidth)(clock, sizes):
         bandwidth.append(point)
@@ -209,33 +214,33 @@ def calibrate(
     engine_schemes = () if is_native or only == "train" else extent.engine_schemes
     products, peaks = _measure_products(clock, extent, engine_schemes, lambda done, note: tell(0.62 + 0.14 * done, note))
     if serves_natively:
-        native, native_peaks = _measure_native(clock, extent, lambda done, note: tell(0.76 + 0.1 * done, note))
-        products += native
+        native_products, native_peaks = _measure_native(clock, extent, lambda done, note: tell(0.76 + 0.1 * done, note))
+        products += native_products
         peaks |= native_peaks
-        extras["native_working_set_bytes"] = float(NATIVE_WORKING_SET_BYTES)
-    for scheme in (*extent.training_schemes, *engine_schemes):
-        launch_s = measure_launch(clock, scheme)
-        if launch_s is not None:
-            extras[f"launch_{scheme}_s"] = launch_s
+    launches = {scheme: measure_launch(clock, scheme) for scheme in (*extent.training_schemes, *engine_schemes)}
     limit = weight_only_limit(products)
-    if limit is not None:
-        extras["int8_weight_only_max_macs"] = limit
-    if serves_natively and extent.whole_steps:
-        extras.update(measure_native_steps(clock, lambda done, note: tell(0.86 + 0.14 * done, note)))
+    crossovers = Crossovers() if limit is None else Crossovers(int8_weight_only_max_macs=limit)
+    native, torch_runner = None, TorchRunnerRates()
+    if serves_natively:
+        steps = measure_native_steps(clock, lambda done, note: tell(0.86 + 0.14 * done, note)) if extent.whole_steps else ()
+        native = NativeRates(float(NATIVE_WORKING_SET_BYTES), tuple(steps))
     elif device == "cpu" and not is_native and only != "train":
         tell(0.86, "attention of the engine")
-        extras["flash_max_scores"] = measure_flash_limit(clock)
-        extras.update(measure_layer_operations(clock))
-        extras.update(measure_prefill_attention(clock, extent.attention_lengths))
+        crossovers = replace(crossovers, flash_max_scores=measure_flash_limit(clock))
+        rates, attention = measure_layer_operations(clock), measure_prefill_attention(clock, extent.attention_lengths)
+        torch_runner = TorchRunnerRates(rates, tuple(attention))
         if extent.whole_steps:
-            extras.update(measure_serving_steps(clock, lambda done, note: tell(0.88 + 0.12 * done, note)))
+            tell_steps: Progress = lambda done, note: tell(0.88 + 0.12 * done, note)  # noqa: E731
+            steps_and_starts = measure_serving_steps(clock, tell_steps)
+            torch_runner = replace(torch_runner, steps=steps_and_starts.steps, decode=steps_and_starts.decode)
+    link = network = None
     if is_launched() and first:
-        extras.update(measure_in_launched_group(device))
+        ring, between_nodes = measure_in_launched_group(device)
+        link, network = (None, ring) if between_nodes else (ring, None)
     elif n_ranks > 1:
-        extras.update(measure_between_processes(n_ranks, device))
-    extras["disturbed_share"] = clock.disturbed_share
-    extras.update({f"low_by_{part}_share": clock.low_by_share for part in ((only,) if only else ENGINES)})
-    extras["calibration_s"] = clock.elapsed_s
+        link = measure_between_processes(n_ranks, device)
+    engines: tuple[Engine, ...] = (only,) if only else ENGINES
+    low_by: dict[str, float] = dict.fromkeys(engines, clock.low_by_share)
     tell(1.0, "done")
 
     profile = MachineProfile(
@@ -249,14 +254,21 @@ def calibrate(
         peak_flop_per_s=peaks,
         op_launch_s=op_launch_s,
         linear_launch_s=linear_launch_s,
-        disk_write_bytes_per_s=extras.pop("disk_write_bytes_per_s"),
-        extras=extras,
-        engines=ENGINES if only is None else (only,),
+        disk_write_bytes_per_s=write_rate,
+        disk_cached_read_bytes_per_s=read_rate,
+        product_launches_s={scheme: launch_s for scheme, launch_s in launches.items() if launch_s is not None},
+        device_memory_bytes=device_memory,
+        process=process,
+        training=training,
+        native=native,
+        torch_runner=torch_runner,
+        crossovers=crossovers,
+        link=link,
+        network=network,
+        conditions=Conditions(clock.disturbed_share, low_by, clock.elapsed_s),
+        engines=engines,
     )
-    if serves_natively:
-        profile = with_fitted_prices(profile)
-    elif only != "train":
-        profile = replace(profile, extras=without_products(profile))
+    profile = with_fitted_prices(profile) if serves_natively else without_products(profile)
     stored = load_profile(device=device) if only else None
     return profile if stored is None else merged(stored, profile)
 
@@ -264,49 +276,53 @@ def calibrate(
 def merged(before: MachineProfile, now: MachineProfile) -> MachineProfile:
     """``now``, and of ``before`` what was not measured this time."""
     measured = {point.scheme for point in now.matmul}
+    trained = now if "train" in now.engines else before
+    served = now if "serve" in now.engines else before
     return replace(
         now,
         matmul=(*(point for point in before.matmul if point.scheme not in measured), *now.matmul),
         peak_flop_per_s=before.peak_flop_per_s | now.peak_flop_per_s,
-        extras=before.extras | now.extras,
+        product_launches_s=before.product_launches_s | now.product_launches_s,
+        training=trained.training,
+        native=served.native,
+        torch_runner=served.torch_runner,
+        crossovers=served.crossovers,
+        link=now.link or before.link,
+        network=now.network or before.network,
+        conditions=replace(now.conditions, low_by_share=before.conditions.low_by_share | now.conditions.low_by_share),
         engines=tuple(engine for engine in ENGINES if engine in (*before.engines, *now.engines)),
     )
 
 
-def _measure_training(clock: Clock, extent: Extent, tell: Progress) -> dict[str, float]:
-    """Whole steps of the anchors, compiled where a compiler works, as training does it by default, and the narrow one eager;
-    then a block and the loss by themselves, both ways. The first anchor compiles into an empty cache, the compiler's own start
-    taken off: its first step says what compiling takes, and a block of the same shape finds it there."""
-    found: dict[str, float] = {}
+def _measure_training(clock: Clock, extent: Extent, rates: TrainingRates, tell: Progress) -> TrainingRates:
+    """``rates`` with whole steps of the anchors, compiled where a compiler works, as training does it by default, and the
+    narrow one eager; then with a block and the loss by themselves, both ways. The first anchor compiles into an empty cache
+    once the compiler has started: its first step says what compiling takes, and a block of the same shape finds it there."""
+    blocks: list[BlockRates] = []
+    steps: list[TrainingStep] = []
+    compile_s = None
     narrow, wide = COMPILED_ANCHORS
-    is_compiled = extent.compile
     tell(0.0, "compiler")
-    if extent.compile:
-        toolchain_s = measure_toolchain(clock.device)
-        is_compiled = toolchain_s is not None
-        found["toolchain_start_s"] = toolchain_s or 1e-3
+    is_compiled = extent.compile and start_compiler(clock.device)
     if is_compiled and extent.whole_steps:
         tell(0.2, f"training steps of width {narrow.width}")
-        found.update(measure_steps(clock, narrow, "bf16", "compiled"))
-        steady = sum(found[narrow.name(narrow.shallow, "bf16", "compiled", part)] for part in TRAINING_PARTS)
-        found["block_compile_s"] = max(found[narrow.name(narrow.shallow, "bf16", "compiled", "first_step_s")] - steady, 1e-3)
+        steps += with_peak(measure_steps(clock, narrow, "bf16", "compiled"), narrow, clock.device)
+        compile_s = max(steps[0].first_step_s - steps[0].seconds, 1e-3) if steps else None
     if is_compiled:
         tell(0.35, "one transformer block, bf16 compiled")
-        found.update(measure_block(clock, extent.block, "bf16", "compiled"))
+        blocks += measure_block(clock, extent.block, "bf16", "compiled")
         if extent.whole_steps:
             tell(0.55, f"training steps of width {wide.width}")
-            found.update(measure_steps(clock, wide, "bf16", "compiled"))
-            found.update(measure_process_peak(narrow, "bf16", "compiled", clock.device))
+            steps += measure_steps(clock, wide, "bf16", "compiled")
     for i, dtype in enumerate(("bf16", "fp32")):
         tell(0.75 + 0.1 * i, f"eager training, {dtype}")
         if extent.whole_steps:
-            found.update(measure_steps(clock, EAGER_ANCHORS[0], dtype, "eager"))
-        found.update(measure_block(clock, extent.block, dtype, "eager"))
-    if extent.whole_steps:
-        found.update(measure_process_peak(EAGER_ANCHORS[0], "bf16", "eager", clock.device))
+            found = measure_steps(clock, EAGER_ANCHORS[0], dtype, "eager")
+            steps += with_peak(found, EAGER_ANCHORS[0], clock.device) if dtype == "bf16" else found
+        blocks += measure_block(clock, extent.block, dtype, "eager")
     tell(0.95, "loss")
-    found.update(measure_loss(clock, extent.block, is_compiled))
-    return found
+    losses = measure_loss(clock, extent.block, is_compiled)
+    return replace(rates, blocks=tuple(blocks), steps=tuple(steps), block_compile_s=compile_s, cross_entropy_logit_per_s=losses)
 
 
 def _measure_native(clock: Clock, extent: Extent, tell: Progress) -> tuple[list[MatmulPoint], dict[str, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,14 +13,13 @@ import torch
 from twostroke.calibration.serving_steps import Engines, Prompts, decode_step_s, prefill_step_s
 from twostroke.calibration.timing import Clock
 from twostroke.core.profile import MachineProfile
+from twostroke.core.rates import NativeStep, StepPrices
 from twostroke.core.schemes import NATIVE_STEPS
 from twostroke.planner.hardware import Hardware, hardware_from_profile
 from twostroke.planner.native_anchors import (
-    DECODE_ANCHORS,
-    PREFILL_ANCHORS,
+    ANCHORS,
     UNITS,
     NativeAnchor,
-    fitted_name,
 )
 from twostroke.planner.native_passes import (
     anchor_shape,
@@ -34,20 +34,20 @@ from twostroke.planner.work import total_seconds
 
 def measure_native_steps(
     clock: Clock, tell: Callable[[float, str], None], schemes: Sequence[str] = NATIVE_STEPS
-) -> Iterator[tuple[str, float]]:
+) -> Iterator[NativeStep]:
     """Seconds of the anchors of ``planner.native_anchors``."""
     with tempfile.TemporaryDirectory(prefix="twostroke-anchors-") as folder:
         prompts = Prompts()
         for i, scheme in enumerate(schemes):
             tell(i / len(schemes), f"{scheme} steps of the engine")
             engines = Engines(Path(folder))
-            for anchor in (*PREFILL_ANCHORS, *DECODE_ANCHORS):
+            for anchor in itertools.chain(*ANCHORS.values()):
                 engine = engines.get(anchor.spec, scheme)
                 if anchor.phase == "prefill":
                     seconds = prefill_step_s(clock, engine, prompts, anchor.rows)
                 else:
                     seconds = decode_step_s(clock, engine, prompts, anchor.rows, anchor.context)
-                yield anchor.name(scheme), seconds
+                yield anchor.taking(scheme, seconds)
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,21 @@ class Equation:
 
 
 def with_fitted_prices(profile: MachineProfile) -> MachineProfile:
-    """``profile`` with the seconds of each unit (``native_<phase>_<scheme>_<unit>_s``) that explain its whole steps best once
-    products are taken off at the profile's own rates; units that come out as nothing are left out."""
-    hardware = hardware_from_profile(profile)
-    extras = dict(profile.extras)
+    """``profile`` with the seconds of each unit that explain its whole native steps best once products are taken off at the
+    profile's own rates."""
+    if profile.native is None:
+        return profile
+    hardware, rates = hardware_from_profile(profile), profile.native
+    rows = []
     for scheme in NATIVE_STEPS:
         shape = ServingShape(scheme=scheme)
-        for phase, anchors in (("prefill", PREFILL_ANCHORS), ("decode", DECODE_ANCHORS)):
-            equations = [_equation(a, shape, extras[a.name(scheme)], hardware) for a in anchors if a.name(scheme) in extras]
+        for phase, anchors in ANCHORS.items():
+            measured = ((anchor, anchor.measured_s(rates, scheme)) for anchor in anchors)
+            equations = [_equation(anchor, shape, whole_s, hardware) for anchor, whole_s in measured if whole_s is not None]
             if equations:
                 prices = least_squares_above_zero(equations, UNITS[phase])
-                extras |= {fitted_name(phase, scheme, unit): seconds for unit, seconds in prices.items() if seconds > 0}
-    return replace(profile, extras=extras)
+                rows.append(StepPrices(phase, scheme, **{f"{unit}_s": seconds for unit, seconds in prices.items()}))
+    return replace(profile, native=replace(rates, prices=tuple(rows)))
 
 
 def _equation(anchor: NativeAnchor, like: ServingShape, whole_s: float, hardware: Hardware) -> Equation:

@@ -11,6 +11,7 @@ from torch import Tensor
 from twostroke.calibration.timing import Clock
 from twostroke.core.crossovers import Crossovers
 from twostroke.core.policy import PREFILL_QUERIES
+from twostroke.core.rates import PromptAttention
 from twostroke.kernels.attention import explicit_attention, flash_attention
 from twostroke.planner.latency import keys_of_prefill
 
@@ -63,14 +64,11 @@ def _turn_and_store(qkv: Tensor, turn: Tensor, layer: Tensor, slots: Tensor) -> 
     layer.index_copy_(1, slots, qkv[:, HEADS:].transpose(0, 1))
 
 
-def measure_layer_operations(clock: Clock) -> Iterator[tuple[str, float]]:
-    """Elements per second of a layer's small operations on the rows of a prompt."""
-    for name, dtype in DTYPES.items():
-        few_s, many_s = _layer_operations_s(clock, 64, dtype), _layer_operations_s(clock, 512, dtype)
-        yield (
-            f"layer_operations_{name}_element_per_s",
-            fixed_and_rate(layer_elements(64), layer_elements(512), few_s, many_s)[1],
-        )
+def measure_layer_operations(clock: Clock) -> dict[str, float]:
+    """Elements per second of a layer's small operations on the rows of a prompt, by type."""
+    few, many = 64, 512
+    seconds = {name: [_layer_operations_s(clock, rows, dtype) for rows in (few, many)] for name, dtype in DTYPES.items()}
+    return {name: fixed_and_rate(layer_elements(few), layer_elements(many), *s)[1] for name, s in seconds.items()}
 
 
 # -- attention ------------------------------------------------------------------------------------------------------------
@@ -102,7 +100,7 @@ def measure_flash_limit(clock: Clock) -> float:
 
 
 @torch.inference_mode()
-def measure_prefill_attention(clock: Clock, lengths: Sequence[int]) -> Iterator[tuple[str, float]]:
+def measure_prefill_attention(clock: Clock, lengths: Sequence[int]) -> Iterator[PromptAttention]:
     """One prompt's attention in one layer, in blocks of ``PREFILL_QUERIES`` up to their last key, FLOP/s counted over the
     keys walked, 4·H·D·Σ queries·keys."""
     for name, dtype in DTYPES.items():
@@ -123,4 +121,4 @@ def measure_prefill_attention(clock: Clock, lengths: Sequence[int]) -> Iterator[
                 torch.cat(parts, dim=2)
 
             flops = 4.0 * HEADS * HEAD_DIM * tokens * keys_of_prefill(tokens)
-            yield f"prefill_attention_{name}_t{tokens}_flop_per_s", flops / clock.best_s(blocks, seconds=0.06, least=4)
+            yield PromptAttention(name, tokens, flops / clock.best_s(blocks, seconds=0.06, least=4))

@@ -7,10 +7,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from twostroke.core.paths import home
+from twostroke.core.rates import Process
 from twostroke.core.units import MIB
 
 _FRESH = """
@@ -26,19 +26,18 @@ print(imported, pages * os.sysconf("SC_PAGE_SIZE"))
 """
 
 
-def measure_fresh_process() -> Iterator[tuple[str, float]]:
-    """Seconds of ``import torch`` and resident bytes after a first product, both in a process of their own; nothing where
-    /proc is missing or the process fails."""
+def measure_fresh_process() -> Process:
+    """Seconds of ``import torch`` and resident bytes after a first product, both in a process of their own; what is assumed
+    where /proc is missing or the process fails."""
     try:
         done = subprocess.run([sys.executable, "-c", _FRESH], capture_output=True, text=True, timeout=60, check=True)
         import_s, resident = done.stdout.split()
     except (OSError, ValueError, subprocess.SubprocessError):
-        return
-    yield "torch_import_s", float(import_s)
-    yield "baseline_rss_bytes", float(resident)
+        return Process()
+    return Process(float(import_s), float(resident))
 
 
-def measure_disk(n_bytes: int = 128 * MIB) -> Iterator[tuple[str, float]]:
+def measure_disk(n_bytes: int = 128 * MIB) -> tuple[float, float]:
     """Bytes/s of writing a file in Twostroke's home and waiting until it is on the disk (fsync), the best of two; and of
     reading it back, which comes from the page cache as a model that was just written does."""
     block = os.urandom(4 * MIB)
@@ -61,5 +60,4 @@ def measure_disk(n_bytes: int = 128 * MIB) -> Iterator[tuple[str, float]]:
                     pass
             read_s = min(read_s, time.perf_counter() - begin)
         size = path.stat().st_size
-    yield "disk_write_bytes_per_s", size / write_s
-    yield "disk_cached_read_bytes_per_s", size / read_s
+    return size / write_s, size / read_s

@@ -6,14 +6,17 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from twostroke.calibration.operations import LEAST_FIXED_S, fixed_and_rate
 from twostroke.calibration.timing import DISTURBED_SHARE, Clock, Window
 from twostroke.core.profile import MachineProfile
+from twostroke.core.rates import DecodeStarts, TorchRunnerRates, TorchStep
 from twostroke.core.schemes import TORCH_STEPS, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.engine.core import EngineConfig, EngineCore
@@ -27,8 +30,6 @@ from twostroke.planner.anchors import (
     PREFILL_TOKENS,
     WIDTHS,
     anchor_spec,
-    decode_name,
-    prefill_name,
 )
 from twostroke.planner.engine_passes import around_layers, layer_operations, layer_products
 from twostroke.planner.hardware import hardware_from_profile
@@ -36,8 +37,8 @@ from twostroke.planner.serving import ServingShape
 from twostroke.planner.weights import weights_bytes
 from twostroke.scheduling.sampling_params import SamplingParams
 
-MANY = 8
-"""Requests of a step that stands for many."""
+REQUESTS: dict[Literal["one", "many"], int] = {"one": 1, "many": 8}
+"""Requests of the step that stands for one, and for many."""
 
 SHALLOW = 2
 LONG_CONTEXT = 1024
@@ -132,9 +133,11 @@ def prefill_step_s(clock: Clock, engine: EngineCore, prompts: Prompts, n_tokens:
     return _steady_s(clock, answer)
 
 
-def measure_serving_steps(clock: Clock, tell: Callable[[float, str], None]) -> Iterator[tuple[str, float]]:
-    """The anchors of ``planner.anchors``, and for the narrow model ``decode_<one|many>_<scheme>_…``: a step outside its layers
-    and a layer without keys, products included as they are, and (KV head, key) pairs per second of its attention."""
+def measure_serving_steps(clock: Clock, tell: Callable[[float, str], None]) -> TorchRunnerRates:
+    """``steps`` of the anchors of ``planner.anchors``, and for the narrow model ``decode``: a step outside its layers and a
+    layer without keys, products included as they are, and (KV head, key) pairs per second of its attention."""
+    steps: list[TorchStep] = []
+    starts: list[DecodeStarts] = []
     narrow, deep = WIDTHS[0], DECODE_LAYERS[WIDTHS[0]]
     heads = narrow // 64
     with tempfile.TemporaryDirectory(prefix="twostroke-anchors-") as folder:
@@ -145,13 +148,14 @@ def measure_serving_steps(clock: Clock, tell: Callable[[float, str], None]) -> I
             for width in WIDTHS:
                 engine = engines.get(anchor_spec(width, DECODE_LAYERS[width]), scheme)
                 for n_tokens in PREFILL_TOKENS:
-                    yield prefill_name(width, scheme, n_tokens), prefill_step_s(clock, engine, prompts, n_tokens)
+                    seconds = prefill_step_s(clock, engine, prompts, n_tokens)
+                    steps.append(TorchStep("prefill", width, scheme, n_tokens, seconds))
                 for batch in DECODE_BATCHES:
                     seconds = decode_step_s(clock, engine, prompts, batch, DECODE_CONTEXT)
-                    yield decode_name(width, scheme, batch), seconds
+                    steps.append(TorchStep("decode", width, scheme, batch, seconds))
                     if width == narrow:
                         at_depth[batch] = seconds
-            for name, batch in (("one", 1), ("many", MANY)):
+            for requests, batch in REQUESTS.items():
                 shallow = decode_step_s(
                     clock, engines.get(anchor_spec(narrow, SHALLOW), scheme), prompts, batch, DECODE_CONTEXT
                 )
@@ -160,34 +164,31 @@ def measure_serving_steps(clock: Clock, tell: Callable[[float, str], None]) -> I
                 longer_s = layer_s + max(longer - at_depth[batch], 0.0) / deep
                 pairs = float(heads * batch)
                 fixed_s, pairs_per_s = fixed_and_rate(pairs * DECODE_CONTEXT, pairs * LONG_CONTEXT, layer_s, longer_s)
-                prefix = f"decode_{name}_{scheme}"
-                yield f"{prefix}_step_s", max(shallow - SHALLOW * layer_s, LEAST_FIXED_S)
-                yield f"{prefix}_layer_s", fixed_s
-                yield f"{prefix}_key_per_s", pairs_per_s
+                step_s = max(shallow - SHALLOW * layer_s, LEAST_FIXED_S)
+                starts.append(DecodeStarts(requests, scheme, step_s, fixed_s, pairs_per_s))
+    return TorchRunnerRates(steps=tuple(steps), decode=tuple(starts))
 
 
-def without_products(profile: MachineProfile) -> dict[str, float]:
-    """``profile.extras`` with the arithmetic and the bytes of products and small operations taken off every
-    ``decode_…_layer_s``, and the head's off every ``…_step_s``, at the profile's own rates: what is left is the start of
-    operators, which a wider model pays alike. At least ``LEAST_START_SHARE`` is left."""
+def without_products(profile: MachineProfile) -> MachineProfile:
+    """``profile`` with the arithmetic and the bytes of products and small operations taken off every ``DecodeStarts.layer_s``,
+    and the head's off every ``step_s``, at the profile's own rates: what is left is the start of operators, which a wider model
+    pays alike. At least ``LEAST_START_SHARE`` is left."""
     hardware = hardware_from_profile(profile)
-    extras = dict(profile.extras)
     spec: ModelSpec = anchor_spec(WIDTHS[0], DECODE_LAYERS[WIDTHS[0]])
-    for scheme in TORCH_STEPS:
-        for name, n_requests in (("one", 1), ("many", MANY)):
-            layer, step = f"decode_{name}_{scheme}_layer_s", f"decode_{name}_{scheme}_step_s"
-            if layer not in extras:
-                continue
-            shape = ServingShape(scheme=scheme, batch=n_requests, prompt_tokens=DECODE_CONTEXT, output_tokens=1)
-            working_set = weights_bytes(spec, scheme)
-            inside = [
-                *layer_products(spec, shape, n_requests, working_set, hardware),
-                *layer_operations(spec, shape, n_requests, hardware),
-            ]
-            around = around_layers(spec, shape, n_requests, n_requests, working_set, hardware)
-            extras[layer] = _left(extras[layer], sum(w.seconds for w in inside))
-            extras[step] = _left(extras[step], sum(w.seconds - w.launch_s for w in around))
-    return extras
+
+    def left(starts: DecodeStarts) -> DecodeStarts:
+        n, working_set = REQUESTS[starts.requests], weights_bytes(spec, starts.scheme)
+        shape = ServingShape(scheme=starts.scheme, batch=n, prompt_tokens=DECODE_CONTEXT, output_tokens=1)
+        inside = [*layer_products(spec, shape, n, working_set, hardware), *layer_operations(spec, shape, n, hardware)]
+        around = around_layers(spec, shape, n, n, working_set, hardware)
+        return replace(
+            starts,
+            layer_s=_left(starts.layer_s, sum(w.seconds for w in inside)),
+            step_s=_left(starts.step_s, sum(w.seconds - w.launch_s for w in around)),
+        )
+
+    rates = profile.torch_runner
+    return replace(profile, torch_runner=replace(rates, decode=tuple(map(left, rates.decode))))
 
 
 def _left(whole_s: float, known_s: float) -> float:

@@ -11,15 +11,17 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import torch
 
 from twostroke.calibration.timing import DISTURBED_SHARE, Clock, Window
+from twostroke.core.rates import Mode, TrainingStep
 from twostroke.core.recipe import TrainSettings
 from twostroke.data.loader import Batch
 from twostroke.model.decoder import Decoder
 from twostroke.model.initialise import initialise
-from twostroke.planner.anchors import TRAINING_PARTS, VOCABULARY, TrainingAnchor
+from twostroke.planner.anchors import VOCABULARY, TrainingAnchor
 from twostroke.training.clock import StepClock
 from twostroke.training.memory import peak_memory_bytes, reset_peak
 from twostroke.training.optimizers import Optimizers
@@ -54,16 +56,20 @@ def _training_step(anchor: TrainingAnchor, n_layers: int, dtype: str, mode: str,
     return TrainStep(decoder, masters, optimizers, settings.clip_norm, mode == "compiled", lambda line: None)
 
 
-def measure_steps(clock: Clock, anchor: TrainingAnchor, dtype: str, mode: str) -> dict[str, float]:
-    """``measure_depth`` of both depths; nothing where compiling does not work. The second compiles nothing: all layers share
-    one graph."""
-    shallow = measure_depth(clock, anchor, anchor.shallow, dtype, mode)
-    return shallow | measure_depth(clock, anchor, anchor.deep, dtype, mode) if shallow else {}
+def measure_steps(clock: Clock, anchor: TrainingAnchor, dtype: str, mode: Mode) -> list[TrainingStep]:
+    """``measure_depth`` of both depths, the shallow one first; nothing where compiling does not work. The second compiles
+    nothing: all layers share one graph."""
+    found: list[TrainingStep] = []
+    for n_layers in (anchor.shallow, anchor.deep):
+        step = measure_depth(clock, anchor, n_layers, dtype, mode)
+        if step is None:
+            break
+        found.append(step)
+    return found
 
 
-def measure_depth(clock: Clock, anchor: TrainingAnchor, n_layers: int, dtype: str, mode: str) -> dict[str, float]:
-    """Medians over undisturbed steps of ``TRAINING_PARTS``, and ``first_step_s``, under the anchor's names; nothing where
-    compiling does not work.
+def measure_depth(clock: Clock, anchor: TrainingAnchor, n_layers: int, dtype: str, mode: Mode) -> TrainingStep | None:
+    """Medians over undisturbed steps, by part, and the first step; None where compiling does not work.
 
     Medians, not minima: a run's own steps are scored by their median, and the shortest step is one that was lucky.
     """
@@ -73,7 +79,7 @@ def measure_depth(clock: Clock, anchor: TrainingAnchor, n_layers: int, dtype: st
     step([batch], 1.0, laps)
     first_s, _ = laps.finish()
     if mode == "compiled" and not step.is_compiled:
-        return {}
+        return None
     clean: list[dict[str, float]] = []
     disturbed: list[dict[str, float]] = []
     shares: list[float] = []
@@ -94,19 +100,22 @@ def measure_depth(clock: Clock, anchor: TrainingAnchor, n_layers: int, dtype: st
                 break
     clock.count(shares)
     steady = clean or disturbed
-    values = {part: statistics.median(parts[part.removesuffix("_s")] for parts in steady) for part in TRAINING_PARTS}
-    values["first_step_s"] = first_s
-    return {anchor.name(n_layers, dtype, mode, part): value for part, value in values.items()}
+    forward, backward, optimizer = (statistics.median(p[part] for p in steady) for part in ("forward", "backward", "optimizer"))
+    return TrainingStep(anchor.width, n_layers, dtype, mode, forward, backward, optimizer, first_s)
 
 
-def measure_process_peak(anchor: TrainingAnchor, dtype: str, mode: str, device: str) -> dict[str, float]:
-    """``peak_bytes`` of the shallow anchor's steps in a process of their own; nothing where it fails or takes too long."""
+def with_peak(steps: list[TrainingStep], anchor: TrainingAnchor, device: str) -> list[TrainingStep]:
+    """``steps`` of ``measure_steps``, the shallow one with its peak in a process of its own, unless that fails or takes too
+    long."""
+    if not steps:
+        return []
+    shallow, *others = steps
     shape = map(str, (anchor.width, anchor.shallow, anchor.deep, anchor.batch_size, anchor.sequence_length))
-    command = [sys.executable, "-m", __name__, *shape, dtype, mode, device, str(torch.get_num_threads())]
+    command = [sys.executable, "-m", __name__, *shape, shallow.dtype, shallow.mode, device, str(torch.get_num_threads())]
     with contextlib.suppress(OSError, ValueError, IndexError, subprocess.SubprocessError):
         done = subprocess.run(command, capture_output=True, text=True, timeout=PEAK_TIMEOUT_S, check=True)
-        return {anchor.name(anchor.shallow, dtype, mode, "peak_bytes"): float(done.stdout.split()[-1])}
-    return {}
+        return [replace(shallow, peak_bytes=float(done.stdout.split()[-1])), *others]
+    return steps
 
 
 def _main(arguments: list[str]) -> None:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from twostroke.calibration.timing import Clock
 from twostroke.core.policy import LOSS_CHUNK_ROWS
+from twostroke.core.rates import BlockRates, Direction, Mode, TrainingRates
 from twostroke.core.spec import ModelSpec
 from twostroke.model.decoder import Decoder
 from twostroke.planner.latency import elementwise_elements, setup_bytes
@@ -136,17 +136,17 @@ def _block_pass(clock: Clock, decoder: Decoder, arguments: tuple[object, ...], s
 
 
 def _rates(
-    size: BlockSize, dtype: str, mode: str, tokens: int, device: str, shorter: Pair, longer: Pair
-) -> Iterator[tuple[str, float]]:
-    """Attention's and the elementwise rate from what products leave of a block at the two lengths."""
+    size: BlockSize, dtype: str, mode: Mode, tokens: int, device: str, shorter: Pair, longer: Pair
+) -> Iterator[BlockRates]:
+    """Attention's and the elementwise rate, forward and backward, from what products leave of a block at the two lengths."""
     flops_per_key = 4.0 * tokens * size.heads * 64  # QKᵀ and PV
     kind = "gpu" if device == "cuda" else "cpu"
     few, many = keys_walked(kind, dtype, size.short), keys_walked(kind, dtype, size.long)
-    for i, (direction, products) in enumerate((("forward", 1.0), ("backward", 2.5))):
+    directions: tuple[tuple[Direction, float], ...] = (("forward", 1.0), ("backward", 2.5))
+    for i, (direction, products) in enumerate(directions):
         rest, per_key = straight_line(few, many, shorter[i], longer[i])
         moved = tokens * WIDTHS[dtype] * sum(elementwise_elements(size.spec, direction == "backward").values())
-        yield f"attention_{dtype}_{mode}_{direction}_flop_per_s", products * flops_per_key / per_key
-        yield f"block_{dtype}_{mode}_{direction}_bytes_per_s", moved / rest
+        yield BlockRates(dtype, mode, direction, products * flops_per_key / per_key, moved / rest)
 
 
 def _decoder(size: BlockSize, dtype: str, device: str, qk_norm: bool = False) -> Decoder:
@@ -163,8 +163,8 @@ def _whole_block(clock: Clock, size: BlockSize, dtype: str, mode: str, tokens: i
     return _block_pass(clock, decoder, arguments, 0.4, 4)
 
 
-def measure_block(clock: Clock, size: BlockSize, dtype: str, mode: str) -> Iterator[tuple[str, float]]:
-    """Attention and elementwise rates of a block in ``dtype``, "eager" or "compiled"; and QK-norm's, in elements normed per
+def measure_block(clock: Clock, size: BlockSize, dtype: str, mode: Mode) -> Iterator[BlockRates]:
+    """Attention and elementwise rates of a block in ``dtype``, forward and backward; and QK-norm's, in elements normed per
     second, from the same block with it. QK-norm is apart because in a compiled block it costs far more than its bytes: one
     core took 112 ms for a backward without it and 132 with it."""
     tokens = size.tokens if mode == "compiled" else size.eager_tokens
@@ -176,12 +176,12 @@ def measure_block(clock: Clock, size: BlockSize, dtype: str, mode: str) -> Itera
         forward, backward = (max(w - o, LEAST_SHARE * w) for w, o in zip(whole, of, strict=True))
         return forward, backward
 
-    yield from _rates(size, dtype, mode, tokens, clock.device, left(plain[0], products), left(plain[1], products))
+    both = _rates(size, dtype, mode, tokens, clock.device, left(plain[0], products), left(plain[1], products))
     elements = tokens * 2.0 * size.heads * 64
-    for direction, with_norm, without in zip(("forward", "backward"), normed, plain[0], strict=True):
+    for rates, with_norm, without in zip(both, normed, plain[0], strict=True):
         # So small a part may vanish in noise; then it is next to nothing, and no more is said.
         extra_s = max(with_norm - without, 1e-3 * without)
-        yield f"head_norm_{dtype}_{mode}_{direction}_element_per_s", elements / extra_s
+        yield replace(rates, head_norm_element_per_s=elements / extra_s)
 
 
 @contextlib.contextmanager
@@ -199,21 +199,21 @@ def empty_compile_cache() -> Iterator[None]:
                 os.environ[name] = before
 
 
-def measure_toolchain(device: str) -> float | None:
-    """Seconds that the compiler takes for next to nothing, the first time it is used with an empty cache: probing the
-    processor and preparing headers, which it does once on a machine. None where it does not work."""
-    begin = time.perf_counter()
+def start_compiler(device: str) -> bool:
+    """Compile next to nothing, so that what the compiler does once on a machine with an empty cache (probing the processor,
+    preparing headers: 18 s) is in no measurement. Whether it works."""
     x = torch.ones(64, 64, device=device, requires_grad=True)
     try:
         torch.compile(lambda y: (y.sin() * y).sum(), dynamic=False)(x).backward()
     except Exception:  # whatever the compiler, its C++ compiler or Triton may raise
-        return None
-    return time.perf_counter() - begin
+        return False
+    return True
 
 
-def measure_setup(clock: Clock, size: BlockSize) -> Iterator[tuple[str, float]]:
-    """What surrounds the blocks, which is never compiled: embedding, rotary tables and final norm, in bytes/s of the planner's
-    count, and the mask, in elements of B·T² per second. Differences between a decoder and its one block, at both lengths."""
+def measure_setup(clock: Clock, size: BlockSize, rates: TrainingRates) -> TrainingRates:
+    """``rates`` with what surrounds the blocks, which is never compiled: embedding, rotary tables and final norm, in bytes/s of
+    the planner's count, and the mask, in elements of B·T² per second. Differences between a decoder and its one block, at both
+    lengths."""
     around: list[Pair] = []
     rows = 0
     for length in (size.short, size.long):
@@ -226,9 +226,12 @@ def measure_setup(clock: Clock, size: BlockSize) -> Iterator[tuple[str, float]]:
         around.append((forward, backward))
     tokens = rows * size.long
     fixed_s, per_key_s = straight_line(size.short, size.long, around[0][0], around[1][0])
-    yield "setup_forward_bytes_per_s", setup_bytes(size.spec, tokens, 2, False) / fixed_s
-    yield "setup_backward_bytes_per_s", setup_bytes(size.spec, tokens, 2, True) / min(around[0][1], around[1][1])
-    yield "mask_element_per_s", tokens / per_key_s
+    return replace(
+        rates,
+        setup_forward_bytes_per_s=setup_bytes(size.spec, tokens, 2, False) / fixed_s,
+        setup_backward_bytes_per_s=setup_bytes(size.spec, tokens, 2, True) / min(around[0][1], around[1][1]),
+        mask_element_per_s=tokens / per_key_s,
+    )
 
 
 # -- loss and optimizers --------------------------------------------------------------------------------------------------
@@ -248,12 +251,13 @@ def chunk_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor,
 
 
 @torch.no_grad()
-def measure_loss(clock: Clock, size: BlockSize, compile_it: bool) -> Iterator[tuple[str, float]]:
-    """Logits per second of the cross-entropy and its gradient, the product that makes the logits taken off."""
+def measure_loss(clock: Clock, size: BlockSize, compile_it: bool) -> dict[str, float]:
+    """Logits per second of the cross-entropy and its gradient, by mode, the product that makes the logits taken off."""
     hidden = torch.randn(size.chunk_rows, size.spec.d_model, device=clock.device).to(torch.bfloat16)
     weight = torch.randn(size.vocab_size, size.spec.d_model, device=clock.device).to(torch.bfloat16)
     targets = torch.randint(0, size.vocab_size, (size.chunk_rows,), device=clock.device)
     product_s = clock.best_s(lambda: F.linear(hidden, weight), seconds=0.1)
+    found: dict[str, float] = {}
     functions: dict[str, Callable[..., object]] = {"eager": chunk_loss}
     if compile_it:
         functions["compiled"] = torch.compile(chunk_loss, dynamic=False)
@@ -261,13 +265,14 @@ def measure_loss(clock: Clock, size: BlockSize, compile_it: bool) -> Iterator[tu
         with contextlib.suppress(Exception):  # as above: without a compiler there is no compiled rate
             whole_s = clock.best_s(lambda function=function: function(hidden, weight, targets), seconds=0.2)  # type: ignore[misc]
             left_s = max(whole_s - product_s, LEAST_SHARE * whole_s)
-            yield f"cross_entropy_{mode}_logit_per_s", size.chunk_rows * size.vocab_size / left_s
+            found[mode] = size.chunk_rows * size.vocab_size / left_s
+    return found
 
 
-def measure_optimizers(clock: Clock, size: BlockSize) -> Iterator[tuple[str, float]]:
-    """An update as training does it, on the matrices of ``OPTIMIZER_BLOCKS`` blocks, which leave the cache: gradients widened
-    to fp32, normed and clipped, fused AdamW, the working copy written, over the planner's count of bytes; and what Muon takes
-    beyond its products, in elements/s."""
+def measure_optimizers(clock: Clock, size: BlockSize, rates: TrainingRates) -> TrainingRates:
+    """``rates`` with those of an update as training does it, on the matrices of ``OPTIMIZER_BLOCKS`` blocks, which leave the
+    cache: gradients widened to fp32, normed and clipped, fused AdamW, the working copy written, over the planner's count of
+    bytes; and what Muon takes beyond its products, in elements/s."""
     shapes = muon_matrices(size.spec)
     master = [nn.Parameter(torch.randn(*shape, device=clock.device)) for _ in range(OPTIMIZER_BLOCKS) for shape in shapes]
     working = [p.detach().to(torch.bfloat16) for p in master]
@@ -285,7 +290,7 @@ def measure_optimizers(clock: Clock, size: BlockSize) -> Iterator[tuple[str, flo
         adamw.step()
         torch._foreach_copy_(working, [p.detach() for p in master])
 
-    yield "adamw_bytes_per_s", optimizer_bytes_moved(n_elements, "bf16") / clock.best_s(update, seconds=0.2)
+    adamw_rate = optimizer_bytes_moved(n_elements, "bf16") / clock.best_s(update, seconds=0.2)
     block = master[: len(shapes)]
     n_elements = sum(p.numel() for p in block)
     muon = torch.optim.Muon(block, lr=1e-4, adjust_lr_fn="original")
@@ -296,4 +301,5 @@ def measure_optimizers(clock: Clock, size: BlockSize) -> Iterator[tuple[str, flo
             x = torch.randn(m, k, device=clock.device).to(torch.bfloat16)
             y = torch.randn(k, n, device=clock.device).to(torch.bfloat16)
             products_s += clock.best_s(lambda x=x, y=y: x @ y, seconds=0.01, least=3)  # type: ignore[misc]
-    yield "muon_element_per_s", n_elements / max(whole_s - products_s, LEAST_SHARE * whole_s)
+    muon_rate = n_elements / max(whole_s - products_s, LEAST_SHARE * whole_s)
+    return replace(rates, adamw_bytes_per_s=adamw_rate, muon_element_per_s=muon_rate)

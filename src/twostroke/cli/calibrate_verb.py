@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import typer
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from twostroke.core.profile import MachineProfile
+    from twostroke.core.rates import Conditions
 
 app = typer.Typer(add_completion=False)
 
@@ -61,22 +61,22 @@ def calibrate(
     if is_launched() and os.environ["RANK"] != "0":
         measure_in_launched_group(pick_device(device))
         return
-    documents, texts = [], []
+    documents, texts, conditions = [], [], []
     with progress("calibrating", 1.0) as advance:
         for profile in calibrate_engines(advance, device=device, n_ranks=ranks, only=only):
             path = save_profile(profile)
             documents.append({**profile.to_dict(), "path": str(path)})
             texts.append(_text(profile, path))
-    for text in filter(None, (busy_text(document["extras"]) for document in documents)):
+            conditions.append(profile.conditions)
+    for text in filter(None, map(busy_text, conditions)):
         log(text)
     *others, last = documents
     emit(last | ({"others": others} if others else {}), "\n\n".join(texts), as_json)
 
 
-def busy_text(extras: Mapping[str, float]) -> str:
+def busy_text(conditions: Conditions) -> str:
     """By how much the numbers of a profile may be low, because other programs had the processors; empty on a quiet machine."""
-    share = extras.get("disturbed_share", 0.0)
-    low = max(extras.get(f"low_by_{part}_share", 0.0) for part in ("train", "serve"))
+    share, low = conditions.disturbed_share, conditions.most_low_by_share
     if share <= DISTURBED_SHARE and low <= 0:
         return ""
     return (
@@ -105,7 +105,7 @@ def _text(profile: MachineProfile, path: Path) -> str:
         "products": ", ".join(trained) + (" (torch, 4096³)" if trained else ""),
         "serving": ", ".join(served) + (" (best product of the native engine)" if served else ""),
         "launches": f"{launch_s} an operation, {linear_s} a linear layer",
-        "ring": _ring(profile.extras),
+        "ring": _ring(profile),
         "disk": f"{format_bytes(profile.disk_write_bytes_per_s)}/s written",
     }
     lines = [
@@ -116,11 +116,11 @@ def _text(profile: MachineProfile, path: Path) -> str:
     return "\n".join([*lines, f"{'profile':11}{path}"])
 
 
-def _ring(extras: dict[str, float]) -> str:
+def _ring(profile: MachineProfile) -> str:
     """Start-up and rate of the collectives that were measured; nothing where there was one rank."""
     found = [
-        f"{where} {format_seconds(extras[f'{where}_alpha_s'])} a message, {extras[f'{where}_bytes_per_s'] / 1e9:.3g} GB/s"
-        for where in ("link", "network")
-        if f"{where}_alpha_s" in extras
+        f"{where} {format_seconds(ring.alpha_s)} a message, {ring.bytes_per_s / 1e9:.3g} GB/s"
+        for where, ring in (("link", profile.link), ("network", profile.network))
+        if ring is not None
     ]
     return "; ".join(found)

@@ -1,9 +1,8 @@
-"""Where one kernel becomes faster than another. Measured defaults; a machine profile's ``extras`` may hold its own."""
+"""Where one kernel becomes faster than another. Measured defaults; a machine profile holds its own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from twostroke.core.errors import ConfigError
 
@@ -43,11 +42,7 @@ class Crossovers:
     one_thread_max_flop: float = 1e8
     one_thread_max_bytes: float = 8e7
 
-    @classmethod
-    def from_extras(cls, extras: Mapping[str, float]) -> Crossovers:
-        """Defaults replaced by what ``extras`` of a machine profile names alike. Raises ConfigError for a negative value."""
-        values = {f.name: extras[f.name] for f in fields(cls) if f.name in extras}
-        for name, value in values.items():
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
             if not value >= 0:
-                raise ConfigError(f"machine profile extras {name}={value} must be at least 0. Run `twostroke calibrate`.")
-        return cls(**values)
+                raise ConfigError(f"crossover {name}={value} must be at least 0. Run `twostroke calibrate`.")

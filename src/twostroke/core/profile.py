@@ -6,18 +6,20 @@ import hashlib
 import json
 import os
 import platform
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from twostroke.core.aside import write_text
 from twostroke.core.documents import read_object
 from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.paths import profiles_dir
+from twostroke.core.profile_v1 import as_version_2
+from twostroke.core.rates import Engine, Measurements, Ring
+from twostroke.core.tables import build
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
 
-Engine = Literal["train", "serve"]
 ENGINES: tuple[Engine, ...] = ("train", "serve")
 """What a profile may have measured. Training computes on the GPU where torch sees one, the inference engine on the CPU."""
 
@@ -100,7 +102,7 @@ class MatmulPoint:
 
 
 @dataclass(frozen=True)
-class MachineProfile:
+class MachineProfile(Measurements):
     """Everything that was measured on one device of a machine, for the ``engines`` that compute there. All rates are for
     ``n_threads`` threads together. A machine whose training runs on a GPU has two: that device's, and its CPU's for serving."""
 
@@ -115,7 +117,9 @@ class MachineProfile:
     op_launch_s: float  # one eager elementwise operation on a tiny tensor
     linear_launch_s: float  # one eager F.linear on a tiny tensor
     disk_write_bytes_per_s: float
-    extras: dict[str, float] = field(default_factory=dict)  # further named measurements, unit in the name
+    device_memory_bytes: float | None = None  # of a GPU
+    link: Ring | None = None  # between ranks of this machine
+    network: Ring | None = None  # between ranks of several
     engines: tuple[Engine, ...] = ENGINES  # whose steps were measured on ``device``
     version: int = PROFILE_VERSION
 
@@ -126,22 +130,15 @@ class MachineProfile:
     def from_dict(cls, record: dict[str, Any]) -> MachineProfile:
         """Raises CorruptFileError where a field is missing or of the wrong kind, ConfigError for another version. A record
         without ``engines`` was written before they were kept apart: on a GPU it holds nothing that serving computes with."""
-        if record.get("version") != PROFILE_VERSION:
-            raise ConfigError(
-                f"machine profile version={record.get('version')!r}; this release reads {PROFILE_VERSION}. "
-                "Run `twostroke calibrate`."
-            )
+        version = record.get("version")
+        if version not in (1, PROFILE_VERSION):
+            raise ConfigError(f"machine profile version={version!r}; this release reads 1 and {PROFILE_VERSION}.{_AGAIN}")
         try:
-            values = {k: v for k, v in record.items() if k != "fingerprint_key"}
-            fingerprint = dict(values["fingerprint"])
-            fingerprint |= {"isa": tuple(fingerprint["isa"]), "gpus": tuple(fingerprint["gpus"])}
-            values["fingerprint"] = Fingerprint(**fingerprint)
-            values["read_bandwidth"] = tuple(BandwidthPoint(**p) for p in values["read_bandwidth"])
-            values["matmul"] = tuple(MatmulPoint(**p) for p in values["matmul"])
+            values = {k: v for k, v in (as_version_2(record) if version == 1 else record).items() if k != "fingerprint_key"}
             measured = values.get("engines", ENGINES if values["device"] == SERVING_DEVICE else ("train",))
             values["engines"] = tuple(engine for engine in ENGINES if engine in measured)
-            return cls(**values)
-        except (KeyError, TypeError, ValueError) as error:
+            return build(cls, values, "machine profile")
+        except (ConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptFileError(f"machine profile is not readable ({error}).{_AGAIN}") from None
 
 

@@ -17,19 +17,19 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from twostroke.core.data_recipe import STDLIB_SOURCE, DataRecipe
-from twostroke.core.documents import MAX_INTEGER, is_integer, is_number, read_toml
+from twostroke.core.documents import is_integer, read_toml
 from twostroke.core.engines import Method, Optimizer, Recomputation, TrainingType
-from twostroke.core.errors import ConfigError, CorruptFileError, InputError, did_you_mean
+from twostroke.core.errors import ConfigError, CorruptFileError, InputError
 from twostroke.core.families import spec_from_config
 from twostroke.core.policy import NF4_BLOCK
 from twostroke.core.spec import ModelSpec
+from twostroke.core.tables import build
 from twostroke.core.update_settings import check_update, with_default_rates
 
 ALL_LINEAR = "all-linear"
@@ -270,53 +270,13 @@ def check_nf4_block(where: str, block: Any) -> int:
     return block
 
 
-def _convert(where: str, value: Any, kind: Any) -> Any:
-    """``value`` as ``kind``, a dataclass field's annotation, or a ConfigError that names ``where``."""
-    origin = typing.get_origin(kind)
-    if origin is Literal:
-        choices = typing.get_args(kind)
-        if value not in choices:
-            raise ConfigError(f"{where}={value!r:.100} is not known. Use one of {', '.join(map(repr, choices))}.")
-        return value
-    if origin in (typing.Union, types.UnionType):
-        inner = [k for k in typing.get_args(kind) if k is not type(None)]
-        return None if value is None else _convert(where, value, inner[0])
-    if origin is tuple:
-        items = [value] if isinstance(value, str) else value
-        if not isinstance(items, list | tuple):
-            raise ConfigError(f"{where}={value!r:.100} must be a list.")
-        return tuple(_convert(f"{where}[{i}]", item, typing.get_args(kind)[0]) for i, item in enumerate(items))
-    if dataclasses.is_dataclass(kind):
-        if not isinstance(value, dict):
-            raise ConfigError(f"{where} must be a table, found {value!r:.100}.")
-        return _build(kind, value, where)
-    if kind is float and isinstance(value, int) and is_number(value):
-        return float(value)
-    if kind is int and isinstance(value, int) and not isinstance(value, bool) and not is_integer(value):
-        raise ConfigError(f"{where}={value!r:.100} must be at most {MAX_INTEGER}.")
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(f"{where}={value!r:.100} must be of type {kind.__name__}.")
-    return value
-
-
-def _build(cls: Any, table: dict[str, Any], where: str = "") -> Any:
-    kinds = typing.get_type_hints(cls)
-    prefix = f"{where}." if where else ""
-    for key in table:
-        if key not in kinds:
-            raise ConfigError(f"recipe key {prefix}{key:.100} is not known. {did_you_mean(key, kinds)}")
-    return cls(**{key: _convert(f"{prefix}{key}", value, kinds[key]) for key, value in table.items()})
-
-
 def recipe_from_dict(table: dict[str, Any]) -> TrainRecipe:
-    recipe: TrainRecipe = _build(TrainRecipe, table)
-    return recipe
+    return build(TrainRecipe, table, "recipe")
 
 
 def data_recipe_from_dict(table: dict[str, Any]) -> DataRecipe:
     """The ``[data]`` section alone, as a command's options or a stored recipe have it."""
-    recipe: DataRecipe = _build(DataRecipe, table, "data")
-    return recipe
+    return build(DataRecipe, table, "recipe", "data")
 
 
 def spec_from_recipe(

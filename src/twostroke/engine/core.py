@@ -156,7 +156,7 @@ class EngineCore:
         torch.set_num_threads(self.n_threads)
         loaded = _load(Path(model_dir), self.config.dtype)
         profile = load_profile("serve")
-        crossovers = Crossovers.from_extras(profile.extras) if profile else Crossovers()
+        crossovers = profile.crossovers if profile else Crossovers()
         self.spec = loaded.spec
         native = self.config.runner == "native" or (self.config.runner == "auto" and library() is not None)
         head = None if self.config.head_dtype == "auto" else self.config.head_dtype

@@ -46,10 +46,6 @@ class TrainingAnchor:
     def spec(self, n_layers: int) -> ModelSpec:
         return anchor_spec(self.width, n_layers).with_(max_positions=self.sequence_length)
 
-    def name(self, n_layers: int, dtype: str, mode: str, part: str) -> str:
-        """Of the measurement: ``anchor_train_e256_l2_bf16_compiled_forward_s``."""
-        return f"anchor_train_e{self.width}_l{n_layers}_{dtype}_{mode}_{part}"
-
 
 COMPILED_ANCHORS = (TrainingAnchor(256, 2, 6, 4), TrainingAnchor(768, 1, 3, 2))
 EAGER_ANCHORS = (TrainingAnchor(256, 1, 3, 2),)
@@ -60,8 +56,6 @@ def training_anchors(mode: str) -> tuple[TrainingAnchor, ...]:
     """Those that are measured "compiled" (in bf16) or "eager"."""
     return COMPILED_ANCHORS if mode == "compiled" else EAGER_ANCHORS
 
-
-TRAINING_PARTS = ("forward_s", "backward_s", "optimizer_s")
 
 AROUND_SHARES = (0.02, 0.9)
 """Shares of a shallow step that what surrounds its layers is held between, when noise would leave nothing or all of it."""
@@ -79,16 +73,6 @@ DECODE_LAYERS = {256: 6, 768: 4}
 DECODE_BATCHES = (1, 8, 32)
 DECODE_CONTEXT = 128
 PREFILL_TOKENS = (32, 128, 512)
-
-
-def decode_name(width: int, scheme: str, batch: int) -> str:
-    """Seconds of one decode step of ``batch`` requests with ``DECODE_CONTEXT`` tokens each."""
-    return f"anchor_decode_e{width}_{scheme}_b{batch}_s"
-
-
-def prefill_name(width: int, scheme: str, n_tokens: int) -> str:
-    """Seconds of the step that computes one prompt of ``n_tokens``."""
-    return f"anchor_prefill_e{width}_{scheme}_t{n_tokens}_s"
 
 
 Ratios = Mapping[tuple[int, int], float]

@@ -18,8 +18,6 @@ from twostroke.planner.anchors import (
     WIDTHS,
     Ratios,
     anchor_spec,
-    decode_name,
-    prefill_name,
     ratio_at,
 )
 from twostroke.planner.flops import attention_flops_per_token
@@ -46,16 +44,11 @@ embedding, final norm, head, and drawing tokens."""
 
 def layer_start_s(spec: ModelSpec, shape: ServingShape, n_requests: int, hardware: Hardware) -> float:
     """Seconds that one layer takes beyond its arithmetic and its bytes, which is what starting its operators costs inside a
-    step: ``decode_<one|many>_<scheme>_layer_s`` (measured), or operators times the launch cost. QK-norm adds its three."""
+    step: ``DecodeStarts.layer_s`` (measured), or operators times the launch cost. QK-norm adds its three."""
     n_operators = sum(OPERATORS.values())
-    measured = hardware.extras.get(f"decode_{_few_or_many(n_requests)}_{shape.scheme}_layer_s")
-    whole = n_operators * hardware.op_launch_s if measured is None else measured
+    measured = hardware.torch_runner.starts(n_requests, shape.scheme)
+    whole = n_operators * hardware.op_launch_s if measured is None else measured.layer_s
     return whole * (1 + HEAD_NORM_OPERATORS / n_operators) if spec.qk_norm else whole
-
-
-def _few_or_many(n_requests: int) -> str:
-    """The name of a calibrated step: one request's keys lie in a row, those of several are gathered first."""
-    return "one" if n_requests == 1 else "many"
 
 
 def layer_starts(spec: ModelSpec, shape: ServingShape, n_requests: int, hardware: Hardware) -> list[Work]:
@@ -90,9 +83,9 @@ def layer_products(
 
 def layer_operations(spec: ModelSpec, shape: ServingShape, rows: int, hardware: Hardware) -> list[Work]:
     """Norms, rotary turn, cache write and activation of one layer on ``rows`` tokens: the elements of the fused count at
-    ``layer_operations_<type>_element_per_s`` (measured), or their bytes at the bandwidth."""
+    the measured rate, or their bytes at the bandwidth."""
     w = bytes_of(shape.compute_dtype)
-    rate = hardware.extras.get(f"layer_operations_{shape.compute_dtype}_element_per_s")
+    rate = hardware.torch_runner.layer_operations_element_per_s.get(shape.compute_dtype)
     flops = elementwise_flops(spec, backward=False)
     works = []
     for component, count in elementwise_elements(spec, backward=False).items():
@@ -123,32 +116,31 @@ def decode_attention(
 ) -> Work:
     """One token of each request against its cache in one layer: 4·H·D·keys FLOP and 2·K·D·keys·w bytes a request.
 
-    Measured: requests · KV heads · keys · D/64 over ``decode_<one|many>_<scheme>_key_per_s``; bandwidth at the working set
-    bounds it.
+    Measured: requests · KV heads · keys · D/64 over ``DecodeStarts.key_per_s``; bandwidth at the working set bounds it.
     """
     keys = min(context, spec.window_of_layer(layer) or context)
     flops = shape.batch * 4.0 * spec.n_heads * spec.head_dim * keys
     pairs = float(shape.batch) * spec.n_kv_heads * keys * spec.head_dim / 64
     moved = shape.batch * 2.0 * spec.n_kv_heads * spec.head_dim * keys * bytes_of(shape.cache_dtype)
     memory_s = moved / hardware.bandwidth(working_set)
-    rate = hardware.extras.get(f"decode_{_few_or_many(shape.batch)}_{shape.scheme}_key_per_s")
-    if rate is None:
+    measured = hardware.torch_runner.starts(shape.batch, shape.scheme)
+    if measured is None:
         arithmetic_s = flops / hardware.product_rate(shape.compute_dtype, 1, spec.head_dim, max(keys, 1))
         return Work.limited("attention", flops, moved, arithmetic_s, memory_s)
-    return Work.limited("attention", flops, moved, 0.0, max(pairs / rate, memory_s))
+    return Work.limited("attention", flops, moved, 0.0, max(pairs / measured.key_per_s, memory_s))
 
 
 def around_layers(
     spec: ModelSpec, shape: ServingShape, rows: int, sampled: int, working_set: float, hardware: Hardware
 ) -> list[Work]:
     """A step outside its layers: embedding, final norm, the head of ``sampled`` rows, and as the head's start what scheduling,
-    preparing the batch and drawing tokens take, ``decode_<one|many>_<scheme>_step_s`` or operators times the launch cost."""
+    preparing the batch and drawing tokens take, ``DecodeStarts.step_s`` or operators times the launch cost."""
     dtype = shape.compute_dtype
     w = bytes_of(dtype)
     embedding = 2.0 * rows * spec.d_model * w
     copying_s = embedding / hardware.bandwidth(embedding)
-    measured = hardware.extras.get(f"decode_{_few_or_many(sampled)}_{shape.scheme}_step_s")
-    start_s = STEP_OPERATORS * hardware.op_launch_s if measured is None else measured
+    measured = hardware.torch_runner.starts(sampled, shape.scheme)
+    start_s = STEP_OPERATORS * hardware.op_launch_s if measured is None else measured.step_s
     logits = 8.0 * sampled * spec.vocab_size  # fp32, written and read
     return [
         Work.limited("embedding", 0.0, embedding, 0.0, copying_s),
@@ -179,12 +171,12 @@ def _anchor_ratios(like: ServingShape, hardware: Hardware) -> tuple[Ratios, Rati
     for width in WIDTHS:
         anchor = anchor_spec(width, DECODE_LAYERS[width])
         for n_tokens in PREFILL_TOKENS:
-            measured = hardware.extras.get(prefill_name(width, like.scheme, n_tokens))
+            measured = hardware.torch_runner.step_s("prefill", width, like.scheme, n_tokens)
             if measured is not None:
                 works = engine_prefill_works(anchor, replace(like, prompt_tokens=n_tokens), hardware)
                 prompts[width, n_tokens] = measured / total_seconds(works)
         for batch in DECODE_BATCHES:
-            measured = hardware.extras.get(decode_name(width, like.scheme, batch))
+            measured = hardware.torch_runner.step_s("decode", width, like.scheme, batch)
             if measured is not None:
                 works = engine_decode_works(anchor, replace(like, batch=batch, prompt_tokens=DECODE_CONTEXT), hardware)
                 steps[width, batch] = measured / total_seconds(works)

@@ -12,7 +12,7 @@ import math
 import re
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,7 +22,6 @@ from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.profile import (
     SERVING_DEVICE,
     BandwidthPoint,
-    Engine,
     MachineProfile,
     MatmulPoint,
     load_profile,
@@ -30,6 +29,7 @@ from twostroke.core.profile import (
     stored_profiles,
     what_changed,
 )
+from twostroke.core.rates import Engine, Measurements, NativeRates
 from twostroke.core.schemes import torch_product
 
 Kind = Literal["measured", "predicted", "datasheet", "assumed"]
@@ -141,7 +141,7 @@ class NodeLink(Link):
 
 
 @dataclass(frozen=True, eq=False)  # by identity, so that what is derived from one can be cached
-class Hardware:
+class Hardware(Measurements):
     """What a plan needs to know of one machine (or one accelerator). Rates are for the whole device."""
 
     name: Annotated[str, "as --hardware takes it"]
@@ -162,7 +162,6 @@ class Hardware:
     watts: Annotated[Price, "power of one device, W"]
     usd_per_hour: Annotated[Price, "rent of one device, $ an hour"]
     place: Annotated[Literal["desk", "data centre"], "where such devices stand: data centre, desk …"] = "desk"
-    extras: dict[str, float] = field(default_factory=dict)
     facts: Annotated[dict[str, Fact], "every number of the device's file; empty for a calibrated machine"] = field(
         default_factory=dict
     )
@@ -234,13 +233,20 @@ class Hardware:
         return max(2 * m * n * k / self.product_rate(scheme, m, n, k), reading)
 
     def product_launch_s(self, scheme: str) -> float:
-        """Seconds that a product takes before its arithmetic: ``launch_<scheme>_s``, or one linear layer's."""
-        return self.extras.get(f"launch_{scheme}_s", self.linear_launch_s)
+        """Seconds that a product takes before its arithmetic: its scheme's, or one linear layer's."""
+        return self.product_launches_s.get(scheme, self.linear_launch_s)
 
     @property
     def runs_natively(self) -> bool:
         """Whether products and steps of the native engine were measured here."""
-        return "native_working_set_bytes" in self.extras
+        return self.native is not None
+
+    @property
+    def native_rates(self) -> NativeRates:
+        """Of the native engine. Raises ConfigError where they were not measured."""
+        if self.native is None:
+            raise ConfigError(f"{self.label} has no rates of the native engine. Run `twostroke calibrate`.")
+        return self.native
 
     def has_scheme(self, scheme: str) -> bool:
         return any(p.scheme == scheme for p in self.matmul) or (self.basis != "measured")
@@ -430,19 +436,18 @@ def hardware_from_profile(profile: MachineProfile) -> Hardware:
     link, per_node = network, 1
     place: Literal["desk", "data centre"] = "desk"
     if profile.device == "cuda":
-        memory = profile.extras.get("device_memory_bytes", memory)
+        memory = profile.device_memory_bytes or memory
         sheet = _datasheet_of_gpu(f.gpus)
         if sheet is not None:
             usd, watts = sheet.usd_per_hour, sheet.watts
             link, network, per_node, place = sheet.link, sheet.network, max(1, len(f.gpus)), sheet.place
-    x = profile.extras
-    if "link_bytes_per_s" in x:
-        link = NodeLink(
-            x["link_alpha_s"], x["link_bytes_per_s"], "measured", "calibrated collectives between ranks of this machine"
-        )
-        per_node = max(per_node, int(x["link_ranks"]))
-    if "network_bytes_per_s" in x:
-        network = Link(x["network_alpha_s"], x["network_bytes_per_s"], "measured", "calibrated collectives between machines")
+    if profile.link is not None:
+        ring = profile.link
+        link = NodeLink(ring.alpha_s, ring.bytes_per_s, "measured", "calibrated collectives between ranks of this machine")
+        per_node = max(per_node, ring.ranks)
+    if profile.network is not None:
+        ring = profile.network
+        network = Link(ring.alpha_s, ring.bytes_per_s, "measured", "calibrated collectives between machines")
     return Hardware(
         name="this",
         label=_label_of(profile),
@@ -462,7 +467,7 @@ def hardware_from_profile(profile: MachineProfile) -> Hardware:
         watts=watts,
         usd_per_hour=usd,
         place=place,
-        extras=dict(profile.extras),
+        **{section.name: getattr(profile, section.name) for section in fields(Measurements)},
     )
 
 
@@ -480,7 +485,7 @@ def _without_launch(point: MatmulPoint, profile: MachineProfile) -> MatmulPoint:
         return point
     flops = 2.0 * point.m * point.n * point.k
     seconds = flops / point.flop_per_s
-    launch_s = profile.extras.get(f"launch_{point.scheme}_s", profile.linear_launch_s)
+    launch_s = profile.product_launches_s.get(point.scheme, profile.linear_launch_s)
     return replace(point, flop_per_s=flops / max(seconds - launch_s, LEAST_NET_SHARE * seconds))
 
 

@@ -322,7 +322,7 @@ def predict_with_intervals(
 
 def low_by_of(hardware: Hardware | None, phase: str) -> float:
     """Share by which the rates of ``hardware`` that ``phase`` needs may read low: 0 of a datasheet or a quiet calibration."""
-    return hardware.extras.get(f"low_by_{phase}_share", 0.0) if hardware is not None else 0.0
+    return hardware.conditions.low_by_share.get(phase, 0.0) if hardware is not None else 0.0
 
 
 # -- fitting and checking -------------------------------------------------------------------------------------------------

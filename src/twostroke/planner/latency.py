@@ -9,16 +9,16 @@ from twostroke.planner.hardware import ASSUMED_ATTENTION_EFFICIENCY, Hardware, i
 
 def training_attention_rate(hardware: Hardware, dtype: str, mode: str, direction: str, sequence_length: int) -> float:
     """FLOP/s of a training block's attention, counted over the keys that its kernel walks (2 products forward, 5 backward):
-    ``attention_<type>_<mode>_<direction>_flop_per_s``, or the eager rate where no compiler was there.
+    that of a block by itself, or of an eager one where no compiler was there.
 
     Beyond the longest explicit attention a CPU's flash kernel multiplies bf16 as it does fp32, so that rate is taken.
     Datasheets get an assumed share of peak, for the causal half of the keys.
     """
     if hardware.kind == "cpu" and not attends_explicitly(hardware.kind, dtype, sequence_length):
         dtype = "fp32"
-    for name in (f"attention_{dtype}_{mode}_{direction}", f"attention_{dtype}_eager_{direction}"):
-        if f"{name}_flop_per_s" in hardware.extras:
-            return hardware.extras[f"{name}_flop_per_s"]
+    block = hardware.training.block(dtype, mode, direction) or hardware.training.block(dtype, "eager", direction)
+    if block is not None:
+        return block.attention_flop_per_s
     return 2 * ASSUMED_ATTENTION_EFFICIENCY * hardware.peak(dtype)
 
 
@@ -32,12 +32,8 @@ def keys_of_prefill(n_tokens: int) -> float:
 def prefill_attention_rate(hardware: Hardware, dtype: str, n_tokens: int) -> float:
     """FLOP/s of a prompt's attention in the engine, counted over the keys walked: measured at a few lengths and interpolated in
     log T; datasheets get an assumed share of peak, for the causal half of the keys."""
-    prefix, suffix = f"prefill_attention_{dtype}_t", "_flop_per_s"
-    points = [
-        (float(name[len(prefix) : -len(suffix)]), rate)
-        for name, rate in hardware.extras.items()
-        if name.startswith(prefix) and name.endswith(suffix)
-    ]
+    measured = hardware.torch_runner.prompt_attention
+    points = [(float(point.tokens), point.flop_per_s) for point in measured if point.dtype == dtype]
     if points:
         return interpolate_log(points, n_tokens)
     return ASSUMED_ATTENTION_EFFICIENCY * hardware.peak(dtype) * keys_of_prefill(n_tokens) * 2 / n_tokens
@@ -60,23 +56,20 @@ def elementwise_elements(spec: ModelSpec, backward: bool) -> dict[str, float]:
 
 
 def block_rate(hardware: Hardware, dtype: str, mode: str, direction: str) -> float | None:
-    """Bytes/s at which a block's elementwise work went, ``block_<type>_<mode>_<direction>_bytes_per_s``; None where nothing was
-    measured. Compiled fp32 is not measured: it is taken to pass as many elements a second as compiled bf16, twice the bytes."""
-    extras = hardware.extras
-    found = extras.get(f"block_{dtype}_{mode}_{direction}_bytes_per_s")
-    if found is None and dtype == "fp32" and mode == "compiled":
-        half = extras.get(f"block_bf16_compiled_{direction}_bytes_per_s")
-        found = None if half is None else 2 * half
-    return found if found is not None else extras.get(f"block_{dtype}_eager_{direction}_bytes_per_s")
+    """Bytes/s at which a block's elementwise work went; None where nothing was measured. Compiled fp32 is not measured: it is
+    taken to pass as many elements a second as compiled bf16, twice the bytes."""
+    block = hardware.training.block
+    found = block(dtype, mode, direction)
+    if found is None and dtype == "fp32" and mode == "compiled" and (half := block("bf16", mode, direction)) is not None:
+        return 2 * half.elementwise_bytes_per_s
+    found = found or block(dtype, "eager", direction)
+    return None if found is None else found.elementwise_bytes_per_s
 
 
 def head_norm_rate(hardware: Hardware, dtype: str, mode: str, direction: str) -> float | None:
-    """Elements of q and k that QK-norm passes per second, ``head_norm_<type>_<mode>_<direction>_element_per_s`` or the eager
-    rate; None where nothing was measured."""
-    for name in (f"head_norm_{dtype}_{mode}_{direction}", f"head_norm_{dtype}_eager_{direction}"):
-        if f"{name}_element_per_s" in hardware.extras:
-            return hardware.extras[f"{name}_element_per_s"]
-    return None
+    """Elements of q and k that QK-norm passes per second, or the eager rate; None where nothing was measured."""
+    blocks = (hardware.training.block(dtype, m, direction) for m in (mode, "eager"))
+    return next((b.head_norm_element_per_s for b in blocks if b is not None and b.head_norm_element_per_s is not None), None)
 
 
 def setup_bytes(spec: ModelSpec, tokens: float, width: float, backward: bool) -> float:

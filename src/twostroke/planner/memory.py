@@ -110,7 +110,7 @@ def attention_device(hardware: Hardware, spec: ModelSpec, dtype: str) -> str:
     """What decides how training attends: the device's kind, or ``NATIVE_ATTENTION`` where calibration found the native library
     and it takes the model."""
     fits = fits_native_attention(hardware.kind, dtype, spec)
-    return NATIVE_ATTENTION if fits and hardware.extras.get("native_training_attention_share") else hardware.kind
+    return NATIVE_ATTENTION if fits and hardware.training.attends_natively else hardware.kind
 
 
 def keys_walked(device_kind: str, dtype: str, sequence_length: int) -> float:

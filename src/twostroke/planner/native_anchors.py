@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from twostroke.core.rates import NativeRates, NativeStep, Phase
 from twostroke.core.schemes import NATIVE_STEPS, scheme_of
 from twostroke.core.spec import ModelSpec
-
-Phase = Literal["prefill", "decode"]
 
 HEAD_DIM = 64
 VOCABULARY = 8192
@@ -17,7 +15,7 @@ D_FF = {256: 704, 768: 2048}
 
 MAX_POSITIONS = 2048
 CONTEXT, LONG_CONTEXT = 128, 1024
-UNITS: dict[str, tuple[str, ...]] = {
+UNITS: dict[Phase, tuple[str, ...]] = {
     "prefill": ("step", "layer", "element", "attention"),
     "decode": ("step", "row", "layer", "element", "key"),
 }
@@ -32,16 +30,19 @@ class NativeAnchor:
     width: int
     n_layers: int
     rows: int
-    context: int = CONTEXT
+    context: int = 0
 
     @property
     def spec(self) -> ModelSpec:
         return native_anchor_spec(self.width, self.n_layers)
 
-    def name(self, scheme: str) -> str:
-        """Of its seconds in a profile."""
-        shape = f"t{self.rows}" if self.phase == "prefill" else f"b{self.rows}_c{self.context}"
-        return f"native_{self.phase}_e{self.width}_l{self.n_layers}_{shape}_{family_of(scheme)}_s"
+    def taking(self, scheme: str, seconds: float) -> NativeStep:
+        """Its row in a profile."""
+        return NativeStep(self.phase, self.width, self.n_layers, self.rows, self.context, family_of(scheme), seconds)
+
+    def measured_s(self, rates: NativeRates, scheme: str) -> float | None:
+        """Its seconds in a profile; None where it was not measured."""
+        return next((step.seconds for step in rates.steps if step == self.taking(scheme, step.seconds)), None)
 
 
 def native_anchor_spec(width: int, n_layers: int) -> ModelSpec:
@@ -60,12 +61,14 @@ PREFILL_ANCHORS = (
     NativeAnchor("prefill", *SHALLOW, 128),
 )
 DECODE_ANCHORS = (
-    *(NativeAnchor("decode", *model, n) for model in (NARROW, WIDE) for n in (1, 8, 32)),
-    NativeAnchor("decode", *SHALLOW, 1),
-    NativeAnchor("decode", *SHALLOW, 8),
+    *(NativeAnchor("decode", *model, n, CONTEXT) for model in (NARROW, WIDE) for n in (1, 8, 32)),
+    NativeAnchor("decode", *SHALLOW, 1, CONTEXT),
+    NativeAnchor("decode", *SHALLOW, 8, CONTEXT),
     NativeAnchor("decode", *NARROW, 1, LONG_CONTEXT),
     NativeAnchor("decode", *NARROW, 8, LONG_CONTEXT),
 )
+
+ANCHORS: dict[Phase, tuple[NativeAnchor, ...]] = {"prefill": PREFILL_ANCHORS, "decode": DECODE_ANCHORS}
 
 
 def has_steps(scheme: str) -> bool:
@@ -77,8 +80,3 @@ def family_of(scheme: str) -> str:
     """The one of ``NATIVE_STEPS`` whose steps stand for ``scheme``: its own in another group, else bf16's. Around products all
     do the same."""
     return scheme_of(scheme).family if has_steps(scheme) else "bf16"
-
-
-def fitted_name(phase: str, scheme: str, unit: str) -> str:
-    """Of the seconds of one unit: ``native_decode_int8_layer_s``."""
-    return f"native_{phase}_{family_of(scheme)}_{unit}_s"

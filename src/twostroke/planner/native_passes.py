@@ -20,7 +20,7 @@ from twostroke.planner.native_anchors import (
     PREFILL_ANCHORS,
     SHALLOW,
     NativeAnchor,
-    fitted_name,
+    family_of,
     has_steps,
 )
 from twostroke.planner.native_products import (
@@ -103,7 +103,10 @@ def _keys(spec: ModelSpec, shape: ServingShape) -> float:
 
 def price(hardware: Hardware, phase: str, scheme: str, unit: str) -> float:
     """Seconds of one of ``unit``, as fitted to the steps of ``scheme``'s family (0 where the fit found none)."""
-    return hardware.extras.get(fitted_name(phase, scheme, unit), 0.0)
+    wanted = (phase, family_of(scheme))
+    rows = hardware.native.prices if hardware.native is not None else ()
+    found = next((prices for prices in rows if (prices.phase, prices.scheme) == wanted), None)
+    return 0.0 if found is None else float(getattr(found, f"{unit}_s"))
 
 
 ENGINE_BYTES = 18e6
@@ -274,7 +277,7 @@ def anchor_ratios(like: ServingShape, hardware: Hardware) -> Ratios:
     """Of the prompts of the two deeper models by (width, tokens), under the scheme of ``like``."""
     found: dict[tuple[int, int], float] = {}
     for anchor in PREFILL_ANCHORS:
-        measured = hardware.extras.get(anchor.name(like.scheme)) if has_steps(like.scheme) else None
+        measured = anchor.measured_s(hardware.native_rates, like.scheme) if has_steps(like.scheme) else None
         if measured is not None and (anchor.width, anchor.n_layers) != SHALLOW:
             planned = prefill_works(anchor.spec, anchor_shape(anchor, like), hardware)
             found[anchor.width, anchor.rows] = measured / total_seconds(planned)

@@ -83,11 +83,11 @@ def native_weights_bytes(spec: ModelSpec, scheme: str, head: str, in_int8: tuple
 def native_product_s(name: str, m: int, n: int, k: int, working_set_bytes: float, hardware: Hardware) -> float:
     """Seconds of one packed matrix on ``m`` rows within a step that reads ``working_set_bytes``.
 
-    t = 2·m·n·k / rate as measured in a pass over W₀ = ``native_working_set_bytes``; the share s = bytes/t ÷ read rate at W₀ (at
-    most 1) of it was bound by reading: t·(1 + s²·(read rate at W₀ ÷ read rate at this working set − 1)). Where reading binds
-    (s = 1) the time follows the bandwidth, where arithmetic does (s ≈ 0) it stays; never less than reading its bytes."""
+    t = 2·m·n·k / rate as measured in a pass over W₀ = ``NativeRates.working_set_bytes``; the share s = bytes/t ÷ read rate at
+    W₀ (at most 1) of it was bound by reading: t·(1 + s²·(read rate at W₀ ÷ read rate at this working set − 1)). Where reading
+    binds (s = 1) the time follows the bandwidth, where arithmetic does (s ≈ 0) it stays; never less than reading its bytes."""
     seconds = 2.0 * m * n * k / hardware.product_rate(name, m, n, k)
-    there = hardware.bandwidth(hardware.extras["native_working_set_bytes"])
+    there = hardware.bandwidth(hardware.native_rates.working_set_bytes)
     n_bytes, here = packed_bytes(name, n, k), hardware.bandwidth(working_set_bytes)
     share = min(1.0, n_bytes / seconds / there)
     return max(seconds * (1.0 + share**2 * (there / here - 1.0)), n_bytes / here)

@@ -182,27 +182,28 @@ def loss_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, tensor:
         return [product_backward(head, rows, shape.dtype, hardware).times(n_chunks), summing]
     logits = float(tokens) * head.n
     moved = 2 * w * logits
-    extras = hardware.extras
-    rate = extras.get(f"cross_entropy_{shape.mode}_logit_per_s") or extras.get("cross_entropy_eager_logit_per_s")
+    rates = hardware.training.cross_entropy_logit_per_s
+    rate = rates.get(shape.mode) or rates.get("eager")
     seconds = logits / rate if rate else moved / hardware.bandwidth(moved)
     entropy = Work.limited("head", 0.0, moved, 0.0, seconds, n_chunks * hardware.op_launch_s)
     return [product_forward(head, rows, shape.dtype, hardware).times(n_chunks), entropy]
 
 
 def setup_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, backward: bool) -> list[Work]:
-    """What surrounds the blocks: embedding, rotary tables and final norm at ``setup_<direction>_bytes_per_s``, and forward the
+    """What surrounds the blocks: embedding, rotary tables and final norm at their measured rate, and forward the
     mask of packed documents, B·T² elements at ``mask_element_per_s``; at the bandwidth where nothing was measured."""
     w = bytes_of(shape.dtype)
     if backward and shape.method != "full":
         return []
     moved = setup_bytes(spec, shape.tokens_per_pass, w, backward)
-    rate = hardware.extras.get(f"setup_{'backward' if backward else 'forward'}_bytes_per_s") or hardware.bandwidth(moved)
+    rates = hardware.training
+    rate = (rates.setup_backward_bytes_per_s if backward else rates.setup_forward_bytes_per_s) or hardware.bandwidth(moved)
     works = [Work.limited("embedding", 0.0, moved, 0.0, moved / rate, hardware.op_launch_s)]
     if not backward and hardware.kind == "cpu":
         # A GPU writes it too, in no time worth a term.
         elements = float(shape.tokens_per_pass) * shape.sequence_length
         written = elements * w
-        element_rate = hardware.extras.get("mask_element_per_s")
+        element_rate = rates.mask_element_per_s
         seconds = elements / element_rate if element_rate else 4 * written / hardware.bandwidth(written)
         works.append(Work.limited("attention", 0.0, written, 0.0, seconds))
     return works
@@ -262,7 +263,7 @@ def optimizer_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, la
     n_matrix = part.matrices / ranks[0] + part.expert_matrices / ranks[1]
     state = state_bytes(n_parameters, n_matrix, shape.optimizer, PRECISIONS[shape.dtype].state)
     moved = optimizer_bytes_moved(n_parameters, shape.dtype, state)
-    memory_s = moved / (hardware.extras.get("adamw_bytes_per_s") or hardware.bandwidth(moved))
+    memory_s = moved / (hardware.training.adamw_bytes_per_s or hardware.bandwidth(moved))
     flops, arithmetic_s, launches = 12.0 * n_parameters, 0.0, 12.0
     if shape.optimizer == "muon":
         shared = layout.n_devices
@@ -271,7 +272,7 @@ def optimizer_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, la
                 one_flops, one_s = newton_schulz(rows, columns, hardware)
                 flops += count * one_flops / shared
                 arithmetic_s += count * one_s / shared
-                rest = hardware.extras.get("muon_element_per_s")
+                rest = hardware.training.muon_element_per_s
                 if rest:
                     memory_s += count * rows * columns / rest / shared
                 else:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple, TypedDict
 
 from twostroke.core import engines
-from twostroke.core.crossovers import Crossovers
 from twostroke.core.described import As
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import CapacityError, ConfigError
@@ -151,7 +150,7 @@ class ServingShape:
         names = scheme_of(self.scheme).torch
         if len(names) == 1:
             return names[0]
-        few = macs <= Crossovers.from_extras(hardware.extras).int8_weight_only_max_macs
+        few = macs <= hardware.crossovers.int8_weight_only_max_macs
         order = names if few or hardware.basis != "measured" else reversed(names)
         return next((name for name in order if hardware.has_scheme(name)), "packed_bf16")
 
@@ -387,7 +386,7 @@ def second_copies_bytes(spec: ModelSpec, shape: ServingShape, hardware: Hardware
     both = len(names) > 1 and all(map(hardware.has_scheme, names))
     if not both or not runs_our_engine(spec, shape, hardware):
         return 0.0
-    limit = Crossovers.from_extras(hardware.extras).int8_weight_only_max_macs
+    limit = hardware.crossovers.int8_weight_only_max_macs
     twice = (p.weights for p in block_products(spec) if p.weights <= limit and p.k % WEIGHT_ONLY_MULTIPLE == 0)
     return float(spec.n_layers * sum(twice))
 
@@ -416,7 +415,7 @@ def memory_for_kv(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> f
     """Bytes left for the KV cache on one device: utilisation · memory − weights − the process at rest. May be negative."""
     share = GPU_MEMORY_UTILISATION if hardware.kind == "gpu" else CPU_MEMORY_UTILISATION
     held = weights_held(spec, shape, hardware)
-    return share * hardware.memory_bytes - held - hardware.extras.get("baseline_rss_bytes", 0.0)
+    return share * hardware.memory_bytes - held - hardware.process.resident_bytes
 
 
 def cache_pages(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> int:
@@ -426,7 +425,7 @@ def cache_pages(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> int
     if hardware.kind == "gpu":
         free = memory_for_kv(spec, shape, hardware)
     else:
-        held = weights_held(spec, shape, hardware) + hardware.extras.get("baseline_rss_bytes", 0.0)
+        held = weights_held(spec, shape, hardware) + hardware.process.resident_bytes
         free = CACHE_SHARE * (hardware.memory_bytes - held)
     pages = int(shape.kv_cache_bytes // page) if shape.kv_cache_bytes else default_pages(page, free, longest)
     return min(pages, MAX_PAGES) if runs_our_engine(spec, shape, hardware) else pages
@@ -648,12 +647,12 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
         beside = max(0.0, decode_pass(spec, shape, hardware, prompt=True).seconds(rates) - step)
     parameters = count_parameters(spec)
     activations = min(shape.prompt_tokens, CHUNK_TOKENS) * (4 * spec.d_model + 3 * spec.d_ff) * bytes_of(shape.compute_dtype)
-    process, touched = hardware.extras.get("baseline_rss_bytes", 0.0), pages * page
+    process, touched = hardware.process.resident_bytes, pages * page
     if runs_natively(spec, shape, hardware):
         activations = native_passes.step_memory_bytes(spec, shape)
         process += native_passes.ENGINE_BYTES
         touched = min(touched, touched_pages(spec, shape) * page)
-    load = weights / hardware.extras.get("disk_cached_read_bytes_per_s", hardware.disk_write_bytes_per_s)
+    load = weights / (hardware.disk_cached_read_bytes_per_s or hardware.disk_write_bytes_per_s)
     return ServingPlan(
         spec=spec,
         shape=shape,
@@ -675,7 +674,7 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
         prefill_flops_per_token=prefill_flops(spec, shape.prompt_tokens) / shape.prompt_tokens,
         decode_flops_per_token=decode_flops(spec, shape.context),
         model_bytes=mixed_weights_bytes(spec, stored_scheme_name(spec, shape, hardware), shape.in_int8),
-        startup_s=hardware.extras.get("torch_import_s", 2.0) + load,
+        startup_s=hardware.process.torch_import_s + load,
         cost_per_hour=cost_of(3600.0, hardware, shape.placement.devices),
         check_s=check_s(spec, shape, hardware),
         prompt_beside_s=beside,

@@ -393,18 +393,18 @@ def process_bytes(shape: TrainingShape, hardware: Hardware) -> float:
     """Resident bytes of the process beside everything that a plan counts: Python, torch, and where it compiles the compiler.
 
     Measured: the peak of an anchor's steps less the terms planned for them. Else what torch takes after a first product
-    (``baseline_rss_bytes``). Memory of a GPU holds none of it.
+    (``Process.resident_bytes``). Memory of a GPU holds none of it.
     """
     if hardware.kind == "gpu":
         return 0.0
     anchor = training_anchors(shape.mode)[0]
     for dtype in (shape.compute_dtype, "bf16"):
-        peak = hardware.extras.get(anchor.name(anchor.shallow, dtype, shape.mode, "peak_bytes"))
-        if peak is not None:
+        step = hardware.training.step(anchor.width, anchor.shallow, dtype, shape.mode)
+        if step is not None and step.peak_bytes is not None:
             like, stage = anchor_shape(anchor, dtype, shape), Stage(0, anchor.shallow, first=True, last=True)
             terms = _held_terms(anchor.spec(anchor.shallow), like, hardware, SINGLE, stage)
-            return max(peak - sum(terms.values()), 0.0)
-    return hardware.extras.get("baseline_rss_bytes", 0.0)
+            return max(step.peak_bytes - sum(terms.values()), 0.0)
+    return hardware.process.resident_bytes
 
 
 def anchor_shape(anchor: TrainingAnchor, dtype: str, shape: TrainingShape) -> TrainingShape:

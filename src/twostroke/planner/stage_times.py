@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.anchors import TRAINING_PARTS, layer_and_around, ratio_at, training_anchors
+from twostroke.planner.anchors import layer_and_around, ratio_at, training_anchors
 from twostroke.planner.hardware import Hardware
 from twostroke.planner.layout import SINGLE, Layout
 from twostroke.planner.passes import layer_works, loss_work, optimizer_work, recomputed_works, setup_work, stage_layers
@@ -72,11 +72,10 @@ def _measured_ratios(like: TrainingShape, hardware: Hardware) -> dict[int, Ancho
     found: dict[int, AnchorRatios] = {}
     for anchor in training_anchors(like.mode):
         for dtype in (rate_dtype(like, hardware), "bf16"):
-            measured = [
-                {part: hardware.extras.get(anchor.name(n, dtype, like.mode, part)) for part in TRAINING_PARTS}
-                for n in (anchor.shallow, anchor.deep)
-            ]
-            if None not in (*measured[0].values(), *measured[1].values()):
+            shallow_step, deep_step = (
+                hardware.training.step(anchor.width, n, dtype, like.mode) for n in (anchor.shallow, anchor.deep)
+            )
+            if shallow_step is not None and deep_step is not None:
                 break
         else:
             continue
@@ -84,11 +83,11 @@ def _measured_ratios(like: TrainingShape, hardware: Hardware) -> dict[int, Ancho
         planned = passes_of(deep, shape, hardware, SINGLE)
         layer, around = {}, {}
         for direction in DIRECTIONS:
-            shallow_s, deep_s = (float(m[f"{direction}_s"] or 0.0) for m in measured)
+            shallow_s, deep_s = shallow_step.direction_s(direction), deep_step.direction_s(direction)
             layer_s, around_s = layer_and_around(anchor, shallow_s, deep_s)
             layer[direction] = layer_s / planned.layer_s(direction)
             around[direction] = around_s / planned.around_s(direction)
-        update = float(measured[1]["optimizer_s"] or 0.0) / optimizer_work(deep, shape, hardware).seconds
+        update = deep_step.optimizer_s / optimizer_work(deep, shape, hardware).seconds
         found[anchor.width] = AnchorRatios(layer, around, update)
     return found
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 ASSUMED_DATA_TOKEN_S = 5e-8
 """Seconds a token to cut, pack and number a batch from memory-mapped shards: 20 M tokens/s, a thousandth of a step."""
 
-ASSUMED_IMPORT_S = 2.0
 ASSUMED_COMPILE_S = 20.0
 """Seconds to import torch and to compile one block, where nothing was measured."""
 
@@ -476,8 +475,8 @@ def recomputed_flops_per_token(spec: ModelSpec, shape: TrainingShape, hardware: 
 
 def startup_s(shape: TrainingShape, hardware: Hardware) -> float:
     """Seconds before the first step: importing torch and, compiled, one block's forward and backward."""
-    compile_s = hardware.extras.get("block_compile_s", ASSUMED_COMPILE_S) if shape.compile else 0.0
-    return hardware.extras.get("torch_import_s", ASSUMED_IMPORT_S) + compile_s
+    compile_s = (hardware.training.block_compile_s or ASSUMED_COMPILE_S) if shape.compile else 0.0
+    return hardware.process.torch_import_s + compile_s
 
 
 def steps_for_budget(

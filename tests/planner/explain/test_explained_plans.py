@@ -14,6 +14,7 @@ from twostroke.cli.main import main
 from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError
 from twostroke.core.families import config_from_spec, read_spec
+from twostroke.core.rates import Process, TrainingRates, TrainingStep
 from twostroke.core.spec import MlaSpec, ModelSpec, MoeSpec
 from twostroke.planner.anchors import training_anchors
 from twostroke.planner.comparison import compare
@@ -63,7 +64,7 @@ def held(terms: Explanation) -> int:
 @pytest.fixture(params=["calibrated", "h100", "epyc-9654"])
 def hardware(request: pytest.FixtureRequest) -> Hardware:
     if request.param == "calibrated":
-        return machine({"baseline_rss_bytes": 3e8, "compiler_rss_bytes": 1e8, "adamw_bytes_per_s": 2e10})
+        return machine(process=Process(resident_bytes=3e8), training=TrainingRates(adamw_bytes_per_s=2e10))
     return load_hardware(request.param)
 
 
@@ -134,12 +135,12 @@ def test_terms_of_expert_parallel_ranks_give_the_plan(layout: Layout, method: st
 
 def test_terms_of_a_machine_with_measured_whole_steps_give_the_plan() -> None:
     """Layers and what surrounds them take what their parts say times a ratio each, from calibrated steps of two depths."""
-    extras = {}
-    for anchor in training_anchors("compiled"):
-        for n_layers in (anchor.shallow, anchor.deep):
-            for part, seconds in (("forward_s", 0.1), ("backward_s", 0.2), ("optimizer_s", 0.07)):
-                extras[anchor.name(n_layers, "bf16", "compiled", part)] = (0.3 + n_layers) * seconds
-    plan = plan_training(small_llama(), TrainingShape(steps=3), machine(extras))
+    steps = tuple(
+        TrainingStep(anchor.width, n, "bf16", "compiled", *((0.3 + n) * seconds for seconds in (0.1, 0.2, 0.07, 1.0)))
+        for anchor in training_anchors("compiled")
+        for n in (anchor.shallow, anchor.deep)
+    )
+    plan = plan_training(small_llama(), TrainingShape(steps=3), machine(training=TrainingRates(steps=steps)))
     terms = explain(plan)
     held(terms)
     ratios = {t.substitutions["anchors"] for t in terms if t.symbol.startswith("forward_") and "anchors" in t.substitutions}

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.paths import home
-from twostroke.core.profile import Engine, MachineProfile, read_fingerprint, stored_profiles, what_changed
+from twostroke.core.profile import MachineProfile, read_fingerprint, stored_profiles, what_changed
+from twostroke.core.rates import Engine
 
 SAMPLE_S = 0.2
 """How long the processors are watched. The one-minute load would still show what ended half a minute ago."""
@@ -52,7 +53,6 @@ class Profile:
 
     @classmethod
     def of(cls, profile: MachineProfile, now: datetime) -> Profile:
-        extras = profile.extras
         age = now - datetime.fromisoformat(profile.measured_at)
         return cls(
             device=profile.device,
@@ -60,9 +60,9 @@ class Profile:
             measured_at=profile.measured_at,
             age_days=age.total_seconds() / 86400,
             torch_version=profile.torch_version,
-            has_native_rates="native_working_set_bytes" in extras,
-            disturbed_share=extras.get("disturbed_share", 0.0),
-            low_by_share=max(extras.get(f"low_by_{part}_share", 0.0) for part in ("train", "serve")),
+            has_native_rates=profile.native is not None,
+            disturbed_share=profile.conditions.disturbed_share,
+            low_by_share=profile.conditions.most_low_by_share,
         )
 
 

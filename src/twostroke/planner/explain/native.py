@@ -27,7 +27,7 @@ def explain_native_pass(
     """A term for each use of a matrix, attention, what is left, and ``total`` = ``value``, the plan's own number.
 
     ``units`` and ``prices`` by ``planner.native_anchors.UNITS``; ``ratio``: measured ÷ planned of calibration's prompts."""
-    here, there = hardware.bandwidth(working_set), hardware.bandwidth(hardware.extras["native_working_set_bytes"])
+    here, there = hardware.bandwidth(working_set), hardware.bandwidth(hardware.native_rates.working_set_bytes)
     parts: list[str] = []
     for use in uses:
         n, k = native_matrices(use.product)[0]

@@ -159,7 +159,7 @@ def _memory(terms: Explanation, plan: ServingPlan) -> None:
         "of it on one device: key heads by tensor, layers by stage, requests by attention group", **numbers,
     )  # fmt: skip
     share = GPU_MEMORY_UTILISATION if hardware.kind == "gpu" else CPU_MEMORY_UTILISATION
-    process = hardware.extras.get("baseline_rss_bytes", 0.0)
+    process = hardware.process.resident_bytes
     terms.add(
         "memory", "room_for_kv_bytes", memory_for_kv(spec, shape, hardware), "bytes", "share·memory − weights_bytes − process",
         f"{hardware.label}: memory {hardware.basis}, share assumed", "assumed",

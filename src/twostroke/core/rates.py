@@ -1,0 +1,221 @@
+"""Sections of a machine profile: what calibration writes and a planner's formula reads, by what is measured together.
+
+None, an empty tuple and an empty table say that nothing was measured; the formula then names what it assumes instead. A section
+whose fields have other defaults states them here, for datasheets and profiles alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from twostroke.core.crossovers import Crossovers
+
+Engine = Literal["train", "serve"]
+Mode = Literal["eager", "compiled"]
+Direction = Literal["forward", "backward"]
+Phase = Literal["prefill", "decode"]
+
+ASSUMED_IMPORT_S = 2.0
+"""Importing torch, where it was not measured."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A Python process with torch before it does anything: the import, and resident bytes after a first product."""
+
+    torch_import_s: float = ASSUMED_IMPORT_S
+    resident_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Collectives between ``ranks`` processes: the start of a message and the rate of a ring (``calibration.collectives``)."""
+
+    alpha_s: float
+    bytes_per_s: float
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """How a calibration went: the share of its measurements that found no quiet moment, the share by which the rates that an
+    engine's plans need may read low, and how long it took."""
+
+    disturbed_share: float = 0.0
+    low_by_share: dict[str, float] = field(default_factory=dict)
+    calibration_s: float | None = None
+
+    @property
+    def most_low_by_share(self) -> float:
+        return max(self.low_by_share.values(), default=0.0)
+
+
+# -- training -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BlockRates:
+    """One transformer block by itself: FLOP/s of its attention over the keys that the kernel walks, bytes/s of its elementwise
+    work, and elements of q and k that QK-norm passes a second."""
+
+    dtype: str
+    mode: Mode
+    direction: Direction
+    attention_flop_per_s: float
+    elementwise_bytes_per_s: float
+    head_norm_element_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """A whole step of an anchor (``planner.anchors``), medians by part; ``peak_bytes`` of a process of its own."""
+
+    width: int
+    n_layers: int
+    dtype: str
+    mode: Mode
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    first_step_s: float
+    peak_bytes: float | None = None
+
+    def direction_s(self, direction: str) -> float:
+        return self.forward_s if direction == "forward" else self.backward_s
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s + self.optimizer_s
+
+
+@dataclass(frozen=True)
+class TrainingRates:
+    """What training runs beside plain products. ``cross_entropy_logit_per_s`` is by mode; ``setup_…`` is what surrounds the
+    blocks, ``muon_element_per_s`` what Muon takes beyond its products; ``block_compile_s`` compiles one block both ways."""
+
+    attends_natively: bool = False
+    blocks: tuple[BlockRates, ...] = ()
+    steps: tuple[TrainingStep, ...] = ()
+    block_compile_s: float | None = None
+    cross_entropy_logit_per_s: dict[str, float] = field(default_factory=dict)
+    setup_forward_bytes_per_s: float | None = None
+    setup_backward_bytes_per_s: float | None = None
+    mask_element_per_s: float | None = None
+    adamw_bytes_per_s: float | None = None
+    muon_element_per_s: float | None = None
+
+    def block(self, dtype: str, mode: str, direction: str) -> BlockRates | None:
+        wanted = (dtype, mode, direction)
+        return next((b for b in self.blocks if (b.dtype, b.mode, b.direction) == wanted), None)
+
+    def step(self, width: int, n_layers: int, dtype: str, mode: str) -> TrainingStep | None:
+        wanted = (width, n_layers, dtype, mode)
+        return next((s for s in self.steps if (s.width, s.n_layers, s.dtype, s.mode) == wanted), None)
+
+
+# -- serving --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NativeStep:
+    """Seconds of a whole step of the native engine (``planner.native_anchors``): a prompt of ``rows`` tokens, or ``rows``
+    requests that decode with ``context`` tokens each before them."""
+
+    phase: Phase
+    width: int
+    n_layers: int
+    rows: int
+    context: int
+    scheme: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepPrices:
+    """Seconds of one unit of what a native step does beside its products, as fitted to whole steps; 0: the fit found none.
+    ``attention`` is a FLOP of a prompt's, ``key`` a number of the keys and values that a decode step walks."""
+
+    phase: Phase
+    scheme: str
+    step_s: float = 0.0
+    layer_s: float = 0.0
+    element_s: float = 0.0
+    attention_s: float = 0.0
+    row_s: float = 0.0
+    key_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class NativeRates:
+    """The native engine beside its products, which were measured in passes over ``working_set_bytes`` of weights."""
+
+    working_set_bytes: float
+    steps: tuple[NativeStep, ...] = ()
+    prices: tuple[StepPrices, ...] = ()
+
+
+@dataclass(frozen=True)
+class TorchStep:
+    """Seconds of a whole step of the torch runner (``planner.anchors``): a prompt of ``rows`` tokens, or ``rows`` requests."""
+
+    phase: Phase
+    width: int
+    scheme: str
+    rows: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class DecodeStarts:
+    """The torch runner's decode step of one request or of many: what starting its operators takes around the layers and in one
+    of them, and (KV head, key) pairs of 64 numbers that its attention passes a second."""
+
+    requests: Literal["one", "many"]
+    scheme: str
+    step_s: float
+    layer_s: float
+    key_per_s: float
+
+
+@dataclass(frozen=True)
+class PromptAttention:
+    """The torch runner's attention of one prompt in one layer, FLOP/s over the keys walked."""
+
+    dtype: str
+    tokens: int
+    flop_per_s: float
+
+
+@dataclass(frozen=True)
+class TorchRunnerRates:
+    """The engine without the native library. ``layer_operations_element_per_s`` is by type: norms, rotary turn, cache write
+    and activation."""
+
+    layer_operations_element_per_s: dict[str, float] = field(default_factory=dict)
+    prompt_attention: tuple[PromptAttention, ...] = ()
+    steps: tuple[TorchStep, ...] = ()
+    decode: tuple[DecodeStarts, ...] = ()
+
+    def starts(self, n_requests: int, scheme: str) -> DecodeStarts | None:
+        """Those of a calibrated step like one of ``n_requests``: those of several gather their keys."""
+        wanted = ("one" if n_requests == 1 else "many", scheme)
+        return next((d for d in self.decode if (d.requests, d.scheme) == wanted), None)
+
+    def step_s(self, phase: Phase, width: int, scheme: str, rows: int) -> float | None:
+        wanted = (phase, width, scheme, rows)
+        return next((s.seconds for s in self.steps if (s.phase, s.width, s.scheme, s.rows) == wanted), None)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Measurements:
+    """The sections that a machine profile has and a plan reads; of a datasheet's device all are empty."""
+
+    disk_cached_read_bytes_per_s: float | None = None  # of a file that was just written
+    product_launches_s: dict[str, float] = field(default_factory=dict)  # by scheme: before a product's arithmetic begins
+    process: Process = field(default_factory=Process)
+    training: TrainingRates = field(default_factory=TrainingRates)
+    native: NativeRates | None = None
+    torch_runner: TorchRunnerRates = field(default_factory=TorchRunnerRates)
+    crossovers: Crossovers = field(default_factory=Crossovers)
+    conditions: Conditions = field(default_factory=Conditions)
