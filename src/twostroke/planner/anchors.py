@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import interpolate_log
+from twostroke.planner.named import letter
 
 HEAD_DIM = 64
 VOCABULARY = 4096
@@ -86,4 +87,4 @@ def ratio_at(ratios: Ratios, width: float, rows: float) -> float:
     columns: dict[int, list[tuple[float, float]]] = {}
     for (w, n), ratio in ratios.items():
         columns.setdefault(w, []).append((float(n), ratio))
-    return interpolate_log([(float(w), interpolate_log(points, rows)) for w, points in columns.items()], width)
+    return letter("ratio", interpolate_log([(float(w), interpolate_log(points, rows)) for w, points in columns.items()], width))

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from twostroke.core.described import As
 from twostroke.core.errors import ConfigError
 from twostroke.planner.hardware import HOURS_PER_YEAR, Hardware, Price, device_price, price
+from twostroke.planner.named import named
 
 Terms = Literal["on demand", "spot", "bought"]
 
@@ -157,17 +158,21 @@ def cost_of(seconds: float, hardware: Hardware, n_devices: int = 1, rate: Device
         raise ConfigError(f"n_devices={n_devices} must be at least 1.")
     rate = rate or on_demand_rate(hardware)
     electricity, pue, grid = price("electricity_usd_per_kwh"), pue_of(hardware), price("grid_kg_co2_per_kwh")
-    energy = n_devices * energy_kwh(seconds, hardware.watts.value, pue.value)
+    energy = n_devices * energy_kwh(seconds, hardware.watts.named("watts", "W"), pue.named("PUE", ""))
+    energy = named("energy_kwh", energy, "kWh", "W·h·PUE/1000 of all devices", section="money")
+    usd = n_devices * rent_usd(seconds, rate.usd_per_hour.named("usd_per_hour", "usd/h"))
+    energy_usd = energy * electricity.named("usd_per_kwh", "usd/kWh")
+    co2 = co2_kg(energy, grid.named("grid", "kg/kWh"))
     return Cost(
         seconds,
         energy,
-        n_devices * rent_usd(seconds, rate.usd_per_hour.value),
-        energy * electricity.value,
+        named("cost_usd", usd, "usd", f"device hours, {rate.terms}"),
+        named("energy_usd", energy_usd, "usd", "electricity alone; rent includes it"),
         hardware.watts,
         rate.usd_per_hour,
         electricity,
         n_devices,
-        co2_kg(energy, grid.value),
+        named("co2_kg", co2, "kg", "at the grid's mean intensity", section="money"),
         rate.terms,
         pue,
         grid,
@@ -252,9 +257,11 @@ def token_prices(
     prefill_tok_per_s: float, decode_tok_per_s: float, usd_per_hour: float, utilisation: float = 1.0
 ) -> TokenPrices:
     """Both phases by the time they take of the same machine: a token's seconds are 1/rate."""
+    into = usd_per_million_tokens(prefill_tok_per_s, usd_per_hour, utilisation)
+    out = usd_per_million_tokens(decode_tok_per_s, usd_per_hour, utilisation)
     return TokenPrices(
-        usd_per_million_tokens(prefill_tok_per_s, usd_per_hour, utilisation),
-        usd_per_million_tokens(decode_tok_per_s, usd_per_hour, utilisation),
+        named("input_usd_per_mtok", into, "usd", "per million prompt tokens, never idle"),
+        named("output_usd_per_mtok", out, "usd", "per million output tokens, prefill apart, never idle"),
     )
 
 

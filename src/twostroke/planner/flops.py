@@ -4,7 +4,10 @@ Korthikanti et al. (arXiv 2205.05198); causal attention is counted as the half t
 from __future__ import annotations
 
 from twostroke.core.spec import ModelSpec
+from twostroke.planner.named import named, smallest
 from twostroke.planner.params import LayerKind, count_parameters, head_product, layer_kinds
+
+PALM = "PaLM, arXiv 2204.02311, appendix B, with the causal half of the keys"
 
 
 def mean_keys(n_tokens: float, window: int | None = None) -> float:
@@ -40,7 +43,7 @@ def attention_flops_per_token(spec: ModelSpec, n_tokens: float) -> float:
     for kind, count in layer_kinds(spec):
         scored = kind.index_flops_per_key * mean_keys(n_tokens)
         flops += count * (_flops_per_key(kind) * mean_keys(n_tokens, _keys_read(kind)) + scored)
-    return flops
+    return named("attention_flops_per_token", flops, "FLOP", PALM)
 
 
 def training_flops_per_token(spec: ModelSpec, sequence_length: int) -> float:
@@ -80,7 +83,7 @@ def decode_flops(spec: ModelSpec, context: int) -> float:
     """
     flops = _matrix_flops(spec) + 2 * head_product(spec).weights
     for kind, count in layer_kinds(spec):
-        keys = min(context, _keys_read(kind) or context)
+        keys = smallest(context, _keys_read(kind) or context)
         per_key = _flops_per_key(kind)
         if kind.latent_dim is not None:
             per_key = 2 * kind.n_heads * (2 * kind.latent_dim + kind.qk_rope_dim)

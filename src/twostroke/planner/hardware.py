@@ -31,6 +31,7 @@ from twostroke.core.profile import (
 )
 from twostroke.core.rates import Engine, Measurements, NativeRates
 from twostroke.core.schemes import torch_product
+from twostroke.planner.named import Mark, largest, letter, named
 
 Kind = Literal["measured", "predicted", "datasheet", "assumed"]
 
@@ -86,6 +87,11 @@ class Price:
     kind: Annotated[str, "listed, datasheet, assumed or given"]
     source: Annotated[str, "who says so"]
     date: Annotated[str, "when"]
+
+    def named(self, symbol: str, unit: str) -> float:
+        """The value, in an explanation as ``symbol`` with its source."""
+        mark: Mark = "given" if self.kind == "listed" else self.kind  # type: ignore[assignment]
+        return named(symbol, self.value, unit, f"{self.source}; {self.date}", mark, "money")
 
 
 @dataclass(frozen=True)
@@ -185,13 +191,13 @@ class Hardware(Measurements):
         beyond the ends. A datasheet has one point, scaled by ``ASSUMED_BANDWIDTH_EFFICIENCY``."""
         points = [(p.working_set_bytes, p.bytes_per_s) for p in self.read_bandwidth]
         rate = interpolate_log(points, working_set_bytes)
-        return rate if self.basis == "measured" else rate * ASSUMED_BANDWIDTH_EFFICIENCY
+        return letter("β", rate) if self.basis == "measured" else letter("β", rate) * ASSUMED_BANDWIDTH_EFFICIENCY
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of the 4096³ product of ``dtype`` (measured) or of the datasheet: the denominator of MFU.
         Raises ConfigError where it is not known."""
         try:
-            return self.peak_flop_per_s[dtype]
+            return letter("π", self.peak_flop_per_s[dtype])
         except KeyError:
             raise ConfigError(
                 f"{self.label} has no product rate for {dtype!r}. It has: {', '.join(sorted(self.peak_flop_per_s))}."
@@ -216,11 +222,11 @@ class Hardware(Measurements):
             distance = math.log(n / class_n) ** 2 + math.log(k / class_k) ** 2
             log_rate = math.log(interpolate_log(sorted(line), m))
             if distance < 1e-9:
-                return math.exp(log_rate)
+                return letter("R", math.exp(log_rate))
             weight = 1 / distance**2
             total += weight * log_rate
             weights += weight
-        return math.exp(total / weights)
+        return letter("R", math.exp(total / weights))
 
     def product_s(self, scheme: str, m: int, n: int, k: int, working_set_bytes: float | None = None) -> float:
         """Seconds of one product, launch excluded: max(2·m·n·k / rate, weight bytes / bandwidth at the working set).
@@ -230,7 +236,7 @@ class Hardware(Measurements):
         """
         weight_bytes = n * k * bytes_of(torch_product(scheme)[0])
         reading = weight_bytes / self.bandwidth(max(weight_bytes, working_set_bytes or 0))
-        return max(2 * m * n * k / self.product_rate(scheme, m, n, k), reading)
+        return largest(2 * m * n * k / self.product_rate(scheme, m, n, k), reading)
 
     def product_launch_s(self, scheme: str) -> float:
         """Seconds that a product takes before its arithmetic: its scheme's, or one linear layer's."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.policy import PAGE_TOKENS
 from twostroke.core.spec import ModelSpec
+from twostroke.planner.named import largest, letter, smallest, whole
 
 if TYPE_CHECKING:
     from twostroke.planner.serving import ServingShape
@@ -18,20 +19,22 @@ if TYPE_CHECKING:
 
 def whole_pages(shape: ServingShape) -> int:
     """⌈(prompt + output)/page⌉: what a request fills in all, given back or not."""
-    return -(-(shape.prompt_tokens + shape.output_tokens) // PAGE_TOKENS)
+    return -(-(shape.prompt_tokens + shape.output_tokens) // letter("page", PAGE_TOKENS))
 
 
 def decoding_pages(spec: ModelSpec, shape: ServingShape) -> int:
     """Most pages that a request holds while it decodes: all of them, or ⌈(W − 1)/page⌉ + 1 within a window of W keys: those
     that the next query sees, and the one that is being filled."""
     window = spec.window_of_every_layer
-    whole = whole_pages(shape)
-    return whole if window is None else min(whole, -(-(window - 1) // PAGE_TOKENS) + 1)
+    filled = whole_pages(shape)
+    return filled if window is None else smallest(filled, -(-(window - 1) // letter("page", PAGE_TOKENS)) + 1)
 
 
 def request_pages(spec: ModelSpec, shape: ServingShape) -> int:
     """Most pages that a request holds at any time: its prompt's at admission, or what it decodes with."""
-    return max(-(-shape.prompt_tokens // PAGE_TOKENS), decoding_pages(spec, shape))
+    if spec.window_of_every_layer is None:
+        return whole_pages(shape)
+    return largest(-(-shape.prompt_tokens // letter("page", PAGE_TOKENS)), decoding_pages(spec, shape))
 
 
 def shared_pages(spec: ModelSpec, shape: ServingShape) -> int:
@@ -39,7 +42,7 @@ def shared_pages(spec: ModelSpec, shape: ServingShape) -> int:
     which every answer computes again. None under a window, which moves on."""
     if shape.answers == 1 or spec.window_of_every_layer is not None:
         return 0
-    return (shape.prompt_tokens - 1) // PAGE_TOKENS
+    return (shape.prompt_tokens - 1) // letter("page", PAGE_TOKENS)
 
 
 def batch_pages(spec: ModelSpec, shape: ServingShape, batch: int) -> int:
@@ -59,4 +62,4 @@ def largest_batch(spec: ModelSpec, shape: ServingShape, pages: float) -> int:
     """Most answers that ``pages`` hold at once (whole prompts with all their answers); 0 where not one."""
     first = request_pages(spec, shape) - decoding_pages(spec, shape)
     each = batch_pages(spec, shape, shape.answers) - first
-    return max(0, int((pages - first) / each)) * shape.answers
+    return max(0, whole((pages - first) / each)) * shape.answers

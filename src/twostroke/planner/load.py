@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, NamedTuple
 
+from twostroke.planner.named import letter, named
 from twostroke.planner.queueing import stepped_server_wait_s
 
 
@@ -33,8 +34,11 @@ class Steps(NamedTuple):
 
     def prompt_s(self, users: int) -> float:
         """What a prompt takes on average: P in the steps that hold prompts alone, a share g/B of them, X in the others."""
-        alone = self.together(users) / users
-        return alone * self.prefill_s + (1 - alone) * self.added_s
+        alone = letter("g", self.together(users)) / users
+        seconds = alone * self.prefill_s + (1 - alone) * self.added_s
+        return named(
+            "prompt_s", seconds, "s", "a prompt, g of which share a step: alone, or beside others that decode", section="load"
+        )
 
 
 class Latency(NamedTuple):
@@ -60,16 +64,29 @@ def closed_loop(steps: Steps, users: int, lengths: int = 1, requests: float = ma
     """
     later, step_s = steps.output_tokens - 1, steps.step_s
     if users == 1:
-        return Latency(steps.prefill_s, step_s, steps.prefill_s + later * step_s)
-    together, prompt_s = steps.together(users), steps.prompt_s(users)
+        ttft_s, e2e_s = steps.prefill_s, steps.prefill_s + later * step_s
+        return Latency(_loaded("ttft_s", ttft_s), _loaded("tpot_s", step_s), _loaded("e2e_s", e2e_s))
+    together, prompt_s = letter("g", steps.together(users)), steps.prompt_s(users)
     if requests < 2 * users:
         waited_s, prompts_s = 0.0, (users / together + 1) / 2 * together * steps.prefill_s
     else:
         waited_s = 2 * step_s * (1 - together / users / lengths)
         by_chance = steps.added_s * (1 + 2 * (users - 1) / steps.output_tokens)
         prompts_s = by_chance + (together * prompt_s - by_chance) / lengths
-    ttft_s, e2e_s = waited_s + prompts_s, waited_s + users * prompt_s + later * step_s
-    return Latency(ttft_s, (e2e_s - ttft_s) / later if later else step_s, e2e_s)
+    ttft_s = _loaded("ttft_s", waited_s + prompts_s)
+    e2e_s = _loaded("e2e_s", waited_s + users * prompt_s + later * step_s)
+    return Latency(ttft_s, _loaded("tpot_s", (e2e_s - ttft_s) / later if later else step_s), e2e_s)
+
+
+_MEANING = {
+    "ttft_s": "prompts of others, the step it comes in and its own",
+    "tpot_s": "other users' prompts are between tokens",
+    "e2e_s": "every user's prompt once, waiting, its steps",
+}
+
+
+def _loaded(which: str, seconds: float) -> float:
+    return named(f"loaded_{which}", seconds, "s", _MEANING[which], section="load")
 
 
 def open_loop_first_token(steps: Steps, rate_per_s: float, decoding: float = 1.0) -> tuple[float, float]:

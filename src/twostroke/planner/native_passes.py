@@ -16,6 +16,7 @@ from twostroke.planner.anchors import Ratios, ratio_at
 from twostroke.planner.flops import visible_pairs
 from twostroke.planner.hardware import Hardware
 from twostroke.planner.latency import elementwise_elements
+from twostroke.planner.named import largest, letter, named, smallest
 from twostroke.planner.native_anchors import (
     PREFILL_ANCHORS,
     SHALLOW,
@@ -43,6 +44,8 @@ def product_work(product: Product, name: str, rows: int, working_set: float, har
     seconds are the rate that many rows reach, and reading."""
     n_bytes = native_product_bytes(product, name)
     seconds = sum(native_product_s(name, rows, n, k, working_set, hardware) for n, k in native_matrices(product))
+    source = f"{name.removeprefix('native_')} as calibrated over W₀, of which a share is reading; β at this working set"
+    seconds = named(f"{product.name}_{rows}_rows_s", seconds, "s", source, "measured")
     flop, memory_s = 2.0 * rows * product.weights, n_bytes / hardware.bandwidth(working_set)
     arithmetic_s = flop / hardware.product_rate(name, MANY_ROWS, product.n, product.k)
     return Work(product.component, flop, n_bytes, arithmetic_s, memory_s, 0.0, seconds)
@@ -130,7 +133,8 @@ def tokens_seen(shape: ServingShape) -> int:
 
 def step_rows(shape: ServingShape) -> int:
     """Rows of the largest step."""
-    return max(shape.batch, min(TOKEN_BUDGET, shape.prompts * (shape.prompt_tokens - shape.hit_tokens)))
+    tokens = shape.prompts * (shape.prompt_tokens - shape.hit_tokens)
+    return largest(shape.batch, smallest(letter("budget", TOKEN_BUDGET), tokens))
 
 
 def step_memory_bytes(spec: ModelSpec, shape: ServingShape) -> float:
@@ -139,7 +143,7 @@ def step_memory_bytes(spec: ModelSpec, shape: ServingShape) -> float:
     row = 6.0 * (2 * spec.d_model + spec.qkv_rows + spec.n_heads * spec.head_dim + 2 * spec.d_ff)
     looked_up = 0.0
     if spec.tied_embeddings:
-        looked_up = embedding_in_memory_bytes(spec, tokens_seen(shape))
+        looked_up = letter("looked_up", embedding_in_memory_bytes(spec, tokens_seen(shape)))
     return step_rows(shape) * row + looked_up
 
 
@@ -206,18 +210,30 @@ def _around(
     """What a step takes beside its products, at the fitted prices."""
 
     def seconds(unit: str) -> float:
-        return units.get(unit, 0.0) * price(hardware, phase, shape.scheme, unit)
+        if unit not in units:
+            return 0.0
+        return letter(f"n_{unit}", units[unit]) * letter(f"{unit}_s", price(hardware, phase, shape.scheme, unit))
+
+    def around(what: str, seconds: float, source: str) -> float:
+        return named(
+            f"{what}_s", seconds, "s", f"{source}; fitted to whole steps of the engine, products taken off", "measured"
+        )
 
     shares = elements_of(spec, 1)
-    whole = sum(shares.values())
+    whole = letter("all_elements", sum(shares.values()))
+    layers_s = around("layers", seconds("element") + seconds("layer"), "barriers, numbers that norms and activations pass")
     works = [
-        Work.limited(component, 0.0, 0.0, 0.0, 0.0, (seconds("element") + seconds("layer")) * count / whole)
+        Work.limited(component, 0.0, 0.0, 0.0, 0.0, layers_s * letter("elements", count) / whole)
         for component, count in shares.items()
     ]
     reading_s = kv_bytes / hardware.bandwidth(working_set)
     attention_s = seconds("attention") + seconds("key")
-    works.append(Work("attention", flop, kv_bytes, attention_s, reading_s, 0.0, max(attention_s, reading_s)))
-    works.append(Work.limited("head", 0.0, 0.0, 0.0, 0.0, seconds("step") + seconds("row")))
+    walking_s = around(
+        "walking", largest(attention_s, reading_s), "attention: visible pairs or keys at their price, or reading"
+    )
+    works.append(Work("attention", flop, kv_bytes, attention_s, reading_s, 0.0, walking_s))
+    sampling_s = around("scheduling", seconds("step") + seconds("row"), "scheduling and sampling, rows handed on")
+    works.append(Work.limited("head", 0.0, 0.0, 0.0, 0.0, sampling_s))
     return works
 
 
@@ -240,7 +256,8 @@ def prefill_works(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> t
 
 def decode_cache_bytes(spec: ModelSpec, shape: ServingShape) -> float:
     """Keys and values that one decode step of the batch attends to."""
-    return shape.batch * _keys(spec, shape) * kv_bytes_per_token(spec, shape.cache_dtype)
+    read = shape.batch * _keys(spec, shape) * kv_bytes_per_token(spec, shape.cache_dtype)
+    return named("step_cache_bytes", read, "bytes", "keys and values that a decode step attends to")
 
 
 def decode_products(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> list[Work]:

@@ -8,6 +8,7 @@ from twostroke.core.dtypes import bytes_of
 from twostroke.core.schemes import NATIVE_FORMATS, NATIVE_PRODUCTS, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import Hardware
+from twostroke.planner.named import largest, letter, named
 from twostroke.planner.params import Product, block_products, count_parameters, head_product
 
 MANY_ROWS = 512
@@ -41,7 +42,9 @@ def native_matrices(product: Product) -> tuple[tuple[int, int], ...]:
 
 def native_product_bytes(product: Product, name: str) -> float:
     """Packed bytes of ``product``'s matrices and their fp32 biases: what one step reads."""
-    return sum(packed_bytes(name, n, k) for n, k in native_matrices(product)) + 4.0 * product.biases
+    packed = sum(packed_bytes(name, n, k) for n, k in native_matrices(product)) + 4.0 * product.biases
+    source = f"of a layer, packed by the library as {name.removeprefix('native_')}: in tiles of {TILE} outputs, {INPUTS} inputs"
+    return named(f"{product.name}_bytes", packed, "bytes", source)
 
 
 @lru_cache(maxsize=1024)
@@ -87,7 +90,7 @@ def native_product_s(name: str, m: int, n: int, k: int, working_set_bytes: float
     W₀ (at most 1) of it was bound by reading: t·(1 + s²·(read rate at W₀ ÷ read rate at this working set − 1)). Where reading
     binds (s = 1) the time follows the bandwidth, where arithmetic does (s ≈ 0) it stays; never less than reading its bytes."""
     seconds = 2.0 * m * n * k / hardware.product_rate(name, m, n, k)
-    there = hardware.bandwidth(hardware.native_rates.working_set_bytes)
-    n_bytes, here = packed_bytes(name, n, k), hardware.bandwidth(working_set_bytes)
-    share = min(1.0, n_bytes / seconds / there)
-    return max(seconds * (1.0 + share**2 * (there / here - 1.0)), n_bytes / here)
+    there = letter("β_0", hardware.bandwidth(hardware.native_rates.working_set_bytes))
+    n_bytes, here = letter("bytes", packed_bytes(name, n, k)), hardware.bandwidth(working_set_bytes)
+    share = letter("share", min(1.0, n_bytes / seconds / there))
+    return largest(seconds * (1.0 + share**2 * (there / here - 1.0)), n_bytes / here)

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Annotated, Literal
 
 from twostroke.core.spec import ModelSpec
+from twostroke.planner.named import letter, named
 
 Split = Literal["column", "row", "vocabulary", "replicated", "expert"]
 
@@ -38,7 +39,8 @@ class Product:
     @property
     def stored(self) -> int:
         """copies·n·k, the elements of all its matrices."""
-        return self.copies * self.weights
+        source = "config.json: matrix" if self.copies == 1 else "config.json: matrices of all experts"
+        return named(f"N_{self.name}", self.copies * self.weights, "parameters", source)
 
     @property
     def biases(self) -> int:
@@ -87,19 +89,19 @@ class LayerKind:
     @property
     def active_matrix_parameters(self) -> int:
         """Elements of the matrices that one token is multiplied with."""
-        return sum(p.active * p.weights for p in self.products)
+        return sum(p.stored if p.copies == p.active else p.active * p.weights for p in self.products)
 
     @property
     def parameters(self) -> int:
         """Everything stored: matrices, biases, norms and the rest."""
         biases = sum(p.biases for p in self.products)
-        return self.matrix_parameters + biases + self.norm_parameters + self.other_parameters
+        everything = self.matrix_parameters + biases + self.norm_parameters + self.other_parameters
+        return named("N_block", everything, "parameters", "matrices, biases, norms and what else a layer stores")
 
     @property
-    def active_parameters(self) -> int:
-        """``parameters`` with only the experts that one token passes."""
-        idle = sum((p.copies - p.active) * (p.weights + (p.n if p.bias else 0)) for p in self.products)
-        return self.parameters - idle
+    def idle_parameters(self) -> int:
+        """Those of the experts that one token does not pass."""
+        return sum((p.copies - p.active) * (p.weights + (p.n if p.bias else 0)) for p in self.products)
 
 
 def block_products(spec: ModelSpec) -> tuple[Product, ...]:
@@ -223,7 +225,12 @@ def layer_kinds(spec: ModelSpec) -> tuple[tuple[LayerKind, int], ...]:
     """(kind, how many layers are of it), in order of first appearance; a uniform model has one entry."""
     experts = range(spec.n_layers) if spec.moe is None or spec.moe.layers is None else frozenset(spec.moe.layers)
     told_apart = Counter((spec.window_of_layer(i), spec.moe is not None and i in experts) for i in range(spec.n_layers))
-    return tuple((_layer_kind(spec, window, sparse), count) for (window, sparse), count in told_apart.items())
+    if len(told_apart) == 1:
+        return ((_layer_kind(spec, *next(iter(told_apart))), spec.n_layers),)
+    return tuple(
+        (_layer_kind(spec, window, sparse), letter(f"L_{i}", count))
+        for i, ((window, sparse), count) in enumerate(told_apart.items(), 1)
+    )
 
 
 def head_product(spec: ModelSpec) -> Product:
@@ -276,16 +283,24 @@ def count_parameters(spec: ModelSpec) -> Parameters:
     away, kinds = spec.departures, layer_kinds(spec)
     norm = _norm_parameters(spec)
     width = away.embedding_dim or spec.d_model
-    embedding = spec.vocab_size * width
+    embedding = _named("N_embedding", spec.vocab_size * width, "config.json")
     projections = 2 * width * spec.d_model if away.embedding_dim is not None else 0
+    projections = _named("N_projections", projections, "between the embedding's width and the blocks'")
     positions = (spec.max_positions + away.extra_positions) * spec.d_model if spec.positions == "learned" else 0
-    head = (0 if spec.tied_embeddings else embedding) + (spec.vocab_size if away.head_bias else 0)
-    norms_outside = norm * (int(away.final_norm) + int(away.embedding_norm))
+    positions = _named("N_positions", positions, "learned positions")
+    head = (0 if spec.tied_embeddings else spec.vocab_size * width) + (spec.vocab_size if away.head_bias else 0)
+    head = _named("N_head", head, "output matrix of its own")
+    norms_outside = _named("N_norms_outside", norm * (int(away.final_norm) + int(away.embedding_norm)), "norms outside blocks")
     mlp = sum(count * sum(p.stored + p.biases for p in kind.products if p.component == "mlp") for kind, count in kinds)
     norms = sum(count * kind.norm_parameters for kind, count in kinds)
     blocks = sum(count * kind.parameters for kind, count in kinds)
-    total = embedding + positions + head + projections + norms_outside + blocks
-    active = total - blocks + sum(count * kind.active_parameters for kind, count in kinds)
+    tied = "embedding, blocks, norms around them" + ("; the head is the embedding" if spec.tied_embeddings else ", head")
+    total = _named("N", embedding + positions + head + projections + norms_outside + blocks, tied)
+    active = total - sum(count * kind.idle_parameters for kind, count in kinds)
+    active = _named("N_active", active, "those one token passes: all, or of experts those its router picks")
+    multiplied = active - positions - (0 if spec.tied_embeddings else embedding)
+    matrices = sum(count * kind.matrix_parameters for kind, count in kinds)
+    met = sum(count * kind.active_matrix_parameters for kind, count in kinds)
     return Parameters(
         total=total,
         embedding=embedding,
@@ -298,7 +313,11 @@ def count_parameters(spec: ModelSpec) -> Parameters:
         norms=norms,
         n_layers=spec.n_layers,
         active=active,
-        in_products=active - positions - (0 if spec.tied_embeddings else embedding),
-        block_matrices=sum(count * kind.matrix_parameters for kind, count in kinds),
-        active_matrices=sum(count * kind.active_matrix_parameters for kind, count in kinds),
+        in_products=_named("N_multiplied", multiplied, "those a token is multiplied with: tables that are looked up left out"),
+        block_matrices=_named("N_matrices", matrices, "matrices of all blocks, biases apart"),
+        active_matrices=_named("N_matrices_active", met, "of them those that one token is multiplied with"),
     )
+
+
+def _named(symbol: str, parameters: int, source: str) -> int:
+    return named(symbol, parameters, "parameters", source)

@@ -26,6 +26,7 @@ from twostroke.planner.flops import decode_flops, prefill_flops
 from twostroke.planner.hardware import DATASHEET_NOTE, Hardware
 from twostroke.planner.kv_pages import batch_pages, largest_batch, request_pages, touched_pages
 from twostroke.planner.load import Latency, Steps, closed_loop
+from twostroke.planner.named import letter, named, smallest, within
 from twostroke.planner.params import Parameters, block_products, count_parameters
 from twostroke.planner.speculation import Speculation
 from twostroke.planner.step_time import (
@@ -39,8 +40,8 @@ from twostroke.planner.step_time import (
     efficiencies_table,
     one_pass,
 )
-from twostroke.planner.weights import kv_bytes_per_token, mixed_weights_bytes, weights_bytes
-from twostroke.planner.work import Work, merge, total_seconds
+from twostroke.planner.weights import kv_bytes_per_token, matrices_bytes, mixed_weights_bytes, weights_bytes
+from twostroke.planner.work import Work, merge, shown, total_seconds
 from twostroke.scheduling.step import logits_bytes
 
 HEAD_DTYPES = ("auto", *WEIGHTS)
@@ -128,7 +129,8 @@ class ServingShape:
     @property
     def context(self) -> int:
         """Tokens before an average token of an answer: prompt + output/2."""
-        return self.prompt_tokens + (self.output_tokens + 1) // 2
+        before = self.prompt_tokens + (self.output_tokens + 1) // 2
+        return named("context", before, "tokens", "before an average token of an answer", section="work")
 
     @property
     def cache_dtype(self) -> str:
@@ -249,20 +251,24 @@ class ServingPlan:
     @property
     def ttft_s(self) -> float:
         """First token of a request that arrives at an idle server: its prefill."""
-        return total_seconds(self.prefill)
+        return named("ttft_s", total_seconds(self.prefill), "s", "one prompt alone, one component after another")
 
     @property
     def step_s(self) -> float:
         """One plain decode step of ``batch`` requests."""
-        return total_seconds(self.decode)
+        source = f"one step of {self.shape.batch} requests, one component after another"
+        return named("step_s", total_seconds(self.decode), "s", source)
 
     @property
     def tpot_s(self) -> float:
         """Seconds between tokens of one request while ``batch`` requests decode and none arrives: one decode step; with
         speculation step ÷ speed-up."""
         if self.shape.speculation is None or self.check_s is None:
-            return self.step_s
-        return self.step_s / self.shape.speculation.speed_up_of(self.step_s, self.check_s)
+            return named("tpot_s", self.step_s, "s", "a token a step")
+        between = self.step_s / self.shape.speculation.speed_up_of(self.step_s, self.check_s)
+        return named(
+            "tpot_s", between, "s", "Leviathan et al., arXiv 2211.17192: drafting, and a step that checks γ + 1 tokens"
+        )
 
     @property
     def devices(self) -> Annotated[int, "devices of one copy"]:
@@ -291,47 +297,55 @@ class ServingPlan:
     @property
     def decode_tok_per_s(self) -> float:
         """batch / TPOT, all requests together."""
-        return self.shape.batch / self.tpot_s
+        return named("decode_tok_per_s", self.shape.batch / self.tpot_s, "tok/s", "all requests together")
 
     @property
     def prefill_tok_per_s(self) -> float:
-        return self.shape.prompt_tokens / self.ttft_s
+        return named("prefill_tok_per_s", self.shape.prompt_tokens / self.ttft_s, "tok/s", "one prompt alone")
 
     @property
     def e2e_s(self) -> float:
         """TTFT + (output − 1)·TPOT."""
-        return self.ttft_s + (self.shape.output_tokens - 1) * self.tpot_s
+        seconds = self.ttft_s + (self.shape.output_tokens - 1) * self.tpot_s
+        return named("e2e_s", seconds, "s", "the first token is the prefill's")
 
     @property
     def output_tok_per_s(self) -> float:
         """Output tokens/s of a full batch kept full: batch·output ÷ (a prefill a prompt, one after another, + output·TPOT)."""
         shape = self.shape
-        return shape.batch * shape.output_tokens / (shape.prompts * self.ttft_s + shape.output_tokens * self.tpot_s)
+        rate = shape.batch * shape.output_tokens / (shape.prompts * self.ttft_s + shape.output_tokens * self.tpot_s)
+        return named("output_tok_per_s", rate, "tok/s", "a batch kept full, prefills one after another")
 
     @property
     def usd_per_mtok(self) -> float:
         """$ per million output tokens of the machine's price, prefill included, never idle."""
-        return usd_per_million_tokens(self.output_tok_per_s, self.devices * self.hardware.usd_per_hour.value)
+        usd = usd_per_million_tokens(self.output_tok_per_s, self._usd_per_hour)
+        return named("usd_per_mtok", usd, "usd", "per million output tokens, prefill included, never idle")
+
+    @property
+    def _usd_per_hour(self) -> float:
+        return self.devices * self.hardware.usd_per_hour.named("usd_per_hour", "usd/h")
 
     @property
     def usd_by_phase(self) -> Annotated[TokenPrices, "rent of the time that each phase takes, never idle", As("token_prices")]:
         """$ per million input tokens (prefill) and output tokens (decode), each by the time it takes; never idle."""
-        usd_per_hour = self.devices * self.hardware.usd_per_hour.value
-        return token_prices(self.prefill_tok_per_s, self.decode_tok_per_s, usd_per_hour)
+        return token_prices(self.prefill_tok_per_s, self.decode_tok_per_s, self._usd_per_hour)
 
     @property
     def kwh_per_mtok(self) -> float:
         """kWh per million output tokens."""
-        return self.cost_per_hour.energy_kwh * 1e6 / (3600 * self.output_tok_per_s)
+        kwh = self.cost_per_hour.energy_kwh * 1e6 / (3600 * self.output_tok_per_s)
+        return named("kwh_per_mtok", kwh, "kWh", "per million output tokens", section="money")
 
     @property
     def kv_request_bytes(self) -> Annotated[float, "bytes", "of one prompt's cache"]:
         """KV cache of one prompt: what would move if prefill and decode were on two machines."""
-        return self.shape.prompt_tokens * self.kv_bytes_per_token
+        moved = self.shape.prompt_tokens * self.kv_bytes_per_token
+        return named("kv_prompt_bytes", moved, "bytes", "a prompt's: what would move between machines of prefill and decode")
 
     @property
     def peak_memory_bytes(self) -> float:
-        return sum(self.memory_bytes.values())
+        return named("peak_memory_bytes", sum(self.memory_bytes.values()), "bytes", "all are held while serving")
 
     def prediction(self) -> Annotated[dict[str, float | dict[str, float]], ServingPrediction, "the results"]:
         """Ledger names → values."""
@@ -357,12 +371,16 @@ class ServingPlan:
 
 def request_kv_bytes(spec: ModelSpec, shape: ServingShape) -> float:
     """Most KV cache that one request holds at a time: whole pages · page · bytes per token (``kv_pages.request_pages``)."""
-    return request_pages(spec, shape) * page_bytes(spec, shape)
+    held = request_pages(spec, shape) * page_bytes(spec, shape)
+    source = "a request's last page is counted whole"
+    if spec.window_of_every_layer is not None:
+        source += "; what is behind the window is given back"
+    return named("kv_request_bytes", held, "bytes", source)
 
 
 def page_bytes(spec: ModelSpec, shape: ServingShape) -> float:
     """One page over all layers and devices."""
-    return PAGE_TOKENS * kv_bytes_per_token(spec, shape.cache_dtype)
+    return letter("page", PAGE_TOKENS) * kv_bytes_per_token(spec, shape.cache_dtype)
 
 
 def weights_on_device(spec: ModelSpec, shape: ServingShape) -> float:
@@ -371,12 +389,14 @@ def weights_on_device(spec: ModelSpec, shape: ServingShape) -> float:
     the fuller one is counted."""
     whole, at = weights_bytes(spec, shape.scheme), shape.placement
     if at.devices == 1:
-        return whole
-    rest = whole - device_bytes(spec, shape.scheme, 1, 1)
-    stages = min(at.pipeline, spec.n_layers)
+        return named("weights_bytes", whole, "bytes", f"all of them on one device, in {shape.scheme}")
+    rest = whole - matrices_bytes(spec, shape.scheme)
+    stages = smallest(at.pipeline, spec.n_layers)
     layers = -(-spec.n_layers // stages) / spec.n_layers
     ends = rest / at.tensor / (1 if stages == 1 or spec.tied_embeddings else 2)
-    return layers * device_bytes(spec, shape.scheme, at.tensor, at.stage_devices) + ends
+    held = layers * device_bytes(spec, shape.scheme, at.tensor, at.stage_devices) + ends
+    source = "one device: matrices cut by tensor parallel, whole experts spread, layers by stage; embedding or head at an end"
+    return named("weights_bytes", held, "bytes", source)
 
 
 def second_copies_bytes(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float:
@@ -387,8 +407,9 @@ def second_copies_bytes(spec: ModelSpec, shape: ServingShape, hardware: Hardware
     if not both or not runs_our_engine(spec, shape, hardware):
         return 0.0
     limit = hardware.crossovers.int8_weight_only_max_macs
-    twice = (p.weights for p in block_products(spec) if p.weights <= limit and p.k % WEIGHT_ONLY_MULTIPLE == 0)
-    return float(spec.n_layers * sum(twice))
+    twice = sum(p.weights for p in block_products(spec) if p.weights <= limit and p.k % WEIGHT_ONLY_MULTIPLE == 0)
+    source = "int8 matrices held twice: plain for few rows, packed for many"
+    return named("second_copies_bytes", spec.n_layers * twice * 1.0, "bytes", source)
 
 
 def stored_scheme_name(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> str:
@@ -399,7 +420,9 @@ def stored_scheme_name(spec: ModelSpec, shape: ServingShape, hardware: Hardware)
 def weights_held(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float:
     """What the weights take in memory: packed, in the native engine; else ``weights_on_device`` and ``second_copies_bytes``."""
     if runs_natively(spec, shape, hardware):
-        return native_products.native_weights_bytes(spec, shape.scheme, shape.head, shape.in_int8)
+        packed = native_products.native_weights_bytes(spec, shape.scheme, shape.head, shape.in_int8)
+        source = f"packed by the native library in {shape.scheme}, the head in {shape.head}; an embedding of its own"
+        return named("weights_bytes", packed, "bytes", source)
     return weights_on_device(spec, shape) + second_copies_bytes(spec, shape, hardware)
 
 
@@ -407,15 +430,16 @@ def kv_bytes_on_device(spec: ModelSpec, shape: ServingShape, kv_bytes: float) ->
     """Of ``kv_bytes`` of cached tokens what one device keeps: key heads divided by tensor (no further than there are heads,
     and not at all under latent attention), layers by pipeline, requests by attention groups."""
     at = shape.placement
-    heads = 1 if spec.mla is not None else min(at.tensor, spec.n_kv_heads)
-    return kv_bytes / (heads * min(at.pipeline, spec.n_layers) * at.attention_groups)
+    heads = 1 if spec.mla is not None else smallest(at.tensor, spec.n_kv_heads)
+    return kv_bytes / (heads * smallest(at.pipeline, spec.n_layers) * at.attention_groups)
 
 
 def memory_for_kv(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float:
     """Bytes left for the KV cache on one device: utilisation · memory − weights − the process at rest. May be negative."""
-    share = GPU_MEMORY_UTILISATION if hardware.kind == "gpu" else CPU_MEMORY_UTILISATION
-    held = weights_held(spec, shape, hardware)
-    return share * hardware.memory_bytes - held - hardware.process.resident_bytes
+    share = letter("share", GPU_MEMORY_UTILISATION if hardware.kind == "gpu" else CPU_MEMORY_UTILISATION)
+    held, process = weights_held(spec, shape, hardware), letter("process", hardware.process.resident_bytes)
+    source = f"{hardware.label}: memory {hardware.basis}, share assumed"
+    return named("room_for_kv_bytes", share * hardware.memory_bytes - held - process, "bytes", source, "assumed")
 
 
 def cache_pages(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> int:
@@ -428,7 +452,7 @@ def cache_pages(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> int
         held = weights_held(spec, shape, hardware) + hardware.process.resident_bytes
         free = CACHE_SHARE * (hardware.memory_bytes - held)
     pages = int(shape.kv_cache_bytes // page) if shape.kv_cache_bytes else default_pages(page, free, longest)
-    return min(pages, MAX_PAGES) if runs_our_engine(spec, shape, hardware) else pages
+    return letter("pages", min(pages, MAX_PAGES) if runs_our_engine(spec, shape, hardware) else pages)
 
 
 # -- time -----------------------------------------------------------------------------------------------------------------
@@ -633,7 +657,7 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
     page = kv_bytes_on_device(spec, shape, page_bytes(spec, shape))
     pages = cache_pages(spec, shape, hardware)
     notes = list(spec.notes)
-    fitting = largest_batch(spec, shape, pages)
+    fitting, most = largest_batch(spec, shape, pages), largest_batch(spec, shape, room / page)
     if fitting < shape.batch:
         notes.append(f"the KV cache holds {fitting} such requests at once, fewer than batch={shape.batch}: the others wait.")
     if hardware.basis == "datasheet":
@@ -641,18 +665,39 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
     ours = runs_our_engine(spec, shape, hardware)
     if hardware.basis == "measured" and not ours:
         notes.append("this engine was not measured in such a shape: the machine's rates, with nothing lost between operations.")
-    decode = decode_works(spec, shape, hardware)
+    with within("prefill"):
+        prefill = shown(prefill_works(spec, shape, hardware), "one prompt alone")
+    with within("decode"):
+        decode = shown(decode_works(spec, shape, hardware), f"one step of {shape.batch} requests")
     step, beside, rates = total_seconds(decode), None, efficiencies_of(hardware, shape.engine)
     if not ours:
-        beside = max(0.0, decode_pass(spec, shape, hardware, prompt=True).seconds(rates) - step)
+        with within("mixed"):
+            mixed = named("step_s", decode_pass(spec, shape, hardware, prompt=True).seconds(rates), "s", "a step with a prompt")
+        beside = named("prompt_beside_s", max(0.0, mixed - step), "s", "what a prompt adds to a step")
+    with within("check"):
+        checking = check_s(spec, shape, hardware)
+    if checking is not None:
+        checking = named("check_s", checking, "s", "a step that checks γ drafted tokens of each request and draws one more")
     parameters = count_parameters(spec)
-    activations = min(shape.prompt_tokens, CHUNK_TOKENS) * (4 * spec.d_model + 3 * spec.d_ff) * bytes_of(shape.compute_dtype)
-    process, touched = hardware.process.resident_bytes, pages * page
+    w, tokens = letter("w", bytes_of(shape.compute_dtype)), smallest(shape.prompt_tokens, CHUNK_TOKENS)
+    activations = tokens * (4 * spec.d_model + 3 * spec.d_ff) * w
+    process, cache = letter("process", hardware.process.resident_bytes), pages * page
+    cache = touched = named("kv_cache_bytes", cache, "bytes", "whole pages of the cache the engine takes, one device")
+    working = "one layer of the longest prefill"
     if runs_natively(spec, shape, hardware):
         activations = native_passes.step_memory_bytes(spec, shape)
-        process += native_passes.ENGINE_BYTES
-        touched = min(touched, touched_pages(spec, shape) * page)
-    load = weights / (hardware.disk_cached_read_bytes_per_s or hardware.disk_write_bytes_per_s)
+        process += letter("engine", native_passes.ENGINE_BYTES)
+        touched = smallest(cache, touched_pages(spec, shape) * page)
+        source = "the cache takes memory as its pages are touched; a server that runs on fills all of it"
+        touched = named("kv_touched_bytes", touched, "bytes", source)
+        working = "working memory of the largest step; the parts of a tied embedding that are looked up in its file"
+    activations = named("activations_bytes", activations, "bytes", working)
+    process = named("process_bytes", process, "bytes", "the process at rest, with torch and what the engine imports")
+    logits = logits_bytes(spec.vocab_size, shape.sampled_rows)
+    drawn = "a step's logits in fp32: a row for each token that is drawn or checked"
+    reading = hardware.disk_cached_read_bytes_per_s or hardware.disk_write_bytes_per_s
+    load, importing = weights / letter("reading", reading), letter("importing", hardware.process.torch_import_s)
+    once, later = prefill_flops(spec, shape.prompt_tokens) / shape.prompt_tokens, decode_flops(spec, shape.context)
     return ServingPlan(
         spec=spec,
         shape=shape,
@@ -662,21 +707,21 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
             "weights": weights,
             "kv_cache": touched,
             "activations": activations,
-            "logits": logits_bytes(spec.vocab_size, shape.sampled_rows),
+            "logits": named("logits_bytes", logits, "bytes", drawn),
             "process": process,
         },
         kv_bytes_per_token=kv_bytes_per_token(spec, shape.cache_dtype),
         pages=pages,
-        kv_cache_bytes=pages * page,
-        largest_batch=largest_batch(spec, shape, room / page),
-        prefill=prefill_works(spec, shape, hardware),
+        kv_cache_bytes=cache,
+        largest_batch=named("largest_batch", most, "requests", "whole ones that the memory holds", section="memory"),
+        prefill=prefill,
         decode=decode,
-        prefill_flops_per_token=prefill_flops(spec, shape.prompt_tokens) / shape.prompt_tokens,
-        decode_flops_per_token=decode_flops(spec, shape.context),
+        prefill_flops_per_token=named("prefill_flops_per_token", once, "FLOP", "the head for the last token only"),
+        decode_flops_per_token=named("decode_flops_per_token", later, "FLOP", "one new token at the mean context"),
         model_bytes=mixed_weights_bytes(spec, stored_scheme_name(spec, shape, hardware), shape.in_int8),
-        startup_s=hardware.process.torch_import_s + load,
+        startup_s=named("startup_s", importing + load, "s", "importing torch, and reading the weights"),
         cost_per_hour=cost_of(3600.0, hardware, shape.placement.devices),
-        check_s=check_s(spec, shape, hardware),
+        check_s=checking,
         prompt_beside_s=beside,
         interference=1.0 if ours else rates.interference,
         notes=tuple(notes),

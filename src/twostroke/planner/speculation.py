@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from twostroke.core.errors import ConfigError
+from twostroke.planner.named import named
 
 MAX_DRAFT_TOKENS = 64
 
@@ -48,7 +49,8 @@ class Speculation:
     def tokens_per_step(self) -> float:
         """Expected tokens of one check, equation 1: (1 − α^(γ+1)) ÷ (1 − α); γ + 1 for α = 1."""
         alpha, gamma = self.acceptance, self.draft_tokens
-        return gamma + 1.0 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+        tokens = gamma + 1.0 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+        return named("tokens_per_step", tokens, "tokens", "Leviathan et al., arXiv 2211.17192, equation 1", section="time")
 
     @property
     def speed_up(self) -> float:

@@ -28,6 +28,7 @@ from twostroke.planner.hardware import (
     Hardware,
     Link,
 )
+from twostroke.planner.named import Mark, inputs, largest, letter, named, smallest
 from twostroke.planner.network import all_to_all_s, ring_all_reduce_s, send_s
 from twostroke.planner.params import LayerKind, Product, head_product, layer_kinds
 from twostroke.planner.weights import matrix_bytes
@@ -134,8 +135,8 @@ class Shard:
 
     def keys(self, context: float) -> float:
         """Keys that a new token reads with ``context`` before it."""
-        found = min(context, self.window or context)
-        return min(found, self.top_keys or found)
+        found = smallest(context, self.window or context)
+        return smallest(found, self.top_keys or found)
 
 
 def _share(product: Product, tensor: int, expert_devices: int) -> float:
@@ -152,7 +153,9 @@ def _shard(spec: ModelSpec, kind: LayerKind, count: int, scheme: str, tensor: in
         name, share = p.component, _share(p, tensor, expert_devices)
         if p.split == "expert":
             name, idle = "expert", 1 - p.active / p.copies
-        read[name] += p.copies * matrix_bytes(spec, p, scheme) * share
+        source = f"of a layer, in {scheme} with its scales"
+        held = named(f"{p.name}_bytes", p.copies * matrix_bytes(spec, p, scheme), "bytes", source)
+        read[name] += held * share
         passed[name] += p.active * p.weights * share
     heads = kind.n_heads / tensor
     latent = kind.latent_dim
@@ -268,21 +271,33 @@ class Pass:
     dtype: str
     link: Link
     far_link: Link
+    basis: str = "datasheet"
+
+    def named(self, what: str, seconds: float, source: str) -> float:
+        """``seconds`` of a part of the pass."""
+        mark: Mark = "measured" if self.basis == "measured" else "datasheet"
+        return named(f"{what}_s", seconds, "s", f"{source}; {_RATES[mark]}", mark)
 
     def product_s(self, part: Part, rates: Efficiencies) -> float:
         """(memory^p + arithmetic^p)^(1/p) of one component's products."""
         memory = part.memory_s / rates.product_bandwidth_share
         arithmetic = part.arithmetic_s / rates.arithmetic(self.dtype)
-        if not memory or not arithmetic:
-            return memory + arithmetic
-        big, small = (memory, arithmetic) if memory > arithmetic else (arithmetic, memory)
-        return float(big * (1 + (small / big) ** EDGE) ** (1 / EDGE))
+        memory = self.named(f"{part.component}_reading", memory, "weights of all layers, each read once")
+        arithmetic = self.named(f"{part.component}_arithmetic", arithmetic, "FLOP of all layers")
+        seconds = memory + arithmetic
+        if memory and arithmetic:
+            big, small = (memory, arithmetic) if memory > arithmetic else (arithmetic, memory)
+            p = letter("p", EDGE)
+            seconds = big * (1 + (small / big) ** p) ** (1 / p)
+        source = "the longer of both, the corner between them rounded"
+        return named(f"{part.component}_products_s", seconds, "s", source)
 
     def cache_s(self, rates: Efficiencies) -> float:
-        return max(self.cache.memory_s / rates.cache_bandwidth_share, self.cache.arithmetic_s / rates.attention_share)
+        seconds = largest(self.cache.memory_s / rates.cache_bandwidth_share, self.cache.arithmetic_s / rates.attention_share)
+        return self.named("cache", seconds, "attention over keys that are cached")
 
     def prompts_s(self, rates: Efficiencies) -> float:
-        return self.prompts.arithmetic_s / rates.attention_share
+        return self.named("prompt_attention", self.prompts.arithmetic_s / rates.attention_share, "attention over new keys")
 
     def network_s(self, rates: Efficiencies) -> float:
         """Collectives and sends. Inside a node α is the fitted one, of an engine's own all-reduce in a captured graph; a
@@ -290,11 +305,18 @@ class Pass:
         seconds = 0.0
         near = self.tensor > 1 or self.exchange_devices > 1
         if near and self.reduces:
-            seconds += self.reduces * ring_all_reduce_s(self.reduced_bytes, self.tensor, scaled_link(self.link, rates))
+            once = ring_all_reduce_s(self.reduced_bytes, self.tensor, scaled_link(self.link, rates))
+            seconds += named(
+                "reduces_s", self.reduces * once, "s", f"all-reduces over a {self.link.kind} link: {self.link.source}"
+            )
         if self.exchanges:
-            seconds += self.exchanges * all_to_all_s(self.exchanged_bytes, self.exchange_devices, scaled_link(self.link, rates))
+            once = all_to_all_s(self.exchanged_bytes, self.exchange_devices, scaled_link(self.link, rates))
+            source = f"all-to-alls over a {self.link.kind} link: {self.link.source}"
+            seconds += named("exchanges_s", self.exchanges * once, "s", source)
         if self.sends:
-            seconds += self.sends * send_s(self.sent_bytes, scaled_link(self.far_link, rates))
+            once = send_s(self.sent_bytes, scaled_link(self.far_link, rates))
+            source = f"from stage to stage over a {self.far_link.kind} link: {self.far_link.source}"
+            seconds += named("sends_s", self.sends * once, "s", source)
         return seconds
 
     def starts_s(self, rates: Efficiencies) -> float:
@@ -302,12 +324,18 @@ class Pass:
 
     def around_s(self, rates: Efficiencies) -> float:
         """Scheduling and sampling: a step's and each request's."""
-        return self.steps * rates.step_s + self.requests * rates.request_s
+        return self.named("scheduling", self.steps * rates.step_s + self.requests * rates.request_s, "scheduling and sampling")
 
     def seconds(self, rates: Efficiencies) -> float:
         products = sum(self.product_s(part, rates) for part in self.products)
         whole = products + self.cache_s(rates) + self.prompts_s(rates) + self.starts_s(rates)
         return whole + self.network_s(rates) + self.around_s(rates)
+
+
+_RATES = {
+    "measured": "rate measured on this machine",
+    "datasheet": "datasheet's rate × a share fitted to public measured tables (efficiencies.toml), or assumed",
+}
 
 
 @dataclass(frozen=True)
@@ -349,7 +377,8 @@ def one_pass(
     bandwidth, peak = hardware.read_bandwidth[0].bytes_per_s, hardware.peak_flop_per_s[dtype]
     if hardware.basis == "measured":
         bandwidth = hardware.read_bandwidth[-1].bytes_per_s
-    plain = hardware.peak_flop_per_s.get("bf16", hardware.peak_flop_per_s.get("fp32", peak))
+    plain = letter("π_bf16", hardware.peak_flop_per_s.get("bf16", hardware.peak_flop_per_s.get("fp32", peak)))
+    bandwidth, peak = letter("β", bandwidth), letter("π", peak)
     groups, stage = placement.attention_groups, placement.stage_devices
     here = decoding / placement.pipeline / groups  # requests that one attention group has in a micro-batch
     fresh = prompts * (prompt_tokens - hit_tokens)
@@ -412,6 +441,7 @@ def one_pass(
         dtype=dtype,
         link=hardware.link_for(stage),
         far_link=hardware.link_for(placement.devices),
+        basis=hardware.basis,
     )
 
 
@@ -433,8 +463,9 @@ def efficiencies_of(hardware: Hardware, engine: str = "any") -> Efficiencies:
     """The constants that hold for ``hardware``: the fitted ones for an accelerator's datasheet, assumed ones for a CPU's,
     and none for a calibrated machine."""
     if hardware.basis == "measured":
-        return replace(MEASURED, operator_s=hardware.op_launch_s)
-    return replace(CPU, operator_s=hardware.op_launch_s) if hardware.kind == "cpu" else efficiencies(engine, hardware.name)
+        return inputs(replace(MEASURED, operator_s=hardware.op_launch_s))
+    found = replace(CPU, operator_s=hardware.op_launch_s) if hardware.kind == "cpu" else efficiencies(engine, hardware.name)
+    return inputs(found)
 
 
 def token_s(decode: Pass, mixed: Pass, rates: Efficiencies, prompts_per_token: float) -> float:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.schemes import CACHES, Scheme, scheme_of
 from twostroke.core.spec import ModelSpec
+from twostroke.planner.named import letter, named
 from twostroke.planner.params import LayerKind, Product, block_products, count_parameters, layer_kinds
 
 
@@ -36,16 +37,29 @@ def weights_bytes(spec: ModelSpec, scheme: str) -> float:
     """
     how, parameters = scheme_of(scheme), count_parameters(spec)
     if not how.quantised:
-        return how.element_bytes * parameters.total
-    matrices = sum(n * p.copies * matrix_bytes(spec, p, scheme) for kind, n in layer_kinds(spec) for p in kind.products)
-    return matrices + how.kept_bytes * (parameters.total - parameters.block_matrices)
+        return letter("w", how.element_bytes) * parameters.total
+    return matrices_bytes(spec, scheme) + how.kept_bytes * (parameters.total - parameters.block_matrices)
+
+
+def matrices_bytes(spec: ModelSpec, scheme: str) -> float:
+    """Bytes of the blocks' matrices under ``scheme``, all experts included."""
+    source = f"of a layer, in {scheme} with its scales"
+    matrices = sum(
+        n * sum(named(f"{p.name}_bytes", p.copies * matrix_bytes(spec, p, scheme), "bytes", source) for p in kind.products)
+        for kind, n in layer_kinds(spec)
+    )
+    return named("matrices_bytes", matrices, "bytes", "of all blocks")
 
 
 def mixed_weights_bytes(spec: ModelSpec, scheme: str, in_int8: tuple[str, ...]) -> float:
     """``weights_bytes`` with the matrices ``in_int8`` ("<layer>.<product>") of a dense model as its ``beside``."""
     beside = scheme_of(scheme).beside or scheme
     extra = {p.name: matrix_bytes(spec, p, beside) - matrix_bytes(spec, p, scheme) for p in block_products(spec)}
-    return weights_bytes(spec, scheme) + sum(extra[name.partition(".")[2]] for name in in_int8)
+    more = letter("in_int8", sum(extra[name.partition(".")[2]] for name in in_int8)) if in_int8 else 0
+    source = f"every parameter, as {scheme} holds it: scales for the blocks' matrices, other tensors in 16 bits"
+    if not scheme_of(scheme).quantised:
+        source = f"every parameter in {scheme}"
+    return named("model_bytes", weights_bytes(spec, scheme) + more, "bytes", source)
 
 
 def experts_touched(n_experts: int, top_k: int, n_tokens: float) -> float:
@@ -77,7 +91,9 @@ def kv_bytes_per_token(spec: ModelSpec, dtype: str = "bf16") -> float:
     (tests/planner/test_planner_memory.py); DeepSeek-V3 70,272 bytes a token (arXiv 2505.09343, table 1). In int8 each head's
     key and value has an fp32 scale of its own, as our engine holds it: ``kv_scale_bytes``.
     """
-    return sum(count * (kind.kv_elements * bytes_of(dtype) + kv_scale_bytes(kind, dtype)) for kind, count in layer_kinds(spec))
+    w = letter("w", bytes_of(dtype))
+    each = sum(count * (kind.kv_elements * w + kv_scale_bytes(kind, dtype)) for kind, count in layer_kinds(spec))
+    return named("kv_bytes_per_token", each, "bytes", f"keys and values of every layer in {dtype}; K key heads, not H")
 
 
 def kv_scale_bytes(kind: LayerKind, dtype: str) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from twostroke.core.described import As
+from twostroke.planner.named import largest, named, records
 
 COMPONENTS = ("attention", "mlp", "norms", "embedding", "head", "optimizer")
 """Rows of the comparison table, in order. ``attention`` includes its projections and rotary turn, ``head`` loss or sampling."""
@@ -35,7 +36,7 @@ class Work:
         cls, component: str, flops: float, n_bytes: float, arithmetic_s: float, memory_s: float, launch_s: float = 0.0
     ) -> Work:
         """The roofline with a launch term: max(arithmetic, memory) + launch."""
-        return cls(component, flops, n_bytes, arithmetic_s, memory_s, launch_s, max(arithmetic_s, memory_s) + launch_s)
+        return cls(component, flops, n_bytes, arithmetic_s, memory_s, launch_s, largest(arithmetic_s, memory_s) + launch_s)
 
     @property
     def intensity(self) -> Annotated[float, "FLOP", "a byte", As("intensity_flop_per_byte")]:
@@ -89,6 +90,13 @@ def merge(works: Iterable[Work]) -> tuple[Work, ...]:
         for component in COMPONENTS
         if (parts := found.get(component))
     )
+
+
+def shown(works: tuple[Work, ...], of: str) -> tuple[Work, ...]:
+    """``works`` of a pass, each component's seconds a line of the explanation."""
+    if not records():
+        return works
+    return tuple(replace(w, seconds=named(f"{w.component}_s", w.seconds, "s", f"of {of}; {w.bound}-bound")) for w in works)
 
 
 def total_seconds(works: Iterable[Work]) -> float:

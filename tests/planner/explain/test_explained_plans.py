@@ -1,4 +1,4 @@
-"""Each formula, evaluated with its numbers, gives the plan's own number: an explanation cannot drift from the code."""
+"""A plan is the same to the bit while it is explained, and each formula, read and evaluated, gives the plan's own number."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from twostroke.planner.explain.glossary import GLOSSARY
 from twostroke.planner.explain.model import letters
 from twostroke.planner.explain.plans import explain
 from twostroke.planner.explain.term import Explanation
+from twostroke.planner.explain.trace import Recorded
 from twostroke.planner.hardware import Hardware, hardware_names, load_hardware
 from twostroke.planner.layout import Layout
+from twostroke.planner.named import inputs, recording
 from twostroke.planner.serving import ServingShape, plan_serving
 from twostroke.planner.speculation import Speculation
 from twostroke.planner.text.explain import explanation_text, term_line
@@ -165,6 +167,14 @@ def test_terms_of_serving_give_the_plan(name: str, changes: dict[str, object], h
 
 
 @pytest.mark.parametrize("name", list(MODELS))
+def test_a_serving_plan_is_the_same_to_the_bit_while_it_is_explained(name: str, hardware: Hardware) -> None:
+    shape = ServingShape(batch=8, prompt_tokens=300, speculation=Speculation(4, 0.8, 0.05))
+    with recording(Recorded()):
+        traced = plain(plan_serving(inputs(MODELS[name]), inputs(shape), inputs(hardware)))
+    assert repr(traced) == repr(plain(plan_serving(MODELS[name], shape, hardware)))
+
+
+@pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize("scheme", ["fp8", "int4", "mxfp4", "w8a8"])
 @pytest.mark.parametrize("placement", [{"tensor": 2}, {"pipeline": 2, "tensor": 4}, {"pipeline": 3}], ids=str)
 def test_terms_of_serving_on_several_devices_give_the_plan(name: str, scheme: str, placement: dict[str, int]) -> None:
@@ -218,7 +228,7 @@ def test_the_published_figures_appear_in_the_explanation(assets: Path) -> None:
     serving = explain(plan_serving(spec, ServingShape(), load_hardware("h100")))
     assert serving["N"].value == 8_030_261_248
     line = term_line(serving["kv_bytes_per_token"])
-    assert line.startswith("kv_bytes_per_token = (L·2·K·D)·w = (32·2·8·128)·2 = 131,072 bytes")
+    assert line.startswith("kv_bytes_per_token = L·2·K·D·w = 32·2·8·128·2 = 131,072 bytes")
 
 
 def test_a_wrong_formula_is_noticed() -> None:
@@ -258,5 +268,5 @@ def test_the_command_line_prints_every_term(tmp_path: Path, capsys: pytest.Captu
         main(["plan", "serve", str(path), "--hardware", "h100", "--explain"])
     text = capsys.readouterr().out
     assert stopped.value.code == 0
-    assert "kv_bytes_per_token = (L·2·K·D)·w = (6·2·4·64)·2 = 6,144 bytes" in text
+    assert "kv_bytes_per_token = L·2·K·D·w = 6·2·4·64·2 = 6,144 bytes" in text
     assert "  w: bytes of one stored element" in text

@@ -63,16 +63,3 @@ def explain_attention_flops(terms: Explanation, spec: ModelSpec, tokens: str, n_
         "work", "attention_flops_per_token", attention_flops_per_token(spec, n_tokens), "FLOP", total(parts), PALM,
         **numbers_of_kinds(spec) | {tokens: n_tokens},
     )  # fmt: skip
-
-
-def decode_attention(spec: ModelSpec, context: str, n_context: float) -> str:
-    """Formula of attention's FLOP of one new token with ``context`` keys before it."""
-    parts = []
-    for suffix, kind, _ in kinds_of(spec):
-        limit = _limit(suffix, kind)
-        keys = context if limit is None else f"min({context}, {limit[0]})"
-        heads = _heads(suffix, kind) if kind.latent_dim is None else f"2·H{suffix}·(2·R_kv + D_rope)"
-        parts.append(f"L{suffix}·{heads}·{keys}")
-        if kind.index_heads:
-            parts.append(f"L{suffix}·2·H_index·(D_index + 1)·{context}")
-    return total(parts)

@@ -90,3 +90,36 @@ GLOSSARY: dict[str, str] = {
     "share": "share of memory that may be used; in training, of one layer's activations that its backward takes on top",
     "rows": "tokens that a matrix is applied to",
 }
+
+LETTERS: dict[str, dict[str, str]] = {
+    "ModelSpec": {
+        "vocab_size": "V", "n_layers": "L", "d_model": "E", "n_heads": "H", "n_kv_heads": "K", "head_dim": "D", "d_ff": "F",
+        "max_positions": "P", "sliding_window": "window",
+    },
+    "MoeSpec": {"n_experts": "X", "top_k": "X_active", "d_expert": "F_expert", "n_shared_experts": "÷X_shared",
+                "d_shared": "F_shared"},
+    "MlaSpec": {"q_lora_rank": "R_q", "kv_lora_rank": "R_kv", "qk_nope_dim": "D_nope", "qk_rope_dim": "D_rope", "v_dim": "D_v"},
+    "IndexerSpec": {"n_heads": "H_index", "head_dim": "D_index", "top_k": "top_keys"},
+    "GlobalAttention": {"n_kv_heads": "K_global", "head_dim": "D_global"},
+    "Departures": {"embedding_dim": "E_embedding", "extra_positions": "P_extra"},
+    "ServingShape": {
+        "batch": "B", "prompt_tokens": "prompt", "output_tokens": "output", "kv_cache_bytes": "cache_asked",
+        "prefix_hit_share": "hits", "tensor": "÷tensor", "pipeline": "÷pipeline", "expert": "÷expert", "answers": "÷answers",
+    },
+    "Speculation": {"draft_tokens": "γ", "acceptance": "α", "draft_cost": "c"},
+    "TrainingShape": {"batch_size": "B", "sequence_length": "T", "grad_accumulation": "÷passes", "steps": "steps",
+                      "lora_rank": "rank"},
+    "Layout": {"data": "÷data", "tensor": "÷tensor", "pipeline": "÷pipeline", "interleave": "÷interleave",
+               "expert": "÷expert"},
+    "Hardware": {"memory_bytes": "memory", "linear_launch_s": "launch", "op_launch_s": "operator",
+                 "disk_write_bytes_per_s": "writing"},
+    "Efficiencies": {
+        "product_bandwidth_share": "÷share_β", "cache_bandwidth_share": "÷share_cache", "arithmetic_share": "÷share_π",
+        "fp8_share": "÷share_fp8", "fp4_share": "÷share_fp4", "attention_share": "÷share_attention",
+        "link_share": "÷share_link", "message_s": "α", "operator_s": "operator_s", "step_s": "scheduling",
+        "request_s": "sampling", "interference": "÷interference",
+    },
+    "Link": {"alpha_s": "α", "bytes_per_s": "β"},
+    "NodeLink": {"alpha_s": "α", "bytes_per_s": "β"},
+}  # fmt: skip
+"""Field → letter of everything that a plan is asked with. ÷: a 1 there divides nothing, and no formula shows it."""

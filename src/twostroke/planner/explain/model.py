@@ -197,10 +197,3 @@ def _matrices(
             "parameters", "N_matrices_active", parameters.active_matrices, "parameters", total(active),
             "those that one token is multiplied with", **numbers,
         )  # fmt: skip
-
-
-def cached_elements(spec: ModelSpec, kind: LayerKind, suffix: str = "") -> str:
-    """Formula of the elements one token leaves in the cache of one layer."""
-    if kind.latent_dim is None:
-        return f"2·K{suffix}·D{suffix}"
-    return "(R_kv + D_rope + D_index)" if spec.indexer is not None else "(R_kv + D_rope)"

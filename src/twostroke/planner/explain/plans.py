@@ -1,17 +1,28 @@
-"""The explanation of any plan."""
+"""The explanation of any plan: it is made once more, of numbers that remember how they came about."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import singledispatch
 
+from twostroke.core.described import plain
 from twostroke.planner.comparison import Comparison
 from twostroke.planner.crossover import Crossover
 from twostroke.planner.explain.crossover import explain_crossover
-from twostroke.planner.explain.serving import explain_serving
 from twostroke.planner.explain.term import Explanation
+from twostroke.planner.explain.trace import Recorded
 from twostroke.planner.explain.training import explain_training
-from twostroke.planner.serving import ServingPlan
+from twostroke.planner.named import inputs, recording
+from twostroke.planner.serving import ServingPlan, plan_serving
 from twostroke.planner.training import TrainingPlan
+
+
+def explanation_of(plan_again: Callable[[], object]) -> Explanation:
+    """What ``plan_again`` names on the way to the numbers of its document."""
+    record = Recorded()
+    with recording(record):
+        document = plain(plan_again())
+    return record.explanation(document)
 
 
 @singledispatch
@@ -27,7 +38,7 @@ def _(plan: TrainingPlan) -> Explanation:
 
 @explain.register
 def _(plan: ServingPlan) -> Explanation:
-    return explain_serving(plan)
+    return explanation_of(lambda: plan_serving(inputs(plan.spec), inputs(plan.shape), inputs(plan.hardware)))
 
 
 @explain.register
@@ -43,8 +54,8 @@ def _(plan: Crossover) -> Explanation:
 def explain_comparison(plan: Comparison) -> Explanation:
     """Both phases, each term named for its phase, and where serving has cost more than training."""
     terms = Explanation()
-    terms.extend(explain_training(plan.training), "training")
-    terms.extend(explain_serving(plan.serving), "serving")
+    terms.extend(explain(plan.training), "training")
+    terms.extend(explain(plan.serving), "serving")
     training_usd = plan.crossover_served_tokens * plan.serving.usd_per_mtok / 1e6
     what = "the run's rent" if plan.training.cost else "one step's rent: the run's length is open"
     terms.add(

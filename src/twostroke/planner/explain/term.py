@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated
 
 from twostroke.core.errors import ConfigError
 from twostroke.planner.explain.formula import evaluate, substituted, symbols
-
-Mark = Literal["predicted", "measured", "datasheet", "assumed", "given"]
-"""As in ``docs/notation.md``; "given" is an input of the plan: a batch size, a type, a shape."""
+from twostroke.planner.named import Mark
 
 
 @dataclass(frozen=True)
@@ -18,7 +16,7 @@ class Term:
     """``symbol = formula``: one number of a plan.
 
     ``value`` is the plan's own number, not the formula's: tests/planner/explain evaluates the formula with
-    ``substitutions`` and compares, so the explanation cannot drift from the code. ``section`` groups terms for reading.
+    ``substitutions`` and compares. ``substituted`` is the formula with its numbers; ``section`` groups terms for reading.
     """
 
     section: Annotated[str, "group of terms"]
@@ -26,6 +24,7 @@ class Term:
     value: Annotated[float, "the plan's own number"]
     unit: Annotated[str, "its unit"]
     formula: Annotated[str, "arithmetic in the letters of docs/notation.md"]
+    substituted: str
     substitutions: Annotated[Mapping[str, float], "each name in the formula with its number"]
     source: Annotated[str, "paper, datasheet, calibration or reason"]
     mark: Annotated[Mark, "predicted, measured, datasheet, assumed or given"] = "predicted"
@@ -36,13 +35,9 @@ class Term:
         return evaluate(self.formula, self.substitutions)
 
     @property
-    def substituted(self) -> str:
-        return substituted(self.formula, self.substitutions)
-
-    @property
     def used(self) -> tuple[str, ...]:
         """Names in the formula."""
-        return symbols(self.formula)
+        return tuple(self.substitutions)
 
 
 @dataclass
@@ -77,7 +72,8 @@ class Explanation:
     ) -> None:
         """Appends a term. ``numbers`` are substituted; a name in the formula that is not among them is an earlier symbol."""
         known = {name: numbers[name] if name in numbers else self[name].value for name in symbols(formula)}
-        self.terms.append(Term(section, symbol, float(value), unit, formula, known, source, mark))
+        text = substituted(formula, known)
+        self.terms.append(Term(section, symbol, float(value), unit, formula, text, known, source, mark))
 
     def extend(self, terms: Explanation, phase: str) -> None:
         """Appends the terms of one phase, their sections named for it; a model's parameters only once."""
