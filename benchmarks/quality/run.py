@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from twostroke.core.described import plain
 from twostroke.core.schemes import written_scheme
 from twostroke.data.tokenizer import eos_id_of, load_tokenizer
 from twostroke.engine.core import EngineConfig, EngineCore
@@ -90,7 +91,7 @@ def quantised(model: Path, folder: Path, text: list[str]) -> dict[str, dict[str,
         assert group is not None
         began = time.perf_counter()
         fitted = None if name == "int4-nearest" else fit_codes(decoder, batches, group, max_kl)
-        report = quantize_model(model, folder / name, scheme, fitted=fitted).to_dict()
+        report = plain(quantize_model(model, folder / name, scheme, fitted=fitted))
         in_int8 = [] if fitted is None else sorted(fitted.int8)
         reports[name] = report | {"seconds": time.perf_counter() - began, "matrices_in_int8": in_int8}
     return reports

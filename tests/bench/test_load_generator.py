@@ -15,6 +15,7 @@ from scripted_server import Script, scripted
 from twostroke.bench.definitions import Slo
 from twostroke.bench.http_stream import Address, Answer
 from twostroke.bench.load import LoadSpec, plan_requests, read_stream, run_load
+from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError, TwostrokeError
 
 
@@ -146,7 +147,7 @@ def test_a_report_says_each_formula_beside_its_number() -> None:
 
 def test_a_result_is_one_json_document() -> None:
     with scripted(Script()) as url:
-        document = run_load(url, spec(users=None, request_rate=math.inf)).to_dict()
+        document = plain(run_load(url, spec(users=None, request_rate=math.inf)))
     assert json.loads(json.dumps(document, allow_nan=False))["load"]["request_rate"] == "inf"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from twostroke.core.crossovers import Crossovers
+from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.profile import (
     BandwidthPoint,
@@ -138,7 +139,7 @@ ALWAYS = {f.name for f in dataclasses.fields(MachineProfile) if f.default is f.d
 def test_a_profile_of_an_earlier_release_is_read_for_what_its_device_does(device: str, serves: bool) -> None:
     """Those had no ``engines``, and one file a machine, whichever device it was measured on."""
     old = dataclasses.replace(profile_for(read_fingerprint()), device=device)
-    record = {k: v for k, v in old.to_dict().items() if k in ALWAYS} | {"extras": {}, "version": 1}
+    record = {k: v for k, v in plain(old).items() if k in ALWAYS} | {"extras": {}, "version": 1}
     path = profile_path(old.fingerprint)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record))
@@ -182,7 +183,7 @@ def test_numbers_of_an_earlier_release_are_read_into_their_sections() -> None:
         "layer_operations_fp32_element_per_s": 1e9,
         "toolchain_start_s": 17.0,
     }
-    record = {k: v for k, v in profile_for(read_fingerprint()).to_dict().items() if k in ALWAYS} | {"extras": old, "version": 1}
+    record = {k: v for k, v in plain(profile_for(read_fingerprint())).items() if k in ALWAYS} | {"extras": old, "version": 1}
     read = MachineProfile.from_dict(record)
     assert read.process == Process(1.5, 2e8)
     assert read.native == NativeRates(
@@ -206,16 +207,16 @@ def test_numbers_of_an_earlier_release_are_read_into_their_sections() -> None:
     assert (read.link, read.product_launches_s) == (Ring(1e-5, 1e9, 2), {"packed_bf16": 4e-6})
     assert read.crossovers == Crossovers(int8_weight_only_max_macs=2e6)
     assert read.conditions == Conditions(0.3, {"serve": 0.2})
-    assert MachineProfile.from_dict(json.loads(json.dumps(read.to_dict()))) == read
+    assert MachineProfile.from_dict(json.loads(json.dumps(plain(read)))) == read
 
 
 def test_a_key_of_no_section_is_refused_by_its_place() -> None:
-    record = profile_for(read_fingerprint()).to_dict()
+    record = plain(profile_for(read_fingerprint()))
     record["training"]["adamw_byte_per_s"] = 1.0
     with pytest.raises(CorruptFileError, match=r"training\.adamw_byte_per_s is not known.*twostroke calibrate"):
         MachineProfile.from_dict(record)
 
 
 def test_engines_that_are_not_known_are_left_out() -> None:
-    record = profile_for(read_fingerprint()).to_dict() | {"engines": ["serve", "paint"]}
+    record = plain(profile_for(read_fingerprint())) | {"engines": ["serve", "paint"]}
     assert MachineProfile.from_dict(record).engines == ("serve",)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError, InputError
 from twostroke.core.recipe import TrainRecipe, read_recipe, recipe_from_dict
 
@@ -14,7 +15,7 @@ GOOD = {"model": {"n_layers": 2, "d_model": 64, "n_heads": 1, "d_ff": 128}, "tra
 
 def test_a_recipe_survives_a_round_trip_through_its_dictionary() -> None:
     recipe = recipe_from_dict(GOOD)
-    assert recipe_from_dict(recipe.to_dict()) == recipe
+    assert recipe_from_dict(plain(recipe)) == recipe
     assert isinstance(recipe, TrainRecipe)
 
 

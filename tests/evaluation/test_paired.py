@@ -8,6 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from twostroke.core.described import plain
 from twostroke.core.errors import InputError
 from twostroke.evaluation.paired import mcnemar_p, normal_difference, paired_means, paired_ratio, paired_shares, paired_tasks
 from twostroke.evaluation.results import TaskResult
@@ -60,7 +61,7 @@ def test_the_normal_p_and_interval_are_the_tables() -> None:
     assert found.low == pytest.approx(0.0)
     assert (normal_difference(0.0, 0.0, 3).p_value, normal_difference(1.0, 0.0, 3).p_value) == (1.0, 0.0)
     lonely = paired_means(np.ones(1), np.zeros(1))
-    assert (lonely.standard_error, lonely.p_value, lonely.to_dict()["low"]) == (math.inf, 1.0, None)
+    assert (lonely.standard_error, lonely.p_value, plain(lonely)["low"]) == (math.inf, 1.0, None)
 
 
 def test_a_model_beside_itself_differs_by_nothing() -> None:

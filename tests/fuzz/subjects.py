@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from assets_folder import ASSETS, REPOSITORY
 from small_models import saved
+from twostroke.core.described import plain
 from twostroke.core.families import all_families, read_spec
 from twostroke.core.recipe import read_recipe
 from twostroke.data.chat import read_chat_template
@@ -197,7 +198,7 @@ def recipe(folder: Path) -> Path:
 
 def run_record(folder: Path) -> Path:
     shutil.copyfile(REPOSITORY / "recipes" / "demo.toml", folder / "recipe.toml")
-    record = read_recipe(folder / "recipe.toml").to_dict()
+    record = plain(read_recipe(folder / "recipe.toml"))
     spec = {"family": "llama", "vocab_size": 9, "n_layers": 1, "d_model": 8, "n_heads": 2, "n_kv_heads": 1, "head_dim": 4}
     spec |= {"d_ff": 8, "max_positions": 16, "rope": {"theta": 1e4}, "eos_token_ids": [1]}
     resolved = {"spec": spec, "steps": 5, "data_directory": "x", "data_key": "k", "run_id": "r", "environment": {}, "format": 1}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError, CorruptFileError, Interrupted
 from twostroke.core.profile import MachineProfile
 from twostroke.core.recipe import TrainRecipe, recipe_from_dict
@@ -203,7 +204,7 @@ class TestRefusals:
     def test_adapters_on_adapters(self, make: Make) -> None:
         first = make("first")
         train(first)
-        second = make("second").to_dict()
+        second = plain(make("second"))
         second["model"]["init_from"] = str(Path(first.output) / "model")
         with pytest.raises(ConfigError, match=r"holds adapters. Make a whole model of it first"):
             train(recipe_from_dict(second))
@@ -226,7 +227,7 @@ class TestRefusals:
 
 
 def test_adapters_on_plain_text(make: Make, corpus: Path) -> None:
-    table = make("text").to_dict()
+    table = plain(make("text"))
     table["data"] |= {"layout": "text", "sources": [str(corpus)]}
     result = train(recipe_from_dict(table))
     assert (result.model / "adapter_config.json").is_file()

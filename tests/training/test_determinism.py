@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from twostroke.core.described import plain
 from twostroke.core.errors import Interrupted
 from twostroke.training.environment import differences, environment, weights_sha256
 from twostroke.training.run_directory import RunDirectory
@@ -42,7 +43,7 @@ def test_another_process_gives_the_same_weights_with_two_threads(make_recipe, tm
     sizes = {"family": "llama", "n_layers": 1, "d_model": 256, "n_heads": 4, "d_ff": 512}
     hashes = []
     for name in ("first", "second"):
-        recipe = make_recipe(name, model=sizes, steps=2, batch_size=8).to_dict()
+        recipe = plain(make_recipe(name, model=sizes, steps=2, batch_size=8))
         command = [sys.executable, "-c", code, json.dumps(recipe)]
         hashes.append(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip())
     assert len(hashes[0]) == 64

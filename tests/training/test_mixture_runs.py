@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError, DataError, Interrupted
 from twostroke.core.recipe import TrainRecipe, recipe_from_dict
 from twostroke.training.finish import TrainingResult
@@ -24,7 +25,7 @@ def mixed(make_recipe, tmp_path: Path):  # type: ignore[no-untyped-def]
             (tmp_path / name / f"{i}.txt").write_text(f"{i} {word * 60}")
 
     def make(name: str, **data: Any) -> TrainRecipe:
-        table = make_recipe(name, steps=10).to_dict()
+        table = plain(make_recipe(name, steps=10))
         table["data"] |= {"sources": [str(tmp_path / "a"), str(tmp_path / "b")], "weights": [0.75, 0.25]} | data
         return recipe_from_dict(json.loads(json.dumps(table)))
 

@@ -9,6 +9,7 @@ import pytest
 
 from twostroke.core.errors import InputError, Interrupted
 from twostroke.training.start import start, train
+from twostroke.training.tensorboard import scalars
 
 pytest.importorskip("tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -18,6 +19,11 @@ def _events(directory: Path) -> EventAccumulator:
     found = EventAccumulator(str(directory / "tensorboard"), size_guidance={"scalars": 0})
     found.Reload()
     return found
+
+
+def test_what_is_no_finite_number_is_left_out_and_the_rest_shown() -> None:
+    line = {"step": 1, "loss": None, "block_grad_norms": {"embed": 1.5, "blocks.0": None}}
+    assert list(scalars(line)) == [("gradient norm/embed", 1.5)]
 
 
 def test_every_logged_number_is_read_back(make_recipe) -> None:

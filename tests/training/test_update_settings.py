@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError
 from twostroke.core.recipe import TrainRecipe, recipe_from_dict
 from twostroke.core.update_settings import LEARNING_RATES
@@ -25,8 +26,8 @@ def _recipe(method: str = "pretrain", **train: object) -> TrainRecipe:
 def test_the_default_rate_is_that_of_the_method_and_is_written_down(method: str, optimizer: str, rate: float) -> None:
     recipe = _recipe(method, optimizer=optimizer)
     assert recipe.train.learning_rate == rate
-    assert recipe.to_dict()["train"]["learning_rate"] == rate
-    assert recipe_from_dict(recipe.to_dict()) == recipe  # as a resume reads it
+    assert plain(recipe)["train"]["learning_rate"] == rate
+    assert recipe_from_dict(plain(recipe)) == recipe  # as a resume reads it
 
 
 def test_a_given_rate_is_kept() -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from twostroke.core.errors import ConfigError, did_you_mean
 
@@ -35,6 +34,8 @@ PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 @dataclass(frozen=True)
 class RequestRecord:
     """Raw times of one request, in seconds since the load began. ``error`` is a short reason, None for a completed one."""
+
+    DOCUMENT = "index scheduled_s sent_s chunk_times_s ended_s prompt_tokens output_tokens finish_reason error"
 
     index: int
     scheduled_s: float
@@ -68,19 +69,6 @@ class RequestRecord:
     def itl_s(self) -> list[float]:
         return [later - earlier for earlier, later in zip(self.chunk_times_s, self.chunk_times_s[1:], strict=False)]
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "index": self.index,
-            "scheduled_s": self.scheduled_s,
-            "sent_s": self.sent_s,
-            "chunk_times_s": list(self.chunk_times_s),
-            "ended_s": self.ended_s,
-            "prompt_tokens": self.prompt_tokens,
-            "output_tokens": self.output_tokens,
-            "finish_reason": self.finish_reason,
-            "error": self.error,
-        }
-
 
 def percentile(values: Iterable[float], percent: float) -> float:
     """Linear interpolation between order statistics: rank (n − 1)·percent/100, as numpy's default. NaN of nothing."""
@@ -108,10 +96,6 @@ class Distribution:
     def of(cls, values: Sequence[float]) -> Distribution:
         mean = sum(values) / len(values) if values else math.nan
         return cls(len(values), mean, *(percentile(values, p) for p in PERCENTILES))
-
-    def to_dict(self) -> dict[str, float | None]:
-        names = ("n", "mean", "median", "p90", "p95", "p99")
-        return {name: None if math.isnan(getattr(self, name)) else getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -156,6 +140,11 @@ class Slo:
 class LoadSummary:
     """All numbers of one load, by the names and formulas in ``FORMULAS``."""
 
+    DOCUMENT = (
+        "n_requests n_completed failures duration_s prompt_tokens output_tokens requests_per_s output_tok_per_s "
+        "total_tok_per_s peak_concurrency goodput_per_s slo_met engine ttft_s tpot_s itl_s e2e_s send_delay_s"
+    )
+
     n_requests: int
     n_completed: int
     failures: dict[str, int]
@@ -174,11 +163,6 @@ class LoadSummary:
     goodput_per_s: float | None = None
     slo_met: int | None = None
     engine: dict[str, float] = field(default_factory=dict)  # what the server's engine counted, where it tells
-
-    def to_dict(self) -> dict[str, Any]:
-        plain = {name: value for name, value in vars(self).items() if not isinstance(value, Distribution)}
-        plain |= {name: value.to_dict() for name, value in vars(self).items() if isinstance(value, Distribution)}
-        return plain
 
 
 def peak_concurrency(records: Iterable[RequestRecord]) -> int:

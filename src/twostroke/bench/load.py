@@ -13,15 +13,16 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from twostroke.bench.definitions import FORMULAS, Distribution, LoadSummary, RequestRecord, Slo, summarise
 from twostroke.bench.engine_counters import FORMULAS as ENGINE_FORMULAS
 from twostroke.bench.engine_counters import Counters, engine_values, read_counters
 from twostroke.bench.http_stream import Address, Answer, HttpError, exchange
 from twostroke.bench.prompts import PromptMaker
+from twostroke.core.described import As, plain
 from twostroke.core.errors import ConfigError, TwostrokeError
 from twostroke.core.units import format_seconds
 from twostroke.ledger.text import format_value
@@ -76,11 +77,9 @@ class LoadSpec:
             if not 1 <= least <= most:
                 raise ConfigError(f"{name}={least}:{most} must be two lengths of at least 1 token, the smaller first.")
 
-    def to_dict(self) -> dict[str, Any]:
-        values = asdict(self)
-        if self.request_rate == math.inf:
-            values["request_rate"] = "inf"  # JSON has no infinity
-        return values
+    @property
+    def rate_in_words(self) -> Annotated[float | str | None, "requests/s, or inf: all at once", As("request_rate")]:
+        return "inf" if self.request_rate == math.inf else self.request_rate  # JSON has no infinity
 
 
 @dataclass(frozen=True)
@@ -110,30 +109,24 @@ def plan_requests(spec: LoadSpec, tokenizer: Tokenizer | None = None) -> list[Pl
 class LoadResult:
     """``records`` are the measured requests, in the order they were scheduled; warm-up is not among them."""
 
-    url: str
-    model: str
-    spec: LoadSpec
-    slo: Slo | None
+    url: Annotated[str, "where the server is"]
+    model: Annotated[str, "as the server calls it"]
+    spec: Annotated[LoadSpec, "what was sent", As("load")]
+    slo: Annotated[Slo | None, "what goodput is of"]
     records: tuple[RequestRecord, ...]
-    summary: LoadSummary
+    summary: Annotated[LoadSummary, "what was measured"]
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "url": self.url,
-            "model": self.model,
-            "load": self.spec.to_dict(),
-            "slo": None if self.slo is None else asdict(self.slo),
-            "summary": self.summary.to_dict(),
-            "definitions": FORMULAS | {name: ENGINE_FORMULAS[name] for name in self.summary.engine},
-        }
+    @property
+    def definitions(self) -> Annotated[dict[str, str], "how each number of the summary is made"]:
+        return FORMULAS | {name: ENGINE_FORMULAS[name] for name in self.summary.engine}
 
     def write_raw(self, path: Path) -> None:
         """One JSON line for the load, then one a request with its raw times in seconds since the load began."""
         with path.open("w", encoding="utf-8") as file:
-            head = {"url": self.url, "model": self.model, "load": self.spec.to_dict()}
+            head = {"url": self.url, "model": self.model, "load": plain(self.spec)}
             file.write(json.dumps(head) + "\n")
             for record in self.records:
-                file.write(json.dumps(record.to_dict()) + "\n")
+                file.write(json.dumps(plain(record)) + "\n")
 
     def text(self) -> str:
         return summary_text(self.summary)

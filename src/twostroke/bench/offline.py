@@ -69,7 +69,8 @@ class OfflinePoint:
     tpot_s: float
     achieved: Achieved
 
-    def to_dict(self) -> dict[str, float]:
+    def values(self) -> dict[str, float]:
+        """By the ledger's names, with what was achieved."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "achieved"}
         return own | self.achieved.values()
 

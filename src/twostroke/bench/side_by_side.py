@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from twostroke.core.errors import ConfigError
 from twostroke.engine.llm import LLM
@@ -34,9 +33,6 @@ class SpeedPoint:
     decode_ratio: float
     prefill_ratio_range: tuple[float, float]
     decode_ratio_range: tuple[float, float]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def measure_by_turns(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log, progress
+from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError, TwostrokeError
 
 if TYPE_CHECKING:
@@ -117,9 +118,7 @@ def bench_serve(
 
             tokenizer = load_tokenizer(directory)
         subject = f"{directory.resolve().name if directory else url} over HTTP"
-        run_id = _freeze(
-            subject, {"url": url, **(stored._asdict() if stored else {"scheme": None}), **load.to_dict()}, prediction
-        )
+        run_id = _freeze(subject, {"url": url, **(stored._asdict() if stored else {"scheme": None}), **plain(load)}, prediction)
         with progress("load", load.n_requests) as advance:
             result = run_load(url, load, objective, key, tokenizer, progress=lambda ended, _: advance(ended, f"{ended} ended"))
     if output is not None:
@@ -133,7 +132,7 @@ def bench_serve(
     missing = unmeasured(prediction, measured, why)
     kept = {**measured, "latency_quantiles": latency_quantiles(result.records), "not_measured": missing}
     _measure(run_id, kept, "finished" if not result.summary.failures else "partial")
-    document = result.to_dict() | {"run_id": run_id, "prediction": prediction, "measurement": measured, "server": server}
+    document = plain(result) | {"run_id": run_id, "prediction": prediction, "measurement": measured, "server": server}
     emit(document, "\n".join([result.text(), *_compared(prediction, measured)]), as_json)
     if result.summary.n_completed == 0:
         raise TwostrokeError(
@@ -180,14 +179,14 @@ def bench_offline(
             inputs = {**stored._asdict(), "batch": n, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
             run_id = _freeze(f"{directory.resolve().name} offline, batch {n}", inputs, prediction)
             point = run_offline(directory, llm, offline, n, step)
-            measured = point.to_dict() | ({"ttft_s": point.prefill_s} if n == 1 else {})
+            measured = point.values() | ({"ttft_s": point.prefill_s} if n == 1 else {})
             _measure(run_id, {name: value for name, value in measured.items() if name != "batch"})
             points.append(point)
             runs.append({"run_id": run_id, "prediction": prediction, "measurement": measured})
     document = {
         "model": str(directory),
         "dtype": stored.scheme,
-        "points": [p.to_dict() for p in points],
+        "points": [p.values() for p in points],
         "runs": runs,
         "definitions": FORMULAS,
     }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log, progress
+from twostroke.core.described import plain
 from twostroke.core.units import format_bytes, format_flop_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def calibrate(
     with progress("calibrating", 1.0) as advance:
         for profile in calibrate_engines(advance, device=device, n_ranks=ranks, only=only):
             path = save_profile(profile)
-            documents.append({**profile.to_dict(), "path": str(path)})
+            documents.append({**plain(profile), "path": str(path)})
             texts.append(_text(profile, path))
             conditions.append(profile.conditions)
     for text in filter(None, map(busy_text, conditions)):

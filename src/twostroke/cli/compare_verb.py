@@ -76,7 +76,7 @@ def compare(
     machine = machine_of(hardware)
     thresholds.require(text is not None, bool(tasks), speed, machine is not None)
     sides = open_sides(a, b, engine, dtype, engine_formats(head_dtype, kv_dtype))
-    result: dict[str, Any] = {name: side.to_dict() for name, side in zip("ab", sides, strict=True)}
+    result: dict[str, Any] = {name: side.record() for name, side in zip("ab", sides, strict=True)}
     result["size_ratio"] = result["b"]["model_bytes"] / result["a"]["model_bytes"]
     entries = SideEntries(sides, {"text": text.name if text else None, "tasks": list(task), "limit": limit}, speed)
     try:
@@ -97,11 +97,11 @@ def compare(
     result["cost"] = None if machine is None else costs(sides, machine)
     checks = thresholds.checks(result)
     passed = all(c.passed for c in checks) if checks else None
-    result |= {"max_perplexity_ratio": max_perplexity_ratio, "checks": [c.to_dict() for c in checks], "passed": passed}
+    result |= {"max_perplexity_ratio": max_perplexity_ratio, "checks": checks, "passed": passed}
     lines = _table(result)
     if checks:
         lines += ["", *(c.text() for c in checks)]
-    emit(_finite(result), "\n".join(lines), as_json)
+    emit(result, "\n".join(lines), as_json)
     if passed is False:
         raise typer.Exit(1)
 
@@ -155,12 +155,3 @@ def _table(result: Mapping[str, Any]) -> list[str]:
         "",
         "Intervals hold 95%, paired over the same text and questions.",
     ]
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity: None, where an error or an interval has no end."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, list) else value

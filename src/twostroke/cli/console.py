@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from twostroke.core.described import plain
 from twostroke.core.units import format_seconds
@@ -24,8 +23,8 @@ Advance = Callable[..., None]
 """``advance(done, note)``: how many units are done in all, and a few words shown beside the bar."""
 
 
-def emit(document: dict[str, Any], text: str, as_json: bool) -> None:
-    """Print the result of a command: ``document``, whose values may be objects, as JSON, or ``text`` for people."""
+def emit(document: object, text: str, as_json: bool) -> None:
+    """Print the result of a command: ``document``, plain data or objects, as JSON, or ``text`` for people."""
     print(json.dumps(plain(document), indent=1, default=str) if as_json else text, flush=True)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log, progress
+from twostroke.core.described import plain
 from twostroke.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def evaluate(
     if results:
         lines += [*([""] if lines else []), *task_table(results)]
         lines.append(f"{scorer.engine} engine, {scorer.formats}, {format_seconds(elapsed_s)}")
-    document |= {"tasks": [r.to_dict() for r in results], "elapsed_s": elapsed_s, "run_id": entry.run_id}
+    document |= {"tasks": results, "elapsed_s": elapsed_s, "run_id": entry.run_id}
     emit(document, "\n".join(lines), as_json)
 
 
@@ -108,13 +109,13 @@ def _score_text(
         check_context(scorer, context)
         score = answer_nats(scorer, text.prepared, context, advance).score()
         cut = f", {score.n_cut} cut at the context" if score.n_cut else ""
-        return score.to_dict(), [
+        return plain(score), [
             f"answers        {score.nats_per_token:.4f} nats a token measured, perplexity {score.perplexity:.3f}",
             f"conversations  {score.n_conversations} held out{cut}, {score.n_tokens} tokens of answers, {scorer.formats}",
         ]
     result = bits_per_byte(scorer, text, ctx=context, stride=stride, tokenizer_path=directory, progress=advance)
     windows = f"context {result.context}, stride {result.stride}, {scorer.formats}"
-    return result.to_dict(), [
+    return plain(result), [
         f"bits per byte  {result.bits_per_byte:.4f} measured (xz -9: {result.xz_bits_per_byte:.4f})",
         f"perplexity     {result.perplexity:.3f} a token, {result.nats_per_token:.4f} nats",
         f"text           {format_bytes(result.n_bytes)}, {result.n_tokens} tokens, {windows}",

@@ -36,4 +36,4 @@ def export(
         f"{format_bytes(report.n_bytes)}{of_base}.",
         *(f"Note: {note}" for note in report.notes),
     ]
-    emit(report.to_dict(), "\n".join(lines), as_json)
+    emit(report, "\n".join(lines), as_json)

@@ -34,4 +34,4 @@ def import_(
         f"Tokenizer: {report.tokenizer or 'none'}.",
         *(f"Note: {note}" for note in report.notes),
     ]
-    emit(report.to_dict(), "\n".join(lines), as_json)
+    emit(report, "\n".join(lines), as_json)

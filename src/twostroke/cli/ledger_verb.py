@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit
+from twostroke.core.described import plain
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Predictions and measurements of every run.")
 
@@ -32,7 +33,7 @@ def list_runs(
     from twostroke.ledger.text import runs_text
 
     runs = Ledger(path).runs(kind, limit)
-    emit({"runs": [run.to_dict() for run in runs]}, runs_text(runs), as_json)
+    emit({"runs": runs}, runs_text(runs), as_json)
 
 
 @app.command()
@@ -49,7 +50,7 @@ def show(
 
     found = Ledger(path).get(run)
     rows, attributions = compare_run(found), attribute(found)
-    document = {**found.to_dict(), "attribution": [one.to_dict() for one in attributions]}
+    document = {**plain(found), "attribution": attributions}
     emit(document, run_text(found, rows, attributions), as_json)
 
 
@@ -71,15 +72,15 @@ def compare(
     if run is None:
         runs = store.runs(kind)
         scores, pooled = summarise(runs), pool(runs)
-        scored = {"scores": [s.to_dict() for s in scores], "attribution": [share.to_dict() for share in pooled]}
+        scored = {"scores": scores, "attribution": pooled}
         emit(scored, scores_text(scores, pooled), as_json)
         return
     found = store.get(run)
     rows, attributions = compare_run(found), attribute(found)
     document: dict[str, Any] = {
         "run_id": found.run_id,
-        "rows": [row.to_dict() for row in rows],
-        "attribution": [one.to_dict() for one in attributions],
+        "rows": rows,
+        "attribution": attributions,
     }
     emit(document, comparison_text(found, rows, attributions), as_json)
 

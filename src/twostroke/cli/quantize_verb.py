@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log, progress
+from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError
 from twostroke.core.schemes import DEFAULT_WRITTEN, WRITTEN, written_scheme
 from twostroke.core.units import format_bytes, format_seconds
@@ -72,7 +73,7 @@ def quantize(
             f"Fitted to {report.fitted_to_tokens} tokens; on {report.judged_tokens} others of the same text perplexity "
             f"× {report.perplexity_ratio:.4f}, KL {report.kl_nats:.4f} nats a token (measured, activations not rounded)."
         )
-    emit({"model": str(source), "directory": str(directory), **report.to_dict()}, "\n".join(lines), as_json)
+    emit({"model": str(source), "directory": str(directory), **plain(report)}, "\n".join(lines), as_json)
 
 
 def _fitted(source: Path, calibration: list[str], group: int, max_kl: float | None) -> Fitted:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from twostroke.cli.console import log, progress
+from twostroke.core.described import plain
 from twostroke.core.documents import read_object
 from twostroke.core.errors import CorruptFileError, InputError, TwostrokeError
 
@@ -61,7 +62,7 @@ def speeds(sides: Sequence[Side]) -> list[dict[str, Any]]:
             done += 1
             advance(done)
 
-        return [measure_by_turns(models, batch, prompt, output, TURNS, step).to_dict() for batch in BATCHES]
+        return [plain(measure_by_turns(models, batch, prompt, output, TURNS, step)) for batch in BATCHES]
 
 
 def _plan(side: Side, sides: Sequence[Side], machine: Hardware, batch: int) -> ServingPlan:

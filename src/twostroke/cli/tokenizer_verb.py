@@ -46,7 +46,7 @@ def train(
 
         trained = train_tokenizer(texts(), vocab_size, out)
     entries = trained.get_vocab_size()
-    document = {"tokenizer": str(out), "vocab_size": entries, "report": source.report.to_dict()}
+    document = {"tokenizer": str(out), "vocab_size": entries, "report": source.report}
     text = f"{out}: {entries} entries from {source.report.n_documents} documents, {format_bytes(source.report.n_bytes)}."
     if entries < vocab_size:
         text += f" {vocab_size} were asked for; the text has no more pairs that occur twice."

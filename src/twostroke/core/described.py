@@ -1,9 +1,9 @@
 """Objects as plain data, and what their types say of each key: JSON documents are made of the one, their schema of the other.
 
 A document of a class has a key for each field; where fields are ``Annotated``, for each of those alone. A property, or a method
-without arguments, whose return type is ``Annotated`` is a key too. A class attribute ``DOCUMENT`` names the keys in their order
-where it is another. The texts of an annotation are the key's unit, where there are two, and its meaning;
-``docs/plan_schema.py`` makes schema and page of them.
+without arguments, whose return type is ``Annotated`` is a key too, and stands in the place of a field of its name. A class
+attribute ``DOCUMENT`` names the keys in their order where it is another. The texts of an annotation are the key's unit, where
+there are two, and its meaning; ``docs/plan_schema.py`` makes schema and page of them.
 
 Annotations are text until a document or the schema is asked for (``from __future__ import annotations``), so that describing a
 class costs nothing at start-up.
@@ -62,8 +62,8 @@ def keys_of(cls: type) -> tuple[Key, ...]:
             keys.append(_key(name, function.__annotations__["return"], function.__globals__)._replace(called=called))
     by_name = {key.name: key for key in keys}
     order = getattr(cls, "DOCUMENT", " ".join(by_name)).split()
-    if sorted(order) != sorted(key.name for key in keys):
-        odd = ", ".join(sorted(set(order) ^ set(by_name))) or "a key that is there twice"
+    if sorted(order) != sorted(by_name):
+        odd = ", ".join(sorted(set(order) ^ set(by_name))) or "a key that it names twice"
         raise TypeError(f"{cls.__name__}.DOCUMENT must name each key once; it differs in {odd}.")
     return tuple(by_name[name] for name in order)
 

@@ -8,9 +8,10 @@ import os
 import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from twostroke.core.aside import write_text
+from twostroke.core.described import plain
 from twostroke.core.documents import read_object
 from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.paths import profiles_dir
@@ -123,8 +124,9 @@ class MachineProfile(Measurements):
     engines: tuple[Engine, ...] = ENGINES  # whose steps were measured on ``device``
     version: int = PROFILE_VERSION
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"fingerprint_key": self.fingerprint.key}
+    @property
+    def fingerprint_key(self) -> Annotated[str, "what the ledger calls this machine"]:
+        return self.fingerprint.key
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> MachineProfile:
@@ -152,7 +154,7 @@ def save_profile(profile: MachineProfile) -> Path:
     """Write ``profile`` beside its siblings and return the path; the file appears whole or not at all."""
     path = profile_path(profile.fingerprint, profile.device)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(profile.to_dict(), indent=1))
+    write_text(path, json.dumps(plain(profile), indent=1))
     return path
 
 

@@ -252,9 +252,6 @@ class TrainRecipe:
         if not self.trains_adapters and lora != LoraRecipe():
             raise ConfigError(f'[lora] is set, but method="{self.method}" trains no adapters. Use method="lora" or "qlora".')
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
 
 def _at_least(name: str, value: float, least: float) -> None:
     if value < least:

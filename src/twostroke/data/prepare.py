@@ -27,6 +27,7 @@ from typing import Any
 import tokenizers
 from tokenizers import Tokenizer
 
+from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError
 from twostroke.core.paths import data_cache_dir
 from twostroke.core.recipe import DataRecipe
@@ -299,8 +300,8 @@ def _write(
 
 def _counts(source: DocumentSource, held_out: DocumentSource | None) -> dict[str, int]:
     """The counts of both sources' last passes together."""
-    counts = source.report.to_dict()
+    counts = plain(source.report)
     if held_out is not None:
-        for name, count in held_out.report.to_dict().items():
+        for name, count in plain(held_out.report).items():
             counts[name] += count
     return counts

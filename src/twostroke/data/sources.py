@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import IO, Protocol
 
 from twostroke.core.data_recipe import STDLIB_SOURCE
@@ -54,9 +54,6 @@ class SourceReport:
     invalid_utf8_documents: int = 0
     n_other_files: int = 0
     """Files in the named folders, or matched by the globs, whose suffix is not one of ``SUFFIXES``."""
-
-    def to_dict(self) -> dict[str, int]:
-        return asdict(self)
 
 
 class Admission(Protocol):

@@ -7,7 +7,7 @@ import json
 import lzma
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,9 +61,6 @@ class BitsPerByte:
     xz_bits_per_byte: float | None
     context: int
     stride: int
-
-    def to_dict(self) -> dict[str, float | int | None]:
-        return asdict(self)
 
 
 @torch.no_grad()

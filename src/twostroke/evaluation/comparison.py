@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from twostroke.core.described import plain
 from twostroke.core.errors import InputError
 from twostroke.data.shards import PreparedData
 from twostroke.data.tokenizer import eos_id_of, load_tokenizer
@@ -66,15 +67,13 @@ class Side:
     directory: Path
     scorer: Scorer
 
-    def to_dict(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
+        """What a comparison says of it."""
+        scorer = self.scorer
         return {
-            "model": str(self.directory),
-            "engine": self.scorer.engine,
-            "dtype": self.scorer.dtype,
-            "formats": self.scorer.formats,
-            "parameters": count_parameters(self.scorer.spec).total,
-            "model_bytes": model_bytes(self.directory),
-        }
+            "model": str(self.directory), "engine": scorer.engine, "dtype": scorer.dtype, "formats": scorer.formats,
+            "parameters": count_parameters(scorer.spec).total, "model_bytes": model_bytes(self.directory),
+        }  # fmt: skip
 
 
 def open_sides(
@@ -146,8 +145,8 @@ def _on_answers(
     answers = [answer_nats(side.scorer, prepared, context, advance_of(i)) for i, side in enumerate((a, b))]
     difference = paired_ratio(answers[0].nats, answers[1].nats, answers[0].n_tokens.astype(np.float64))
     return {
-        "a": a.to_dict() | answers[0].score().to_dict(),
-        "b": b.to_dict() | answers[1].score().to_dict(),
+        "a": a.record() | plain(answers[0].score()),
+        "b": b.record() | plain(answers[1].score()),
         "unit": "nats per answer token",
         "n_conversations": len(answers[0].nats),
         "difference_nats_per_token": difference.value,
@@ -174,7 +173,7 @@ def _on_bytes(
         sums.append(block_nats(ends, nats, n_bytes))
         total = float(nats.sum(dtype=np.float64))
         scored = {"bits_per_byte": total / math.log(2) / n_bytes, "nats_per_token": total / len(nats), "n_tokens": len(nats)}
-        sides.append(side.to_dict() | scored)
+        sides.append(side.record() | scored)
     widths = np.full(len(sums[0]), float(BLOCK_BYTES))
     widths[-1] = n_bytes - BLOCK_BYTES * (len(widths) - 1)
     difference = paired_difference(sums[0], sums[1], widths)
@@ -222,7 +221,7 @@ def compare_on_tasks(a: Side, b: Side, tasks: Sequence[Task], limit: int | None,
                 "n_cut": [result.n_cut for result in results],
                 "chance": results[0].chance,
                 "metrics": {
-                    name: {"a": metrics[0][name].value, "b": metrics[1][name].value, **difference.to_dict()}
+                    name: {"a": metrics[0][name].value, "b": metrics[1][name].value, **plain(difference)}
                     for name, difference in differences.items()
                 },
             }

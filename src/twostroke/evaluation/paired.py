@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +24,6 @@ class Difference:
     high: float
     p_value: float
     n: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return {k: v if math.isfinite(v) else None for k, v in asdict(self).items()}
 
 
 def normal_difference(value: float, standard_error: float, n: int) -> Difference:

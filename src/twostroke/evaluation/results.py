@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
@@ -38,19 +38,21 @@ class TaskResult:
     two results with the same key answered the same questions, whichever tokenizer read them.
     """
 
-    task: str
-    kind: str
+    DOCUMENT = "task kind n_examples n_cut n_tokens chance metrics"
+
+    task: Annotated[str, "its name"]
+    kind: Annotated[str, "what is asked"]
     key: str
     scores: Mapping[str, Values]
-    n_cut: int
-    n_tokens: int  # scored, or of the prompts that were continued
-    chance: float | None = None  # share that guessing gets right
+    n_cut: Annotated[int, "prompts", "that were cut"]
+    n_tokens: Annotated[int, "tokens", "that were scored, or of the prompts that were continued"]
+    chance: Annotated[float | None, "share that guessing gets right"] = None
 
     @property
-    def n_examples(self) -> int:
+    def n_examples(self) -> Annotated[int, "questions"]:
         return len(next(iter(self.scores.values())))
 
-    def metrics(self) -> dict[str, Metric]:
+    def metrics(self) -> Annotated[dict[str, Metric], "means with their errors"]:
         """Means of ``scores``. ``target_nats`` is also given as perplexity = exp(mean), its error by the delta method."""
         found = {name: mean_of(values) for name, values in self.scores.items()}
         if "target_nats" in found:
@@ -58,22 +60,6 @@ class TaskResult:
             value = math.exp(min(nats.value, 700.0))
             found["perplexity"] = Metric(value, value * nats.standard_error)
         return found
-
-    def to_dict(self) -> dict[str, Any]:
-        metrics = {name: {"value": m.value, "standard_error": _finite(m.standard_error)} for name, m in self.metrics().items()}
-        return {
-            "task": self.task,
-            "kind": self.kind,
-            "n_examples": self.n_examples,
-            "n_cut": self.n_cut,
-            "n_tokens": self.n_tokens,
-            "chance": self.chance,
-            "metrics": metrics,
-        }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def check_same_questions(a: TaskResult, b: TaskResult) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from twostroke.core.errors import ConfigError
 from twostroke.evaluation.paired import LOWER_IS_BETTER
@@ -20,11 +20,8 @@ class Check:
     at_most: bool
 
     @property
-    def passed(self) -> bool:
+    def passed(self) -> Annotated[bool, "whether it holds"]:
         return self.value <= self.limit if self.at_most else self.value >= self.limit
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "passed": self.passed}
 
     def text(self) -> str:
         relation = "at most" if self.at_most else "at least"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from twostroke.core.dtypes import TORCH_NAMES
 from twostroke.core.errors import ConfigError, InputError
@@ -33,9 +32,6 @@ class ExportReport:
     dtype: str
     base: str | None
     notes: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def export_model(

@@ -15,8 +15,8 @@ the parts' scatter. Proved by tests/ledger/test_attribution.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 from twostroke.ledger.scoring import WHOLE_RUN, is_whole, number_of, quantile
 
@@ -89,13 +89,12 @@ class Share:
     percent: float
     coefficient: float = 1.0
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Attribution:
     """The residual of one total of one run. ``shares`` sum to ``residual``; the rest is the last of them."""
+
+    DOCUMENT = "total predicted measured residual error_percent shares"
 
     total: str
     predicted: float
@@ -103,28 +102,18 @@ class Attribution:
     shares: tuple[Share, ...]
 
     @property
-    def residual(self) -> float:
+    def residual(self) -> Annotated[float, "predicted − measured"]:
         """Predicted − measured; positive where the prediction was too high."""
         return self.predicted - self.measured
 
     @property
-    def error_percent(self) -> float:
+    def error_percent(self) -> Annotated[float, "%", "of the measured total"]:
         return 100.0 * self.residual / self.measured
 
     @property
     def worst(self) -> Share:
         """The share that misses most, in either direction."""
         return max(self.shares, key=lambda share: abs(share.residual))
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "total": self.total,
-            "predicted": self.predicted,
-            "measured": self.measured,
-            "residual": self.residual,
-            "error_percent": self.error_percent,
-            "shares": [share.to_dict() for share in self.shares],
-        }
 
 
 @dataclass(frozen=True)
@@ -138,9 +127,6 @@ class PooledShare:
     median_abs_percent: float
     median_percent: float
     worst_in: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def attribute(run: Run) -> list[Attribution]:

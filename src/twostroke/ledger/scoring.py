@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 if TYPE_CHECKING:
     from twostroke.ledger.store import Run  # for its type alone: a plan shows intervals and has no time to import sqlite3
@@ -24,14 +24,11 @@ class Row:
     high: float | None = None
 
     @property
-    def inside(self) -> bool | None:
+    def inside(self) -> Annotated[bool | None, "whether the measurement fell into the interval"]:
         """Whether the measurement fell into the interval; None where either is missing."""
         if self.measured is None or self.low is None or self.high is None:
             return None
         return self.low <= self.measured <= self.high
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "inside": self.inside}
 
 
 @dataclass(frozen=True)
@@ -48,9 +45,6 @@ class Score:
     median_error_percent: float
     n_intervals: int = 0
     n_inside: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def number_of(value: Any) -> float | None:

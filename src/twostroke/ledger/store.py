@@ -8,7 +8,6 @@ per run. Rows are never changed or removed: triggers refuse UPDATE and DELETE. S
 from __future__ import annotations
 
 import json
-import math
 import os
 import sqlite3
 import time
@@ -17,8 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError, TwostrokeError, did_you_mean
 from twostroke.core.paths import ledger_path
 from twostroke.core.profile import read_fingerprint
@@ -67,6 +67,8 @@ class Measurement:
 class Run:
     """A frozen prediction and all that has been measured for it since."""
 
+    DOCUMENT = "run_id kind subject status frozen_at code_version fingerprint inputs prediction measurement measurements"
+
     run_id: str
     kind: str
     subject: str
@@ -78,51 +80,22 @@ class Run:
     measurements: tuple[Measurement, ...] = ()
 
     @property
-    def status(self) -> str:
+    def status(self) -> Annotated[str, "of the last measurement"]:
         """Status of the last measurement; "frozen" while there is none."""
         return self.measurements[-1].status if self.measurements else "frozen"
 
     @property
-    def measurement(self) -> dict[str, Any]:
+    def measurement(self) -> Annotated[dict[str, Any], "all measured values together"]:
         """All measured values together; where a name was measured twice, the later one."""
         merged: dict[str, Any] = {}
         for row in self.measurements:
             merged |= row.values
         return merged
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "run_id": self.run_id,
-            "kind": self.kind,
-            "subject": self.subject,
-            "status": self.status,
-            "frozen_at": self.frozen_at,
-            "code_version": self.code_version,
-            "fingerprint": self.fingerprint,
-            "inputs": self.inputs,
-            "prediction": self.prediction,
-            "measurement": self.measurement,
-            "measurements": [
-                {"measured_at": m.measured_at, "status": m.status, "values": m.values, "notes": m.notes}
-                for m in self.measurements
-            ],
-        }
-
-
-def _finite(value: Any) -> Any:
-    """``value`` with numbers that are not finite replaced by None: JSON has no NaN, and scoring skips None."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(k): _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return value
-
 
 def _to_json(what: str, table: Mapping[str, Any]) -> str:
     try:
-        return json.dumps(_finite(table), allow_nan=False)
+        return json.dumps(plain(table), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{what} cannot be written to the ledger as JSON: {error}.") from None
 

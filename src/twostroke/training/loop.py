@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from twostroke.core.described import plain
 from twostroke.core.errors import CapacityError, Interrupted, TwostrokeError
 from twostroke.core.recipe import TrainRecipe
 from twostroke.core.spec import ModelSpec
@@ -221,7 +222,7 @@ class TrainingRun:
             if self.startup_s is None:
                 self.startup_s = time.time() - command_began
             record = self._record(result, settings.learning_rate * factor, n_tokens, step_time_s, parts, first_step)
-            line = record.to_dict()
+            line = plain(record)
             line |= observers.after_step(self, record)
             if evaluate is not None and settings.evaluate_every and self.step % settings.evaluate_every == 0:
                 with eager(self.decoder):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from twostroke.core.described import As
 
 PARTS = ("forward_s", "backward_s", "optimizer_s", "data_s")
 
@@ -45,12 +46,12 @@ class StepRecord:
     block_grad_norms: dict[str, float] = field(default_factory=dict)
 
     @property
-    def data_wait_share(self) -> float:
-        return self.data_s / self.step_time_s if self.step_time_s > 0 else 0.0
+    def data_wait_share(self) -> Annotated[float, "share of the step that waits for its batch"]:
+        return rounded(self.data_s / self.step_time_s) if self.step_time_s > 0 else 0.0
 
-    def to_dict(self) -> dict[str, Any]:
-        norms = {part: rounded(norm) if math.isfinite(norm) else None for part, norm in self.block_grad_norms.items()}
-        return asdict(self) | {"data_wait_share": rounded(self.data_wait_share), "block_grad_norms": norms}
+    @property
+    def rounded_norms(self) -> Annotated[dict[str, float], "norm of each part's gradient", As("block_grad_norms")]:
+        return {part: rounded(norm) for part, norm in self.block_grad_norms.items()}
 
 
 def rounded(value: float) -> float:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import fcntl
 import json
-import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from twostroke.core.aside import write_text, written_file
+from twostroke.core.described import plain
 from twostroke.core.documents import read_object
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
 from twostroke.core.recipe import TrainRecipe, recipe_from_dict
@@ -109,7 +109,7 @@ class RunDirectory:
             resolved = _resolved_from(stored.pop("resolved"))
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptFileError(f"{self.recipe} is not the record of a run: {error}.") from None
-        key = first_difference(_completed(stored), json.loads(json.dumps(recipe.to_dict())))
+        key = first_difference(_completed(stored), plain(recipe))
         if key is not None:
             raise ConfigError(
                 f"{key[0]}={key[2]!r} in the recipe differs from {key[1]!r}, with which the run in {self.path} began. "
@@ -120,7 +120,7 @@ class RunDirectory:
     def create(self, recipe: TrainRecipe, resolved: Resolved) -> None:
         """Begin a run: from now on the directory can be resumed."""
         self.path.mkdir(parents=True, exist_ok=True)
-        write_json(self.recipe, recipe.to_dict() | {"resolved": dataclasses.asdict(resolved)})
+        write_json(self.recipe, plain(recipe) | {"resolved": dataclasses.asdict(resolved)})
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -148,7 +148,7 @@ class RunDirectory:
 def _completed(stored: dict[str, Any]) -> dict[str, Any]:
     """A stored recipe with the defaults of keys that the release that wrote it had not: those are what it did."""
     try:
-        completed: dict[str, Any] = json.loads(json.dumps(recipe_from_dict(stored).to_dict()))
+        completed: dict[str, Any] = plain(recipe_from_dict(stored))
     except ConfigError:
         return stored  # of another release's rules: compared as it is, which names the key
     return completed
@@ -240,8 +240,7 @@ class StepLog:
         return records
 
     def append(self, record: dict[str, Any]) -> None:
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self._lines.append((json.dumps(finite) + "\n").encode())
+        self._lines.append((json.dumps(plain(record)) + "\n").encode())
 
     def flush(self) -> None:
         """Hand every line to the system. Raises OSError where it does not take them; they are kept for the next time."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError, DataError, InputError, TwostrokeError
 from twostroke.core.recipe import TrainRecipe
 from twostroke.core.spec import ModelSpec
@@ -84,7 +85,7 @@ def start(
         log(f"no prediction and no MFU: {why_not}")
     inputs = {
         "device": None if hardware is None else hardware.label,
-        "recipe": recipe.to_dict(),
+        "recipe": plain(recipe),
         "spec": _plain(spec),
         "steps": steps,
         "n_train_tokens": prepared.n_train_tokens,

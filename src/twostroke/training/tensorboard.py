@@ -101,7 +101,7 @@ def scalars(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield TAGS.get(name, f"evaluation/{name}"), float(value)
         elif name in ("block_grad_norms", "update_ratios"):
             folder = "gradient norm" if name == "block_grad_norms" else "update to weight"
-            yield from ((f"{folder}/{part}", float(v)) for part, v in value.items())
+            yield from ((f"{folder}/{part}", float(v)) for part, v in value.items() if v is not None)
         elif name == "activations":
             for kind, by_block in value.items():
                 yield from ((f"{kind.replace('_', ' ')}/blocks.{i}", float(v)) for i, v in enumerate(by_block))
