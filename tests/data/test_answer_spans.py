@@ -9,7 +9,7 @@ from chat_models import CHATML, CHATML_WITH_GENERATION, THINKING, TURNS, make_ch
 from tokenizers import Tokenizer, processors
 
 from twostroke.core.errors import InputError
-from twostroke.data.answer_spans import ConversationTemplate, learned_tokens
+from twostroke.data.answer_spans import ConversationTemplate, assistant_mask
 from twostroke.data.conversation_layouts import Conversation
 from twostroke.data.tokenizer import load_tokenizer
 
@@ -40,7 +40,7 @@ def learned_pieces(tokenizer: Tokenizer, ids: list[int], learned: list[bool]) ->
 def mask(tokenizer: Tokenizer, template: str | None, turns=TURNS, special: bool = False) -> tuple[list[int], list[bool]]:
     rendered = ConversationTemplate(template, {}, SPECIAL).render(Conversation(tuple(turns)))
     encoding = tokenizer.encode(rendered.text, add_special_tokens=special)
-    return encoding.ids, learned_tokens(encoding, rendered.spans)
+    return encoding.ids, assistant_mask(encoding, rendered.spans)
 
 
 def test_every_answer_with_its_end_of_turn_and_nothing_else(tokenizer: Tokenizer) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from twostroke.core.errors import DataError, InputError
 from twostroke.data.conversation_loader import ConversationLoader, pack_rows
 from twostroke.data.conversations import BEGINS, LEARNED
-from twostroke.data.packing import IGNORED
+from twostroke.data.packing import IGNORE_INDEX
 from twostroke.data.shards import TokenStream
 
 EOS = 9
@@ -68,7 +68,7 @@ def test_packing_keeps_every_conversation_once_and_within_rows(lengths: list[int
 def test_targets_positions_and_documents_token_by_token(tmp_path: Path) -> None:
     stub = Stub(tmp_path, [([11, EOS, 12, 13, EOS], [0, 0, 1, 0, 1]), ([21, 22, EOS], [0, 1, 1])])
     batch = ConversationLoader(stub, 1, 10, seed=0).next_batch()
-    _ = IGNORED
+    _ = IGNORE_INDEX
     assert batch.tokens.tolist() == [[11, EOS, 12, 13, EOS, 21, 22, EOS, EOS, EOS]]
     assert batch.targets.tolist() == [[_, 12, _, EOS, _, 22, EOS, _, _, _]]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 0, 1]]
@@ -106,7 +106,7 @@ def test_resumed_at_another_batch_size_no_row_is_skipped_or_repeated(tmp_path: P
 
 def test_a_state_of_other_data_is_refused(tmp_path: Path) -> None:
     state = make(tmp_path, [5, 9]).state()
-    with pytest.raises(InputError, match="n_tokens=14, this run has 15"):
+    with pytest.raises(InputError, match="n_tokens=14, and this run has 15"):
         make(tmp_path, [5, 10]).restore(state)
 
 

@@ -118,7 +118,7 @@ def test_named_held_out_conversations_leave_the_training_part(tokenizer: Path, t
         ("a.json", json.dumps(records(1)), "of 1 conversations 0 are left to train on and 1 to hold out"),
         ("a.json", json.dumps([{"instruction": "Q", "output": ""}] * 4), r"\(4 have no answer by an assistant"),
         ("a.json", '{"instruction": 1}', "must hold a JSON array"),
-        ("a.json", "[3]", "record 1 holds int, not an object"),
+        ("a.json", "[3]", "record 1 holds int; a conversation must be a JSON object"),
         ("a.json", "[{]", "is not valid JSON"),
         ("a.jsonl", '{"instruction": "Q", "output": "A"}\n{"x"', "a.jsonl line 2 is not valid JSON"),
         ("a.jsonl", '{"conversations": []}', 'looks like data.layout="sharegpt"'),

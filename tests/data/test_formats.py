@@ -205,7 +205,7 @@ def test_data_sets_that_cannot_be_loaded_are_sentences(tmp_path: Path, monkeypat
     with pytest.raises(DataError, match=r"data set .*d cannot be (loaded|read): "):
         texts(str(tmp_path / "d"))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"is a Hugging Face data set. Install what reads it: pip install 'twostroke\[train\]'"):
+    with pytest.raises(DataError, match=r"data set. Install the library that reads it: pip install 'twostroke\[train\]'"):
         find_documents(["hf:owner/name"])
 
 
@@ -221,7 +221,7 @@ def test_without_pyarrow_a_sentence_says_what_to_install(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(builtins, "__import__", without)
     for path in (file, tmp_path / "b.txt.zst"):
-        with pytest.raises(DataError, match=r"Install what reads it: pip install 'twostroke\[train\]'"):
+        with pytest.raises(DataError, match=r"Install the library that reads it: pip install 'twostroke\[train\]'"):
             texts(str(path))
 
 

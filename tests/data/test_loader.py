@@ -149,13 +149,13 @@ def test_a_state_of_other_data_or_settings_is_refused(tmp_path: Path) -> None:
     prepared = Stub(tmp_path, numbered(1000))
     state = PackedLoader(prepared, 2, 10, seed=1).state()
     loader = PackedLoader(prepared, 2, 10, seed=2)
-    with pytest.raises(InputError, match=r"saved with seed=1, this run has 2"):
+    with pytest.raises(InputError, match=r"saved with seed=1, and this run has 2"):
         loader.restore(state)
     with pytest.raises(InputError, match=r"next_window=-1"):
         loader.restore(loader.state() | {"next_window": -1})
     with pytest.raises(InputError, match=r"data=None"):
         loader.restore({"next_window": 3, "seed": 2, "sequence_length": 10, "n_tokens": 1000})
-    with pytest.raises(InputError, match=r"sequence_length=10, this run has 20"):
+    with pytest.raises(InputError, match=r"sequence_length=10, and this run has 20"):
         PackedLoader(prepared, 2, 20, seed=1).restore(state)
     assert loader.state()["next_window"] == 0
 

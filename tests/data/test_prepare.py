@@ -208,8 +208,8 @@ def test_a_large_corpus_holds_out_a_megabyte(tmp_path: Path) -> None:
     np.add.at(histogram, places, 20_000)
     threshold = selection._threshold(histogram, 0.01)
     assert threshold is not None
-    assert selection.LEAST_HELD_OUT_BYTES <= histogram[:threshold].sum() <= 1_040_000
-    assert histogram[: threshold - 1].sum() < selection.LEAST_HELD_OUT_BYTES
+    assert selection.MIN_HELD_OUT_BYTES <= histogram[:threshold].sum() <= 1_040_000
+    assert histogram[: threshold - 1].sum() < selection.MIN_HELD_OUT_BYTES
     assert selection._threshold(histogram, 0.25) == 2**14
     one = np.zeros(2**16, dtype=np.int64)
     one[123] = 10**8
@@ -408,7 +408,7 @@ def test_preparation_holds_constant_memory(tmp_path: Path) -> None:
 
 def test_the_standard_library_is_prepared_by_the_demo_settings() -> None:
     prepared = prepare(DataRecipe(vocab_size=1024))
-    assert prepared.n_heldout_bytes >= selection.LEAST_HELD_OUT_BYTES
+    assert prepared.n_heldout_bytes >= selection.MIN_HELD_OUT_BYTES
     assert prepared.report["split_by"] == "document"
     assert prepared.report["n_duplicates"] + prepared.report["n_empty"] > 0
     held_out, total = prepared.n_heldout_bytes, prepared.report["n_bytes"]

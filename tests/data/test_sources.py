@@ -83,7 +83,7 @@ def test_the_standard_library_comes_without_tests_and_installed_packages() -> No
     ("name", "content", "sentence"),
     [
         ("a.jsonl", '{"text": "fine"}\n{"text": ', "a.jsonl line 2 is not valid JSON"),
-        ("a.jsonl", '["text"]\n', "a.jsonl line 1 holds list, not an object"),
+        ("a.jsonl", '["text"]\n', "a.jsonl line 1 holds list; it must be an object"),
         ("a.jsonl", '{"content": "x"}\n', "a.jsonl line 1 has no text under 'text'. Keys there: 'content'"),
         ("a.jsonl", '{"text": 3}\n', "has no text under 'text'"),
         ("a.jsonl", "[" * 100_000, "is not valid JSON"),

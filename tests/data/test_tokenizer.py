@@ -218,7 +218,7 @@ def replace(content: str, **pattern: str) -> dict[str, object]:
         ({"normalizer": {"type": "Sequence", "normalizers": [replace("a", Regex="")] * 20}}, r"1048576 times as long"),
         ({"normalizer": {"type": "Prepend", "prepend": "b" * 10**6}}, r"times as long"),
         ({"decoder": replace("x" * 1000)}, r"1000 times as long by its decoders"),
-        ({"vocab": {"a": 0, "b": 1, "ab": 2, "c" * 5000: 3}}, r"a token of 5000 characters; the most is 4096"),
+        ({"vocab": {"a": 0, "b": 1, "ab": 2, "c" * 5000: 3}}, r"a token of 5000 characters; at most 4096 are read"),
     ],
 )
 def test_a_tokenizer_that_makes_much_of_little_is_refused(tmp_path: Path, part: dict[str, object], sentence: str) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from twostroke.core.policy import loss_chunk_rows
-from twostroke.training.loss import IGNORED, chunked_cross_entropy
+from twostroke.training.loss import IGNORE_INDEX, chunked_cross_entropy
 
 
 def _inputs(n: int = 37, width: int = 16, vocabulary: int = 61, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
@@ -17,12 +17,12 @@ def _inputs(n: int = 37, width: int = 16, vocabulary: int = 61, dtype: torch.dty
     hidden = torch.randn(n, width, generator=generator).to(dtype).requires_grad_()
     weight = (torch.randn(vocabulary, width, generator=generator) / 4).to(dtype).requires_grad_()
     targets = torch.randint(0, vocabulary, (n,), generator=generator)
-    targets[::5] = IGNORED
+    targets[::5] = IGNORE_INDEX
     return hidden, weight, targets
 
 
 def _plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum", ignore_index=IGNORED)
+    return F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum", ignore_index=IGNORE_INDEX)
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 4, 10, 36, 37, 1000])
@@ -52,13 +52,13 @@ def test_bf16_gradients_are_about_as_near_to_fp32_as_plain_bf16_ones() -> None:
 def test_a_row_without_a_target_has_no_gradient() -> None:
     hidden, weight, targets = _inputs()
     (gradient,) = torch.autograd.grad(chunked_cross_entropy(hidden, weight, targets, 8), hidden)
-    assert torch.all(gradient[targets == IGNORED] == 0)
-    assert torch.all(gradient[targets != IGNORED].abs().sum(-1) > 0)
+    assert torch.all(gradient[targets == IGNORE_INDEX] == 0)
+    assert torch.all(gradient[targets != IGNORE_INDEX].abs().sum(-1) > 0)
 
 
 def test_rows_without_any_target_cost_nothing() -> None:
     hidden, weight, targets = _inputs()
-    loss = chunked_cross_entropy(hidden, weight, torch.full_like(targets, IGNORED), 8)
+    loss = chunked_cross_entropy(hidden, weight, torch.full_like(targets, IGNORE_INDEX), 8)
     loss.backward()
     assert loss.item() == 0
     assert hidden.grad is not None

@@ -1,1 +1,1 @@
-"""Text in, token batches out: sources, tokenizer, chat templates, preparation into shards, packing, loader with exact state."""
+"""From text to token batches: sources, tokenizer, chat templates, preparation into shards, packing, loader with exact state."""

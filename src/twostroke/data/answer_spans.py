@@ -1,4 +1,4 @@
-"""Which tokens of a rendered conversation are the assistant's: those alone are learned."""
+"""The loss mask of a conversation: only the assistant's tokens are learned."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from twostroke.data.conversation_layouts import Conversation
 
 @dataclass(frozen=True)
 class Rendered:
-    """``text`` of a whole conversation and the [begin, end) of what the assistant wrote in it, its end of turn included.
+    """``text`` of a whole conversation, and the [begin, end) characters of each answer in it, with the answer's end token.
 
-    ``n_unlearned`` answers are in the text but not in the spans, see ``ConversationTemplate.render``.
+    ``n_unlearned`` answers are in the text but not in the spans (``ConversationTemplate.render`` says why).
     """
 
     text: str
@@ -27,19 +27,21 @@ class Rendered:
 
 @dataclass(frozen=True)
 class ConversationTemplate:
-    """A model's chat template, as Jinja source (None: the plain default) with the variables it may name."""
+    """A model's chat template as Jinja source (None: the plain default), with the variables that it may use."""
 
     source: str | None
     variables: Mapping[str, Any] = field(default_factory=dict)
     special_tokens: tuple[str, ...] = ()
 
     def render(self, conversation: Conversation) -> Rendered:
-        """Where an answer is, follows from rendering twice: the messages before it with the generation prompt, which is what
-        the model will be given when it is asked, and the same with the answer.
+        """Render ``conversation`` and find its answers.
 
-        A template that renders an earlier answer otherwise than the last one (as those of reasoning models, which drop
-        earlier thoughts) shows no such spans for it: then it is left unlearned and counted. Raises InputError where the
-        template refuses the messages or its generation prompt leads up to no answer.
+        Each answer is found by rendering twice: once the messages before it with the generation prompt, which is what the model
+        gets when it is asked, and once the same messages with the answer. The difference is the answer.
+
+        Templates of reasoning models render an earlier answer differently from the last one, because they drop its thoughts.
+        Such an answer has no span: it is counted and not learned. Raises InputError if the template refuses the messages, or if
+        no answer begins with its generation prompt.
         """
         messages = conversation.messages
         whole = self._text(messages, conversation.tools, prompt=False)
@@ -51,16 +53,17 @@ class ConversationTemplate:
             if not whole.startswith(through) or not through.startswith(before):
                 n_unlearned += 1
                 continue
-            spans.append((len(before), len(before) + self._turn_length(through[len(before) :])))
+            spans.append((len(before), len(before) + self._answer_length(through[len(before) :])))
         if answers and not spans:
             raise InputError(
                 "the chat template's generation prompt is not what stands before an answer, so the assistant's tokens cannot "
-                "be told apart. Give another template as data.chat_template."
+                "be found. Give another template as data.chat_template."
             )
         return Rendered(whole, tuple(spans), n_unlearned)
 
-    def _turn_length(self, turn: str) -> int:
-        """Without white space behind the turn's last special token: the model stops at that token and never writes it."""
+    def _answer_length(self, turn: str) -> int:
+        """Length of an answer without the white space after its last special token. The model stops at that token, so it would
+        never generate the white space."""
         stripped = turn.rstrip()
         return len(stripped) if stripped.endswith(self.special_tokens) else len(turn)
 
@@ -69,11 +72,12 @@ class ConversationTemplate:
         return render_chat(self.source, messages, add_generation_prompt=prompt, **self.variables, **more)
 
 
-def learned_tokens(encoding: Encoding, spans: Sequence[tuple[int, int]]) -> list[bool]:
-    """For each token of a whole text, tokenised at once as a server does, whether any of it is the assistant's.
+def assistant_mask(encoding: Encoding, spans: Sequence[tuple[int, int]]) -> list[bool]:
+    """True for each token of the text that overlaps an answer. The text is tokenised in one piece, as a server tokenises it.
 
-    Byte-level tokenizers leave leading white space out of a token's offsets, so a token is taken to begin where the one
-    before it ended. One that begins in the generation prompt is learned, or the answer's first word never would be.
+    Byte-level tokenizers leave leading white space out of a token's offsets, so each token is taken to begin where the previous
+    one ended. A token that begins in the generation prompt and ends in the answer is learned; otherwise the answer's first word
+    would not be.
     """
     learned, ended, waiting = [], 0, list(spans)
     for begin, end in encoding.offsets:
@@ -81,6 +85,6 @@ def learned_tokens(encoding: Encoding, spans: Sequence[tuple[int, int]]) -> list
         ended = max(ended, end)
         while waiting and start >= waiting[0][1]:
             waiting.pop(0)
-        # What a post-processor adds has the empty offsets (0, 0); a prompt is never empty, so it is in no span.
+        # Tokens that a post-processor adds have the empty offsets (0, 0). No answer begins at 0, so they are in no span.
         learned.append(bool(waiting) and end > waiting[0][0])
     return learned

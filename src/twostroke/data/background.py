@@ -1,4 +1,4 @@
-"""Batches prepared in the background, by a thread or by processes, in the order and with the state of the loader itself."""
+"""Prefetching: a thread or worker processes prepare batches, in the order and with the state of the loader itself."""
 
 from __future__ import annotations
 
@@ -18,25 +18,24 @@ from twostroke.core.errors import TwostrokeError
 from twostroke.data.loader import Batch, ShuffledLoader, batch_of
 from twostroke.data.rows import Int64Array, RowBuilder, Rows
 
-AHEAD = 2
-"""Batches that are prepared beyond the one in use, at least."""
+PREFETCHED_BATCHES = 2
+"""Fewest batches that are prepared beyond the one in use."""
 
 _RESTARTS = 3
 
 
 class BackgroundLoader:
-    """``loader``'s batches, prepared while the last one is in use.
+    """Prepares the next batches of ``loader`` while the last one is in use.
 
-    With ``workers`` = 0 a thread of this process prepares them; else that many processes, each of which needs about 60 MB. The
-    order is fixed before the work is given out, and ``state`` is that of the newest batch handed out, not of those prepared:
-    neither depends on ``workers``, nor on how far the background is ahead. A process that dies is replaced, and its batch made
-    again.
+    With ``workers`` = 0 a thread of this process prepares them, else that many processes of about 60 MB each. The loader fixes
+    the order before it gives out the work, and ``state`` is that of the newest batch handed out. So neither depends on
+    ``workers`` or on the number of prepared batches. A worker that dies is replaced, and its batch is prepared again.
     """
 
-    def __init__(self, loader: ShuffledLoader, workers: int = 0, ahead: int = AHEAD) -> None:
+    def __init__(self, loader: ShuffledLoader, workers: int = 0, ahead: int = PREFETCHED_BATCHES) -> None:
         self._loader, self._workers, self._ahead = loader, workers, max(ahead, 2 * workers)
         self._state = loader.state()
-        self._lanes: _Lanes | None = None
+        self._prefetcher: _Prefetcher | None = None
         self._finalizer: Any = None
         self.batch_size, self.seed = loader.batch_size, loader.seed
         self.windows_per_epoch = loader.windows_per_epoch
@@ -51,18 +50,19 @@ class BackgroundLoader:
         return self._loader.source_epochs_at(self._state)
 
     def next_batch(self) -> Batch:
-        if self._lanes is None:
-            self._lanes = _Lanes(self._loader, self._workers, self._ahead)
-            self._finalizer = weakref.finalize(self, self._lanes.stop)
-        batch, self._state = self._lanes.next()
+        if self._prefetcher is None:
+            self._prefetcher = _Prefetcher(self._loader, self._workers, self._ahead)
+            self._finalizer = weakref.finalize(self, self._prefetcher.stop)
+        batch, self._state = self._prefetcher.next()
         return batch
 
     def state(self) -> dict[str, int]:
-        """All that a resumed run needs to continue with the very next window, and what it must agree on."""
+        """The place in the data that a resumed run continues from, and the settings that it must share."""
         return dict(self._state)
 
     def restore(self, state: dict[str, int]) -> None:
-        """Continue where ``state`` was taken; what was prepared is dropped. Raises InputError as the loader does."""
+        """Continue where ``state`` was taken, and drop the prepared batches. Raises InputError if the loader refuses the
+        state."""
         self.close()
         try:
             self._loader.restore(state)
@@ -72,22 +72,22 @@ class BackgroundLoader:
         self._state = self._loader.state()
 
     def close(self) -> None:
-        """End the background work. The next batch begins it anew, where the last one was handed out."""
-        if self._lanes is None:
+        """Stop prefetching. The next call of ``next_batch`` starts it again, after the last batch that was handed out."""
+        if self._prefetcher is None:
             return
         self._finalizer()
-        self._lanes = None
+        self._prefetcher = None
         self._loader.restore(self._state)
 
 
-class _Lanes:
-    """The threads that prepare batches: one that builds them itself, or one for each worker process. Holds no reference to the
-    loader in front, so that this one may be forgotten without being closed."""
+class _Prefetcher:
+    """The threads that prepare batches: one that builds them itself, or one for each worker process. It does not refer to the
+    ``BackgroundLoader``, so that dropping that one without closing it stops the threads."""
 
     def __init__(self, loader: ShuffledLoader, workers: int, ahead: int) -> None:
         self._loader, self._ahead = loader, ahead
         self._changed = threading.Condition()
-        self._n_begun = self._n_taken = 0
+        self._n_started = self._n_handed_out = 0
         self._ready: dict[int, tuple[Batch, dict[str, int]] | BaseException] = {}
         self._stopped = False
         self._processes = [_Worker(loader.builder) for _ in range(workers)]
@@ -101,13 +101,13 @@ class _Lanes:
 
     def next(self) -> tuple[Batch, dict[str, int]]:
         with self._changed:
-            while self._n_taken not in self._ready:
+            while self._n_handed_out not in self._ready:
                 self._changed.wait()
-            found = self._ready.pop(self._n_taken)
+            found = self._ready.pop(self._n_handed_out)
             if isinstance(found, BaseException):
-                self._ready[self._n_taken] = found  # whoever asks again gets the same answer
+                self._ready[self._n_handed_out] = found  # the next call raises the same error instead of waiting for ever
                 raise found
-            self._n_taken += 1
+            self._n_handed_out += 1
             self._changed.notify_all()
             return found
 
@@ -126,17 +126,17 @@ class _Lanes:
         n_rows = self._loader.batch_size
         while True:
             with self._changed:
-                while self._n_begun - self._n_taken >= self._ahead and not self._stopped:
+                while self._n_started - self._n_handed_out >= self._ahead and not self._stopped:
                     self._changed.wait()
                 if self._stopped:
                     return
-                number = self._n_begun
-                self._n_begun += 1
+                number = self._n_started
+                self._n_started += 1
                 request, state = self._loader.next_request(), self._loader.state()
             found: tuple[Batch, dict[str, int]] | BaseException
             try:
                 found = (batch_of(builder.build(request, n_rows)), state)
-            except BaseException as error:  # handed to whoever takes the batch
+            except BaseException as error:  # ``next`` raises it in the training thread
                 found = error
             with self._changed:
                 self._ready[number] = found
@@ -146,7 +146,7 @@ class _Lanes:
 
 
 class _Worker:
-    """A builder in a process of its own. Started by its first request."""
+    """A row builder in a process of its own, which its first request starts."""
 
     def __init__(self, builder: RowBuilder) -> None:
         self._description = builder.description()
@@ -168,7 +168,7 @@ class _Worker:
                 break
         raise TwostrokeError(
             f"a process that prepares batches ended {_RESTARTS + 1} times, at last with code {code}. "
-            "Look for what ends it (memory?), or train with data.workers=0."
+            "Check whether the system ended it for lack of memory, or train with data.workers=0."
         )
 
     def _running(self) -> subprocess.Popen[bytes]:
@@ -183,7 +183,7 @@ class _Worker:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-                    start_new_session=True,  # Ctrl-C is the training process's to heed
+                    start_new_session=True,  # Ctrl-C must reach the training process alone, which ends its workers
                 )
                 self._process = process
                 assert process.stdin is not None
@@ -209,11 +209,11 @@ class _Worker:
             self._ended = True
             process = self._process
         if process is not None:
-            process.kill()  # it has nothing to lose
+            process.kill()  # a worker has no state and writes no files
             process.wait()
 
     def close(self) -> None:
-        """Close the pipes, when nobody reads from them any more."""
+        """Close the pipes. The threads that read from them must have ended."""
         if self._process is not None:
             _close(self._process)
 
@@ -233,4 +233,4 @@ def _close(process: subprocess.Popen[bytes]) -> None:
             if stream is not None:
                 stream.close()
         except OSError:
-            pass  # what was not sent is asked again
+            pass  # the request that was not sent is sent again to the next process

@@ -1,7 +1,7 @@
-"""A process that makes batches for ``data.background``: ``python -m twostroke.data.batch_worker``.
+"""The worker process of ``data.background``: ``python -m twostroke.data.batch_worker``.
 
-It reads a line of JSON, the description of its builder, then requests, and answers each. It ends when its input does, which
-is when the training process ends, however that may be.
+It reads the description of its builder (one line of JSON), then requests, and answers each. It ends at the end of its input,
+so it also ends when the training process is killed.
 
     request   int64: n_rows, n_entries, width; then n_entries × width of int64
     answer    int64: n_valid; then tokens, targets, positions (int64) and documents (int32), (n_rows, T) each;
@@ -40,4 +40,4 @@ if __name__ == "__main__":
     try:
         serve(sys.stdin.buffer, sys.stdout.buffer)
     except BrokenPipeError:
-        sys.stderr.close()  # the training process is gone
+        sys.stderr.close()  # the training process has ended

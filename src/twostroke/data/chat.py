@@ -1,4 +1,4 @@
-"""Chat messages to the text a model was trained on, by the model's own Jinja template or a plain default."""
+"""Renders chat messages as the text that a model was trained on, by the model's own Jinja template or a plain default."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ DEFAULT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-"""For models without a template, base models above all: ``User: …``, a line each, then ``Assistant:`` to be continued."""
+"""For models without a template, mostly base models: a line ``User: …`` for each message, then ``Assistant:`` to continue."""
 
 MAX_TEMPLATE_CHARACTERS = 2**20
 MAX_CONFIG_BYTES = 16 * 2**20
 _START_S = 30.0
-"""What a process may take beyond its own limits before it counts as stuck: the start of an interpreter on a busy machine."""
+"""Time beyond a process's own limits before it counts as stuck. It covers the start of an interpreter on a busy machine."""
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class ChatTemplate:
-    """A template (``DEFAULT_TEMPLATE`` for None), compiled once, in a process of its own (``data.template_sandbox``).
+    """A template (``DEFAULT_TEMPLATE`` for None), compiled once in a process of its own (``data.template_sandbox``).
 
-    The process is made at the first ``render``, or ahead of it by ``start``, which does not wait. It ends with ``close``, with
-    this object and with this process, however that ends. One that takes over 2 s or 256 MiB for a text is replaced.
-    Several threads may share a template; its texts are rendered one after another.
+    ``start`` starts the process without waiting for it; otherwise the first ``render`` does. The process ends with ``close``,
+    with this object, and with this process even if that is killed. A process that takes over 2 s or 256 MiB for a text is
+    replaced. Several threads may share a template; texts are rendered one at a time.
     """
 
     def __init__(self, source: str | None) -> None:
@@ -57,7 +57,7 @@ class ChatTemplate:
         self._process: _Process | None = None
         self._broken = ""
         if len(self._source) > MAX_TEMPLATE_CHARACTERS:
-            self._broken = f"chat template has {len(self._source)} characters; the most is {MAX_TEMPLATE_CHARACTERS}."
+            self._broken = f"the chat template has {len(self._source)} characters; at most {MAX_TEMPLATE_CHARACTERS} are read."
 
     def start(self) -> None:
         with self._lock:
@@ -69,10 +69,10 @@ class ChatTemplate:
             self._end()
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The text of ``messages``, as transformers' ``apply_chat_template`` makes it.
+        """The text of ``messages``, the same as from transformers' ``apply_chat_template``.
 
         ``variables`` are what templates expect beside the messages: ``bos_token``, ``eos_token``, ``tools`` and the like.
-        Raises InputError where the template is broken, refuses the messages, or takes too much time or memory for them.
+        Raises InputError if the template is broken, refuses the messages, or takes too much time or memory for them.
         """
         asked = {"messages": list(messages), "add_generation_prompt": add_generation_prompt} | variables
         try:
@@ -87,7 +87,7 @@ class ChatTemplate:
             if not self._process.compiled:
                 kind, text = self._ask(self._source.encode("utf-8", "surrogatepass"), COMPILE_S)
                 if kind != TEXT:
-                    self._broken = f"the model's chat template cannot be used: {text}."  # it would come to the same end again
+                    self._broken = f"the model's chat template cannot be used: {text}."  # compiling it again would fail again
                     raise InputError(self._broken)
                 self._process.compiled = True
             kind, text = self._ask(frame, RENDER_S)
@@ -103,7 +103,7 @@ class ChatTemplate:
             kind, text = REFUSED, f"it takes over {limit_s:g} s"
         except OSError:
             kind, text = REFUSED, "its process ended"
-        except BaseException:  # an interrupt amid an answer: the next question must not read the rest of it
+        except BaseException:  # Ctrl-C in the middle of an answer: the next call must not read the rest of it
             self._end()
             raise
         else:
@@ -120,13 +120,13 @@ class ChatTemplate:
 
 
 class _Process:
-    """One ``data.template_sandbox`` and the socket to it."""
+    """One process of ``data.template_sandbox``, and the socket to it."""
 
     def __init__(self) -> None:
         package = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-        # -P: modules of the directory that the command happens to run in are not this package's. A session of its own: Ctrl-C
-        # in a terminal is for the process that asks.
+        # -P keeps modules of the current directory from replacing those of this package. With a session of its own, Ctrl-C in a
+        # terminal reaches the calling process alone.
         command = [sys.executable, "-P", "-m", "twostroke.data.template_sandbox"]
         self._socket, theirs = socket.socketpair()
         with theirs:
@@ -147,8 +147,8 @@ class _Process:
         self.end = weakref.finalize(self, _kill, process, self._socket)
 
     def ask(self, frame: bytes, limit_s: float) -> tuple[bytes, str]:
-        """The kind of the answer and its text. Raises TimeoutError after ``limit_s``, and OSError where the process ended."""
-        # The process keeps the limit itself. This deadline is for one that is stopped.
+        """The kind of the answer and its text. Raises TimeoutError after ``limit_s``, and OSError if the process ended."""
+        # The process keeps the limit by an alarm of its own. This deadline is for a process that is stopped (SIGSTOP).
         deadline = time.monotonic() + limit_s + (0.0 if self.compiled else _START_S)
         try:
             self._socket.settimeout(deadline - time.monotonic())
@@ -189,14 +189,14 @@ def render_chat(
     add_generation_prompt: bool = True,
     **variables: Any,
 ) -> str:
-    """``ChatTemplate(template).render(…)``; the last few templates stay compiled. Raises InputError."""
+    """``ChatTemplate(template).render(…)``. The last four templates stay compiled. Raises InputError."""
     return _template(template).render(messages, add_generation_prompt, **variables)
 
 
 def read_chat_template(directory: Path) -> tuple[str | None, dict[str, Any]]:
-    """The template (``chat_template.jinja``, else ``tokenizer_config.json``) and the special tokens it may name.
+    """The template (``chat_template.jinja``, else ``tokenizer_config.json``) and the special tokens that it may use.
 
-    None where the model has none. Raises CorruptFileError where a file cannot be read.
+    The template is None if the model comes without one. Raises CorruptFileError if a file cannot be read.
     """
     variables: dict[str, Any] = {}
     template: str | None = None
@@ -218,9 +218,9 @@ def read_chat_template(directory: Path) -> tuple[str | None, dict[str, Any]]:
 
 
 def read_template_file(file: Path) -> str:
-    """A template or configuration as text. Raises CorruptFileError."""
+    """The text of a template file. Raises CorruptFileError."""
     if file.stat().st_size > MAX_CONFIG_BYTES:
-        raise CorruptFileError(f"{file} is over {MAX_CONFIG_BYTES} bytes.")
+        raise CorruptFileError(f"{file} is over {MAX_CONFIG_BYTES} bytes, the most that is read.")
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""Records of the usual instruction data sets as one kind of conversation: a list of messages, each a role and its text."""
+"""Turns records of the usual instruction data sets into one kind of conversation: a list of messages with role and text."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Conversation:
-    """``messages`` of {"role", "content"} in order; ``tools`` are the functions that the assistant might call, as JSON."""
+    """``messages`` are {"role", "content"} in order; ``tools`` are the functions that the assistant may call, as JSON."""
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Any, ...] = ()
 
     @property
     def has_answer(self) -> bool:
-        """Whether an assistant says anything."""
+        """Whether a message of the assistant has text."""
         return any(m["role"] == "assistant" and m["content"].strip() for m in self.messages)
 
 
@@ -55,7 +55,7 @@ def _text(record: Mapping[str, Any], key: str, where: str, layout: str, default:
 
 
 def _looks_like(record: Mapping[str, Any]) -> str:
-    """A closing clause: the layout whose keys the record has."""
+    """The last sentence of an error: the layout whose keys the record has, or the record's keys."""
     for layout, keys in _KEYS.items():
         if all(key in record for key in keys):
             return f'It looks like data.layout="{layout}".'
@@ -72,13 +72,13 @@ def _entries(record: Mapping[str, Any], key: str, where: str, layout: str) -> Se
 
 
 def _tools(record: Mapping[str, Any], where: str) -> tuple[Any, ...]:
-    """A list, or text that holds one in JSON, as tool-call data sets have it. Empty text is none."""
+    """Tools as a list, or as JSON text of a list, as data sets of tool calls hold them. Empty text stands for no tools."""
     tools = record.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError):
-            raise DataError(f"{where} has text under 'tools' that is not valid JSON.") from None
+            raise DataError(f"{where} has text under 'tools' that is not valid JSON. It must be a list.") from None
     if not tools:
         return ()
     if not isinstance(tools, list):
@@ -87,15 +87,15 @@ def _tools(record: Mapping[str, Any], where: str) -> tuple[Any, ...]:
 
 
 def _content(value: Any, where: str) -> str:
-    """A text, or the texts of OpenAI's list of parts, joined."""
+    """A text, or the joined texts of a list of parts in OpenAI's layout."""
     if value is None:
-        return ""  # an assistant that only calls tools
+        return ""  # a message of the assistant that only calls tools
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in value):
         return "".join(part["text"] for part in value)
     raise DataError(
-        f"{where}: a message's content must be text, found {json.dumps(value)[:80]}. Images and sound are not read."
+        f"{where}: a message's content must be text, and it is {json.dumps(value)[:80]}. Images and sound are not supported."
     )
 
 
@@ -105,13 +105,13 @@ def _messages(record: Mapping[str, Any], where: str) -> Conversation:
         role = entry.get("role")
         if role not in ROLES:
             raise DataError(f"{where}: role {role!r} is not known. Use one of {', '.join(ROLES)}.")
-        # Further keys (tool_calls, name, …) are for the template to read.
+        # Other keys (tool_calls, name, …) stay, because templates read them.
         messages.append({**entry, "role": role, "content": _content(entry.get("content"), where)})
     return Conversation(tuple(messages), _tools(record, where))
 
 
 def _alpaca(record: Mapping[str, Any], where: str) -> Conversation:
-    """``instruction`` and ``input`` as one question, answered by ``output``; before them ``system`` and ``history`` if any."""
+    """``instruction`` and ``input`` are one question, and ``output`` is its answer. ``system`` and ``history`` stand before."""
     messages = []
     system = _text(record, "system", where, "alpaca", default="")
     if system:
@@ -128,7 +128,8 @@ def _alpaca(record: Mapping[str, Any], where: str) -> Conversation:
 
 
 def _sharegpt(record: Mapping[str, Any], where: str) -> Conversation:
-    """``conversations`` of ``from`` and ``value``; a ``function_call`` is the assistant's, its ``observation`` the tool's."""
+    """``conversations`` are a list of ``from`` and ``value``. The assistant sends a ``function_call``, and the tool answers
+    with an ``observation``."""
     messages = []
     system = _text(record, "system", where, "sharegpt", default="")
     if system:
@@ -142,7 +143,7 @@ def _sharegpt(record: Mapping[str, Any], where: str) -> Conversation:
 
 
 def _prompt(record: Mapping[str, Any], where: str) -> Conversation:
-    """``prompt``, answered by ``response`` or ``completion``."""
+    """``prompt`` is the question, and ``response`` or ``completion`` its answer."""
     answer = "completion" if "completion" in record and "response" not in record else "response"
     return Conversation(
         (

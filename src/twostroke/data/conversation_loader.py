@@ -1,4 +1,4 @@
-"""Whole conversations packed into rows of fixed length, shuffled each epoch, with a state of a few numbers."""
+"""Packs whole conversations into rows of fixed length and shuffles the rows each epoch. The state is a few numbers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from twostroke.data.shards import TokenStream
 
 
 class MarkedTokens(TrainingTokens, Protocol):
-    """What a loader needs of prepared conversations."""
+    """The prepared conversations that a loader reads."""
 
     def train_marks(self) -> TokenStream: ...
 
 
 @dataclass(frozen=True)
 class Fitting:
-    """What became of conversations longer than the sequence: ``n_cut`` kept their beginning, ``n_dropped`` were left out, by
-    order or because what was kept held nothing to learn."""
+    """How conversations were fitted into the sequence length. ``n_cut`` were cut to their beginning. ``n_dropped`` were left
+    out: they were too long and ``too_long`` is "drop", or no token to learn was left in them."""
 
     n_conversations: int
     n_cut: int
@@ -35,14 +35,15 @@ class Fitting:
 
 
 def pack_rows(lengths: Sequence[int], row_length: int) -> list[list[int]]:
-    """Indices of ``lengths`` in rows of at most ``row_length`` in all, the longest first into the fullest row that takes it.
+    """Rows of indices into ``lengths``, whose lengths sum to at most ``row_length`` in each row.
 
-    Best-fit decreasing: at most 11/9 of the fewest rows possible plus one (Johnson 1973), and the same for the same lengths.
-    ``lengths`` must be at most ``row_length``. O(n log n + n · row_length / 64) at worst.
+    Best-fit decreasing: the longest goes first, into the fullest row that has room. It needs at most 11/9 of the fewest
+    possible rows plus one (Johnson 1973), and equal lengths give equal rows. Each length must be at most ``row_length``. The
+    worst case takes O(n log n + n · row_length / 64).
     """
     rows: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # room left: rows (a heap, so that the order is fixed)
-    rooms = 0  # bit r is set where a row has room r: the least room that suffices is found without a search tree
+    with_room: dict[int, list[int]] = {}  # free tokens → rows with so many (a heap, so that the order is fixed)
+    rooms = 0  # bit r is set if a row has r tokens free: the tightest fit is the lowest bit, without a search tree
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         fitting = rooms >> lengths[index]
         if fitting:
@@ -61,13 +62,13 @@ def pack_rows(lengths: Sequence[int], row_length: int) -> list[list[int]]:
 
 
 class ConversationLoader(ShuffledLoader):
-    """Endless batches of rows of T = ``sequence_length`` tokens, each row whole conversations and padding behind them.
+    """Endless batches of rows of T = ``sequence_length`` tokens. Each row holds whole conversations, then padding.
 
-    A conversation is a document: positions begin at 0 in it, and it sees itself alone. Targets are its learned tokens, so the
-    loss counts nothing else. Which conversations share a row is fixed by their lengths; the rows' order is a permutation
-    computed from (seed, epoch), so the state is the number of rows handed out and may be restored at any batch size.
-    Padding is end-of-text tokens in a document of their own, without targets. With a ``mixture`` a row is of one
-    source.
+    A conversation is a document: positions begin at 0 in it, and its tokens attend only to each other. Targets are its learned
+    tokens, so the loss counts nothing else. The lengths alone decide which conversations share a row. The order of the rows is
+    a permutation computed from (seed, epoch), so the state is the number of rows handed out, and it can be restored at any
+    batch size. Padding consists of end-of-text tokens in a document of their own, without targets. With a ``mixture``, all
+    conversations of a row are of one source.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class ConversationLoader(ShuffledLoader):
             if first == last:
                 raise DataError(
                     f"{source.name} has no conversation to train on with an answer within train.sequence_length="
-                    f"{sequence_length} tokens. Raise it, or leave the source out."
+                    f"{sequence_length} tokens. Raise train.sequence_length, or leave the source out."
                 )
             rows = pack_rows(self._lengths[first:last].tolist(), sequence_length)
             self._first_rows.append(len(self._rows))
@@ -108,7 +109,7 @@ class ConversationLoader(ShuffledLoader):
         self.builder = ConversationRowBuilder(tokens, marks, sequence_length, self.eos_id)
 
     def next_rows(self) -> list[int]:
-        """Which rows the next batch is made of; moves on."""
+        """Advance, and return the row numbers of the next batch."""
         rows = np.empty(self.batch_size, dtype=np.int64)
         for source, _, places, order in self.next_windows():
             rows[places] = self._first_rows[source] + order
@@ -130,7 +131,7 @@ class ConversationLoader(ShuffledLoader):
 
 
 def _fit(stream: TokenStream, sequence_length: int, too_long: str) -> tuple[Int64Array, Int64Array, int, int]:
-    """Where each conversation begins in the stream, how many of its tokens are used; how many are cut and left out."""
+    """(first token of each conversation that is used, its number of used tokens, conversations cut, conversations left out)."""
     marks = stream[0 : len(stream)]
     begins = np.flatnonzero(marks & BEGINS).astype(np.int64)
     ends = np.append(begins[1:], len(marks))
@@ -139,17 +140,17 @@ def _fit(stream: TokenStream, sequence_length: int, too_long: str) -> tuple[Int6
     if too_long == "error" and is_long.any():
         raise DataError(
             f"{int(is_long.sum())} of {len(lengths)} conversations are longer than train.sequence_length="
-            f'{sequence_length}; the longest has {int(lengths.max())} tokens. Raise it, or set data.too_long to "cut" '
-            'or "drop".'
+            f"{sequence_length}; the longest has {int(lengths.max())} tokens. Raise train.sequence_length, or set "
+            'data.too_long to "cut" or "drop".'
         )
     kept = np.minimum(lengths, sequence_length)
-    # A conversation's first token is nobody's target, so it teaches nothing even where it is marked.
+    # A conversation's first token is never a target, so it does not count even if it is marked as learned.
     learned = np.concatenate(([0], np.cumsum(marks & LEARNED, dtype=np.int64)))
     teaches = learned[begins + kept] - learned[begins + 1] > 0
     use = teaches & ~is_long if too_long == "drop" else teaches
     if not use.any():
         raise DataError(
             f"none of {len(lengths)} conversations has an answer within train.sequence_length={sequence_length} "
-            f"tokens; the shortest has {int(lengths.min())}. Raise it."
+            f"tokens; the shortest has {int(lengths.min())}. Raise train.sequence_length."
         )
     return begins[use], kept[use], int((use & is_long).sum()), int((~use).sum())

@@ -1,4 +1,4 @@
-"""Conversations in files and data sets, and which of them are trained on, held out, or left out."""
+"""Reads conversations from files and data sets, and decides which are trained on, held out, or left out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from twostroke.data.source_files import CONVERSATION_SUFFIXES, SourceFile, find_
 
 @dataclass(frozen=True)
 class Found:
-    """A conversation, the key that its part is chosen by (``file#number``), where it is for messages, and of which source."""
+    """A conversation, the key that chooses its part (``file#number``), its place for error messages, and the number of its
+    source."""
 
     key: str
     where: str
@@ -30,12 +31,12 @@ class Found:
 
     @property
     def text(self) -> str:
-        """What is said, by whomever: what filters and the search for near-duplicates look at."""
+        """The contents of all messages, joined. Filters and the search for near-duplicates read it."""
         return without_surrogates("\n\n".join(m["content"] for m in self.conversation.messages))
 
 
 class ConversationSource:
-    """Records of .json, .jsonl and .parquet files and of data sets, in order."""
+    """The conversations of .json, .jsonl and .parquet files and of data sets, in order."""
 
     def __init__(self, sources: tuple[str, ...], layout: str) -> None:
         self.files, self.n_other_files = find_files(sources, CONVERSATION_SUFFIXES)
@@ -49,16 +50,16 @@ class ConversationSource:
             with reading(file):
                 for number, where, record in _records(file, self.layout):
                     if not isinstance(record, dict):
-                        raise DataError(f"{where} holds {type(record).__name__}, not an object.")
+                        raise DataError(f"{where} holds {type(record).__name__}; a conversation must be a JSON object.")
                     conversation = read_conversation(record, self.layout, where)
                     yield Found(f"{file.key}#{number}", where, conversation, file.source)
 
 
 def _records(file: SourceFile, layout: str) -> Iterator[tuple[int, str, Any]]:
-    """(number, where for messages, record). Of a table the columns that ``layout`` reads."""
+    """(number, place for error messages, record) of each record. Of a table only the columns that ``layout`` reads are read."""
     if is_table(file):
         names = table_columns(file)
-        columns = [name for name in names if name in LAYOUT_KEYS[layout]] or names  # all, for a message that names them
+        columns = [name for name in names if name in LAYOUT_KEYS[layout]] or names  # all, so that an error can list them
         for number, where, values in read_table(file, columns):
             yield number, where, {name: value for name, value in zip(columns, values, strict=True) if value is not None}
     elif file.path.lower().endswith(".json"):
@@ -69,14 +70,15 @@ def _records(file: SourceFile, layout: str) -> Iterator[tuple[int, str, Any]]:
 
 
 def without_surrogates(text: str) -> str:
-    """Half a surrogate pair, an escape in JSON, is no character: replaced. One for one, so that spans stay where they are."""
+    """Replace each lone surrogate (half of a pair, from an escape in JSON) by U+FFFD. UTF-8 cannot hold one. Each is replaced
+    by one character, so that spans stay valid."""
     return text if text.isascii() else "".join("\ufffd" if "\ud800" <= c <= "\udfff" else c for c in text)
 
 
 @dataclass
 class ConversationSelection:
-    """The verdicts on the conversations that have an answer, in order; held out are those whose bucket is below ``threshold``,
-    and the first ``n_named``, which were named to be."""
+    """The verdicts on the conversations that have an answer, in order. The first ``n_named`` are held out because the recipe
+    names their files, others if their bucket is below ``threshold``."""
 
     threshold: int
     n_named: int
@@ -102,9 +104,11 @@ def select_conversations(
     scratch: Path,
     progress: Callable[[int], None],
 ) -> tuple[int, ConversationSelection]:
-    """(records in ``source``, what becomes of them), after one pass. Equal ones are met when they are rendered; here are found
-    near ones, those that the filters leave out, and with dedup = "none" training copies of held-out ones. Of a share to hold
-    out, the least is one conversation."""
+    """(number of records in ``source``, the selection of them), after one pass.
+
+    This pass finds near-duplicates, conversations that the filters leave out and, with dedup = "none", training copies of
+    held-out conversations. Equal conversations are found later, when they are rendered. At least one conversation is held
+    out."""
     dedup = "near" if recipe.dedup == "near" else "none"
     inventory = Inventory(recipe, scratch, dedup)
     n_records = 0

@@ -1,11 +1,12 @@
-"""Conversations into token shards with a mark beside each token: whether it is learned, and where a conversation begins.
+"""Prepares conversations as token shards with a loss mask: a mark beside each token says whether it is learned.
 
-A prepared directory holds, beside what ``data.prepare`` describes (``heldout.txt`` is the rendered text)::
+Beside the files that ``data.prepare`` describes (``heldout.txt`` is the rendered text), a prepared directory holds::
 
-    marks-train-00000.bin …     uint8, one a token: LEARNED where the token is the assistant's, BEGINS on a first token
-    marks-heldout-00000.bin …   the same of the held-out conversations
+    marks-train-00000.bin …     uint8, one a token: LEARNED on the assistant's tokens, BEGINS on a conversation's first token
+    marks-heldout-00000.bin …   the same for the held-out conversations
 
-Ends of text cannot mark the boundaries, as they do between documents: many chat models end every turn with one.
+The marks also separate conversations. Between plain documents the end-of-text token does, but many chat models end every
+message with it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tokenizers import Tokenizer
 from twostroke.core.errors import ConfigError, DataError, InputError
 from twostroke.core.paths import data_cache_dir
 from twostroke.core.recipe import DataRecipe
-from twostroke.data.answer_spans import ConversationTemplate, Rendered, learned_tokens
+from twostroke.data.answer_spans import ConversationTemplate, Rendered, assistant_mask
 from twostroke.data.chat import read_chat_template, read_template_file
 from twostroke.data.conversation_source import (
     ConversationSelection,
@@ -55,8 +56,8 @@ _BATCH = 256
 
 @dataclass
 class ConversationReport:
-    """Counts of one preparation. ``n_without_answer`` were left out; of ``n_unlearned_answers`` the template does not show
-    where they are; ``n_answer_bytes`` are UTF-8 of what is learned, ends of turns included."""
+    """Counts of one preparation. ``n_without_answer`` conversations were left out. ``n_unlearned_answers`` could not be found
+    in the rendered text. The bytes of answers are UTF-8, with each answer's end token."""
 
     n_files: int = 0
     n_other_files: int = 0
@@ -76,17 +77,18 @@ class ConversationReport:
 def prepare_conversations(
     recipe: DataRecipe, cache_dir: Path | None, progress: Progress, out: Path | None = None
 ) -> PreparedData:
-    """Tokenised train and held-out conversations of ``recipe``'s sources: found in the cache, or made.
+    """Tokenised training and held-out conversations of ``recipe``'s sources, from the cache or made now.
 
-    Rendered by ``recipe.chat_template``, else by the template beside the tokenizer, else by the plain default
-    (``data.chat.DEFAULT_TEMPLATE``); an end-of-text is put behind a conversation that does not end with one. Held out are the
-    conversations whose sha256 of file and number is below ``held_out_fraction``, one at least, or all of ``recipe.held_out``.
+    Conversations are rendered by ``recipe.chat_template``, else by the template beside the tokenizer, else by the plain default
+    (``data.chat.DEFAULT_TEMPLATE``). A conversation that does not end with an end-of-text gets one. A conversation is held out
+    if the sha256 of its file and number, read as a number in [0, 1), is below ``held_out_fraction``; at least one is. If
+    ``recipe.held_out`` names sources, their conversations are held out instead.
 
-    Raises DataError naming file and record, ConfigError, CorruptFileError for bad input, TwostrokeError where the directory
-    cannot be written.
+    Raises DataError naming file and record, ConfigError, CorruptFileError for bad input, TwostrokeError if the directory cannot
+    be written.
     """
     if recipe.tokenizer is None:
-        raise ConfigError(f"layout={recipe.layout!r} needs a tokenizer: give model.init_from or data.tokenizer.")
+        raise ConfigError(f"layout={recipe.layout!r} needs a tokenizer. Give model.init_from or data.tokenizer.")
     tokenizer_path = tokenizer_file(recipe.tokenizer)
     tokenizer = load_tokenizer(tokenizer_path)
     eos_id = eos_id_of(tokenizer, tokenizer_path)
@@ -131,7 +133,7 @@ def prepare_conversations(
 
 
 def conversation_template(recipe: DataRecipe, tokenizer: Tokenizer, eos_id: int) -> ConversationTemplate:
-    """The template that ``recipe`` names or its tokenizer's directory holds, and the special tokens that end turns."""
+    """The template that ``recipe`` names or its tokenizer's directory holds, with the special tokens that end messages."""
     assert recipe.tokenizer is not None
     directory = tokenizer_file(recipe.tokenizer).parent
     source, variables = read_chat_template(directory)
@@ -153,7 +155,8 @@ def _write(
     scratch: Path,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Everything into ``writer``; what a manifest says of what was left out before it came there."""
+    """Give every selected conversation to ``writer``. Returns the manifest's table of conversations that were left out
+    before."""
     report = writer.report
     report.n_files = len(source.files) + (len(held_out.files) if held_out else 0)
     report.n_other_files = source.n_other_files + (held_out.n_other_files if held_out else 0)
@@ -164,7 +167,7 @@ def _write(
         scratch,
         lambda n: progress(0.3 * n / (n + 1000), "reading conversations") if n % 100 == 0 else None,
     )
-    for found in held_out or ():  # first, so that their duplicates leave the training part
+    for found in held_out or ():  # first, so that an equal conversation in the sources counts as the duplicate
         writer.add(found, selection, held=True)
     for done, found in enumerate(source):
         writer.add(found, selection, held=bucket(found.key) < selection.threshold)
@@ -186,7 +189,7 @@ def _write(
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A rendered conversation on its way; ``text`` is its text as it is tokenised."""
+    """A rendered conversation that waits to be tokenised; ``text`` is what the tokenizer gets."""
 
     rendered: Rendered
     text: str
@@ -209,7 +212,7 @@ class _Writer:
     ) -> None:
         self.tokenizer, self.eos_id, self.template = tokenizer, eos_id, template
         self.eos = str(tokenizer.id_to_token(eos_id))
-        # The greatest id, not the count: a vocabulary may have gaps.
+        # The largest id + 1 and not the count, because a vocabulary may have gaps.
         self.vocab_size = max(tokenizer.get_vocab_size(), 1 + max(tokenizer.get_vocab().values()))
         self.dtype = "<u2" if self.vocab_size <= 2**16 else "<u4"
         self.tokens = {held: ShardWriter(directory, _PART[held], self.dtype) for held in _PART}
@@ -225,7 +228,7 @@ class _Writer:
         self._at_work: Future[list[tuple[list[int], list[bool]]]] | None = None
 
     def add(self, found: Found, selection: ConversationSelection, held: bool) -> None:
-        """Take one conversation; one without an answer, or that was there before, is counted and left out."""
+        """Add one conversation. If it has no answer, or an equal one came before, it is counted and left out."""
         report, conversation = self.report, found.conversation
         report.n_conversations += 1
         if not conversation.has_answer:
@@ -250,16 +253,16 @@ class _Writer:
             self.flush()
 
     def flush(self) -> None:
-        """Write the batch that was tokenised meanwhile, and have this one tokenised."""
+        """Write the batch that was tokenised in the background, and start tokenising the current one."""
         self.collect()
         self._batch_at_work, self._batch = self._batch, []
         self._at_work = self._background.submit(self._encode, self._batch_at_work)
 
     def _encode(self, batch: list[_Waiting]) -> list[tuple[list[int], list[bool]]]:
-        """Token ids of each, and which of them are learned."""
-        # Without a template the tokenizer puts its own special tokens around a text, as a server lets it do.
+        """Token ids and loss mask of each conversation."""
+        # Without a template the tokenizer adds its own special tokens, as it does in the server.
         encodings = self.tokenizer.encode_batch([w.text for w in batch], add_special_tokens=self.template.source is None)
-        return [(list(e.ids), learned_tokens(e, w.rendered.spans)) for e, w in zip(encodings, batch, strict=True)]
+        return [(list(e.ids), assistant_mask(e, w.rendered.spans)) for e, w in zip(encodings, batch, strict=True)]
 
     def collect(self) -> None:
         if self._at_work is None:

@@ -1,4 +1,4 @@
-"""The beginnings of some documents of prepared data, as a model will be given them."""
+"""Shows the beginnings of some documents of prepared data as a model will see them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SEARCHED_TOKENS = 2**20
 
 @dataclass(frozen=True)
 class Excerpt:
-    """``parts`` are stretches of text, each with whether it is learned (of documents, all is)."""
+    """``parts`` are (text, whether the loss counts its tokens). Every part of a plain document counts."""
 
     first_token: int
     n_tokens: int
@@ -26,8 +26,8 @@ class Excerpt:
 
 
 def excerpts(prepared: PreparedData, split: str, n: int, max_tokens: int) -> Iterator[Excerpt]:
-    """At most ``n`` of the documents of ``split`` ("train" or "heldout"), the same ones each time: those that begin first
-    behind places spaced evenly over the stream, each up to ``max_tokens``."""
+    """At most ``n`` documents of ``split`` ("train" or "heldout"), each up to ``max_tokens``. They are the first that begin
+    after evenly spaced places in the stream, so every call gives the same ones."""
     tokens = prepared.train_tokens() if split == "train" else prepared.heldout_tokens()
     marks: TokenStream | None = None
     if prepared.holds_conversations:
@@ -55,7 +55,7 @@ def excerpts(prepared: PreparedData, split: str, n: int, max_tokens: int) -> Ite
 
 
 def _begins(prepared: PreparedData, tokens: TokenStream, marks: TokenStream | None, start: int, stop: int) -> list[int]:
-    """The tokens in [start, stop) that begin a document."""
+    """Places in [start, stop) at which a document begins."""
     if marks is not None:
         return [start + i for i in np.flatnonzero(marks[start:stop] & BEGINS).tolist()]
     before = max(0, start - 1)

@@ -1,7 +1,7 @@
-"""Quality filters that know no language: lengths, repetition, symbols, length of words, counted in characters of Unicode.
+"""Quality filters for any language: length, repetition, symbols and word length, counted in Unicode characters.
 
-A document is measured in the stretches it is read in (64 kB), and its shares are those of all of them together: memory stays
-constant, and a line is a repeated one where its stretch holds it before.
+A document is measured in the pieces of 64 kB that it is read in, and its shares are those of all pieces together. That keeps
+memory constant. A line counts as repeated if the same piece held it before.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from twostroke.core.data_recipe import DataRecipe
 from twostroke.data.shingles import shingle_hashes
 
 NGRAM_BYTES = 12
-"""Length of the n-gram whose repetition is measured, in bytes of UTF-8: about two words in Latin writing, four characters in
-Chinese. Counted in bytes because writing without spaces has no words to count."""
+"""Length of the n-gram whose repetition is measured, in bytes of UTF-8: about two words in Latin script, four characters in
+Chinese. It is counted in bytes because some scripts do not separate words."""
 
 OTHER, WORD, SPACE = 0, 1, 2
 
 REASONS = ("too_short", "too_long", "repeated_lines", "repeated_ngram", "symbols", "short_words", "long_words")
-"""Why a filter leaves a document out, in the order they are asked: a document is counted under the first."""
+"""Reasons for which a filter leaves a document out, in order. A document is counted under its first reason."""
 
 
 class TextMeasure:
-    """Measures of one document, taken piece by piece.
+    """Measures of one document, which ``add`` takes piece by piece.
 
     - ``n_chars``: characters (code points).
-    - ``repeated_lines``: characters in lines that equal an earlier line ÷ characters in lines; blank lines count for nothing.
-    - ``top_ngram``: bytes that the most frequent ``NGRAM_BYTES``-gram covers ÷ bytes; 0 where none occurs twice.
-    - ``symbols``: characters that are no letter, mark or digit ÷ characters that are no white space.
-    - ``mean_word``: letters, marks and digits ÷ the runs of them.
+    - ``repeated_lines``: characters in lines that equal an earlier line ÷ characters in lines. Blank lines do not count.
+    - ``top_ngram``: bytes that the most frequent ``NGRAM_BYTES``-gram covers ÷ bytes; 0 if no n-gram occurs twice.
+    - ``symbols``: characters other than letters, marks, digits and white space ÷ characters other than white space.
+    - ``mean_word``: letters, marks and digits ÷ runs of them.
 
     Checked against one character at a time by tests/data/test_filters.py.
     """
@@ -100,7 +100,8 @@ class TextMeasure:
 
 @functools.lru_cache(maxsize=1)
 def _kinds() -> npt.NDArray[np.uint8]:
-    """The kind of every code point: letters, marks and digits; white space and control characters; all else."""
+    """The kind of every code point: WORD for letters, marks and digits, SPACE for white space and control characters, else
+    OTHER."""
     kinds = np.zeros(0x110000, dtype=np.uint8)
     for code in range(0x110000):
         first = unicodedata.category(chr(code))[0]

@@ -1,6 +1,6 @@
-"""Hugging Face ``datasets``: directories that ``save_to_disk`` wrote, and names that the library finds, downloads and caches.
+"""Opens Hugging Face data sets: directories that ``save_to_disk`` wrote, and names that the library downloads and caches.
 
-The library is imported inside the functions: it comes with the extra ``train``.
+The functions import the library themselves, because it comes with the extra ``train``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _DICT_FILE, _STATE_FILES = "dataset_dict.json", ("state.json", "dataset_info.jso
 
 
 def is_saved_dataset(path: str) -> bool:
-    """Whether ``save_to_disk`` wrote the directory ``path``: one data set, or a few under names of splits."""
+    """Whether ``save_to_disk`` wrote the directory ``path``. It may hold one data set or one for each split."""
     return os.path.isfile(os.path.join(path, _DICT_FILE)) or all(os.path.isfile(os.path.join(path, f)) for f in _STATE_FILES)
 
 
 def parse_name(source: str) -> tuple[str, str | None, str | None]:
-    """(name, config, split) of ``hf:name[:config][:split]``; an empty part is none. Raises DataError."""
+    """(name, config, split) of ``hf:name[:config][:split]``. An empty part is read as None. Raises DataError."""
     name, *parts = source.removeprefix(PREFIX).split(":")
     if not name or len(parts) > 2:
         raise DataError(
@@ -35,9 +35,9 @@ def parse_name(source: str) -> tuple[str, str | None, str | None]:
 
 
 def open_dataset(source: str) -> tuple[str, Any]:
-    """The data set that ``source`` names, memory-mapped, and its full name: ``hf:name:config:split`` or a saved directory.
+    """(full name, memory-mapped data set) of ``source``. The full name is ``hf:name:config:split`` or a directory.
 
-    Raises DataError where the library is missing, and with the library's own reason where it cannot load the data set.
+    Raises DataError if the library is missing, or with the library's own reason if it cannot load the data set.
     """
     is_path = not source.startswith(PREFIX)
     name, config, split = (source, None, None) if is_path else parse_name(source)
@@ -46,7 +46,7 @@ def open_dataset(source: str) -> tuple[str, Any]:
         import datasets
     except ImportError:
         raise DataError(
-            f"{source} is a Hugging Face data set. Install what reads it: pip install 'twostroke[train]'."
+            f"{source} is a Hugging Face data set. Install the library that reads it: pip install 'twostroke[train]'."
         ) from None
     datasets.disable_progress_bars()
     try:
@@ -60,7 +60,7 @@ def open_dataset(source: str) -> tuple[str, Any]:
         found = datasets.load_dataset(path if os.path.isdir(path) else name, config, split=split or DEFAULT_SPLIT)
     except DataError:
         raise
-    except Exception as error:  # the library raises whatever its file systems, parsers and the network do
+    except Exception as error:  # the library passes on any exception of its file systems, its parsers and the network
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"data set {source} cannot be loaded: {reason.rstrip('.')[:400]}.") from None
     return f"{PREFIX}{name}:{config or ''}:{split or DEFAULT_SPLIT}", found
@@ -77,7 +77,7 @@ def _split_of(found: Any, split: str | None, source: str) -> tuple[str, Any]:
 
 
 def dataset_stamp(dataset: Any) -> tuple[int, int]:
-    """Size of the data set's files together, and the newest one's time of change in ns. Raises OSError where one is gone."""
+    """(size of all files of the data set, latest modification time in ns). Raises OSError if a file is missing."""
     stats = [os.stat(file["filename"]) for file in dataset.cache_files]
     return sum(s.st_size for s in stats), max((s.st_mtime_ns for s in stats), default=0)
 

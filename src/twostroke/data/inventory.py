@@ -1,4 +1,4 @@
-"""What one pass learns of every document, and the verdict on each: kept, or why it is left out."""
+"""The result of one pass over all documents: size and hash of each, and the verdict whether it is kept or why not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from twostroke.data.filters import TextMeasure
 from twostroke.data.near_duplicates import MinHash, SignatureFile, near_duplicates
 
 REASONS = ("kept", "duplicate", "near_duplicate", "copy_of_held_out", *filters.REASONS)
-"""What a verdict, an index into these, says."""
+"""A verdict is an index into these."""
 
 KEPT, DUPLICATE, NEAR_DUPLICATE, COPY_OF_HELD_OUT = range(4)
 _FIRST_FILTER = 4
@@ -27,10 +27,10 @@ Verdicts = npt.NDArray[np.uint8]
 
 
 class Inventory:
-    """Documents (or pieces, or conversations) in the order they were met: content hash, size, bucket and verdict.
+    """Content hash, size, bucket and verdict of documents (or pieces, or conversations) in reading order.
 
-    In memory 27 bytes a document; the signatures that near-duplicate search needs lie in a file in ``scratch``, 512 bytes each,
-    until ``close``.
+    A document takes 27 bytes of memory. Signatures for the search for near-duplicates take 512 bytes each, in a file in
+    ``scratch`` until ``close``.
     """
 
     def __init__(self, recipe: DataRecipe, scratch: Path, dedup: str, with_filters: bool = True) -> None:
@@ -47,7 +47,7 @@ class Inventory:
         self._minhash = MinHash() if self._signatures is not None else None
 
     def add(self, text: str) -> None:
-        """The next stretch of the document."""
+        """Add the next piece of the document."""
         raw = text.encode()
         self._hash.update(raw)
         self._size += len(raw)
@@ -57,7 +57,7 @@ class Inventory:
             self._minhash.add(text)
 
     def end(self, bucket: int, filtered: bool = True) -> None:
-        """The document is whole. ``filtered`` is false where no filter may leave it out."""
+        """End the document. With ``filtered`` = False the filters do not apply to it."""
         reason = self._measure.rejection(self._recipe) if self._measure is not None and filtered else None
         self._digests += self._hash.digest()[:16]
         self._buckets.append(bucket)
@@ -79,7 +79,8 @@ class Inventory:
         return np.array(self._n_bytes, dtype=np.int64)
 
     def judge(self) -> Verdicts:
-        """The filters' verdicts, and of what they keep the later one of each two that are equal, or near to one another."""
+        """The verdicts: the filters' own, then, among documents that they keep, duplicates and near-duplicates of earlier
+        ones."""
         verdicts = np.array(self._verdicts, dtype=np.uint8)
         if self._dedup != "none":
             verdicts[self._repeated(np.flatnonzero(verdicts == KEPT))] = DUPLICATE
@@ -89,7 +90,7 @@ class Inventory:
         return verdicts
 
     def leave_out_copies(self, verdicts: Verdicts, held: npt.NDArray[np.bool_]) -> None:
-        """Training text that equals held-out text leaves, where ``dedup`` alone would not see to it."""
+        """Mark training documents that equal a held-out one, in place. Needed where ``dedup`` did not remove them."""
         kept = verdicts == KEPT
         order = np.concatenate((np.flatnonzero(kept & held), np.flatnonzero(kept & ~held)))  # held-out text comes first
         repeated = self._repeated(order)
@@ -104,7 +105,7 @@ class Inventory:
         return np.frombuffer(self._digests, dtype="V16")
 
     def _repeated(self, order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Of the documents ``order`` those whose hash came before in it."""
+        """Those of the documents ``order`` that have the hash of an earlier one in it."""
         halves = np.frombuffer(self._digests, dtype="<u8").reshape(-1, 2)[order]
         by_hash = np.lexsort((halves[:, 1], halves[:, 0]))  # stable: the first of equals stays the first
         same = (halves[by_hash][1:] == halves[by_hash][:-1]).all(axis=1)
@@ -116,7 +117,7 @@ class Inventory:
 
 
 def left_out(parts: Sequence[tuple[Verdicts, npt.NDArray[np.int64]]], examples: dict[int, list[str]]) -> dict[str, Any]:
-    """For a manifest: by reason how many documents and bytes (verdicts and sizes in ``parts``) were left out, and which."""
+    """The manifest's table of what was left out, by reason: documents, bytes and examples. ``parts`` are (verdicts, sizes)."""
     table = {}
     for verdict, reason in enumerate(REASONS[1:], start=1):
         n_documents = sum(int(np.count_nonzero(verdicts == verdict)) for verdicts, _ in parts)
@@ -127,7 +128,7 @@ def left_out(parts: Sequence[tuple[Verdicts, npt.NDArray[np.int64]]], examples: 
 
 
 def add_example(examples: dict[int, list[str]], verdict: int, key: str) -> bool:
-    """Note ``key`` as one of the first examples of ``verdict``. False, for a caller that admits nothing left out."""
+    """Keep ``key`` if it is among the first examples of ``verdict``. Returns False, which callers return as "not admitted"."""
     found = examples.setdefault(verdict, [])
     if len(found) < N_EXAMPLES and key not in found:
         found.append(key)

@@ -1,4 +1,4 @@
-"""Fixed-length windows over the training stream, shuffled each epoch, with a state of a few numbers."""
+"""Loads fixed-length windows of the training stream, shuffled each epoch. The state is a few numbers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from twostroke.data.shards import PreparedData, TokenStream
 class Batch:
     """Packed rows for one forward and backward pass.
 
-    tokens (B, T) int64; targets (B, T) int64, −100 where nothing is to be predicted (behind an end-of-text); positions
-    (B, T) int64, from 0 in each document and each row; documents (B, T) int32, counted within the row: tokens attend
-    within their document only. ``n_valid`` is the number of targets that count, known without asking a device.
+    tokens (B, T) int64. targets (B, T) int64, with −100 (``IGNORE_INDEX``) where the loss counts nothing, as after an
+    end-of-text. positions (B, T) int64 restart at 0 in each document and in each row. documents (B, T) int32 count documents
+    within the row; tokens attend within their document only. ``n_valid`` is the number of counted targets. It is an int, so
+    that dividing the loss by it does not wait for a device.
     """
 
     tokens: torch.Tensor
@@ -50,7 +51,7 @@ def batch_of(rows: Rows) -> Batch:
 
 
 class TrainingTokens(Protocol):
-    """What a loader needs of prepared data."""
+    """The prepared data that a loader reads."""
 
     @property
     def key(self) -> str: ...
@@ -61,7 +62,7 @@ class TrainingTokens(Protocol):
 
 @dataclass(frozen=True)
 class MixedSource:
-    """A source of a mixture: which tokens of the training stream are its own, and its weight."""
+    """A source of a mixture: its range of tokens in the training stream, and its weight."""
 
     name: str
     first_token: int
@@ -70,21 +71,23 @@ class MixedSource:
 
 
 def mixed_sources(prepared: PreparedData, weights: Sequence[float]) -> tuple[MixedSource, ...]:
-    """The sources of ``prepared`` with the recipe's ``weights``, none where it gives none. Raises ConfigError, DataError."""
+    """The sources of ``prepared`` with the recipe's ``weights``; empty without weights. Raises ConfigError, DataError."""
     if not weights:
         return ()
     ranges = prepared.source_ranges()
     if len(ranges) != len(weights):
-        raise ConfigError(f"data.weights has {len(weights)} entries and the prepared data {len(ranges)} sources.")
+        raise ConfigError(
+            f"data.weights has {len(weights)} entries and the prepared data {len(ranges)} sources. Give one weight a source."
+        )
     return tuple(MixedSource(*where, weight) for where, weight in zip(ranges, weights, strict=True))
 
 
 class ShuffledLoader:
-    """What loaders of windows share: every window once an epoch, in an order computed from (seed, epoch), so that the state is
-    the number of windows handed out and may be restored at any batch size.
+    """The base of loaders: each window comes once an epoch, in an order computed from (seed, epoch).
 
-    With ``weights``, one for each of the parts that ``windows`` counts, the parts are mixed by ``data.mixture``: each has its
-    own epochs and its own order, and the state holds beside the number of windows how many of them each part gave.
+    The state is therefore the number of windows handed out, and it can be restored at any batch size. With ``weights``, one for
+    each entry of ``windows``, ``data.mixture`` mixes the sources. Each source then has its own epochs and order, and the state
+    also holds the number of windows that each source gave.
     """
 
     builder: RowBuilder
@@ -94,7 +97,7 @@ class ShuffledLoader:
         self.source_windows = tuple(windows)
         self.windows_per_epoch = sum(windows)
         self.mixture = Mixture(weights) if weights else None
-        # A mixture's weights as a number, so that a state says which it was taken with.
+        # A hash of the weights. It is in the state, so that a run with other weights cannot resume from it.
         self._mixture_name = (
             int.from_bytes(hashlib.sha256(repr(self.mixture.shares).encode()).digest()[:6]) if self.mixture else 0
         )
@@ -102,17 +105,18 @@ class ShuffledLoader:
 
     @property
     def epoch(self) -> float:
-        """Epochs handed out so far; of a mixture, windows handed out ÷ windows there are."""
+        """Epochs handed out so far: windows handed out ÷ windows of all sources."""
         return self._next_window / self.windows_per_epoch
 
     def source_epochs_at(self, state: dict[str, int]) -> tuple[float, ...]:
-        """Epochs of each part of the mixture at ``state``; of all where nothing is mixed."""
+        """Epochs of each source of the mixture at ``state``; one number without a mixture."""
         if self.mixture is None:
             return (state["next_window"] / self.windows_per_epoch,)
         return tuple(state[f"source_{i}"] / windows for i, windows in enumerate(self.source_windows))
 
     def next_windows(self) -> Iterator[tuple[int, int, Int64Array, Int64Array]]:
-        """(part, epoch, places in the next batch, which windows of the part) of each part and epoch it touches; moves on."""
+        """Advance by one batch. Yields (source, epoch, rows of the batch, window numbers of the source) for each source and
+        epoch that the batch touches. A batch may cross the end of an epoch, and each epoch has its own permutation."""
         if self.mixture is None:
             sources = np.zeros(self.batch_size, dtype=np.int64)
             windows = np.arange(self._next_window, self._next_window + self.batch_size)
@@ -130,41 +134,41 @@ class ShuffledLoader:
         return self.seed if self.mixture is None else random_below(2**62, self.seed, source, 2)
 
     def next_request(self) -> Int64Array:
-        """What the builder makes the next batch of; moves on."""
+        """Advance, and return the request from which ``builder`` builds the next batch."""
         raise NotImplementedError
 
     def next_batch(self) -> Batch:
         return batch_of(self.builder.build(self.next_request(), self.batch_size))
 
     def identity(self) -> dict[str, int]:
-        """What a resumed run must agree on."""
+        """The settings that a resumed run must share."""
         raise NotImplementedError
 
     def state(self) -> dict[str, int]:
-        """All that a resumed run needs to continue with the very next window, and what it must agree on."""
+        """The place in the data that a resumed run continues from, and the settings that it must share."""
         counts = self.mixture.state() | {"weights": self._mixture_name} if self.mixture else {}
         return {"next_window": self._next_window, **counts, **self.identity()}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Continue where ``state`` was taken. Raises InputError where it belongs to other data, seed or sequence length."""
+        """Continue where ``state`` was taken. Raises InputError if it belongs to other data, seed or sequence length."""
         own = self.identity() | ({"weights": self._mixture_name} if self.mixture else {})
         next_window = restored_window(state, {"next_window": 0, **own})
         if self.mixture is not None:
             self.mixture.restore(state, next_window)
         elif "weights" in state:
-            raise InputError("loader state was saved with data.weights, this run has none. Resume with the same recipe.")
+            raise InputError(
+                "loader state was saved with data.weights, and this run has no weights. Resume with the same recipe."
+            )
         self._next_window = next_window
 
 
 class PackedLoader(ShuffledLoader):
     """Endless batches of windows of T = ``sequence_length`` tokens over the stream of N training tokens, taken as a ring.
 
-    An epoch is ⌊N / T⌋ windows that start T apart from an offset drawn for the epoch, so every token is in exactly one,
-    save the N mod T before the offset, and epochs cut at different places. Their order is a permutation computed from
-    (seed, epoch). The state is therefore the number of windows handed out; it may be restored at any batch size.
-    (A ring, because the end of the stream is an end-of-text: the seam is one more boundary between documents.)
-
-    With a ``mixture`` each source is a ring of its own.
+    An epoch is ⌊N / T⌋ windows that start T apart from an offset drawn for the epoch. So every token is in exactly one window,
+    except for the N mod T tokens before the offset, and each epoch cuts documents at other places. The stream can be a ring
+    because it ends with an end-of-text: the seam is one more boundary between documents. With a ``mixture`` each source is a
+    ring of its own.
     """
 
     builder: WindowBuilder
@@ -183,13 +187,13 @@ class PackedLoader(ShuffledLoader):
         self.eos_id = prepared.eos_id
         tokens = prepared.train_tokens()
         self._n_tokens = len(tokens)
-        self._data = int(prepared.key[:12], 16)
+        self._data = int(prepared.key[:12], 16)  # the state names the data in 48 bits; a state holds integers only
         sources = mixture or [MixedSource("the training part", 0, self._n_tokens, 1.0)]
         for source in sources:
             if source.n_tokens < sequence_length:
                 raise DataError(
                     f"{source.name} has {source.n_tokens} tokens{' to train on' if mixture else ''}, fewer than "
-                    f"sequence_length={sequence_length}. Give more text or a shorter sequence."
+                    f"sequence_length={sequence_length}. Give more text or a shorter sequence_length."
                 )
         self._rings = [(source.first_token, source.n_tokens) for source in sources]
         super().__init__(batch_size, seed, [n // sequence_length for _, n in self._rings], [s.weight for s in mixture])
@@ -200,12 +204,13 @@ class PackedLoader(ShuffledLoader):
         for source, epoch, places, windows in self.next_windows():
             begin, n_tokens = self._rings[source]
             offset = random_below(n_tokens, self._seed_of(source), epoch, 1)
+            # WindowBuilder's row: first token of the ring, its length, start on it. A worker needs no other state.
             request[places, 0], request[places, 1] = begin, n_tokens
             request[places, 2] = (offset + windows * self.sequence_length) % n_tokens
         return request
 
     def next_starts(self) -> list[int]:
-        """Where in the stream the next batch's windows start; moves on."""
+        """Advance, and return the first token of each window of the next batch."""
         request = self.next_request()
         return list(map(int, request[:, 0] + request[:, 2]))
 
@@ -214,13 +219,13 @@ class PackedLoader(ShuffledLoader):
 
 
 def restored_window(state: dict[str, int], own: dict[str, int]) -> int:
-    """``next_window`` of a saved ``state``, after what it must agree on with a loader's ``own``. Raises InputError."""
+    """``next_window`` of a saved ``state``. Raises InputError if any other entry differs from the loader's ``own``."""
     for name, found in own.items():
         value = state.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or (name == "next_window" and value < 0):
             raise InputError(f"loader state has {name}={value!r}, which must be a whole number of at least 0.")
         if name != "next_window" and value != found:
             raise InputError(
-                f"loader state was saved with {name}={value}, this run has {found}. Resume with the same data and recipe."
+                f"loader state was saved with {name}={value}, and this run has {found}. Resume with the same data and recipe."
             )
     return state["next_window"]

@@ -1,4 +1,4 @@
-"""Which source the next window comes from, so that any number of windows holds the sources in the shares asked for."""
+"""Chooses the source of each window, so that any number of windows holds the sources in the wanted shares."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from twostroke.core.errors import InputError
 
 
 class Mixture:
-    """Sources in the shares of ``weights``, of which the state is how many windows each has given.
+    """Mixes sources in the shares of ``weights``. The state is the number of windows that each source has given.
 
-    Tijdeman's rule (The chairman assignment problem, Discrete Mathematics 32, 1980): among the sources that are behind, the one
-    whose next window is due first. After any N windows source i of n has given N·wᵢ of them up to 1 − 1/(2n − 2), which no rule
-    betters: always less than one window. In whole numbers, so it is the same everywhere and never drifts.
-    Proved for any weights by tests/data/test_mixture.py.
+    Tijdeman's rule (The chairman assignment problem, Discrete Mathematics 32, 1980) takes, among the sources that are behind
+    their share, the one whose next window is due first. After any N windows, source i of n has given N·wᵢ of them up to 1 −
+    1/(2n − 2), less than one window, which is the best possible bound. The arithmetic is in whole numbers, so it is equal on
+    every machine and does not drift. Proved for any weights by tests/data/test_mixture.py.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -37,7 +37,7 @@ class Mixture:
         return [weight / self._sum for weight in self._weights]
 
     def take(self, n: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Of each of the next ``n`` windows its source, and how many windows that source gave before it."""
+        """Advance by ``n`` windows: (source of each, number of windows that this source gave before)."""
         sources, places = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64)
         weights, total, given = self._weights, self._sum, self.given
         several = range(len(weights))
@@ -63,7 +63,7 @@ class Mixture:
         return {f"source_{i}": count for i, count in enumerate(self.given)}
 
     def restore(self, state: dict[str, int], n_windows: int) -> None:
-        """Continue behind ``n_windows``. Raises InputError where the counts cannot be those of these weights."""
+        """Continue after ``n_windows``. Raises InputError if these weights cannot have given the counts in ``state``."""
         given = [state.get(f"source_{i}") for i in range(len(self.given))]
         counts = [count for count in given if isinstance(count, int) and not isinstance(count, bool) and count >= 0]
         n_off = sum(

@@ -1,14 +1,15 @@
-"""Near-duplicates by MinHash and locality-sensitive hashing: documents that share most of their shingles.
+"""Finds near-duplicates, documents that share most of their shingles, by MinHash and locality-sensitive hashing.
 
-A document is the set of its stretches of ``SHINGLE_BYTES`` bytes, lower-cased and with white space as single spaces. Bytes
-instead of words make it the same for every writing. The signature is one permutation hashing (Li, Owen, Zhang 2012) into
-``N_BINS`` bins, empty ones filled from others chosen by a fixed hash (optimal densification, Shrivastava 2017), so a document
-costs one sort of its hashes whatever ``N_BINS``. The share of equal bins of two signatures estimates the Jaccard similarity of
-the two sets with a standard deviation of √(J(1 − J) / 128): 0.035 at 0.8.
+A document is the set of its shingles: stretches of ``SHINGLE_BYTES`` bytes, lower-cased and with white space as single spaces.
+Bytes instead of words treat every script alike. The signature is one permutation hashing (Li, Owen, Zhang 2012) into ``N_BINS``
+bins. Empty bins are filled from others that a fixed hash chooses (optimal densification, Shrivastava 2017), so that a document
+costs one sort of its hashes for any ``N_BINS``. The share of equal bins of two signatures estimates the Jaccard similarity of
+the two sets with a standard deviation of √(J(1 − J) / 128), which is 0.035 at 0.8.
 
 Candidates share all ``ROWS`` bins of one of ``BANDS`` bands (Broder 1997; Leskovec, Rajaraman, Ullman, "Mining of Massive
-Datasets", 3.4): of pairs with J = 0.8 all but 5·10⁻⁸, with J = 0.3 a quarter. Each is then held to the threshold by its
-signatures. Signatures lie in a file (512 bytes a document); in memory are about 50 bytes a document and 8 a candidate.
+Datasets", 3.4). Those are all pairs with J = 0.8 but a share of 5·10⁻⁸, and a quarter of the pairs with J = 0.3. The similarity
+of each candidate's signatures is then compared with the threshold. Signatures lie in a file (512 bytes a document); memory
+holds about 50 bytes a document and 8 a candidate.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from twostroke.data.permutation import UInt64Array, mix
+from twostroke.data.permutation import UInt64Array, splitmix64
 from twostroke.data.shingles import shingle_hashes
 
 SHINGLE_BYTES = 24
@@ -26,8 +27,8 @@ N_BINS = 128
 ROWS = 4
 BANDS = N_BINS // ROWS
 NEIGHBOURS = 8
-"""A document of a bucket is held against the bucket's first and this many before it: all pairs of a bucket that thousands of
-documents share would take hours. Documents that it hides share other buckets."""
+"""A document of a bucket is compared with the bucket's first and with this many before it. All pairs of a bucket that thousands
+of documents share would take hours, and near documents that are missed here share other buckets."""
 
 _BIN_BITS = N_BINS.bit_length() - 1
 _EMPTY = np.uint64(2**64 - 1)
@@ -37,14 +38,14 @@ UInt32Array = npt.NDArray[np.uint32]
 Int64Array = npt.NDArray[np.int64]
 
 _EDGES = np.arange(N_BINS, dtype=np.uint64) << np.uint64(64 - _BIN_BITS)
-_DONOR_RANK = mix(np.arange(N_BINS * N_BINS, dtype=np.uint64) + np.uint64(1)).reshape(N_BINS, N_BINS)
+_DONOR_RANK = splitmix64(np.arange(N_BINS * N_BINS, dtype=np.uint64) + np.uint64(1)).reshape(N_BINS, N_BINS)
 
 
 class MinHash:
-    """The signature of one document, taken piece by piece."""
+    """Computes the signature of one document piece by piece."""
 
     def __init__(self) -> None:
-        self._least = np.full(N_BINS, _EMPTY, dtype=np.uint64)
+        self._minima = np.full(N_BINS, _EMPTY, dtype=np.uint64)
         self._carried = b""
 
     def add(self, text: str) -> None:
@@ -60,15 +61,15 @@ class MinHash:
         hashes = np.sort(shingle_hashes(np.frombuffer(raw, dtype=np.uint8), SHINGLE_BYTES))
         first = np.searchsorted(hashes, _EDGES)
         filled = first < np.append(first[1:], len(hashes))
-        self._least[filled] = np.minimum(self._least[filled], hashes[first[filled]])
+        self._minima[filled] = np.minimum(self._minima[filled], hashes[first[filled]])
 
     def signature(self) -> UInt32Array:
-        """``N_BINS`` values. A document shorter than a shingle is one shingle."""
-        is_empty = self._least == _EMPTY
+        """``N_BINS`` values. A document shorter than a shingle counts as one shingle."""
+        is_empty = self._minima == _EMPTY
         if is_empty.all():
             self._take(self._carried or b" ")
-            is_empty = self._least == _EMPTY
-        values = (self._least << np.uint64(_BIN_BITS)) >> np.uint64(32)
+            is_empty = self._minima == _EMPTY
+        values = (self._minima << np.uint64(_BIN_BITS)) >> np.uint64(32)
         if is_empty.any():
             donors = np.flatnonzero(~is_empty)
             values[is_empty] = values[donors[_DONOR_RANK[is_empty][:, donors].argmin(axis=1)]]
@@ -81,7 +82,7 @@ def similarity(a: UInt32Array, b: UInt32Array) -> npt.NDArray[np.float64]:
 
 
 class SignatureFile:
-    """Signatures of documents in order, on disk."""
+    """A file of the documents' signatures, in order."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -93,7 +94,7 @@ class SignatureFile:
         self.n += 1
 
     def close(self) -> UInt32Array:
-        """All of them (n, ``N_BINS``), mapped."""
+        """All signatures (n, ``N_BINS``), memory-mapped."""
         self._stream.close()
         if self.n == 0:
             return np.empty((0, N_BINS), dtype=np.uint32)
@@ -105,10 +106,10 @@ class SignatureFile:
 
 
 def near_duplicates(signatures: UInt32Array, among: Int64Array, threshold: float) -> tuple[Int64Array, Int64Array]:
-    """(row, the earlier row it is near to) of each of the rows ``among`` (ascending) that leaves: those whose similarity with
-    an earlier row that stays is at least ``threshold``. The same for the same signatures."""
+    """(rows to leave out, the earlier row that each is near to), of the rows ``among`` in ascending order. A row is left out if
+    its similarity with an earlier row that stays is at least ``threshold``. The result depends on the signatures alone."""
     pairs: list[Int64Array] = []
-    met = np.empty(0, dtype=np.int64)  # candidates held to the threshold already, as numbers
+    met = np.empty(0, dtype=np.int64)  # candidates that were compared in an earlier band, as later · n + earlier
     for band in range(BANDS):
         candidates = np.setdiff1d(_candidates(signatures, among, band), met)
         for begin in range(0, len(candidates), _CHUNK):
@@ -152,5 +153,5 @@ def _band_keys(rows: UInt32Array) -> UInt64Array:
     pairs = np.ascontiguousarray(rows).view(np.uint64)
     keys = np.zeros(len(rows), dtype=np.uint64)
     for column in pairs.T:
-        keys = mix(keys ^ column)
+        keys = splitmix64(keys ^ column)
     return keys

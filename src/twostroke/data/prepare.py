@@ -1,15 +1,15 @@
-"""Text into token shards: once for each combination of input and recipe, whole or not at all.
+"""Prepares text as token shards, once for each combination of input and recipe.
 
 A prepared directory holds::
 
     manifest.json           written last; every other file with its size and sha256, its own sha256 as the last key
     tokenizer.json
     train-00000.bin …       token ids, little-endian uint16 or uint32; each document is followed by the end-of-text id
-    heldout-00000.bin …     the same of the held-out documents
-    heldout.txt             their text, joined without separators: what bits per byte and xz are measured on
+    heldout-00000.bin …     the same for the held-out documents
+    heldout.txt             their text, joined without separators; bits per byte and xz are measured on it
     heldout-ends.bin        uint64: where each held-out document ends in heldout.txt
 
-It is written under another name beside its place, flushed to disk, and renamed when it is complete. A full disk or a
+The directory is written under another name beside its place, flushed to disk, and renamed when it is complete. A full disk or a
 kill leaves nothing under the final name.
 """
 
@@ -48,10 +48,11 @@ from twostroke.data.shards import (
     write_manifest,
 )
 from twostroke.data.sources import Document, DocumentSource, find_documents
-from twostroke.data.tokenizer import LEAST_VOCAB_SIZE, eos_id_of, load_tokenizer, tokenizer_file, train_tokenizer
+from twostroke.data.tokenizer import MIN_VOCAB_SIZE, eos_id_of, load_tokenizer, tokenizer_file, train_tokenizer
 
 TOKENIZER_SAMPLE_BYTES = 256 * 2**20
-"""A tokenizer is trained on about this much text at most: more does not change the merges, and the trainer's memory grows."""
+"""About the most text that a tokenizer is trained on. More hardly changes the merges, and the trainer's memory grows with
+it."""
 
 _BATCH_BYTES = 2**20
 
@@ -62,18 +63,17 @@ def prepare(
     progress: Progress | None = None,
     out: Path | None = None,
 ) -> PreparedData:
-    """Tokenised train and held-out shards of ``recipe``'s sources: found in the cache, or made.
+    """Tokenised training and held-out shards of ``recipe``'s sources, from the cache or made now.
 
-    Lives at ``<cache_dir>/<key>``, or at ``out``. Held out are the documents whose sha256 of the relative path, read as
-    a number in [0, 1), is below ``held_out_fraction``; where that is less than 1 MB of a corpus above 10 MB, or
-    nothing, the fraction is raised until it is not. A corpus whose documents cannot be divided so (one file) is divided
-    by pieces of about 64 kB cut at line ends. Documents of ``recipe.held_out`` are held out instead where it is given,
-    and their duplicates leave the training part. What else is left out, ``recipe.dedup`` and the filters say
-    (``data.inventory``); the report counts it by reason.
+    They lie at ``<cache_dir>/<key>``, or at ``out``. A document is held out if the sha256 of its relative path, read as a
+    number in [0, 1), is below ``held_out_fraction``. If that holds out nothing, or less than 1 MB of a corpus above 10 MB, the
+    fraction is raised. A corpus that cannot be divided by documents (one file) is divided by pieces of about 64 kB that end at
+    line ends. If ``recipe.held_out`` names sources, their documents are held out instead, and training documents equal to them
+    are left out. ``recipe.dedup`` and the filters leave out more (``data.inventory``); the report counts it by reason.
 
-    Conversations (``recipe.layout`` other than "text") are prepared by ``data.conversations``.
+    ``data.conversations`` prepares conversations (``recipe.layout`` other than "text").
 
-    Raises DataError, ConfigError, CorruptFileError for bad input, TwostrokeError where the directory cannot be written.
+    Raises DataError, ConfigError, CorruptFileError for bad input, TwostrokeError if the directory cannot be written.
     """
     report_progress = progress or (lambda done, note: None)
     if recipe.layout != "text":
@@ -81,9 +81,9 @@ def prepare(
 
         return prepare_conversations(recipe, cache_dir, report_progress, out)
     if not 0 < recipe.held_out_fraction < 1:
-        raise ConfigError(f"held_out_fraction={recipe.held_out_fraction} must be between 0 and 1.")
-    if recipe.tokenizer is None and recipe.vocab_size < LEAST_VOCAB_SIZE:
-        raise ConfigError(f"vocab_size={recipe.vocab_size} must be at least {LEAST_VOCAB_SIZE}: 256 bytes and one end-of-text.")
+        raise ConfigError(f"held_out_fraction={recipe.held_out_fraction} must be above 0 and below 1.")
+    if recipe.tokenizer is None and recipe.vocab_size < MIN_VOCAB_SIZE:
+        raise ConfigError(f"vocab_size={recipe.vocab_size} must be at least {MIN_VOCAB_SIZE}: 256 bytes and one end-of-text.")
     source = find_documents(recipe.sources, recipe.text_key)
     held_out = find_documents(recipe.held_out, recipe.text_key) if recipe.held_out else None
     inputs = _inputs(recipe, source, held_out)
@@ -102,7 +102,7 @@ def prepare(
 
 
 def _inputs(recipe: DataRecipe, source: DocumentSource, held_out: DocumentSource | None) -> dict[str, Any]:
-    """All that decides the result. Two equal dictionaries give equal shards."""
+    """Everything that the result depends on. Equal dictionaries give equal shards, and their hash is the cache's key."""
     tokenizer = None
     if recipe.tokenizer is not None:
         tokenizer = hashlib.sha256(tokenizer_file(recipe.tokenizer).read_bytes()).hexdigest()
@@ -126,10 +126,10 @@ class _SourceCounts:
 
 
 class _SplitWriter:
-    """Tokenises documents in bounded batches and writes them to their part, an end-of-text behind each.
+    """Tokenises documents in bounded batches and writes them to their part, each with an end-of-text.
 
-    A batch is tokenised in the background, by the library's own threads (as many as there are cores), while the next is read.
-    Where a document is divided by pieces, a run of pieces in one part counts as one document of that part.
+    The library's threads, one a core, tokenise a batch in the background while the next is read. If a document is divided by
+    pieces, a run of pieces in one part counts as one document of that part.
     """
 
     def __init__(self, directory: Path, tokenizer: Tokenizer, eos_id: int, dtype: str, n_sources: int) -> None:
@@ -162,7 +162,7 @@ class _SplitWriter:
             self._flush()
 
     def _flush(self) -> None:
-        """Write the batch that was tokenised meanwhile, and have this one tokenised."""
+        """Write the batch that was tokenised in the background, and start tokenising the current one."""
         self._collect()
         self._batch_at_work, self._batch, self._batch_bytes = self._batch, [], 0
         self._at_work = self._background.submit(self._encode, [piece.text for piece in self._batch_at_work])
@@ -200,7 +200,7 @@ class _SplitWriter:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A piece on its way: ``ends`` says that an end-of-text follows."""
+    """A piece that waits to be tokenised. With ``ends``, an end-of-text follows it."""
 
     text: str
     held: bool
@@ -209,13 +209,13 @@ class _Piece:
 
 
 def _training_texts(source: DocumentSource, selection: Selection, report: Progress) -> Iterator[str]:
-    """What a tokenizer is trained on: never held-out text; of a very large corpus the pieces that a hash chooses."""
+    """The texts that a tokenizer is trained on: the training part, and of a very large corpus pieces that a hash chooses."""
     total_bytes = max(1, selection.n_kept_bytes)
     share = min(1.0, TOKENIZER_SAMPLE_BYTES / total_bytes)
     done = 0
     for document, held, _ in selection.parts(source):
         done += document.n_bytes
-        # The library reads all text first and merges then; its merging reports nothing, so reading is given half the bar.
+        # The library first reads all text and then merges without reporting progress, so reading gets half of the bar.
         report(0.5 * min(1.0, done / total_bytes), "training the tokenizer")
         if not held and (share == 1.0 or bucket("sample", document.path, document.piece) < share * N_BUCKETS):
             yield document.text
@@ -240,10 +240,10 @@ def _write(
         tokenizer = load_tokenizer(recipe.tokenizer)
         eos_id = eos_id_of(tokenizer, recipe.tokenizer)
         shutil.copyfile(tokenizer_file(recipe.tokenizer), directory / "tokenizer.json")
-    # "<|endoftext|>" inside a document is text about tokens, not the end of it.
+    # A document that contains the text "<|endoftext|>" does not end there: it is encoded as ordinary characters.
     tokenizer.encode_special_tokens = True
     vocab_size = tokenizer.get_vocab_size()
-    # The greatest id, not the count: a vocabulary may have gaps.
+    # The largest id + 1 and not the count, because a vocabulary may have gaps.
     vocab_size = max(vocab_size, 1 + max(tokenizer.get_vocab().values()))
     dtype = "<u2" if vocab_size <= 2**16 else "<u4"
 
@@ -299,7 +299,7 @@ def _write(
 
 
 def _counts(source: DocumentSource, held_out: DocumentSource | None) -> dict[str, int]:
-    """The counts of both sources' last passes together."""
+    """The counts of the last passes over both sources, added up."""
     counts = plain(source.report)
     if held_out is not None:
         for name, count in plain(held_out.report).items():

@@ -1,4 +1,4 @@
-"""Records of .json, .jsonl and .parquet files and of data sets, compressed or not, one after another in bounded memory."""
+"""Reads the records of .json, .jsonl and .parquet files and of data sets, compressed or not, in bounded memory."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from twostroke.data.hub_datasets import dataset_columns
 from twostroke.data.source_files import SourceFile, check_unchanged
 
 MAX_LINE_BYTES = 64 * 2**20
-"""Longest line of a .jsonl file: one line must be held in memory whole, so an unbounded one would break constant memory."""
+"""Longest line of a .jsonl file. A line is held in memory whole, so memory would not be bounded without this."""
 
 MAX_JSON_BYTES = 2**31
-"""Longest .json file: one array must be parsed whole. A .jsonl of any length is read a line at a time."""
+"""Longest .json file, because its array is parsed whole. A .jsonl file of any length is read line by line."""
 
 _PARQUET_ROWS = 256
-"""Rows turned into Python objects at once. A row group is decompressed whole: that is the format's own unit."""
+"""Rows that are turned into Python objects at once. The format still decompresses a whole row group at a time."""
 
 
 def open_file(path: str) -> IO[bytes]:
-    """``path`` for reading, decompressed where its name ends in .gz or .zst."""
+    """Open ``path`` for reading. If its name ends in .gz or .zst, it is decompressed."""
     lowered = path.lower()
     if lowered.endswith(".gz"):
         stream: Any = gzip.open(path, "rb")  # noqa: SIM115 - for callers that close it
@@ -35,7 +35,7 @@ def open_file(path: str) -> IO[bytes]:
 
 
 def _open_zst(path: str) -> IO[bytes]:
-    """With the standard library's reader from Python 3.14 on, else with pyarrow's."""
+    """Open a zstd file with the standard library's reader (from Python 3.14) or else with pyarrow's."""
     try:
         from compression import zstd
     except ImportError:
@@ -46,16 +46,18 @@ def _open_zst(path: str) -> IO[bytes]:
     try:
         import pyarrow
     except ImportError:
-        raise DataError(f"{path} is compressed with zstd. Install what reads it: pip install 'twostroke[train]'.") from None
+        raise DataError(
+            f"{path} is compressed with zstd. Install the library that reads it: pip install 'twostroke[train]'."
+        ) from None
     with open(path, "rb"):
-        pass  # for the system's own words where it cannot be opened
+        pass  # raises the system's own error if the file cannot be opened; pyarrow's names no reason
     decompressed: Any = io.BufferedReader(pyarrow.input_stream(path, compression="zstd"))
     return decompressed
 
 
 @contextmanager
 def reading(file: SourceFile) -> Iterator[None]:
-    """What may go wrong while ``file`` is read, as a DataError that names it; that it was changed meanwhile, where it was."""
+    """Turn errors of reading ``file`` into a DataError that names it. If the file changed meanwhile, the error says that."""
     try:
         yield
     except DataError:
@@ -75,7 +77,7 @@ def is_table(file: SourceFile) -> bool:
 
 
 def read_lines(file: SourceFile) -> Iterator[tuple[int, str, bytes]]:
-    """(number from 1, where for messages, line) of each line that is not blank."""
+    """(number from 1, place for error messages, line) of each line that is not blank."""
     with open_file(file.path) as stream:
         number = 0
         while line := stream.readline(MAX_LINE_BYTES + 1):
@@ -109,7 +111,7 @@ def read_array(file: SourceFile) -> Iterator[tuple[int, str, Any]]:
 
 
 def table_columns(file: SourceFile) -> list[str]:
-    """The names of a table's columns. Raises DataError where it is damaged."""
+    """The names of a table's columns. Raises DataError if it is damaged."""
     if file.dataset is not None:
         return list(file.dataset.column_names)
     with _parquet(file) as table:
@@ -117,7 +119,7 @@ def table_columns(file: SourceFile) -> list[str]:
 
 
 def read_table(file: SourceFile, columns: Sequence[str]) -> Iterator[tuple[int, str, list[Any]]]:
-    """(number from 1, where for messages, values of ``columns``) of each row; no other column is read from the disk."""
+    """(number from 1, place for error messages, values of ``columns``) of each row. No other column is read from the disk."""
     if file.dataset is not None:
         try:
             for number, values in dataset_columns(file.dataset, columns):
@@ -141,7 +143,9 @@ def _parquet(file: SourceFile) -> Iterator[Any]:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        raise DataError(f"{file.path} is a parquet file. Install what reads it: pip install 'twostroke[train]'.") from None
+        raise DataError(
+            f"{file.path} is a parquet file. Install the library that reads it: pip install 'twostroke[train]'."
+        ) from None
     try:
         with open(file.path, "rb") as stream, parquet.ParquetFile(stream, page_checksum_verification=True) as table:
             yield table

@@ -1,4 +1,4 @@
-"""Which documents are trained on, which are held out, and which are left out."""
+"""Decides which documents are trained on, held out, or left out."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from twostroke.data.shards import N_BUCKETS, Progress, bucket
 from twostroke.data.sources import PIECE_BYTES, AdmitAll, Document, DocumentSource
 
 LARGE_CORPUS_BYTES = 10_000_000
-LEAST_HELD_OUT_BYTES = 1_000_000
-"""Held out at least, of a corpus larger than ``LARGE_CORPUS_BYTES``: less makes bits per byte too noisy to compare models."""
+MIN_HELD_OUT_BYTES = 1_000_000
+"""Least held-out text of a corpus larger than ``LARGE_CORPUS_BYTES``. Bits per byte of less are too noisy to compare models."""
 
 
 @dataclass
 class Selection:
-    """The verdicts on the documents of one source (``data.inventory``), and how they are divided.
+    """The verdicts on the documents of one source (``data.inventory``), and the rule that divides them.
 
-    Held out are those whose bucket is below ``threshold``: no list is kept. ``by`` says of what the bucket is: "document" or
-    "piece"; or that nothing (0) or everything (``N_BUCKETS``) is held out: "explicit". ``pieces`` are verdicts on pieces, where
-    a corpus is divided by them.
+    A bucket below ``threshold`` is held out, so no list of documents is kept. ``by`` names the unit that has a bucket:
+    "document" or "piece". With "explicit", nothing (``threshold`` 0) or everything (``N_BUCKETS``) is held out. ``pieces`` are
+    the verdicts on pieces, if the corpus is divided by them.
     """
 
     by: str
@@ -40,7 +40,7 @@ class Selection:
     piece_examples: dict[int, list[str]] = field(default_factory=dict)
 
     def admits(self, ordinal: int, key: str, digest: Callable[[], bytes]) -> bool:
-        # More documents than there were: the file changed, which is found out when all is read.
+        # A document beyond the last verdict: the file has grown. ``check_unchanged`` reports that after the pass.
         verdict = int(self.verdicts[ordinal]) if ordinal < len(self.verdicts) else KEPT
         return verdict == KEPT or add_example(self.examples, verdict, key)
 
@@ -49,9 +49,9 @@ class Selection:
         return self.threshold >= N_BUCKETS or (self.threshold > 0 and bucket(*key) < self.threshold)
 
     def parts(self, source: DocumentSource) -> Iterator[tuple[Document, bool, bool]]:
-        """(piece, whether it is held out, whether an end-of-text follows) of one pass. Where a document is divided by pieces, a
+        """(piece, whether it is held out, whether an end-of-text follows) of one pass. If a document is divided by pieces, a
         run of pieces in one part is a document of that part."""
-        waiting: tuple[Document, bool] | None = None  # until it is known whether the next piece goes on in the same part
+        waiting: tuple[Document, bool] | None = None  # held back until the next piece shows whether the run goes on
         for number, document in enumerate(source.documents(self)):
             held = self.holds_out(document)
             verdict = KEPT if self.pieces is None or number >= len(self.pieces) else int(self.pieces[number])
@@ -74,7 +74,7 @@ class Selection:
 
 
 def report_left_out(selections: list[Selection]) -> dict[str, Any]:
-    """What a manifest says of what was left out: ``left_out`` documents, and ``pieces_left_out`` of those that were kept."""
+    """The manifest's tables of what was left out: ``left_out`` for documents, ``pieces_left_out`` for pieces of kept ones."""
     examples: dict[int, list[str]] = {}
     for selection in selections:
         for verdict, keys in selection.examples.items():
@@ -89,10 +89,10 @@ def report_left_out(selections: list[Selection]) -> dict[str, Any]:
 def select(
     recipe: DataRecipe, source: DocumentSource, held_out: DocumentSource | None, scratch: Path, progress: Progress
 ) -> tuple[Selection, Selection | None]:
-    """One pass over everything, and the selections of ``source`` and of ``held_out``. ``scratch`` is a folder for a while.
+    """The selections of ``source`` and of ``held_out``, after one pass over both. ``scratch`` is a folder for temporary files.
 
-    A corpus whose documents cannot be divided is divided by pieces, after one more pass; a small one by smaller pieces: sets
-    ``source.piece_bytes``. Filters leave alone what was named to be held out. Raises DataError where nothing is left.
+    A corpus that cannot be divided by documents is divided by pieces, after one more pass; for a small one this sets
+    ``source.piece_bytes`` to a smaller size. Filters do not apply to ``held_out``. Raises DataError if nothing is left.
     """
     inventory = Inventory(recipe, scratch, recipe.dedup)
     total = max(1, source.n_file_bytes + (held_out.n_file_bytes if held_out else 0))
@@ -100,7 +100,9 @@ def select(
         if held_out is not None:
             _take(inventory, held_out, False, lambda done: progress(min(1.0, done / total), "reading"))
             if len(inventory) == 0:
-                raise DataError(f"the held-out sources {', '.join(recipe.held_out)} hold no text.")
+                raise DataError(
+                    f"the held-out sources {', '.join(recipe.held_out)} hold no text. Name others as data.held_out."
+                )
         n_held = len(inventory)
         before = held_out.n_file_bytes if held_out else 0
         _take(inventory, source, True, lambda done: progress(min(1.0, (before + done) / total), "reading"))
@@ -144,21 +146,22 @@ def _check_left(selection: Selection) -> None:
         for verdict in np.unique(selection.verdicts).tolist()
     )
     raise DataError(
-        f"nothing is left to train on: every document is left out ({counts}; a duplicate may be one of held-out text). "
+        f"nothing is left to train on: every document is left out ({counts}; a duplicate may equal a held-out document). "
         "Loosen the filters or give more text."
     )
 
 
 def _histogram(buckets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], verdicts: Verdicts) -> npt.NDArray[np.int64]:
-    """Bytes kept by bucket."""
+    """Bytes of kept text in each bucket."""
     kept = verdicts == KEPT
     return np.bincount(buckets[kept], weights=sizes[kept].astype(np.float64), minlength=N_BUCKETS).astype(np.int64)
 
 
 def _threshold(histogram: npt.NDArray[np.int64], fraction: float) -> int | None:
-    """The least threshold from ``fraction`` up that holds out enough, or None where what is left would be less than half."""
+    """The smallest threshold, at least ``fraction``, that holds out enough text. None if it would hold out more than half (or
+    more than ``fraction`` + 0.25), or everything."""
     total = int(histogram.sum())
-    needed = LEAST_HELD_OUT_BYTES if total > LARGE_CORPUS_BYTES else 1
+    needed = MIN_HELD_OUT_BYTES if total > LARGE_CORPUS_BYTES else 1
     below = np.cumsum(histogram)  # below[t] = bytes in buckets 0 … t
     first = max(1, round(fraction * N_BUCKETS))
     threshold = max(first, int(np.searchsorted(below, needed)) + 1)

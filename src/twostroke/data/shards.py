@@ -1,4 +1,4 @@
-"""Prepared data on disk: shards of token ids under a manifest, written whole or not at all, and opened.
+"""Writes and opens prepared data: shards of token ids under a manifest.
 
 A prepared directory is filled under another name beside its place, flushed to disk, and renamed when it is complete. A full
 disk or a kill leaves nothing under the final name.
@@ -32,26 +32,26 @@ SHARD_BYTES = 512 * 2**20
 
 _MAX_MANIFEST_BYTES = 64 * 2**20
 N_BUCKETS = 2**16
-"""How finely a hash divides documents: a bucket / 2¹⁶ is a number in [0, 1)."""
+"""Number of buckets into which a hash divides documents. A bucket / 2¹⁶ is a number in [0, 1)."""
 
 Progress = Callable[[float, str], None]
-"""``progress(done, note)``, done from 0 to 1."""
+"""``progress(done, note)``, with ``done`` from 0 to 1."""
 
 TokenArray = npt.NDArray[np.integer]
 
 
 class TokenStream:
-    """Token ids of several memory-mapped shards as one sequence. Slices are views where they lie in one shard."""
+    """The token ids of several memory-mapped shards as one sequence. A slice within one shard is a view."""
 
     def __init__(self, paths: list[Path], dtype: str) -> None:
         self.dtype = np.dtype(dtype)
         self.paths = paths
-        # As plain arrays over the maps: slicing a np.memmap costs several microseconds more.
+        # Plain arrays over the maps, because slicing a np.memmap costs several microseconds more.
         self._shards = [np.asarray(np.memmap(p, dtype=self.dtype, mode="r")) for p in paths if p.stat().st_size]
         self._ends = np.cumsum([len(s) for s in self._shards], dtype=np.int64).tolist()
 
     def description(self) -> dict[str, Any]:
-        """From which another process opens the same."""
+        """The description from which another process opens the same stream."""
         return {"paths": [str(path.resolve()) for path in self.paths], "dtype": self.dtype.str}
 
     def __len__(self) -> int:
@@ -79,7 +79,7 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """A prepared directory, its manifest checked. ``key`` names the combination of input, recipe and format."""
+    """A prepared directory with a checked manifest. ``key`` names the combination of input, recipe and format."""
 
     directory: Path
     key: str
@@ -112,12 +112,15 @@ class PreparedData:
         return self._stream("heldout")
 
     def source_ranges(self) -> list[tuple[str, int, int]]:
-        """(source, first token, number of tokens) of each source of the recipe in the training stream, in order.
+        """(source, first token, number of tokens) in the training stream, of each source of the recipe in order.
 
-        Raises DataError where the data was prepared before sources were counted.
+        Raises DataError if the data was prepared by a version that did not count sources.
         """
         if "sources" not in self.report:
-            raise DataError(f"{self.directory} does not say which source its text is of. Delete it and prepare again.")
+            raise DataError(
+                f"{self.directory} does not say which source its text comes from, because an earlier version prepared it. "
+                "Delete it and prepare again."
+            )
         ranges, begin = [], 0
         for counted in self.report["sources"]:
             ranges.append((counted["source"], begin, counted["n_tokens"]))
@@ -126,7 +129,7 @@ class PreparedData:
 
     @property
     def holds_conversations(self) -> bool:
-        """Whether there is a mark beside each token (``data.conversations``)."""
+        """Whether each token has a mark (``data.conversations``)."""
         return any(name.startswith("marks-") for name in self.files)
 
     def train_marks(self) -> TokenStream:
@@ -140,7 +143,7 @@ class PreparedData:
         return TokenStream([self.directory / n for n in names], "<u1")
 
     def heldout_documents(self) -> Iterator[str]:
-        """The held-out documents' text, one after another: for scoring with a tokenizer other than this one."""
+        """The text of each held-out document, for scoring with another tokenizer."""
         ends = np.fromfile(self.directory / HELD_OUT_ENDS, dtype="<u8")
         with open(self.heldout_path, "rb") as stream:
             start = 0
@@ -161,14 +164,14 @@ class PreparedData:
 
 
 def open_prepared(directory: Path | str, verify: bool = False) -> PreparedData:
-    """The prepared data in ``directory``. Sizes are checked always, hashes when ``verify`` is set.
+    """Open the prepared data in ``directory``. Sizes are always checked, hashes if ``verify`` is set.
 
-    Raises DataError where there is no manifest, CorruptFileError naming the file that is missing, truncated or altered.
+    Raises DataError if the manifest is missing, CorruptFileError naming the file that is missing, truncated or altered.
     """
     directory = Path(directory)
     path = directory / MANIFEST
     if not path.is_file():
-        raise DataError(f"{directory} is not prepared data: it has no {MANIFEST}. Make it with `twostroke data prepare`.")
+        raise DataError(f"{directory} is not prepared data: it has no {MANIFEST}. Make one with `twostroke data prepare`.")
     again = f"Delete {directory} and prepare again."
     try:
         manifest = read_object(path, _MAX_MANIFEST_BYTES)
@@ -195,17 +198,17 @@ def open_prepared(directory: Path | str, verify: bool = False) -> PreparedData:
 
 
 def digest(table: dict[str, Any]) -> str:
-    # Through JSON and back, so that tuples and lists are one.
+    # Hashing the JSON makes tuples and lists equal, as they are after the manifest is read back.
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
 
 def bucket(*key: object) -> int:
-    """The top 16 bits of sha256(key): bucket / 2¹⁶ is a number in [0, 1) that depends on the key alone."""
+    """The top 16 bits of sha256(key). It depends on the key alone, so a document's part never changes with the corpus."""
     return int.from_bytes(hashlib.sha256("\0".join(map(str, key)).encode()).digest()[:2], "big")
 
 
 class HashedFile:
-    """A file that is hashed as it is written, and flushed to disk when closed."""
+    """A file that is hashed while it is written, and flushed to disk when it is closed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -229,7 +232,7 @@ class HashedFile:
 
 
 class ShardWriter:
-    """Writes one split's tokens in order, as many files as needed."""
+    """Writes the tokens of one split in order, into files of about ``SHARD_BYTES``."""
 
     def __init__(self, directory: Path, split: str, dtype: str) -> None:
         self.directory, self.split, self.dtype = directory, split, np.dtype(dtype)
@@ -259,23 +262,25 @@ class ShardWriter:
 
 def _move_into_place(partial: Path, directory: Path) -> None:
     try:
-        os.rename(partial, directory)  # also onto an empty directory, never onto a full one
+        os.rename(partial, directory)  # replaces an empty directory, and fails on any other
     except OSError:
         if not (directory / MANIFEST).is_file():
             raise
-        return  # another process made the same in the meantime: the key is the same, so the content is
+        return  # another process has prepared the same data meanwhile
     flush_to_disk(directory.parent)
 
 
 def made_whole(directory: Path, key: str, fill: Callable[[Path], None]) -> PreparedData:
-    """The prepared data at ``directory``: what is there under ``key``, or what ``fill`` puts into a new directory beside it.
+    """The prepared data at ``directory``. If it does not exist, ``fill`` writes it into a new directory that is then renamed.
 
-    Raises DataError where other data is there, TwostrokeError where it cannot be written.
+    Raises DataError if the directory holds data of another key, TwostrokeError if it cannot be written.
     """
     if directory.is_dir() and any(directory.iterdir()):
         prepared = open_prepared(directory)
         if prepared.key != key:
-            raise DataError(f"{directory} holds data prepared from other input or settings. Delete it or choose another place.")
+            raise DataError(
+                f"{directory} holds data prepared from other input or settings. Delete it or choose another folder."
+            )
         return prepared
     try:
         with directory_beside(directory) as partial:
@@ -284,13 +289,13 @@ def made_whole(directory: Path, key: str, fill: Callable[[Path], None]) -> Prepa
     except OSError as error:
         raise TwostrokeError(
             f"prepared data cannot be written to {directory}: {error.strerror or error}. "
-            "Make room there, or choose another place with --out or TWOSTROKE_HOME."
+            "Free space there, or choose another folder with --out or TWOSTROKE_HOME."
         ) from error
     return open_prepared(directory)
 
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
-    """The last file of a prepared directory, with its own sha256; files and directory are on the disk after it."""
+    """Write the manifest, the last file of a prepared directory, with its own sha256, and flush file and directory to disk."""
     manifest = json.loads(json.dumps(manifest))
     manifest["sha256"] = digest(manifest)
     with open(directory / MANIFEST, "x", encoding="utf-8") as stream:
@@ -301,7 +306,7 @@ def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
 
 
 def hash_and_flush(file: Path) -> dict[str, Any]:
-    """Size and sha256 of a small file as a manifest lists them; the file is on the disk after it."""
+    """Flush a small file to disk. Returns its size and sha256 as a manifest lists them."""
     content = file.read_bytes()
     flush_to_disk(file)
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}

@@ -1,4 +1,4 @@
-"""Finding the files that sources name: files, folders, globs, Hugging Face data sets and the standard library."""
+"""Finds the files that sources name: files, folders, globs, Hugging Face data sets and the standard library."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _STDLIB_SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-package
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file found: where it is, its key relative to the named source, and what tells that it changed.
+    """A file: its path, its key relative to the named source, and the size and time that show whether it has changed.
 
-    ``source`` counts the sources that were named. ``dataset`` is the opened data set where it is one and no file; then size
-    and time are those of its files together.
+    ``source`` is the number of the named source. For a data set, ``dataset`` is the opened data set, ``n_bytes`` the size of
+    all its files, and ``mtime_ns`` the latest time.
     """
 
     path: str
@@ -54,7 +54,7 @@ def suffix_of(name: str, suffixes: Sequence[str]) -> str | None:
 
 
 def _source_file(path: str, key: str) -> SourceFile | None:
-    """None where ``path`` is no regular file: a dangling link, a pipe or a device inside a folder is no text."""
+    """The file at ``path``, or None if it is not a regular file but a dangling link, a pipe or a device."""
     try:
         stamp = _stamp(path)
     except OSError:
@@ -67,8 +67,8 @@ def _raise(error: OSError) -> None:
 
 
 def _walk(folder: str) -> Iterator[str]:
-    """Paths under ``folder`` in a fixed order, without hidden files and folders (.git, .venv) and caches; a data set that
-    was saved to disk is one path."""
+    """Paths under ``folder`` in a fixed order, without hidden files, hidden folders (.git, .venv) and caches. The folder of a
+    saved data set is one path."""
     for directory, folders, names in os.walk(folder, onerror=_raise):
         visible = sorted(f for f in folders if not f.startswith(".") and f != "__pycache__")
         saved = [f for f in visible if is_saved_dataset(os.path.join(directory, f))]
@@ -79,7 +79,7 @@ def _walk(folder: str) -> Iterator[str]:
 
 
 def stdlib_files() -> list[SourceFile]:
-    """The running interpreter's standard library: its .py files without tests and installed packages."""
+    """The .py files of the running interpreter's standard library, without tests and installed packages."""
     root = sysconfig.get_path("stdlib")
     files = []
     for directory, folders, names in os.walk(root, onerror=_raise):
@@ -102,7 +102,7 @@ def _dataset_file(source: str, key: str | None = None) -> SourceFile:
 
 
 def _find(source: str, suffixes: Sequence[str]) -> tuple[list[SourceFile], int]:
-    """The files that ``source`` names, and how many others were passed over."""
+    """(files that ``source`` names, number of files with other suffixes)."""
     if source == STDLIB_SOURCE:
         return stdlib_files(), 0
     path = os.path.expanduser(source)
@@ -114,7 +114,7 @@ def _find(source: str, suffixes: Sequence[str]) -> tuple[list[SourceFile], int]:
         root, paths, what = path, _walk(path), f"folder {source}"
     elif os.path.exists(path):
         if suffix_of(path, suffixes) is None:
-            raise DataError(f"{source} is not one of the formats {', '.join(suffixes)}.")
+            raise DataError(f"{source} is not one of the formats {', '.join(suffixes)}. Rename or convert it.")
         root, paths, what = os.path.dirname(path), iter([path]), source
     elif glob.has_magic(path):
         root = path
@@ -141,9 +141,9 @@ def _find(source: str, suffixes: Sequence[str]) -> tuple[list[SourceFile], int]:
 
 
 def find_files(sources: Sequence[str], suffixes: Sequence[str]) -> tuple[tuple[SourceFile, ...], int]:
-    """The files of ``suffixes`` that ``sources`` name, each once, and how many others were passed over.
+    """(files of ``suffixes`` that ``sources`` name, each once; number of files with other suffixes).
 
-    Raises DataError where a source is missing, holds nothing readable, or names a file of an unknown format.
+    Raises DataError if a source is missing, holds nothing readable, or names a file of an unknown format.
     """
     n_other_files = 0
     files: dict[str, SourceFile] = {}
@@ -159,4 +159,4 @@ def check_unchanged(files: Sequence[SourceFile]) -> None:
     """Raise DataError naming the first file that was altered since it was found."""
     for file in files:
         if file.has_changed():
-            raise DataError(f"{file.path} changed while it was being read. Run again when nothing writes to it.")
+            raise DataError(f"{file.path} changed while it was being read. Run again when no program writes to it.")

@@ -1,7 +1,7 @@
-"""Documents of files, data sets and the standard library, read lazily and in constant memory.
+"""Reads the documents of files, data sets and the standard library lazily and in constant memory.
 
-Nothing is lost without being counted: invalid UTF-8, duplicates, empty documents and files of other kinds all appear
-in the ``SourceReport`` of a pass.
+A pass counts everything that it leaves out in its ``SourceReport``: invalid UTF-8, duplicates, empty documents and files of
+other formats.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from twostroke.data.records import is_table, open_file, parse_json, read_lines, 
 from twostroke.data.source_files import SUFFIXES, SourceFile, check_unchanged, find_files, suffix_of
 
 PIECE_BYTES = 64 * 1024
-"""Longest stretch of text handed on at once, and the unit by which a corpus of one file is split. See ``DocumentSource``."""
+"""Longest piece of text that is handed on at once, and the unit that divides a corpus of one file. See ``DocumentSource``."""
 
 _BOM = "\ufeff"
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or one piece of it where it is longer than the source's ``piece_bytes``.
+    """A document, or one piece of a document that is longer than the source's ``piece_bytes``.
 
-    ``path`` is the key relative to the source that was named (``json/decoder.py``; ``stories.jsonl#12`` for a record on
-    line 12), the same for every piece. ``n_bytes`` is the length of ``text`` in UTF-8. ``ordinal`` counts the documents that
-    are not empty, those that were not admitted too: the same in every pass. ``source`` counts the sources that were named.
+    ``path`` is the key relative to the named source (``json/decoder.py``; ``stories.jsonl#12`` for the record on line 12), the
+    same for every piece. ``n_bytes`` is the length of ``text`` in UTF-8. ``ordinal`` counts all documents that are not empty,
+    admitted or not, so it is the same in every pass. ``source`` is the number of the named source.
     """
 
     path: str
@@ -43,7 +43,8 @@ class Document:
 
 @dataclass
 class SourceReport:
-    """Counts of one pass. Bytes are of UTF-8 text as handed on; ``invalid_utf8_bytes`` of the input that U+FFFD replaced."""
+    """Counts of one pass. ``n_bytes`` are UTF-8 of the text that was handed on; ``invalid_utf8_bytes`` are bytes of the input
+    that U+FFFD replaced."""
 
     n_files: int = 0
     n_documents: int = 0
@@ -53,15 +54,14 @@ class SourceReport:
     invalid_utf8_bytes: int = 0
     invalid_utf8_documents: int = 0
     n_other_files: int = 0
-    """Files in the named folders, or matched by the globs, whose suffix is not one of ``SUFFIXES``."""
+    """Files in the named folders, or matched by the globs, with a suffix that is not in ``SUFFIXES``."""
 
 
 class Admission(Protocol):
-    """Which documents a pass hands on."""
+    """Decides which documents a pass hands on."""
 
     def admits(self, ordinal: int, key: str, digest: Callable[[], bytes]) -> bool:
-        """``key`` is the document's ``path``. ``digest`` computes its content hash, 16 bytes: costly, so only where it is
-        asked for."""
+        """``key`` is the document's ``path``. ``digest`` computes its content hash of 16 bytes; it may read the file again."""
         ...
 
 
@@ -71,7 +71,7 @@ class AdmitAll:
 
 
 class FirstOfEach:
-    """The first of equal documents. ``seen`` holds the content hashes and is added to."""
+    """Admits the first of equal documents. ``seen`` holds the content hashes so far, and new ones are added to it."""
 
     def __init__(self, seen: set[bytes] | None = None) -> None:
         self.seen = set() if seen is None else seen
@@ -85,11 +85,11 @@ class FirstOfEach:
 
 
 def find_documents(sources: Sequence[str], text_key: str = "text", piece_bytes: int = PIECE_BYTES) -> DocumentSource:
-    """The documents of files, folders, globs, data sets or "stdlib". Nothing is read before iteration; each iteration is a new
-    pass.
+    """The documents of files, folders, globs, data sets or "stdlib". They are read during iteration, and each iteration reads
+    them anew.
 
-    A folder is walked in sorted order, hidden entries left out. A file reached by two sources is taken once. Raises
-    DataError where a source is missing, holds nothing readable, or names a file of an unknown format.
+    A folder is walked in sorted order without hidden entries. A file that two sources name is read once. Raises DataError if a
+    source is missing, holds nothing readable, or names a file of an unknown format.
     """
     if not sources:
         raise DataError(f'no sources were named. Name files, folders, globs or "{STDLIB_SOURCE}".')
@@ -98,14 +98,13 @@ def find_documents(sources: Sequence[str], text_key: str = "text", piece_bytes: 
 
 
 class DocumentSource:
-    """Documents of ``files``, read lazily. A text file is one document; each line of a .jsonl file is one, each row of a
-    .parquet file and of a data set.
+    """The documents of ``files``, read lazily. A text file is one document, and so is each line of a .jsonl file and each row
+    of a .parquet file or a data set.
 
-    A document longer than ``piece_bytes`` is handed on in pieces cut behind a line end where there is one, so memory
-    stays constant whatever the size of a file. What grows is the set of 16-byte content hashes by which duplicates
-    are dropped: about 100 bytes a document.
+    A document longer than ``piece_bytes`` comes in pieces that end after a line end if there is one, so memory does not grow
+    with the size of a file. It grows by about 100 bytes a document, for the set of content hashes that finds duplicates.
 
-    ``report`` holds the counts of the newest pass; it is complete when that pass is.
+    ``report`` holds the counts of the newest pass. It is complete when the pass has ended.
     """
 
     def __init__(
@@ -119,11 +118,11 @@ class DocumentSource:
 
     @property
     def n_file_bytes(self) -> int:
-        """Size of all files on disk: compressed where they are compressed."""
+        """Size of all files on disk, compressed as they are."""
         return sum(f.n_bytes for f in self.files)
 
     def fingerprint(self) -> str:
-        """sha256 over path, size and modification time of every file: changes when the input does, without reading it."""
+        """sha256 over path, size and modification time of every file. It changes with the input and reads none of it."""
         digest = hashlib.sha256()
         for f in self.files:
             digest.update(json.dumps([f.path, f.key, f.n_bytes, f.mtime_ns]).encode())
@@ -137,9 +136,9 @@ class DocumentSource:
         return self.documents()
 
     def documents(self, admission: Admission | None = None) -> Iterator[Document]:
-        """One pass over what ``admission`` admits; without one, over the first of equal documents.
+        """One pass over the documents that ``admission`` admits, by default the first of equal documents.
 
-        Raises DataError where a file cannot be read, or a record has no text under the text key.
+        Raises DataError if a file cannot be read, or if a record has no text under the text key.
         """
         self.report = SourceReport(n_other_files=self.n_other_files)
         reader = _Pass(self, admission or FirstOfEach(), self.report)
@@ -150,7 +149,7 @@ class DocumentSource:
 
 
 class _Pass:
-    """One pass: its counts, and how many documents it met."""
+    """The state of one pass: its counts, and the number of documents so far."""
 
     def __init__(self, source: DocumentSource, admission: Admission, report: SourceReport) -> None:
         self.text_key, self.piece_bytes = source.text_key, source.piece_bytes
@@ -173,18 +172,18 @@ class _Pass:
     def _text(self, file: SourceFile) -> Iterator[Document]:
         report = self.report
 
-        def digest() -> bytes:  # a second reading of a long file: duplicates must be known before its first piece is handed on
+        def digest() -> bytes:  # reads a long file twice, because its first piece must not be handed on if it is a duplicate
             with open_file(file.path) as stream:
                 return hashlib.file_digest(stream, "sha256").digest()[:16]  # type: ignore[arg-type]
 
         with open_file(file.path) as stream:
             n_invalid = 0
-            pending: Document | None = None  # held back by one, so that the last piece can say so
+            pending: Document | None = None  # held back until the next piece is read, to know whether it is the last
             for piece, raw in enumerate(read_pieces(stream, self.piece_bytes)):
                 text, invalid = decode(raw)
                 n_invalid += invalid
                 if piece == 0:
-                    text = text.removeprefix(_BOM)  # marks the encoding, is no part of the text
+                    text = text.removeprefix(_BOM)  # a byte order mark marks the encoding and is not part of the text
                 if pending is not None:
                     if piece == 1 and not self._admits(file.key, digest):
                         return
@@ -203,7 +202,7 @@ class _Pass:
             yield replace(pending, is_last=True, ordinal=self.ordinal)
 
     def _records(self, file: SourceFile, texts: Iterator[tuple[int, str, int]]) -> Iterator[Document]:
-        """``texts``: (number, text, bytes of it that were no UTF-8) of each record."""
+        """The documents of ``texts``, which are (number, text, bytes that were not UTF-8) of each record."""
         report = self.report
         number = 0
         for number, text, n_invalid in texts:
@@ -227,7 +226,7 @@ class _Pass:
             decoded, n_invalid = decode(line)
             record = parse_json(decoded.removeprefix(_BOM) if number == 1 else decoded, where)
             if not isinstance(record, dict):
-                raise DataError(f"{where} holds {type(record).__name__}, not an object with the key {self.text_key!r}.")
+                raise DataError(f"{where} holds {type(record).__name__}; it must be an object with the key {self.text_key!r}.")
             text = record.get(self.text_key)
             if not isinstance(text, str):
                 keys = ", ".join(map(repr, sorted(record)[:8])) or "none"
@@ -249,7 +248,7 @@ class _Pass:
                 text, n_invalid = decode(value)
             elif isinstance(value, str):
                 text, n_invalid = _without_surrogates(value)
-            elif value is None:  # how a table says that there is none
+            elif value is None:  # a table's missing value
                 text, n_invalid = "", 0
             else:
                 raise DataError(
@@ -260,7 +259,8 @@ class _Pass:
 
 
 def _without_surrogates(text: str) -> tuple[str, int]:
-    """Half a surrogate pair, written as an escape in JSON, is no character: replaced and counted as two bytes of UTF-16."""
+    """(text with U+FFFD for each lone surrogate, replaced bytes). A lone surrogate is half of a pair, written as an escape in
+    JSON. UTF-8 cannot hold one. Each counts as the two bytes that it has in UTF-16."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -270,7 +270,7 @@ def _without_surrogates(text: str) -> tuple[str, int]:
 
 
 def split_text(text: str, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[str, int, bool]]:
-    """``text`` in the pieces that a file of the same content is read in: (piece, its bytes, whether it is the last)."""
+    """(piece, bytes, whether it is the last) of ``text``, in the same pieces as a file of the same content is read in."""
     raw = text.encode()
     start = 0
     while start < len(raw) or start == 0:
@@ -282,7 +282,7 @@ def split_text(text: str, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[str,
 
 
 def read_pieces(stream: IO[bytes], piece_bytes: int) -> Iterator[bytes]:
-    """What ``stream`` holds, in stretches of at most ``piece_bytes`` that end behind a line where they can."""
+    """The content of ``stream`` in pieces of at most ``piece_bytes``, which end after a line end if there is one."""
     carried = b""
     while True:
         block = stream.read(piece_bytes - len(carried))
@@ -295,7 +295,8 @@ def read_pieces(stream: IO[bytes], piece_bytes: int) -> Iterator[bytes]:
 
 
 def _cut(buffer: bytes, at_end: bool) -> int:
-    """Where to cut ``buffer``: behind its last line end, else before a character that is not whole; all of it at the end."""
+    """Where to cut ``buffer``: after its last line end, else before an incomplete character. At the end of a file nothing is
+    cut off."""
     if at_end:
         return len(buffer)
     newline = buffer.rfind(b"\n") + 1
@@ -310,10 +311,10 @@ def _cut(buffer: bytes, at_end: bool) -> int:
 
 
 def decode(raw: bytes) -> tuple[str, int]:
-    """``raw`` as text with U+FFFD for what is not UTF-8, and the number of bytes so replaced.
+    """(``raw`` as text with U+FFFD for what is not UTF-8, number of replaced bytes).
 
-    The count is exact: input length − (output length in UTF-8 − 3 · replacements), where a U+FFFD that was in the input
-    as valid UTF-8 is no replacement. (Its first byte EF never occurs inside another character.)
+    The number is exact: input length − (output length in UTF-8 − 3 · replacements). A U+FFFD that the input held as valid UTF-8
+    does not count as a replacement; its bytes EF BF BD cannot occur inside another character.
     """
     try:
         return raw.decode(), 0

@@ -1,10 +1,10 @@
-"""The process in which chat templates run: they come with a model and are foreign code.
+"""The process in which chat templates run, because they come with a model and are untrusted code.
 
 ``python -m twostroke.data.template_sandbox`` reads frames from the socket that is its standard input: first the template's
 source, then a JSON object of variables for each text to render. ``data.chat.ChatTemplate`` is the other end. Jinja's immutable
-sandbox keeps a template from files and from attributes that begin with an underscore. It does not bound memory and time:
-one expression makes gigabytes in a dozen ways (``+``, ``ljust``, ``format``, ``indent``, lists, powers), so the process has an
-address space that is limited and a life that ends by an alarm. Imports no torch.
+sandbox keeps a template from files and from attributes that begin with an underscore. It does not bound memory and time: a
+short expression can make gigabytes in a dozen ways (``+``, ``ljust``, ``format``, ``indent``, lists, powers). So the process
+limits its address space, and an alarm ends it. It imports no torch.
 """
 
 from __future__ import annotations
@@ -23,30 +23,31 @@ from typing import Any
 
 MAX_RENDERED_CHARACTERS = 16 * 2**20
 MEMORY_BYTES = 256 * 2**20
-"""What compiling and rendering may take beside the interpreter. A template of Qwen3's size and 2 MB of messages take 20 MB."""
+"""Memory for compiling and rendering, beside the interpreter's. A template of Qwen3's size and 2 MB of messages take 20 MB."""
 RENDER_S = 2.0
 COMPILE_S = 5.0
-"""Wall clock. A template of Qwen3's size takes 0.03 ms and, once, 16 ms."""
+"""Wall-clock limits. A template of Qwen3's size takes 16 ms to compile, once, and 0.03 ms to render."""
 MAX_SENTENCE = 300
 
 HEADER = struct.Struct("!cI")
-"""Of an answer: its kind, and how many bytes of UTF-8 follow (lone surrogates included)."""
+"""Header of an answer: its kind, and the number of bytes of UTF-8 that follow (lone surrogates included)."""
 TEXT, REFUSED, OUT_OF_MEMORY = b"t", b"r", b"m"
 LENGTH = struct.Struct("!I")
 
 
 def compile_template(source: str) -> Callable[[Mapping[str, Any]], str]:
-    """``source`` as a function of its variables, in the dialect of transformers' ``apply_chat_template``.
+    """Compile ``source`` to a function of its variables, in the dialect of transformers' ``apply_chat_template``.
 
-    Both may raise any exception that the template asks for: MemoryError and RecursionError, jinja2.TemplateError, LookupError.
+    This function and the one that it returns raise whatever the template causes: MemoryError, RecursionError,
+    jinja2.TemplateError, LookupError and others.
     """
-    # Imported here: the rest of this room runs with a bare PyTorch.
+    # Imported here, because the rest of this room runs with a bare PyTorch.
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """``{% generation %} … {% endgeneration %}``, which marks answers for transformers: what is in it is rendered."""
+        """``{% generation %} … {% endgeneration %}`` marks answers for transformers. Its content is rendered as it is."""
 
         tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
@@ -79,7 +80,7 @@ def compile_template(source: str) -> Callable[[Mapping[str, Any]], str]:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    # Jinja's own tojson escapes HTML, which no model was trained on.
+    # Jinja's own tojson escapes HTML, and models were not trained on escaped text.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
@@ -88,13 +89,13 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _answer(work: Callable[[], str], limit_s: float) -> tuple[bytes, str]:
-    # The signal's default action ends the process, whatever code it is in and whether or not the other end still lives.
+    # The signal's default action ends the process inside any code of the template, even if the calling process has ended.
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
         return TEXT, work()
     except MemoryError:
         return OUT_OF_MEMORY, ""
-    except Exception as error:  # what a template raises is the template's choice
+    except Exception as error:  # a template can raise any exception
         message = str(getattr(error, "message", None) or error or type(error).__name__).rstrip(".")
         return REFUSED, message if len(message) <= MAX_SENTENCE else f"{message[:MAX_SENTENCE]}…"
     finally:
@@ -102,8 +103,9 @@ def _answer(work: Callable[[], str], limit_s: float) -> tuple[bytes, str]:
 
 
 def _limit_memory() -> None:
-    """The limit counts from what the interpreter has mapped by now, of which some systems' locale files are 200 MB."""
-    import jinja2.sandbox  # noqa: F401 - before the limit
+    """Limit the address space to ``MEMORY_BYTES`` above what the interpreter has mapped by now. On some systems locale files
+    alone are 200 MB of that."""
+    import jinja2.sandbox  # noqa: F401 - its memory must not count
 
     try:
         mapped = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
@@ -140,7 +142,7 @@ def main() -> int:
 
         kind, text = _answer(compile_it, COMPILE_S)
         send(kind, text)
-        # The end of the stream is the end of the process that asks, however it ended.
+        # The stream also ends when the calling process is killed.
         while kind == TEXT and (asked := frame()) is not None:
             send(*_answer(partial(found[0], json.loads(asked)), RENDER_S))
     return 0

@@ -1,4 +1,4 @@
-"""Byte-level BPE: training one, loading any ``tokenizer.json``."""
+"""Trains byte-level BPE tokenizers, and loads any ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from twostroke.core.families import read_config
 from twostroke.data.fewest_tokens import steps_of
 
 END_OF_TEXT = "<|endoftext|>"
-"""Ends every document. Id 0 in tokenizers trained here."""
+"""The token that ends every document. It has id 0 in tokenizers that were trained here."""
 
-LEAST_VOCAB_SIZE = 257
+MIN_VOCAB_SIZE = 257
 MAX_VOCAB_SIZE = 2**22
-"""Of the largest vocabularies in use, XLM-V's has 0.9 million entries."""
+"""One of the largest vocabularies in use, XLM-V's, has 0.9 million entries."""
 MAX_GROWTH = 64
 MAX_TOKEN_CHARACTERS = 4096
-"""Those in use have up to some hundred: an answer holds thousands of tokens, each of which may be the longest."""
+"""Tokens in use have a few hundred characters at most. An answer of thousands of tokens may repeat the longest."""
 MAX_TOKENIZER_BYTES = 128 * 2**20
 MAX_OBJECTS, MAX_LISTS, MAX_ENTRIES = 100_000, 2_000_000, 4_000_000
-"""Of a tokenizer.json, counted by ``{``, ``[`` and ``,``. The largest in use, Gemma's of 33 MB, has 6 thousand added tokens,
-half a million merges and 1.3 million entries."""
+"""Limits for a tokenizer.json, counted by ``{``, ``[`` and ``,``. The largest file in use, Gemma's of 33 MB, has 6 thousand
+added tokens, half a million merges and 1.3 million entries."""
 _END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, path: Path | str) -> Tokenizer:
-    """Byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909) over ``texts``, with GPT-2's word pattern (Radford et al. 2019).
+    """Train byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909) on ``texts``, with GPT-2's word pattern (Radford et al.
+    2019).
 
-    All 256 bytes are in the vocabulary, so any text encodes and decodes back exactly. The vocabulary is ``vocab_size``
-    entries, fewer where ``texts`` do not hold that many merges that occur twice. Saved at ``path``, atomically.
-    Raises ConfigError for a vocabulary below 257, DataError when there is no text.
+    All 256 bytes are in the vocabulary, so any text encodes and decodes back exactly. The vocabulary has ``vocab_size``
+    entries, or fewer if ``texts`` hold fewer merges that occur twice. The tokenizer is saved at ``path``, atomically. Raises
+    ConfigError for a vocabulary below 257, DataError if ``texts`` are empty.
     """
-    if vocab_size < LEAST_VOCAB_SIZE:
-        raise ConfigError(f"vocab_size={vocab_size} must be at least {LEAST_VOCAB_SIZE}: 256 bytes and one end-of-text.")
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ConfigError(f"vocab_size={vocab_size} must be at least {MIN_VOCAB_SIZE}, for 256 bytes and one end-of-text.")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -52,7 +53,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, path: Path | str) -> 
     counted = _Counted(texts)
     tokenizer.train_from_iterator(counted, trainer)
     if counted.n_texts == 0:
-        raise DataError("there is no text to train a tokenizer on.")
+        raise DataError("the sources hold no text to train a tokenizer on. Name others.")
     write_text(Path(path), tokenizer.to_str())
     return tokenizer
 
@@ -69,7 +70,7 @@ class _Counted:
 
 
 def tokenizer_file(path: Path | str) -> Path:
-    """``path`` itself, or the ``tokenizer.json`` in it where it is a directory. Raises DataError."""
+    """``path`` itself or, if it is a directory, the ``tokenizer.json`` in it. Raises DataError if the file is missing."""
     file = Path(path).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file
     if not file.is_file():
@@ -80,8 +81,8 @@ def tokenizer_file(path: Path | str) -> Path:
 def load_tokenizer(path: Path | str) -> Tokenizer:
     """The tokenizer in a ``tokenizer.json`` or in a directory that holds one, without truncation and padding.
 
-    A file may order both; they would lose text without a word. Raises DataError when it is missing and CorruptFileError
-    when the ``tokenizers`` library cannot read it or cannot use it, or when it names ids that its model does not have.
+    A file may turn both on, and truncation would lose text silently. Raises DataError if the file is missing, and
+    CorruptFileError if the ``tokenizers`` library cannot read or use it or if it names ids beyond its model's vocabulary.
     """
     file = tokenizer_file(path)
     data = _read(file)
@@ -96,19 +97,19 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         ) from None
     try:
         _check_growth(tokenizer, file)
-        # A post-processor that names a token that is missing is read without complaint and fails at the first text.
+        # The library reads a post-processor that names a missing token, and fails at the first text.
         tokenizer.decode(tokenizer.encode("a").ids)
     except CorruptFileError:
         raise
     except BaseException as error:
-        raise CorruptFileError(f"{file} is read but cannot tokenise {'a'!r}: {library_error(error)}.") from None
+        raise CorruptFileError(f"{file} can be read, but it cannot tokenise {'a'!r}: {library_error(error)}.") from None
     _check_vocabulary(tokenizer, file)
     return tokenizer
 
 
 def library_error(error: BaseException) -> str:
-    """What the tokenizers library says, on one line. It raises bare Exception, and Rust's panics as a BaseException of their
-    own: both are errors of its input. Any other BaseException is raised again."""
+    """The message of the tokenizers library on one line. The library raises bare Exception, and a BaseException of its own for
+    Rust's panics; both are errors of its input. Any other BaseException, and MemoryError, is raised again."""
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
     if isinstance(error, MemoryError):
@@ -117,22 +118,26 @@ def library_error(error: BaseException) -> str:
 
 
 def _read(file: Path) -> bytes:
-    """The file, if it is not made to fill the memory: the library takes up to 1,250 bytes an object and 300 an entry."""
+    """Read the file and check its counts. The library takes up to 1,250 bytes an object, 100 a list and 300 an entry, so a
+    prepared file could fill the memory."""
     data = read_bytes(file, MAX_TOKENIZER_BYTES)
     for mark, most, what in ((b"{", MAX_OBJECTS, "objects"), (b"[", MAX_LISTS, "lists"), (b",", MAX_ENTRIES, "entries")):
         n = data.count(mark)
         if n > most:
-            raise CorruptFileError(f"{file} is not a tokenizer.json that is read here: {n} {what}; at most {most} are.")
+            raise CorruptFileError(
+                f"{file} is not a tokenizer.json that is read here: it has {n} {what}, and at most {most} are."
+            )
     return data
 
 
 def _check_growth(tokenizer: Tokenizer, file: Path) -> None:
-    """A text is at most 2 MB long; replacing each of its characters by 100,000 others makes 200 GB of it."""
+    """Refuse a tokenizer that makes texts very long. Replacing each character of a text of 2 MB by 100,000 others makes 200
+    GB."""
     for component, name in ((tokenizer.normalizer, "normalizers"), (tokenizer.decoder, "decoders")):
         growth = 1.0
         for step in steps_of(component, name):
             if step["type"] == "Replace":
-                # A regular expression, or no text at all, is found between any two characters.
+                # A regular expression or an empty text may match between any two characters.
                 found = len(step["pattern"].get("String", ""))
                 growth *= max(1.0, len(step["content"]) / found if found else 1 + len(step["content"]))
             elif step["type"] == "Prepend":
@@ -144,8 +149,9 @@ def _check_growth(tokenizer: Tokenizer, file: Path) -> None:
 
 
 def _check_vocabulary(tokenizer: Tokenizer, file: Path) -> None:
-    """Ids beyond the model's rows would end requests, and the library writes one out by listing every id below the greatest:
-    8 GB for an id of 2**31. Added tokens behind the model's rows, as for padding, do no harm until a text holds one."""
+    """Refuse ids beyond the model's embedding rows, because they would fail requests. To save a tokenizer the library lists
+    every id below the largest, which takes 8 GB for an id of 2**31. Added tokens beyond the embedding rows, as for padding, are
+    accepted: they do no harm until a text holds one."""
     size = None
     with contextlib.suppress(InputError):
         size = read_config(file.parent).get("vocab_size")
@@ -154,7 +160,7 @@ def _check_vocabulary(tokenizer: Tokenizer, file: Path) -> None:
         vocabulary = tokenizer.get_vocab(with_added_tokens=added)
         longest = max(map(len, vocabulary), default=0)
         if longest > MAX_TOKEN_CHARACTERS:
-            raise CorruptFileError(f"{file} has a token of {longest} characters; the most is {MAX_TOKEN_CHARACTERS}.")
+            raise CorruptFileError(f"{file} has a token of {longest} characters; at most {MAX_TOKEN_CHARACTERS} are read.")
         if vocabulary and max(vocabulary.values()) >= most:
             token = max(vocabulary, key=vocabulary.__getitem__)
             whose = "the model's vocabulary" if most < MAX_VOCAB_SIZE else "the largest vocabulary"
@@ -167,8 +173,8 @@ def _check_vocabulary(tokenizer: Tokenizer, file: Path) -> None:
 def eos_id_of(tokenizer: Tokenizer, path: Path | str | None = None) -> int:
     """Id of the token that ends a document.
 
-    The ``eos_token`` of a ``tokenizer_config.json`` beside ``path`` where there is one, else the first that is known of
-    the usual names. Raises DataError when the vocabulary has none of them.
+    It is the ``eos_token`` of a ``tokenizer_config.json`` beside ``path`` if there is one, else the first of the usual names
+    that the vocabulary has. Raises DataError if it has none of them.
     """
     names = list(_END_TOKENS)
     if path is not None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from twostroke.core.errors import DataError
 from twostroke.data.conversation_loader import ConversationLoader
 from twostroke.data.conversations import BEGINS, LEARNED
-from twostroke.data.packing import IGNORED
+from twostroke.data.packing import IGNORE_INDEX
 from twostroke.data.shards import PreparedData, TokenStream
 from twostroke.data.tokenizer import load_tokenizer
 from twostroke.evaluation.bits import Progress
@@ -117,7 +117,7 @@ def score_answers(model: Any, prepared: PreparedData, context: int, progress: Pr
         for begin in range(0, loader.windows_per_epoch, rows):
             batch = loader.next_batch().to(weight.device)
             hidden = model.hidden(batch.tokens, batch.positions, batch.documents)
-            wanted = batch.targets != IGNORED
+            wanted = batch.targets != IGNORE_INDEX
             wanted[loader.windows_per_epoch - begin :] = False  # the last pass begins a second epoch
             targets = batch.targets[wanted]
             logits = F.linear(hidden[wanted], weight).float()

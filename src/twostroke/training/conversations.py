@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from twostroke.core.recipe import TrainRecipe
-from twostroke.data.background import AHEAD, BackgroundLoader
+from twostroke.data.background import PREFETCHED_BATCHES, BackgroundLoader
 from twostroke.data.conversation_loader import ConversationLoader
 from twostroke.data.loader import MixedSource, PackedLoader, ShuffledLoader, mixed_sources
 from twostroke.data.shards import PreparedData
@@ -33,7 +33,7 @@ def make_loader(prepared: PreparedData, recipe: TrainRecipe, log: Log) -> Backgr
         parts = ", ".join(f"{s.name} {100 * share:.4g}% (an epoch is {n} windows)" for s, share, n in shares)
         log(f"mixture: {parts}.")
     # A window of accumulation is taken at once: all of it is prepared ahead.
-    return BackgroundLoader(loader, recipe.data.workers, max(AHEAD, settings.grad_accumulation))
+    return BackgroundLoader(loader, recipe.data.workers, max(PREFETCHED_BATCHES, settings.grad_accumulation))
 
 
 def _conversation_loader(

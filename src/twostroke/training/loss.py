@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twostroke.core.policy import LOSS_CHUNK_ROWS
-from twostroke.data.packing import IGNORED
+from twostroke.data.packing import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -35,7 +35,7 @@ def chunk_loss(
     lets a compiler fuse all of it: equal at 1024 rows, 1.3 times as fast at 4096 (two-core EPYC, V = 4096).
     """
     logits = F.linear(hidden, weight).float()
-    valid = targets != IGNORED
+    valid = targets != IGNORE_INDEX
     log_total = logits.logsumexp(dim=-1)  # (n,)
     is_target = torch.arange(logits.shape[-1], device=logits.device)[None] == targets[:, None]  # (n, V)
     picked = torch.where(is_target, logits, 0.0).sum(dim=-1)

@@ -15,7 +15,7 @@ from twostroke.data.loader import Batch
 from twostroke.model.decoder import Decoder
 from twostroke.training.activation_checkpointing import cached_bytes, checkpoint_activations
 from twostroke.training.clock import StepClock
-from twostroke.training.loss import IGNORED, ChunkFunction, chunk_loss, chunked_cross_entropy
+from twostroke.training.loss import IGNORE_INDEX, ChunkFunction, chunk_loss, chunked_cross_entropy
 from twostroke.training.memory import saved_activations_bytes
 from twostroke.training.optimizers import Optimizers
 from twostroke.training.parallelize import compile_blocks, undo_compile, why_not_compile
@@ -166,7 +166,7 @@ class TrainStep:
             return [batch]
         split = (t.split(rows) for t in (batch.tokens, batch.targets, batch.positions, batch.documents))
         return [
-            Batch(tokens, targets, positions, documents, n_valid=int((targets != IGNORED).sum()))
+            Batch(tokens, targets, positions, documents, n_valid=int((targets != IGNORE_INDEX).sum()))
             for tokens, targets, positions, documents in zip(*split, strict=True)
         ]
 
