@@ -111,7 +111,7 @@ def test_wrong_arguments_get_a_sentence_and_write_nothing(ledger: Ledger) -> Non
         ledger.freeze("train", "a", {"x": object()}, {})
     assert not ledger.path.exists()
     run = ledger.freeze("train", "a", {}, {})
-    with pytest.raises(InputError, match="freeze its prediction first"):
+    with pytest.raises(InputError, match="Call freeze"):
         ledger.measure("nobody", {})
     with pytest.raises(ConfigError, match="status"):
         ledger.measure(run, {}, status="done")
@@ -273,7 +273,7 @@ def test_a_full_disk_is_a_sentence_and_keeps_what_there_was(ledger: Ledger, monk
         return connection
 
     monkeypatch.setattr(Ledger, "_connect", full)
-    with pytest.raises(TwostrokeError, match=r"could not be written .*full.*Make room"):
+    with pytest.raises(TwostrokeError, match=r"could not be written .*full.*Free space"):
         ledger.freeze("train", "b", {"filler": "x" * 100_000}, {})
     monkeypatch.undo()
     assert [run.run_id for run in ledger.runs()] == [first]

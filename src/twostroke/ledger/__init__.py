@@ -1,4 +1,4 @@
-"""One record schema for predictions and measurements of every run: an append-only SQLite store, scoring, text.
+"""Predictions and measurements of every run in one record schema: an append-only SQLite store, scoring, text.
 
-Standard library only.
+It imports the standard library only.
 """

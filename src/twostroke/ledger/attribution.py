@@ -1,15 +1,14 @@
-"""Which term caused the miss: the error of a total, shared out to the parts it is the sum of.
+"""Attributes the error of a total to its parts.
 
-A total T is predicted and measured, and so are some of its parts, T = Σ cᵢ·partᵢ + rest. The residual then splits without
-anything left over:
+A total T is predicted and measured, and so are some of its parts, T = Σ cᵢ·partᵢ + rest. The residual then splits exactly:
 
     T_predicted − T_measured = Σ cᵢ·(partᵢ_predicted − partᵢ_measured) + (rest_predicted − rest_measured),
 
-each term signed, positive where it was predicted too high. The rest holds every part that was not both predicted and measured,
-and says so in its name. Two parts may miss in opposite directions and the total look right: that is what this shows.
+A term is positive if it was predicted too high. The rest holds every part that was not both predicted and measured, and its
+name lists them. This shows when two parts miss in opposite directions and the total only looks right.
 
-Measured parts are medians, and a sum of medians is not the median of sums; the difference is in the rest, and of the size of
-the parts' scatter. Proved by tests/ledger/test_attribution.py.
+Measured parts are medians, and a sum of medians is not the median of sums. The difference is in the rest and is about as large
+as the parts scatter. Proved by tests/ledger/test_attribution.py.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from twostroke.ledger.store import Run
 
 Coefficient = Callable[[Mapping[str, Any]], float | None]
-"""How often a part is in the total, from the run's inputs; None where they do not tell."""
+"""Computes from the run's inputs how often a part is in the total; None if the inputs do not say."""
 
 
 def _once(inputs: Mapping[str, Any]) -> float | None:
@@ -36,7 +35,7 @@ def _steps(inputs: Mapping[str, Any]) -> float | None:
 
 
 def _tokens_after_the_first(inputs: Mapping[str, Any]) -> float | None:
-    """Mean output length − 1: a load draws it between two bounds, one batch has it as a number."""
+    """Mean output length − 1. A load has two bounds for the length, a batch one number."""
     length = inputs.get("output_tokens", (inputs.get("shape") or {}).get("output_tokens"))
     if isinstance(length, list | tuple) and length:
         bounds = [number_of(bound) for bound in length]
@@ -47,7 +46,7 @@ def _tokens_after_the_first(inputs: Mapping[str, Any]) -> float | None:
 
 @dataclass(frozen=True)
 class Identity:
-    """``total`` = Σ coefficient·part + ``rest``, where ``rest`` names what is left once every part was measured."""
+    """``total`` = Σ coefficient·part + the rest. ``rest`` names what the rest is if every part was measured."""
 
     total: str
     parts: tuple[tuple[str, Coefficient], ...]
@@ -92,7 +91,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Attribution:
-    """The residual of one total of one run. ``shares`` sum to ``residual``; the rest is the last of them."""
+    """The residual of one total of one run. ``shares`` sum to ``residual``, and the last share is the rest."""
 
     DOCUMENT = "total predicted measured residual error_percent shares"
 
@@ -103,7 +102,7 @@ class Attribution:
 
     @property
     def residual(self) -> Annotated[float, "predicted − measured"]:
-        """Predicted − measured; positive where the prediction was too high."""
+        """Predicted − measured, which is positive if the prediction was too high."""
         return self.predicted - self.measured
 
     @property
@@ -112,7 +111,7 @@ class Attribution:
 
     @property
     def worst(self) -> Share:
-        """The share that misses most, in either direction."""
+        """The share with the largest residual in either direction."""
         return max(self.shares, key=lambda share: abs(share.residual))
 
 
@@ -130,7 +129,7 @@ class PooledShare:
 
 
 def attribute(run: Run) -> list[Attribution]:
-    """The residual of every total of ``run`` that was predicted and measured and has at least one part that was as well."""
+    """The attribution of every total of ``run`` that was predicted and measured, with at least one part that was as well."""
     found = []
     measurement = run.measurement
     for identity in IDENTITIES:
@@ -156,13 +155,13 @@ def attribute(run: Run) -> list[Attribution]:
 
 
 def pool(runs: Iterable[Run]) -> list[PooledShare]:
-    """Every part of every total over ``runs``, the totals in the order of ``IDENTITIES``, within each the worst part first."""
+    """The shares of every total over ``runs``. Totals come in the order of ``IDENTITIES``, each with its worst part first."""
     percents: dict[tuple[str, str], list[float]] = {}
     worst: dict[tuple[str, str], int] = {}
     for run in runs:
         for one in attribute(run):
             for share in one.shares:
-                # The rest's name may list what one run did not measure; pooled, it is one term.
+                # The name of a run's rest may list parts that it did not measure. All rests of a total are pooled as one.
                 key = one.total, share.part.partition(";")[0]
                 percents.setdefault(key, []).append(share.percent)
                 worst[key] = worst.get(key, 0) + (share is one.worst)

@@ -1,4 +1,4 @@
-"""Which code made a prediction: the package's version, and the git commit where the package runs from a checkout."""
+"""Names the code that made a prediction: the package's version and, in a checkout, the git commit."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from twostroke.core.version import __version__
 
 
 def _commit(git: Path) -> str | None:
-    """Commit that ``HEAD`` of the git directory ``git`` points to, read from its files; None where it cannot be read.
+    """The commit that ``HEAD`` of the git directory ``git`` points to; None if it cannot be read.
 
-    Files are read, not ``git rev-parse``: starting a process costs more than everything else a `plan` does.
+    It reads git's files, because starting ``git rev-parse`` takes longer than everything else that `plan` does.
     """
     try:
         if git.is_file():  # a linked worktree: "gitdir: <path>"
@@ -38,8 +38,8 @@ def _commit(git: Path) -> str | None:
 def code_version(package: Path = Path(__file__).resolve().parent.parent) -> str:
     """``0.1.0+g0123456789ab`` from a checkout, ``0.1.0`` from an installed wheel. Uncommitted changes are not detected.
 
-    Only a repository whose ``src/twostroke`` is this very package counts: a virtual environment inside somebody else's
-    checkout must not lend us that project's commit.
+    Only a repository counts whose ``src/twostroke`` is this package. If the package is installed in a virtual environment
+    inside another project's checkout, that project's commit says nothing about it.
     """
     if package.parent.name == "src":
         commit = _commit(package.parent.parent / ".git")

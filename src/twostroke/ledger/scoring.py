@@ -1,4 +1,4 @@
-"""Predictions against measurements: the error of each number, and how good each kind of number is over many runs."""
+"""Scores predictions against measurements: the error of each number, and its distribution over many runs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """One name of one run. ``error_percent`` = 100·(predicted − measured) / measured; None where either is missing, or
-    where the measured value is 0 and the relative error has no meaning. ``low`` and ``high`` are the interval that was frozen
-    with the prediction, where there was one."""
+    """One name of one run. ``error_percent`` = 100·(predicted − measured) / measured. It is None if either is missing, or if
+    the measured value is 0, for which a relative error is undefined. ``low`` and ``high`` are the interval that was frozen with
+    the prediction, or None."""
 
     name: str
     predicted: float | None
@@ -25,7 +25,7 @@ class Row:
 
     @property
     def inside(self) -> Annotated[bool | None, "whether the measurement fell into the interval"]:
-        """Whether the measurement fell into the interval; None where either is missing."""
+        """Whether the measurement lies in the interval; None if either is missing."""
         if self.measured is None or self.low is None or self.high is None:
             return None
         return self.low <= self.measured <= self.high
@@ -33,9 +33,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Score:
-    """How well one name was predicted over ``n_runs`` runs: median, 90th percentile and worst of |error| in percent,
-    and the median of the signed error, which shows a bias. ``n_inside`` of the ``n_intervals`` measurements whose prediction
-    had an interval fell into it."""
+    """The errors of one name over ``n_runs`` runs: median, 90th percentile and largest |error| in percent, and the median of
+    the signed error, which shows a bias. ``n_intervals`` predictions had an interval, and ``n_inside`` of their measurements
+    lie in it."""
 
     name: str
     n_runs: int
@@ -48,7 +48,7 @@ class Score:
 
 
 def number_of(value: Any) -> float | None:
-    """The number in a ledger value: itself, or the "value" of a dictionary; None for anything else."""
+    """The number of a ledger value, which is a number or a dictionary with "value"; None for anything else."""
     if isinstance(value, Mapping):
         value = value.get("value")
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -57,7 +57,7 @@ def number_of(value: Any) -> float | None:
 
 
 def interval_of(value: Any) -> tuple[float | None, float | None]:
-    """("low", "high") of a ledger value that is a dictionary with both; two None for anything else."""
+    """("low", "high") of a ledger value that is a dictionary with both; (None, None) for anything else."""
     if not isinstance(value, Mapping):
         return None, None
     low, high = number_of(value.get("low")), number_of(value.get("high"))
@@ -65,28 +65,28 @@ def interval_of(value: Any) -> tuple[float | None, float | None]:
 
 
 def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
-    """The names that have a number, without intervals."""
+    """The names with a number, and that number without its interval."""
     return {name: number for name, value in values.items() if (number := number_of(value)) is not None}
 
 
 def error_percent(predicted: float | None, measured: float | None) -> float | None:
-    """100·(predicted − measured) / measured, in percent; positive where the prediction was too high."""
+    """100·(predicted − measured) / measured, in percent. It is positive if the prediction was too high."""
     if predicted is None or measured is None or measured == 0:
         return None
     return 100.0 * (predicted - measured) / measured
 
 
 WHOLE_RUN = frozenset({"train_time_s"})
-"""What is predicted of a whole run: of one that was interrupted or failed it is shown, and is no measure of the prediction."""
+"""Names that are predicted for a whole run. If a run was interrupted or failed, they are shown and not scored."""
 
 
 def is_whole(run: Run) -> bool:
-    """False where the run stopped before its end."""
+    """False if the run stopped before its end."""
     return run.status not in ("interrupted", "failed")
 
 
 def compare(run: Run) -> list[Row]:
-    """Every name that was predicted or measured, in the prediction's order, then names that were only measured."""
+    """A row for every name that was predicted, in the prediction's order, then for names that were only measured."""
     measurement = run.measurement
     rows = []
     for name in [*run.prediction, *(n for n in measurement if n not in run.prediction)]:
@@ -101,22 +101,22 @@ def compare(run: Run) -> list[Row]:
 
 
 FOLLOWS = {
-    "energy_per_mtok_kwh": "no power meter is read: it follows from the assumed watts and the rate.",
-    "energy_kwh": "no power meter is read: it follows from the assumed watts and the time.",
-    "cost_per_mtok_usd": "no bill is read: it follows from the assumed price and the rate.",
-    "cost_usd": "no bill is read: it follows from the assumed price and the time.",
+    "energy_per_mtok_kwh": "it is computed from the assumed watts and the rate; no power meter is read.",
+    "energy_kwh": "it is computed from the assumed watts and the time; no power meter is read.",
+    "cost_per_mtok_usd": "it is computed from the assumed price and the rate; no bill is read.",
+    "cost_usd": "it is computed from the assumed price and the time; no bill is read.",
 }
 """Why some predictions are never measured, by name."""
 
 
 def unmeasured(prediction: Mapping[str, Any], measured: Container[str], reasons: Mapping[str, str]) -> dict[str, str]:
-    """A reason for each number of ``prediction`` that is not among ``measured``: the one in ``reasons``, or ``FOLLOWS``."""
+    """A reason for each number of ``prediction`` that is not among ``measured``, from ``reasons`` or else ``FOLLOWS``."""
     missing = (name for name in numbers_of(prediction) if name not in measured)
     return {name: reasons.get(name) or FOLLOWS.get(name, "the run ended before it could be measured.") for name in missing}
 
 
 def quantile(values: Iterable[float], q: float) -> float:
-    """Quantile ``q`` in [0, 1] by linear interpolation between order statistics (numpy's default); NaN of nothing."""
+    """Quantile ``q`` in [0, 1] by linear interpolation between order statistics (numpy's default); NaN without values."""
     ordered = sorted(values)
     if not ordered:
         return float("nan")
@@ -127,7 +127,7 @@ def quantile(values: Iterable[float], q: float) -> float:
 
 
 def summarise(runs: Iterable[Run]) -> list[Score]:
-    """One ``Score`` per name that was both predicted and measured, in order of first appearance."""
+    """One ``Score`` for each name that was both predicted and measured, in order of first appearance."""
     errors: dict[str, list[float]] = {}
     inside: dict[str, list[bool]] = {}
     for run in runs:

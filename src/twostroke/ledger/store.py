@@ -1,8 +1,8 @@
-"""The ledger: predictions frozen before a run and measurements made by it, in one append-only SQLite file.
+"""The ledger stores predictions that are frozen before a run, and the run's measurements, in one append-only SQLite file.
 
-Two tables and no more. ``predictions`` holds one row per frozen run; ``measurements`` one row per measurement, any number
-per run. Rows are never changed or removed: triggers refuse UPDATE and DELETE. Several processes may write at once
-(write-ahead log, ``BEGIN IMMEDIATE``, a busy timeout), and one that is killed loses at most the row it was writing.
+It has two tables. ``predictions`` has one row for each run, ``measurements`` any number of rows for each run. Triggers refuse
+UPDATE and DELETE, so rows are never changed or removed. Several processes may write at once (write-ahead log,
+``BEGIN IMMEDIATE``, a busy timeout), and a killed process loses at most the row that it was writing.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from twostroke.core.profile import read_fingerprint
 from twostroke.ledger.code_version import code_version
 
 APPLICATION_ID = 0x5477734B
-"""Stamped into the SQLite header, so that another program's database is recognised and left alone."""
+"""Written into the SQLite header, so that another program's database is recognised and not changed."""
 
 SCHEMA_VERSION = 1
 BUSY_TIMEOUT_S = 30.0
 CHECKED_BYTES = 64 * 2**20
-"""A ledger up to this size is checked whole before it is first read or written through a ``Ledger``."""
+"""Up to this size, a ``Ledger`` checks the whole file before it first reads or writes it."""
 
 Kind = Literal["train", "serve", "bench", "generate", "calibrate", "evaluate"]
 KINDS: tuple[Kind, ...] = ("train", "serve", "bench", "generate", "calibrate", "evaluate")
@@ -55,7 +55,7 @@ _SCHEMA = (
 
 @dataclass(frozen=True)
 class Measurement:
-    """One row of what a run measured. ``values`` carry their unit in the name, as the prediction's do."""
+    """One row of a run's measurements. The names of ``values`` end in their unit, as those of the prediction do."""
 
     measured_at: str  # ISO 8601, UTC
     status: str
@@ -65,7 +65,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Run:
-    """A frozen prediction and all that has been measured for it since."""
+    """A frozen prediction and its measurements so far."""
 
     DOCUMENT = "run_id kind subject status frozen_at code_version fingerprint inputs prediction measurement measurements"
 
@@ -81,12 +81,12 @@ class Run:
 
     @property
     def status(self) -> Annotated[str, "of the last measurement"]:
-        """Status of the last measurement; "frozen" while there is none."""
+        """The status of the last measurement; "frozen" before the first."""
         return self.measurements[-1].status if self.measurements else "frozen"
 
     @property
     def measurement(self) -> Annotated[dict[str, Any], "all measured values together"]:
-        """All measured values together; where a name was measured twice, the later one."""
+        """All measured values in one table. If a name was measured twice, the later value counts."""
         merged: dict[str, Any] = {}
         for row in self.measurements:
             merged |= row.values
@@ -105,11 +105,11 @@ def _now() -> str:
 
 
 class Ledger:
-    """The ledger in the file ``path`` (default: ``ledger.sqlite`` in Twostroke's home). The file is made by the first write;
-    reading a ledger that does not exist finds no runs.
+    """The ledger in the file ``path`` (default: ``ledger.sqlite`` in Twostroke's home). The first write creates the file;
+    before that, reading finds no runs.
 
-    Raises CorruptFileError where the file is damaged or belongs to another program (it is left as it is), and
-    TwostrokeError where it cannot be opened or stays locked for ``BUSY_TIMEOUT_S``.
+    Raises CorruptFileError if the file is damaged or belongs to another program (the file is not changed), and TwostrokeError
+    if it cannot be opened or stays locked for ``BUSY_TIMEOUT_S``.
     """
 
     def __init__(self, path: Path | str | None = None) -> None:
@@ -119,10 +119,10 @@ class Ledger:
     # -- writing ---------------------------------------------------------------------------------------------------------
 
     def freeze(self, kind: Kind, subject: str, inputs: Mapping[str, Any], prediction: Mapping[str, Any]) -> str:
-        """Store ``prediction`` with the ``inputs`` it was made from, before the work starts; return the new run's id.
+        """Store ``prediction`` and the ``inputs`` that it was made from, before the work starts. Returns the new run's id.
 
-        ``prediction`` maps names that end in their unit (``step_time_s``) to a number or to a dictionary with "value".
-        UTC time, code version and machine fingerprint are added here.
+        ``prediction`` maps names that end in their unit (``step_time_s``) to a number or to a dictionary with "value". The
+        ledger adds UTC time, code version and machine fingerprint.
         """
         if kind not in KINDS:
             raise ConfigError(f"kind={kind!r} is not a kind of run. {did_you_mean(str(kind), KINDS)}")
@@ -138,14 +138,14 @@ class Ledger:
         return run_id
 
     def measure(self, run_id: str, measurement: Mapping[str, Any], status: str = "finished", notes: str | None = None) -> None:
-        """Append what run ``run_id`` measured. A number that is not finite is stored as null. Raises InputError for an
+        """Append measurements to run ``run_id``. A number that is not finite is stored as null. Raises InputError for an
         unknown run."""
         if status not in STATUSES:
-            raise ConfigError(f"status={status!r} is not known. {did_you_mean(status, STATUSES)}")
+            raise ConfigError(f"status={status!r} is not a status of a run. {did_you_mean(status, STATUSES)}")
         measurement_json = _to_json("measurement", measurement)
         with self._writing() as connection:
             if connection.execute("SELECT 1 FROM predictions WHERE run_id = ?", (run_id,)).fetchone() is None:
-                raise InputError(f"run {run_id!r} is not in the ledger {self.path}: freeze its prediction first.")
+                raise InputError(f"run {run_id!r} is not in the ledger {self.path}. Call freeze() with its prediction first.")
             connection.execute(
                 "INSERT INTO measurements (run_id, measured_at, status, measurement, notes) VALUES (?, ?, ?, ?, ?)",
                 (run_id, _now(), status, measurement_json, notes),
@@ -154,11 +154,13 @@ class Ledger:
     # -- reading ---------------------------------------------------------------------------------------------------------
 
     def get(self, run_id: str) -> Run:
-        """The run whose id is ``run_id`` or, where only one does, starts with it; ``last`` is the newest.
-        Raises InputError where there is none, or more than one."""
+        """The run with the id ``run_id``, or the only one whose id starts with it. ``last`` is the newest run.
+        Raises InputError if no run or more than one matches."""
         with self._reading() as connection:
             if connection is None:
-                raise InputError(f"run {run_id!r} does not exist: there is no ledger at {self.path} yet.")
+                raise InputError(
+                    f"run {run_id!r} does not exist, because there is no ledger at {self.path} yet. The first run creates it."
+                )
             if run_id == "last":
                 rows = connection.execute("SELECT * FROM predictions ORDER BY rowid DESC LIMIT 1").fetchall()
             else:
@@ -168,21 +170,19 @@ class Ledger:
                     sql = "SELECT * FROM predictions WHERE run_id LIKE ? ESCAPE '\\' LIMIT 2"
                     rows = connection.execute(sql, (pattern,)).fetchall()
             if not rows:
-                raise InputError(
-                    f"run {run_id!r} is not in the ledger {self.path}. `twostroke ledger list` shows those that are."
-                )
+                raise InputError(f"run {run_id!r} is not in the ledger {self.path}. `twostroke ledger list` shows its runs.")
             if len(rows) > 1:
                 raise InputError(
-                    f"run {run_id!r} is short for more than one run, {rows[0]['run_id']} among them. Give more of it."
+                    f"{run_id!r} is the beginning of more than one run's id, such as {rows[0]['run_id']}. Give more of the id."
                 )
             return self._run(connection, rows[0])
 
     def runs(self, kind: str | None = None, limit: int | None = None) -> list[Run]:
-        """Runs, newest first, of one ``kind`` or of all, at most ``limit``."""
+        """At most ``limit`` runs, newest first, of one ``kind`` or of all."""
         if kind is not None and kind not in KINDS:
             raise ConfigError(f"kind={kind!r} is not a kind of run. {did_you_mean(kind, KINDS)}")
         if limit is not None and limit < 1:
-            raise ConfigError(f"limit={limit} must be at least 1.")
+            raise ConfigError(f"limit={limit} must be at least 1, or None for all runs.")
         with self._reading() as connection:
             if connection is None:
                 return []
@@ -208,49 +208,50 @@ class Ledger:
                 ),
             )
         except ValueError as error:
-            raise CorruptFileError(f"ledger {self.path}: run {row['run_id']} is not readable ({error}).") from None
+            raise CorruptFileError(f"ledger {self.path} is damaged: run {row['run_id']} cannot be read ({error}).") from None
 
     # -- the file --------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """SQLite's errors as sentences."""
+        """Turn SQLite's errors into sentences."""
         try:
             yield
         except sqlite3.OperationalError as error:
             text = str(error)
             if "locked" in text or "busy" in text:
                 raise TwostrokeError(
-                    f"ledger {self.path} stayed locked for {BUSY_TIMEOUT_S:.0f} s. Another process holds it; try again."
+                    f"ledger {self.path} stayed locked for {BUSY_TIMEOUT_S:.0f} s by another process. Try again when that has "
+                    "ended."
                 ) from None
             if "no such table" in text or "no such column" in text or "has no column" in text:
                 raise self._foreign() from None
             if "full" in text or "I/O" in text:
                 raise TwostrokeError(
-                    f"ledger {self.path} could not be written ({text}). Make room on its disk; earlier rows are kept."
+                    f"ledger {self.path} could not be written ({text}). Free space on its disk; earlier rows are kept."
                 ) from None
             if "readonly" in text or "unable to open" in text:
                 raise TwostrokeError(
                     f"ledger {self.path} could not be opened ({text}). Allow writing to it and its folder, or set "
-                    "TWOSTROKE_HOME to another."
+                    "TWOSTROKE_HOME to another folder."
                 ) from None
             raise TwostrokeError(f"ledger {self.path}: {text}.") from None
         except sqlite3.IntegrityError as error:
             raise TwostrokeError(f"ledger {self.path} refused a row: {error}.") from None
         except sqlite3.DatabaseError as error:
             raise CorruptFileError(
-                f"ledger {self.path} is damaged ({error}). It was left as it is; move it away to start a new one."
+                f"ledger {self.path} is damaged ({error}). The file was not changed; move it away to start a new ledger."
             ) from None
 
     def _foreign(self) -> CorruptFileError:
         return CorruptFileError(
-            f"{self.path} is not a Twostroke ledger. It was left as it is; name another file, or move this one away."
+            f"{self.path} is not a Twostroke ledger. The file was not changed; name another one, or move this one away."
         )
 
     def _check_header(self) -> None:
-        """Refuse, before SQLite opens it, a file that is no SQLite database: opened for writing it might be altered."""
+        """Refuse a file that is not an SQLite database before SQLite opens it, because opening it for writing may change it."""
         if self.path.is_dir():
-            raise InputError(f"ledger {self.path} is a folder; it must be a file.")
+            raise InputError(f"ledger {self.path} is a folder; it must be a file. Name a file in it.")
         try:
             if self.path.is_file() and self.path.stat().st_size:
                 with self.path.open("rb") as file:
@@ -260,8 +261,8 @@ class Ledger:
             raise TwostrokeError(f"ledger {self.path} cannot be read: {error.strerror}.") from None
 
     def _connect(self, read_only: bool) -> sqlite3.Connection:
-        # A reader opens "rw" too: a write-ahead log left by a killed writer has to be recovered before it can be read. On a
-        # read-only disk or folder there can be no writer, and "immutable" reads without the files that SQLite would make.
+        # A reader opens "rw" too, because it must recover the write-ahead log that a killed writer left. A read-only file or
+        # folder has no writers, and "immutable" lets SQLite read it without creating files beside it.
         mode = "rw" if read_only else "rwc"
         if read_only and not (os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)):
             mode = "ro" if self.path.with_name(f"{self.path.name}-wal").exists() else "ro&immutable=1"
@@ -272,16 +273,19 @@ class Ledger:
         return connection
 
     def _is_blank(self, connection: sqlite3.Connection) -> bool:
-        """True for a database without any table, such as a process killed while creating it leaves behind. Raises
-        CorruptFileError where the stamp is another program's, ConfigError where it is another version's."""
-        # In one statement, which sees one state: between two, another process may create the ledger.
+        """True for a database without tables, which a process leaves that was killed while it created the ledger.
+        Raises CorruptFileError for another program's database, ConfigError for a ledger of another version."""
+        # One statement sees one state. Between two statements another process could create the ledger.
         application, version, n_tables = connection.execute(
             "SELECT application_id, user_version, (SELECT count(*) FROM sqlite_master) "
             "FROM pragma_application_id, pragma_user_version"
         ).fetchone()
         if application == APPLICATION_ID:
             if version != SCHEMA_VERSION:
-                raise ConfigError(f"ledger {self.path} has version {version}; this release reads version {SCHEMA_VERSION}.")
+                raise ConfigError(
+                    f"ledger {self.path} has version {version}, and this release reads version {SCHEMA_VERSION}. "
+                    "Use the release that wrote it, or set TWOSTROKE_HOME to another folder."
+                )
             return False
         if application != 0 or n_tables:
             raise self._foreign()
@@ -289,7 +293,7 @@ class Ledger:
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection | None]:
-        """A connection inside one read transaction, or None where there is no ledger yet."""
+        """A connection inside one read transaction; None if the ledger does not exist yet."""
         self._check_header()
         if not self.path.is_file() or self.path.stat().st_size == 0:
             yield None
@@ -308,13 +312,14 @@ class Ledger:
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """A connection inside one write transaction, committed at the end; on any error nothing of it is kept."""
+        """A connection inside one write transaction, which is committed at the end and rolled back on any error."""
         self._check_header()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise TwostrokeError(
-                f"the ledger's folder {self.path.parent} cannot be made: {error.strerror}. Set TWOSTROKE_HOME to another."
+                f"the ledger's folder {self.path.parent} cannot be made: {error.strerror}. Set TWOSTROKE_HOME to another "
+                "folder."
             ) from None
         with self._translated():
             connection = self._connect(read_only=False)
@@ -324,7 +329,7 @@ class Ledger:
                 try:
                     yield connection
                 except BaseException:
-                    if connection.in_transaction:  # SQLite has rolled back by itself where the disk was full
+                    if connection.in_transaction:  # if the disk was full, SQLite has rolled back by itself
                         connection.execute("ROLLBACK")
                     raise
                 connection.execute("COMMIT")
@@ -335,7 +340,7 @@ class Ledger:
         if self._is_blank(connection):
             self._switch_to_wal(connection)
             connection.execute("BEGIN IMMEDIATE")
-            # Stamp and tables appear together or not at all; a second process that waited here finds them and adds nothing.
+            # Tables and header appear in one transaction. A second process that waited here finds them and changes nothing.
             for statement in _SCHEMA:
                 connection.execute(statement)
             connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
@@ -343,21 +348,23 @@ class Ledger:
             connection.execute("COMMIT")
         else:
             self._check_pages(connection)
-        connection.execute("PRAGMA synchronous = FULL")  # one row a run: a lost row costs more than an fsync
+        connection.execute("PRAGMA synchronous = FULL")  # an fsync costs little for one row a run, and no row is lost
 
     def _check_pages(self, connection: sqlite3.Connection) -> None:
-        """Look at every page once a ``Ledger``: a query that happens to avoid a damaged page would hide rows, not fail."""
+        """Check every page of the file, once for each ``Ledger``. A query may miss the rows of a damaged page without an
+        error."""
         if not self._checked and self.path.stat().st_size <= CHECKED_BYTES:
             found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
             if found != "ok":
                 what = " ".join(found.split())
                 raise CorruptFileError(
-                    f"ledger {self.path} is damaged ({what}). It was left as it is; move it away to start anew."
+                    f"ledger {self.path} is damaged ({what}). The file was not changed; move it away to start a new ledger."
                 )
         self._checked = True
 
     def _switch_to_wal(self, connection: sqlite3.Connection) -> None:
-        """Switching modes does not honour the busy timeout, so two processes creating a ledger at once must try again here."""
+        """Switch to the write-ahead log. SQLite's busy timeout does not apply to that, so if two processes create a ledger at
+        once, one retries here."""
         deadline = time.monotonic() + BUSY_TIMEOUT_S
         while True:
             try:

@@ -1,4 +1,4 @@
-"""The ledger for people: aligned columns, values in the unit that their name ends in."""
+"""Prints the ledger for people, in aligned columns and with each value in the unit that its name ends in."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from twostroke.ledger.store import Run
 
 WIDTH = 120
-"""Columns that no line of these texts exceeds."""
+"""Longest line of these texts, in columns."""
 
 HEADLINES = ("step_time_s", "tpot_s", "decode_tok_per_s", "ttft_s", "startup_s")
-"""The number that a list shows of a run: the first of these that it measured, else the first that it predicted."""
+"""A list shows one number of each run: the first of these names that was measured, else the first that was predicted."""
 
-LEGEND = "error = 100·(predicted − measured) / measured. [low–high]: the interval frozen with the prediction"
+LEGEND = "error = 100·(predicted − measured) / measured. [low–high] is the interval frozen with the prediction"
 
 _ONE_NUMBER = re.compile(r"^\$?(-?[\d.,]+(?:e[-+]?\d+)?)(?!.* \d)")
-"""The number of a text that has only one: not ``1 min 33 s``."""
+"""Matches the number of a text with a single one, so not ``1 min 33 s``."""
 
 
 def format_value(name: str, value: float | None) -> str:
-    """``value`` in the unit that ``name`` ends in, as in ``step_time_s`` or ``peak_memory_bytes``; a dash for None."""
+    """``value`` in the unit that ``name`` ends in (``step_time_s``, ``peak_memory_bytes``). None is a dash."""
     if value is None:
         return "–"
     if name.endswith("tok_per_s"):
@@ -55,7 +55,7 @@ def format_error(error_percent: float | None) -> str:
 
 
 def align(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Rows of cells as lines of aligned columns, two spaces between; columns in ``right`` are set flush right."""
+    """Rows of cells as lines of aligned columns with two spaces between. Columns in ``right`` are aligned right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -65,7 +65,7 @@ def align(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
 
 
 def format_interval(name: str, value: float | None, low: float | None, high: float | None) -> str:
-    """``65.2 ms [59–92.5]``: the value with its interval in the value's own unit."""
+    """The value with its interval in the same unit, as in ``65.2 ms [59–92.5]``."""
     shown = format_value(name, value)
     if value is None or low is None or high is None:
         return shown
@@ -82,12 +82,12 @@ def format_inside(inside: bool | None) -> str:
 
 
 def _shortened(text: str, width: int) -> str:
-    """``text`` in at most ``width`` columns; what is cut is its beginning, since the end of a path tells more."""
+    """``text`` in at most ``width`` columns. The beginning is cut off, because the end of a path says more."""
     return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
 
 
 def headline(run: Run) -> Row | None:
-    """The one row of a run that a list has room for."""
+    """The row of a run that a list shows."""
     rows = {row.name: row for row in compare(run)}
     for which in ("measured", "predicted"):
         for name in HEADLINES:
@@ -97,7 +97,7 @@ def headline(run: Run) -> Row | None:
 
 
 def runs_text(runs: Sequence[Run]) -> str:
-    """One line a run, newest first: its headline number, predicted and measured."""
+    """One line for each run, newest first, with its headline number as predicted and measured."""
     if not runs:
         return "The ledger has no runs yet. Every `twostroke train`, `serve`, `bench` and `generate` adds one."
     rows = [["run", "status", "", "predicted", "measured", "error", "", "subject"]]
@@ -115,13 +115,13 @@ def runs_text(runs: Sequence[Run]) -> str:
         rows.append([run.run_id, run.status, *cells, run.subject])
     room = WIDTH - sum(max(len(row[i]) for row in rows) + 2 for i in range(len(rows[0]) - 1))
     rows = [[*row[:-1], _shortened(row[-1], max(8, room))] for row in rows]
-    if not any(row[6] for row in rows):  # a ledger of before there were intervals
+    if not any(row[6] for row in rows):  # all runs are of releases whose predictions had no intervals
         rows = [[*row[:6], row[7]] for row in rows]
     return align(rows, right=(4, 5))
 
 
 def run_head(run: Run) -> str:
-    """What the run is: two lines."""
+    """Two lines that identify the run."""
     return (
         f"{run.run_id}  {_shortened(run.subject, WIDTH - len(run.run_id) - len(run.status) - 4)}  {run.status}\n"
         f"frozen {run.frozen_at}  code {run.code_version}  machine {run.fingerprint}"
@@ -129,7 +129,7 @@ def run_head(run: Run) -> str:
 
 
 def comparison_text(run: Run, rows: Sequence[Row], attributions: Sequence[Attribution] = ()) -> str:
-    """Predicted beside measured, with the interval, the error in percent, and which term caused it."""
+    """Predicted and measured values with interval and error in percent, then the attribution of the errors."""
     if not rows:
         return f"{run_head(run)}\nNothing was predicted or measured as a number."
     cells = [["", "predicted [interval]", "measured", "error", ""]]
@@ -148,17 +148,17 @@ def comparison_text(run: Run, rows: Sequence[Row], attributions: Sequence[Attrib
 
 
 def _level(run: Run) -> str:
-    """Of the intervals, as they were frozen: their level and where their width came from."""
+    """The level of the intervals and the source of their width, as they were frozen."""
     found = [value for value in run.prediction.values() if isinstance(value, Mapping) and "level" in value]
     if not found:
-        return "; this run has none"
+        return "; this run has no intervals"
     n_assumed = sum(value.get("width") != "measured" for value in found)
     widths = "assumed" if n_assumed == len(found) else "measured" if not n_assumed else f"assumed for {n_assumed}"
     return f",\nmeant to hold {100 * found[0]['level']:.0f}% of measurements; widths {widths}"
 
 
 def attribution_text(attributions: Sequence[Attribution]) -> str:
-    """Each total's error, shared out to its terms: the column of percents adds up to the total's error."""
+    """Each total's error and the shares of its terms. The percents of the terms add up to the total's."""
     cells = [["which term missed", "predicted", "measured", "of the error"]]
     for one in attributions:
         name = one.total
@@ -172,7 +172,7 @@ def attribution_text(attributions: Sequence[Attribution]) -> str:
 
 
 def run_text(run: Run, rows: Sequence[Row], attributions: Sequence[Attribution] = ()) -> str:
-    """Everything of one run for people: inputs, numbers, terms, notes. The JSON has the whole of it."""
+    """One run for people: numbers, attributions, reasons for what was not measured, inputs and notes. The JSON holds more."""
     parts = [comparison_text(run, rows, attributions)]
     missing = run.measurement.get("not_measured")
     if isinstance(missing, Mapping) and missing:
@@ -191,7 +191,8 @@ def run_text(run: Run, rows: Sequence[Row], attributions: Sequence[Attribution] 
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Inputs as name and value, nested ones with dots; what is unset or false is left out; long values lose their start."""
+    """Inputs as (name, value), with dots in names of nested ones. Unset and false inputs are left out, and the beginning of
+    long values is cut off."""
     found: list[tuple[str, str]] = []
     for name, value in table.items():
         if isinstance(value, Mapping):
@@ -217,8 +218,8 @@ def _folded(note: str) -> str:
 
 
 def scores_text(scores: Sequence[Score], pooled: Sequence[PooledShare] = ()) -> str:
-    """One line a predicted quantity: how far predictions were off over all runs, how many measurements fell into their
-    intervals, and which terms miss most."""
+    """One line for each predicted quantity with its errors over all runs and how many measurements lie in their intervals, then
+    the terms that miss most."""
     if not scores:
         return "No run has both a prediction and a measurement yet. A prediction needs a profile: `twostroke calibrate`."
     cells = [["", "runs", "median |error|", "p90 |error|", "worst |error|", "median error", "inside"]]
@@ -244,7 +245,7 @@ def scores_text(scores: Sequence[Score], pooled: Sequence[PooledShare] = ()) -> 
 
 
 def pooled_text(pooled: Sequence[PooledShare]) -> str:
-    """Which term of each total misses most, over all runs; in percent of the measured total."""
+    """The terms of each total over all runs, the worst first, in percent of the measured total."""
     cells = [["which term misses most", "runs", "median |share|", "median share", "worst in"]]
     total = None
     for share in pooled:
