@@ -209,7 +209,7 @@ def test_a_byte_level_tokenizer_comes_along_with_its_chat_template(tmp_path: Pat
     [
         (lambda w: w.add_token_list(["a"] * 200), "has 200 tokens, but embeddings for 96"),
         (lambda w: w.add_token_list(["a", "a"]), "'a' occurs twice"),
-        (lambda w: (w.add_token_list(["a", "b", "ab"]), w.add_token_types([1])), "tables disagree"),
+        (lambda w: (w.add_token_list(["a", "b", "ab"]), w.add_token_types([1])), "one for each token of the tokenizer"),
         (lambda w: (w.add_token_list(["a", "b"]), w.add_token_merges(["a c"])), "merge 'a c'"),
         (lambda w: (w.add_token_list(["a", "b", "ab"]), w.add_tokenizer_pre("martian")), "'martian' is not supported"),
         (lambda w: (w.add_token_list(["a", "b"]), w.add_bos_token_id(500)), "is outside the vocabulary of 96 tokens"),

@@ -186,7 +186,7 @@ def test_refusals_of_the_hub_say_what_to_do(tmp_path: Path, monkeypatch: pytest.
 
     response = httpx.Response(403, request=httpx.Request("GET", "https://example.invalid"))
     for error, sentence in (
-        (errors.GatedRepoError("gated", response=response), "asks for an agreement"),
+        (errors.GatedRepoError("gated", response=response), "only to those who accept its terms"),
         (errors.RepositoryNotFoundError("missing", response=response), "no model 'someone/tiny'"),
         (errors.HFValidationError("bad name"), "nor a Hub name: bad name"),
     ):

@@ -1,4 +1,4 @@
-"""Write a model directory anew for others to open: adapters merged into their base, weights in another format."""
+"""Exports a model directory for other programs: it merges adapters into their base and converts weights to another dtype."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What an export wrote. ``base`` is the model that adapters were merged into, None where there were none."""
+    """What an export wrote. ``base`` is the model that adapters were merged into; None for a whole model."""
 
     source: str
     directory: str
@@ -42,11 +42,11 @@ def export_model(
     replace: bool = False,
     progress: Callable[[float, str], None] | None = None,
 ) -> ExportReport:
-    """Write the model in ``source``, or in its ``model`` folder, to ``directory``; adapters are merged where ``merge`` is set.
+    """Write the model in ``source``, or in its ``model`` folder, to ``directory``. With ``merge``, adapters are merged.
 
-    ``dtype`` "auto" is that of the model, or of the adapters' base. Written whole or not at all, one tensor at a time. Raises
-    InputError or ConfigError where ``source`` holds adapters and ``merge`` is not set, or the other way about, and what
-    ``model.load.open_weights`` raises.
+    ``dtype`` "auto" is that of the model, or of the adapters' base. Tensors are written one at a time, and the directory
+    appears when it is complete. Raises InputError if ``source`` holds adapters without ``merge``, or none with it, ConfigError
+    for a dtype that is not one to save in, and the errors of ``model.load.open_weights``.
     """
     if dtype not in ("auto", "fp32", "bf16", "fp16"):
         raise ConfigError(f"dtype={dtype!r} is not a format to save in. Use auto, fp32, bf16 or fp16.")
@@ -54,8 +54,8 @@ def export_model(
     adapters = is_adapter_directory(found)
     if adapters and not merge:
         raise InputError(
-            f"{found} holds adapters in PEFT's layout already, to be used as they are. Give --merge to write one model "
-            "with them."
+            f"{found} already holds adapters in PEFT's layout, which other programs can use as they are. Give --merge to write "
+            "one model with them."
         )
     if merge and not adapters:
         raise InputError(f"{found} holds no adapters, so there is nothing to merge. Leave --merge out.")
@@ -65,7 +65,7 @@ def export_model(
         config = read_adapter_config(found)
         base = base_directory(found, config)
         if config.nf4 is not None:
-            notes.append("the adapters were trained on the base in NF4: they are merged into what NF4 left of its weights.")
+            notes.append("the adapters were trained on the base in NF4, so they are merged into the base as NF4 rounds it.")
     spec, get = open_weights(found)
     if dtype == "auto":
         stored = read_config(base or found)
@@ -88,4 +88,6 @@ def _find(source: Path) -> Path:
     for candidate in (source, source / "model"):
         if (candidate / "config.json").is_file() or is_adapter_directory(candidate):
             return candidate
-    raise InputError(f"{source} is neither a model or adapter directory nor the output of a training run.")
+    raise InputError(
+        f"{source} is neither a model or adapter directory nor the output of a training run. Give the folder with config.json."
+    )

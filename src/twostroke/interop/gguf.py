@@ -1,4 +1,4 @@
-"""Reading GGUF files: metadata, tensor table and tensors, every count and offset checked against the file before it is used.
+"""Reads GGUF files: metadata, tensor table and tensors. It checks every count and offset against the file before using it.
 
 Format: ggml's ``docs/gguf.md``, versions 2 and 3; block formats: ``ggml-common.h`` (``block_q8_0``, ``block_q4_0``).
 """
@@ -25,18 +25,18 @@ MAGIC = b"GGUF"
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 2**20
 MAX_KEY_BYTES = 65_535  # GGUF's own limit
-MAX_TEXT_BYTES = 4 * 2**20  # a chat template; a token
-_FIELD_BYTES, _TENSOR_BYTES = 400, 1_100  # of a metadata field and of a row of the tensor table, once read
-_LEAST_TENSOR_BYTES = 8 + 4 + 4 + 8  # name length, number of dimensions, type, offset
-_LEAST_FIELD_BYTES = 8 + 4 + 1
+MAX_TEXT_BYTES = 4 * 2**20  # the longest texts are chat templates
+_FIELD_BYTES, _TENSOR_BYTES = 400, 1_100  # memory that a metadata field and a row of the tensor table take once they are read
+_MIN_TENSOR_BYTES = 8 + 4 + 4 + 8  # name length, number of dimensions, type, offset
+_MIN_FIELD_BYTES = 8 + 4 + 1
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 
-_PIECE_BLOCKS = 2**14  # dequantised at a time: two megabytes of values
+_PIECE_BLOCKS = 2**14  # blocks that are dequantised at once, which make two megabytes of values
 
 _BLOCK_OF = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q8_0": (32, 34), "Q4_0": (32, 18)}
-"""(elements, bytes) of one block of each tensor type that is read."""
+"""(elements, bytes) of one block of each supported tensor type."""
 
 _TYPE_NAMES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K",
@@ -58,7 +58,7 @@ class GgufTensor:
 
 
 class _Cursor:
-    """Reads little-endian values in order and never past the end."""
+    """Reads little-endian values in order, and never past the end of the file."""
 
     def __init__(self, file: Path, data: Any, allowance: Allowance) -> None:
         self.file, self.data, self.at, self.allowance = file, data, 0, allowance
@@ -70,7 +70,8 @@ class _Cursor:
     def take(self, n_bytes: int, what: str) -> bytes:
         if n_bytes > self.left:
             raise CorruptFileError(
-                f"{self.file}: {what} needs {n_bytes} bytes, but only {self.left} are left. The file is truncated."
+                f"{self.file}: {what} needs {n_bytes} bytes, but only {self.left} are left. The file is truncated. Copy or "
+                "download it again."
             )
         start, self.at = self.at, self.at + n_bytes
         return bytes(self.data[start : self.at])
@@ -79,16 +80,16 @@ class _Cursor:
         return struct.unpack(form, self.take(struct.calcsize(form), what))[0]
 
     def count(self, what: str, least_bytes: int) -> int:
-        """A count of things of at least ``least_bytes`` each, which must fit in what is left of the file."""
+        """Read a count of items of at least ``least_bytes`` each. They must fit into the rest of the file."""
         count: int = self.scalar("<Q", what)
         if count * least_bytes > self.left:
-            raise CorruptFileError(f"{self.file}: {what} is {count}, more than the {self.left} bytes that are left can hold.")
+            raise CorruptFileError(f"{self.file}: {what} is {count}, more than the remaining {self.left} bytes can hold.")
         return count
 
     def string(self, what: str, most_bytes: int = MAX_TEXT_BYTES) -> str:
         length = self.count(f"the length of {what}", 1)
         if length > most_bytes:
-            raise CorruptFileError(f"{self.file}: {what} is of {length} bytes; such a text has at most {most_bytes}.")
+            raise CorruptFileError(f"{self.file}: {what} has {length} bytes; at most {most_bytes} are read.")
         raw = self.take(length, what)
         try:
             text = raw.decode("utf-8")
@@ -107,20 +108,21 @@ class _Cursor:
         inner = self.scalar("<I", what)
         if inner not in _SCALARS and inner != _STRING:
             raise CorruptFileError(
-                f"{self.file}: {what} is an array of value type {inner}; arrays of numbers and of texts are read."
+                f"{self.file}: {what} is an array of value type {inner}; only arrays of numbers and of texts are read."
             )
         least = struct.calcsize(_SCALARS[inner]) if inner in _SCALARS else 8
         count = self.count(f"the number of elements of {what}", least)
         if inner in _SCALARS:
-            # Kept as an array: a list of a million Python numbers takes thirty times the file's bytes.
+            # A numpy array, because a list of a million Python numbers takes thirty times the file's bytes.
             return np.frombuffer(self.take(count * least, what), dtype=np.dtype(_SCALARS[inner]))
         return [self.string(what) for _ in range(count)]
 
 
 class GgufFile:
-    """An opened GGUF file: ``metadata`` (arrays of numbers are numpy arrays) and ``tensors``; ``read`` dequantises one.
+    """An opened GGUF file with ``metadata`` (arrays of numbers are numpy arrays) and ``tensors``. ``read`` dequantises a
+    tensor.
 
-    Raises InputError where there is no file and CorruptFileError where it breaks the format.
+    Raises InputError if the file does not exist, CorruptFileError if it breaks the format.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -140,8 +142,8 @@ class GgufFile:
             raise CorruptFileError(f"{self.path} is a big-endian GGUF file; only little-endian ones are read.")
         if version not in (2, 3):
             raise CorruptFileError(f"{self.path} is GGUF version {version}; versions 2 and 3 are read.")
-        n_tensors = cursor.count("the number of tensors", _LEAST_TENSOR_BYTES)
-        n_fields = cursor.count("the number of metadata fields", _LEAST_FIELD_BYTES)
+        n_tensors = cursor.count("the number of tensors", _MIN_TENSOR_BYTES)
+        n_fields = cursor.count("the number of metadata fields", _MIN_FIELD_BYTES)
         self.allowance.take(n_fields * _FIELD_BYTES + n_tensors * _TENSOR_BYTES, "its tables of metadata and tensors")
         self.metadata: dict[str, Any] = {}
         for _ in range(n_fields):
@@ -199,7 +201,8 @@ class GgufFile:
         return tensors
 
     def read(self, name: str) -> Tensor:
-        """The tensor ``name``: F32, F16 and BF16 as they are, Q8_0 and Q4_0 as the exact fp32 numbers that they stand for."""
+        """The tensor ``name``. F32, F16 and BF16 are read as they are, Q8_0 and Q4_0 as the fp32 numbers that they stand
+        for."""
         info = self.tensors[name]
         raw = np.frombuffer(self._data, dtype=np.uint8, count=info.n_bytes, offset=info.start)
         if info.type_name == "Q8_0":
@@ -211,18 +214,19 @@ class GgufFile:
 
 
 def dequantise_q8_0(raw: np.ndarray) -> np.ndarray:
-    """Blocks of 34 bytes: an fp16 scale d and 32 signed bytes q; values d·q, fp32."""
+    """fp32 values d·q of blocks of 34 bytes: an fp16 scale d and 32 signed bytes q."""
     return _by_pieces(raw, 34, lambda rest: rest.view(np.int8).astype(np.float32))
 
 
 def dequantise_q4_0(raw: np.ndarray) -> np.ndarray:
-    """Blocks of 18 bytes: an fp16 scale d and 16 bytes, low nibbles the first 16 values, high the rest; d·(q − 8), fp32."""
+    """fp32 values d·(q − 8) of blocks of 18 bytes: an fp16 scale d, and 16 bytes whose low nibbles are the first 16 codes q and
+    whose high nibbles are the other 16."""
     return _by_pieces(raw, 18, lambda rest: np.concatenate((rest & 15, rest >> 4), axis=1).astype(np.float32) - 8.0)
 
 
 def _by_pieces(raw: np.ndarray, block_bytes: int, decode: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Scale times what ``decode`` makes of the bytes behind it, block by block. In pieces, because what lies between the codes
-    and the values is as large as the values: of a whole tensor it would double what an import takes."""
+    """Each block's scale times the numbers that ``decode`` makes of its codes. It works in pieces, because the intermediate
+    arrays are as large as the values: for a whole tensor they would double the memory of an import."""
     blocks = raw.reshape(-1, block_bytes)
     values = np.empty((len(blocks), 32), dtype=np.float32)
     for start in range(0, len(blocks), _PIECE_BLOCKS):

@@ -1,4 +1,4 @@
-"""Models in GGUF files: metadata to ``ModelSpec``, tensor names to canonical ones, the embedded tokenizer."""
+"""Reads models from GGUF files: maps metadata to ``ModelSpec`` and tensor names to canonical ones, and builds the tokenizer."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from twostroke.interop.tokenizer_tables import LLAMA3_WORDS, NORMAL, byte_level_
 from twostroke.model.rope import inverse_frequencies
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""GGUF's own names. Mistral models are ``llama`` there."""
+"""GGUF's own names. GGUF calls Mistral models ``llama``."""
 
 NO_TOKEN = 2**32 - 1  # an absent token id in some files
 
 
 class _Metadata:
-    """Typed access to a file's metadata; each miss is a sentence."""
+    """Typed access to a file's metadata. A missing or wrong value raises CorruptFileError."""
 
     def __init__(self, file: GgufFile) -> None:
         self.file = file
@@ -65,7 +65,7 @@ class _Metadata:
         value: np.ndarray = self._get(key, (np.ndarray,), "a list of numbers", default)
         if len(value) != n or not np.isfinite(value).all():
             raise CorruptFileError(
-                f"{self.file.path}: the tokenizer's tables disagree: metadata {key} must hold {n} finite numbers, one a token."
+                f"{self.file.path}: metadata {key} must hold {n} finite numbers, one for each token of the tokenizer."
             )
         return list(value.tolist())
 
@@ -84,14 +84,15 @@ def read_gguf(path: Path) -> SourceModel:
     """The model and tokenizer in ``path``.
 
     Raises CorruptFileError for a file that breaks the format or lacks something, UnsupportedFamilyError and ConfigError for
-    what is not read, all before any weight is.
+    what is not supported. All are raised before any weight is read.
     """
     file = GgufFile(path)
     metadata = _Metadata(file)
     architecture = metadata.text("general.architecture")
     if architecture not in ARCHITECTURES:
         raise UnsupportedFamilyError(
-            f"{path} is of architecture {architecture!r:.50}, which is not read from GGUF. Read: {', '.join(ARCHITECTURES)}."
+            f"{path} has the architecture {architecture!r:.50}, which is not read from GGUF. Read are "
+            f"{', '.join(ARCHITECTURES)}."
         )
     spec = _spec(file, metadata, architecture)
     state = LazyState(_readers(file, spec, paired=architecture == "llama"))
@@ -103,13 +104,16 @@ def read_gguf(path: Path) -> SourceModel:
         dtype = "fp16" if types == {"F16"} else "bf16"
     quantised = types - {"F32", "F16", "BF16"}
     if quantised:
-        notes = (f"{', '.join(sorted(quantised))} weights were turned into the exact fp32 numbers that they stand for.",)
+        notes = (f"{', '.join(sorted(quantised))} weights were converted to the exact fp32 numbers that they stand for.",)
     return SourceModel("GGUF", spec, state, dtype, tokenizer, notes)
 
 
 def _spec(file: GgufFile, metadata: _Metadata, a: str) -> ModelSpec:
     if "token_embd.weight" not in file.tensors:
-        raise CorruptFileError(f"{file.path} has no tensor 'token_embd.weight': it holds a vocabulary or a part of a model.")
+        raise CorruptFileError(
+            f"{file.path} has no tensor 'token_embd.weight', so it holds only a vocabulary or a part of a model. "
+            "Give the file of a whole model."
+        )
     if metadata.integer(f"{a}.expert_count", 0):
         raise UnsupportedFamilyError(f"{file.path} is a mixture of experts, which is not read from GGUF.")
     width, n_heads = metadata.integer(f"{a}.embedding_length"), metadata.integer(f"{a}.attention.head_count")
@@ -119,7 +123,7 @@ def _spec(file: GgufFile, metadata: _Metadata, a: str) -> ModelSpec:
     for key in (f"{a}.attention.value_length", f"{a}.rope.dimension_count"):
         if metadata.integer(key, head_dim) != head_dim:
             raise ConfigError(
-                f"{file.path}: {key}={metadata.integer(key)} is not supported unless it is the head's {head_dim}."
+                f"{file.path}: {key}={metadata.integer(key)} is not supported; it must equal the head dimension {head_dim}."
             )
     vocab_size = file.tensors["token_embd.weight"].shape[0]
     eos = metadata.token_id("tokenizer.ggml.eos_token_id", vocab_size)
@@ -152,13 +156,14 @@ def _spec(file: GgufFile, metadata: _Metadata, a: str) -> ModelSpec:
 
 
 def _rope(file: GgufFile, metadata: _Metadata, a: str, spec: ModelSpec) -> RopeSpec:
-    """Linear scaling is metadata; Llama 3's is a tensor of divisors, recognised by trying the factors that Meta published."""
+    """The file's rope scaling. Linear scaling is metadata. Llama 3's is a tensor of divisors, which is recognised by comparing
+    it with the divisors of the factors that Meta published."""
     kind = metadata.text(f"{a}.rope.scaling.type", "none")
     if kind == "linear":
         factor = metadata.number(f"{a}.rope.scaling.factor", 1.0)
         return RopeSpec(theta=spec.rope.theta, scaling="linear", factor=factor)
     if kind != "none":
-        raise ConfigError(f"rope scaling {kind!r:.50} is not read from GGUF. Read: none, linear, Llama 3's rope_freqs.")
+        raise ConfigError(f"rope scaling {kind!r:.50} is not read from GGUF. Read are none, linear and Llama 3's rope_freqs.")
     if "rope_freqs.weight" not in file.tensors:
         return spec.rope
     divisors = file.read("rope_freqs.weight").float()
@@ -174,7 +179,7 @@ def _rope(file: GgufFile, metadata: _Metadata, a: str, spec: ModelSpec) -> RopeS
 
 
 def _readers(file: GgufFile, spec: ModelSpec, paired: bool) -> dict[str, Callable[[], Tensor]]:
-    """A reader for each canonical tensor. Raises CorruptFileError for tensors that are missing, misshapen or left over."""
+    """A reader for each canonical tensor. Raises CorruptFileError for tensors that are missing, misshapen or unknown."""
     E, F, D, V = spec.d_model, spec.d_ff, spec.head_dim, spec.vocab_size
     q_rows, kv_rows = spec.n_heads * D, spec.n_kv_heads * D
     used: set[str] = set()
@@ -182,7 +187,7 @@ def _readers(file: GgufFile, spec: ModelSpec, paired: bool) -> dict[str, Callabl
     def part(name: str, *shape: int) -> str:
         info = file.tensors.get(name)
         if info is None:
-            raise CorruptFileError(f"{file.path} has no tensor {name!r}, which its metadata asks for.")
+            raise CorruptFileError(f"{file.path} has no tensor {name!r}, which a model of its metadata needs.")
         if info.shape != shape:
             raise CorruptFileError(
                 f"{file.path}: tensor {name!r} has shape {list(info.shape)}, but its metadata asks for {list(shape)}."
@@ -244,7 +249,7 @@ def _tokenizer(metadata: _Metadata, spec: ModelSpec) -> SourceTokenizer:
         raise CorruptFileError(f"{metadata.file.path} has {len(pieces)} tokens, but embeddings for {spec.vocab_size}.")
     kinds = metadata.numbers("tokenizer.ggml.token_type", len(pieces), np.full(len(pieces), NORMAL))
     words = metadata.text("tokenizer.ggml.pre", "gpt-2")
-    # llama.cpp's own defaults where the file does not say
+    # llama.cpp's own defaults for files that do not say
     begins = metadata.flag("tokenizer.ggml.add_bos_token", model == "llama" or words in LLAMA3_WORDS)
     bos = spec.bos_token_id if begins else None
     config: dict[str, Any] = {}

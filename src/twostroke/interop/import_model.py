@@ -1,4 +1,4 @@
-"""Bring a model in: whatever the source is, a Hugging Face directory that this package and others open comes out."""
+"""Imports a model from any supported source, and writes a Hugging Face directory that this package and others open."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DTYPE_NAMES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float1
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What an import made. ``tokenizer`` says where it came from, None where the source had none."""
+    """What an import made. ``tokenizer`` says where the tokenizer came from; None if the source has no tokenizer."""
 
     source: str
     kind: str
@@ -52,19 +52,19 @@ def import_model(
 ) -> ImportReport:
     """Read ``source`` and write it to ``directory`` in Hugging Face layout.
 
-    ``source`` is a llama2.c ``.bin``, a GGUF file, a Hugging Face directory or a Hub name; its kind is found from its
-    content. ``tokenizer`` overrides the source's own: a llama2.c ``tokenizer.bin``, a ``tokenizer.json`` or a directory with
-    one. ``dtype`` "auto" keeps every weight exactly: fp32 where formats are mixed or quantised. ``progress`` hears the share
-    of the tensors that is done, 0 to 1.
+    ``source`` is a llama2.c ``.bin``, a GGUF file, a Hugging Face directory or a Hub name; its content decides which.
+    ``tokenizer`` replaces the source's own. It is a llama2.c ``tokenizer.bin``, a ``tokenizer.json`` or a directory with one.
+    ``dtype`` "auto" keeps every weight exactly, so it is fp32 if formats are mixed or quantised. ``progress`` is called with
+    the share of tensors done, 0 to 1, and a note.
 
-    Raises InputError, ConfigError or CorruptFileError with a sentence, also for a weight that is not finite, and leaves nothing
-    half written; pickles are never opened.
+    Raises InputError, ConfigError or CorruptFileError, also for a weight that is not finite, and leaves no partial directory.
+    Pickles are never opened.
     """
     if dtype not in ("auto", "fp32", "bf16", "fp16"):
         raise ConfigError(f"dtype={dtype!r} is not a format to save in. Use auto, fp32, bf16 or fp16.")
     chosen = Path(tokenizer).expanduser() if tokenizer is not None else None
     if chosen is not None and not chosen.exists():
-        raise InputError(f"tokenizer {chosen} does not exist.")
+        raise InputError(f"tokenizer {chosen} does not exist. Give a tokenizer.json, a tokenizer.bin or a folder with one.")
     model = _read(source, chosen)
     stored = model.dtype if dtype == "auto" else dtype
     notes = list(model.notes)
@@ -82,7 +82,7 @@ def import_model(
             files, origin = model.tokenizer, str(model.tokenizer)
         else:
             origin = None
-            notes.append("there is no tokenizer beside the source; give one with --tokenizer to generate and score text.")
+            notes.append("the source has no tokenizer; give one with --tokenizer to generate and score text.")
         save_model(Watched(model.state, progress), model.spec, directory, stored, tokenizer_path=files, replace=replace)
     shapes = [entry.shape for entry in layout(model.spec)]
     n_parameters = sum(math.prod(shape) for shape in shapes)
@@ -93,7 +93,7 @@ def import_model(
 
 
 class Watched(Mapping[str, Tensor]):
-    """A state of which each tensor that is taken is told to ``progress``, and is finite: CorruptFileError otherwise."""
+    """A state that reports each read tensor to ``progress``, and raises CorruptFileError if one is not finite."""
 
     def __init__(self, state: Mapping[str, Tensor], progress: Callable[[float, str], None] | None) -> None:
         self._state, self._progress, self._taken = state, progress, 0
@@ -143,7 +143,7 @@ def _read_file(path: Path, tokenizer: Path | None) -> SourceModel:
 
 
 def _tokenizer_beside(path: Path) -> Path | None:
-    """llama2.c's two habits: ``tokenizer.bin``, and ``tok<vocabulary>.bin`` for a model with its own."""
+    """The tokenizer beside a llama2.c model: ``tok<vocabulary>.bin`` if the model has its own, else ``tokenizer.bin``."""
     with path.open("rb") as stream:
         header = stream.read(28)
     vocab_size = abs(int.from_bytes(header[20:24], "little", signed=True))

@@ -1,4 +1,5 @@
-"""llama2.c checkpoints, version 0 (karpathy/llama2.c, ``run.c``, ``export.py``): seven int32, then fp32 weights by kind."""
+"""Reads llama2.c checkpoints of version 0 (karpathy/llama2.c, ``run.c``, ``export.py``): seven int32, then fp32 weights by
+kind."""
 
 from __future__ import annotations
 
@@ -28,14 +29,14 @@ HEADER_BYTES = 28
 BOS, EOS = 1, 2
 NORM_EPS = 1e-5  # a constant in run.c
 _VERSIONED_MAGIC = 0x616B3432  # "ak42", before versions 1 and 2
-_PIECE_BYTES = 120  # of a piece, its score and its kind in lists
+_PIECE_BYTES = 120  # memory of a piece, its score and its kind in lists
 MAX_PIECE_BYTES = 4 * MAX_PIECE_CHARACTERS  # in UTF-8
 
 
 def read_llama2c(path: Path, tokenizer: Path | None) -> SourceModel:
     """The model in ``path`` and the tokenizer in ``tokenizer``, a llama2.c ``tokenizer.bin``.
 
-    Raises CorruptFileError where the header does not account for every byte of the file.
+    Raises CorruptFileError if the header does not explain every byte of the file.
     """
     size = path.stat().st_size
     if size < HEADER_BYTES:
@@ -45,7 +46,7 @@ def read_llama2c(path: Path, tokenizer: Path | None) -> SourceModel:
     if header[0] == _VERSIONED_MAGIC:
         raise ConfigError(f"{path} is a llama2.c checkpoint of version {header[1]}; only version 0 is read.")
     width, d_ff, n_layers, n_heads, n_kv_heads, signed_vocab, n_positions = header
-    tied, vocab = signed_vocab > 0, abs(signed_vocab)  # run.c: a negative vocabulary says that the classifier is its own matrix
+    tied, vocab = signed_vocab > 0, abs(signed_vocab)  # as in run.c: a negative vocabulary stands for an untied head
     if min(width, d_ff, n_layers, n_heads, n_kv_heads, vocab, n_positions) < 1 or width % n_heads:
         raise CorruptFileError(f"{path} is not a llama2.c checkpoint: its header reads {header}.")
     try:
@@ -87,7 +88,7 @@ def _sections(spec: ModelSpec) -> tuple[dict[str, tuple[int, tuple[int, ...]]], 
 
 
 def _theta(path: Path, spec: ModelSpec, data: np.ndarray, cos_at: int, sin_at: int) -> float:
-    """θ of the rotary embedding, read from the angles that the file stores for position 1: θ^(−2i/D)."""
+    """θ of the rotary embedding, computed from the angles θ^(−2i/D) that the file stores for position 1."""
     half = spec.head_dim // 2
     if spec.max_positions < 2 or half < 2:
         return 10_000.0
@@ -99,7 +100,7 @@ def _theta(path: Path, spec: ModelSpec, data: np.ndarray, cos_at: int, sin_at: i
     expected = theta ** (-2 * np.arange(half) / spec.head_dim)
     if not np.allclose(angles, expected, rtol=1e-2, atol=1e-6):
         raise ConfigError(
-            f"{path}: the stored rotary table is not θ^(−2i/D) for any θ; scaled tables are not read from llama2.c."
+            f"{path}: the stored rotary table is not θ^(−2i/D) for any θ, and scaled tables are not read from llama2.c."
         )
     return theta
 
@@ -145,11 +146,12 @@ def _state(spec: ModelSpec, data: np.ndarray, sections: dict[str, tuple[int, tup
 
 
 def read_tokenizer_bin(path: Path, vocab_size: int, model_bytes: int = 0) -> SourceTokenizer:
-    """The tokenizer in a llama2.c ``tokenizer.bin``: int32 longest piece, then by token float32 score, int32 length, bytes.
+    """The tokenizer in a llama2.c ``tokenizer.bin``: an int32 (longest piece), then of each token float32 score, int32 length,
+    bytes.
 
-    The file spells ▁ as a space and wraps the names of its control tokens in line ends; both are undone.
+    The file writes ▁ as a space and puts line ends around the names of control tokens; both are undone.
     Raises InputError if the file is missing, CorruptFileError if it does not hold ``vocab_size`` pieces and nothing else,
-    and where they take more memory than twice this file, ``model_bytes`` and the spare that every file has.
+    and if they take more memory than twice this file, ``model_bytes`` and the spare that every file has.
     """
     if not path.is_file():
         raise InputError(f"tokenizer {path} does not exist. Give the tokenizer.bin that belongs to the model.")

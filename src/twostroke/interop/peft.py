@@ -1,4 +1,4 @@
-"""Adapters that the ``peft`` package saved: what they lack beside ours is taken from their base."""
+"""Imports adapters that the ``peft`` package saved. Files that ours have and theirs lack come from their base."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from twostroke.model.load import open_weights
 
 
 def lazy_state(spec: ModelSpec, get: Callable[[str], Tensor]) -> LazyState:
-    """The canonical tensors that ``get`` reads by their stored names, each when it is asked for."""
+    """The canonical tensors, each read on access by ``get``, which takes stored names."""
     return LazyState({entry.canonical: partial(read_entry, entry, get) for entry in layout(spec)})
 
 
 def tokenizer_directory(directory: Path, base: Path | None) -> Path | None:
-    """Where the tokenizer of a model, or of adapters on ``base``, is: beside them, else with the base; None where nowhere."""
+    """The directory of the tokenizer of a model, or of adapters on ``base``: their own or the base's; None if neither has
+    one."""
     candidates = [directory] if base is None else [directory, base]
     return next((place for place in candidates if (place / "tokenizer.json").is_file()), None)
 
 
 def read_peft(directory: Path) -> SourceModel:
-    """Adapters merged into their base, as a model to import. Raises as ``model.adapter_directory.open_merged``."""
+    """Adapters merged into their base, as a model to import. Raises the errors of ``model.adapter_directory.open_merged``."""
     base = base_directory(directory, read_adapter_config(directory))
     spec, get = open_weights(directory)
     return SourceModel(

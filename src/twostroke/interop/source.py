@@ -1,4 +1,4 @@
-"""What every importer hands over: a spec, weights that are read one at a time, and a tokenizer if there is one."""
+"""Defines the result of every importer: a spec, weights that are read one at a time, and a tokenizer or None."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from twostroke.core.spec import ModelSpec
 
 
 class LazyState(Mapping[str, Tensor]):
-    """Canonical tensors by name, each made when it is asked for and not kept, so that a large model need not fit in memory."""
+    """Canonical tensors by name. Each is made on access and not kept, so that a model larger than the memory can be read."""
 
     def __init__(self, readers: dict[str, Callable[[], Tensor]]) -> None:
         self._readers = readers
@@ -34,7 +34,7 @@ class LazyState(Mapping[str, Tensor]):
 
 @dataclass(frozen=True)
 class SourceTokenizer:
-    """A tokenizer made from a source's own tables, and keys for its ``tokenizer_config.json`` beyond bos and eos."""
+    """A tokenizer that was made from a source's tables, and keys for its ``tokenizer_config.json`` beside bos and eos."""
 
     tokenizer: Tokenizer
     config: dict[str, Any] = field(default_factory=dict)
@@ -42,7 +42,8 @@ class SourceTokenizer:
 
 @dataclass(frozen=True)
 class SourceModel:
-    """``dtype`` is the format that holds the source's weights exactly. ``tokenizer``: a directory of files, or tables."""
+    """An imported model. ``dtype`` is the format that holds the source's weights exactly. ``tokenizer`` is a directory of files
+    or a tokenizer made from tables."""
 
     kind: str
     spec: ModelSpec
@@ -53,10 +54,10 @@ class SourceModel:
 
 
 def halves_from_pairs(weight: Tensor, n_heads: int) -> Tensor:
-    """Rows of a query or key projection, reordered for a rotary embedding that turns halves instead of neighbours.
+    """Rows of a query or key projection, reordered for a rotary embedding that rotates halves instead of neighbours.
 
-    llama2.c and GGUF's llama turn the pair of rows (2j, 2j+1) of a head; Hugging Face turns (j, j + D/2). The same
-    permutation of queries and keys leaves every score as it was.
+    llama2.c and GGUF's llama rotate the pair of rows (2j, 2j+1) of a head, Hugging Face the pair (j, j + D/2). The permutation
+    is the same for queries and keys, so scores do not change.
     """
     rows = weight.shape[0]
     return weight.view(n_heads, rows // n_heads // 2, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)

@@ -1,4 +1,4 @@
-"""``tokenizer.json`` from the tables that GGUF and llama2.c files carry: SentencePiece-like BPE, and byte-level BPE."""
+"""Builds tokenizers from the tables of GGUF and llama2.c files: SentencePiece-like BPE, and byte-level BPE."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from twostroke.core.documents import Allowance
 from twostroke.core.errors import ConfigError, CorruptFileError, did_you_mean
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-"""Kinds of token, numbered as in ``llama.h`` and SentencePiece."""
+"""Token types, with the numbers of ``llama.h`` and SentencePiece."""
 
 MAX_PIECE_CHARACTERS = 256
-"""Of a token: SentencePiece writes at most 16, and the longest of any vocabulary known here, a run of spaces, has 128."""
+"""Longest token that is read. SentencePiece's have at most 16 characters by default, and the longest in a known vocabulary, a
+run of spaces, has 128."""
 
 _TOKEN_BYTES, _MERGE_BYTES = 300, 320
 _MARKED_TOKEN_BYTES, _MARKED_CHARACTER_BYTES = 900, 128
-"""Memory that a token, a merge, a marked token and each character of one take, here and in the tokenizer that is made of them
-(measured with tokenizers 0.22: 240, 290, 880 and 97)."""
+"""Memory of a token, a merge, a marked token and each of its characters, here and in the finished tokenizer. Measured with
+tokenizers 0.22: 240, 290, 880 and 97 bytes."""
 
 LLAMA3_WORDS = ("llama-bpe", "llama3", "llama-v3")
-"""Names of Llama 3's way to cut text: whole words that are tokens are taken as they are, and a text begins with a token."""
+"""Names of Llama 3's pre-tokenizer. With it, whole words that are tokens are not merged (``ignore_merges``), and a text begins
+with a begin-of-text token."""
 
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -39,9 +41,9 @@ def _gpt2_words(lone_digits: bool) -> PreTokenizer:
 
 
 def byte_level_words(name: str) -> PreTokenizer:
-    """How text is cut before byte-level BPE, by the name in ``tokenizer.ggml.pre`` (llama.cpp's ``llama-vocab.cpp``).
+    """The pre-tokenizer of byte-level BPE, by the name in ``tokenizer.ggml.pre`` (llama.cpp's ``llama-vocab.cpp``).
 
-    Raises ConfigError for another name: a wrong cut gives plausible but wrong tokens.
+    Raises ConfigError for an unknown name, because a wrong pre-tokenizer gives plausible but wrong tokens.
     """
     if name in ("gpt-2", "olmo", "mpt", "phi-2", "jina-v2-code"):
         return _gpt2_words(lone_digits=False)
@@ -59,12 +61,12 @@ def _vocabulary(pieces: Sequence[str]) -> dict[str, int]:
     longest = max(pieces, key=len, default="")
     if len(longest) > MAX_PIECE_CHARACTERS:
         raise CorruptFileError(
-            f"the tokenizer's token {longest!r:.80} has {len(longest)} characters; {MAX_PIECE_CHARACTERS} are the most."
+            f"the tokenizer's token {longest!r:.80} has {len(longest)} characters; at most {MAX_PIECE_CHARACTERS} are read."
         )
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     if len(vocabulary) != len(pieces):
         twice = next(piece for i, piece in enumerate(pieces) if vocabulary[piece] != i)
-        raise CorruptFileError(f"the tokenizer's token {twice!r:.80} occurs twice.")
+        raise CorruptFileError(f"the tokenizer's token {twice!r:.80} occurs twice; each must have one id.")
     return vocabulary
 
 
@@ -88,17 +90,17 @@ def _add_marked_tokens(tokenizer: Tokenizer, pieces: Sequence[str], kinds: Seque
 
 
 def _begin_with(tokenizer: Tokenizer, pieces: Sequence[str], bos_id: int) -> None:
-    """Put the begin-of-text token in front of every encoded text."""
+    """Make ``tokenizer`` put the begin-of-text token before every text."""
     bos = pieces[bos_id]
     template = processors.TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, bos_id)])
-    # A template knows tokens by name and splits names at spaces and colons; names with those stay without one.
+    # A template names tokens and splits at spaces and colons. A token whose name holds one of those cannot be in a template.
     if " " not in bos and ":" not in bos and "$" not in bos:
         tokenizer.post_processor = template
 
 
 def _splits(piece: str, vocabulary: Mapping[str, int]) -> Iterator[tuple[int, int]]:
-    """The two tokens of each cut of ``piece`` into two tokens. ``MAX_PIECE_CHARACTERS`` bounds the cuts of a piece, so that all
-    pieces of a file together take a time proportional to its length."""
+    """Every pair of tokens that join to ``piece``. ``MAX_PIECE_CHARACTERS`` bounds the pairs of a piece, so that the time for
+    all pieces is proportional to the length of the file."""
     for cut in range(1, len(piece)):
         left = vocabulary.get(piece[:cut])
         if left is not None:
@@ -115,11 +117,12 @@ def sentencepiece_bpe(
     allowance: Allowance,
     space_prefix: bool = True,
 ) -> Tokenizer:
-    """SentencePiece BPE with byte fallback, as Llama 1 and 2 use: the pair whose joined piece scores highest merges first.
+    """SentencePiece BPE with byte fallback, as in Llama 1 and 2. The pair whose joined piece has the highest score merges
+    first.
 
-    ``pieces`` spell a space as ▁ and bytes as <0x41>. Merges are every split of a piece into two pieces, by falling score,
-    as in transformers' ``SentencePieceExtractor``. ``bos_id`` None: texts are encoded without a begin-of-text token.
-    Raises CorruptFileError for tables that are not a vocabulary, and where they take more memory than ``allowance`` has.
+    ``pieces`` write a space as ▁ and bytes as <0x41>. The merges are all splits of a piece into two pieces, by falling score,
+    as in transformers' ``SentencePieceExtractor``. With ``bos_id`` None, texts are encoded without a begin-of-text token.
+    Raises CorruptFileError for tables that are not a vocabulary, and if they need more memory than ``allowance`` has.
     """
     _allow_tokens(allowance, pieces, kinds)
     vocabulary = _vocabulary(pieces)
@@ -133,7 +136,7 @@ def sentencepiece_bpe(
     unknown = next((piece for piece, kind in zip(pieces, kinds, strict=True) if kind == UNKNOWN), None)
     pairs = [(pieces[left], pieces[right]) for _, left, right in merges]
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    # Not Metaspace, which leaves out the prefix of a text that begins with a space and so loses that space.
+    # Metaspace would be wrong: it adds no prefix to a text that begins with a space, so decoding would lose that space.
     marks = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), marks]) if space_prefix else marks
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -147,9 +150,9 @@ def sentencepiece_bpe(
 def byte_level_bpe(
     pieces: Sequence[str], merges: Sequence[str], kinds: Sequence[int], words: str, bos_id: int | None, allowance: Allowance
 ) -> Tokenizer:
-    """Byte-level BPE as GPT-2, Llama 3 and Qwen use. ``merges`` are "left right" in order; ``words`` names how text is cut.
+    """Byte-level BPE as in GPT-2, Llama 3 and Qwen. ``merges`` are "left right" in order; ``words`` names the pre-tokenizer.
 
-    Raises CorruptFileError for a merge of unknown tokens and where all takes more memory than ``allowance`` has, ConfigError
+    Raises CorruptFileError for a merge of unknown tokens and if the tables need more memory than ``allowance`` has, ConfigError
     for an unknown ``words``.
     """
     _allow_tokens(allowance, pieces, kinds)
@@ -160,7 +163,7 @@ def byte_level_bpe(
         left, separator, right = merge.partition(" ")
         if not separator or left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
             raise CorruptFileError(f"the tokenizer's merge {merge!r:.80} does not join two of its tokens to a third.")
-        pairs.append((pieces[vocabulary[left]], pieces[vocabulary[right]]))  # the texts that are there already
+        pairs.append((pieces[vocabulary[left]], pieces[vocabulary[right]]))  # texts that exist already, to save memory
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=words in LLAMA3_WORDS))
     tokenizer.pre_tokenizer = byte_level_words(words)
     tokenizer.decoder = decoders.ByteLevel()
