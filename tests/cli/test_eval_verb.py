@@ -120,7 +120,7 @@ def test_prompts_beyond_the_context_are_counted_and_said(
         (("--task", "{tmp}/own.toml", "--kv-dtype", "int4"), "kv_dtype='int4' is not known"),
         (
             ("--task", "{tmp}/own.toml", "--kv-dtype", "int8", "--engine", "decoder"),
-            "kv_dtype='int8' is a format of the inference",
+            "kv_dtype='int8' is an option of the inference",
         ),
     ],
 )

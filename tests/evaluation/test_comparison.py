@@ -100,7 +100,7 @@ def test_a_run_names_its_model_and_its_held_out_text(prepared: PreparedData, tmp
     (run / "recipe.json").write_text(json.dumps({"data": recipe, "resolved": resolved}))
     assert held_out_to_score(model).prepared == prepared
     (run / "recipe.json").write_text(json.dumps({"data": recipe, "resolved": resolved | {"data_key": "other"}}))
-    with pytest.raises(DataError, match=r"is gone or another"):
+    with pytest.raises(DataError, match=r"is missing or has changed"):
         held_out_to_score(model)
     (run / "recipe.json").write_text("{}")
     with pytest.raises(CorruptFileError, match=r"recipe.json does not name the run's data"):

@@ -184,7 +184,7 @@ def test_every_task_of_the_package_reads_its_file(assets: Path) -> None:
     ("description", "sentence"),
     [
         ('kind = "essay"\nprompt = "{q}"', "kind='essay' is not a kind of task. Use one of choice, match, answer"),
-        ('kind = "match"', "lacks 'prompt', which every task has"),
+        ('kind = "match"', "lacks 'prompt', which every task needs"),
         (MATCH + 'promt = "x"', "promt is not a key of a match task. Did you mean 'prompt'?"),
         (MATCH + "shots = -1", "shots=-1 must be at least 0"),
         (MATCH + "shots = 1.5", "shots=1.5 must be a whole number"),
@@ -205,18 +205,18 @@ def test_descriptions_that_break_a_rule_are_refused(tmp_path: Path, description:
 @pytest.mark.parametrize(
     ("description", "record", "sentence"),
     [
-        (CHOICE, {"q": "x", "choices": ["a", "b"], "gold": 2}, "line 1 names choice 2 and has 2, counted from 0"),
+        (CHOICE, {"q": "x", "choices": ["a", "b"], "gold": 2}, "line 1 names choice 2, and it has 2 choices, counted from 0"),
         (CHOICE, {"q": "x", "choices": ["a", "b"], "gold": -1}, "names choice -1"),
         (CHOICE, {"q": "x", "choices": ["a", "b"], "gold": True}, "'gold' is True, which is not one of"),
         (CHOICE, {"q": "x", "choices": ["a"], "gold": 0}, "must have a list of two or more texts"),
         (CHOICE, {"q": "x", "choices": ["a", ""], "gold": 0}, "must have a list of two or more texts"),
-        (CHOICE, {"q": "x", "choices": ["a", "b"]}, "has no 'gold', which the task asks for. Known: choices, q"),
+        (CHOICE, {"q": "x", "choices": ["a", "b"]}, "has no 'gold', which the task needs. Known: choices, q"),
         (CHOICE, {"question": "x"}, "has no 'choices'"),
         (MATCH, {"q": "x"}, "has no 't'"),
-        (MATCH, {"q": "x", "t": ""}, "its target '{t}' is empty"),
+        (MATCH, {"q": "x", "t": ""}, "the target '{t}' is empty"),
         (MATCH, {"q": ["x"], "t": "y"}, "'q' is list; a template takes text or numbers"),
         (MATCH, ["x"], "holds list; a record is a JSON object"),
-        (ANSWER + "[extract.a]\npattern = '#'", {"q": "x", "t": "y"}, "extract 'a' finds no answer in its own target"),
+        (ANSWER + "[extract.a]\npattern = '#'", {"q": "x", "t": "y"}, "extract 'a' finds no answer in the record's target"),
     ],
 )
 def test_records_that_a_task_cannot_read_are_named(tmp_path: Path, description: str, record: Any, sentence: str) -> None:

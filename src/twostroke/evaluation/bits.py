@@ -1,4 +1,4 @@
-"""Bits per byte: what a model needs to encode held-out text, beside what xz needs for the same bytes."""
+"""Bits per byte: the length of held-out text when a model encodes it, beside its length under xz."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from twostroke.evaluation.held_out import HeldOutText, Tokens, held_out_at, held
 from twostroke.evaluation.stream import stream_nats
 
 DEFAULT_CONTEXT = 2048
-"""Longest context scored with by default: the cost of attention grows with it, and what it gains beyond this is little."""
+"""Longest context for scoring by default. A longer one costs more attention and gains little."""
 
 _TOKENS_PER_PASS = 8192
-_LOGITS_PER_PASS = 2**25  # 128 MiB of fp32, and as much again for its logarithms
+_LOGITS_PER_PASS = 2**25  # 128 MiB of fp32, and as much again for their logarithms
 _XZ_CACHE = "xz.json"
 
 Progress = Callable[[float, str], None]
 
 
 class Scorable(Protocol):
-    """What scoring needs of ``twostroke.model.decoder.Decoder``."""
+    """The part of ``twostroke.model.decoder.Decoder`` that scoring uses."""
 
     def hidden(self, tokens: torch.Tensor, positions: Any, documents: Any) -> torch.Tensor: ...
     @property
@@ -49,7 +49,7 @@ class Scorable(Protocol):
 class BitsPerByte:
     """bits_per_byte = Σ nats / (ln 2 · bytes); nats_per_token = Σ nats / tokens; perplexity = exp(nats_per_token).
 
-    Σ runs over every token, end-of-texts included; bytes are the joined text's, which has no byte for an end-of-text.
+    Σ runs over all tokens, including end-of-texts. The bytes are those of the joined text, in which an end-of-text has none.
     ``xz_bits_per_byte`` = 8 · bytes of ``xz -9`` / bytes of the same joined text.
     """
 
@@ -73,13 +73,13 @@ def token_nats(
     device: torch.device | str | None = None,
     progress: Progress | None = None,
 ) -> npt.NDArray[np.float32]:
-    """−ln p of each token of a stream of documents, given what precedes it in its document.
+    """−ln p of each token of a stream of documents, given the tokens before it in its document.
 
-    Windows of ``context`` tokens start every ``stride`` tokens; each token is scored once, in the first window that
-    reaches it, so it sees at least ``context − stride`` tokens where its document has them. Positions restart and
-    attention ends at document boundaries, as in training. A document's first token, which no model here predicts, costs
-    ln V: what sending it plainly would. The model's mode is left as it was. Proved by tests/evaluation/test_bits.py
-    against one token at a time.
+    Windows of ``context`` tokens start every ``stride`` tokens. Each token is scored once, in the first window that reaches it,
+    so it sees at least ``context − stride`` tokens if its document has them. Positions restart and attention ends at document
+    boundaries, as in training. Nothing predicts a document's first token, so it costs ln V, as if all tokens were equally
+    probable. The model's mode (train or eval) is restored. tests/evaluation/test_bits.py compares it with scoring one token at
+    a time.
     """
     if not 1 <= stride <= context:
         raise InputError(f"stride={stride} must be between 1 and context={context}.")
@@ -88,7 +88,8 @@ def token_nats(
     device = weight.device if device is None else torch.device(device)
     if len(ids) and int(ids.max()) >= n_vocabulary:
         raise InputError(
-            f"the text has token id {int(ids.max())}, beyond the model's vocabulary of {n_vocabulary}. Use its own tokenizer."
+            f"the text has token id {int(ids.max())}, beyond the model's vocabulary of {n_vocabulary}. Use the model's "
+            "tokenizer."
         )
     nats = np.full(len(ids), math.log(n_vocabulary), dtype=np.float32)
     n_targets = len(ids) - 1
@@ -131,7 +132,7 @@ def _row_nats(
     device: torch.device,
 ) -> npt.NDArray[np.float32]:
     positions, documents = document_layout(tokens, eos_id)
-    # Without boundaries attention needs no mask, and torch's causal kernel is faster than its masked one.
+    # Rows without document boundaries need no mask, and torch's causal kernel is faster than its masked one.
     packed = torch.from_numpy(documents).to(device) if documents.any() else None
     hidden = model.hidden(torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device), packed)
     chosen = hidden[torch.from_numpy(rows).to(device), torch.from_numpy(columns).to(device)]  # (n, E)
@@ -147,17 +148,17 @@ def _row_nats(
 
 
 def default_context(model: Any) -> int:
-    """The model's longest sequence, ``DEFAULT_CONTEXT`` at most."""
+    """The model's longest sequence, but at most ``DEFAULT_CONTEXT``."""
     return min(DEFAULT_CONTEXT, _longest(model))
 
 
 def _longest(model: Any) -> int:
-    """Of a ``Scorer`` what it can read at once, which its memory may limit; of a ``Decoder`` its positions."""
+    """The longest sequence: a ``Scorer``'s, which its memory may limit, or the positions of a ``Decoder``."""
     return int(getattr(model, "longest", model.spec.max_positions))
 
 
 def default_stride(context: int) -> int:
-    """Three quarters of the context, so that a quarter of it at least precedes every token inside a document."""
+    """Three quarters of the context, so that every token inside a document sees at least a quarter of it."""
     return max(1, context - context // 4)
 
 
@@ -177,10 +178,10 @@ def nats_of(
     device: torch.device | str | None = None,
     progress: Progress | None = None,
 ) -> npt.NDArray[np.float32]:
-    """``token_nats`` of a ``Decoder`` or of any ``Scorer``."""
+    """−ln p of each token as in ``token_nats``, for a ``Decoder`` or any ``Scorer``."""
     if not hasattr(model, "token_scores"):
         return token_nats(model, ids, eos_id, context, stride, device, progress)
-    if model.engine == "decoder":  # documents packed in its windows, which costs less than one by one
+    if model.engine == "decoder":  # it packs documents into its windows, which costs less than scoring them one by one
         return token_nats(model.decoder, ids, eos_id, context, stride, device, progress)
     return stream_nats(model, ids, eos_id, context, stride, progress)
 
@@ -196,12 +197,12 @@ def bits_per_byte(
     tokenizer_path: Path | str | None = None,
     with_xz: bool = True,
 ) -> BitsPerByte:
-    """Score ``model``, a ``Decoder`` or a ``Scorer``, on held-out text in its own dtype; see ``BitsPerByte``.
+    """Score ``model``, a ``Decoder`` or a ``Scorer``, on held-out text in its own dtype (``BitsPerByte`` says how).
 
-    ``source`` is prepared data, a ``HeldOutText`` with the model's ``tokenizer_path``, or that tokenizer's path with
-    the text at ``heldout_path`` (one file, or a prepared directory). ``ctx`` defaults to the model's longest sequence
-    (2048 at most), ``stride``, by which windows move, to three quarters of it: each pass computes ``ctx`` tokens to score
-    ``stride``, so half would cost half as much again.
+    ``source`` is prepared data, a ``HeldOutText`` with the model's ``tokenizer_path``, or that tokenizer's path with the text
+    at ``heldout_path`` (one file, or a prepared directory). ``ctx`` defaults to the model's longest sequence, at most 2048.
+    Windows move by ``stride``, by default three quarters of ``ctx``. Each pass computes ``ctx`` tokens to score ``stride``, so
+    half of ``ctx`` would cost half as much again.
     """
     if isinstance(source, PreparedData):
         text = held_out_of(source)
@@ -211,10 +212,10 @@ def bits_per_byte(
     else:
         tokenizer_path = source
         if heldout_path is None:
-            raise InputError("a tokenizer alone holds no text: give heldout_path as well.")
+            raise InputError("the source is a tokenizer, which holds no text to score: give heldout_path as well.")
         text = held_out_at(heldout_path)
     if tokenizer_path is None:
-        raise InputError("scoring needs the model's tokenizer: give tokenizer_path.")
+        raise InputError("scoring needs the model's tokenizer, so give tokenizer_path.")
     tokens = tokens_for(text, tokenizer_path)
     context = default_context(model) if ctx is None else ctx
     check_context(model, context)
@@ -237,7 +238,7 @@ def bits_per_byte(
 
 
 def tokens_for(text: HeldOutText, tokenizer_path: Path | str) -> Tokens:
-    """``text`` by that tokenizer; the prepared ids themselves where they were made with the same one."""
+    """``text`` as ids of that tokenizer. If prepared data was made with the same tokenizer, its ids are taken."""
     tokenizer = load_tokenizer(tokenizer_path)
     prepared = text.prepared
     if prepared is not None and tokenizer.to_str() == load_tokenizer(prepared.tokenizer_path).to_str():
@@ -270,7 +271,7 @@ def _xz_ratio(blocks: Iterable[bytes], name: str) -> float:
 
 
 def xz_of(text: HeldOutText) -> float:
-    """``xz -9`` on the joined text; remembered beside prepared data, under the text's sha256."""
+    """``xz_bits_per_byte`` of the joined text. Beside prepared data the result is cached under the text's sha256."""
     prepared = text.prepared
     if prepared is None:
         return _xz_ratio(text.joined(), text.name)
@@ -281,8 +282,8 @@ def xz_of(text: HeldOutText) -> float:
         if remembered["sha256"] == digest and remembered["xz_bits_per_byte"] > 0:
             return float(remembered["xz_bits_per_byte"])
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # never computed, or spoilt: compute it
+        pass  # the cache is missing or damaged
     value = xz_bits_per_byte(prepared.heldout_path)
-    with contextlib.suppress(OSError):  # a read-only folder costs the same second a megabyte again, nothing else
+    with contextlib.suppress(OSError):  # in a read-only folder the next call compresses again, a second for each megabyte
         write_text(cache, json.dumps({"sha256": digest, "xz_bits_per_byte": value}))
     return value

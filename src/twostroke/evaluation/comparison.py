@@ -1,4 +1,4 @@
-"""Two models on the same text and the same questions: paired differences with their errors, and the models' sizes."""
+"""Compares two models on the same text and the same questions: paired differences with their errors, and the models' sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from twostroke.model.adapter_directory import base_directory, is_adapter_directo
 from twostroke.planner.params import count_parameters
 
 BLOCK_BYTES = 4096
-"""Stretch of text over which the two models are paired: long enough to be nearly independent of its neighbours."""
+"""Length of the blocks of text over which the two models are paired, long enough to be nearly independent of each other."""
 
 
 def model_directory(path: Path | str) -> Path:
@@ -38,15 +38,15 @@ def model_directory(path: Path | str) -> Path:
 
 
 def model_bytes(directory: Path | str) -> int:
-    """Size on disk of all files of a model directory; of adapters with those of the base that they need."""
+    """Size on disk of all files of a model directory. Adapters count with their base."""
     files = (f for f in Path(directory).rglob("*") if f.is_file())
-    # A hidden folder holds what an engine made of the weights for itself.
+    # Hidden folders do not count: earlier releases kept packed weights there.
     own = sum(f.stat().st_size for f in files if not any(p.startswith(".") for p in f.relative_to(directory).parts))
     return own + model_bytes(base_directory(directory)) if is_adapter_directory(directory) else own
 
 
 def block_nats(ends: npt.NDArray[np.int64], nats: npt.NDArray[np.float32], n_bytes: int) -> npt.NDArray[np.float64]:
-    """Σ −ln p of the tokens that end in each stretch of ``BLOCK_BYTES`` bytes of text, whichever tokenizer cut it."""
+    """Σ −ln p of the tokens that end in each block of ``BLOCK_BYTES`` bytes of text, for any tokenizer."""
     n_blocks = math.ceil(n_bytes / BLOCK_BYTES)
     blocks = np.clip((ends - 1) // BLOCK_BYTES, 0, n_blocks - 1)
     return np.bincount(blocks, weights=nats, minlength=n_blocks).astype(np.float64, copy=False)
@@ -105,18 +105,18 @@ def compare_models(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """``compare_on_text`` of the models at ``a`` and ``b``, both by the decoder."""
+    """``compare_on_text`` of the models at ``a`` and ``b``, both on the decoder."""
     return compare_on_text(*open_sides(a, b, "decoder", dtype, device=device), text, context, stride, progress)
 
 
 def compare_on_text(
     a: Side, b: Side, text: HeldOutText, context: int | None = None, stride: int | None = None, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Both models scored on ``text``, each with its own tokenizer, within the shorter of their contexts; on held-out
-    conversations the assistant's answers alone, which needs one tokenizer.
+    """Score both models on ``text``, each with its own tokenizer, within the shorter of their contexts. Of held-out
+    conversations only the assistant's answers are scored, and both models must have the same tokenizer.
 
-    ``perplexity_ratio`` is exp of the difference in nats per token of a; below 1, b is better. ``b_is`` "same" within two
-    standard errors of the difference. Raises InputError for a context that one of them has not.
+    ``perplexity_ratio`` is exp of the difference in nats per token of a. Below 1, b is better. ``b_is`` is "same" if the
+    difference is within two standard errors. Raises InputError for a context longer than one of the models supports.
     """
     if context is None:
         context = min(default_context(side.scorer) for side in (a, b))
@@ -196,7 +196,8 @@ def _on_bytes(
 
 
 def _exponentials(difference: Difference, nats_per_unit: float) -> list[float]:
-    """The interval of the perplexity ratio; from nought to infinity where one unit of text tells nothing."""
+    """The interval of the perplexity ratio. It is 0 to infinity if there is only one block of text, which has no error
+    estimate."""
     return [
         math.exp(value * nats_per_unit) if math.isfinite(value) else (0.0 if value < 0 else math.inf)
         for value in (difference.low, difference.high)
@@ -204,7 +205,7 @@ def _exponentials(difference: Difference, nats_per_unit: float) -> list[float]:
 
 
 def compare_on_tasks(a: Side, b: Side, tasks: Sequence[Task], limit: int | None, progress: Progress) -> list[dict[str, Any]]:
-    """Each task by both models, question by question: every metric of both with the paired difference b − a."""
+    """Run each task on both models. Of every metric it gives both values and the paired difference b − a."""
 
     def advance_of(i: int, name: str) -> Callable[[float], None]:
         return lambda done: progress((i + done) / 2 / len(tasks), name)

@@ -1,4 +1,4 @@
-"""How well a model answers held-out conversations: nats for each of the assistant's tokens, given all that precedes it."""
+"""Scores a model on held-out conversations: −ln p of each of the assistant's tokens, given all tokens before it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _TOKENS_PER_PASS = 4096
 
 @dataclass(frozen=True)
 class AnswerScore:
-    """nats_per_token = Σ −ln p / answer tokens, ends of turns included; perplexity = exp of it. ``n_cut`` conversations were
-    longer than the context: what is behind it is not scored."""
+    """nats_per_token = Σ −ln p / answer tokens, which include each answer's end token; perplexity = exp(nats_per_token).
+    ``n_cut`` conversations were longer than the context and are scored up to it."""
 
     nats_per_token: float
     perplexity: float
@@ -37,7 +37,8 @@ class AnswerScore:
 
 @dataclass(frozen=True)
 class AnswerNats:
-    """Of each held-out conversation that has an answer within the context: Σ −ln p over its answer tokens, and how many."""
+    """Σ −ln p over the answer tokens of each held-out conversation, and their number. Conversations without an answer within
+    the context are left out."""
 
     nats: npt.NDArray[np.float64]
     n_tokens: npt.NDArray[np.int64]
@@ -50,13 +51,13 @@ class AnswerNats:
 
 
 def answer_nats(scorer: Scorer, prepared: PreparedData, context: int, progress: Progress | None = None) -> AnswerNats:
-    """What ``score_answers`` sums, a conversation at a time and through either engine.
+    """The sums of ``score_answers`` for each conversation, by either engine.
 
-    Raises DataError where the data was prepared with another tokenizer than the model's, or no answer is within ``context``.
+    Raises DataError if the data was prepared with another tokenizer than the model's, or no answer is within ``context``.
     """
     if load_tokenizer(prepared.tokenizer_path).to_str() != scorer.tokenizer.to_str():
         raise DataError(
-            f"{prepared.directory} was prepared with another tokenizer than the model's, so its tokens mean nothing to it. "
+            f"{prepared.directory} was prepared with another tokenizer than the model's, so the model cannot read its tokens. "
             "Prepare the conversations with this model's tokenizer."
         )
     stream, marked = prepared.heldout_tokens(), prepared.heldout_marks()
@@ -74,7 +75,9 @@ def answer_nats(scorer: Scorer, prepared: PreparedData, context: int, progress: 
         learned.append(wanted)
         n_cut += bool(end > stop)
     if not sequences:
-        raise DataError(f"no held-out conversation of {prepared.directory} has an answer within a context of {context} tokens.")
+        raise DataError(
+            f"no held-out conversation of {prepared.directory} has an answer within a context of {context} tokens. Raise it."
+        )
     scored = scorer.token_scores(sequences, None if progress is None else lambda done: progress(done, "scoring answers"))
     sums = [float(nats[w].sum(dtype=np.float64)) for (nats, _), w in zip(scored, learned, strict=True)]
     return AnswerNats(np.array(sums), np.array([int(w.sum()) for w in learned]), n_cut)
@@ -82,7 +85,7 @@ def answer_nats(scorer: Scorer, prepared: PreparedData, context: int, progress: 
 
 @dataclass(frozen=True)
 class _HeldOut:
-    """The held-out part of ``prepared``, where a loader looks for the training part."""
+    """Presents the held-out part of ``prepared`` as the training part, for a loader."""
 
     prepared: PreparedData
 
@@ -105,8 +108,8 @@ class _HeldOut:
 def score_answers(model: Any, prepared: PreparedData, context: int, progress: Progress | None = None) -> AnswerScore:
     """Score ``model``, a ``Decoder``, on the held-out conversations of ``prepared``, in rows of ``context`` tokens.
 
-    Each conversation sees itself alone, as in training and when it is served. The model's mode is left as it was. Proven
-    against one conversation at a time in tests/evaluation/test_conversation_score.py.
+    A conversation attends only to itself, as in training and in the server. The model's mode (train or eval) is restored.
+    tests/evaluation/test_conversation_score.py compares it with scoring one conversation at a time.
     """
     rows = max(1, _TOKENS_PER_PASS // context)
     loader = ConversationLoader(_HeldOut(prepared), rows, context, seed=0)
@@ -118,7 +121,7 @@ def score_answers(model: Any, prepared: PreparedData, context: int, progress: Pr
             batch = loader.next_batch().to(weight.device)
             hidden = model.hidden(batch.tokens, batch.positions, batch.documents)
             wanted = batch.targets != IGNORE_INDEX
-            wanted[loader.windows_per_epoch - begin :] = False  # the last pass begins a second epoch
+            wanted[loader.windows_per_epoch - begin :] = False  # the last batch continues into a second epoch
             targets = batch.targets[wanted]
             logits = F.linear(hidden[wanted], weight).float()
             total += float(F.cross_entropy(logits, targets, reduction="sum"))

@@ -1,4 +1,4 @@
-"""The decoder as a scorer: training's definition of the model, many sequences of about one length at a time."""
+"""Scores with the decoder, training's definition of the model, in batches of sequences of similar length."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _LOGITS_PER_PASS = 2**25  # 128 MiB of fp32, and as much again for their logarit
 
 
 class DecoderScorer:
-    """Rows of a pass are padded on the right to their longest, where causal attention never looks, so nothing is masked."""
+    """A ``Scorer`` on the decoder. Rows of a batch are padded on the right, where causal attention never looks, so no mask is
+    needed."""
 
     engine = "decoder"
 
@@ -43,11 +44,11 @@ class DecoderScorer:
     def token_scores(
         self, sequences: Sequence[tuple[Sequence[int], int]], progress: Progress | None = None
     ) -> list[TokenScores]:
-        """As ``engine.scoring.token_scores``; proven against it in tests/evaluation/test_scorers.py."""
+        """As ``engine.scoring.token_scores``; tests/evaluation/test_scorers.py compares the two."""
         for ids, first in sequences:
             self._check(ids, first)
         results: list[TokenScores] = [(np.empty(0, np.float32), np.empty(0, np.bool_))] * len(sequences)
-        # The longest first: what does not fit in memory is met at once, and not at the end.
+        # The longest go first, so that a lack of memory shows at once and not at the end.
         order = sorted((i for i, (ids, first) in enumerate(sequences) if first < len(ids)), key=lambda i: -len(sequences[i][0]))
         n_total, n_done = sum(len(sequences[i][0]) - 1 for i in order), 0
         with self._scoring():
@@ -66,7 +67,8 @@ class DecoderScorer:
     def continue_greedily(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, stop: Sequence[str] = (), progress: Progress | None = None
     ) -> list[str]:
-        """Without a cache: each token costs a pass over all before it. For short answers, and to check the other engine by."""
+        """Greedy continuations without a KV cache, so each token costs a pass over all tokens before it. It is for short
+        answers, and the reference for the other engine."""
         texts = []
         with self._scoring():
             for i, prompt in enumerate(prompts):
@@ -93,7 +95,7 @@ class DecoderScorer:
 
     @contextmanager
     def _scoring(self) -> Iterator[None]:
-        """The model's mode is left as it was."""
+        """Switch the model to evaluation, and restore its mode afterwards."""
         was_training = self.decoder.training
         self.decoder.train(False)
         try:
@@ -127,11 +129,11 @@ class DecoderScorer:
 
     def _check(self, ids: Sequence[int], first: int) -> None:
         if first < 1:
-            raise InputError(f"first={first} must be at least 1: nothing predicts a sequence's first token.")
+            raise InputError(f"first={first} must be at least 1, because nothing predicts a sequence's first token.")
         n_vocabulary = self.decoder.head_weight.shape[0]
         bad = [i for i in (min(ids, default=0), max(ids, default=0)) if not 0 <= i < n_vocabulary]
         if bad:
-            raise InputError(f"token {bad[0]} is not in the model's vocabulary of {n_vocabulary}. Use its own tokenizer.")
+            raise InputError(f"token {bad[0]} is not in the model's vocabulary of {n_vocabulary}. Use the model's tokenizer.")
         if len(ids) - 1 > self.longest:
             raise InputError(f"a sequence of {len(ids)} tokens is longer than the model's max_positions={self.longest} + 1.")
 

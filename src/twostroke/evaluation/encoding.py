@@ -1,4 +1,4 @@
-"""Prompts and continuations to token ids, as evaluation harnesses do it, cut to what a model can read."""
+"""Encodes prompts and continuations as evaluation harnesses do, and cuts them to the length that a model can read."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from twostroke.evaluation.scorer import Scorer
 
 @dataclass(frozen=True)
 class Pair:
-    """A context with a continuation, cut from the left to ``longest`` inputs: ``ids[first:]`` is what is scored.
-
-    ``n_cut`` tokens were cut off."""
+    """A context with a continuation. ``ids[first:]`` is scored. ``n_cut`` tokens were cut off on the left, so that the model
+    can read the rest."""
 
     ids: list[int]
     first: int
@@ -23,8 +22,8 @@ class Pair:
 
 
 class Encoder:
-    """The tokenizer with what it puts in front of a text (a beginning-of-text token, for models that were trained with one) and
-    nothing behind it, whatever its post-processor adds there: an end-of-text would hide the prompt from the model."""
+    """Encodes text with the tokens that the tokenizer puts before it (a beginning-of-text token, for models that were trained
+    with one) and without those that it adds after it. After an end-of-text the model would not continue the prompt."""
 
     def __init__(self, scorer: Scorer) -> None:
         self.tokenizer: Tokenizer = scorer.tokenizer
@@ -35,18 +34,19 @@ class Encoder:
         self._prefix_text = self.tokenizer.decode(self.prefix, skip_special_tokens=False)
         ends = scorer.spec.eos_token_ids
         begin = self.prefix[-1] if self.prefix else scorer.spec.bos_token_id
-        # What an empty context is: the beginning-of-text token, or the end of the text before it.
+        # Stands for an empty context: the beginning-of-text token, or else an end-of-text, after which a new text begins.
         self.start: int | None = begin if begin is not None else ends[0] if ends else None
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        if self.prefix and text.startswith(self._prefix_text):  # a chat template has written it already
+        if self.prefix and text.startswith(self._prefix_text):  # a chat template has already written the prefix
             return ids
         return self.prefix + ids
 
     def pair(self, context: str, continuation: str) -> Pair:
-        """Both encoded as one text and parted where the context's own encoding ends, spaces at the context's end counted to the
-        continuation: models never saw a word's space apart from it. (What lm-eval's ``TemplateLM`` does.)"""
+        """Encode both as one text, and split it where the encoding of the context alone ends. Spaces at the end of the context
+        count to the continuation, because models rarely see a space apart from its word. lm-eval's ``TemplateLM`` does the
+        same."""
         stripped = context.rstrip()
         continuation, context = context[len(stripped) :] + continuation, stripped
         if not context:
@@ -62,18 +62,19 @@ class Encoder:
         return self.cut(whole, len(before))
 
     def cut(self, ids: Sequence[int], first: int) -> Pair:
-        """At most ``longest`` inputs and one more target, the last ones."""
+        """Keep the last ``longest`` inputs and one more target."""
         n_cut = max(0, len(ids) - self.longest - 1)
         return Pair(list(ids[n_cut:]), max(1, first - n_cut), n_cut)
 
     def prompt(self, text: str, max_tokens: int) -> tuple[list[int], int]:
-        """Ids of a prompt that leaves room for ``max_tokens``, and how many were cut from its left."""
+        """(ids of a prompt that leaves room for ``max_tokens``, number of ids that were cut off on its left)."""
         room = self.longest - max_tokens
         if room < 1:
             raise InputError(
-                f"max_tokens={max_tokens} leaves no room for a prompt in the model's context of {self.longest}. Lower it."
+                f"max_tokens={max_tokens} leaves no room for a prompt in the model's context of {self.longest}. Lower "
+                "max_tokens."
             )
         ids = self.encode(text) or ([] if self.start is None else [self.start])
         if not ids:
-            raise InputError("the prompt is empty, and the model has no token to begin a text with.")
+            raise InputError("the prompt is empty, and the model has no token that begins a text. Give a prompt with text.")
         return ids[-room:], max(0, len(ids) - room)

@@ -1,4 +1,4 @@
-"""The inference engine as a scorer: what a server of the same directory computes, quantised products included."""
+"""Scores with the inference engine, so with the same quantised products as a server of the same directory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from twostroke.scheduling.sampling_params import SamplingParams
 
 
 class EngineScorer:
-    """An ``LLM`` that is read from. It must have no requests of others under way."""
+    """A ``Scorer`` on an ``LLM``, which must have no other requests."""
 
     engine = "inference"
 
     def __init__(self, llm: LLM) -> None:
         if llm.tokenizer is None:
-            raise DataError(f"{llm.directory} has no tokenizer.json, so no text can be scored.")
+            raise DataError(
+                f"{llm.directory} has no tokenizer.json, so no text can be scored. Put the model's tokenizer there."
+            )
         self.llm, self.spec = llm, llm.engine.spec
         self.tokenizer: Tokenizer = llm.tokenizer
         self.longest, self.dtype = llm.engine.max_model_len, llm.engine.dtype
@@ -53,7 +55,7 @@ class EngineScorer:
 
 
 def _formats(llm: LLM) -> str:
-    """How weights are held, and the head and the cache where that was asked for: "int8, head int8, cache int8"."""
+    """The formats of weights and, if they were given, of head and cache: "int8, head int8, cache int8"."""
     config = llm.engine.config
     asked = (("head", config.head_dtype), ("cache", config.kv_dtype))
     return ", ".join([llm.engine.dtype, *(f"{name} {dtype}" for name, dtype in asked if dtype != "auto")])

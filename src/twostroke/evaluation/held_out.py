@@ -1,4 +1,4 @@
-"""Text that a model is scored on, from prepared data, files or one joined file, tokenised with any tokenizer."""
+"""Reads the text that a model is scored on, from prepared data, files or one joined file, and tokenises it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _BATCH_CHARACTERS = 2**20
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """Documents to score. ``pieces()`` starts a new pass each time: (text, whether its document ends with it).
+    """Documents to score. Each call of ``pieces()`` starts a new pass of (text, whether its document ends with it).
 
-    ``prepared`` is set where the text is the held-out part of prepared data, so that its tokens and caches can be used.
+    If the text is the held-out part of prepared data, ``prepared`` is that data; its tokens and caches can then be used.
     """
 
     name: str
@@ -32,13 +32,13 @@ class HeldOutText:
     prepared: PreparedData | None = None
 
     def joined(self) -> Iterator[bytes]:
-        """The text's bytes without separators, as xz gets them."""
+        """The bytes of the text without separators. xz compresses the same."""
         return (text.encode() for text, _ in self.pieces())
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A text as one stream of ids, each document followed by ``eos_id``; ``n_bytes`` are the joined text's."""
+    """A text as one stream of ids, with ``eos_id`` after each document. ``n_bytes`` is the length of the joined text."""
 
     ids: npt.NDArray[np.int64]
     eos_id: int
@@ -55,16 +55,16 @@ def held_out_of(prepared: PreparedData) -> HeldOutText:
 
 
 def held_out_from_sources(sources: Sequence[str], text_key: str = "text") -> HeldOutText:
-    """Every document of files, folders, globs or "stdlib", duplicates left out."""
+    """Every document of files, folders, globs or "stdlib", without duplicates."""
     source = find_documents(sources, text_key)
     return HeldOutText(", ".join(sources), lambda: ((d.text, d.is_last) for d in source))
 
 
 def held_out_from_file(path: Path | str) -> HeldOutText:
-    """One file, whatever its suffix, as one document."""
+    """One file with any suffix, as one document."""
     file = Path(path)
     if not file.is_file():
-        raise DataError(f"held-out text {file} does not exist.")
+        raise DataError(f"held-out text {file} does not exist. Name a file.")
 
     def pieces() -> Iterator[tuple[str, bool]]:
         with open(file, "rb") as stream:
@@ -80,7 +80,7 @@ def held_out_from_file(path: Path | str) -> HeldOutText:
 
 
 def held_out_at(path: Path | str) -> HeldOutText:
-    """Prepared data where ``path`` is a directory with a manifest, else one file as one document."""
+    """The held-out part of prepared data if ``path`` is such a directory, else the file at ``path`` as one document."""
     path = Path(path)
     return held_out_of(open_prepared(path)) if (path / MANIFEST).is_file() else held_out_from_file(path)
 
@@ -98,9 +98,9 @@ def _batches(text: HeldOutText) -> Iterator[list[tuple[str, bool]]]:
 
 
 def tokenize(text: HeldOutText, tokenizer: Tokenizer, eos_id: int) -> Tokens:
-    """``text`` as ids by ``tokenizer``, in bounded batches. Raises DataError where there is no text.
+    """``text`` as ids of ``tokenizer``, in bounded batches. Raises DataError if the text is empty.
 
-    Special tokens are not looked for in the text: ``eos_id`` marks ends of documents and nothing else.
+    The text is encoded without special tokens, so ``eos_id`` marks ends of documents only.
     """
     tokenizer.encode_special_tokens = True
     parts: list[npt.NDArray[np.int64]] = []
@@ -114,7 +114,8 @@ def tokenize(text: HeldOutText, tokenizer: Tokenizer, eos_id: int) -> Tokens:
 
 
 def tokenize_with_ends(text: HeldOutText, tokenizer: Tokenizer, eos_id: int) -> tuple[Tokens, npt.NDArray[np.int64]]:
-    """As ``tokenize``, and for each token the bytes of the joined text up to its end, so that tokenizers can be compared."""
+    """As ``tokenize``, with the number of bytes of the joined text up to each token's end, so that tokenizers can be
+    compared."""
     tokenizer.encode_special_tokens = True
     parts: list[npt.NDArray[np.int64]] = []
     ends: list[npt.NDArray[np.int64]] = []
@@ -137,7 +138,7 @@ def _joined(parts: list[npt.NDArray[np.int64]], n_bytes: int, text: HeldOutText)
 
 
 def _byte_offsets(text: str) -> npt.NDArray[np.int64]:
-    """(len(text) + 1): bytes of UTF-8 before each character, and before the end."""
+    """Bytes of UTF-8 before each character and before the end, (len(text) + 1)."""
     points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
     sizes = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
     return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(sizes)))
@@ -146,10 +147,10 @@ def _byte_offsets(text: str) -> npt.NDArray[np.int64]:
 def held_out_to_score(
     model_directory: Path, sources: Sequence[str] = (), prepared_data: Path | str | None = None, text_key: str = "text"
 ) -> HeldOutText:
-    """The text that a command scores: the sources or the prepared data it names, else what the model's own run held out.
+    """The text that a command scores: the named sources or prepared data, else the held-out part of the model's training run.
 
-    A run keeps its model under ``model/``; its ``recipe.json`` names the data, which is found where it was or prepared
-    again. Raises InputError where two texts are named or none, DataError where the run's data cannot be had any more.
+    A run keeps its model under ``model/``, and its ``recipe.json`` names the data. If the data is not there any more, it is
+    prepared again. Raises InputError if two texts or none are named, DataError if the run's data has changed.
     """
     if sources and prepared_data is not None:
         raise InputError("give --data or --prepared, not both.")
@@ -171,6 +172,8 @@ def held_out_to_score(
         raise CorruptFileError(f"{file} does not name the run's data: {error}. Give --data or --prepared.") from None
     data = open_prepared(directory) if (directory / MANIFEST).is_file() else prepare(recipe)
     if data.key != key:
-        # Prepared from input that has changed since, other documents are held out: the model was trained on some of them.
-        raise DataError(f"{directory}, the data of {model_directory.parent}, is gone or another. Give --data or --prepared.")
+        # The input has changed, so other documents are held out now, and the model was trained on some of them.
+        raise DataError(
+            f"{directory}, the data of {model_directory.parent}, is missing or has changed. Give --data or --prepared."
+        )
     return held_out_of(data)

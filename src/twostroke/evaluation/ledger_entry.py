@@ -1,4 +1,4 @@
-"""An evaluation in the ledger: what was asked of which model, frozen before the work, and what was found."""
+"""Records an evaluation in the ledger: model and settings before the work, results after it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from twostroke.ledger.store import Ledger
 
 
 class EvaluationEntry:
-    """``run_id`` is None, and ``problem`` a sentence, where the ledger cannot be written: no evaluation is lost to that."""
+    """An evaluation's run in the ledger. If the ledger cannot be written, ``run_id`` is None and ``problem`` is a sentence, and
+    the evaluation goes on."""
 
     def __init__(self, directory: Path, inputs: Mapping[str, Any], prediction: Mapping[str, Any] | None = None) -> None:
         self.run_id: str | None = None
@@ -33,5 +34,5 @@ class EvaluationEntry:
 
 
 def task_values(results: Sequence[TaskResult]) -> dict[str, float]:
-    """``copa_acc`` and so on: the metrics of all tasks by names of their own."""
+    """The metrics of all tasks in one table, with names such as ``copa_acc``."""
     return {f"{r.task}_{name}": metric.value for r in results for name, metric in r.metrics().items()}

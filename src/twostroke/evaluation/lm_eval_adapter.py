@@ -1,12 +1,12 @@
-"""lm-eval's ``LM`` over a model of ours, so that its hundreds of tasks run through either engine.
+"""Presents our models as lm-eval's ``LM``, so that its hundreds of tasks run on either engine.
 
     import lm_eval
     from twostroke.evaluation.lm_eval_adapter import language_model
 
     lm_eval.simple_evaluate(language_model("runs/mine", engine="inference"), tasks=["arc_easy"])
 
-lm-eval is in the extra ``eval``; only ``language_model`` needs it. Tests hold the scores of a task by lm-eval, through this,
-together with ours and with those of lm-eval's own transformers model (tests/evaluation/test_lm_eval_adapter.py).
+lm-eval is in the extra ``eval``, and only ``language_model`` needs it. tests/evaluation/test_lm_eval_adapter.py compares the
+scores of a task by lm-eval through this adapter, by ours, and by lm-eval's own transformers model.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from twostroke.evaluation.encoding import Encoder
 from twostroke.evaluation.scorer import Scorer, open_scorer
 
 MAX_NEW_TOKENS = 256
-"""Where a task names no number, as lm-eval's own models have it."""
+"""The default for tasks that name no number; lm-eval's own models have the same."""
 
 _TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 
 class Request(Protocol):
-    """lm-eval's ``Instance``: a context with a continuation, a text alone, or a context with options of generating."""
+    """lm-eval's ``Instance``. Its arguments are a context with a continuation, a text, or a context with generation options."""
 
     @property
     def args(self) -> tuple[Any, ...]: ...
 
 
 class Adapter:
-    """The three questions that lm-eval asks. Needs no lm-eval, so that it is tested without."""
+    """lm-eval's three kinds of request. This class does not import lm-eval, so that it can be tested without it."""
 
     def __init__(self, scorer: Scorer) -> None:
         self.scorer = scorer
         self.encoder = Encoder(scorer)
 
     def loglikelihood(self, requests: Sequence[Request], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Σ log p of each continuation, and whether greedy decoding would write it. Contexts that are too long lose their
+        """Σ log p of each continuation, and whether greedy decoding would write it. Contexts that are too long are cut at their
         beginning."""
         pairs = [self.encoder.pair(*request.args) for request in requests]
         scored = self.scorer.token_scores([(p.ids, p.first) for p in pairs])
         return [(-float(nats.sum(dtype=np.float64)), bool(greedy.all())) for nats, greedy in scored]
 
     def loglikelihood_rolling(self, requests: Sequence[Request], disable_tqdm: bool = False) -> list[float]:
-        """Σ log p of whole texts, each token once: windows of the longest sequence one behind the other, the last moved to the
-        left so that it is full as well. The first token follows the token that a text begins with."""
+        """Σ log p of whole texts, each token once. Windows of the longest sequence follow each other, and the last one is moved
+        to the left so that it is full. The first token is conditioned on the token that begins a text."""
         sequences: list[tuple[list[int], int]] = []
         owners: list[int] = []
         longest = self.scorer.longest
@@ -69,8 +69,8 @@ class Adapter:
         return [float(total) for total in totals]
 
     def generate_until(self, requests: Sequence[Request], disable_tqdm: bool = False) -> list[str]:
-        """Greedy continuations up to one of ``until``. Raises InputError for options that ask for sampling or are not known: an
-        answer made otherwise than asked would pass for a score."""
+        """Greedy continuations up to one of ``until``. Raises InputError for sampling and for unknown options, because ignoring
+        them would give a wrong score."""
         groups: dict[tuple[tuple[str, ...], int], list[int]] = {}
         for i, request in enumerate(requests):
             groups.setdefault(_generation(request.args[1]), []).append(i)
@@ -87,26 +87,26 @@ class Adapter:
 
 
 def _generation(options: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:
-    """Stop strings and most tokens of ``gen_kwargs``."""
+    """(stop strings, largest number of tokens) of ``gen_kwargs``."""
     left = dict(options)
     until = left.pop("until", None) or ()
     stop = (until,) if isinstance(until, str) else tuple(text for text in until if text)
     limits = [left.pop(name) for name in _TOKEN_LIMITS if left.get(name) is not None]
     sampled = left.pop("do_sample", False) and left.get("temperature", 1.0) != 0
     if sampled or left.get("temperature") not in (None, 0, 0.0):
-        raise InputError(f"the task samples ({dict(options)!r:.120}); tasks are answered by greedy decoding alone.")
-    for name in _SAMPLING:  # of no effect on greedy decoding
+        raise InputError(f"the task samples ({dict(options)!r:.120}), and tasks are answered by greedy decoding alone.")
+    for name in _SAMPLING:  # they do not affect greedy decoding
         left.pop(name, None)
     unknown = [name for name, value in left.items() if value is not None]
     if unknown:
-        raise InputError(f"generation option {unknown[0]}={left[unknown[0]]!r} of the task is not known here.")
+        raise InputError(f"the task's generation option {unknown[0]}={left[unknown[0]]!r} is not supported. Leave it out.")
     return stop, int(limits[0]) if limits else MAX_NEW_TOKENS
 
 
 def language_model(model: Path | str, engine: str = "auto", dtype: str | None = None) -> Any:
-    """An lm-eval ``LM`` of a model directory or a training run. ``engine`` and ``dtype`` as in ``twostroke eval``.
+    """An lm-eval ``LM`` of a model directory or a training run. ``engine`` and ``dtype`` are those of ``twostroke eval``.
 
-    Raises ConfigError where lm-eval is not installed, and what loading raises."""
+    Raises ConfigError if lm-eval is not installed, and the errors of loading."""
     try:
         from lm_eval.api.model import LM
     except ImportError:

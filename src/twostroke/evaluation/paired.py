@@ -1,4 +1,4 @@
-"""Two models on the same examples: the difference, how sure it is, and whether it is one."""
+"""Paired differences of two models on the same examples, with intervals and significance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Z = 1.959963984540054
 
 @dataclass(frozen=True)
 class Difference:
-    """b − a with its 95% interval. ``p_value``: how often two equal models would differ at least as much, two-sided."""
+    """b − a with its 95% interval. ``p_value`` is the two-sided probability that two equal models differ at least as much."""
 
     value: float
     standard_error: float
@@ -27,7 +27,7 @@ class Difference:
 
 
 def normal_difference(value: float, standard_error: float, n: int) -> Difference:
-    """The interval ±1.96 standard errors, and p of value / standard error in the normal distribution."""
+    """A difference with an interval of ±1.96 standard errors, and p from value / standard error in the normal distribution."""
     if standard_error == 0:
         return Difference(value, 0.0, value, value, 1.0 if value == 0 else 0.0, n)
     p_value = math.erfc(abs(value) / standard_error / math.sqrt(2)) if math.isfinite(standard_error) else 1.0
@@ -35,7 +35,7 @@ def normal_difference(value: float, standard_error: float, n: int) -> Difference
 
 
 def paired_means(a: Values, b: Values) -> Difference:
-    """Of numbers an example: the mean of bᵢ − aᵢ with its standard error s/√n. What both find hard cancels out."""
+    """The mean of bᵢ − aᵢ over examples, with its standard error s/√n. The difficulty that both models share cancels out."""
     difference = b - a
     n = len(difference)
     error = float(difference.std(ddof=1)) / math.sqrt(n) if n > 1 else math.inf
@@ -43,11 +43,11 @@ def paired_means(a: Values, b: Values) -> Difference:
 
 
 def paired_shares(a: Values, b: Values) -> Difference:
-    """Of 0 and 1: the difference of shares; p by McNemar's exact test; the interval of Agresti & Min (2005).
+    """The difference of shares of examples scored 0 or 1, with McNemar's exact test and the interval of Agresti & Min (2005).
 
-    Only examples that one model alone got right matter: n₀₁ of b, n₁₀ of a. p = min(1, 2·P[X ≤ min(n₀₁, n₁₀)]) with X binomial
-    of n₀₁ + n₁₀ tosses (McNemar 1947). The interval is Wald's with half an example added to each of the four counts (in
-    Statistics in Medicine 24:729), which keeps its level where few examples differ; ``standard_error`` is without that.
+    Only examples matter that one model alone got right: n₀₁ by b, n₁₀ by a. p = min(1, 2·P[X ≤ min(n₀₁, n₁₀)]) with X binomial
+    of n₀₁ + n₁₀ tosses (McNemar 1947). The interval is Wald's with half an example added to each of the four counts (Statistics
+    in Medicine 24:729), which keeps its level even if few examples differ. ``standard_error`` has nothing added.
     """
     n = len(a)
     gained, lost = int(((b == 1) & (a == 0)).sum()), int(((a == 1) & (b == 0)).sum())
@@ -70,9 +70,9 @@ def _log_choose(n: int, k: int) -> float:
 
 
 def paired_ratio(a: Values, b: Values, weights: npt.NDArray[np.float64]) -> Difference:
-    """Difference of ratios, r = Σ(bᵢ − aᵢ) / Σwᵢ, for sums over units of unequal size: nats a token over conversations, bits a
-    byte over stretches of text. The standard error is the ratio estimator's, √(n/(n−1) · Σ(dᵢ − r·wᵢ)²) / Σwᵢ (Cochran 1977,
-    ch. 6), infinite for one unit; units are taken as independent."""
+    """The difference of ratios r = Σ(bᵢ − aᵢ) / Σwᵢ for units of unequal size: nats per token over conversations, or bits per
+    byte over blocks of text. The standard error is the ratio estimator's, √(n/(n−1) · Σ(dᵢ − r·wᵢ)²) / Σwᵢ (Cochran 1977, ch.
+    6). It is infinite for one unit, and it assumes that units are independent."""
     difference, total, n = b - a, float(weights.sum()), len(a)
     ratio = float(difference.sum()) / total
     if n < 2:
@@ -82,7 +82,7 @@ def paired_ratio(a: Values, b: Values, weights: npt.NDArray[np.float64]) -> Diff
 
 
 def paired_tasks(a: TaskResult, b: TaskResult) -> dict[str, Difference]:
-    """The difference of each metric of a task. Raises InputError where the examples were not the same."""
+    """The difference of each metric of a task. Raises InputError if the models had different examples."""
     check_same_questions(a, b)
     return {name: _paired(a.scores[name], b.scores[name]) for name in a.scores}
 

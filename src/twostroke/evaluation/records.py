@@ -1,4 +1,4 @@
-"""Records of evaluation files: one JSON object a line, and templates that are filled from them."""
+"""Reads records of evaluation files, one JSON object a line, and fills templates from them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 @dataclass(frozen=True)
 class Record:
-    """``values`` of one line, and where it stands, for sentences about it."""
+    """The ``values`` of one line, and its place for error messages."""
 
     values: Mapping[str, Any]
     where: str
 
     def get(self, path: str) -> Any:
-        """The value at ``path``, keys and list indices joined by dots. Raises DataError where the record has none."""
+        """The value at ``path``, which is keys and list indices joined by dots. Raises DataError if the record lacks it."""
         value: Any = self.values
         for key in path.split("."):
             if isinstance(value, Mapping) and key in value:
@@ -32,21 +32,19 @@ class Record:
                 value = value[int(key)]
             else:
                 known = value if isinstance(value, Mapping) else ()
-                near = did_you_mean(key, map(str, known)) if known else "There is no such value."
-                raise DataError(f"{self.where} has no {path!r}, which the task asks for. {near}")
+                near = did_you_mean(key, map(str, known)) if known else "Check the path in the task's file."
+                raise DataError(f"{self.where} has no {path!r}, which the task needs. {near}")
         return value
 
     def fill(self, template: str) -> str:
-        """``template`` with each ``{path}`` replaced by its text or number; ``{{`` and ``}}`` are braces."""
+        """``template`` with each ``{path}`` replaced by the text or number there. ``{{`` and ``}}`` stand for braces."""
 
         def text(match: re.Match[str]) -> str:
             piece = match.group(0)
             if piece in ("{{", "}}"):
                 return piece[0]
             if match.group(1) is None:
-                raise DataError(
-                    f"template {template!r} has a brace without its partner. Write {piece * 2} for the brace itself."
-                )
+                raise DataError(f"template {template!r} has an unmatched brace. Write {piece * 2} for the brace itself.")
             value = self.get(match.group(1))
             if isinstance(value, bool) or not isinstance(value, str | int | float):
                 raise DataError(
@@ -64,9 +62,9 @@ class Records:
 
 
 def read_records(file: Path, most: int | None = None) -> Records:
-    """The first ``most`` records of a .jsonl ``file``, blank lines left out; sha256 is the whole file's.
+    """The first ``most`` records of a .jsonl ``file`` without blank lines, and the sha256 of the whole file.
 
-    Raises DataError where the file is missing, empty or holds something else."""
+    Raises DataError if the file is missing, empty or holds something else."""
     try:
         raw = file.read_bytes()
     except OSError as error:
@@ -81,14 +79,14 @@ def read_records(file: Path, most: int | None = None) -> Records:
         try:
             values = json.loads(line)
             if b"\\ud" in line.lower():
-                json.dumps(values, ensure_ascii=False).encode()  # half of a surrogate pair is JSON, but no text
+                json.dumps(values, ensure_ascii=False).encode()  # JSON allows half of a surrogate pair, and UTF-8 does not
         except UnicodeEncodeError:
-            raise DataError(f"{where} holds half of a surrogate pair, which is not a character.") from None
+            raise DataError(f"{where} holds half of a surrogate pair, which is not a character. Remove it.") from None
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{where} is not JSON: {error}. Give one object a line.") from None
+            raise DataError(f"{where} is not JSON: {error}. Write one JSON object a line.") from None
         if not isinstance(values, dict):
             raise DataError(f"{where} holds {type(values).__name__}; a record is a JSON object.")
         rows.append(Record(values, where))
     if not rows:
-        raise DataError(f"task data {file} holds no record. Give one JSON object a line.")
+        raise DataError(f"task data {file} holds no record. Write one JSON object a line.")
     return Records(rows, hashlib.sha256(raw).hexdigest())

@@ -1,4 +1,4 @@
-"""What scoring a task gives: one value an example for each metric, from which means, errors and pairings are made."""
+"""Results of a task: one value an example for each metric, and the means, errors and pairings that are made from them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Metric:
-    """A mean over examples and its standard error: how far other examples of the same kind would move it."""
+    """A mean over examples and its standard error, which says how far other examples of the same kind would move it."""
 
     value: float
     standard_error: float
 
 
 def mean_of(values: Values) -> Metric:
-    """Mean and s/√n with s of n − 1 degrees of freedom (what lm-eval reports); the error of one example is not known: NaN."""
+    """Mean and s/√n, with s from n − 1 degrees of freedom as in lm-eval. One example has no error estimate, so NaN."""
     n = len(values)
     error = float(values.std(ddof=1)) / math.sqrt(n) if n > 1 else math.nan
     return Metric(float(values.mean()), error)
@@ -32,10 +32,10 @@ def mean_of(values: Values) -> Metric:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """``scores`` hold one value an example: 0 or 1 for what is right or wrong, nats for what is encoded.
+    """``scores`` hold one value an example: 1 for right and 0 for wrong, or nats.
 
-    ``n_cut`` prompts were longer than the model's context and lost their beginning. ``key`` names task, examples and prompts:
-    two results with the same key answered the same questions, whichever tokenizer read them.
+    ``n_cut`` prompts were longer than the model's context, and their beginning was cut off. ``key`` is a hash of task, examples
+    and prompts. Results with the same key answered the same questions, with any tokenizer.
     """
 
     DOCUMENT = "task kind n_examples n_cut n_tokens chance metrics"
@@ -53,7 +53,7 @@ class TaskResult:
         return len(next(iter(self.scores.values())))
 
     def metrics(self) -> Annotated[dict[str, Metric], "means with their errors"]:
-        """Means of ``scores``. ``target_nats`` is also given as perplexity = exp(mean), its error by the delta method."""
+        """Means of ``scores``. ``target_nats`` also gives perplexity = exp(mean), with its error by the delta method."""
         found = {name: mean_of(values) for name, values in self.scores.items()}
         if "target_nats" in found:
             nats = found["target_nats"]
@@ -64,4 +64,7 @@ class TaskResult:
 
 def check_same_questions(a: TaskResult, b: TaskResult) -> None:
     if a.key != b.key:
-        raise InputError(f"the two results of {a.task} are of different examples, so they cannot be paired.")
+        raise InputError(
+            f"the two results of {a.task} are of different examples, so they cannot be paired. Run both on the same file and "
+            "limit."
+        )

@@ -1,4 +1,4 @@
-"""What evaluation asks of a model, whichever engine computes it: logarithms of given tokens, and greedy continuations."""
+"""The interface between evaluation and both engines: log-probabilities of given tokens, and greedy continuations."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Progress = Callable[[float], None]
 
 
 class Scorer(Protocol):
-    """A model with its tokenizer. ``longest`` is how many tokens it can read at once; ``formats`` says how its weights are
-    held, and its head and cache where that was asked for."""
+    """A model with its tokenizer. ``longest`` is the most tokens that it can read at once. ``formats`` names the format of its
+    weights and, if they were given, those of its head and cache."""
 
     engine: str
     dtype: str
@@ -31,7 +31,8 @@ class Scorer(Protocol):
     def token_scores(
         self, sequences: Sequence[tuple[Sequence[int], int]], progress: Progress | None = None
     ) -> list[TokenScores]:
-        """Of each (ids, first) −ln p of ``ids[first:]``, each given all before it, and whether each was the most probable."""
+        """For each (ids, first): −ln p of each token of ``ids[first:]`` given all before it, and whether it is the most
+        probable."""
         ...
 
     def continue_greedily(
@@ -42,27 +43,27 @@ class Scorer(Protocol):
 
 
 def engine_for(directory: Path, engine: str = "auto", formats: Mapping[str, str] | None = None) -> str:
-    """``engine``, where "auto" is inference for quantised weights, whose rounding only its products have, and where ``formats``
-    (``engine_formats``) ask for it, else the decoder."""
+    """The engine that scores. "auto" is the inference engine if ``formats`` (``engine_formats``) are given or weights are
+    quantised, because only its products round activations as serving does; else it is the decoder."""
     if engine not in ("auto", *ENGINES):
         raise ConfigError(f"engine={engine!r} is not known. Use auto, {' or '.join(ENGINES)}.")
     if formats and engine == "decoder":
         name, value = next(iter(formats.items()))
-        raise ConfigError(f"{name}={value!r} is a format of the inference engine alone. Use engine='inference'.")
+        raise ConfigError(f"{name}={value!r} is an option of the inference engine alone. Use engine='inference'.")
     if formats or engine != "auto":
         return "inference" if formats else engine
     return "inference" if read_config(directory).get("quantization_config") else "decoder"
 
 
 def engine_formats(head_dtype: str, kv_dtype: str) -> dict[str, str]:
-    """The options of the inference engine that are not left to it."""
+    """The options of the inference engine that are not "auto"."""
     return {name: value for name, value in (("head_dtype", head_dtype), ("kv_dtype", kv_dtype)) if value != "auto"}
 
 
 def open_scorer(directory: Path, engine: str = "auto", dtype: str | None = None, **options: Any) -> Scorer:
-    """The model at ``directory`` on the engine of that name. ``dtype`` None: fp32 on the decoder, the inference engine's own
-    choice there; weights that are stored quantised it takes as they are. ``options`` are the decoder's device, or the inference
-    engine's ``engine_formats``. Errors are those of loading."""
+    """Open the model at ``directory`` on ``engine``. With ``dtype`` None the decoder computes in fp32, and the inference engine
+    chooses. The inference engine takes weights that are stored quantised as they are. ``options`` are the decoder's device, or
+    the inference engine's ``engine_formats``. Raises the errors of loading."""
     if engine_for(directory, engine) == "decoder":
         from twostroke.evaluation.decoder_scorer import DecoderScorer
 

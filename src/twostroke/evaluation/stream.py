@@ -1,4 +1,5 @@
-"""A stream of documents scored through any ``Scorer``: the windows of ``bits.token_nats``, a sequence a document."""
+"""Scores a stream of documents with any ``Scorer``, in the windows of ``bits.token_nats`` and with a sequence for each
+document."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ def stream_nats(
     stride: int,
     progress: Callable[[float, str], None] | None = None,
 ) -> npt.NDArray[np.float32]:
-    """−ln p of each token, as ``bits.token_nats`` defines it: the same windows, in which a document's tokens see that document
-    alone, and ln V for a document's first token. Proven against it in tests/evaluation/test_stream.py."""
+    """−ln p of each token as ``bits.token_nats`` defines it: the same windows, attention within documents only, and ln V for a
+    document's first token. tests/evaluation/test_stream.py compares the two."""
     if not 1 <= stride <= context:
         raise InputError(f"stride={stride} must be between 1 and context={context}.")
     nats = np.full(len(ids), math.log(scorer.spec.vocab_size), dtype=np.float32)

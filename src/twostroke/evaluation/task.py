@@ -1,4 +1,4 @@
-"""Tasks: questions of a .jsonl file that a model answers by what it finds probable, or by what it writes."""
+"""Tasks: questions in a .jsonl file. A model answers with what it finds most probable, or with what it writes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from twostroke.evaluation.scorer import Progress, Scorer
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """``prompt`` and ``target`` are templates over a record (``records.Record.fill``); ``delimiter`` stands between them.
+    """``prompt`` and ``target`` are templates over a record (``records.Record.fill``), with ``delimiter`` between them.
 
-    The first ``shots`` records are shown with their targets before each question, joined by ``shot_separator``, and not
-    scored; they come from ``shots_file`` where one is given, and then all of ``file`` is scored.
+    The first ``shots`` records are few-shot examples: they stand with their targets before each question, joined by
+    ``shot_separator``, and are not scored. If ``shots_file`` is given, the examples come from it and all of ``file`` is scored.
     """
 
     kind: ClassVar[str]
@@ -44,14 +44,14 @@ class Task(ABC):
 
     @abstractmethod
     def answer(self, record: Record) -> str:
-        """What stands behind the delimiter where the record is an example that is shown."""
+        """The text after the delimiter if the record is a few-shot example."""
 
     @abstractmethod
     def run(self, scorer: Scorer, limit: int | None = None, progress: Progress | None = None) -> TaskResult:
         """Score the first ``limit`` questions, or all. Raises DataError for a record that the task cannot read."""
 
     def questions(self, limit: int | None) -> tuple[list[Record], Callable[[Record], str], str]:
-        """The records to score, how each becomes a whole prompt, and the key of what is asked."""
+        """(records to score, function from a record to its whole prompt, key of these questions)."""
         if limit is not None and limit < 1:
             raise ConfigError(f"limit={limit} must be at least 1.")
         own = self.shots if self.shots_file is None else 0
@@ -59,7 +59,8 @@ class Task(ABC):
         shown = records.rows[:own] if self.shots_file is None else read_records(self.shots_file, self.shots).rows
         if len(shown) < self.shots:
             raise DataError(
-                f"task {self.name} shows {self.shots} examples and {self.shots_file or self.file} has {len(shown)}."
+                f"task {self.name} shows {self.shots} examples and {self.shots_file or self.file} has {len(shown)}. Lower "
+                "shots."
             )
         rows = records.rows[own:]
         if not rows:
@@ -72,11 +73,11 @@ class Task(ABC):
 
 @dataclass(frozen=True)
 class ChoiceTask(Task):
-    """The choice that the model finds most probable after the prompt.
+    """The answer is the choice that the model finds most probable after the prompt.
 
-    ``choices`` is the path of a list in the record, or a list of templates; ``gold`` the path of the right one: its index from
-    0, or a text that is one of ``labels`` (a path, or a list) or of the choices. acc takes the largest sum of log p, acc_norm
-    the largest sum per character of the choice, as lm-eval defines them; gold_nats is −log p of the right choice.
+    ``choices`` is the path of a list in the record, or a list of templates. ``gold`` is the path of the right choice: its index
+    from 0, or a text that is one of ``labels`` (a path or a list) or of the choices. acc takes the largest sum of log p,
+    acc_norm the largest sum per character of the choice, as lm-eval defines them. gold_nats is −log p of the right choice.
     """
 
     kind = "choice"
@@ -124,7 +125,7 @@ class ChoiceTask(Task):
         labels = record.get(self.labels) if isinstance(self.labels, str) else self.labels
         if isinstance(gold, int) and not isinstance(gold, bool) and labels is None:
             if not 0 <= gold < len(texts):
-                raise DataError(f"{record.where} names choice {gold} and has {len(texts)}, counted from 0.")
+                raise DataError(f"{record.where} names choice {gold}, and it has {len(texts)} choices, counted from 0.")
             return gold
         known = list(texts if labels is None else labels)
         if known.count(gold) != 1 or len(known) != len(texts):
@@ -134,8 +135,8 @@ class ChoiceTask(Task):
 
 @dataclass(frozen=True)
 class MatchTask(Task):
-    """Whether greedy decoding would write the target: each of its tokens is the most probable one (acc), and its −log p
-    (target_nats; perplexity is exp of its mean over examples, as lm-eval has it for LAMBADA)."""
+    """acc is 1 if greedy decoding would write the target, that is if each of its tokens is the most probable one. target_nats
+    is −log p of the target; perplexity is exp of its mean over examples, as in lm-eval's LAMBADA."""
 
     kind = "match"
     target: str = "{target}"
@@ -157,13 +158,13 @@ class MatchTask(Task):
     def _target(self, record: Record) -> str:
         target = record.fill(self.target)
         if not target:
-            raise DataError(f"{record.where}: its target {self.target!r} is empty.")
+            raise DataError(f"{record.where}: the target {self.target!r} is empty. A target must have text.")
         return target
 
 
 @dataclass(frozen=True)
 class Extract:
-    """Which part of a text is the answer: the first group that matched of ``pattern``'s ``which`` match."""
+    """Finds the answer in a text: the first non-empty group of the ``which`` ("first" or "last") match of ``pattern``."""
 
     pattern: str
     which: str = "first"
@@ -189,10 +190,10 @@ _WHOLE = Extract(r"(?s)\s*(.*\S)\s*")
 
 @dataclass(frozen=True)
 class AnswerTask(Task):
-    """What the model writes, decoded greedily, against the target: each of ``extract`` takes the answer out of both and gives
-    a metric of its name, 1 where they are the same once commas, $ and a final full stop are taken off and case is ignored.
+    """The answer is what the model writes, decoded greedily. Each of ``extract`` finds the answer in text and target and gives
+    a metric of its name: 1 if both are equal without commas, $, a final full stop and case.
 
-    Without ``extract`` all of the text must be the same (exact).
+    Without ``extract`` the whole texts must be equal (exact).
     """
 
     kind = "answer"
@@ -225,7 +226,7 @@ class AnswerTask(Task):
         target = record.fill(self.target)
         found = extract(target)
         if found is None:
-            raise DataError(f"{record.where}: extract {name!r} finds no answer in its own target {target!r:.80}.")
+            raise DataError(f"{record.where}: extract {name!r} finds no answer in the record's target {target!r:.80}.")
         return _plain(found)
 
 

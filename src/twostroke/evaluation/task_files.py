@@ -1,4 +1,4 @@
-"""Tasks by name or by a TOML file of one's own."""
+"""Loads tasks by name, or from a TOML file."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def task_names() -> list[str]:
 
 
 def task_data_folder() -> Path:
-    """Where the files of tasks that come with the package are looked for, unless a folder is named."""
+    """The folder that holds the data of built-in tasks, unless another one is named."""
     return home() / "eval"
 
 
 def load_task(name: str, data: Path | None = None) -> Task:
-    """The task called ``name``, or the TOML file there. Its data is looked for beside the TOML file, or in ``data``.
+    """The built-in task ``name``, or the task in a TOML file. Its data is in ``data``, by default beside the TOML file.
 
-    Raises ConfigError for an unknown name or a description that breaks a rule, DataError where its data is not there.
+    Raises ConfigError for an unknown name or a wrong description, DataError if the data is missing.
     """
     file = Path(name)
     if file.suffix != ".toml":
@@ -47,7 +47,7 @@ def load_task(name: str, data: Path | None = None) -> Task:
 
 
 def task_of(table: Mapping[str, Any], name: str, folder: Path, where: str) -> Task:
-    """The task that ``table`` describes: its ``kind``, and the fields of that kind."""
+    """The task that ``table`` describes by its ``kind`` and the fields of that kind."""
     kind = table.get("kind")
     if kind not in TASK_KINDS:
         raise ConfigError(f"{where}: kind={kind!r} is not a kind of task. Use one of {', '.join(TASK_KINDS)}.")
@@ -59,7 +59,7 @@ def task_of(table: Mapping[str, Any], name: str, folder: Path, where: str) -> Ta
             raise ConfigError(f"{where}: {key} is not a key of a {kind} task. {did_you_mean(key, known)}")
     for key in ("file", "prompt"):
         if key not in values:
-            raise ConfigError(f"{where} lacks {key!r}, which every task has.")
+            raise ConfigError(f"{where} lacks {key!r}, which every task needs. Add it.")
     for key, value in values.items():
         values[key] = _checked(key, value, folder, where)
     return task(**values)

@@ -1,4 +1,4 @@
-"""Pass or fail: what one asks of b beside a, held against what was measured."""
+"""Decides pass or fail: it compares the measured difference of b and a with thresholds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from twostroke.evaluation.paired import LOWER_IS_BETTER
 
 @dataclass(frozen=True)
 class Check:
-    """``value`` must be at most (``at_most``) or at least ``limit``."""
+    """One threshold: ``value`` must be at most ``limit`` (``at_most``), or at least ``limit``."""
 
     name: str
     value: float
@@ -30,7 +30,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """None: not asked for. ``strict``: a measured difference passes only where its whole 95% interval does."""
+    """Thresholds; None is not checked. With ``strict``, a measured difference passes only if its whole 95% interval does."""
 
     max_perplexity_ratio: float | None = None
     min_accuracy_difference: float | None = None
@@ -40,7 +40,7 @@ class Thresholds:
     strict: bool = False
 
     def require(self, text: bool, tasks: bool, speed: bool, price: bool) -> None:
-        """Raises ConfigError where a threshold is given and what it is held against will not be measured."""
+        """Raise ConfigError if a threshold is given whose value will not be measured."""
         for option, limit, there, what in (
             ("--max-perplexity-ratio", self.max_perplexity_ratio, text, "a text: --data, --prepared or a training run"),
             ("--min-accuracy-difference", self.min_accuracy_difference, tasks, "a --task"),
@@ -51,7 +51,7 @@ class Thresholds:
                 raise ConfigError(f"{option} needs {what}.")
 
     def checks(self, result: Mapping[str, Any]) -> list[Check]:
-        """What of a comparison (the document of ``twostroke compare``) is asked for, and how it came out."""
+        """The check of each given threshold against a comparison (the document of ``twostroke compare``)."""
         found: list[Check] = []
         if self.max_perplexity_ratio is not None:
             value = result["perplexity_ratio_interval"][1] if self.strict else result["perplexity_ratio"]
