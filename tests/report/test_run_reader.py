@@ -112,7 +112,7 @@ def test_a_log_that_was_cut_and_has_grown_past_the_place_since_is_read_anew(tmp_
 
 
 def test_a_long_log_is_read_in_pieces_and_sent_in_few_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growing_files, "MOST_BYTES_A_READ", 10_000)
+    monkeypatch.setattr(growing_files, "MAX_BYTES_A_READ", 10_000)
     begin_run(tmp_path)
     append(tmp_path, "".join(line(step) for step in range(1, 3001)))
     reader = RunReader(tmp_path)

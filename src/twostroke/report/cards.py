@@ -1,4 +1,4 @@
-"""The cards at the head of the report: one number and one line each, and the table behind them, folded."""
+"""Makes the cards at the top of the report. Each has one number, one line, and a folded table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from twostroke.ledger.text import format_error, format_inside, format_interval, 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the page: ``columns`` are headings, ``rows`` hold as many cells; a row of one cell is a sub-heading.
+    """A table of the page. ``columns`` are headings, and ``rows`` have as many cells; a row of one cell is a sub-heading.
     ``folded`` are further rows, which the reader unfolds together with ``note``."""
 
     title: str
@@ -28,7 +28,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Card:
-    """``number`` is what the card is about, ``line`` says what it is of; ``table`` is shown when the reader unfolds it."""
+    """A card shows ``number``, and ``line`` says what it is. The reader can unfold ``table``."""
 
     title: str
     number: str
@@ -37,7 +37,7 @@ class Card:
 
 
 def cards_of(runs: Sequence[Run], newest: Mapping[str, Run]) -> list[Card]:
-    """The page in a few numbers, of all ``runs`` and of the ``newest`` of each kind."""
+    """The cards of all ``runs`` and of the ``newest`` run of each kind."""
     cards = [*_score_cards(runs)]
     if "train" in newest:
         cards.append(_training_card(newest["train"]))
@@ -49,7 +49,7 @@ def cards_of(runs: Sequence[Run], newest: Mapping[str, Run]) -> list[Card]:
     return [*cards, *([machine] if machine else [])]
 
 
-# -- what predictions were worth ------------------------------------------------------------------------------------------
+# -- the quality of predictions -------------------------------------------------------------------------------------------
 
 
 def _score_cards(runs: Sequence[Run]) -> list[Card]:
@@ -89,7 +89,7 @@ def _scores_table(runs: Sequence[Run]) -> Table:
 
 
 def _terms_table(runs: Sequence[Run]) -> Table | None:
-    """Which term of each total misses most, over all runs."""
+    """The terms of each total over all runs, the worst first."""
     rows: list[list[str]] = []
     total = None
     for share in pool(runs):
@@ -98,7 +98,7 @@ def _terms_table(runs: Sequence[Run]) -> Table | None:
             rows.append([total])
         percents = (f"{share.median_abs_percent:.1f}%", f"{share.median_percent:+.1f}%")
         rows.append([share.part, str(share.n_runs), *percents, str(share.worst_in)])
-    note = "Each total's error, shared out to its terms, in percent of the measured total; medians over the runs."
+    note = "Each total's error, divided among its terms, in percent of the measured total; medians over the runs."
     columns = ("", "runs", "median |share|", "median share", "largest share in")
     return Table("Which term misses most", columns, rows, note) if rows else None
 
@@ -122,13 +122,13 @@ def _run_table(run: Run) -> Table:
 
 
 def _beside(run: Run, name: str) -> str:
-    """``, 9.97k tok/s predicted`` where it was."""
+    """``, 9.97k tok/s predicted`` if the run has a prediction of ``name``, else nothing."""
     predicted = number_of(run.prediction.get(name))
     return f", {format_value(name, predicted)} predicted" if predicted else ""
 
 
 def _first(run: Run, *names: str) -> tuple[str, float] | None:
-    """The first of ``names`` that the run has measured, with its value."""
+    """The first of ``names`` that the run measured, with its value."""
     return next(((name, value) for name in names if (value := number_of(run.measurement.get(name)))), None)
 
 
@@ -162,7 +162,7 @@ def _server_card(run: Run) -> Card:
 
 
 def _machine_card(runs: Sequence[Run]) -> Card | None:
-    """This machine where it made the newest run; of another machine's runs only its fingerprint is known."""
+    """The machine of the newest run. If it is not this machine, only its fingerprint is known."""
     if not runs:
         return None
     here = read_fingerprint()

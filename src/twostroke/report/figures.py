@@ -1,4 +1,4 @@
-"""Plots of runs, each from what the ledger holds. A plot without data is None, and the page leaves it out."""
+"""Plots runs from the ledger. A plot without data is None, and the page leaves it out."""
 
 from __future__ import annotations
 
@@ -42,14 +42,15 @@ PANELS = (  # ending of the ledger's name, title, factor to the axis' unit
 )
 
 SHOWN_RUNS = 200
-"""Newest runs whose every number is drawn: more would only lie on each other, and each mark carries its words."""
+"""Newest runs of which every number is drawn. Marks of more runs would cover each other, and each mark adds text to the
+page."""
 
 
 # -- predicted against measured -------------------------------------------------------------------------------------------
 
 
 def predicted_against_measured(runs: Sequence[Run]) -> Plot | None:
-    """Each prediction of the newest ``SHOWN_RUNS`` runs against its measurement, log-log, a panel a unit, with intervals."""
+    """Each prediction of the newest ``SHOWN_RUNS`` runs against its measurement, on log-log axes with a panel for each unit."""
     points: list[list[tuple[Run, Row]]] = [[] for _ in PANELS]
     for run in runs[:SHOWN_RUNS]:
         for row in compare(run):
@@ -85,7 +86,7 @@ def predicted_against_measured(runs: Sequence[Run]) -> Plot | None:
         axis = log_ticks(ends[0], ends[1])
         figure.update_xaxes(**axis, title_text=f"measured {PANELS[place][1]}", row=1, col=column)
         figure.update_yaxes(**axis, title_text="predicted" if column == 1 else "", row=1, col=column)
-    # The title counts what the page's cards count: numbers without a panel of their own as well.
+    # The title counts the same numbers as the page's cards, also those of units without a panel.
     rows = [row for run in runs for row in compare(run) if row.error_percent is not None]
     errors = [abs(row.error_percent) for row in rows if row.error_percent is not None]
     inside = [row.inside for row in rows if row.inside is not None]
@@ -95,7 +96,7 @@ def predicted_against_measured(runs: Sequence[Run]) -> Plot | None:
     text = (
         "Each mark is one number of one run, predicted before it and measured in it. On the dotted line the two are equal; "
         "above it the prediction was too high. The bar is the interval frozen with the prediction, meant to hold 90% of "
-        "measurements: where it crosses the dotted line, it did. Point at a mark to see which number it is."
+        "measurements; if it crosses the dotted line, it does. Point at a mark to see which number it is."
     )
     return Plot(title, text, styled(figure, height=430), wide=True)
 
@@ -105,7 +106,7 @@ def _state(row: Row) -> str:
 
 
 def _points(part: Sequence[tuple[Run, Row]], factor: float, name: str, colour: str, symbol: str, in_legend: bool) -> go.Scatter:
-    """Marks with their intervals as vertical bars."""
+    """Marks, with their intervals as vertical bars."""
     rows = [row for _, row in part]
     bars = {
         "array": [factor * max(0.0, (row.high or 0) - (row.predicted or 0)) for row in rows],
@@ -133,7 +134,7 @@ def _points(part: Sequence[tuple[Run, Row]], factor: float, name: str, colour: s
 
 
 def residual_by_term(runs: Sequence[Run]) -> Plot | None:
-    """Each total's error shared out to its terms, of the newest run that has one; bars add up to the error."""
+    """Each total's error divided among its terms, of the newest run that has it. The bars of a total add up to its error."""
     newest: dict[str, Attribution] = {}
     for run in runs:
         for one in attribute(run):
@@ -172,9 +173,10 @@ def residual_by_term(runs: Sequence[Run]) -> Plot | None:
         f"({worst.worst.percent:+.0f} points)"
     )
     text = (
-        "Which term caused the miss. Each total's error, predicted minus measured in percent of the measured total, is shared "
-        "out to its terms; the bars of one total add up to its error. Bars to the right (orange) were predicted too high, to "
-        "the left (blue) too low. Two bars in opposite directions hide each other in the total. Newest run of each kind."
+        "Which term caused the error. Each total's error (predicted minus measured, in percent of the measured total) is "
+        "divided "
+        "among its terms; the bars of one total add up to its error. Bars to the right (orange) were predicted too high, to "
+        "the left (blue) too low. Bars in opposite directions cancel in the total. Newest run of each kind."
     )
     return Plot(title, text, styled(figure, "percent of the measured total", "", 90 + 27 * len(values)), wide=True)
 
@@ -183,7 +185,7 @@ def residual_by_term(runs: Sequence[Run]) -> Plot | None:
 
 
 def training_curve(steps: Sequence[Mapping[str, Any]], prediction: Mapping[str, Any]) -> Plot | None:
-    """Loss in nats per token and tokens per second of each step against the tokens seen; ``steps`` are lines of log.jsonl."""
+    """Loss in nats per token and tokens per second of each step against the tokens seen. ``steps`` are lines of log.jsonl."""
     seen = [s for s in steps if s.get("tokens") is not None]
     losses = [(s["tokens"], s["loss"]) for s in seen if number_of(s.get("loss")) is not None]
     rates = [(s["tokens"], s["tok_per_s"]) for s in seen if number_of(s.get("tok_per_s"))]
@@ -217,8 +219,10 @@ def training_curve(steps: Sequence[Mapping[str, Any]], prediction: Mapping[str, 
         figure.update_yaxes(title_text="tokens/s", rangemode="tozero", row=2, col=1)
     figure.update_xaxes(title_text="tokens trained on", row=rows, col=1)
     text = (
-        "Above, the loss of each optimizer step; e to its power is how many tokens the model is still torn between. Below, "
-        "the speed of each step; the first compile, dips are the machine doing something else."
+        "Above is the loss of each optimizer step. e to the power of the loss is the perplexity, the number "
+        "of equally probable tokens among which the choice would be as uncertain. Below is the speed of each step. The first "
+        "steps compile, and at dips another "
+        "program used the machine."
     )
     if number_of(prediction.get("train_tok_per_s")):
         text += " The dashed line was predicted."
@@ -230,7 +234,7 @@ def _line(points: Sequence[tuple[float, float]], name: str, colour: str) -> go.S
 
 
 def step_split(run: Run | None) -> Plot | None:
-    """Where the time of one training step goes: forward, backward, optimizer and data, predicted beside measured."""
+    """The time of one training step by forward, backward, optimizer and data, predicted beside measured."""
     if run is None:
         return None
     figure = go.Figure()
@@ -268,7 +272,7 @@ def step_split(run: Run | None) -> Plot | None:
     text = "Medians over all steps but the first of a session."
     if predicted:
         text += " The grey line is the interval of the prediction."
-    # Where bars are too narrow for their numbers, on a phone, none has one: the axis is there, and pointing shows it.
+    # If bars are too narrow for their numbers, as on a phone, all are left out. The axis and the hover text show them.
     hidden = {"uniformtext_minsize": 9, "uniformtext_mode": "hide"}
     return Plot(title, text, styled(figure, "", "milliseconds a step", 430, **hidden))
 
@@ -277,13 +281,13 @@ def step_split(run: Run | None) -> Plot | None:
 
 
 def memory_by_term(runs: Sequence[Run]) -> Plot | None:
-    """Stacked memory terms of each run, predicted beside measured; what no term explains is the rest of the peak."""
+    """Stacked memory terms of each run, predicted beside measured. The rest of the peak is a term of its own."""
     bars: list[tuple[str, dict[str, float]]] = []
     for run in runs:
         for mark, values in (("predicted", run.prediction), ("measured", run.measurement)):
             terms = {label: number_of(values.get(name)) or 0.0 for name, label in MEMORY_TERMS.items()}
             if any(terms.values()):
-                # A peak that was not measured is not drawn as predicted either: the two bars would not be comparable.
+                # If the peak was not measured, the predicted one is not drawn either, so that the two bars are comparable.
                 known = number_of(run.measurement.get("peak_memory_bytes")) or not run.measurement
                 rest = (number_of(values.get("peak_memory_bytes")) or 0.0) - sum(terms.values())
                 terms["process, loss, buffers"] = max(0.0, rest) if known else 0.0
@@ -307,8 +311,9 @@ def memory_by_term(runs: Sequence[Run]) -> Plot | None:
     figure.update_xaxes(range=[0, 1.3 * max(sum(terms.values()) for _, terms in bars)])
     text = (
         "A training run holds weights, gradients, optimizer state and activations; a server holds weights and the KV cache of "
-        "its requests. Grey is the process, the loss and what the allocator keeps: the peak minus the other terms, where "
-        "a peak was measured. A KV cache is reserved when a server starts, whether or not it is used."
+        "its requests. Grey is the process, the loss and memory that the allocator keeps: if a peak was measured, the peak "
+        "minus "
+        "the other terms. A KV cache is reserved when a server starts, whether or not it is used."
     )
     return Plot(
         _memory_title(runs), text, styled(figure, "MiB", "", 170 + 46 * len(bars), barmode="stack", legend_traceorder="normal")
@@ -332,7 +337,7 @@ def _memory_title(runs: Sequence[Run]) -> str:
 
 
 def latencies(run: Run | None) -> Plot | None:
-    """The distribution of each latency of a load run, and what was predicted of its median."""
+    """The distribution of each latency of a load run, and the prediction of its median."""
     if run is None:
         return None
     curves = _curves(run.measurement)
@@ -369,9 +374,10 @@ def latencies(run: Run | None) -> Plot | None:
     half, most = _at(first, 50), _at(first, 99)
     title = f"Half of the {label} came within {format_seconds(half)}, 99% within {format_seconds(most)}"
     text = (
-        "How many requests were at least so fast. TTFT: time to the first token. TPOT: mean time of each later token. "
-        "ITL: each gap between two tokens. End to end: the whole answer. A steep line is an even service; a long flat top is a "
-        "few who waited."
+        "The share of requests that were at least so fast. TTFT: time to the first token. TPOT: mean time of each later token. "
+        "ITL: each gap between two tokens. End to end: the whole answer. A steep line means that all requests were about as "
+        "fast; "
+        "a long flat top means that a few waited."
     )
     if first_predicted:
         text += " Diamonds are the predicted medians."
@@ -379,7 +385,7 @@ def latencies(run: Run | None) -> Plot | None:
 
 
 def _curves(measurement: Mapping[str, Any]) -> dict[str, tuple[list[float], list[float]]]:
-    """(percent, seconds) of each latency: the whole distribution where it was kept, else its percentiles."""
+    """(percent, seconds) of each latency: the distribution if the ledger has it, else its percentiles."""
     kept = measurement.get("latency_quantiles")
     if isinstance(kept, Mapping) and isinstance(kept.get("percent"), list):
         return {name: (kept["percent"], kept[name]) for name in LATENCIES if isinstance(kept.get(name), list)}
@@ -393,6 +399,6 @@ def _curves(measurement: Mapping[str, Any]) -> dict[str, tuple[list[float], list
 
 
 def _at(curve: tuple[list[float], list[float]], percent: float) -> float:
-    """The value at a percent, of the nearest that is kept."""
+    """The value at the kept percent that is nearest to ``percent``."""
     percents, seconds = curve
     return seconds[min(range(len(percents)), key=lambda i: abs(percents[i] - percent))]

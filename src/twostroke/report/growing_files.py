@@ -1,4 +1,4 @@
-"""Files that another thread or process is writing, read as they grow."""
+"""Reads files that another thread or process is writing, as they grow."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any
 from twostroke.core import documents
 from twostroke.core.errors import CorruptFileError
 
-MOST_BYTES_A_READ = 2**20
-"""A megabyte of log takes about 25 ms to take in, which is what a request may keep a training process from its own Python."""
+MAX_BYTES_A_READ = 2**20
+"""A megabyte of log takes about 25 ms to parse, during which the training process of the same interpreter cannot run Python."""
 
 TAIL_BYTES = 256
-"""Of what was read; not found there at the next reading, the file is another. (A step that is done again has other times.)"""
+"""Bytes at the end of what was read. If they have changed at the next reading, the file is a new one. (A step that is repeated
+logs other times, so its line differs.)"""
 
 
 class GrowingRecords:
-    """The JSON objects of a file of lines, each handed out once; all again where the file was cut or written anew."""
+    """The JSON objects of a file of lines, each returned once. If the file is truncated or replaced, all are returned again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -29,8 +30,10 @@ class GrowingRecords:
         self._inode, self._offset, self._torn, self._tail = inode, 0, b"", b""
 
     def fresh(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Whether what was handed out before counts no more, and the records since, of at most ``MOST_BYTES_A_READ`` bytes:
-        ``more`` says that there are others. Lines that are no objects are left out."""
+        """(whether the file is a new one, so that earlier records do not count; the records since the last call).
+
+        It reads at most ``MAX_BYTES_A_READ`` bytes, and ``more`` is True if the file has more. Lines other than JSON objects
+        are left out."""
         anew = False
         try:
             with self.path.open("rb") as stream:
@@ -40,7 +43,7 @@ class GrowingRecords:
                     anew = True
                     self._begin_anew(status.st_ino)
                     stream.seek(0)
-                data = stream.read(MOST_BYTES_A_READ)
+                data = stream.read(MAX_BYTES_A_READ)
         except OSError:
             return False, []
         self._offset += len(data)
@@ -51,11 +54,11 @@ class GrowingRecords:
 
 
 class NewestRecords:
-    """The last ``most`` JSON objects of a small file of lines; read again where its time or size has changed."""
+    """The last ``most`` JSON objects of a small file of lines, which is read again if its time or size has changed."""
 
     def __init__(self, path: Path, most: int) -> None:
         self.path, self._most = path, most
-        self.mark = ""  # another where the records are others
+        self.mark = ""  # changes with the records
         self.records: list[dict[str, Any]] = []
 
     def refresh(self) -> None:
@@ -70,7 +73,7 @@ class NewestRecords:
 
 
 def stamp(file: Path) -> str:
-    """Time and size of a file; empty where there is none."""
+    """Modification time and size of a file as text; empty if it does not exist."""
     try:
         status = file.stat()
     except OSError:
@@ -79,7 +82,7 @@ def stamp(file: Path) -> str:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object that a file holds; empty where it holds something else."""
+    """The JSON object that a file holds; empty if it holds something else."""
     try:
         return documents.read_object(file)
     except CorruptFileError:

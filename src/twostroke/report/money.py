@@ -1,4 +1,4 @@
-"""When serving has cost more than training: cumulative money of both over days of service."""
+"""Plots the cumulative cost of serving against the cost of training, over days of service."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from twostroke.planner.hardware import Hardware
 from twostroke.report.plot import MEASURED, TERMS, Plot, log_ticks, styled
 
 LOADS = ((1.0, "at full load"), (0.1, "at a tenth of it"), (0.01, "at a hundredth"))
-"""Shares of the measured tokens per second that are asked for, all day."""
+"""Loads as shares of the measured tokens per second, all day."""
 
 
 def crossover(trained: Mapping[str, Any], served: Mapping[str, Any], trained_on: Hardware, served_on: Hardware) -> Plot | None:
     """Cumulative cost of serving at three loads against the cost of the training run, each on its machine at its price.
 
-    Training $ = measured seconds · $/h; serving $ = tokens · $/token with $/token of the measured tokens/s at full load, so a
-    server that idles is taken to be shared: one that is kept for itself costs as at full load whatever it does.
+    Training $ = measured seconds · $/h; serving $ = tokens · $/token at the measured tokens/s of full load. So a server that
+    idles is assumed to be shared. A server of one's own costs as much as at full load, whatever it serves.
     """
     seconds = number_of(trained.get("train_time_s"))
     rate = number_of(served.get("output_tok_per_s")) or number_of(served.get("decode_tok_per_s"))
@@ -68,15 +68,15 @@ def crossover(trained: Mapping[str, Any], served: Mapping[str, Any], trained_on:
     text = (
         f"Money spent since the model went into service, both axes logarithmic. Training is paid once "
         f"({format_seconds(seconds)} measured); served tokens cost {format_money(per_million)} per million (at "
-        f"{format_count(rate)} tokens/s measured). The dots are where serving overtakes training, at three loads. Price "
+        f"{format_count(rate)} tokens/s measured). At each dot serving has cost as much as training, at three loads. Price "
         f"{price.kind}: ${price.value:.4g} an hour for this machine "
-        f"({price.source}). People, data and repeated runs, which often cost more than the final run, are not in it."
+        f"({price.source}). People, data and repeated runs, which often cost more than the final run, are not included."
     )
     return Plot(title, text, styled(figure, f"{unit} of service", "dollars so far", 420), wide=True)
 
 
 def _unit_of_days(days: float) -> tuple[str, float]:
-    """A unit of time in which ``days`` is a handy number, and how many of it a day has."""
+    """(unit of time in which ``days`` is below 300, number of these units in a day)."""
     for unit, per_day in (("seconds", 86400.0), ("minutes", 1440.0), ("hours", 24.0)):
         if days * per_day < 300:
             return unit, per_day

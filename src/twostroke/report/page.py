@@ -1,4 +1,4 @@
-"""One self-contained HTML page: what was planned, what was measured, and how far the two are apart."""
+"""Writes the report, one self-contained HTML page: what was predicted, what was measured, and the errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def _steps_of(run: Run | None) -> list[dict[str, Any]]:
-    """Lines of the run's log.jsonl, if its directory is still there; a torn last line is passed over."""
+    """Lines of the run's log.jsonl; empty if its directory is gone. An incomplete last line is skipped."""
     directory = run and (run.inputs.get("run_directory") or run.inputs.get("output"))
     log = Path(directory) / "log.jsonl" if directory else None
     if log is None or not log.is_file():
@@ -36,7 +36,7 @@ def _steps_of(run: Run | None) -> list[dict[str, Any]]:
 
 
 def write_report(path: Path | str, ledger: Ledger, comparison: Table | None = None, more: Sequence[Card] = ()) -> Path:
-    """Write the page to ``path`` and return it; of a ledger without runs, a page that says how to get some.
+    """Write the page to ``path`` and return the path. For a ledger without runs, the page says how to make some.
 
     ``comparison`` is the table of training beside inference, ``more`` are cards beside those that the ledger gives. Plotly's
     script is in the page once, about 4.8 MB of it; the page asks nothing of the network.
@@ -74,7 +74,7 @@ def write_report(path: Path | str, ledger: Ledger, comparison: Table | None = No
 
 
 def _newest(runs: Sequence[Run]) -> dict[str, Run]:
-    """The newest measured run of each kind: rather one that came to its end, of loads rather one over HTTP, with latencies."""
+    """The newest measured run of each kind. Complete runs are preferred, and of loads those over HTTP, which have latencies."""
     found: dict[str, Run] = {}
     for kind in ("train", "serve", "bench"):
         measured = [r for r in runs if r.kind == kind and r.measurements]
@@ -85,7 +85,7 @@ def _newest(runs: Sequence[Run]) -> dict[str, Run]:
 
 
 def _plots(runs: Sequence[Run]) -> tuple[list[Plot], list[str]]:
-    """Every plot that has data, and for those that could have it a sentence on what is missing."""
+    """Every plot that has data, and sentences that say what other plots lack."""
     from twostroke.report import figures
 
     newest = _newest(runs)
@@ -101,13 +101,13 @@ def _plots(runs: Sequence[Run]) -> tuple[list[Plot], list[str]]:
     phases, notes = _phase_plots(train, bench)
     if runs and not any(run.prediction for run in runs):
         notes.insert(
-            0, "No run has a prediction: without a profile of the machine, which `twostroke calibrate` makes, none is."
+            0, "No run has a prediction. Predictions need a profile of the machine, which `twostroke calibrate` makes."
         )
     return [plot for plot in (*plots, *phases) if plot is not None], notes
 
 
 def _phase_plots(train: Run | None, bench: Run | None) -> tuple[list[Plot | None], list[str]]:
-    """Roofline and crossover, which need this machine's rates and prices, and a training run to take the model from."""
+    """Roofline and crossover. They need this machine's rates and prices, and a training run that names the model."""
     from twostroke.core.profile import read_fingerprint
     from twostroke.planner.hardware import load_hardware
     from twostroke.planner.serving import ServingShape, plan_serving
@@ -143,11 +143,11 @@ def _phase_plots(train: Run | None, bench: Run | None) -> tuple[list[Plot | None
 GLOSSARY = {
     "prediction": "What the planner expected, stored in the ledger before the run began. It cannot be changed afterwards.",
     "interval": "The range a measurement should fall into 9 times out of 10, stored with the prediction.",
-    "error": "100·(predicted − measured) / measured: positive where the prediction was too high.",
+    "error": "100·(predicted − measured) / measured. It is positive if the prediction was too high.",
     "TTFT, TPOT, ITL": "Time to the first token; mean time of each later one; gap between two neighbouring ones.",
     "prefill, decode": "Serving's two halves: the whole prompt at once, then the answer token by token.",
     "MFU": "Share of the machine's best product rate that goes into the model's own arithmetic.",
-    "FLOP": "One addition or multiplication. A product of matrices needs two for every pair it joins.",
-    "KV cache": "What a server remembers of the text so far, for each token of each request.",
+    "FLOP": "One floating-point addition or multiplication. A matrix product needs two for each pair of numbers it multiplies.",
+    "KV cache": "The keys and values of attention that a server stores for each token of each request.",
 }
-"""Words that a newcomer to the page may not know."""
+"""Words of the page that newcomers may not know."""

@@ -1,4 +1,4 @@
-"""The table of training beside prefill beside decode, rebuilt from what the ledger holds of finished runs."""
+"""Rebuilds the table of training, prefill and decode from finished runs in the ledger."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from twostroke.planner.training import TrainingShape
 from twostroke.report.cards import Table
 
 SHOWN_SECTIONS = ("rate", "passes", "memory")
-"""What the page shows of the comparison at once; the other sections are folded."""
+"""Sections of the comparison that the page shows; the others are folded."""
 
 TITLES = {"train": "training", "prefill": "prefill", "decode": "decode"}
 
 
 def training_shape_of(train: Run) -> tuple[ModelSpec, TrainingShape]:
-    """Model and shape of a training run, from its inputs. Raises CorruptFileError where they are not what its kind records."""
+    """Model and shape of a training run, from its inputs. Raises CorruptFileError if they are not those of a training run."""
     try:
         spec = ModelSpec.from_dict(train.inputs["spec"])
         return spec, TrainingShape.from_recipe(recipe_from_dict(train.inputs["recipe"]), train.inputs["steps"])
@@ -33,7 +33,8 @@ def training_shape_of(train: Run) -> tuple[ModelSpec, TrainingShape]:
 
 
 def serving_shape_of(bench: Run) -> ServingShape:
-    """Shape of a load run, over HTTP or offline, from its inputs. Raises CorruptFileError likewise."""
+    """Shape of a load run, over HTTP or offline, from its inputs. Raises CorruptFileError if they are not those of such a
+    run."""
     try:
         inputs = bench.inputs
         prompt, output = (_mean(inputs[name]) for name in ("prompt_tokens", "output_tokens"))
@@ -47,7 +48,7 @@ def serving_shape_of(bench: Run) -> ServingShape:
 
 
 def _mean(length: Sequence[int] | int) -> int:
-    """A length of the load: a number, or the middle of its two bounds."""
+    """A length of the load, which is a number or the middle of two bounds."""
     return length if isinstance(length, int) else round(sum(length) / len(length))
 
 
@@ -55,7 +56,7 @@ def compare_runs(train: Run, bench: Run, others: Sequence[Run], hardware: Hardwa
     """The table for the model of run ``train``, served as in the load run ``bench``, measured values beside the predictions;
     ``others`` add what they measured of serving. Trained on ``hardware``, served on ``served_on``.
 
-    Raises CorruptFileError where a run's inputs are not what its kind records."""
+    Raises CorruptFileError if a run's inputs are not what its kind records."""
     spec, shape = training_shape_of(train)
     served: dict[str, Any] = {}
     for run in (*others, bench):
@@ -65,7 +66,7 @@ def compare_runs(train: Run, bench: Run, others: Sequence[Run], hardware: Hardwa
 
 
 def phases_table(comparison: Comparison) -> Table:
-    """The same rows as text cells for the page, each value with its mark."""
+    """The rows as text cells for the page, each value with its kind (measured, predicted, …)."""
 
     def text(cell: Cell | None) -> tuple[str, str]:
         if cell is None:

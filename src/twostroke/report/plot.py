@@ -1,4 +1,4 @@
-"""What every plot of the report has: a title that says the finding, a sentence on how to read it, one look."""
+"""The common form of the report's plots: a title with the finding, a sentence on how to read it, and one style."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from twostroke.core.units import format_count
 
 MEASURED, PREDICTED = "#2f7fe0", "#d9730d"
-"""One colour for what was measured and one for what was predicted, in every plot; both readable on white and on black."""
+"""The colours of measured and predicted values in every plot. Both are readable on white and on black."""
 
 TERMS = ("#2f7fe0", "#0a9396", "#8b5cf6", "#d9730d", "#d6455d", "#7c8796", "#5a9e3d")
 """Colours of terms, passes and latencies, in that order."""
@@ -21,7 +21,7 @@ GRID = "rgba(128, 138, 152, 0.28)"
 
 @dataclass(frozen=True)
 class Plot:
-    """One figure of the page. ``title`` is the finding in a sentence, ``text`` says how to read the figure."""
+    """One figure of the page. ``title`` states the finding, and ``text`` says how to read the figure."""
 
     title: str
     text: str
@@ -29,13 +29,13 @@ class Plot:
     wide: bool = False
 
     def to_html(self) -> str:
-        """The figure as a piece of HTML that needs Plotly's script on the page and nothing from the network."""
+        """The figure as HTML, which needs Plotly's script on the page and nothing from the network."""
         config = {"displayModeBar": False, "responsive": True}
         return str(self.figure.to_html(full_html=False, include_plotlyjs=False, config=config))
 
 
 def styled(figure: go.Figure, x: str = "", y: str = "", height: int = 380, **layout: Any) -> go.Figure:
-    """The page's look. Text and lines are of a middle grey; the page's style sheet turns text to its own ink."""
+    """Apply the page's style. Text and lines are a medium grey, and the page's style sheet gives text its own colour."""
     figure.update_layout(
         height=height,
         margin={"l": 64, "r": 16, "t": 24, "b": 48},
@@ -55,8 +55,8 @@ def styled(figure: go.Figure, x: str = "", y: str = "", height: int = 380, **lay
 
 
 def log_ticks(low: float, high: float) -> dict[str, Any]:
-    """A logarithmic axis from ``low`` to ``high`` with plain numbers at 1, 2 and 5 of each decade, at each decade or fewer
-    where there are many: never 10^3, and never a "2" that might be 2 or 20."""
+    """A logarithmic axis from ``low`` to ``high`` with full numbers at 1, 2 and 5 of each decade, or at fewer places for a wide
+    range. Plotly's own ticks write 10^3, or a "2" that may stand for 2 or 20."""
     first, last = floor(log10(low)), ceil(log10(high))
     decades = range(first, last + 1)
     if last - first <= 2:

@@ -1,4 +1,4 @@
-"""The roofline of one machine with both phases on it: what each part of training, prefill and decode reaches, and why.
+"""Plots the roofline of one machine with the components of training, prefill and decode on it.
 
 Source of the model: Williams, Waterman, Patterson 2009, "Roofline": attainable FLOP/s = min(peak, intensity · bandwidth).
 """
@@ -19,7 +19,7 @@ from twostroke.planner.work import Work
 from twostroke.report.plot import TERMS, Plot, log_ticks, styled
 
 CACHED_BYTES = 2**24
-"""A working set small enough for the last-level cache of most processors: the second, steeper roof."""
+"""A working set that fits into the last-level cache of most processors. Its bandwidth gives the second, steeper roof."""
 
 LOOKS: dict[str, tuple[str, str, str | None]] = {  # phase: colour, symbol, side of its labels
     "training forward": (TERMS[0], "circle", None),  # its marks lie among those of backward
@@ -32,7 +32,7 @@ LOOKS: dict[str, tuple[str, str, str | None]] = {  # phase: colour, symbol, side
 def phases_of(
     training: TrainingPlan, serving: ServingPlan, trained: Mapping[str, Any], served: Mapping[str, Any]
 ) -> list[tuple[str, Sequence[Work], float | None]]:
-    """(phase, its work by component, measured seconds of the whole of it or None)."""
+    """(phase, its work by component, measured seconds of the whole phase or None)."""
     n = training.shape.grad_accumulation
     prefill = number_of(served.get("prefill_s"))
     return [
@@ -46,8 +46,8 @@ def phases_of(
 def roofline(
     training: TrainingPlan, serving: ServingPlan, trained: Mapping[str, Any], served: Mapping[str, Any]
 ) -> Plot | None:
-    """Components of both phases by arithmetic intensity and speed, under the machine's roofs; ``trained`` and ``served`` are
-    measurements as the ledger holds them."""
+    """Components of all phases by arithmetic intensity and speed, under the machine's roofs. ``trained`` and ``served`` are
+    measurements from the ledger."""
     hardware = training.hardware
     weights = training.memory_bytes["weights"]
     whole = [
@@ -125,7 +125,8 @@ def _title(whole: Sequence[tuple[str, float, float, float, float | None]], ridge
 
 
 def _labels(points: Sequence[Work]) -> list[str]:
-    """The names of the components that take most of a phase's time; neighbours share one label, so that none overlap."""
+    """Labels for the components that take most of a phase's time. Close marks share one label, so that labels do not
+    overlap."""
     total = sum(w.seconds for w in points)
     labels = [""] * len(points)
     large = [i for i, w in enumerate(points) if w.seconds > 0.15 * total]
@@ -136,15 +137,15 @@ def _labels(points: Sequence[Work]) -> list[str]:
 
 
 def _close(a: Work, b: Work) -> bool:
-    """Whether two marks' labels would overlap: within a third of a decade to the side and upwards."""
+    """Whether the labels of two marks would overlap, which is within a third of a decade in both directions."""
     return abs(log10(a.intensity / b.intensity)) < 0.34 and abs(log10(a.flops / a.seconds * b.seconds / b.flops)) < 0.34
 
 
 _TEXT = (
     "The roofline. To the right: more arithmetic for each byte that is moved. Up: more arithmetic a second. The grey roof "
     "is the most this machine can do: on its slope memory is the limit, on its flat part the product units are; the dotted "
-    "roof holds for what fits in the cache. Small marks are components as predicted, sized by their share of the phase's "
+    "roof is for data that fits in the cache. Small marks are components as predicted, sized by their share of the phase's "
     "time; large open marks are whole phases as measured. Training and prefill use a weight for many tokens each time they "
-    "read it and sit to the right; decode reads every weight for one token of each request and sits to the left. A mark far "
-    "below the roof is held by something else: starting operations, or shapes too small to fill the units."
+    "read it, so they are on the right. Decode reads every weight for one token of each request, so it is on the left. A mark "
+    "far below the roof has another limit, such as starting operations, or shapes too small to fill the units."
 )

@@ -1,4 +1,4 @@
-"""What a run's directory and the ledger say about it, read as they grow: the numbers behind the live page."""
+"""Reads a run's directory and ledger entry as they grow, and makes the numbers of the live page."""
 
 from __future__ import annotations
 
@@ -23,28 +23,29 @@ COLUMNS = (
     "step", "loss", "grad_norm", "learning_rate", "tok_per_s", "mfu", "memory_bytes", "peak_memory_bytes", "step_time_s",
     "forward_s", "backward_s", "optimizer_s", "data_s", "data_wait_share", "elapsed_s",
 )  # fmt: skip
-"""Numbers of a log line that are drawn over the steps."""
+"""The numbers of a log line that the page draws over the steps."""
 
 _NOT_SCORES = frozenset({*COLUMNS, "tokens", "epoch", "warm_up"})
 
 MOST_POINTS = 2000
 MOST_STRIP_POINTS = 300
 ACTIONS = {"skip": "skipped", "rollback": "rolled back", "stop": "stopped"}
-"""What was done about an anomaly, by the policy's name."""
+"""The action that was taken on an anomaly, by the policy's name."""
 
 MOST_EVENTS, MOST_SAMPLES = 100, 200
 SAMPLED_STEPS_SHOWN = 8
 LEDGER_EVERY_S = 3.0
 QUIET_AFTER_S = 60.0
-"""A log that has not grown for so long, and for 20 steps' time, is called quiet: the run may have been killed."""
+"""A log that has not grown for so long, and for the time of 20 steps, is shown as quiet, because the run may have been
+killed."""
 
 PREDICTED_FIRST = ("train_time_s", "step_time_s", "train_tok_per_s", "mfu", "peak_memory_bytes")
 
 
 class RunReader:
-    """Reads one run's directory again and again, each time only what is new.
+    """Reads one run's directory repeatedly, each time only what is new.
 
-    A reader is not safe for several threads at once; the server asks it under a lock.
+    A reader is not thread-safe; the server holds a lock while it reads.
     """
 
     def __init__(self, directory: Path, ledger: Ledger | None = None) -> None:
@@ -77,7 +78,7 @@ class RunReader:
         return self._log.more
 
     def refresh(self) -> None:
-        """Take in what was written since the last call, of a long log a piece."""
+        """Read what was written since the last call. A long log is read in several calls."""
         mark = stamp(self.directory / "recipe.json")
         if mark != self._recipe_stamp:
             self._recipe, self._recipe_stamp, self._run = read_object(self.directory / "recipe.json"), mark, None
@@ -117,7 +118,7 @@ class RunReader:
         known[1].add([float(step), *values])
 
     def expect_news(self) -> None:
-        """The run is over: ask the ledger at the next refresh, however short ago it was asked."""
+        """Read the ledger at the next refresh even if it was read a moment ago, because the run has ended."""
         self._ledger_read = -math.inf
 
     def _read_ledger(self) -> None:
@@ -125,7 +126,7 @@ class RunReader:
         try:
             self._run = self._ledger.get(str(run_id)) if run_id else None
         except (TwostrokeError, OSError):
-            self._run = None  # another ledger than the run's, or none: the page goes without predictions
+            self._run = None  # the ledger is missing or another one, so the page shows no predictions
 
     # -- telling ---------------------------------------------------------------------------------------------------------
 
@@ -136,15 +137,15 @@ class RunReader:
 
     @property
     def generation(self) -> str:
-        """Changes where points that were sent before are no longer those of the series."""
+        """A name that changes when points that were sent earlier are not valid any more."""
         return f"{self._readings}-{self._points.bucket}"
 
     def state(self, known: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """All that a page shows, less what it says it has.
+        """Everything that a page shows, without what it already has.
 
-        ``known``: "generation" and "have", the points it has of the curves; "strip", the name of the values by part it shows,
-        with "strip_generation" and "strip_have"; "samples", the mark of its samples. The last point it has is sent again,
-        since it may have been half full.
+        ``known`` says what it has: "generation" and "have" for points of the curves, "strip" for the values by part that it
+        shows, with "strip_generation" and "strip_have", and "samples" for the mark of its samples. The last point is sent
+        again, because it may have changed.
         """
         known = known or {}
         first = _first_to_send(known.get("generation"), known.get("have"), self.generation, len(self._points))
@@ -177,7 +178,7 @@ class RunReader:
         return document
 
     def _all_events(self) -> list[dict[str, Any]]:
-        """Anomalies, also of steps that were done again since, and what else the log says in words; by step."""
+        """Anomalies and other messages of the log, by step. Anomalies of steps that were repeated later are included."""
         anomalies = [
             {"step": a["step"], "kind": ACTIONS.get(str(a.get("action")), "skipped"), "text": _anomaly_text(a)}
             for a in self._anomalies.records
@@ -240,7 +241,7 @@ class RunReader:
         row = self._run.measurements[-1] if self._run is not None and self._run.measurements else None
         if row is not None and row.status in ("interrupted", "failed"):
             ended = datetime.fromisoformat(row.measured_at).timestamp()
-            if ended >= logged_at - 1.0:  # later than the newest line: no session has begun since
+            if ended >= logged_at - 1.0:  # later than the newest line, so no session has begun since
                 return row.status, row.notes or f"The run was {row.status}."
         if not len(self._points):
             return "starting", "Waiting for the first step: the model is being made or compiled."
@@ -256,12 +257,12 @@ class RunReader:
             (s0, t0), (s1, t1) = self._recent[0], self._recent[-1]
             return max(0.0, (t1 - t0) / (s1 - s0) * (steps - step))
         step_time = _number(self._last.get("step_time_s"))
-        if step_time is None or self._last.get("warm_up"):  # a step that compiled says nothing about the others
+        if step_time is None or self._last.get("warm_up"):  # a step that compiled takes longer than the others
             return None
         return step_time * (steps - step)
 
     def _measured(self) -> dict[str, float]:
-        """So far, under the prediction's names: medians of steady steps; the time is what it will have taken."""
+        """Measurements so far under the prediction's names: medians of steps after the warm-up, and the expected total time."""
         series = self._steady if len(self._steady) else self._points
         measured: dict[str, float] = {}
         for place, name in enumerate(COLUMNS):
@@ -287,7 +288,7 @@ class RunReader:
         return found
 
     def _rows(self, status: str, measured: Mapping[str, float]) -> list[Row]:
-        """Predicted beside measured: the ledger's own once the run is over, what is known so far before."""
+        """Predicted beside measured values: the ledger's after the run has ended, and those so far before."""
         run = self._run
         if run is not None and "step_time_s" in run.measurement and status not in ("running", "quiet"):
             return [row for row in compare(run) if row.measured is not None]
@@ -318,7 +319,7 @@ def _anomaly_text(anomaly: Mapping[str, Any]) -> str:
 
 
 def _strips_of(line: dict[str, Any]) -> Iterator[tuple[str, list[str], list[float | None]]]:
-    """(name, parts of the model, a value each) of a log line's values by part."""
+    """(name, parts of the model, a value for each part) of the values by part in a log line."""
     for name in ("block_grad_norms", "update_ratios"):
         table = line.get(name)
         if isinstance(table, dict) and table:
@@ -347,7 +348,7 @@ def _number(value: Any) -> float | None:
 
 
 def _compact(values: list[float | None], name: str = "") -> list[float | None]:
-    """Five significant digits, which is more than a picture shows; steps whole."""
+    """Values with five significant digits, which is more than a picture shows. Steps stay whole numbers."""
     return values if name == "step" else [None if value is None else float(f"{value:.5g}") for value in values]
 
 

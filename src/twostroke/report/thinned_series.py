@@ -1,4 +1,4 @@
-"""A series of any length in few points, so that a page stays as quick at a million steps as at a hundred."""
+"""Keeps a series of any length in few points, so that a page is as fast at a million steps as at a hundred."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ Number = TypeVar("Number", int, float)
 
 
 class ThinnedSeries:
-    """Rows of ``width`` numbers, kept as means over runs of ``bucket`` rows; never more than ``most`` points.
+    """Rows of ``width`` numbers, kept as means over ``bucket`` consecutive rows each, in at most ``most`` points.
 
-    When the points are full, neighbours are merged and ``bucket`` doubles: memory and what is sent stay bounded while every
-    row still counts. A number that is None does not enter its mean; a mean of none is None.
+    When all points are used, neighbours are merged and ``bucket`` doubles. So memory and traffic are bounded, and every row
+    still counts. None does not enter a mean, and the mean without numbers is None.
     """
 
     def __init__(self, width: int, most: int) -> None:
@@ -46,11 +46,11 @@ class ThinnedSeries:
         self._rows_in_last = self.bucket
 
     def column(self, place: int, first: int = 0) -> list[float | None]:
-        """Means of one number, from point ``first`` on. The last point may still change."""
+        """The means of column ``place``, from point ``first`` on. The last point may still change."""
         rows = zip(self._sums[first:], self._counts[first:], strict=True)
         return [sums[place] / counts[place] if counts[place] else None for sums, counts in rows]
 
 
 def _added_in_pairs(rows: list[list[Number]]) -> list[list[Number]]:
-    """Row 0 + row 1, row 2 + row 3, …; there is an even number of rows."""
+    """Row 0 + row 1, row 2 + row 3, …. The number of rows must be even."""
     return [[x + y for x, y in zip(a, b, strict=True)] for a, b in zip(rows[::2], rows[1::2], strict=True)]

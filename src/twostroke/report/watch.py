@@ -1,6 +1,6 @@
-"""A live page about a run, served on this machine's loopback address from the run's own process or from another.
+"""Serves a live page about a run on this machine's loopback address, from the run's own process or from another.
 
-The thread sleeps until a browser asks, and then reads what was logged since: a run that nobody looks at is not slowed.
+Its thread sleeps until a browser asks, and then reads the new lines of the log. A run without a browser is not slowed.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from twostroke.report.run_reader import RunReader
 
 HOST = "127.0.0.1"
 PORTS = range(8765, 8775)
-"""Tried in this order where no port is asked for; any free one after them."""
+"""Ports that are tried in this order if no port is given, before any free one."""
 
 LOOKING_S = 6.0
-"""A page that asked so recently is still open."""
+"""A page that sent a request within this time counts as open."""
 
 TEMPLATES = Path(__file__).parent / "templates"
 _HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    # Nothing is fetched from elsewhere, and a text that a model wrote cannot become a script's address.
+    # The page fetches nothing from elsewhere, and a model's text cannot load a script.
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
 }
 
 
 def page() -> str:
-    """The page without its numbers, which it asks for: HTML with its own style and script inside."""
+    """The page as HTML with its style and script. It has no numbers; its script fetches them."""
     html = (TEMPLATES / "watch.html").read_text(encoding="utf-8")
     for name in ("watch.css", "watch_charts.js", "watch_page.js"):
         html = html.replace(f"/* {name} */", (TEMPLATES / name).read_text(encoding="utf-8"))
@@ -45,7 +45,7 @@ def page() -> str:
 
 
 class WatchServer:
-    """Serves the page of one run until ``close``. Raises InputError where ``port`` cannot be had."""
+    """Serves the page of one run until ``close``. Raises InputError if ``port`` cannot be used."""
 
     def __init__(self, directory: Path, port: int | None = None, ledger: Ledger | None = None) -> None:
         self._reader, self._lock = RunReader(directory, ledger), threading.Lock()
@@ -71,7 +71,7 @@ class WatchServer:
         return document
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Stop serving. A page that is open is given up to ``linger_s`` to fetch the run's last state."""
+        """Stop serving. An open page gets up to ``linger_s`` to fetch the run's last state."""
         with self._lock:
             self._reader.expect_news()
         asked = time.monotonic()
@@ -96,15 +96,15 @@ class WatchServer:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = 10.0  # of a client that connects and says nothing
+    timeout = 10.0  # seconds until a client that sends nothing is disconnected
 
     def state(self, known: dict[str, str]) -> dict[str, Any]:
         raise NotImplementedError
 
     def do_GET(self) -> None:
         host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
-        if host not in (HOST, "localhost", "[::1]"):  # a foreign page whose name was pointed at this address
-            self._answer(403, "text/plain", b"This page answers to localhost only.\n")
+        if host not in (HOST, "localhost", "[::1]"):  # DNS rebinding: a foreign page whose name resolves to this address
+            self._answer(403, "text/plain", b"This page answers requests to localhost only.\n")
             return
         where = urllib.parse.urlsplit(self.path)
         if where.path == "/":
@@ -118,10 +118,10 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             self._answer(200, "application/json", json.dumps(document).encode())
         else:
-            self._answer(404, "text/plain", b"There are two addresses here: / and /state.\n")
+            self._answer(404, "text/plain", b"This server has two addresses, / and /state.\n")
 
     def _answer(self, code: int, kind: str, body: bytes) -> None:
-        with contextlib.suppress(OSError):  # the reader has gone
+        with contextlib.suppress(OSError):  # the browser has disconnected
             self.send_response(code)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))
@@ -131,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged: the console belongs to the run."""
+        """Log no requests, because the console shows the run's log."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -139,7 +139,7 @@ class _Server(ThreadingHTTPServer):
     allow_reuse_address = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that hangs up is no error of the run's."""
+        """Ignore browsers that disconnect."""
 
 
 def _listen(port: int | None, handler: type[BaseHTTPRequestHandler]) -> _Server:
@@ -154,4 +154,4 @@ def _listen(port: int | None, handler: type[BaseHTTPRequestHandler]) -> _Server:
     for candidate in (*PORTS, 0):
         with contextlib.suppress(OSError):
             return _Server((HOST, candidate), handler)
-    raise InputError(f"no port of {HOST} is free for the page.")
+    raise InputError(f"no port of {HOST} is free for the page. Close a program that listens, or train without the page.")
