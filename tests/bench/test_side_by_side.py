@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from real_model import make_model
-from twostroke.bench.side_by_side import measure_by_turns
+from twostroke.bench.side_by_side import measure_alternating
 from twostroke.core.errors import ConfigError
 from twostroke.engine.llm import LLM
 
@@ -18,7 +18,7 @@ def test_both_models_take_turns_over_the_same_work(tmp_path: Path, monkeypatch: 
         generate = llm.generate
         monkeypatch.setattr(llm, "generate", lambda p, q, i=i, g=generate: (order.append(i), g(p, q))[1])
     turns: list[None] = []
-    point = measure_by_turns(llms, 2, 20, 6, 3, lambda: turns.append(None))
+    point = measure_alternating(llms, 2, 20, 6, 3, lambda: turns.append(None))
     assert order == [1, 0, 0, 1, 1, 0, 0, 1]
     assert len(turns) == 3
     assert point.decode_ratio < 0.8
@@ -30,4 +30,4 @@ def test_both_models_take_turns_over_the_same_work(tmp_path: Path, monkeypatch: 
         assert stats.prefix_hit_tokens == 0
         assert stats.prompt_tokens == 4 * 2 * 20
     with pytest.raises(ConfigError, match="output_tokens=1 at least 2"):
-        measure_by_turns(llms, 1, 20, 1, 1)
+        measure_alternating(llms, 1, 20, 1, 1)

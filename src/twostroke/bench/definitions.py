@@ -1,9 +1,8 @@
-"""What every latency and rate means. Reports print the formula beside the name, from here.
+"""Defines every latency and rate. Reports print these formulas beside the names.
 
-Times are seconds on one monotonic clock. ``scheduled`` is when the arrival process wanted the request to start; latencies
-count from it and not from when the client found time to send, so that a server that holds the client up cannot hide the
-wait ("coordinated omission"). A chunk is one server-sent event with text in it; the first chunk of a stream that only
-names the role is none.
+Times are seconds on one monotonic clock. ``scheduled`` is when the arrival process wants a request to start. Latencies count
+from it and not from when the client could send, so that a server that holds the client up cannot hide the wait ("coordinated
+omission"). A chunk is one server-sent event with text. The first event of a chat stream names only the role and does not count.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """Raw times of one request, in seconds since the load began. ``error`` is a short reason, None for a completed one."""
+    """Raw times of one request, in seconds since the load began. ``error`` is a short reason; None if the request completed."""
 
     DOCUMENT = "index scheduled_s sent_s chunk_times_s ended_s prompt_tokens output_tokens finish_reason error"
 
@@ -71,7 +70,8 @@ class RequestRecord:
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """Linear interpolation between order statistics: rank (n − 1)·percent/100, as numpy's default. NaN of nothing."""
+    """The percentile by linear interpolation between order statistics, at rank (n − 1)·percent/100 as numpy's default. NaN
+    without values."""
     ordered = sorted(values)
     if not ordered:
         return math.nan
@@ -100,7 +100,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Slo:
-    """A service-level objective: upper bounds in seconds; None does not bind. An undefined TPOT meets any bound."""
+    """A service-level objective: upper bounds in seconds, or None for no bound. An undefined TPOT meets any bound."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -138,7 +138,7 @@ class Slo:
 
 @dataclass(frozen=True)
 class LoadSummary:
-    """All numbers of one load, by the names and formulas in ``FORMULAS``."""
+    """All numbers of one load, named and defined as in ``FORMULAS``."""
 
     DOCUMENT = (
         "n_requests n_completed failures duration_s prompt_tokens output_tokens requests_per_s output_tok_per_s "
@@ -162,11 +162,11 @@ class LoadSummary:
     peak_concurrency: int
     goodput_per_s: float | None = None
     slo_met: int | None = None
-    engine: dict[str, float] = field(default_factory=dict)  # what the server's engine counted, where it tells
+    engine: dict[str, float] = field(default_factory=dict)  # counters of the server's engine; empty for other servers
 
 
 def peak_concurrency(records: Iterable[RequestRecord]) -> int:
-    """Most requests open at one moment; one that ends at the instant another is sent does not overlap it."""
+    """Most requests open at one moment. A request that ends when another is sent does not overlap it."""
     changes = sorted((time, step) for r in records for time, step in ((r.sent_s, 1), (r.ended_s, -1)))
     most = now = 0
     for _, step in changes:
@@ -186,9 +186,10 @@ def count_failures(records: Iterable[RequestRecord]) -> dict[str, int]:
 def summarise(
     records: Sequence[RequestRecord], slo: Slo | None = None, engine: Mapping[str, float] | None = None
 ) -> LoadSummary:
-    """Latencies over completed requests; a failed one counts as a failure and in nothing else but concurrency.
+    """The numbers of a load. Latencies are those of completed requests; a failed request counts only as a failure and for
+    concurrency.
 
-    ``duration_s`` runs from the first scheduled time to the last chunk of any request (or its end, where it had none).
+    ``duration_s`` is the time from the first scheduled time to the last chunk of any request, or to its end if it had no chunk.
     """
     done = [r for r in records if r.ok]
     if records:

@@ -1,4 +1,4 @@
-"""What the engine of a Twostroke server counted during a load, read from ``/metrics``: times of whole steps, without HTTP."""
+"""Reads what the engine of a Twostroke server counted during a load from ``/metrics``: times of whole steps, without HTTP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Counters = Mapping[str, float]
 
 
 async def read_counters(address: Address, headers: Mapping[str, str]) -> Counters:
-    """The engine's counters now; an empty mapping where the server has none."""
+    """The engine's counters now; empty if the server has no such counters."""
     try:
         answer = await exchange(address, "GET", "/metrics", headers=headers, timeout_s=10.0)
     except HttpError:
@@ -32,7 +32,8 @@ async def read_counters(address: Address, headers: Mapping[str, str]) -> Counter
 
 
 def parse_counters(text: str) -> Counters:
-    """Samples of Prometheus' text format whose names begin with ``PREFIX``, without it, and the HTTP process's memory."""
+    """The samples of Prometheus' text format with names that begin with ``PREFIX`` (which is removed), and the HTTP process's
+    memory."""
     counters = {}
     for line in text.splitlines():
         name, _, value = line.partition(" ")
@@ -45,8 +46,9 @@ def parse_counters(text: str) -> Counters:
 
 
 def engine_values(warm: Counters, before: Counters, after: Counters, n_idle: int) -> dict[str, float]:
-    """The values of ``FORMULAS`` that can be told: ``warm`` is read after the first warm-up request, ``before`` after the last
-    of the ``n_idle`` that follow it, ``after`` when the load has ended. An engine restarted in between tells nothing."""
+    """The values of ``FORMULAS`` that the counters give. ``warm`` is read after the first warm-up request, ``before`` after the
+    ``n_idle`` that follow it, ``after`` at the end of the load. Counters of a span in which the engine restarted are left
+    out."""
     values = {name: after[name] for name in ("peak_memory_bytes", "http_peak_memory_bytes") if name in after}
     idle, load = _growth(warm, before), _growth(before, after)
     if n_idle > 0 and idle.get("prefill_seconds", 0) > 0:

@@ -1,8 +1,8 @@
-"""Load on an OpenAI-compatible server: when requests are sent, what they hold, and what came back when.
+"""Loads an OpenAI-compatible server and measures it.
 
-Open loop: requests arrive by themselves, with gaps ~ Gamma(shape = burstiness, scale = 1 / (rate · burstiness)); burstiness 1
-is a Poisson process, smaller is burstier. A concurrency cap holds requests back without moving their scheduled time.
-Closed loop: N users, each of whom sends the next request when the last has ended.
+In an open loop, requests arrive with gaps ~ Gamma(shape = burstiness, scale = 1 / (rate · burstiness)). Burstiness 1 is a
+Poisson process, and smaller values are burstier. A concurrency cap delays requests without moving their scheduled time. In a
+closed loop, each of N users sends the next request when the last one has ended.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Progress = Callable[[int, int], None]
-"""``progress(ended, all)``, called as requests end."""
+"""``progress(ended, all)``, called when a request ends."""
 
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """Exactly one of ``request_rate`` (requests/s; inf: all at once) and ``users`` (closed loop) is given. Lengths are drawn
-    uniformly from (least, most), in tokens."""
+    """A load. Give exactly one of ``request_rate`` (open loop, requests/s; inf sends all at once) and ``users`` (closed loop).
+    Lengths in tokens are drawn uniformly from (least, most)."""
 
     n_requests: int = 64
     request_rate: float | None = None
@@ -85,14 +85,14 @@ class LoadSpec:
 @dataclass(frozen=True)
 class PlannedRequest:
     index: int
-    at_s: float  # scheduled, since the load began; 0 throughout a closed loop, where a user's turn decides
+    at_s: float  # scheduled time since the load began; always 0 in a closed loop, whose users decide when they send
     prompt: str
     max_tokens: int
 
 
 def plan_requests(spec: LoadSpec, tokenizer: Tokenizer | None = None) -> list[PlannedRequest]:
-    """The whole load in advance, a function of ``spec`` (and the tokenizer) alone. Warm-up requests come first, at negative
-    indices."""
+    """All requests of a load, made in advance from ``spec`` and the tokenizer alone. Warm-up requests come first and have
+    negative indices."""
     rng = random.Random(spec.seed)
     maker = PromptMaker(tokenizer, Path(spec.prompt_text) if spec.prompt_text else None)
     planned = []
@@ -107,7 +107,7 @@ def plan_requests(spec: LoadSpec, tokenizer: Tokenizer | None = None) -> list[Pl
 
 @dataclass(frozen=True)
 class LoadResult:
-    """``records`` are the measured requests, in the order they were scheduled; warm-up is not among them."""
+    """The result of a load. ``records`` are the measured requests in scheduled order, without the warm-up."""
 
     url: Annotated[str, "where the server is"]
     model: Annotated[str, "as the server calls it"]
@@ -121,7 +121,7 @@ class LoadResult:
         return FORMULAS | {name: ENGINE_FORMULAS[name] for name in self.summary.engine}
 
     def write_raw(self, path: Path) -> None:
-        """One JSON line for the load, then one a request with its raw times in seconds since the load began."""
+        """Write one JSON line for the load, then one for each request with its raw times in seconds since the load began."""
         with path.open("w", encoding="utf-8") as file:
             head = {"url": self.url, "model": self.model, "load": plain(self.spec)}
             file.write(json.dumps(head) + "\n")
@@ -140,8 +140,8 @@ def run_load(
     tokenizer: Tokenizer | None = None,
     progress: Progress | None = None,
 ) -> LoadResult:
-    """Send the load and measure. Raises ConfigError for a bad address, TwostrokeError where the server cannot be used at all;
-    requests that fail one by one are counted, not raised."""
+    """Send the load and measure. Raises ConfigError for a bad address, TwostrokeError if the server does not answer. Single
+    requests that fail are counted and raise nothing."""
     return asyncio.run(_run_load(url, spec, slo, api_key, tokenizer, progress))
 
 
@@ -158,7 +158,7 @@ async def _run_load(
     for request in warmup:
         first = await sender.send(request, time.perf_counter())
         if first.answer.status == 0:
-            raise TwostrokeError(f"the server at {url} does not answer: {first.error}.")
+            raise TwostrokeError(f"the server at {url} does not answer: {first.error}. Start it, or name another with --url.")
         warm = warm or await read_counters(address, headers)
     before = await read_counters(address, headers)
     ended = 0
@@ -226,7 +226,7 @@ async def _first_model(address: Address, headers: dict[str, str]) -> str:
 
 @dataclass
 class _Sent:
-    """What came back for one request, not yet looked into: parsing while others stream would take their time."""
+    """The unparsed answer to one request. Parsing it during the load would delay the other streams."""
 
     request: PlannedRequest
     scheduled: float
@@ -284,9 +284,9 @@ class _Sender:
 
 
 def read_stream(answer: Answer) -> tuple[list[float], int, int, str | None, str | None]:
-    """Of a stream of completion chunks: times of the non-empty ones, prompt tokens, output tokens, finish reason, error.
+    """(times of the non-empty chunks, prompt tokens, output tokens, finish reason, error) of a stream of completion chunks.
 
-    Output tokens are those the server's usage record reports; where it sends none, the number of non-empty chunks.
+    Output tokens are those of the server's usage record. If it sends no such record, they are the number of non-empty chunks.
     """
     times: list[float] = []
     prompt_tokens = 0
@@ -327,7 +327,7 @@ def _error_sentence(answer: Answer) -> str:
 
 
 def summary_text(summary: LoadSummary) -> str:
-    """The numbers for people, each with the formula it was computed by."""
+    """The numbers for people, each with its formula."""
     s = summary
     lines = [f"{s.n_completed} of {s.n_requests} requests completed in {format_seconds(s.duration_s)}, all numbers measured"]
     if s.failures:

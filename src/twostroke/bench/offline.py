@@ -1,4 +1,4 @@
-"""Prefill and decode throughput of the engine alone: no server, no arrival process, whole batches at once."""
+"""Measures prefill and decode throughput of the engine alone, without server and arrival process, in whole batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FORMULAS: dict[str, str] = {
 
 
 class Generator(Protocol):
-    """The part of ``twostroke.engine.llm.LLM`` that is used here."""
+    """The part of ``twostroke.engine.llm.LLM`` that this module uses."""
 
     engine: Any
 
@@ -41,7 +41,7 @@ class Generator(Protocol):
 
 @dataclass(frozen=True)
 class OfflineSpec:
-    """Each batch size is measured ``repeats`` times with fresh random prompts, so that no prefix is found in the cache."""
+    """Each batch size is measured ``repeats`` times with new random prompts, so that the prefix cache finds nothing."""
 
     batches: tuple[int, ...] = (1, 8)
     prompt_tokens: int = 128
@@ -59,7 +59,7 @@ class OfflineSpec:
 
 @dataclass(frozen=True)
 class OfflinePoint:
-    """One batch size, by ``FORMULAS``."""
+    """The numbers of one batch size, as ``FORMULAS`` defines them."""
 
     batch: int
     prefill_s: float
@@ -78,7 +78,7 @@ class OfflinePoint:
 def run_offline(
     model: Path, llm: Generator, spec: OfflineSpec, batch: int, progress: Callable[[], None] = lambda: None
 ) -> OfflinePoint:
-    """Measure one batch size after a warm-up that is not counted. ``progress`` is called after each repeat."""
+    """Measure one batch size after a warm-up that does not count. ``progress`` is called after each repeat."""
     model_spec = read_spec(model)
     rng = random.Random(spec.seed)
 
@@ -97,7 +97,8 @@ def run_offline(
         whole.append(timed(spec.output_tokens))
         progress()
     prefill_s = statistics.median(prefill)
-    # A decode shorter than the noise of the prefill would come out as nothing or less; a microsecond keeps rates finite.
+    # If decode is shorter than the noise of prefill, the difference may be zero or negative. One microsecond keeps rates
+    # finite.
     decode_s = max(statistics.median(whole) - prefill_s, 1e-6)
     n_decoded = spec.output_tokens - 1
     return OfflinePoint(
@@ -112,7 +113,7 @@ def run_offline(
 
 
 def offline_text(points: list[OfflinePoint]) -> str:
-    """The points as a table; ``of limit`` is the share of what binds the phase: of the product rate, and of the read rate."""
+    """The points as a table. ``of limit`` is the share of the product rate for prefill, and of the read rate for decode."""
     heads = ("batch", "prefill", "tok/s", "FLOP/s", "of limit", "decode step", "tok/s", "GB/s", "of limit")
     widths = (7, 11, 10, 9, 10, 13, 10, 8, 10)
     lines = ["".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)) + "   all measured"]

@@ -1,4 +1,4 @@
-"""A server for the length of one measurement: started as a person would start it, ended with SIGTERM."""
+"""Runs a server for one measurement. It is started by `twostroke serve`, as a person starts it, and ended with SIGTERM."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STOP_S = 100.0
 
 @dataclass(frozen=True)
 class OwnServer:
-    """What `twostroke serve --json` printed when it was ready."""
+    """The document that `twostroke serve --json` prints when it is ready."""
 
     url: str
     model: str
@@ -51,13 +51,13 @@ def own_server(model: Path, options: Sequence[str] = ()) -> Iterator[OwnServer]:
 
 
 def _end_with_parent() -> None:
-    """In the child: SIGTERM when the parent ends, however it ends (PR_SET_PDEATHSIG; Linux only)."""
+    """Called in the child: ask Linux to send it SIGTERM when the parent ends, even if that is killed (PR_SET_PDEATHSIG)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
 
 
 def _read_document(lines: IO[str]) -> dict[str, Any]:
-    """The first JSON object in ``lines``; an empty one where they end before it does."""
+    """The first JSON object in ``lines``; empty if the lines end before it does."""
     text = ""
     for line in lines:
         text += line

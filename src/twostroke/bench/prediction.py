@@ -1,4 +1,4 @@
-"""What the planner expects of a load, and the measured values by the same ledger names."""
+"""Predicts a load with the planner, and gives the measured values the same ledger names."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from twostroke.quantization.held import Held
 MAX_BATCH = 1024
 
 QUANTILE_PERCENTS = (*(2.5 * i for i in range(40)), 99.0, 100.0)
-"""Where the curve of a latency is kept in the ledger: enough to draw it, whatever the number of requests."""
+"""Percents at which the ledger keeps the distribution of a latency. They are enough to draw it for any number of requests."""
 
 
 def expected_concurrency(spec: ModelSpec, load: LoadSpec, held: Held, hardware: Hardware) -> int:
-    """Requests in flight at once: the users of a closed loop; of an open one rate · E2E (Little's law), at least 1 and within
-    the cap and the number of requests."""
+    """Requests in flight at once. In a closed loop they are its users, in an open loop rate · E2E (Little's law), but at least
+    1 and at most the cap and the number of requests."""
     return _in_flight(load, _at_rate(spec, load, held, hardware))
 
 
@@ -35,8 +35,9 @@ def _most(load: LoadSpec) -> int:
 
 
 def _at_rate(spec: ModelSpec, load: LoadSpec, held: Held, hardware: Hardware) -> AtRate | None:
-    """The server at an open loop's rate. None for a closed one, for one that sends all at once, and where more come than it
-    carries or the load allows: then as many are in flight as may be, each followed by the next."""
+    """The server at the rate of an open loop. None for a closed loop, for a load that sends all at once, and if requests come
+    faster than the server or the load's cap can take them: then as many as allowed are always in flight, as in a closed
+    loop."""
     if load.users is not None or load.request_rate is None or math.isinf(load.request_rate):
         return None
     found = at_rate(_plan(spec, load, held, 1, hardware), load.request_rate)
@@ -44,8 +45,10 @@ def _at_rate(spec: ModelSpec, load: LoadSpec, held: Held, hardware: Hardware) ->
 
 
 def predict_load(spec: ModelSpec, load: LoadSpec, held: Held, hardware: Hardware) -> dict[str, float]:
-    """Ledger names → predicted values, at the load's mean lengths and expected concurrency B: TTFT, TPOT and E2E by the
-    planner's model of waiting (``planner.load``), output tokens/s = B·n ÷ E2E with n output tokens. HTTP is not in it.
+    """Predicted values by ledger names, for the load's mean lengths and expected concurrency B.
+
+    TTFT, TPOT and E2E are those of the planner's model of waiting (``planner.load``); output tokens/s = B·n ÷ E2E with n output
+    tokens. The time of HTTP is not included.
     """
     found = _at_rate(spec, load, held, hardware)
     batch = _in_flight(load, found)
@@ -73,8 +76,8 @@ def predict_load(spec: ModelSpec, load: LoadSpec, held: Held, hardware: Hardware
 
 
 def _peak_memory_bytes(plan: ServingPlan, load: LoadSpec) -> float:
-    """The plan's, with the pages of the cache that the whole load writes: full ones stay to be found again, so each request
-    brings its own into memory until the cache is full."""
+    """The plan's peak, with all cache pages that the load writes. Full pages keep their content for the prefix cache, so each
+    request writes new pages until the cache is full."""
     tokens = plan.shape.prompt_tokens + plan.shape.output_tokens - 1  # the last is never computed
     kept = (load.n_requests + load.warmup_requests) * (tokens // PAGE_TOKENS)
     written = (kept + plan.shape.batch) * page_bytes(plan.spec, plan.shape)
@@ -88,10 +91,10 @@ def _plan(spec: ModelSpec, load: LoadSpec, held: Held, batch: int, hardware: Har
 
 
 def measured_values(summary: LoadSummary, records: Sequence[RequestRecord]) -> dict[str, float]:
-    """The same names measured, those that have a value, and the percentiles of each latency.
+    """Measured values by the same names, as far as they are known, and the percentiles of each latency.
 
     ``ttft_s``, ``tpot_s`` and ``e2e_s`` are medians; ``concurrency`` is the mean number of requests in flight,
-    Σ(end − sent) ÷ duration; the engine's own counters tell of prefill and decode steps where the server has them.
+    Σ(end − sent) ÷ duration. Prefill and decode steps are those of the engine's counters, if the server has them.
     """
     duration = summary.duration_s
     values = {
@@ -108,8 +111,8 @@ def measured_values(summary: LoadSummary, records: Sequence[RequestRecord]) -> d
 
 
 def latency_quantiles(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
-    """The whole distribution of each latency over completed requests, in seconds at ``percent``, as a report draws it.
-    The ledger keeps it as ``latency_quantiles``, which is no number and therefore not scored."""
+    """The distribution of each latency over completed requests, in seconds at the percents in "percent", for plots.
+    The ledger keeps it as ``latency_quantiles``. Only single numbers are scored, so this is not."""
     done = [r for r in records if r.ok]
     values = {
         "ttft_s": [t for r in done if (t := r.ttft_s) is not None],

@@ -1,4 +1,4 @@
-"""Prompts of a wanted length, deterministic by seed: slices of a text file, or words drawn at random."""
+"""Makes prompts of a given length from a seed: slices of a text file, or random words."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 MAX_TEXT_BYTES = 4 * 2**20
 WORDS_PER_TOKEN = 0.75
-"""English prose under common byte-level BPEs; used only where no tokenizer is at hand to count with."""
+"""Words per token of English prose under common byte-level BPEs, used if there is no tokenizer to count with."""
 
-# Common English words: short prompts made of them have many distinct beginnings, so a prefix cache finds nothing by accident.
+# Random common words give many different beginnings, so that a prefix cache finds nothing by accident.
 WORDS = tuple(
     word
     for line in (
@@ -30,8 +30,8 @@ WORDS = tuple(
 
 
 class PromptMaker:
-    """Draws prompts. With a tokenizer a prompt is trimmed until it encodes to the wanted number of tokens (byte-level merges
-    across a cut can leave it a token off); without one, tokens are taken as ``words / 0.75``."""
+    """Draws prompts. With a tokenizer, a prompt is trimmed until it encodes to the wanted number of tokens (merges across the
+    cut can leave it one token off). Without one, n tokens count as ``0.75 · n`` words."""
 
     def __init__(self, tokenizer: Tokenizer | None = None, text_file: Path | None = None) -> None:
         self._tokenizer = tokenizer
@@ -71,6 +71,6 @@ class PromptMaker:
             return " ".join(rng.choices(WORDS, k=n_words))
         start = rng.randrange(len(self._text))
         piece = self._text[start : start + 12 * n_words].split()
-        while len(piece) < n_words + 1:  # the end of the text: go on from its beginning
+        while len(piece) < n_words + 1:  # after the end of the text, continue with its beginning
             piece += self._text[: 12 * n_words].split()
         return " ".join(piece[1 : n_words + 1])

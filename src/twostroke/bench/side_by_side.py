@@ -1,4 +1,4 @@
-"""Two models on the inference engine by turns, so that what else the machine does slows both alike."""
+"""Measures two models on the inference engine alternately, so that other load on the machine slows both alike."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from twostroke.scheduling.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class Rates:
-    """Tokens a second of one turn, from the engine's counters: those of steps that only prefill, and that only decode."""
+    """Tokens per second of one round, by the engine's counters: of steps that only prefill, and of steps that only decode."""
 
     prefill_tok_per_s: float
     decode_tok_per_s: float
@@ -22,7 +22,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class SpeedPoint:
-    """One batch size: medians of both models; of each turn's ratio b / a, which share their moment, median and range."""
+    """One batch size: the medians of both models, and median and range of the ratio b / a of each round."""
 
     batch: int
     prompt_tokens: int
@@ -35,31 +35,31 @@ class SpeedPoint:
     decode_ratio_range: tuple[float, float]
 
 
-def measure_by_turns(
+def measure_alternating(
     models: Sequence[LLM],
     batch: int,
     prompt_tokens: int,
     output_tokens: int,
-    turns: int,
+    rounds: int,
     progress: Callable[[], None] = lambda: None,
 ) -> SpeedPoint:
-    """``turns`` turns of both of ``models``, which of them goes first alternating, after one that is not counted.
+    """Measure both of ``models`` in ``rounds`` rounds, after one that does not count. They alternate in going first.
 
-    Prompts are random tokens, new in every turn and at every batch size, so that no prefix is found in the cache; the same
-    lengths for both.
+    Prompts are random tokens of the same lengths for both models. They are new in every round and for every batch size, so that
+    the prefix cache finds nothing.
     """
-    if output_tokens < 2 or prompt_tokens < 1 or turns < 1 or batch < 1:
+    if output_tokens < 2 or prompt_tokens < 1 or rounds < 1 or batch < 1:
         raise ConfigError(
-            f"batch={batch}, prompt_tokens={prompt_tokens} and turns={turns} must be at least 1, and "
+            f"batch={batch}, prompt_tokens={prompt_tokens} and rounds={rounds} must be at least 1, and "
             f"output_tokens={output_tokens} at least 2."
         )
     rates: tuple[list[Rates], list[Rates]] = ([], [])
-    for turn in range(-1, turns):
-        for i in (0, 1) if turn % 2 == 0 else (1, 0):
-            found = _once(models[i], batch, prompt_tokens, output_tokens, f"{batch} {turn}")
-            if turn >= 0:
+    for round_ in range(-1, rounds):
+        for i in (0, 1) if round_ % 2 == 0 else (1, 0):
+            found = _once(models[i], batch, prompt_tokens, output_tokens, f"{batch} {round_}")
+            if round_ >= 0:
                 rates[i].append(found)
-        if turn >= 0:
+        if round_ >= 0:
             progress()
     a, b = (
         Rates(statistics.median(r.prefill_tok_per_s for r in own), statistics.median(r.decode_tok_per_s for r in own))

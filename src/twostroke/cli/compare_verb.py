@@ -133,7 +133,7 @@ def _table(result: Mapping[str, Any]) -> list[str]:
         for phase in ("prefill", "decode"):
             rates = [f"{point[side][f'{phase}_tok_per_s']:,.0f}" for side in "ab"]
             low, high = point[f"{phase}_ratio_range"]
-            beside = f"× {point[f'{phase}_ratio']:.3f} measured, {low:.2f} to {high:.2f} over the turns"
+            beside = f"× {point[f'{phase}_ratio']:.3f} measured, {low:.2f} to {high:.2f} over the rounds"
             row(f"{phase} tok/s, batch {point['batch']}", *rates, beside)
     if any(result["training"].values()):
         rates = [f"{result['training'][s]:,.0f}" if result["training"][s] else "–" for s in "ab"]

@@ -44,7 +44,7 @@ def _lengths(sides: Sequence[Side]) -> tuple[int, int]:
 
 def speeds(sides: Sequence[Side]) -> list[dict[str, Any]]:
     """Prefill and decode of both at each batch size, by turns. A decoder among ``sides`` is given up for it: its weights go."""
-    from twostroke.bench.side_by_side import measure_by_turns
+    from twostroke.bench.side_by_side import measure_alternating
     from twostroke.engine.llm import LLM
     from twostroke.evaluation.decoder_scorer import DecoderScorer
     from twostroke.evaluation.engine_scorer import EngineScorer
@@ -62,7 +62,7 @@ def speeds(sides: Sequence[Side]) -> list[dict[str, Any]]:
             done += 1
             advance(done)
 
-        return [plain(measure_by_turns(models, batch, prompt, output, TURNS, step)) for batch in BATCHES]
+        return [plain(measure_alternating(models, batch, prompt, output, TURNS, step)) for batch in BATCHES]
 
 
 def _plan(side: Side, sides: Sequence[Side], machine: Hardware, batch: int) -> ServingPlan:
