@@ -50,7 +50,7 @@ def test_prepare_reports_what_it_found(folder: Path, capsys: pytest.CaptureFixtu
     [
         (("nowhere",), "source nowhere does not exist"),
         (("{folder}", "--vocab-size", "12"), "vocab_size=12 must be at least 257"),
-        (("{folder}", "--held-out-fraction", "1"), "held_out_fraction=1.0 must be between 0 and 1"),
+        (("{folder}", "--held-out-fraction", "1"), "held_out_fraction=1.0 must be above 0 and below 1"),
         (("{folder}", "--tokenizer", "nowhere.json"), "tokenizer nowhere.json does not exist"),
         (("{folder}", "--held-out", "nowhere"), "source nowhere does not exist"),
         (("{folder}", "--out", "{folder}"), "is not prepared data"),
