@@ -67,9 +67,9 @@ def test_what_keeps_a_model_from_being_built_is_named(assets: Path, family: str,
 
 
 def test_decoder_lowering_and_weight_names_refuse_what_is_not_built(assets: Path) -> None:
+    from twostroke.core.families import layout
     from twostroke.engine.lowering import lower
     from twostroke.model.decoder import Decoder
-    from twostroke.model.families import layout
 
     spec = spec_from_config(published(assets, "mixtral"))
     for make in (lambda: Decoder(spec, device="meta"), lambda: lower(spec, {}), lambda: list(layout(spec))):

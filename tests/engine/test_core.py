@@ -9,10 +9,12 @@ import torch
 
 from small_models import SPECS, saved
 from twostroke.core.errors import CapacityError, ConfigError, InputError
+from twostroke.core.matrices import qkv_rows
+from twostroke.core.policy import default_pages
 from twostroke.engine import core as core_module
 from twostroke.engine.core import EngineConfig, EngineCore
 from twostroke.engine.kv_pool import token_bytes
-from twostroke.engine.memory import available_bytes, default_pages
+from twostroke.engine.memory import available_bytes
 from twostroke.engine.meters import StepMeter
 from twostroke.kernels.native_library import library
 from twostroke.model.save import save_model
@@ -238,8 +240,8 @@ def test_a_smaller_cache_means_a_shorter_context_unless_one_was_asked_for(llama:
 
 def test_the_default_cache_is_bounded_by_use_and_by_memory(llama: Path) -> None:
     assert engine(llama, max_running=3).scheduler.config.n_pages == 3 * 256 // 4
-    assert default_pages(100, max_running=10, max_model_len=64, page_tokens=16, available=4000) == 10  # a quarter of 4000 B
-    assert default_pages(100, 2, 64, 16, 10**9) == 8
+    assert default_pages(100, available_bytes=1000, longest_tokens=64, max_running=10, page_tokens=16) == 10
+    assert default_pages(100, 10**9, 64, 2, 16) == 8
     assert 0 < available_bytes() < 2**50
 
 
@@ -287,7 +289,7 @@ def test_the_meter_counts_products_and_visible_pairs_as_a_loop_does() -> None:
             pairs += sum(min(position + 1, window) for position in range(s, s + n))
             keys += len({k for position in range(s, s + n) for k in range(max(0, position - window + 1), position + 1)})
     assert meter.bytes_read(starts, counts) == 1000 + 64 * keys
-    qkv = 2 * spec.qkv_rows * spec.d_model
+    qkv = 2 * qkv_rows(spec) * spec.d_model
     rest = 2 * (spec.n_heads * spec.head_dim * spec.d_model + 3 * spec.d_ff * spec.d_model)
     products = 11 * (3 * qkv + 2 * rest) + 2 * (rest + 2 * spec.vocab_size * spec.d_model)
     assert meter.flop(starts, counts, n_sampled=2) == products + pairs * 4 * spec.n_heads * spec.head_dim

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from twostroke.core.errors import ConfigError, CorruptFileError, DataError, InputError
-from twostroke.core.families import FAMILIES
+from twostroke.core.families import layout
 from twostroke.core.schemes import SCHEMES
 from twostroke.core.spec import ModelSpec
 from twostroke.model.decoder import Decoder
-from twostroke.model.families import LAYOUTS, from_canonical, layout, to_canonical
+from twostroke.model.families import from_canonical, to_canonical
 from twostroke.model.load import load_model, load_state, save_model
 from twostroke.model.safetensors_file import WeightFiles, read_header
 from twostroke.quantization.directory import Quantisation
@@ -41,10 +41,6 @@ def reload_in_transformers(directory: Path) -> Any:
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     return model.eval()
-
-
-def test_every_family_with_a_configuration_has_a_layout() -> None:
-    assert list(LAYOUTS) == list(FAMILIES)
 
 
 @pytest.mark.parametrize("case", CASES)

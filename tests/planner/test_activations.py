@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from machines import small_llama
+from twostroke.core.matrices import layer_kinds
 from twostroke.core.policy import query_blocks
 from twostroke.core.spec import ModelSpec, MoeSpec
 from twostroke.kernels import training_attention
@@ -19,7 +20,6 @@ from twostroke.planner.memory import (
     activation_bytes,
     keys_walked,
 )
-from twostroke.planner.params import layer_kinds
 from twostroke.training.activation_checkpointing import cached_bytes, checkpoint_activations
 from twostroke.training.loss import chunked_cross_entropy
 from twostroke.training.memory import saved_activations_bytes

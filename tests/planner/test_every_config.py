@@ -11,9 +11,10 @@ import pytest
 from assets_folder import ASSETS
 from twostroke.core.errors import ConfigError
 from twostroke.core.families import read_spec
+from twostroke.core.matrices import layer_kinds
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.flops import decode_flops, prefill_flops, training_flops_per_token
-from twostroke.planner.params import count_parameters, layer_kinds
+from twostroke.planner.params import count_parameters
 from twostroke.planner.weights import kv_bytes, weights_bytes
 
 FILES = sorted((ASSETS / "configs").rglob("*.json"))

@@ -8,6 +8,7 @@ import pytest
 
 from machines import small_llama
 from twostroke.core.families import read_spec
+from twostroke.core.matrices import block_matrices
 from twostroke.core.spec import IndexerSpec, MlaSpec, MoeSpec
 from twostroke.planner.flops import (
     attention_flops_per_token,
@@ -17,7 +18,7 @@ from twostroke.planner.flops import (
     prefill_flops,
     training_flops_per_token,
 )
-from twostroke.planner.params import block_products, count_parameters
+from twostroke.planner.params import count_parameters
 
 
 def test_training_is_six_n_plus_causal_attention() -> None:
@@ -47,7 +48,7 @@ def test_a_window_shortens_the_keys() -> None:
 
 def test_prefill_and_decode_count_each_product_once() -> None:
     spec = small_llama(n_kv_heads=2)
-    products = sum(2 * p.n * p.k for p in block_products(spec)) * spec.n_layers
+    products = sum(2 * p.n * p.k for p in block_matrices(spec)) * spec.n_layers
     head = 2 * 4096 * 256
     assert prefill_flops(spec, 100) == products * 100 + head + attention_flops_per_token(spec, 100) * 100
     # one token against 100 keys: QKᵀ and PV in every layer, all query heads

@@ -10,6 +10,7 @@ import pytest
 from machines import W0, native, small_llama
 from small_models import SPECS, saved
 from twostroke.core.errors import ConfigError
+from twostroke.core.matrices import block_matrices
 from twostroke.core.profile import MatmulPoint
 from twostroke.core.rates import StepPrices
 from twostroke.core.schemes import NATIVE, NATIVE_STEPS
@@ -38,7 +39,6 @@ from twostroke.planner.native_products import (
     native_weights_bytes,
     packed_bytes,
 )
-from twostroke.planner.params import block_products
 from twostroke.planner.serving import ServingPlan, ServingShape, plan_serving
 from twostroke.planner.speculation import Speculation
 from twostroke.planner.weights import kv_bytes_per_token, weights_bytes
@@ -140,7 +140,7 @@ def test_matrices_in_int8_take_their_own_time() -> None:
     spec = small_llama()
     points = tuple(MatmulPoint("native_int8", m, 512, 512, 1e10) for m in (1, 512))
     slow = dataclasses.replace(native(), matmul=(*(p for p in native().matmul if p.scheme != "native_int8"), *points))
-    every = tuple(f"{layer}.{p.name}" for layer in range(spec.n_layers) for p in block_products(spec))
+    every = tuple(f"{layer}.{p.name}" for layer in range(spec.n_layers) for p in block_matrices(spec))
     times = [plan(spec, slow, scheme="int4", in_int8=every[:n]).tpot_s for n in (0, 1, len(every))]
     assert times[0] < times[1] < times[2]
     assert times[2] == pytest.approx(plan(spec, slow, scheme="int8").tpot_s)

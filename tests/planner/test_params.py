@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from machines import small_llama
 from twostroke.core.families import read_spec, spec_from_config
+from twostroke.core.matrices import block_matrices
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.params import block_products, count_parameters
+from twostroke.planner.params import count_parameters
 
 # From the safetensors headers of each model on the Hugging Face Hub (tied embeddings counted once).
 PUBLISHED = {
@@ -116,7 +117,7 @@ def test_the_planner_counts_what_the_decoder_holds(spec: ModelSpec) -> None:
     matrices = [p for name, p in decoder.named_parameters() if name.startswith("blocks.") and p.dim() == 2]
     assert counted.block_matrices == sum(p.numel() for p in matrices)
     shapes = {tuple(p.shape) for name, p in decoder.named_parameters() if name.startswith("blocks.0.") and p.dim() == 2}
-    assert {(p.n, p.k) for p in block_products(spec)} == shapes
+    assert {(p.n, p.k) for p in block_matrices(spec)} == shapes
 
 
 @settings(max_examples=60, deadline=None)

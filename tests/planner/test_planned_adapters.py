@@ -6,11 +6,12 @@ import pytest
 
 from machines import ideal_machine, small_llama
 from twostroke.core.errors import ConfigError
+from twostroke.core.matrices import layer_kinds
 from twostroke.planner.adapters import ALL_LINEAR, adapter_parameters, modules_of
 from twostroke.planner.flops import attention_flops_per_token, training_flops_per_token
 from twostroke.planner.layout import Layout
 from twostroke.planner.memory import nf4_bytes_per_weight
-from twostroke.planner.params import count_parameters, layer_kinds
+from twostroke.planner.params import count_parameters
 from twostroke.planner.training import TrainingShape, plan_training, training_memory
 
 TARGETS = (("q_proj", "v_proj"), ("o_proj", "down_proj"), ("gate_proj",), (ALL_LINEAR,))
@@ -111,9 +112,7 @@ def test_modules_are_those_that_the_adapters_of_a_decoder_know(changes: dict[str
 
     spec = small_llama(n_layers=1, **changes)
     ((kind, _),) = layer_kinds(spec)
-    ours = {
-        (module, outputs, product.k) for product in kind.products for module, outputs in modules_of(product, kind, spec.family)
-    }
+    ours = {(module, outputs, product.k) for product in kind.matrices for module, outputs in modules_of(product, spec.family)}
     theirs = {(".".join(t.stored.split(".")[-2:]), t.rows, t.columns) for t in all_targets(spec)}
     assert ours == theirs
 

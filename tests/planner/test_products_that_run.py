@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from twostroke.core.families import all_families, spec_from_config
-from twostroke.planner.params import count_parameters, head_product, layer_kinds
+from twostroke.core.matrices import head_matrix, layer_kinds
+from twostroke.planner.params import count_parameters
 
 N_TOKENS = 8
 USUAL: dict[str, Any] = {
@@ -87,7 +88,7 @@ def test_forward_flops_are_those_that_torch_counts(family: str) -> None:
 
     spec = spec_from_config(config)
     parameters = count_parameters(spec)
-    expected = 2 * N_TOKENS * (parameters.active_matrices + parameters.projections + head_product(spec).weights)
+    expected = 2 * N_TOKENS * (parameters.active_matrices + parameters.projections + head_matrix(spec).weights)
     for kind, count in layer_kinds(spec):
         per_key = 2 * kind.n_heads * (kind.qk_dim + kind.v_dim) + kind.index_flops_per_key
         expected += count * per_key * N_TOKENS**2

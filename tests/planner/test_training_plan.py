@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from machines import ideal_machine, machine, small_llama
 from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError
+from twostroke.core.matrices import block_matrices, layer_kinds
 from twostroke.core.rates import BlockRates, Process, TrainingRates
 from twostroke.core.recipe import LoraRecipe, ModelRecipe, TrainRecipe, TrainSettings
 from twostroke.planner.flops import training_flops_per_token
 from twostroke.planner.hardware import Hardware, load_hardware
-from twostroke.planner.params import block_products, count_parameters
-from twostroke.planner.passes import muon_matrices, newton_schulz
+from twostroke.planner.params import count_parameters
+from twostroke.planner.passes import matrices_of, newton_schulz
 from twostroke.planner.training import (
     TrainingPlan,
     TrainingShape,
@@ -59,7 +60,7 @@ def test_products_take_their_flops_over_the_rate() -> None:
     """One rate for everything: forward 2·rows·n·k, backward twice that."""
     spec = small_llama(positions="learned")
     p = plan_training(spec, TrainingShape(), ideal_machine())
-    mlp = sum(x.n * x.k for x in block_products(spec) if x.component == "mlp")
+    mlp = sum(x.n * x.k for x in block_matrices(spec) if x.component == "mlp")
     flops = 2 * 8192 * mlp * spec.n_layers
     # the activation moves 3F bf16 elements a token at 100 GB/s besides
     activation = spec.n_layers * 8192 * 3 * 704 * 2 / 1e11
@@ -103,7 +104,7 @@ def test_muon_costs_products_and_saves_state() -> None:
     assert muon.optimizer_s > adamw.optimizer_s
     assert muon.memory_bytes["optimizer"] < adamw.memory_bytes["optimizer"]
     assert muon.checkpoint_bytes < adamw.checkpoint_bytes
-    matrices = muon_matrices(small_llama())
+    matrices = matrices_of(layer_kinds(small_llama())[0][0])
     assert sum(r * c for r, c in matrices) * 6 == count_parameters(small_llama()).block_matrices
     flops, at = newton_schulz(256, 704, ideal_machine())
     assert flops == 5 * 2 * (2 * 256**2 * 704 + 256**3)

@@ -9,10 +9,11 @@ import pytest
 from machines import small_llama
 from twostroke.core.errors import ConfigError
 from twostroke.core.families import read_spec
+from twostroke.core.matrices import block_matrices
 from twostroke.core.schemes import PLANNED
 from twostroke.core.spec import MlaSpec, ModelSpec, MoeSpec
 from twostroke.core.units import GIB
-from twostroke.planner.params import block_products, count_parameters
+from twostroke.planner.params import count_parameters
 from twostroke.planner.weights import (
     experts_touched,
     kv_bytes,
@@ -48,8 +49,8 @@ def test_a_quantised_dense_model_keeps_everything_but_its_blocks_matrices_in_16_
     spec = small_llama(tied_embeddings=False)
     p = count_parameters(spec)
     kept = 2 * (p.total - p.block_matrices)
-    rows = spec.n_layers * sum(x.n for x in block_products(spec))
-    groups = spec.n_layers * sum(x.n * -(-x.k // 128) for x in block_products(spec))
+    rows = spec.n_layers * sum(x.n for x in block_matrices(spec))
+    groups = spec.n_layers * sum(x.n * -(-x.k // 128) for x in block_matrices(spec))
     assert weights_bytes(spec, "int8") == weights_bytes(spec, "w8a8") == p.block_matrices + 4 * rows + kept
     assert weights_bytes(spec, "int4") == p.block_matrices / 2 + 2.5 * groups + kept
     assert weights_bytes(spec, "mxfp4") == p.block_matrices * 4.25 / 8 + kept  # every width here is a multiple of 32

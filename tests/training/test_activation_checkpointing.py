@@ -6,6 +6,7 @@ from torch import Tensor
 
 from machines import small_llama
 from twostroke.core.errors import ConfigError
+from twostroke.core.matrices import qkv_rows
 from twostroke.core.spec import ModelSpec
 from twostroke.model.adapters import AdapterSettings, attach_adapters
 from twostroke.model.decoder import Decoder
@@ -86,7 +87,7 @@ def test_each_policy_keeps_less_than_the_one_before(dtype: torch.dtype) -> None:
     inputs = SPEC.n_layers * ROWS * LENGTH * SPEC.d_model * w
     assert inputs < full < selective < none
     # products of selective: packed q, k, v, the residual's second operand and 2F
-    wide = SPEC.n_layers * ROWS * LENGTH * w * (SPEC.qkv_rows + SPEC.d_model + 2 * SPEC.d_ff)
+    wide = SPEC.n_layers * ROWS * LENGTH * w * (qkv_rows(SPEC) + SPEC.d_model + 2 * SPEC.d_ff)
     assert wide <= selective - full < 1.3 * wide
 
 

@@ -128,7 +128,7 @@ def running_requests(
 ) -> float:
     """Requests that decode at once: the batch, or what the KV cache holds. TensorRT-LLM reserves a request's whole length,
     others take pages as it grows: half of the answer on average."""
-    head = 2 * step_time.head_product(spec).weights * 2.0 / at.tensor
+    head = 2 * step_time.head_matrix(spec).weights * 2.0 / at.tensor
     held = step_time.device_bytes(spec, scheme, at.tensor, at.stage_devices) / at.pipeline + head
     room = MEMORY_SHARE * hardware.memory_bytes - held - ACTIVATIONS_BYTES
     grown = 1.0 if row["backend"] == "trtllm" else 0.5

@@ -19,14 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twostroke.calibration.timing import Clock
+from twostroke.core.matrices import block_matrices, pair_flops
 from twostroke.core.policy import LOSS_CHUNK_ROWS
 from twostroke.core.rates import BlockRates, Direction, Mode, TrainingRates
 from twostroke.core.spec import ModelSpec
 from twostroke.model.decoder import Decoder
 from twostroke.planner.latency import elementwise_elements, setup_bytes
 from twostroke.planner.memory import keys_walked
-from twostroke.planner.params import block_products
-from twostroke.planner.passes import muon_matrices, newton_schulz_products, optimizer_bytes_moved
+from twostroke.planner.passes import newton_schulz_products, optimizer_bytes_moved
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WIDTHS = {"fp32": 4, "bf16": 2}
@@ -82,7 +82,7 @@ def straight_line(short: float, long: float, at_short: float, at_long: float) ->
 def _products_pass(clock: Clock, size: BlockSize, dtype: str, rows: int) -> Pair:
     """The block's four products by themselves, at its own shapes."""
     forward_s = backward_s = 0.0
-    for product in block_products(size.spec):
+    for product in block_matrices(size.spec):
         x = torch.randn(rows, product.k, device=clock.device).to(DTYPES[dtype])
         weight = torch.randn(product.n, product.k, device=clock.device).to(DTYPES[dtype])
         upstream = torch.randn(rows, product.n, device=clock.device).to(DTYPES[dtype])
@@ -139,7 +139,7 @@ def _rates(
     size: BlockSize, dtype: str, mode: Mode, tokens: int, device: str, shorter: Pair, longer: Pair
 ) -> Iterator[BlockRates]:
     """Attention's and the elementwise rate, forward and backward, from what products leave of a block at the two lengths."""
-    flops_per_key = 4.0 * tokens * size.heads * 64  # QKᵀ and PV
+    flops_per_key = float(tokens * pair_flops(size.spec))
     kind = "gpu" if device == "cuda" else "cpu"
     few, many = keys_walked(kind, dtype, size.short), keys_walked(kind, dtype, size.long)
     directions: tuple[tuple[Direction, float], ...] = (("forward", 1.0), ("backward", 2.5))
@@ -273,7 +273,7 @@ def measure_optimizers(clock: Clock, size: BlockSize, rates: TrainingRates) -> T
     """``rates`` with those of an update as training does it, on the matrices of ``OPTIMIZER_BLOCKS`` blocks, which leave the
     cache: gradients widened to fp32, normed and clipped, fused AdamW, the working copy written, over the planner's count of
     bytes; and what Muon takes beyond its products, in elements/s."""
-    shapes = muon_matrices(size.spec)
+    shapes = [(n, matrix.k) for matrix in block_matrices(size.spec) for _, n in matrix.parts]
     master = [nn.Parameter(torch.randn(*shape, device=clock.device)) for _ in range(OPTIMIZER_BLOCKS) for shape in shapes]
     working = [p.detach().to(torch.bfloat16) for p in master]
     backward = [torch.randn_like(p) for p in working]

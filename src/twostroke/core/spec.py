@@ -274,11 +274,6 @@ class ModelSpec:
         """G = H / K, the size of a query group."""
         return self.n_heads // self.n_kv_heads
 
-    @property
-    def qkv_rows(self) -> int:
-        """Rows of the packed query, key and value projection: (H + 2K)·D."""
-        return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
-
     def window_of_layer(self, layer: int) -> int | None:
         """Sliding window of ``layer`` in keys, or None where it attends to everything before it."""
         if self.sliding_window is None:

@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from twostroke.core.dtypes import bytes_of
-from twostroke.core.schemes import CACHES
 from twostroke.core.spec import ModelSpec
 from twostroke.engine.memory import untouched_zeros
+from twostroke.planner.weights import kv_bytes_per_token
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 
 def token_bytes(spec: ModelSpec, dtype: str) -> int:
-    """Bytes of keys and values of one token in all layers: 2·L·K·D·bytes; in int8 with a scale, 4 bytes, a head of each."""
-    return int(2 * spec.n_layers * spec.n_kv_heads * (spec.head_dim * bytes_of(dtype) + CACHES[dtype].scale_bytes))
+    """Bytes of keys and values of one token in all layers, scales included."""
+    return int(kv_bytes_per_token(spec, dtype))
 
 
 def all_finite(heads: Tensor) -> bool:

@@ -12,6 +12,8 @@ from torch import Tensor
 from twostroke.core.crossovers import Crossovers
 from twostroke.core.dtypes import TORCH_NAMES
 from twostroke.core.errors import ConfigError, CorruptFileError
+from twostroke.core.families import layout
+from twostroke.core.matrices import block_matrices, qkv_rows
 from twostroke.core.schemes import SCHEMES, TORCH_WEIGHTS, W8A8, WEIGHTS, Scheme, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.engine import plan as p
@@ -19,7 +21,6 @@ from twostroke.engine.packed_cache import Due, PackedCache
 from twostroke.kernels.codes import CODE_TYPES, Codes, quantize
 from twostroke.kernels.matrix import FloatMatrix, Int8Matrix, Matrix
 from twostroke.kernels.native_matrix import NativeMatrix, NativePair
-from twostroke.model.families import layout
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -122,13 +123,12 @@ class _Lowering:
         assert isinstance(weight, Tensor)
         return FloatMatrix(weight.to(self.dtype), bias)
 
-    def gate_up(self, name: str) -> Matrix:
+    def gate_up(self, name: str, bias: bool) -> Matrix:
         """Gate and up as one matrix, or for the native step as two."""
-        width, bias = self.spec.d_ff, self.spec.mlp_bias
         if not self.native:
             return self.matrix(name, bias)
-        once = cache(self.get)  # Hugging Face has them apart, and joining them copies both
-        gate, up = (self.matrix(name, bias, slice(i * width, (i + 1) * width), get=once) for i in range(2))
+        width, once = self.spec.d_ff, cache(self.get)  # Hugging Face has them apart, and joining them copies both
+        gate, up = (self.matrix(name, bias, rows, get=once) for rows in (slice(width), slice(width, 2 * width)))
         assert isinstance(gate, NativeMatrix)
         assert isinstance(up, NativeMatrix)
         return NativePair(gate, up)
@@ -150,7 +150,7 @@ class _Lowering:
         order = interleaved(spec.head_dim)
         n_turned = spec.n_heads + spec.n_kv_heads
         turned = (torch.arange(n_turned)[:, None] * spec.head_dim + order).reshape(-1)
-        return torch.cat((turned, torch.arange(n_turned * spec.head_dim, spec.qkv_rows)))
+        return torch.cat((turned, torch.arange(n_turned * spec.head_dim, qkv_rows(spec))))
 
     def head_norms(self, block: str) -> Float[Tensor, "heads D"]:
         spec = self.spec
@@ -160,19 +160,19 @@ class _Lowering:
 
     def block(self, i: int) -> list[p.Op]:
         spec, name = self.spec, f"blocks.{i}"
+        qkv, out, up, down = block_matrices(spec)
         ops: list[p.Op] = [
             self.norm(f"{name}.attn_norm"),
-            p.ProjectHeads(self.matrix(f"{name}.attn.qkv", spec.qkv_bias, self.head_rows())),
+            p.ProjectHeads(self.matrix(f"{name}.{qkv.module}", qkv.bias, self.head_rows())),
         ]
         if spec.qk_norm:
             ops.append(p.NormaliseHeads(self.head_norms(name), spec.norm_eps))
         ops += [p.TurnAndStore(i, self.rotary), p.Attend(i, spec.window_of_layer(i))]
         if i == spec.n_layers - 1:
             ops.append(p.KeepSampledRows())
-        ops += [p.AddMixed(self.matrix(f"{name}.attn.out", spec.attn_out_bias)), self.norm(f"{name}.mlp_norm")]
-        gated = spec.mlp == "swiglu"
-        wide = self.gate_up(f"{name}.mlp.gate_up") if gated else self.matrix(f"{name}.mlp.up", spec.mlp_bias)
-        ops += [p.Widen(wide, spec.activation, gated), p.AddNarrowed(self.matrix(f"{name}.mlp.down", spec.mlp_bias))]
+        ops += [p.AddMixed(self.matrix(f"{name}.{out.module}", out.bias)), self.norm(f"{name}.mlp_norm")]
+        wide = (self.gate_up if up.packed else self.matrix)(f"{name}.{up.module}", up.bias)
+        ops += [p.Widen(wide, spec.activation, bool(up.packed)), p.AddNarrowed(self.matrix(f"{name}.{down.module}", down.bias))]
         return ops
 
     def ops(self) -> tuple[p.Op, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import TwostrokeError
+from twostroke.core.matrices import block_matrices, head_matrix, pair_flops
 from twostroke.core.schemes import native_product_name, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.engine import plan as p
@@ -30,13 +31,11 @@ class StepMeter:
         self.n_full = windows.count(None)
         self.window = spec.sliding_window or 0
         self.n_windowed = spec.n_layers - self.n_full
-        self.attention_flop = 4 * spec.n_heads * spec.head_dim
-        wide = (2 if spec.mlp == "swiglu" else 1) * spec.d_ff
-        qkv = spec.qkv_rows * spec.d_model
-        rest = spec.n_heads * spec.head_dim * spec.d_model + (wide + spec.d_ff) * spec.d_model
+        self.attention_flop = pair_flops(spec)
+        qkv, *after = (matrix.weights for matrix in block_matrices(spec))
         # After the last attention only the rows that a token is sampled from go on.
-        self.row_flop = 2 * (spec.n_layers * qkv + (spec.n_layers - 1) * rest)
-        self.sampled_flop = 2 * (rest + spec.vocab_size * spec.d_model)
+        self.row_flop = 2 * (spec.n_layers * qkv + (spec.n_layers - 1) * sum(after))
+        self.sampled_flop = 2 * (sum(after) + head_matrix(spec).weights)
 
     def bytes_read(self, starts: Sequence[int], counts: Sequence[int]) -> int:
         """Weights once, and for each request the keys and values it attends to, itself included."""

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from twostroke.core.dtypes import TORCH_NAMES
 from twostroke.core.errors import ConfigError, InputError
-from twostroke.core.families import read_config
+from twostroke.core.families import layout, read_config
 from twostroke.interop.import_model import Watched
 from twostroke.interop.peft import lazy_state, tokenizer_directory
 from twostroke.model.adapter_directory import base_directory, is_adapter_directory, read_adapter_config
-from twostroke.model.families import layout
 from twostroke.model.load import open_weights
 from twostroke.model.save import save_model
 

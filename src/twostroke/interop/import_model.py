@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
+from twostroke.core.families import layout
 from twostroke.interop.gguf import MAGIC as GGUF_MAGIC
 from twostroke.interop.gguf_model import read_gguf
 from twostroke.interop.hub import download, is_hub_name
@@ -19,7 +20,6 @@ from twostroke.interop.llama2c import read_llama2c
 from twostroke.interop.peft import read_peft
 from twostroke.interop.source import SourceModel, SourceTokenizer
 from twostroke.model.adapter_directory import is_adapter_directory
-from twostroke.model.families import layout
 from twostroke.model.load import load_state
 from twostroke.model.save import require_finite, save_model, write_tokenizer_tables
 

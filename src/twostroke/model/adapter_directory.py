@@ -24,12 +24,13 @@ from torch import Tensor
 
 from twostroke.core.documents import is_integer, is_number, read_object
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
+from twostroke.core.families import layout
 from twostroke.core.families.reader import Reader
+from twostroke.core.families.weights import Entry
 from twostroke.core.recipe import check_nf4_block
 from twostroke.core.spec import ModelSpec
 from twostroke.model.adapters import PEFT_PREFIX, AdapterSettings, Target, all_targets, choose_targets, nf4_round_trip
-from twostroke.model.families import layout
-from twostroke.model.families.layout import Entry, read_entry, write_entry
+from twostroke.model.families import read_entry, write_entry
 from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME, read_header
 from twostroke.model.save import COMPANION_FILES, require_writable, written_aside
 

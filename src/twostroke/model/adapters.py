@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twostroke.core.errors import ConfigError, did_you_mean
+from twostroke.core.families import layout
 from twostroke.core.policy import NF4_BLOCK
 from twostroke.core.recipe import ALL_LINEAR
 from twostroke.core.spec import ModelSpec
 from twostroke.kernels.nf4 import Nf4Matrix, dequantize_nf4, nf4_linear, quantize_nf4
-from twostroke.model.families import layout
 
 PEFT_PREFIX = "base_model.model."
 
@@ -49,7 +49,7 @@ class Target:
 def all_targets(spec: ModelSpec) -> Iterator[Target]:
     """Every matrix inside the blocks of a model of ``spec``, in the order of its layout."""
     for entry in layout(spec):
-        if not entry.canonical.startswith("blocks.") or len(entry.shape) != 2:
+        if entry.matrix is None:
             continue
         begin = 0
         for part in entry.parts:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twostroke.core import policy
+from twostroke.core.matrices import block_matrices
 from twostroke.core.spec import ModelSpec
 from twostroke.kernels import training_attention
 from twostroke.model.norm import RMSNorm
@@ -122,10 +123,11 @@ class Attention(nn.Module):
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = spec.n_heads, spec.n_kv_heads, spec.head_dim
         self.dropout = spec.dropout
-        self.qkv = nn.Linear(spec.d_model, spec.qkv_rows, bias=spec.qkv_bias)
+        qkv, out, *_ = block_matrices(spec)
+        self.qkv = nn.Linear(qkv.k, qkv.n, bias=qkv.bias)
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
-        self.out = nn.Linear(spec.n_heads * spec.head_dim, spec.d_model, bias=spec.attn_out_bias)
+        self.out = nn.Linear(out.k, out.n, bias=out.bias)
 
     def forward(
         self,

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from twostroke.core.dtypes import TORCH_NAMES
 from twostroke.core.errors import ConfigError, CorruptFileError
-from twostroke.core.families import read_config, read_spec
+from twostroke.core.families import layout, read_config, read_spec
 from twostroke.core.spec import ModelSpec
 from twostroke.model.adapter_directory import is_adapter_directory, open_merged
 from twostroke.model.decoder import Decoder
-from twostroke.model.families import is_recomputed, layout, stored_name, to_canonical
-from twostroke.model.families.layout import read_entry
+from twostroke.model.families import is_recomputed, read_entry, stored_name, to_canonical
 from twostroke.model.lazy_state import LazyState
 from twostroke.model.safetensors_file import WeightFiles
 from twostroke.model.save import save_model

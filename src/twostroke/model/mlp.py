@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from twostroke.core.matrices import block_matrices
 from twostroke.core.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -27,8 +28,9 @@ class GatedMlp(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[spec.activation]
-        self.gate_up = nn.Linear(spec.d_model, 2 * spec.d_ff, bias=spec.mlp_bias)
-        self.down = nn.Linear(spec.d_ff, spec.d_model, bias=spec.mlp_bias)
+        *_, up, down = block_matrices(spec)
+        self.gate_up = nn.Linear(up.k, up.n, bias=up.bias)
+        self.down = nn.Linear(down.k, down.n, bias=down.bias)
 
     def forward(self, x: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -41,8 +43,9 @@ class PlainMlp(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[spec.activation]
-        self.up = nn.Linear(spec.d_model, spec.d_ff, bias=spec.mlp_bias)
-        self.down = nn.Linear(spec.d_ff, spec.d_model, bias=spec.mlp_bias)
+        *_, up, down = block_matrices(spec)
+        self.up = nn.Linear(up.k, up.n, bias=up.bias)
+        self.down = nn.Linear(down.k, down.n, bias=down.bias)
 
     def forward(self, x: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         return self.down(self.activation(self.up(x)))

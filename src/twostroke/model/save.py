@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from twostroke.core.aside import directory_beside, flush_to_disk, take_place
 from twostroke.core.dtypes import BYTES, TORCH_NAMES
 from twostroke.core.errors import ConfigError, CorruptFileError, DataError, InputError
-from twostroke.core.families import config_from_spec
+from twostroke.core.families import config_from_spec, layout
 from twostroke.core.spec import ModelSpec
 from twostroke.data.tokenizer import load_tokenizer, tokenizer_file
-from twostroke.model.families import from_canonical, layout
+from twostroke.model.families import from_canonical
 from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME
 
 COMPANION_FILES = (

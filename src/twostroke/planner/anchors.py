@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from twostroke.core.named import letter
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import interpolate_log
-from twostroke.planner.named import letter
 
 HEAD_DIM = 64
 VOCABULARY = 4096

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from twostroke.core.dtypes import bytes_of
+from twostroke.core.matrices import layer_kinds
 from twostroke.core.spec import ModelSpec
 from twostroke.planner import network
 from twostroke.planner.layout import Layout, group_link
 from twostroke.planner.memory import PRECISIONS, gradient_bytes_per_parameter
-from twostroke.planner.params import layer_kinds
 from twostroke.planner.sharding import Held, Stage
 
 if TYPE_CHECKING:

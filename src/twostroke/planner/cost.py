@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 
 from twostroke.core.described import As
 from twostroke.core.errors import ConfigError
+from twostroke.core.named import named
 from twostroke.planner.hardware import HOURS_PER_YEAR, Hardware, Price, device_price, price
-from twostroke.planner.named import named
 
 Terms = Literal["on demand", "spot", "bought"]
 

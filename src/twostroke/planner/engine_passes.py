@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from twostroke.core.dtypes import bytes_of
+from twostroke.core.matrices import Matrix, block_matrices, head_matrix, pair_flops, qkv_rows
 from twostroke.core.policy import TOKEN_BUDGET
 from twostroke.core.schemes import torch_product
 from twostroke.core.spec import ModelSpec
@@ -23,7 +24,6 @@ from twostroke.planner.anchors import (
 from twostroke.planner.flops import attention_flops_per_token
 from twostroke.planner.hardware import Hardware
 from twostroke.planner.latency import elementwise_elements, elementwise_flops, keys_of_prefill, prefill_attention_rate
-from twostroke.planner.params import Product, block_products, head_product
 from twostroke.planner.weights import kv_bytes_per_token, weights_bytes
 from twostroke.planner.work import Work, merge, total_seconds
 
@@ -59,7 +59,7 @@ def layer_starts(spec: ModelSpec, shape: ServingShape, n_requests: int, hardware
     ]
 
 
-def product_work(product: Product, rows: int, scheme: str, w: float, working_set: float, hardware: Hardware) -> Work:
+def product_work(product: Matrix, rows: int, scheme: str, w: float, working_set: float, hardware: Hardware) -> Work:
     """One weight matrix applied to ``rows`` rows: 2·rows·n·k FLOP; weights read once, activations read and written."""
     if not hardware.has_scheme(scheme):
         scheme = scheme.removeprefix("packed_")
@@ -76,7 +76,7 @@ def layer_products(
     w = bytes_of(shape.compute_dtype)
     return [
         product_work(p, rows, shape.product_scheme(rows * p.weights, hardware), w, working_set, hardware)
-        for p in block_products(spec)
+        for p in block_matrices(spec)
         if not names or p.name in names
     ]
 
@@ -103,10 +103,11 @@ def layer_operations(spec: ModelSpec, shape: ServingShape, rows: int, hardware: 
 def prefill_attention(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Work:
     """softmax(QKᵀ)V of one layer over one prompt: time from the keys that blocks of queries walk, FLOP from the causal part."""
     tokens, w = shape.prompt_tokens - shape.hit_tokens, bytes_of(shape.compute_dtype)
-    cached = 4.0 * spec.n_heads * spec.head_dim * tokens * shape.hit_tokens
-    walked = 4.0 * spec.n_heads * spec.head_dim * tokens * keys_of_prefill(tokens) + cached
+    pair = pair_flops(spec)
+    cached = float(pair * tokens * shape.hit_tokens)
+    walked = pair * tokens * keys_of_prefill(tokens) + cached
     causal = attention_flops_per_token(spec, tokens) * tokens / spec.n_layers + cached
-    moved = tokens * w * (spec.qkv_rows + spec.n_heads * spec.head_dim)
+    moved = tokens * w * (qkv_rows(spec) + spec.n_heads * spec.head_dim)
     rate = prefill_attention_rate(hardware, shape.compute_dtype, tokens)
     return Work.limited("attention", causal, moved, walked / rate, moved / hardware.bandwidth(moved))
 
@@ -119,7 +120,7 @@ def decode_attention(
     Measured: requests · KV heads · keys · D/64 over ``DecodeStarts.key_per_s``; bandwidth at the working set bounds it.
     """
     keys = min(context, spec.window_of_layer(layer) or context)
-    flops = shape.batch * 4.0 * spec.n_heads * spec.head_dim * keys
+    flops = float(shape.batch * pair_flops(spec) * keys)
     pairs = float(shape.batch) * spec.n_kv_heads * keys * spec.head_dim / 64
     moved = shape.batch * 2.0 * spec.n_kv_heads * spec.head_dim * keys * bytes_of(shape.cache_dtype)
     memory_s = moved / hardware.bandwidth(working_set)
@@ -146,7 +147,7 @@ def around_layers(
         Work.limited("embedding", 0.0, embedding, 0.0, copying_s),
         Work.limited("norms", 0.0, embedding, 0.0, copying_s),
         # The head keeps the activations' type under every scheme, and only rows that are sampled pass through it.
-        product_work(head_product(spec), sampled, f"packed_{dtype}", w, working_set, hardware),
+        product_work(head_matrix(spec), sampled, f"packed_{dtype}", w, working_set, hardware),
         Work.limited("head", 0.0, logits, 0.0, logits / hardware.bandwidth(logits), start_s),
     ]
 

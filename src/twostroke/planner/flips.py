@@ -21,10 +21,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from twostroke.core.dtypes import bytes_of
+from twostroke.core.matrices import LayerKind, head_matrix, layer_kinds
 from twostroke.core.policy import LOSS_CHUNK_ROWS
 from twostroke.core.schemes import scheme_of
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.params import LayerKind, head_product, layer_kinds
 from twostroke.planner.weights import experts_touched, matrix_bytes
 
 LARGEST_BATCH = 2**20
@@ -68,17 +68,10 @@ def keys_read(kind: LayerKind, context: float) -> float:
     return min(context, kind.window or math.inf, kind.top_keys or math.inf)
 
 
-def decode_pair_flops(kind: LayerKind) -> float:
-    """FLOP of a query token, all heads, with a cached token: 2·H·(D_k + D_v), or against the latent where that is cached."""
-    if kind.latent_dim is None:
-        return 2.0 * kind.n_heads * (kind.qk_dim + kind.v_dim)
-    return 2.0 * kind.n_heads * (2 * kind.latent_dim + kind.qk_rope_dim)
-
-
 def weights_of(spec: ModelSpec, kind: LayerKind, component: str, scheme: str, tokens: float) -> float:
     """Bytes of a component's matrices that ``tokens`` tokens need in one layer: of experts those that are touched."""
     read = 0.0
-    for product in kind.products:
+    for product in kind.matrices:
         if product.component == component:
             copies = experts_touched(product.copies, product.active, tokens) if product.copies > 1 else 1.0
             read += copies * matrix_bytes(spec, product, scheme)
@@ -87,12 +80,12 @@ def weights_of(spec: ModelSpec, kind: LayerKind, component: str, scheme: str, to
 
 def head_bytes(spec: ModelSpec, scheme: str) -> float:
     """The head stays in 16 bits under every scheme but fp32."""
-    return head_product(spec).weights * scheme_of(scheme).kept_bytes
+    return head_matrix(spec).weights * scheme_of(scheme).kept_bytes
 
 
 def multiplied(kind: LayerKind, component: str) -> float:
     """Weights of a component that one token is multiplied with in one layer."""
-    return float(sum(p.active * p.weights for p in kind.products if p.component == component))
+    return float(sum(p.active * p.weights for p in kind.matrices if p.component == component))
 
 
 def decoding(spec: ModelSpec, component: str, context: float, scheme: str, w_kv: float) -> Amounts:
@@ -100,13 +93,13 @@ def decoding(spec: ModelSpec, component: str, context: float, scheme: str, w_kv:
 
     def amounts(n: float) -> tuple[float, float]:
         if component == "head":
-            return 2.0 * n * head_product(spec).weights, head_bytes(spec, scheme)
+            return 2.0 * n * head_matrix(spec).weights, head_bytes(spec, scheme)
         flops = moved = 0.0
         for kind, count in layer_kinds(spec):
             one, read = 2.0 * multiplied(kind, component), weights_of(spec, kind, component, scheme, n)
             if component == "attention":
                 keys = keys_read(kind, context)
-                one += decode_pair_flops(kind) * keys
+                one += kind.decode_flops_per_key * keys
                 read += n * keys * kind.kv_elements * w_kv
             flops, moved = flops + count * n * one, moved + count * read
         return flops, moved
@@ -120,12 +113,12 @@ def prefilling(spec: ModelSpec, component: str, scheme: str) -> Amounts:
 
     def amounts(n: float) -> tuple[float, float]:
         if component == "head":
-            return 2.0 * head_product(spec).weights, head_bytes(spec, scheme)
+            return 2.0 * head_matrix(spec).weights, head_bytes(spec, scheme)
         flops = moved = 0.0
         for kind, count in layer_kinds(spec):
             one = 2.0 * multiplied(kind, component)
             if component == "attention":
-                one += 2.0 * kind.n_heads * (kind.qk_dim + kind.v_dim) * min(n / 2, keys_read(kind, n))
+                one += kind.flops_per_key * min(n / 2, keys_read(kind, n))
             flops += count * n * one
             moved += count * weights_of(spec, kind, component, scheme, n)
         return flops, moved
@@ -142,7 +135,7 @@ def training(spec: ModelSpec, component: str, sequence_length: int, dtype: str) 
     def amounts(n: float) -> tuple[float, float]:
         tokens = n * sequence_length
         if component == "head":
-            head, chunks = head_product(spec), max(1.0, tokens / LOSS_CHUNK_ROWS)
+            head, chunks = head_matrix(spec), max(1.0, tokens / LOSS_CHUNK_ROWS)
             summed = chunks * head.weights * (2 * w + 8)
             products = 3.0 * w * (chunks * head.weights + tokens * (head.n + head.k))
             return 6.0 * tokens * head.weights, products + 2 * w * tokens * head.n + summed
@@ -156,7 +149,7 @@ def training(spec: ModelSpec, component: str, sequence_length: int, dtype: str) 
 
 def operand_elements(kind: LayerKind, component: str) -> float:
     """Elements that the products of a component read and write for one token in one layer: k in and n out of each."""
-    return float(sum(p.active * (p.n + p.k) for p in kind.products if p.component == component))
+    return float(sum(p.active * (p.n + p.k) for p in kind.matrices if p.component == component))
 
 
 def last_context(spec: ModelSpec, flop_per_byte: float, scheme: str, w_kv: float) -> int | None:

@@ -3,9 +3,10 @@ Korthikanti et al. (arXiv 2205.05198); causal attention is counted as the half t
 
 from __future__ import annotations
 
+from twostroke.core.matrices import LayerKind, head_matrix, layer_kinds
+from twostroke.core.named import named, smallest
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.named import named, smallest
-from twostroke.planner.params import LayerKind, count_parameters, head_product, layer_kinds
+from twostroke.planner.params import count_parameters
 
 PALM = "PaLM, arXiv 2204.02311, appendix B, with the causal half of the keys"
 
@@ -23,11 +24,6 @@ def visible_pairs(start: int, count: int, window: int) -> int:
     return growing * start + growing * (growing + 1) // 2 + (count - growing) * window
 
 
-def _flops_per_key(kind: LayerKind) -> float:
-    """QKᵀ and PV of one query with one key in all heads: 2·H·(d_qk + d_v), which is 4·H·D where both are D."""
-    return 2 * kind.n_heads * (kind.qk_dim + kind.v_dim)
-
-
 def _keys_read(kind: LayerKind) -> int | None:
     """Most keys a query reads: those of a window or those an indexer picked; None: all before it."""
     return kind.top_keys if kind.window is None else kind.window
@@ -42,7 +38,7 @@ def attention_flops_per_token(spec: ModelSpec, n_tokens: float) -> float:
     flops = 0.0
     for kind, count in layer_kinds(spec):
         scored = kind.index_flops_per_key * mean_keys(n_tokens)
-        flops += count * (_flops_per_key(kind) * mean_keys(n_tokens, _keys_read(kind)) + scored)
+        flops += count * (kind.flops_per_key * mean_keys(n_tokens, _keys_read(kind)) + scored)
     return named("attention_flops_per_token", flops, "FLOP", PALM)
 
 
@@ -66,7 +62,7 @@ def prefill_flops(spec: ModelSpec, prompt_tokens: int) -> float:
 
     N_blocks are the matrices that one token passes: ``top_k`` of a layer's experts.
     """
-    head = 2 * head_product(spec).weights
+    head = 2 * head_matrix(spec).weights
     return _matrix_flops(spec) * prompt_tokens + head + attention_flops_per_token(spec, prompt_tokens) * prompt_tokens
 
 
@@ -81,11 +77,8 @@ def decode_flops(spec: ModelSpec, context: int) -> float:
     Latent attention is counted absorbed, as engines decode it: queries are taken into the latent space, where a key costs
     2·H·(2·d_c + d_rope), and the two halves of the matrix that rebuilds keys and values are each used once, as before.
     """
-    flops = _matrix_flops(spec) + 2 * head_product(spec).weights
+    flops = _matrix_flops(spec) + 2 * head_matrix(spec).weights
     for kind, count in layer_kinds(spec):
         keys = smallest(context, _keys_read(kind) or context)
-        per_key = _flops_per_key(kind)
-        if kind.latent_dim is not None:
-            per_key = 2 * kind.n_heads * (2 * kind.latent_dim + kind.qk_rope_dim)
-        flops += count * (per_key * keys + kind.index_flops_per_key * context)
+        flops += count * (kind.decode_flops_per_key * keys + kind.index_flops_per_key * context)
     return flops

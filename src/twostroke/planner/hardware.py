@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError, CorruptFileError
+from twostroke.core.named import Mark, largest, letter, named
 from twostroke.core.profile import (
     SERVING_DEVICE,
     BandwidthPoint,
@@ -31,7 +32,6 @@ from twostroke.core.profile import (
 )
 from twostroke.core.rates import Engine, Measurements, NativeRates
 from twostroke.core.schemes import torch_product
-from twostroke.planner.named import Mark, largest, letter, named
 
 Kind = Literal["measured", "predicted", "datasheet", "assumed"]
 

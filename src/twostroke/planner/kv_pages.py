@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from twostroke.core.named import largest, letter, smallest, whole
 from twostroke.core.policy import PAGE_TOKENS
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.named import largest, letter, smallest, whole
 
 if TYPE_CHECKING:
     from twostroke.planner.serving import ServingShape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from twostroke.core.matrices import qkv_rows
 from twostroke.core.policy import PREFILL_QUERIES, attends_explicitly
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import ASSUMED_ATTENTION_EFFICIENCY, Hardware, interpolate_log
@@ -51,7 +52,7 @@ def elementwise_elements(spec: ModelSpec, backward: bool) -> dict[str, float]:
     turn = 2 * heads if spec.positions == "rope" else 0
     gated = spec.mlp == "swiglu"
     if backward:
-        return {"norms": 14 * width, "attention": turn + 2 * spec.qkv_rows, "mlp": (6 if gated else 3) * spec.d_ff}
+        return {"norms": 14 * width, "attention": turn + 2 * qkv_rows(spec), "mlp": (6 if gated else 3) * spec.d_ff}
     return {"norms": 9 * width, "attention": turn, "mlp": (3 if gated else 2) * spec.d_ff}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, NamedTuple
 
-from twostroke.planner.named import letter, named
+from twostroke.core.named import letter, named
 from twostroke.planner.queueing import stepped_server_wait_s
 
 

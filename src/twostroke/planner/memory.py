@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from twostroke.core import engines
 from twostroke.core.dtypes import bytes_of
+from twostroke.core.matrices import LayerKind, layer_kinds
 from twostroke.core.policy import NF4_BLOCK, NF4_SCALE_BLOCK, attends_explicitly, fits_native_attention, query_blocks
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.params import LayerKind, Parameters, layer_kinds
+from twostroke.planner.params import Parameters
 
 if TYPE_CHECKING:
     from twostroke.planner.hardware import Hardware
@@ -204,7 +205,7 @@ def not_kept_at_the_bottom(
     w = bytes_of(dtype)
     rms, eager = spec.norm == "rmsnorm", not compiled
     norm = ((4 if eager and rms else w) * spec.d_model + (FP32 if rms else 2 * w)) / kept.sequence_cut
-    if kept.input_of(*(p.name for p in kind.products if p.component == "attention")):
+    if kept.input_of(*(p.name for p in kind.matrices if p.component == "attention")):
         return norm + 8
     attention = _attention_kept(spec, kind, dtype, eager, sequence_length, device_kind, kept) / kept.tensor
     return 2 * norm + attention + 8
@@ -215,7 +216,7 @@ _MLP_INPUTS = ("gate_up", "up", "expert_gate_up", "expert_up")
 
 def _mlp_kept(spec: ModelSpec, kind: LayerKind, w: float, eager: bool, kept: Kept) -> float:
     total = 0.0
-    for product in kind.products:
+    for product in kind.matrices:
         rows = product.active if product.split == "expert" else 1
         if product.name.endswith(("gate_up", "up")):
             total += w * rows * product.n
@@ -233,9 +234,9 @@ def _attention_kept(
     spec: ModelSpec, kind: LayerKind, dtype: str, eager: bool, sequence_length: int, device_kind: str, kept: Kept
 ) -> float:
     w, selective = bytes_of(dtype), kept.checkpointing == "selective"
-    packed = w * (kind.n_heads * kind.qk_dim + kind.n_kv_heads * (kind.qk_dim + kind.v_dim))
+    packed = w * kind.qkv_elements
     if kind.latent_dim is not None:
-        latents = sum(p.n for p in kind.products if p.name in ("q_a", "kv_a"))
+        latents = sum(p.n for p in kind.matrices if p.name in ("q_a", "kv_a"))
         output = w * kind.n_heads * kind.v_dim + FP32 * kind.n_heads
         return packed + output + w * latents * (1 if selective else 2) * kept.tensor  # latents are not cut
     explicit = attends_explicitly(device_kind, dtype, sequence_length)

@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from twostroke.core.matrices import Matrix, block_matrices, head_matrix, pair_flops, qkv_rows
+from twostroke.core.named import largest, letter, named, smallest
 from twostroke.core.policy import TOKEN_BUDGET
 from twostroke.core.schemes import scheme_of
 from twostroke.core.spec import ModelSpec
@@ -16,7 +18,6 @@ from twostroke.planner.anchors import Ratios, ratio_at
 from twostroke.planner.flops import visible_pairs
 from twostroke.planner.hardware import Hardware
 from twostroke.planner.latency import elementwise_elements
-from twostroke.planner.named import largest, letter, named, smallest
 from twostroke.planner.native_anchors import (
     PREFILL_ANCHORS,
     SHALLOW,
@@ -31,7 +32,6 @@ from twostroke.planner.native_products import (
     native_product_s,
     native_read_bytes,
 )
-from twostroke.planner.params import Product, block_products, head_product
 from twostroke.planner.weights import kv_bytes_per_token
 from twostroke.planner.work import Work, merge, total_seconds
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from twostroke.planner.serving import ServingShape
 
 
-def product_work(product: Product, name: str, rows: int, working_set: float, hardware: Hardware) -> Work:
+def product_work(product: Matrix, name: str, rows: int, working_set: float, hardware: Hardware) -> Work:
     """One weight matrix (or a gated pair) on ``rows`` rows: 2·rows·n·k FLOP, packed weights read once. The limits beside its
     seconds are the rate that many rows reach, and reading."""
     n_bytes = native_product_bytes(product, name)
@@ -65,7 +65,7 @@ def attention_flop(spec: ModelSpec, start: int, count: int) -> float:
     """4·H·D for each pair of a query and a key that it sees, all layers, for tokens start + 1 … start + count."""
     windows = [spec.window_of_layer(layer) or start + count for layer in range(spec.n_layers)]
     pairs = sum(visible_pairs(start, count, window) for window in windows)
-    return 4.0 * spec.n_heads * spec.head_dim * pairs
+    return 1.0 * pair_flops(spec) * pairs
 
 
 def chunks(shape: ServingShape) -> list[tuple[int, int]]:
@@ -140,7 +140,7 @@ def step_rows(shape: ServingShape) -> int:
 def step_memory_bytes(spec: ModelSpec, shape: ServingShape) -> float:
     """Working memory of the largest step: the residual stream, its norm, packed heads, what attention mixes, the MLP's inside,
     in fp32 and in what products read (half as much), and the looked-up part of a tied embedding."""
-    row = 6.0 * (2 * spec.d_model + spec.qkv_rows + spec.n_heads * spec.head_dim + 2 * spec.d_ff)
+    row = 6.0 * (2 * spec.d_model + qkv_rows(spec) + spec.n_heads * spec.head_dim + 2 * spec.d_ff)
     looked_up = 0.0
     if spec.tied_embeddings:
         looked_up = letter("looked_up", embedding_in_memory_bytes(spec, tokens_seen(shape)))
@@ -150,7 +150,7 @@ def step_memory_bytes(spec: ModelSpec, shape: ServingShape) -> float:
 class Use(NamedTuple):
     """A weight matrix (or gated pair) held for the product ``name``, applied ``times`` over to ``rows`` rows."""
 
-    product: Product
+    product: Matrix
     name: str
     rows: int
     times: int
@@ -160,14 +160,14 @@ def _uses(spec: ModelSpec, shape: ServingShape, rows: int, last_rows: int) -> li
     """Every matrix of a step; after the last layer's attention only ``last_rows`` rows go on, and through the head."""
     found, in_int8, how = [], set(shape.in_int8), scheme_of(shape.scheme)
     beside = how if how.beside is None else scheme_of(how.beside)
-    for product in block_products(spec):
+    for product in block_matrices(spec):
         n_whole = spec.n_layers if product.name == "qkv" or last_rows == rows else spec.n_layers - 1
         layers = ((rows, range(n_whole)), (last_rows, range(n_whole, spec.n_layers)))
         for n_rows, those in layers:
             n_int8 = sum(f"{layer}.{product.name}" in in_int8 for layer in those) if in_int8 else 0
             found.append(Use(product, how.native_product, n_rows, len(those) - n_int8))
             found.append(Use(product, beside.native_product, n_rows, n_int8))
-    found.append(Use(head_product(spec), scheme_of(shape.head).native_product, last_rows, 1))
+    found.append(Use(head_matrix(spec), scheme_of(shape.head).native_product, last_rows, 1))
     return [use for use in found if use.rows and use.times]
 
 

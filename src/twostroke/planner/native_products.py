@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import lru_cache
 
 from twostroke.core.dtypes import bytes_of
+from twostroke.core.matrices import Matrix, block_matrices, head_matrix
+from twostroke.core.named import largest, letter, named
 from twostroke.core.schemes import NATIVE_FORMATS, NATIVE_PRODUCTS, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import Hardware
-from twostroke.planner.named import largest, letter, named
-from twostroke.planner.params import Product, block_products, count_parameters, head_product
+from twostroke.planner.params import count_parameters
 
 MANY_ROWS = 512
 """From so many rows on, arithmetic binds whatever the cache: the rate of so many is that of all."""
@@ -33,14 +34,13 @@ def packed_bytes(name: str, n: int, k: int) -> float:
     return total
 
 
-def native_matrices(product: Product) -> tuple[tuple[int, int], ...]:
+def native_matrices(product: Matrix) -> tuple[tuple[int, int], ...]:
     """(n, k) of the matrices that the native step makes of ``product``: gate and up are two."""
-    if product.name == "gate_up":
-        return ((product.n // 2, product.k),) * 2
-    return ((product.n, product.k),)
+    apart = product.parts if product.name == "gate_up" else ((product.name, product.n),)
+    return tuple((n, product.k) for _, n in apart)
 
 
-def native_product_bytes(product: Product, name: str) -> float:
+def native_product_bytes(product: Matrix, name: str) -> float:
     """Packed bytes of ``product``'s matrices and their fp32 biases: what one step reads."""
     packed = sum(packed_bytes(name, n, k) for n, k in native_matrices(product)) + 4.0 * product.biases
     source = f"of a layer, packed by the library as {name.removeprefix('native_')}: in tiles of {TILE} outputs, {INPUTS} inputs"
@@ -54,13 +54,13 @@ def native_read_bytes(spec: ModelSpec, scheme: str, head: str, in_int8: tuple[st
 
     It is the engine's own ``Plan.step_bytes`` (tests/planner/test_native_plans.py)."""
     how = scheme_of(scheme)
-    each = {p.name: native_product_bytes(p, how.native_product) for p in block_products(spec)}
+    each = {p.name: native_product_bytes(p, how.native_product) for p in block_matrices(spec)}
     blocks = spec.n_layers * sum(each.values()) + in_int8_more_bytes(spec, scheme, in_int8)
     parameters = count_parameters(spec)
     norms = 4.0 * (parameters.norms + parameters.final_norm)
     if spec.qk_norm:
         norms += 4.0 * spec.n_layers * 2 * spec.head_dim
-    return blocks + norms + native_product_bytes(head_product(spec), scheme_of(head).native_product)
+    return blocks + norms + native_product_bytes(head_matrix(spec), scheme_of(head).native_product)
 
 
 def in_int8_more_bytes(spec: ModelSpec, scheme: str, in_int8: tuple[str, ...]) -> float:
@@ -69,7 +69,7 @@ def in_int8_more_bytes(spec: ModelSpec, scheme: str, in_int8: tuple[str, ...]) -
     beside = how if how.beside is None else scheme_of(how.beside)
     more = {
         p.name: native_product_bytes(p, beside.native_product) - native_product_bytes(p, how.native_product)
-        for p in block_products(spec)
+        for p in block_matrices(spec)
     }
     return sum(more[name.partition(".")[2]] for name in in_int8)
 

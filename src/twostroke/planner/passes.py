@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from twostroke.core.dtypes import bytes_of
+from twostroke.core.matrices import LayerKind, Matrix, layer_kinds
 from twostroke.core.policy import NEWTON_SCHULZ_STEPS, attends_explicitly, loss_chunk_rows
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.flops import mean_keys
@@ -13,7 +14,6 @@ from twostroke.planner.hardware import ASSUMED_BANDWIDTH_EFFICIENCY, Hardware
 from twostroke.planner.latency import block_rate, head_norm_rate, setup_bytes, training_attention_rate
 from twostroke.planner.layout import SINGLE, Layout
 from twostroke.planner.memory import PRECISIONS, keys_walked, nf4_bytes_per_weight, state_bytes
-from twostroke.planner.params import LayerKind, Product, layer_kinds
 from twostroke.planner.sharding import (
     RankLayer,
     RankProduct,
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 """Iterations of Muon's orthogonalisation (Jordan et al. 2024)."""
 
 
-def product_bytes(product: Product, rows: int, w: float) -> float:
+def product_bytes(product: Matrix, rows: int, w: float) -> float:
     """w·(rows·k + k·n + rows·n) bytes: both operands read and the result written once."""
     return w * (rows * product.k + product.weights + rows * product.n)
 
 
-def product_forward(product: Product, rows: int, dtype: str, hardware: Hardware) -> Work:
+def product_forward(product: Matrix, rows: int, dtype: str, hardware: Hardware) -> Work:
     """(rows, k) × (k, n): 2·rows·n·k FLOP."""
     moved = product_bytes(product, rows, bytes_of(dtype))
     seconds = hardware.product_s(dtype, rows, product.n, product.k)
     return _product_work(product.component, 2.0 * rows * product.weights, moved, seconds, 1, hardware)
 
 
-def product_backward(product: Product, rows: int, dtype: str, hardware: Hardware) -> Work:
+def product_backward(product: Matrix, rows: int, dtype: str, hardware: Hardware) -> Work:
     """Two products: the input's gradient (rows, n) × (n, k) and the weight's (n, rows) × (rows, k); 4·rows·n·k FLOP."""
     moved = 2 * product_bytes(product, rows, bytes_of(dtype))
     to_input = hardware.product_s(dtype, rows, product.k, product.n)
@@ -59,7 +59,7 @@ def _product_work(component: str, flops: float, moved: float, seconds: float, n_
     return Work.limited(component, flops, moved, seconds, memory_s, launch_s)
 
 
-def input_gradient(product: Product, rows: int, dtype: str, hardware: Hardware) -> Work:
+def input_gradient(product: Matrix, rows: int, dtype: str, hardware: Hardware) -> Work:
     """Backward of a frozen matrix: the input's gradient alone, 2·rows·n·k FLOP."""
     moved = product_bytes(product, rows, bytes_of(dtype))
     seconds = hardware.product_s(dtype, rows, product.k, product.n)
@@ -77,13 +77,11 @@ def attention_work(
     walked_keys = keys_walked(hardware.kind, shape.dtype, length)
     if hardware.kind != "cpu" and window is not None:
         walked_keys = 2 * causal_keys  # kernels skip blocks outside a window
-    per_key = 2.0 * kind.n_heads * (kind.qk_dim + kind.v_dim)
     scores = kind.index_flops_per_key * mean_keys(length)
-    causal = tokens * (per_key * causal_keys + scores)
-    walked = tokens * (per_key * walked_keys + 2 * scores)
+    causal = tokens * (kind.flops_per_key * causal_keys + scores)
+    walked = tokens * (kind.flops_per_key * walked_keys + 2 * scores)
     share = 2.5 if backward else 1.0
-    packed = kind.n_heads * kind.qk_dim + kind.n_kv_heads * (kind.qk_dim + kind.v_dim)
-    moved = share * tokens * w * (packed + kind.n_heads * kind.v_dim)
+    moved = share * tokens * w * (kind.qkv_elements + kind.n_heads * kind.v_dim)
     rate = training_attention_rate(hardware, shape.dtype, shape.mode, "backward" if backward else "forward", length)
     return Work.limited(
         "attention",
@@ -209,26 +207,10 @@ def setup_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, backwa
     return works
 
 
-def muon_matrices(spec: ModelSpec) -> tuple[tuple[int, int], ...]:
-    """(rows, columns) of each matrix of a dense block that Muon orthogonalises: q, k, v, gate and up apart, as
-    ``training.optimizers`` splits the packed ones."""
-    return matrices_of(layer_kinds(spec)[0][0])
-
-
 @lru_cache(maxsize=256)
 def matrices_of(kind: LayerKind) -> tuple[tuple[int, int], ...]:
     """(rows, columns) of each matrix of a layer of ``kind``, packed ones taken apart, every expert's by itself."""
-    found: list[tuple[int, int]] = []
-    for p in kind.products:
-        if p.name == "qkv":
-            keys = kind.n_kv_heads * kind.qk_dim
-            values = p.n - kind.n_heads * kind.qk_dim - keys
-            found += [(rows, p.k) for rows in (kind.n_heads * kind.qk_dim, keys, values) if rows]
-        elif p.name.endswith("gate_up"):
-            found += 2 * p.copies * [(p.n // 2, p.k)]
-        else:
-            found += p.copies * [(p.n, p.k)]
-    return tuple(found)
+    return tuple((n, m.k) for m in kind.matrices for _ in range(m.copies) for _, n in m.parts)
 
 
 def newton_schulz_products(rows: int, columns: int) -> tuple[tuple[int, int, int], ...]:
@@ -290,7 +272,7 @@ def adapter_works(part: RankProduct, shape: TrainingShape, hardware: Hardware, r
     works = []
     for outputs in part.adapter_outputs:
         for n, k in ((shape.lora_rank, part.product.k), (outputs, shape.lora_rank)):
-            narrow = Product(part.product.component, "adapter", n, k)
+            narrow = Matrix(part.product.component, "adapter", n, k)
             works.append(make(narrow, rows, shape.dtype, hardware).times(part.calls))
     return works
 

@@ -9,6 +9,8 @@ from twostroke.core import engines
 from twostroke.core.described import As
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import CapacityError, ConfigError
+from twostroke.core.matrices import block_matrices
+from twostroke.core.named import letter, named, smallest, within
 from twostroke.core.policy import (
     CACHE_SHARE,
     MAX_PAGES,
@@ -26,8 +28,7 @@ from twostroke.planner.flops import decode_flops, prefill_flops
 from twostroke.planner.hardware import DATASHEET_NOTE, Hardware
 from twostroke.planner.kv_pages import batch_pages, largest_batch, request_pages, touched_pages
 from twostroke.planner.load import Latency, Steps, closed_loop
-from twostroke.planner.named import letter, named, smallest, within
-from twostroke.planner.params import Parameters, block_products, count_parameters
+from twostroke.planner.params import Parameters, count_parameters
 from twostroke.planner.speculation import Speculation
 from twostroke.planner.step_time import (
     ENGINES,
@@ -407,7 +408,7 @@ def second_copies_bytes(spec: ModelSpec, shape: ServingShape, hardware: Hardware
     if not both or not runs_our_engine(spec, shape, hardware):
         return 0.0
     limit = hardware.crossovers.int8_weight_only_max_macs
-    twice = sum(p.weights for p in block_products(spec) if p.weights <= limit and p.k % WEIGHT_ONLY_MULTIPLE == 0)
+    twice = sum(p.weights for p in block_matrices(spec) if p.weights <= limit and p.k % WEIGHT_ONLY_MULTIPLE == 0)
     source = "int8 matrices held twice: plain for few rows, packed for many"
     return named("second_copies_bytes", spec.n_layers * twice * 1.0, "bytes", source)
 
@@ -595,7 +596,7 @@ def check_placement(spec: ModelSpec, shape: ServingShape, hardware: Hardware) ->
     if expert > tensor and expert % tensor:
         raise ConfigError(f"expert={expert} must be a multiple of tensor={tensor}, or at most as much.")
     if shape.in_int8:
-        known = {f"{layer}.{p.name}" for layer in range(spec.n_layers) for p in block_products(spec)}
+        known = {f"{layer}.{p.name}" for layer in range(spec.n_layers) for p in block_matrices(spec)}
         unknown = sorted(set(shape.in_int8) - known)
         if unknown or scheme_of(shape.scheme).beside is None:
             raise ConfigError(

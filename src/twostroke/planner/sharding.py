@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from twostroke.core.dtypes import bytes_of
+from twostroke.core.matrices import LayerKind, Matrix, head_matrix, layer_kinds
 from twostroke.core.policy import loss_chunk_rows
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.adapters import check_targets, targeted
@@ -31,7 +32,7 @@ from twostroke.planner.memory import (
     state_bytes,
     whole_logits_bytes,
 )
-from twostroke.planner.params import LayerKind, Product, count_parameters, head_product, layer_kinds
+from twostroke.planner.params import count_parameters
 
 if TYPE_CHECKING:
     from twostroke.planner.hardware import Hardware
@@ -43,7 +44,7 @@ class RankProduct:
     """A product as one rank runs it: its part of the matrix, rows per token of the micro-batch, matrices in a row.
     ``adapter_outputs`` are the outputs of the modules with an adapter."""
 
-    product: Product
+    product: Matrix
     rows_per_token: float
     calls: int
     adapter_outputs: tuple[int, ...] = ()
@@ -59,12 +60,12 @@ class RankProduct:
 
 
 def rank_product(
-    product: Product, kind: LayerKind, layout: Layout, targets: tuple[str, ...] = (), family: str = "llama"
+    product: Matrix, kind: LayerKind, layout: Layout, targets: tuple[str, ...] = (), family: str = "llama"
 ) -> RankProduct:
     """``product`` cut for one rank: columns or rows by ``tensor``; experts by ``expert`` and, beyond it, inside by ``tensor``.
     Key-value heads are not cut below one."""
     tensor = layout.tensor
-    outputs = targeted(product, kind, targets, family) if targets else ()
+    outputs = targeted(product, targets, family) if targets else ()
     if product.split == "expert":
         within = max(1, tensor // layout.expert)
         cut = (
@@ -109,7 +110,7 @@ def rank_layers(spec: ModelSpec, tensor: int, expert: int, targets: tuple[str, .
     """Every kind of layer as a rank of a group of ``tensor`` and ``expert`` devices holds it."""
     plane = Layout(tensor=tensor, expert=expert, data=max(1, expert // tensor))
     return tuple(
-        RankLayer(kind, count, tuple(rank_product(p, kind, plane, targets, spec.family) for p in kind.products))
+        RankLayer(kind, count, tuple(rank_product(p, kind, plane, targets, spec.family) for p in kind.matrices))
         for kind, count in layer_kinds(spec)
     )
 
@@ -236,7 +237,7 @@ def kept_on_rank(
     most of them."""
     if method == "full":
         return Kept(tensor, sequence_cut, checkpointing)
-    adapted = [[(p.name, targeted(p, k, targets, spec.family)) for p in k.products] for k, _ in layer_kinds(spec)]
+    adapted = [[(p.name, targeted(p, targets, spec.family)) for p in k.matrices] for k, _ in layer_kinds(spec)]
     return Kept(
         tensor,
         sequence_cut,
@@ -413,6 +414,6 @@ def anchor_shape(anchor: TrainingAnchor, dtype: str, shape: TrainingShape) -> Tr
 
 
 @lru_cache(maxsize=4096)
-def head_on_rank(spec: ModelSpec, tensor: int) -> Product:
-    head = head_product(spec)
+def head_on_rank(spec: ModelSpec, tensor: int) -> Matrix:
+    head = head_matrix(spec)
     return replace(head, n=-(-head.n // tensor))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from twostroke.core.errors import ConfigError
-from twostroke.planner.named import named
+from twostroke.core.named import named
 
 MAX_DRAFT_TOKENS = 64
 

@@ -19,6 +19,8 @@ from typing import Any
 
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError, CorruptFileError, did_you_mean
+from twostroke.core.matrices import LayerKind, Matrix, head_matrix, layer_kinds
+from twostroke.core.named import Mark, inputs, largest, letter, named, smallest
 from twostroke.core.schemes import scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import (
@@ -28,9 +30,7 @@ from twostroke.planner.hardware import (
     Hardware,
     Link,
 )
-from twostroke.planner.named import Mark, inputs, largest, letter, named, smallest
 from twostroke.planner.network import all_to_all_s, ring_all_reduce_s, send_s
-from twostroke.planner.params import LayerKind, Product, head_product, layer_kinds
 from twostroke.planner.weights import matrix_bytes
 
 EFFICIENCIES_FILE = Path(__file__).parent / "efficiencies.toml"
@@ -139,7 +139,7 @@ class Shard:
         return smallest(found, self.top_keys or found)
 
 
-def _share(product: Product, tensor: int, expert_devices: int) -> float:
+def _share(product: Matrix, tensor: int, expert_devices: int) -> float:
     if product.split == "replicated":
         return 1.0
     return 1 / expert_devices if product.split == "expert" else 1 / tensor
@@ -149,7 +149,7 @@ def _shard(spec: ModelSpec, kind: LayerKind, count: int, scheme: str, tensor: in
     read = {"attention": 0.0, "mlp": 0.0, "expert": 0.0}
     passed = dict(read)
     idle = 1.0
-    for p in kind.products:
+    for p in kind.matrices:
         name, share = p.component, _share(p, tensor, expert_devices)
         if p.split == "expert":
             name, idle = "expert", 1 - p.active / p.copies
@@ -157,14 +157,11 @@ def _shard(spec: ModelSpec, kind: LayerKind, count: int, scheme: str, tensor: in
         held = named(f"{p.name}_bytes", p.copies * matrix_bytes(spec, p, scheme), "bytes", source)
         read[name] += held * share
         passed[name] += p.active * p.weights * share
-    heads = kind.n_heads / tensor
     latent = kind.latent_dim
-    if latent is None:
-        cached = kind.kv_elements / min(tensor, kind.n_kv_heads)
-        pair = decode_pair = 2.0 * heads * (kind.qk_dim + kind.v_dim)
-    else:  # one latent vector a token serves all heads, so every device keeps it whole
-        cached = float(kind.kv_elements - kind.index_dim)
-        pair, decode_pair = 2.0 * heads * (kind.qk_dim + kind.v_dim), 2.0 * heads * (2 * latent + kind.qk_rope_dim)
+    # One latent vector a token serves all heads, so every device keeps it whole.
+    divided, kept = (min(tensor, kind.n_kv_heads), 0) if latent is None else (1, kind.index_dim)
+    cached = (kind.kv_elements - kept) / divided
+    pair, decode_pair = kind.flops_per_key / tensor, kind.decode_flops_per_key / tensor
     counts = dict(LAYER_OPERATORS)
     more = [QUANTISING_OPERATORS] if bytes_of(scheme_of(scheme).products[0]) < 2 else []
     more += [MOE_OPERATORS] if kind.mlp == "moe" else []
@@ -411,7 +408,7 @@ def one_pass(
         mlps += count * shard.operators[2]
         reduces += 2 * count if placement.tensor > 1 else 0
         exchanges += 2 * count if groups > 1 and shard.expert_bytes else 0
-    head = head_product(spec)
+    head = head_matrix(spec)
     sampled = here * checked + prompts * (1.0 if prompt_tokens else 0.0)
     head_bytes = head.weights * scheme_of(scheme).kept_bytes / placement.tensor
     head_flops = 2.0 * sampled * head.weights / placement.tensor

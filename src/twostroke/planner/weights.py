@@ -5,13 +5,14 @@ from __future__ import annotations
 from functools import lru_cache
 
 from twostroke.core.dtypes import bytes_of
+from twostroke.core.matrices import LayerKind, Matrix, block_matrices, layer_kinds
+from twostroke.core.named import letter, named
 from twostroke.core.schemes import CACHES, Scheme, scheme_of
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.named import letter, named
-from twostroke.planner.params import LayerKind, Product, block_products, count_parameters, layer_kinds
+from twostroke.planner.params import count_parameters
 
 
-def quantises(how: Scheme, product: Product, of_experts: bool) -> bool:
+def quantises(how: Scheme, product: Matrix, of_experts: bool) -> bool:
     """Whether ``how`` quantises the matrices of ``product``, in a mixture of experts or not. Routers never are: they are small,
     and a token's path hangs on them (gpt-oss and DeepSeek-V3 leave them out too)."""
     if not how.quantised or product.name in ("router", "shared_gate"):
@@ -19,7 +20,7 @@ def quantises(how: Scheme, product: Product, of_experts: bool) -> bool:
     return product.split == "expert" or not (how.experts_only and of_experts)
 
 
-def matrix_bytes(spec: ModelSpec, product: Product, scheme: str) -> float:
+def matrix_bytes(spec: ModelSpec, product: Matrix, scheme: str) -> float:
     """Bytes of one copy of the matrix of ``product`` under ``scheme``, its scales included, its bias not."""
     how = scheme_of(scheme)
     if quantises(how, product, spec.moe is not None) or not how.quantised:
@@ -45,7 +46,7 @@ def matrices_bytes(spec: ModelSpec, scheme: str) -> float:
     """Bytes of the blocks' matrices under ``scheme``, all experts included."""
     source = f"of a layer, in {scheme} with its scales"
     matrices = sum(
-        n * sum(named(f"{p.name}_bytes", p.copies * matrix_bytes(spec, p, scheme), "bytes", source) for p in kind.products)
+        n * sum(named(f"{p.name}_bytes", p.copies * matrix_bytes(spec, p, scheme), "bytes", source) for p in kind.matrices)
         for kind, n in layer_kinds(spec)
     )
     return named("matrices_bytes", matrices, "bytes", "of all blocks")
@@ -54,7 +55,7 @@ def matrices_bytes(spec: ModelSpec, scheme: str) -> float:
 def mixed_weights_bytes(spec: ModelSpec, scheme: str, in_int8: tuple[str, ...]) -> float:
     """``weights_bytes`` with the matrices ``in_int8`` ("<layer>.<product>") of a dense model as its ``beside``."""
     beside = scheme_of(scheme).beside or scheme
-    extra = {p.name: matrix_bytes(spec, p, beside) - matrix_bytes(spec, p, scheme) for p in block_products(spec)}
+    extra = {p.name: matrix_bytes(spec, p, beside) - matrix_bytes(spec, p, scheme) for p in block_matrices(spec)}
     more = letter("in_int8", sum(extra[name.partition(".")[2]] for name in in_int8)) if in_int8 else 0
     source = f"every parameter, as {scheme} holds it: scales for the blocks' matrices, other tensors in 16 bits"
     if not scheme_of(scheme).quantised:
@@ -75,7 +76,7 @@ def weights_read_bytes(spec: ModelSpec, scheme: str, n_tokens: float = 1.0) -> f
     how, parameters = scheme_of(scheme), count_parameters(spec)
     read = 0.0
     for kind, count in layer_kinds(spec):
-        for p in kind.products:
+        for p in kind.matrices:
             copies = p.copies if p.copies == 1 else experts_touched(p.copies, p.active, n_tokens)
             read += count * copies * matrix_bytes(spec, p, scheme)
     looked_up = parameters.positions + (0 if spec.tied_embeddings else parameters.embedding)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from twostroke.core.described import As
-from twostroke.planner.named import largest, named, records
+from twostroke.core.named import largest, named, records
 
 COMPONENTS = ("attention", "mlp", "norms", "embedding", "head", "optimizer")
 """Rows of the comparison table, in order. ``attention`` includes its projections and rotary turn, ``head`` loss or sampling."""

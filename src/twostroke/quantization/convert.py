@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from twostroke.core.errors import ConfigError, InputError
-from twostroke.core.families import read_config
+from twostroke.core.families import layout, read_config
+from twostroke.core.families.weights import Entry
 from twostroke.core.schemes import DEFAULT_WRITTEN, Scheme, written_scheme
 from twostroke.kernels.codes import Codes, quantize
-from twostroke.model.families import layout
-from twostroke.model.families.layout import Entry, read_entry, write_entry
+from twostroke.model.families import read_entry, write_entry
 from twostroke.model.load import open_weights
 from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME
 from twostroke.model.save import COMPANION_FILES, require_finite, require_writable, written_aside

@@ -7,7 +7,6 @@ format.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +18,12 @@ from twostroke.core.families.reader import Reader
 from twostroke.core.schemes import SCHEMES, WRITTEN, DiskLayout, Scheme
 
 if TYPE_CHECKING:
-    from twostroke.model.families.layout import Entry
+    from twostroke.core.families.weights import Entry
 
 METHOD = "compressed-tensors"
 """``quantization_config.quant_method`` in a directory that we write or read."""
 
 MIXED_FORMAT = "mixed-precision"
-
-_BLOCK_MATRIX = re.compile(r"blocks\.\d+\.(attn\.(qkv|out)|mlp\.(gate_up|up|down))\.weight")
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Quantisation:
     def of(self, entry: Entry) -> Scheme | None:
         """How the tensor of ``entry`` is held; None: plain. Raises ConfigError where the parts of one matrix are held
         differently."""
-        if _BLOCK_MATRIX.fullmatch(entry.canonical) is None:
+        if entry.matrix is None:
             return None
         kept = {module_name(part.name) in self.others for part in entry.parts}
         if len(kept) > 1:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from twostroke.core.errors import ConfigError
+from twostroke.core.matrices import layer_kinds
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.adapters import modules_of
-from twostroke.planner.params import layer_kinds
 from twostroke.quantization.directory import Quantisation, stored_quantisation
 
 _MODULE = re.compile(r"\.(\d+)\.(.+)$")
@@ -39,8 +39,8 @@ def _in_int8(stored: Quantisation, spec: ModelSpec) -> tuple[str, ...]:
     product_of = {
         module: product.name
         for kind, _ in layer_kinds(spec)
-        for product in kind.products
-        for module, _ in modules_of(product, kind, spec.family)
+        for product in kind.matrices
+        for module, _ in modules_of(product, spec.family)
     }
     found: dict[str, None] = {}
     for module in stored.others:

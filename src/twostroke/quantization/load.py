@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from twostroke.core.errors import CorruptFileError
-from twostroke.core.families import read_spec
+from twostroke.core.families import layout, read_spec
+from twostroke.core.families.weights import Entry, Part
 from twostroke.core.schemes import Scheme
 from twostroke.core.spec import ModelSpec
 from twostroke.kernels.codes import Codes
 from twostroke.model.decoder import Decoder
-from twostroke.model.families import layout
-from twostroke.model.families.layout import Entry, Part, read_entry
+from twostroke.model.families import read_entry
 from twostroke.model.lazy_state import LazyState
 from twostroke.model.load import load_model, load_state, torch_dtype
 from twostroke.model.safetensors_file import WeightFiles

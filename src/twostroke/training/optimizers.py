@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from twostroke.core.errors import CorruptFileError
+from twostroke.core.matrices import block_matrices
 from twostroke.core.policy import NEWTON_SCHULZ_STEPS
 from twostroke.core.recipe import TrainSettings
 from twostroke.core.spec import ModelSpec
@@ -39,12 +40,8 @@ def matrix_parts(name: str, spec: ModelSpec) -> dict[str, int]:
     Muon orthogonalises a matrix: orthogonalising q, k and v stacked is another update than each alone, and a worse one
     (Jordan 2024, "Muon: An optimizer for hidden layers in neural networks").
     """
-    if name.endswith(".attn.qkv.weight"):
-        q_rows, kv_rows = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
-        return {"q": q_rows, "k": kv_rows, "v": kv_rows}
-    if name.endswith(".mlp.gate_up.weight"):
-        return {"gate": spec.d_ff, "up": spec.d_ff}
-    return {}
+    packed = {f".{matrix.module}.weight": matrix.packed for matrix in block_matrices(spec)}
+    return next((dict(parts) for module, parts in packed.items() if name.endswith(module)), {})
 
 
 def is_block_matrix(name: str, tensor: Tensor) -> bool:

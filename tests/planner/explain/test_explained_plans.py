@@ -14,6 +14,7 @@ from twostroke.cli.main import main
 from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError
 from twostroke.core.families import config_from_spec, read_spec
+from twostroke.core.named import inputs, recording
 from twostroke.core.rates import Process, TrainingRates, TrainingStep
 from twostroke.core.spec import MlaSpec, ModelSpec, MoeSpec
 from twostroke.planner.anchors import training_anchors
@@ -25,7 +26,6 @@ from twostroke.planner.explain.term import Explanation
 from twostroke.planner.explain.trace import Recorded
 from twostroke.planner.hardware import Hardware, hardware_names, load_hardware
 from twostroke.planner.layout import Layout
-from twostroke.planner.named import inputs, recording
 from twostroke.planner.serving import ServingShape, plan_serving
 from twostroke.planner.speculation import Speculation
 from twostroke.planner.text.explain import explanation_text, term_line

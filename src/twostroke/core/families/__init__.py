@@ -1,7 +1,7 @@
-"""``config.json`` ↔ ``ModelSpec`` for each supported family.
+"""``config.json`` ↔ ``ModelSpec`` for each supported family, and the names of its weights.
 
-Standard library only, so that the planner reads any supported configuration without torch. One file a group of relatives;
-how a family names its weights is in ``twostroke.model.families``.
+Standard library only, so that the planner reads any supported configuration without torch. One file a group of relatives; a
+family is one row of ``registry``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from twostroke.core.families.registry import (
     Family,
     all_families,
     config_from_spec,
+    layout,
     spec_from_config,
+    weight_names,
 )
 
 __all__ = [
@@ -24,7 +26,9 @@ __all__ = [
     "Family",
     "all_families",
     "config_from_spec",
+    "layout",
     "read_config",
     "read_spec",
     "spec_from_config",
+    "weight_names",
 ]

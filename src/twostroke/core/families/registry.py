@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from twostroke.core.errors import ConfigError, UnsupportedFamilyError
 from twostroke.core.families import dense, earlier, experts, gemma, gpt2, latent, llama, phi
 from twostroke.core.families.reader import Reader
 from twostroke.core.families.short_keys import has_short_keys, with_family_keys
+from twostroke.core.families.weights import GPT2_WEIGHTS, LLAMA_WEIGHTS, PHI3_WEIGHTS, PHI_WEIGHTS, Entry, WeightNames, tensors
 from twostroke.core.schemes import published_schemes
 from twostroke.core.spec import ModelSpec
 
@@ -20,13 +21,15 @@ from twostroke.core.spec import ModelSpec
 class Family:
     """One row of the registry: ``parse`` reads a Hugging Face config, ``write`` makes one that transformers accepts.
 
-    ``write`` None: a family that is planned and not built, so nothing is ever written for it.
+    ``write`` None: a family that is planned and not built, so nothing is ever written for it. ``weights`` names the matrices
+    on disk, of a planned family those that adapters are planned for.
     """
 
     name: str
     architecture: str
     parse: Callable[[dict[str, Any]], ModelSpec]
     write: Callable[[ModelSpec], dict[str, Any]] | None = None
+    weights: WeightNames = LLAMA_WEIGHTS
 
     @property
     def can_build(self) -> bool:
@@ -41,7 +44,7 @@ FAMILIES: dict[str, Family] = {
         Family("mistral", "MistralForCausalLM", llama.parse_mistral, llama.write_mistral),
         Family("qwen2", "Qwen2ForCausalLM", llama.parse_qwen2, llama.write_qwen),
         Family("qwen3", "Qwen3ForCausalLM", llama.parse_qwen3, llama.write_qwen),
-        Family("gpt2", "GPT2LMHeadModel", gpt2.parse_gpt2, gpt2.write_gpt2),
+        Family("gpt2", "GPT2LMHeadModel", gpt2.parse_gpt2, gpt2.write_gpt2, GPT2_WEIGHTS),
     )
 }
 """Families that are planned, built, trained, served and written."""
@@ -64,8 +67,8 @@ PLANNED_FAMILIES: dict[str, Family] = {
         Family("gemma3_text", "Gemma3ForCausalLM", gemma.parse_gemma3_text),
         Family("gemma4", "Gemma4ForConditionalGeneration", gemma.parse_gemma4),
         Family("gemma4_text", "Gemma4ForCausalLM", gemma.parse_gemma4_text),
-        Family("phi", "PhiForCausalLM", phi.parse_phi),
-        Family("phi3", "Phi3ForCausalLM", phi.parse_phi3),
+        Family("phi", "PhiForCausalLM", phi.parse_phi, weights=PHI_WEIGHTS),
+        Family("phi3", "Phi3ForCausalLM", phi.parse_phi3, weights=PHI3_WEIGHTS),
         Family("starcoder2", "Starcoder2ForCausalLM", dense.parse_starcoder2),
         Family("olmo2", "Olmo2ForCausalLM", dense.parse_olmo2),
         Family("granite", "GraniteForCausalLM", dense.parse_granite),
@@ -95,6 +98,21 @@ REFUSED: dict[str, str] = {
 def all_families() -> dict[str, Family]:
     """Every family that can be planned; ``Family.can_build`` says which can also be trained and served."""
     return FAMILIES | PLANNED_FAMILIES
+
+
+def weight_names(family: str) -> WeightNames:
+    """How ``family`` names its matrices on disk; as Llama does where it is not known."""
+    known = all_families().get(family)
+    return LLAMA_WEIGHTS if known is None else known.weights
+
+
+def layout(spec: ModelSpec) -> Iterator[Entry]:
+    """Every tensor of a model of ``spec``, canonical beside stored. Raises ConfigError or UnsupportedFamilyError for a model
+    that is not built here."""
+    spec.require_buildable()
+    if spec.family not in FAMILIES:
+        raise UnsupportedFamilyError(f"family={spec.family!r} is not supported. Supported families: {', '.join(FAMILIES)}.")
+    return tensors(spec, FAMILIES[spec.family].weights)
 
 
 def _refuse_unknown(family: Any, config: dict[str, Any]) -> UnsupportedFamilyError:

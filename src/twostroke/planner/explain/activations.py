@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from twostroke.core.dtypes import bytes_of
+from twostroke.core.matrices import LayerKind
 from twostroke.core.policy import attends_explicitly, query_blocks
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.explain.attention import kinds_of
 from twostroke.planner.explain.model import letters, rows_and_columns, total
 from twostroke.planner.explain.term import Explanation
 from twostroke.planner.memory import NATIVE_ATTENTION, Kept, kept_by_layer, keys_walked
-from twostroke.planner.params import LayerKind
 from twostroke.planner.training import TrainingShape
 
 KORTHIKANTI = "what autograd keeps (after Korthikanti et al., arXiv 2205.05198), one token"
@@ -43,7 +43,7 @@ def below_adapters(spec: ModelSpec, shape: TrainingShape, device_kind: str, kept
     rms, eager = spec.norm == "rmsnorm", not shape.compile
     cut = "/cut" if kept.sequence_cut > 1 else ""
     norm = f"({'4' if eager and rms else 'w'}·E + {'4' if rms else '2·w'}){cut}"
-    if kept.input_of(*(p.name for p in kind.products if p.component == "attention")):
+    if kept.input_of(*(p.name for p in kind.matrices if p.component == "attention")):
         return f"{norm} + 8"
     attention = total(_attention(spec, kind, shape, device_kind, kept))
     return f"2·{norm} + ({attention})" + ("/tensor" if kept.tensor > 1 else "") + " + 8"
@@ -85,7 +85,7 @@ def _attention(spec: ModelSpec, kind: LayerKind, shape: TrainingShape, device_ki
     packed = "w·(H·D + K·(D + D_v))"
     output = "w·H·D_v + 4·H"
     if kind.latent_dim is not None:
-        latents = " + ".join(["R_q"] * any(p.name == "q_a" for p in kind.products) + ["R_kv + D_rope"])
+        latents = " + ".join(["R_q"] * any(p.name == "q_a" for p in kind.matrices) + ["R_kv + D_rope"])
         whole = "·tensor" if kept.tensor > 1 else ""
         return [packed, output, f"{1 if selective else 2}·w·({latents}){whole}"]
     if selective:
@@ -107,7 +107,7 @@ def _attention(spec: ModelSpec, kind: LayerKind, shape: TrainingShape, device_ki
 
 def _mlp(kind: LayerKind, eager: bool, kept: Kept) -> list[str]:
     parts, nothing_recomputed = [], kept.checkpointing == "none"
-    for product in kind.products:
+    for product in kind.matrices:
         rows, columns = rows_and_columns(product, kind)
         times = "X_active·" if product.split == "expert" else ""
         if product.name.endswith(("gate_up", "up")):

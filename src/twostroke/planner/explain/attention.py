@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from twostroke.core.matrices import LayerKind, layer_kinds
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.explain.model import letters, total
 from twostroke.planner.explain.term import Explanation
 from twostroke.planner.flops import attention_flops_per_token
-from twostroke.planner.params import LayerKind, layer_kinds
 
 PALM = "PaLM, arXiv 2204.02311, appendix B, with the causal half of the keys"
 

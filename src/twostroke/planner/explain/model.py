@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from twostroke.core.matrices import LayerKind, Matrix, layer_kinds
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.explain.term import Explanation
-from twostroke.planner.params import LayerKind, Parameters, Product, count_parameters, layer_kinds
+from twostroke.planner.params import Parameters, count_parameters
 
 CONFIG = "config.json"
 
@@ -60,7 +61,7 @@ def letters(spec: ModelSpec, kind: LayerKind | None = None) -> dict[str, float]:
     return numbers
 
 
-def rows_and_columns(product: Product, kind: LayerKind) -> tuple[str, str]:
+def rows_and_columns(product: Matrix, kind: LayerKind) -> tuple[str, str]:
     """Formulas of n and k of a matrix."""
     if product.name == "qkv":
         shared = product.n == (kind.n_heads + kind.n_kv_heads) * kind.qk_dim
@@ -70,7 +71,7 @@ def rows_and_columns(product: Product, kind: LayerKind) -> tuple[str, str]:
     return _ROWS_AND_COLUMNS[product.name]
 
 
-def stored(product: Product, kind: LayerKind) -> str:
+def stored(product: Matrix, kind: LayerKind) -> str:
     """Formula of the elements that a matrix's copies and biases store."""
     rows, columns = rows_and_columns(product, kind)
     one = f"{rows}·{columns}"
@@ -101,7 +102,7 @@ def _storing(spec: ModelSpec) -> list[tuple[LayerKind, int]]:
     """Kinds of layer that store different parameters, with their number: a window changes what is computed, not stored."""
     found: dict[tuple[object, ...], tuple[LayerKind, int]] = {}
     for kind, count in layer_kinds(spec):
-        key = (kind.products, kind.norm_parameters, kind.other_parameters)
+        key = (kind.matrices, kind.norm_parameters, kind.other_parameters)
         first, already = found.get(key, (kind, 0))
         found[key] = (first, already + count)
     return list(found.values())
@@ -120,12 +121,12 @@ def explain_model(terms: Explanation, spec: ModelSpec) -> None:
         suffix = f"_{number}" if len(kinds) > 1 else ""
         own = letters(spec, kind)
         label = f" of a {kind.mlp} layer, {count} of them" if suffix else f" of a block, L = {count}"
-        for product in kind.products:
+        for product in kind.matrices:
             terms.add(
                 "parameters", f"N_{product.name}{suffix}", product.stored + product.biases, "parameters",
                 stored(product, kind), f"{CONFIG}: matrix{' and bias' if product.bias else ''}{label}", **own,
             )  # fmt: skip
-        matrices = [f"N_{p.name}{suffix}" for p in kind.products]
+        matrices = [f"N_{p.name}{suffix}" for p in kind.matrices]
         norms = f"{spec.departures.norms_per_block}·{norm}"
         terms.add(
             "parameters", f"N_block{suffix}", kind.parameters, "parameters",
@@ -145,7 +146,7 @@ def explain_model(terms: Explanation, spec: ModelSpec) -> None:
     idle = []
     for number, (kind, _) in enumerate(kinds, 1):
         suffix = f"_{number}" if len(kinds) > 1 else ""
-        experts = [f"N_{p.name}{suffix}" for p in kind.products if p.copies > 1]
+        experts = [f"N_{p.name}{suffix}" for p in kind.matrices if p.copies > 1]
         if experts:
             idle.append(f"L{suffix}·(1 − X_active/X)·({total(experts)})")
     terms.add(
@@ -182,7 +183,7 @@ def _matrices(
     parts, active = [], []
     for number, (kind, _) in enumerate(kinds, 1):
         suffix = f"_{number}" if len(kinds) > 1 else ""
-        for product in kind.products:
+        for product in kind.matrices:
             rows, _ = rows_and_columns(product, kind)
             bias = f" − {rows}" + ("·X" if product.copies > 1 else "") if product.bias else ""
             matrix = f"(N_{product.name}{suffix}{bias})" if bias else f"N_{product.name}{suffix}"

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from functools import singledispatch
 
 from twostroke.core.described import plain
+from twostroke.core.named import inputs, recording
 from twostroke.planner.comparison import Comparison
 from twostroke.planner.crossover import Crossover
 from twostroke.planner.explain.crossover import explain_crossover
 from twostroke.planner.explain.term import Explanation
 from twostroke.planner.explain.trace import Recorded
 from twostroke.planner.explain.training import explain_training
-from twostroke.planner.named import inputs, recording
 from twostroke.planner.serving import ServingPlan, plan_serving
 from twostroke.planner.training import TrainingPlan
 

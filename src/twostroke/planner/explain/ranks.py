@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from twostroke.core.matrices import LayerKind
 from twostroke.planner.explain.attention import kinds_of
 from twostroke.planner.explain.model import letters, outside_matrices, rows_and_columns, stored, total
 from twostroke.planner.explain.term import Explanation
 from twostroke.planner.layout import Layout
 from twostroke.planner.memory import PRECISIONS, nf4_bytes_per_weight
-from twostroke.planner.params import LayerKind, count_parameters
+from twostroke.planner.params import count_parameters
 from twostroke.planner.sharding import Held, RankLayer, RankProduct, Stage, rank_layers
 from twostroke.planner.training import TrainingPlan
 
 
 def _product(held: RankProduct, kind: LayerKind, layout: Layout) -> str:
     """Formula of the parameters of one matrix that a rank holds."""
-    original = next(p for p in kind.products if p.name == held.product.name)
+    original = next(p for p in kind.matrices if p.name == held.product.name)
     rows, columns = rows_and_columns(original, kind)
     if original.split == "expert":
         copies = "X" if layout.expert == 1 else "⌊X/expert⌋"

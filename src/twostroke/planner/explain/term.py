@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from twostroke.core.errors import ConfigError
+from twostroke.core.named import Mark
 from twostroke.planner.explain.formula import evaluate, substituted, symbols
-from twostroke.planner.named import Mark
 
 
 @dataclass(frozen=True)

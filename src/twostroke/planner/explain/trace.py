@@ -1,7 +1,7 @@
 """Numbers that remember how they came about, and the record of those that a plan named.
 
 A ``Traced`` computes as its value does, to the bit: int stays int, comparisons and tables see the value. Beside it stands the
-expression, of inputs by their letters, of constants, and of numbers that ``planner.named`` named before.
+expression, of inputs by their letters, of constants, and of numbers that ``core.named`` named before.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
+from twostroke.core.named import Mark
 from twostroke.planner.explain.glossary import LETTERS
 from twostroke.planner.explain.term import Explanation, Term
-from twostroke.planner.named import Mark
 
 SUM, PRODUCT, POWER, ATOM = range(4)
 """How tightly an expression binds: one that binds less than its place asks for stands in parentheses."""

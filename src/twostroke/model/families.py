@@ -1,6 +1,6 @@
-"""Weight names of each supported family: the registry and the two directions, streamed by tensor.
+"""Weights between a family's names and the canonical ones, in both directions, streamed by tensor.
 
-``twostroke.core.families`` reads and writes the ``config.json`` of the same families; a test holds the two lists equal.
+Which stored tensors a canonical one is made of stands in ``twostroke.core.families``.
 """
 
 from __future__ import annotations
@@ -8,46 +8,41 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 
+import torch
 from torch import Tensor
 
-from twostroke.core.errors import UnsupportedFamilyError
+from twostroke.core.families import layout, weight_names
+from twostroke.core.families.weights import Entry
 from twostroke.core.spec import ModelSpec
-from twostroke.model.families import gpt2, llama
-from twostroke.model.families.layout import Entry, Layout, read_entry, write_entry
-
-# Mistral, Qwen2 and Qwen3 name their weights as Llama does; their differences (windows, biases, QK-norm) are in the spec.
-LAYOUTS: dict[str, Layout] = {
-    "llama": llama.layout,
-    "mistral": llama.layout,
-    "qwen2": llama.layout,
-    "qwen3": llama.layout,
-    "gpt2": gpt2.layout,
-}
-
-_BASE_PREFIX = {"gpt2": "transformer."}
 
 _RECOMPUTED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)$")
 """Buffers that old checkpoints hold beside the weights (rotary frequencies, causal masks): computed here, never read."""
 
 
-def layout(spec: ModelSpec) -> Iterator[Entry]:
-    """Every tensor of a model of ``spec``, canonical beside stored."""
-    spec.require_buildable()
-    if spec.family not in LAYOUTS:
-        raise UnsupportedFamilyError(f"family={spec.family!r} is not supported. Supported families: {', '.join(LAYOUTS)}.")
-    return LAYOUTS[spec.family](spec)
-
-
 def stored_name(spec: ModelSpec, name: str, present: Iterable[str]) -> str:
     """``name`` as this checkpoint spells it: one of the bare model, as ``openai-community/gpt2``, has no prefix."""
-    prefix = _BASE_PREFIX.get(spec.family, "model.")
-    short = name.removeprefix(prefix)
+    short = name.removeprefix(weight_names(spec.family).base)
     return short if name not in present and short in present else name
 
 
 def is_recomputed(spec: ModelSpec, name: str) -> bool:
     """True for a stored tensor that is no weight of ours: a buffer, or a second copy of a tied embedding."""
     return bool(_RECOMPUTED.match(name)) or (spec.tied_embeddings and name == "lm_head.weight")
+
+
+def read_entry(entry: Entry, get: Callable[[str], Tensor]) -> Tensor:
+    """The canonical tensor of ``entry`` from stored ones. A single untransposed part is returned as it is, without a copy."""
+    tensors = [get(part.name).T if entry.transposed else get(part.name) for part in entry.parts]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def write_entry(entry: Entry, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """(stored name, stored tensor) for each part of ``entry``: the inverse of ``read_entry``."""
+    start = 0
+    for part in entry.parts:
+        piece = tensor[start : start + part.rows]
+        yield part.name, piece.T if entry.transposed else piece
+        start += part.rows
 
 
 def to_canonical(spec: ModelSpec, get: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:

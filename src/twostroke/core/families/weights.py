@@ -1,0 +1,141 @@
+"""How a family names its weights in a checkpoint, beside the canonical names that decoder, engine, training and interop share.
+
+The table is data, so both directions, the strict check of names and shapes, and the count of bytes follow from it, and a model
+larger than memory is converted one tensor at a time (``twostroke.model.families``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from twostroke.core.matrices import Matrix, Norm, block, head_matrix
+from twostroke.core.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class WeightNames:
+    """Names on disk. ``block`` has those of a layer's matrices and norms, below the layer: of a matrix as a whole where the
+    family packs it alike, else of its parts. ``base`` is what a checkpoint of the bare model leaves out.
+
+    ``transposed``: matrices are stored as (inputs, outputs), as GPT-2's Conv1D does.
+    """
+
+    base: str
+    layer: str
+    embed: str
+    final_norm: str
+    block: Mapping[str, str]
+    positions: str = ""
+    transposed: bool = False
+
+    def parts(self, matrix: Matrix) -> tuple[tuple[str, int], ...]:
+        """(name below the layer, outputs) of what ``matrix`` is stored as; nothing where the names are not known. Experts are
+        named as the dense MLP is."""
+        name = matrix.name.removeprefix("expert_").removeprefix("shared_")
+        if matrix.split == "replicated" and not matrix.name.endswith("_a"):  # a router, or an indexer's
+            return ()
+        if name in self.block:
+            return ((self.block[name], matrix.n),)
+        return tuple((self.block[part], n) for part, n in matrix.parts if part in self.block)
+
+
+LLAMA_WEIGHTS = WeightNames(
+    base="model.",
+    layer="model.layers",
+    embed="model.embed_tokens",
+    final_norm="model.norm",
+    block={
+        "q": "self_attn.q_proj",
+        "k": "self_attn.k_proj",
+        "v": "self_attn.v_proj",
+        "q_a": "self_attn.q_a_proj",
+        "q_b": "self_attn.q_b_proj",
+        "kv_a": "self_attn.kv_a_proj_with_mqa",
+        "kv_b": "self_attn.kv_b_proj",
+        "out": "self_attn.o_proj",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+        "q_norm": "self_attn.q_norm",
+        "k_norm": "self_attn.k_norm",
+        "attn_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+    },
+)
+"""``LlamaForCausalLM``, which most families follow: what differs (windows, biases, QK-norm) is in the spec."""
+
+GPT2_WEIGHTS = WeightNames(
+    base="transformer.",
+    layer="transformer.h",
+    embed="transformer.wte",
+    positions="transformer.wpe",
+    final_norm="transformer.ln_f",
+    block={
+        "qkv": "attn.c_attn",  # holds queries, keys and values in the canonical order already
+        "out": "attn.c_proj",
+        "up": "mlp.c_fc",
+        "down": "mlp.c_proj",
+        "attn_norm": "ln_1",
+        "mlp_norm": "ln_2",
+    },
+    transposed=True,
+)
+PHI_WEIGHTS = replace(
+    LLAMA_WEIGHTS, block={**LLAMA_WEIGHTS.block, "out": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"}
+)
+PHI3_WEIGHTS = replace(LLAMA_WEIGHTS, block={**LLAMA_WEIGHTS.block, "qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"})
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stored tensor: its name on disk and how many rows of the canonical tensor it holds."""
+
+    name: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One canonical tensor and the stored tensors whose rows it is made of. ``matrix`` where it is the weight of a block's."""
+
+    canonical: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    transposed: bool = False
+    matrix: Matrix | None = None
+
+    def stored_shape(self, part: Part) -> tuple[int, ...]:
+        shape = (part.rows, *self.shape[1:])
+        return shape[::-1] if self.transposed else shape
+
+
+def _whole(canonical: str, stored: str, *shape: int) -> Entry:
+    return Entry(canonical, shape, (Part(stored, shape[0]),))
+
+
+def tensors(spec: ModelSpec, names: WeightNames) -> Iterator[Entry]:
+    """Every tensor of a model of ``spec``, which must be buildable, canonical beside stored."""
+    kinds = ("weight", "bias") if spec.norm == "layernorm" else ("weight",)
+    yield _whole("embed.weight", f"{names.embed}.weight", spec.vocab_size, spec.d_model)
+    if spec.positions == "learned":
+        yield _whole("position_embed.weight", f"{names.positions}.weight", spec.max_positions, spec.d_model)
+    for i in range(spec.n_layers):
+        ours, theirs = f"blocks.{i}", f"{names.layer}.{i}"
+        for part in block(spec):
+            if isinstance(part, Norm):
+                for kind in kinds:
+                    yield _whole(f"{ours}.{part.module}.{kind}", f"{theirs}.{names.block[part.name]}.{kind}", part.n)
+                continue
+            for kind, columns in (("weight", (part.k,)), ("bias", ())) if part.bias else (("weight", (part.k,)),):
+                stored = tuple(Part(f"{theirs}.{name}.{kind}", rows) for name, rows in names.parts(part))
+                is_weight = kind == "weight"
+                yield Entry(
+                    f"{ours}.{part.module}.{kind}", (part.n, *columns), stored,
+                    names.transposed and is_weight, part if is_weight else None,
+                )  # fmt: skip
+    for kind in kinds:
+        yield _whole(f"final_norm.{kind}", f"{names.final_norm}.{kind}", spec.d_model)
+    if not spec.tied_embeddings:
+        head = head_matrix(spec)
+        yield _whole("head.weight", "lm_head.weight", head.n, head.k)
