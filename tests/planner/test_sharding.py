@@ -197,3 +197,11 @@ def test_layouts_that_do_not_divide_are_refused_by_the_plan_and_by_memory(layout
     for ask in (plan_training, training_memory):
         with pytest.raises(ConfigError, match=sentence):
             ask(spec, TrainingShape(), ideal_machine(), layout)
+
+
+@pytest.mark.parametrize("device", ["core-i7-1185g7", "h100-sxm"])
+def test_a_stage_may_hold_the_embedding_or_the_head_alone(device: str) -> None:
+    """Six layers, an embedding and a head are eight pieces for eight stages."""
+    spec, shape = small_llama(n_layers=6), TrainingShape(grad_accumulation=8)
+    memory = training_memory(spec, shape, load_hardware(device), Layout(pipeline=8))
+    assert all(0 <= value < float("inf") for value in memory.values())

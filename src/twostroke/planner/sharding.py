@@ -339,13 +339,14 @@ def _held_terms(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layou
         if shape.method == "full" and shape.logits == "chunked":
             activations += w * spec.vocab_size * spec.d_model / tensor  # the head's gradient, computed ahead
     beside = backward_gradient_bytes(shape.dtype) * (part.trained + part.trained_experts)
+    n_layers = stage.n_layers or 1.0  # the embedding or the head alone: backward differentiates it as it would one layer
     terms = {
         "weights": state["weights"],
         "gradients": state["gradients"],
         "optimizer": state["optimizer"],
         "activations": activations,
-        "loss": loss_at_peak_bytes(loss, activations + recomputed, stage.n_layers, beside, hardware),
-        "workspace": workspace_bytes(activations + recomputed, stage.n_layers, hardware),
+        "loss": loss_at_peak_bytes(loss, activations + recomputed, n_layers, beside, hardware),
+        "workspace": workspace_bytes(activations + recomputed, n_layers, hardware),
     }
     if recomputed:
         terms["recomputed"] = recomputed
