@@ -69,26 +69,21 @@ def _check_heads(owner: str, n_kv_heads: int, n_heads: int) -> None:
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """Mixture of experts: a router picks ``top_k`` of ``n_experts`` MLPs of width ``d_expert`` for each token.
-
-    ``n_shared_experts`` experts of width ``d_shared`` each are passed by every token. ``layers`` lists the layers that have
-    experts (None: all); the others have the dense MLP of width ``ModelSpec.d_ff``. ``router_bias`` and ``expert_bias`` are
-    biases of the products; ``correction_bias`` is one stored number an expert that balances the choice (DeepSeek-V3,
-    arXiv 2412.19437, section 2.1.2); ``router_scales`` a scale per router input and one per expert (Gemma 4);
-    ``shared_gate`` one number a token that weighs the shared experts (Qwen1.5-MoE).
-    """
+    """Mixture of experts: a router picks ``top_k`` of ``n_experts`` MLPs of width ``d_expert`` for each token."""
 
     n_experts: Annotated[int, "routed experts of a layer"]
-    top_k: Annotated[int, "experts one token passes"]
+    top_k: Annotated[int, "experts that one token passes"]
     d_expert: Annotated[int, "width of one"]
     n_shared_experts: Annotated[int, "experts every token passes"] = 0
     d_shared: Annotated[int, "width of one of those"] = 0
-    layers: Annotated[tuple[int, ...] | None, "layers with experts; null: all"] = None
+    layers: Annotated[tuple[int, ...] | None, "layers with experts, the others having the dense MLP; null: all"] = None
     router_bias: Annotated[bool, "the router has a bias"] = False
     expert_bias: Annotated[bool, "experts have biases"] = False
-    correction_bias: Annotated[bool, "a stored number an expert balances the choice"] = False
-    router_scales: Annotated[bool, "a scale an input and an expert"] = False
-    shared_gate: Annotated[bool, "a gate that weighs the shared experts"] = False
+    correction_bias: Annotated[
+        bool, "one stored number an expert balances the choice (DeepSeek-V3, arXiv 2412.19437, 2.1.2)"
+    ] = False
+    router_scales: Annotated[bool, "a scale per router input and one per expert (Gemma 4)"] = False
+    shared_gate: Annotated[bool, "one number a token weighs the shared experts (Qwen1.5-MoE)"] = False
 
     def __post_init__(self) -> None:
         _check_sizes("moe ", {name: getattr(self, name) for name in ("n_experts", "top_k", "d_expert")})
@@ -108,10 +103,10 @@ class MoeSpec:
 class MlaSpec:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are rebuilt from one cached latent vector.
 
-    Cached per token and layer: ``kv_lora_rank + qk_rope_dim`` elements. ``q_lora_rank`` None: queries are not compressed.
+    Cached per token and layer: ``kv_lora_rank + qk_rope_dim`` elements.
     """
 
-    q_lora_rank: Annotated[int | None, "width of the compressed query"]
+    q_lora_rank: Annotated[int | None, "width of the compressed query; null: queries are not compressed"]
     kv_lora_rank: Annotated[int, "width of the compressed keys and values"]
     qk_nope_dim: Annotated[int, "dimensions of a head without position"]
     qk_rope_dim: Annotated[int, "dimensions with rotary position"]
@@ -151,25 +146,20 @@ class GlobalAttention:
 
 @dataclass(frozen=True)
 class Departures:
-    """Where a model departs from the block that the decoder builds: what the planner counts and the builder refuses.
-
-    ``norms_per_block`` counts norms of width E. ``embedding_dim`` is the width of the embedding where two projections join it
-    to E; ``extra_positions`` are rows of the position table that no token reaches; ``rotary_dim`` the leading dimensions of a
-    head that are turned. ``without_parameters`` names features that change what is computed and add nothing to count.
-    """
+    """Where a model departs from the block that the decoder builds: what the planner counts and the builder refuses."""
 
     parallel_block: Annotated[bool, "attention and MLP side by side"] = False
-    norms_per_block: Annotated[int, "norms of the model's width"] = 2
+    norms_per_block: Annotated[int, "norms of width E"] = 2
     final_norm: Annotated[bool, "a norm after the last block"] = True
     embedding_norm: Annotated[bool, "a norm on the embedding"] = False
-    embedding_dim: Annotated[int | None, "width of the embedding where it is another"] = None
+    embedding_dim: Annotated[int | None, "width of the embedding where two projections join it to E"] = None
     extra_positions: Annotated[int, "rows of the position table that no token reaches"] = 0
     head_bias: Annotated[bool, "the output head has a bias"] = False
     attention_sinks: Annotated[bool, "a learned logit a head"] = False
-    rotary_dim: Annotated[int | None, "leading dimensions that are turned"] = None
+    rotary_dim: Annotated[int | None, "leading dimensions of a head that are turned; null: all"] = None
     qk_norm_over_heads: Annotated[bool, "one norm over all heads"] = False
     layer_scale: Annotated[bool, "a stored number a layer"] = False
-    without_parameters: Annotated[tuple[str, ...], "features that add nothing to count"] = ()
+    without_parameters: Annotated[tuple[str, ...], "features that change what is computed and add nothing to count"] = ()
 
     def __post_init__(self) -> None:
         _check_sizes("", {"norms_per_block": self.norms_per_block})
@@ -201,22 +191,19 @@ class Departures:
 class ModelSpec:
     """A decoder-only transformer. One letter, one meaning, as in ``docs/notation.md``: V, L, E, H, K, D, F.
 
-    ``sliding_window`` is the number of keys, itself included, that a query may see in the layers listed in
-    ``sliding_window_layers`` (None there: in all of them). ``moe``, ``mla``, ``indexer``, ``global_attention`` and
-    ``departures`` describe models that can be planned and not yet built (``unbuilt_features``). With latent attention
-    ``head_dim`` is the width of a rebuilt key, ``n_kv_heads`` the number of query heads. ``checkpoint_scheme`` is the format
-    that the published weights are stored in where that is quantised; ``notes`` say what was left out or taken from elsewhere.
-    Raises ConfigError, naming field, value and rule.
+    ``moe``, ``mla``, ``indexer``, ``global_attention`` and ``departures`` describe models that can be planned and not yet built
+    (``unbuilt_features``). With latent attention ``head_dim`` is the width of a rebuilt key, ``n_kv_heads`` the number of query
+    heads. Raises ConfigError, naming field, value and rule.
     """
 
     family: Annotated[str, "model_type of config.json"]
-    vocab_size: Annotated[int, "V"]
-    n_layers: Annotated[int, "L"]
-    d_model: Annotated[int, "E"]
-    n_heads: Annotated[int, "H"]
-    n_kv_heads: Annotated[int, "K"]
-    head_dim: Annotated[int, "D"]
-    d_ff: Annotated[int, "F"]
+    vocab_size: Annotated[int, "V, entries of the vocabulary"]
+    n_layers: Annotated[int, "L, layers"]
+    d_model: Annotated[int, "E, width of the model"]
+    n_heads: Annotated[int, "H, query heads"]
+    n_kv_heads: Annotated[int, "K, key heads"]
+    head_dim: Annotated[int, "D, width of a head"]
+    d_ff: Annotated[int, "F, width of the MLP"]
     max_positions: Annotated[int, "tokens of the longest context"]
     norm: Annotated[Norm, "rmsnorm or layernorm"] = "rmsnorm"
     norm_eps: Annotated[float, "its ε"] = 1e-5
@@ -229,8 +216,8 @@ class ModelSpec:
     mlp_bias: Annotated[bool, "biases of the MLP"] = False
     qk_norm: Annotated[bool, "queries and keys are normed"] = False
     tied_embeddings: Annotated[bool, "the head is the embedding"] = False
-    sliding_window: Annotated[int | None, "keys a query sees in windowed layers"] = None
-    sliding_window_layers: Annotated[tuple[int, ...] | None, "those layers; null: all"] = None
+    sliding_window: Annotated[int | None, "keys, itself included, that a query sees in windowed layers"] = None
+    sliding_window_layers: Annotated[tuple[int, ...] | None, "the windowed layers; null: all"] = None
     dropout: Annotated[float, "share dropped in training"] = 0.0
     bos_token_id: Annotated[int | None, "first token"] = None
     eos_token_ids: Annotated[tuple[int, ...], "tokens that end an answer"] = ()
@@ -239,7 +226,7 @@ class ModelSpec:
     indexer: Annotated[IndexerSpec | None, "sparse attention, where it is used"] = None
     global_attention: Annotated[GlobalAttention | None, "another shape of unwindowed layers"] = None
     departures: Annotated[Departures, "what the decoder does not build"] = Departures()
-    checkpoint_scheme: Annotated[str | None, "format of published quantised weights"] = None
+    checkpoint_scheme: Annotated[str | None, "format of the published weights where it is quantised"] = None
     notes: Annotated[tuple[str, ...], "what was left out or taken from elsewhere"] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:

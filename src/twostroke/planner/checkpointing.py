@@ -18,8 +18,7 @@ ASSUMED_RESTART_S = 600.0
 
 @dataclass(frozen=True)
 class Resilience:
-    """What failures cost a job of ``n_devices``. ``lost_share`` is the expected wall time beyond the work's, as a share of it:
-    writing checkpoints, work done again, restarts."""
+    """What failures cost a job of ``n_devices``."""
 
     n_devices: Annotated[int, "devices that may fail"]
     mtbf_device_hours: Annotated[float, "h between failures of one device"]
@@ -28,7 +27,9 @@ class Resilience:
     restart_s: Annotated[float, "s", "from a failure to the next step"]
     young_s: Annotated[float, "s", "between checkpoints after Young"]
     interval_s: Annotated[float, "s", "between checkpoints after Daly"]
-    lost_share: Annotated[float, "wall time beyond the work's, as a share of it"]
+    lost_share: Annotated[
+        float, "expected wall time beyond the work's, as a share of it: checkpoints, work done again, restarts"
+    ]
 
     @property
     def mtbf_s(self) -> Annotated[float, "s", "between failures of the whole job"]:

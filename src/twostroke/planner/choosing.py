@@ -28,8 +28,7 @@ MOST_IDLE_SHARE = 0.999
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A limit that a candidate does not keep: it needs ``needed`` where ``allowed`` is there. ``term`` names the largest part
-    of what is needed, for memory."""
+    """A limit that a candidate does not keep."""
 
     DOCUMENT = "limit needed allowed unit ratio largest_term"
 
@@ -37,7 +36,7 @@ class Miss:
     needed: Annotated[float, "in its unit"]
     allowed: Annotated[float, "in its unit"]
     unit: Annotated[str, "its unit"]
-    term: Annotated[str, "the largest part of what is needed", As("largest_term")] = ""
+    term: Annotated[str, "the largest part of what is needed, for memory", As("largest_term")] = ""
 
     @property
     def ratio(self) -> Annotated[float, float | None, "needed ÷ allowed; null where nothing is allowed"]:
@@ -47,12 +46,7 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to do the work, with what it takes. ``values`` hold predictions by their ledger names; they are empty where the
-    memory already said no. ``settings`` are the phase's own knobs (checkpointing, micro-batch), for people and ``--json``.
-
-    ``communication_share`` and ``bubble_share`` are parts of a step's time in which nothing is computed; ``link_use`` is the
-    share of the device's link that the work keeps busy.
-    """
+    """One way to do the work, with what it takes."""
 
     phase: Phase
     device: Annotated[str, "name"]
@@ -61,7 +55,7 @@ class Candidate:
     layout: Annotated[dict[str, int], "data, zero, tensor, pipeline, expert, replicas: those above 1"]
     precision: Annotated[str, "of weights (serving) or products (training)"]
     batch: Annotated[int, "requests, or sequences of a pass"]
-    settings: Annotated[dict[str, Any], "the phase's own knobs"]
+    settings: Annotated[dict[str, Any], "the phase's own knobs, as checkpointing and micro-batch"]
     memory_bytes: Annotated[dict[str, float], "bytes", "of a device by term"]
     allowed_bytes: Annotated[float, "bytes", "that may be used"]
     usd_per_hour: Annotated[float, "$", "of all devices"]
@@ -71,7 +65,7 @@ class Candidate:
     ] = field(default_factory=dict)
     communication_share: Annotated[float, "share of a step in which devices only talk"] = 0.0
     bubble_share: Annotated[float, "share of a step in which stages wait"] = 0.0
-    link_use: Annotated[float, "share of the link that is kept busy"] = 0.0
+    link_use: Annotated[float, "share of the device's link that the work keeps busy"] = 0.0
     bound: Annotated[str, "arithmetic, memory or launch"] = ""
     misses: Annotated[tuple[Miss, ...], "limits it does not keep"] = ()
 
@@ -108,11 +102,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Behind:
-    """By what factor a candidate is behind the winner, and the factors it is the product of. ``cause`` is the largest."""
+    """By what factor a candidate is behind the winner."""
 
     ratio: Annotated[float, "of the objective"]
     factors: Annotated[dict[str, float], "whose product it is"]
-    cause: Annotated[str, "the largest"]
+    cause: Annotated[str, "the largest of them"]
 
 
 @dataclass(frozen=True)

@@ -27,17 +27,16 @@ BUCKET_PARAMETERS = 40_000_000
 
 @dataclass(frozen=True)
 class Traffic:
-    """One kind of collective in one optimizer step. ``sent_bytes`` and ``seconds`` are a rank's, of all ``bursts`` together;
-    ``burst_bytes`` is the tensor of one burst; ``exposed_s`` is what ``overlap`` leaves on the critical path."""
+    """One kind of collective in one optimizer step."""
 
     parallel: Annotated[str, "data, tensor, pipeline or expert"]
     what: Annotated[str, "the collective"]
     n_ranks: Annotated[int, "ranks that take part"]
     bursts: Annotated[float, "messages of a step"]
-    burst_bytes: Annotated[float, "bytes", "of one"]
-    sent_bytes: Annotated[float, "bytes", "a rank sends in a step"]
-    seconds: Annotated[float, "s", "it takes"]
-    exposed_s: Annotated[float, "s", "of it that nothing hides"]
+    burst_bytes: Annotated[float, "bytes", "of the tensor of one"]
+    sent_bytes: Annotated[float, "bytes", "that a rank sends in a step, all bursts together"]
+    seconds: Annotated[float, "s", "of a rank, all bursts together"]
+    exposed_s: Annotated[float, "s", "of it that `overlap` leaves on the critical path"]
     overlap: Annotated[str, "behind what the rest is hidden"]
     link_kind: Annotated[str, "measured, datasheet or assumed"]
 

@@ -18,24 +18,22 @@ ZERO_STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ways a job is cut. ``data``·``tensor``·``pipeline`` devices in all.
+    """How many ways a job is cut.
 
-    ``zero`` shards over the data group: 0 nothing (DDP), 1 optimizer state and masters, 2 gradients too, 3 weights too (FSDP2).
-    ``sequence_parallel`` cuts what tensor parallel leaves whole (norms, residuals) along the sequence. ``interleave`` is the
-    number of chunks of layers a stage holds. ``expert`` devices of the data·tensor plane share each layer's experts.
-    Ranks are numbered tensor first, then data, then pipeline, as Megatron-LM does, so tensor groups are nearest. A node has
-    ``devices_per_node`` of them; None: as many as the hardware's own.
+    Ranks are numbered tensor first, then data, then pipeline, as Megatron-LM does, so tensor groups are nearest.
     Raises ConfigError for counts below 1 and for combinations that mean nothing.
     """
 
     data: Annotated[int, "replicas"] = 1
-    zero: Annotated[int, "stage of ZeRO; 3 is FSDP2"] = 0
+    zero: Annotated[
+        int, "what replicas share out: 0 nothing (DDP), 1 optimizer state and masters, 2 gradients too, 3 weights too (FSDP2)"
+    ] = 0
     tensor: Annotated[int, "ranks of tensor parallelism"] = 1
-    sequence_parallel: Annotated[bool, "norms are cut along the sequence"] = True
+    sequence_parallel: Annotated[bool, "what tensor parallel leaves whole (norms, residuals) is cut along the sequence"] = True
     pipeline: Annotated[int, "stages"] = 1
-    interleave: Annotated[int, "virtual stages of each"] = 1
-    expert: Annotated[int, "ranks that share experts"] = 1
-    devices_per_node: Annotated[int | None, "null: as the hardware says"] = None
+    interleave: Annotated[int, "chunks of layers that a stage holds"] = 1
+    expert: Annotated[int, "devices of the data·tensor plane that share each layer's experts"] = 1
+    devices_per_node: Annotated[int | None, "devices of a node; null: as the hardware says"] = None
 
     def __post_init__(self) -> None:
         for name in ("data", "tensor", "pipeline", "interleave", "expert", "devices_per_node"):

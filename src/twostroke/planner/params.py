@@ -13,30 +13,22 @@ from twostroke.core.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameter counts. ``total`` is exact: the embedding and positions, L blocks, the norms around them, the untied head.
+    """Parameter counts, exact."""
 
-    ``head`` holds the untied output matrix and its bias, ``final_norm`` the norms outside blocks, ``projections`` the matrices
-    between an embedding of another width and the blocks. ``attention``, ``mlp`` and ``norms`` are of all blocks: matrices and
-    biases; the rest of a block (QK-norms, sinks, router scales) is in ``attention``. ``active`` are those one token passes
-    through: all of them in a dense model, ``top_k`` experts in a mixture. ``in_products`` are those that a token is multiplied
-    with: ``active`` without an untied input embedding and learned positions, which are only looked up. ``block_matrices`` are
-    the stored elements of the blocks' matrices, ``active_matrices`` those of one token.
-    """
-
-    total: Annotated[int, "all, tied ones once"]
+    total: Annotated[int, "of all tensors, tied ones once"]
     embedding: Annotated[int, "input embedding"]
     positions: Annotated[int, "learned positions"]
     head: Annotated[int, "untied output matrix and its bias"]
     final_norm: Annotated[int, "norms outside blocks"]
     projections: Annotated[int, "between an embedding of another width and the blocks"]
-    attention: Annotated[int, "of all blocks"]
-    mlp: Annotated[int, "of all blocks"]
+    attention: Annotated[int, "matrices and biases of all blocks, QK-norms, sinks and router scales with them"]
+    mlp: Annotated[int, "matrices and biases of all blocks"]
     norms: Annotated[int, "of all blocks"]
-    n_layers: Annotated[int, "L"]
-    active: Annotated[int, "those one token passes"]
-    in_products: Annotated[int, "those a token is multiplied with"]
+    n_layers: Annotated[int, "L, layers"]
+    active: Annotated[int, "those one token passes: all in a dense model, top_k experts in a mixture"]
+    in_products: Annotated[int, "active without an untied input embedding and learned positions, which are only looked up"]
     block_matrices: Annotated[int, "stored elements of the blocks' matrices"]
-    active_matrices: Annotated[int, "those of one token"]
+    active_matrices: Annotated[int, "those of them that one token is multiplied with"]
 
 
 @lru_cache(maxsize=256)

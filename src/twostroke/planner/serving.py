@@ -56,32 +56,24 @@ CPU_MEMORY_UTILISATION = 0.5
 
 @dataclass(frozen=True)
 class ServingShape:
-    """How a model is served: ``batch`` requests decode together, each with a prompt and an answer of the given tokens.
-
-    ``kv_cache_bytes`` = 0: the engine's default (``cache_pages``); ``max_model_len`` = 0: the model's own;
-    ``head_dtype``, how our engine holds the output head, and ``kv_dtype`` = "auto": bf16, or fp32 with fp32 weights.
-    ``tensor`` · ``pipeline`` devices hold one copy; ``expert`` above ``tensor`` spreads the experts over more, with attention
-    in expert/tensor groups. ``prefix_hit_share`` of a prompt's tokens are in the cache already; ``answers`` of the
-    batch are to the same prompt, which is computed once. ``in_int8``: of a directory
-    that holds int4 and int8, the matrices in int8, each as "<layer>.<product>". ``engine``: whose step and
-    launch times are taken on datasheet accelerators. Raises ConfigError.
-    """
+    """How a model is served. ``tensor`` · ``pipeline`` devices hold one copy; with ``expert`` above ``tensor`` attention is in
+    expert/tensor groups. Raises ConfigError."""
 
     scheme: Annotated[str, "how weights are held"] = "bf16"
     batch: Annotated[int, "requests that decode together"] = 1
     prompt_tokens: Annotated[int, "tokens of a prompt"] = 512
     output_tokens: Annotated[int, "tokens of an answer"] = 128
-    kv_dtype: Annotated[str, "type of the cache"] = "auto"
-    head_dtype: Annotated[str, "how our engine holds the output head"] = "auto"
+    kv_dtype: Annotated[str, "type of the cache; auto: bf16, or fp32 with fp32 weights"] = "auto"
+    head_dtype: Annotated[str, "how our engine holds the output head; auto: bf16, or fp32 with fp32 weights"] = "auto"
     kv_cache_bytes: Annotated[int, "bytes", "asked for; 0: the engine's default"] = 0
     max_model_len: Annotated[int, "longest context; 0: the model's"] = 0
     tensor: Annotated[int, "ranks of tensor parallelism"] = 1
     pipeline: Annotated[int, "stages"] = 1
-    expert: Annotated[int, "devices that share experts"] = 1
+    expert: Annotated[int, "devices that share the experts; above `tensor` it spreads them over more"] = 1
     prefix_hit_share: Annotated[float, "share of a prompt that is cached already"] = 0.0
     speculation: Annotated[Speculation | None, "drafting, where it is used"] = None
     engine: Annotated[str, "whose step and launch times are taken: any, vllm, trtllm or sglang"] = "any"
-    answers: Annotated[int, "of the batch, to one prompt, which is computed once"] = 1
+    answers: Annotated[int, "of the batch that are to one prompt, which is computed once"] = 1
     in_int8: Annotated[tuple[str, ...], "matrices of an int4 directory that it holds in int8, each as layer.product"] = ()
 
     def __post_init__(self) -> None:

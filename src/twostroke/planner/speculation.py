@@ -15,12 +15,11 @@ MAX_DRAFT_TOKENS = 64
 
 @dataclass(frozen=True)
 class Speculation:
-    """``draft_tokens`` γ proposed a step; ``acceptance`` α, the mean probability that one is kept, taken as independent from
-    token to token; ``draft_cost`` c, time of one draft token ÷ time of one model step. Raises ConfigError."""
+    """A cheap draft proposes tokens, and the model checks them. Raises ConfigError."""
 
     draft_tokens: Annotated[int, "γ, tokens drafted a step"]
-    acceptance: Annotated[float, "α, share accepted"]
-    draft_cost: Annotated[float, "c, time of a draft token over a step's"] = 0.0
+    acceptance: Annotated[float, "α, mean probability that one is kept, taken as independent from token to token"]
+    draft_cost: Annotated[float, "c, time of one draft token ÷ time of one model step"] = 0.0
 
     def __post_init__(self) -> None:
         gamma = self.draft_tokens

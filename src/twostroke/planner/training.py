@@ -44,12 +44,8 @@ LOGITS = ("chunked", "whole")
 @dataclass(frozen=True)
 class TrainingShape:
     """How a run trains. One optimizer step of one data-parallel rank reads batch_size·sequence_length·grad_accumulation tokens;
-    under pipeline parallel ``grad_accumulation`` is the number of micro-batches in the pipe. ``steps`` = 0 leaves the length of
-    the run open. ``method`` lora trains adapters of ``lora_rank`` beside the frozen base, qlora beside a base in NF4.
-    ``checkpointing`` says what backward computes again (``memory.kept_by_layer``), ``logits`` whether the loss takes them in
-    chunks, ``snapshot`` whether checkpoints are copied in memory and written behind the step's back,
-    ``average`` whether a running average of the weights is kept in fp32. Raises ConfigError for
-    impossible values."""
+    under pipeline parallel ``grad_accumulation`` is the number of micro-batches in the pipe. Raises ConfigError for impossible
+    values."""
 
     batch_size: Annotated[int, "sequences of one pass of a replica"] = 16
     sequence_length: Annotated[int, "tokens of a sequence"] = 512
@@ -57,14 +53,14 @@ class TrainingShape:
     dtype: Annotated[str, "bf16, fp16, fp32 or pure_bf16"] = "bf16"
     optimizer: Annotated[str, "adamw, adam, sgd, muon or adamw8bit"] = "adamw"
     compile: Annotated[bool, "torch.compile"] = True
-    steps: Annotated[int, "updates; 0: open"] = 0
-    method: Annotated[str, "full, lora or qlora"] = "full"
+    steps: Annotated[int, "updates; 0 leaves the length of the run open"] = 0
+    method: Annotated[str, "full, lora (adapters beside the frozen base) or qlora (beside a base in NF4)"] = "full"
     lora_rank: Annotated[int, "rank of adapters"] = 16
     lora_targets: Annotated[tuple[str, ...], "matrices that get one"] = (ALL_LINEAR,)
-    checkpointing: Annotated[str, "none, selective or full"] = "none"
-    logits: Annotated[str, "chunked or whole"] = "chunked"
+    checkpointing: Annotated[str, "what backward computes again: none, selective or full"] = "none"
+    logits: Annotated[str, "how the loss takes them: chunked or whole"] = "chunked"
     snapshot: Annotated[bool, "checkpoints are copied in memory and written in the background"] = False
-    average: Annotated[bool, "a running average of the weights is kept"] = False
+    average: Annotated[bool, "a running average of the weights is kept in fp32"] = False
 
     def __post_init__(self) -> None:
         for name, least in (
