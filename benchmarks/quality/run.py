@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 from twostroke.core.described import plain
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.schemes import written_scheme
 from twostroke.data.tokenizer import eos_id_of, load_tokenizer
-from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.engine.core import EngineCore
 from twostroke.evaluation.held_out import held_out_to_score, tokenize
 from twostroke.model.load import load_model
 from twostroke.quantization.calibration_text import calibration_batches
@@ -139,7 +140,7 @@ def main() -> None:
         windows = [ids[: common["max_model_len"] - 1] for ids in windows]
 
         def engine(directory: Path, options: dict[str, Any]) -> EngineCore:
-            return EngineCore(directory, EngineConfig(**common | options))
+            return EngineCore(directory, EngineSettings(**common | options))
 
         exact = engine(model, {"dtype": "bf16"})
         reference = [logprobs(exact, ids) for ids in windows]

@@ -16,7 +16,6 @@ from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import load_hardware
 from twostroke.planner.search import ServeWork, Space, search_serving
 from twostroke.planner.serving import ServingShape, plan_serving
-from twostroke.quantization.held import Held
 
 SPEC = ModelSpec("llama", 32_000, 16, 1024, 16, 4, 64, 4096, 4096)
 HARDWARE = load_hardware("a100-sxm-80gb")
@@ -28,14 +27,14 @@ def load(**changes: Any) -> LoadSpec:
 
 def test_a_lone_user_is_the_planners_idle_server() -> None:
     plan = plan_serving(SPEC, ServingShape(batch=1, prompt_tokens=200, output_tokens=50), HARDWARE)
-    predicted = predict_load(SPEC, load(users=1), Held("bf16"), HARDWARE)
+    predicted = predict_load(SPEC, load(users=1), ServingShape("bf16"), HARDWARE)
     for name in ("ttft_s", "tpot_s", "e2e_s", "prefill_tok_per_s", "decode_tok_per_s"):
         assert predicted[name] == pytest.approx(getattr(plan, name)), name
     assert predicted["output_tok_per_s"] == pytest.approx(50 / plan.e2e_s)
 
 
 def test_times_of_a_closed_loop_are_consistent() -> None:
-    p = predict_load(SPEC, load(users=8), Held("bf16"), HARDWARE)
+    p = predict_load(SPEC, load(users=8), ServingShape("bf16"), HARDWARE)
     assert p["concurrency"] == 8
     assert p["e2e_s"] == pytest.approx(p["ttft_s"] + 49 * p["tpot_s"])
     # Little's law: requests in flight = rate · time in the system.
@@ -45,7 +44,7 @@ def test_times_of_a_closed_loop_are_consistent() -> None:
 def test_plan_search_and_bench_expect_the_same_wait_of_the_same_users() -> None:
     """The plan once had 2.5 ms where bench had 7.2 and 7.1 were measured."""
     plan = plan_serving(SPEC, ServingShape(batch=8, prompt_tokens=64, output_tokens=64), HARDWARE)
-    p = predict_load(SPEC, load(users=8, prompt_tokens=(64, 64), output_tokens=(64, 64)), Held("bf16"), HARDWARE)
+    p = predict_load(SPEC, load(users=8, prompt_tokens=(64, 64), output_tokens=(64, 64)), ServingShape("bf16"), HARDWARE)
     assert plan.loaded == (p["ttft_s"], p["tpot_s"], p["e2e_s"])
     space = Space((HARDWARE,), 1, ("bf16",), (8,))
     winner = search_serving(SPEC, ServeWork(64, 64), space).winner
@@ -56,7 +55,7 @@ def test_plan_search_and_bench_expect_the_same_wait_of_the_same_users() -> None:
 
 def test_a_longer_load_brings_more_of_the_cache_into_memory_until_it_is_full() -> None:
     few, more, most, beyond = (
-        predict_load(small_llama(), load(users=2, n_requests=n), Held("bf16"), native())["peak_memory_bytes"]
+        predict_load(small_llama(), load(users=2, n_requests=n), ServingShape("bf16"), native())["peak_memory_bytes"]
         for n in (10, 100, 10**6, 10**7)
     )
     assert few < more < most == beyond
@@ -65,19 +64,19 @@ def test_a_longer_load_brings_more_of_the_cache_into_memory_until_it_is_full() -
 
 
 def test_more_users_mean_longer_waits_and_more_tokens() -> None:
-    predictions = [predict_load(SPEC, load(users=n), Held("bf16"), HARDWARE) for n in (1, 2, 8, 32)]
+    predictions = [predict_load(SPEC, load(users=n), ServingShape("bf16"), HARDWARE) for n in (1, 2, 8, 32)]
     for fewer, more in itertools.pairwise(predictions):
         assert more["tpot_s"] > fewer["tpot_s"]
         assert more["output_tok_per_s"] > fewer["output_tok_per_s"]
 
 
 def test_an_open_loops_concurrency_follows_littles_law_within_its_cap() -> None:
-    alone = predict_load(SPEC, load(users=1), Held("bf16"), HARDWARE)["e2e_s"]
-    assert expected_concurrency(SPEC, load(request_rate=0.1 / alone), Held("bf16"), HARDWARE) == 1
-    busy = expected_concurrency(SPEC, load(request_rate=4 / alone), Held("bf16"), HARDWARE)
+    alone = predict_load(SPEC, load(users=1), ServingShape("bf16"), HARDWARE)["e2e_s"]
+    assert expected_concurrency(SPEC, load(request_rate=0.1 / alone), ServingShape("bf16"), HARDWARE) == 1
+    busy = expected_concurrency(SPEC, load(request_rate=4 / alone), ServingShape("bf16"), HARDWARE)
     assert 4 <= busy < 64
-    assert expected_concurrency(SPEC, load(request_rate=math.inf, max_concurrency=16), Held("bf16"), HARDWARE) == 16
-    assert expected_concurrency(SPEC, load(request_rate=math.inf, n_requests=5), Held("bf16"), HARDWARE) == 5
+    assert expected_concurrency(SPEC, load(request_rate=math.inf, max_concurrency=16), ServingShape("bf16"), HARDWARE) == 16
+    assert expected_concurrency(SPEC, load(request_rate=math.inf, n_requests=5), ServingShape("bf16"), HARDWARE) == 5
 
 
 def test_measured_values_have_the_predictions_names_and_no_gaps() -> None:

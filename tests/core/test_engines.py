@@ -10,12 +10,12 @@ import pytest
 
 from machines import machine, small_llama
 from twostroke.core.described import plain
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.engines import not_served, not_trained, planned_only_text
 from twostroke.core.errors import ConfigError
 from twostroke.core.families import PLANNED_FAMILIES, spec_from_config
 from twostroke.core.recipe import recipe_from_dict
 from twostroke.core.schemes import PLANNED
-from twostroke.engine.core import EngineConfig
 from twostroke.planner.hardware import hardware_names, load_hardware
 from twostroke.planner.layout import Layout
 from twostroke.planner.memory import OPTIMIZERS, PRECISIONS
@@ -57,7 +57,7 @@ def test_training_is_planned_only_where_a_recipe_is_refused(key: str, asked: str
 @pytest.mark.parametrize(("key", "asked", "values"), [("dtype", "scheme", PLANNED), ("kv_dtype", "kv_dtype", CACHE_DTYPES)])
 def test_serving_is_planned_only_where_the_engine_refuses(key: str, asked: str, values: tuple[str, ...]) -> None:
     plans = {value: plan_serving(small_llama(), ServingShape(**{asked: value}), CPU) for value in values}  # type: ignore[arg-type]
-    assert {v for v, plan in plans.items() if plan.planned_only} == {v for v in values if refused(EngineConfig, **{key: v})}
+    assert {v for v, plan in plans.items() if plan.planned_only} == {v for v in values if refused(EngineSettings, **{key: v})}
 
 
 def test_what_no_option_of_train_asks_for_is_planned_only() -> None:

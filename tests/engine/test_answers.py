@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from small_models import saved
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import InputError
-from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.engine.core import EngineCore
 from twostroke.engine.llm import LLM
 from twostroke.model.load import load_model
 from twostroke.scheduling.sampling_params import SamplingParams
@@ -58,7 +59,7 @@ def test_answers_survive_too_few_pages(llama: Path) -> None:
 
 
 def test_one_answer_may_end_before_the_others_and_all_are_aborted_together(llama: Path) -> None:
-    core = EngineCore(llama, EngineConfig(dtype="fp32", n_threads=1))
+    core = EngineCore(llama, EngineSettings(dtype="fp32", n_threads=1))
     core.add_request("a", PROMPT, SamplingParams(n=3, max_tokens=50, ignore_eos=True))
     for _ in range(3):
         core.step()
@@ -87,7 +88,7 @@ def test_prompt_logprobs_are_those_of_the_decoder(llama: Path, budget: int) -> N
 
 
 def test_a_request_ends_at_its_deadline(llama: Path) -> None:
-    core = EngineCore(llama, EngineConfig(dtype="fp32", n_threads=1))
+    core = EngineCore(llama, EngineSettings(dtype="fp32", n_threads=1))
     core.add_request("slow", PROMPT, SamplingParams(max_tokens=10_000 if core.max_model_len > 10_000 else 40), timeout_s=0.05)
     core.step()
     time.sleep(0.06)

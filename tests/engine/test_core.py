@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from small_models import SPECS, saved
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import CapacityError, ConfigError, InputError
 from twostroke.core.matrices import qkv_rows
 from twostroke.core.policy import default_pages
 from twostroke.engine import core as core_module
-from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.engine.core import EngineCore
 from twostroke.engine.kv_pool import token_bytes
 from twostroke.engine.memory import available_bytes
 from twostroke.engine.meters import StepMeter
@@ -27,7 +28,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine(directory: Path, **changes: Any) -> EngineCore:
-    return EngineCore(directory, EngineConfig(**{"dtype": "fp32", "n_threads": 1, "page_tokens": 4} | changes))
+    return EngineCore(directory, EngineSettings(**{"dtype": "fp32", "n_threads": 1, "page_tokens": 4} | changes))
 
 
 def run(core: EngineCore) -> dict[str, tuple[list[int], str | None]]:

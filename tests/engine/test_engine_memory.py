@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from small_models import SPECS, saved
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.policy import MAX_PAGES
-from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.engine.core import EngineCore
 from twostroke.engine.kv_pool import KVPool, token_bytes
 from twostroke.engine.memory import untouched_zeros
 from twostroke.engine.tiled_kv_pool import TiledKVPool
@@ -26,15 +27,16 @@ INTERPRETER_BYTES = 100e6
 
 PROGRAM = """
 import re, sys
-from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.core.engine_settings import EngineSettings
+from twostroke.engine.core import EngineCore
 from twostroke.scheduling.sampling_params import SamplingParams
 
 def held(name):
     return 1024 * int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read()).group(1))
 
 before = held("VmRSS")
-config = EngineConfig(dtype=sys.argv[2], kv_dtype="bf16", max_model_len=256, kv_cache_bytes=2**27, n_threads=1, runner="native")
-core = EngineCore(sys.argv[1], config)
+given = {"max_model_len": 256, "kv_cache_bytes": 2**27, "n_threads": 1, "runner": "native"}
+core = EngineCore(sys.argv[1], EngineSettings(dtype=sys.argv[2], kv_dtype="bf16", **given))
 core.add_request("a", list(range(20)), SamplingParams(max_tokens=8, ignore_eos=True))
 while core.has_work:
     core.step()
@@ -103,7 +105,7 @@ def test_positions_that_a_config_only_tells_of_take_no_memory(tmp_path: Path, ru
     narrow = {"n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "head_dim": 2, "d_model": 2, "d_ff": 2}
     directory = saved("llama", tmp_path / "m", max_positions=10**9, **narrow)[1]
     before = _rss()
-    core = EngineCore(directory, EngineConfig(runner=runner, n_threads=1, **options))  # type: ignore[arg-type]
+    core = EngineCore(directory, EngineSettings(runner=runner, n_threads=1, **options))  # type: ignore[arg-type]
     core.add_request("a", [1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True))
     while core.has_work:
         core.step()

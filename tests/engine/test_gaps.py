@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from small_models import saved
-from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.core.engine_settings import EngineSettings
+from twostroke.engine.core import EngineCore
 from twostroke.scheduling.sampling_params import SamplingParams
 
 N_VOCAB = 2048
@@ -49,7 +50,7 @@ def ratios(folder: Path, n_prompt: int = 100, rounds: int = 5) -> dict[str, floa
     """Of each kind the gap over that beside the same answers without it: the least of several rounds, taken in turns."""
     shape = {"d_model": 64, "n_layers": 5, "n_heads": 8, "n_kv_heads": 4, "d_ff": 172}  # stories260K's
     directory = saved("llama", folder / "m", vocab_size=N_VOCAB, max_positions=8192, **shape)[1]
-    core = EngineCore(directory, EngineConfig(n_threads=1, max_running=128))
+    core = EngineCore(directory, EngineSettings(n_threads=1, max_running=128))
     gaps: dict[str, list[float]] = {name: [] for name in ("nothing", *ASKED)}
     for _ in range(rounds):
         for name, found in gaps.items():

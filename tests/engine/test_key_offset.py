@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from small_models import decoder_of
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.engine import core as engine_core
-from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.engine.core import EngineCore
 from twostroke.engine.scoring import token_scores
 from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.kernels.native_library import library
@@ -31,7 +32,7 @@ def biased(tmp_path: Path) -> Path:
 
 
 def engine_of(directory: Path, runner: str, kv_dtype: str) -> EngineCore:
-    return EngineCore(directory, EngineConfig(dtype="fp32", kv_dtype=kv_dtype, runner=runner, n_threads=1, max_model_len=48))
+    return EngineCore(directory, EngineSettings(dtype="fp32", kv_dtype=kv_dtype, runner=runner, n_threads=1, max_model_len=48))
 
 
 def scores(engine: EngineCore) -> torch.Tensor:

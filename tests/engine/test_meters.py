@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from machines import machine, small_llama
 from small_models import SPECS, saved
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.engine import plan as p
-from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.engine.core import EngineCore
 from twostroke.engine.kv_pool import KVPool
 from twostroke.engine.meters import Achieved, PhaseRates, StepMeter, achieved, product_of
 from twostroke.engine.tiled_kv_pool import TiledKVPool
@@ -30,7 +31,7 @@ WEIGHTS = ("fp32", "bf16", "int8", "int8_weight_only", "int4")
 
 
 def engine(directory: Path, **changes: Any) -> EngineCore:
-    return EngineCore(directory, EngineConfig(**{"n_threads": 1, "max_running": 4, "kv_cache_bytes": 2**20} | changes))
+    return EngineCore(directory, EngineSettings(**{"n_threads": 1, "max_running": 4, "kv_cache_bytes": 2**20} | changes))
 
 
 def packed(matrix: Any) -> int:

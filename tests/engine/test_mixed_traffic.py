@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from small_models import saved
-from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.core.engine_settings import EngineSettings
+from twostroke.engine.core import EngineCore
 from twostroke.scheduling.sampling_params import SamplingParams
 
 CANCELLED = 0.3
@@ -78,9 +79,9 @@ class Traffic:
 
 def _engine(folder: Path) -> EngineCore:
     directory = saved("llama", folder / "m")[1]
-    config = EngineConfig(dtype="fp32", n_threads=1, page_tokens=8, max_running=8, token_budget=64, max_model_len=200)
+    config = EngineSettings(dtype="fp32", n_threads=1, page_tokens=8, max_running=8, token_budget=64, max_model_len=200)
     page_bytes = EngineCore(directory, config).kv_cache_bytes // EngineCore(directory, config).scheduler.config.n_pages
-    small = EngineConfig(**vars(config) | {"kv_cache_bytes": 40 * page_bytes})
+    small = EngineSettings(**vars(config) | {"kv_cache_bytes": 40 * page_bytes})
     return EngineCore(directory, small)
 
 

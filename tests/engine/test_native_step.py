@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from small_models import SPECS, decoder_of, saved
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
 from twostroke.engine.batch import BatchBuilder
-from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.engine.core import EngineCore
 from twostroke.engine.interpreter import TorchInterpreter
 from twostroke.engine.lowering import lower
 from twostroke.engine.native_runner import NativeRunner
@@ -341,7 +342,7 @@ def test_the_engine_runs_natively_and_by_torch(tmp_path: Path, options: dict[str
     directory = saved("llama", tmp_path / "m")[1]
     tokens = {}
     for runner in ("native", "torch") if "dtype" not in options else ("native",):
-        core = EngineCore(directory, EngineConfig(**{"dtype": "fp32", "runner": runner, "n_threads": 1} | options))  # type: ignore[arg-type]
+        core = EngineCore(directory, EngineSettings(**{"dtype": "fp32", "runner": runner, "n_threads": 1} | options))  # type: ignore[arg-type]
         assert core.runner == runner
         core.add_request("a", [5, 6, 7, 8], SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
         found: list[int] = []
@@ -370,7 +371,7 @@ def test_stories260k_continues_exactly(assets: Path, tmp_path: Path) -> None:
         pytest.skip(f"the stories260K weights are not in {source}")
     import_model(str(source / "stories260K.bin"), tmp_path / "m")
     expected = json.loads((source / "expected_greedy_200_ids.json").read_text())
-    core = EngineCore(tmp_path / "m", EngineConfig(dtype="fp32", runner="native", n_threads=2))
+    core = EngineCore(tmp_path / "m", EngineSettings(dtype="fp32", runner="native", n_threads=2))
     core.add_request("a", [expected["bos"]], SamplingParams(temperature=0.0, max_tokens=expected["steps"], ignore_eos=True))
     found: list[int] = []
     while core.has_work:

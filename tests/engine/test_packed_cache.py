@@ -13,9 +13,10 @@ import torch
 
 from small_models import saved
 from twostroke.core import private_folder
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.paths import packed_dir
 from twostroke.engine import packed_cache
-from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.engine.core import EngineCore
 from twostroke.engine.packed_cache import Due, Entry, PackedCache, cache_key
 from twostroke.evaluation.comparison import model_bytes
 from twostroke.kernels.native_library import library
@@ -46,7 +47,7 @@ class _AtOnce:
 
 
 def answer(directory: Path, dtype: str = "int8", head: str = "auto") -> tuple[bool, list[int]]:
-    core = EngineCore(directory, EngineConfig(dtype=dtype, head_dtype=head, n_threads=1, runner="native"))
+    core = EngineCore(directory, EngineSettings(dtype=dtype, head_dtype=head, n_threads=1, runner="native"))
     core.add_request("a", [5, 9, 3, 7], SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
     tokens: list[int] = []
     while core.has_work:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from small_models import saved
-from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.core.engine_settings import EngineSettings
+from twostroke.engine.core import EngineCore
 from twostroke.engine.kv_pool import token_bytes
 from twostroke.kernels.native_library import library
 from twostroke.model.save import save_model
@@ -40,7 +41,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def engine_of(directory: Path, runner: str, kv_dtype: str) -> EngineCore:
     """With few pages, so that those which the culprit had are in use again at once."""
-    config = EngineConfig(
+    config = EngineSettings(
         dtype="fp32",
         kv_dtype=kv_dtype,
         runner=runner,
@@ -53,7 +54,7 @@ def engine_of(directory: Path, runner: str, kv_dtype: str) -> EngineCore:
     made = EngineCore(directory, config)
     n_pages = 14
     bytes_ = token_bytes(made.spec, kv_dtype) * 16 * n_pages
-    return EngineCore(directory, EngineConfig(**{**vars(config), "kv_cache_bytes": bytes_}))
+    return EngineCore(directory, EngineSettings(**{**vars(config), "kv_cache_bytes": bytes_}))
 
 
 Culprit = Callable[[EngineCore, int], None]

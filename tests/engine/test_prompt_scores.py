@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from small_models import saved
-from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.core.engine_settings import EngineSettings
+from twostroke.engine.core import EngineCore
 from twostroke.engine.sampler import TokenLogprobs
 from twostroke.engine.scoring import token_scores
 from twostroke.kernels.native_library import library
@@ -25,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine(model: Path, **options: int) -> EngineCore:
-    return EngineCore(model, EngineConfig(dtype="fp32", n_threads=1, runner="native", max_running=4, **options))
+    return EngineCore(model, EngineSettings(dtype="fp32", n_threads=1, runner="native", max_running=4, **options))
 
 
 def scores(core: EngineCore) -> tuple[list[TokenLogprobs], list[int]]:

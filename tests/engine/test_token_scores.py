@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from small_models import SPECS, decoder_of, saved
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import CapacityError, EngineError, InputError
-from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.engine.core import EngineCore
 from twostroke.engine.scoring import TokenScores, token_scores
 from twostroke.model.decoder import Decoder
 from twostroke.model.save import save_model
@@ -37,7 +38,7 @@ def some_sequences(n: int, longest: int, seed: int = 0) -> list[tuple[list[int],
 @pytest.mark.parametrize("name", sorted(SPECS))
 def test_scores_are_the_decoders_for_every_family(name: str, tmp_path: Path) -> None:
     decoder, directory = saved(name, tmp_path / name)
-    engine = EngineCore(directory, EngineConfig(dtype="fp32", n_threads=1, page_tokens=4, max_running=5, token_budget=23))
+    engine = EngineCore(directory, EngineSettings(dtype="fp32", n_threads=1, page_tokens=4, max_running=5, token_budget=23))
     sequences = some_sequences(14, 60)
     found = token_scores(engine, sequences)
     for (ids, first), (nats, greedy) in zip(sequences, found, strict=True):
@@ -51,7 +52,7 @@ def test_scores_are_the_decoders_for_every_family(name: str, tmp_path: Path) -> 
 
 def test_a_greedy_continuation_is_all_greedy_and_its_logarithms_are_those_of_generating(tmp_path: Path) -> None:
     _, directory = saved("llama", tmp_path / "model")
-    engine = EngineCore(directory, EngineConfig(dtype="fp32", n_threads=1, page_tokens=4))
+    engine = EngineCore(directory, EngineSettings(dtype="fp32", n_threads=1, page_tokens=4))
     prompt, tokens, logprobs = [5, 9, 30], [], []
     engine.add_request("a", prompt, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=0))
     while engine.has_work:
@@ -68,7 +69,7 @@ def test_a_cache_of_few_pages_and_a_full_context_are_enough(tmp_path: Path) -> N
     """The engine keeps a position free for an answer; a sequence that is only read may fill them all."""
     decoder, directory = saved("llama", tmp_path / "model", max_positions=64)
     page = 4 * 2 * 3 * 2 * 8 * 4  # 4 tokens · (K and V) · layers · KV heads · head dim · bytes of fp32
-    config = EngineConfig(dtype="fp32", n_threads=1, page_tokens=4, kv_cache_bytes=17 * page)
+    config = EngineSettings(dtype="fp32", n_threads=1, page_tokens=4, kv_cache_bytes=17 * page)
     engine = EngineCore(directory, config)
     sequences = some_sequences(9, 65, seed=3)
     for (ids, first), (nats, _) in zip(sequences, token_scores(engine, sequences), strict=True):
@@ -83,7 +84,7 @@ def test_a_cache_of_few_pages_and_a_full_context_are_enough(tmp_path: Path) -> N
 
 def test_prefixes_that_requests_left_behind_change_nothing(tmp_path: Path) -> None:
     decoder, directory = saved("llama", tmp_path / "model")
-    engine = EngineCore(directory, EngineConfig(dtype="fp32", n_threads=1, page_tokens=4))
+    engine = EngineCore(directory, EngineSettings(dtype="fp32", n_threads=1, page_tokens=4))
     ids = list(range(10, 40))
     engine.add_request("a", ids, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
     while engine.has_work:
@@ -95,7 +96,7 @@ def test_int8_scores_are_of_what_is_served(tmp_path: Path) -> None:
     """Within what rounding to int8 moves them, and not those of the unquantised model."""
     decoder, directory = saved("llama", tmp_path / "model")
     quantize_model(directory, tmp_path / "int8", "int8")
-    engine = EngineCore(tmp_path / "int8", EngineConfig(n_threads=1))
+    engine = EngineCore(tmp_path / "int8", EngineSettings(n_threads=1))
     assert engine.dtype == "int8"
     sequences = some_sequences(8, 60)
     found = np.concatenate([nats for nats, _ in token_scores(engine, sequences)])
@@ -106,7 +107,7 @@ def test_int8_scores_are_of_what_is_served(tmp_path: Path) -> None:
 
 def test_bad_sequences_are_refused_with_a_sentence_and_the_engine_stays_usable(tmp_path: Path) -> None:
     decoder, directory = saved("llama", tmp_path / "model", max_positions=32)
-    engine = EngineCore(directory, EngineConfig(dtype="fp32", n_threads=1, page_tokens=4))
+    engine = EngineCore(directory, EngineSettings(dtype="fp32", n_threads=1, page_tokens=4))
     with pytest.raises(InputError, match="token 97 is not in the model's vocabulary of 97"):
         token_scores(engine, [([1, 97], 1)])
     with pytest.raises(InputError, match="first=0 must be at least 1"):
@@ -121,7 +122,7 @@ def test_bad_sequences_are_refused_with_a_sentence_and_the_engine_stays_usable(t
     broken = decoder_of("llama", max_positions=32)
     with torch.no_grad():
         broken.embed.weight[7] = float("nan")
-    engine = EngineCore(save_model(broken, broken.spec, tmp_path / "nan"), EngineConfig(dtype="fp32", n_threads=1))
+    engine = EngineCore(save_model(broken, broken.spec, tmp_path / "nan"), EngineSettings(dtype="fp32", n_threads=1))
     with pytest.raises(EngineError, match="not finite"):
         token_scores(engine, [([1, 7, 3], 1)])
     assert engine.stats().pages_used == 0
@@ -131,7 +132,7 @@ def test_bad_sequences_are_refused_with_a_sentence_and_the_engine_stays_usable(t
 def test_scores_are_the_prompt_logprobs_that_a_request_gets(tmp_path: Path) -> None:
     """Two ways through the engine: requests of the scheduler, and sequences without one."""
     _, directory = saved("qwen3", tmp_path / "model")
-    engine = EngineCore(directory, EngineConfig(dtype="fp32", n_threads=1, page_tokens=4, max_running=4, token_budget=16))
+    engine = EngineCore(directory, EngineSettings(dtype="fp32", n_threads=1, page_tokens=4, max_running=4, token_budget=16))
     sequences = [(ids, 1) for ids, _ in some_sequences(6, 40, seed=5)]
     found = token_scores(engine, sequences)
     for i, (ids, _) in enumerate(sequences):

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from small_models import SPECS, transformers_model
-from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.core.engine_settings import EngineSettings
+from twostroke.engine.core import EngineCore
 from twostroke.engine.llm import LLM
 from twostroke.scheduling.sampling_params import SamplingParams
 
@@ -86,7 +87,7 @@ def test_alone(family: Family) -> None:
 
 def test_in_a_mixed_batch_with_chunks_and_prefix_hits(family: Family) -> None:
     """Requests arrive two steps apart, so that prompts in chunks run beside decodes, over small pages that some share."""
-    core = EngineCore(family.directory, EngineConfig("fp32", max_running=4, token_budget=13, page_tokens=4, n_threads=1))
+    core = EngineCore(family.directory, EngineSettings("fp32", max_running=4, token_budget=13, page_tokens=4, n_threads=1))
     found: dict[str, list[int]] = {}
     arrivals = [*enumerate(family.references), *enumerate(family.references, start=len(family.references))]
     for i, reference in arrivals:
@@ -106,11 +107,11 @@ def test_in_a_mixed_batch_with_chunks_and_prefix_hits(family: Family) -> None:
 
 
 def test_preempted_requests_give_the_same_tokens(family: Family) -> None:
-    spec_bytes = EngineCore(family.directory, EngineConfig("fp32", kv_cache_bytes=2**20, page_tokens=4, n_threads=1)).pool
+    spec_bytes = EngineCore(family.directory, EngineSettings("fp32", kv_cache_bytes=2**20, page_tokens=4, n_threads=1)).pool
     page_bytes = spec_bytes.n_bytes // spec_bytes.n_pages
     core = EngineCore(
         family.directory,
-        EngineConfig("fp32", max_running=4, token_budget=32, page_tokens=4, kv_cache_bytes=20 * page_bytes, n_threads=1),
+        EngineSettings("fp32", max_running=4, token_budget=32, page_tokens=4, kv_cache_bytes=20 * page_bytes, n_threads=1),
     )
     found: dict[str, list[int]] = {}
     for i, reference in enumerate(family.references):

@@ -46,14 +46,15 @@ def both(directory: Path) -> tuple[Scorer, Scorer]:
 
 @pytest.mark.parametrize("name", sorted(SPECS))
 def test_the_engines_agree_on_every_family(name: str, tmp_path: Path) -> None:
-    from twostroke.engine.core import EngineConfig, EngineCore
+    from twostroke.core.engine_settings import EngineSettings
+    from twostroke.engine.core import EngineCore
     from twostroke.engine.scoring import token_scores
 
     decoder, directory = saved(name, tmp_path / "model")
     rng = random.Random(1)
     sequences = [([rng.randrange(97) for _ in range(n)], rng.randint(1, n)) for n in (2, 3, 50, 51, 120, 9, 7, 64)]
     ours = DecoderScorer(decoder, None).token_scores(sequences)  # type: ignore[arg-type]
-    theirs = token_scores(EngineCore(directory, EngineConfig(dtype="fp32", n_threads=1)), sequences)
+    theirs = token_scores(EngineCore(directory, EngineSettings(dtype="fp32", n_threads=1)), sequences)
     for (a, greedy_a), (b, greedy_b) in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-4)  # fp32 sums in another order, logits of some 10
         assert greedy_a.tolist() == greedy_b.tolist()

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 
 from small_models import lively
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import CapacityError, ConfigError, InputError
 from twostroke.core.schemes import CACHE_TYPES, WEIGHTS
 from twostroke.core.spec import ModelSpec
 from twostroke.engine import native_sampling
-from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.engine.core import EngineCore
 from twostroke.engine.kv_pool import token_bytes
 from twostroke.kernels import native_library
 from twostroke.model.decoder import Decoder
@@ -90,7 +91,7 @@ def random_engine(r: random.Random, folder: Path, n_threads: int) -> EngineCore:
     page_tokens, max_running = r.choice((1, 2, 5, 7, 15, 16, 17, 31, 32, 48)), r.randint(1, 6)
     kv_dtype = r.choice(CACHE_TYPES)
     n_pages = -(-r.choice((60, 150, 300, 900)) // page_tokens)
-    config = EngineConfig(
+    config = EngineSettings(
         dtype=r.choice(WEIGHTS),
         head_dtype=r.choice(("auto", *WEIGHTS)),
         kv_dtype=kv_dtype,

@@ -8,9 +8,10 @@ import pytest
 
 from machines import machine, small_llama
 from small_models import SPECS, saved
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
 from twostroke.core.policy import MAX_PAGES, PAGE_TOKENS
-from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.engine.core import EngineCore
 from twostroke.planner.kv_pages import (
     batch_pages,
     decoding_pages,
@@ -27,7 +28,7 @@ from twostroke.scheduling.sampling_params import SamplingParams
 def pages_used(directory: Path, prompt: int, output: int, prompts: int = 1, n: int = 1) -> list[int]:
     """Pages that are held after each step of the engine, all requests together."""
     engine = EngineCore(
-        directory, EngineConfig(dtype="fp32", kv_cache_bytes=2**23, n_threads=1, max_running=32, token_budget=64)
+        directory, EngineSettings(dtype="fp32", kv_cache_bytes=2**23, n_threads=1, max_running=32, token_budget=64)
     )
     for i in range(prompts):
         tokens = [(7 * i + j) % 90 + 2 for j in range(prompt)]

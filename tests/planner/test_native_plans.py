@@ -9,13 +9,14 @@ import pytest
 
 from machines import W0, native, small_llama
 from small_models import SPECS, saved
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
 from twostroke.core.matrices import block_matrices
 from twostroke.core.profile import MatmulPoint
 from twostroke.core.rates import StepPrices
 from twostroke.core.schemes import NATIVE, NATIVE_STEPS
 from twostroke.core.spec import ModelSpec
-from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.engine.core import EngineCore
 from twostroke.engine.kv_pool import token_bytes
 from twostroke.kernels.int4 import quantize_groups
 from twostroke.kernels.native_library import library, why_absent
@@ -60,7 +61,7 @@ def plan(spec: ModelSpec | None = None, hardware: Hardware | None = None, **chan
 @pytest.mark.parametrize("family", list(SPECS))
 def test_weights_are_those_that_the_engine_holds(tmp_path: Path, family: str, scheme: str, head: str) -> None:
     directory = saved(family, tmp_path / "m")[1]
-    core = EngineCore(directory, EngineConfig(dtype=scheme, head_dtype=head, n_threads=1, kv_cache_bytes=2**20))
+    core = EngineCore(directory, EngineSettings(dtype=scheme, head_dtype=head, n_threads=1, kv_cache_bytes=2**20))
     shape = ServingShape(scheme=scheme, head_dtype=head)
     assert native_read_bytes(core.spec, scheme, shape.head) == core.plan.step_bytes
     assert native_weights_bytes(core.spec, scheme, shape.head) == core.weights_bytes
@@ -76,7 +77,7 @@ def test_a_quantised_directory_is_planned_as_it_is(tmp_path: Path, scheme: str) 
     decoder = Decoder(small_llama(vocab_size=128))
     initialise(decoder, 0)
     quantize_model(save_model(decoder, decoder.spec, tmp_path / "m", "bf16"), tmp_path / "q", scheme)
-    core = EngineCore(tmp_path / "q", EngineConfig(n_threads=1, kv_cache_bytes=2**20, kv_dtype="int8"))
+    core = EngineCore(tmp_path / "q", EngineSettings(n_threads=1, kv_cache_bytes=2**20, kv_dtype="int8"))
     found = held(tmp_path / "q", core.spec)
     assert found.in_int8 == ()
     planned = plan(core.spec, scheme=found.scheme, kv_dtype="int8", kv_cache_bytes=2**20, prompt_tokens=64, output_tokens=8)
@@ -89,7 +90,7 @@ def test_a_quantised_directory_is_planned_as_it_is(tmp_path: Path, scheme: str) 
 @pytest.mark.skipif(library() is None, reason=why_absent())
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_logits_of_a_step_are_planned_as_the_engine_holds_them(tmp_path: Path, batch: int) -> None:
-    core = EngineCore(saved("llama", tmp_path / "m")[1], EngineConfig(n_threads=1, kv_cache_bytes=2**20, runner="native"))
+    core = EngineCore(saved("llama", tmp_path / "m")[1], EngineSettings(n_threads=1, kv_cache_bytes=2**20, runner="native"))
     for i in range(batch):
         core.add_request(str(i), [5, 6, 7], SamplingParams(max_tokens=3, ignore_eos=True))
     while core.has_work:
@@ -120,7 +121,7 @@ def test_a_directory_of_int4_and_int8_is_planned_matrix_by_matrix(tmp_path: Path
     codes = {n: quantize_groups(w.detach(), group) for n, w in decoder.named_parameters() if w.dim() == 2 and "blocks" in n}
     fitted = Fitted({n: found for n, found in codes.items() if n not in in_int8}, in_int8, None, 100)
     quantize_model(source, tmp_path / "q", f"int4-g{group}", fitted=fitted)
-    core = EngineCore(tmp_path / "q", EngineConfig(n_threads=1, kv_cache_bytes=2**20))
+    core = EngineCore(tmp_path / "q", EngineSettings(n_threads=1, kv_cache_bytes=2**20))
     found = held(tmp_path / "q", core.spec)
     assert found.scheme == f"int4-g{group}"
     assert set(found.in_int8) == {"0.qkv", "1.down", "2.up" if family == "gpt2" else "2.gate_up"}

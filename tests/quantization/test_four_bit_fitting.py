@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from small_models import decoder_of
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.schemes import SCHEMES
 from twostroke.core.spec import ModelSpec
-from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.engine.core import EngineCore
 from twostroke.engine.scoring import token_scores
 from twostroke.kernels.features import has_packed_linear
 from twostroke.kernels.int4 import dequantize_groups, quantize_groups
@@ -169,7 +170,7 @@ def test_a_directory_of_both_formats_opens_and_computes_with_what_was_chosen(nam
         exact = opened(torch.tensor([ids]))[0].log_softmax(dim=-1)
     nats = [-float(exact[i, ids[i + 1]]) for i in range(len(ids) - 1)]
     for runner in ("torch", "native") if library() is not None else ("torch",):
-        core = EngineCore(tmp_path / "q", EngineConfig(runner=runner, n_threads=1))
+        core = EngineCore(tmp_path / "q", EngineSettings(runner=runner, n_threads=1))
         assert core.dtype == "int4"
         ((found, _),) = token_scores(core, [(ids, 1)])
         assert found.tolist() == pytest.approx(nats, rel=0.05, abs=0.1)  # bf16, and activations in int8, against fp32

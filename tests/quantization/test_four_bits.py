@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from small_models import decoder_of
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
 from twostroke.core.schemes import SCHEMES
-from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.engine.core import EngineCore
 from twostroke.engine.scoring import token_scores
 from twostroke.kernels.int4 import dequantize_groups, group_scales, round_to_groups
 from twostroke.model.load import load_state
@@ -152,7 +153,7 @@ def test_settings_that_are_not_supported_are_named() -> None:
 
 def test_without_the_native_library_the_engine_computes_with_the_values_of_the_codes(tmp_path: Path) -> None:
     quantize_model(make("llama", tmp_path / "m"), tmp_path / "q", "int4-g32")
-    core = EngineCore(tmp_path / "q", EngineConfig(runner="torch", n_threads=1))
+    core = EngineCore(tmp_path / "q", EngineSettings(runner="torch", n_threads=1))
     assert (core.dtype, core.runner) == ("int4", "torch")
     ids = list(range(5, 25))
     ((nats, _),) = token_scores(core, [(ids, 1)])

@@ -14,16 +14,17 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import TwostrokeError
-from twostroke.server.launch import EngineOptions, ServeSettings, bind, launch_engine
+from twostroke.server.launch import ServeSettings, bind, launch_engine
 from twostroke.server.run import Started, serve_model
 
 
 @dataclass(frozen=True)
-class EchoOptions(EngineOptions):
+class EchoSettings(ServeSettings):
     extra: tuple[str, ...] = ()
 
-    def command(self) -> list[str]:
+    def engine_command(self) -> list[str]:
         return [sys.executable, str(Path(__file__).with_name("echo_engine.py")), *self.extra]
 
 
@@ -46,10 +47,11 @@ def main() -> int:
         assert hasattr(place, constant), name
         setattr(place, constant, json.loads(value))
     logging.basicConfig(level=logging.INFO)
-    options = EchoOptions(args.model, extra=tuple(args.engine))
-    settings = ServeSettings(options, ("echo",), args.api_key_file, args.max_concurrent, args.grace_s)
+    settings = EchoSettings(
+        Path(args.model), EngineSettings(), ("echo",), args.api_key_file, args.max_concurrent, args.grace_s, tuple(args.engine)
+    )
     listener = bind("127.0.0.1", 0)
-    child = launch_engine(options.command())
+    child = launch_engine(settings.engine_command())
 
     def announce(started: Started) -> None:
         print(json.dumps({"url": started.url, "engine_pid": child.process.pid}), flush=True)

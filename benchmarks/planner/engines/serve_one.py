@@ -25,8 +25,9 @@ def main(directory: str, scheme: str, batch: int, prompt_tokens: int, output_tok
     import torch
 
     from twostroke.core.contention import waited_s
+    from twostroke.core.engine_settings import EngineSettings
     from twostroke.core.families import read_spec
-    from twostroke.engine.core import EngineConfig, EngineCore
+    from twostroke.engine.core import EngineCore
     from twostroke.ledger.store import Ledger
     from twostroke.planner.hardware import load_hardware
     from twostroke.planner.intervals import predict_with_intervals
@@ -54,7 +55,7 @@ def main(directory: str, scheme: str, batch: int, prompt_tokens: int, output_tok
     def made(kv_cache_bytes: int) -> tuple[EngineCore, int]:
         gc.collect()
         before = allocated_bytes()
-        config = EngineConfig(dtype=scheme, kv_cache_bytes=kv_cache_bytes, max_model_len=longest)
+        config = EngineSettings(dtype=scheme, kv_cache_bytes=kv_cache_bytes, max_model_len=longest)
         engine = EngineCore(directory, config)
         gc.collect()
         return engine, allocated_bytes() - before

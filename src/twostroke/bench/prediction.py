@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from twostroke.bench.definitions import Distribution, LoadSummary, RequestRecord, percentile
 from twostroke.bench.load import LoadSpec
@@ -12,7 +13,6 @@ from twostroke.planner.hardware import Hardware
 from twostroke.planner.load import closed_loop
 from twostroke.planner.serving import PAGE_TOKENS, ServingPlan, ServingShape, page_bytes, plan_serving
 from twostroke.planner.serving_load import AtRate, at_rate
-from twostroke.quantization.held import Held
 
 MAX_BATCH = 1024
 
@@ -20,10 +20,10 @@ QUANTILE_PERCENTS = (*(2.5 * i for i in range(40)), 99.0, 100.0)
 """Percents at which the ledger keeps the distribution of a latency. They are enough to draw it for any number of requests."""
 
 
-def expected_concurrency(spec: ModelSpec, load: LoadSpec, held: Held, hardware: Hardware) -> int:
+def expected_concurrency(spec: ModelSpec, load: LoadSpec, shape: ServingShape, hardware: Hardware) -> int:
     """Requests in flight at once. In a closed loop they are its users, in an open loop rate · E2E (Little's law), but at least
     1 and at most the cap and the number of requests."""
-    return _in_flight(load, _at_rate(spec, load, held, hardware))
+    return _in_flight(load, _at_rate(spec, load, shape, hardware))
 
 
 def _in_flight(load: LoadSpec, found: AtRate | None) -> int:
@@ -34,25 +34,26 @@ def _most(load: LoadSpec) -> int:
     return min(load.n_requests, load.users or load.max_concurrency or MAX_BATCH, MAX_BATCH)
 
 
-def _at_rate(spec: ModelSpec, load: LoadSpec, held: Held, hardware: Hardware) -> AtRate | None:
+def _at_rate(spec: ModelSpec, load: LoadSpec, shape: ServingShape, hardware: Hardware) -> AtRate | None:
     """The server at the rate of an open loop. None for a closed loop, for a load that sends all at once, and if requests come
     faster than the server or the load's cap can take them: then as many as allowed are always in flight, as in a closed
     loop."""
     if load.users is not None or load.request_rate is None or math.isinf(load.request_rate):
         return None
-    found = at_rate(_plan(spec, load, held, 1, hardware), load.request_rate)
+    found = at_rate(_plan(spec, load, shape, 1, hardware), load.request_rate)
     return found if found is not None and found.rate_per_s * found.e2e_s <= _most(load) else None
 
 
-def predict_load(spec: ModelSpec, load: LoadSpec, held: Held, hardware: Hardware) -> dict[str, float]:
-    """Predicted values by ledger names, for the load's mean lengths and expected concurrency B.
+def predict_load(spec: ModelSpec, load: LoadSpec, shape: ServingShape, hardware: Hardware) -> dict[str, float]:
+    """Predicted values by ledger names, for the load's mean lengths and expected concurrency B,
+    which replace those of ``shape``.
 
     TTFT, TPOT and E2E are those of the planner's model of waiting (``planner.load``); output tokens/s = B·n ÷ E2E with n output
     tokens. The time of HTTP is not included.
     """
-    found = _at_rate(spec, load, held, hardware)
+    found = _at_rate(spec, load, shape, hardware)
     batch = _in_flight(load, found)
-    plan = _plan(spec, load, held, batch, hardware)
+    plan = _plan(spec, load, shape, batch, hardware)
     n = plan.shape.output_tokens
     if found is None:
         lengths = load.output_tokens[1] - load.output_tokens[0] + 1
@@ -85,9 +86,9 @@ def _peak_memory_bytes(plan: ServingPlan, load: LoadSpec) -> float:
     return plan.peak_memory_bytes - plan.memory_bytes["kv_cache"] + held
 
 
-def _plan(spec: ModelSpec, load: LoadSpec, held: Held, batch: int, hardware: Hardware) -> ServingPlan:
+def _plan(spec: ModelSpec, load: LoadSpec, shape: ServingShape, batch: int, hardware: Hardware) -> ServingPlan:
     prompt, output = (round(sum(bounds) / 2) for bounds in (load.prompt_tokens, load.output_tokens))
-    return plan_serving(spec, ServingShape(held.scheme, batch, prompt, output, in_int8=held.in_int8), hardware)
+    return plan_serving(spec, replace(shape, batch=batch, prompt_tokens=prompt, output_tokens=output), hardware)
 
 
 def measured_values(summary: LoadSummary, records: Sequence[RequestRecord]) -> dict[str, float]:

@@ -15,11 +15,12 @@ import torch
 
 from twostroke.calibration.operations import LEAST_FIXED_S, fixed_and_rate
 from twostroke.calibration.timing import DISTURBED_SHARE, Clock, Window
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.profile import MachineProfile
 from twostroke.core.rates import DecodeStarts, TorchRunnerRates, TorchStep
 from twostroke.core.schemes import TORCH_STEPS, scheme_of
 from twostroke.core.spec import ModelSpec
-from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.engine.core import EngineCore
 from twostroke.model.decoder import Decoder
 from twostroke.model.initialise import initialise
 from twostroke.model.save import save_model
@@ -67,7 +68,7 @@ class Engines:
                 initialise(decoder, 0)
                 save_model(decoder, spec, directory, "bf16")
             n_bytes = 2 * spec.n_layers * spec.d_model * int(scheme_of(scheme).kept_bytes) * CACHE_TOKENS
-            self._engines[key] = EngineCore(directory, EngineConfig(dtype=scheme, kv_cache_bytes=n_bytes))
+            self._engines[key] = EngineCore(directory, EngineSettings(dtype=scheme, kv_cache_bytes=n_bytes))
         return self._engines[key]
 
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log, progress
+from twostroke.cli.engine_options import FROM_OPTIONS, with_engine_options, words
 from twostroke.core.described import plain
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError, TwostrokeError
 
 if TYPE_CHECKING:
     from twostroke.bench.load import LoadSpec
-    from twostroke.bench.offline import OfflineSpec
     from twostroke.core.spec import ModelSpec
-    from twostroke.quantization.held import Held
+    from twostroke.planner.serving import ServingShape
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
@@ -28,6 +30,7 @@ def root() -> None:
 
 
 @app.command(name="serve")
+@with_engine_options
 def bench_serve(
     model: Path | None = typer.Argument(
         None, help="Model directory: served for the length of the load, unless --url is given."
@@ -52,11 +55,14 @@ def bench_serve(
     seed: int = typer.Option(0, help="Of arrivals, lengths and prompts."),
     timeout_s: float = typer.Option(600.0, help="Seconds after which a request counts as failed."),
     api_key_file: Path | None = typer.Option(None, help="File whose first line is the API key to send."),
-    dtype: str = typer.Option("auto", help="Weights of a server that is started here, as `serve` takes it."),
+    engine: EngineSettings = FROM_OPTIONS,
     output: Path | None = typer.Option(None, help="File for the raw times, one JSON line a request."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Poisson, bursty or closed-loop traffic over HTTP: TTFT, TPOT, ITL, end to end, throughput, failures, goodput."""
+    """Poisson, bursty or closed-loop traffic over HTTP: TTFT, TPOT, ITL, end to end, throughput, failures, goodput.
+
+    The engine's options are those of a server that is started here; with --url, what is predicted for.
+    """
     from twostroke.bench.definitions import Slo
     from twostroke.bench.http_stream import Address
     from twostroke.bench.load import LoadSpec, run_load
@@ -64,7 +70,7 @@ def bench_serve(
     from twostroke.bench.prompts import PromptMaker
     from twostroke.cli.serve_verb import model_directory
     from twostroke.core.families import read_spec
-    from twostroke.quantization.held import held
+    from twostroke.quantization.held import serving_shape
 
     if endpoint not in ("completions", "chat"):
         raise ConfigError(f"--endpoint {endpoint!r} is not known. Use completions or chat.")
@@ -92,7 +98,7 @@ def bench_serve(
     directory = None if model is None else model_directory(model)
     spec = None if directory is None else read_spec(directory)
     if spec is not None:
-        _check_context(spec, load.prompt_tokens[1] + load.output_tokens[1])
+        _check_context(spec, engine, load.prompt_tokens[1] + load.output_tokens[1])
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output {output}: the folder {output.parent} does not exist.")
     if url is not None:
@@ -100,25 +106,26 @@ def bench_serve(
     PromptMaker(text_file=prompt_text)  # a file that cannot be read is refused before a server starts
 
     with contextlib.ExitStack() as stack:
-        stored = None if directory is None or spec is None else held(directory, spec, dtype)
         server: dict[str, Any] = {}
         if url is None:
             assert directory is not None
             log(f"starting a server for {directory}")
-            own = stack.enter_context(own_server(directory, ["--dtype", dtype]))
+            own = stack.enter_context(own_server(directory, words(engine)))
             url, server = own.url, own.document
-            if stored is not None and stored.scheme.partition("-")[0] != own.dtype:
-                stored = Held(own.dtype)  # the engine's choice where --dtype left it that
+            engine = replace(engine, dtype=own.dtype)  # the engine's choice where --dtype left it that
         prediction: dict[str, float] = {}
-        if spec is not None and stored is not None:
-            prediction = _predicted_load(spec, load, stored)
+        shape = None
+        if directory is not None and spec is not None:
+            shape = serving_shape(directory, spec, engine)
+            prediction = _predicted_load(spec, load, shape)
         tokenizer = None
         if directory is not None:
             from twostroke.data.tokenizer import load_tokenizer
 
             tokenizer = load_tokenizer(directory)
         subject = f"{directory.resolve().name if directory else url} over HTTP"
-        run_id = _freeze(subject, {"url": url, **(stored._asdict() if stored else {"scheme": None}), **plain(load)}, prediction)
+        inputs = {"url": url, "scheme": shape and shape.scheme, **engine.changed(), **plain(load)}
+        run_id = _freeze(subject, inputs, prediction)
         with progress("load", load.n_requests) as advance:
             result = run_load(url, load, objective, key, tokenizer, progress=lambda ended, _: advance(ended, f"{ended} ended"))
     if output is not None:
@@ -141,13 +148,14 @@ def bench_serve(
 
 
 @app.command(name="offline")
+@with_engine_options
 def bench_offline(
     model: Path = typer.Argument(help="Model directory, or the output of a training run."),
     batch: list[int] = typer.Option([1, 8], help="Batch size to measure. Repeatable."),
     prompt_tokens: int = typer.Option(128, help="Length of each prompt."),
     output_tokens: int = typer.Option(64, help="Length of each output, at least 2."),
     repeats: int = typer.Option(3, help="Measurements of each batch size; the median counts."),
-    dtype: str = typer.Option("auto", help="How weights are held, as `generate` takes it."),
+    engine: EngineSettings = FROM_OPTIONS,
     seed: int = typer.Option(0, help="Of the random prompts."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
@@ -155,17 +163,17 @@ def bench_offline(
     from twostroke.bench.offline import FORMULAS, OfflineSpec, offline_text, run_offline
     from twostroke.cli.serve_verb import model_directory
     from twostroke.core.families import read_spec
-    from twostroke.quantization.held import held
+    from twostroke.quantization.held import serving_shape
 
     offline = OfflineSpec(tuple(batch), prompt_tokens, output_tokens, repeats, seed)
     directory = model_directory(model)
     spec = read_spec(directory)
-    stored = held(directory, spec, dtype)
-    _check_context(spec, prompt_tokens + output_tokens)
-    predictions = [_predicted_offline(spec, offline, stored, n) for n in offline.batches]
+    _check_context(spec, engine, prompt_tokens + output_tokens)
+    shape = serving_shape(directory, spec, engine, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    predictions = [_predicted_offline(spec, replace(shape, batch=n)) for n in offline.batches]
     from twostroke.engine.llm import LLM
 
-    llm = LLM(str(directory), dtype=dtype)
+    llm = LLM(directory, **engine.changed())
     points, runs = [], []
     with progress("offline", len(offline.batches) * repeats) as advance:
         done = 0
@@ -176,7 +184,8 @@ def bench_offline(
             advance(done, "")
 
         for n, prediction in zip(offline.batches, predictions, strict=True):
-            inputs = {**stored._asdict(), "batch": n, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
+            inputs = {"scheme": shape.scheme, **engine.changed(), "batch": n}
+            inputs |= {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
             run_id = _freeze(f"{directory.resolve().name} offline, batch {n}", inputs, prediction)
             point = run_offline(directory, llm, offline, n, step)
             measured = point.values() | ({"ttft_s": point.prefill_s} if n == 1 else {})
@@ -185,7 +194,7 @@ def bench_offline(
             runs.append({"run_id": run_id, "prediction": prediction, "measurement": measured})
     document = {
         "model": str(directory),
-        "dtype": stored.scheme,
+        "dtype": shape.scheme,
         "points": [p.values() for p in points],
         "runs": runs,
         "definitions": FORMULAS,
@@ -193,11 +202,11 @@ def bench_offline(
     emit(document, offline_text(points), as_json)
 
 
-def _check_context(spec: ModelSpec, longest: int) -> None:
-    if longest > spec.max_positions:
+def _check_context(spec: ModelSpec, engine: EngineSettings, longest: int) -> None:
+    limit = min(engine.max_model_len or spec.max_positions, spec.max_positions)
+    if longest > limit:
         raise ConfigError(
-            f"prompt and output of up to {longest} tokens exceed the model's context of {spec.max_positions}. "
-            "Use less of either."
+            f"prompt and output of up to {longest} tokens exceed the model's context of {limit}. Use less of either."
         )
 
 
@@ -221,28 +230,27 @@ def _first_key(file: Path) -> str:
     return keys[0]
 
 
-def _predicted_load(spec: ModelSpec, load: LoadSpec, stored: Held) -> dict[str, float]:
+def _predicted_load(spec: ModelSpec, load: LoadSpec, shape: ServingShape) -> dict[str, float]:
     from twostroke.bench.prediction import predict_load
     from twostroke.planner.hardware import load_hardware
 
     try:
-        return predict_load(spec, load, stored, load_hardware("this", "serve"))
+        return predict_load(spec, load, shape, load_hardware("this", "serve"))
     except TwostrokeError as error:
         log(f"no prediction: {error}")
         return {}
 
 
-def _predicted_offline(spec: ModelSpec, offline: OfflineSpec, stored: Held, batch: int) -> dict[str, Any]:
+def _predicted_offline(spec: ModelSpec, shape: ServingShape) -> dict[str, Any]:
     from twostroke.planner.hardware import load_hardware
-    from twostroke.planner.serving import ServingShape, plan_serving
+    from twostroke.planner.serving import plan_serving
 
-    shape = ServingShape(stored.scheme, batch, offline.prompt_tokens, offline.output_tokens, in_int8=stored.in_int8)
     try:
         plan = plan_serving(spec, shape, load_hardware("this", "serve")).prediction()
     except TwostrokeError as error:
         log(f"no prediction: {error}")
         return {}
-    names = ["prefill_tok_per_s", "decode_tok_per_s", "tpot_s"] + (["ttft_s"] if batch == 1 else [])
+    names = ["prefill_tok_per_s", "decode_tok_per_s", "tpot_s"] + (["ttft_s"] if shape.batch == 1 else [])
     return {name: plan[name] for name in names}
 
 

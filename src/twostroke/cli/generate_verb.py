@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log
-from twostroke.core.engines import CACHE_CHOICES, WEIGHT_CHOICES
+from twostroke.cli.engine_options import FROM_OPTIONS, with_engine_options
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import InputError, TwostrokeError
-from twostroke.core.units import GIB, format_bytes, format_seconds
+from twostroke.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from twostroke.engine.core import EngineStats
@@ -27,6 +28,7 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command(name="generate")
+@with_engine_options
 def generate(
     model: Path = typer.Argument(help="Model directory, or the output of a training run."),
     prompt: list[str] = typer.Option([], help="Text to continue. Repeatable. Default: what stdin brings."),
@@ -42,12 +44,7 @@ def generate(
     seed: int = typer.Option(None, help="Makes the answer repeatable. Default: another one each time."),
     stop: list[str] = typer.Option([], help="Text to end before. Repeatable."),
     ignore_eos: bool = typer.Option(False, "--ignore-eos", help="Go on after the model's end token."),
-    dtype: str = typer.Option("auto", help=f"How weights are held: {WEIGHT_CHOICES}."),
-    head_dtype: str = typer.Option("auto", help="How the output head is held: as --dtype."),
-    kv_dtype: str = typer.Option("auto", help=f"How keys and values are cached: {CACHE_CHOICES}."),
-    max_model_len: int = typer.Option(None, min=1, help="Longest prompt and output together, in tokens. Default: the model's."),
-    kv_cache_gib: float = typer.Option(None, min=0.0, help="Memory of the KV cache, in GiB. Default: chosen by the engine."),
-    threads: int = typer.Option(None, min=1, help="Threads. Default: the cores there are."),
+    engine: EngineSettings = FROM_OPTIONS,
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Continue prompts on this machine, without a server: text as it is made, then how fast it was."""
@@ -63,17 +60,15 @@ def generate(
         frequency_penalty=frequency_penalty,
     )  # fmt: skip
     prompts = list(prompt) or [_stdin()]
-    record = _Record(directory, prompts, params, dtype, head_dtype, kv_dtype, max_model_len, kv_cache_gib)
+    record = _Record(directory, prompts, params, engine)
     began = time.perf_counter()
     # Idle OpenMP threads shall sleep soon: spinning, they keep the thread they wait for off a core that others use as well.
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "300"
     from twostroke.engine.llm import LLM
 
-    cache = None if kv_cache_gib is None else int(kv_cache_gib * GIB)
     try:
-        llm = LLM(directory, dtype=dtype, max_model_len=max_model_len, kv_cache_bytes=cache, n_threads=threads,
-                  head_dtype=head_dtype, kv_dtype=kv_dtype)  # fmt: skip
+        llm = LLM(directory, **engine.changed())
         startup_s = time.perf_counter() - began
         outputs = llm.generate(prompts, params) if as_json else _stream(llm, prompts, params)
     except BaseException:
@@ -202,23 +197,13 @@ def _speed(stats: EngineStats, measured: Mapping[str, float], rates: Achieved, d
 class _Record:
     """This run in the ledger. Frozen before the model is loaded; a ledger that cannot be written is said, and stops nothing."""
 
-    def __init__(
-        self,
-        directory: Path,
-        prompts: Sequence[str],
-        params: SamplingParams,
-        dtype: str,
-        head_dtype: str,
-        kv_dtype: str,
-        max_model_len: int | None,
-        kv_cache_gib: float | None,
-    ) -> None:
+    def __init__(self, directory: Path, prompts: Sequence[str], params: SamplingParams, engine: EngineSettings) -> None:
         self.run_id: str | None = None
         self.prediction: dict[str, Any] = {}
         self.hardware: Hardware | None = None
-        inputs: dict[str, Any] = {"directory": str(directory), "dtype": dtype, "n_prompts": len(prompts)}
+        inputs: dict[str, Any] = {"directory": str(directory), "dtype": engine.dtype, "n_prompts": len(prompts)}
         try:
-            inputs |= self._predict(directory, prompts, params, dtype, head_dtype, kv_dtype, max_model_len, kv_cache_gib)
+            inputs |= self._predict(directory, prompts, params, engine)
         except TwostrokeError as error:
             log(f"no prediction: {error}")
         from twostroke.ledger.store import Ledger
@@ -231,15 +216,7 @@ class _Record:
             log(f"the ledger could not be written: {error}")
 
     def _predict(
-        self,
-        directory: Path,
-        prompts: Sequence[str],
-        params: SamplingParams,
-        dtype: str,
-        head_dtype: str,
-        kv_dtype: str,
-        max_model_len: int | None,
-        kv_cache_gib: float | None,
+        self, directory: Path, prompts: Sequence[str], params: SamplingParams, engine: EngineSettings
     ) -> dict[str, Any]:
         """Fills ``prediction`` and returns the shape that it is for: all prompts at once, of their mean length, each computed
         once for all its answers."""
@@ -247,23 +224,21 @@ class _Record:
         from twostroke.data.tokenizer import load_tokenizer
         from twostroke.planner.hardware import load_hardware
         from twostroke.planner.load import closed_loop
-        from twostroke.planner.serving import ServingShape, plan_serving
-        from twostroke.quantization.held import held
+        from twostroke.planner.serving import plan_serving
+        from twostroke.quantization.held import serving_shape
 
         self.hardware = load_hardware("this", "serve")
         spec, tokenizer = read_spec(directory), load_tokenizer(directory)
-        longest = min(max_model_len or spec.max_positions, spec.max_positions)
+        longest = min(engine.max_model_len or spec.max_positions, spec.max_positions)
         n_prompt = max(1, round(sum(len(tokenizer.encode(text).ids) for text in prompts) / len(prompts)))
-        shape = ServingShape(
-            **held(directory, spec, dtype)._asdict(),
-            head_dtype=head_dtype,
-            kv_dtype=kv_dtype,
+        shape = serving_shape(
+            directory,
+            spec,
+            engine,
             batch=len(prompts) * params.n,
             answers=params.n,
             prompt_tokens=n_prompt,
             output_tokens=max(1, min(params.max_tokens, longest - n_prompt)),
-            kv_cache_bytes=0 if kv_cache_gib is None else int(kv_cache_gib * GIB),
-            max_model_len=longest,
         )
         plan = plan_serving(spec, shape, self.hardware)
         ttft_s, _, e2e_s = closed_loop(plan.steps, shape.prompts, requests=shape.prompts)  # all come at once

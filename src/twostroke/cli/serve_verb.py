@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log
-from twostroke.core.engines import CACHE_CHOICES, WEIGHT_CHOICES
+from twostroke.cli.engine_options import FROM_OPTIONS, with_engine_options
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError, DataError
-from twostroke.core.units import GIB, format_bytes, format_count, format_seconds
+from twostroke.core.units import format_bytes, format_count, format_seconds
 
 app = typer.Typer(add_completion=False)
 
 
 @app.command(name="serve")
+@with_engine_options
 def serve(
     model: Path = typer.Argument(help="Model directory, or the output of a training run."),
     host: str = typer.Option("127.0.0.1", help="Address to listen on. Anything but loopback needs --api-key-file."),
@@ -27,17 +30,8 @@ def serve(
     served_name: list[str] = typer.Option(
         [], help="Name clients call the model by. Repeatable. Default: the directory's name."
     ),
-    dtype: str = typer.Option("auto", help=f"How weights are held: {WEIGHT_CHOICES}."),
-    head_dtype: str = typer.Option(None, help="How the output head is held, as --dtype. Default: bf16, beside fp32 fp32."),
-    kv_dtype: str = typer.Option(None, help=f"How keys and values are cached: {CACHE_CHOICES}. Default: as the head."),
-    max_model_len: int | None = typer.Option(
-        None, min=1, help="Longest prompt and output together, in tokens. Default: the model's."
-    ),
-    kv_cache_gib: float | None = typer.Option(
-        None, min=0.0, help="Memory of the KV cache, in GiB. Default: chosen by the engine."
-    ),
+    engine: EngineSettings = FROM_OPTIONS,
     max_concurrent: int = typer.Option(128, min=1, help="Requests queued and running; more get 429."),
-    threads: int | None = typer.Option(None, min=1, help="Threads of the engine. Default: the cores there are."),
     grace_s: float = typer.Option(90.0, min=0.0, help="Seconds that requests in flight get to finish after SIGTERM."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
@@ -45,7 +39,7 @@ def serve(
     import logging
 
     from twostroke.core.families import read_spec
-    from twostroke.server.launch import EngineOptions, ServeSettings, bind, is_loopback, launch_engine
+    from twostroke.server.launch import ServeSettings, bind, is_loopback, launch_engine
 
     directory = model_directory(model)
     read_spec(directory).require_buildable()  # an unusable config.json is told before anything is started
@@ -53,21 +47,12 @@ def serve(
         raise ConfigError(f"API key file {api_key_file} does not exist. It holds one key a line.")
     if api_key_file is None and not is_loopback(host) and not without_key:
         raise ConfigError(f"host={host} lets other machines in, and there is no --api-key-file. Give one, or --without-key.")
-    engine = EngineOptions(
-        model=str(directory),
-        dtype=dtype,
-        head_dtype=head_dtype,
-        kv_dtype=kv_dtype,
-        max_model_len=max_model_len,
-        kv_cache_bytes=None if kv_cache_gib is None else int(kv_cache_gib * GIB),
-        n_threads=threads,
-        separate_prefixes=api_key_file is not None and not share_prefixes,
-    )
+    engine = replace(engine, separate_prefixes=api_key_file is not None and not share_prefixes)
     names = tuple(served_name) or (directory.resolve().name,)
-    settings = ServeSettings(engine, names, api_key_file, max_concurrent, grace_s)
+    settings = ServeSettings(directory, engine, names, api_key_file, max_concurrent, grace_s)
     listener = bind(host, port)
     # The engine needs seconds to import torch: it starts before this process imports what it needs itself.
-    child = launch_engine(engine.command())
+    child = launch_engine(settings.engine_command())
     try:
         from twostroke.server.run import Started, serve_model
 

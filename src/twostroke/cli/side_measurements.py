@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from twostroke.cli.console import log, progress
 from twostroke.core.described import plain
 from twostroke.core.documents import read_object
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import CorruptFileError, InputError, TwostrokeError
 
 if TYPE_CHECKING:
@@ -66,15 +68,16 @@ def speeds(sides: Sequence[Side]) -> list[dict[str, Any]]:
 
 
 def _plan(side: Side, sides: Sequence[Side], machine: Hardware, batch: int) -> ServingPlan:
-    from twostroke.planner.serving import ServingShape, plan_serving
-    from twostroke.quantization.held import Held, held
+    from twostroke.evaluation.engine_scorer import EngineScorer
+    from twostroke.planner.serving import plan_serving
+    from twostroke.quantization.held import serving_shape
 
-    prompt, output = _lengths(sides)
-    own = held(side.directory, side.scorer.spec)
-    if side.scorer.engine == "inference" and side.scorer.dtype != own.scheme.partition("-")[0]:
-        own = Held(side.scorer.dtype)
-    shape = ServingShape(own.scheme, batch, prompt, output, in_int8=own.in_int8)
-    return plan_serving(side.scorer.spec, shape, machine)
+    (prompt, output), scorer = _lengths(sides), side.scorer
+    settings = EngineSettings()
+    if isinstance(scorer, EngineScorer):
+        settings = replace(scorer.llm.engine.settings, dtype=scorer.dtype)
+    shape = serving_shape(side.directory, scorer.spec, settings, batch=batch, prompt_tokens=prompt, output_tokens=output)
+    return plan_serving(scorer.spec, shape, machine)
 
 
 def costs(sides: Sequence[Side], machine: Hardware) -> dict[str, Any] | None:

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from twostroke.core import policy
 from twostroke.core.crossovers import Crossovers
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import CapacityError, ConfigError, InputError
 from twostroke.core.families import read_spec
 from twostroke.core.profile import load_profile
-from twostroke.core.schemes import CACHE_TYPES, CACHES, WEIGHTS, scheme_of
+from twostroke.core.schemes import CACHES, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.core.units import format_bytes
 from twostroke.engine.key_offset import centre_keys
@@ -40,44 +41,6 @@ from twostroke.scheduling.request import FinishReason, Request
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig
 from twostroke.scheduling.step import logits_bytes, scored_rows
-
-RUNNERS = ("native", "torch")
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """``dtype``: how weights are held, bf16, fp32, int8, int8_weight_only, int4, or auto: as a quantised directory is, else
-    bf16 where the CPU has products of it (AVX-512 or newer), else fp32. ``head_dtype``: the same for the output head; auto:
-    fp32 beside fp32, else bf16. ``kv_dtype``: the cache, bf16, fp32 or int8; auto: fp32 beside fp32, else bf16. ``runner``:
-    native, torch, or auto: native where the library was built.
-
-    ``max_model_len`` None: the model's positions, or fewer where the cache is smaller. ``kv_cache_bytes`` None: a quarter of
-    the free memory, at most what ``max_running`` requests of full length need. ``n_threads`` None: ``OMP_NUM_THREADS``, else
-    every core this process may use, and one alone for small steps. ``separate_prefixes``: known prefixes are looked for among
-    those of the same client only. Raises ConfigError for a value out of range.
-    """
-
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    kv_cache_bytes: int | None = None
-    max_running: int = policy.MAX_RUNNING
-    token_budget: int = policy.TOKEN_BUDGET
-    page_tokens: int = policy.PAGE_TOKENS
-    n_threads: int | None = None
-    head_dtype: str = "auto"
-    kv_dtype: str = "auto"
-    runner: str = "auto"
-    separate_prefixes: bool = False
-
-    def __post_init__(self) -> None:
-        choices = {"dtype": WEIGHTS, "head_dtype": WEIGHTS, "kv_dtype": CACHE_TYPES, "runner": RUNNERS}
-        for name, known in choices.items():
-            if getattr(self, name) not in ("auto", *known):
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not known. Use one of auto, {', '.join(known)}.")
-        for name in ("max_model_len", "kv_cache_bytes", "max_running", "token_budget", "page_tokens", "n_threads"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
 
 
 @dataclass(slots=True)  # not frozen: that costs a microsecond a token
@@ -149,27 +112,27 @@ class EngineCore:
     cache do not fit in memory.
     """
 
-    def __init__(self, model_dir: Path | str, config: EngineConfig | None = None) -> None:
+    def __init__(self, model_dir: Path | str, settings: EngineSettings | None = None) -> None:
         began = time.perf_counter()
-        self.config = config or EngineConfig()
-        self.n_threads = self.config.n_threads or _default_threads()
+        self.settings = settings or EngineSettings()
+        self.n_threads = self.settings.n_threads or _default_threads()
         torch.set_num_threads(self.n_threads)
-        loaded = _load(Path(model_dir), self.config.dtype)
+        loaded = _load(Path(model_dir), self.settings.dtype)
         profile = load_profile("serve")
         crossovers = profile.crossovers if profile else Crossovers()
         self.spec = loaded.spec
-        native = self.config.runner == "native" or (self.config.runner == "auto" and library() is not None)
-        head = None if self.config.head_dtype == "auto" else self.config.head_dtype
+        native = self.settings.runner == "native" or (self.settings.runner == "auto" and library() is not None)
+        head = None if self.settings.head_dtype == "auto" else self.settings.head_dtype
         packed = PackedCache(cache_key(loaded.directory, loaded.weights, str(head))) if native else None
         self.plan = lower(loaded.spec, loaded.state, loaded.weights, crossovers, native, head, packed)
         self.loaded_packed = packed is not None and packed.is_read
         if packed is not None:
             packed.finish()
         del loaded
-        kv_dtype = self.config.kv_dtype
+        kv_dtype = self.settings.kv_dtype
         if kv_dtype == "auto":
             kv_dtype = scheme_of(self.plan.weights).kept
-        scheduler_config = _fit(self.spec, self.config, kv_dtype)
+        scheduler_config = _fit(self.spec, self.settings, kv_dtype)
         self.scheduler = Scheduler(scheduler_config)
         make_pool = TiledKVPool if native or CACHES[kv_dtype].scaled else KVPool
         pool = make_pool(self.spec, scheduler_config.n_pages, scheduler_config.page_tokens, kv_dtype)
@@ -367,7 +330,7 @@ class EngineCore:
             self._meter.weights_bytes <= crossovers.one_thread_max_bytes
             and step.n_tokens * self._meter.row_flop <= crossovers.one_thread_max_flop
         )
-        return 1 if small and self.config.n_threads is None else self.n_threads
+        return 1 if small and self.settings.n_threads is None else self.n_threads
 
     def _count(self, step: ScheduledStep, n_output: int, n_failed: int, seconds: float) -> None:
         counts = self._counts
@@ -425,40 +388,40 @@ def _load(directory: Path, dtype: str) -> _Loaded:
     return _Loaded(directory, spec, load_any_state(directory)[1], weights)
 
 
-def _fit(spec: ModelSpec, config: EngineConfig, kv_dtype: str) -> SchedulerConfig:
+def _fit(spec: ModelSpec, settings: EngineSettings, kv_dtype: str) -> SchedulerConfig:
     """Pages and context that the memory allows. Raises ConfigError, or CapacityError where what was asked for does not fit."""
-    max_model_len = config.max_model_len or spec.max_positions
+    max_model_len = settings.max_model_len or spec.max_positions
     if max_model_len > spec.max_positions:
         raise ConfigError(f"max_model_len={max_model_len} is beyond the model's max_positions={spec.max_positions}.")
-    page_bytes = token_bytes(spec, kv_dtype) * config.page_tokens
+    page_bytes = token_bytes(spec, kv_dtype) * settings.page_tokens
     free = available_bytes()
-    if config.kv_cache_bytes is None:
+    if settings.kv_cache_bytes is None:
         share = policy.CACHE_SHARE * free
-        n_pages = policy.default_pages(page_bytes, share, max_model_len, config.max_running, config.page_tokens)
+        n_pages = policy.default_pages(page_bytes, share, max_model_len, settings.max_running, settings.page_tokens)
     else:
-        n_pages = config.kv_cache_bytes // page_bytes
+        n_pages = settings.kv_cache_bytes // page_bytes
         if n_pages < 1:
-            raise ConfigError(f"kv_cache_bytes={config.kv_cache_bytes} is less than one page of {page_bytes}.")
-        if config.kv_cache_bytes > free:
+            raise ConfigError(f"kv_cache_bytes={settings.kv_cache_bytes} is less than one page of {page_bytes}.")
+        if settings.kv_cache_bytes > free:
             raise CapacityError(
-                f"kv_cache_bytes={config.kv_cache_bytes} ({format_bytes(config.kv_cache_bytes)}) is more than the "
+                f"kv_cache_bytes={settings.kv_cache_bytes} ({format_bytes(settings.kv_cache_bytes)}) is more than the "
                 f"{format_bytes(free)} of memory that is free."
             )
     n_pages = min(n_pages, policy.MAX_PAGES)
-    if n_pages * config.page_tokens < max_model_len:
-        if config.max_model_len is not None:
+    if n_pages * settings.page_tokens < max_model_len:
+        if settings.max_model_len is not None:
             raise CapacityError(
                 f"max_model_len={max_model_len} needs {format_bytes(max_model_len * token_bytes(spec, kv_dtype))} of KV cache "
                 f"and there is {format_bytes(n_pages * page_bytes)}. Lower max_model_len or raise kv_cache_bytes."
             )
-        max_model_len = n_pages * config.page_tokens
+        max_model_len = n_pages * settings.page_tokens
     if max_model_len < 2:
         raise ConfigError(f"max_model_len={max_model_len} must hold a prompt token and one more.")
-    n_useful = config.max_running * -(-max_model_len // config.page_tokens)
+    n_useful = settings.max_running * -(-max_model_len // settings.page_tokens)
     return SchedulerConfig(
-        config.token_budget, config.max_running, config.page_tokens, min(n_pages, n_useful), max_model_len,
-        spec.window_of_every_layer, config.separate_prefixes, scored_rows(spec.vocab_size),
+        settings.token_budget, settings.max_running, settings.page_tokens, min(n_pages, n_useful), max_model_len,
+        spec.window_of_every_layer, settings.separate_prefixes, scored_rows(spec.vocab_size),
     )  # fmt: skip
 
 
-__all__ = ["EngineConfig", "EngineCore", "EngineStats", "TokenEvent"]
+__all__ = ["EngineCore", "EngineStats", "TokenEvent"]

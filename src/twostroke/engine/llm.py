@@ -7,11 +7,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from twostroke.core import policy
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import DataError, EngineError, InputError
 from twostroke.data.tokenizer import load_tokenizer
-from twostroke.engine.core import EngineConfig, EngineCore, EngineStats, TokenEvent
+from twostroke.engine.core import EngineCore, EngineStats, TokenEvent
 from twostroke.engine.detokenize import IncrementalDetokenizer
 from twostroke.engine.sampler import TokenLogprobs
 from twostroke.scheduling.request import FinishReason
@@ -109,40 +110,15 @@ class _Open:
 class LLM:
     """An engine in this process. ``model`` is a model directory, or the output of a training run.
 
-    Arguments are those of ``EngineConfig``, and so are the errors. Without a ``tokenizer.json`` prompts must be token ids and
-    answers have no text. Torch's number of threads is set for the whole process.
+    ``settings`` are fields of ``EngineSettings`` (``dtype="int8"``), and so are the errors. Without a ``tokenizer.json``
+    prompts must be token ids and answers have no text. Torch's number of threads is set for the whole process.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        dtype: str = "auto",
-        max_model_len: int | None = None,
-        kv_cache_bytes: int | None = None,
-        max_running: int = policy.MAX_RUNNING,
-        token_budget: int = policy.TOKEN_BUDGET,
-        page_tokens: int = policy.PAGE_TOKENS,
-        n_threads: int | None = None,
-        head_dtype: str = "auto",
-        kv_dtype: str = "auto",
-        runner: str = "auto",
-    ) -> None:
+    def __init__(self, model: str | Path, **settings: Any) -> None:
         directory = Path(model)
         if not (directory / "config.json").is_file() and (directory / "model" / "config.json").is_file():
             directory = directory / "model"
-        config = EngineConfig(
-            dtype,
-            max_model_len,
-            kv_cache_bytes,
-            max_running,
-            token_budget,
-            page_tokens,
-            n_threads,
-            head_dtype,
-            kv_dtype,
-            runner,
-        )
-        self.engine = EngineCore(directory, config)
+        self.engine = EngineCore(directory, EngineSettings(**settings))
         self.directory = directory
         self.tokenizer = load_tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
         self._lengths: dict[bool, dict[int, int]] = {}  # shared by the detokenizers of all answers

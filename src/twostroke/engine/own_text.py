@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import EngineError
-from twostroke.engine.core import EngineConfig, EngineCore
+from twostroke.engine.core import EngineCore
 from twostroke.scheduling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def own_text(directory: Path | str, n_rows: int, length: int) -> Int[Tensor, "n_
     held-out text 0.0717 and 0.0674 nats (stories260K), 0.00219 and 0.00213 (3.9M parameters, novels). Raises what
     ``EngineCore`` does, and EngineError where the model's output is not finite.
     """
-    engine = EngineCore(directory, EngineConfig(max_running=MAX_RUNNING, max_model_len=length))
+    engine = EngineCore(directory, EngineSettings(max_running=MAX_RUNNING, max_model_len=length))
     spec = engine.spec
     first = spec.bos_token_id if spec.bos_token_id is not None else next(iter(spec.eos_token_ids), 0)
     rows: dict[str, list[int]] = {str(i): [first] for i in range(n_rows)}

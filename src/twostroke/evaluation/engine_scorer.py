@@ -56,6 +56,6 @@ class EngineScorer:
 
 def _formats(llm: LLM) -> str:
     """The formats of weights and, if they were given, of head and cache: "int8, head int8, cache int8"."""
-    config = llm.engine.config
+    config = llm.engine.settings
     asked = (("head", config.head_dtype), ("cache", config.kv_dtype))
     return ", ".join([llm.engine.dtype, *(f"{name} {dtype}" for name, dtype in asked if dtype != "auto")])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
 from twostroke.core.matrices import layer_kinds
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.adapters import modules_of
+from twostroke.planner.serving import ServingShape
 from twostroke.quantization.directory import Quantisation, stored_quantisation
 
 _MODULE = re.compile(r"\.(\d+)\.(.+)$")
@@ -30,6 +32,19 @@ def held(directory: Path | str, spec: ModelSpec, dtype: str = "auto") -> Held:
     if stored is None:
         return Held("bf16" if dtype == "auto" else dtype)
     return Held(stored.scheme.name, _in_int8(stored, spec))
+
+
+def serving_shape(directory: Path | str, spec: ModelSpec, settings: EngineSettings, **request: Any) -> ServingShape:
+    """What is planned for the engine that ``settings`` make of ``directory``; ``request`` are further fields of the shape.
+    Raises as ``held`` and ``ServingShape``."""
+    return ServingShape(
+        **held(directory, spec, settings.dtype)._asdict(),
+        head_dtype=settings.head_dtype,
+        kv_dtype=settings.kv_dtype,
+        kv_cache_bytes=settings.kv_cache_bytes or 0,
+        max_model_len=min(settings.max_model_len or spec.max_positions, spec.max_positions),
+        **request,
+    )
 
 
 def _in_int8(stored: Quantisation, spec: ModelSpec) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from twostroke.core.engine_settings import engine_settings
 from twostroke.core.errors import CapacityError, InputError, TwostrokeError
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.server import wire
@@ -420,10 +421,9 @@ def serve_engine(socket_path: Path, parent_pid: int | None, load: Callable[[], t
 def load_model(args: argparse.Namespace) -> tuple[Engine, wire.Ready]:
     """The real engine, after a few tokens of warm-up: what torch does only once is not left to the first request."""
     began = time.perf_counter()
-    from twostroke.engine.core import EngineConfig, EngineCore  # torch takes seconds, in which the socket already answers
+    from twostroke.engine.core import EngineCore  # torch takes seconds, in which the socket already answers
 
-    given = {name: getattr(args, name) for name in (*_NUMBERS, *_FORMATS) if getattr(args, name) is not None}
-    core = EngineCore(args.model, EngineConfig(dtype=args.dtype, separate_prefixes=args.separate_prefixes, **given))
+    core = EngineCore(args.model, engine_settings(args.settings))
     n_prompt = min(8, core.max_model_len - 2)
     if n_prompt > 0:
         core.add_request("warm-up", [0] * n_prompt, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
@@ -441,21 +441,12 @@ def load_model(args: argparse.Namespace) -> tuple[Engine, wire.Ready]:
     return core, ready
 
 
-_FORMATS = ("head_dtype", "kv_dtype")
-_NUMBERS = ("max_model_len", "kv_cache_bytes", "max_running", "token_budget", "n_threads")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="twostroke.server.engine_process", description="The engine behind a Unix socket.")
     parser.add_argument("--socket", required=True, type=Path, help="where to listen; in a directory that only this user enters")
     parser.add_argument("--parent-pid", type=int, help="end when this process does")
     parser.add_argument("--model", required=True, type=Path)
-    parser.add_argument("--dtype", default="auto")
-    for name in _FORMATS:
-        parser.add_argument(f"--{name.replace('_', '-')}")
-    for name in _NUMBERS:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
-    parser.add_argument("--separate-prefixes", action="store_true", help="each client finds only its own prefixes in the cache")
+    parser.add_argument("--settings", default="{}", help="those of EngineSettings that are not at their default, as JSON")
     args = parser.parse_args(argv)
     return serve_engine(args.socket, args.parent_pid, lambda: load_model(args))
 

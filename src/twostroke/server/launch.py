@@ -1,4 +1,4 @@
-"""What a server does before anything slow is imported: take its port, start the engine process. Standard library only."""
+"""What a server does before anything slow is imported: take its port, start the engine process. Imports core alone."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import EngineError, TwostrokeError
 from twostroke.core.openmp import limit_spinning
 
@@ -23,44 +24,21 @@ _MAX_SOCKET_PATH = 107  # bytes of sockaddr_un.sun_path on Linux, less the closi
 
 
 @dataclass(frozen=True)
-class EngineOptions:
-    """What the engine process is told. What is None the engine decides."""
-
-    model: str
-    dtype: str = "auto"
-    head_dtype: str | None = None
-    kv_dtype: str | None = None
-    max_model_len: int | None = None
-    kv_cache_bytes: int | None = None
-    max_running: int | None = None
-    token_budget: int | None = None
-    n_threads: int | None = None
-    separate_prefixes: bool = False
-
-    def command(self) -> list[str]:
-        """The command line, to which `launch_engine` adds the socket and the parent."""
-        # -P: never import a module that happens to lie in the working directory.
-        words = [sys.executable, "-P", "-m", "twostroke.server.engine_process", "--model", self.model, "--dtype", self.dtype]
-        for name in ("head_dtype", "kv_dtype", "max_model_len", "kv_cache_bytes", "max_running", "token_budget", "n_threads"):
-            value = getattr(self, name)
-            if value is not None:
-                words += [f"--{name.replace('_', '-')}", str(value)]
-        return [*words, "--separate-prefixes"] if self.separate_prefixes else words
-
-
-@dataclass(frozen=True)
 class ServeSettings:
-    """One server: the engine's options, and what the HTTP side adds. ``names`` are what clients call the model by."""
+    """One server: a model, the engine's settings, and what the HTTP side adds. ``names`` are what clients call the model by."""
 
-    engine: EngineOptions
+    directory: Path
+    engine: EngineSettings
     names: tuple[str, ...]
     api_key_file: Path | None = None
     max_concurrent: int = 128
     grace_s: float = 90.0
 
-    @property
-    def directory(self) -> Path:
-        return Path(self.engine.model)
+    def engine_command(self) -> list[str]:
+        """The engine process's command line, to which `launch_engine` adds the socket and the parent."""
+        # -P: never import a module that happens to lie in the working directory.
+        words = [sys.executable, "-P", "-m", "twostroke.server.engine_process"]
+        return [*words, "--model", str(self.directory), "--settings", self.engine.to_json()]
 
 
 @dataclass(frozen=True)

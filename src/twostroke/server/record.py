@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError, TwostrokeError
 from twostroke.core.families import read_config, spec_from_config
 from twostroke.ledger.scoring import unmeasured
@@ -15,9 +16,8 @@ from twostroke.ledger.store import Ledger
 from twostroke.planner.hardware import load_hardware
 from twostroke.planner.intervals import predict_with_intervals
 from twostroke.planner.serving import ServingShape, plan_serving
-from twostroke.quantization.held import held
+from twostroke.quantization.held import serving_shape
 from twostroke.server import wire
-from twostroke.server.launch import EngineOptions
 from twostroke.server.served import Served, peak_memory_bytes
 
 log = logging.getLogger("twostroke.server")
@@ -50,15 +50,15 @@ class ServeRecord:
     """Frozen in the ledger before the model is loaded. A ledger that cannot be written never keeps a server from starting:
     it is said in the log, and ``run_id`` is None."""
 
-    def __init__(self, directory: Path, options: EngineOptions) -> None:
+    def __init__(self, directory: Path, settings: EngineSettings) -> None:
         self.run_id: str | None = None
         self._directory = directory
         self._shape: ServingShape | None = None
         self._prediction: Mapping[str, object] = {}
         self._measured: dict[str, Any] = {}
-        self._inputs: dict[str, object] = {"directory": str(directory), **asdict(options)}
+        self._inputs: dict[str, object] = {"directory": str(directory), **asdict(settings)}
         try:
-            self._prediction = self._predict(directory, options)
+            self._prediction = self._predict(directory, settings)
         except TwostrokeError as error:
             log.warning("no prediction for the ledger: %s", error)
         try:
@@ -66,21 +66,13 @@ class ServeRecord:
         except (TwostrokeError, OSError) as error:
             log.warning("the ledger could not be written: %s", error)
 
-    def _predict(self, directory: Path, options: EngineOptions) -> Mapping[str, object]:
+    def _predict(self, directory: Path, settings: EngineSettings) -> Mapping[str, object]:
         spec = spec_from_config(read_config(directory))
-        longest = min(options.max_model_len or spec.max_positions, spec.max_positions)
+        longest = min(settings.max_model_len or spec.max_positions, spec.max_positions)
         # One request that fills half of a short context and at most 512 tokens of a long one: the planner's usual shape.
         prompt = max(1, min(512, longest // 2))
-        shape = ServingShape(
-            **held(directory, spec, options.dtype)._asdict(),
-            head_dtype=options.head_dtype or "auto",
-            kv_dtype=options.kv_dtype or "auto",
-            batch=1,
-            prompt_tokens=prompt,
-            output_tokens=max(1, min(128, longest - prompt)),
-            kv_cache_bytes=options.kv_cache_bytes or 0,
-            max_model_len=longest,
-        )
+        lengths = {"prompt_tokens": prompt, "output_tokens": max(1, min(128, longest - prompt))}
+        shape = serving_shape(directory, spec, settings, batch=1, **lengths)
         if longest < 2:
             raise ConfigError("max_model_len=1 leaves no room for an answer.")
         hardware = load_hardware("this", "serve")

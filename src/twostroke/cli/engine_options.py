@@ -1,0 +1,51 @@
+"""Command-line options of the engine, made of ``EngineSettings``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from twostroke.core.engine_settings import SETTINGS, EngineSettings, Setting
+
+OPTIONS: dict[str, Setting] = {name: setting for name, setting in SETTINGS.items() if setting.option is not None}
+"""Those fields that have an option."""
+
+FROM_OPTIONS = EngineSettings()
+"""Default of a command's parameter in whose place the options stand."""
+
+
+def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """``command`` with the engine's options in the place of its parameter of type ``EngineSettings``."""
+    signature = inspect.signature(command, eval_str=True)
+    (place,) = (p.name for p in signature.parameters.values() if p.annotation is EngineSettings)
+    options = [_parameter(name, setting) for name, setting in OPTIONS.items()]
+    parameters = [q for p in signature.parameters.values() for q in (options if p.name == place else [p])]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        found = {name: given.pop(name) for name in OPTIONS}
+        command(**given, **{place: EngineSettings(**{name: _value(SETTINGS[name], v) for name, v in found.items()})})
+
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+def words(settings: EngineSettings) -> list[str]:
+    """The options that give ``settings``. A field without an option is left at its default."""
+    given = ((SETTINGS[name], value) for name, value in settings.changed().items() if name in OPTIONS)
+    return [word for setting, v in given for word in (str(setting.option), str(v if setting.unit == 1 else v / setting.unit))]
+
+
+def _parameter(name: str, setting: Setting) -> inspect.Parameter:
+    default, kind, least = ("auto", str, None) if setting.choices else (None, int if setting.unit == 1 else float, 1)
+    option = typer.Option(default, str(setting.option), help=setting.help, min=least if setting.unit == 1 else 0)
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=option, annotation=kind)
+
+
+def _value(setting: Setting, given: Any) -> Any:
+    return given if setting.unit == 1 or given is None else int(given * setting.unit)

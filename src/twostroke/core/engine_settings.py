@@ -1,0 +1,90 @@
+"""``EngineSettings``: how the inference engine holds and runs a model. Options of commands, ``LLM(...)`` and what the server
+tells its engine process are made of its fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from twostroke.core import policy
+from twostroke.core.errors import ConfigError
+from twostroke.core.schemes import CACHE_TYPES, WEIGHTS
+from twostroke.core.tables import build
+
+RUNNERS = ("native", "torch")
+
+
+class Setting(NamedTuple):
+    """What is said of a field: its help, the names that it may have beside "auto" (none: it is a number), its command-line
+    option (none: it has none), and how many of the field's units one of the option's is."""
+
+    help: str
+    choices: tuple[str, ...] = ()
+    option: str | None = None
+    unit: int = 1
+
+
+def _choice(help: str, choices: tuple[str, ...], option: str | None = None) -> Any:
+    text = f"{help}: auto, {', '.join(choices[:-1])} or {choices[-1]}."
+    return dataclasses.field(default="auto", metadata={"setting": Setting(text, choices, option)})
+
+
+def _number(help: str, default: int | None = None, option: str | None = None, unit: int = 1) -> Any:
+    return dataclasses.field(default=default, metadata={"setting": Setting(help, (), option, unit)})
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """``dtype`` auto: as a quantised directory is, else bf16 where the CPU has products of it (AVX-512 or newer), else fp32.
+    ``head_dtype`` and ``kv_dtype`` auto: fp32 beside fp32, else bf16. ``runner`` auto: native where the library was built.
+
+    ``max_model_len`` None: the model's positions, or fewer where the cache is smaller. ``kv_cache_bytes`` None: a quarter of
+    the free memory, at most what ``max_running`` requests of full length need. ``n_threads`` None: ``OMP_NUM_THREADS``, else
+    every core this process may use, and one alone for small steps. Raises ConfigError for a value out of range.
+    """
+
+    dtype: str = _choice("How weights are held", WEIGHTS, "--dtype")
+    head_dtype: str = _choice("How the output head is held", WEIGHTS, "--head-dtype")
+    kv_dtype: str = _choice("How keys and values are cached", CACHE_TYPES, "--kv-dtype")
+    runner: str = _choice("What runs a step", RUNNERS)
+    max_model_len: int | None = _number(
+        "Longest prompt and output together, in tokens. Default: the model's.", option="--max-model-len"
+    )
+    kv_cache_bytes: int | None = _number(
+        "Memory of the KV cache, in GiB. Default: chosen by the engine.", option="--kv-cache-gib", unit=2**30
+    )
+    max_running: int = _number("Most requests in one step.", policy.MAX_RUNNING)
+    token_budget: int = _number("Most tokens in one step.", policy.TOKEN_BUDGET)
+    page_tokens: int = _number("Tokens of a page of the cache.", policy.PAGE_TOKENS)
+    n_threads: int | None = _number("Threads of the engine. Default: the cores there are.", option="--threads")
+    separate_prefixes: bool = False  # known prefixes are looked for among those of the same client only
+
+    def __post_init__(self) -> None:
+        for name, setting in SETTINGS.items():
+            value = getattr(self, name)
+            if setting.choices:
+                if value not in ("auto", *setting.choices):
+                    raise ConfigError(f"{name}={value!r} is not known. Use one of auto, {', '.join(setting.choices)}.")
+            elif value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
+
+    def changed(self) -> dict[str, Any]:
+        """The fields that are not at their default."""
+        return {f.name: value for f in dataclasses.fields(self) if (value := getattr(self, f.name)) != f.default}
+
+    def to_json(self) -> str:
+        """Them, as ``engine_settings`` reads them."""
+        return json.dumps(self.changed())
+
+
+SETTINGS: dict[str, Setting] = {
+    f.name: f.metadata["setting"] for f in dataclasses.fields(EngineSettings) if "setting" in f.metadata
+}
+"""Field → what is said of it."""
+
+
+def engine_settings(text: str) -> EngineSettings:
+    """What ``to_json`` wrote. Raises ConfigError for an unknown name or a value of another type."""
+    return build(EngineSettings, json.loads(text), "engine settings")

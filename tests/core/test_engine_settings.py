@@ -1,0 +1,40 @@
+"""The engine's settings say what they refuse, and travel to the engine process as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from twostroke.core.engine_settings import SETTINGS, EngineSettings, engine_settings
+from twostroke.core.errors import ConfigError
+from twostroke.server.launch import ServeSettings
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [EngineSettings(), EngineSettings("int8", max_model_len=64, n_threads=2, separate_prefixes=True, kv_dtype="fp32")],
+)
+def test_the_engine_process_is_told_the_settings_as_they_are(settings: EngineSettings) -> None:
+    assert engine_settings(settings.to_json()) == settings
+    command = ServeSettings(Path("m"), settings, ("m",)).engine_command()
+    assert engine_settings(command[command.index("--settings") + 1]) == settings
+
+
+def test_only_what_was_changed_is_told() -> None:
+    assert EngineSettings().changed() == {}
+    assert EngineSettings(max_running=3, dtype="auto").changed() == {"max_running": 3}
+
+
+def test_unknown_settings_and_types_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="engine settings key max_runing is not known"):
+        engine_settings('{"max_runing": 3}')
+    with pytest.raises(ConfigError, match="max_running='3' must be of type int"):
+        engine_settings('{"max_running": "3"}')
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_setting_refuses_what_it_cannot_be(name: str) -> None:
+    value = "fp5" if SETTINGS[name].choices else 0
+    with pytest.raises(ConfigError, match=f"{name}={value!r} (is not known|must be a whole number)"):
+        EngineSettings(**{name: value})
