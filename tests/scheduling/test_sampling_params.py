@@ -26,16 +26,25 @@ from twostroke.scheduling.sampling_params import MAX_LOGPROBS, SamplingParams
         ("logprobs", MAX_LOGPROBS + 1),
         ("ignore_eos", 1),
         ("stop_token_ids", (-1,)),
+        ("stop_token_ids", range(1025)),
+        ("stop", ["x"] * 17),
+        ("stop", ""),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {1: 101.0}),
+        ("logit_bias", ((1, 1.0), (1, 2.0))),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0)),
     ],
 )
 def test_a_value_outside_its_range_is_refused_by_name(field: str, value: Any) -> None:
-    with pytest.raises(InputError, match=field):
+    with pytest.raises(InputError, match=field) as refused:
         SamplingParams(**{field: value})
+    assert refused.value.field == field
 
 
 def test_min_tokens_above_max_tokens_is_refused() -> None:
-    with pytest.raises(InputError, match="min_tokens=5 must be at most max_tokens=4"):
+    with pytest.raises(InputError, match="min_tokens=5 must be at most max_tokens=4") as refused:
         SamplingParams(min_tokens=5, max_tokens=4)
+    assert refused.value.field == "min_tokens"
 
 
 @pytest.mark.parametrize("stop", ["", ("a", ""), ["x"] * 17, "y" * 1025])

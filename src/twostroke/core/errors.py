@@ -29,7 +29,13 @@ class TwostrokeError(Exception):
 
 
 class InputError(TwostrokeError):
+    """``field`` names what of a request is wrong, where one field is: an HTTP answer's ``param``."""
+
     exit_code = 2
+
+    def __init__(self, sentence: str = "", *, field: str | None = None) -> None:
+        super().__init__(sentence)
+        self.field = field
 
 
 class ConfigError(InputError):

@@ -82,7 +82,9 @@ class SamplingParams:
         _integer("top_k", self.top_k, 0, 2**31)
         _number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
-            raise InputError("top_p=0 keeps no token. Use a value above 0, or temperature=0 for the most probable token.")
+            raise InputError(
+                "top_p=0 keeps no token. Use a value above 0, or temperature=0 for the most probable token.", field="top_p"
+            )
         _number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**64 - 1)
@@ -91,7 +93,7 @@ class SamplingParams:
         self._check_length()
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise InputError(f"{name}={getattr(self, name)!r} must be true or false.")
+                raise InputError(f"{name}={getattr(self, name)!r} must be true or false.", field=name)
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
@@ -103,7 +105,7 @@ class SamplingParams:
 
     def _check_length(self) -> None:
         if self.min_tokens > self.max_tokens:
-            raise InputError(f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}.")
+            raise InputError(f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}.", field="min_tokens")
 
     def of_length(self, max_tokens: int) -> SamplingParams:
         """The same for answers of ``max_tokens``, from 1; only that is validated. Raises InputError."""
@@ -137,40 +139,42 @@ class SamplingParams:
 
 def _number(name: str, value: object, least: float, most: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not least <= value <= most:
-        raise InputError(f"{name}={value!r} must be a number from {least:g} to {most:g}.")
+        raise InputError(f"{name}={value!r} must be a number from {least:g} to {most:g}.", field=name)
 
 
-def _integer(name: str, value: object, least: int, most: int) -> None:
+def _integer(name: str, value: object, least: int, most: int, of: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise InputError(f"{name}={value!r} must be a whole number from {least} to {most}.")
+        raise InputError(f"{name}{of}={value!r} must be a whole number from {least} to {most}.", field=name)
 
 
 def _strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
     strings = () if value is None else (value,) if isinstance(value, str) else tuple(value)
     if len(strings) > MAX_STOP_STRINGS:
-        raise InputError(f"stop has {len(strings)} strings; at most {MAX_STOP_STRINGS} are allowed.")
+        raise InputError(f"stop has {len(strings)} strings; at most {MAX_STOP_STRINGS} are allowed.", field="stop")
     for text in strings:
         if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_CHARACTERS:
-            raise InputError(f"stop={str(text)[:40]!r} must be text of 1 to {MAX_STOP_CHARACTERS} characters.")
+            raise InputError(f"stop={str(text)[:40]!r} must be text of 1 to {MAX_STOP_CHARACTERS} characters.", field="stop")
     return strings
 
 
 def _biases(value: Mapping[int, float] | Sequence[tuple[int, float]] | None) -> tuple[tuple[int, float], ...]:
     pairs = () if value is None else tuple(value.items()) if isinstance(value, Mapping) else tuple(value)
     if len(pairs) > MAX_BIASED_TOKENS:
-        raise InputError(f"logit_bias names {len(pairs)} tokens; at most {MAX_BIASED_TOKENS} are allowed.")
+        raise InputError(f"logit_bias names {len(pairs)} tokens; at most {MAX_BIASED_TOKENS} are allowed.", field="logit_bias")
     for token, bias in pairs:
-        _integer("logit_bias's token", token, 0, 2**31)
+        _integer("logit_bias", token, 0, 2**31, of="'s token")
         _number("logit_bias", bias, -100.0, 100.0)
     if len({token for token, _ in pairs}) < len(pairs):
-        raise InputError("logit_bias names a token twice. Give each token one bias.")
+        raise InputError("logit_bias names a token twice. Give each token one bias.", field="logit_bias")
     return tuple((token, float(bias)) for token, bias in pairs)
 
 
 def _token_ids(value: Sequence[int] | None) -> tuple[int, ...]:
     ids = () if value is None else tuple(value)
     if len(ids) > MAX_STOP_TOKENS:
-        raise InputError(f"stop_token_ids holds {len(ids)} tokens; at most {MAX_STOP_TOKENS} are allowed.")
+        raise InputError(
+            f"stop_token_ids holds {len(ids)} tokens; at most {MAX_STOP_TOKENS} are allowed.", field="stop_token_ids"
+        )
     for token in ids:
         _integer("stop_token_ids", token, 0, 2**31)
     return ids

@@ -161,7 +161,7 @@ class CommonRequest(Struct, forbid_unknown_fields=True, kw_only=True):
                 skip_special_tokens=self.skip_special_tokens is not False,
             )
         except InputError as error:
-            raise _named(error) from None
+            raise bad_request(str(error), error.field) from None
 
 
 class CompletionRequest(CommonRequest, kw_only=True):
@@ -229,13 +229,7 @@ def of_length(params: SamplingParams, max_tokens: int) -> SamplingParams:
     try:
         return params if params.max_tokens == max_tokens else params.of_length(max_tokens)
     except InputError as error:
-        raise _named(error) from None
-
-
-def _named(error: InputError) -> ApiError:
-    """The sentence starts with the field: "min_tokens=9 must be ..." or "stop has 5 strings ..."."""
-    field = re.match(r"\w+", str(error))
-    return bad_request(str(error), field.group() if field else None)
+        raise bad_request(str(error), error.field) from None
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
