@@ -40,7 +40,7 @@ class Rig:
         self.where: list[tuple[str, int]] = []
 
     def _watch(self, op: p.Op, buffers: Buffers) -> None:
-        if isinstance(op, p.Embed | p.AddNarrowed):
+        if isinstance(op, p.Embed | p.MlpDownAdd):
             for place, row in zip(self.where, buffers.x.clone(), strict=True):
                 self.hidden.setdefault(place, []).append(row)
 

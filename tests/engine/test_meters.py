@@ -63,10 +63,8 @@ def decode(core: EngineCore, prompts: list[list[int]], n_tokens: int) -> None:
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_step_reads_what_was_packed_and_the_cache_it_attends_to(tmp_path: Path, weights: str, head: str, kv: str) -> None:
     core = engine(saved("llama", tmp_path / "m")[1], dtype=weights, head_dtype=head, kv_dtype=kv)
-    matrices = [
-        op.matrix for op in core.plan.ops if isinstance(op, p.ProjectHeads | p.AddMixed | p.Widen | p.AddNarrowed | p.Head)
-    ]
-    norms = sum(4 * op.weight.numel() for op in core.plan.ops if isinstance(op, p.Normalise))  # fp32 in a native step
+    matrices = [op.matrix for op in core.plan.ops if isinstance(op, p.Product)]
+    norms = sum(4 * op.weight.numel() for op in core.plan.ops if isinstance(op, p.Norm))  # fp32 in a native step
     decode(core, [list(range(5, 15)), list(range(40, 43))], 6)
     rates = achieved(core, hardware=machine())
     # after n tokens of a prompt, step i attends to n + i keys of each
@@ -84,7 +82,7 @@ def test_the_group_of_four_bit_weights_is_in_the_bytes(tmp_path: Path, group: in
     source = save_model(decoder, decoder.spec, tmp_path / "m", "bf16")
     quantize_model(source, tmp_path / "q", f"int4-g{group}")
     core = engine(tmp_path / "q")
-    matrices = [op.matrix for op in core.plan.ops if isinstance(op, p.ProjectHeads | p.AddMixed | p.Widen | p.AddNarrowed)]
+    matrices = [op.matrix for op in core.plan.ops if isinstance(op, p.BlockProduct)]
     assert product_of(core) == f"native_int4_g{group}"
     other = engine(source, dtype="int4")  # group 64
     assert (core.plan.step_bytes == other.plan.step_bytes) == (group == 64)

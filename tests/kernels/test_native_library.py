@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from twostroke.core.errors import ConfigError
 from twostroke.kernels import native_library
 from twostroke.kernels.native import build as native_build
 
@@ -223,6 +225,7 @@ def test_a_limit_of_processes_is_not_the_end() -> None:
     """No user has this number. The library is loaded before: its files may be closed to others."""
     limit = """
 import os
+import re
 resource.setrlimit(resource.RLIMIT_NPROC, (2, 2))
 os.setgid(54321)
 os.setuid(54321)
@@ -249,6 +252,7 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
     code = """
 import ctypes
 import os
+import re
 from twostroke.kernels.native_library import library
 l = library()
 l.ts_set_threads(2)
@@ -306,3 +310,18 @@ def test_memory_that_cannot_be_is_null() -> None:
     assert library.ts_allocate(-1) is None
     library.ts_release(None)
     library.ts_release(library.ts_allocate(0))
+
+
+@needs_library
+def test_a_structure_of_another_size_than_the_librarys_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its definition if the library is loaded, else when it is loaded."""
+    assert library is not None
+    assert library.ts_size_of(b"StepOp") > library.ts_size_of(b"Matrix") > 0
+    assert library.ts_size_of(b"Matrices") == -1
+    monkeypatch.setattr(native_library, "_MIRRORED", {})
+    sentence = r"ts::Matrix takes \d+ bytes in the library and 7 in Python"
+    with pytest.raises(ConfigError, match=sentence):
+        native_library.mirror_bytes("Matrix", 7)
+    loaded, reason = native_library._load.__wrapped__()
+    assert loaded is None
+    assert re.search(sentence, reason)

@@ -49,16 +49,16 @@ class TorchInterpreter:
         self.dtype = torch.float32 if plan.dtype == "fp32" else torch.bfloat16
         run: dict[type, Callable[[Any, Buffers], None]] = {
             p.Embed: self._embed,
-            p.Normalise: self._normalise,
-            p.ProjectHeads: self._project_heads,
-            p.NormaliseHeads: self._normalise_heads,
-            p.TurnAndStore: self._turn_and_store,
-            p.Attend: self._attend,
-            p.KeepSampledRows: self._keep_sampled_rows,
-            p.AddMixed: self._add_mixed,
-            p.Widen: self._widen,
-            p.AddNarrowed: self._add_narrowed,
-            p.Head: self._head,
+            p.Norm: self._norm,
+            p.QkvProjection: self._qkv_projection,
+            p.QkNorm: self._qk_norm,
+            p.RopeAndCacheWrite: self._rope_and_cache_write,
+            p.PagedAttention: self._paged_attention,
+            p.GatherSampledRows: self._gather_sampled_rows,
+            p.OutProjectionAdd: self._out_projection_add,
+            p.MlpUp: self._mlp_up,
+            p.MlpDownAdd: self._mlp_down_add,
+            p.LmHead: self._lm_head,
         }
         self._program = tuple((run[type(op)], op) for op in plan.ops)
 
@@ -78,20 +78,20 @@ class TorchInterpreter:
         if op.positions is not None:
             b.x += F.embedding(b.batch.positions, op.positions).to(self.dtype)
 
-    def _normalise(self, op: p.Normalise, b: Buffers) -> None:
+    def _norm(self, op: p.Norm, b: Buffers) -> None:
         if op.bias is None:
             b.h = F.rms_norm(b.x, op.weight.shape, op.weight, op.eps)
         else:
             b.h = F.layer_norm(b.x, op.weight.shape, op.weight, op.bias, op.eps)
 
-    def _project_heads(self, op: p.ProjectHeads, b: Buffers) -> None:
+    def _qkv_projection(self, op: p.QkvProjection, b: Buffers) -> None:
         b.qkv = op.matrix(b.h).view(b.batch.n_rows, -1, self.head_dim)  # (n, H + 2K, D)
 
-    def _normalise_heads(self, op: p.NormaliseHeads, b: Buffers) -> None:
+    def _qk_norm(self, op: p.QkNorm, b: Buffers) -> None:
         turned = b.qkv[:, : self.n_heads + self.n_kv_heads]
         turned.copy_(F.rms_norm(turned, (self.head_dim,), None, op.eps).mul_(op.weight))
 
-    def _turn_and_store(self, op: p.TurnAndStore, b: Buffers) -> None:
+    def _rope_and_cache_write(self, op: p.RopeAndCacheWrite, b: Buffers) -> None:
         if op.rotary:
             assert b.batch.turn is not None
             turned = b.qkv[:, : self.n_heads + self.n_kv_heads]
@@ -102,7 +102,7 @@ class TorchInterpreter:
         keys_and_values = b.qkv[:, self.n_heads :].transpose(0, 1)  # (2K, n, D)
         self.pool.write(op.layer, b.batch.slots, keys_and_values)
 
-    def _attend(self, op: p.Attend, b: Buffers) -> None:
+    def _paged_attention(self, op: p.PagedAttention, b: Buffers) -> None:
         n = b.batch.n_rows
         queries = b.qkv[:, : self.n_heads].view(n, self.n_kv_heads, self.group, self.head_dim)
         groups = b.batch.groups[op.window]
@@ -142,15 +142,15 @@ class TorchInterpreter:
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         return mixed.permute(1, 2, 0, 3, 4).reshape(queries.shape)
 
-    def _keep_sampled_rows(self, op: p.KeepSampledRows, b: Buffers) -> None:
+    def _gather_sampled_rows(self, op: p.GatherSampledRows, b: Buffers) -> None:
         rows = b.batch.sampled_rows
         if rows is not None:
             b.x, b.mixed = b.x[rows], b.mixed[rows]
 
-    def _add_mixed(self, op: p.AddMixed, b: Buffers) -> None:
+    def _out_projection_add(self, op: p.OutProjectionAdd, b: Buffers) -> None:
         b.x = op.matrix(b.mixed, b.x)
 
-    def _widen(self, op: p.Widen, b: Buffers) -> None:
+    def _mlp_up(self, op: p.MlpUp, b: Buffers) -> None:
         wide = op.matrix(b.h)
         activation = ACTIVATIONS[op.activation]
         if op.gated:
@@ -159,8 +159,8 @@ class TorchInterpreter:
         else:
             b.m = activation(wide)
 
-    def _add_narrowed(self, op: p.AddNarrowed, b: Buffers) -> None:
+    def _mlp_down_add(self, op: p.MlpDownAdd, b: Buffers) -> None:
         b.x = op.matrix(b.m, b.x)
 
-    def _head(self, op: p.Head, b: Buffers) -> None:
+    def _lm_head(self, op: p.LmHead, b: Buffers) -> None:
         b.logits = op.matrix(b.h).float()

@@ -133,10 +133,10 @@ class _Lowering:
         assert isinstance(up, NativeMatrix)
         return NativePair(gate, up)
 
-    def norm(self, name: str) -> p.Normalise:
+    def norm(self, name: str) -> p.Norm:
         weight = self.vector(f"{name}.weight")
         assert weight is not None
-        return p.Normalise(weight, self.vector(f"{name}.bias", self.spec.norm == "layernorm"), self.spec.norm_eps)
+        return p.Norm(weight, self.vector(f"{name}.bias", self.spec.norm == "layernorm"), self.spec.norm_eps)
 
     def embed(self) -> p.Embed:
         # A step reads a few rows of it, so the table stays as it is stored, mapped from its file.
@@ -163,16 +163,16 @@ class _Lowering:
         qkv, out, up, down = block_matrices(spec)
         ops: list[p.Op] = [
             self.norm(f"{name}.attn_norm"),
-            p.ProjectHeads(self.matrix(f"{name}.{qkv.module}", qkv.bias, self.head_rows())),
+            p.QkvProjection(self.matrix(f"{name}.{qkv.module}", qkv.bias, self.head_rows())),
         ]
         if spec.qk_norm:
-            ops.append(p.NormaliseHeads(self.head_norms(name), spec.norm_eps))
-        ops += [p.TurnAndStore(i, self.rotary), p.Attend(i, spec.window_of_layer(i))]
+            ops.append(p.QkNorm(self.head_norms(name), spec.norm_eps))
+        ops += [p.RopeAndCacheWrite(i, self.rotary), p.PagedAttention(i, spec.window_of_layer(i))]
         if i == spec.n_layers - 1:
-            ops.append(p.KeepSampledRows())
-        ops += [p.AddMixed(self.matrix(f"{name}.{out.module}", out.bias)), self.norm(f"{name}.mlp_norm")]
+            ops.append(p.GatherSampledRows())
+        ops += [p.OutProjectionAdd(self.matrix(f"{name}.{out.module}", out.bias)), self.norm(f"{name}.mlp_norm")]
         wide = (self.gate_up if up.packed else self.matrix)(f"{name}.{up.module}", up.bias)
-        ops += [p.Widen(wide, spec.activation, bool(up.packed)), p.AddNarrowed(self.matrix(f"{name}.{down.module}", down.bias))]
+        ops += [p.MlpUp(wide, spec.activation, bool(up.packed)), p.MlpDownAdd(self.matrix(f"{name}.{down.module}", down.bias))]
         return ops
 
     def ops(self) -> tuple[p.Op, ...]:
@@ -181,7 +181,7 @@ class _Lowering:
         for i in range(spec.n_layers):
             ops += self.block(i)
         head = self.matrix("embed" if spec.tied_embeddings else "head", bias=False, scheme=self.head)
-        return (*ops, self.norm("final_norm"), p.Head(head))
+        return (*ops, self.norm("final_norm"), p.LmHead(head))
 
 
 def _packed(weight: Tensor | Codes, scheme: Scheme, bias: Tensor | None) -> NativeMatrix:

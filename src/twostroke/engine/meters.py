@@ -153,7 +153,7 @@ def product_of(engine: EngineCore) -> str:
     """The product that computes most of the blocks' matrices, by their elements, as a profile names its rates."""
     plan, elements = engine.plan, Counter[str]()
     for op in plan.ops:
-        if not isinstance(op, p.ProjectHeads | p.AddMixed | p.Widen | p.AddNarrowed):
+        if not isinstance(op, p.BlockProduct):
             continue
         for matrix in (op.matrix.gate, op.matrix.up) if isinstance(op.matrix, NativePair) else (op.matrix,):
             if isinstance(matrix, NativeMatrix):

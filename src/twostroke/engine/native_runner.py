@@ -14,84 +14,18 @@ from torch import Tensor
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.core.schemes import CACHES
 from twostroke.engine import plan as p
+from twostroke.engine.native_structs import OPS, CBatch, CModel, COp
 from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.kernels.native_library import library, why_absent
-from twostroke.kernels.native_matrix import CMatrix, NativeMatrix, NativePair
+from twostroke.kernels.native_matrix import NativeMatrix, NativePair
 from twostroke.model.rope import inverse_frequencies
 from twostroke.scheduling.scheduler import ScheduledStep, SchedulerConfig
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-_KINDS = (
-    p.Embed,
-    p.Normalise,
-    p.ProjectHeads,
-    p.NormaliseHeads,
-    p.TurnAndStore,
-    p.Attend,
-    p.KeepSampledRows,
-    p.AddMixed,
-    p.Widen,
-    p.AddNarrowed,
-    p.Head,
-)
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 _TABLE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_I32, _I64, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
-
-
-class _COp(ctypes.Structure):
-    """``ts::StepOp``."""
-
-    _fields_ = [
-        ("kind", _I32),
-        ("layer", _I32),
-        ("window", _I64),
-        ("choice", _I32),
-        ("second", _I32),
-        ("eps", ctypes.c_float),
-        ("unused", _I32),
-        ("table", _POINTER),
-        ("positions", _POINTER),
-        ("weight", _POINTER),
-        ("bias", _POINTER),
-        ("matrix", CMatrix),
-        ("up", CMatrix),
-    ]
-
-
-class _CModel(ctypes.Structure):
-    """``ts::StepModel``."""
-
-    _fields_ = [
-        *((name, _I64) for name in ("d_model", "n_heads", "n_kv_heads", "head_dim", "d_ff", "vocab_size", "n_layers")),
-        ("frequencies", _POINTER),
-        ("ops", _POINTER),
-        ("n_ops", _I64),
-        ("kv_type", _I32),
-        ("unused", _I32),
-        ("page_tokens", _I64),
-        ("n_slots", _I64),
-        *((name, _POINTER) for name in ("keys", "values", "key_scales", "value_scales")),
-    ]
-
-
-class _CBatch(ctypes.Structure):
-    """``ts::StepBatch``."""
-
-    _fields_ = [
-        ("n_requests", _I64),
-        *((name, _POINTER) for name in ("starts", "counts", "table_rows", "tokens", "table")),
-        ("table_stride", _I64),
-        ("kept", _POINTER),
-        ("n_kept", _I64),
-        ("logits", _POINTER),
-        ("best", _POINTER),
-        ("best_tokens", _POINTER),
-        ("trace", _POINTER),
-        ("n_threads", _I64),
-    ]
 
 
 class NativeRunner:
@@ -105,23 +39,23 @@ class NativeRunner:
         loaded = library()
         if loaded is None:
             raise ConfigError(f"runner='native' needs the native library. {why_absent()}")
-        loaded.ts_step_create.restype, loaded.ts_step_create.argtypes = _POINTER, [_POINTER]
-        loaded.ts_step_destroy.restype, loaded.ts_step_destroy.argtypes = None, [_POINTER]
-        loaded.ts_step_run.restype, loaded.ts_step_run.argtypes = ctypes.c_int, [_POINTER, _POINTER]
+        loaded.ts_step_create.restype, loaded.ts_step_create.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+        loaded.ts_step_destroy.restype, loaded.ts_step_destroy.argtypes = None, [ctypes.c_void_p]
+        loaded.ts_step_run.restype, loaded.ts_step_run.argtypes = ctypes.c_int, [ctypes.c_void_p, ctypes.c_void_p]
         self._library, self.plan, self.pool = loaded, plan, pool
         spec = plan.spec
         self._held: list[Tensor] = []  # what the library points to beside the plan's own tensors
-        ops = (_COp * len(plan.ops))(*map(self._op, plan.ops))
+        ops = (COp * len(plan.ops))(*map(self._op, plan.ops))
         layer = -1
         for made, op in zip(ops, plan.ops, strict=True):
-            layer = op.layer if isinstance(op, p.Attend) else layer
-            made.layer = layer if isinstance(op, p.AddNarrowed) else made.layer
+            layer = op.layer if isinstance(op, p.PagedAttention) else layer
+            made.layer = layer if isinstance(op, p.MlpDownAdd) else made.layer
         frequencies = self._hold(inverse_frequencies(spec)) if spec.positions == "rope" else None
         scales = [pool.key_scales.data_ptr(), pool.value_scales.data_ptr()] if pool.scaled else [None, None]
         sizes = (spec.d_model, spec.n_heads, spec.n_kv_heads, spec.head_dim, spec.d_ff, spec.vocab_size, spec.n_layers)
         places = (pool.keys.data_ptr(), pool.values.data_ptr(), *scales)
         kv_type = CACHES[pool.dtype].native
-        model = _CModel(
+        model = CModel(
             *sizes, frequencies, ctypes.addressof(ops), len(ops), kv_type, 0, pool.page_tokens, pool.n_slots, *places
         )
         self._step = loaded.ts_step_create(ctypes.byref(model))
@@ -134,7 +68,7 @@ class NativeRunner:
         self._tokens = np.zeros(config.token_budget, np.int32)
         self._n_usual = config.max_running  # rows of logits that are kept; more of them only while prompts are scored
         self._take_logits(0)
-        self._batch = _CBatch(table=self.table.ctypes.data, table_stride=width)
+        self._batch = CBatch(table=self.table.ctypes.data, table_stride=width)
         arrays = (("starts", self._starts), ("counts", self._counts), ("table_rows", self._slots), ("tokens", self._tokens))
         for name, array in arrays:
             setattr(self._batch, name, array.ctypes.data)
@@ -207,32 +141,33 @@ class NativeRunner:
         self._held.append(tensor)
         return tensor.data_ptr()
 
-    def _op(self, op: p.Op) -> _COp:
-        made = _COp(kind=_KINDS.index(type(op)))
+    def _op(self, op: p.Op) -> COp:
+        kind, member = next((i, name) for i, (of, name, _) in enumerate(OPS) if isinstance(op, of))
+        made = COp(kind=kind)
+        to: Any = getattr(made, member)
         if isinstance(op, p.Embed):
-            made.table, made.choice = self._table(op.table)
+            to.table, to.table_type = self._table(op.table)
             if op.positions is not None:
-                made.positions, made.second = self._table(op.positions)
-        elif isinstance(op, p.Normalise | p.NormaliseHeads):
-            made.weight, made.eps = self._hold(op.weight.float()), op.eps
-            if isinstance(op, p.Normalise) and op.bias is not None:
-                made.bias = self._hold(op.bias.float())
-        elif isinstance(op, p.TurnAndStore):
-            made.layer, made.choice = op.layer, int(op.rotary)
+                to.positions, to.positions_type = self._table(op.positions)
+        elif isinstance(op, p.Norm | p.QkNorm):
+            to.weight, to.eps = self._hold(op.weight.float()), op.eps
+            if isinstance(op, p.Norm) and op.bias is not None:
+                to.bias = self._hold(op.bias.float())
+        elif isinstance(op, p.RopeAndCacheWrite):
+            made.layer, to.rotary = op.layer, int(op.rotary)
             if self.pool.scaled:
-                made.bias = self.pool.key_offset[op.layer].data_ptr()
-        elif isinstance(op, p.Attend):
-            made.layer, made.window = op.layer, op.window or 0
-        elif isinstance(op, p.Widen):
-            made.choice = _ACTIVATIONS[op.activation]
-        if isinstance(op, p.ProjectHeads | p.AddMixed | p.Widen | p.AddNarrowed | p.Head):
+                to.key_offset = self.pool.key_offset[op.layer].data_ptr()
+        elif isinstance(op, p.PagedAttention):
+            made.layer, to.window = op.layer, op.window or 0
+        elif not isinstance(op, p.GatherSampledRows):
             matrix: Any = op.matrix
-            if isinstance(matrix, NativePair):
-                made.matrix, made.up = matrix.gate.c, matrix.up.c
-            elif isinstance(matrix, NativeMatrix):
-                made.matrix = matrix.c
-            else:
+            if not isinstance(matrix, NativeMatrix | NativePair):
                 raise ConfigError("this plan was lowered for torch. Lower it with native=True.")
+            to.matrix = matrix.gate.c if isinstance(matrix, NativePair) else matrix.c
+            if isinstance(op, p.MlpUp):
+                to.activation = _ACTIVATIONS[op.activation]
+                if isinstance(matrix, NativePair):
+                    to.up = matrix.up.c
         return made
 
     def _table(self, table: Tensor) -> tuple[int, int]:

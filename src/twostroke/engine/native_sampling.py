@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from twostroke.core.errors import CapacityError, EngineError
-from twostroke.kernels.native_library import library
+from twostroke.kernels.native_library import library, mirror_bytes
 from twostroke.scheduling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ DRAW = np.dtype(
         ("top_k", np.int32),
     ]
 )
-"""``Draw`` in kernels/native/sample.cpp. ``number`` in [0, 1) is the random one; ``top_k`` 0: all."""
+"""``Draw`` in kernels/native/sampling.h. ``number`` in [0, 1) is the random one; ``top_k`` 0: all."""
 
 _ARRAYS = ("biased", "biases", "prompt", "output", "counts", "fresh", "ends")
 ADJUSTMENT = np.dtype(
@@ -45,7 +45,10 @@ ADJUSTMENT = np.dtype(
         ("best", np.float32),
     ]
 )
-"""``Adjustment`` in kernels/native/adjust.cpp."""
+"""``Adjustment`` in kernels/native/sampling.h."""
+
+mirror_bytes("Draw", DRAW.itemsize)
+mirror_bytes("Adjustment", ADJUSTMENT.itemsize)
 
 
 _RECORD = struct.Struct("=6q8Q2d2f")

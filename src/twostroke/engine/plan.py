@@ -27,7 +27,7 @@ class Embed:
 
 
 @dataclass(frozen=True, eq=False)
-class Normalise:
+class Norm:
     """h ← RMSNorm(x), or LayerNorm(x) where there is a bias."""
 
     weight: Tensor
@@ -36,14 +36,14 @@ class Normalise:
 
 
 @dataclass(frozen=True, eq=False)
-class ProjectHeads:
+class QkvProjection:
     """qkv ← h·Wᵀ + b."""
 
     matrix: Matrix
 
 
 @dataclass(frozen=True, eq=False)
-class NormaliseHeads:
+class QkNorm:
     """RMSNorm of each query and key head in qkv; ``weight`` is (H + K, D)."""
 
     weight: Tensor
@@ -51,7 +51,7 @@ class NormaliseHeads:
 
 
 @dataclass(frozen=True, eq=False)
-class TurnAndStore:
+class RopeAndCacheWrite:
     """Turn queries and keys in qkv by their position (``rotary``), then write keys and values to the layer's cache."""
 
     layer: int
@@ -59,7 +59,7 @@ class TurnAndStore:
 
 
 @dataclass(frozen=True, eq=False)
-class Attend:
+class PagedAttention:
     """mixed ← attention of qkv's queries over the cached keys and values of their own request, the last ``window`` of them."""
 
     layer: int
@@ -67,19 +67,19 @@ class Attend:
 
 
 @dataclass(frozen=True, eq=False)
-class KeepSampledRows:
+class GatherSampledRows:
     """x, mixed ← their rows that a token will be sampled from. After the last attention no other row matters."""
 
 
 @dataclass(frozen=True, eq=False)
-class AddMixed:
+class OutProjectionAdd:
     """x ← x + mixed·Wᵀ + b."""
 
     matrix: Matrix
 
 
 @dataclass(frozen=True, eq=False)
-class Widen:
+class MlpUp:
     """m ← activation(h·Wᵀ + b); ``gated``: the product holds gate and up, m ← activation(gate)·up."""
 
     matrix: Matrix
@@ -88,32 +88,22 @@ class Widen:
 
 
 @dataclass(frozen=True, eq=False)
-class AddNarrowed:
+class MlpDownAdd:
     """x ← x + m·Wᵀ + b."""
 
     matrix: Matrix
 
 
 @dataclass(frozen=True, eq=False)
-class Head:
+class LmHead:
     """logits ← h·Wᵀ, fp32."""
 
     matrix: Matrix
 
 
-Op = (
-    Embed
-    | Normalise
-    | ProjectHeads
-    | NormaliseHeads
-    | TurnAndStore
-    | Attend
-    | KeepSampledRows
-    | AddMixed
-    | Widen
-    | AddNarrowed
-    | Head
-)
+BlockProduct = QkvProjection | OutProjectionAdd | MlpUp | MlpDownAdd
+Product = BlockProduct | LmHead
+Op = Product | Embed | Norm | QkNorm | RopeAndCacheWrite | PagedAttention | GatherSampledRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,11 +121,11 @@ class Plan:
         """Bytes of weights that one step must read, whatever its rows (the embedding's rows, a few kB, left out)."""
         total = 0
         for op in self.ops:
-            if isinstance(op, ProjectHeads | AddMixed | Widen | AddNarrowed | Head):
+            if isinstance(op, Product):
                 total += op.matrix.n_bytes
-            elif isinstance(op, Normalise):
+            elif isinstance(op, Norm):
                 total += op.weight.nbytes + (op.bias.nbytes if op.bias is not None else 0)
-            elif isinstance(op, NormaliseHeads):
+            elif isinstance(op, QkNorm):
                 total += 2 * op.weight[0].nbytes  # all query heads share one row, all key heads another
         return total
 
@@ -148,7 +138,7 @@ class Plan:
         element_bytes = int(scheme_of(self.weights).kept_bytes)
         total = self.step_bytes
         for op in self.ops:
-            if isinstance(op, ProjectHeads | AddMixed | Widen | AddNarrowed | Head):
+            if isinstance(op, Product):
                 total += op.matrix.held_bytes - op.matrix.n_bytes
         if not self.spec.tied_embeddings:
             total += embed.table.numel() * element_bytes

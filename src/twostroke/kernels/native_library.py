@@ -8,9 +8,10 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from twostroke.core.errors import ConfigError
 from twostroke.kernels.native import build as native_build
@@ -21,8 +22,13 @@ _POINTER, _INT, _INT64, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64,
 _BITS, _TEXT = ctypes.c_uint64, ctypes.c_char_p
 _SHAPE = [_INT, _INT, _INT64, _INT64]  # format, group, n, k
 _ROWS = [_INT64, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER]  # m, f32, bf16, codes, scales, sums
+_MIRRORED: dict[str, int] = {}  # bytes by the library's name of a structure
+
+Structure = TypeVar("Structure", bound=ctypes.Structure)
+
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ts_sources": (_TEXT, []),
+    "ts_size_of": (_INT64, [_TEXT]),
     "ts_feature_names": (_TEXT, []),
     "ts_features": (_BITS, []),
     "ts_target_name": (_TEXT, [_INT]),
@@ -81,7 +87,33 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, f"{PATH} cannot be used ({error}). {remedy}"
     if native_build.sources() and built_from != native_build.sources_hash():
         return None, f"{PATH} was built from other sources than those beside it. {remedy}"
-    return loaded, ""
+    return (None, differs) if (differs := _other_size(loaded)) else (loaded, "")
+
+
+def mirror(name: str) -> Callable[[type[Structure]], type[Structure]]:
+    """Of a structure that has the fields of the library's ``ts::name``: their sizes are compared when the library is loaded."""
+
+    def mirrored(structure: type[Structure]) -> type[Structure]:
+        mirror_bytes(name, ctypes.sizeof(structure))
+        return structure
+
+    return mirrored
+
+
+def mirror_bytes(name: str, n_bytes: int) -> None:
+    """The same for what is no ctypes structure. Raises ConfigError where a library that was loaded before has another size."""
+    _MIRRORED[name] = n_bytes
+    loaded = library() if _load.cache_info().currsize else None
+    if loaded is not None and (differs := _other_size(loaded)):
+        raise ConfigError(differs)
+
+
+def _other_size(loaded: ctypes.CDLL) -> str:
+    """A sentence about the first structure that has another size in the library; empty if they agree."""
+    for name, n_bytes in _MIRRORED.items():
+        if (there := loaded.ts_size_of(name.encode())) != n_bytes:
+            return f"ts::{name} takes {there} bytes in the library and {n_bytes} in Python. Change both together."
+    return ""
 
 
 def open_library(path: Path) -> ctypes.CDLL:

@@ -16,7 +16,7 @@ from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.core.schemes import GROUPS, NATIVE_FORMATS
 from twostroke.kernels.codes import CODE_TYPES
 from twostroke.kernels.int4 import quantize_groups
-from twostroke.kernels.native_library import library
+from twostroke.kernels.native_library import library, mirror
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int8, UInt8
@@ -28,6 +28,7 @@ BLOCK_WEIGHTS = 2**20
 """Weights that are quantised at a time."""
 
 
+@mirror("Matrix")
 class CMatrix(ctypes.Structure):
     """``ts::Matrix``."""
 
@@ -41,6 +42,7 @@ class CMatrix(ctypes.Structure):
     ]
 
 
+@mirror("Rows")
 class CRows(ctypes.Structure):
     """``ts::Rows``."""
 

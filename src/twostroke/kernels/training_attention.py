@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from twostroke.core.policy import NATIVE_HEAD_MULTIPLE
-from twostroke.kernels.native_library import library
+from twostroke.kernels.native_library import library, mirror
 
 
+@mirror("TrainingAttention")
 class _Shape(ctypes.Structure):
     """``TrainingAttention`` of ``native/training_attention.h``."""
 

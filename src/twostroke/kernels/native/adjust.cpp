@@ -3,30 +3,10 @@
 #include "kernels.h"
 
 #include "pool.h"
+#include "sampling.h"
 
 namespace ts {
 namespace {
-
-// What one row's request asks for; engine/native_sampling.py has the same fields as a numpy type. Tokens outside of the
-// vocabulary are left out. In this order: biases are added; tokens of the prompt, and of the output that the prompt
-// does not hold, are divided (positive) or multiplied (negative) by ``repetition``; presence + count·frequency is taken
-// off tokens of the output; ends become −∞.
-struct Adjustment {
-    int64_t row;
-    int64_t token;  // answer: that of the largest logit
-    int64_t n_biased, n_prompt, n_output, n_ends;
-    const int64_t* biased;
-    const float* biases;
-    const int64_t* prompt;
-    const int64_t* output;
-    const int32_t* counts;
-    const uint8_t* fresh;  // of each token of the output, whether the prompt does not hold it
-    const int64_t* ends;
-    float* undo;  // what stood there: room for n_biased + n_prompt + 2·n_output + n_ends
-    double presence, frequency;
-    float repetition;
-    float best;  // answer: the largest logit
-};
 
 void change(const Adjustment& a, float* x, int64_t n_vocab) {
     float* undo = a.undo;

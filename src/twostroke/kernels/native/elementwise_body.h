@@ -1,4 +1,5 @@
-// Norms, rotary turn, cache write, activations: rows of fp32, each computed in one order whatever else is in the step.
+// Norms, rotary positions, cache write, activations: rows of fp32, each computed in one order whatever else is in the
+// step.
 #pragma once
 
 #include "kernels.h"
@@ -62,7 +63,7 @@ void layer_norm(const float* x, const float* weight, const float* bias, float ep
 }
 
 // (a, b) → (a·cos − b·sin, b·cos + a·sin) for neighbours a, b; cosines come twice each, sines as −sin, +sin.
-void turn(float* head, const float* cosines, const float* sines, int64_t head_dim) {
+void rope(float* head, const float* cosines, const float* sines, int64_t head_dim) {
     int64_t i = 0;
     for (; i + kLanes <= head_dim; i += kLanes) {
         const Floats v = load(head + i);
@@ -145,7 +146,7 @@ void store_poison(const ts::KvLayout& kv, const ts::KvHead& head, const ts::KvHe
     if (kv.type == ts::KvType::INT8) head.key_scales[slot] = __builtin_nanf(""), head.value_scales[slot] = 0.0f;
 }
 
-void store_kv(const ts::KvLayout& kv, const ts::KvHead& head, const float* key, const float* value, int64_t slot) {
+void cache_write(const ts::KvLayout& kv, const ts::KvHead& head, const float* key, const float* value, int64_t slot) {
     const int64_t tile = slot / ts::kTile, lane = slot % ts::kTile, D = kv.head_dim;
     const ts::KvHead place{head.keys + tile * kv.key_tile_bytes, head.values + tile * kv.value_tile_bytes, nullptr,
                            nullptr};
@@ -208,11 +209,11 @@ TS_INLINE void activate_by(const float* gate, const float* up, int64_t n, float*
     }
 }
 
-void activate(int32_t activation, const float* gate, const float* up, int64_t n, float* y) {
+void activate(ts::Activation activation, const float* gate, const float* up, int64_t n, float* y) {
     switch (activation) {
-        case 0: return activate_by(gate, up, n, y, [](Floats v) { return silu(v); });
-        case 1: return activate_by(gate, up, n, y, [](Floats v) { return gelu(v); });
-        default: return activate_by(gate, up, n, y, [](Floats v) { return gelu_tanh(v); });
+        case ts::Activation::Silu: return activate_by(gate, up, n, y, [](Floats v) { return silu(v); });
+        case ts::Activation::Gelu: return activate_by(gate, up, n, y, [](Floats v) { return gelu(v); });
+        case ts::Activation::GeluTanh: return activate_by(gate, up, n, y, [](Floats v) { return gelu_tanh(v); });
     }
 }
 
@@ -250,8 +251,8 @@ constexpr ts::Kernels with_elementwise(ts::Kernels k) {
     k.embed = embed;
     k.rms_norm = rms_norm;
     k.layer_norm = layer_norm;
-    k.turn = turn;
-    k.store_kv = store_kv;
+    k.rope = rope;
+    k.cache_write = cache_write;
     k.activate = activate;
     k.best = best;
     return k;

@@ -4,9 +4,12 @@
 #include "memory.h"
 #include "pool.h"
 #include "quantize.h"
+#include "sampling.h"
+#include "step.h"
 #include "targets.h"
 
 #include <chrono>
+#include <cstring>
 
 #ifndef TS_SOURCES
 #define TS_SOURCES ""
@@ -30,6 +33,23 @@ Rows slice(const Rows& rows, int64_t k, int64_t first, int64_t n) {
 }  // namespace
 
 extern "C" {
+
+// The size of a structure that Python mirrors; -1: there is none of this name.
+int64_t ts_size_of(const char* name) {
+#define TS_SIZE(TYPE, ...) \
+    if (std::strcmp(name, #TYPE) == 0) return int64_t(sizeof(TYPE));
+    TS_OPS(TS_SIZE)
+    TS_SIZE(StepOp)
+    TS_SIZE(StepModel)
+    TS_SIZE(StepBatch)
+    TS_SIZE(Matrix)
+    TS_SIZE(Rows)
+    TS_SIZE(TrainingAttention)
+    TS_SIZE(Draw)
+    TS_SIZE(Adjustment)
+#undef TS_SIZE
+    return -1;
+}
 
 // A hash of the sources that this library was built from.
 const char* ts_sources() { return TS_SOURCES; }

@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "matrix.h"
+#include "step.h"
 #include "training_attention.h"
 
 namespace ts {
@@ -32,9 +33,9 @@ struct Kernels {
     void (*embed)(const void* table, int32_t type, int64_t token, int64_t n, float* x, bool add);
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* y);
     void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* y);
-    void (*turn)(float* head, const float* cosines, const float* sines, int64_t head_dim);
-    void (*store_kv)(const KvLayout&, const KvHead&, const float* key, const float* value, int64_t slot);
-    void (*activate)(int32_t activation, const float* gate, const float* up, int64_t n, float* y);
+    void (*rope)(float* head, const float* cosines, const float* sines, int64_t head_dim);
+    void (*cache_write)(const KvLayout&, const KvHead&, const float* key, const float* value, int64_t slot);
+    void (*activate)(Activation, const float* gate, const float* up, int64_t n, float* y);
     Best (*best)(const float* x, int64_t n);
 
     // Attention over the cache. task_rows: query rows (tokens × heads of a group) of one task, one token's heads at

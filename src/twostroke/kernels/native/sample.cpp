@@ -1,6 +1,7 @@
 // Drawing tokens, and finding the most probable ones. The plain references are in engine/sampler.py.
 #include "kernels.h"
 #include "pool.h"
+#include "sampling.h"
 
 #include <algorithm>
 #include <atomic>
@@ -14,15 +15,6 @@
 
 namespace ts {
 namespace {
-
-// How a row's token is drawn; engine/native_sampling.py has the same fields as a numpy type.
-struct Draw {
-    int64_t row;
-    int64_t token;  // the answer
-    double number;  // in [0, 1)
-    float temperature, top_p, min_p;
-    int32_t top_k;  // 0: all
-};
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr size_t kFew = 2048;  // candidates; beyond, a look at all of them by bins is less work

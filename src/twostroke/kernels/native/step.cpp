@@ -26,9 +26,9 @@ Step::Step(const StepModel& model) : m_(model), ops_(model.ops, model.ops + mode
     widest_ = std::max(m_.d_model, std::max(q_width_, m_.d_ff));
     scale_ = 1.0f / std::sqrt(static_cast<float>(m_.head_dim));
     for (const StepOp& op : ops_)
-        if (op.kind == OpKind::Attend && list_of(op.window) == nullptr) {
+        if (op.kind == OpKind::PagedAttention && list_of(op.paged_attention.window) == nullptr) {
             lists_.emplace_back();
-            lists_.back().window = op.window;
+            lists_.back().window = op.paged_attention.window;
         }
     n_counters_ = 2 * static_cast<int64_t>(ops_.size()) + 2;
     counters_.reset(new std::atomic<int64_t>[n_counters_]);
@@ -93,25 +93,25 @@ void Step::place_rows() {
 
 void Step::need_memory(int n_threads) {
     const int64_t n_kept = batch_->kept != nullptr ? batch_->n_kept : n_rows_;
-    x_.need(n_rows_ * m_.d_model);
+    residual_.need(n_rows_ * m_.d_model);
     qkv_.need(n_rows_ * qkv_width_);
     mixed_.need(n_rows_ * q_width_);
     if (batch_->kept != nullptr) {
-        kept_x_.need(n_kept * m_.d_model);
+        kept_residual_.need(n_kept * m_.d_model);
         kept_mixed_.need(n_kept * q_width_);
     }
-    if (m_.frequencies != nullptr) turns_.need(n_rows_ * 2 * m_.head_dim);
-    h_.need(kFewRows * m_.d_model);
-    wide_.need(kFewRows * m_.d_ff);
+    if (m_.frequencies != nullptr) rope_.need(n_rows_ * 2 * m_.head_dim);
+    normed_.need(kFewRows * m_.d_model);
+    mlp_inner_.need(kFewRows * m_.d_ff);
     up_.need(kFewRows * m_.d_ff);
     rows_.need(kFewRows, widest_);
     best_.need(kFewRows * n_threads);
     while (static_cast<int>(memory_.size()) < n_threads) memory_.emplace_back(new ThreadMemory);
     const int64_t scratch = kernels_->attend_scratch_bytes(kv_, m_.n_heads / m_.n_kv_heads);
     for (auto& memory : memory_) {
-        memory->h.need(kChunkRows * m_.d_model);
-        memory->wide.need(kChunkRows * m_.d_ff);
-        memory->up.need(kChunkRows * kWidenOutputs);
+        memory->normed.need(kChunkRows * m_.d_model);
+        memory->mlp_inner.need(kChunkRows * m_.d_ff);
+        memory->up.need(kChunkRows * kMlpOutputs);
         memory->rows.need(kChunkRows, widest_);
         memory->attention.need(scratch);
     }
@@ -123,29 +123,40 @@ void Step::barrier() {
 
 // The whole plan, by one of the threads.
 void Step::work(int thread, int n_threads) {
-    Now now{x_.get(), mixed_.get(), n_rows_, Rows{}, thread, n_threads, 0};
-    turn_tables(now);
-    size_t i = 0;
-    while (i < ops_.size()) {
-        if (ops_[i].kind == OpKind::Attend) {
-            attend(ops_[i], *memory_[thread], counters_[now.n_claims++]);
-            barrier();
-            i++;
-        } else if (ops_[i].kind == OpKind::KeepSampledRows) {
-            keep(now);
-            i++;
-        } else {
-            size_t end = i;
-            while (end < ops_.size() && ops_[end].kind != OpKind::Attend && ops_[end].kind != OpKind::KeepSampledRows)
-                end++;
-            if (now.n_rows <= kFewRows) {
-                for (; i < end; i++) run_shared(i, now);
-            } else {
-                run_chunks(i, end, now);
-                i = end;
-            }
+    Now now{residual_.get(), mixed_.get(), n_rows_, thread, n_threads};
+    const auto needs_all = [](const StepOp& op) {
+        return op.kind == OpKind::PagedAttention || op.kind == OpKind::GatherSampledRows;
+    };
+    rope_tables(now);
+    for (size_t i = 0, end; i < ops_.size(); i = end) {
+        for (end = i; end < ops_.size() && !needs_all(ops_[end]);) end++;
+        if (end > i && now.n_rows > kFewRows) {
+            run_chunks(i, end, now);
+            continue;
+        }
+        if (end == i) end++;
+        now.shared = true;
+        now.first = 0;
+        for (; i < end; i++) {
+            now.last = now.n_rows;
+            run(i, now);
         }
     }
+}
+
+// Many rows: chunk by chunk, each by one thread.
+void Step::run_chunks(size_t begin, size_t end, Now& now) {
+    const int64_t each = (now.n_rows + now.n_threads - 1) / now.n_threads;
+    const int64_t chunk = std::min(kChunkRows, (each + 31) / 32 * 32);  // whole registers of rows, as AMX has them
+    std::atomic<int64_t>& claims = counters_[now.n_claims++];
+    if (begin == 0 && m_.frequencies != nullptr) barrier();  // the tables of angles
+    now.shared = false;
+    for (int64_t c; (c = claims.fetch_add(1, std::memory_order_relaxed)) * chunk < now.n_rows;) {
+        now.first = c * chunk;
+        now.last = std::min(now.first + chunk, now.n_rows);
+        for (size_t i = begin; i < end; i++) run(i, now);
+    }
+    barrier();
 }
 
 }  // namespace ts

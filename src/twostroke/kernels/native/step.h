@@ -1,5 +1,5 @@
 // One step of the engine: the flat plan of engine/plan.py for any mix of prefill and decode rows, in one call.
-// engine/native_runner.py mirrors these structures field by field.
+// engine/native_structs.py mirrors these structures; ts_size_of lets it compare their sizes when the library is loaded.
 #pragma once
 
 #include <cstdint>
@@ -8,41 +8,97 @@
 
 namespace ts {
 
+// The plan's operations, as plan.py describes them. An operation's structure holds what it alone knows.
+enum class TableType : int32_t { F32 = 0, BF16 = 1, F16 = 2 };
+enum class Activation : int32_t { Silu = 0, Gelu, GeluTanh };
+
+struct Embed {
+    const void* table;
+    const void* positions;  // null: none
+    TableType table_type, positions_type;
+};
+struct Norm {
+    const float* weight;  // (E)
+    const float* bias;    // LayerNorm if there is one
+    float eps;
+};
+struct QkvProjection {
+    Matrix matrix;
+};
+struct QkNorm {
+    const float* weight;  // (H + K, D)
+    float eps;
+};
+struct RopeAndCacheWrite {
+    const float* key_offset;  // (K, D), taken off the rotated keys; null: none
+    int32_t rotary;
+};
+struct PagedAttention {
+    int64_t window;  // 0: none
+};
+struct GatherSampledRows {
+    int64_t unused;
+};
+struct OutProjectionAdd {
+    Matrix matrix;
+};
+struct MlpUp {
+    Matrix matrix;  // of the gate if there is `up`
+    Matrix up;      // packed null: none
+    Activation activation;
+};
+struct MlpDownAdd {
+    Matrix matrix;
+};
+struct LmHead {
+    Matrix matrix;
+};
+
+// A row each: the type and its name as a member. Python numbers the kinds in this order.
+#define TS_OPS(ROW)                              \
+    ROW(Embed, embed)                            \
+    ROW(Norm, norm)                              \
+    ROW(QkvProjection, qkv_projection)           \
+    ROW(QkNorm, qk_norm)                         \
+    ROW(RopeAndCacheWrite, rope_and_cache_write) \
+    ROW(PagedAttention, paged_attention)         \
+    ROW(GatherSampledRows, gather_sampled_rows)  \
+    ROW(OutProjectionAdd, out_projection_add)    \
+    ROW(MlpUp, mlp_up)                           \
+    ROW(MlpDownAdd, mlp_down_add)                \
+    ROW(LmHead, lm_head)
+
 enum class OpKind : int32_t {
-    Embed = 0,
-    Normalise,
-    ProjectHeads,
-    NormaliseHeads,
-    TurnAndStore,
-    Attend,
-    KeepSampledRows,
-    AddMixed,
-    Widen,
-    AddNarrowed,
-    Head
+#define TS_OP(TYPE, NAME) TYPE,
+    TS_OPS(TS_OP)
+#undef TS_OP
 };
 
 struct StepOp {
     OpKind kind;
     int32_t layer;
-    int64_t window;  // Attend; 0: none
-    int32_t choice;  // Embed: the table's type (0 fp32, 1 bf16, 2 fp16); TurnAndStore: 1 turns; Widen: 0 silu, 1 gelu,
-                     // 2 gelu_tanh
-    int32_t second;  // Embed: the type of the table of positions
-    float eps;
-    int32_t unused;
-    const void* table;  // Embed
-    const void* positions;
-    const float* weight;  // Normalise (E), NormaliseHeads (H + K, D)
-    const float*
-        bias;  // Normalise: LayerNorm where there is one; TurnAndStore: (K, D), taken off the turned keys; null: none
-    Matrix matrix;
-    Matrix up;  // Widen, gated: `matrix` is the gate
+    union {
+#define TS_OP(TYPE, NAME) TYPE NAME;
+        TS_OPS(TS_OP)
+#undef TS_OP
+    };
 };
+
+// f of the operation that `op` holds.
+template <class F>
+auto visit(const StepOp& op, F f) {
+    switch (op.kind) {
+#define TS_OP(TYPE, NAME) \
+    case OpKind::TYPE: return f(op.NAME);
+        TS_OPS(TS_OP)
+#undef TS_OP
+    }
+    return f(op.gather_sampled_rows);  // no such kind: nothing to do
+}
 
 struct StepModel {
     int64_t d_model, n_heads, n_kv_heads, head_dim, d_ff, vocab_size, n_layers;
-    const float* frequencies;  // (D/2) radians a position; null where nothing turns
+    const float* frequencies;  // (D/2) radians a position; null: no rotary positions
     const StepOp* ops;
     int64_t n_ops;
     int32_t kv_type, unused;
@@ -66,16 +122,16 @@ struct StepBatch {
     float* logits;         // (kept, V)
     float* best;           // (kept) the largest logit of each row, NaN where one is not finite; null: not wanted
     int64_t* best_tokens;  // (kept) its token
-    float* trace;          // null, or (layers + 1, rows, E): x after the embedding and each block, for tests
-    int64_t n_threads;     // 1: the caller alone; else all of the pool
+    float* trace;  // null, or (layers + 1, rows, E): the residual stream after the embedding and each block, for tests
+    int64_t n_threads;  // 1: the caller alone; else all of the pool
 };
 
 }  // namespace ts
 
 extern "C" {
-// Copies what `model` and its ops say, not the arrays they point to. Null where memory is short.
+// Copies what `model` and its ops say, not the arrays they point to. Null if memory is short.
 void* ts_step_create(const ts::StepModel* model);
 void ts_step_destroy(void* step);
-// 0, or 1 where memory is short: nothing was computed.
+// 0, or 1 if memory is short: nothing was computed.
 int ts_step_run(void* step, const ts::StepBatch* batch);
 }

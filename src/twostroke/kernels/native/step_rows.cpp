@@ -1,5 +1,4 @@
-// What the step does to a row, to one group of its heads, or to a task of attention: the same in both ways through the
-// plan.
+// What the plan's operations do to a row, to one group of its heads, or to a task of attention.
 #include <cmath>
 #include <cstring>
 
@@ -8,11 +7,11 @@
 namespace ts {
 
 // Cosines (each twice) and sines (−, +) of every row's angles.
-void Step::turn_tables(const Now& now) {
+void Step::rope_tables(const Now& now) {
     if (m_.frequencies == nullptr) return;
     const int64_t D = m_.head_dim, end = share(n_rows_, now.thread + 1, now.n_threads);
     for (int64_t r = share(n_rows_, now.thread, now.n_threads); r < end; r++) {
-        float* cosines = turns_.get() + r * 2 * D;
+        float* cosines = rope_.get() + r * 2 * D;
         float* sines = cosines + D;
         for (int64_t i = 0; i < D / 2; i++) {
             const float angle = static_cast<float>(positions_[r]) * m_.frequencies[i];
@@ -23,25 +22,27 @@ void Step::turn_tables(const Now& now) {
     }  // the barrier after the embedding is the one that others wait at
 }
 
-void Step::trace(const Now& now, const StepOp& op, int64_t first, int64_t end) {
+void Step::trace(const Now& now, int64_t state, Range rows) {
     if (batch_->trace == nullptr) return;
-    const int64_t index = op.kind == OpKind::Embed ? 0 : op.layer + 1, E = m_.d_model;
-    std::memcpy(batch_->trace + (index * n_rows_ + first) * E, now.x + first * E,
-                static_cast<size_t>((end - first) * E) * 4);
+    const int64_t E = m_.d_model;
+    std::memcpy(batch_->trace + (state * n_rows_ + rows.first) * E, now.residual + rows.first * E,
+                static_cast<size_t>((rows.last - rows.first) * E) * 4);
 }
 
-void Step::embed_row(const StepOp& op, int64_t row, float* x) {
-    kernels_->embed(op.table, op.choice, batch_->tokens[row], m_.d_model, x, false);
-    if (op.positions != nullptr) kernels_->embed(op.positions, op.second, positions_[row], m_.d_model, x, true);
+void Step::embed_row(const Embed& op, int64_t row, float* to) {
+    const auto type = [](TableType t) { return static_cast<int32_t>(t); };
+    kernels_->embed(op.table, type(op.table_type), batch_->tokens[row], m_.d_model, to, false);
+    if (op.positions != nullptr)
+        kernels_->embed(op.positions, type(op.positions_type), positions_[row], m_.d_model, to, true);
 }
 
-void Step::normalise_row(const StepOp& op, const float* x, float* h) {
-    if (op.bias != nullptr) kernels_->layer_norm(x, op.weight, op.bias, op.eps, m_.d_model, h);
-    else kernels_->rms_norm(x, op.weight, op.eps, m_.d_model, h);
+void Step::norm_row(const Norm& op, const float* from, float* to) {
+    if (op.bias != nullptr) kernels_->layer_norm(from, op.weight, op.bias, op.eps, m_.d_model, to);
+    else kernels_->rms_norm(from, op.weight, op.eps, m_.d_model, to);
 }
 
 // One group of a row: a key head, its value head, its query heads.
-void Step::normalise_group(const StepOp& op, int64_t row, int64_t k) {
+void Step::norm_group(const QkNorm& op, int64_t row, int64_t k) {
     const int64_t D = m_.head_dim, group = m_.n_heads / m_.n_kv_heads;
     float* qkv = qkv_.get() + row * qkv_width_;
     for (int64_t head = k * group; head < (k + 1) * group; head++)
@@ -50,21 +51,21 @@ void Step::normalise_group(const StepOp& op, int64_t row, int64_t k) {
     kernels_->rms_norm(qkv + key * D, op.weight + key * D, op.eps, D, qkv + key * D);
 }
 
-void Step::turn_and_store_group(const StepOp& op, int64_t row, int64_t k) {
+void Step::rope_and_cache_write_group(const RopeAndCacheWrite& op, int64_t layer, int64_t row, int64_t k) {
     const int64_t D = m_.head_dim, group = m_.n_heads / m_.n_kv_heads;
     float* qkv = qkv_.get() + row * qkv_width_;
     float* key = qkv + (m_.n_heads + k) * D;
-    if (op.choice) {
-        const float* cosines = turns_.get() + row * 2 * D;
+    if (op.rotary) {
+        const float* cosines = rope_.get() + row * 2 * D;
         for (int64_t head = k * group; head < (k + 1) * group; head++)
-            kernels_->turn(qkv + head * D, cosines, cosines + D, D);
-        kernels_->turn(key, cosines, cosines + D, D);
+            kernels_->rope(qkv + head * D, cosines, cosines + D, D);
+        kernels_->rope(key, cosines, cosines + D, D);
     }
-    if (op.bias != nullptr) {
-        const float* offset = op.bias + k * D;
+    if (op.key_offset != nullptr) {
+        const float* offset = op.key_offset + k * D;
         for (int64_t d = 0; d < D; d++) key[d] -= offset[d];
     }
-    kernels_->store_kv(kv_, kv_head(op.layer, k), key, key + m_.n_kv_heads * D, slots_[row]);
+    kernels_->cache_write(kv_, kv_head(layer, k), key, key + m_.n_kv_heads * D, slots_[row]);
 }
 
 KvHead Step::kv_head(int64_t layer, int64_t k) const {
@@ -78,7 +79,7 @@ KvHead Step::kv_head(int64_t layer, int64_t k) const {
     return found;
 }
 
-void Step::attend(const StepOp& op, ThreadMemory& memory, std::atomic<int64_t>& claims) {
+void Step::attend(const PagedAttention& op, int64_t layer, ThreadMemory& memory, std::atomic<int64_t>& claims) {
     TaskList& list = *list_of(op.window);
     const StepBatch& b = *batch_;
     const int64_t D = m_.head_dim, group = m_.n_heads / m_.n_kv_heads,
@@ -99,7 +100,7 @@ void Step::attend(const StepOp& op, ThreadMemory& memory, std::atomic<int64_t>& 
         a.first_key = task.first_key;
         a.end_key = task.end_key;
         if (task.partial >= 0) a.partial = partials_.get() + task.partial + task.span * task.n_tokens * group * (D + 2);
-        kernels_->attend(kv_, kv_head(op.layer, task.kv_head), a, scale_, memory.attention.get());
+        kernels_->attend(kv_, kv_head(layer, task.kv_head), a, scale_, memory.attention.get());
         if (task.partial >= 0 && list.left[task.joined].fetch_sub(1, std::memory_order_acq_rel) == 1) {
             list.left[task.joined].store(task.n_spans, std::memory_order_relaxed);  // for the next layer
             a.partial = partials_.get() + task.partial;
@@ -108,15 +109,15 @@ void Step::attend(const StepOp& op, ThreadMemory& memory, std::atomic<int64_t>& 
     }
 }
 
-void Step::keep(Now& now) {
+void Step::gather(Now& now) {
     if (batch_->kept == nullptr) return;
     const int64_t n = batch_->n_kept, E = m_.d_model, end = share(n, now.thread + 1, now.n_threads);
     for (int64_t i = share(n, now.thread, now.n_threads); i < end; i++) {
         const int64_t row = batch_->kept[i];
-        std::memcpy(kept_x_.get() + i * E, now.x + row * E, static_cast<size_t>(E) * 4);
+        std::memcpy(kept_residual_.get() + i * E, now.residual + row * E, static_cast<size_t>(E) * 4);
         std::memcpy(kept_mixed_.get() + i * q_width_, now.mixed + row * q_width_, static_cast<size_t>(q_width_) * 4);
     }
-    now.x = kept_x_.get();
+    now.residual = kept_residual_.get();
     now.mixed = kept_mixed_.get();
     now.n_rows = n;
     barrier();

@@ -1,6 +1,5 @@
-// The step at work: its memory, and its operations in three files. step_rows.cpp has what is done to a row or to a task
-// of attention, step_shared.cpp the way through the plan of few rows, step_chunks.cpp that of many; step.cpp what is
-// around them.
+// The step at work: its memory, and its operations in two files. step_operations.cpp has each of the plan's operations,
+// step_rows.cpp what they do to a row, to a group of heads or to a task of attention; step.cpp what is around them.
 #pragma once
 
 #include <atomic>
@@ -18,12 +17,12 @@ namespace ts {
 constexpr int64_t kFewRows = 48;  // shared out by outputs up to here
 constexpr int64_t kPrivateRows =
     4;  // so few are normalised and quantised by every thread for itself: cheaper than a barrier
-constexpr int64_t kChunkRows = 256;     // most: every chunk reads a layer's weights again
-constexpr int64_t kWidenOutputs = 256;  // of a chunk's rows, gate and up by turns
+constexpr int64_t kChunkRows = 256;   // most: every chunk reads a layer's weights again
+constexpr int64_t kMlpOutputs = 256;  // of a chunk's rows, gate and up by turns
 constexpr int64_t kPrefetchBytes = 64 << 10;
 
 struct ThreadMemory {
-    Array<float> h, wide, up;
+    Array<float> normed, mlp_inner, up;
     PreparedRows rows;
     Array<uint8_t> attention;
 };
@@ -35,12 +34,20 @@ public:
 
 private:
     struct Now {  // what a thread knows of where the step is
-        float* x;
+        float* residual;
         float* mixed;
         int64_t n_rows;
-        Rows prepared;
         int thread, n_threads;
-        int64_t n_claims;
+        size_t op = 0;
+        // Rows [first, last): all of them, whose outputs and parts the threads share out, or a chunk that is this
+        // thread's alone.
+        bool shared = true;
+        int64_t first = 0, last = 0;
+        Rows prepared{};
+        int64_t n_claims = 0;
+    };
+    struct Range {
+        int64_t first, last;
     };
 
     void make_ready(int n_threads);
@@ -49,30 +56,41 @@ private:
     TaskList* list_of(int64_t window);
     void barrier();
     void work(int thread, int n_threads);
+    void run_chunks(size_t begin, size_t end, Now&);
     static int64_t share(int64_t n, int part, int n_parts) { return n * part / n_parts; }
 
-    // step_rows.cpp
-    void turn_tables(const Now&);
-    void trace(const Now&, const StepOp&, int64_t first, int64_t end);
-    void embed_row(const StepOp&, int64_t row, float* x);
-    void normalise_row(const StepOp&, const float* x, float* h);
-    void normalise_group(const StepOp&, int64_t row, int64_t k);
-    void turn_and_store_group(const StepOp&, int64_t row, int64_t k);
-    KvHead kv_head(int64_t layer, int64_t k) const;
-    void attend(const StepOp&, ThreadMemory&, std::atomic<int64_t>& claims);
-    void keep(Now&);
-
-    // step_shared.cpp
-    void run_shared(size_t i, Now&);
+    // step_operations.cpp
+    void run(size_t i, Now&);
+    void run(const Embed&, Now&);
+    void run(const Norm&, Now&);
+    void run(const QkvProjection&, Now&);
+    void run(const QkNorm&, Now&);
+    void run(const RopeAndCacheWrite&, Now&);
+    void run(const PagedAttention&, Now&);
+    void run(const GatherSampledRows&, Now&);
+    void run(const OutProjectionAdd&, Now&);
+    void run(const MlpUp&, Now&);
+    void run(const MlpDownAdd&, Now&);
+    void run(const LmHead&, Now&);
+    Range own(const Now&, int64_t n) const;
+    Range own_outputs(const Now&, const Matrix&) const;
+    void multiply(const Now&, const Matrix&, const Rows&, float* y, bool add);
     template <typename Fill>
-    Rows prepare_shared(const Now&, Format, float* shared_from, float* own_from, int64_t k, Fill);
-    Rows prepare_shared(const Now&, Format, float* from, int64_t k);
-    void product_shared(const Now&, const Matrix&, const Rows&, float* y, bool add);
-    void fetch_next(size_t i, const Now&);
+    Rows prepare(const Now&, Format, float* shared_to, float* own_to, int64_t k, Fill);
+    Rows prepare(const Now&, Format, float* rows, int64_t k);
+    void fetch_next(const Now&);
+    void finish(const Now&, bool fetch);
 
-    // step_chunks.cpp
-    void run_chunks(size_t begin, size_t end, Now&);
-    void run_rows(size_t i, Now&, int64_t first, int64_t last);
+    // step_rows.cpp
+    void rope_tables(const Now&);
+    void trace(const Now&, int64_t state, Range rows);
+    void embed_row(const Embed&, int64_t row, float* to);
+    void norm_row(const Norm&, const float* from, float* to);
+    void norm_group(const QkNorm&, int64_t row, int64_t k);
+    void rope_and_cache_write_group(const RopeAndCacheWrite&, int64_t layer, int64_t row, int64_t k);
+    KvHead kv_head(int64_t layer, int64_t k) const;
+    void attend(const PagedAttention&, int64_t layer, ThreadMemory&, std::atomic<int64_t>& claims);
+    void gather(Now&);
 
     const StepModel m_;
     const std::vector<StepOp> ops_;
@@ -85,7 +103,7 @@ private:
     std::vector<TaskList> lists_;
     std::unique_ptr<std::atomic<int64_t>[]> counters_;  // who took which chunk or task, one for each place in the plan
     Array<int64_t> positions_, slots_, first_rows_;
-    Array<float> x_, qkv_, mixed_, kept_x_, kept_mixed_, turns_, h_, wide_, up_, partials_;
+    Array<float> residual_, qkv_, mixed_, kept_residual_, kept_mixed_, rope_, normed_, mlp_inner_, up_, partials_;
     Array<Best> best_;
     PreparedRows rows_;
     std::vector<std::unique_ptr<ThreadMemory>> memory_;

@@ -1,0 +1,113 @@
+"""The structures that the native step reads, as the library has them: kernels/native/step.h, field by field.
+
+``native_library.mirror`` holds every one's size against the library's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from twostroke.engine import plan as p
+from twostroke.kernels.native_library import mirror
+from twostroke.kernels.native_matrix import CMatrix
+
+_I32, _I64, _F32, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+
+
+@mirror("Embed")
+class CEmbed(ctypes.Structure):
+    _fields_ = [("table", _POINTER), ("positions", _POINTER), ("table_type", _I32), ("positions_type", _I32)]
+
+
+@mirror("Norm")
+class CNorm(ctypes.Structure):
+    _fields_ = [("weight", _POINTER), ("bias", _POINTER), ("eps", _F32)]
+
+
+@mirror("QkvProjection")
+class CProduct(ctypes.Structure):
+    """Also ``OutProjectionAdd``, ``MlpDownAdd`` and ``LmHead``."""
+
+    _fields_ = [("matrix", CMatrix)]
+
+
+@mirror("QkNorm")
+class CQkNorm(ctypes.Structure):
+    _fields_ = [("weight", _POINTER), ("eps", _F32)]
+
+
+@mirror("RopeAndCacheWrite")
+class CRopeAndCacheWrite(ctypes.Structure):
+    _fields_ = [("key_offset", _POINTER), ("rotary", _I32)]
+
+
+@mirror("PagedAttention")
+class CPagedAttention(ctypes.Structure):
+    _fields_ = [("window", _I64)]
+
+
+@mirror("GatherSampledRows")
+class CGatherSampledRows(ctypes.Structure):
+    _fields_ = [("unused", _I64)]
+
+
+@mirror("MlpUp")
+class CMlpUp(ctypes.Structure):
+    _fields_ = [("matrix", CMatrix), ("up", CMatrix), ("activation", _I32)]
+
+
+OPS: tuple[tuple[type, str, type[ctypes.Structure]], ...] = (
+    (p.Embed, "embed", CEmbed),
+    (p.Norm, "norm", CNorm),
+    (p.QkvProjection, "qkv_projection", CProduct),
+    (p.QkNorm, "qk_norm", CQkNorm),
+    (p.RopeAndCacheWrite, "rope_and_cache_write", CRopeAndCacheWrite),
+    (p.PagedAttention, "paged_attention", CPagedAttention),
+    (p.GatherSampledRows, "gather_sampled_rows", CGatherSampledRows),
+    (p.OutProjectionAdd, "out_projection_add", CProduct),
+    (p.MlpUp, "mlp_up", CMlpUp),
+    (p.MlpDownAdd, "mlp_down_add", CProduct),
+    (p.LmHead, "lm_head", CProduct),
+)
+"""``TS_OPS``: the plan's operation, its member of the union and what it holds there, in the order of ``OpKind``."""
+
+
+class _Held(ctypes.Union):
+    _fields_ = [(name, held) for _, name, held in OPS]
+
+
+@mirror("StepOp")
+class COp(ctypes.Structure):
+    _anonymous_ = ("held",)
+    _fields_ = [("kind", _I32), ("layer", _I32), ("held", _Held)]
+
+
+@mirror("StepModel")
+class CModel(ctypes.Structure):
+    _fields_ = [
+        *((name, _I64) for name in ("d_model", "n_heads", "n_kv_heads", "head_dim", "d_ff", "vocab_size", "n_layers")),
+        ("frequencies", _POINTER),
+        ("ops", _POINTER),
+        ("n_ops", _I64),
+        ("kv_type", _I32),
+        ("unused", _I32),
+        ("page_tokens", _I64),
+        ("n_slots", _I64),
+        *((name, _POINTER) for name in ("keys", "values", "key_scales", "value_scales")),
+    ]
+
+
+@mirror("StepBatch")
+class CBatch(ctypes.Structure):
+    _fields_ = [
+        ("n_requests", _I64),
+        *((name, _POINTER) for name in ("starts", "counts", "table_rows", "tokens", "table")),
+        ("table_stride", _I64),
+        ("kept", _POINTER),
+        ("n_kept", _I64),
+        ("logits", _POINTER),
+        ("best", _POINTER),
+        ("best_tokens", _POINTER),
+        ("trace", _POINTER),
+        ("n_threads", _I64),
+    ]

@@ -1,0 +1,193 @@
+// The plan's operations, each once: over all rows with the outputs shared out, or over a thread's own chunk of rows.
+#include "step_run.h"
+
+#include <algorithm>
+
+namespace ts {
+
+namespace {
+
+template <class Op>
+auto matrix_in(const Op& op, int) -> decltype(&op.matrix) {
+    return &op.matrix;
+}
+template <class Op>
+const Matrix* matrix_in(const Op&, long) {
+    return nullptr;
+}
+// That of an operation; null: it has none.
+const Matrix* matrix_of(const StepOp& op) {
+    return visit(op, [](const auto& held) -> const Matrix* { return matrix_in(held, 0); });
+}
+
+}  // namespace
+
+void Step::run(size_t i, Now& now) {
+    now.op = i;
+    visit(ops_[i], [&](const auto& op) { run(op, now); });
+}
+
+// Of n parts a row, those of this thread: its share of all rows', or all of its chunk's.
+Step::Range Step::own(const Now& now, int64_t n) const {
+    if (!now.shared) return {now.first * n, now.last * n};
+    const int64_t all = now.last * n;
+    return {share(all, now.thread, now.n_threads), share(all, now.thread + 1, now.n_threads)};
+}
+
+// The outputs that this thread computes of its rows.
+Step::Range Step::own_outputs(const Now& now, const Matrix& w) const {
+    Range outputs{0, w.n};
+    if (now.shared) share_outputs(w, now.thread, now.n_threads, outputs.first, outputs.last);
+    return outputs;
+}
+
+void Step::multiply(const Now& now, const Matrix& w, const Rows& rows, float* y, bool add) {
+    const Range outputs = own_outputs(now, w);
+    product(w, rows, outputs.first, outputs.last, y + now.first * w.n, w.n, add);
+}
+
+// Rows in the form that a matrix reads. `fill` writes row r, of k numbers, to where it is told: in memory of all
+// threads, each its share, or in the thread's own where it makes all of them.
+template <typename Fill>
+Rows Step::prepare(const Now& now, Format format, float* shared_to, float* own_to, int64_t k, Fill fill) {
+    const int64_t n = now.last - now.first;
+    if (now.shared && n > kPrivateRows) {
+        const Range rows = own(now, 1);
+        for (int64_t r = rows.first; r < rows.last; r++) fill(r, shared_to + r * k);
+        const Rows made = rows_.make(format, shared_to, n, k, rows.first, rows.last);
+        barrier();
+        return made;
+    }
+    PreparedRows& made = memory_[now.thread]->rows;
+    for (int64_t r = 0; r < n; r++) {  // each while it is in the first-level cache
+        fill(now.first + r, own_to + r * k);
+        made.make(format, own_to, n, k, r, r + 1);
+    }
+    return made.make(format, own_to, n, k, n, n);
+}
+Rows Step::prepare(const Now& now, Format format, float* from, int64_t k) {
+    return prepare(now, format, from, from + now.first * k, k, [](int64_t, float*) {});
+}
+
+// While others are still at work: the next matrix's first bytes.
+void Step::fetch_next(const Now& now) {
+    for (size_t i = now.op + 1; i < ops_.size() && i < now.op + 6; i++)
+        if (const Matrix* next = matrix_of(ops_[i])) {
+            const Range outputs = own_outputs(now, *next);
+            prefetch(*next, outputs.first, outputs.last, kPrefetchBytes);
+            return;
+        }
+}
+
+// What was written is there for all threads; a chunk's is its thread's alone.
+void Step::finish(const Now& now, bool fetch) {
+    if (!now.shared) return;
+    if (fetch) fetch_next(now);
+    barrier();
+}
+
+void Step::run(const Embed& op, Now& now) {
+    const Range rows = own(now, 1);
+    for (int64_t r = rows.first; r < rows.last; r++) embed_row(op, r, now.residual + r * m_.d_model);
+    trace(now, 0, rows);
+    finish(now, true);
+}
+
+void Step::run(const Norm& op, Now& now) {
+    const int64_t E = m_.d_model;
+    now.prepared = prepare(now, matrix_of(ops_[now.op + 1])->format, normed_.get(), memory_[now.thread]->normed.get(),
+                           E, [&](int64_t r, float* to) { norm_row(op, now.residual + r * E, to); });
+}
+
+void Step::run(const QkvProjection& op, Now& now) {
+    multiply(now, op.matrix, now.prepared, qkv_.get(), false);
+    finish(now, false);
+}
+
+// The same share of heads in this and the next, so nobody waits between them.
+void Step::run(const QkNorm& op, Now& now) {
+    const int64_t K = m_.n_kv_heads;
+    const Range groups = own(now, K);
+    for (int64_t g = groups.first; g < groups.last; g++) norm_group(op, g / K, g % K);
+}
+
+void Step::run(const RopeAndCacheWrite& op, Now& now) {
+    const int64_t K = m_.n_kv_heads;
+    const Range groups = own(now, K);
+    for (int64_t g = groups.first; g < groups.last; g++)
+        rope_and_cache_write_group(op, ops_[now.op].layer, g / K, g % K);
+    finish(now, true);
+}
+
+void Step::run(const PagedAttention& op, Now& now) {
+    attend(op, ops_[now.op].layer, *memory_[now.thread], counters_[now.n_claims++]);
+    barrier();
+}
+
+void Step::run(const GatherSampledRows&, Now& now) { gather(now); }
+
+void Step::run(const OutProjectionAdd& op, Now& now) {
+    multiply(now, op.matrix, prepare(now, op.matrix.format, now.mixed, q_width_), now.residual, true);
+    finish(now, true);
+}
+
+void Step::run(const MlpUp& op, Now& now) {
+    ThreadMemory& own_memory = *memory_[now.thread];
+    const int64_t F = m_.d_ff;
+    const Range all = own_outputs(now, op.matrix);
+    // Of a chunk's rows a part of the outputs at a time: they are activated while they are in the second-level cache.
+    const int64_t width = now.shared ? F : kMlpOutputs;
+    float* const inner = now.shared ? mlp_inner_.get() : own_memory.mlp_inner.get();
+    for (int64_t n0 = all.first; n0 < all.last; n0 += width) {
+        const int64_t n1 = std::min(all.last, n0 + width);
+        float* const up = now.shared ? up_.get() : own_memory.up.get() - n0;
+        product(op.matrix, now.prepared, n0, n1, inner, F, false);
+        if (op.up.packed != nullptr) product(op.up, now.prepared, n0, n1, up, width, false);
+        for (int64_t r = 0; r < now.last - now.first; r++) {
+            float* to = inner + r * F + n0;
+            kernels_->activate(op.activation, to, op.up.packed != nullptr ? up + r * width + n0 : nullptr, n1 - n0, to);
+        }
+    }
+    finish(now, true);
+}
+
+void Step::run(const MlpDownAdd& op, Now& now) {
+    float* const own_inner = memory_[now.thread]->mlp_inner.get();
+    float* const inner = now.shared ? mlp_inner_.get() : own_inner;
+    const Rows rows = prepare(now, op.matrix.format, inner, inner, m_.d_ff, [](int64_t, float*) {});
+    multiply(now, op.matrix, rows, now.residual, true);
+    finish(now, true);
+    trace(now, ops_[now.op].layer + 1, own(now, 1));
+}
+
+void Step::run(const LmHead& op, Now& now) {
+    const int64_t V = op.matrix.n;
+    multiply(now, op.matrix, now.prepared, batch_->logits, false);
+    if (batch_->best == nullptr) return;
+    const auto keep = [&](int64_t r, const Best& found) {
+        batch_->best[r] = found.value;
+        batch_->best_tokens[r] = found.index;
+    };
+    if (!now.shared) {
+        for (int64_t r = now.first; r < now.last; r++) keep(r, kernels_->best(batch_->logits + r * V, V));
+        return;
+    }
+    const Range outputs = own_outputs(now, op.matrix);
+    for (int64_t r = 0; r < now.last; r++) {
+        Best& mine = best_[now.thread * kFewRows + r];
+        mine = kernels_->best(batch_->logits + r * V + outputs.first, outputs.last - outputs.first);
+        mine.index += outputs.first;
+    }
+    barrier();
+    const Range rows = own(now, 1);
+    for (int64_t r = rows.first; r < rows.last; r++) {
+        Best found = best_[r];  // the first thread's tokens come first, and ties are the first's
+        for (int t = 1; t < now.n_threads; t++) {
+            const Best& other = best_[t * kFewRows + r];
+            if (!(other.value <= found.value) && found.value == found.value) found = other;
+        }
+        keep(r, found);
+    }
+}
+
+}  // namespace ts
