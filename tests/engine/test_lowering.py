@@ -41,7 +41,7 @@ class Rig:
 
     def _watch(self, op: p.Op, buffers: Buffers) -> None:
         if isinstance(op, p.Embed | p.MlpDownAdd):
-            for place, row in zip(self.where, buffers.x.clone(), strict=True):
+            for place, row in zip(self.where, buffers.residual.clone(), strict=True):
                 self.hidden.setdefault(place, []).append(row)
 
     def add(self, name: str, prompt: list[int], max_tokens: int = 6) -> None:

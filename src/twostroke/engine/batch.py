@@ -65,7 +65,7 @@ class StepBatch:
     tokens: Int[Tensor, " n"]
     positions: Int[Tensor, " n"]
     slots: Int[Tensor, " n"]
-    turn: Complex[Tensor, "n 1 half_D"] | None
+    rotation: Complex[Tensor, "n 1 half_D"] | None
     groups: dict[int | None, tuple[Group, ...]]  # by window
     sampled_rows: Int[Tensor, " sampled"] | None  # None: all of them
 
@@ -110,7 +110,7 @@ class BatchBuilder:
             tokens=torch.tensor(tokens),
             positions=positions_tensor,
             slots=torch.from_numpy(self._slots(np.repeat(slot, counts), positions)),
-            turn=self._turn(positions_tensor),
+            rotation=self._rotation(positions_tensor),
             groups={w: tuple(self._groups(w, starts, counts, ends, slot)) for w in self.windows},
             sampled_rows=None if whole else torch.from_numpy(ends[samples] - 1),
         )
@@ -123,7 +123,7 @@ class BatchBuilder:
             tokens=torch.tensor([r.tokens[-1] for r in requests]),
             positions=positions_tensor,
             slots=torch.from_numpy(self._slots(slot, positions)),
-            turn=self._turn(positions_tensor),
+            rotation=self._rotation(positions_tensor),
             groups={w: tuple(self._decode_groups(w, positions, rows, slot)) for w in self.windows},
             sampled_rows=None,
         )
@@ -133,7 +133,7 @@ class BatchBuilder:
         slots: np.ndarray = self.table[slot, page] * self.page_tokens + offset
         return slots
 
-    def _turn(self, positions: Tensor) -> Tensor | None:
+    def _rotation(self, positions: Tensor) -> Tensor | None:
         """cos + i·sin of position·frequency, what ``model.rope.rope_tables`` computes."""
         if self.frequencies is None:
             return None

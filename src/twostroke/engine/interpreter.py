@@ -25,15 +25,15 @@ Run = Callable[["Buffers"], None]
 class Buffers:
     """The plan's buffers during one step (``engine.plan`` says what each holds)."""
 
-    __slots__ = ("batch", "h", "logits", "m", "mixed", "qkv", "x")
+    __slots__ = ("attention_out", "batch", "logits", "mlp_inner", "normed", "qkv", "residual")
 
     def __init__(self, batch: StepBatch) -> None:
         self.batch = batch
-        self.x: Any = None
-        self.h: Any = None
+        self.residual: Any = None
+        self.normed: Any = None
         self.qkv: Any = None
-        self.mixed: Any = None
-        self.m: Any = None
+        self.attention_out: Any = None
+        self.mlp_inner: Any = None
         self.logits: Any = None
 
 
@@ -74,31 +74,31 @@ class TorchInterpreter:
         return logits
 
     def _embed(self, op: p.Embed, b: Buffers) -> None:
-        b.x = F.embedding(b.batch.tokens, op.table).to(self.dtype)
+        b.residual = F.embedding(b.batch.tokens, op.table).to(self.dtype)
         if op.positions is not None:
-            b.x += F.embedding(b.batch.positions, op.positions).to(self.dtype)
+            b.residual += F.embedding(b.batch.positions, op.positions).to(self.dtype)
 
     def _norm(self, op: p.Norm, b: Buffers) -> None:
         if op.bias is None:
-            b.h = F.rms_norm(b.x, op.weight.shape, op.weight, op.eps)
+            b.normed = F.rms_norm(b.residual, op.weight.shape, op.weight, op.eps)
         else:
-            b.h = F.layer_norm(b.x, op.weight.shape, op.weight, op.bias, op.eps)
+            b.normed = F.layer_norm(b.residual, op.weight.shape, op.weight, op.bias, op.eps)
 
     def _qkv_projection(self, op: p.QkvProjection, b: Buffers) -> None:
-        b.qkv = op.matrix(b.h).view(b.batch.n_rows, -1, self.head_dim)  # (n, H + 2K, D)
+        b.qkv = op.matrix(b.normed).view(b.batch.n_rows, -1, self.head_dim)  # (n, H + 2K, D)
 
     def _qk_norm(self, op: p.QkNorm, b: Buffers) -> None:
-        turned = b.qkv[:, : self.n_heads + self.n_kv_heads]
-        turned.copy_(F.rms_norm(turned, (self.head_dim,), None, op.eps).mul_(op.weight))
+        heads = b.qkv[:, : self.n_heads + self.n_kv_heads]
+        heads.copy_(F.rms_norm(heads, (self.head_dim,), None, op.eps).mul_(op.weight))
 
     def _rope_and_cache_write(self, op: p.RopeAndCacheWrite, b: Buffers) -> None:
         if op.rotary:
-            assert b.batch.turn is not None
-            turned = b.qkv[:, : self.n_heads + self.n_kv_heads]
-            values = turned.float()  # itself where it is fp32
-            torch.view_as_complex(values.view(*values.shape[:2], -1, 2)).mul_(b.batch.turn)
-            if values.dtype != turned.dtype:
-                turned.copy_(values)
+            assert b.batch.rotation is not None
+            rotated = b.qkv[:, : self.n_heads + self.n_kv_heads]
+            values = rotated.float()  # itself where it is fp32
+            torch.view_as_complex(values.view(*values.shape[:2], -1, 2)).mul_(b.batch.rotation)
+            if values.dtype != rotated.dtype:
+                rotated.copy_(values)
         keys_and_values = b.qkv[:, self.n_heads :].transpose(0, 1)  # (2K, n, D)
         self.pool.write(op.layer, b.batch.slots, keys_and_values)
 
@@ -107,12 +107,12 @@ class TorchInterpreter:
         queries = b.qkv[:, : self.n_heads].view(n, self.n_kv_heads, self.group, self.head_dim)
         groups = b.batch.groups[op.window]
         if len(groups) == 1 and groups[0].keys.n_rows == n:  # decoding alone: nothing to put together
-            b.mixed = self._attend_group(op.layer, groups[0], queries).reshape(n, -1)
+            b.attention_out = self._attend_group(op.layer, groups[0], queries).reshape(n, -1)
             return
-        mixed = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         for group in groups:
-            mixed[group.rows] = self._attend_group(op.layer, group, queries[group.rows])
-        b.mixed = mixed.view(n, -1)
+            out[group.rows] = self._attend_group(op.layer, group, queries[group.rows])
+        b.attention_out = out.view(n, -1)
 
     def _attend_group(self, layer: int, group: Group, queries: Tensor) -> Tensor:
         """(rows, K, G, D) → (rows, K, G, D)."""
@@ -139,28 +139,28 @@ class TorchInterpreter:
                     self.pool.poisoned,
                 )
             )
-        mixed = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-        return mixed.permute(1, 2, 0, 3, 4).reshape(queries.shape)
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        return out.permute(1, 2, 0, 3, 4).reshape(queries.shape)
 
     def _gather_sampled_rows(self, op: p.GatherSampledRows, b: Buffers) -> None:
         rows = b.batch.sampled_rows
         if rows is not None:
-            b.x, b.mixed = b.x[rows], b.mixed[rows]
+            b.residual, b.attention_out = b.residual[rows], b.attention_out[rows]
 
     def _out_projection_add(self, op: p.OutProjectionAdd, b: Buffers) -> None:
-        b.x = op.matrix(b.mixed, b.x)
+        b.residual = op.matrix(b.attention_out, b.residual)
 
     def _mlp_up(self, op: p.MlpUp, b: Buffers) -> None:
-        wide = op.matrix(b.h)
+        wide = op.matrix(b.normed)
         activation = ACTIVATIONS[op.activation]
         if op.gated:
             gate, up = wide.chunk(2, dim=-1)
-            b.m = activation(gate).mul_(up)
+            b.mlp_inner = activation(gate).mul_(up)
         else:
-            b.m = activation(wide)
+            b.mlp_inner = activation(wide)
 
     def _mlp_down_add(self, op: p.MlpDownAdd, b: Buffers) -> None:
-        b.x = op.matrix(b.m, b.x)
+        b.residual = op.matrix(b.mlp_inner, b.residual)
 
     def _lm_head(self, op: p.LmHead, b: Buffers) -> None:
-        b.logits = op.matrix(b.h).float()
+        b.logits = op.matrix(b.normed).float()

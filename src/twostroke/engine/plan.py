@@ -1,9 +1,9 @@
 """The flat plan that a model is lowered to: a tuple of operations over a few named buffers, the same for every family.
 
-Buffers, one row a token, all rows of a step together: ``x`` the residual stream (n, E); ``h`` its normalised copy (n, E);
-``qkv`` the packed projection (n, (H + 2K)·D); ``mixed`` what attention brings (n, H·D); ``m`` the inside of the MLP (n, F). An
-operation reads and writes the buffers its docstring names. ``interpreter`` runs a plan with torch and is the reference for
-faster executions.
+Buffers, one row a token, all rows of a step together: ``residual`` the residual stream (n, E); ``normed`` its normalised copy
+(n, E); ``qkv`` the packed projection (n, (H + 2K)·D); ``attention_out`` (n, H·D); ``mlp_inner`` between the two products of the
+MLP (n, F). An operation reads and writes the buffers its docstring names. ``interpreter`` runs a plan with torch and is the
+reference for faster executions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from twostroke.kernels.matrix import Matrix
 
 @dataclass(frozen=True, eq=False)
 class Embed:
-    """x ← table[token] (+ positions[position]), converted to the plan's dtype; tables are in the format they are stored in."""
+    """residual ← table[token] (+ positions[position]), in the plan's dtype; tables are in the format they are stored in."""
 
     table: Tensor
     positions: Tensor | None
@@ -28,7 +28,7 @@ class Embed:
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """h ← RMSNorm(x), or LayerNorm(x) where there is a bias."""
+    """normed ← RMSNorm(residual), or LayerNorm(residual) if there is a bias."""
 
     weight: Tensor
     bias: Tensor | None
@@ -37,7 +37,7 @@ class Norm:
 
 @dataclass(frozen=True, eq=False)
 class QkvProjection:
-    """qkv ← h·Wᵀ + b."""
+    """qkv ← normed·Wᵀ + b."""
 
     matrix: Matrix
 
@@ -52,7 +52,7 @@ class QkNorm:
 
 @dataclass(frozen=True, eq=False)
 class RopeAndCacheWrite:
-    """Turn queries and keys in qkv by their position (``rotary``), then write keys and values to the layer's cache."""
+    """Rotate queries and keys in qkv by their position (``rotary``), then write keys and values to the layer's cache."""
 
     layer: int
     rotary: bool
@@ -60,7 +60,7 @@ class RopeAndCacheWrite:
 
 @dataclass(frozen=True, eq=False)
 class PagedAttention:
-    """mixed ← attention of qkv's queries over the cached keys and values of their own request, the last ``window`` of them."""
+    """attention_out ← attention of qkv's queries over the last ``window`` cached keys and values of their own request."""
 
     layer: int
     window: int | None
@@ -68,19 +68,19 @@ class PagedAttention:
 
 @dataclass(frozen=True, eq=False)
 class GatherSampledRows:
-    """x, mixed ← their rows that a token will be sampled from. After the last attention no other row matters."""
+    """residual, attention_out ← their rows that a token is sampled from: after the last attention no other matters."""
 
 
 @dataclass(frozen=True, eq=False)
 class OutProjectionAdd:
-    """x ← x + mixed·Wᵀ + b."""
+    """residual ← residual + attention_out·Wᵀ + b."""
 
     matrix: Matrix
 
 
 @dataclass(frozen=True, eq=False)
 class MlpUp:
-    """m ← activation(h·Wᵀ + b); ``gated``: the product holds gate and up, m ← activation(gate)·up."""
+    """mlp_inner ← activation(normed·Wᵀ + b); ``gated``: the product holds gate and up, mlp_inner ← activation(gate)·up."""
 
     matrix: Matrix
     activation: Activation
@@ -89,14 +89,14 @@ class MlpUp:
 
 @dataclass(frozen=True, eq=False)
 class MlpDownAdd:
-    """x ← x + m·Wᵀ + b."""
+    """residual ← residual + mlp_inner·Wᵀ + b."""
 
     matrix: Matrix
 
 
 @dataclass(frozen=True, eq=False)
 class LmHead:
-    """logits ← h·Wᵀ, fp32."""
+    """logits ← normed·Wᵀ, fp32."""
 
     matrix: Matrix
 

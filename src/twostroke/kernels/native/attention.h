@@ -32,14 +32,14 @@ struct KvHead {  // one key head and its value head in one layer
 struct AttendTask {
     const float* queries;  // first token's first head of the group; tokens lie query_stride apart, heads head_dim
     int64_t query_stride;
-    float* mixed;  // the same for the result
-    int64_t mixed_stride;
+    float* out;  // the same for the result
+    int64_t out_stride;
     const int64_t* pages;  // the request's page table
     int64_t first_position;
     int32_t n_tokens, group;
     int64_t window;              // 0: none
     int64_t first_key, end_key;  // no row sees a key before or behind; shared out only at multiples of kSpan
-    float* partial;  // null: write mixed; else for each span: a maximum and a sum of weights for each row, (rows, D)
+    float* partial;  // null: write out; else for each span: a maximum and a sum of weights for each row, (rows, D)
                      // sums of values
 };
 

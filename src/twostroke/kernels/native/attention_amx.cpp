@@ -1,10 +1,10 @@
-// Attention over a bf16 or int8 cache by AMX's tiles: sixteen query rows at a time, and the softmax of a span of 256
-// keys at once.
+// Attention over a bf16 or int8 cache by AMX's matrix registers: sixteen query rows at a time, and the softmax of a
+// span of 256 keys at once.
 //
-// A tile of the cache is a tile of weights as tdpbf16ps wants it: thirty-two dimensions of sixteen keys, or thirty-two
-// keys' values of sixteen dimensions. The processor adds each pair's products in one order whatever the other rows of a
-// tile are, borders are absolute positions, and a key that a row may not see has a weight of exactly 0: a row's result
-// depends on nothing beside it, as in attention_body.h.
+// A tile of the cache is a register of weights as tdpbf16ps wants it: thirty-two dimensions of sixteen keys, or
+// thirty-two keys' values of sixteen dimensions. The processor adds each pair's products in one order whatever the
+// other rows of a register are, borders are absolute positions, and a key that a row may not see has a weight of
+// exactly 0: a row's result depends on nothing beside it, as in attention_body.h.
 #include "attention_spans.h"
 #include "attention_tiles.h"
 #include "kernels.h"
@@ -13,28 +13,28 @@
 namespace {
 
 constexpr int kTilesPerSpan = ts::kSpan / ts::kTile;
-constexpr int kRowsPerTile = 16;
+constexpr int kRowsPerTmm = 16;
 constexpr int kTaskRows = 96;                      // of a task: an int8 cache is widened once for all of them
-constexpr int64_t kPairBytes = 2 * ts::kTile * 2;  // of weights of two tiles of keys: a tile register's row
+constexpr int64_t kPairBytes = 2 * ts::kTile * 2;  // of weights of two tiles of keys: a register's row
 constexpr int64_t kWeightStride = ts::kSpan * 2, kScoreStride = ts::kSpan * 4;
-constexpr int kRows0 = 4, kKeys0 = 6, kKeys1 = 7;  // tile registers; 0 to 3 are sums
+constexpr int kRows0 = 4, kKeys0 = 6, kKeys1 = 7;  // matrix registers; 0 to 3 are sums
 constexpr int64_t kFetchAhead = 4;  // tiles of keys and values that the first rows ask for ahead of their use
 
 // One thread's memory for one task.
 struct Workspace {
     int64_t n_rows, head_dim, q_words;
-    uint32_t* q;                      // (rows, q_words)
-    float* scores;                    // (16, kSpan)
-    uint16_t* weights;                // (16, kSpan)
-    float* sums;                      // (16, head_dim): of the span
-    float* total;                     // (rows, head_dim): of the spans before it
-    float *total_most, *total_count;  // (rows)
-    uint32_t* key_tiles;              // (kTilesPerSpan, q_words, 16): tiles that had to be put together or widened
-    uint32_t* value_tiles;            // (kTilesPerSpan, 8, head_dim), one tile of zeros behind them
+    uint32_t* q;                           // (rows, q_words)
+    float* scores;                         // (16, kSpan)
+    uint16_t* weights;                     // (16, kSpan)
+    float* sums;                           // (16, head_dim): of the span
+    float* total;                          // (rows, head_dim): of the spans before it
+    float *total_max, *total_denominator;  // (rows)
+    uint32_t* key_tiles;                   // (kTilesPerSpan, q_words, 16): tiles that had to be put together or widened
+    uint32_t* value_tiles;                 // (kTilesPerSpan, 8, head_dim), one tile of zeros behind them
 
     int64_t lay_out(const ts::KvLayout& kv, int64_t group, uint8_t* base) {
-        const int64_t most = group > kTaskRows ? group : kTaskRows;
-        n_rows = (most + kRowsPerTile - 1) / kRowsPerTile * kRowsPerTile;
+        const int64_t rows = group > kTaskRows ? group : kTaskRows;
+        n_rows = (rows + kRowsPerTmm - 1) / kRowsPerTmm * kRowsPerTmm;
         head_dim = kv.head_dim;
         q_words = head_dim / 2;
         int64_t at = 0;
@@ -44,12 +44,12 @@ struct Workspace {
             return place;
         };
         q = reinterpret_cast<uint32_t*>(take(n_rows * q_words));
-        scores = reinterpret_cast<float*>(take(kRowsPerTile * ts::kSpan));
-        weights = reinterpret_cast<uint16_t*>(take(kRowsPerTile * ts::kSpan / 2));
-        sums = reinterpret_cast<float*>(take(kRowsPerTile * head_dim));
+        scores = reinterpret_cast<float*>(take(kRowsPerTmm * ts::kSpan));
+        weights = reinterpret_cast<uint16_t*>(take(kRowsPerTmm * ts::kSpan / 2));
+        sums = reinterpret_cast<float*>(take(kRowsPerTmm * head_dim));
         total = reinterpret_cast<float*>(take(n_rows * head_dim));
-        total_most = reinterpret_cast<float*>(take(n_rows));
-        total_count = reinterpret_cast<float*>(take(n_rows));
+        total_max = reinterpret_cast<float*>(take(n_rows));
+        total_denominator = reinterpret_cast<float*>(take(n_rows));
         key_tiles = reinterpret_cast<uint32_t*>(take(kTilesPerSpan * q_words * ts::kTile));
         value_tiles = reinterpret_cast<uint32_t*>(take((kTilesPerSpan + 1) * ts::kTile / 2 * head_dim));
         return at;
@@ -79,7 +79,7 @@ TS_INLINE __m512 weight_of(__m512 x) {
     return _mm512_maskz_scalef_ps(counts, p, whole);
 }
 
-// Scores of one tile of rows against the tiles [first, end) of a span, both even.
+// Scores of one register of rows against the tiles [first, end) of a span, both even.
 TS_INLINE void score(const Workspace& work, int64_t row, const Tiles<kTilesPerSpan>& tiles, int first, int end,
                      bool fetch) {
     using namespace ts;
@@ -109,8 +109,8 @@ TS_INLINE void score(const Workspace& work, int64_t row, const Tiles<kTilesPerSp
 }
 
 // Scores of one row become weights; keys of the span outside [least, last] have none. Their maximum and sum come back.
-TS_INLINE void soften(bool codes, const Tiles<kTilesPerSpan>& tiles, int first, int end, int64_t least, int64_t last,
-                      float* scores, uint16_t* weights, float& most, float& count) {
+TS_INLINE void softmax(bool codes, const Tiles<kTilesPerSpan>& tiles, int first, int end, int64_t least, int64_t last,
+                       float* scores, uint16_t* weights, float& running_max, float& denominator) {
     const __m512 none = _mm512_set1_ps(-__builtin_inff());
     __m512 largest = none;
     for (int t = first; t < end; t++) {
@@ -127,8 +127,8 @@ TS_INLINE void soften(bool codes, const Tiles<kTilesPerSpan>& tiles, int first, 
         }
         largest = _mm512_max_ps(largest, x);
     }
-    most = _mm512_reduce_max_ps(largest);
-    const __m512 base = _mm512_set1_ps(most > -__builtin_inff() ? most : 0.0f);
+    running_max = _mm512_reduce_max_ps(largest);
+    const __m512 base = _mm512_set1_ps(running_max > -__builtin_inff() ? running_max : 0.0f);
     const __m512i ones = _mm512_set1_epi16(0x3f80);
     __m512 total = _mm512_setzero_ps();
     for (int t = first; t < end; t += 2) {
@@ -144,13 +144,13 @@ TS_INLINE void soften(bool codes, const Tiles<kTilesPerSpan>& tiles, int first, 
         if (!codes) total = _mm512_dpbf16_ps(total, both, (__m512bh)ones);
         _mm512_store_si512(weights + t * ts::kTile, (__m512i)both);
     }
-    count = _mm512_reduce_add_ps(total);
+    denominator = _mm512_reduce_add_ps(total);
 }
 
 // sums (16, head_dim) = weights · values of the tiles [first, end), for Parts times 16 dimensions from `dimension` on.
 template <int Parts>
-TS_INLINE void mix(const Workspace& work, const uint32_t* const* values, int first, int end, int64_t dimension,
-                   bool fetch) {
+TS_INLINE void weighted_values(const Workspace& work, const uint32_t* const* values, int first, int end,
+                               int64_t dimension, bool fetch) {
     using namespace ts;
     zero_tmm<0>();
     if constexpr (Parts > 1) zero_tmm<1>();
@@ -209,9 +209,9 @@ void pair_values(const Workspace& work, Tiles<kTilesPerSpan>& tiles, int n_tiles
 
 void shape(int n_rows) {
     ts::TmmShapes shapes;
-    for (int tile = 0; tile < 8; tile++) {
-        shapes.row_bytes[tile] = 64;
-        shapes.rows[tile] = static_cast<uint8_t>(tile <= kRows0 ? n_rows : 16);
+    for (int tmm = 0; tmm < 8; tmm++) {
+        shapes.row_bytes[tmm] = 64;
+        shapes.rows[tmm] = static_cast<uint8_t>(tmm <= kRows0 ? n_rows : 16);
     }
     ts::shape_tmm(shapes);
 }
@@ -221,9 +221,9 @@ void attend_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const ts::Atte
     const int64_t D = kv.head_dim, n_rows = static_cast<int64_t>(task.n_tokens) * task.group;
     const bool codes = kv.type == ts::KvType::INT8, fetch = !codes;
     prepare_queries(kv, task, scale, work.q, work.q_words);
-    for (int64_t r = 0; r < n_rows; r++) work.total_most[r] = -__builtin_inff(), work.total_count[r] = 0.0f;
+    for (int64_t r = 0; r < n_rows; r++) work.total_max[r] = -__builtin_inff(), work.total_denominator[r] = 0.0f;
     std::memset(work.total, 0, static_cast<size_t>(n_rows * D) * 4);
-    shape(n_rows < kRowsPerTile ? static_cast<int>(n_rows) : kRowsPerTile);
+    shape(n_rows < kRowsPerTmm ? static_cast<int>(n_rows) : kRowsPerTmm);
     Tiles<kTilesPerSpan> tiles;
     const int64_t first_span = task.first_key / ts::kSpan * ts::kSpan;
     for (int64_t span = first_span; span < task.end_key; span += ts::kSpan) {
@@ -231,8 +231,8 @@ void attend_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const ts::Atte
         const int n_tiles = static_cast<int>((end - span + ts::kTile - 1) / ts::kTile);
         find_tiles(kv, head, task.pages, span, task.first_key, end, n_tiles, work.key_tiles, work.value_tiles, tiles);
         pair_values(work, tiles, n_tiles);
-        for (int64_t row = 0; row < n_rows; row += kRowsPerTile) {
-            const int64_t rows = n_rows - row < kRowsPerTile ? n_rows - row : kRowsPerTile;
+        for (int64_t row = 0; row < n_rows; row += kRowsPerTmm) {
+            const int64_t rows = n_rows - row < kRowsPerTmm ? n_rows - row : kRowsPerTmm;
             // Keys that any of these rows sees, by their place in the span, to whole pairs of tiles.
             const int64_t last_token = task.first_position + (row + rows - 1) / task.group;
             const int64_t first_token = task.first_position + row / task.group;
@@ -241,24 +241,25 @@ void attend_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const ts::Atte
             if (least < task.first_key - span) least = task.first_key - span;
             const int from = least > 0 ? static_cast<int>(least / (2 * ts::kTile)) * 2 : 0;
             const int to = seen > 0 ? static_cast<int>((seen + 2 * ts::kTile - 1) / (2 * ts::kTile)) * 2 : 0;
-            float most[kRowsPerTile], count[kRowsPerTile];
+            float running_max[kRowsPerTmm], denominator[kRowsPerTmm];
             if (from < to) {
                 score(work, row, tiles, from, to, fetch && row == 0);
                 for (int64_t r = 0; r < rows; r++) {
                     const int64_t position = task.first_position + (row + r) / task.group;
                     const int64_t last = position < end ? position : end - 1;
-                    soften(codes, tiles, from, to, task.window > 0 ? position - task.window + 1 - span : 0, last - span,
-                           work.scores + r * ts::kSpan, work.weights + r * ts::kSpan, most[r], count[r]);
+                    softmax(codes, tiles, from, to, task.window > 0 ? position - task.window + 1 - span : 0,
+                            last - span, work.scores + r * ts::kSpan, work.weights + r * ts::kSpan, running_max[r],
+                            denominator[r]);
                 }
                 int64_t d = 0;
-                for (; d + 64 <= D; d += 64) mix<4>(work, tiles.values, from, to, d, fetch && row == 0);
-                if (d < D) mix<2>(work, tiles.values, from, to, d, fetch && row == 0);
+                for (; d + 64 <= D; d += 64) weighted_values<4>(work, tiles.values, from, to, d, fetch && row == 0);
+                if (d < D) weighted_values<2>(work, tiles.values, from, to, d, fetch && row == 0);
             }
             if (task.partial != nullptr) {
                 float* out = task.partial + (span - first_span) / ts::kSpan * n_rows * (D + 2);
                 for (int64_t r = 0; r < rows; r++) {
-                    out[2 * (row + r)] = from < to ? most[r] : -__builtin_inff();
-                    out[2 * (row + r) + 1] = from < to ? count[r] : 0.0f;
+                    out[2 * (row + r)] = from < to ? running_max[r] : -__builtin_inff();
+                    out[2 * (row + r) + 1] = from < to ? denominator[r] : 0.0f;
                     float* sums = out + 2 * n_rows + (row + r) * D;
                     if (from < to) std::memcpy(sums, work.sums + r * D, static_cast<size_t>(D) * 4);
                 }
@@ -266,15 +267,15 @@ void attend_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const ts::Atte
             }
             if (from < to)
                 for (int64_t r = 0; r < rows; r++)
-                    join(work.total + (row + r) * D, work.total_most[row + r], work.total_count[row + r],
-                         work.sums + r * D, most[r], count[r], D);
+                    merge_span(work.total + (row + r) * D, work.total_max[row + r], work.total_denominator[row + r],
+                               work.sums + r * D, running_max[r], denominator[r], D);
         }
     }
     ts::release_tmm();
     if (task.partial != nullptr) return;
     for (int64_t r = 0; r < n_rows; r++)
-        finish(work.total + r * D, work.total_count[r], D,
-               task.mixed + r / task.group * task.mixed_stride + r % task.group * D);
+        divide_by_denominator(work.total + r * D, work.total_denominator[r], D,
+                              task.out + r / task.group * task.out_stride + r % task.group * D);
 }
 
 void attend(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendTask& task, float scale, void* memory) {

@@ -61,8 +61,8 @@ void score_tiles(const uint32_t* q, int64_t q_words, const uint32_t* const* keys
 
 // sums[row][dimension] += weights · values, for Rows rows and Parts·16 dimensions.
 template <typename Format, int Rows, int Parts>
-TS_INLINE void mix_rows(const uint32_t* weights, const uint32_t* const* values, int n_tiles, int64_t head_dim,
-                        int64_t padded, float* sums) {
+TS_INLINE void weighted_value_rows(const uint32_t* weights, const uint32_t* const* values, int n_tiles,
+                                   int64_t head_dim, int64_t padded, float* sums) {
     Floats s[Rows][Parts];
     for (int r = 0; r < Rows; r++)
         for (int p = 0; p < Parts; p++) s[r][p] = load(sums + r * padded + p * kLanes);
@@ -81,16 +81,16 @@ TS_INLINE void mix_rows(const uint32_t* weights, const uint32_t* const* values, 
 }
 
 template <typename Format, int Rows>
-void mix_tiles(const uint32_t* weights, const uint32_t* const* values, int n_tiles, int64_t head_dim, int64_t padded,
-               float* sums) {
+void weighted_value_tiles(const uint32_t* weights, const uint32_t* const* values, int n_tiles, int64_t head_dim,
+                          int64_t padded, float* sums) {
     const uint32_t* v[kTilesPerBlock];
     for (int64_t first = 0; first < padded; first += 4 * kLanes) {
         for (int t = 0; t < n_tiles; t++) v[t] = values[t] + first;
         const int64_t left = (padded - first) / kLanes;
-        if (left >= 4) mix_rows<Format, Rows, 4>(weights, v, n_tiles, head_dim, padded, sums + first);
-        else if (left == 3) mix_rows<Format, Rows, 3>(weights, v, n_tiles, head_dim, padded, sums + first);
-        else if (left == 2) mix_rows<Format, Rows, 2>(weights, v, n_tiles, head_dim, padded, sums + first);
-        else mix_rows<Format, Rows, 1>(weights, v, n_tiles, head_dim, padded, sums + first);
+        if (left >= 4) weighted_value_rows<Format, Rows, 4>(weights, v, n_tiles, head_dim, padded, sums + first);
+        else if (left == 3) weighted_value_rows<Format, Rows, 3>(weights, v, n_tiles, head_dim, padded, sums + first);
+        else if (left == 2) weighted_value_rows<Format, Rows, 2>(weights, v, n_tiles, head_dim, padded, sums + first);
+        else weighted_value_rows<Format, Rows, 1>(weights, v, n_tiles, head_dim, padded, sums + first);
     }
 }
 
@@ -114,22 +114,22 @@ struct Score {
     }
 };
 template <typename Format, int Rows>
-struct Mix {
+struct WeightedValues {
     TS_INLINE void run(int r, const uint32_t* weights, const uint32_t* const* values, int n_tiles, int64_t D,
                        int64_t padded, float* sums) {
-        mix_tiles<Format, Rows>(weights + r * ts::kBlock, values, n_tiles, D, padded, sums + r * padded);
+        weighted_value_tiles<Format, Rows>(weights + r * ts::kBlock, values, n_tiles, D, padded, sums + r * padded);
     }
 };
 
 // One thread's memory for one task.
 struct Scratch {
     int64_t n_rows, q_words, padded;
-    uint32_t* q;                                     // (rows, q_words)
-    float* scores;                                   // (rows, kBlock)
-    uint32_t* weights;                               // (rows, kBlock)
-    float* sums;                                     // (rows, padded): of the span
-    float* total;                                    // (rows, padded): of the spans before it
-    float *most, *count, *total_most, *total_count;  // (rows)
+    uint32_t* q;                                                       // (rows, q_words)
+    float* scores;                                                     // (rows, kBlock)
+    uint32_t* weights;                                                 // (rows, kBlock)
+    float* sums;                                                       // (rows, padded): of the span
+    float* total;                                                      // (rows, padded): of the spans before it
+    float *running_max, *denominator, *total_max, *total_denominator;  // (rows)
     uint32_t* key_tiles;    // (kTilesPerBlock, q_words, 16): tiles that had to be put together or widened
     uint32_t* value_tiles;  // (kTilesPerBlock, 16, head_dim), a lane's width of slack behind them
 
@@ -152,10 +152,10 @@ struct Scratch {
         weights = reinterpret_cast<uint32_t*>(take(n_rows * ts::kBlock));
         sums = reinterpret_cast<float*>(take(n_rows * padded));
         total = reinterpret_cast<float*>(take(n_rows * padded));
-        most = reinterpret_cast<float*>(take(n_rows));
-        count = reinterpret_cast<float*>(take(n_rows));
-        total_most = reinterpret_cast<float*>(take(n_rows));
-        total_count = reinterpret_cast<float*>(take(n_rows));
+        running_max = reinterpret_cast<float*>(take(n_rows));
+        denominator = reinterpret_cast<float*>(take(n_rows));
+        total_max = reinterpret_cast<float*>(take(n_rows));
+        total_denominator = reinterpret_cast<float*>(take(n_rows));
         key_tiles = reinterpret_cast<uint32_t*>(take(kTilesPerBlock * q_words * ts::kTile));
         value_tiles = reinterpret_cast<uint32_t*>(take(kTilesPerBlock * ts::kTile * kv.head_dim + 4 * kLanes));
         return at;
@@ -170,12 +170,12 @@ int64_t attend_scratch_bytes(const ts::KvLayout& kv, int64_t group) {
 }
 
 // One block's scores of row r become weights; its maximum, sum and what was summed so far are brought up to date.
-TS_INLINE void soften(const ts::KvLayout& kv, const Tiles<kTilesPerBlock>& tiles, int64_t r, int64_t first,
-                      int64_t least, int64_t last, int n_tiles, Scratch& s) {
+TS_INLINE void softmax(const ts::KvLayout& kv, const Tiles<kTilesPerBlock>& tiles, int64_t r, int64_t first,
+                       int64_t least, int64_t last, int n_tiles, Scratch& s) {
     float* scores = s.scores + r * ts::kBlock;
     const Floats none = all(-__builtin_inff());
     Floats x[kTilesPerBlock];
-    Floats most = none;
+    Floats running_max = none;
     for (int t = 0; t < kTilesPerBlock; t++) {
         x[t] = none;
         if (t >= n_tiles) continue;
@@ -189,9 +189,9 @@ TS_INLINE void soften(const ts::KvLayout& kv, const Tiles<kTilesPerBlock>& tiles
             x[t] = lane < low ? none : x[t];
             x[t] = lane > high ? none : x[t];
         }
-        most = greater(most, x[t]);
+        running_max = greater(running_max, x[t]);
     }
-    const float before = s.most[r], here = most_of(most);
+    const float before = s.running_max[r], here = max_of(running_max);
     const float now = here > before ? here : before;
     const float base = now > -__builtin_inff() ? now : 0.0f;
     const float correction = exp2_of(all(before - base))[0];
@@ -215,8 +215,8 @@ TS_INLINE void soften(const ts::KvLayout& kv, const Tiles<kTilesPerBlock>& tiles
         store_halves(reinterpret_cast<uint16_t*>(s.weights + r * ts::kBlock) + t * ts::kTile, low_halves(bf16_words(w)),
                      kLanes);
     }
-    s.count[r] = s.count[r] * correction + sum_of(total);
-    s.most[r] = now;
+    s.denominator[r] = s.denominator[r] * correction + sum_of(total);
+    s.running_max[r] = now;
     if (correction != 1.0f)
         for (int64_t d = 0; d < s.padded; d += kLanes) {
             float* sums = s.sums + r * s.padded + d;
@@ -228,11 +228,11 @@ template <typename Format>
 void attend_as(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendTask& task, float scale, Scratch& s) {
     const int64_t D = kv.head_dim, n_rows = static_cast<int64_t>(task.n_tokens) * task.group;
     prepare_queries(kv, task, scale, s.q, s.q_words);
-    for (int64_t r = 0; r < n_rows; r++) s.total_most[r] = -__builtin_inff(), s.total_count[r] = 0.0f;
+    for (int64_t r = 0; r < n_rows; r++) s.total_max[r] = -__builtin_inff(), s.total_denominator[r] = 0.0f;
     std::memset(s.total, 0, static_cast<size_t>(n_rows * s.padded) * 4);
     Tiles<kTilesPerBlock> tiles;
     for (int64_t span = task.first_key / ts::kSpan * ts::kSpan; span < task.end_key; span += ts::kSpan) {
-        for (int64_t r = 0; r < n_rows; r++) s.most[r] = -__builtin_inff(), s.count[r] = 0.0f;
+        for (int64_t r = 0; r < n_rows; r++) s.running_max[r] = -__builtin_inff(), s.denominator[r] = 0.0f;
         std::memset(s.sums, 0, static_cast<size_t>(n_rows * s.padded) * 4);
         const int64_t end = span + ts::kSpan < task.end_key ? span + ts::kSpan : task.end_key;
         for (int64_t block = span; block < end; block += ts::kBlock) {
@@ -256,28 +256,28 @@ void attend_as(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendT
             for (int64_t r = first_row; r < first_row + rows; r++) {
                 const int64_t last = task.first_position + r / task.group;
                 const int64_t least = task.window > 0 ? last - task.window + 1 : 0;
-                soften(kv, tiles, r, block, least, last, n_tiles, s);
+                softmax(kv, tiles, r, block, least, last, n_tiles, s);
             }
-            by_rows<Mix, Format>(rows, (const uint32_t*)s.weights + first_row * ts::kBlock, tiles.values, n_tiles, D,
-                                 s.padded, s.sums + first_row * s.padded);
+            by_rows<WeightedValues, Format>(rows, (const uint32_t*)s.weights + first_row * ts::kBlock, tiles.values,
+                                            n_tiles, D, s.padded, s.sums + first_row * s.padded);
         }
         if (task.partial != nullptr) {
             float* out = task.partial + (span - task.first_key / ts::kSpan * ts::kSpan) / ts::kSpan * n_rows * (D + 2);
             for (int64_t r = 0; r < n_rows; r++) {
-                out[2 * r] = s.most[r];
-                out[2 * r + 1] = s.count[r];
+                out[2 * r] = s.running_max[r];
+                out[2 * r + 1] = s.denominator[r];
                 std::memcpy(out + 2 * n_rows + r * D, s.sums + r * s.padded, static_cast<size_t>(D) * 4);
             }
             continue;
         }
         for (int64_t r = 0; r < n_rows; r++)
-            join(s.total + r * s.padded, s.total_most[r], s.total_count[r], s.sums + r * s.padded, s.most[r],
-                 s.count[r], s.padded);
+            merge_span(s.total + r * s.padded, s.total_max[r], s.total_denominator[r], s.sums + r * s.padded,
+                       s.running_max[r], s.denominator[r], s.padded);
     }
     if (task.partial != nullptr) return;
     for (int64_t r = 0; r < n_rows; r++)
-        finish(s.total + r * s.padded, s.total_count[r], D,
-               task.mixed + r / task.group * task.mixed_stride + r % task.group * D);
+        divide_by_denominator(s.total + r * s.padded, s.total_denominator[r], D,
+                              task.out + r / task.group * task.out_stride + r % task.group * D);
 }
 
 void attend(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendTask& task, float scale, void* memory) {

@@ -33,25 +33,25 @@ void prepare_queries(const ts::KvLayout& kv, const ts::AttendTask& task, float s
 }
 
 // One span joins those before it: both are sums relative to their own maximum.
-TS_INLINE void join(float* total, float& total_most, float& total_count, const float* sums, float most, float count,
-                    int64_t n) {
-    if (!(most > -__builtin_inff()) && count == 0.0f) return;  // nothing visible in it
-    const float now = most > total_most ? most : total_most;
-    const Floats a = exp2_of(all(total_most > -__builtin_inff() ? total_most - now : -200.0f)),
-                 b = exp2_of(all(most - now));
+TS_INLINE void merge_span(float* total, float& total_max, float& total_denominator, const float* sums,
+                          float running_max, float denominator, int64_t n) {
+    if (!(running_max > -__builtin_inff()) && denominator == 0.0f) return;  // nothing visible in it
+    const float now = running_max > total_max ? running_max : total_max;
+    const Floats a = exp2_of(all(total_max > -__builtin_inff() ? total_max - now : -200.0f)),
+                 b = exp2_of(all(running_max - now));
     for (int64_t d = 0; d < n; d += kLanes) {
         const int left = n - d < kLanes ? static_cast<int>(n - d) : kLanes;
         store_some(total + d, fma(load_some(total + d, left), a, load_some(sums + d, left) * b), left);
     }
-    total_count = total_count * a[0] + count * b[0];
-    total_most = now;
+    total_denominator = total_denominator * a[0] + denominator * b[0];
+    total_max = now;
 }
 
-TS_INLINE void finish(const float* total, float count, int64_t head_dim, float* mixed) {
-    const Floats factor = all(1.0f / count);
+TS_INLINE void divide_by_denominator(const float* total, float denominator, int64_t head_dim, float* out) {
+    const Floats factor = all(1.0f / denominator);
     for (int64_t d = 0; d < head_dim; d += kLanes) {
         const int left = head_dim - d < kLanes ? static_cast<int>(head_dim - d) : kLanes;
-        store_some(mixed + d, load_some(total + d, left) * factor, left);
+        store_some(out + d, load_some(total + d, left) * factor, left);
     }
 }
 
@@ -61,15 +61,15 @@ void combine(const ts::KvLayout& kv, const ts::AttendTask& task, int64_t n_spans
     const int64_t D = kv.head_dim, n_rows = static_cast<int64_t>(task.n_tokens) * task.group;
     float* first = task.partial;
     for (int64_t r = 0; r < n_rows; r++) {
-        float most = -__builtin_inff(), count = 0.0f;
+        float running_max = -__builtin_inff(), denominator = 0.0f;
         float* total = first + 2 * n_rows + r * D;
-        const float first_most = first[2 * r], first_count = first[2 * r + 1];
-        if (first_count != 0.0f) most = first_most, count = first_count;
+        const float first_max = first[2 * r], first_denominator = first[2 * r + 1];
+        if (first_denominator != 0.0f) running_max = first_max, denominator = first_denominator;
         for (int64_t i = 1; i < n_spans; i++) {
             const float* span = first + i * n_rows * (D + 2);
-            join(total, most, count, span + 2 * n_rows + r * D, span[2 * r], span[2 * r + 1], D);
+            merge_span(total, running_max, denominator, span + 2 * n_rows + r * D, span[2 * r], span[2 * r + 1], D);
         }
-        finish(total, count, D, task.mixed + r / task.group * task.mixed_stride + r % task.group * D);
+        divide_by_denominator(total, denominator, D, task.out + r / task.group * task.out_stride + r % task.group * D);
     }
 }
 

@@ -78,23 +78,23 @@ void rope(float* head, const float* cosines, const float* sines, int64_t head_di
 }
 
 TS_INLINE float largest_magnitude(const float* x, int64_t n) {
-    Floats most = all(0.0f);
+    Floats highest = all(0.0f);
     for (int64_t i = 0; i < n; i += kLanes)
-        most = greater(most, magnitude(load_some(x + i, n - i < kLanes ? static_cast<int>(n - i) : kLanes)));
-    return most_of(most);
+        highest = greater(highest, magnitude(load_some(x + i, n - i < kLanes ? static_cast<int>(n - i) : kLanes)));
+    return max_of(highest);
 }
 
 // Codes −127 to 127, to nearest even, as adding 1.5·2²³ rounds.
 TS_INLINE Ints codes_of(Floats x) {
     const Ints codes = (Ints)(x + all(12582912.0f)) - 0x4b400000;
-    const Ints most = lane_numbers() * 0 + 127;
-    const Ints bounded = codes > most ? most : codes;
-    return bounded < -most ? -most : bounded;
+    const Ints highest = lane_numbers() * 0 + 127;
+    const Ints bounded = codes > highest ? highest : codes;
+    return bounded < -highest ? -highest : bounded;
 }
 
 TS_INLINE float kv_scale(const float* x, int64_t n) {
-    const float most = largest_magnitude(x, n);
-    return (most > 1e-30f ? most : 1e-30f) / 127.0f;
+    const float highest = largest_magnitude(x, n);
+    return (highest > 1e-30f ? highest : 1e-30f) / 127.0f;
 }
 
 // Sixteen numbers at a time as `convert` makes them: pairs of a key's 16 slots apart, a value's two slots apart.
@@ -218,18 +218,18 @@ void activate(ts::Activation activation, const float* gate, const float* up, int
 }
 
 ts::Best best(const float* x, int64_t n) {
-    Floats most = all(-__builtin_inff()), odd = all(0.0f);
+    Floats highest = all(-__builtin_inff()), odd = all(0.0f);
     Ints where = lane_numbers(), here = lane_numbers();
     int64_t i = 0;
     for (; i + kLanes <= n; i += kLanes, here += kLanes) {
         const Floats v = load(x + i);
         odd += v * 0.0f;  // 0, or NaN once a value is not finite
-        where = v > most ? here : where;
-        most = greater(v, most);
+        where = v > highest ? here : where;
+        highest = greater(v, highest);
     }
     float values[kLanes], odds[kLanes];
     int32_t places[kLanes];
-    store(values, most);
+    store(values, highest);
     store(odds, odd);
     std::memcpy(places, &where, sizeof places);
     ts::Best found{-__builtin_inff(), n};

@@ -49,7 +49,8 @@ struct Kernels {
     // and the largest. keep: weights become 0 but where x ≥ floor and (x − largest)·inverse ≥ least; the sums of the
     // blocks follow.
     float (*largest)(const float* x, int64_t n);
-    void (*weigh)(const float* x, int64_t n, float largest, float inverse, float* weights, double* sums, float* most);
+    void (*weigh)(const float* x, int64_t n, float largest, float inverse, float* weights, double* sums,
+                  float* block_max);
     void (*keep)(const float* x, int64_t n, float largest, float inverse, float floor, float least, float* weights,
                  double* sums);
 
@@ -68,8 +69,8 @@ const Kernels& kernels_avxvnni();
 const Kernels& kernels_avx512();
 const Kernels& kernels_avx512bf16();
 const Kernels& kernels_amx();
-bool amx_is_emulated();  // compiled with plain C++ in the place of tiles
-bool amx_works();        // the products of tiles agree with those of AVX-512; asked only where there are tiles
+bool amx_is_emulated();  // compiled with plain C++ in the place of its registers
+bool amx_works();        // its products agree with those of AVX-512; asked only where there is AMX
 // Parts of a table in files of their own.
 Kernels with_avx512bf16_training(Kernels);
 Kernels with_amx_attention(Kernels);

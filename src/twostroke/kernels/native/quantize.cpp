@@ -12,12 +12,12 @@ float number(const uint16_t* row, int64_t i) { return float_of_bf16(row[i]); }
 // needs no branch.
 template <class T>
 float largest_magnitude(const T* row, int64_t k) {
-    int32_t most = 0;
+    int32_t highest = 0;
     for (int64_t i = 0; i < k; ++i) {
         const auto bits = int32_t(bits_of_float(number(row, i)) & 0x7fffffffu);
-        most = bits > most ? bits : most;
+        highest = bits > highest ? bits : highest;
     }
-    return float_of_bits(uint32_t(most));
+    return float_of_bits(uint32_t(highest));
 }
 
 template <class T>

@@ -7,15 +7,15 @@
 namespace {
 
 float largest(const float* x, int64_t n) {
-    Floats most = all(-__builtin_inff());
+    Floats highest = all(-__builtin_inff());
     int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) most = greater(load(x + i), most);
-    float found = most_of(most);
+    for (; i + kLanes <= n; i += kLanes) highest = greater(load(x + i), highest);
+    float found = max_of(highest);
     for (; i < n; i++) found = x[i] > found ? x[i] : found;
     return found;
 }
 
-void weigh(const float* x, int64_t n, float largest, float inverse, float* weights, double* sums, float* most) {
+void weigh(const float* x, int64_t n, float largest, float inverse, float* weights, double* sums, float* block_max) {
     for (int64_t begin = 0, block = 0; begin < n; begin += ts::kSampleBlock, block++) {
         const int64_t end = begin + ts::kSampleBlock < n ? begin + ts::kSampleBlock : n;
         Floats sum = all(0.0f), high = all(0.0f);
@@ -29,7 +29,7 @@ void weigh(const float* x, int64_t n, float largest, float inverse, float* weigh
             high = greater(w, high);
         }
         sums[block] = static_cast<double>(sum_of(sum));
-        most[block] = most_of(high);
+        block_max[block] = max_of(high);
     }
 }
 

@@ -95,10 +95,10 @@ void Step::need_memory(int n_threads) {
     const int64_t n_kept = batch_->kept != nullptr ? batch_->n_kept : n_rows_;
     residual_.need(n_rows_ * m_.d_model);
     qkv_.need(n_rows_ * qkv_width_);
-    mixed_.need(n_rows_ * q_width_);
+    attention_out_.need(n_rows_ * q_width_);
     if (batch_->kept != nullptr) {
         kept_residual_.need(n_kept * m_.d_model);
-        kept_mixed_.need(n_kept * q_width_);
+        kept_attention_out_.need(n_kept * q_width_);
     }
     if (m_.frequencies != nullptr) rope_.need(n_rows_ * 2 * m_.head_dim);
     normed_.need(kFewRows * m_.d_model);
@@ -123,7 +123,7 @@ void Step::barrier() {
 
 // The whole plan, by one of the threads.
 void Step::work(int thread, int n_threads) {
-    Now now{residual_.get(), mixed_.get(), n_rows_, thread, n_threads};
+    Now now{residual_.get(), attention_out_.get(), n_rows_, thread, n_threads};
     const auto needs_all = [](const StepOp& op) {
         return op.kind == OpKind::PagedAttention || op.kind == OpKind::GatherSampledRows;
     };

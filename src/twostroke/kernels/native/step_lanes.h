@@ -112,7 +112,7 @@ TS_INLINE float sum_of(Floats v) {
     return a[0];
 #endif
 }
-TS_INLINE float most_of(Floats v) {
+TS_INLINE float max_of(Floats v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)v);
 #else

@@ -127,7 +127,7 @@ void Step::run(const PagedAttention& op, Now& now) {
 void Step::run(const GatherSampledRows&, Now& now) { gather(now); }
 
 void Step::run(const OutProjectionAdd& op, Now& now) {
-    multiply(now, op.matrix, prepare(now, op.matrix.format, now.mixed, q_width_), now.residual, true);
+    multiply(now, op.matrix, prepare(now, op.matrix.format, now.attention_out, q_width_), now.residual, true);
     finish(now, true);
 }
 

@@ -90,8 +90,8 @@ void Step::attend(const PagedAttention& op, int64_t layer, ThreadMemory& memory,
         AttendTask a{};
         a.queries = qkv_.get() + row * qkv_width_ + task.kv_head * group * D;
         a.query_stride = qkv_width_;
-        a.mixed = mixed_.get() + row * q_width_ + task.kv_head * group * D;
-        a.mixed_stride = q_width_;
+        a.out = attention_out_.get() + row * q_width_ + task.kv_head * group * D;
+        a.out_stride = q_width_;
         a.pages = b.table + b.table_rows[task.request] * b.table_stride;
         a.first_position = b.starts[task.request] + task.first_token;
         a.n_tokens = static_cast<int32_t>(task.n_tokens);
@@ -115,10 +115,11 @@ void Step::gather(Now& now) {
     for (int64_t i = share(n, now.thread, now.n_threads); i < end; i++) {
         const int64_t row = batch_->kept[i];
         std::memcpy(kept_residual_.get() + i * E, now.residual + row * E, static_cast<size_t>(E) * 4);
-        std::memcpy(kept_mixed_.get() + i * q_width_, now.mixed + row * q_width_, static_cast<size_t>(q_width_) * 4);
+        std::memcpy(kept_attention_out_.get() + i * q_width_, now.attention_out + row * q_width_,
+                    static_cast<size_t>(q_width_) * 4);
     }
     now.residual = kept_residual_.get();
-    now.mixed = kept_mixed_.get();
+    now.attention_out = kept_attention_out_.get();
     now.n_rows = n;
     barrier();
 }

@@ -35,7 +35,7 @@ public:
 private:
     struct Now {  // what a thread knows of where the step is
         float* residual;
-        float* mixed;
+        float* attention_out;
         int64_t n_rows;
         int thread, n_threads;
         size_t op = 0;
@@ -103,7 +103,8 @@ private:
     std::vector<TaskList> lists_;
     std::unique_ptr<std::atomic<int64_t>[]> counters_;  // who took which chunk or task, one for each place in the plan
     Array<int64_t> positions_, slots_, first_rows_;
-    Array<float> residual_, qkv_, mixed_, kept_residual_, kept_mixed_, rope_, normed_, mlp_inner_, up_, partials_;
+    Array<float> residual_, qkv_, attention_out_, kept_residual_, kept_attention_out_, rope_, normed_, mlp_inner_, up_,
+        partials_;
     Array<Best> best_;
     PreparedRows rows_;
     std::vector<std::unique_ptr<ThreadMemory>> memory_;

@@ -50,7 +50,7 @@ constexpr int choose(Features features, int wanted = -1) {
     return best;
 }
 
-// Of this machine; without tiles if their products were tried and found to be others than AVX-512's.
+// Of this machine; without AMX if its products were tried and found to be others than AVX-512's.
 Features features();
 int target();                // in use: the fastest that holds, until another was set
 int set_target(int wanted);  // for tests and measurements: what choose() makes of it, which is in use now

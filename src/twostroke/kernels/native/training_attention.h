@@ -3,8 +3,8 @@
 // Queries, keys and values lie side by side as the projection writes them: qkv[b][t][heads + 2·kv_heads][width] in
 // bf16, queries first. Query t sees keys first[b][t] … t, where `first` never falls along a row: so documents and
 // sliding windows are the same thing here, and whole blocks of keys outside are not computed. With `cos` and `sin`
-// ([rows of them][tokens][width/2] fp32; one row serves all where rope_rows is 1), queries and keys are turned by
-// rotating halves as they are read, and gradients are turned back.
+// ([rows of them][tokens][width/2] fp32; one row serves all where rope_rows is 1), queries and keys are rotated by
+// halves as they are read, and gradients are rotated back.
 //
 // Products are bf16 with fp32 sums, everything between them fp32. Work is shared by key heads, each by one thread from
 // beginning to end, so results depend neither on the number of threads nor on what else runs.
@@ -18,7 +18,7 @@ struct TrainingAttention {
     float scale;                                           // of scores, 1/√width as a rule
     const uint16_t* qkv;
     const int32_t* first;    // [n_rows][n_tokens]
-    const float *cos, *sin;  // null: no turn
+    const float *cos, *sin;  // null: no rotation
     int64_t rope_rows;       // 1 or n_rows
 };
 

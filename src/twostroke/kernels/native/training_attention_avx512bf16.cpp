@@ -35,14 +35,14 @@ struct Part {
     int64_t tokens_of(int64_t block) const { return std::min(kBlock, shape.n_tokens - block * kBlock); }
     int64_t first_block(int64_t block) const { return first()[block * kBlock] / kBlock; }
 
-    // 64 rows of a head as bf16, turned where asked; zeros behind the last token.
-    void read(int64_t head, int64_t block, bool turned, uint16_t* to) const {
+    // 64 rows of a head as bf16, rotated where asked; zeros behind the last token.
+    void read(int64_t head, int64_t block, bool rotated, uint16_t* to) const {
         const int64_t n = tokens_of(block), width = shape.width;
         for (int64_t i = 0; i < n; ++i) {
             const int64_t token = block * kBlock + i;
             const uint16_t* from = shape.qkv + offset(head, token);
-            if (turned && shape.cos)
-                turn_row(from, angle(shape.cos, token), angle(shape.sin, token), width / 2, to + i * width);
+            if (rotated && shape.cos)
+                rope_row(from, angle(shape.cos, token), angle(shape.sin, token), width / 2, to + i * width);
             else std::memcpy(to + i * width, from, size_t(width) * 2);
         }
         std::memset(to + n * width, 0, size_t((kBlock - n) * width) * 2);
@@ -125,16 +125,17 @@ struct Forward {
                 for (int64_t s = begin; s <= q; ++s) std::memset(weights + (s * kBlock + i) * kBlock, 0, kBlock * 2);
                 continue;
             }
-            __m512 most = _mm512_set1_ps(-INFINITY);
+            __m512 running_max = _mm512_set1_ps(-INFINITY);
             for (int64_t s = begin; s <= q; ++s) {
                 const bool all = part.all_seen(q, s);
                 for (int64_t j = 0; j < kBlock; j += kLanes) {
                     const __m512 x = _mm512_load_ps(scores + (s * kBlock + i) * kBlock + j);
-                    most = all ? _mm512_max_ps(most, x)
-                               : _mm512_mask_max_ps(most, part.seen(token, s * kBlock + j), most, x);
+                    running_max =
+                        all ? _mm512_max_ps(running_max, x)
+                            : _mm512_mask_max_ps(running_max, part.seen(token, s * kBlock + j), running_max, x);
                 }
             }
-            const float largest = _mm512_reduce_max_ps(most) * shape.scale * kLog2e;
+            const float largest = _mm512_reduce_max_ps(running_max) * shape.scale * kLog2e;
             const __m512 offset = _mm512_set1_ps(largest);
             __m512 total = _mm512_setzero_ps();
             for (int64_t s = begin; s <= q; ++s) {
@@ -155,7 +156,7 @@ struct Forward {
             product((const uint32_t*)(weights + s * kBlock * kBlock), kPairs, values + s * kPairs * width, width,
                     kPairs, kBlock, sums, s > begin);
         for (int64_t i = 0; i < part.tokens_of(q); ++i)
-            turn_back(sums + i * width, inverse[i], nullptr, nullptr, width,
+            rope_back(sums + i * width, inverse[i], nullptr, nullptr, width,
                       out + part.output_offset(head, q * kBlock + i));
     }
 };
@@ -176,7 +177,7 @@ struct Backward {
     uint32_t *weight_pairs = memory.take<uint32_t>(kPairs * kBlock),
              *change_pairs = memory.take<uint32_t>(kPairs * kBlock);
     uint16_t* change_rows = memory.take<uint16_t>(kBlock * kBlock);
-    float *query_gradient = memory.take<float>(kBlock * width), *turned = memory.take<float>(kBlock * width);
+    float *query_gradient = memory.take<float>(kBlock * width), *rotated = memory.take<float>(kBlock * width);
     float *key_gradient = memory.take<float>(blocks * kBlock * width),
           *value_gradient = memory.take<float>(blocks * kBlock * width);
 
@@ -205,10 +206,10 @@ struct Backward {
     // Transposed sums (width × 64) of a block as rows of the gradient.
     void write(const Part& part, int64_t head, int64_t block, const float* transposed, float scale, const float* cos,
                uint16_t* to) {
-        transpose((const uint32_t*)transposed, width, kBlock, (uint32_t*)turned);
+        transpose((const uint32_t*)transposed, width, kBlock, (uint32_t*)rotated);
         for (int64_t i = 0; i < part.tokens_of(block); ++i) {
             const int64_t token = block * kBlock + i;
-            turn_back(turned + i * width, scale, part.angle(cos, token), part.angle(cos ? shape.sin : nullptr, token),
+            rope_back(rotated + i * width, scale, part.angle(cos, token), part.angle(cos ? shape.sin : nullptr, token),
                       width, to + part.offset(head, token));
         }
     }
@@ -237,7 +238,7 @@ struct Backward {
             product((const uint32_t*)rows, width / 2, keys + s * of_block, kBlock, width / 2, kBlock, scores, false);
             product((const uint32_t*)gradient, width / 2, values + s * of_block, kBlock, width / 2, kBlock, changes,
                     false);
-            soften(part, q, s, mean, log_sum);
+            softmax_backward(part, q, s, mean, log_sum);
             product(gradient_left, kPairs, weight_pairs, kBlock, kPairs, width, value_gradient + s * kBlock * width,
                     true);
             product(queries_left, kPairs, change_pairs, kBlock, kPairs, width, key_gradient + s * kBlock * width, true);
@@ -246,13 +247,13 @@ struct Backward {
         }
         for (int64_t i = 0; i < part.tokens_of(q); ++i) {
             const int64_t token = q * kBlock + i;
-            turn_back(query_gradient + i * width, shape.scale, part.angle(shape.cos, token),
+            rope_back(query_gradient + i * width, shape.scale, part.angle(shape.cos, token),
                       part.angle(shape.sin, token), width, qkv_gradient + part.offset(head, token));
         }
     }
 
     // Scores and ∂P of a block as P and ∂S = P · (∂P − mean), two rows at a time.
-    void soften(const Part& part, int64_t q, int64_t s, const float* mean, const float* log_sum) {
+    void softmax_backward(const Part& part, int64_t q, int64_t s, const float* mean, const float* log_sum) {
         const bool all = part.all_seen(q, s);
         const __m512 to_log2 = _mm512_set1_ps(shape.scale * kLog2e);
         for (int64_t i = 0; i < kBlock; i += 2)

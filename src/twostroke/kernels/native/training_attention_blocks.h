@@ -1,5 +1,5 @@
-// Products, transpositions and turns of blocks for training_attention_avx512bf16.cpp, and only for files compiled as it
-// is.
+// Products, transpositions and rotations of blocks for training_attention_avx512bf16.cpp, and only for files compiled
+// as it is.
 //
 // A product's left operand is read as 32-bit words, each two neighbouring bf16 of the summed dimension, and broadcast;
 // its right operand holds such words in rows of columns ("pairs"). Which operand a block becomes decides how it is laid
@@ -118,8 +118,8 @@ inline void interleave(const uint16_t* rows, int64_t width, uint32_t* to) {
                                       _mm256_loadu_si256((const __m256i*)(rows + (2 * p + 1) * width + d))));
 }
 
-// One row of `from` (bf16) times `scale`, turned by its angle, or back where `sign` is −1.
-inline void turn_row(const uint16_t* from, const float* cos, const float* sin, int64_t half, uint16_t* to) {
+// One row of `from` (bf16) times `scale`, rotated by its angle, or back where `sign` is −1.
+inline void rope_row(const uint16_t* from, const float* cos, const float* sin, int64_t half, uint16_t* to) {
     for (int64_t d = 0; d < half; d += kLanes) {
         const __m512 a = widen(from + d), b = widen(from + half + d), c = _mm512_loadu_ps(cos + d),
                      s = _mm512_loadu_ps(sin + d);
@@ -128,8 +128,8 @@ inline void turn_row(const uint16_t* from, const float* cos, const float* sin, i
     }
 }
 
-// A gradient of turned values, times `scale`, turned back and rounded.
-inline void turn_back(const float* from, float scale, const float* cos, const float* sin, int64_t width, uint16_t* to) {
+// A gradient of rotated values, times `scale`, rotated back and rounded.
+inline void rope_back(const float* from, float scale, const float* cos, const float* sin, int64_t width, uint16_t* to) {
     const __m512 factor = _mm512_set1_ps(scale);
     if (!cos) {
         for (int64_t d = 0; d < width; d += kLanes)
