@@ -7,7 +7,7 @@
 // exactly 0: a row's result depends on nothing beside it, as in attention_body.h.
 #include "attention_spans.h"
 #include "attention_tiles.h"
-#include "kernels.h"
+#include "targets.h"
 #include "tmm.h"
 
 namespace {

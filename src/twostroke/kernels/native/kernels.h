@@ -1,4 +1,4 @@
-// One table of functions a target. The rows of targets.h name them; kernels_<target>.cpp fills one, from the bodies
+// One table of functions a target, kernels_<target>() of targets.h. kernels_<target>.cpp fills it, from the bodies
 // that are compiled for it and from the table of a lesser target for what it has no better way to do.
 #pragma once
 
@@ -62,13 +62,7 @@ struct Kernels {
 
 const Kernels& kernels();  // of the target in use
 
-const Kernels& kernels_plain();
 #if defined(__x86_64__)
-const Kernels& kernels_avx2();
-const Kernels& kernels_avxvnni();
-const Kernels& kernels_avx512();
-const Kernels& kernels_avx512bf16();
-const Kernels& kernels_amx();
 bool amx_is_emulated();  // compiled with plain C++ in the place of its registers
 bool amx_works();        // its products agree with those of AVX-512; asked only where there is AMX
 // Parts of a table in files of their own.

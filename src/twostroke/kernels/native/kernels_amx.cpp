@@ -2,7 +2,7 @@
 #include "bf16_amx.h"
 #include "blocks_amx.h"
 #include "int4_amx.h"
-#include "kernels.h"
+#include "targets.h"
 
 #include <chrono>
 

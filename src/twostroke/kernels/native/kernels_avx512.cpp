@@ -5,6 +5,7 @@
 #include "elementwise_body.h"
 #include "products_body.h"
 #include "sample_body.h"
+#include "targets.h"
 
 const ts::Kernels& ts::kernels_avx512() {
     static constexpr Kernels made = with_sampling(with_attention(with_elementwise(with_products({}))));

@@ -5,6 +5,7 @@
 #include "attention_body.h"
 #include "elementwise_body.h"
 #include "products_body.h"
+#include "targets.h"
 
 namespace ts {
 namespace {

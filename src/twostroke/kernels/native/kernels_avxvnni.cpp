@@ -2,6 +2,7 @@
 #include "vectors_avx2.h"
 
 #include "products_body.h"
+#include "targets.h"
 
 const ts::Kernels& ts::kernels_avxvnni() {
     static const Kernels made = with_products(kernels_avx2());

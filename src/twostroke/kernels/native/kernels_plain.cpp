@@ -1,10 +1,10 @@
 // Everything by C++ alone: the reference of all products, and what runs where no faster target does.
 #include "attention_body.h"
 #include "elementwise_body.h"
-#include "kernels.h"
 #include "layout.h"
 #include "numbers.h"
 #include "sample_body.h"
+#include "targets.h"
 
 #include <algorithm>
 

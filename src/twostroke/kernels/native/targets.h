@@ -9,12 +9,6 @@
 
 namespace ts {
 
-struct TargetRow {
-    const char* name;
-    Features needs;
-    const Kernels& (*kernels)();
-};
-
 #if defined(__x86_64__)
 constexpr Features kAvx2 =
     set_of(Feature::sse3, Feature::ssse3, Feature::sse4_1, Feature::sse4_2, Feature::popcnt, Feature::xsave,
@@ -23,18 +17,33 @@ constexpr Features kAvx512 = kAvx2 | set_of(Feature::avx512f, Feature::avx512dq,
                                             Feature::avx512_vnni, Feature::os_zmm);
 constexpr Features kAvx512Bf16 = kAvx512 | set_of(Feature::avx512_bf16);
 constexpr Features kAmx = set_of(Feature::amx_tile, Feature::amx_int8, Feature::amx_bf16, Feature::os_tiles);
-#endif
 
 // What is faster behind. build.py has the compiler's flags for each; a test holds them against these sets.
-constexpr TargetRow kTargets[] = {
-    {"plain", 0, kernels_plain},
-#if defined(__x86_64__)
-    {"avx2", kAvx2, kernels_avx2},
-    {"avxvnni", kAvx2 | set_of(Feature::avx_vnni), kernels_avxvnni},
-    {"avx512", kAvx512, kernels_avx512},
-    {"avx512bf16", kAvx512Bf16, kernels_avx512bf16},
-    {"amx", kAvx512Bf16 | kAmx, kernels_amx},
+#define TS_TARGETS(ROW)                             \
+    ROW(plain, 0)                                   \
+    ROW(avx2, kAvx2)                                \
+    ROW(avxvnni, kAvx2 | set_of(Feature::avx_vnni)) \
+    ROW(avx512, kAvx512)                            \
+    ROW(avx512bf16, kAvx512Bf16)                    \
+    ROW(amx, kAvx512Bf16 | kAmx)
+#else
+#define TS_TARGETS(ROW) ROW(plain, 0)
 #endif
+
+#define TS_ROW(NAME, NEEDS) const Kernels& kernels_##NAME();
+TS_TARGETS(TS_ROW)
+#undef TS_ROW
+
+struct TargetRow {
+    const char* name;
+    Features needs;
+    const Kernels& (*kernels)();
+};
+
+constexpr TargetRow kTargets[] = {
+#define TS_ROW(NAME, NEEDS) {#NAME, NEEDS, kernels_##NAME},
+    TS_TARGETS(TS_ROW)
+#undef TS_ROW
 };
 constexpr int kTargetCount = sizeof kTargets / sizeof kTargets[0];
 
