@@ -58,7 +58,7 @@ lint: $(VENV)/.test
 	$(BIN)/lint-imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror src/twostroke/kernels/native/*.cpp src/twostroke/kernels/native/*.h
+	$(BIN)/clang-format --dry-run --Werror src/twostroke/kernels/native/*.cpp src/twostroke/kernels/native/*.h tests/kernels/*.cpp
 	$(BIN)/mypy
 
 docs: $(VENV)/.test

@@ -1,7 +1,7 @@
 """Compiles the native library: every ``.cpp`` beside this file, each with the flags its name asks for, into one shared library.
 
 Standard library only, and loaded by path from ``setup.py``, which runs where nothing is installed. A file named
-``*_avx512.cpp`` is compiled for AVX-512 with VNNI, and so on (``FLAGS_OF_SUFFIX``); such files hold nothing that runs before
+``*_avx512.cpp`` is compiled for AVX-512 with VNNI, and so on (``FLAGS``); such files hold nothing that runs before
 the processor was asked. Objects are kept under the hash of what they were made from, so that a rebuild compiles what changed.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -37,13 +36,17 @@ COMMON_FLAGS = (
 LINK_FLAGS = ("-shared", "-pthread", "-Wl,-Bsymbolic-functions")
 AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=512")
-FLAGS_OF_SUFFIX = {
-    "_avx2": AVX2,
-    "_avxvnni": (*AVX2, "-mavxvnni"),
-    "_avx512": AVX512,
-    "_avx512bf16": (*AVX512, "-mavx512bf16"),
-    "_amx": (*AVX512, "-mavx512bf16"),  # tiles are written as instructions
+FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "_avx2": AVX2,
+        "_avxvnni": (*AVX2, "-mavxvnni"),
+        "_avx512": AVX512,
+        "_avx512bf16": (*AVX512, "-mavx512bf16"),
+        "_amx": (*AVX512, "-mavx512bf16"),  # tiles are written as instructions
+    },
+    "aarch64": {"_neon": ("-march=armv8.2-a+dotprod",), "_neonbf16": ("-march=armv8.2-a+dotprod+i8mm+bf16",)},
 }
+"""By machine, as the compiler calls it, and by the last part of a file's name."""
 
 
 class BuildError(Exception):
@@ -60,15 +63,21 @@ def compiler() -> list[str]:
     raise BuildError(f"no C++ compiler: {missing} was not found. Install one (Debian: apt-get install g++).")
 
 
-def sources() -> list[Path]:
-    """The files that this processor's library is made of."""
-    x86 = platform.machine().lower() in ("x86_64", "amd64")
-    return [path for path in sorted(FOLDER.glob("*.cpp")) if x86 or not _flags(path)]
+def machine() -> str:
+    """What the compiler compiles for, a key of ``FLAGS`` if files of that machine's own are there. Raises BuildError."""
+    name = _run([*compiler(), "-dumpmachine"]).strip().partition("-")[0]
+    return {"amd64": "x86_64"}.get(name, name)
+
+
+def sources(machine: str = "") -> list[Path]:
+    """The files that a library for ``machine`` is made of; all of them without one."""
+    others = {suffix for other, flags in FLAGS.items() if machine not in ("", other) for suffix in flags}
+    return [path for path in sorted(FOLDER.glob("*.cpp")) if _suffix(path) not in others]
 
 
 def sources_hash() -> str:
     """Of all sources and headers and of the flags: a library that was built from others is not used."""
-    digest = hashlib.sha256(repr((COMMON_FLAGS, FLAGS_OF_SUFFIX, LINK_FLAGS)).encode())
+    digest = hashlib.sha256(repr((COMMON_FLAGS, FLAGS, LINK_FLAGS)).encode())
     for path in sorted([*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:32]
@@ -96,12 +105,13 @@ def build(target: Path, flags_of: Mapping[str, tuple[str, ...]] | None = None) -
 def compile_sources(folder: Path, flags_of: Mapping[str, tuple[str, ...]] | None = None) -> dict[Path, Path]:
     """The object in ``folder`` of each source, made where none of the same source and flags is there. Raises BuildError."""
     command = compiler()
+    own_flags, found = FLAGS.get(machine(), {}), sources(machine())
     flags_of = flags_of or {}
     headers = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(FOLDER.glob("*.h")))).hexdigest()
     stamp = f'-DTS_SOURCES="{sources_hash()}"'
 
     def compile_one(source: Path) -> Path:
-        flags = [*COMMON_FLAGS, *_flags(source), *flags_of.get("", ()), *flags_of.get(source.stem, ())]
+        flags = [*COMMON_FLAGS, *own_flags.get(_suffix(source), ()), *flags_of.get("", ()), *flags_of.get(source.stem, ())]
         if b"TS_SOURCES" in source.read_bytes():
             flags.append(stamp)
         key = hashlib.sha256(repr((command, flags, headers, source.name)).encode() + source.read_bytes()).hexdigest()[:32]
@@ -113,7 +123,7 @@ def compile_sources(folder: Path, flags_of: Mapping[str, tuple[str, ...]] | None
         return made
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        return dict(zip(sources(), pool.map(compile_one, sources()), strict=True))
+        return dict(zip(found, pool.map(compile_one, found), strict=True))
 
 
 @contextmanager
@@ -150,14 +160,15 @@ def _mode_of(path: Path) -> int:
         return 0
 
 
-def _flags(source: Path) -> tuple[str, ...]:
-    return FLAGS_OF_SUFFIX.get("_" + source.stem.rpartition("_")[2], ()) if "_" in source.stem else ()
+def _suffix(source: Path) -> str:
+    return "_" + source.stem.rpartition("_")[2]
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise BuildError(f"`{shlex.join(command)}` failed:\n{done.stderr.strip()[-4000:]}")
+    return done.stdout
 
 
 def _forget_old_objects(folder: Path, keep: set[Path], at_most: int = 200) -> None:

@@ -65,6 +65,22 @@ Features cpu() {
 
 }  // namespace ts
 
+#elif defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+
+namespace ts {
+
+Features cpu() {
+    Features found = 0;
+    if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) found |= set_of(Feature::asimddp);
+    if (getauxval(AT_HWCAP2) & HWCAP2_I8MM) found |= set_of(Feature::i8mm);
+    if (getauxval(AT_HWCAP2) & HWCAP2_BF16) found |= set_of(Feature::bf16);
+    return found;
+}
+
+}  // namespace ts
+
 #else
 
 namespace ts {

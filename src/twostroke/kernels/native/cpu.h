@@ -7,11 +7,15 @@ namespace ts {
 // Named as in Linux's /proc/cpuinfo, where sse3 is "pni". The last three are the operating system's part: it keeps
 // these registers for a program that is not running (XGETBV), and of tiles, it has let this process use them.
 // clang-format off
+#if defined(__aarch64__)
+#define TS_FEATURES(NAME) NAME(asimddp) NAME(i8mm) NAME(bf16)
+#else
 #define TS_FEATURES(NAME)                                                                                     \
     NAME(sse3) NAME(ssse3) NAME(sse4_1) NAME(sse4_2) NAME(popcnt) NAME(xsave) NAME(avx) NAME(fma) NAME(f16c)  \
     NAME(avx2) NAME(bmi2) NAME(avx512f) NAME(avx512dq) NAME(avx512bw) NAME(avx512vl) NAME(avx512_vnni)        \
     NAME(avx_vnni) NAME(avx512_bf16) NAME(amx_tile) NAME(amx_int8) NAME(amx_bf16) NAME(os_ymm) NAME(os_zmm)   \
     NAME(os_tiles)
+#endif
 // clang-format on
 
 enum class Feature : int32_t {

@@ -26,6 +26,11 @@ constexpr Features kAmx = set_of(Feature::amx_tile, Feature::amx_int8, Feature::
     ROW(avx512, kAvx512)                            \
     ROW(avx512bf16, kAvx512Bf16)                    \
     ROW(amx, kAvx512Bf16 | kAmx)
+#elif defined(__aarch64__) && defined(__linux__)
+#define TS_TARGETS(ROW)                 \
+    ROW(plain, 0)                       \
+    ROW(neon, set_of(Feature::asimddp)) \
+    ROW(neonbf16, set_of(Feature::asimddp, Feature::i8mm, Feature::bf16))
 #else
 #define TS_TARGETS(ROW) ROW(plain, 0)
 #endif
