@@ -186,6 +186,13 @@ def test_a_precision_without_arithmetic_is_a_reason() -> None:
     assert search.winner.device == "h100-sxm"
 
 
+def test_pure_bf16_trains_where_bf16_is_multiplied() -> None:
+    work = TrainWork(1e8, 512, 2**15)
+    search = search_training(small_llama(), work, Space(machines("a100-sxm-80gb"), 1, ("pure_bf16",)))
+    assert search.winner is not None
+    assert search.winner.precision == "pure_bf16"
+
+
 def test_of_a_calibrated_machine_there_is_one() -> None:
     """A laptop is not bought eight times, and its engine serves three ways to hold weights."""
     spec, here = small_llama(), calibrated_machine()

@@ -14,6 +14,7 @@ import typer
 from twostroke.cli.console import JSON_HELP, emit, log
 from twostroke.cli.engine_options import FROM_OPTIONS, with_engine_options
 from twostroke.core.engine_settings import EngineSettings
+from twostroke.core.engines import weights_text
 from twostroke.core.errors import InputError, TwostrokeError
 from twostroke.core.units import format_bytes, format_seconds
 
@@ -105,7 +106,8 @@ def generate(
         document["error"] = error = f"the model's output for prompt {failed[0] + 1} was not finite. The weights may be damaged."
     if as_json:
         emit(document, "", as_json=True)
-    log(_speed(stats, measured, rates, llm.engine.dtype, llm.engine.weights_bytes))
+    held = weights_text(llm.engine.dtype, llm.engine.runner)
+    log(_speed(stats, measured, rates, held, llm.engine.weights_bytes))
     if failed:
         log(error)
         raise typer.Exit(TwostrokeError.exit_code)  # what was answered is above, in the one document that there is

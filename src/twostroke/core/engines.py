@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from twostroke.core.schemes import CACHE_TYPES, WEIGHTS
+from twostroke.core.schemes import CACHE_TYPES, WEIGHTS, scheme_of
 from twostroke.core.spec import ModelSpec
 
 Method = Literal["pretrain", "full", "lora", "qlora"]
@@ -73,6 +73,12 @@ def not_served(
         f"{engine}'s kernels": engine is not None,
     }
     return spec.unbuilt_features + tuple(name for name, absent in named.items() if absent)
+
+
+def weights_text(weights: str, runner: str) -> str:
+    """How ``runner`` computes with ``weights``: "int4 expanded to bf16", or their name where it multiplies them as they are."""
+    multiplied = scheme_of(weights).multiplied(runner)
+    return weights if multiplied == weights else f"{weights} expanded to {multiplied}"
 
 
 def planned_only_text(reasons: tuple[str, ...]) -> str:

@@ -143,6 +143,14 @@ class Scheme:
         """Whether the native library multiplies the codes themselves; else they are expanded once, at loading."""
         return self.quantised and NATIVE_FORMATS[self.native].coded
 
+    def multiplied(self, runner: str) -> str:
+        """What products of the "native" or the "torch" runner multiply: the codes, by their own name, or the plain type that
+        they are expanded to at loading."""
+        in_codes = self.computes_in_codes if runner == "native" else W8A8 in self.torch
+        if not self.quantised or in_codes:
+            return self.name
+        return self.native if runner == "native" else self.kept
+
     @property
     def native_product(self) -> str:
         """The product of the native library as profiles name its rates: native_int4_g64, native_bf16."""

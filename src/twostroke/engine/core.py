@@ -369,7 +369,7 @@ def _load(directory: Path, dtype: str) -> _Loaded:
     spec = read_spec(directory)
     spec.require_buildable()
     stored = stored_quantisation(directory)
-    if stored is not None and dtype not in ("auto", stored.scheme.family):
+    if stored is not None and dtype not in ("auto", stored.scheme.family, stored.scheme.name):
         raise ConfigError(
             f"{directory} holds {stored.scheme.family} weights, which cannot be used as dtype={dtype!r}. "
             "Use dtype='auto', or the unquantised model that it was made from."

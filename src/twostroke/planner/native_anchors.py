@@ -72,11 +72,14 @@ ANCHORS: dict[Phase, tuple[NativeAnchor, ...]] = {"prefill": PREFILL_ANCHORS, "d
 
 
 def has_steps(scheme: str) -> bool:
-    """Whether steps of ``scheme`` itself, or of it in another group, are measured."""
-    return scheme_of(scheme).family in NATIVE_STEPS
+    """Whether steps are measured of what ``scheme`` multiplies, or of that in another group."""
+    return _multiplied(scheme) in NATIVE_STEPS
 
 
 def family_of(scheme: str) -> str:
-    """The one of ``NATIVE_STEPS`` whose steps stand for ``scheme``: its own in another group, else bf16's. Around products all
-    do the same."""
-    return scheme_of(scheme).family if has_steps(scheme) else "bf16"
+    """The one of ``NATIVE_STEPS`` whose steps stand for ``scheme``, bf16 for those without: around products all do the same."""
+    return _multiplied(scheme) if has_steps(scheme) else "bf16"
+
+
+def _multiplied(scheme: str) -> str:
+    return scheme_of(scheme_of(scheme).here.multiplied("native")).family

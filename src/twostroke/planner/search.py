@@ -264,8 +264,8 @@ def _serve_candidates(spec: ModelSpec, work: ServeWork, space: Space, limits: Se
         our_engine = machine.basis == "measured" and machine.kind == "cpu"
         for scheme in space.precisions or SEARCHED:
             lacking = _lacking_type(scheme_of(scheme).activations, machine)
-            if our_engine and scheme not in engine_schemes(machine):
-                lacking = scheme
+            if our_engine:  # which expands what the processor cannot multiply
+                lacking = None if scheme in engine_schemes(machine) else scheme
             if lacking is not None:
                 yield _without_type("serve", machine, scheme, lacking)
                 continue
@@ -504,7 +504,7 @@ def _train_candidates(spec: ModelSpec, work: TrainWork, space: Space, limits: Tr
     for machine in space.machines:
         timer = _TrainTimer(spec, work, machine, limits)
         for dtype in space.precisions or (_training_type(machine),):
-            lacking = _lacking_type(dtype, machine)
+            lacking = _lacking_type(TrainingShape(dtype=dtype).compute_dtype, machine)
             if lacking is not None:
                 yield _without_type("train", machine, dtype, lacking)
                 continue

@@ -414,7 +414,8 @@ def weights_held(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> fl
     """What the weights take in memory: packed, in the native engine; else ``weights_on_device`` and ``second_copies_bytes``."""
     if runs_natively(spec, shape, hardware):
         packed = native_products.native_weights_bytes(spec, shape.scheme, shape.head, shape.in_int8)
-        source = f"packed by the native library in {shape.scheme}, the head in {shape.head}; an embedding of its own"
+        multiplied = scheme_of(shape.scheme).multiplied("native")
+        source = f"packed by the native library in {multiplied}, the head in {shape.head}; an embedding of its own"
         return named("weights_bytes", packed, "bytes", source)
     return weights_on_device(spec, shape) + second_copies_bytes(spec, shape, hardware)
 
