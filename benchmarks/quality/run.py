@@ -31,6 +31,9 @@ from twostroke.scheduling.sampling_params import SamplingParams
 
 HERE = Path(__file__).parent
 LIMITS = {8: 1.001, 4: 1.03}
+E4M3_LIMIT = 1.01
+"""Three bits of mantissa round weights by 2.5% of their norm, int8 by 0.7%."""
+
 EIGHT_BITS = {"head_dtype": "int8", "kv_dtype": "int8"}
 
 
@@ -50,6 +53,7 @@ CANDIDATES = (
     Candidate("fp32", 1.001, {"dtype": "fp32"}),
     Candidate("int8 (W8A8)", LIMITS[8], {"dtype": "int8"}),
     Candidate("int8, weights only", LIMITS[8], {"dtype": "int8_weight_only"}),
+    Candidate("fp8 (E4M3, expanded to bf16)", E4M3_LIMIT, {"dtype": "fp8"}),
     Candidate("bf16, head in int8", LIMITS[8], {"dtype": "bf16", "head_dtype": "int8"}),
     Candidate("bf16, cache in int8", LIMITS[8], {"dtype": "bf16", "kv_dtype": "int8"}),
     Candidate("int8 (W8A8), head and cache in int8", LIMITS[8], {"dtype": "int8", **EIGHT_BITS}),

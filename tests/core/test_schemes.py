@@ -28,7 +28,7 @@ def test_a_row_names_rows_and_formats_that_there_are(row: Scheme) -> None:
 def test_a_name_that_is_no_scheme_is_told_which_there_are() -> None:
     with pytest.raises(ConfigError, match=r"scheme='int2' is not a way to hold weights\. Use one of fp32, bf16, "):
         scheme_of("int2")
-    with pytest.raises(ConfigError, match=r"scheme='bf16' is not a way to quantise\. Use one of int8, int4, "):
+    with pytest.raises(ConfigError, match=r"scheme='bf16' is not a way to quantise\. Use one of fp8, fp8-channel, int8, "):
         written_scheme("bf16")
     assert written_scheme("int4").group == 64
     assert [row.element for row in published_schemes("awq")] == ["int8", "int4"]

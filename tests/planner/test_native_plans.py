@@ -241,8 +241,8 @@ def test_work_is_counted_once_by_component() -> None:
 def test_what_only_our_engine_serves_is_refused_elsewhere() -> None:
     with pytest.raises(ConfigError, match="our engine's own"):
         plan_serving(small_llama(), ServingShape(scheme="int4-g32"), load_hardware("h100"))
-    with pytest.raises(ConfigError, match="head_dtype='fp8'"):
-        ServingShape(head_dtype="fp8")
+    with pytest.raises(ConfigError, match="head_dtype='nvfp4'"):
+        ServingShape(head_dtype="nvfp4")
     assert weights_bytes(small_llama(), "int4-g32") > weights_bytes(small_llama(), "int4-g128")
 
 

@@ -95,8 +95,17 @@ def test_int8_keeps_the_perplexity_of_a_model_trained_here(
     assert ratio <= 1.01
 
 
-def test_int8_keeps_the_perplexity_of_stories260k(stories: Path, assets: Path, tmp_path: Path) -> None:
-    """Measured ratios to fp32 on eight stories: bf16 1.0011, weight-only 0.9989, W8A8 1.0003."""
+def test_fp8_keeps_the_perplexity_of_a_model_trained_here(
+    learned: tuple[ModelSpec, dict[str, Tensor], list[list[int]]],
+) -> None:
+    spec, state, text = learned
+    ratio = math.exp(nats_per_token(spec, state, "fp8", text) - nats_per_token(spec, state, "fp32", text))
+    print(f"perplexity ratio {ratio:.5f} in fp8")
+    assert ratio <= 1.01
+
+
+def test_eight_bits_keep_the_perplexity_of_stories260k(stories: Path, assets: Path, tmp_path: Path) -> None:
+    """Measured ratios to fp32 on eight stories: bf16 1.0011, weight-only 0.9989, W8A8 1.0003, fp8 1.0039."""
     from twostroke.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(stories)
@@ -110,7 +119,10 @@ def test_int8_keeps_the_perplexity_of_stories260k(stories: Path, assets: Path, t
     ratios = {"bf16": math.exp(nats_per_token(spec, state, "bf16", sequences) - exact)}
     for name, kernel in (("weight-only", WEIGHT_ONLY), ("w8a8", INTEGERS)):
         ratios[name] = math.exp(nats_per_token(spec, quantised, "int8", sequences, kernel) - exact)
+    quantize_model(stories, tmp_path / "fp8", "fp8")
+    ratios["fp8"] = math.exp(nats_per_token(spec, load_any_state(tmp_path / "fp8")[1], "fp8", sequences) - exact)
     print(f"perplexity {math.exp(exact):.4f} in fp32, ratios {ratios}")
+    assert ratios["fp8"] <= 1.01
     assert ratios["bf16"] <= 1.005
     assert ratios["weight-only"] <= 1.01
     assert ratios["w8a8"] <= 1.01 or not has_w8a8_linear()

@@ -39,12 +39,12 @@ def quantize(
     replace: bool = typer.Option(False, "--replace", help="Replace what is in the directory."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Write a copy of a model with the matrices of its blocks in int8 or int4, in compressed-tensors' layout.
+    """Write a copy of a model with the matrices of its blocks in fewer bits, in compressed-tensors' layout.
 
-    int8 has one scale an output channel and needs no text. int4 has a scale and a zero point for every 64 inputs and is fitted
-    to text like that the model will see: block after block on what the rounded blocks before bring, each column's error made up
-    for by the columns after it (GPTQ). Text beside it is then judged; where KL to the model exceeds --max-kl, the matrices that
-    matter most for their size are held in int8 instead.
+    int8 and fp8 (E4M3) have one scale an output channel and need no text. int4 has a scale and a zero point for every 64 inputs
+    and is fitted to text like that the model will see: block after block on what the rounded blocks before bring, each column's
+    error made up for by the columns after it (GPTQ). Text beside it is then judged; where KL to the model exceeds --max-kl, the
+    matrices that matter most for their size are held in int8 instead.
     """
     from twostroke.cli.serve_verb import model_directory
 

@@ -73,6 +73,7 @@ class DiskLayout:
 INT_QUANTIZED = DiskLayout("int-quantized", "int", "int", "I8")
 PACK_QUANTIZED = DiskLayout("pack-quantized", "int", None, "I32")
 """Eight codes a 32-bit word."""
+FLOAT_QUANTIZED = DiskLayout("float-quantized", "float", "float", "F8_E4M3")
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,12 @@ _ROWS = (
     Scheme(
         "fp8", "fp8", 4.0, 128, 128,
         activations="fp8", products=("fp8", "bf16"), published=("fp8", "fbgemm_fp8"), searched=True,
+        native="bf16", torch=("packed_bf16",), disk=FLOAT_QUANTIZED, own="fp8-channel",
+    ),
+    # Ours, as `twostroke quantize` writes it and llm-compressor's FP8_DYNAMIC: an fp32 scale an output.
+    Scheme(
+        "fp8-channel", "fp8", 4.0, activations="fp8", products=("fp8", "bf16"),
+        native="bf16", torch=("packed_bf16",), disk=FLOAT_QUANTIZED,
     ),
     # An fp32 scale an output. Accelerators hold weights alone so; w8a8 rounds activations too, as our engine always does.
     Scheme(
@@ -229,7 +236,7 @@ TORCH_WEIGHTS = tuple(dict.fromkeys(row.family for row in _ROWS if row.torch))
 WRITTEN = tuple(row.name for row in _ROWS if row.disk is not None)
 """Those that `twostroke quantize` writes."""
 
-DEFAULT_WRITTEN = WRITTEN[0]
+DEFAULT_WRITTEN = "int8"
 
 MIXED = tuple(row.name for row in _ROWS if row.beside is not None)
 """Those of which a directory may hold single matrices in another scheme, ``beside``."""

@@ -55,10 +55,12 @@ class Quantisation:
         """The same with the matrices of ``entries`` in the scheme beside it."""
         return Quantisation(self.scheme, tuple(sorted(module_name(part.name) for entry in entries for part in entry.parts)))
 
-    def config(self) -> dict[str, Any]:
-        """What goes into ``config.json`` as ``quantization_config``."""
+    def config(self, weights_only: bool = False) -> dict[str, Any]:
+        """What goes into ``config.json`` as ``quantization_config``; ``weights_only``: without a word on activations."""
         layout = _layout(self.scheme)
         groups = {"group_0": _config_group(self.scheme, ["Linear"])}
+        if weights_only:
+            groups["group_0"]["input_activations"] = None
         if self.others and self.beside is not None:
             groups["group_0"]["format"] = layout.format
             groups["group_1"] = _config_group(self.beside, list(self.others)) | {"format": _layout(self.beside).format}
@@ -99,10 +101,11 @@ def quantisation_of(quantised: dict[str, Any], where: object) -> Quantisation:
     schemes = [SCHEMES[name].here for name in WRITTEN]
     for scheme in schemes:
         found = Quantisation(scheme, others if scheme.beside is not None else ())
-        expected = found.config()
-        same_groups = isinstance(groups, dict) and set(groups) == set(expected["config_groups"])
-        if quantised.get("format") == expected["format"] and same_groups and _agree(expected["config_groups"], groups):
-            return found
+        # An engine that expands codes leaves activations alone, whatever a directory asks of engines that can round them.
+        for expected in (found.config(), found.config(weights_only=not scheme.computes_in_codes)):
+            same_groups = isinstance(groups, dict) and set(groups) == set(expected["config_groups"])
+            if quantised.get("format") == expected["format"] and same_groups and _agree(expected["config_groups"], groups):
+                return found
     supported = ", ".join(dict.fromkeys(_in_words(scheme) for scheme in schemes))
     raise ConfigError(
         f"{where} is quantised in compressed-tensors' {quantised.get('format')!r} format with settings that are not supported. "
