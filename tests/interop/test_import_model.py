@@ -17,8 +17,8 @@ from twostroke.core.errors import ConfigError, CorruptFileError, InputError, Two
 from twostroke.core.spec import ModelSpec
 from twostroke.interop import hub
 from twostroke.interop.import_model import import_model
-from twostroke.interop.source import LazyState
 from twostroke.model.decoder import Decoder
+from twostroke.model.lazy_state import LazyState
 from twostroke.model.load import load_model
 from twostroke.model.save import save_model
 

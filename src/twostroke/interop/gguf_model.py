@@ -13,8 +13,9 @@ from torch import Tensor
 from twostroke.core.errors import ConfigError, CorruptFileError, UnsupportedFamilyError
 from twostroke.core.spec import ModelSpec, RopeSpec
 from twostroke.interop.gguf import GgufFile
-from twostroke.interop.source import LazyState, SourceModel, SourceTokenizer, halves_from_pairs
+from twostroke.interop.source import SourceModel, SourceTokenizer, halves_from_pairs
 from twostroke.interop.tokenizer_tables import LLAMA3_WORDS, NORMAL, byte_level_bpe, sentencepiece_bpe
+from twostroke.model.lazy_state import LazyState
 from twostroke.model.rope import inverse_frequencies
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")

@@ -15,7 +15,7 @@ from torch import Tensor
 from twostroke.core.documents import Allowance
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
 from twostroke.core.spec import ModelSpec, RopeSpec
-from twostroke.interop.source import LazyState, SourceModel, SourceTokenizer, halves_from_pairs
+from twostroke.interop.source import SourceModel, SourceTokenizer, halves_from_pairs
 from twostroke.interop.tokenizer_tables import (
     BYTE,
     CONTROL,
@@ -24,6 +24,7 @@ from twostroke.interop.tokenizer_tables import (
     UNKNOWN,
     sentencepiece_bpe,
 )
+from twostroke.model.lazy_state import LazyState
 
 HEADER_BYTES = 28
 BOS, EOS = 1, 2

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from twostroke.core.families import layout
 from twostroke.core.spec import ModelSpec
-from twostroke.interop.source import LazyState, SourceModel
+from twostroke.interop.source import SourceModel
 from twostroke.model.adapter_directory import base_directory, read_adapter_config
 from twostroke.model.families import read_entry
+from twostroke.model.lazy_state import LazyState
 from twostroke.model.load import open_weights
 
 

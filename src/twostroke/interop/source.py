@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,25 +11,6 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from twostroke.core.spec import ModelSpec
-
-
-class LazyState(Mapping[str, Tensor]):
-    """Canonical tensors by name. Each is made on access and not kept, so that a model larger than the memory can be read."""
-
-    def __init__(self, readers: dict[str, Callable[[], Tensor]]) -> None:
-        self._readers = readers
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._readers[name]()
-
-    def __contains__(self, name: object) -> bool:  # Mapping's own would read the tensor
-        return name in self._readers
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._readers)
-
-    def __len__(self) -> int:
-        return len(self._readers)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Canonical tensors that are read, and put together from their parts, when they are asked for."""
+"""A mapping of canonical tensors that reads a tensor, and joins it from its parts, on access."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from torch import Tensor
 
 
 class LazyState(Mapping[str, Tensor]):
-    """Each access reads anew, so that a model larger than memory can be taken apart tensor by tensor."""
+    """Canonical tensors by name. Each is read on access and not kept, so that a model larger than the memory can be converted
+    tensor by tensor."""
 
     def __init__(self, readers: dict[str, Callable[[], Tensor]]) -> None:
         self._readers = readers
