@@ -189,7 +189,7 @@ def test_dropout_acts_in_training_mode_only() -> None:
 
 
 def test_learned_positions_end_with_a_sentence() -> None:
-    with pytest.raises(InputError, match="49 tokens is longer than max_positions=48"):
+    with pytest.raises(InputError, match="49 tokens is longer than the max_positions=48"):
         Decoder(GPT2)(random_tokens(n_tokens=49))
 
 

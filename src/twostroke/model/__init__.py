@@ -1,1 +1,1 @@
-"""What a model computes: one decoder for every family, and how its weights are named and kept on disk."""
+"""The model definition: one decoder for every family, its weights by name, and model directories on disk."""

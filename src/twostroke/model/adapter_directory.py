@@ -126,7 +126,7 @@ def read_adapter_config(directory: Path | str) -> AdapterConfig:
 
 
 def base_directory(directory: Path | str, config: AdapterConfig | None = None) -> Path:
-    """Where the base of the adapters in ``directory`` is. Raises InputError where it is not there any more."""
+    """Where the base of the adapters in ``directory`` is. Raises InputError if it is not there any more."""
     directory = Path(directory)
     config = config or read_adapter_config(directory)
     for candidate in (Path(config.base).expanduser(), directory / config.base):

@@ -79,7 +79,7 @@ def attention_mask(
     dtype: torch.dtype,
     explicit: bool,
 ) -> Float[Tensor, "#B 1 T S"] | None:
-    """0 where a query may see a key and −∞ where not, built once a forward pass; None where SDPA's own causal rule is enough.
+    """0 where a query may see a key and −∞ where not, built once a forward pass; None if SDPA's own causal rule is enough.
 
     Additive in the compute dtype, because SDPA turns a boolean mask into that in every layer. Measured on two CPU cores,
     bf16, B=16, H=6, T=512, forward and backward: boolean 131 and 296 ms, additive bf16 126 and 256, additive fp32 130 and

@@ -1,4 +1,4 @@
-"""The decoder: what a model of any supported family computes. Training, scoring and parity tests run this definition."""
+"""The decoder defines what a model of any supported family computes. Training, scoring and parity tests run it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Embedding(nn.Module):
-    """A table of rows by id. nn.Embedding would draw every value at construction, also where weights are loaded next."""
+    """A table of rows by id. ``nn.Embedding`` would draw random values at construction, even if weights are loaded next."""
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
@@ -40,7 +40,8 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)). No branch depends on a tensor's value, so it compiles whole."""
+    """residual + attention(norm(residual)), then residual + mlp(norm(residual)). No branch depends on a tensor's value, so that
+    torch.compile makes one graph of it."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -48,40 +49,42 @@ class Block(nn.Module):
         self.attn = Attention(spec)
         self.mlp_norm = make_norm(spec)
         self.mlp = make_mlp(spec)
-        # transformers drops residual branches only in GPT-2; elsewhere `attention_dropout` is all there is.
+        # In transformers only GPT-2 has dropout on its residual branches. Other families have `attention_dropout` alone.
         self.residual_dropout = spec.dropout if spec.positions == "learned" else 0.0
-        self.recompute: Callable[..., Tensor] | None = None  # how training keeps less for backward than all
+        self.recompute: Callable[..., Tensor] | None = None  # set by training.activation_checkpointing
 
     def forward(
         self,
-        x: Float[Tensor, "B T E"],
+        residual: Float[Tensor, "B T E"],
         rope: tuple[Tensor, Tensor] | None,
         mask: Float[Tensor, "#B 1 T S"] | Int[Tensor, "B T"] | None,
     ) -> Float[Tensor, "B T E"]:
+        # Without gradients nothing is kept for backward, so nothing is recomputed.
         if self.recompute is None or not torch.is_grad_enabled():
-            return self._compute(x, rope, mask)
-        return self.recompute(self._compute, x, rope, mask)
+            return self._compute(residual, rope, mask)
+        return self.recompute(self._compute, residual, rope, mask)
 
-    def _compute(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
-        x = x + self._drop(self.attn(self.attn_norm(x), rope, mask))
-        return x + self._drop(self.mlp(self.mlp_norm(x)))
+    def _compute(self, residual: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+        residual = residual + self._drop(self.attn(self.attn_norm(residual), rope, mask))
+        return residual + self._drop(self.mlp(self.mlp_norm(residual)))
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.residual_dropout, self.training) if self.residual_dropout > 0 else x
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer of ``spec``. Freshly made it holds ``initialise(…, seed=0)``; on device "meta", nothing.
+    """A decoder-only transformer of ``spec``. A new one holds the weights of ``initialise(…, seed=0)``, or none on device
+    "meta".
 
-    Parameter names are the canonical ones that the engine, training and interop share; ``twostroke.model.families`` maps
-    them to each family's names on disk.
+    Engine, training and interop share its parameter names. ``twostroke.model.families`` maps them to each family's names on
+    disk.
     """
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> None:
         super().__init__()
         spec.require_buildable()
         self.spec = spec
-        with torch.device("meta"):
+        with torch.device("meta"):  # layers draw no random values that ``initialise`` or loaded weights would overwrite
             self.embed = Embedding(spec.vocab_size, spec.d_model)
             learned = spec.positions == "learned"
             self.position_embed = Embedding(spec.max_positions, spec.d_model) if learned else None
@@ -96,7 +99,7 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Float[Tensor, "V E"]:
-        """The output projection: the embedding itself where the two are tied."""
+        """The output projection, which is the embedding itself if the two are tied."""
         return self.embed.weight if self.head is None else self.head.weight
 
     def hidden(
@@ -105,35 +108,42 @@ class Decoder(nn.Module):
         positions: Int[Tensor, "#B T"] | None = None,
         documents: Int[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B T E"]:
-        """Activations after the final norm. ``positions`` default to 0…T−1; ``documents`` number the documents packed in a row.
+        """The residual stream after the final norm. ``positions`` default to 0…T−1; ``documents`` number the packed documents
+        of a row, and attention stays within one. Training computes the loss from this in chunks of rows, without all logits at
+        once.
 
-        Raises InputError where learned positions end before T.
+        Raises InputError if learned positions end before T.
         """
         n_tokens = tokens.shape[1]
         if positions is None:
             positions = torch.arange(n_tokens, device=tokens.device)[None]
-        x = self.embed(tokens)
+        residual = self.embed(tokens)
         rope = None
         if self.position_embed is not None:
             if n_tokens > self.spec.max_positions:
                 raise InputError(
-                    f"a sequence of {n_tokens} tokens is longer than max_positions={self.spec.max_positions} learned positions."
+                    f"a sequence of {n_tokens} tokens is longer than the max_positions={self.spec.max_positions} learned "
+                    "positions. "
+                    "Shorten it."
                 )
-            x = x + self.position_embed(positions)
-            x = F.dropout(x, self.spec.dropout, self.training) if self.spec.dropout > 0 else x
+            residual = residual + self.position_embed(positions)
+            if self.spec.dropout > 0:
+                residual = F.dropout(residual, self.spec.dropout, self.training)
         else:
             rope = rope_tables(self.spec, positions)
+        # Layers with the same window share one mask, which is built once a forward pass.
         windows = [self.spec.window_of_layer(i) for i in range(self.spec.n_layers)]
-        dtype = compute_dtype(x.device, x.dtype)
+        dtype = compute_dtype(residual.device, residual.dtype)
         masks: dict[int | None, Tensor | None]
-        if attends_natively(x.device, dtype, self.spec, self.training):
-            masks = {w: first_visible(n_tokens, w, documents, tokens.shape[0], x.device) for w in set(windows)}
+        device = residual.device
+        if attends_natively(device, dtype, self.spec, self.training):
+            masks = {w: first_visible(n_tokens, w, documents, tokens.shape[0], device) for w in set(windows)}
         else:
-            explicit = prefers_explicit(x.device, dtype, n_tokens, self.training)
-            masks = {w: attention_mask(n_tokens, w, documents, x.device, dtype, explicit) for w in set(windows)}
+            explicit = prefers_explicit(device, dtype, n_tokens, self.training)
+            masks = {w: attention_mask(n_tokens, w, documents, device, dtype, explicit) for w in set(windows)}
         for block, window in zip(self.blocks, windows, strict=True):
-            x = block(x, rope, masks[window])
-        return self.final_norm(x)
+            residual = block(residual, rope, masks[window])
+        return self.final_norm(residual)
 
     def forward(
         self,

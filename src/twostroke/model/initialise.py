@@ -1,4 +1,4 @@
-"""Fresh weights, the same for a seed on every device and in every dtype."""
+"""Initialises weights. A seed gives the same weights on every device and in every dtype."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ RESIDUAL_OUTPUTS = (".attn.out.weight", ".mlp.down.weight")
 
 
 def parameter_std(name: str, shape: torch.Size, n_layers: int) -> float:
-    """Standard deviation of a matrix's fresh values: 0.02 for embeddings and head, 1/√fan_in for the others.
+    """Standard deviation of a matrix's initial values: 0.02 for embeddings and head, 1/√fan_in for the others.
 
-    Matrices that write to the residual stream are scaled by 1/√(2L) more, so that its variance after L blocks does not
-    grow with L (GPT-2, Radford et al. 2019).
+    Matrices that write to the residual stream are also scaled by 1/√(2L), so that its variance after L blocks does not grow
+    with L (GPT-2, Radford et al. 2019).
     """
     if name in ("embed.weight", "position_embed.weight", "head.weight"):
         return EMBEDDING_STD
@@ -26,10 +26,10 @@ def parameter_std(name: str, shape: torch.Size, n_layers: int) -> float:
 
 @torch.no_grad()
 def initialise(decoder: nn.Module, seed: int) -> None:
-    """Fill ``decoder`` in place: normal matrices (``parameter_std``), zero biases, norm weights of one.
+    """Fill ``decoder`` in place: matrices from a normal distribution (``parameter_std``), biases with 0, norm weights with 1.
 
-    Each parameter draws from a generator seeded by (seed, its name), in fp32 on the CPU, so a parameter's values depend on
-    neither the order of construction, nor the device, nor the dtype.
+    Each parameter has a generator seeded by (seed, its name) and draws in fp32 on the CPU. So its values depend neither on the
+    order of construction nor on the device or the dtype.
     """
     n_layers = sum(1 for _ in decoder.get_submodule("blocks").children())
     for name, parameter in decoder.named_parameters():

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class RMSNorm(nn.Module):
     """x / √(mean(x²) + ε) · weight over the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467).
 
-    ``F.rms_norm`` takes the mean of a bf16 row in fp32, so nothing is cast here; the weight follows ``x`` when fp32
-    parameters meet bf16 activations.
+    ``F.rms_norm`` computes the mean of a bf16 row in fp32, so this module casts nothing but the weight, which takes the dtype
+    of ``x`` if parameters are fp32 and activations bf16.
     """
 
     def __init__(self, width: int, eps: float) -> None:

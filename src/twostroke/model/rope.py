@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def inverse_frequencies(spec: ModelSpec, device: torch.device | None = None) -> Float[Tensor, " half_D"]:
     """θ^(−2i/D) for i < D/2, in radians per position, after ``spec.rope``'s scaling; fp32.
 
-    The arithmetic is fp32 on purpose, in the reference's order: at position 10⁴ one unit in the last place of a frequency is
-    10⁻³ radians, so a more exact table would disagree with the table that the weights were trained with.
+    The arithmetic is fp32 on purpose, in the order of transformers. At position 10⁴ one unit in the last place of a frequency
+    is 10⁻³ radians, so a more exact table would differ from the one that the weights were trained with.
     """
     rope, head_dim = spec.rope, spec.head_dim
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
@@ -42,15 +42,15 @@ def inverse_frequencies(spec: ModelSpec, device: torch.device | None = None) -> 
 def rope_tables(
     spec: ModelSpec, positions: Int[Tensor, "B T"]
 ) -> tuple[Float[Tensor, "B T half_D"], Float[Tensor, "B T half_D"]]:
-    """cos and sin of position·frequency, fp32. One half of the head dimension: the other half is the same."""
+    """cos and sin of position·frequency, fp32, for one half of the head dimension; the other half has the same."""
     angles = positions[..., None].float() * inverse_frequencies(spec, positions.device)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Float[Tensor, "B T N D"], cos: Float[Tensor, "#B T half_D"], sin: Float[Tensor, "#B T half_D"]) -> Tensor:
-    """``x`` turned by its position: (a, b) → (a·cos − b·sin, b·cos + a·sin), a and b the halves of the head dimension.
+    """``x`` rotated by its position: (a, b) → (a·cos − b·sin, b·cos + a·sin) with the halves a and b of the head dimension.
 
-    A bf16 ``x`` is promoted to fp32 by the tables and rounded once at the end.
+    The fp32 tables promote a bf16 ``x`` to fp32, so it is rounded once, at the end.
     """
     a, b = x.chunk(2, dim=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]  # (B, T, 1, D/2)

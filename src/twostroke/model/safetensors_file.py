@@ -1,4 +1,4 @@
-"""Reading safetensors files that others wrote: every size is checked against the file before anything is allocated.
+"""Reads safetensors files from any source. It checks every size against the file before it allocates anything.
 
 Format (huggingface/safetensors, README "Format"): 8 bytes little-endian header length N, N bytes of JSON
 {name: {dtype, shape, data_offsets: [begin, end]}}, then the tensors' bytes, contiguous and without holes.
@@ -18,7 +18,7 @@ from torch import Tensor
 from twostroke.core.documents import Allowance, parse_json, read_object
 from twostroke.core.errors import CorruptFileError, InputError
 
-MAX_HEADER_BYTES = 16_000_000  # of a hundred thousand tensors; the format's own limit of 100 MB is a gigabyte once parsed
+MAX_HEADER_BYTES = 16_000_000  # enough for 100,000 tensors; the format's own limit of 100 MB takes a gigabyte once parsed
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_INDEX_BYTES = 16_000_000
@@ -34,7 +34,7 @@ _ELEMENT_BYTES = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a header says of one tensor; ``dtype`` is the format's tag, such as ``BF16``."""
+    """The header's entry of one tensor. ``dtype`` is the format's name, such as ``BF16``."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -46,8 +46,9 @@ def _is_count(value: Any) -> bool:
 
 
 def read_header(file: Path, allowance: Allowance | None = None) -> dict[str, TensorInfo]:
-    """The tensors that ``file`` holds. ``allowance`` None: what this one file may take. Raises InputError (no file) or
-    CorruptFileError (not the format, or a header that takes more memory than it may)."""
+    """The header of ``file``: its tensors by name. ``allowance`` limits the memory, by default to that for a single file.
+    Raises InputError if the file does not exist, CorruptFileError if it breaks the format or its header needs too much
+    memory."""
     if not file.is_file():
         raise InputError(f"{file} does not exist.")
     size = file.stat().st_size
@@ -58,8 +59,8 @@ def read_header(file: Path, allowance: Allowance | None = None) -> dict[str, Ten
         length = int.from_bytes(prefix, "little")
         if length > min(MAX_HEADER_BYTES, size - 8):
             raise CorruptFileError(
-                f"{file} declares a header of {length} bytes, but holds {size - 8} after the length, and {MAX_HEADER_BYTES} "
-                "is the most there may be. It is truncated or no safetensors file: copy or download it again."
+                f"{file} declares a header of {length} bytes, but {size - 8} bytes follow, and at most {MAX_HEADER_BYTES} are "
+                "read. It is truncated or not a safetensors file. Copy or download it again."
             )
         raw = stream.read(length)
     header = parse_json(raw, f"{file}: the safetensors header", allowance or Allowance(file, size))
@@ -78,7 +79,7 @@ def read_header(file: Path, allowance: Allowance | None = None) -> dict[str, Ten
     for begin, end, name in sorted(spans):
         if begin != position:
             raise CorruptFileError(
-                f"{file}: tensor {name!r:.80} begins at byte {begin} where {position} was due: a hole or an overlap."
+                f"{file}: tensor {name!r:.80} begins at byte {begin} and should begin at {position}: a hole or an overlap."
             )
         position = end
     if 8 + length + position != size:
@@ -115,16 +116,16 @@ def _read_entry(file: Path, name: str, entry: Any) -> tuple[TensorInfo, int, int
 
 
 class WeightFiles:
-    """The tensors of a model directory, whichever of its files each is in. Only headers are read until ``get`` is called.
+    """The tensors of all weight files of a model directory. Only headers are read until ``get`` is called.
 
-    Raises InputError where the directory has no weights, CorruptFileError where index, header and file disagree.
+    Raises InputError if the directory has no weights, CorruptFileError if index, header and file disagree.
     """
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
         self.infos: dict[str, TensorInfo] = {}
         self._file_of: dict[str, Path] = {}
-        self._open: dict[Path, tuple[Any, int]] = {}  # with the bytes of the tensors that were taken from it
+        self._open: dict[Path, tuple[Any, int]] = {}  # open mappings, each with the bytes of the tensors taken from it
         files = _weight_files(self.directory)
         allowance = Allowance(self.directory, sum(file.stat().st_size for file in files))
         for file in files:
@@ -143,11 +144,11 @@ class WeightFiles:
         return name in self.infos
 
     def get(self, name: str) -> Tensor:
-        """The tensor ``name``, mapped from its file, not read.
+        """The tensor ``name``, memory-mapped from its file.
 
-        What was read of a mapping counts as this process's memory until the last tensor of it is gone, so tensors share one
-        only up to ``MAPPED_BYTES``: a model is packed in little more than its packed size, and a table that stays mapped
-        keeps nothing else."""
+        Pages that were read of a mapping count as this process's memory until the last tensor of the mapping is freed. So
+        tensors share a mapping only up to ``MAPPED_BYTES``. Packing a model then needs little more memory than the packed
+        weights, and an embedding table that stays mapped keeps nothing else in memory."""
         file, n_bytes = self._file_of[name], self.infos[name].n_bytes
         opened, taken = self._open.pop(file, (None, 0))
         if opened is None or taken + n_bytes > MAPPED_BYTES:
@@ -170,7 +171,7 @@ def _weight_files(directory: Path) -> list[Path]:
         if single.is_file():
             return [single]
         pickled = sorted(p.name for p in directory.glob("*.bin"))
-        hint = f" {pickled[0]} may be a pickle, which is never opened: convert it to safetensors." if pickled else ""
+        hint = f" {pickled[0]} may be a pickle, which is never opened. Convert it to safetensors." if pickled else ""
         raise InputError(f"{directory} has neither {SINGLE_NAME} nor {INDEX_NAME}.{hint}")
     weight_map = read_object(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):

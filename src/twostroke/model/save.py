@@ -58,8 +58,8 @@ def save_model(
     new directory beside the target and renamed, so that a reader or a crash sees all of it or nothing. Memory: the model and
     one shard.
 
-    Raises InputError where ``directory`` holds something and ``replace`` is not set, ConfigError for a dtype that is not a
-    storage format, CorruptFileError where the state lacks a tensor or has another shape.
+    Raises InputError if ``directory`` holds something and ``replace`` is not set, ConfigError for a dtype that is not a
+    storage format, CorruptFileError if the state lacks a tensor or has another shape.
     """
     if dtype not in ("fp32", "bf16", "fp16"):
         raise ConfigError(f"dtype={dtype!r} is not a format to save in. Use fp32, bf16 or fp16.")
@@ -77,7 +77,7 @@ def save_model(
 
 
 def require_writable(target: Path, replace: bool) -> None:
-    """Raises InputError where a model directory may not be written to ``target``: a file is there, or something and ``replace``
+    """Raises InputError if a model directory may not be written to ``target``: a file is there, or something and ``replace``
     is not set, or something that no command here wrote, which replacing the directory would delete."""
     if target.exists() and not target.is_dir():
         raise InputError(f"{target} is a file; a model is written to a directory.")
@@ -197,7 +197,7 @@ def write_tokenizer(source: Path, spec: ModelSpec, directory: Path) -> None:
     """Put the tokenizer at ``source`` into ``directory`` so that ``transformers.AutoTokenizer`` opens it.
 
     From a directory its tokenizer files are copied; where there is no ``tokenizer_config.json``, one is made from ``spec``'s
-    bos and eos ids. Raises DataError where there is no tokenizer or it does not know those ids, CorruptFileError where it
+    bos and eos ids. Raises DataError if there is no tokenizer or it does not know those ids, CorruptFileError if it
     cannot be read.
     """
     file = tokenizer_file(source)
