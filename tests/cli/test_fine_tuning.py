@@ -52,7 +52,7 @@ def test_the_recipe_on_a_small_model_end_to_end(
     settings += ["train.dtype=fp32", "train.learning_rate=0.03"]  # random weights need larger steps
     code, summary, err = run(capsys, "train", "recipes/lora.toml", *(part for s in settings for part in ("--set", s)))
     assert code == 0, err
-    assert "plain default template, as the model has none" in err
+    assert "plain default template, because the model has no template" in err
     assert summary["measurement"]["heldout_answer_nats_per_token"] < math.log(512) - 0.1  # below a uniform guess
     code, scored, err = run(capsys, "eval", str(output))
     assert code == 0, err

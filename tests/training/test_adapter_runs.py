@@ -185,7 +185,7 @@ class TestRefusals:
         ("lora", "sentence"),
         [
             ({"rank": 0}, r"lora.rank=0 must be at least 1"),
-            ({"rank": 33}, r"lora.rank=33 is more than any of the targets can have: \w+ is \d+ × \d+, so at most 32"),
+            ({"rank": 33}, r"lora.rank=33 is above the rank of every target: \w+ is \d+ × \d+. Use at most 32"),
             ({"targets": ["q_pro"]}, r"no matrix 'q_pro'. Did you mean 'q_proj'"),
             ({"targets": []}, "lora.targets is empty"),
             ({"dropout": 1.0}, "lora.dropout=1.0 must be"),
@@ -206,7 +206,7 @@ class TestRefusals:
         train(first)
         second = plain(make("second"))
         second["model"]["init_from"] = str(Path(first.output) / "model")
-        with pytest.raises(ConfigError, match=r"holds adapters. Make a whole model of it first"):
+        with pytest.raises(ConfigError, match=r"holds adapters. Merge them into their base first"):
             train(recipe_from_dict(second))
 
     @pytest.mark.parametrize(

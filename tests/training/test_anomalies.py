@@ -11,7 +11,7 @@ import torch
 
 from twostroke.core.errors import ConfigError, CorruptFileError, Interrupted, TwostrokeError
 from twostroke.training import anomalies, build
-from twostroke.training.anomalies import LEAST, WINDOW, AnomalyLog, SpikeWatch
+from twostroke.training.anomalies import MIN_ACCEPTED, WINDOW, AnomalyLog, SpikeWatch
 from twostroke.training.checkpoint import list_checkpoints, load_checkpoint
 from twostroke.training.finish import TrainingResult
 from twostroke.training.start import start, train
@@ -59,8 +59,8 @@ class TestSpikeWatch:
         assert self._steady(0).accept(1e9, 1e9) is None
 
     def test_the_first_steps_have_no_ordinary_range(self) -> None:
-        assert self._steady(5, LEAST - 1).accept(100.0, 100.0) is None
-        assert self._steady(5, LEAST).accept(100.0, 100.0) is not None
+        assert self._steady(5, MIN_ACCEPTED - 1).accept(100.0, 100.0) is None
+        assert self._steady(5, MIN_ACCEPTED).accept(100.0, 100.0) is not None
 
     def test_only_the_last_steps_count(self) -> None:
         watch = self._steady(5)
@@ -165,7 +165,7 @@ def test_rolled_back_it_goes_on_behind_the_text_and_leaves_it_out(make_recipe, p
     curve = _curve(result.directory)
     assert [point[0] for point in curve] == list(range(1, 9))
     assert all(point[-1] is None for point in curve)
-    assert any("Back to step 4" in line for line in lines)
+    assert any("The run went back to step 4" in line for line in lines)
     # windows: 6 batches of 2 rows were read when it went back, then steps 5 to 8 read 4 more
     assert _end(result.directory)[1]["loader"]["next_window"] == 20
     assert result.summary["tokens"] == 8 * 2 * 32
@@ -232,7 +232,7 @@ def test_a_run_that_does_not_get_better_gives_up(make_recipe, poisoned, policy: 
 
 
 def test_a_spike_is_refused_by_the_run_itself(make_recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(anomalies, "LEAST", 4)
+    monkeypatch.setattr(anomalies, "MIN_ACCEPTED", 4)
     forward = TrainStep.forward_backward
     calls = iter(range(1, 1000))
 

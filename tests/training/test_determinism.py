@@ -89,7 +89,7 @@ def test_resuming_elsewhere_says_what_differs(make_recipe) -> None:
     file.write_text(json.dumps(stored))
     lines: list[str] = []
     train(recipe, resume=True, log=lines.append)
-    (told,) = [line for line in lines if "did not begin" in line]
+    (told,) = [line for line in lines if "another environment" in line]
     assert "n_threads 64 → 1" in told
     assert f"cpu_capability AVX9000 → {torch.backends.cpu.get_cpu_capability()}" in told
     assert "torch " not in told

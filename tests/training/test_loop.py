@@ -155,7 +155,7 @@ class TestRunDirectory:
                 train(recipe, resume=resume)
 
     def test_there_must_be_a_run_to_resume(self, make_recipe) -> None:
-        with pytest.raises(InputError, match=r"no run in .* to resume"):
+        with pytest.raises(InputError, match=r"holds no run to resume"):
             train(make_recipe(), resume=True)
 
     def test_a_finished_run_says_so(self, make_recipe) -> None:

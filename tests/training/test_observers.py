@@ -43,7 +43,9 @@ def test_an_observer_that_fails_is_said_so_of_once_and_the_run_goes_on(make_reci
     result = train(make_recipe(steps=3), log=said.append, observers=[observer])
     assert result.summary["steps"] == 3
     assert observer.calls == 1
-    assert [line for line in said if "clumsy" in line] == ["the clumsy one ended: it broke. Training continues without."]
+    assert [line for line in said if "clumsy" in line] == [
+        "the clumsy one failed and was dropped: it broke. Training continues without it."
+    ]
 
 
 def test_after_a_run_went_back_each_step_is_seen_once_as_it_was_in_the_end(

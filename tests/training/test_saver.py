@@ -117,8 +117,8 @@ def test_without_its_log_lines_there_is_no_checkpoint(tmp_path: Path) -> None:
     lines: list[str] = []
     saver = _make(tmp_path, lines, flush_log=full)
     saver.begin(lambda: _checkpoint(1), wait=False)
-    assert "log lines cannot be (No space left on device)" in lines[0]
-    with pytest.raises(CheckpointError, match="log lines"):
+    assert "log cannot be written (No space left on device)" in lines[0]
+    with pytest.raises(CheckpointError, match="its log cannot be written"):
         saver.save(_checkpoint(1))
 
 

@@ -64,7 +64,7 @@ def test_a_signal_before_the_first_step_of_a_process_stops_at_once(
 
     with monkeypatch.context() as patch:
         patch.setattr(TrainStep, "forward_backward", compiling)
-        with pytest.raises(Interrupted, match=f"stopped before step {at + 1} was done: nothing is lost"):
+        with pytest.raises(Interrupted, match=f"stopped before step {at + 1} was done, so nothing is lost"):
             train(recipe, resume=at > 0)
     assert_same_run(train(recipe, resume=True), whole)
 
@@ -79,7 +79,7 @@ def test_a_signal_while_the_model_is_written_does_not_stop_that(make_recipe, mon
 
     monkeypatch.setattr(finish_module, "save_model", signalled)
     assert_same_run(train(make_recipe("signalled"), log=lines.append), whole)
-    assert "all steps are done; the model is being written." in lines
+    assert "all steps are done, and the model is being written." in lines
 
 
 def test_a_short_step_is_finished_before_the_stop(make_recipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ class TestFullDisk:
             raise CheckpointError("no room.")
 
         monkeypatch.setattr("twostroke.training.saver.save_checkpoint", full)
-        with pytest.raises(TwostrokeError, match=r"stopped at step 2, but no room\. There is no earlier checkpoint") as caught:
+        with pytest.raises(TwostrokeError, match=r"stopped at step 2, but no room\. No earlier checkpoint exists") as caught:
             train(make_recipe(), should_stop=lambda step: step == 2)
         assert not isinstance(caught.value, Interrupted)
         assert Ledger().runs()[0].status == "failed"

@@ -1,8 +1,8 @@
-"""What a block keeps for its backward pass, and what that pass computes again: ``train.activation_checkpointing``.
+"""Activation checkpointing: ``train.activation_checkpointing`` decides what a block keeps for its backward pass.
 
-*none* keeps all that backward reads. *full* keeps a block's input alone and runs the whole block again. *selective* keeps the
-results of the wide products and of flash attention, which take most of the time, and computes again norms, rotary turns,
-activations and explicit attention's probabilities, which take most of the memory.
+*none* keeps everything that backward reads. *full* keeps a block's input and computes the whole block again. *selective* keeps
+the results of the wide products and of flash attention, which take most of the time, and computes norms, rotary embedding,
+activations and the probabilities of explicit attention again, which take most of the memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Compute = Callable[..., Tensor]
 Recompute = Callable[..., Tensor]
 
 _MATRIX_ARGUMENT = {torch.ops.aten.mm.default: 1, torch.ops.aten.addmm.default: 2}
-"""What ``nn.Linear`` becomes, and which argument is the matrix, of inputs by outputs."""
+"""The operations that ``nn.Linear`` becomes, with the number of the argument that is the matrix, (inputs, outputs)."""
 
 _FLASH = {
     getattr(torch.ops.aten, name).default
@@ -40,10 +40,10 @@ _FLASH = {
 
 
 def _policy(inputs_kept: frozenset[int], ctx: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
-    """Keep flash attention, and products of the residual stream and of attention's output.
+    """Keep the results of flash attention and of products that read the residual stream or attention's output.
 
-    Not kept are the block's last product, whose result no backward pass reads, and an adapter's second, which is wide and
-    cheap. Both are told by the width of what they multiply.
+    The results of a block's last product, which no backward pass reads, and of an adapter's second product, which is large and
+    cheap to compute, are not kept. The width of a product's input distinguishes them.
     """
     if operation in _FLASH:
         return CheckpointPolicy.MUST_SAVE
@@ -55,7 +55,7 @@ def _policy(inputs_kept: frozenset[int], ctx: Any, operation: Any, *arguments: A
 
 
 class _Caches:
-    """Where uncompiled selective checkpointing holds what it keeps: out of sight of autograd's saved-tensor hooks."""
+    """The caches of uncompiled selective checkpointing. Autograd's saved-tensor hooks do not see what they hold."""
 
     def __init__(self) -> None:
         self.watched: list[dict[Any, Any]] | None = None
@@ -71,7 +71,7 @@ _CACHES = _Caches()
 
 
 def _recompute(compute: Compute, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None, **how: Any) -> Tensor:
-    """``checkpoint`` with each tensor an argument of its own, which is how autograd's hooks come to see that it is kept."""
+    """``checkpoint`` with each tensor as an argument of its own, so that autograd's saved-tensor hooks see that it is kept."""
     result: Tensor
     if rope is None:
         result = checkpoint(compute, x, None, mask, use_reentrant=False, **how)
@@ -92,11 +92,11 @@ def _selective(inputs_kept: frozenset[int]) -> Recompute:
 
 
 def checkpoint_activations(decoder: Decoder, policy: str) -> None:
-    """Let each block of ``decoder`` keep what ``policy`` says. To be called before the blocks are compiled.
+    """Make each block of ``decoder`` keep what ``policy`` says. Call it before the blocks are compiled.
 
-    One function serves all blocks, so that they go on sharing one compiled graph. Gradients are those without it: bit for bit
-    uncompiled, and compiled up to where the compiler rounds (tests/training/test_activation_checkpointing.py). Random numbers
-    of dropout are drawn again as they were.
+    All blocks have the same function, so that they still share one compiled graph. Gradients equal those without checkpointing:
+    bit for bit if uncompiled, and up to the compiler's rounding if compiled (tests/training/test_activation_checkpointing.py).
+    Dropout draws the same random numbers again.
     """
     spec: ModelSpec = decoder.spec
     kinds: dict[str, Recompute | None] = {
@@ -104,7 +104,7 @@ def checkpoint_activations(decoder: Decoder, policy: str) -> None:
         "selective": _selective(frozenset((spec.d_model, spec.n_heads * spec.head_dim))),
         "full": _recompute,
     }
-    # It warns of in-place operations in what is run again; a block has none.
+    # It warns about in-place operations in recomputed functions, and a block has none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     if policy not in kinds:
         raise ConfigError(f"train.activation_checkpointing={policy!r} is not known. Use one of {', '.join(map(repr, kinds))}.")
@@ -115,7 +115,7 @@ def checkpoint_activations(decoder: Decoder, policy: str) -> None:
 
 @contextmanager
 def cached_bytes() -> Iterator[Callable[[], int]]:
-    """Within it, a function that counts the bytes that uncompiled selective checkpointing has kept since it was entered."""
+    """A context with a function that counts the bytes that uncompiled selective checkpointing has kept since it was entered."""
     watched: list[dict[Any, Any]] = []
     _CACHES.watched = watched
 

@@ -1,4 +1,4 @@
-"""Runs that train adapters beside a frozen base: loading it, in NF4 under method "qlora", and writing the adapters."""
+"""Training of adapters beside a frozen base: loads the base, in NF4 for method "qlora", and writes the adapters."""
 
 from __future__ import annotations
 
@@ -33,34 +33,35 @@ def adapter_settings(recipe: TrainRecipe) -> AdapterSettings:
 
 
 def _base(recipe: TrainRecipe) -> Path:
-    assert recipe.model.init_from is not None  # a recipe that trains adapters without is refused
+    assert recipe.model.init_from is not None  # TrainRecipe refuses adapters without a base
     return Path(recipe.model.init_from)
 
 
 def check_adapters(recipe: TrainRecipe, spec: ModelSpec) -> None:
-    """Raise ConfigError where the base is no whole model, a target is not known, or the rank is above that of every matrix."""
+    """Raise ConfigError if the base itself consists of adapters, a target is unknown, or the rank is above that of every
+    matrix."""
     if not recipe.trains_adapters:
         return
     if is_adapter_directory(_base(recipe)):
         raise ConfigError(
-            f"model.init_from={str(_base(recipe))!r} holds adapters. Make a whole model of it first: "
-            "`twostroke export --merge`, or name its base."
+            f"model.init_from={str(_base(recipe))!r} holds adapters. Merge them into their base first with "
+            "`twostroke export --merge`, or name the base."
         )
     chosen = choose_targets(spec, recipe.lora.targets)
     largest = max(chosen, key=lambda target: min(target.rows, target.columns))
     most = min(largest.rows, largest.columns)
-    if recipe.lora.rank > most:  # of some matrices, as the few key rows of grouped queries, it may be
+    if recipe.lora.rank > most:  # above the rank of single matrices, such as keys with few heads, it is allowed
         raise ConfigError(
-            f"lora.rank={recipe.lora.rank} is more than any of the targets can have: {largest.name} is {largest.rows} × "
-            f"{largest.columns}, so at most {most}."
+            f"lora.rank={recipe.lora.rank} is above the rank of every target: {largest.name} is {largest.rows} × "
+            f"{largest.columns}. Use at most {most}."
         )
 
 
 @torch.no_grad()
 def load_adapted(recipe: TrainRecipe, device: torch.device) -> Decoder:
-    """The base of ``recipe``, frozen, in the dtype that computes, with fresh fp32 adapters beside its matrices.
+    """The base of ``recipe``, frozen and in the compute dtype, with new fp32 adapters beside its matrices.
 
-    Read one tensor at a time, so that a matrix in NF4 is never held otherwise. Memory: the base as it stays, and one tensor.
+    Tensors are read one at a time, so that NF4 matrices are not all held in full precision. Memory: the base, and one tensor.
     """
     settings, dtype = adapter_settings(recipe), torch_dtype(recipe.train.compute_dtype)
     spec, get = open_weights(_base(recipe))
@@ -69,7 +70,7 @@ def load_adapted(recipe: TrainRecipe, device: torch.device) -> Decoder:
     for name, tensor in to_canonical(spec, get):
         module, _, kind = name.rpartition(".")
         if module in in_nf4 and kind == "weight":
-            # A bias, if it has one, comes after its weight.
+            # A bias comes after its weight in the layout.
             weight = tensor.to(device, torch.float32)
             decoder.set_submodule(module, Nf4Linear(weight, None, settings.nf4_block, settings.double_quantization))
         else:
@@ -80,21 +81,22 @@ def load_adapted(recipe: TrainRecipe, device: torch.device) -> Decoder:
 
 
 def base_state(recipe: TrainRecipe) -> dict[str, Any]:
-    """What a checkpoint keeps of the base, which is not in it."""
+    """The fingerprint of the base for a checkpoint, which does not hold the base itself."""
     return {"base": fingerprint(_base(recipe))} if recipe.trains_adapters else {}
 
 
 def check_base(recipe: TrainRecipe, state: Mapping[str, Any]) -> None:
-    """Raise CorruptFileError where the base is not the one that the checkpoint of ``state`` was trained on."""
+    """Raise CorruptFileError if the checkpoint of ``state`` was trained on another base."""
     if recipe.trains_adapters and state.get("base") != fingerprint(_base(recipe)):
         raise CorruptFileError(
-            f"the weights of {_base(recipe)} have changed since the run began, so it cannot be continued exactly. Put the "
-            "former back, or start another run: --set output=..."
+            f"the weights of {_base(recipe)} have changed since the run began, so it cannot be continued exactly. Restore the "
+            "earlier weights, or start another run with --set output=..."
         )
 
 
 def write_adapters(recipe: TrainRecipe, spec: ModelSpec, weights: Mapping[str, Tensor], directory: Path) -> None:
-    """The run's ``model`` directory: its adapters in PEFT's layout, opened by every command as the base with them merged in."""
+    """Write the run's ``model`` directory: adapters in PEFT's layout, which every command opens as the base with them merged
+    in."""
     names = peft_names(spec)
     tokenizer = Path(recipe.data.tokenizer) if recipe.data.tokenizer is not None else _base(recipe)
     by_peft_name = {names[name]: weight for name, weight in weights.items()}

@@ -1,7 +1,7 @@
-"""Steps that must not be taken: a loss or gradient that is not finite, or one far out of the run's own ordinary range.
+"""Finds anomalies: steps with a loss or gradient that is not finite or far outside the run's usual range.
 
-The decision is taken after the backward pass and before the update, so an anomaly never reaches a weight. All it is taken
-from is part of the checkpoint: a resumed run decides as the uninterrupted one did.
+The decision is made after the backward pass and before the update, so an anomaly never changes a weight. Everything that it
+depends on is in the checkpoint, so a resumed run decides as the uninterrupted one.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from twostroke.core.recipe import TrainSettings
 from twostroke.training.patient_file import PatientFile
 
 WINDOW = 64
-"""Accepted steps whose median is the ordinary value."""
+"""Number of accepted steps whose median is the usual value."""
 
-LEAST = 16
-"""Accepted steps before a spike is looked for: the first losses of a run fall too fast to have an ordinary value."""
+MIN_ACCEPTED = 16
+"""Accepted steps before the search for spikes begins. The first losses of a run fall too fast to have a usual value."""
 
 
 def anchor_every(settings: TrainSettings) -> int:
-    """Steps between checkpoints that a rollback may go back to; 0 where the policy never does.
+    """Steps between the checkpoints that a rollback may use; 0 if the policy never rolls back.
 
-    Only those of the schedule: which others there are depends on when a run was interrupted, and what a run computes must not.
+    Only scheduled checkpoints count. Others exist because a run was interrupted, and what a run computes must not depend on
+    that.
     """
     return settings.checkpoint_every if settings.anomaly_policy == "rollback" else 0
 
 
 class SpikeWatch:
-    """Says which steps are anomalies, and how many came one after another.
+    """Decides which steps are anomalies, and counts how many came in a row.
 
-    With ``spike_factor`` f > 0 a finite step is refused where grad_norm > f · median(grad_norm), or where
+    With ``spike_factor`` f > 0, a finite step is refused if grad_norm > f · median(grad_norm), or if
     loss − median(loss) > f · median(|loss − the loss before it|), medians over the last ``WINDOW`` accepted steps. Losses are
     held against their own scatter, not their size: 2.5 after a steady 2.0 is a spike although it is only a quarter more.
     """
@@ -48,8 +49,8 @@ class SpikeWatch:
         self.in_a_row = 0
 
     def accept(self, loss: float, grad_norm: float) -> str | None:
-        """None, or why a step of this loss and gradient norm must not be taken. Changes nothing."""
-        if not self._factor or len(self._losses) < LEAST:
+        """The reason why a step with this loss and gradient norm is refused; None if it is accepted."""
+        if not self._factor or len(self._losses) < MIN_ACCEPTED:
             return None
         ordinary = statistics.median(self._norms)
         if grad_norm > self._factor * ordinary:
@@ -64,7 +65,7 @@ class SpikeWatch:
         return None
 
     def took(self, loss: float, grad_norm: float) -> None:
-        """A step was taken. (``in_a_row`` is the policy's to reset: a rollback takes steps again.)"""
+        """Record an accepted step. The policy resets ``in_a_row``, because a rollback accepts steps again on its way."""
         self._losses.append(loss)
         self._norms.append(grad_norm)
 
@@ -72,22 +73,25 @@ class SpikeWatch:
         return {"in_a_row": self.in_a_row, "losses": list(self._losses), "norms": list(self._norms)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what ``state`` returned. Raises CorruptFileError where it is something else."""
+        """Restore what ``state`` returned. Raises CorruptFileError if it is damaged."""
         try:
             losses, norms = ([float(value) for value in state[name]] for name in ("losses", "norms"))
             self.in_a_row = int(state["in_a_row"])
         except (KeyError, TypeError, ValueError) as error:
-            raise CorruptFileError(f"the checkpoint's record of losses is not one: {error}.") from None
+            raise CorruptFileError(f"the checkpoint's record of losses is damaged: {error}.") from None
         if len(losses) != len(norms) or not all(map(math.isfinite, losses + norms)):
-            raise CorruptFileError("the checkpoint's record of losses is not one: its numbers are not finite, or do not pair.")
+            raise CorruptFileError(
+                "the checkpoint's record of losses is damaged: its numbers are not finite, or losses and norms differ in "
+                "number."
+            )
         self._losses, self._norms = deque(losses, maxlen=WINDOW), deque(norms, maxlen=WINDOW)
 
 
 class AnomalyLog:
-    """``anomalies.jsonl``: one line an anomaly, with what it was, which text it came from, and what was done.
+    """``anomalies.jsonl`` has one line for each anomaly: the reason, the text of the step, and the action.
 
-    Lines are numbered over the whole run. A rolled-back step's line stays, though the step is done again; what a killed run
-    wrote after its checkpoint goes, because it will be written again.
+    Lines are numbered over the whole run. The line of a rolled-back step stays, though the step is repeated. Lines that a
+    killed run wrote after its last checkpoint are removed, because the resumed run writes them again.
     """
 
     def __init__(self, path: Path, log: Callable[[str], None]) -> None:
@@ -95,7 +99,7 @@ class AnomalyLog:
         self.count = 0
 
     def restart(self, count: int) -> None:
-        """Continue behind the first ``count`` lines."""
+        """Keep the first ``count`` lines and continue after them."""
         self._file.keep_lines(lambda record: int(record["number"]) <= count)
         self.count = count
 

@@ -1,4 +1,4 @@
-"""What a run computes with: made new, or as the newest intact checkpoint left it."""
+"""Builds what a run computes with, new or restored from the newest intact checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 
 def build(run: TrainingRun) -> None:
-    """Decoder, masters, optimizers, loader and step of ``run``, from the newest intact checkpoint where it resumes."""
+    """Build decoder, masters, optimizers, loader and step of ``run``. A resumed run is restored from its newest intact
+    checkpoint."""
     recipe, settings = run.recipe, run.recipe.train
     run.device = pick_device()
     reader = CheckpointReader(run.directory.checkpoints, run.log) if run.resumes else None
@@ -78,7 +79,7 @@ def build(run: TrainingRun) -> None:
 
 
 def capture(run: TrainingRun) -> Checkpoint:
-    """All that decides what the rest of ``run`` computes. The tensors are the run's own, not copies."""
+    """The state that the rest of ``run`` depends on. The tensors are the run's own and not copies."""
     state = {
         "step": run.step,
         "tokens": run.tokens,
@@ -92,7 +93,7 @@ def capture(run: TrainingRun) -> Checkpoint:
 
 
 def restore(run: TrainingRun, checkpoint: Checkpoint) -> None:
-    """Put ``run`` where ``capture`` found it. Raises CorruptFileError or InputError where they are of different runs."""
+    """Restore in ``run`` the state that ``capture`` returned. Raises CorruptFileError or InputError if it is of another run."""
     state = checkpoint.state
     check_base(run.recipe, state)
     restore_computation(run, checkpoint)
@@ -102,17 +103,17 @@ def restore(run: TrainingRun, checkpoint: Checkpoint) -> None:
     differing = differences(run.resolved.environment, environment(run.device, run.recipe.train.compile))
     if differing:
         run.log(
-            f"resuming where the run did not begin: {'; '.join(differing)}. Sums may round otherwise, so losses need not be "
-            "equal to the last bit."
+            f"the run resumes in another environment than it began in: {'; '.join(differing)}. Sums may round differently, so "
+            "losses may differ in their last bits."
         )
 
 
 def restore_computation(run: TrainingRun, checkpoint: Checkpoint) -> None:
-    """Weights, optimizer, random states and step as they were; the loader stays where it is."""
+    """Restore weights, optimizer, random states and step. The loader stays where it is."""
     missing = set(run.masters.weights) ^ set(checkpoint.weights)
     if missing:
         raise CorruptFileError(
-            f"the checkpoint's weights are of another model: {sorted(missing)[0]!r} is in one of the two only."
+            f"the checkpoint's weights are of another model: only one of the two has {sorted(missing)[0]!r}."
         )
     run.masters.load(checkpoint.weights)
     run.optimizers.load_state(checkpoint.optimizer)
@@ -124,7 +125,7 @@ def restore_computation(run: TrainingRun, checkpoint: Checkpoint) -> None:
 
 
 def random_states(device: torch.device) -> dict[str, str]:
-    """The states of the generators that dropout draws from."""
+    """The states of the random generators, which dropout uses."""
     states = {"cpu": _encode(torch.get_rng_state())}
     if device.type == "cuda":
         states["cuda"] = _encode(torch.cuda.get_rng_state(device))

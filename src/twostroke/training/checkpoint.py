@@ -1,4 +1,4 @@
-"""Checkpoints: each a new directory, complete under a manifest of hashes that is written last, or not there at all.
+"""Writes and reads checkpoints. Each is a new directory under a manifest of hashes, and appears only when it is complete.
 
 ``checkpoints/step-00000123/`` holds ``model.safetensors`` (fp32 masters under the decoder's names),
 ``optimizer.safetensors``, ``state.json`` (everything small: step, random states, loader state) and ``manifest.json`` (size
@@ -44,12 +44,12 @@ Log = Callable[[str], None]
 
 
 class CheckpointError(TwostrokeError):
-    """A checkpoint could not be written; the ones before it are untouched."""
+    """A checkpoint could not be written. Earlier checkpoints are not touched."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint holds. ``state`` is plain JSON and names the step as ``state["step"]``."""
+    """The content of a checkpoint. ``state`` is plain JSON, with the step as ``state["step"]``."""
 
     weights: dict[str, Tensor]
     optimizer: dict[str, Tensor]
@@ -69,7 +69,7 @@ def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what a killed save or a killed removal left under ``directory``. No other process may be saving there."""
+    """Remove what a killed save or removal left under ``directory``. No other process may be saving there."""
     if directory.is_dir():
         for path in directory.iterdir():
             if _LEFTOVER.fullmatch(path.name):
@@ -82,7 +82,7 @@ def _sha256(file: Path) -> str:
 
 
 def checkpoint_bytes(checkpoint: Checkpoint) -> int:
-    """Bytes of its tensors."""
+    """Bytes of the tensors of ``checkpoint``."""
     return sum(t.numel() * t.element_size() for part in (checkpoint.weights, checkpoint.optimizer) for t in part.values())
 
 
@@ -93,11 +93,12 @@ def _nothing() -> None:
 def save_checkpoint(
     directory: Path, checkpoint: Checkpoint, retention: Retention, before_rename: Callable[[], None] = _nothing
 ) -> Path:
-    """Write ``checkpoint`` as a new directory under ``directory``, then remove those that ``retention`` does not keep.
+    """Write ``checkpoint`` as a new directory under ``directory``, then remove the checkpoints that ``retention`` does not
+    keep.
 
     Returns its path. One of the same step that is there and intact is kept: a run's step is the same each time it is done.
     ``before_rename`` is called when everything is on the disk and nothing has its name yet. Raises CheckpointError, naming the
-    reason, where it could not be written; nothing that was there is lost. Proven kill by kill and failure by failure in
+    reason, if it could not be written; nothing that was there is lost. Proven kill by kill and failure by failure in
     ``tests/training/test_checkpoint.py``.
     """
     step = int(checkpoint.state["step"])
@@ -118,7 +119,7 @@ def save_checkpoint(
         if free < needed:
             raise CheckpointError(
                 f"checkpoint {target.name} needs {format_bytes(needed)} and {directory} has {format_bytes(free)} free. "
-                "Make room, or lower train.keep_checkpoints."
+                "Free space, or lower train.keep_checkpoints."
             )
         aside.mkdir()
         _write(aside, checkpoint)
@@ -126,18 +127,18 @@ def save_checkpoint(
         aside.rename(target)
         flush_to_disk(directory)
     except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)  # on a full disk this is what makes room for the log again
+        shutil.rmtree(aside, ignore_errors=True)  # on a full disk this frees space for the log
         reason = error.strerror or str(error)
         raise CheckpointError(f"checkpoint {target.name} was not written to {directory}: {reason}.") from error
     present = dict(list_checkpoints(directory))
     for removable in retention.removable(list(present)):
-        with contextlib.suppress(OSError):  # the new one is safe; the next save tries again
+        with contextlib.suppress(OSError):  # the new checkpoint is written, and the next save tries again to remove this one
             _discard(present[removable])
     return target
 
 
 def _write(directory: Path, checkpoint: Checkpoint) -> None:
-    """The four files, each flushed, the manifest last."""
+    """Write the four files, the manifest last, and flush each to the disk."""
     files: dict[str, dict[str, Any]] = {}
 
     def written(name: str, fill: Callable[[HashedFile], None]) -> None:
@@ -163,7 +164,7 @@ def remove_newer(directory: Path, step: int) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Remove a checkpoint. Renamed first, so that a kill half-way leaves no directory that looks like one."""
+    """Remove a checkpoint. It is renamed first, so that a kill in between leaves no directory that looks like a checkpoint."""
     doomed = path.with_name(f".removing-{path.name}")
     _remove(doomed)
     if path.is_symlink() or not _is_ours(path):
@@ -174,12 +175,13 @@ def _discard(path: Path) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether nothing but files of a checkpoint is in the directory ``path``."""
+    """Whether ``path`` is a directory that holds files of a checkpoint only."""
     return not path.is_symlink() and path.is_dir() and set(os.listdir(path)) <= _OURS
 
 
 def _remove(path: Path) -> None:
-    """Remove what a save wrote to the directory ``path``, and it where nothing else is in it; of a link, the link."""
+    """Remove the files of a checkpoint from the directory ``path``, and the directory if it holds nothing else. A link is
+    removed without what it points to."""
     if path.is_symlink():
         path.unlink()
     elif _is_ours(path):
@@ -194,11 +196,11 @@ def verify_checkpoint(path: Path) -> None:
     """Compare every file of the checkpoint at ``path`` with its manifest. Raises CorruptFileError naming what differs."""
     manifest = read_object(path / MANIFEST)
     if manifest.get("format") != FORMAT:
-        raise CorruptFileError(f"{path / MANIFEST} has format {manifest.get('format')!r}; this release reads {FORMAT}.")
+        raise CorruptFileError(f"{path / MANIFEST} has format {manifest.get('format')!r}, and this release reads {FORMAT}.")
     files = manifest.get("files")
     if not isinstance(files, dict) or set(files) != {MODEL, OPTIMIZER, STATE}:
         raise CorruptFileError(f"{path / MANIFEST} does not list {MODEL}, {OPTIMIZER} and {STATE}.")
-    with ThreadPoolExecutor(len(files)) as pool:  # hashing leaves the interpreter to others
+    with ThreadPoolExecutor(len(files)) as pool:  # hashing releases the interpreter lock
         for _ in pool.map(lambda name: _verify_file(path / name, files[name]), files):
             pass
 
@@ -208,13 +210,13 @@ def _verify_file(file: Path, expected: Any) -> None:
         raise CorruptFileError(f"{file} is missing.")
     size = file.stat().st_size
     if not isinstance(expected, dict) or size != expected.get("bytes"):
-        raise CorruptFileError(f"{file} is {size} bytes, which is not what {MANIFEST} says. It was truncated or altered.")
+        raise CorruptFileError(f"{file} is {size} bytes, and {MANIFEST} has another size. It was truncated or altered.")
     if _sha256(file) != expected.get("sha256"):
-        raise CorruptFileError(f"{file} was altered: its SHA-256 is not the one in {MANIFEST}.")
+        raise CorruptFileError(f"{file} was altered: its SHA-256 differs from the one in {MANIFEST}.")
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at ``path``, verified. Raises CorruptFileError naming the file that is not as it was written."""
+    """The verified checkpoint at ``path``. Raises CorruptFileError naming the file that has changed since it was written."""
     verify_checkpoint(path)
     state = read_object(path / STATE)
     step = state.get("step")
@@ -231,7 +233,7 @@ def _any(step: int) -> bool:
 
 
 def load_newest(directory: Path, log: Log, wanted: Callable[[int], bool] = _any) -> Checkpoint | None:
-    """The newest checkpoint under ``directory`` of a ``wanted`` step that verifies; None where there is none at all.
+    """The newest intact checkpoint under ``directory`` whose step is ``wanted``; None if no such checkpoint was ever written.
 
     One that does not verify is named with the reason through ``log``, renamed to ``corrupt-…`` so that it is neither
     counted nor tried again, and the one before it is taken. Raises CorruptFileError when all there were are damaged, now or
@@ -249,7 +251,7 @@ def load_newest(directory: Path, log: Log, wanted: Callable[[int], bool] = _any)
             reasons.append(str(error))
             aside = path.with_name(f"{_SET_ASIDE}{path.name}")
             _remove(aside)
-            with contextlib.suppress(OSError):  # on a disk that is read-only it is only not taken
+            with contextlib.suppress(OSError):  # on a read-only disk it is only skipped
                 path.rename(aside)
             continue
         return checkpoint
@@ -257,7 +259,7 @@ def load_newest(directory: Path, log: Log, wanted: Callable[[int], bool] = _any)
     if damaged or reasons:
         newest = f" The newest: {reasons[0]}" if reasons else ""
         raise CorruptFileError(
-            f"none of the checkpoints in {directory} is intact ({', '.join(damaged)}).{newest} Start anew in another output "
-            "directory, or delete them to begin this run anew."
+            f"all checkpoints in {directory} are damaged ({', '.join(damaged)}).{newest} Start a run in another output "
+            "directory, or delete them to begin this run again from its first step."
         )
     return None

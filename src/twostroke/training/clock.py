@@ -1,4 +1,4 @@
-"""Where the time of a step goes, without stopping the device to ask."""
+"""Measures the parts of a step without waiting for the device after each."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 class StepClock:
     """Adds the time since the last lap to a named part of the step.
 
-    On a CPU a lap reads the clock. On a GPU work is queued, so a lap records an event and ``finish`` reads them all after one
-    synchronisation: parts are then times on the device's own line, idle gaps included.
+    On a CPU a lap reads the clock. On a GPU work is queued, so a lap records an event, and ``finish`` reads all events after
+    one synchronisation. Parts are then times on the device, which include gaps in which it waits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,7 +33,7 @@ class StepClock:
         self._events.append((part, event))
 
     def lap(self, part: str) -> None:
-        """All that was done since the last lap was ``part``."""
+        """Count the time since the last lap as ``part``."""
         if self._uses_events:
             self._record(part)
             return

@@ -1,4 +1,4 @@
-"""What a run on conversations does otherwise than one on text: its loader, and the template that goes with its model."""
+"""The parts of a run that differ for text and conversations: its loader, and the chat template of its model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Log = Callable[[str], None]
 
 
 def make_loader(prepared: PreparedData, recipe: TrainRecipe, log: Log) -> BackgroundLoader:
-    """Windows over a stream of documents, or rows of whole conversations, mixed by the recipe's weights where it gives some,
-    and prepared in the background. ``log`` hears what became of conversations too long, and how long the sources last.
+    """A loader of windows over documents, or of rows of whole conversations, that prefetches in the background. If the recipe
+    gives weights, sources are mixed by them. The number of cut conversations and the length of an epoch are logged.
 
-    Raises DataError where nothing fits into a sequence.
+    Raises DataError if nothing fits into a sequence.
     """
     settings = recipe.train
     mixture = mixed_sources(prepared, recipe.data.weights)
@@ -32,7 +32,7 @@ def make_loader(prepared: PreparedData, recipe: TrainRecipe, log: Log) -> Backgr
         shares = zip(mixture, loader.mixture.shares, loader.source_windows, strict=True)
         parts = ", ".join(f"{s.name} {100 * share:.4g}% (an epoch is {n} windows)" for s, share, n in shares)
         log(f"mixture: {parts}.")
-    # A window of accumulation is taken at once: all of it is prepared ahead.
+    # A step takes a whole accumulation window at once, so that many batches are prefetched.
     return BackgroundLoader(loader, recipe.data.workers, max(PREFETCHED_BATCHES, settings.grad_accumulation))
 
 
@@ -51,12 +51,14 @@ def _conversation_loader(
     if fitting.n_cut or fitting.n_dropped:
         log(
             f"{fitting.n_cut} conversations longer than train.sequence_length={settings.sequence_length} were cut there; "
-            f"{fitting.n_dropped} were left out, as they are too long or hold no answer before the cut."
+            f"{fitting.n_dropped} were left out, because they are too long or have no answer before the cut."
         )
     if report["n_without_answer"] or report["n_duplicates"] or report["n_unlearned_answers"]:
         log(
             f"{report['n_without_answer']} conversations without an answer and {report['n_duplicates']} duplicates were left "
-            f"out; {report['n_unlearned_answers']} earlier answers are not learned, as the template changes them later."
+            f"out; {report['n_unlearned_answers']} earlier answers are not learned, because the template renders them "
+            "differently "
+            "later."
         )
     return loader
 
@@ -64,10 +66,10 @@ def _conversation_loader(
 def _template(recipe: TrainRecipe, found: str) -> str:
     if recipe.data.chat_template is not None:
         return f"template {recipe.data.chat_template}"
-    return "model's own template" if found == "own" else "plain default template, as the model has none"
+    return "model's own template" if found == "own" else "plain default template, because the model has no template"
 
 
 def write_chat_template(recipe: TrainRecipe, directory: Path) -> None:
-    """The recipe's own template into the model's directory, so that it is served as it was trained."""
+    """Copy the recipe's template into the model's directory, so that the model is served as it was trained."""
     if recipe.data.chat_template is not None:
         shutil.copyfile(Path(recipe.data.chat_template).expanduser(), directory / "chat_template.jinja")

@@ -1,4 +1,4 @@
-"""What a model's insides look like while it trains: its activations, and how far an update moves its weights."""
+"""Measures a model while it trains: statistics of its activations, and how far an update moves its weights."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from twostroke.training.measurement import StepRecord
 
 SAMPLED_PER_TENSOR = 2**16
-"""Weights of a tensor whose movement is looked at. A copy of all of them would be as large as the model."""
+"""Number of weights of each tensor that are compared before and after a step. A copy of all would be as large as the model."""
 
 DEAD_SHARE_OF_RMS = 0.01
-"""An inner channel of an MLP is called dead where it stays below this share of the layer's RMS at every token."""
+"""An inner channel of an MLP counts as dead if it stays below this share of the layer's RMS at every token."""
 
 
 @contextmanager
 def undisturbed(decoder: nn.Module) -> Iterator[None]:
-    """Run ``decoder`` meanwhile as plain Python, without gradients and dropout; the random states are as before afterwards.
+    """A context in which ``decoder`` runs uncompiled, without gradients and dropout. Random states are restored afterwards.
 
-    Compiled blocks stay compiled: nothing is compiled for the shapes met here.
+    Compiled blocks stay compiled, and the shapes of this context are not compiled.
     """
     was_training = decoder.training
     devices = sorted({p.device.index for p in decoder.parameters() if p.device.type == "cuda"})
@@ -45,11 +45,11 @@ def undisturbed(decoder: nn.Module) -> Iterator[None]:
 
 
 def activation_statistics(decoder: Decoder, batch: Batch) -> dict[str, list[float]]:
-    """One number a block, from one forward pass over ``batch``:
+    """Statistics of each block from one forward pass over ``batch``.
 
-    ``residual_rms`` and ``residual_max`` of what leaves the block (√mean x², max |x|); ``mlp_rms``, ``mlp_max`` and
-    ``mlp_zero_share`` (share of exact zeros) of what the MLP's second matrix reads; ``mlp_dead_share``, the share of its
-    channels whose |x| stays below ``DEAD_SHARE_OF_RMS`` of ``mlp_rms`` at every token of the batch.
+    ``residual_rms`` and ``residual_max`` (√mean x², max |x|) are of the residual stream after the block. ``mlp_rms``,
+    ``mlp_max`` and ``mlp_zero_share`` (share of exact zeros) are of the input of the MLP's down projection. ``mlp_dead_share``
+    is the share of its channels whose |x| stays below ``DEAD_SHARE_OF_RMS`` of ``mlp_rms`` at every token of the batch.
 
     Changes nothing (``tests/training/test_diagnostics.py`` compares weights with and without).
     """
@@ -89,14 +89,15 @@ def _rms(x: Tensor) -> Tensor:
 
 
 class WeightSample:
-    """Up to ``SAMPLED_PER_TENSOR`` evenly spaced values of each tensor, to see how far a step moves the tensors."""
+    """Up to ``SAMPLED_PER_TENSOR`` evenly spaced values of each tensor, from which ``update_ratios`` estimates how far a step
+    moves it."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._values = {name: _sample(weight).clone() for name, weight in weights.items()}
 
     def update_ratios(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
-        """‖w_now − w_then‖ / ‖w_then‖ of each part of the model ("embed", "blocks.0", …), estimated on the sample: a tensor's
-        sums of squares count as often as it is larger than its sample. A part that was all zeros is left out.
+        """‖w_now − w_then‖ / ‖w_then‖ of each part of the model ("embed", "blocks.0", …), estimated from the samples. The sums
+        of squares of a tensor are multiplied by its size over its sample's. A part that was all zeros is left out.
         """
         moved: dict[str, float] = {}
         size: dict[str, float] = {}
@@ -109,7 +110,7 @@ class WeightSample:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """Evenly spaced values, by a stride that visits every column."""
+    """Evenly spaced values of ``weight``, with a stride that visits every column."""
     flat = weight.detach().reshape(-1)
     stride = max(1, flat.numel() // SAMPLED_PER_TENSOR)
     columns = weight.shape[-1] if weight.dim() else 1
@@ -119,8 +120,8 @@ def _sample(weight: Tensor) -> Tensor:
 
 
 class Diagnostics(Observer):
-    """Every ``every`` steps: ``activation_statistics`` of the step's last micro-batch under "activations", and how far the
-    step moved each part of the weights under "update_ratios"."""
+    """Logs every ``every`` steps ``activation_statistics`` of the step's last micro-batch as "activations", and
+    ``update_ratios`` of the step."""
 
     name = "diagnostics"
 
@@ -142,7 +143,7 @@ class Diagnostics(Observer):
         return values
 
     def _look_ahead(self, run: TrainingRun) -> None:
-        """Take the weights before a step that will be looked at."""
+        """Sample the weights before a step that is compared."""
         self._before = WeightSample(run.masters.weights) if (run.step + 1) % self.every == 0 else None
 
     def close(self) -> None:

@@ -1,4 +1,5 @@
-"""A running average of the weights, which scores better than the last step's while the learning rate is high."""
+"""Keeps a running average (EMA) of the weights. It scores better than the last step's weights while the learning rate is
+high."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from twostroke.training.precision import MasterWeights
 class WeightAverage:
     """ā ← d·ā + (1 − d)·w after update t = 1, 2, …, with d = min(``decay``, t / (t + 9)), in fp32 whatever the weights are.
 
-    The smaller d of the first updates is what keeps the random weights that a run begins with out of the average; without it
-    they would hold ``decay``ᵗ of it. Memory: 4·N bytes.
+    The smaller d of the first updates keeps the random initial weights out of the average, where they would otherwise have the
+    share ``decay``ᵗ. Memory: 4·N bytes.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], decay: float) -> None:
@@ -44,7 +45,7 @@ class WeightAverage:
 
     @contextmanager
     def shown_in(self, masters: MasterWeights) -> Iterator[None]:
-        """The decoder computes with the average meanwhile. Memory: one more working copy."""
+        """A context in which the decoder computes with the average. Memory: one more working copy."""
         parameters = list(masters.parameters.values())
         kept = [parameter.clone() for parameter in parameters]
         torch._foreach_copy_(parameters, list(self.averages.values()))

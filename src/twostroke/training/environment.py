@@ -1,8 +1,8 @@
-"""What decides, beside recipe, data and seed, to which last bit a run computes; and a hash of the weights it ends with.
+"""Records the environment that determines the last bits of a run, beside recipe, data and seed; and hashes the final weights.
 
-Floating-point sums depend on their order, and the order on the kernels chosen (torch's, a compiler's, our native library's),
-on the vector width and on the number of threads. On one machine with one set of these the same recipe gives the same
-weights (docs/determinism.md; tests/training/test_determinism.py).
+Floating-point sums depend on their order. The order depends on the kernels (torch's, a compiler's, the native library's), the
+vector width and the number of threads. With the same environment, the same recipe gives the same weights
+(docs/determinism.md; tests/training/test_determinism.py).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ SWITCHES = (
     "CUBLAS_WORKSPACE_CONFIG",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )
-"""Environment variables that choose other kernels."""
+"""Environment variables that select kernels."""
 
 
 def environment(device: torch.device, compile: bool) -> dict[str, Any]:
-    """All that is known to change the last bits of a run on ``device``, as plain JSON."""
+    """Everything that is known to change the last bits of a run on ``device``, as plain JSON."""
     return {
         "twostroke": code_version(),
         "torch": str(torch.__version__),
@@ -52,8 +52,8 @@ def environment(device: torch.device, compile: bool) -> dict[str, Any]:
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Each key in which two environments differ, with both values: ``torch 2.12.0 → 2.13.0``. Keys that only one of them has,
-    because another release wrote it, are not compared."""
+    """The keys in which two environments differ, with both values, as in ``torch 2.12.0 → 2.13.0``. A key that only one of them
+    has is not compared, because another release wrote it."""
     return [f"{name} {_shown(then[name])} → {_shown(now[name])}" for name in then if name in now and then[name] != now[name]]
 
 
@@ -64,7 +64,7 @@ def _shown(value: Any) -> str:
 
 
 def weights_sha256(weights: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, types, shapes and bytes of ``weights`` in the order of their names: equal for equal weights only."""
+    """SHA-256 over names, types, shapes and bytes of ``weights``, in the order of their names."""
     found = hashlib.sha256()
     for name in sorted(weights):
         tensor = weights[name]

@@ -1,4 +1,4 @@
-"""The end of a run: last checkpoint, model, measurement, and the summary that says it is done."""
+"""Ends a run: writes the last checkpoint, the model, the measurement, and the summary that marks it as finished."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """A finished run. ``summary`` is what ``summary.json`` holds; ``was_finished`` where there was nothing left to do."""
+    """A finished run. ``summary`` is the content of ``summary.json``. ``was_finished`` is True if nothing was left to do."""
 
     directory: Path
     model: Path
@@ -35,7 +35,7 @@ class TrainingResult:
 
 
 def finished(directory: RunDirectory) -> TrainingResult | None:
-    """The result of the run in ``directory`` where it has finished; else None."""
+    """The result of the run in ``directory``; None if it has not finished."""
     summary = read_summary(directory.path)
     if summary is None:
         return None
@@ -43,12 +43,12 @@ def finished(directory: RunDirectory) -> TrainingResult | None:
 
 
 def finish(run: TrainingRun) -> TrainingResult:
-    """Last checkpoint, model, measurement, summary: the summary last, because it says that the run is done."""
+    """Write last checkpoint, model, measurement and summary. The summary is last, because it marks the run as finished."""
     checkpoint: Path | None = None
     try:
         checkpoint = run.save()
     except CheckpointError as error:
-        run.log(f"{error} {run.what_is_kept()} The model is written all the same.")
+        run.log(f"{error} {run.what_is_kept()} The model is written anyway.")
     _write_model(run)
     measured = step_measurement(run) | _memory_measurement(run)
     if checkpoint is not None:
@@ -82,8 +82,8 @@ def finish(run: TrainingRun) -> TrainingResult:
 
 
 def _write_model(run: TrainingRun) -> None:
-    """The model directory, and that of the running average beside it. Raises TwostrokeError where they cannot be written; the
-    run can then be resumed to this point."""
+    """Write the model directory, and that of the running average. Raises TwostrokeError if they cannot be written; the run can
+    then be resumed at this point."""
     written = {run.directory.model: run.masters.weights}
     if run.optimizers.average is not None:
         written[average_directory(run.directory)] = run.optimizers.average.averages
@@ -97,24 +97,24 @@ def _write_model(run: TrainingRun) -> None:
         except (OSError, SafetensorError) as error:
             raise TwostrokeError(
                 f"all {run.steps} steps are done, but {directory} cannot be written: {error}. "
-                f"{run.what_is_kept()} Make room and continue with --resume."
+                f"{run.what_is_kept()} Free space and continue with --resume."
             ) from error
 
 
 def average_directory(directory: RunDirectory) -> Path:
-    """Where the running average of the weights is written: a model directory like the other."""
+    """The model directory of the running average of the weights."""
     return directory.model.with_name(f"{directory.model.name}-ema")
 
 
 def _tokenizer(run: TrainingRun) -> Path:
-    """A model's tokenizer directory, with its chat template, where the run started from one; else the file the text was
-    read with."""
+    """The directory with tokenizer and chat template of the model that the run started from, or else the tokenizer of the
+    prepared data."""
     source = run.recipe.data.tokenizer
     return Path(source) if source is not None and Path(source).is_dir() else run.prepared.tokenizer_path
 
 
 def step_measurement(run: TrainingRun) -> dict[str, Any]:
-    """Medians over the whole log, all sessions, and the run's length so far."""
+    """Medians over the log of all sessions, and the run's length so far."""
     records = run.step_log.read()
     measured: dict[str, Any] = dict(medians(records))
     if not measured:
@@ -140,13 +140,13 @@ def _memory_measurement(run: TrainingRun) -> dict[str, Any]:
     }
     if run.last_batch is not None:
         measured["activations_bytes"] = run.train_step.activations_bytes(run.last_batch)
-        run.notes.append("activations_bytes: storages that autograd saved in one micro-step (saved-tensor hooks)")
+        run.notes.append("activations_bytes are the storages that autograd saved in one micro-step (saved-tensor hooks)")
     return measured
 
 
 def record_measurement(run: TrainingRun, measured: dict[str, Any], status: str, notes: str | None) -> None:
-    """Into the ledger, with a reason for each prediction that was not measured. A ledger that cannot be written must not cost a
-    finished run its summary."""
+    """Record ``measured`` in the ledger, with a reason for each prediction that was not measured. If the ledger cannot be
+    written, that is logged, and the run still gets its summary."""
     missing = unmeasured(run.prediction, measured, {})
     try:
         run.ledger.measure(run.resolved.run_id, {**measured, "not_measured": missing}, status, notes)

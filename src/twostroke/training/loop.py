@@ -1,4 +1,4 @@
-"""A training run from its first step to its last: train, log, checkpoint, stop."""
+"""Runs training from the first step to the last: steps, log, checkpoints, stop."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ from twostroke.training.stop import StopSignals
 Log = Callable[[str], None]
 OnStep = Callable[[StepRecord, float], None]
 Evaluate = Callable[[Decoder, PreparedData], dict[str, float]]
-"""Scores the decoder in the middle of a run; its values join the step's log line."""
+"""Scores the decoder in the middle of a run. Its values are added to the step's log line."""
 
 WARM_UP_STEPS = 3
-"""First steps of a process that medians leave out: the first compiles, the next two still fill caches and allocators."""
+"""First steps of a process, which medians leave out. The first compiles, and the next two still fill caches and allocators."""
 
 ABANDON_S = 10.0
-"""A stop lets the step in progress end if that takes no longer by the steps before it; else the window is dropped after its
-micro-batch and done again by the resumed run."""
+"""Longest wait for the current step when a stop is requested, by the time of earlier steps. A longer step is dropped after its
+current micro-batch, and the resumed run computes it again."""
 
 
 class TrainingRun:
-    """One run, resolved and predicted, not yet started. Made by ``start``; ``execute`` does the work.
+    """One run. ``start`` makes it, resolved and predicted but not started, and ``execute`` does the work.
 
     ``build`` adds what it computes with: ``device``, ``decoder``, ``masters``, ``optimizers``, ``loader``, ``step_log``,
     ``watch``, ``anomalies``, ``saver`` and ``train_step``. Observers read these.
@@ -114,7 +114,7 @@ class TrainingRun:
         return None if peak is None else self._flops_per_token * tok_per_s / peak
 
     def save(self) -> Path:
-        """A checkpoint of this step, on the disk. Raises CheckpointError with the older ones untouched."""
+        """Write a checkpoint of this step to the disk. Raises CheckpointError; older checkpoints are not touched."""
         return self.saver.save(capture(self))
 
     def what_is_kept(self) -> str:
@@ -128,19 +128,19 @@ class TrainingRun:
         command_began: float | None = None,
         observers: Sequence[Observer] = (),
     ) -> TrainingResult:
-        """Train to the last step, write the model and ``summary.json``, and record what was measured in the ledger.
+        """Train to the last step, write the model and ``summary.json``, and record the measurements in the ledger.
 
-        ``on_step(record, eta_s)`` is called after each step; ``eta_s`` is nan while steps still compile. ``command_began``
-        (``time.time()``) is what ``startup_s`` counts from. Raises Interrupted after SIGTERM, Ctrl-C or ``should_stop(step)``,
-        with a checkpoint written; TwostrokeError where it could not be, or where anomalies stop the run (``training.respond``).
+        ``on_step(record, eta_s)`` is called after each step; ``eta_s`` is nan while steps still compile. ``startup_s`` counts
+        from ``command_began`` (``time.time()``). Raises Interrupted after SIGTERM, Ctrl-C or ``should_stop(step)``, with a
+        checkpoint written, and TwostrokeError if that failed or if anomalies stop the run (``training.respond``).
         """
         with self.directory.locked():
             done = finished(self.directory)
-            if done is not None:  # by another process, since ``start``
+            if done is not None:  # another process has finished the run since ``start``
                 return done
             began = time.time() if command_began is None else command_began
             with StopSignals(self.log) as stop, contextlib.ExitStack() as closing:
-                stop.nothing_to_save = True  # until a step is done, the disk holds all there is
+                stop.nothing_to_save = True  # until the first step of this process is done, the first Ctrl-C may end it at once
                 try:
                     build(self)
                     closing.callback(self.loader.close)
@@ -153,9 +153,9 @@ class TrainingRun:
                     if not stop.nothing_to_save:
                         raise
                     raise Interrupted(
-                        f"stopped before step {self.step + 1} was done: nothing is lost. Continue with --resume."
+                        f"stopped before step {self.step + 1} was done, so nothing is lost. Continue with --resume."
                     ) from None
-                stop.answer = "all steps are done; the model is being written."
+                stop.answer = "all steps are done, and the model is being written."
                 return finish(self)
 
     def _train_and_record(
@@ -167,7 +167,7 @@ class TrainingRun:
         command_began: float,
         observers: Observers,
     ) -> None:
-        """``_train``; however it ends before the last step, the ledger gets what was measured until then."""
+        """Call ``_train``. If it ends before the last step, the measurements until then go into the ledger."""
         try:
             self._train(on_step, evaluate, stop, should_stop, command_began, observers)
         except (TwostrokeError, RuntimeError, MemoryError) as error:
@@ -178,7 +178,7 @@ class TrainingRun:
                 raise
             raise CapacityError(
                 f"step {self.step + 1} did not fit in memory ({self.what_is_kept()}) Lower train.batch_size and raise "
-                "train.grad_accumulation by the same factor."
+                "train.grad_accumulation by the same factor, which gives the same result in less memory."
             ) from error
 
     def _train(
@@ -196,19 +196,21 @@ class TrainingRun:
         settings = self.recipe.train
         clock = StepClock(self.device)
         recent: deque[float] = deque(maxlen=20)
-        steady: deque[float] = deque(maxlen=20)  # those of ``recent`` that compiled nothing
+        steady: deque[float] = deque(maxlen=20)  # without warm-up steps, so that the estimate of the time left is realistic
         first_step = self.step
         if not reset_peak(self.device):
-            self.notes.append("peak_memory_bytes is that of the whole process: this system cannot reset it")
+            self.notes.append("peak_memory_bytes is that of the whole process, because this system cannot reset it")
         self._began = time.perf_counter()
         rolls_back = anchor_every(settings) > 0
         if rolls_back and self.step == 0:
-            self.saver.begin(lambda: capture(self), wait=True)
+            self.saver.begin(
+                lambda: capture(self), wait=True
+            )  # an anomaly before the first scheduled checkpoint goes back here
         while self.step < self.steps:
             if stop_asked():
                 self._stop()
             clock.start()
-            position = self.loader.state()
+            position = self.loader.state()  # an abandoned window is read again from here, and an anomaly's text is named by it
             batches = [self.loader.next_batch() for _ in range(settings.grad_accumulation)]
             clock.lap("data")
             factor = scheduled_factor(settings, self.step, self.steps)
@@ -225,7 +227,7 @@ class TrainingRun:
             line = plain(record)
             line |= observers.after_step(self, record)
             if evaluate is not None and settings.evaluate_every and self.step % settings.evaluate_every == 0:
-                with eager(self.decoder):
+                with eager(self.decoder):  # scoring has other shapes, and each would be compiled
                     line |= evaluate(self.decoder, self.prepared)
                     if self.optimizers.average is not None:
                         with self.optimizers.average.shown_in(self.masters):
@@ -238,10 +240,11 @@ class TrainingRun:
             if on_step is not None:
                 on_step(record, statistics.median(steady) * (self.steps - self.step) if steady else math.nan)
             self._heed(result, batches, (position["next_window"], self.loader.state()["next_window"] - 1))
-            if self.step < record.step:  # it went back
+            if self.step < record.step:  # the policy has rolled the run back
                 observers.begin(self)
             is_scheduled = settings.checkpoint_every > 0 and record.step % settings.checkpoint_every == 0
-            if is_scheduled and record.step == self.step < self.steps:  # not after a rollback
+            # None after a rollback, whose checkpoint exists, and none at the last step, which ``finish`` saves.
+            if is_scheduled and record.step == self.step < self.steps:
                 if rolls_back:
                     self.watch.in_a_row = 0
                 self.saver.begin(lambda: capture(self), wait=rolls_back)
@@ -257,7 +260,8 @@ class TrainingRun:
         recent: Sequence[float],
         stop_asked: Callable[[], bool],
     ) -> StepResult:
-        """One step; or, where a stop is asked for and the step would take long yet, a checkpoint of the moment before it."""
+        """One step. If a stop is requested and the step would still take longer than ``ABANDON_S``, drop it, save a checkpoint
+        of the state before it, and raise Interrupted."""
         random, began, scaler = random_states(self.device), time.perf_counter(), self.optimizers.loss_scale
         scale = scaler.state() if scaler is not None else {}
         expected_s = statistics.median(recent) if recent else math.inf
@@ -270,7 +274,7 @@ class TrainingRun:
         except WindowAbandoned:
             self.loader.restore(position)
             restore_random(self.device, random)
-            if scaler is not None:  # a window that overflowed and was begun again has drawn other random numbers
+            if scaler is not None:  # the window may have overflowed and halved the scale before it was abandoned
                 scaler.load_state(scale)
             self._stop()
 
@@ -304,7 +308,7 @@ class TrainingRun:
         )
 
     def _heed(self, result: StepResult, batches: Sequence[Batch], windows: tuple[int, int]) -> None:
-        """Learn from a step that was taken; respond to an anomaly."""
+        """Tell the spike watch of an accepted step, or respond to a refused one."""
         if result.skipped is None:
             self.watch.took(result.loss, result.grad_norm)
             if not anchor_every(self.recipe.train):
@@ -317,7 +321,7 @@ class TrainingRun:
             path = self.save()
         except CheckpointError as error:
             raise TwostrokeError(f"stopped at step {self.step}, but {error} {self.what_is_kept()}") from error
-        raise Interrupted(f"stopped at step {self.step} of {self.steps}; {path} holds it. Continue with --resume.")
+        raise Interrupted(f"stopped at step {self.step} of {self.steps} with checkpoint {path}. Continue with --resume.")
 
 
 def _never(step: int) -> bool:
@@ -325,5 +329,6 @@ def _never(step: int) -> bool:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """torch has a type for it on GPUs only; on CPUs it is a RuntimeError of its allocator."""
+    """Whether ``error`` is a lack of memory. torch has a type for it on GPUs only; on CPUs it is its allocator's
+    RuntimeError."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -1,10 +1,10 @@
-"""Cross-entropy of the next token straight from hidden states, a chunk of rows at a time.
+"""Computes the cross-entropy of the next token from hidden states, a chunk of rows at a time.
 
-The logits of a whole batch are its largest tensor: 16 × 512 tokens over V = 4096 are 64 MiB in bf16 and as much again for
-their gradient, at V = 128k 4 GiB each. Here one chunk of them exists at a time: its loss and its gradient with respect to the
-logits are taken while it is in cache, turned into gradients of hidden states and weight, and dropped (as in Liger Kernel, Hsu
-et al. 2024, arXiv:2410.10989). Nothing is computed twice, because ∂loss/∂logits needs nothing that comes later; the backward
-pass only scales.
+The logits of a whole batch are its largest tensor: 16 × 512 tokens over V = 4096 take 64 MiB in bf16 and their gradient as
+much, and at V = 128k each takes 4 GiB. Here only one chunk of them exists at a time. While it is in the cache, its loss and the
+gradient of its logits are computed and turned into gradients of hidden states and weight; then it is dropped (as in Liger
+Kernel, Hsu et al. 2024, arXiv:2410.10989). Nothing is computed twice, because ∂loss/∂logits depends on nothing later; the
+backward pass only scales.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Lap = Callable[[str], None]
 def chunk_loss(
     hidden: Float[Tensor, "n E"], weight: Float[Tensor, "V E"], targets: Int[Tensor, " n"]
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "n V"]]:
-    """Summed loss of some rows, and its gradient with respect to their logits: softmax(z) − onehot(target), 0 where ignored.
+    """The summed loss of some rows, and the gradient of their logits: softmax(z) − onehot(target), or 0 for an ignored row.
 
-    The product is in the dtype of ``hidden``, everything after it in fp32. Comparing with the target, not scattering to it,
-    lets a compiler fuse all of it: equal at 1024 rows, 1.3 times as fast at 4096 (two-core EPYC, V = 4096).
+    The product is in the dtype of ``hidden``, everything after it in fp32. Comparing indices with the target instead of
+    scattering lets a compiler fuse everything: as fast at 1024 rows, and 1.3 times as fast at 4096 (two-core EPYC, V = 4096).
     """
     logits = F.linear(hidden, weight).float()
     valid = targets != IGNORE_INDEX
@@ -57,7 +57,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
-        # fp32, because a bf16 running sum over chunks would lose the small ones.
+        # In fp32, because a bf16 sum over chunks would lose small gradients.
         weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wants_weight else None
         for begin in range(0, hidden.shape[0], chunk_rows):
             rows = slice(begin, begin + chunk_rows)
@@ -96,10 +96,10 @@ def chunked_cross_entropy(
 ) -> Float[Tensor, ""]:
     """Σ over rows with a target of −log softmax(hidden · weightᵀ)[target], in nats, as an fp32 scalar with gradients.
 
-    A sum, not a mean: the caller divides by the valid tokens of its whole accumulation window. Memory beyond inputs and
-    gradients: the logits of one chunk, ``chunk_rows`` · V. ``function`` is ``chunk_loss`` or a compiled copy of it. ``lap``
-    is called with "forward" and "backward" after the parts that belong to each, since the gradients are taken within the
-    forward pass. Proven against plain cross-entropy in ``tests/training/test_loss.py``.
+    It is a sum and not a mean, because the caller divides by the valid tokens of its whole accumulation window. Beyond inputs
+    and gradients it needs the memory of one chunk's logits, ``chunk_rows`` · V. ``function`` is ``chunk_loss`` or a compiled
+    copy of it. The forward pass also computes the gradients, so ``lap`` is called with "forward" and "backward" after each part
+    of it. ``tests/training/test_loss.py`` compares it with plain cross-entropy.
     """
     result: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets, chunk_rows, function, lap)
     return result

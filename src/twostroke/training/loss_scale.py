@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: what keeps small fp16 gradients from vanishing and large ones from overflowing."""
+"""Dynamic loss scaling keeps small fp16 gradients from vanishing and large ones from overflowing."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 FIRST_SCALE = 2.0**16
 LARGEST_SCALE = 2.0**24
 GROWTH_STEPS = 2000
-"""Steps without an overflow after which the scale is doubled. It and ``FIRST_SCALE`` are those of ``torch.amp.GradScaler``."""
+"""Steps without an overflow after which the scale is doubled. Like ``FIRST_SCALE`` it is ``torch.amp.GradScaler``'s."""
 
 
 class DynamicLossScale:
-    """The factor that an fp16 run multiplies its loss by before the backward pass, and its gradients divide by after it.
+    """The factor by which an fp16 run multiplies its loss before the backward pass and divides its gradients after it.
 
     fp16 reaches down to 6·10⁻⁸ and up to 65,504; a model's gradients lie mostly below (Micikevicius et al. 2017,
     arXiv:1710.03740, section 3.2). An overflow halves the scale, ``GROWTH_STEPS`` steps without one double it. All scales are
@@ -24,7 +24,7 @@ class DynamicLossScale:
         self._good_steps = 0
 
     def halve(self) -> bool:
-        """After an overflow: whether a smaller scale may help. At 1, gradients overflow by themselves."""
+        """Halve the scale after an overflow. Returns False at a scale of 1, at which the gradients themselves overflow."""
         self._good_steps = 0
         if self.scale <= 1:
             return False

@@ -1,4 +1,4 @@
-"""What a run measured, under the names of its prediction."""
+"""A run's measurements, under the names of its prediction."""
 
 from __future__ import annotations
 
@@ -55,13 +55,12 @@ class StepRecord:
 
 
 def rounded(value: float) -> float:
-    """Six significant digits: log lines are read by people and sent to pages."""
+    """``value`` with six significant digits, because people read log lines and pages receive them."""
     return float(f"{value:.6g}")
 
 
 def medians(records: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Median ``step_time_s`` and parts over the logged steps that neither warmed up nor were skipped; over all where every
-    one did."""
+    """Median ``step_time_s`` and parts over the logged steps, without warm-up and skipped steps unless there are no others."""
     steady = [r for r in records if not r.get("warm_up") and not r.get("skipped")] or list(records)
     if not steady:
         return {}
@@ -69,5 +68,5 @@ def medians(records: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def directory_bytes(directory: Path, pattern: str = "*") -> int:
-    """Bytes of the files in ``directory`` that match."""
+    """Total size of the files in ``directory`` that match ``pattern``."""
     return sum(file.stat().st_size for file in directory.glob(pattern) if file.is_file())

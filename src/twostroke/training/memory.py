@@ -1,4 +1,4 @@
-"""Memory a run holds, as the operating system, the accelerator and the tensors themselves say it."""
+"""Measures the memory of a run by the operating system, the accelerator and the tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most bytes in use since ``reset_peak``, where the system lets it be reset; since the process began elsewhere."""
+    """Most bytes in use since ``reset_peak``, or since the process began if the system cannot reset the peak."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     measured = _status_bytes("VmHWM:")
@@ -43,8 +43,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> bool:
-    """Start a new peak; False where only the whole process's can be had. What came before a run (training a tokenizer,
-    compiling) is not the run's."""
+    """Reset the peak, so that what came before the run (training a tokenizer, compiling) does not count. Returns False if the
+    system cannot reset it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
@@ -56,13 +56,14 @@ def reset_peak(device: torch.device) -> bool:
 
 
 def saved_activations_bytes(forward: Callable[[], Tensor], parameters: Iterable[Tensor]) -> int:
-    """Bytes that ``forward`` keeps for its backward pass, each storage counted once, ``parameters`` and views of them left out.
+    """Bytes that ``forward`` keeps for its backward pass. Each storage counts once; ``parameters`` and views of them do not
+    count.
 
-    Measured by autograd's saved-tensor hooks, on the very code that trains, compiled or not.
+    They are measured by autograd's saved-tensor hooks on the code that trains, compiled or not.
     """
     own = {p.untyped_storage().data_ptr() for p in parameters}
     kept: dict[int, int] = {}
-    alive = []  # so that no freed address is counted for two tensors
+    alive = []  # keeps storages alive, because a freed address could be used by another tensor
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

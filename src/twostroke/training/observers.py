@@ -1,4 +1,4 @@
-"""What watches a run from inside its loop: it may add to the log line of a step, and must not change the run."""
+"""Observers watch a run from inside its loop. They can add values to a step's log line and must not change the run."""
 
 from __future__ import annotations
 
@@ -15,32 +15,31 @@ Log = Callable[[str], None]
 
 
 class Observer:
-    """Called at fixed places of a run. Weights, optimizer and random states are left as found.
+    """A base class whose methods are called at fixed places of a run. They must not change weights, optimizer or random states.
 
-    ``run`` shows ``decoder``, ``masters``, ``prepared``, ``recipe``, ``train_step``, ``last_batch`` (the window's last
-    micro-batch) and ``last_result`` (what the step returned).
+    ``run`` has ``decoder``, ``masters``, ``prepared``, ``recipe``, ``train_step``, ``last_batch`` (the last micro-batch of the
+    window) and ``last_result`` (the step's StepResult).
     """
 
     name = "an observer"
 
     def begin(self, run: TrainingRun) -> None:
-        """``run.step`` steps are done: the run is built, and restored where it resumes. Called again where it went back to an
-        earlier step (``training.respond``)."""
+        """Called when the run is built or restored, after ``run.step`` steps, and again when a rollback returns to an earlier
+        step (``training.respond``)."""
 
     def after_step(self, run: TrainingRun, record: StepRecord) -> dict[str, Any]:
-        """After each step's update: values that join its line in ``log.jsonl``."""
+        """Called after each step's update. The returned values are added to its line in ``log.jsonl``."""
         return {}
 
     def after_line(self, line: dict[str, Any]) -> None:
-        """``line`` was logged, whole."""
+        """Called after ``line``, which is complete, was logged."""
 
     def close(self) -> None:
-        """The run is over, finished or not."""
+        """Called at the end of the run, even if it was interrupted."""
 
 
 class Observers:
-    """The observers of a run as one. An observer that raises is said so of, once, and left out from then on: seeing must not
-    cost the run."""
+    """All observers of a run. An observer that raises is logged once and dropped, and the run goes on."""
 
     def __init__(self, observers: Sequence[Observer], log: Log) -> None:
         self._observers, self._log = list(observers), log
@@ -63,14 +62,14 @@ class Observers:
         for observer in tuple(self._observers):
             try:
                 call(observer)
-            except Exception as error:  # whatever it is: the run goes on
+            except Exception as error:  # no error of an observer ends the run
                 self._observers.remove(observer)
                 first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-                self._log(f"{observer.name} ended: {first_line:.300}. Training continues without.")
+                self._log(f"{observer.name} failed and was dropped: {first_line:.300}. Training continues without it.")
 
 
 def requested(recipe: TrainRecipe, log: Log) -> list[Observer]:
-    """The observers that ``recipe`` asks for. Raises InputError where TensorBoard is asked for and not installed."""
+    """The observers that ``recipe`` names. Raises InputError if it names TensorBoard and that is not installed."""
     from twostroke.training.diagnostics import Diagnostics
     from twostroke.training.samples import Samples
     from twostroke.training.tensorboard import TensorBoard

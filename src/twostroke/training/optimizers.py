@@ -35,7 +35,7 @@ class Part:
 
 
 def matrix_parts(name: str, spec: ModelSpec) -> dict[str, int]:
-    """Rows of each matrix that master ``name`` packs, in order; empty where it is one matrix.
+    """Rows of each matrix that master ``name`` packs, in order; empty if it is one matrix.
 
     Muon orthogonalises a matrix: orthogonalising q, k and v stacked is another update than each alone, and a worse one
     (Jordan 2024, "Muon: An optimizer for hidden layers in neural networks").
@@ -180,7 +180,7 @@ class Optimizers:
         return self._own_state() | named
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take over what ``state`` returned. Raises CorruptFileError where it is of other parameters or another optimizer."""
+        """Take over what ``state`` returned. Raises CorruptFileError if it is of other parameters or another optimizer."""
         by_owner: dict[str, dict[str, Tensor]] = {}
         for key, value in state.items():
             owner, _, name = key.partition(SEPARATOR)

@@ -1,4 +1,4 @@
-"""How a decoder is made fast on its device: threads, and compilation of each block. The model file knows nothing of it."""
+"""Makes a decoder fast on its device: threads, and compilation of each block. The model's own files do not depend on it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ Log = Callable[[str], None]
 
 
 def pick_device() -> torch.device:
-    """The first GPU where torch sees one, else the CPU."""
+    """The first GPU that torch sees, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def use_available_cores() -> int:
-    """Let torch use every core this process may run on, unless ``OMP_NUM_THREADS`` says otherwise; return the number."""
+    """Let torch use all cores that this process may run on, unless ``OMP_NUM_THREADS`` is set. Returns the number of
+    threads."""
     if not os.environ.get("OMP_NUM_THREADS"):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if torch.get_num_threads() != cores:
@@ -30,7 +31,7 @@ def use_available_cores() -> int:
 
 
 def why_not_compile(device: torch.device) -> str | None:
-    """What is missing for ``torch.compile`` on ``device``; None where nothing is known to be."""
+    """A sentence on what ``torch.compile`` lacks on ``device``; None if it should work."""
     if device.type != "cpu":
         return None  # Triton comes with torch's CUDA packages
     compiler = os.environ.get("CXX") or "g++"
@@ -42,8 +43,9 @@ def why_not_compile(device: torch.device) -> str | None:
 def compile_blocks(decoder: nn.Module) -> ChunkFunction:
     """Compile each block of ``decoder`` in place, and return a compiled chunk of the loss.
 
-    Per block, not the whole model: all blocks share one graph, so compile time does not grow with depth, and the code between
-    blocks stays plain Python. ``dynamic=False``: every batch of a run has one shape, and static shapes make the faster code.
+    Blocks are compiled one by one because they share one graph: the time to compile does not grow with depth, and the code
+    between them stays plain Python. With ``dynamic=False`` shapes are static, which gives faster code; all batches of a run
+    have one shape.
     """
     for block in decoder.get_submodule("blocks").children():
         block.compile(dynamic=False)
@@ -52,7 +54,8 @@ def compile_blocks(decoder: nn.Module) -> ChunkFunction:
 
 
 def undo_compile(decoder: nn.Module) -> ChunkFunction:
-    """Run the blocks as plain Python again, and return the plain chunk of the loss. (``compile`` has no public inverse.)"""
+    """Run the blocks uncompiled again, and return the uncompiled chunk of the loss. torch has no public inverse of
+    ``compile``."""
     for block in decoder.get_submodule("blocks").children():
         block._compiled_call_impl = None
     return chunk_loss
@@ -60,7 +63,7 @@ def undo_compile(decoder: nn.Module) -> ChunkFunction:
 
 @contextmanager
 def eager(decoder: nn.Module) -> Iterator[None]:
-    """Run the blocks as plain Python meanwhile: scoring in the middle of a run has other shapes, each of which would be
+    """A context in which the blocks run uncompiled. Scoring in the middle of a run has other shapes, and each would be
     compiled."""
     blocks = list(decoder.get_submodule("blocks").children())
     compiled = [block._compiled_call_impl for block in blocks]

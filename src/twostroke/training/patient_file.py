@@ -1,4 +1,4 @@
-"""A file that grows during a run, and whose disk may fill up without stopping the run."""
+"""A file that grows during a run. A full disk delays what is written to it and does not stop the run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from twostroke.core.aside import write_text
 
 
 class PatientFile:
-    """Bytes are added to ``path``; what cannot be written is kept and tried again with the next, and said once.
+    """Appends bytes to ``path``. Bytes that cannot be written are kept and written with later ones, and that is logged once.
 
-    No record is left half written: what a full disk still took of one is cut off again.
+    If a full disk takes only a part of a record, that part is removed again.
     """
 
     def __init__(self, path: Path, log: Callable[[str], None]) -> None:
@@ -24,14 +24,14 @@ class PatientFile:
         self._failed = False
 
     def keep_lines(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Of the file's JSON lines keep those that are ``wanted``: a resumed run writes the later ones again."""
+        """Keep the JSON lines that are ``wanted``. A resumed run writes the later ones again."""
         try:
             lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
         except FileNotFoundError:
             return
         kept = []
         for line in lines:
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # a line cut by a kill
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # an incomplete line of a killed run
                 if wanted(json.loads(line)):
                     kept.append(line + "\n")
         write_text(self.path, "".join(kept))
@@ -43,12 +43,12 @@ class PatientFile:
         except OSError as error:
             if not self._failed:
                 self._log(
-                    f"{self.path} cannot be written ({error.strerror or error}); what belongs there is kept until it can."
+                    f"{self.path} cannot be written ({error.strerror or error}); its lines are kept in memory until it can."
                 )
             self._failed = True
 
     def flush(self) -> None:
-        """Hand everything to the system. Raises OSError where it does not take it; it is kept for the next time."""
+        """Write everything to the file. Raises OSError if that fails; what was not written is kept for the next time."""
         if not self._pending:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ class PatientFile:
                 stream.write(self._pending)
         except OSError:
             with contextlib.suppress(OSError):
-                os.truncate(self.path, size)  # what a full disk still took of it
+                os.truncate(self.path, size)  # removes the part that a full disk took
             raise
         self._pending.clear()
         self._failed = False

@@ -1,4 +1,4 @@
-"""In what a run computes and in what it keeps its weights: fp32, bf16 or fp16 beside fp32 masters, or bf16 alone."""
+"""The precision of a run: fp32, bf16 or fp16 computation beside fp32 master weights, or bf16 alone."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ pure bf16 ``training.stochastic_rounding``."""
 class MasterWeights:
     """The authoritative weights of a decoder, their gradients, and the link to the decoder's own parameters.
 
-    Where the two types differ, the decoder holds a rounded copy of fp32 masters: one bf16 unit in the last place is 2⁻⁸ of a
-    value, so an update of 10⁻³ of it would vanish if it were added there. Where they are one, the decoder's parameters *are*
-    the masters, without a copy.
+    If the compute type differs from the stored one, the decoder holds a rounded copy of fp32 masters: one bf16 unit in the last
+    place is 2⁻⁸ of a value, so adding an update of 10⁻³ of the value to bf16 would change nothing. If the types are the same,
+    the decoder's parameters *are* the masters.
 
-    Memory of N parameters, in bytes: bf16 and fp16 2N working + 4N masters + 4N gradients, and 2N for the backward pass's own
-    gradients until ``collect`` took them; fp32 4N + 4N; pure bf16 2N + 2N.
+    Memory of N parameters, in bytes: bf16 and fp16 take 2N working copy + 4N masters + 4N gradients, and 2N for the backward
+    pass's own gradients until ``collect`` adds them up; fp32 takes 4N + 4N; pure bf16 takes 2N + 2N.
     """
 
     def __init__(self, decoder: nn.Module, dtype: torch.dtype, stored: torch.dtype = torch.float32) -> None:
-        """Take over ``decoder``, whose trained parameters must be fp32, and leave it computing in ``dtype``.
+        """Make masters of ``decoder``'s trained parameters, which must be fp32, and let the decoder compute in ``dtype``.
 
-        Frozen parameters have no master and no gradient; they are rounded to ``dtype`` for good. Buffers stay as they are.
+        Frozen parameters get neither master nor gradient, and are rounded to ``dtype`` permanently. Buffers stay as they are.
         """
         trained = {name: p for name, p in decoder.named_parameters() if p.requires_grad}
         for name, parameter in trained.items():
             if parameter.dtype != torch.float32:
-                raise TypeError(f"{name} is {parameter.dtype}; masters are taken from fp32 parameters")
+                raise TypeError(f"{name} is {parameter.dtype}; masters are made from fp32 parameters")
         self.weights: dict[str, Tensor] = {name: p.detach().to(stored) for name, p in trained.items()}
         for parameter in decoder.parameters():
             if not parameter.requires_grad or dtype != stored:
@@ -55,17 +55,17 @@ class MasterWeights:
 
     @classmethod
     def of(cls, decoder: nn.Module, dtype: str) -> MasterWeights:
-        """Those of a run whose ``train.dtype`` is ``dtype``."""
+        """The masters of a run with ``train.dtype`` = ``dtype``."""
         return cls(decoder, *COMPUTED_AND_STORED[dtype])
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """The decoder's trained parameters, which compute: the working copy, or the masters themselves."""
+        """The decoder's trained parameters: the working copy, or the masters themselves."""
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     @torch.no_grad()
     def zero_gradients(self) -> None:
-        """Forget all gradients: the start of an accumulation window."""
+        """Set all gradients to zero, at the start of an accumulation window."""
         self._is_first = True
         if self.has_working_copy:
             for parameter in self._parameters.values():
@@ -77,7 +77,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Add the backward pass's gradients to the fp32 ones. Summing micro-batches in bf16 would lose the small ones."""
+        """Add the backward pass's gradients to the fp32 ones. A bf16 sum over micro-batches would lose small gradients."""
         if not self.has_working_copy:
             return
         fresh = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
@@ -92,7 +92,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters into the working copy, after they changed."""
+        """Round the masters into the working copy after an update."""
         if self.has_working_copy:
             torch._foreach_copy_(list(self.parameters.values()), list(self.weights.values()))
 
@@ -109,11 +109,11 @@ class MasterWeights:
 
     @property
     def weights_bytes(self) -> int:
-        """Masters and working copy, and what is frozen beside them."""
+        """Bytes of masters, working copy, frozen parameters and buffers."""
         return sum(w.numel() for w in self.weights.values()) * self._bytes_per_parameter + self.frozen_bytes
 
     @property
     def gradients_bytes(self) -> int:
-        """The gradients that the optimizer reads, and with a working copy the backward pass's own, which live beside them at
-        the end of a step."""
+        """Bytes of the gradients that the optimizer reads and, with a working copy, of the backward pass's own gradients, which
+        exist beside them at the end of a step."""
         return sum(w.numel() for w in self.weights.values()) * self._bytes_per_parameter

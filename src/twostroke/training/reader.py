@@ -1,4 +1,4 @@
-"""The newest intact checkpoint, read and verified while the model that takes it is being built."""
+"""Reads and verifies the newest intact checkpoint while the model is being built."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Log = Callable[[str], None]
 
 
 class CheckpointReader:
-    """``load_newest`` in a thread of its own, begun when this is made. Hashing needs no interpreter lock, and importing and
-    building need nothing else, so on two cores verification takes no time of its own."""
+    """Runs ``load_newest`` in a thread, from construction on. Hashing does not hold the interpreter lock, and imports and the
+    building of the model need little else, so on two cores verification adds no time to the start."""
 
     def __init__(self, directory: Path, log: Log) -> None:
         self.will_find = bool(list_checkpoints(directory))
-        """Whether there is any: ``get`` then returns one or raises."""
+        """Whether a checkpoint exists. If so, ``get`` returns one or raises."""
         self._directory, self._log = directory, log
         self._lines: list[str] = []
         self._found: Checkpoint | None = None
@@ -28,11 +28,11 @@ class CheckpointReader:
     def _read(self) -> None:
         try:
             self._found = load_newest(self._directory, self._lines.append)
-        except BaseException as error:  # raised where it is asked for
+        except BaseException as error:  # ``get`` raises it
             self._error = error
 
     def get(self) -> Checkpoint | None:
-        """The checkpoint, once it is read; damaged ones are named through ``log`` here. Errors: ``load_newest``."""
+        """Wait for the checkpoint and return it. Damaged ones are logged here. Raises the errors of ``load_newest``."""
         self._thread.join()
         for line in self._lines:
             self._log(line)

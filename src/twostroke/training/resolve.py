@@ -1,4 +1,4 @@
-"""From a recipe to a model and a number of steps: what is fixed before the first step."""
+"""Resolves a recipe to a model and a number of steps before the first step."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from twostroke.planner.training import TrainingShape, steps_for_budget
 
 
 def with_own_tokenizer(recipe: TrainRecipe) -> TrainRecipe:
-    """A run that starts from a model reads text with that model's tokenizer, unless the recipe names another."""
+    """``recipe`` with the tokenizer of the model that it starts from, unless it names another."""
     if recipe.model.init_from is None or recipe.data.tokenizer is not None:
         return recipe
     return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, tokenizer=recipe.model.init_from))
 
 
 def resolve_spec(recipe: TrainRecipe, prepared: PreparedData, hardware: Hardware | None) -> ModelSpec:
-    """The model to train: that of ``model.init_from``, the planner's choice, or the recipe's sizes.
+    """The spec of the model to train: that of ``model.init_from``, the planner's choice, or the recipe's sizes.
 
-    Raises ConfigError where the model is of a kind that is only planned, or cannot hold the tokenizer's vocabulary or the
-    sequence, or where ``size = "auto"`` on a machine that was not calibrated.
+    Raises ConfigError if the model is of a kind that is only planned, or cannot hold the tokenizer's vocabulary or the
+    sequence, or if ``size = "auto"`` on a machine that was not calibrated.
     """
     settings, model = recipe.train, recipe.model
     if model.init_from is not None:
@@ -40,19 +40,22 @@ def resolve_spec(recipe: TrainRecipe, prepared: PreparedData, hardware: Hardware
         if settings.sequence_length > spec.max_positions:
             raise ConfigError(
                 f"train.sequence_length={settings.sequence_length} must be at most the {spec.max_positions} positions of "
-                f"{model.init_from}."
+                f"{model.init_from}. Lower it."
             )
         return spec
     if model.size == "auto":
         if hardware is None:
-            raise ConfigError('model.size="auto" needs to know this machine. Run `twostroke calibrate` once (two minutes).')
+            raise ConfigError(
+                'model.size="auto" needs a profile of this machine. Run `twostroke calibrate` once (two minutes), or give '
+                "the model's sizes."
+            )
         picked = pick_model(settings.budget_s, prepared.vocab_size, prepared.n_train_tokens, settings, hardware)
         model = model.sized_as(picked)
     return spec_from_recipe(model, prepared.vocab_size, settings.sequence_length, (prepared.eos_id,))
 
 
 def resolve_steps(recipe: TrainRecipe, spec: ModelSpec, hardware: Hardware | None) -> int:
-    """``train.steps``, or as many as the planner expects to fit in ``train.budget_s``, start-up included.
+    """``train.steps``, or the number of steps that the planner expects in ``train.budget_s`` with the start-up.
 
     Raises ConfigError for a budget on a machine that was not calibrated.
     """

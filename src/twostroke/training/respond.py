@@ -1,4 +1,4 @@
-"""What a run does about an anomaly: skip the step, go back to a checkpoint, or stop (``train.anomaly_policy``)."""
+"""Responds to an anomaly as ``train.anomaly_policy`` says: skip the step, roll back to a checkpoint, or stop."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from twostroke.training.loop import TrainingRun
 
 MAX_TEXTS, TEXT_TOKENS = 32, 16
-"""Rows of an offending batch whose beginnings are written down, and how much of each."""
+"""Rows of the anomaly's batch whose beginnings are recorded, and tokens of each."""
 
 
 def respond(run: TrainingRun, result: StepResult, batches: Sequence[Batch], windows: tuple[int, int]) -> None:
-    """Name the refused step and its text, and do what the policy says. Raises TwostrokeError where the run must stop.
+    """Log the refused step and its text, and follow the policy. Raises TwostrokeError if the run must stop.
 
-    ``windows`` are the first and the last that the loader handed out for the step.
+    ``windows`` are the first and the last window that the loader handed out for the step.
     """
     settings = run.recipe.train
     policy, step = settings.anomaly_policy, run.step
@@ -39,7 +39,8 @@ def respond(run: TrainingRun, result: StepResult, batches: Sequence[Batch], wind
         }
     )
     said = (
-        f"step {step} was skipped: its {result.skipped}; weights are unchanged. Its text: windows {windows[0]} to {windows[1]} "
+        f"step {step} was skipped: its {result.skipped}; weights are unchanged. Its text is windows {windows[0]} to "
+        f"{windows[1]} "
         f"of the loader ({run.directory.anomalies.name} shows it)."
     )
     if gives_up or policy == "stop":
@@ -49,7 +50,7 @@ def respond(run: TrainingRun, result: StepResult, batches: Sequence[Batch], wind
         if policy == "stop":
             why = (
                 f'step {step} was an anomaly (its {result.skipped}), and train.anomaly_policy is "stop". '
-                "--resume goes on behind it."
+                "--resume continues after its text."
             )
         else:
             why = (
@@ -59,22 +60,24 @@ def respond(run: TrainingRun, result: StepResult, batches: Sequence[Batch], wind
         raise TwostrokeError(f"{why} {run.what_is_kept()}")
     if policy == "rollback":
         _roll_back(run)
-        said += f" Back to step {run.step}; its text and what was read since are not read again."
+        said += f" The run went back to step {run.step}; the text since then is not read again."
     run.log(said)
 
 
 def _roll_back(run: TrainingRun) -> None:
-    """Weights, optimizer, random states and step of the newest scheduled checkpoint; the loader stays behind the bad text.
+    """Restore weights, optimizer, random states and step of the newest scheduled checkpoint. The loader stays after the bad
+    text.
 
-    The log is cut to that step, and checkpoints after it go: they are of a past that is given up. A run killed at any moment
-    comes here again by itself, because every checkpoint before the rollback leads to it.
+    The log is cut to that step, and later checkpoints are removed. A run that is killed at any moment arrives at the same
+    rollback when it is resumed, because every checkpoint before it leads there.
     """
     every = anchor_every(run.recipe.train)
     run.saver.settle()
     checkpoint = load_newest(run.directory.checkpoints, run.log, lambda step: step % every == 0)
     if checkpoint is None:
         raise TwostrokeError(
-            f"step {run.step} was an anomaly, and there is no checkpoint of a multiple of {every} steps to go to."
+            f"step {run.step} was an anomaly, and no checkpoint of a multiple of {every} steps is left to roll back to. "
+            'Set train.anomaly_policy to "skip", or start another run.'
         )
     in_a_row = run.watch.in_a_row
     restore_computation(run, checkpoint)
@@ -84,7 +87,7 @@ def _roll_back(run: TrainingRun) -> None:
 
 
 def _beginnings(run: TrainingRun, batches: Sequence[Batch]) -> list[str]:
-    """How the rows of ``batches`` begin; empty where the tokenizer is gone by now."""
+    """The beginnings of the rows of ``batches`` as text; empty if the tokenizer's file is gone."""
     from twostroke.data.tokenizer import load_tokenizer
 
     rows = [row[:TEXT_TOKENS].tolist() for batch in batches for row in batch.tokens][:MAX_TEXTS]

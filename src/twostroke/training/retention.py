@@ -1,4 +1,4 @@
-"""Which checkpoints are kept."""
+"""Decides which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Retention:
-    """The ``newest`` checkpoints stay, and those whose step is a multiple of ``every`` for good (0: none).
+    """The ``newest`` checkpoints are kept, and permanently those whose step is a multiple of ``every`` (0 for none).
 
-    ``anchor_every`` keeps the newest whose step is a multiple of it, 0 included, beside them: a run that may be rolled back
-    goes back to that one, whatever else was saved since on a signal.
+    The newest one whose step is 0 or another multiple of ``anchor_every`` is kept as well. A rollback uses it, even if a signal
+    caused later checkpoints.
     """
 
     newest: int
@@ -19,7 +19,7 @@ class Retention:
     anchor_every: int = 0
 
     def removable(self, steps: Sequence[int]) -> list[int]:
-        """Those of ``steps`` that nothing keeps, oldest first."""
+        """The ``steps`` whose checkpoints are not kept, oldest first."""
         ordered = sorted(steps)
         anchors = [step for step in ordered if self.anchor_every and step % self.anchor_every == 0]
         kept = {*ordered[-self.newest :], *anchors[-1:]}

@@ -1,4 +1,4 @@
-"""The directory of a run: what it was asked to do, what happened in each step, and who may write to it."""
+"""The directory of a run: its recipe, its log, its results, and the lock that lets one process train in it."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ CHANGEABLE = (
     "train.sample_every",
     "train.sample_prompts",
 )
-"""Recipe keys that a resumed run may give another value: no weight depends on them. (A run's directory may have been moved.)"""
+"""Recipe keys that may differ when a run is resumed, because no weight depends on them. (The directory may have been moved.)"""
 
 Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a recipe came down to when its run began, kept in ``recipe.json`` under "resolved" beside the recipe itself."""
+    """What the recipe was resolved to when its run began. ``recipe.json`` holds it as "resolved" beside the recipe."""
 
     spec: ModelSpec
     steps: int
@@ -81,20 +81,20 @@ class RunDirectory:
         return self.path / "summary.json"
 
     def is_unused(self) -> bool:
-        """True where there is nothing, or nothing but dot files: a lock, or a recipe.json that was never completed."""
+        """True if the directory does not exist or holds only dot files, such as a lock or an incomplete recipe.json."""
         if self.path.exists() and not self.path.is_dir():
             raise InputError(f"output={self.path} is a file. Name a directory.")
         return not self.path.is_dir() or all(entry.name.startswith(".") for entry in self.path.iterdir())
 
     def open(self, recipe: TrainRecipe, resume: bool) -> Resolved | None:
-        """None for a new run, or what the run found here was resolved to.
+        """None for a new run, or the ``Resolved`` of the run in the directory.
 
-        Raises InputError where ``resume`` and what is found do not go together, and ConfigError, naming the key, where the
-        recipe is not the one that the run began with.
+        Raises InputError if ``resume`` is set without a run to resume, or not set with one. Raises ConfigError, naming the key,
+        if the run began with another recipe.
         """
         if self.is_unused():
             if resume:
-                raise InputError(f"there is no run in {self.path} to resume. Start it without --resume.")
+                raise InputError(f"{self.path} holds no run to resume. Start it without --resume.")
             return None
         if not self.recipe.is_file():
             raise InputError(
@@ -108,7 +108,9 @@ class RunDirectory:
         try:
             resolved = _resolved_from(stored.pop("resolved"))
         except (KeyError, TypeError, ValueError) as error:
-            raise CorruptFileError(f"{self.recipe} is not the record of a run: {error}.") from None
+            raise CorruptFileError(
+                f"{self.recipe} does not describe a run: {error}. Restore it, or name another directory."
+            ) from None
         key = first_difference(_completed(stored), plain(recipe))
         if key is not None:
             raise ConfigError(
@@ -118,14 +120,14 @@ class RunDirectory:
         return resolved
 
     def create(self, recipe: TrainRecipe, resolved: Resolved) -> None:
-        """Begin a run: from now on the directory can be resumed."""
+        """Write ``recipe.json``. From then on the run can be resumed."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.recipe, plain(recipe) | {"resolved": dataclasses.asdict(resolved)})
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else trains here meanwhile. Raises InputError where another process does, and where nothing can be written.
-        The system frees the lock of a dead one."""
+        """Hold the lock of the directory, so that no other process trains in it. Raises InputError if another process holds it,
+        or if the directory cannot be written. The system releases the lock of a process that ends."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644)
@@ -146,11 +148,11 @@ class RunDirectory:
 
 
 def _completed(stored: dict[str, Any]) -> dict[str, Any]:
-    """A stored recipe with the defaults of keys that the release that wrote it had not: those are what it did."""
+    """A stored recipe with defaults for keys that are newer than the release that wrote it, which behaved like the defaults."""
     try:
         completed: dict[str, Any] = plain(recipe_from_dict(stored))
     except ConfigError:
-        return stored  # of another release's rules: compared as it is, which names the key
+        return stored  # it breaks a rule of this release, so it is compared as it is, and the error names the key
     return completed
 
 
@@ -175,7 +177,7 @@ def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def first_difference(stored: dict[str, Any], given: dict[str, Any]) -> tuple[str, Any, Any] | None:
-    """(key, stored value, given value) of the first recipe key that differs and may not, in the recipe's order."""
+    """(key, stored value, given value) of the first recipe key that differs although it must not; None if all agree."""
     before = dict(_flat(stored))
     for key, value in _flat(given):
         if key not in CHANGEABLE and before.get(key) != value:
@@ -184,18 +186,18 @@ def first_difference(stored: dict[str, Any], given: dict[str, Any]) -> tuple[str
 
 
 def write_json(file: Path, document: dict[str, Any]) -> None:
-    """``document`` as ``file``, whole or not at all, also after a power cut."""
+    """Write ``document`` to ``file`` atomically; after a power cut the file is the old or the new one."""
     write_text(file, json.dumps(document, indent=1))
 
 
 def read_summary(directory: Path) -> dict[str, Any] | None:
-    """``summary.json`` of the finished run in ``directory``; None where it has not finished."""
+    """``summary.json`` of the run in ``directory``; None if the run has not finished."""
     file = RunDirectory(directory).summary
     return read_object(file) if file.is_file() else None
 
 
 def _step_of(line: bytes) -> int:
-    """The step that a line of the log is of; −1 for one that is no record of a step."""
+    """The step of a log line; −1 for a line that does not record a step."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -204,13 +206,14 @@ def _step_of(line: bytes) -> int:
 
 
 class StepLog:
-    """``log.jsonl``: one line a step. A full disk delays lines, it does not stop the run."""
+    """``log.jsonl`` has one line for each step. A full disk delays lines and does not stop the run."""
 
     def __init__(self, file: Path, log: Log) -> None:
         self._file, self._lines = file, PatientFile(file, log)
 
     def restart(self, step: int) -> None:
-        """Keep the lines of steps up to ``step``: what a killed run logged after its checkpoint will be done again.
+        """Keep the lines of steps up to ``step``, because the resumed run repeats those that a killed run logged after its
+        checkpoint.
 
         Those lines are the file's end, so it is cut, which needs no room on a full disk.
         """
@@ -226,7 +229,7 @@ class StepLog:
             stream.writelines(lines[number] for number in kept)
 
     def read(self) -> list[dict[str, Any]]:
-        """All whole lines. The last may be cut by a kill; a line that is not a step's record is left out."""
+        """All complete lines that record a step. The last one may be incomplete after a kill."""
         if not self._file.is_file():
             return []
         records = []
@@ -243,11 +246,11 @@ class StepLog:
         self._lines.append((json.dumps(plain(record)) + "\n").encode())
 
     def flush(self) -> None:
-        """Hand every line to the system. Raises OSError where it does not take them; they are kept for the next time."""
+        """Write every line to the file. Raises OSError if that fails; the lines are kept for the next time."""
         self._lines.flush()
 
     def sync(self) -> None:
-        """Bring what was appended to the disk, so that no checkpoint is newer than its log."""
+        """Flush the log to the disk. It is called before each checkpoint, so that no checkpoint is newer than its log."""
         try:
             descriptor = os.open(self._file, os.O_RDONLY)
         except FileNotFoundError:

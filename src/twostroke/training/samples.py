@@ -1,4 +1,4 @@
-"""What the model writes while it is still training."""
+"""Samples texts from the model while it is training."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ SAMPLES_FILE = "samples.jsonl"
 NEW_TOKENS = 64
 ROW_MULTIPLE = 64
 TEMPERATURE = 0.8
-"""Beside the greedy text: greedy shows what is most likely, and soon repeats itself."""
+"""Temperature of the second text of a prompt. The first is greedy: it shows the most probable text, and soon repeats itself."""
 
 
 def continuation(
     decoder: Decoder, prompt: Sequence[int], n_tokens: int, context: int, eos_id: int, temperature: float = 0.0, seed: int = 0
 ) -> list[int]:
-    """Up to ``n_tokens`` ids after ``prompt``: the likeliest each, or drawn at ``temperature`` from ``seed``.
+    """Up to ``n_tokens`` ids that follow ``prompt``: always the most probable one, or drawn at ``temperature`` with ``seed``.
 
-    Every token is a whole forward pass over at most ``context`` of the newest tokens: no cache, no second path through the
-    model. Rows are filled up to a multiple of ``ROW_MULTIPLE``, which a causal model does not see: a new length each token
-    would have the CPU's matrix library keep code for every one of them (150 MiB for 64 lengths). Ends before ``eos_id``.
-    Decoder and random states are as before afterwards.
+    Each token costs a forward pass over at most the last ``context`` tokens, without a KV cache and so without a second
+    implementation of the model. Rows are padded to a multiple of ``ROW_MULTIPLE``, which causal attention does not see. With a
+    new length for each token, the CPU's matrix library would keep code for every length (150 MiB for 64 lengths). Generation
+    ends before ``eos_id``. Decoder and random states are restored.
     """
     device = next(decoder.parameters()).device
     generator = torch.Generator().manual_seed(seed)
@@ -54,7 +54,8 @@ def continuation(
 
 
 class Samples(Observer):
-    """Every ``every`` steps the texts that follow ``prompts``: into the console, the line's "samples" and ``samples.jsonl``.
+    """Writes every ``every`` steps texts that follow ``prompts``, to the console, to the line's "samples" and to
+    ``samples.jsonl``.
 
     A line of the file: step, prompt, the text that is likeliest, and one drawn at ``TEMPERATURE`` whose seed follows from the
     recipe's seed, the step and the prompt. Where the run reads conversations a prompt is a user's message.

@@ -1,4 +1,4 @@
-"""Checkpoints written while training goes on: the step pays for a copy in memory, a thread does the rest."""
+"""Writes checkpoints while training goes on. A step waits for a copy in memory, and a thread writes the copy."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from twostroke.training.retention import Retention
 Log = Callable[[str], None]
 
 REMIND_S = 60.0
-"""Seconds after which checkpoints that still cannot be written, or not in time, are spoken of again."""
+"""Seconds after which the log repeats that checkpoints cannot be written, or not in time."""
 
 NICENESS = 5
-"""Of the writing thread: hashing and writing take the idle moments of the cores that compute first, and at least a quarter of
-one that is busy, so that a stop never waits long for it."""
+"""Niceness of the writing thread. Hashing and writing use idle moments of the cores, and at least a quarter of a busy core, so
+that a stop does not wait long for them."""
 
 
 class Snapshot:
-    """Host copies of a checkpoint's tensors. Their memory is allocated by the first and used again by those after it: fresh
-    pages cost more than the copy. It holds as many bytes as a checkpoint (``planner.memory.snapshot_bytes``)."""
+    """Host copies of a checkpoint's tensors. The first allocates their memory and later ones reuse it, because new pages cost
+    more than the copy. It takes as many bytes as a checkpoint (``planner.memory.snapshot_bytes``)."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str], Tensor] = {}
@@ -44,7 +44,7 @@ class Snapshot:
     def take(self, checkpoint: Checkpoint) -> Checkpoint:
         weights, optimizer = self._copied("weights", checkpoint.weights), self._copied("optimizer", checkpoint.optimizer)
         if any(tensor.is_cuda for tensor in (*checkpoint.weights.values(), *checkpoint.optimizer.values())):
-            torch.cuda.synchronize()  # the copies were queued
+            torch.cuda.synchronize()  # copies from a GPU are asynchronous
         return Checkpoint(weights, optimizer, checkpoint.state)
 
     def _copied(self, part: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -52,7 +52,7 @@ class Snapshot:
         for name, tensor in tensors.items():
             buffer = self._buffers.get((part, name))
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                # Pinned for a GPU's tensors: copies from there into ordinary memory are several times slower.
+                # Pinned for a GPU's tensors, because copies into ordinary memory are several times slower.
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 self._buffers[part, name] = buffer
             copies[name] = buffer.copy_(tensor, non_blocking=True)
@@ -60,10 +60,10 @@ class Snapshot:
 
 
 class CheckpointSaver:
-    """Writes the checkpoints of one run: ``begin`` in the background, ``save`` at once. One is in flight at most.
+    """Writes the checkpoints of one run: ``begin`` in the background, ``save`` at once. At most one is in flight.
 
-    What goes wrong in the background is said through ``log`` at the next call: the first time, again each minute while it
-    lasts, and when it is over. ``sync_log`` brings the log's lines to the disk; no checkpoint is newer than its log.
+    The next call logs errors of the background: the first one, then one a minute while they last, and their end. ``sync_log``
+    flushes the run's log to the disk, so that no checkpoint is newer than its log.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class CheckpointSaver:
         self._flush_log, self._sync_log, self._in_background = flush_log, sync_log, in_background
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
-        self._step = 0  # of the checkpoint in flight
+        self._step = 0  # step of the checkpoint in flight
         self._failure: BaseException | None = None
         self._n_failed, self._left_out = 0, 0
         self._said_at = -math.inf
 
     def begin(self, capture: Callable[[], Checkpoint], wait: bool) -> None:
-        """A checkpoint of this moment, written while training goes on. Never raises for a disk: it is said.
+        """Write a checkpoint of the current state while training goes on. Errors of the disk are logged and not raised.
 
         Where the one before is still being written, ``wait`` for it, or leave this one out and say so.
         """
@@ -115,18 +115,19 @@ class CheckpointSaver:
         self._thread.start()
 
     def save(self, checkpoint: Checkpoint) -> Path:
-        """A checkpoint of this moment, on the disk when this returns. Raises CheckpointError; older ones are untouched."""
+        """Write a checkpoint of the current state, and return when it is on the disk. Raises CheckpointError; older checkpoints
+        are not touched."""
         self.settle()
         self._flush(checkpoint)
         return self._write(checkpoint)
 
     def poll(self) -> None:
-        """Say what became of the checkpoint in flight, if it has ended."""
+        """Log the result of the checkpoint in flight if it has ended."""
         if self._thread is not None and not self._thread.is_alive():
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the checkpoint in flight and say what became of it."""
+        """Wait for the checkpoint in flight and log its result."""
         if self._thread is None:
             return
         self._thread.join()
@@ -140,14 +141,14 @@ class CheckpointSaver:
             raise failure
 
     def close(self) -> None:
-        """Wait for the checkpoint in flight, whatever becomes of it: nothing may write to a directory whose lock is free."""
+        """Wait for the checkpoint in flight, because nothing may write to the directory after its lock is released."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def what_is_kept(self) -> str:
         kept = list_checkpoints(self._directory)
-        return f"Checkpoint {kept[-1][1].name} is kept." if kept else "There is no earlier checkpoint."
+        return f"Checkpoint {kept[-1][1].name} is kept." if kept else "No earlier checkpoint exists."
 
     def _flush(self, checkpoint: Checkpoint) -> None:
         try:
@@ -155,13 +156,15 @@ class CheckpointSaver:
         except OSError as error:
             name = checkpoint_name(int(checkpoint.state["step"]))
             reason = error.strerror or str(error)
-            raise CheckpointError(f"checkpoint {name} was not written: its log lines cannot be ({reason}).") from error
+            raise CheckpointError(
+                f"checkpoint {name} was not written, because its log cannot be written ({reason})."
+            ) from error
 
     def _write(self, checkpoint: Checkpoint) -> Path:
         return save_checkpoint(self._directory, checkpoint, self._retention, before_rename=self._sync_log)
 
     def _write_in_background(self, checkpoint: Checkpoint) -> None:
-        if sys.platform == "linux":  # where a priority is a thread's
+        if sys.platform == "linux":  # where a thread has a priority of its own
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:

@@ -1,4 +1,5 @@
-"""Learning-rate schedules as a factor of the base rate: a linear warm-up, then constant, linear, cosine, or a late decay."""
+"""Learning-rate schedules as factors of the base rate: a linear warm-up, then constant, linear, cosine, or wsd (a late
+decay)."""
 
 from __future__ import annotations
 
@@ -9,25 +10,25 @@ from twostroke.core.recipe import TrainSettings
 
 
 def warmup_steps(steps: int, warmup_fraction: float) -> int:
-    """Steps of linear warm-up: ⌈warmup_fraction · steps⌉, and never the whole run."""
+    """Steps of linear warm-up: ⌈warmup_fraction · steps⌉, but fewer than ``steps``."""
     return min(math.ceil(warmup_fraction * steps), max(0, steps - 1))
 
 
 def decay_steps(steps: int, decay_fraction: float, warm: int) -> int:
-    """Steps of a late decay: ⌈decay_fraction · steps⌉, never one of the ``warm`` ones, and never the first."""
+    """Steps of a late decay: ⌈decay_fraction · steps⌉, but none of the ``warm`` steps, and not the first step."""
     return min(math.ceil(decay_fraction * steps), steps - max(1, warm))
 
 
 def learning_rate_factor(
     step: int, steps: int, schedule: str, warmup_fraction: float, min_lr_ratio: float, decay_fraction: float = 0.2
 ) -> float:
-    """What the base learning rate is multiplied by in step ``step``, counted from 0, of ``steps``; in (0, 1].
+    """The factor in (0, 1] of the base learning rate in step ``step`` (counted from 0) of ``steps``.
 
     Warm-up of w steps: (step + 1) / w. After it, with p = (step − w) / (steps − 1 − w) from 0 to 1 and r = ``min_lr_ratio``:
     cosine r + (1 − r)·(1 + cos πp)/2 (Loshchilov & Hutter 2016, arXiv:1608.03983), linear 1 − (1 − r)·p, constant 1.
     wsd (warm-up, stable, decay): 1 until the last d = ⌈``decay_fraction`` · steps⌉ steps, then r + (1 − r)·(1 − √q) with
     q = 1/d, 2/d, …, 1, which Hägele et al. (2024, arXiv:2405.18392, section 4) found to end lower than a straight line.
-    A factor of 0 (r = 0 in the last step) is an update that changes nothing. Raises ConfigError for an unknown schedule.
+    With r = 0 the factor of the last step is 0, and its update changes nothing. Raises ConfigError for an unknown schedule.
     """
     warm = warmup_steps(steps, warmup_fraction)
     if step < warm:

@@ -1,4 +1,4 @@
-"""The beginning of a run: its directory, data, model and steps are fixed and its prediction frozen before the first step."""
+"""Starts a run: it resolves directory, data, model and steps, and freezes the prediction, before the first step."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def _silent(line: str) -> None:
 
 
 def find_finished(recipe: TrainRecipe, resume: bool) -> TrainingResult | None:
-    """The result of the run that ``recipe`` would resume, where it has finished; else None.
+    """The result of the run that ``recipe`` would resume; None if it has not finished.
 
-    Raises as ``start`` does where the run directory and the recipe do not go together.
+    Raises the errors of ``start`` if the run directory and the recipe do not match.
     """
     directory = RunDirectory(Path(recipe.output))
     return finished(directory) if directory.open(with_own_tokenizer(recipe), resume) is not None else None
@@ -57,10 +57,10 @@ def start(
     data_progress: Callable[[float, str], None] | None = None,
     ledger: Ledger | None = None,
 ) -> TrainingRun:
-    """Everything before the first step: open or refuse the run directory, prepare the data, fix model and steps, predict.
+    """Do everything before the first step: open the run directory, prepare the data, resolve model and steps, and predict.
 
     The prediction is frozen in the ledger before anything is trained. Raises InputError, ConfigError, DataError or
-    CorruptFileError with nothing created where the recipe cannot be run.
+    CorruptFileError with nothing created if the recipe cannot be run.
     """
     if recipe.train.tensorboard:
         require_tensorboard()
@@ -103,13 +103,13 @@ def start(
     )
     with directory.locked():
         if not directory.is_unused():
-            raise InputError(f"another process began a run in {directory.path} meanwhile. Name another directory.")
+            raise InputError(f"another process has just begun a run in {directory.path}. Name another directory.")
         directory.create(recipe, resolved)
     return TrainingRun(recipe, directory, resolved, prepared, hardware, prediction, False, log, ledger)
 
 
 def _hardware_of(device: torch.device) -> tuple[Hardware | None, str]:
-    """The machine as calibration measured training on ``device``, which is where the steps will run; or None and why."""
+    """(the machine as calibrated for training on ``device``, or None; the reason if it is None)."""
     try:
         return load_hardware("this", "train", device.type), ""
     except ConfigError as error:
@@ -122,7 +122,7 @@ def _plain(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _same_data(recipe: TrainRecipe, resolved: Resolved, progress: Callable[[float, str], None] | None) -> PreparedData:
-    """The shards the run began with: where they were, or prepared again if the sources still give the same."""
+    """The shards that the run began with, from their directory or prepared again if the sources have not changed."""
     try:
         prepared = open_prepared(resolved.data_directory)
         if prepared.key == resolved.data_key:
@@ -132,14 +132,15 @@ def _same_data(recipe: TrainRecipe, resolved: Resolved, progress: Callable[[floa
     prepared = prepare(recipe.data, progress=progress)
     if prepared.key != resolved.data_key:
         raise DataError(
-            f"the run's prepared data {resolved.data_directory} is gone, and the sources have changed since: its steps "
-            "cannot be repeated exactly. Start another run: --set output=..."
+            f"the run's prepared data {resolved.data_directory} is gone, and the sources have changed since, so the run cannot "
+            "be "
+            "continued exactly. Start another run with --set output=..."
         )
     return prepared
 
 
 def _frozen_prediction(ledger: Ledger, run_id: str) -> dict[str, Any]:
-    """What was predicted when the run began; empty where the ledger is another one now."""
+    """The prediction that was frozen when the run began; empty if the ledger does not have it."""
     try:
         return dict(numbers_of(ledger.get(run_id).prediction))
     except TwostrokeError:
@@ -156,7 +157,7 @@ def train(
     ledger: Ledger | None = None,
     observers: Sequence[Observer] = (),
 ) -> TrainingResult:
-    """Train by ``recipe`` from beginning to end: ``start`` and ``TrainingRun.execute`` in one call."""
+    """Train by ``recipe`` from beginning to end, with ``start`` and ``TrainingRun.execute`` in one call."""
     done = find_finished(recipe, resume)
     if done is not None:
         return done
@@ -165,7 +166,7 @@ def train(
 
 
 def describe(run: TrainingRun) -> str:
-    """One line for the person watching: what will be trained on what, and how long it is expected to take."""
+    """One line that describes the run for people: model, steps, tokens, and the predicted time and memory."""
     spec, settings = run.spec, run.recipe.train
     n_parameters = count_parameters(spec).total
     tokens = run.steps * settings.batch_size * settings.sequence_length * settings.grad_accumulation

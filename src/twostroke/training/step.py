@@ -1,5 +1,4 @@
-"""One optimizer step: forward, backward and update over an accumulation window, in which nothing changes if a number is not
-finite."""
+"""One optimizer step: forward, backward and update over an accumulation window. If a number is not finite, nothing changes."""
 
 from __future__ import annotations
 
@@ -23,13 +22,13 @@ from twostroke.training.precision import MasterWeights
 
 Log = Callable[[str], None]
 Accept = Callable[[float, float], str | None]
-"""Asked with a step's loss and gradient norm, both finite, before any weight changes; a returned sentence refuses the step."""
+"""Called with a step's loss and gradient norm, both finite, before any weight changes. A returned sentence refuses the step."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """``loss`` in nats per token with a target; ``grad_norm`` before clipping, and by part of the model in
-    ``block_grad_norms`` ("embed", "blocks.0", …, "final_norm", "head"); ``skipped`` says why nothing was changed."""
+    """``loss`` is in nats per token with a target. ``grad_norm`` is before clipping; ``block_grad_norms`` has it by part of the
+    model ("embed", "blocks.0", …, "final_norm", "head"). ``skipped`` is the reason if nothing was changed, else None."""
 
     loss: float
     grad_norm: float
@@ -39,7 +38,7 @@ class StepResult:
 
 
 class WindowAbandoned(Exception):
-    """A stop was asked for between two micro-batches of a window: no weight has changed, its gradients are dropped."""
+    """A stop was requested between two micro-batches of a window. No weight has changed, and the gradients are dropped."""
 
 
 def _never() -> bool:
@@ -65,7 +64,7 @@ def norms_by_part(names: Sequence[str], norms: Sequence[float]) -> dict[str, flo
 
 
 class TrainStep:
-    """The step of one run. Called with the window's micro-batches it updates the masters and the decoder's working copy."""
+    """The step of one run. A call with the micro-batches of a window updates the masters and the decoder's working copy."""
 
     def __init__(
         self,
@@ -81,7 +80,7 @@ class TrainStep:
         self.device = next(decoder.parameters()).device
         self._log = log
         self._chunk: ChunkFunction = chunk_loss
-        self._unproven = False  # compiled, but has not run yet
+        self._unproven = False  # compiled but not run yet: torch.compile reports most of its errors in the first call
         checkpoint_activations(decoder, activation_checkpointing)
         if compile:
             missing = why_not_compile(self.device)
@@ -89,7 +88,7 @@ class TrainStep:
                 self._chunk = compile_blocks(decoder)
                 self._unproven = True
             else:
-                log(f"training runs uncompiled, about half as fast: {missing}.")
+                log(f"training is not compiled and takes about twice as long: {missing}.")
 
     @property
     def is_compiled(self) -> bool:
@@ -105,17 +104,17 @@ class TrainStep:
     ) -> StepResult:
         """One update from ``batches``, the micro-batches of one accumulation window.
 
-        The gradient is that of Σ loss / Σ valid tokens over the whole window, whatever the split into micro-batches: a mean of
-        the micro-batches' means would weigh a token more in a batch that has few. If the loss or the gradient's norm is not
-        finite, or ``accept`` refuses them, masters, working copy and optimizer state stay as they were. fp16 gradients that
-        overflow at the present loss scale are no such case: the window is computed again at half of it. ``abandon`` is asked
-        between micro-batches; where it says yes, WindowAbandoned is raised.
+        The gradient is that of Σ loss / Σ valid tokens over the whole window, for any split into micro-batches. If the loss or
+        the gradient's norm is not finite, or if ``accept`` refuses them, masters, working copy and optimizer state do not
+        change. If fp16 gradients overflow, the window is computed again at half the loss scale. ``abandon`` is called between
+        micro-batches; if it returns True, WindowAbandoned is raised.
         """
+        # A mean of the micro-batches' means would give a token more weight in a batch with few valid tokens.
         n_valid = sum(batch.n_valid for batch in batches)
         scaler = self.optimizers.loss_scale
         loss, norms = self._window(batches, n_valid, clock, abandon)
         while scaler is not None and math.isfinite(loss) and not torch.isfinite(norms).all() and scaler.halve():
-            self._log(f"fp16 gradients overflowed: the step is computed again at a loss scale of {scaler.scale:,.0f}.")
+            self._log(f"fp16 gradients overflowed. The step is computed again at a loss scale of {scaler.scale:,.0f}.")
             loss, norms = self._window(batches, n_valid, clock, abandon)
         norm = torch.linalg.vector_norm(norms).item()
         by_part = norms_by_part(list(self.masters.gradients), norms.tolist())
@@ -127,6 +126,7 @@ class TrainStep:
         if refused is not None:
             clock.lap("optimizer")
             return StepResult(loss, norm, n_valid, refused, by_part)
+        # Clipping and the inverse loss scale are one factor, so that gradients are read and written once.
         factor = min(1.0, self.clip_norm / norm) if norm > 0 else 1.0
         if scaler is not None:
             factor /= scaler.scale
@@ -141,13 +141,13 @@ class TrainStep:
     def _window(
         self, batches: Sequence[Batch], n_valid: int, clock: StepClock, abandon: Callable[[], bool]
     ) -> tuple[float, Tensor]:
-        """Loss of the window in nats per valid token, and the norm of each gradient, which are left in the masters times the
-        loss scale."""
+        """(loss of the window in nats per valid token, norm of each gradient). The gradients stay in the masters, multiplied by
+        the loss scale."""
         scaler = self.optimizers.loss_scale
         loss_scale = 1.0 if scaler is None else scaler.scale
         share = 1.0 / max(1, n_valid)
         self.masters.zero_gradients()
-        total = torch.zeros((), dtype=torch.float32, device=self.device)
+        total = torch.zeros((), dtype=torch.float32, device=self.device)  # on the device: reading it would wait for each part
         for number, batch in enumerate(batches):
             if number and abandon():
                 raise WindowAbandoned
@@ -159,7 +159,8 @@ class TrainStep:
         return total.item() * share, norms / loss_scale
 
     def _parts(self, batch: Batch) -> list[Batch]:
-        """The micro-batch in passes of as many rows as are best computed at once; their gradients are summed in fp32."""
+        """Split a micro-batch into passes of ``policy.rows_at_once`` rows. On a CPU the activations of 2,048 tokens stay in the
+        cache, and those of 8,192 go to memory. Gradients of the passes are summed in fp32, as accumulation does."""
         fp32 = all(gradient.dtype == torch.float32 for gradient in self.masters.gradients.values())
         rows = rows_at_once(self.device.type, fp32, *batch.tokens.shape)
         if rows == len(batch.tokens):
@@ -171,29 +172,29 @@ class TrainStep:
         ]
 
     def _forward_backward_guarded(self, batch: Batch, scale: float, clock: StepClock) -> Tensor:
-        """``forward_backward``; the first compiled one, if it fails, is repeated uncompiled."""
+        """``forward_backward``. If the first compiled call fails, it is repeated uncompiled with the same random numbers."""
         if not self._unproven:
             return self.forward_backward(batch, scale, clock)
         state = torch.get_rng_state()
         try:
             loss = self.forward_backward(batch, scale, clock)
-        except Exception as error:  # whatever the compiler, its C++ compiler or Triton may raise: the eager run decides
+        except Exception as error:  # any error of torch.compile, the C++ compiler or Triton; a real one occurs again uncompiled
             self._chunk = undo_compile(self.decoder)
             self._unproven = False
             torch.set_rng_state(state)
             self.masters.zero_gradients()
             loss = self.forward_backward(batch, scale, clock)
             first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self._log(f"training runs uncompiled, about half as fast: torch.compile failed ({first_line:.200}).")
+            self._log(f"training is not compiled and takes about twice as long: torch.compile failed ({first_line:.200}).")
         self._unproven = False
         return loss
 
     def forward_backward(self, batch: Batch, scale: float, clock: StepClock) -> Tensor:
-        """Summed loss of one micro-batch in nats; leaves ``scale`` times its gradient in the decoder's parameters.
+        """The summed loss of one micro-batch in nats. ``scale`` times its gradient is added to the decoder's parameters.
 
-        Positions and documents are always given. A row of one document could do without a mask, but a batch in which all
-        rows are such is rare (3% of 16 rows of 512 tokens of Python source), the mask costs next to nothing, and two kinds of
-        batches would be compiled twice, the second time in the middle of the run.
+        Positions and documents are always passed. If every row were one document, no mask would be needed. But that is rare (3%
+        of batches of 16 rows of 512 tokens of Python source), the mask costs almost nothing, and a second kind of batch would
+        be compiled in the middle of the run.
         """
         loss = self._loss(batch, clock.lap)
         (loss * scale).backward()
@@ -204,12 +205,12 @@ class TrainStep:
         batch = batch.to(self.device, non_blocking=True)
         hidden = self.decoder.hidden(batch.tokens, batch.positions, batch.documents).flatten(0, 1)  # (B·T, E)
         lap("forward")
+        # In chunks, because the logits of all tokens are the largest tensor of a step (4 GiB for 16 × 512 at V = 128k).
         rows = loss_chunk_rows(hidden.shape[0])
         return chunked_cross_entropy(hidden, self.decoder.head_weight, batch.targets.flatten(), rows, self._chunk, lap)
 
     def activations_bytes(self, batch: Batch) -> int:
-        """Bytes that one forward pass, of a part of ``batch``, keeps for its backward pass. Changes nothing but the random
-        state."""
+        """Bytes that the forward pass of a part of ``batch`` keeps for its backward pass. Only the random state changes."""
         batch = self._parts(batch)[0]
         own = (*self.decoder.parameters(), *self.decoder.buffers())
         with cached_bytes() as cached:

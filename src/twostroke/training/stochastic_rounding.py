@@ -1,15 +1,16 @@
-"""Optimizers over bf16 weights and states: updates computed in fp32 a piece at a time and rounded stochastically.
+"""Optimizers over bf16 weights and states. Updates are computed in fp32, a piece at a time, and rounded stochastically.
 
-A bf16 weight keeps 8 bits: an update below 2⁻⁹ of it, as most are once the learning rate has fallen, is rounded away every
-time. Rounded up with the probability of what is cut off, it arrives on average (Gupta et al. 2015, arXiv:1502.02551; Zamirai et
-al. 2020, arXiv:2010.06192). Kahan's compensated sum would be as exact as fp32 and take 2 bytes a parameter more, a quarter of
-all that pure bf16 holds.
+A bf16 weight has 8 bits of precision. An update below 2⁻⁹ of the weight, as most are once the learning rate has fallen, is lost
+every time it is rounded to nearest. If it is rounded up with the probability of what is cut off, it arrives on average (Gupta
+et al. 2015, arXiv:1502.02551; Zamirai et al. 2020, arXiv:2010.06192). Kahan's compensated sum would be as exact as fp32, and
+would take 2 more bytes a parameter, a quarter of the memory of pure bf16.
 
-Measured on a byte-level Llama of 0.9M parameters, AdamW, cosine, nats on text apart. 200 further steps at 5·10⁻⁵ after 150 at
-4·10⁻³, from 2.4050: fp32 2.3727, bf16 beside fp32 masters 2.3727, rounded stochastically 2.3726, to nearest 2.3967. 300 steps
-from the beginning at 4·10⁻³, where updates are large: 2.187, 2.184, 2.190 and 2.181, one as good as the other; with β₂ = 0.999,
-whose second moment bf16 to nearest cannot lower: 2.265 (fp32 masters), 2.202 and 2.241. An update of 12.2M parameters takes
-44 ms on two cores, where fused AdamW over fp32 masters takes 31 and two passes more between bf16 and fp32.
+Measured on a byte-level Llama of 0.9M parameters with AdamW and cosine, in nats on held-out text. 200 further steps at 5·10⁻⁵
+after 150 at 4·10⁻³, from 2.4050: fp32 2.3727, bf16 beside fp32 masters 2.3727, stochastic rounding 2.3726, rounding to nearest
+2.3967. 300 steps from the beginning at 4·10⁻³, where updates are large, gave 2.187, 2.184, 2.190 and 2.181, which are equally
+good. With β₂ = 0.999, whose second moment cannot fall in bf16 rounded to nearest: fp32 masters 2.265, stochastic 2.202, to
+nearest 2.241. An update of 12.2M parameters takes 44 ms on two cores; fused AdamW over fp32 masters takes 31, and needs two
+more passes between bf16 and fp32.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ import torch
 from torch import Tensor
 
 PIECE = 2**17
-"""Elements updated at once, so that four fp32 copies of them (2 MiB) stay in cache and never add to the peak."""
+"""Elements that are updated at once. Four fp32 copies of them (2 MiB) stay in the cache and do not add to the peak."""
 
 _TABLE = 2**20
 
 
 class Noise:
-    """Integers uniform in [0, 2¹⁶), reproducible from the number of the update.
+    """Uniform integers in [0, 2¹⁶), reproducible from the number of the update.
 
-    A table drawn once, read from a random place and xor-ed with a random mask, both new for every use: an element's numbers are
-    uniform and independent over time, and one pass over memory makes them (drawing as many anew: twenty times as long).
+    A table is drawn once. Each use reads it from a random place and xors it with a random mask. So the numbers of an element
+    are uniform and independent over time, and they cost one pass over memory. Drawing them takes twenty times as long.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,21 +39,21 @@ class Noise:
         self._draw = random.Random(0)
 
     def begin(self, update: int) -> None:
-        """From here on, the numbers of ``update``."""
+        """Continue with the numbers of update ``update``."""
         self._draw = random.Random(update)
 
     def take(self, n: int) -> Tensor:
         start, mask = self._draw.randrange(_TABLE - min(n, _TABLE) + 1), self._draw.randrange(2**16)
-        if n > _TABLE:  # a whole matrix of an optimizer that cannot be cut
+        if n > _TABLE:  # an optimizer of whole matrices, such as Muon
             return torch.cat([self.take(_TABLE), self.take(n - _TABLE)])
         return self._table[start : start + n] ^ mask
 
 
 def round_stochastically(target: Tensor, source: Tensor, noise: Tensor) -> None:
-    """Write fp32 ``source`` to bf16 ``target``, up or down with the probability of what is cut off; ``source`` is lost.
+    """Round fp32 ``source`` into bf16 ``target``, up with the probability of what is cut off. ``source`` is overwritten.
 
-    bf16 is the upper half of fp32: noise uniform over the lower half carries into the upper with that very probability. All
-    three are flat and of one length.
+    bf16 is the upper half of fp32, and uniform noise that is added to the lower half carries into the upper half with that
+    probability. All three tensors are flat and of the same length.
     """
     bits = source.view(torch.int32)
     bits.add_(noise).bitwise_and_(-(2**16))
@@ -60,10 +61,10 @@ def round_stochastically(target: Tensor, source: Tensor, noise: Tensor) -> None:
 
 
 class RoundedUpdates:
-    """Steps a torch optimizer whose parameters and states are bf16, with every number of the update in fp32.
+    """Steps a torch optimizer with bf16 parameters and states, computing each update in fp32.
 
-    ``worker`` is an optimizer of the same kind; it is lent one piece at a time. ``whole``: its update is of a matrix as a
-    matrix, which cannot be cut into pieces.
+    ``worker`` is an optimizer of the same kind that updates one piece at a time. ``whole`` says that the optimizer updates
+    whole matrices, which cannot be cut into pieces.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, worker: torch.optim.Optimizer, whole: bool, noise: Noise) -> None:

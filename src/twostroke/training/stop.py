@@ -1,4 +1,4 @@
-"""Stopping where nothing is lost when SIGTERM or Ctrl-C asks for it."""
+"""Handles SIGTERM and Ctrl-C, so that a run stops without losing steps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ Log = Callable[[str], None]
 
 
 class StopSignals:
-    """``with StopSignals(log) as stop``: the first SIGTERM or Ctrl-C sets ``stop.requested``, so that the step can end and a
-    checkpoint be written.
+    """A context in which the first SIGTERM or Ctrl-C sets ``requested``, so that the step can end and a checkpoint be written.
 
-    The second only says so again, because people press twice and the save that is under way takes seconds. The third
-    stops at once with KeyboardInterrupt; a half-written checkpoint is then left aside, as after a kill. While
-    ``nothing_to_save``, because this process has not finished a step yet, the first does: a compilation may take a minute.
-    ``answer`` is what the first is told. Handlers are restored on exit. Outside the main thread Python delivers no signals,
-    and nothing is installed.
+    The second signal only logs again, because people press twice while a checkpoint takes seconds. The third raises
+    KeyboardInterrupt at once; a partial checkpoint then stays under its temporary name, as after a kill. While
+    ``nothing_to_save`` is set, because this process has not finished a step, the first signal raises it: a compilation may take
+    a minute. ``answer`` is logged at the first signal. Handlers are restored on exit. Outside the main thread Python delivers
+    no signals, so no handlers are installed.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -51,6 +50,6 @@ class StopSignals:
         if self._received == 1:
             self._log(self.answer)
         elif self._received == 2:
-            self._log("still stopping; once more stops at once, without a checkpoint.")
+            self._log("still stopping. Press Ctrl-C once more to stop at once, without a checkpoint.")
         else:
             raise KeyboardInterrupt

@@ -1,8 +1,8 @@
-"""Tensors written to a safetensors file in one pass that also hashes them.
+"""Writes tensors to a safetensors file and hashes them in the same pass.
 
-``safetensors.torch.save_file`` copies every tensor to bytes before it writes the first, and a hash of the file then reads all
-of it again; here a piece is hashed while it is in the cache, and the memory taken is one piece's. The format is described
-where it is read (``model.safetensors_file``).
+``safetensors.torch.save_file`` copies all tensors to bytes before it writes the first, and hashing the file then reads it
+again. Here each piece is hashed while it is in the cache, and only one piece needs memory. ``model.safetensors_file`` describes
+the format.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 PIECE_BYTES = 1 << 20
-"""Hashed, then written: small enough to be still in a core's cache for the second, and to let other threads have the GIL."""
+"""A piece is hashed, then written. It is small enough to stay in a core's cache in between, and to release the GIL often."""
 
 _TAGS = {
     torch.float32: "F32",
@@ -35,8 +35,8 @@ _TAGS = {
 
 
 class HashedFile:
-    """``with HashedFile(path) as file``: a new file; ``n_bytes`` and ``sha256()`` are of what was written to it. At the end it
-    is flushed to the disk. Raises OSError, also where the disk took only a part."""
+    """A new file as a context. ``n_bytes`` and ``sha256()`` are those of what was written to it, and at the end it is flushed
+    to the disk. Raises OSError, also if the disk took only a part."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)

@@ -1,4 +1,4 @@
-"""A run's numbers as TensorBoard reads them.
+"""Writes a run's numbers for TensorBoard.
 
 Written by TensorBoard's own record format, in this thread: its ``EventFileWriter`` writes from another, where a full disk
 ends in a traceback, and ``torch.utils.tensorboard`` takes ten times as long to import (0.9 s).
@@ -32,11 +32,12 @@ TAGS = {
     "peak_memory_bytes": "memory/peak bytes",
     "epoch": "train/epoch",
 }
-"""Names of a log line's numbers there. Other numbers of a line (a score in the middle of the run) go under "evaluation/"."""
+"""TensorBoard's names of a log line's numbers. Other numbers, such as scores in the middle of the run, go under
+"evaluation/"."""
 
 
 def require_tensorboard() -> None:
-    """Raises InputError where the ``tensorboard`` package is not installed."""
+    """Raise InputError if the ``tensorboard`` package is not installed."""
     try:
         import tensorboard.compat.proto.event_pb2
         import tensorboard.summary.writer.record_writer  # noqa: F401
@@ -50,7 +51,7 @@ def require_tensorboard() -> None:
 class TensorBoard(Observer):
     """Writes each step's log line as scalars into ``tensorboard/`` of the run's directory.
 
-    A resumed run begins with a mark that makes TensorBoard forget the steps that are done again.
+    A resumed run begins with a mark that makes TensorBoard forget the steps that it repeats.
     """
 
     name = "TensorBoard"
@@ -93,7 +94,7 @@ _NOT_SHOWN = frozenset({"step", "tokens", "forward_s", "backward_s", "optimizer_
 
 
 def scalars(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """(tag, value) of the numbers in a log line, those of parts and blocks under a tag each."""
+    """(tag, value) of the numbers in a log line. Each part and each block has a tag of its own."""
     for name, value in line.items():
         if name in _NOT_SHOWN or isinstance(value, bool):
             continue
