@@ -123,7 +123,7 @@ class TestDirectories:
     def test_a_base_that_is_gone_is_named(self, tmp_path: Path) -> None:
         base, directory = self.make(tmp_path)
         base.rename(tmp_path / "elsewhere")
-        with pytest.raises(InputError, match=r"holds adapters of .*base, which is not a model directory here"):
+        with pytest.raises(InputError, match=r"holds adapters of .*base, which is not a model directory on this machine"):
             load_model(directory)
         (tmp_path / "elsewhere").rename(base)
         assert base_directory(directory) == base.resolve()
@@ -135,7 +135,7 @@ class TestDirectories:
         tensors = load_file(directory / WEIGHTS_NAME)
         first = next(iter(tensors))
         for changed, sentence in (
-            (tensors | {first: torch.zeros(3, 47)}, r"has shape \[3, 47\]; \[3, 48\] is due"),
+            (tensors | {first: torch.zeros(3, 47)}, r"has shape \[3, 47\]; this base needs \[3, 48\]"),
             ({k: v for k, v in tensors.items() if k != first}, "is missing"),
             (tensors | {"base_model.model.lm_head.lora_A.weight": torch.zeros(3, 48)}, "fits no matrix"),
         ):

@@ -1,8 +1,8 @@
-"""Adapters on disk in PEFT's layout, and reading them merged into their base.
+"""Writes adapters in PEFT's layout, and reads them merged into their base.
 
 An adapter directory holds ``adapter_config.json`` and ``adapter_model.safetensors``, which the ``peft`` package reads. Ours
-hold more: the base's ``config.json`` and tokenizer files, so that every command takes the directory for a model, and
-``twostroke_adapter.json``: the fingerprint of the base, and whether the adapters were trained on it in NF4.
+also hold the base's ``config.json`` and tokenizer files, so that every command can use the directory as a model, and
+``twostroke_adapter.json`` with the fingerprint of the base and whether the adapters were trained on it in NF4.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "use_bdlora": (None, False),
     "alora_invocation_tokens": (None, []),
 }
-"""Settings of PEFT that would change what an adapter computes in ways that are not implemented here: refused by name."""
+"""Settings of PEFT that change what an adapter computes and are not implemented here. An error names them."""
 
 
 def is_adapter_directory(directory: Path | str) -> bool:
-    """True where ``directory`` holds adapters and no model of its own."""
+    """True if ``directory`` holds adapters without a model of its own."""
     directory = Path(directory)
     whole = (directory / SINGLE_NAME).is_file() or (directory / INDEX_NAME).is_file()
     return (directory / CONFIG_NAME).is_file() and not whole
@@ -63,7 +63,7 @@ def is_adapter_directory(directory: Path | str) -> bool:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What ``adapter_config.json`` and our own file beside it say. ``base`` is where the base model is."""
+    """The content of ``adapter_config.json`` and of our own file beside it. ``base`` is the path of the base model."""
 
     base: str
     rank: int
@@ -75,14 +75,15 @@ class AdapterConfig:
     fingerprint: str | None = None
 
     def scale(self, target: Target) -> float:
-        """alpha / rank, or alpha / √rank (Kalajdzievski 2023, arXiv:2312.03732), by the target's own numbers if it has any."""
+        """alpha / rank, or alpha / √rank for rsLoRA (Kalajdzievski 2023, arXiv:2312.03732), with the target's own numbers if
+        given."""
         rank = _of_pattern(self.rank_pattern, target, self.rank)
         alpha = _of_pattern(self.alpha_pattern, target, self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 def _of_pattern(pattern: Mapping[str, float] | None, target: Target, default: float) -> float:
-    # PEFT reads the keys as regular expressions; foreign ones are not run here, so only plain names are taken.
+    # PEFT reads the keys as regular expressions. Untrusted ones are not run here, so only plain names are supported.
     return next((value for name, value in (pattern or {}).items() if target.matches(name)), default)
 
 
@@ -94,7 +95,8 @@ def read_adapter_config(directory: Path | str) -> AdapterConfig:
         value = document.get(key)
         if value not in allowed and value not in ({}, ""):
             raise ConfigError(
-                f"{file}: {key}={value!r:.100} is not supported; plain LoRA adapters are. Merge the adapter where it was made."
+                f"{file}: {key}={value!r:.100} is not supported; only plain LoRA adapters are. Merge the adapter where it was "
+                "made."
             )
     initial = document.get("init_lora_weights")
     if isinstance(initial, str) and initial not in ("gaussian", "orthogonal", "true"):
@@ -126,7 +128,7 @@ def read_adapter_config(directory: Path | str) -> AdapterConfig:
 
 
 def base_directory(directory: Path | str, config: AdapterConfig | None = None) -> Path:
-    """Where the base of the adapters in ``directory`` is. Raises InputError if it is not there any more."""
+    """The directory of the base of the adapters in ``directory``. Raises InputError if it does not exist."""
     directory = Path(directory)
     config = config or read_adapter_config(directory)
     for candidate in (Path(config.base).expanduser(), directory / config.base):
@@ -134,14 +136,15 @@ def base_directory(directory: Path | str, config: AdapterConfig | None = None) -
             if (candidate / "config.json").is_file():
                 return candidate
     raise InputError(
-        f"{directory} holds adapters of {config.base:.200}, which is not a model directory here. Put the base there, or write "
-        f"where it is into {CONFIG_NAME} as base_model_name_or_path."
+        f"{directory} holds adapters of {config.base:.200}, which is not a model directory on this machine. Put the base "
+        "there, or "
+        f"write its path into {CONFIG_NAME} as base_model_name_or_path."
     )
 
 
 def fingerprint(directory: Path | str) -> str:
-    """sha256 over names, sizes, and the first and last MiB of a model's weight files: cheap, and every change by training, or
-    of a header, changes it. (Whole files would take a second a GB at each start.)"""
+    """sha256 over names, sizes, and the first and last MiB of a model's weight files. Any training or change of a header
+    changes it, and hashing whole files would take a second a GB at each start."""
     digest = hashlib.sha256()
     for file in sorted(Path(directory).glob("*.safetensors")):
         size = file.stat().st_size
@@ -156,8 +159,8 @@ def fingerprint(directory: Path | str) -> str:
 def save_adapters(
     weights: Mapping[str, Tensor], spec: ModelSpec, settings: AdapterSettings, base: Path, directory: Path, tokenizer: Path
 ) -> Path:
-    """Write adapters, by PEFT's names in fp32, as a directory that ``peft`` and all commands here open. Replaces ``directory``;
-    InputError where that holds files of others.
+    """Write adapters in fp32 under PEFT's names, as a directory that ``peft`` and all commands here open. It replaces
+    ``directory``. Raises InputError if that holds files that Twostroke did not write.
 
     ``tokenizer`` is the directory of a model, whose tokenizer files are copied, or a ``tokenizer.json``.
     """
@@ -192,14 +195,14 @@ def save_adapters(
 
 
 def _peft_targets(spec: ModelSpec, wanted: tuple[str, ...], chosen: list[Target]) -> list[str]:
-    """``wanted`` as PEFT understands it: its "all-linear" leaves out GPT-2's Conv1D in some releases, so names are written."""
+    """``wanted`` for PEFT. Some of its releases leave GPT-2's Conv1D out of "all-linear", so names are written instead."""
     if all(target.matches(name) for name in wanted for target in chosen) and len(chosen) == len(list(all_targets(spec))):
         return sorted({target.name for target in chosen})
     return sorted(wanted)
 
 
 class _Adapters:
-    """The adapter tensors of a directory, every name and shape checked against the targets of ``spec``."""
+    """The adapter tensors of a directory. Every name and shape is checked against the targets of ``spec``."""
 
     def __init__(self, directory: Path, spec: ModelSpec, config: AdapterConfig) -> None:
         self.config = config
@@ -220,7 +223,7 @@ class _Adapters:
             for name, shape in ((a, (rank, target.columns)), (b, (target.rows, rank))):
                 if name not in infos or infos[name].shape != shape:
                     found = f"has shape {list(infos[name].shape)}" if name in infos else "is missing"
-                    raise CorruptFileError(f"{file}: tensor {name!r} {found}; {list(shape)} is due for this base.")
+                    raise CorruptFileError(f"{file}: tensor {name!r} {found}; this base needs {list(shape)}.")
                 expected.add(name)
             self.targets[target.stored] = target
         unexpected = sorted(set(infos) - expected)
@@ -237,7 +240,7 @@ class _Adapters:
         return f"{PEFT_PREFIX}{target.stored}.lora_{which}.weight"
 
     def delta(self, target: Target) -> Tensor:
-        """What merging adds to the target's rows, in fp32: scale · B · A."""
+        """scale · B · A in fp32, which merging adds to the target's rows."""
         a, b = (self._file.get_tensor(self._name(target, which)).float() for which in "AB")
         product: Tensor = self.config.scale(target) * (b @ a)
         return product
@@ -246,22 +249,22 @@ class _Adapters:
 def open_merged(directory: Path, open_base: OpenBase) -> tuple[ModelSpec, Get]:
     """The base's spec, and a reader of its stored tensors with the adapters of ``directory`` merged in, one at a time.
 
-    Merged matrices are fp32, the others as the base stores them. Adapters that were trained on NF4 are merged into what NF4
-    left of the base, because that is what they were trained to correct: merged into the exact weights they compute something
-    else (peft#2321). Raises as ``open_base``; InputError where base or adapters are not there; CorruptFileError where they do
-    not belong together.
+    Merged matrices are fp32, the others as the base stores them. Adapters that were trained on NF4 are merged into the base
+    rounded to NF4, because they were trained to correct its rounding; merged into the exact weights they compute something else
+    (peft#2321). Raises the errors of ``open_base``, InputError if base or adapters are missing, and CorruptFileError if they do
+    not match.
     """
     config = read_adapter_config(directory)
     base = base_directory(directory, config)
     if config.fingerprint is not None and fingerprint(base) != config.fingerprint:
         raise CorruptFileError(
-            f"the weights of {base} have changed since the adapters in {directory} were trained on them. Put the former back."
+            f"the weights of {base} have changed since the adapters in {directory} were trained. Restore the earlier weights."
         )
     spec, get = open_base(base)
     adapters = _Adapters(Path(directory), spec, config)
     entries = {part.name: entry for entry in layout(spec) for part in entry.parts}
     in_blocks = {target.stored for target in all_targets(spec)}
-    last: dict[str, Tensor] = {}  # the parts of the packed matrix read last, in NF4 a whole packed matrix is rounded
+    last: dict[str, Tensor] = {}  # the parts of the last packed matrix, because NF4 rounds a packed matrix as a whole
 
     def base_weight(name: str) -> Tensor:
         if config.nf4 is None or name.removesuffix(".weight") not in in_blocks:

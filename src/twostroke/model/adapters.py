@@ -1,7 +1,7 @@
-"""Low-rank adapters beside a decoder's frozen matrices, and matrices that are held in NF4 meanwhile.
+"""Low-rank adapters (LoRA) beside a decoder's frozen matrices, which may be in NF4 (QLoRA).
 
-Adapters are named by the family's own modules (``q_proj``), although query, key and value are one matrix here: an adapter of
-``q_proj`` adds to the rows of the packed product that are the query's, and to no others.
+Adapters have the names of the family's own modules (``q_proj``), although query, key and value are one matrix here. An adapter
+of ``q_proj`` adds only to the query's rows of the packed product.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Target:
         return self.stored.rpartition(".")[2]
 
     def matches(self, target: str) -> bool:
-        """As PEFT matches: the whole name, or its end behind a dot."""
+        """Whether ``target`` is the whole stored name, or its end after a dot, as PEFT matches names."""
         return target == ALL_LINEAR or self.stored == target or self.stored.endswith(f".{target}")
 
 
@@ -59,7 +59,7 @@ def all_targets(spec: ModelSpec) -> Iterator[Target]:
 
 
 def choose_targets(spec: ModelSpec, targets: Sequence[str]) -> list[Target]:
-    """The matrices that ``targets`` name. Raises ConfigError for a name that is none, with the nearest there is."""
+    """The matrices that ``targets`` name. Raises ConfigError for an unknown name, with the most similar one."""
     every = list(all_targets(spec))
     for target in targets:
         if not any(found.matches(target) for found in every):
@@ -69,7 +69,8 @@ def choose_targets(spec: ModelSpec, targets: Sequence[str]) -> list[Target]:
 
 
 class LowRank(nn.Module):
-    """``scale`` · B·A·dropout(x): A of ``rank`` rows, B of ``rows`` rows. B begins at 0, so training begins at the base.
+    """``scale`` · B·A·dropout(x) with A of ``rank`` rows and B of ``rows`` rows. B is 0 at first, so training begins with the
+    base.
 
     Hu et al. 2021 (arXiv:2106.09685), section 4.1.
     """
@@ -109,10 +110,10 @@ class Nf4Linear(nn.Module):
 
 
 class AdaptedLinear(nn.Module):
-    """A frozen ``base`` product of packed rows, and an adapter for each part of them that has one.
+    """A frozen ``base`` product of packed rows, with adapters for some of its parts.
 
-    One product for the A of all parts was tried: x is read once, and nothing is gained (3 × 384, rank 16, bf16, CPU time of a
-    step: 168 ms each and 165 together, compiled 105 and 108), and the parts could no longer drop inputs of their own.
+    One product for the A of all parts was tried. It reads x once and gains nothing (3 × 384, rank 16, bf16, CPU time of a step:
+    168 ms apart and 165 together, compiled 105 and 108), and each part could no longer have a dropout mask of its own.
     """
 
     def __init__(self, base: nn.Module, rows: Sequence[int], names: Sequence[str | None], adapters: dict[str, LowRank]) -> None:
@@ -132,7 +133,8 @@ class AdaptedLinear(nn.Module):
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """What adapters a decoder gets: the numbers of ``core.recipe.LoraRecipe``. ``nf4`` says whether blocks are held in NF4."""
+    """The settings of a decoder's adapters, from ``core.recipe.LoraRecipe``. ``nf4`` says whether the blocks' matrices are in
+    NF4."""
 
     rank: int
     alpha: float
@@ -149,10 +151,10 @@ class AdapterSettings:
 
 @torch.no_grad()
 def attach_adapters(decoder: nn.Module, spec: ModelSpec, settings: AdapterSettings, seed: int) -> None:
-    """Freeze ``decoder`` and put fresh fp32 adapters beside the matrices that ``settings.targets`` name, in place.
+    """Freeze ``decoder`` and put new fp32 adapters beside the matrices that ``settings.targets`` name, in place.
 
-    A is drawn uniformly within ±1/√columns (PEFT's own choice) by a generator of (seed, name), B is 0. Raises ConfigError for
-    an unknown target.
+    A is uniform within ±1/√columns, as in PEFT, from a generator seeded by (seed, name), and B is 0. Raises ConfigError for an
+    unknown target.
     """
     chosen = {target.stored for target in choose_targets(spec, settings.targets)}
     decoder.requires_grad_(False)
@@ -178,7 +180,7 @@ def _fresh(target: Target, settings: AdapterSettings, seed: int, device: torch.d
 
 
 def peft_names(spec: ModelSpec) -> dict[str, str]:
-    """PEFT's name of each adapter matrix there can be, by the decoder's parameter name."""
+    """PEFT's name of each possible adapter matrix, by the decoder's parameter name."""
     names = {}
     for target in all_targets(spec):
         for ours, theirs in (("a", "lora_A"), ("b", "lora_B")):
@@ -187,5 +189,5 @@ def peft_names(spec: ModelSpec) -> dict[str, str]:
 
 
 def nf4_round_trip(weight: Tensor, block: int, double: bool) -> Tensor:
-    """What NF4 leaves of ``weight``, in fp32."""
+    """``weight`` rounded to NF4, in fp32."""
     return dequantize_nf4(quantize_nf4(weight, block, double))

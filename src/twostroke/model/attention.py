@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def compute_dtype(device: torch.device, weights: torch.dtype) -> torch.dtype:
-    """The dtype that matrix products run in: that of the weights, unless autocast is on."""
+    """The dtype of matrix products, which is that of the weights unless autocast is on."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weights
 
 
@@ -29,12 +29,16 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def prefers_explicit(device: torch.device, dtype: torch.dtype, n_tokens: int, training: bool) -> bool:
-    """Whether attention is two batched products and a softmax (``policy.attends_explicitly``) instead of SDPA."""
+    """Whether training's attention is two batched products and a softmax instead of SDPA (``policy.attends_explicitly``).
+
+    On CPUs without AMX, SDPA's flash kernel multiplies bf16 at fp32 speed: forward and backward took 19 and 35 ms, and explicit
+    attention 8 and 11 (one thread, B=4, H=6, T=512). Scoring keeps SDPA, whose scores are fp32.
+    """
     return training and policy.attends_explicitly(device.type, _name(dtype), n_tokens)
 
 
 def attends_natively(device: torch.device, dtype: torch.dtype, spec: ModelSpec, training: bool) -> bool:
-    """Whether training's attention is the native library's, where that is faster than all of torch's."""
+    """Whether training's attention is the native library's, which is faster than torch's for the shapes that it supports."""
     fits = policy.fits_native_attention(device.type, _name(dtype), spec)
     return training and fits and training_attention.is_available()
 
@@ -42,9 +46,9 @@ def attends_natively(device: torch.device, dtype: torch.dtype, spec: ModelSpec, 
 def first_visible(
     n_tokens: int, window: int | None, documents: Int[Tensor, "B T"] | None, n_rows: int, device: torch.device
 ) -> Int[Tensor, "B T"]:
-    """The first key that each query sees: its document's first token, or where its ``window`` begins; int32.
+    """The first key that each query attends to, int32: the first token of its document, or the beginning of its ``window``.
 
-    A document is a run of equal numbers. ``visible`` says the same key by key.
+    A document is a run of equal numbers. ``visible`` has the same information for each key.
     """
     index = torch.arange(n_tokens, dtype=torch.int32, device=device)
     first = torch.zeros(n_rows, n_tokens, dtype=torch.int32, device=device)
@@ -57,9 +61,10 @@ def first_visible(
 def visible(
     n_tokens: int, window: int | None, documents: Int[Tensor, "B T"] | None, device: torch.device
 ) -> Bool[Tensor, "B T S"]:
-    """True where query t may see key s: s ≤ t, t − s < ``window``, and the same document. B is 1 without documents.
+    """True where query t may attend to key s: s ≤ t, t − s < ``window``, and both in the same document. B is 1 without
+    documents.
 
-    A window counts tokens of the row, which within a document is the same as counting its positions.
+    A window counts tokens of the row. Within a document that equals counting positions.
     """
     index = torch.arange(n_tokens, device=device)
     distance = index[:, None] - index[None, :]  # (T, S)
@@ -79,14 +84,14 @@ def attention_mask(
     dtype: torch.dtype,
     explicit: bool,
 ) -> Float[Tensor, "#B 1 T S"] | None:
-    """0 where a query may see a key and −∞ where not, built once a forward pass; None if SDPA's own causal rule is enough.
+    """0 where a query may attend to a key and −∞ elsewhere, built once a forward pass; None if SDPA's causal flag is enough.
 
-    Additive in the compute dtype, because SDPA turns a boolean mask into that in every layer. Measured on two CPU cores,
-    bf16, B=16, H=6, T=512, forward and backward: boolean 131 and 296 ms, additive bf16 126 and 256, additive fp32 130 and
-    266, causal rule without a mask 121 and 284.
+    The mask is additive and in the compute dtype, because SDPA would convert a boolean mask to that in every layer. Measured on
+    two CPU cores, bf16, B=16, H=6, T=512, forward and backward: boolean 131 and 296 ms, additive bf16 126 and 256, additive
+    fp32 130 and 266, causal flag without a mask 121 and 284.
     """
     if window is not None and window >= n_tokens:
-        window = None
+        window = None  # it hides nothing from sequences of this length
     if window is None and documents is None and not explicit:
         return None
     allowed = visible(n_tokens, window, documents, device)
@@ -100,9 +105,10 @@ def explicit_attention(
     mask: Float[Tensor, "#B 1 T S"],
     dropout: float,
 ) -> Float[Tensor, "B H T D"]:
-    """softmax(q·kᵀ/√D + mask)·v under a causal ``mask``, by blocks of queries that stop at the last key they may see.
+    """softmax(q·kᵀ/√D + mask)·v under a causal ``mask``, in blocks of queries that stop at the last key that a block attends
+    to.
 
-    Query heads of a group are folded beside their key head, so that keys and values are not copied.
+    The query heads of a group are a dimension beside their key head, so that keys and values are not copied for each.
     """
     n_rows, n_heads, n_tokens, head_dim = q.shape
     n_kv_heads = k.shape[1]
@@ -117,7 +123,10 @@ def explicit_attention(
 
 
 class Attention(nn.Module):
-    """Packed query, key and value projection, rotary turn, softmax(q·kᵀ/√D)·v, output projection."""
+    """Packed query, key and value projection, rotary embedding, softmax(q·kᵀ/√D)·v, output projection.
+
+    One large product is faster than three small ones; ``core.families`` joins and splits it for the files on disk.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -135,10 +144,10 @@ class Attention(nn.Module):
         rope: tuple[Tensor, Tensor] | None,
         mask: Float[Tensor, "#B 1 T S"] | Int[Tensor, "B T"] | None,
     ) -> Float[Tensor, "B T E"]:
-        """``mask`` of whole numbers is ``first_visible``'s, and asks for native attention."""
+        """An integer ``mask`` is that of ``first_visible`` and selects native attention."""
         n_rows, n_tokens, _ = x.shape
         qkv = self.qkv(x).view(n_rows, n_tokens, self.n_heads + 2 * self.n_kv_heads, self.head_dim)
-        if mask is not None and mask.dtype == torch.int32:
+        if mask is not None and mask.dtype == torch.int32:  # the native operator splits and rotates qkv itself
             if self.q_norm is not None and self.k_norm is not None:
                 q, k, v = qkv.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), dim=2)
                 qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=2)
@@ -151,10 +160,10 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H | K | K, T, D)
         dropout = self.dropout if self.training else 0.0
         if mask is not None and prefers_explicit(q.device, q.dtype, n_tokens, self.training):
-            mixed = explicit_attention(q, k, v, mask, dropout)
+            weighted_values = explicit_attention(q, k, v, mask, dropout)
         else:
-            # enable_gqa against keys and values expanded to H heads, CPU: 118 and 276 ms against 138 and 332.
-            mixed = F.scaled_dot_product_attention(
+            # enable_gqa instead of keys and values expanded to H heads takes 118 and 276 ms instead of 138 and 332 on a CPU.
+            weighted_values = F.scaled_dot_product_attention(
                 q, k, v, mask, dropout, is_causal=mask is None, enable_gqa=self.n_heads != self.n_kv_heads
             )
-        return self.out(mixed.transpose(1, 2).reshape(n_rows, n_tokens, self.n_heads * self.head_dim))
+        return self.out(weighted_values.transpose(1, 2).reshape(n_rows, n_tokens, self.n_heads * self.head_dim))

@@ -1,6 +1,6 @@
-"""Weights between a family's names and the canonical ones, in both directions, streamed by tensor.
+"""Converts weights between a family's stored tensors and the canonical ones, in both directions and one tensor at a time.
 
-Which stored tensors a canonical one is made of stands in ``twostroke.core.families``.
+``twostroke.core.families`` says which stored tensors a canonical one consists of.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from twostroke.core.families.weights import Entry
 from twostroke.core.spec import ModelSpec
 
 _RECOMPUTED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)$")
-"""Buffers that old checkpoints hold beside the weights (rotary frequencies, causal masks): computed here, never read."""
+"""Buffers that old checkpoints hold beside the weights (rotary frequencies, causal masks). They are computed and not read."""
 
 
 def stored_name(spec: ModelSpec, name: str, present: Iterable[str]) -> str:
-    """``name`` as this checkpoint spells it: one of the bare model, as ``openai-community/gpt2``, has no prefix."""
+    """``name`` as this checkpoint writes it. Checkpoints of the model without its head, as ``openai-community/gpt2``, have no
+    prefix."""
     short = name.removeprefix(weight_names(spec.family).base)
     return short if name not in present and short in present else name
 
 
 def is_recomputed(spec: ModelSpec, name: str) -> bool:
-    """True for a stored tensor that is no weight of ours: a buffer, or a second copy of a tied embedding."""
+    """True for a stored tensor that is not needed: a buffer, or a second copy of a tied embedding."""
     return bool(_RECOMPUTED.match(name)) or (spec.tied_embeddings and name == "lm_head.weight")
 
 
 def read_entry(entry: Entry, get: Callable[[str], Tensor]) -> Tensor:
-    """The canonical tensor of ``entry`` from stored ones. A single untransposed part is returned as it is, without a copy."""
+    """The canonical tensor of ``entry`` from stored tensors. A single untransposed part is returned without a copy."""
     tensors = [get(part.name).T if entry.transposed else get(part.name) for part in entry.parts]
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 

@@ -1,4 +1,4 @@
-"""Model directories in Hugging Face layout: read strictly, and written (``twostroke.model.save``)."""
+"""Reads model directories in Hugging Face layout, strictly. ``twostroke.model.save`` writes them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from twostroke.model.save import save_model
 __all__ = ["load_model", "load_state", "save_model", "torch_dtype"]
 
 READABLE = ("F32", "F16", "BF16")
-"""Formats of a stored weight that are read; quantised directories are read by ``twostroke.quantization``."""
+"""Formats of stored weights that are read here. ``twostroke.quantization`` reads quantised directories."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch's dtype for ``fp32``, ``bf16`` or ``fp16``; ConfigError for another name."""
+    """torch's dtype for ``fp32``, ``bf16`` or ``fp16``. Raises ConfigError for another name."""
     if name not in ("fp32", "bf16", "fp16"):
         raise ConfigError(f"dtype={name!r} is not a format to compute in. Use fp32, bf16 or fp16.")
     dtype: torch.dtype = getattr(torch, TORCH_NAMES[name])
@@ -35,11 +35,11 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def open_weights(directory: Path | str) -> tuple[ModelSpec, Callable[[str], Tensor]]:
-    """The spec of ``directory`` and a reader of its stored tensors by family name, after every name and shape was checked.
+    """The spec of ``directory``, and a reader of its stored tensors by family name. All names and shapes are checked first.
 
-    Raises InputError (nothing there), ConfigError (a config that is impossible or quantised), CorruptFileError (a tensor
-    missing, unexpected or of another shape, or a file that breaks its format). No weight has been read when it returns.
-    An adapter directory is read as its base with the adapters merged in (``model.adapter_directory``).
+    Raises InputError (no model there), ConfigError (an impossible or quantised configuration), CorruptFileError (a tensor that
+    is missing, unexpected or of another shape, or a file that breaks its format). It reads no weights itself. An adapter
+    directory is read as its base with the adapters merged in (``model.adapter_directory``).
     """
     directory = Path(directory)
     if is_adapter_directory(directory):
@@ -48,7 +48,10 @@ def open_weights(directory: Path | str) -> tuple[ModelSpec, Callable[[str], Tens
     spec = read_spec(directory)
     spec.require_buildable()
     if config.get("quantization_config"):
-        raise ConfigError(f"{directory} is quantised; training and scoring need the unquantised model that it was made from.")
+        raise ConfigError(
+            f"{directory} is quantised, and training and the decoder need unquantised weights. Give the model that it was made "
+            "from."
+        )
     files = WeightFiles(directory)
     expected: set[str] = set()
     for entry in layout(spec):
@@ -74,10 +77,10 @@ def open_weights(directory: Path | str) -> tuple[ModelSpec, Callable[[str], Tens
 
 
 def load_state(directory: Path | str) -> tuple[ModelSpec, LazyState]:
-    """Spec and canonical tensors in their stored dtypes, each read when it is asked for. A tensor that is stored whole stays
-    mapped from its file.
+    """Spec and canonical tensors in their stored dtypes, each read on access. A tensor that is stored as one part stays
+    memory-mapped.
 
-    Errors: ``open_weights``.
+    Raises the errors of ``open_weights``.
     """
     spec, get = open_weights(directory)
     return spec, LazyState({entry.canonical: partial(read_entry, entry, get) for entry in layout(spec)})
@@ -85,9 +88,9 @@ def load_state(directory: Path | str) -> tuple[ModelSpec, LazyState]:
 
 @torch.no_grad()
 def load_model(directory: Path | str, dtype: str = "fp32", device: torch.device | str = "cpu") -> Decoder:
-    """The decoder in ``directory``, its weights converted to ``dtype`` and copied to ``device`` one tensor at a time.
+    """The decoder in ``directory``. Weights are converted to ``dtype`` and copied to ``device`` one tensor at a time.
 
-    Memory: the weights in ``dtype`` and one tensor more. Errors: ``open_weights``.
+    Memory: the weights in ``dtype`` and one tensor more. Raises the errors of ``open_weights``.
     """
     wanted = torch_dtype(dtype)
     spec, get = open_weights(directory)

@@ -23,7 +23,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.
 
 
 class GatedMlp(nn.Module):
-    """down(activation(gate(x)) · up(x)); gate and up are one matrix of 2F rows, gate first, so that x is read once."""
+    """down(activation(gate(normed)) · up(normed)). Gate and up are one matrix of 2F rows, gate first, so that its input is read
+    once."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -32,13 +33,14 @@ class GatedMlp(nn.Module):
         self.gate_up = nn.Linear(up.k, up.n, bias=up.bias)
         self.down = nn.Linear(down.k, down.n, bias=down.bias)
 
-    def forward(self, x: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(self.activation(gate) * up)
+    def forward(self, normed: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
+        gate, up = self.gate_up(normed).chunk(2, dim=-1)
+        mlp_inner = self.activation(gate) * up  # (B, T, F)
+        return self.down(mlp_inner)
 
 
 class PlainMlp(nn.Module):
-    """down(activation(up(x)))."""
+    """down(activation(up(normed)))."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -47,8 +49,9 @@ class PlainMlp(nn.Module):
         self.up = nn.Linear(up.k, up.n, bias=up.bias)
         self.down = nn.Linear(down.k, down.n, bias=down.bias)
 
-    def forward(self, x: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
-        return self.down(self.activation(self.up(x)))
+    def forward(self, normed: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
+        mlp_inner = self.activation(self.up(normed))  # (B, T, F)
+        return self.down(mlp_inner)
 
 
 def make_mlp(spec: ModelSpec) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Writing model directories that transformers, vLLM and llama.cpp's converter open."""
+"""Writes model directories that transformers, vLLM and llama.cpp's converter open."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COMPANION_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "added_tokens.json",
     "generation_config.json",
 )  # fmt: skip
-"""What is copied beside the weights when the tokenizer comes from a model directory."""
+"""Files that are copied beside the weights if the tokenizer comes from a model directory."""
 
 PACKED_FOLDER = ".packed"
 _PACKED_FILE = re.compile(r"[0-9a-f]{32}\.bin(\.\d+\.partial)?")
@@ -54,12 +54,12 @@ def save_model(
 ) -> Path:
     """Write ``model``, a decoder or its canonical state, in Hugging Face layout to ``directory``, and return that path.
 
-    ``tokenizer_path`` is a ``tokenizer.json``, or a directory whose tokenizer files are copied. Everything is written to a
-    new directory beside the target and renamed, so that a reader or a crash sees all of it or nothing. Memory: the model and
+    ``tokenizer_path`` is a ``tokenizer.json``, or a directory whose tokenizer files are copied. Everything is written to a new
+    directory beside the target, which is then renamed, so that a reader never sees an incomplete model. Memory: the model and
     one shard.
 
-    Raises InputError if ``directory`` holds something and ``replace`` is not set, ConfigError for a dtype that is not a
-    storage format, CorruptFileError if the state lacks a tensor or has another shape.
+    Raises InputError if ``directory`` is not empty and ``replace`` is not set, ConfigError for a dtype that is not a storage
+    format, CorruptFileError if the state lacks a tensor or has one of another shape.
     """
     if dtype not in ("fp32", "bf16", "fp16"):
         raise ConfigError(f"dtype={dtype!r} is not a format to save in. Use fp32, bf16 or fp16.")
@@ -77,15 +77,15 @@ def save_model(
 
 
 def require_writable(target: Path, replace: bool) -> None:
-    """Raises InputError if a model directory may not be written to ``target``: a file is there, or something and ``replace``
-    is not set, or something that no command here wrote, which replacing the directory would delete."""
+    """Raise InputError if a model directory must not be written to ``target``: if it is a file, if it is not empty and
+    ``replace`` is not set, or if it holds files that Twostroke did not write and replacing it would delete."""
     if target.exists() and not target.is_dir():
-        raise InputError(f"{target} is a file; a model is written to a directory.")
+        raise InputError(f"{target} is a file, and a model is written to a directory. Name a directory.")
     if not target.is_dir():
         return
     found = sorted(target.iterdir())
     if found and not replace:
-        raise InputError(f"{target} is not empty. Name a new directory, or ask for it to be replaced.")
+        raise InputError(f"{target} is not empty. Name a new directory, or replace it with --replace.")
     foreign = [path for path in found if not _is_written_here(path)]
     if foreign:
         raise InputError(
@@ -95,25 +95,25 @@ def require_writable(target: Path, replace: bool) -> None:
 
 
 def _is_written_here(path: Path) -> bool:
-    if path.name == PACKED_FOLDER:  # what the engine packed once, from the weights beside it
+    if path.name == PACKED_FOLDER:  # packed weights that the engine of earlier releases kept here
         return path.is_symlink() or (path.is_dir() and all(_PACKED_FILE.fullmatch(file.name) for file in path.iterdir()))
     return path.is_file() and (path.name in _MODEL_FILES or _SHARD.fullmatch(path.name) is not None)
 
 
 @contextlib.contextmanager
 def written_aside(target: Path) -> Iterator[Path]:
-    """``with written_aside(target) as aside``: fill the new directory ``aside``; at the end it takes ``target``'s place.
+    """A context that yields a new directory ``aside`` to fill. At the end it replaces ``target``.
 
-    Files are flushed to the disk before the rename. An error inside removes ``aside`` and leaves ``target`` as it was; one of
-    safetensors, which says so by an error of its own where a disk is full, becomes an OSError of ``target``. What stood at
-    ``target`` is removed: ``require_writable`` has been asked whether it may be.
+    Files are flushed to the disk before the rename. An error inside removes ``aside`` and leaves ``target`` as it was. An error
+    of safetensors, which it raises for a full disk, becomes an OSError of ``target``. The former content of ``target`` is
+    removed; callers check with ``require_writable`` that it may be.
     """
     target = Path(os.path.abspath(target))  # "." has no name of its own
     with directory_beside(target) as aside:
         try:
             yield aside
         except SafetensorError as error:
-            raise OSError(errno.EIO, f"cannot be written ({error}); nothing of it was kept", str(target)) from error
+            raise OSError(errno.EIO, f"cannot be written ({error}); the partial copy was removed", str(target)) from error
         for file in aside.iterdir():
             flush_to_disk(file)
         flush_to_disk(aside)
@@ -121,9 +121,12 @@ def written_aside(target: Path) -> Iterator[Path]:
 
 
 def require_finite(name: str, tensor: Tensor) -> Tensor:
-    """``tensor``, the weight ``name``; CorruptFileError where a value of it is NaN or infinite. One pass, and no memory."""
-    if not math.isfinite(tensor.sum(dtype=torch.float64)):  # of finite weights of any type it is finite
-        raise CorruptFileError(f"tensor {name!r} holds values that are not finite. The model is damaged.")
+    """Return ``tensor``, the weight ``name``, or raise CorruptFileError if it holds a NaN or an infinity. It takes one pass
+    without memory."""
+    if not math.isfinite(tensor.sum(dtype=torch.float64)):  # a float64 sum of finite weights of any dtype is finite
+        raise CorruptFileError(
+            f"tensor {name!r} holds values that are not finite. The model is damaged; copy or download it again."
+        )
     return tensor
 
 
@@ -149,13 +152,13 @@ def _generation_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _shards(spec: ModelSpec, state: Mapping[str, Tensor], dtype: str, max_shard_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Stored tensors in shards of at most ``max_shard_bytes``, a single larger tensor excepted."""
+    """Stored tensors in shards of at most ``max_shard_bytes``. A larger tensor is a shard of its own."""
     wanted: torch.dtype = getattr(torch, TORCH_NAMES[dtype])
     shard: dict[str, Tensor] = {}
     shard_bytes = 0
     shapes = {entry.canonical: entry.shape for entry in layout(spec)}
 
-    def checked(name: str) -> Tensor:  # here, not before: a state may read its tensors from a file one by one
+    def checked(name: str) -> Tensor:  # checked on access, because a state may read its tensors from a file one by one
         tensor = state[name]
         if tuple(tensor.shape) != shapes[name]:
             raise CorruptFileError(
@@ -168,7 +171,7 @@ def _shards(spec: ModelSpec, state: Mapping[str, Tensor], dtype: str, max_shard_
         if shard and shard_bytes + n_bytes > max_shard_bytes:
             yield shard
             shard, shard_bytes = {}, 0
-        # Rows of a packed matrix share its storage, which safetensors refuses to write: each gets memory of its own.
+        # Rows of a packed matrix share its storage, which safetensors refuses to write, so each part is cloned.
         shard[name] = tensor.to("cpu", wanted).clone().contiguous()
         shard_bytes += n_bytes
     yield shard
@@ -196,9 +199,9 @@ def _write_weights(spec: ModelSpec, state: Mapping[str, Tensor], directory: Path
 def write_tokenizer(source: Path, spec: ModelSpec, directory: Path) -> None:
     """Put the tokenizer at ``source`` into ``directory`` so that ``transformers.AutoTokenizer`` opens it.
 
-    From a directory its tokenizer files are copied; where there is no ``tokenizer_config.json``, one is made from ``spec``'s
-    bos and eos ids. Raises DataError if there is no tokenizer or it does not know those ids, CorruptFileError if it
-    cannot be read.
+    If ``source`` is a directory, its tokenizer files are copied. A missing ``tokenizer_config.json`` is made from ``spec``'s
+    bos and eos ids. Raises DataError if the tokenizer is missing or does not have those ids, CorruptFileError if it cannot be
+    read.
     """
     file = tokenizer_file(source)
     tokenizer = load_tokenizer(file)
@@ -213,7 +216,8 @@ def write_tokenizer(source: Path, spec: ModelSpec, directory: Path) -> None:
 
 
 def write_tokenizer_tables(tokenizer: Tokenizer, spec: ModelSpec, directory: Path, more: dict[str, Any]) -> None:
-    """Write ``tokenizer`` to ``directory``, with ``more`` keys in its ``tokenizer_config.json``. Raises DataError as above."""
+    """Write ``tokenizer`` to ``directory``, with ``more`` keys in its ``tokenizer_config.json``. Raises DataError as
+    ``write_tokenizer``."""
     (directory / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     _write_json(directory / "tokenizer_config.json", _tokenizer_config(tokenizer, spec) | more)
 
@@ -231,6 +235,8 @@ def _tokenizer_config(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, Any]:
         if token_id is not None:
             token = tokenizer.id_to_token(token_id)
             if token is None:
-                raise DataError(f"the tokenizer has no token {token_id}, which the model names as its {key}.")
+                raise DataError(
+                    f"the tokenizer has no token {token_id}, which the model names as its {key}. Give the model's tokenizer."
+                )
             config[key] = token
     return config

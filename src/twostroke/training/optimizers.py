@@ -1,4 +1,4 @@
-"""Optimizers over a run's master weights: AdamW, Adam, SGD, or Muon for the blocks' matrices with AdamW for the rest."""
+"""Optimizers of a run's master weights: AdamW, Adam, SGD, or Muon for the blocks' matrices with AdamW for the rest."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from twostroke.training.stochastic_rounding import Noise, RoundedUpdates
 MUON_MOMENTUM = 0.95
 SEPARATOR = "::"
 AVERAGE, LOSS_SCALE, ROUNDING = "ema", "scaler", "rounding"
-"""Owners of state that belongs to no one weight: ``ema::embed.weight``, ``scaler::scale``, ``rounding::updates``."""
+"""Owners of state that is not a single weight's: ``ema::embed.weight``, ``scaler::scale``, ``rounding::updates``."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some rows of a master weight, as the optimizer sees them: the whole of most, q, k and v of a packed projection."""
+    """The rows of a master weight that the optimizer updates as one matrix: q, k or v of a packed projection, all rows of
+    others."""
 
-    key: str  # the master's name, and for a part of it which: "blocks.0.attn.qkv.weight[q]"
+    key: str  # the master's name, with the part if it has parts: "blocks.0.attn.qkv.weight[q]"
     tensor: Tensor  # shares the master's memory; its .grad shares the gradient's
 
 
 def matrix_parts(name: str, spec: ModelSpec) -> dict[str, int]:
-    """Rows of each matrix that master ``name`` packs, in order; empty if it is one matrix.
+    """Rows of each matrix that master ``name`` packs, in order; empty for a single matrix.
 
-    Muon orthogonalises a matrix: orthogonalising q, k and v stacked is another update than each alone, and a worse one
+    Muon orthogonalises a matrix. Orthogonalising stacked q, k and v gives another and worse update than orthogonalising each
     (Jordan 2024, "Muon: An optimizer for hidden layers in neural networks").
     """
     packed = {f".{matrix.module}.weight": matrix.packed for matrix in block_matrices(spec)}
@@ -45,28 +46,29 @@ def matrix_parts(name: str, spec: ModelSpec) -> dict[str, int]:
 
 
 def is_block_matrix(name: str, tensor: Tensor) -> bool:
-    """True for the matrices inside blocks: what Muon is for. Embedding and head are tables of rows, not maps between spaces."""
+    """True for matrices inside blocks, which Muon updates. Embedding and head are tables of rows and not maps between
+    spaces."""
     return name.startswith("blocks.") and tensor.dim() == 2
 
 
 def decays(name: str, tensor: Tensor, settings: TrainSettings) -> bool:
-    """Whether weight decay applies: to matrices, and where the recipe says so to embeddings, whose shrinking raises the
-    gradients behind the norm that follows (OLMo 2, arXiv:2501.00656, section 3.4), and to norms and biases."""
+    """Whether weight decay applies to a weight. It applies to matrices and, if the recipe says so, to norms, biases and
+    embeddings. Smaller embeddings raise the gradients through the norm that follows (OLMo 2, arXiv:2501.00656, section 3.4)."""
     if tensor.dim() != 2:
         return settings.decay_norms
     return settings.decay_embeddings or name not in ("embed.weight", "position_embed.weight")
 
 
 def _view(tensor: Tensor, gradient: Tensor) -> Tensor:
-    """A leaf of its own over the memory of ``tensor``, with ``gradient`` as its gradient."""
+    """A new leaf tensor that shares the memory of ``tensor`` and has ``gradient`` as its gradient."""
     leaf = tensor.detach()
     leaf.grad = gradient
     return leaf
 
 
 def _elementwise(settings: TrainSettings, params: Any) -> torch.optim.Optimizer:
-    """The recipe's optimizer of single numbers. Fused: 104 ms a step of 25M parameters on two cores with AdamW, where foreach
-    takes 598 and the plain loop 830."""
+    """The recipe's elementwise optimizer. Fused AdamW takes 104 ms for a step of 25M parameters on two cores, foreach 598, and
+    the plain loop 830."""
     if settings.optimizer == "sgd":
         return torch.optim.SGD(
             params, lr=settings.learning_rate, momentum=settings.momentum, nesterov=settings.nesterov, fused=True
@@ -95,8 +97,8 @@ def _muon(settings: TrainSettings, params: list[Tensor]) -> torch.optim.Optimize
 
 
 class Optimizers:
-    """The optimizers of one run, and what moves with them: loss scale and running average. ``step`` reads the masters'
-    gradients and changes the masters in place.
+    """The optimizers of one run, with its loss scale and running average. ``step`` reads the masters' gradients and changes the
+    masters in place.
 
     Weight decay is decoupled in AdamW and Muon, w ← w − η·λ·w; in Adam and SGD it is added to the gradient, g + λ·w (L2).
     Each is held against its formulas in float64 in ``tests/training/test_update_formulas.py``.
@@ -168,7 +170,7 @@ class Optimizers:
         }
 
     def state(self) -> dict[str, Tensor]:
-        """All state by ``<owner>::<name>``, as in ``embed.weight::exp_avg`` and ``ema::embed.weight``."""
+        """All state by ``<owner>::<name>``, such as ``embed.weight::exp_avg`` and ``ema::embed.weight``."""
         shared: dict[str, Mapping[str, Tensor]] = {}
         if self.average is not None:
             shared[AVERAGE] = self.average.state()
@@ -180,7 +182,7 @@ class Optimizers:
         return self._own_state() | named
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take over what ``state`` returned. Raises CorruptFileError if it is of other parameters or another optimizer."""
+        """Restore what ``state`` returned. Raises CorruptFileError if it is of other parameters or another optimizer."""
         by_owner: dict[str, dict[str, Tensor]] = {}
         for key, value in state.items():
             owner, _, name = key.partition(SEPARATOR)
@@ -195,7 +197,9 @@ class Optimizers:
         if unknown or missing:
             named = unknown[0] if unknown else missing[0]
             raise CorruptFileError(
-                f"the optimizer state {'holds' if unknown else 'lacks'} {named!r}: it was not saved by a run of this recipe."
+                f"the optimizer state {'holds' if unknown else 'lacks'} {named!r}, so a run of another recipe saved it. Resume "
+                "with "
+                "that recipe."
             )
         if self.average is not None:
             self.average.load_state(shared[AVERAGE] or {})
@@ -206,7 +210,7 @@ class Optimizers:
         optimizer_of = {id(t): o for o in self._optimizers for group in o.param_groups for t in group["params"]}
         for part in self.parts:
             if part.key in by_owner:
-                # A copy: what is given may be mapped from a file that will go away.
+                # Copied, because the given tensors may be mapped from a file that is deleted later.
                 optimizer_of[id(part.tensor)].state[part.tensor] = {
                     name: value.to(part.tensor.device, copy=True) for name, value in by_owner[part.key].items()
                 }
@@ -217,6 +221,6 @@ class Optimizers:
 
     @property
     def state_bytes(self) -> int:
-        """Of the parameters' state and the running average."""
+        """Bytes of the parameters' state and of the running average."""
         average = self.average.bytes if self.average is not None else 0
         return average + sum(t.numel() * t.element_size() for t in self._own_state().values())
