@@ -125,12 +125,13 @@ class ShuffledLoader:
         self._next_window += self.batch_size
         for source in np.unique(sources).tolist():
             n_windows, seed = self.source_windows[source], self._seed_of(source)
-            epochs = np.where(sources == source, windows // n_windows, -1)
+            epochs = np.where(sources == source, windows // n_windows, -1)  # −1 for rows of other sources
             for epoch in np.unique(epochs[epochs >= 0]).tolist():
                 places = np.flatnonzero(epochs == epoch)
                 yield source, epoch, places, permute(windows[places] % n_windows, n_windows, seed, epoch)
 
     def _seed_of(self, source: int) -> int:
+        # A seed for each source of a mixture, so that sources of equal length do not have the same order.
         return self.seed if self.mixture is None else random_below(2**62, self.seed, source, 2)
 
     def next_request(self) -> Int64Array:
@@ -203,7 +204,7 @@ class PackedLoader(ShuffledLoader):
         request = np.empty((self.batch_size, 3), dtype=np.int64)
         for source, epoch, places, windows in self.next_windows():
             begin, n_tokens = self._rings[source]
-            offset = random_below(n_tokens, self._seed_of(source), epoch, 1)
+            offset = random_below(n_tokens, self._seed_of(source), epoch, 1)  # each epoch cuts documents at other places
             # WindowBuilder's row: first token of the ring, its length, start on it. A worker needs no other state.
             request[places, 0], request[places, 1] = begin, n_tokens
             request[places, 2] = (offset + windows * self.sequence_length) % n_tokens

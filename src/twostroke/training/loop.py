@@ -143,6 +143,7 @@ class TrainingRun:
                 stop.nothing_to_save = True  # until the first step of this process is done, the first Ctrl-C may end it at once
                 try:
                     build(self)
+                    # Closed in reverse order: the saver may still write when the observers have ended.
                     closing.callback(self.loader.close)
                     closing.callback(self.saver.close)
                     watching = Observers((*requested(self.recipe, self.log), *observers), self.log)
@@ -221,7 +222,7 @@ class TrainingRun:
             self.step += 1
             n_tokens = sum(batch.tokens.numel() for batch in batches)
             self.tokens += n_tokens
-            if self.startup_s is None:
+            if self.startup_s is None:  # start-up ends with the first step, so it includes compilation
                 self.startup_s = time.time() - command_began
             record = self._record(result, settings.learning_rate * factor, n_tokens, step_time_s, parts, first_step)
             line = plain(record)
@@ -246,7 +247,9 @@ class TrainingRun:
             # None after a rollback, whose checkpoint exists, and none at the last step, which ``finish`` saves.
             if is_scheduled and record.step == self.step < self.steps:
                 if rolls_back:
-                    self.watch.in_a_row = 0
+                    self.watch.in_a_row = 0  # the run has got past the anomaly, and a rollback cannot go before this step
+                # With rollbacks the checkpoint is waited for: the step that a run goes back to must not depend on the disk's
+                # speed.
                 self.saver.begin(lambda: capture(self), wait=rolls_back)
             self.saver.poll()
         self.train_time_s = self.elapsed_s()

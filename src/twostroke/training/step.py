@@ -81,7 +81,7 @@ class TrainStep:
         self._log = log
         self._chunk: ChunkFunction = chunk_loss
         self._unproven = False  # compiled but not run yet: torch.compile reports most of its errors in the first call
-        checkpoint_activations(decoder, activation_checkpointing)
+        checkpoint_activations(decoder, activation_checkpointing)  # before compiling, so that the graph contains it
         if compile:
             missing = why_not_compile(self.device)
             if missing is None:
@@ -113,6 +113,7 @@ class TrainStep:
         n_valid = sum(batch.n_valid for batch in batches)
         scaler = self.optimizers.loss_scale
         loss, norms = self._window(batches, n_valid, clock, abandon)
+        # If the loss itself is not finite, a smaller scale cannot help.
         while scaler is not None and math.isfinite(loss) and not torch.isfinite(norms).all() and scaler.halve():
             self._log(f"fp16 gradients overflowed. The step is computed again at a loss scale of {scaler.scale:,.0f}.")
             loss, norms = self._window(batches, n_valid, clock, abandon)
@@ -149,7 +150,7 @@ class TrainStep:
         self.masters.zero_gradients()
         total = torch.zeros((), dtype=torch.float32, device=self.device)  # on the device: reading it would wait for each part
         for number, batch in enumerate(batches):
-            if number and abandon():
+            if number and abandon():  # before the first micro-batch the loop has just asked
                 raise WindowAbandoned
             for part in self._parts(batch):
                 total += self._forward_backward_guarded(part, share * loss_scale, clock)
@@ -175,7 +176,7 @@ class TrainStep:
         """``forward_backward``. If the first compiled call fails, it is repeated uncompiled with the same random numbers."""
         if not self._unproven:
             return self.forward_backward(batch, scale, clock)
-        state = torch.get_rng_state()
+        state = torch.get_rng_state()  # a repeated call must draw the same dropout
         try:
             loss = self.forward_backward(batch, scale, clock)
         except Exception as error:  # any error of torch.compile, the C++ compiler or Triton; a real one occurs again uncompiled
