@@ -40,7 +40,8 @@ TURNS = [
 
 
 def make_chat_tokenizer(directory: Path, template: str | None = CHATML, **config: Any) -> Path:
-    """``directory`` with tokenizer.json and tokenizer_config.json; ends of turns are ends of text, as in many chat models."""
+    """``directory`` with tokenizer.json and tokenizer_config.json. A message ends with an end of text, as in many chat
+    models."""
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / "tokenizer.json"
     tokenizer = train_tokenizer(iter([WORDS]), 330, file)

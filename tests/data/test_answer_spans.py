@@ -56,7 +56,7 @@ def test_token_by_token(tokenizer: Tokenizer) -> None:
     ids, learned = mask(tokenizer, CHATML, turns)
     by_token = [(tokenizer.decode([i], skip_special_tokens=False), flag) for i, flag in zip(ids, learned, strict=True)]
     prompt, answer = "<|im_start|>user\nthe dog<|im_end|>\n<|im_start|>assistant\n", "the cat<|im_end|>"
-    assert "".join(text for text, flag in by_token if not flag) == prompt + "\n"  # the last line end is nobody's
+    assert "".join(text for text, flag in by_token if not flag) == prompt + "\n"  # the last line end is not learned
     assert "".join(text for text, flag in by_token if flag) == answer
     assert by_token[-2:] == [("<|im_end|>", True), ("\n", False)]
 

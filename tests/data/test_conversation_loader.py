@@ -45,7 +45,7 @@ def conversation(number: int, length: int, n_learned: int) -> tuple[list[int], l
     """Tokens that name their conversation and place; the last ``n_learned`` are learned. End-of-text in the middle too."""
     tokens = [100 * number + i for i in range(length)]
     if length > 3:
-        tokens[1] = EOS  # an end of turn is no end of conversation
+        tokens[1] = EOS  # the end of a message does not end the conversation
     return tokens, [0] * (length - n_learned) + [1] * n_learned
 
 

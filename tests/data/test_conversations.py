@@ -72,7 +72,7 @@ def test_prepared_once(tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text(template)
     other = prepare(recipe(tokenizer, tmp_path / "a.json", chat_template=str(tmp_path / "t.jinja")), tmp_path / "cache")
     assert other.key != first.key
-    # The template ends no turn with an end of text, so one is put behind the conversation, and learned.
+    # The template ends no message with an end of text, so one is added after the conversation, and learned.
     # The token " the" begins in the prompt's last space; it is learned all the same.
     assert texts(other, "heldout")[0][1].startswith(" the ")
     assert texts(other, "heldout")[0][1].endswith("|<|im_end|>")

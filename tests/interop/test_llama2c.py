@@ -194,7 +194,7 @@ def test_a_tokenizer_bin_becomes_a_tokenizer_that_keeps_every_text(tmp_path: Pat
     ("content", "n", "sentence"),
     [
         (tokenizer_bytes(PIECES), len(PIECES) + 1, "ends at token 264 of the model's 265"),
-        (tokenizer_bytes(PIECES), len(PIECES) - 1, "goes on for"),
+        (tokenizer_bytes(PIECES), len(PIECES) - 1, "more bytes after"),
         (tokenizer_bytes(PIECES)[:-1], len(PIECES), "claims 2 bytes"),
         (tokenizer_bytes([*PIECES, b"a"]), len(PIECES) + 1, "'a' occurs twice"),
         (tokenizer_bytes([*PIECES, b"\xff"]), len(PIECES) + 1, "is not UTF-8"),

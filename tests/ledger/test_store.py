@@ -1,4 +1,4 @@
-"""The ledger keeps every row, whoever writes at the same time or is killed, and touches nothing that is not its own."""
+"""The ledger keeps every row under concurrent and killed writers, and does not change other programs' files."""
 
 from __future__ import annotations
 

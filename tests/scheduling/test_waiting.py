@@ -1,4 +1,4 @@
-"""Turns between clients, deadlines, forks and windows, seen through the scheduler."""
+"""The scheduler's queue: fairness between clients, deadlines, forks and windows."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from twostroke.core.errors import Interrupted
 from twostroke.core.recipe import ModelRecipe, spec_from_recipe
 from twostroke.data.loader import Batch
 from twostroke.model.decoder import Decoder
-from twostroke.training.diagnostics import SAMPLED_PER_TENSOR, WeightSample, activation_statistics, undisturbed
+from twostroke.training.diagnostics import SAMPLED_PER_TENSOR, WeightSample, activation_statistics, evaluating
 from twostroke.training.start import train
 
 
@@ -76,7 +76,7 @@ def test_looking_leaves_random_state_mode_hooks_and_compiled_blocks_as_they_were
         block._compiled_call_impl = _never_called  # what block.compile() sets
     before, compiled = torch.get_rng_state(), [block._compiled_call_impl for block in decoder.blocks]
     assert activation_statistics(decoder, _batch()) == activation_statistics(decoder, _batch())  # no dropout
-    with undisturbed(decoder):
+    with evaluating(decoder):
         torch.rand(3)
     assert torch.equal(torch.get_rng_state(), before)
     assert all(module.training for module in decoder.modules())

@@ -48,9 +48,9 @@ def test_the_decoder_shows_the_average_and_then_its_own_weights_again(dtype: str
     for gradient in masters.gradients.values():
         gradient.fill_(1.0)
     optimizers.step(1.0)
-    masters.publish()
+    masters.update_working_copy()
     own = {name: p.detach().clone() for name, p in decoder.named_parameters()}
-    with optimizers.average.shown_in(masters):
+    with optimizers.average.swapped_into(masters):
         for name, parameter in decoder.named_parameters():
             assert torch.equal(parameter, optimizers.average.averages[name].to(parameter.dtype))
             assert not torch.equal(parameter, own[name])

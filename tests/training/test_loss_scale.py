@@ -70,7 +70,7 @@ def test_an_overflow_halves_the_scale_and_the_step_is_taken_all_the_same() -> No
 def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale() -> None:
     run = _Run()
     run.masters.weights["blocks.0.mlp.down.weight"][0, 0] = float("nan")
-    run.masters.publish()
+    run.masters.update_working_copy()
     result = run.run(_batch())
     assert result.skipped == "loss is nan"
     assert run.scaler.scale == FIRST_SCALE
@@ -79,13 +79,13 @@ def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale() -> None:
 def test_gradients_that_overflow_by_themselves_are_an_anomaly(monkeypatch: pytest.MonkeyPatch) -> None:
     run = _Run()
     before = {name: weight.clone() for name, weight in run.masters.weights.items()}
-    collect = run.masters.collect
+    accumulate = run.masters.accumulate
 
-    def collect_infinity() -> None:
-        collect()
+    def accumulate_infinity() -> None:
+        accumulate()
         run.masters.gradients["final_norm.weight"][0] = float("inf")
 
-    monkeypatch.setattr(run.masters, "collect", collect_infinity)
+    monkeypatch.setattr(run.masters, "accumulate", accumulate_infinity)
     result = run.run(_batch())
     assert result.skipped == "gradient norm is inf"
     assert run.scaler.scale == 1.0
@@ -101,7 +101,7 @@ def test_small_gradients_survive_by_the_scale() -> None:
         step = run.step
         total = step.forward_backward(_batch(), 1e-7 * scale, run.clock)
         assert total > 0
-        run.masters.collect()
+        run.masters.accumulate()
         norms[scale] = torch.stack([g.norm() for g in run.masters.gradients.values()]).norm().item() / scale
     single = _Run("fp32")
     single.step.forward_backward(_batch(), 1e-7, single.clock)

@@ -31,7 +31,7 @@ def test_with_bf16_compute_updates_below_its_resolution_add_up() -> None:
     before = model.b.detach().clone()
     for _ in range(100):  # 100 · 10⁻⁴, each less than half of bf16's 2⁻⁷ above 1
         masters.weights["b"].add_(1e-4)
-        masters.publish()
+        masters.update_working_copy()
     assert model.b.dtype == torch.bfloat16
     assert torch.all(model.b > before)
     assert torch.allclose(masters.weights["b"], torch.full((4,), 1.01), atol=1e-5)
@@ -45,7 +45,7 @@ def test_gradients_of_micro_batches_add_up_in_fp32(dtype: torch.dtype) -> None:
         masters.zero_gradients()
         for scale in (1.0, 1e-3):  # in bf16 the second would vanish beside the first
             (model.loss() * scale).backward()
-            masters.collect()
+            masters.accumulate()
     expected = model.a.detach().float().sum(0)
     # fp32 sums; each bf16 gradient is rounded once, to 2⁻⁹ of itself
     tolerance = 1e-6 if dtype == torch.float32 else 2**-9
@@ -57,10 +57,10 @@ def test_a_parameter_that_took_no_part_has_a_gradient_of_zero() -> None:
     model = _Two()
     masters = MasterWeights(model, torch.bfloat16)
     model.loss().backward()
-    masters.collect()
+    masters.accumulate()
     masters.zero_gradients()
     model.a.float().sum().backward()
-    masters.collect()
+    masters.accumulate()
     assert torch.all(masters.gradients["b"] == 0)
     assert torch.all(masters.gradients["a"] == 1)
 
@@ -82,7 +82,7 @@ def test_pure_bf16_keeps_nothing_in_fp32() -> None:
     assert {t.dtype for t in (*masters.weights.values(), *masters.gradients.values(), *model.parameters())} == {torch.bfloat16}
     assert model.a.data_ptr() == masters.weights["a"].data_ptr()
     model.loss().backward()
-    masters.collect()
+    masters.accumulate()
     assert torch.all(masters.gradients["a"] == 1)
     masters.load({"a": torch.full((3, 4), 3.0), "b": torch.full((4,), 5.0)})
     assert torch.all(model.b == 5)

@@ -154,13 +154,13 @@ def test_a_loss_that_is_not_finite_changes_nothing(dtype: torch.dtype) -> None:
     weight = setup.masters.weights["blocks.1.mlp.down.weight"]
     kept = weight[0, 0].item()
     weight[0, 0] = float("nan")
-    setup.masters.publish()
+    setup.masters.update_working_copy()
     before = setup.copy_of_state()
     result = setup.run([_batch(2, 24, 0, 2)])
     assert result.skipped == "loss is nan"
     assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(before, setup.copy_of_state(), strict=True))
     weight[0, 0] = kept
-    setup.masters.publish()
+    setup.masters.update_working_copy()
     assert setup.run([_batch(2, 24, 0, 3)]).skipped is None
 
 
@@ -168,13 +168,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing(monkeypatch: pytest.Monke
     setup = _Setup()
     setup.run([_batch(2, 24, 0, 1)])
     before = setup.copy_of_state()
-    collect = setup.masters.collect
+    accumulate = setup.masters.accumulate
 
-    def collect_infinity() -> None:
-        collect()
+    def accumulate_infinity() -> None:
+        accumulate()
         setup.masters.gradients["final_norm.weight"][3] = float("inf")
 
-    monkeypatch.setattr(setup.masters, "collect", collect_infinity)
+    monkeypatch.setattr(setup.masters, "accumulate", accumulate_infinity)
     assert setup.run([_batch(2, 24, 0, 2)]).skipped == "gradient norm is inf"
     assert all(torch.equal(a, b) for a, b in zip(before, setup.copy_of_state(), strict=True))
 

@@ -45,7 +45,7 @@ from twostroke.data.shards import (
     bucket,
     digest,
     hash_and_flush,
-    made_whole,
+    open_or_write,
     write_manifest,
 )
 from twostroke.data.source_files import check_unchanged
@@ -127,7 +127,7 @@ def prepare_conversations(
         }
         write_manifest(partial, manifest)
 
-    prepared = made_whole(directory, key, fill)
+    prepared = open_or_write(directory, key, fill)
     progress(1.0, "done")
     return prepared
 

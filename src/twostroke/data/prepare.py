@@ -44,7 +44,7 @@ from twostroke.data.shards import (
     bucket,
     digest,
     hash_and_flush,
-    made_whole,
+    open_or_write,
     write_manifest,
 )
 from twostroke.data.sources import Document, DocumentSource, find_documents
@@ -96,7 +96,7 @@ def prepare(
         made = True
         _write(partial, recipe, source, held_out, inputs, key, report_progress)
 
-    prepared = made_whole(directory, key, fill)
+    prepared = open_or_write(directory, key, fill)
     report_progress(1.0, "done" if made else "reused")
     return prepared
 

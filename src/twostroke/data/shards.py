@@ -270,7 +270,7 @@ def _move_into_place(partial: Path, directory: Path) -> None:
     flush_to_disk(directory.parent)
 
 
-def made_whole(directory: Path, key: str, fill: Callable[[Path], None]) -> PreparedData:
+def open_or_write(directory: Path, key: str, fill: Callable[[Path], None]) -> PreparedData:
     """The prepared data at ``directory``. If it does not exist, ``fill`` writes it into a new directory that is then renamed.
 
     Raises DataError if the directory holds data of another key, TwostrokeError if it cannot be written.

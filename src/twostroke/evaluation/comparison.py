@@ -55,20 +55,20 @@ def block_nats(ends: npt.NDArray[np.int64], nats: npt.NDArray[np.float32], n_byt
 def paired_difference(
     nats_a: npt.NDArray[np.float64], nats_b: npt.NDArray[np.float64], block_bytes: npt.NDArray[np.float64]
 ) -> Difference:
-    """Difference b − a in bits per byte over blocks of text that both models scored; see ``paired.paired_ratio``. Its error
+    """The difference b − a in bits per byte over blocks of text that both models scored (``paired.paired_ratio``). Its error
     says how far another text of the same kind would move it."""
     return paired_ratio(nats_a / math.log(2), nats_b / math.log(2), block_bytes)
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of two models: where it is, and what computes it."""
+    """One of two models: its directory and the scorer that computes it."""
 
     directory: Path
     scorer: Scorer
 
     def record(self) -> dict[str, Any]:
-        """What a comparison says of it."""
+        """The model's entry in a comparison."""
         scorer = self.scorer
         return {
             "model": str(self.directory), "engine": scorer.engine, "dtype": scorer.dtype, "formats": scorer.formats,
@@ -84,9 +84,10 @@ def open_sides(
     formats: Mapping[str, str] | None = None,
     **options: Any,
 ) -> tuple[Side, Side]:
-    """Both models on the same engine: with "auto" inference where one of them is quantised, which rounds as it serves.
+    """Open both models on the same engine. "auto" is the inference engine if one of them is quantised, because that engine
+    rounds activations as serving does.
 
-    ``formats`` (``scorer.engine_formats``) are b's alone, which then differs from a by them, and ask for that engine too."""
+    ``formats`` (``scorer.engine_formats``) apply to b alone, and select the inference engine as well."""
     directories = model_directory(a), model_directory(b)
     chosen = {engine_for(directories[0], engine), engine_for(directories[1], engine, formats)}
     engine = "inference" if "inference" in chosen else "decoder"

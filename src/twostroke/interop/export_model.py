@@ -10,7 +10,7 @@ from pathlib import Path
 from twostroke.core.dtypes import TORCH_NAMES
 from twostroke.core.errors import ConfigError, InputError
 from twostroke.core.families import layout, read_config
-from twostroke.interop.import_model import Watched
+from twostroke.interop.import_model import CheckedState
 from twostroke.interop.peft import lazy_state, tokenizer_directory
 from twostroke.model.adapter_directory import base_directory, is_adapter_directory, read_adapter_config
 from twostroke.model.load import open_weights
@@ -74,7 +74,7 @@ def export_model(
         notes.append(f"merged weights are rounded to {dtype}; --dtype fp32 keeps them.")
     state = lazy_state(spec, get)
     save_model(
-        Watched(state, progress), spec, directory, dtype, tokenizer_path=tokenizer_directory(found, base), replace=replace,
+        CheckedState(state, progress), spec, directory, dtype, tokenizer_path=tokenizer_directory(found, base), replace=replace,
     )  # fmt: skip
     n_parameters = sum(math.prod(entry.shape) for entry in layout(spec))
     n_bytes = sum(file.stat().st_size for file in Path(directory).iterdir())

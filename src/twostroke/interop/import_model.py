@@ -83,7 +83,7 @@ def import_model(
         else:
             origin = None
             notes.append("the source has no tokenizer; give one with --tokenizer to generate and score text.")
-        save_model(Watched(model.state, progress), model.spec, directory, stored, tokenizer_path=files, replace=replace)
+        save_model(CheckedState(model.state, progress), model.spec, directory, stored, tokenizer_path=files, replace=replace)
     shapes = [entry.shape for entry in layout(model.spec)]
     n_parameters = sum(math.prod(shape) for shape in shapes)
     n_bytes = sum(file.stat().st_size for file in Path(directory).iterdir())
@@ -92,7 +92,7 @@ def import_model(
     )
 
 
-class Watched(Mapping[str, Tensor]):
+class CheckedState(Mapping[str, Tensor]):
     """A state that reports each read tensor to ``progress``, and raises CorruptFileError if one is not finite."""
 
     def __init__(self, state: Mapping[str, Tensor], progress: Callable[[float, str], None] | None) -> None:

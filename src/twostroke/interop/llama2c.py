@@ -166,7 +166,7 @@ def read_tokenizer_bin(path: Path, vocab_size: int, model_bytes: int = 0) -> Sou
     for token in range(vocab_size):
         if at + 8 > len(content):
             raise CorruptFileError(
-                f"{path} ends at token {token} of the model's {vocab_size}: it belongs to another model or is truncated."
+                f"{path} ends at token {token} of the model's {vocab_size}. It belongs to another model or is truncated."
             )
         score, length = struct.unpack_from("<fi", content, at)
         at += 8
@@ -182,7 +182,7 @@ def read_tokenizer_bin(path: Path, vocab_size: int, model_bytes: int = 0) -> Sou
         at += length
     if at != len(content):
         raise CorruptFileError(
-            f"{path} goes on for {len(content) - at} bytes after the model's {vocab_size} tokens: it is another model's."
+            f"{path} has {len(content) - at} more bytes after the model's {vocab_size} tokens. It belongs to another model."
         )
     kinds = [NORMAL] * vocab_size
     for token, (piece, kind) in enumerate((("<unk>", UNKNOWN), ("<s>", CONTROL), ("</s>", CONTROL))[:vocab_size]):

@@ -159,7 +159,7 @@ class Ledger:
         with self._reading() as connection:
             if connection is None:
                 raise InputError(
-                    f"run {run_id!r} does not exist, because there is no ledger at {self.path} yet. The first run creates it."
+                    f"run {run_id!r} does not exist, because there is no ledger at {self.path} yet. The first run creates one."
                 )
             if run_id == "last":
                 rows = connection.execute("SELECT * FROM predictions ORDER BY rowid DESC LIMIT 1").fetchall()

@@ -110,7 +110,7 @@ class WaitingQueue:
 
     def _enter(self, name: tuple[int, str], rank: QueueRank) -> None:
         self._rank_of[name] = rank
-        if len(self._heap) > 2 * len(self._queues) + 64:  # more than half are out of date: clients came and went behind the top
+        if len(self._heap) > 2 * len(self._queues) + 64:  # more than half are out of date, and leave only at the top
             self._heap = [(known, queue) for queue, known in self._rank_of.items() if queue != name]
             heapify(self._heap)
         heappush(self._heap, (rank, name))

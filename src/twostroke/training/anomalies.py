@@ -16,7 +16,7 @@ from typing import Any
 
 from twostroke.core.errors import CorruptFileError
 from twostroke.core.recipe import TrainSettings
-from twostroke.training.patient_file import PatientFile
+from twostroke.training.retrying_file import RetryingFile
 
 WINDOW = 64
 """Number of accepted steps whose median is the usual value."""
@@ -95,7 +95,7 @@ class AnomalyLog:
     """
 
     def __init__(self, path: Path, log: Callable[[str], None]) -> None:
-        self._file = PatientFile(path, log)
+        self._file = RetryingFile(path, log)
         self.count = 0
 
     def restart(self, count: int) -> None:

@@ -29,7 +29,7 @@ DEAD_SHARE_OF_RMS = 0.01
 
 
 @contextmanager
-def undisturbed(decoder: nn.Module) -> Iterator[None]:
+def evaluating(decoder: nn.Module) -> Iterator[None]:
     """A context in which ``decoder`` runs uncompiled, without gradients and dropout. Random states are restored afterwards.
 
     Compiled blocks stay compiled, and the shapes of this context are not compiled.
@@ -75,7 +75,7 @@ def activation_statistics(decoder: Decoder, batch: Batch) -> dict[str, list[floa
         hooks.append(block.register_forward_hook(after_block))
         hooks.append(block.get_submodule("mlp.down").register_forward_pre_hook(before_down))
     try:
-        with undisturbed(decoder):
+        with evaluating(decoder):
             batch = batch.to(next(decoder.parameters()).device)
             decoder.hidden(batch.tokens, batch.positions, batch.documents)
     finally:

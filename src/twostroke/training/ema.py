@@ -44,7 +44,7 @@ class WeightAverage:
             average.copy_(state[name])
 
     @contextmanager
-    def shown_in(self, masters: MasterWeights) -> Iterator[None]:
+    def swapped_into(self, masters: MasterWeights) -> Iterator[None]:
         """A context in which the decoder computes with the average. Memory: one more working copy."""
         parameters = list(masters.parameters.values())
         kept = [parameter.clone() for parameter in parameters]

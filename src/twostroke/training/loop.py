@@ -231,7 +231,7 @@ class TrainingRun:
                 with eager(self.decoder):  # scoring has other shapes, and each would be compiled
                     line |= evaluate(self.decoder, self.prepared)
                     if self.optimizers.average is not None:
-                        with self.optimizers.average.shown_in(self.masters):
+                        with self.optimizers.average.swapped_into(self.masters):
                             line |= {f"ema_{name}": value for name, value in evaluate(self.decoder, self.prepared).items()}
             self.step_log.append(line)
             observers.after_line(line)
@@ -240,7 +240,7 @@ class TrainingRun:
                 steady.append(step_time_s)
             if on_step is not None:
                 on_step(record, statistics.median(steady) * (self.steps - self.step) if steady else math.nan)
-            self._heed(result, batches, (position["next_window"], self.loader.state()["next_window"] - 1))
+            self._handle_result(result, batches, (position["next_window"], self.loader.state()["next_window"] - 1))
             if self.step < record.step:  # the policy has rolled the run back
                 observers.begin(self)
             is_scheduled = settings.checkpoint_every > 0 and record.step % settings.checkpoint_every == 0
@@ -310,7 +310,7 @@ class TrainingRun:
             block_grad_norms=result.block_grad_norms,
         )
 
-    def _heed(self, result: StepResult, batches: Sequence[Batch], windows: tuple[int, int]) -> None:
+    def _handle_result(self, result: StepResult, batches: Sequence[Batch], windows: tuple[int, int]) -> None:
         """Tell the spike watch of an accepted step, or respond to a refused one."""
         if result.skipped is None:
             self.watch.took(result.loss, result.grad_norm)

@@ -15,14 +15,14 @@ PARTS = ("forward_s", "backward_s", "optimizer_s", "data_s")
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One line of ``log.jsonl``. Seconds are of this step; ``step_time_s`` holds its parts and what is between them.
+    """One line of ``log.jsonl``. Seconds are of this step, and ``step_time_s`` includes its parts and the time between them.
 
-    ``loss`` in nats per token with a target; ``grad_norm`` before clipping; ``learning_rate`` of the first optimizer;
-    ``tok_per_s`` = tokens of this step / step_time_s; ``mfu`` by ``planner.flops.mfu``, None on a machine that was not
-    calibrated; ``tokens`` seen since the run began; ``warm_up`` where compilation may have been part of it, which medians
-    leave out; ``elapsed_s`` of all the run's sessions until the end of this step, with checkpoints and scores between steps;
-    ``block_grad_norms`` the norm of each part of the model's gradient. The line also has ``data_wait_share`` = data_s /
-    step_time_s.
+    - ``loss``: nats per token with a target. ``grad_norm``: before clipping. ``learning_rate``: that of the first optimizer.
+    - ``tok_per_s`` = tokens of this step / step_time_s. ``mfu``: by ``planner.flops.mfu``, None without a machine profile.
+    - ``tokens``: seen since the run began. ``warm_up``: the step may have compiled, so medians leave it out.
+    - ``elapsed_s``: of all sessions until the end of this step, with checkpoints and scores between steps.
+    - ``block_grad_norms``: gradient norm of each part of the model. The line also has ``data_wait_share`` = data_s /
+      step_time_s.
     """
 
     step: int

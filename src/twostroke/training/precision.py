@@ -25,7 +25,7 @@ class MasterWeights:
     the decoder's parameters *are* the masters.
 
     Memory of N parameters, in bytes: bf16 and fp16 take 2N working copy + 4N masters + 4N gradients, and 2N for the backward
-    pass's own gradients until ``collect`` adds them up; fp32 takes 4N + 4N; pure bf16 takes 2N + 2N.
+    pass's own gradients until ``accumulate`` adds them up; fp32 takes 4N + 4N; pure bf16 takes 2N + 2N.
     """
 
     def __init__(self, decoder: nn.Module, dtype: torch.dtype, stored: torch.dtype = torch.float32) -> None:
@@ -76,7 +76,7 @@ class MasterWeights:
                 parameter.grad = self.gradients[name]  # autograd adds into it
 
     @torch.no_grad()
-    def collect(self) -> None:
+    def accumulate(self) -> None:
         """Add the backward pass's gradients to the fp32 ones. A bf16 sum over micro-batches would lose small gradients."""
         if not self.has_working_copy:
             return
@@ -91,17 +91,17 @@ class MasterWeights:
             parameter.grad = None
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def update_working_copy(self) -> None:
         """Round the masters into the working copy after an update."""
         if self.has_working_copy:
             torch._foreach_copy_(list(self.parameters.values()), list(self.weights.values()))
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor]) -> None:
-        """Replace all masters by ``weights``, of the same names and shapes, and publish them."""
+        """Replace all masters by ``weights``, of the same names and shapes, and update the working copy."""
         for name, weight in self.weights.items():
             weight.copy_(weights[name])
-        self.publish()
+        self.update_working_copy()
 
     @property
     def _bytes_per_parameter(self) -> int:

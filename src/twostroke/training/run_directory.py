@@ -18,7 +18,7 @@ from twostroke.core.documents import read_object
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
 from twostroke.core.recipe import TrainRecipe, recipe_from_dict
 from twostroke.core.spec import ModelSpec
-from twostroke.training.patient_file import PatientFile
+from twostroke.training.retrying_file import RetryingFile
 
 FORMAT = 1
 CHANGEABLE = (
@@ -209,7 +209,7 @@ class StepLog:
     """``log.jsonl`` has one line for each step. A full disk delays lines and does not stop the run."""
 
     def __init__(self, file: Path, log: Log) -> None:
-        self._file, self._lines = file, PatientFile(file, log)
+        self._file, self._lines = file, RetryingFile(file, log)
 
     def restart(self, step: int) -> None:
         """Keep the lines of steps up to ``step``, because the resumed run repeats those that a killed run logged after its

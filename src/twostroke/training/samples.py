@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from twostroke.model.decoder import Decoder
-from twostroke.training.diagnostics import undisturbed
+from twostroke.training.diagnostics import evaluating
 from twostroke.training.observers import Observer
-from twostroke.training.patient_file import PatientFile
+from twostroke.training.retrying_file import RetryingFile
 
 if TYPE_CHECKING:
     from twostroke.training.loop import TrainingRun
@@ -37,7 +37,7 @@ def continuation(
     device = next(decoder.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     ids = list(prompt)
-    with undisturbed(decoder):
+    with evaluating(decoder):
         for _ in range(n_tokens):
             newest = ids[-context:]
             filling = min(-len(newest) % ROW_MULTIPLE, context - len(newest))
@@ -66,7 +66,7 @@ class Samples(Observer):
     def __init__(self, every: int, prompts: Sequence[str], log: Callable[[str], None]) -> None:
         self.every, self.prompts = every, tuple(prompts)
         self._log = log
-        self._file: PatientFile | None = None
+        self._file: RetryingFile | None = None
         self._encoded: list[list[int]] = []
 
     def begin(self, run: TrainingRun) -> None:
@@ -74,7 +74,7 @@ class Samples(Observer):
 
         self._tokenizer = load_tokenizer(run.prepared.tokenizer_path)
         self._encoded = [self._encode(run, prompt) for prompt in self.prompts]
-        self._file = PatientFile(run.directory.path / SAMPLES_FILE, self._log)
+        self._file = RetryingFile(run.directory.path / SAMPLES_FILE, self._log)
         self._file.keep_lines(lambda line: int(line["step"]) <= run.step)
 
     def _encode(self, run: TrainingRun, prompt: str) -> list[int]:

@@ -135,7 +135,7 @@ class TrainStep:
         if factor != 1.0:
             torch._foreach_mul_(list(self.masters.gradients.values()), factor)
         self.optimizers.step(learning_rate_factor)
-        self.masters.publish()
+        self.masters.update_working_copy()
         clock.lap("optimizer")
         return StepResult(loss, norm, n_valid, block_grad_norms=by_part)
 
@@ -154,7 +154,7 @@ class TrainStep:
                 raise WindowAbandoned
             for part in self._parts(batch):
                 total += self._forward_backward_guarded(part, share * loss_scale, clock)
-                self.masters.collect()
+                self.masters.accumulate()
             clock.lap("optimizer")
         norms = torch.stack(torch._foreach_norm(list(self.masters.gradients.values()), 2, torch.float32))
         return total.item() * share, norms / loss_scale

@@ -82,6 +82,6 @@ def write_tensors(file: HashedFile, tensors: Mapping[str, Tensor]) -> None:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of ``tensor`` in row-major order; without a copy where it is on the CPU and contiguous."""
+    """The bytes of ``tensor`` in row-major order, without a copy if it is contiguous on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return flat.numpy().data if flat.numel() else memoryview(b"")

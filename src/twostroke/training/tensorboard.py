@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import InputError
 from twostroke.training.observers import Observer
-from twostroke.training.patient_file import PatientFile
+from twostroke.training.retrying_file import RetryingFile
 
 if TYPE_CHECKING:
     from twostroke.training.loop import TrainingRun
@@ -65,7 +65,7 @@ class TensorBoard(Observer):
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder = run.directory.path / FOLDER
-        self._file = PatientFile(folder / f"events.out.tfevents.{time.time():.6f}.{os.getpid()}", self._log)
+        self._file = RetryingFile(folder / f"events.out.tfevents.{time.time():.6f}.{os.getpid()}", self._log)
         self._buffer = io.BytesIO()
         self._records = RecordWriter(self._buffer)
         self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))

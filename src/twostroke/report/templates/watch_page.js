@@ -79,7 +79,7 @@ function draw() {
 }
 
 // ---- words and numbers
-function tile(name, value, small) { return make("div", {}, make("dt", {}, name), make("dd", {}, value, ...(small ? [make("small", {}, small)] : []))); }
+function stat(name, value, small) { return make("div", {}, make("dt", {}, name), make("dd", {}, value, ...(small ? [make("small", {}, small)] : []))); }
 const typical = name => { const newest = (state.points[name] || []).slice(-15).filter(v => v != null).sort((a, b) => a - b); return newest.length ? newest[newest.length >> 1] : null; };
 const beside = (reference, format) => reference ? `${format(reference.value)} predicted` : "";
 function show() {
@@ -94,19 +94,19 @@ function show() {
   const end = doc.eta_s == null ? "" : ` · ${seconds(doc.eta_s)} left, until ${new Date(Date.now() + 1000 * doc.eta_s).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" })}`;
   const ended = doc.status !== "running" && doc.status !== "starting" && doc.age_s > 90 ? ` · last step ${seconds(Math.round(doc.age_s))} ago` : "";
   $("times").textContent = last.elapsed_s == null ? "" : `${seconds(last.elapsed_s)} trained${end}${ended}`;
-  $("tiles").replaceChildren(
-    tile("loss", plain(last.loss)), tile("gradient norm", plain(last.grad_norm)), tile("learning rate", plain(last.learning_rate)),
-    tile("tokens a second", count(typical("tok_per_s")), beside(guess("train_tok_per_s"), count)), tile("MFU", percent(typical("mfu")), last.loss != null && last.mfu == null ? "machine not calibrated" : beside(guess("mfu"), percent)),
-    tile("a step", seconds(typical("step_time_s")), beside(guess("step_time_s"), seconds)),
-    tile("peak memory", bytes(last.peak_memory_bytes), beside(guess("peak_memory_bytes"), bytes)), tile("data wait", percent(typical("data_wait_share")), "of the step"));
+  $("stats").replaceChildren(
+    stat("loss", plain(last.loss)), stat("gradient norm", plain(last.grad_norm)), stat("learning rate", plain(last.learning_rate)),
+    stat("tokens a second", count(typical("tok_per_s")), beside(guess("train_tok_per_s"), count)), stat("MFU", percent(typical("mfu")), last.loss != null && last.mfu == null ? "machine not calibrated" : beside(guess("mfu"), percent)),
+    stat("a step", seconds(typical("step_time_s")), beside(guess("step_time_s"), seconds)),
+    stat("peak memory", bytes(last.peak_memory_bytes), beside(guess("peak_memory_bytes"), bytes)), stat("data wait", percent(typical("data_wait_share")), "of the step"));
   const select = $("strip-select"), names = doc.strips;
   if (names.join() !== [...select.options].map(o => o.value).join()) select.replaceChildren(...names.map(n => make("option", { value: n }, STRIPS[n] || n)));
   if (state.stripName) select.value = state.stripName;
   select.closest("section").hidden = !names.length;
   $("table-section").hidden = !doc.table.length;
   const done = doc.status === "finished";
-  $("table-note").textContent = Object.keys(doc.predicted).length ? (done ? "What the ledger holds of this run." : "So far: medians of the steps behind it; the time is what it will have taken.") + " The prediction was frozen before the first step."
-    : "There is no prediction: this machine had no profile when the run began (twostroke calibrate), or the run is in another ledger.";
+  $("table-note").textContent = Object.keys(doc.predicted).length ? (done ? "From the ledger." : "Medians of the steps so far; the time is the expected total.") + " The prediction was frozen before the first step."
+    : "This run has no prediction, because this machine had no profile when it began (twostroke calibrate), or because it is in another ledger.";
   $("table").replaceChildren(...doc.table.map(row => make("tr", {}, make("td", {}, row.name), make("td", {}, row.predicted), make("td", {}, row.measured), make("td", {}, row.error),
     make("td", { class: row.inside === "OUTSIDE" ? "bad" : "" }, row.inside))));
   $("events-section").hidden = !doc.events.length;
@@ -144,7 +144,7 @@ async function poll(now) {
     if (failures > 1 && !over) {
       $("status").textContent = "not connected"; $("status").className = "pill gone";
       $("notice").hidden = false;
-      $("notice").textContent = error instanceof TypeError ? "The run's process does not answer any more: it has ended or was stopped. These are its last numbers; `twostroke watch` shows the run again." : String(error.message);
+      $("notice").textContent = error instanceof TypeError ? "The run's process has ended or was stopped. These are its last numbers; `twostroke watch` shows the run again." : String(error.message);
     }
   }
   asking = false;

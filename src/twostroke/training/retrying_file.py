@@ -12,7 +12,7 @@ from typing import Any
 from twostroke.core.aside import write_text
 
 
-class PatientFile:
+class RetryingFile:
     """Appends bytes to ``path``. Bytes that cannot be written are kept and written with later ones, and that is logged once.
 
     If a full disk takes only a part of a record, that part is removed again.
