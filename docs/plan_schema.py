@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 import typing
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, NotRequired, TypedDict, Union
+from typing import Annotated, Any, Literal, NamedTuple, Union
 
-from twostroke.core.described import key_of_hint, keys_of
+from twostroke.core.described import LeftOut, keys_of
 from twostroke.planner.comparison import Comparison
 from twostroke.planner.cost import Cost, DeviceRate, TokenPrices
 from twostroke.planner.crossover import Crossover
@@ -26,42 +26,42 @@ from twostroke.planner.size_ladder import Rung
 from twostroke.planner.training import TrainingPlan
 
 
-class Common(TypedDict):
+class Common:
     """In every document."""
 
     schema: Annotated[str, PLAN_SCHEMA]
     kind: Annotated[Kind, "train, serve, compare, crossover or search"]
     subject: Annotated[str, "the model or recipe that was named"]
-    terms: NotRequired[Annotated[list[Term], "with --explain: every number's formula, numbers and source"]]
+    terms: Annotated[list[Term], "with --explain: every number's formula, numbers and source", LeftOut]
 
 
-class Train(TypedDict):
+class Train:
     """Beside a training plan."""
 
     intervals: Annotated[dict[str, Interval], "each prediction with its range"]
     ranking: Annotated[list[Rung], "models that the budget could train; empty for a given model"]
 
 
-class Serve(TypedDict):
+class Serve:
     """Beside a serving plan."""
 
     intervals: Annotated[dict[str, Interval], "each prediction with its range"]
     latency_table: Annotated[LatencyTable, "around the plan's own batch and context"]
-    load: NotRequired[Annotated[Load, "with --rate or a limit"]]
+    load: Annotated[Load, "with --rate or a limit", LeftOut]
 
 
-class CrossoverOfModel(TypedDict):
+class CrossoverOfModel:
     """Beside a crossover."""
 
-    hardware: NotRequired[Annotated[Hardware, "on what, where a model was planned"]]
-    training_cost: NotRequired[Annotated[Cost, "of the final run, where it was computed"]]
-    worked_hour: NotRequired[Annotated[DeviceRate, "$ of an hour that serves"]]
-    utilisation: NotRequired[Annotated[float, "share of the time that the server works"]]
-    token_prices: NotRequired[Annotated[TokenPrices, "of the own server"]]
+    hardware: Annotated[Hardware, "on what, where a model was planned", LeftOut]
+    training_cost: Annotated[Cost, "of the final run, where it was computed", LeftOut]
+    worked_hour: Annotated[DeviceRate, "$ of an hour that serves", LeftOut]
+    utilisation: Annotated[float, "share of the time that the server works", LeftOut]
+    token_prices: Annotated[TokenPrices, "of the own server", LeftOut]
     notes: Annotated[list[str], "what to bear in mind"]
 
 
-class Searches(TypedDict):
+class Searches:
     """Of a search."""
 
     searches: Annotated[dict[str, Search], "by phase: train, serve"]
@@ -91,22 +91,17 @@ class Field(NamedTuple):
 
 
 def fields_of(cls: type) -> dict[str, Field]:
-    """The keys of a dataclass, a named tuple or a ``TypedDict``."""
-    if not typing.is_typeddict(cls):
-        keys = keys_of(cls)
-        return {key.name: Field(_left(key.shape) if key.left_out else key.shape, key.unit, key.meaning, not key.left_out)
-                for key in keys}  # fmt: skip
-    found = {}
-    for name, hint in typing.get_type_hints(cls, include_extras=True).items():
-        optional = typing.get_origin(hint) is NotRequired
-        key = key_of_hint(name, typing.get_args(hint)[0] if optional else hint)
-        found[name] = Field(key.shape, key.unit, key.meaning, not optional)
-    return found
+    """The keys of a document of ``cls``. Raises TypeError for a class without any."""
+    return {
+        key.name: Field(_left(key.shape) if key.left_out else key.shape, key.unit, key.meaning, not key.left_out)
+        for key in keys_of(cls)
+    }
 
 
 def _left(shape: Any) -> Any:
     """``X | None`` without the None: a key that is left out is never null."""
-    return Union[tuple(arg for arg in typing.get_args(shape) if arg is not NoneType)]  # noqa: UP007
+    left = tuple(arg for arg in typing.get_args(shape) if arg is not NoneType)
+    return Union[left] if NoneType in typing.get_args(shape) else shape  # noqa: UP007
 
 
 def document_fields(kind: Kind) -> dict[str, Field]:

@@ -19,7 +19,7 @@ import typing
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import PurePath
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 
 class As(NamedTuple):
@@ -46,12 +46,12 @@ class Key(NamedTuple):
 
 @lru_cache(maxsize=256)
 def keys_of(cls: type) -> tuple[Key, ...]:
-    """The keys of a document of ``cls``, a dataclass or a named tuple. Raises TypeError for another class, and where
-    ``DOCUMENT`` names other keys."""
-    if not (dataclasses.is_dataclass(cls) or hasattr(cls, "_fields")):
-        raise TypeError(f"{cls.__name__} describes no key: it is neither a dataclass nor a named tuple.")
+    """The keys of a document of ``cls``: a dataclass, a named tuple, or a class that does nothing but describe a table. Raises
+    TypeError for one without keys, and where ``DOCUMENT`` names other keys."""
     annotations = {name: raw for base in reversed(cls.__mro__) for name, raw in vars(base).get("__annotations__", {}).items()}
-    names = cls._fields if hasattr(cls, "_fields") else [f.name for f in dataclasses.fields(cls)]
+    names = [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else list(annotations)
+    if not names:
+        raise TypeError(f"{cls.__name__} describes no key. Annotate its fields.")
     namespace = vars(sys.modules[cls.__module__])
     described = [name for name in names if _is_described(annotations.get(name))]
     keys = [_key(name, annotations.get(name), namespace) for name in described or names]
@@ -77,13 +77,7 @@ def _key(name: str, raw: Any, namespace: dict[str, Any]) -> Key:
     if not _is_described(raw):
         return Key(name, name, raw, "", "", False, False)
     text = getattr(raw, "__forward_arg__", raw)
-    return key_of_hint(name, eval(text, namespace) if isinstance(text, str) else text)
-
-
-def key_of_hint(name: str, hint: Any) -> Key:
-    """A key from an evaluated annotation, ``Annotated`` or not."""
-    if typing.get_origin(hint) is not Annotated:
-        return Key(name, name, hint, "", "", False, False)
+    hint = eval(text, namespace) if isinstance(text, str) else text
     shape, *notes = typing.get_args(hint)
     texts = [note for note in notes if isinstance(note, str)]
     shown = next((note.name for note in notes if isinstance(note, As)), name)

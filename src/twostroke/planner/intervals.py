@@ -27,8 +27,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any
 
+from twostroke.core.described import LeftOut
 from twostroke.core.errors import ConfigError, TwostrokeError
 
 if TYPE_CHECKING:
@@ -94,15 +95,15 @@ _QUANTITIES: dict[str, tuple[str, str | None, int]] = {
 }
 
 
-class Interval(TypedDict):
+class Interval:
     """A prediction with the range that holds it."""
 
     value: Annotated[float | None, "the prediction; null: it is no number, and has no range"]
-    low: NotRequired[Annotated[float, "lower end"]]
-    high: NotRequired[Annotated[float, "upper end"]]
-    level: NotRequired[Annotated[float, "share of measurements that the range is to hold"]]
-    basis: NotRequired[Annotated[str, "measured or datasheet"]]
-    width: NotRequired[Annotated[str, "where the range's width comes from"]]
+    low: Annotated[float, "lower end", LeftOut]
+    high: Annotated[float, "upper end", LeftOut]
+    level: Annotated[float, "share of measurements that the range is to hold", LeftOut]
+    basis: Annotated[str, "measured or datasheet", LeftOut]
+    width: Annotated[str, "where the range's width comes from", LeftOut]
 
 
 @dataclass(frozen=True)

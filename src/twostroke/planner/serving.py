@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, NamedTuple, TypedDict
+from typing import Annotated
 
 from twostroke.core import engines
 from twostroke.core.described import As
@@ -150,7 +150,7 @@ class ServingShape:
         return next((name for name in order if hardware.has_scheme(name)), "packed_bf16")
 
 
-class ServingMemory(TypedDict):
+class ServingMemory:
     """Bytes of one device."""
 
     weights: Annotated[float, "bytes"]
@@ -161,7 +161,7 @@ class ServingMemory(TypedDict):
     peak: Annotated[float, "bytes", "of all terms"]
 
 
-class ServingPrediction(TypedDict):
+class ServingPrediction:
     """Predictions of serving, by their ledger names."""
 
     ttft_s: Annotated[float, "s", "to the first token of an idle server"]
@@ -179,7 +179,7 @@ class ServingPrediction(TypedDict):
     cost_per_mtok_usd: Annotated[float, "$", "per million output tokens"]
 
 
-class ServingPasses(NamedTuple):
+class ServingPasses:
     """Passes by component."""
 
     prefill: Annotated[tuple[Work, ...], "one prompt"]
@@ -234,8 +234,8 @@ class ServingPlan:
         )  # fmt: skip
 
     @property
-    def passes(self) -> Annotated[ServingPasses, "time by component"]:
-        return ServingPasses(self.prefill, self.decode)
+    def passes(self) -> Annotated[dict[str, tuple[Work, ...]], ServingPasses, "time by component"]:
+        return {"prefill": self.prefill, "decode": self.decode}
 
     @property
     def memory_and_peak(self) -> Annotated[dict[str, float], ServingMemory, "bytes by term", As("memory_bytes")]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any
 
 from twostroke.core import engines
-from twostroke.core.described import As
+from twostroke.core.described import As, LeftOut
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError
 from twostroke.core.policy import attends_explicitly, rows_at_once
@@ -136,24 +136,24 @@ class TrainingShape:
         return replace(shape, method=recipe.method, lora_rank=recipe.lora.rank, lora_targets=recipe.lora.targets)
 
 
-class TrainingMemory(TypedDict):
+class TrainingMemory:
     """Bytes on the rank that holds most."""
 
     weights: Annotated[float, "bytes", "of masters and working copy"]
     gradients: Annotated[float, "bytes"]
     optimizer: Annotated[float, "bytes", "of its state"]
     activations: Annotated[float, "bytes", "kept for backward"]
-    recomputed: NotRequired[Annotated[float, "bytes", "of the one layer being computed again, beyond what was kept of it"]]
+    recomputed: Annotated[float, "bytes", "of the one layer being computed again, beyond what was kept of it", LeftOut]
     loss: Annotated[float, "bytes", "of logits and their gradients"]
     process: Annotated[float, "bytes", "resident at rest (CPU)"]
-    workspace: NotRequired[Annotated[float, "bytes", "that training on a CPU holds beyond its tensors"]]
-    snapshot: NotRequired[Annotated[float, "bytes", "of the copy of a checkpoint that is being written (CPU)"]]
-    gathered: NotRequired[Annotated[float, "bytes", "that ZeRO-3 holds whole for the moment"]]
-    dequantised: NotRequired[Annotated[float, "bytes", "of QLoRA's largest matrix in the working type"]]
+    workspace: Annotated[float, "bytes", "that training on a CPU holds beyond its tensors", LeftOut]
+    snapshot: Annotated[float, "bytes", "of the copy of a checkpoint that is being written (CPU)", LeftOut]
+    gathered: Annotated[float, "bytes", "that ZeRO-3 holds whole for the moment", LeftOut]
+    dequantised: Annotated[float, "bytes", "of QLoRA's largest matrix in the working type", LeftOut]
     peak: Annotated[float, "bytes", "of all terms"]
 
 
-class TrainingPrediction(TypedDict):
+class TrainingPrediction:
     """Predictions of training, by their ledger names."""
 
     step_time_s: Annotated[float, "s", "of one update"]
@@ -171,12 +171,12 @@ class TrainingPrediction(TypedDict):
     checkpoint_bytes: Annotated[float, "bytes", "on disk"]
     model_bytes: Annotated[float, "bytes", "on disk"]
     startup_s: Annotated[float, "s", "before the first step"]
-    train_time_s: NotRequired[Annotated[float, "s", "of the run; absent while its length is open"]]
-    energy_kwh: NotRequired[Annotated[float, "kWh", "of the run"]]
-    cost_usd: NotRequired[Annotated[float, "$", "of the run"]]
+    train_time_s: Annotated[float, "s", "of the run; absent while its length is open", LeftOut]
+    energy_kwh: Annotated[float, "kWh", "of the run", LeftOut]
+    cost_usd: Annotated[float, "$", "of the run", LeftOut]
 
 
-class TrainingPasses(NamedTuple):
+class TrainingPasses:
     """Passes of a step by component."""
 
     forward: Annotated[tuple[Work, ...], "one forward"]
@@ -221,8 +221,8 @@ class TrainingPlan:
     resilience: Annotated[Resilience | None, "checkpoints and failures"] = None
 
     @property
-    def passes(self) -> Annotated[TrainingPasses, "time by component"]:
-        return TrainingPasses(self.forward, self.backward, self.optimizer)
+    def passes(self) -> Annotated[dict[str, tuple[Work, ...]], TrainingPasses, "time by component"]:
+        return {"forward": self.forward, "backward": self.backward, "optimizer": self.optimizer}
 
     @property
     def memory_and_peak(self) -> Annotated[dict[str, float], TrainingMemory, "bytes by term", As("memory_bytes")]:
