@@ -7,6 +7,7 @@ from functools import lru_cache
 from twostroke.core.errors import ConfigError, did_you_mean
 from twostroke.core.families import weight_names
 from twostroke.core.matrices import Matrix, layer_kinds
+from twostroke.core.named import named
 from twostroke.core.recipe import ALL_LINEAR
 from twostroke.core.spec import ModelSpec
 
@@ -42,9 +43,10 @@ def adapter_parameters(spec: ModelSpec, rank: int, targets: tuple[str, ...]) -> 
 
     Held against peft's own count in tests/planner/test_adapters.py.
     """
-    return sum(
+    trained = sum(
         count * product.copies * rank * (product.k + outputs)
         for kind, count in layer_kinds(spec)
         for product in kind.matrices
         for outputs in targeted(product, targets, spec.family)
     )
+    return named("N_adapters", trained, "parameters", "of all adapters: rank·(inputs + outputs) of every targeted matrix")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from twostroke.core.errors import ConfigError
+from twostroke.core.named import exponential, exponential_less_1, letter, named, square_root
 
 LLAMA_3_MTBF_DEVICE_HOURS = 16_384 * 54 * 24 / 419
 """Device-hours between interruptions: 419 unexpected ones in 54 days on 16,384 H100 (the Llama 3 report, arXiv 2407.21783,
@@ -39,7 +40,7 @@ class Resilience:
 
 def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
     """√(2·δ·M) seconds of work between checkpoints (Young 1974)."""
-    return math.sqrt(2 * checkpoint_s * mtbf_s)
+    return _named("young_s", square_root(2 * checkpoint_s * mtbf_s), "Young 1974")
 
 
 def daly_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
@@ -50,7 +51,12 @@ def daly_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
     if checkpoint_s >= 2 * mtbf_s:
         return mtbf_s
     ratio = checkpoint_s / (2 * mtbf_s)
-    return young_interval_s(checkpoint_s, mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - checkpoint_s
+    seconds = young_interval_s(checkpoint_s, mtbf_s) * (1 + square_root(ratio) / 3 + ratio / 9) - checkpoint_s
+    return _named("interval_s", seconds, "work between checkpoints; Daly 2006, equation 37")
+
+
+def _named(symbol: str, seconds: float, source: str) -> float:
+    return named(symbol, seconds, "s", source, section="storage")
 
 
 def lost_share(interval_s: float, checkpoint_s: float, mtbf_s: float, restart_s: float) -> float:
@@ -59,7 +65,8 @@ def lost_share(interval_s: float, checkpoint_s: float, mtbf_s: float, restart_s:
     exponent = (interval_s + checkpoint_s) / mtbf_s
     if exponent + restart_s / mtbf_s > 700:
         return math.inf  # the run never ends
-    return mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1(exponent) / interval_s - 1
+    lost = mtbf_s * exponential(restart_s / mtbf_s) * exponential_less_1(exponent) / interval_s - 1
+    return named("lost_share", lost, "share", "wall time beyond the work's; Daly 2006, equation 20", section="storage")
 
 
 def resilience(
@@ -74,15 +81,18 @@ def resilience(
     hours = LLAMA_3_MTBF_DEVICE_HOURS if mtbf_device_hours is None else mtbf_device_hours
     if not 0 < hours < math.inf:
         raise ConfigError(f"mtbf_hours={hours:g} must be above 0 and finite: hours between failures of one device.")
-    seconds, mtbf_s = checkpoint_bytes / write_bytes_per_s, hours * 3600 / n_devices
+    seconds, mtbf_s = checkpoint_bytes / write_bytes_per_s, letter("device_hours", hours) * 3600 / n_devices
+    seconds = _named("writing_s", seconds, "writing a checkpoint, and reading it back")
+    mtbf_s = _named("mtbf_s", mtbf_s, "any device's failure stops the job")
+    restarting_s = _named("restarting_s", letter("noticing", restart_s) + seconds, "from a failure to the next step")
     interval = daly_interval_s(seconds, mtbf_s)
     return Resilience(
         n_devices=n_devices,
         mtbf_device_hours=hours,
         mtbf_kind="assumed" if mtbf_device_hours is None else "given",
         checkpoint_s=seconds,
-        restart_s=restart_s + seconds,
+        restart_s=restarting_s,
         young_s=young_interval_s(seconds, mtbf_s),
         interval_s=interval,
-        lost_share=lost_share(interval, seconds, mtbf_s, restart_s + seconds),
+        lost_share=lost_share(interval, seconds, mtbf_s, restarting_s),
     )

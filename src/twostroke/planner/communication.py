@@ -5,11 +5,12 @@ Every burst happens in lockstep: all ranks of a group send at once and wait for 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.matrices import layer_kinds
+from twostroke.core.named import largest, letter, named, records
 from twostroke.core.spec import ModelSpec
 from twostroke.planner import network
 from twostroke.planner.layout import Layout, group_link
@@ -45,6 +46,31 @@ class Traffic:
         return max(0.0, hidden_s - self.seconds / times)
 
 
+RING = "ring, Patarasuk and Yuan 2009"
+
+
+def shown_traffic(traffic: tuple[Traffic, ...]) -> tuple[Traffic, ...]:
+    """``traffic``, what is sent and how long it takes lines of the explanation."""
+    if not records():
+        return traffic
+    return tuple(map(_shown, traffic))
+
+
+def _shown(t: Traffic) -> Traffic:
+    name = "_".join([t.parallel, *t.what.replace("-", "_").replace(",", "").split()])
+    return replace(
+        t,
+        sent_bytes=named(f"sent_{name}_bytes", t.sent_bytes, "bytes", f"{t.what}, a rank and step; {RING}", section=_TRAFFIC),
+        seconds=named(f"{name}_s", t.seconds, "s", f"{t.link_kind} link; hidden: {t.overlap}", section=_TRAFFIC),
+        exposed_s=named(
+            f"exposed_{name}_s", t.exposed_s, "s", f"of it on the critical path; hidden: {t.overlap}", section=_TRAFFIC
+        ),
+    )
+
+
+_TRAFFIC = "communication"
+
+
 def within_micro_batch(
     spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout, stage: Stage
 ) -> list[Traffic]:
@@ -55,7 +81,7 @@ def within_micro_batch(
     Expert: 2 all-to-alls each way of s·b·k·E·w. Pipeline: w·s·b·E/t each way over each boundary, once per chunk of layers
     (Narayanan et al., arXiv 2104.04473, section 4.1 scatter and gather it over the tensor group).
     """
-    w, n_micro = bytes_of(shape.compute_dtype), shape.grad_accumulation
+    w, n_micro = letter("w", bytes_of(shape.compute_dtype)), shape.grad_accumulation
     hidden = w * shape.tokens_per_pass * spec.d_model
     share = stage.n_layers / spec.n_layers
     passes = 3 if shape.checkpointing == "full" else 2
@@ -134,7 +160,8 @@ def across_data(
     if layout.data == 1:
         return []
     precision, n_micro = PRECISIONS[shape.dtype], shape.grad_accumulation
-    gradient = gradient_bytes_per_parameter(shape.dtype, False, n_micro)
+    gradient = letter("gradient", gradient_bytes_per_parameter(shape.dtype, False, n_micro))
+    forward_s, backward_s = letter("hidden", forward_s), letter("hidden", backward_s)
     groups = [(_Group.of(layout, hardware, layout.data, layout.tensor, ""), part.trained, part.frozen_bytes)]
     if part.trained_experts or part.frozen_expert_bytes:
         group = _Group.of(layout, hardware, layout.expert_data, layout.expert_cut, " of experts")
@@ -203,7 +230,7 @@ class _Group:
             burst_bytes=whole / bursts,
             sent_bytes=times * sent,
             seconds=times * bursts * once_s,
-            exposed_s=times * max(once_s, bursts * once_s - hidden_s),
+            exposed_s=times * largest(once_s, bursts * once_s - hidden_s),
             overlap=f"behind {behind}, all but one burst",
             link_kind=self.link.kind,
         )

@@ -272,4 +272,6 @@ def usd_per_million_tokens(tok_per_s: float, usd_per_hour: float, utilisation: f
 
 def crossover_tokens(training_usd: float, serving_usd_per_million_tokens: float) -> float:
     """Served tokens after which serving has cost more than training: training $ ÷ ($ per token)."""
-    return training_usd / serving_usd_per_million_tokens * 1e6
+    tokens = training_usd / serving_usd_per_million_tokens * 1e6
+    source = "served tokens at which both phases have cost the same"
+    return named("crossover_served_tokens", tokens, "tokens", source, section="crossover")

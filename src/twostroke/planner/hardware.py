@@ -234,7 +234,7 @@ class Hardware(Measurements):
         ``working_set_bytes`` is everything that is read between two uses of this matrix (a whole model in a decode step):
         it decides whether the weights come from cache or memory. Default: the matrix alone.
         """
-        weight_bytes = n * k * bytes_of(torch_product(scheme)[0])
+        weight_bytes = n * k * letter("w", bytes_of(torch_product(scheme)[0]))
         reading = weight_bytes / self.bandwidth(max(weight_bytes, working_set_bytes or 0))
         return largest(2 * m * n * k / self.product_rate(scheme, m, n, k), reading)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from twostroke.core.matrices import qkv_rows
+from twostroke.core.named import letter
 from twostroke.core.policy import PREFILL_QUERIES, attends_explicitly
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import ASSUMED_ATTENTION_EFFICIENCY, Hardware, interpolate_log
@@ -19,7 +20,7 @@ def training_attention_rate(hardware: Hardware, dtype: str, mode: str, direction
         dtype = "fp32"
     block = hardware.training.block(dtype, mode, direction) or hardware.training.block(dtype, "eager", direction)
     if block is not None:
-        return block.attention_flop_per_s
+        return letter("rate", block.attention_flop_per_s)
     return 2 * ASSUMED_ATTENTION_EFFICIENCY * hardware.peak(dtype)
 
 
@@ -27,7 +28,7 @@ def keys_of_prefill(n_tokens: int) -> float:
     """Keys an average query of a prompt is multiplied with, in blocks of ``PREFILL_QUERIES``: Σ queries·last key / T."""
     ends = [min(start + PREFILL_QUERIES, n_tokens) for start in range(0, n_tokens, PREFILL_QUERIES)]
     starts = range(0, n_tokens, PREFILL_QUERIES)
-    return sum((end - start) * end for start, end in zip(starts, ends, strict=True)) / n_tokens
+    return letter("keys", sum((end - start) * end for start, end in zip(starts, ends, strict=True)) / n_tokens)
 
 
 def prefill_attention_rate(hardware: Hardware, dtype: str, n_tokens: int) -> float:
@@ -36,7 +37,7 @@ def prefill_attention_rate(hardware: Hardware, dtype: str, n_tokens: int) -> flo
     measured = hardware.torch_runner.prompt_attention
     points = [(float(point.tokens), point.flop_per_s) for point in measured if point.dtype == dtype]
     if points:
-        return interpolate_log(points, n_tokens)
+        return letter("rate", interpolate_log(points, n_tokens))
     return ASSUMED_ATTENTION_EFFICIENCY * hardware.peak(dtype) * keys_of_prefill(n_tokens) * 2 / n_tokens
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from twostroke.core import engines
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.matrices import LayerKind, layer_kinds
+from twostroke.core.named import letter, named
 from twostroke.core.policy import NF4_BLOCK, NF4_SCALE_BLOCK, attends_explicitly, fits_native_attention, query_blocks
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.params import Parameters
@@ -55,7 +56,7 @@ STATE_BLOCK = 256
 
 def nf4_bytes_per_weight() -> float:
     """4 bits, and with double quantisation 8/64 + 32/(64·256) bits of scales: 0.5159 bytes (QLoRA's 0.127 bits more)."""
-    return (4 + 8 / NF4_BLOCK + 32 / (NF4_BLOCK * NF4_SCALE_BLOCK)) / 8
+    return letter("nf4", (4 + 8 / NF4_BLOCK + 32 / (NF4_BLOCK * NF4_SCALE_BLOCK)) / 8)
 
 
 def training_weights_bytes(parameters: Parameters, dtype: str) -> float:
@@ -98,7 +99,7 @@ def state_bytes(n_parameters: float, n_matrix: float, optimizer: str, state: flo
     if optimizer == "sgd":
         return state * n_parameters
     if optimizer == "adamw8bit":
-        return 2 * (1 + FP32 / STATE_BLOCK) * n_parameters
+        return 2 * (1 + FP32 / letter("block", STATE_BLOCK)) * n_parameters
     return 2 * state * n_parameters
 
 
@@ -119,14 +120,14 @@ def keys_walked(device_kind: str, dtype: str, sequence_length: int) -> float:
     attention under a mask. At least the T/2 that causality asks for."""
     if not attends_explicitly(device_kind, dtype, sequence_length):
         return float(sequence_length)
-    return sum((end - start) * end for start, end in query_blocks(sequence_length)) / sequence_length
+    return letter("keys", sum((end - start) * end for start, end in query_blocks(sequence_length)) / sequence_length)
 
 
 def explicit_attention_bytes(spec: ModelSpec, sequence_length: int, w: float) -> float:
     """Bytes kept per token by explicit attention: per head the probabilities (w for each key walked), the scaled query and the
     output (2·D·w), and each block's copy of its keys and values (2·D·w·Σends/T)."""
     keys = keys_walked("cpu", "bf16", sequence_length)
-    copies = sum(end for _, end in query_blocks(sequence_length)) / sequence_length
+    copies = letter("copies", sum(end for _, end in query_blocks(sequence_length)) / sequence_length)
     return spec.n_heads * w * (keys + 2 * spec.head_dim + 2 * spec.head_dim * copies)
 
 
@@ -178,9 +179,9 @@ def kept_by_layer(
     recomputes norms, rotary turn, activation, and explicit attention whole. Beside a frozen base a norm keeps no
     normed row, a matrix without an adapter no input, and an adapter its narrow product.
     """
-    w, width, norms = bytes_of(dtype), spec.d_model, spec.departures.norms_per_block
+    w, width, norms = letter("w", bytes_of(dtype)), spec.d_model, spec.departures.norms_per_block
     if kept.checkpointing == "full":
-        return w * width / kept.sequence_cut
+        return _named_kept(w * width / kept.sequence_cut)
     selective = kept.checkpointing == "selective"
     rms, eager = spec.norm == "rmsnorm", not compiled
     around = w * norms * width  # the residual stream where each norm reads it
@@ -189,10 +190,15 @@ def kept_by_layer(
         around += norms * (FP32 if rms else 2 * w)
         around += norms * ((4 if kept.frozen else 8) - w) * width if eager and rms else 0.0
         around += w * kept.adapter_width
-    return around / kept.sequence_cut + (
-        _attention_kept(spec, kind, dtype, eager, sequence_length, device_kind, kept) / kept.tensor
-        + _mlp_kept(spec, kind, w, eager, kept) / kept.tensor
+    attention = _attention_kept(spec, kind, dtype, eager, sequence_length, device_kind, kept)
+    return _named_kept(
+        around / kept.sequence_cut + (attention / kept.tensor + _mlp_kept(spec, kind, w, eager, kept) / kept.tensor)
     )
+
+
+def _named_kept(n_bytes: float) -> float:
+    source = "what autograd keeps (after Korthikanti et al., arXiv 2205.05198) of one token in one layer"
+    return named("kept_bytes_a_token", n_bytes, "bytes", source)
 
 
 def not_kept_at_the_bottom(
@@ -202,7 +208,7 @@ def not_kept_at_the_bottom(
     adapter has a gradient: its first norm's input, where only its MLP has adapters the rest of attention too, and the ids."""
     if not kept.frozen or kept.checkpointing != "none":
         return 0.0
-    w = bytes_of(dtype)
+    w = letter("w", bytes_of(dtype))
     rms, eager = spec.norm == "rmsnorm", not compiled
     norm = ((4 if eager and rms else w) * spec.d_model + (FP32 if rms else 2 * w)) / kept.sequence_cut
     if kept.input_of(*(p.name for p in kind.matrices if p.component == "attention")):
@@ -233,7 +239,7 @@ def _mlp_kept(spec: ModelSpec, kind: LayerKind, w: float, eager: bool, kept: Kep
 def _attention_kept(
     spec: ModelSpec, kind: LayerKind, dtype: str, eager: bool, sequence_length: int, device_kind: str, kept: Kept
 ) -> float:
-    w, selective = bytes_of(dtype), kept.checkpointing == "selective"
+    w, selective = letter("w", bytes_of(dtype)), kept.checkpointing == "selective"
     packed = w * kind.qkv_elements
     if kind.latent_dim is not None:
         latents = sum(p.n for p in kind.matrices if p.name in ("q_a", "kv_a"))
@@ -269,7 +275,7 @@ def around_blocks_bytes(
     the gradient of the hidden state that the chunked loss computes ahead (w·E), rotary tables (4·D) or nothing, and the mask
     over packed documents (w·T), which explicit attention needs again only where it is computed again; native attention keeps
     the first key that each token sees (4)."""
-    w, width = bytes_of(dtype), spec.d_model
+    w, width = letter("w", bytes_of(dtype)), spec.d_model
     around = 8 + ((4 if frozen else 8) * width + FP32 if spec.norm == "rmsnorm" else w * width + 2 * w) + w * width
     around += FP32 * spec.head_dim if spec.positions == "rope" else 0.0
     needs_no_mask = attends_explicitly(device_kind, dtype, sequence_length) and checkpointing == "none"
@@ -303,7 +309,7 @@ def activation_bytes(
 def loss_bytes(spec: ModelSpec, chunk_tokens: int, dtype: str, compiled: bool) -> float:
     """Bytes the chunked loss takes while it runs: one chunk's logits and their gradient in the working type (eager: also five
     fp32 copies and a mask), and the head's gradient summed in fp32 beside one chunk's share of it (V·E·(4 + w))."""
-    w = bytes_of(dtype)
+    w = letter("w", bytes_of(dtype))
     per_logit = 2 * w + (0.0 if compiled else 5 * FP32 + 1)
     return chunk_tokens * spec.vocab_size * per_logit + spec.vocab_size * spec.d_model * (FP32 + w)
 
@@ -311,7 +317,7 @@ def loss_bytes(spec: ModelSpec, chunk_tokens: int, dtype: str, compiled: bool) -
 def whole_logits_bytes(spec: ModelSpec, n_tokens: float, dtype: str) -> float:
     """Bytes of logits that are not taken in chunks: in the working type, and in fp32 for the softmax, (w + 4)·V a token
     (Korthikanti et al., arXiv 2205.05198, section 4.3 count the fp32 copy alone)."""
-    return n_tokens * spec.vocab_size * (bytes_of(dtype) + FP32)
+    return n_tokens * spec.vocab_size * (letter("w", bytes_of(dtype)) + FP32)
 
 
 def checkpoint_bytes(parameters: Parameters, optimizer: str) -> float:

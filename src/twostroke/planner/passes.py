@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.matrices import LayerKind, Matrix, layer_kinds
+from twostroke.core.named import Mark, inputs, letter, named, within
 from twostroke.core.policy import NEWTON_SCHULZ_STEPS, attends_explicitly, loss_chunk_rows
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.flops import mean_keys
-from twostroke.planner.hardware import ASSUMED_BANDWIDTH_EFFICIENCY, Hardware
+from twostroke.planner.hardware import ASSUMED_BANDWIDTH_EFFICIENCY, ASSUMED_PRODUCT_EFFICIENCY, Hardware
 from twostroke.planner.latency import block_rate, head_norm_rate, setup_bytes, training_attention_rate
 from twostroke.planner.layout import SINGLE, Layout
 from twostroke.planner.memory import PRECISIONS, keys_walked, nf4_bytes_per_weight, state_bytes
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 """Iterations of Muon's orthogonalisation (Jordan et al. 2024)."""
 
 
+def _w(dtype: str) -> float:
+    return letter("w", bytes_of(dtype))
+
+
 def product_bytes(product: Matrix, rows: int, w: float) -> float:
     """w·(rows·k + k·n + rows·n) bytes: both operands read and the result written once."""
     return w * (rows * product.k + product.weights + rows * product.n)
@@ -38,14 +43,14 @@ def product_bytes(product: Matrix, rows: int, w: float) -> float:
 
 def product_forward(product: Matrix, rows: int, dtype: str, hardware: Hardware) -> Work:
     """(rows, k) × (k, n): 2·rows·n·k FLOP."""
-    moved = product_bytes(product, rows, bytes_of(dtype))
+    moved = product_bytes(product, rows, _w(dtype))
     seconds = hardware.product_s(dtype, rows, product.n, product.k)
     return _product_work(product.component, 2.0 * rows * product.weights, moved, seconds, 1, hardware)
 
 
 def product_backward(product: Matrix, rows: int, dtype: str, hardware: Hardware) -> Work:
     """Two products: the input's gradient (rows, n) × (n, k) and the weight's (n, rows) × (rows, k); 4·rows·n·k FLOP."""
-    moved = 2 * product_bytes(product, rows, bytes_of(dtype))
+    moved = 2 * product_bytes(product, rows, _w(dtype))
     to_input = hardware.product_s(dtype, rows, product.k, product.n)
     to_weight = hardware.product_s(dtype, product.n, product.k, rows)
     return _product_work(product.component, 4.0 * rows * product.weights, moved, to_input + to_weight, 2, hardware)
@@ -61,7 +66,7 @@ def _product_work(component: str, flops: float, moved: float, seconds: float, n_
 
 def input_gradient(product: Matrix, rows: int, dtype: str, hardware: Hardware) -> Work:
     """Backward of a frozen matrix: the input's gradient alone, 2·rows·n·k FLOP."""
-    moved = product_bytes(product, rows, bytes_of(dtype))
+    moved = product_bytes(product, rows, _w(dtype))
     seconds = hardware.product_s(dtype, rows, product.k, product.n)
     return _product_work(product.component, 2.0 * rows * product.weights, moved, seconds, 1, hardware)
 
@@ -71,7 +76,7 @@ def attention_work(
 ) -> Work:
     """softmax(QKᵀ)V of one layer: time from the keys walked, FLOP from the causal part that counts; q, k, v, o moved once
     (backward: read again with their gradients). Heads are divided by ``tensor``. An indexer's scores are counted with it."""
-    tokens, w, length = shape.tokens_per_pass / tensor, bytes_of(shape.dtype), shape.sequence_length
+    tokens, w, length = shape.tokens_per_pass / tensor, _w(shape.dtype), shape.sequence_length
     window = min((n for n in (kind.window, kind.top_keys) if n is not None), default=None)
     causal_keys = mean_keys(length, window)
     walked_keys = keys_walked(hardware.kind, shape.dtype, length)
@@ -149,15 +154,17 @@ def elementwise(
     launch_s = LAUNCHES_PER_BLOCK[shape.mode] * (2 if backward else 1) * hardware.op_launch_s / len(elements)
     works = []
     for component, count in elements.items():
-        moved = shape.tokens_per_pass * count * bytes_of(shape.dtype)
-        rate = measured or _assumed_rate(hardware, component, moved)
-        works.append(Work.limited(component, shape.tokens_per_pass * flops[component], moved, 0.0, moved / rate, launch_s))
+        moved = shape.tokens_per_pass * count * _w(shape.dtype)
+        rate = letter("rate", measured or 0.0) or _assumed_rate(hardware, component, moved)
+        work = Work.limited(component, shape.tokens_per_pass * flops[component], moved, 0.0, moved / rate, launch_s)
+        works.append(work.called(f"{component}_elementwise", "one layer: its bytes at the rate of fused kernels"))
     if spec.qk_norm:
-        normed = float(shape.tokens_per_pass) * (layer.kind.n_heads + layer.kind.n_kv_heads) * layer.kind.qk_dim / layout.tensor
-        moved = (3 if backward else 2) * normed * bytes_of(shape.dtype)
+        normed = 1.0 * shape.tokens_per_pass * (layer.kind.n_heads + layer.kind.n_kv_heads) * layer.kind.qk_dim / layout.tensor
+        moved = (3 if backward else 2) * normed * _w(shape.dtype)
         norm_rate = head_norm_rate(hardware, shape.dtype, shape.mode, direction)
-        seconds = normed / norm_rate if norm_rate else moved / hardware.bandwidth(moved)
-        works.append(Work.limited("attention", (8 if backward else 4) * normed, moved, 0.0, seconds))
+        seconds = normed / letter("rate", norm_rate) if norm_rate else moved / hardware.bandwidth(moved)
+        work = Work.limited("attention", (8 if backward else 4) * normed, moved, 0.0, seconds)
+        works.append(work.called("head_norms", "one layer: elements of q and k"))
     return works
 
 
@@ -169,41 +176,47 @@ def loss_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, tensor:
     the weight's gradient that reads and writes V·E·(w + 8) bytes.
     """
     head, tokens = head_on_rank(spec, tensor), shape.tokens_per_pass
-    rows = loss_chunk_rows(tokens) if shape.logits == "chunked" else tokens
+    rows = letter("chunk", loss_chunk_rows(tokens)) if shape.logits == "chunked" else tokens
     n_chunks = -(-tokens // rows)
-    w = bytes_of(shape.dtype)
+    source, mark = _rate_source(hardware, shape.dtype)
+    w = _w(shape.dtype)
     if backward and shape.method != "full":
-        return [input_gradient(head, rows, shape.dtype, hardware).times(n_chunks)]
+        return [input_gradient(head, rows, shape.dtype, hardware).called("head_chunk", source, mark).times(n_chunks)]
     if backward:
         moved = n_chunks * head.weights * (2 * w + 8)
         summing = Work.limited("head", 0.0, moved, 0.0, moved / hardware.bandwidth(moved), n_chunks * hardware.op_launch_s)
-        return [product_backward(head, rows, shape.dtype, hardware).times(n_chunks), summing]
-    logits = float(tokens) * head.n
+        product = product_backward(head, rows, shape.dtype, hardware).called("head_chunk", source, mark)
+        summing = summing.called("head_summing", "fp32 sum of the weight's gradient, a chunk at a time")
+        return [product.times(n_chunks), summing]
+    logits = 1.0 * tokens * head.n
     moved = 2 * w * logits
     rates = hardware.training.cross_entropy_logit_per_s
-    rate = rates.get(shape.mode) or rates.get("eager")
+    rate = letter("rate", rates.get(shape.mode) or rates.get("eager") or 0.0)
     seconds = logits / rate if rate else moved / hardware.bandwidth(moved)
     entropy = Work.limited("head", 0.0, moved, 0.0, seconds, n_chunks * hardware.op_launch_s)
-    return [product_forward(head, rows, shape.dtype, hardware).times(n_chunks), entropy]
+    product = product_forward(head, rows, shape.dtype, hardware).called("head_chunk", source, mark)
+    return [product.times(n_chunks), entropy.called("cross_entropy", "of all logits, with their gradient")]
 
 
 def setup_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, backward: bool) -> list[Work]:
     """What surrounds the blocks: embedding, rotary tables and final norm at their measured rate, and forward the
     mask of packed documents, B·T² elements at ``mask_element_per_s``; at the bandwidth where nothing was measured."""
-    w = bytes_of(shape.dtype)
+    w = _w(shape.dtype)
     if backward and shape.method != "full":
         return []
     moved = setup_bytes(spec, shape.tokens_per_pass, w, backward)
     rates = hardware.training
-    rate = (rates.setup_backward_bytes_per_s if backward else rates.setup_forward_bytes_per_s) or hardware.bandwidth(moved)
-    works = [Work.limited("embedding", 0.0, moved, 0.0, moved / rate, hardware.op_launch_s)]
+    rate = letter("rate", (rates.setup_backward_bytes_per_s if backward else rates.setup_forward_bytes_per_s) or 0.0)
+    rate = rate or hardware.bandwidth(moved)
+    setup = Work.limited("embedding", 0.0, moved, 0.0, moved / rate, hardware.op_launch_s)
+    works = [setup.called("setup", "embedding, final norm, rotary tables: their bytes")]
     if not backward and hardware.kind == "cpu":
         # A GPU writes it too, in no time worth a term.
-        elements = float(shape.tokens_per_pass) * shape.sequence_length
+        elements = 1.0 * shape.tokens_per_pass * shape.sequence_length
         written = elements * w
-        element_rate = rates.mask_element_per_s
+        element_rate = letter("rate", rates.mask_element_per_s or 0.0)
         seconds = elements / element_rate if element_rate else 4 * written / hardware.bandwidth(written)
-        works.append(Work.limited("attention", 0.0, written, 0.0, seconds))
+        works.append(Work.limited("attention", 0.0, written, 0.0, seconds).called("mask", "of packed documents"))
     return works
 
 
@@ -231,7 +244,7 @@ def optimizer_bytes_moved(n_parameters: float, dtype: str, state_bytes: float | 
     and state are read and written (8 a parameter, and twice ``state_bytes``, AdamW's 8·N by default); the master is read once
     more (4) and the working copy written (w). With fp32 there is neither widening nor a copy; pure bf16 norms (2), clips (4)
     and reads (2) the gradient and reads and writes the weight (4)."""
-    each = {"fp32": 24.0, "pure_bf16": 12.0}.get(dtype) or 2 * bytes_of(dtype) + 20 + 8 + 4
+    each = {"fp32": 24.0, "pure_bf16": 12.0}.get(dtype) or 2 * _w(dtype) + 20 + 8 + 4
     return n_parameters * each + 2 * (8.0 * n_parameters if state_bytes is None else state_bytes)
 
 
@@ -243,24 +256,27 @@ def optimizer_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, la
     ranks = (layout.data, layout.expert_data) if layout.zero else (1, 1)
     n_parameters = part.trained / ranks[0] + part.trained_experts / ranks[1]
     n_matrix = part.matrices / ranks[0] + part.expert_matrices / ranks[1]
-    state = state_bytes(n_parameters, n_matrix, shape.optimizer, PRECISIONS[shape.dtype].state)
+    state = state_bytes(n_parameters, n_matrix, shape.optimizer, inputs(PRECISIONS[shape.dtype]).state)
     moved = optimizer_bytes_moved(n_parameters, shape.dtype, state)
-    memory_s = moved / (hardware.training.adamw_bytes_per_s or hardware.bandwidth(moved))
+    memory_s = moved / (letter("rate", hardware.training.adamw_bytes_per_s or 0.0) or hardware.bandwidth(moved))
     flops, arithmetic_s, launches = 12.0 * n_parameters, 0.0, 12.0
     if shape.optimizer == "muon":
         shared = layout.n_devices
         for kind, count in layer_kinds(spec):
             for rows, columns in matrices_of(kind):
                 one_flops, one_s = newton_schulz(rows, columns, hardware)
+                one_s = named("orthogonalising_s", one_s, "s", f"Newton–Schulz iterations of one {rows} × {columns} matrix")
                 flops += count * one_flops / shared
                 arithmetic_s += count * one_s / shared
-                rest = hardware.training.muon_element_per_s
+                rest = letter("rate", hardware.training.muon_element_per_s or 0.0)
                 if rest:
                     memory_s += count * rows * columns / rest / shared
                 else:
                     launches += count * (3 * NEWTON_SCHULZ_STEPS + 12) / shared
     launch_s = launches * hardware.op_launch_s
-    return Work("optimizer", flops, moved, arithmetic_s, memory_s, launch_s, arithmetic_s + memory_s + launch_s)
+    seconds = arithmetic_s + memory_s + launch_s
+    update = Work("optimizer", flops, moved, arithmetic_s, memory_s, launch_s, seconds)
+    return update.called("update", "what the optimizer moves, its products, and starting its operations")
 
 
 # -- a layer --------------------------------------------------------------------------------------------------------------
@@ -273,14 +289,21 @@ def adapter_works(part: RankProduct, shape: TrainingShape, hardware: Hardware, r
     for outputs in part.adapter_outputs:
         for n, k in ((shape.lora_rank, part.product.k), (outputs, shape.lora_rank)):
             narrow = Matrix(part.product.component, "adapter", n, k)
-            works.append(make(narrow, rows, shape.dtype, hardware).times(part.calls))
+            work = make(narrow, rows, shape.dtype, hardware)
+            works.append(work.called(f"{part.product.name}_adapter", "a narrow product of it").times(part.calls))
     return works
 
 
 def dequantising(part: RankProduct, shape: TrainingShape, hardware: Hardware) -> Work:
     """NF4 read and the working type written, before a product of QLoRA."""
-    moved = part.calls * part.product.weights * (nf4_bytes_per_weight() + bytes_of(shape.dtype))
+    moved = part.calls * part.product.weights * (nf4_bytes_per_weight() + _w(shape.dtype))
     return Work.limited(part.product.component, 0.0, moved, 0.0, moved / hardware.bandwidth(moved), hardware.op_launch_s)
+
+
+def _rate_source(hardware: Hardware, dtype: str) -> tuple[str, Mark]:
+    if hardware.basis == "measured":
+        return f"{dtype} rate measured on this machine, between calibrated shapes", "measured"
+    return f"datasheet's {dtype} peak × {ASSUMED_PRODUCT_EFFICIENCY} assumed", "datasheet"
 
 
 def layer_works(
@@ -291,25 +314,29 @@ def layer_works(
     trains_matrices = shape.method == "full"
     for part in layer.products:
         rows = max(1, round(shape.tokens_per_pass * part.rows_per_token))
+        source, mark = _rate_source(hardware, shape.dtype)
         if not backward:
             once = product_forward(part.product, rows, shape.dtype, hardware)
         elif trains_matrices:
             once = product_backward(part.product, rows, shape.dtype, hardware)
         else:
             once = input_gradient(part.product, rows, shape.dtype, hardware)
+        once = once.called(part.product.name, f"one layer; {source}", mark)
         works.append(once.times(part.calls) if part.calls > 1 else once)
         if not trains_matrices:
             works += adapter_works(part, shape, hardware, rows, backward)
             if shape.method == "qlora":
                 works.append(dequantising(part, shape, hardware))
-    works.append(attention_work(spec, shape, hardware, layer.kind, layout.tensor, backward))
+    attention = attention_work(spec, shape, hardware, layer.kind, layout.tensor, backward)
+    works.append(attention.called("attention_walk", "one layer: keys that the kernel walks, or moving q, k, v and the output"))
     return works + elementwise(spec, shape, hardware, layer, layout, backward)
 
 
 def recomputed_works(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layer: RankLayer, layout: Layout) -> list[Work]:
     """What backward computes again of one layer: nothing; elementwise work, and explicit attention (selective); everything."""
     if shape.checkpointing == "full":
-        return layer_works(spec, shape, hardware, layer, layout, False)
+        with within("recomputed"):
+            return layer_works(spec, shape, hardware, layer, layout, False)
     if shape.checkpointing == "selective":
         works = elementwise(spec, shape, hardware, layer, layout, False)
         if attends_explicitly(hardware.kind, shape.dtype, shape.sequence_length):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.matrices import LayerKind, Matrix, head_matrix, layer_kinds
+from twostroke.core.named import inputs, largest, letter, named, smallest
 from twostroke.core.policy import loss_chunk_rows
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.adapters import check_targets, targeted
@@ -80,7 +81,8 @@ def rank_product(
     if product.split == "row":
         return RankProduct(replace(product, k=product.k // tensor), 1, 1, outputs)
     if product.name == "qkv":
-        keys_and_values = (product.n - kind.n_heads * kind.qk_dim) // kind.n_kv_heads * max(1, kind.n_kv_heads // tensor)
+        of_a_head = letter("D_kv", (product.n - kind.n_heads * kind.qk_dim) // kind.n_kv_heads)
+        keys_and_values = of_a_head * max(1, kind.n_kv_heads // tensor)
         cut = replace(product, n=kind.n_heads * kind.qk_dim // tensor + keys_and_values)
         return RankProduct(cut, 1, 1, tuple(o // tensor for o in outputs))
     return RankProduct(replace(product, n=-(-product.n // tensor)), 1, 1, tuple(o // tensor for o in outputs))
@@ -98,11 +100,13 @@ class RankLayer:
     def dense(self) -> float:
         """Parameters that every rank of the data group holds alike."""
         kept = sum(p.elements for p in self.products if p.product.split != "expert")
-        return kept + self.kind.norm_parameters + self.kind.other_parameters
+        whole = kept + self.kind.norm_parameters + self.kind.other_parameters
+        return named("layer_dense", whole, "parameters", "one layer on one rank, experts apart", section="rank")
 
     @property
     def experts(self) -> float:
-        return sum(p.elements for p in self.products if p.product.split == "expert")
+        held_here = sum(p.elements for p in self.products if p.product.split == "expert")
+        return named("layer_experts", held_here, "parameters", "the experts of one layer that a rank holds", section="rank")
 
 
 @lru_cache(maxsize=4096)
@@ -131,11 +135,16 @@ def stages(n_layers: int, pipeline: int, interleave: int) -> tuple[Stage, ...]:
     if pipeline == 1:
         return (Stage(0, n_layers, first=True, last=True),)
     if n_layers % (pipeline * interleave) == 0:
-        each = n_layers / pipeline
+        each = _layers_here(n_layers / pipeline)
         return Stage(0, each, True, False), Stage(pipeline - 1, each, False, True)
     each = (n_layers + 2) / pipeline
-    ends = (Stage(0, each - 1, True, False), Stage(pipeline - 1, each - 1, False, True))
-    return ends if pipeline == 2 else (ends[0], Stage(1, each, False, False), ends[1])
+    less = _layers_here(each - 1)
+    ends = (Stage(0, less, True, False), Stage(pipeline - 1, less, False, True))
+    return ends if pipeline == 2 else (ends[0], Stage(1, _layers_here(each), False, False), ends[1])
+
+
+def _layers_here(n_layers: float) -> float:
+    return named("layers_here", n_layers, "layers", "of the stage that holds most or takes longest", section="rank")
 
 
 @dataclass(frozen=True)
@@ -177,11 +186,21 @@ def held(
     expert_matrices = share * sum(
         layer.count * p.calls * p.product.weights for layer in layers for p in layer.products if p.product.split == "expert"
     )
-    largest = max(layer.dense + layer.experts for layer in layers)
+    most = max(layer.dense + layer.experts for layer in layers)
     embedding_bytes = working * (counts.embedding + counts.head) / tensor
     if method == "full":
         everything = dense + ends
-        return Held(everything, experts, dense_matrices, expert_matrices, 0.0, 0.0, largest, working * largest, embedding_bytes)
+        return Held(
+            trained=_of_rank("N_trained", everything, f"trained on a rank of stage {stage.index}, experts apart"),
+            trained_experts=_of_rank("N_trained_experts", experts, "its experts"),
+            matrices=_of_rank("M", dense_matrices, "matrices of its blocks"),
+            expert_matrices=_of_rank("M_experts", expert_matrices, "matrices of its experts"),
+            frozen_bytes=0.0,
+            frozen_expert_bytes=0.0,
+            layer=most,
+            layer_bytes=working * most,
+            embedding_bytes=embedding_bytes,
+        )
     of_matrices = nf4_bytes_per_weight() if method == "qlora" else working
     adapters = {
         expert_part: share
@@ -193,17 +212,26 @@ def held(
         )
         for expert_part in (False, True)
     }
+    lora = "two factors for every targeted matrix: rank·(inputs + outputs); LoRA, arXiv 2106.09685"
+    trained, trained_experts = _of_rank("N_trained", adapters[False], lora), _of_rank("N_trained_experts", adapters[True], lora)
+    base = "the frozen base: block matrices in NF4 with double quantisation (QLoRA, arXiv 2305.14314), or the working type"
+    frozen = of_matrices * dense_matrices + working * (dense + ends - dense_matrices)
+    frozen_experts = of_matrices * expert_matrices + working * (experts - expert_matrices)
     return Held(
-        trained=adapters[False],
-        trained_experts=adapters[True],
-        matrices=adapters[False],
-        expert_matrices=adapters[True],
-        frozen_bytes=of_matrices * dense_matrices + working * (dense + ends - dense_matrices),
-        frozen_expert_bytes=of_matrices * expert_matrices + working * (experts - expert_matrices),
+        trained=trained,
+        trained_experts=trained_experts,
+        matrices=trained,
+        expert_matrices=trained_experts,
+        frozen_bytes=named("frozen_bytes", frozen, "bytes", base, section="rank"),
+        frozen_expert_bytes=named("frozen_expert_bytes", frozen_experts, "bytes", base, section="rank"),
         layer=max(sum(p.adapters(rank) for p in layer.products) for layer in layers),
-        layer_bytes=of_matrices * largest,
+        layer_bytes=of_matrices * most,
         embedding_bytes=embedding_bytes,
     )
+
+
+def _of_rank(symbol: str, parameters: float, source: str) -> float:
+    return named(symbol, parameters, "parameters", source, section="rank")
 
 
 def micro_batches_in_flight(layout: Layout, n_micro_batches: int, stage: Stage) -> float:
@@ -212,7 +240,7 @@ def micro_batches_in_flight(layout: Layout, n_micro_batches: int, stage: Stage) 
     if layout.pipeline == 1:
         return 1.0
     extra = (layout.pipeline - 1) / layout.interleave if layout.interleave > 1 else 0.0
-    return min(float(n_micro_batches), layout.pipeline - stage.index + extra)
+    return smallest(1.0 * n_micro_batches, layout.pipeline - stage.index + extra)
 
 
 @lru_cache(maxsize=8192)
@@ -273,12 +301,12 @@ def fullest_stage(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, lay
 
 def rank_state_bytes(shape: TrainingShape, layout: Layout, part: Held) -> dict[str, float]:
     """weights, masters (a part of them), gradients and optimizer of one stage, divided as ``layout.zero`` says."""
-    precision = PRECISIONS[shape.dtype]
+    precision = inputs(PRECISIONS[shape.dtype])
     zero, data, expert_data = layout.zero, layout.data, layout.expert_data
     weight_ranks = (data, expert_data) if zero == 3 else (1, 1)
     gradient_ranks = (data, expert_data) if zero >= 2 else (1, 1)
     state_ranks = (data, expert_data) if zero >= 1 else (1, 1)
-    gradient = gradient_bytes_per_parameter(shape.dtype, layout.n_devices == 1, shape.grad_accumulation)
+    gradient = letter("gradient", gradient_bytes_per_parameter(shape.dtype, layout.n_devices == 1, shape.grad_accumulation))
     masters = precision.master * (part.trained / state_ranks[0] + part.trained_experts / state_ranks[1])
     working = precision.working * (part.trained / weight_ranks[0] + part.trained_experts / weight_ranks[1])
     frozen = part.frozen_bytes / weight_ranks[0] + part.frozen_expert_bytes / weight_ranks[1]
@@ -286,16 +314,36 @@ def rank_state_bytes(shape: TrainingShape, layout: Layout, part: Held) -> dict[s
     optimizer += state_bytes(part.trained_experts, part.expert_matrices, shape.optimizer, precision.state) / state_ranks[1]
     if shape.average:
         optimizer += FP32 * (part.trained + part.trained_experts)
+    gradients = gradient * (part.trained / gradient_ranks[0] + part.trained_experts / gradient_ranks[1])
+    masters = named("masters_bytes", masters, "bytes", "fp32 masters; ZeRO, arXiv 1910.02054, section 3, divides them")
     return {
-        "weights": working + frozen + masters,
+        "weights": _term("weights", working + frozen + masters),
         "masters": masters,
-        "gradients": gradient * (part.trained / gradient_ranks[0] + part.trained_experts / gradient_ranks[1]),
-        "optimizer": optimizer,
+        "gradients": _term("gradients", gradients),
+        "optimizer": _term("optimizer", optimizer),
     }
 
 
+_TERMS = {
+    "weights": "the copy that forward and backward read, and masters; over the ranks that ZeRO divides them by",
+    "gradients": "what backward leaves and, alone on a device, the fp32 sum that the optimizer reads",
+    "optimizer": "moments as the optimizer keeps them, and a running average of the weights",
+    "activations": "blocks; around them ids, final norm, hidden gradients, rotary tables, mask; the head's gradient",
+    "recomputed": "the one layer that is being computed again, beyond what was kept of it",
+    "loss": "logits with their gradient, the head's gradient; on a CPU beyond what backward takes after it",
+    "workspace": "pieces of the heap that nothing fits into, and gradients inside a layer; fitted on CPUs",
+    "snapshot": "the copy that checkpoints are written from in the background",
+    "gathered": "ZeRO-3 holds this layer and the next whole, embedding and head, and one layer's gradient",
+    "dequantised": "QLoRA's largest matrix in the working type",
+}
+
+
+def _term(name: str, n_bytes: float) -> float:
+    return named(f"{name}_bytes", n_bytes, "bytes", _TERMS[name])
+
+
 def stage_held(spec: ModelSpec, shape: TrainingShape, layout: Layout, stage: Stage) -> Held:
-    working = PRECISIONS[shape.dtype].working
+    working = letter("working", PRECISIONS[shape.dtype].working)
     targets = shape.lora_targets if shape.method != "full" else ()
     return held(spec, shape.method, shape.lora_rank, targets, working, layout.tensor, layout.expert, stage)
 
@@ -322,13 +370,13 @@ def _held_terms(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layou
         first = layer_kinds(spec)[0][0]
         activations -= tokens * not_kept_at_the_bottom(spec, first, dtype, shape.compile, shape.sequence_length, where, kept)
     loss = 0.0
-    w = bytes_of(dtype)
+    w = letter("w", bytes_of(dtype))
     if stage.last:
         around = around_blocks_bytes(spec, dtype, shape.sequence_length, where, kept.frozen, shape.checkpointing)
         if layout.n_devices > 1:
             around -= w * shape.sequence_length  # packed documents are told by their boundaries, not by a mask
         activations += tokens * around / layout.sequence_cut
-        chunk = loss_chunk_rows(tokens)
+        chunk = letter("chunk", loss_chunk_rows(tokens))
         if shape.logits == "whole":
             loss = whole_logits_bytes(spec, tokens, dtype) / tensor
         elif shape.method == "full":
@@ -338,25 +386,28 @@ def _held_terms(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layou
             loss = (loss_bytes(spec, chunk, dtype, shape.compile) - per_head) / tensor
         if shape.method == "full" and shape.logits == "chunked":
             activations += w * spec.vocab_size * spec.d_model / tensor  # the head's gradient, computed ahead
-    beside = backward_gradient_bytes(shape.dtype) * (part.trained + part.trained_experts)
+    beside = letter("beside", backward_gradient_bytes(shape.dtype)) * (part.trained + part.trained_experts)
+    activations, recomputed = _term("activations", activations), _term("recomputed", recomputed)
     n_layers = stage.n_layers or 1.0  # the embedding or the head alone: backward differentiates it as it would one layer
     terms = {
         "weights": state["weights"],
         "gradients": state["gradients"],
         "optimizer": state["optimizer"],
         "activations": activations,
-        "loss": loss_at_peak_bytes(loss, activations + recomputed, n_layers, beside, hardware),
-        "workspace": workspace_bytes(activations + recomputed, n_layers, hardware),
+        "loss": _term("loss", loss_at_peak_bytes(loss, activations + recomputed, n_layers, beside, hardware)),
+        "workspace": _term("workspace", workspace_bytes(activations + recomputed, n_layers, hardware)),
     }
     if recomputed:
         terms["recomputed"] = recomputed
     if shape.snapshot and hardware.kind != "gpu":  # a GPU's copy is in the host's memory
-        terms["snapshot"] = snapshot_bytes(shape.dtype, part.trained + part.trained_experts, state["optimizer"])
+        copied = snapshot_bytes(shape.dtype, part.trained + part.trained_experts, state["optimizer"])
+        terms["snapshot"] = _term("snapshot", copied)
     if layout.zero == 3:
-        terms["gathered"] = 2 * part.layer_bytes + part.embedding_bytes + PRECISIONS[shape.dtype].gradient * part.layer
+        gathered = 2 * part.layer_bytes + part.embedding_bytes + PRECISIONS[shape.dtype].gradient * part.layer
+        terms["gathered"] = _term("gathered", gathered)
     if shape.method == "qlora":
         matrices = [p.product.weights for layer in rank_layers(spec, tensor, layout.expert) for p in layer.products]
-        terms["dequantised"] = w * max(matrices)
+        terms["dequantised"] = _term("dequantised", w * max(matrices))
     return terms
 
 
@@ -372,7 +423,7 @@ def workspace_bytes(activations: float, n_layers: float, hardware: Hardware) -> 
     nothing is added there."""
     if hardware.kind == "gpu":
         return 0.0
-    return ALLOCATOR_SLACK * activations + BACKWARD_SHARE * activations / n_layers
+    return letter("slack", ALLOCATOR_SLACK) * activations + letter("share", BACKWARD_SHARE) * activations / n_layers
 
 
 def backward_gradient_bytes(dtype: str) -> float:
@@ -388,7 +439,7 @@ def loss_at_peak_bytes(
     gradients and its workspace in one layer; on a GPU, where that was not measured, all of it."""
     if hardware.kind == "gpu":
         return loss
-    return max(loss - backward_gradients - BACKWARD_SHARE * activations / n_layers, 0.0)
+    return largest(loss - backward_gradients - letter("share", BACKWARD_SHARE) * activations / n_layers, 0.0)
 
 
 def process_bytes(shape: TrainingShape, hardware: Hardware) -> float:
@@ -405,8 +456,13 @@ def process_bytes(shape: TrainingShape, hardware: Hardware) -> float:
         if step is not None and step.peak_bytes is not None:
             like, stage = anchor_shape(anchor, dtype, shape), Stage(0, anchor.shallow, first=True, last=True)
             terms = _held_terms(anchor.spec(anchor.shallow), like, hardware, SINGLE, stage)
-            return max(step.peak_bytes - sum(terms.values()), 0.0)
-    return hardware.process.resident_bytes
+            return _resting(max(step.peak_bytes - sum(terms.values()), 0.0))
+    return _resting(hardware.process.resident_bytes)
+
+
+def _resting(n_bytes: float) -> float:
+    source = "resident memory of the process beside everything counted here"
+    return named("process_bytes", letter("process", n_bytes), "bytes", source, "measured")
 
 
 def anchor_shape(anchor: TrainingAnchor, dtype: str, shape: TrainingShape) -> TrainingShape:

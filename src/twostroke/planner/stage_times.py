@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from twostroke.core.named import within
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.anchors import layer_and_around, ratio_at, training_anchors
 from twostroke.planner.hardware import Hardware
@@ -135,21 +136,20 @@ def passes_of(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout:
     """From the rates of parts: each kind of layer is timed once."""
     per_model = Stage(0, spec.n_layers, first=True, last=True)
     layers: dict[str, tuple[tuple[tuple[Work, ...], float], ...]] = {}
+    loss: dict[str, tuple[Work, ...]] = {}
+    setup: dict[str, tuple[Work, ...]] = {}
     for direction in ("forward", "backward"):
-        found = []
-        for layer, count in stage_layers(spec, layout, shape, per_model):
-            works = layer_works(spec, shape, hardware, layer, layout, direction == "backward")
-            if direction == "backward":
-                works += recomputed_works(spec, shape, hardware, layer, layout)
-            found.append((tuple(works), count))
+        found, backward = [], direction == "backward"
+        with within(direction):
+            for layer, count in stage_layers(spec, layout, shape, per_model):
+                works = layer_works(spec, shape, hardware, layer, layout, backward)
+                if backward:
+                    works += recomputed_works(spec, shape, hardware, layer, layout)
+                found.append((tuple(works), count))
+            loss[direction] = tuple(loss_work(spec, shape, hardware, layout.tensor, backward))
+            setup[direction] = tuple(setup_work(spec, shape, hardware, backward))
         layers[direction] = tuple(found)
-    directions = {"forward": False, "backward": True}
-    return Passes(
-        layers,
-        {d: tuple(loss_work(spec, shape, hardware, layout.tensor, backward)) for d, backward in directions.items()},
-        {d: tuple(setup_work(spec, shape, hardware, backward)) for d, backward in directions.items()},
-        spec.n_layers,
-    )
+    return Passes(layers, loss, setup, spec.n_layers)
 
 
 def stage_time(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> StageTime:

@@ -9,11 +9,12 @@ from twostroke.core import engines
 from twostroke.core.described import As, LeftOut
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError
+from twostroke.core.named import inputs, letter, named, within
 from twostroke.core.policy import attends_explicitly, rows_at_once
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.adapters import ALL_LINEAR, adapter_parameters, check_targets
 from twostroke.planner.checkpointing import Resilience, resilience
-from twostroke.planner.communication import Traffic, across_data, within_micro_batch
+from twostroke.planner.communication import Traffic, across_data, shown_traffic, within_micro_batch
 from twostroke.planner.cost import Cost, cost_of
 from twostroke.planner.flops import attention_flops_per_token, training_flops_per_token
 from twostroke.planner.hardware import DATASHEET_NOTE, Hardware
@@ -23,7 +24,7 @@ from twostroke.planner.network import all_reduce_sent_bytes
 from twostroke.planner.params import Parameters, count_parameters
 from twostroke.planner.sharding import rank_memory, rank_state_bytes, stage_held, stages
 from twostroke.planner.stage_times import StageTime, rate_dtype, stage_time, update_work
-from twostroke.planner.work import Work, total_seconds
+from twostroke.planner.work import Work, shown, total_seconds
 
 if TYPE_CHECKING:
     from twostroke.core.recipe import TrainRecipe
@@ -88,14 +89,17 @@ class TrainingShape:
     @property
     def tokens_per_pass(self) -> int:
         """Tokens of one forward and backward: B·T."""
-        return self.batch_size * self.sequence_length
+        tokens = self.batch_size * self.sequence_length
+        return named("tokens_per_pass", tokens, "tokens", "of one replica, as asked for", "given")
 
     def tokens_at_once(self, device_kind: str, n_devices: int) -> int:
         """Tokens of one pass as our engine computes it, which on a CPU cuts a micro-batch (``core.policy.rows_at_once``)."""
         if n_devices > 1:
             return self.tokens_per_pass
         fp32_gradients = self.dtype != "pure_bf16"
-        return self.sequence_length * rows_at_once(device_kind, fp32_gradients, self.batch_size, self.sequence_length)
+        rows = letter("rows", rows_at_once(device_kind, fp32_gradients, self.batch_size, self.sequence_length))
+        source = "of a pass as it is computed: on a CPU the rows of a micro-batch that stay near the cache"
+        return named("tokens_at_once", self.sequence_length * rows, "tokens", source, "given")
 
     @property
     def mode(self) -> str:
@@ -231,37 +235,42 @@ class TrainingPlan:
     @property
     def forward_s(self) -> float:
         """Seconds of all forward passes of one step."""
-        return self.shape.grad_accumulation * total_seconds(self.forward)
+        seconds = self.shape.grad_accumulation * total_seconds(self.forward)
+        return named("forward_s", seconds, "s", "components one after another")
 
     @property
     def backward_s(self) -> float:
-        return self.shape.grad_accumulation * total_seconds(self.backward)
+        seconds = self.shape.grad_accumulation * total_seconds(self.backward)
+        return named("backward_s", seconds, "s", "components one after another, what is computed again included")
 
     @property
     def optimizer_s(self) -> float:
-        return total_seconds(self.optimizer)
+        return named("optimizer_s", total_seconds(self.optimizer), "s", "one update")
 
     @property
     def communication_s(self) -> Annotated[float, "s", "of a step that nothing hides"]:
         """Seconds of a step in which a device waits for a collective: the exposed part."""
-        return sum(t.exposed_s for t in self.traffic)
+        exposed = sum(t.exposed_s for t in self.traffic)
+        return named("communication_s", exposed, "s", "the parts that work does not hide", section="communication")
 
     @property
     def step_time_s(self) -> float:
         """forward + backward + optimizer + data, one after another, and over several devices exposed communication and the
         pipeline's bubble."""
         compute = self.forward_s + self.backward_s + self.optimizer_s + self.data_s
-        return compute + self.communication_s + self.bubble_s
+        source = "one after another; what is hidden is left out"
+        return named("step_time_s", compute + self.communication_s + self.bubble_s, "s", source)
 
     @property
     def tokens_per_step(self) -> Annotated[int, "tokens of one update"]:
         """Tokens of one step over all data-parallel ranks."""
-        return self.shape.tokens_per_step * self.layout.data
+        source = "gradients of all passes and replicas are summed before one update"
+        return named("tokens_per_step", self.shape.tokens_per_step * self.layout.data, "tokens", source, "given")
 
     @property
     def tok_per_s(self) -> float:
         """Of the whole job."""
-        return self.tokens_per_step / self.step_time_s
+        return named("tok_per_s", self.tokens_per_step / self.step_time_s, "tok/s", "of the whole job")
 
     @property
     def planned_only(
@@ -277,12 +286,15 @@ class TrainingPlan:
     @property
     def mfu(self) -> float:
         """Model FLOP a second over the peaks of all devices."""
-        return self.flops_per_token * self.tok_per_s / (self.hardware.peak(self._rate_dtype) * self.layout.n_devices)
+        peak = self.hardware.peak(self._rate_dtype) * self.layout.n_devices
+        source = f"π: {self.hardware.basis} rate of {self._rate_dtype} products"
+        return named("MFU", self.flops_per_token * self.tok_per_s / peak, "share", source, section="time")
 
     @property
     def hfu(self) -> Annotated[float, "share of peak, recomputation included"]:
         """As MFU, with what is computed again counted."""
-        return self.mfu * (1 + self.recomputed_flops_per_token / self.flops_per_token)
+        share = self.mfu * (1 + self.recomputed_flops_per_token / self.flops_per_token)
+        return named("HFU", share, "share", "as MFU, with what is computed again counted", section="time")
 
     @property
     def _rate_dtype(self) -> str:
@@ -291,19 +303,23 @@ class TrainingPlan:
     @property
     def peak_memory_bytes(self) -> float:
         """Sum of the terms: the process at rest, and everything that is alive when backward starts."""
-        return sum(self.memory_bytes.values())
+        return named("peak_memory_bytes", sum(self.memory_bytes.values()), "bytes", "what is alive when backward starts")
 
     @property
     def train_time_s(self) -> float | None:
         """Start-up and all steps; None while their number is open."""
-        return self.startup_s + self.shape.steps * self.step_time_s if self.shape.steps else None
+        if not self.shape.steps:
+            return None
+        seconds = self.startup_s + self.shape.steps * self.step_time_s
+        return named("train_time_s", seconds, "s", "importing and compiling, then all steps")
 
     @property
     def wall_time_s(self) -> Annotated[float | None, "s", "of the run with failures; null while its length is open"]:
         """``train_time_s`` and what failures and checkpoints are expected to add; None while the length is open."""
         if self.train_time_s is None or self.resilience is None:
             return self.train_time_s
-        return self.train_time_s * (1 + self.resilience.lost_share)
+        seconds = self.train_time_s * (1 + self.resilience.lost_share)
+        return named("wall_time_s", seconds, "s", "with failures and checkpoints", section="storage")
 
     def prediction(self) -> Annotated[dict[str, float | dict[str, float]], TrainingPrediction, "the results"]:
         """Ledger names → values."""
@@ -343,9 +359,11 @@ def step_traffic(
         return ()
     part = stage_held(spec, shape, layout, time.stage)
     forward_s, backward_s = total_seconds(time.forward), total_seconds(time.backward)
-    return (
-        *within_micro_batch(spec, shape, hardware, layout, time.stage),
-        *across_data(shape, hardware, layout, part, time.stage.n_layers, forward_s, backward_s),
+    return shown_traffic(
+        (
+            *within_micro_batch(spec, shape, hardware, layout, time.stage),
+            *across_data(shape, hardware, layout, part, time.stage.n_layers, forward_s, backward_s),
+        )
     )
 
 
@@ -355,7 +373,9 @@ def bubble_of(shape: TrainingShape, layout: Layout, time: StageTime, traffic: tu
     if layout.pipeline == 1:
         return 0.0
     inside = sum(t.exposed_s for t in traffic if t.parallel != "data") / shape.grad_accumulation
-    return (layout.pipeline - 1) / layout.interleave * (time.ordinary_s + inside)
+    waited = (layout.pipeline - 1) / layout.interleave * (letter("micro_batch", time.ordinary_s) + inside)
+    source = "filling and emptying the pipeline; Narayanan et al., arXiv 2104.04473, section 2.2"
+    return named("bubble_s", waited, "s", source, section="communication")
 
 
 def training_memory(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout = SINGLE) -> dict[str, float]:
@@ -399,28 +419,36 @@ def plan_training(
     moved = shape.grad_accumulation * sum(w.bytes for w in (*time.forward, *time.backward)) + update[0].bytes
     trained = parameters.total if shape.method == "full" else adapter_parameters(spec, shape.lora_rank, shape.lora_targets)
     n_matrix = parameters.block_matrices if shape.method == "full" else trained
-    precision = PRECISIONS[shape.dtype]
+    precision = inputs(PRECISIONS[shape.dtype])
     state = state_bytes(trained, n_matrix, shape.optimizer, precision.state)
     stored = (FP32 if precision.master else precision.working) * trained + state + (FP32 * trained if shape.average else 0.0)
     masters = max(
         rank_state_bytes(shape, layout, stage_held(spec, shape, layout, stage))["masters"]
         for stage in stages(spec.n_layers, layout.pipeline, layout.interleave)
     )
+    with within("forward"):
+        forward = shown(time.forward, "a pass over a micro-batch on the slowest stage")
+    with within("backward"):
+        backward = shown(time.backward, "a pass over a micro-batch on the slowest stage, what is computed again included")
+    data_s = letter("data_token", ASSUMED_DATA_TOKEN_S) * shape.tokens_per_step
+    source = "weights as they are trained and the optimizer's state, of all ranks"
+    stored = named("checkpoint_bytes", stored, "bytes", source, section="storage")
+    finished = letter("w", bytes_of("fp32" if shape.dtype == "fp32" else shape.compute_dtype)) * trained
     plan = TrainingPlan(
         spec=spec,
         shape=shape,
         hardware=hardware,
         parameters=parameters,
         memory_bytes=training_memory(spec, shape, hardware, layout),
-        forward=time.forward,
-        backward=time.backward,
+        forward=forward,
+        backward=backward,
         optimizer=update,
-        data_s=ASSUMED_DATA_TOKEN_S * shape.tokens_per_step,
+        data_s=named("data_s", data_s, "s", "cutting and packing a replica's batch", "assumed"),
         startup_s=startup_s(shape, hardware),
         flops_per_token=flops_per_token(spec, shape),
         bytes_per_token=moved / shape.tokens_per_step * layout.tensor * layout.pipeline,
         checkpoint_bytes=stored,
-        model_bytes=bytes_of("fp32" if shape.dtype == "fp32" else shape.compute_dtype) * trained,
+        model_bytes=named("model_bytes", finished, "bytes", "the finished model on disk", section="storage"),
         network_bytes_per_step=sum(t.sent_bytes for t in traffic)
         or all_reduce_sent_bytes(bytes_of(shape.compute_dtype) * trained, 2),
         cost=None,
@@ -454,25 +482,31 @@ def flops_per_token(spec: ModelSpec, shape: TrainingShape) -> float:
     """Model FLOP of a token. full: 6·N + 3·attention. Adapters: a frozen matrix has no gradient of its own, so 4·N_matrices
     for the base and 6 a parameter of the adapters."""
     if shape.method == "full":
-        return training_flops_per_token(spec, shape.sequence_length)
+        source = "2 forward, 4 backward"
+        return named("flops_per_token", training_flops_per_token(spec, shape.sequence_length), "FLOP", source)
     adapters = adapter_parameters(spec, shape.lora_rank, shape.lora_targets)
     attention = attention_flops_per_token(spec, shape.sequence_length)
-    return 4 * count_parameters(spec).in_products + 6 * adapters + 3 * attention
+    flops = 4 * count_parameters(spec).in_products + 6 * adapters + 3 * attention
+    source = "a frozen matrix has no gradient of its own: 2 forward, 2 backward; adapters 6"
+    return named("flops_per_token", flops, "FLOP", source)
 
 
 def recomputed_flops_per_token(spec: ModelSpec, shape: TrainingShape, hardware: Hardware) -> float:
     """FLOP of a token's second forward: the blocks' products and attention (full), explicit attention (selective)."""
     attention = attention_flops_per_token(spec, shape.sequence_length)
     if shape.checkpointing == "full":
-        return 2 * count_parameters(spec).active_matrices + attention
+        again = 2 * count_parameters(spec).active_matrices + attention
+        return named("recomputed_flops_per_token", again, "FLOP", "a second forward; checkpointing full")
     explicit = attends_explicitly(hardware.kind, shape.compute_dtype, shape.sequence_length)
-    return attention if shape.checkpointing == "selective" and explicit else 0.0
+    again = attention if shape.checkpointing == "selective" and explicit else 0.0
+    return named("recomputed_flops_per_token", again, "FLOP", "explicit attention again; checkpointing selective")
 
 
 def startup_s(shape: TrainingShape, hardware: Hardware) -> float:
     """Seconds before the first step: importing torch and, compiled, one block's forward and backward."""
     compile_s = (hardware.training.block_compile_s or ASSUMED_COMPILE_S) if shape.compile else 0.0
-    return hardware.process.torch_import_s + compile_s
+    seconds = letter("importing", hardware.process.torch_import_s) + letter("compiling", compile_s)
+    return named("startup_s", seconds, "s", "importing torch and, compiled, one block's forward and backward")
 
 
 def steps_for_budget(

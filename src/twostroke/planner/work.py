@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from twostroke.core.described import As
-from twostroke.core.named import largest, named, records
+from twostroke.core.named import Mark, largest, named, records
 
 COMPONENTS = ("attention", "mlp", "norms", "embedding", "head", "optimizer")
 """Rows of the comparison table, in order. ``attention`` includes its projections and rotary turn, ``head`` loss or sampling."""
@@ -60,6 +60,12 @@ class Work:
             n * self.launch_s,
             n * self.seconds,
         )
+
+    def called(self, name: str, source: str, mark: Mark = "predicted") -> Work:
+        """The same work, its seconds a line of the explanation."""
+        if not records():
+            return self
+        return replace(self, seconds=named(f"{name}_s", self.seconds, "s", source, mark))
 
     def stretched(self, ratio: float) -> Work:
         """The same work in ``ratio`` times the time, every limit with it."""

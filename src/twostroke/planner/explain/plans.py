@@ -6,15 +6,15 @@ from collections.abc import Callable
 from functools import singledispatch
 
 from twostroke.core.described import plain
-from twostroke.core.named import inputs, recording
+from twostroke.core.named import inputs, named, recording
 from twostroke.planner.comparison import Comparison
+from twostroke.planner.cost import crossover_tokens
 from twostroke.planner.crossover import Crossover
 from twostroke.planner.explain.crossover import explain_crossover
 from twostroke.planner.explain.term import Explanation
 from twostroke.planner.explain.trace import Recorded
-from twostroke.planner.explain.training import explain_training
 from twostroke.planner.serving import ServingPlan, plan_serving
-from twostroke.planner.training import TrainingPlan
+from twostroke.planner.training import TrainingPlan, plan_training
 
 
 def explanation_of(plan_again: Callable[[], object]) -> Explanation:
@@ -33,7 +33,11 @@ def explain(plan: object) -> Explanation:
 
 @explain.register
 def _(plan: TrainingPlan) -> Explanation:
-    return explain_training(plan)
+    found = plan.resilience
+    hours = found.mtbf_device_hours if found is not None and found.mtbf_kind == "given" else None
+    return explanation_of(
+        lambda: plan_training(inputs(plan.spec), inputs(plan.shape), inputs(plan.hardware), inputs(plan.layout), hours)
+    )
 
 
 @explain.register
@@ -56,11 +60,13 @@ def explain_comparison(plan: Comparison) -> Explanation:
     terms = Explanation()
     terms.extend(explain(plan.training), "training")
     terms.extend(explain(plan.serving), "serving")
-    training_usd = plan.crossover_served_tokens * plan.serving.usd_per_mtok / 1e6
     what = "the run's rent" if plan.training.cost else "one step's rent: the run's length is open"
-    terms.add(
-        "crossover", "crossover_served_tokens", plan.crossover_served_tokens, "tokens", "training_usd/usd_per_mtok·1e6",
-        f"{what}; served tokens at which both phases have cost the same",
-        training_usd=plan.training.cost.usd if plan.training.cost else training_usd,
-    )  # fmt: skip
+    spent = plan.training.cost.usd if plan.training.cost else plan.crossover_served_tokens * plan.serving.usd_per_mtok / 1e6
+
+    def meeting() -> dict[str, float]:
+        training_usd = named("training_usd", spent, "usd", what, section="crossover")
+        usd_per_mtok = named("usd_per_mtok", plan.serving.usd_per_mtok, "usd", "the serving plan's", section="crossover")
+        return {"tokens": crossover_tokens(training_usd, usd_per_mtok)}
+
+    terms.terms += explanation_of(meeting).terms
     return terms

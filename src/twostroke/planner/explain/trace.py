@@ -142,6 +142,8 @@ class Traced:
         return Traced(math.floor(self.value), "floor", (self,))
 
     def __round__(self, digits: int | None = None) -> Traced:
+        if self.value == int(self.value):
+            return _same(round(self.value, digits), self)
         return Traced(round(self.value, digits), "round", (self,))
 
 
@@ -209,15 +211,32 @@ def _product(left: Any, right: Any) -> Traced:
         return _same(value, right)
     if _is(right, 1):
         return _same(value, left)
+    for one, other in ((_of(left), _of(right)), (_of(right), _of(left))):
+        if one.how == "/" and (rest := _without(other, one.parts[1])) is not None:
+            return _same(value, _product(one.parts[0], rest))
     if _of(right).how == "/" and _is(right.parts[0], 1):
         return _known(value, "/", left, right.parts[1])
     return _known(value, "·", left, right)
+
+
+def _without(product: Traced, factor: Traced) -> Traced | None:
+    """``product`` divided by one of its factors; None where ``factor`` is not one."""
+    factors = list(_factors(product))
+    for i, part in enumerate(factors):
+        if _alike(part, factor):
+            rest = Traced(1, "constant")
+            for other in factors[:i] + factors[i + 1 :]:
+                rest = _product(rest, other)
+            return rest
+    return None
 
 
 def _quotient(left: Any, right: Any) -> Traced:
     value = _value(left) / _value(right)
     if _is(left, 0) or _alike(left, right):
         return Traced(value, "constant")
+    if (rest := _without(_of(left), _of(right))) is not None:
+        return _same(value, rest)
     return _same(value, left) if _is(right, 1) else _known(value, "/", left, right)
 
 
@@ -228,10 +247,8 @@ def _floored(left: Any, right: Any) -> Traced:
     if _alike(left, right):
         return Traced(value, "constant")
     if _value(left) % _value(right) == 0 and _of(left).how != "neg":
-        for i, part in enumerate(_of(left).parts if _of(left).how == "·" else ()):
-            if part.how == "constant" and part.value == _value(right):
-                return _same(value, left.parts[1 - i])
-        return _known(value, "/", left, right)
+        rest = _without(_of(left), _of(right))
+        return _known(value, "/", left, right) if rest is None else _same(value, rest)
     return Traced(value, "floor", (_known(_value(left) / _value(right), "/", left, right),))
 
 
@@ -246,9 +263,20 @@ def format_number(value: float, digits: int = 6) -> str:
 
 
 def _addends(expression: Traced) -> Iterator[Traced]:
-    if expression.how == "+":
+    """In the order they are read, without recursion: a sum over the matrices of all experts has hundreds."""
+    left = [expression]
+    while left:
+        part = left.pop()
+        if part.how == "+":
+            left += reversed(part.parts)
+        else:
+            yield part
+
+
+def _factors(expression: Traced) -> Iterator[Traced]:
+    if expression.how == "·":
         for part in expression.parts:
-            yield from _addends(part)
+            yield from _factors(part)
     else:
         yield expression
 
@@ -293,7 +321,7 @@ def _leaves(expression: Traced) -> Iterator[Traced]:
     if expression.how in ("letter", "named"):
         yield expression
     elif expression.how != "constant":
-        for part in expression.parts:
+        for part in _addends(expression) if expression.how == "+" else expression.parts:
             yield from _leaves(part)
 
 
@@ -352,7 +380,7 @@ class Recorded:
         if section == "time" and self.scope:
             symbol = f"{self.scope}_{symbol}"
         plain, expression = _value(value), value if type(value) is Traced and value.how != "constant" else None
-        if expression is None and plain == 0:
+        if (expression is None and plain == 0) or not math.isfinite(plain):
             return value
         if expression is not None and expression.how == "named" and expression.parts[0].symbol == symbol:
             return expression
@@ -398,7 +426,7 @@ class Recorded:
 def _leaf_key(leaf: Traced) -> str:
     """A leaf by what it is, for comparing expressions."""
     name = leaf.parts[0] if leaf.how == "letter" else id(leaf.parts[0]) if leaf.how == "named" else ""
-    return f"{name}:{leaf.value!r}"
+    return f"{name}:{format_number(leaf.value, 17)}"
 
 
 def _traced(document: Any) -> Iterator[Traced]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from twostroke.core.units import format_bytes
-from twostroke.planner.explain.glossary import GLOSSARY
+from twostroke.planner.explain.glossary import meaning
 from twostroke.planner.explain.term import Explanation, Term
 
 
@@ -29,5 +29,7 @@ def explanation_text(explanation: Explanation) -> str:
             lines += ["", term.section]
             section = term.section
         lines.append(f"  {term_line(term)}")
-    used = dict.fromkeys(name for term in explanation for name in term.used if name in GLOSSARY)
-    return "\n".join([*lines, "", "where", *(f"  {name}: {GLOSSARY[name]}" for name in used)])
+    symbols = {term.symbol for term in explanation}
+    letters = dict.fromkeys(name for term in explanation for name in term.used if name not in symbols)
+    meanings = [f"  {name}: {text}" for name in letters if (text := meaning(name))]
+    return "\n".join([*lines, "", "where", *meanings])
