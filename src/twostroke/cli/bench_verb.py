@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from twostroke.core.errors import ConfigError, TwostrokeError
 if TYPE_CHECKING:
     from twostroke.bench.load import LoadSpec
     from twostroke.core.spec import ModelSpec
+    from twostroke.planner.recording import Planned
     from twostroke.planner.serving import ServingShape
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
@@ -64,12 +66,15 @@ def bench_serve(
     The engine's options are those of a server that is started here; with --url, what is predicted for.
     """
     from twostroke.bench.definitions import Slo
+    from twostroke.bench.engine_counters import FORMULAS as COUNTED
     from twostroke.bench.http_stream import Address
     from twostroke.bench.load import LoadSpec, run_load
     from twostroke.bench.own_server import own_server
+    from twostroke.bench.prediction import latency_quantiles, measured_values
     from twostroke.bench.prompts import PromptMaker
     from twostroke.cli.serve_verb import model_directory
     from twostroke.core.families import read_spec
+    from twostroke.planner.recording import recording
     from twostroke.quantization.held import serving_shape
 
     if endpoint not in ("completions", "chat"):
@@ -113,34 +118,29 @@ def bench_serve(
             own = stack.enter_context(own_server(directory, words(engine)))
             url, server = own.url, own.document
             engine = replace(engine, dtype=own.dtype)  # the engine's choice where --dtype left it that
-        prediction: dict[str, float] = {}
-        shape = None
+        inputs: dict[str, Any] = {"url": url, "scheme": None}
+        plan = None
         if directory is not None and spec is not None:
             shape = serving_shape(directory, spec, engine)
-            prediction = _predicted_load(spec, load, shape)
+            inputs |= {"scheme": shape.scheme, "in_int8": shape.in_int8}
+            plan = functools.partial(_planned_load, spec, load, shape)
         tokenizer = None
         if directory is not None:
             from twostroke.data.tokenizer import load_tokenizer
 
             tokenizer = load_tokenizer(directory)
         subject = f"{directory.resolve().name if directory else url} over HTTP"
-        inputs = {"url": url, "scheme": shape and shape.scheme, **engine.changed(), **plain(load)}
-        run_id = _freeze(subject, inputs, prediction)
+        run = stack.enter_context(recording("bench", subject, {**inputs, **engine.changed(), **plain(load)}, plan, log))
         with progress("load", load.n_requests) as advance:
             result = run_load(url, load, objective, key, tokenizer, progress=lambda ended, _: advance(ended, f"{ended} ended"))
+        measured = measured_values(result.summary, result.records)
+        why = dict.fromkeys(COUNTED, "the server has no /metrics of an engine of ours.") if not result.summary.engine else {}
+        kept = {**measured, "latency_quantiles": latency_quantiles(result.records)}
+        run.measure(kept, "finished" if not result.summary.failures else "partial", why)
     if output is not None:
         result.write_raw(output)
-    from twostroke.bench.engine_counters import FORMULAS as COUNTED
-    from twostroke.bench.prediction import latency_quantiles, measured_values
-    from twostroke.ledger.scoring import unmeasured
-
-    measured = measured_values(result.summary, result.records)
-    why = dict.fromkeys(COUNTED, "the server has no /metrics of an engine of ours.") if not result.summary.engine else {}
-    missing = unmeasured(prediction, measured, why)
-    kept = {**measured, "latency_quantiles": latency_quantiles(result.records), "not_measured": missing}
-    _measure(run_id, kept, "finished" if not result.summary.failures else "partial")
-    document = plain(result) | {"run_id": run_id, "prediction": prediction, "measurement": measured, "server": server}
-    emit(document, "\n".join([result.text(), *_compared(prediction, measured)]), as_json)
+    document = plain(result) | {"run_id": run.run_id, "prediction": run.prediction, "measurement": measured, "server": server}
+    emit(document, "\n".join([result.text(), *_compared(run.prediction, measured)]), as_json)
     if result.summary.n_completed == 0:
         raise TwostrokeError(
             "no request was completed: " + ", ".join(f"{n} × {why}" for why, n in result.summary.failures.items())
@@ -163,6 +163,7 @@ def bench_offline(
     from twostroke.bench.offline import FORMULAS, OfflineSpec, offline_text, run_offline
     from twostroke.cli.serve_verb import model_directory
     from twostroke.core.families import read_spec
+    from twostroke.planner.recording import recording
     from twostroke.quantization.held import serving_shape
 
     offline = OfflineSpec(tuple(batch), prompt_tokens, output_tokens, repeats, seed)
@@ -170,10 +171,11 @@ def bench_offline(
     spec = read_spec(directory)
     _check_context(spec, engine, prompt_tokens + output_tokens)
     shape = serving_shape(directory, spec, engine, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
-    predictions = [_predicted_offline(spec, replace(shape, batch=n)) for n in offline.batches]
     from twostroke.engine.llm import LLM
 
     llm = LLM(directory, **engine.changed())
+    inputs = {"scheme": shape.scheme, "in_int8": shape.in_int8, **engine.changed()}
+    inputs |= {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
     points, runs = [], []
     with progress("offline", len(offline.batches) * repeats) as advance:
         done = 0
@@ -183,15 +185,17 @@ def bench_offline(
             done += 1
             advance(done, "")
 
-        for n, prediction in zip(offline.batches, predictions, strict=True):
-            inputs = {"scheme": shape.scheme, **engine.changed(), "batch": n}
-            inputs |= {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
-            run_id = _freeze(f"{directory.resolve().name} offline, batch {n}", inputs, prediction)
-            point = run_offline(directory, llm, offline, n, step)
-            measured = point.values() | ({"ttft_s": point.prefill_s} if n == 1 else {})
-            _measure(run_id, {name: value for name, value in measured.items() if name != "batch"})
+        for n in offline.batches:
+            subject, plan = (
+                f"{directory.resolve().name} offline, batch {n}",
+                functools.partial(_planned_offline, spec, shape, n),
+            )
+            with recording("bench", subject, inputs | {"batch": n}, plan, log) as run:
+                point = run_offline(directory, llm, offline, n, step)
+                measured = point.values() | ({"ttft_s": point.prefill_s} if n == 1 else {})
+                run.measure({name: value for name, value in measured.items() if name != "batch"})
             points.append(point)
-            runs.append({"run_id": run_id, "prediction": prediction, "measurement": measured})
+            runs.append({"run_id": run.run_id, "prediction": run.prediction, "measurement": measured})
     document = {
         "model": str(directory),
         "dtype": shape.scheme,
@@ -230,56 +234,24 @@ def _first_key(file: Path) -> str:
     return keys[0]
 
 
-def _predicted_load(spec: ModelSpec, load: LoadSpec, shape: ServingShape) -> dict[str, float]:
+def _planned_load(spec: ModelSpec, load: LoadSpec, shape: ServingShape) -> Planned:
     from twostroke.bench.prediction import predict_load
     from twostroke.planner.hardware import load_hardware
+    from twostroke.planner.recording import Planned
 
-    try:
-        return predict_load(spec, load, shape, load_hardware("this", "serve"))
-    except TwostrokeError as error:
-        log(f"no prediction: {error}")
-        return {}
+    machine = load_hardware("this", "serve")
+    return Planned(predict_load(spec, load, shape, machine), machine)
 
 
-def _predicted_offline(spec: ModelSpec, shape: ServingShape) -> dict[str, Any]:
+def _planned_offline(spec: ModelSpec, shape: ServingShape, batch: int) -> Planned:
     from twostroke.planner.hardware import load_hardware
+    from twostroke.planner.recording import Planned
     from twostroke.planner.serving import plan_serving
 
-    try:
-        plan = plan_serving(spec, shape, load_hardware("this", "serve")).prediction()
-    except TwostrokeError as error:
-        log(f"no prediction: {error}")
-        return {}
-    names = ["prefill_tok_per_s", "decode_tok_per_s", "tpot_s"] + (["ttft_s"] if shape.batch == 1 else [])
-    return {name: plan[name] for name in names}
-
-
-def _freeze(subject: str, inputs: Mapping[str, Any], prediction: Mapping[str, Any]) -> str | None:
-    """The run's id; None, with a line on stderr, where the ledger cannot be written: a measurement must not be lost to that."""
-    from twostroke.ledger.store import Ledger
-    from twostroke.planner.hardware import load_hardware
-    from twostroke.planner.intervals import predict_with_intervals
-
-    try:
-        if not prediction:
-            return Ledger().freeze("bench", subject, inputs, {})
-        machine = load_hardware("this", "serve")
-        frozen = predict_with_intervals(prediction, machine, "serve")
-        return Ledger().freeze("bench", subject, {**inputs, "device": machine.label}, frozen)
-    except (TwostrokeError, OSError) as error:
-        log(f"the ledger could not be written: {error}")
-        return None
-
-
-def _measure(run_id: str | None, values: Mapping[str, Any], status: str = "finished") -> None:
-    from twostroke.ledger.store import Ledger
-
-    if run_id is None:
-        return
-    try:
-        Ledger().measure(run_id, values, status)
-    except (TwostrokeError, OSError) as error:
-        log(f"the ledger could not be written: {error}")
+    machine = load_hardware("this", "serve")
+    plan = plan_serving(spec, replace(shape, batch=batch), machine).prediction()
+    names = ["prefill_tok_per_s", "decode_tok_per_s", "tpot_s"] + (["ttft_s"] if batch == 1 else [])
+    return Planned({name: plan[name] for name in names}, machine)
 
 
 def _compared(prediction: Mapping[str, float], measured: Mapping[str, float]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,7 +60,7 @@ def compare(
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Two models side by side: quality with paired 95% intervals, speed, predicted cost, size. Exits 1 if a threshold fails."""
-    from twostroke.cli.side_measurements import SideEntries, costs, machine_of, speeds, training_rates
+    from twostroke.cli.side_measurements import costs, machine_of, side_recording, side_values, speeds, training_rates
     from twostroke.evaluation.comparison import compare_on_tasks, compare_on_text, model_directory, open_sides
     from twostroke.evaluation.held_out import held_out_to_score
     from twostroke.evaluation.scorer import engine_formats
@@ -78,8 +79,9 @@ def compare(
     sides = open_sides(a, b, engine, dtype, engine_formats(head_dtype, kv_dtype))
     result: dict[str, Any] = {name: side.record() for name, side in zip("ab", sides, strict=True)}
     result["size_ratio"] = result["b"]["model_bytes"] / result["a"]["model_bytes"]
-    entries = SideEntries(sides, {"text": text.name if text else None, "tasks": list(task), "limit": limit}, speed)
-    try:
+    inputs = {"text": text.name if text else None, "tasks": list(task), "limit": limit}
+    with contextlib.ExitStack() as stack:
+        runs = [stack.enter_context(side_recording(side, sides, inputs, speed)) for side in sides]
         if text is not None:
             with progress("scoring", 1.0) as advance:
                 result |= compare_on_text(*sides, text, context, stride, advance)
@@ -88,11 +90,9 @@ def compare(
                 result["tasks"] = compare_on_tasks(*sides, tasks, limit, advance)
         if speed:
             result["speed"] = speeds(sides)
-    except BaseException:
-        entries.failed()
-        raise
-    entries.measure(result)
-    result["run_ids"] = entries.run_ids
+        for run, name in zip(runs, "ab", strict=True):
+            run.measure(side_values(result, name))
+    result["run_ids"] = [run.run_id for run in runs]
     result["training"] = training_rates(sides)
     result["cost"] = None if machine is None else costs(sides, machine)
     checks = thresholds.checks(result)

@@ -56,9 +56,9 @@ def evaluate(
     """Bits per byte and perplexity of a model on held-out text, beside what xz -9 needs for the same bytes; tasks."""
     from twostroke.evaluation.comparison import model_directory
     from twostroke.evaluation.held_out import held_out_to_score
-    from twostroke.evaluation.ledger_entry import EvaluationEntry, task_values
     from twostroke.evaluation.scorer import engine_for, engine_formats, open_scorer
     from twostroke.evaluation.task_files import load_task
+    from twostroke.planner.recording import recording
 
     directory = model_directory(model)
     tasks = [load_task(name, task_data) for name in task]
@@ -67,7 +67,7 @@ def evaluate(
     formats = engine_formats(head_dtype, kv_dtype)
     scorer = open_scorer(directory, engine_for(directory, engine, formats), dtype, **formats)
     inputs = {"engine": scorer.engine, "dtype": scorer.formats, "tasks": list(task), "limit": limit}
-    entry = EvaluationEntry(directory, inputs | {"text": text.name if text else None})
+    inputs |= {"model": str(directory), "text": text.name if text else None}
     start = time.perf_counter()
     document: dict[str, Any] = {
         "model": str(directory),
@@ -76,25 +76,21 @@ def evaluate(
         "formats": scorer.formats,
     }
     lines: list[str] = []
-    try:
+    with recording("evaluate", directory.resolve().name, inputs, None, log) as run:
         if text is not None:
             log(f"scoring {directory} on {text.name}")
             with progress("scoring", 1.0) as advance:
                 scored, lines = _score_text(scorer, text, directory, context, stride, advance)
             document |= {"text": text.name, **scored}
         results = run_tasks(scorer, tasks, limit)
-    except BaseException:
-        entry.measure({}, "failed")
-        raise
-    elapsed_s = time.perf_counter() - start
-    values = {k: v for k, v in document.items() if isinstance(v, int | float)} | task_values(results)
-    entry.measure(values | {"elapsed_s": elapsed_s})
-    if entry.problem:
-        log(entry.problem)
+        elapsed_s = time.perf_counter() - start
+        values = {k: v for k, v in document.items() if isinstance(v, int | float)}
+        values |= {f"{r.task}_{name}": metric.value for r in results for name, metric in r.metrics().items()}
+        run.measure(values | {"elapsed_s": elapsed_s})
     if results:
         lines += [*([""] if lines else []), *task_table(results)]
         lines.append(f"{scorer.engine} engine, {scorer.formats}, {format_seconds(elapsed_s)}")
-    document |= {"tasks": results, "elapsed_s": elapsed_s, "run_id": entry.run_id}
+    document |= {"tasks": results, "elapsed_s": elapsed_s, "run_id": run.run_id}
     emit(document, "\n".join(lines), as_json)
 
 

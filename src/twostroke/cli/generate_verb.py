@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -22,10 +23,15 @@ if TYPE_CHECKING:
     from twostroke.engine.core import EngineStats
     from twostroke.engine.llm import LLM, RequestOutput
     from twostroke.engine.meters import Achieved
-    from twostroke.planner.hardware import Hardware
+    from twostroke.planner.recording import Planned
     from twostroke.scheduling.sampling_params import SamplingParams
 
 app = typer.Typer(add_completion=False)
+
+UNMEASURED = {"e2e_s": "an answer ended before --max-tokens: less work than was predicted."} | dict.fromkeys(
+    ("tpot_s", "decode_tok_per_s", "prefill_tok_per_s"), "no step of its kind was computed."
+)
+"""Why a number that was predicted was not measured."""
 
 
 @app.command(name="generate")
@@ -51,6 +57,7 @@ def generate(
     """Continue prompts on this machine, without a server: text as it is made, then how fast it was."""
     from twostroke.cli.serve_verb import model_directory
     from twostroke.core.families import read_spec
+    from twostroke.planner.recording import recording
     from twostroke.scheduling.sampling_params import SamplingParams
 
     directory = model_directory(model)
@@ -61,25 +68,23 @@ def generate(
         frequency_penalty=frequency_penalty,
     )  # fmt: skip
     prompts = list(prompt) or [_stdin()]
-    record = _Record(directory, prompts, params, engine)
+    inputs = {"directory": str(directory), "dtype": engine.dtype, "n_prompts": len(prompts)}
+    plan = functools.partial(_planned, directory, prompts, params, engine)
+    run = recording("generate", directory.resolve().name, inputs, plan, log)
     began = time.perf_counter()
     # Idle OpenMP threads shall sleep soon: spinning, they keep the thread they wait for off a core that others use as well.
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "300"
-    from twostroke.engine.llm import LLM
+    with run:
+        from twostroke.engine.llm import LLM
+        from twostroke.engine.meters import achieved
 
-    try:
         llm = LLM(directory, **engine.changed())
         startup_s = time.perf_counter() - began
         outputs = llm.generate(prompts, params) if as_json else _stream(llm, prompts, params)
-    except BaseException:
-        record.failed()
-        raise
-    from twostroke.engine.meters import achieved
-
-    stats, rates = llm.stats(), achieved(llm.engine, hardware=record.hardware)
-    measured = _measured(directory, llm, rates, outputs, startup_s)
-    record.measure({**measured, "not_measured": record.unmeasured(measured)})
+        stats, rates = llm.stats(), achieved(llm.engine, hardware=run.planned.hardware)
+        measured = _measured(directory, llm, rates, outputs, startup_s)
+        run.measure(measured, why=UNMEASURED)
     document: dict[str, Any] = {
         "model": str(directory),
         "dtype": llm.engine.dtype,
@@ -97,8 +102,8 @@ def generate(
             for output in outputs
             for answer in output.outputs
         ],
-        "run_id": record.run_id,
-        "prediction": record.prediction,
+        "run_id": run.run_id,
+        "prediction": run.prediction,
         "measurement": measured,
     }
     failed = [i for i, output in enumerate(outputs) if any(a.finish_reason == "error" for a in output.outputs)]
@@ -196,79 +201,30 @@ def _speed(stats: EngineStats, measured: Mapping[str, float], rates: Achieved, d
     return "\n".join([*filter(None, lines), *without_limits(rates)])
 
 
-class _Record:
-    """This run in the ledger. Frozen before the model is loaded; a ledger that cannot be written is said, and stops nothing."""
+def _planned(directory: Path, prompts: Sequence[str], params: SamplingParams, engine: EngineSettings) -> Planned:
+    """All prompts at once, of their mean length, each computed once for all its answers."""
+    from twostroke.core.families import read_spec
+    from twostroke.data.tokenizer import load_tokenizer
+    from twostroke.planner.hardware import load_hardware
+    from twostroke.planner.load import closed_loop
+    from twostroke.planner.recording import Planned
+    from twostroke.planner.serving import plan_serving
+    from twostroke.quantization.held import serving_shape
 
-    def __init__(self, directory: Path, prompts: Sequence[str], params: SamplingParams, engine: EngineSettings) -> None:
-        self.run_id: str | None = None
-        self.prediction: dict[str, Any] = {}
-        self.hardware: Hardware | None = None
-        inputs: dict[str, Any] = {"directory": str(directory), "dtype": engine.dtype, "n_prompts": len(prompts)}
-        try:
-            inputs |= self._predict(directory, prompts, params, engine)
-        except TwostrokeError as error:
-            log(f"no prediction: {error}")
-        from twostroke.ledger.store import Ledger
-        from twostroke.planner.intervals import predict_with_intervals
-
-        try:
-            frozen = predict_with_intervals(self.prediction, self.hardware, "serve")
-            self.run_id = Ledger().freeze("generate", directory.resolve().name, inputs, frozen)
-        except (TwostrokeError, OSError) as error:
-            log(f"the ledger could not be written: {error}")
-
-    def _predict(
-        self, directory: Path, prompts: Sequence[str], params: SamplingParams, engine: EngineSettings
-    ) -> dict[str, Any]:
-        """Fills ``prediction`` and returns the shape that it is for: all prompts at once, of their mean length, each computed
-        once for all its answers."""
-        from twostroke.core.families import read_spec
-        from twostroke.data.tokenizer import load_tokenizer
-        from twostroke.planner.hardware import load_hardware
-        from twostroke.planner.load import closed_loop
-        from twostroke.planner.serving import plan_serving
-        from twostroke.quantization.held import serving_shape
-
-        self.hardware = load_hardware("this", "serve")
-        spec, tokenizer = read_spec(directory), load_tokenizer(directory)
-        longest = min(engine.max_model_len or spec.max_positions, spec.max_positions)
-        n_prompt = max(1, round(sum(len(tokenizer.encode(text).ids) for text in prompts) / len(prompts)))
-        shape = serving_shape(
-            directory,
-            spec,
-            engine,
-            batch=len(prompts) * params.n,
-            answers=params.n,
-            prompt_tokens=n_prompt,
-            output_tokens=max(1, min(params.max_tokens, longest - n_prompt)),
-        )
-        plan = plan_serving(spec, shape, self.hardware)
-        ttft_s, _, e2e_s = closed_loop(plan.steps, shape.prompts, requests=shape.prompts)  # all come at once
-        together = {"ttft_s": ttft_s, "e2e_s": e2e_s, "output_tok_per_s": shape.batch * shape.output_tokens / e2e_s}
-        self.prediction = {**plan.prediction(), **together}
-        return {"shape": vars(shape), "device": self.hardware.label}
-
-    def measure(self, values: Mapping[str, Any], status: str = "finished") -> None:
-        from twostroke.ledger.store import Ledger
-
-        if self.run_id is None:
-            return
-        try:
-            Ledger().measure(self.run_id, values, status)
-        except (TwostrokeError, OSError) as error:
-            log(f"the ledger could not be written: {error}")
-
-    def unmeasured(self, measured: Mapping[str, float]) -> dict[str, str]:
-        """Why each prediction that was not measured was not."""
-        from twostroke.ledger.scoring import unmeasured
-
-        early = "an answer ended before --max-tokens: less work than was predicted."
-        none = "no step of its kind was computed."
-        return unmeasured(
-            self.prediction,
-            measured,
-            {"e2e_s": early} | dict.fromkeys(("tpot_s", "decode_tok_per_s", "prefill_tok_per_s"), none),
-        )
-
-    def failed(self) -> None:
-        self.measure({}, "failed")
+    hardware = load_hardware("this", "serve")
+    spec, tokenizer = read_spec(directory), load_tokenizer(directory)
+    longest = min(engine.max_model_len or spec.max_positions, spec.max_positions)
+    n_prompt = max(1, round(sum(len(tokenizer.encode(text).ids) for text in prompts) / len(prompts)))
+    shape = serving_shape(
+        directory,
+        spec,
+        engine,
+        batch=len(prompts) * params.n,
+        answers=params.n,
+        prompt_tokens=n_prompt,
+        output_tokens=max(1, min(params.max_tokens, longest - n_prompt)),
+    )
+    plan = plan_serving(spec, shape, hardware)
+    ttft_s, _, e2e_s = closed_loop(plan.steps, shape.prompts, requests=shape.prompts)  # all come at once
+    together = {"ttft_s": ttft_s, "e2e_s": e2e_s, "output_tok_per_s": shape.batch * shape.output_tokens / e2e_s}
+    return Planned({**plan.prediction(), **together}, hardware, {"shape": vars(shape)})

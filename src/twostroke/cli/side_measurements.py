@@ -15,6 +15,7 @@ from twostroke.core.errors import CorruptFileError, InputError, TwostrokeError
 if TYPE_CHECKING:
     from twostroke.evaluation.comparison import Side
     from twostroke.planner.hardware import Hardware
+    from twostroke.planner.recording import Planned, Recording
     from twostroke.planner.serving import ServingPlan
 
 BATCHES = (1, 8)
@@ -105,54 +106,31 @@ def training_rates(sides: Sequence[Side]) -> dict[str, float | None]:
     return found
 
 
-class SideEntries:
-    """A ledger entry for each model: its speed predicted on this machine beforehand, where that is calibrated."""
+def side_recording(side: Side, sides: Sequence[Side], inputs: Mapping[str, Any], speed: bool) -> Recording:
+    """A ledger entry for one of the two models, its speed predicted on this machine where that is calibrated."""
+    from twostroke.planner.recording import recording
 
-    def __init__(self, sides: Sequence[Side], inputs: Mapping[str, Any], speed: bool) -> None:
-        from twostroke.evaluation.ledger_entry import EvaluationEntry
+    (other,) = (s for s in sides if s is not side)
+    own = {"model": str(side.directory), "engine": side.scorer.engine, "dtype": side.scorer.dtype}
+    own |= {"beside": str(other.directory)}
+    plan = (lambda: _planned_speed(side, sides)) if speed else None
+    return recording("evaluate", side.directory.resolve().name, {**inputs, **own}, plan, log)
 
-        self.entries = []
-        for i, side in enumerate(sides):
-            own = {"engine": side.scorer.engine, "dtype": side.scorer.dtype, "beside": str(sides[1 - i].directory)}
-            self.entries.append(
-                EvaluationEntry(side.directory, {**inputs, **own}, self._prediction(side, sides) if speed else {})
-            )
-        self._say()
 
-    @staticmethod
-    def _prediction(side: Side, sides: Sequence[Side]) -> Mapping[str, Any]:
-        from twostroke.planner.hardware import load_hardware
-        from twostroke.planner.intervals import predict_with_intervals
+def _planned_speed(side: Side, sides: Sequence[Side]) -> Planned:
+    from twostroke.planner.hardware import load_hardware
+    from twostroke.planner.recording import Planned
 
-        try:
-            machine = load_hardware("this", "serve")
-            plan = _plan(side, sides, machine, 1).prediction()
-        except TwostrokeError:
-            return {}
-        names = ("prefill_tok_per_s", "decode_tok_per_s")
-        return predict_with_intervals({name: plan[name] for name in names}, machine, "serve")
+    machine = load_hardware("this", "serve")
+    plan = _plan(side, sides, machine, 1).prediction()
+    return Planned({name: plan[name] for name in ("prefill_tok_per_s", "decode_tok_per_s")}, machine)
 
-    @property
-    def run_ids(self) -> list[str | None]:
-        return [entry.run_id for entry in self.entries]
 
-    def measure(self, result: Mapping[str, Any]) -> None:
-        for name, entry in zip("ab", self.entries, strict=True):
-            side = result[name]
-            values: dict[str, Any] = {k: v for k, v in side.items() if k in ("bits_per_byte", "nats_per_token", "model_bytes")}
-            for task in result.get("tasks", ()):
-                values |= {f"{task['task']}_{metric}": found[name] for metric, found in task["metrics"].items()}
-            for point in result.get("speed", ())[:1]:
-                values |= point[name]
-            entry.measure(values)
-        self._say()
-
-    def failed(self) -> None:
-        for entry in self.entries:
-            entry.measure({}, "failed")
-
-    def _say(self) -> None:
-        for entry in self.entries:
-            if entry.problem:
-                log(entry.problem)
-                entry.problem = None
+def side_values(result: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What was measured of side ``name``, "a" or "b", by the ledger's names."""
+    values: dict[str, Any] = {k: v for k, v in result[name].items() if k in ("bits_per_byte", "nats_per_token", "model_bytes")}
+    for task in result.get("tasks", ()):
+        values |= {f"{task['task']}_{metric}": found[name] for metric, found in task["metrics"].items()}
+    for point in result.get("speed", ())[:1]:
+        values |= point[name]
+    return values

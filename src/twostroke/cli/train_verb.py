@@ -102,12 +102,11 @@ def _score_briefly(decoder: Decoder, prepared: PreparedData) -> dict[str, float]
 
 def _score(result: TrainingResult, dtype: str) -> dict[str, Any]:
     """Score the finished model on the run's held-out text as ``twostroke eval`` does; add it to ledger and summary."""
-    from twostroke.core.errors import TwostrokeError
     from twostroke.evaluation.bits import bits_per_byte, default_context
     from twostroke.evaluation.conversations import score_answers
     from twostroke.evaluation.held_out import held_out_to_score
-    from twostroke.ledger.store import Ledger
     from twostroke.model.load import load_model
+    from twostroke.planner.recording import Planned, Recording
     from twostroke.training.run_directory import RunDirectory, write_json
 
     text = held_out_to_score(result.model)
@@ -121,9 +120,6 @@ def _score(result: TrainingResult, dtype: str) -> dict[str, Any]:
             scored = bits_per_byte(decoder, text, tokenizer_path=result.model, progress=advance)
             values = {"heldout_bits_per_byte": scored.bits_per_byte, "xz_bits_per_byte": scored.xz_bits_per_byte}
     summary = result.summary | {"measurement": result.summary["measurement"] | values}
-    try:
-        Ledger().measure(result.run_id, values)
-    except (TwostrokeError, OSError) as error:
-        log(f"the score was not recorded in the ledger: {error}")
+    Recording(result.run_id, Planned(), log).measure(values)
     write_json(RunDirectory(result.directory).summary, summary)
     return summary

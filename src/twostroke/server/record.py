@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from twostroke.core.described import plain
 from twostroke.core.engine_settings import EngineSettings
-from twostroke.core.errors import ConfigError, TwostrokeError
+from twostroke.core.errors import ConfigError
 from twostroke.core.families import read_config, spec_from_config
-from twostroke.ledger.scoring import unmeasured
-from twostroke.ledger.store import Ledger
 from twostroke.planner.hardware import load_hardware
-from twostroke.planner.intervals import predict_with_intervals
+from twostroke.planner.recording import Planned, recording
 from twostroke.planner.serving import ServingShape, plan_serving
 from twostroke.quantization.held import serving_shape
 from twostroke.server import wire
@@ -47,26 +46,20 @@ def unlike(shape: ServingShape | None, medians: Mapping[str, float], engine: Map
 
 
 class ServeRecord:
-    """Frozen in the ledger before the model is loaded. A ledger that cannot be written never keeps a server from starting:
-    it is said in the log, and ``run_id`` is None."""
+    """The entry of one server, frozen before the model is loaded."""
 
     def __init__(self, directory: Path, settings: EngineSettings) -> None:
-        self.run_id: str | None = None
         self._directory = directory
         self._shape: ServingShape | None = None
-        self._prediction: Mapping[str, object] = {}
-        self._measured: dict[str, Any] = {}
-        self._inputs: dict[str, object] = {"directory": str(directory), **asdict(settings)}
-        try:
-            self._prediction = self._predict(directory, settings)
-        except TwostrokeError as error:
-            log.warning("no prediction for the ledger: %s", error)
-        try:
-            self.run_id = Ledger().freeze("serve", directory.resolve().name, self._inputs, self._prediction)
-        except (TwostrokeError, OSError) as error:
-            log.warning("the ledger could not be written: %s", error)
+        inputs = {"directory": str(directory), **plain(settings)}
+        plan = functools.partial(self._plan, directory, settings)
+        self._run = recording("serve", directory.resolve().name, inputs, plan, log.warning)
 
-    def _predict(self, directory: Path, settings: EngineSettings) -> Mapping[str, object]:
+    @property
+    def run_id(self) -> str | None:
+        return self._run.run_id
+
+    def _plan(self, directory: Path, settings: EngineSettings) -> Planned:
         spec = spec_from_config(read_config(directory))
         longest = min(settings.max_model_len or spec.max_positions, spec.max_positions)
         # One request that fills half of a short context and at most 512 tokens of a long one: the planner's usual shape.
@@ -77,8 +70,7 @@ class ServeRecord:
             raise ConfigError("max_model_len=1 leaves no room for an answer.")
         hardware = load_hardware("this", "serve")
         self._shape = shape
-        self._inputs |= {"device": hardware.label, "shape": asdict(shape)}
-        return predict_with_intervals(plan_serving(spec, shape, hardware).prediction(), hardware, "serve")
+        return Planned(plan_serving(spec, shape, hardware).prediction(), hardware, {"shape": plain(shape)})
 
     def started(self, ready: wire.Ready, startup_s: float) -> None:
         values = {
@@ -87,7 +79,7 @@ class ServeRecord:
             "kv_cache_bytes": ready.kv_cache_bytes,
             "model_bytes": sum(file.stat().st_size for file in self._directory.glob("*.safetensors")),
         }
-        self._measure(values, "partial")
+        self._run.measure(values, "partial")
 
     def ended(self, served: Served, engine: Mapping[str, float]) -> None:
         """Latencies, rates and memory of what was served, while the engine still answers. Times go under the prediction's names
@@ -107,18 +99,7 @@ class ServeRecord:
         values["http_peak_memory_bytes"] = peak_memory_bytes()
         if "peak_memory_bytes" in engine:
             values["peak_memory_bytes"] = engine["peak_memory_bytes"]
-        measured = self._measured.keys() | values.keys()
-        values["not_measured"] = unmeasured(self._prediction, measured, dict.fromkeys(TIMES, why) if why else {})
-        self._measure(values, "partial")
+        self._run.measure(values, "partial", dict.fromkeys(TIMES, why) if why else {})
 
     def stopped(self, totals: Mapping[str, float]) -> None:
-        self._measure({f"served_{name}": value for name, value in totals.items()}, "finished")
-
-    def _measure(self, values: Mapping[str, Any], status: str) -> None:
-        self._measured |= values
-        if self.run_id is None:
-            return
-        try:
-            Ledger().measure(self.run_id, values, status)
-        except (TwostrokeError, OSError) as error:
-            log.warning("the ledger could not be written: %s", error)
+        self._run.measure({f"served_{name}": value for name, value in totals.items()})

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from twostroke.core.errors import TwostrokeError
-from twostroke.ledger.scoring import unmeasured
 from twostroke.model.load import save_model
 from twostroke.planner.params import count_parameters
 from twostroke.training.adapters import write_adapters
@@ -72,11 +71,11 @@ def finish(run: TrainingRun) -> TrainingResult:
         "compiled": run.train_step.is_compiled,
         "weights_sha256": weights_sha256(run.masters.weights),
         "environment": environment(run.device, run.train_step.is_compiled),
-        "prediction": run.prediction,
+        "prediction": run.entry.prediction,
         "measurement": measured,
         "notes": run.notes,
     }
-    record_measurement(run, measured, "finished", "; ".join(run.notes) or None)
+    run.entry.measure(measured, "finished", {}, "; ".join(run.notes) or None)
     write_json(run.directory.summary, summary)
     return TrainingResult(run.directory.path, run.directory.model, run.resolved.run_id, summary)
 
@@ -142,13 +141,3 @@ def _memory_measurement(run: TrainingRun) -> dict[str, Any]:
         measured["activations_bytes"] = run.train_step.activations_bytes(run.last_batch)
         run.notes.append("activations_bytes are the storages that autograd saved in one micro-step (saved-tensor hooks)")
     return measured
-
-
-def record_measurement(run: TrainingRun, measured: dict[str, Any], status: str, notes: str | None) -> None:
-    """Record ``measured`` in the ledger, with a reason for each prediction that was not measured. If the ledger cannot be
-    written, that is logged, and the run still gets its summary."""
-    missing = unmeasured(run.prediction, measured, {})
-    try:
-        run.ledger.measure(run.resolved.run_id, {**measured, "not_measured": missing}, status, notes)
-    except (TwostrokeError, OSError) as error:
-        run.log(f"the measurement was not recorded: {error}")

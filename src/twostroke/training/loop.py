@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -20,15 +20,14 @@ from twostroke.core.spec import ModelSpec
 from twostroke.data.background import BackgroundLoader
 from twostroke.data.loader import Batch
 from twostroke.data.shards import PreparedData
-from twostroke.ledger.store import Ledger
 from twostroke.model.decoder import Decoder
-from twostroke.planner.hardware import Hardware
+from twostroke.planner.recording import Recording
 from twostroke.planner.training import TrainingShape, flops_per_token
 from twostroke.training.anomalies import AnomalyLog, SpikeWatch, anchor_every
 from twostroke.training.build import build, capture, random_states, restore_random
 from twostroke.training.checkpoint import CheckpointError
 from twostroke.training.clock import StepClock
-from twostroke.training.finish import TrainingResult, finish, finished, record_measurement, step_measurement
+from twostroke.training.finish import TrainingResult, finish, finished, step_measurement
 from twostroke.training.measurement import PARTS, StepRecord
 from twostroke.training.memory import memory_bytes, peak_memory_bytes, reset_peak
 from twostroke.training.observers import Observer, Observers, requested
@@ -79,15 +78,12 @@ class TrainingRun:
         directory: RunDirectory,
         resolved: Resolved,
         prepared: PreparedData,
-        hardware: Hardware | None,
-        prediction: dict[str, Any],
+        entry: Recording,
         resumes: bool,
         log: Log,
-        ledger: Ledger,
     ) -> None:
         self.recipe, self.directory, self.resolved, self.prepared = recipe, directory, resolved, prepared
-        self.hardware, self.prediction, self.resumes = hardware, prediction, resumes
-        self.log, self.ledger = log, ledger
+        self.entry, self.resumes, self.log = entry, resumes, log
         self._flops_per_token = flops_per_token(resolved.spec, TrainingShape.from_recipe(recipe, resolved.steps))
         self.notes: list[str] = []
         self.step = self.tokens = 0
@@ -110,7 +106,8 @@ class TrainingRun:
         return self.elapsed_before_s + time.perf_counter() - self._began
 
     def mfu(self, tok_per_s: float) -> float | None:
-        peak = self.hardware.peak_flop_per_s.get(self.recipe.train.compute_dtype) if self.hardware is not None else None
+        hardware = self.entry.planned.hardware
+        peak = hardware.peak_flop_per_s.get(self.recipe.train.compute_dtype) if hardware is not None else None
         return None if peak is None else self._flops_per_token * tok_per_s / peak
 
     def save(self) -> Path:
@@ -174,7 +171,7 @@ class TrainingRun:
         except (TwostrokeError, RuntimeError, MemoryError) as error:
             self.saver.settle()
             status = "interrupted" if isinstance(error, Interrupted) else "failed"
-            record_measurement(self, step_measurement(self), status, str(error))
+            self.entry.measure(step_measurement(self), status, {}, str(error))
             if not _is_out_of_memory(error):
                 raise
             raise CapacityError(

@@ -20,8 +20,8 @@ from twostroke.data.shards import PreparedData, open_prepared
 from twostroke.ledger.scoring import numbers_of
 from twostroke.ledger.store import Ledger
 from twostroke.planner.hardware import Hardware, load_hardware
-from twostroke.planner.intervals import predict_with_intervals
 from twostroke.planner.params import count_parameters
+from twostroke.planner.recording import Planned, Recording, freeze
 from twostroke.planner.training import TrainingShape, plan_training
 from twostroke.training.adapters import check_adapters
 from twostroke.training.environment import environment
@@ -71,28 +71,27 @@ def start(
     hardware, why_not = _hardware_of(pick_device())
     if resolved is not None:
         prepared = _same_data(recipe, resolved, data_progress)
-        frozen = _frozen_prediction(ledger, resolved.run_id)
-        return TrainingRun(recipe, directory, resolved, prepared, hardware, frozen, True, log, ledger)
+        planned = Planned(_frozen_prediction(ledger, resolved.run_id), hardware)
+        entry = Recording(resolved.run_id, planned, log, ledger)
+        return TrainingRun(recipe, directory, resolved, prepared, entry, True, log)
     prepared = prepare(recipe.data, progress=data_progress)
     spec = resolve_spec(recipe, prepared, hardware)
     check_adapters(recipe, spec)
     steps = resolve_steps(recipe, spec, hardware)
-    prediction: dict[str, Any] = {}
+    planned = Planned()
     if hardware is not None:
         plan = plan_training(spec, TrainingShape.from_recipe(recipe, steps), hardware)
-        prediction = plan.prediction()
+        planned = Planned(plan.prediction(), hardware)
     else:
         log(f"no prediction and no MFU: {why_not}")
     inputs = {
-        "device": None if hardware is None else hardware.label,
         "recipe": plain(recipe),
         "spec": _plain(spec),
         "steps": steps,
         "n_train_tokens": prepared.n_train_tokens,
         "run_directory": str(directory.path.resolve()),
     }
-    frozen = predict_with_intervals(prediction, hardware, "train", ledger)
-    run_id = ledger.freeze("train", str(directory.path), inputs, frozen)
+    run_id = freeze("train", str(directory.path), inputs, planned, ledger)
     resolved = Resolved(
         spec=spec,
         steps=steps,
@@ -105,7 +104,7 @@ def start(
         if not directory.is_unused():
             raise InputError(f"another process has just begun a run in {directory.path}. Name another directory.")
         directory.create(recipe, resolved)
-    return TrainingRun(recipe, directory, resolved, prepared, hardware, prediction, False, log, ledger)
+    return TrainingRun(recipe, directory, resolved, prepared, Recording(run_id, planned, log, ledger), False, log)
 
 
 def _hardware_of(device: torch.device) -> tuple[Hardware | None, str]:
@@ -175,7 +174,7 @@ def describe(run: TrainingRun) -> str:
         f"{format_count(tokens)} tokens ({tokens / max(1, run.prepared.n_train_tokens):.2g} epochs of "
         f"{format_count(run.prepared.n_train_tokens)})"
     )
-    time_s, peak = run.prediction.get("train_time_s"), run.prediction.get("peak_memory_bytes")
+    time_s, peak = run.entry.prediction.get("train_time_s"), run.entry.prediction.get("peak_memory_bytes")
     if isinstance(time_s, float) and isinstance(peak, float):
         line += f"; predicted {format_seconds(time_s)}, {format_bytes(peak)}"
     return line
