@@ -91,6 +91,7 @@ class Scheme:
     In our engine: ``native`` is the library's format ("": it has none), ``torch`` the products of the torch runner for few rows
     and for many, ``steps`` the runners whose whole steps calibration measures in it. ``beside`` names the scheme that a
     directory may hold single matrices in instead. ``disk`` is its layout, ``own`` the row that it stands for in the engine.
+    ``label`` is what a comparison's table calls it, where that is not its name.
     """
 
     name: str
@@ -142,7 +143,7 @@ class Scheme:
     @property
     def computes_in_codes(self) -> bool:
         """Whether the native library multiplies the codes themselves; else they are expanded once, at loading."""
-        return self.quantised and NATIVE_FORMATS[self.native].coded
+        return self.quantised and self.native != "" and NATIVE_FORMATS[self.native].coded
 
     def multiplied(self, runner: str) -> str:
         """What products of the "native" or the "torch" runner multiply: the codes, by their own name, or the plain type that
@@ -228,7 +229,7 @@ TORCH_STEPS = tuple(row.name for row in _ROWS if "torch" in row.steps)
 """Those whose steps calibration measures, one after another."""
 
 WEIGHTS = tuple(dict.fromkeys(row.family for row in _ROWS if row.native))
-"""What ``dtype`` and ``head_dtype`` of the engine may be; a directory's own group is found."""
+"""What the engine calls them, without a group: the values of ``head_dtype``."""
 
 TORCH_WEIGHTS = tuple(dict.fromkeys(row.family for row in _ROWS if row.torch))
 """Those of them that the torch runner runs."""
