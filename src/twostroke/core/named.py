@@ -106,6 +106,11 @@ def exponential(value: float) -> float:
     return math.exp(value) if _record is None else _record.call("exp", math.exp, (value,))
 
 
+def logarithm_of_1_plus(value: float) -> float:
+    """``math.log1p``."""
+    return math.log1p(value) if _record is None else _record.call("log1p", math.log1p, (value,))
+
+
 def exponential_less_1(value: float) -> float:
     """``math.expm1``."""
     return math.expm1(value) if _record is None else _record.call("expm1", math.expm1, (value,))

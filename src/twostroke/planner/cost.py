@@ -213,7 +213,8 @@ class ProjectCost:
 
     @property
     def usd(self) -> Annotated[float, "$", "in all"]:
-        return sum(self.items.values())
+        source = "the run and the costs beside it that are often forgotten"
+        return named("training_usd", sum(self.items.values()), "usd", source, section="training")
 
 
 def project_cost(run_usd: float, inputs: ProjectInputs) -> ProjectCost:
@@ -226,17 +227,17 @@ def project_cost(run_usd: float, inputs: ProjectInputs) -> ProjectCost:
             "repeated runs": run_usd * inputs.repeated_runs,
             "data acquisition": inputs.data_acquisition_usd,
             "data cleaning": inputs.data_cleaning_usd,
-            "people": inputs.people_months * price("person_usd_per_month").value,
+            "people": inputs.people_months * price("person_usd_per_month").named("person_usd", "usd/month"),
             "evaluation": inputs.evaluation_usd,
             "storage": storage_usd(inputs.stored_gb * 1e9, inputs.storage_months),
-            "egress": inputs.egress_gb * price("egress_usd_per_gb").value,
+            "egress": inputs.egress_gb * price("egress_usd_per_gb").named("egress_usd", "usd/GB"),
         },
     )
 
 
 def storage_usd(n_bytes: float, months: float) -> float:
     """$ = GB · months · $/GB-month."""
-    return n_bytes / 1e9 * months * price("storage_usd_per_gb_month").value
+    return n_bytes / 1e9 * months * price("storage_usd_per_gb_month").named("storage_usd", "usd/GB/month")
 
 
 # -- tokens ---------------------------------------------------------------------------------------------------------------

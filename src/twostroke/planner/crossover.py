@@ -12,6 +12,7 @@ from typing import Annotated, NamedTuple, Protocol
 
 from twostroke.core.described import As, LeftOut
 from twostroke.core.errors import ConfigError
+from twostroke.core.named import exponential_less_1, letter, logarithm_of_1_plus, named
 from twostroke.planner.api_prices import ApiPrice
 from twostroke.planner.cost import (
     DeviceRate,
@@ -63,7 +64,8 @@ class Demand:
 
     @property
     def tokens_per_request(self) -> int:
-        return self.prompt_tokens + self.output_tokens
+        tokens = self.prompt_tokens + self.output_tokens
+        return named("tokens_per_request", tokens, "tokens", "both phases", section="demand")
 
     @property
     def tokens_per_day(self) -> Annotated[float, "tokens", "of prompts and answers on the first day"]:
@@ -76,13 +78,13 @@ class Demand:
     @property
     def daily_growth(self) -> float:
         """ln(1+g) a day; below a 10⁻¹⁵th it is none, and the formulae with it would divide by it."""
-        rate = math.log1p(self.growth_per_month) / DAYS_PER_MONTH
-        return rate if abs(rate) > 1e-15 else 0.0
+        rate = logarithm_of_1_plus(self.growth_per_month) / DAYS_PER_MONTH
+        return named("daily_growth", rate, "", "ln(1 + g) a day", section="demand") if not -1e-15 <= rate <= 1e-15 else 0.0
 
     def requests_until(self, day: float) -> float:
         """Requests of the first ``day`` days: r·day, or with growth r·month/ln(1+g)·((1+g)^(day/month) − 1)."""
         rate = self.daily_growth
-        return self.requests_per_day * (math.expm1(rate * day) / rate if rate else day)
+        return self.requests_per_day * (exponential_less_1(rate * day) / rate if rate else day)
 
     def day_of(self, requests: float) -> float | None:
         """Days until so many requests have come, the inverse of ``requests_until``; None where a shrinking demand never gets
@@ -90,7 +92,7 @@ class Demand:
         rate, days = self.daily_growth, requests / self.requests_per_day
         if rate == 0:
             return days
-        return math.log1p(days * rate) / rate if days * rate > -1 else None
+        return logarithm_of_1_plus(days * rate) / rate if days * rate > -1 else None
 
 
 class Serving(Protocol):
@@ -145,7 +147,7 @@ class PaidByReplica:
             return self.usd_per_replica_day * day * self.replicas(demand, 0)
         whole = math.floor(day)
         replica_days = sum(self.replicas(demand, d) for d in range(whole)) + (day - whole) * self.replicas(demand, whole)
-        return self.usd_per_replica_day * replica_days
+        return self.usd_per_replica_day * letter("replica_days", replica_days)
 
     def day_of(self, demand: Demand, usd: float) -> float | None:
         left = usd
@@ -246,26 +248,40 @@ class Crossover:
     @property
     def requests(self) -> float | None:
         """Requests served by that day."""
-        return None if self.day is None else self.demand.requests_until(self.day)
+        if self.day is None:
+            return None
+        return named("requests", self.demand.requests_until(self.day), "requests", "served by that day", section="crossover")
 
     @property
     def tokens(self) -> float | None:
         """Tokens served by that day, prompts included."""
-        return None if self.requests is None else self.requests * self.demand.tokens_per_request
+        if self.requests is None:
+            return None
+        tokens = self.requests * self.demand.tokens_per_request
+        return named("tokens", tokens, "tokens", "served by that day, prompts included", section="crossover")
 
     @property
     def output_tokens(self) -> float | None:
-        return None if self.requests is None else self.requests * self.demand.output_tokens
+        if self.requests is None:
+            return None
+        tokens = self.requests * self.demand.output_tokens
+        return named("output_tokens", tokens, "tokens", "of answers, by that day", section="crossover")
 
     @property
     def serving_usd(self) -> float:
         """$ of serving over the horizon."""
-        return self.serving.usd_until(self.demand, self.horizon_months * DAYS_PER_MONTH)
+        usd = self.serving.usd_until(self.demand, letter("months", self.horizon_months) * DAYS_PER_MONTH)
+        return named("serving_usd", usd, "usd", "over the horizon", section="crossover")
 
     @property
     def saved_usd(self) -> Saved:
         """$ that a tenth saved is worth over the horizon: once in training, every day in serving."""
-        return Saved(SAVED * self.training.usd, SAVED * self.serving_usd)
+        share = letter("saved", SAVED)
+        training, serving = share * self.training.usd, share * self.serving_usd
+        return Saved(
+            named("training_saved", training, "usd", "saved once", section="crossover"),
+            named("serving_saved", serving, "usd", "saved over the horizon", section="crossover"),
+        )
 
     @property
     def prediction(self) -> Annotated[CrossoverPrediction, "the results"]:
@@ -328,6 +344,7 @@ def break_even_requests_per_day(replica: PaidByReplica, api_usd_per_request: flo
     """Requests a day whose API bill pays one replica, day and night; None where they are more than the replica can serve: then
     the API is cheaper at any load."""
     requests = replica.usd_per_replica_day / api_usd_per_request
+    requests = named("break_even_requests_per_day", requests, "requests", "the API's bill pays one replica", section="api")
     return requests if requests <= replica.requests_per_replica_day else None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from formulas import evaluate
 from twostroke.planner.api_prices import api_price
 from twostroke.planner.cost import ProjectInputs, project_cost
 from twostroke.planner.crossover import Demand, PaidByReplica, PaidByRequest, Serving, plan_crossover
@@ -21,10 +22,11 @@ def test_every_term_of_a_crossover_evaluates_to_its_value(serving: Serving, grow
     )
     terms = explain(plan)
     for term in terms:
-        assert term.evaluated == pytest.approx(term.value, rel=1e-9), term.symbol  # the same numbers in another order
+        assert evaluate(term.formula, term.substitutions) == pytest.approx(term.value, rel=1e-9), (
+            term.symbol
+        )  # the same numbers in another order
     assert terms["training_usd"].value == pytest.approx(plan.training.usd)
-    if growth == 0 or isinstance(serving, PaidByRequest):
-        assert terms["day"].value == plan.day
-        assert terms["serving_usd"].value == plan.serving_usd
-    else:  # added up day by day: no formula is better than a wrong one
-        assert "day" not in {t.symbol for t in terms}
+    assert terms["day"].value == plan.day
+    assert terms["serving_usd"].value == plan.serving_usd
+    # Whole replicas are added up day by day: no formula is better than a wrong one.
+    assert (terms["day"].formula == "given") == isinstance(serving, PaidByReplica)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from formulas import evaluate
 from machines import machine, small_llama
 from twostroke.cli.main import main
 from twostroke.core.described import plain
@@ -54,9 +55,9 @@ MODELS: dict[str, ModelSpec] = {
 def held(terms: Explanation) -> int:
     """How many terms there are: every formula gives its value, and every letter is explained."""
     wrong = [
-        f"{t.section} {t.symbol}: the plan says {t.value!r}, {t.formula} = {t.substituted} gives {t.evaluated!r}"
+        f"{t.section} {t.symbol}: the plan says {t.value!r}, {t.formula} = {t.substituted} gives {found!r}"
         for t in terms
-        if t.evaluated != pytest.approx(t.value, rel=RELATIVE, abs=1e-15)
+        if (found := evaluate(t.formula, t.substitutions)) != pytest.approx(t.value, rel=RELATIVE, abs=1e-15)
     ]
     assert not wrong, "\n".join(wrong)
     symbols = {t.symbol for t in terms}

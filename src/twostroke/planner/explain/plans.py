@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import singledispatch
 
 from twostroke.core.described import plain
 from twostroke.core.named import inputs, named, recording
 from twostroke.planner.comparison import Comparison
-from twostroke.planner.cost import crossover_tokens
-from twostroke.planner.crossover import Crossover
-from twostroke.planner.explain.crossover import explain_crossover
+from twostroke.planner.cost import crossover_tokens, project_cost
+from twostroke.planner.crossover import Crossover, PaidByReplica, break_even_requests_per_day
 from twostroke.planner.explain.term import Explanation
 from twostroke.planner.explain.trace import Recorded
 from twostroke.planner.serving import ServingPlan, plan_serving
@@ -52,7 +52,7 @@ def _(plan: Comparison) -> Explanation:
 
 @explain.register
 def _(plan: Crossover) -> Explanation:
-    return explain_crossover(plan)
+    return explanation_of(lambda: _crossover_again(plan))
 
 
 def explain_comparison(plan: Comparison) -> Explanation:
@@ -70,3 +70,24 @@ def explain_comparison(plan: Comparison) -> Explanation:
 
     terms.terms += explanation_of(meeting).terms
     return terms
+
+
+def _crossover_again(plan: Crossover) -> Crossover:
+    """Whole replicas are added up day by day: the day on which they have cost enough has no formula."""
+    run_usd = named("run_usd", plan.training.items["final run"], "usd", "the training plan's, or given", section="training")
+    training = project_cost(run_usd, inputs(plan.training.inputs))
+    demand, serving, day, api = inputs(plan.demand), inputs(plan.serving), plan.day, plan.api
+    if day is not None:
+        whole = isinstance(plan.serving, PaidByReplica)
+        met = day if whole else serving.day_of(demand, training.usd)
+        source = "serving has cost what training did" + (": whole replicas, added up day by day" if whole else "")
+        day = named("day", met or day, "days", source, section="crossover")
+    if api is not None:
+        source = f"{api.price.model}, {api.price.vendor}: {api.price.source}; {api.price.date}"
+        usd = named("api_usd_per_request", api.usd_per_request, "usd", source, "given", "api")
+        requests = break_even_requests_per_day(serving, usd) if isinstance(serving, PaidByReplica) else None
+        same = requests is not None and requests == api.break_even_requests_per_day
+        api = replace(
+            api, usd_per_request=usd, break_even_requests_per_day=requests if same else api.break_even_requests_per_day
+        )
+    return Crossover(training, demand, serving, plan.horizon_months, day, api, plan.energy)

@@ -8,15 +8,13 @@ from typing import Annotated
 
 from twostroke.core.errors import ConfigError
 from twostroke.core.named import Mark
-from twostroke.planner.explain.formula import evaluate, substituted, symbols
 
 
 @dataclass(frozen=True)
 class Term:
     """``symbol = formula``: one number of a plan.
 
-    ``value`` is the plan's own number, not the formula's: tests/planner/explain evaluates the formula with
-    ``substitutions`` and compares. ``substituted`` is the formula with its numbers; ``section`` groups terms for reading.
+    ``value`` is the plan's own number, ``substituted`` the formula with its numbers. ``section`` groups terms for reading.
     """
 
     section: Annotated[str, "group of terms"]
@@ -30,11 +28,6 @@ class Term:
     mark: Annotated[Mark, "predicted, measured, datasheet, assumed or given"] = "predicted"
 
     @property
-    def evaluated(self) -> float:
-        """What the formula gives. Raises ConfigError for a name without a number."""
-        return evaluate(self.formula, self.substitutions)
-
-    @property
     def used(self) -> tuple[str, ...]:
         """Names in the formula."""
         return tuple(self.substitutions)
@@ -42,7 +35,7 @@ class Term:
 
 @dataclass
 class Explanation:
-    """Terms in the order they are read. A later term may use the symbol of an earlier one: its value is substituted."""
+    """Terms in the order they are read. A formula may use the symbol of another term."""
 
     terms: list[Term] = field(default_factory=list)
 
@@ -54,26 +47,7 @@ class Explanation:
         for term in reversed(self.terms):
             if term.symbol == symbol:
                 return term
-        raise ConfigError(
-            f"no term explains {symbol!r} so far. There are: {', '.join(t.symbol for t in self.terms) or 'none'}."
-        )
-
-    def add(
-        self,
-        section: str,
-        symbol: str,
-        value: float,
-        unit: str,
-        formula: str,
-        source: str,
-        mark: Mark = "predicted",
-        /,
-        **numbers: float,
-    ) -> None:
-        """Appends a term. ``numbers`` are substituted; a name in the formula that is not among them is an earlier symbol."""
-        known = {name: numbers[name] if name in numbers else self[name].value for name in symbols(formula)}
-        text = substituted(formula, known)
-        self.terms.append(Term(section, symbol, float(value), unit, formula, text, known, source, mark))
+        raise ConfigError(f"no term explains {symbol!r}. There are: {', '.join(t.symbol for t in self.terms) or 'none'}.")
 
     def extend(self, terms: Explanation, phase: str) -> None:
         """Appends the terms of one phase, their sections named for it; a model's parameters only once."""

@@ -1,11 +1,9 @@
-"""Formulas as people write them (·, ×, −, ⌈x⌉, x²) and as they are computed: one text for both, so that an explanation can
-be evaluated and held against the number it explains."""
+"""Formulas of ``--explain`` as they are read (·, −, ⌈x⌉, √), evaluated: what is printed is held against its number."""
 
 from __future__ import annotations
 
 import ast
 import math
-import re
 import unicodedata
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -36,6 +34,7 @@ _FUNCTIONS: dict[str, Callable[..., float]] = {
     "sqrt": math.sqrt,
     "log2": math.log2,
     "ln": math.log,
+    "log1p": math.log1p,
     "exp": math.exp,
     "expm1": math.expm1,
 }
@@ -61,18 +60,11 @@ def parse(formula: str) -> ast.expr:
         raise ConfigError(f"formula {formula!r} is not arithmetic. Write numbers, names, + − · / ^ and functions.") from None
 
 
-def symbols(formula: str) -> tuple[str, ...]:
-    """The names that ``formula`` leaves to be substituted, in the order they are read, each once."""
-    called = {id(node.func) for node in ast.walk(parse(formula)) if isinstance(node, ast.Call)}
-    names = [(n.col_offset, n.id) for n in ast.walk(parse(formula)) if isinstance(n, ast.Name) and id(n) not in called]
-    return tuple(dict.fromkeys(name for _, name in sorted(names)))
-
-
 def evaluate(formula: str, substitutions: Mapping[str, float]) -> float:
     """The number that ``formula`` gives with each name replaced by its number.
 
     Nothing but numbers, names, + − · / ^ and the functions above is understood. Raises ConfigError, naming the formula,
-    for a name without a number and for anything else (tests/planner/explain/test_formula.py).
+    for a name without a number and for anything else (tests/test_formulas.py).
     """
     # Python reads identifiers in this normal form; keys are written by people.
     known = {unicodedata.normalize("NFKC", name): value for name, value in substitutions.items()}
@@ -97,21 +89,3 @@ def evaluate(formula: str, substitutions: Mapping[str, float]) -> float:
         return value_of(parse(formula))
     except ZeroDivisionError:
         raise ConfigError(f"formula {formula!r} divides by zero.") from None
-
-
-def format_number(value: float) -> str:
-    """A number inside a formula: whole ones in full, others with six significant digits."""
-    if value == int(value) and abs(value) < 1e15:
-        return str(int(value))
-    return f"{value:.6g}"
-
-
-def substituted(formula: str, substitutions: Mapping[str, float]) -> str:
-    """``formula`` with numbers in place of its names, for reading."""
-    known = {unicodedata.normalize("NFKC", name): value for name, value in substitutions.items()}
-
-    def number(match: re.Match[str]) -> str:
-        name = unicodedata.normalize("NFKC", match.group())
-        return format_number(known[name]) if name in known else match.group()
-
-    return re.sub(r"(?<![\w.])[^\W\d]\w*", number, formula)
