@@ -215,7 +215,9 @@ async def _first_model(address: Address, headers: dict[str, str]) -> str:
     try:
         answer = await exchange(address, "GET", "/v1/models", headers=headers, timeout_s=10.0)
     except HttpError as error:
-        raise TwostrokeError(f"the server at {address.host}:{address.port} does not answer: {error}.") from None
+        raise TwostrokeError(
+            f"the server at {address.host}:{address.port} does not answer: {error}. Start it, or name another with --url."
+        ) from None
     if answer.status != 200:
         raise TwostrokeError(f"GET /v1/models answered {answer.status}{_error_sentence(answer)}.")
     try:

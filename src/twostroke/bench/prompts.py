@@ -41,7 +41,7 @@ class PromptMaker:
                 with text_file.open("rb") as file:
                     self._text = file.read(MAX_TEXT_BYTES).decode("utf-8", errors="replace")
             except OSError as error:
-                raise DataError(f"prompt text {text_file} cannot be read: {error.strerror}.") from None
+                raise DataError(f"prompt text {text_file} cannot be read: {error.strerror}. Name another file.") from None
             if len(self._text.split()) < 100:
                 raise DataError(f"prompt text {text_file} holds fewer than 100 words; prompts are cut from it.")
 

@@ -199,7 +199,10 @@ class _Worker:
         if n_valid < 0:
             (length,) = _read(process, (1,), np.int64).tolist()
             sentence = _read(process, (length,), np.uint8).tobytes().decode()
-            raise TwostrokeError(f"a batch could not be read from the prepared data: {sentence}.")
+            raise TwostrokeError(
+                f"a batch could not be read from the prepared data: {sentence}. If it is damaged, delete it and prepare it "
+                "again."
+            )
         shape = (n_rows, int(self._description["sequence_length"]))
         tokens, targets, positions = (_read(process, shape, np.int64) for _ in range(3))
         return Rows(tokens, targets, positions, _read(process, shape, np.int32), n_valid)

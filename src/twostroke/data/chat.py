@@ -224,4 +224,4 @@ def read_template_file(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CorruptFileError(f"{file} cannot be read as UTF-8 text ({type(error).__name__}).") from None
+        raise CorruptFileError(f"{file} cannot be read as UTF-8 text ({type(error).__name__}). Save it as UTF-8.") from None

@@ -64,10 +64,10 @@ def reading(file: SourceFile) -> Iterator[None]:
         check_unchanged([file])
         raise
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{file.path} is not a whole gzip file: {error}.") from None
+        raise DataError(f"{file.path} is not a whole gzip file: {error}. Copy or download it again.") from None
     except OSError as error:
         if error.errno is None and file.path.lower().endswith(".zst"):
-            raise DataError(f"{file.path} is not a whole zstd file: {error}.") from None
+            raise DataError(f"{file.path} is not a whole zstd file: {error}. Copy or download it again.") from None
         raise DataError(f"{file.path} cannot be read: {error.strerror or error}.") from None
 
 
@@ -93,7 +93,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise DataError(f"{where} is not valid JSON: {error}.") from None
+        raise DataError(f"{where} is not valid JSON: {error}. Correct it, or leave the file out.") from None
 
 
 def read_array(file: SourceFile) -> Iterator[tuple[int, str, Any]]:
@@ -102,7 +102,7 @@ def read_array(file: SourceFile) -> Iterator[tuple[int, str, Any]]:
         raise DataError(f"{file.path} is longer than {MAX_JSON_BYTES} bytes. Write it as .jsonl, a record a line.")
     content = Path(file.path).read_bytes()
     if not content.strip():
-        raise DataError(f"{file.path} is empty.")
+        raise DataError(f"{file.path} is empty. Leave it out, or write a JSON array of records.")
     records = parse_json(content, file.path)
     if not isinstance(records, list):
         raise DataError(f"{file.path} must hold a JSON array of records. A file of one record a line is named .jsonl.")

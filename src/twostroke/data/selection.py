@@ -108,7 +108,8 @@ def select(
         _take(inventory, source, True, lambda done: progress(min(1.0, (before + done) / total), "reading"))
         if len(inventory) == n_held:
             raise DataError(
-                f"the sources hold no text: {source.report.n_empty} of {source.report.n_files} files or records are empty."
+                f"the sources hold no text: {source.report.n_empty} of {source.report.n_files} files or records are empty. "
+                "Name other sources."
             )
         progress(1.0, "looking for near-duplicates" if recipe.dedup == "near" else "looking for duplicates")
         verdicts, sizes, buckets = inventory.judge(), inventory.n_bytes, inventory.buckets

@@ -136,7 +136,7 @@ def _find(source: str, suffixes: Sequence[str]) -> tuple[list[SourceFile], int]:
         elif (found := _source_file(candidate, key)) is not None:
             files.append(found)
     if not files:
-        raise DataError(f"{what} holds no regular file of the formats {', '.join(suffixes)}.")
+        raise DataError(f"{what} holds no regular file of the formats {', '.join(suffixes)}. Name another source.")
     return files, n_other_files
 
 

@@ -93,7 +93,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         tokenizer.no_padding()
     except BaseException as error:
         raise CorruptFileError(
-            f"{file} is not a tokenizer.json that the tokenizers library reads: {library_error(error)}."
+            f"{file} is not a tokenizer.json that the tokenizers library reads: {library_error(error)}. Download it again."
         ) from None
     try:
         _check_growth(tokenizer, file)

@@ -266,7 +266,7 @@ def _xz_ratio(blocks: Iterable[bytes], name: str) -> float:
         n_out += len(compressor.compress(block))
     n_out += len(compressor.flush())
     if n_in == 0:
-        raise DataError(f"{name} holds no text to compress.")
+        raise DataError(f"{name} holds no text to compress. Name another file.")
     return 8 * n_out / n_in
 
 

@@ -135,7 +135,9 @@ class DecoderScorer:
         if bad:
             raise InputError(f"token {bad[0]} is not in the model's vocabulary of {n_vocabulary}. Use the model's tokenizer.")
         if len(ids) - 1 > self.longest:
-            raise InputError(f"a sequence of {len(ids)} tokens is longer than the model's max_positions={self.longest} + 1.")
+            raise InputError(
+                f"a sequence of {len(ids)} tokens is longer than the model's max_positions={self.longest} + 1. Cut it."
+            )
 
 
 def _scores(logits: Tensor, targets: Tensor) -> TokenScores:

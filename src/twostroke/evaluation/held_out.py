@@ -133,7 +133,7 @@ def tokenize_with_ends(text: HeldOutText, tokenizer: Tokenizer, eos_id: int) -> 
 
 def _joined(parts: list[npt.NDArray[np.int64]], n_bytes: int, text: HeldOutText) -> npt.NDArray[np.int64]:
     if n_bytes == 0:
-        raise DataError(f"{text.name} holds no text to score.")
+        raise DataError(f"{text.name} holds no text to score. Name other text.")
     return np.concatenate(parts)
 
 
@@ -153,7 +153,7 @@ def held_out_to_score(
     prepared again. Raises InputError if two texts or none are named, DataError if the run's data has changed.
     """
     if sources and prepared_data is not None:
-        raise InputError("give --data or --prepared, not both.")
+        raise InputError("--data and --prepared both name a text to score. Give --data or --prepared, not both.")
     if sources:
         return held_out_from_sources(sources, text_key)
     if prepared_data is not None:

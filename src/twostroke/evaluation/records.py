@@ -68,7 +68,7 @@ def read_records(file: Path, most: int | None = None) -> Records:
     try:
         raw = file.read_bytes()
     except OSError as error:
-        raise DataError(f"task data {file} cannot be read: {error.strerror or error}.") from None
+        raise DataError(f"task data {file} cannot be read: {error.strerror or error}. Name another file.") from None
     rows: list[Record] = []
     for number, line in enumerate(raw.split(b"\n"), 1):
         if not line.strip():

@@ -94,7 +94,9 @@ class _Cursor:
         try:
             text = raw.decode("utf-8")
         except UnicodeDecodeError:
-            raise CorruptFileError(f"{self.file}: {what} is not UTF-8: {raw[:40]!r}.") from None
+            raise CorruptFileError(
+                f"{self.file}: {what} is not UTF-8: {raw[:40]!r}. The file is damaged; download it again."
+            ) from None
         self.allowance.take(sys.getsizeof(text) + 8, what)
         return text
 
@@ -104,7 +106,10 @@ class _Cursor:
         if kind == _STRING:
             return self.string(what)
         if kind != _ARRAY:
-            raise CorruptFileError(f"{self.file}: {what} has value type {kind}, which GGUF does not define.")
+            raise CorruptFileError(
+                f"{self.file}: {what} has value type {kind}, which GGUF does not define. The file is damaged; download it "
+                "again."
+            )
         inner = self.scalar("<I", what)
         if inner not in _SCALARS and inner != _STRING:
             raise CorruptFileError(
@@ -128,7 +133,7 @@ class GgufFile:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         if not self.path.is_file():
-            raise InputError(f"{self.path} does not exist.")
+            raise InputError(f"{self.path} does not exist. Name a GGUF file.")
         if self.path.stat().st_size < 24:
             raise CorruptFileError(f"{self.path} is {self.path.stat().st_size} bytes; a GGUF file has a header of 24.")
         with self.path.open("rb") as stream:
@@ -189,7 +194,8 @@ class GgufFile:
                 raise CorruptFileError(f"{self.path}: tensor {name!r:.80} occurs twice.")
             if offset % alignment or offset < end:
                 raise CorruptFileError(
-                    f"{self.path}: tensor {name!r:.80} at offset {offset} is misaligned or overlaps the one before."
+                    f"{self.path}: tensor {name!r:.80} at offset {offset} is misaligned or overlaps the one before. The file "
+                    "is damaged; download it again."
                 )
             end = offset + n_bytes
             if data_start + end > len(self._data):

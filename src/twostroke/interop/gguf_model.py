@@ -116,7 +116,9 @@ def _spec(file: GgufFile, metadata: _Metadata, a: str) -> ModelSpec:
             "Give the file of a whole model."
         )
     if metadata.integer(f"{a}.expert_count", 0):
-        raise UnsupportedFamilyError(f"{file.path} is a mixture of experts, which is not read from GGUF.")
+        raise UnsupportedFamilyError(
+            f"{file.path} is a mixture of experts, which is not read from GGUF. Give the model as a Hugging Face directory."
+        )
     width, n_heads = metadata.integer(f"{a}.embedding_length"), metadata.integer(f"{a}.attention.head_count")
     if n_heads < 1:
         raise CorruptFileError(f"{file.path}: metadata {a}.attention.head_count={n_heads} must be at least 1.")
@@ -188,7 +190,10 @@ def _readers(file: GgufFile, spec: ModelSpec, paired: bool) -> dict[str, Callabl
     def part(name: str, *shape: int) -> str:
         info = file.tensors.get(name)
         if info is None:
-            raise CorruptFileError(f"{file.path} has no tensor {name!r}, which a model of its metadata needs.")
+            raise CorruptFileError(
+                f"{file.path} has no tensor {name!r}, which a model of its metadata needs. The file is incomplete; download it "
+                "again."
+            )
         if info.shape != shape:
             raise CorruptFileError(
                 f"{file.path}: tensor {name!r} has shape {list(info.shape)}, but its metadata asks for {list(shape)}."

@@ -122,7 +122,7 @@ def _read(source: str | Path, tokenizer: Path | None) -> SourceModel:
         return _read_file(path, tokenizer)
     if isinstance(source, str) and is_hub_name(source):
         return _read_directory(download(source))
-    raise InputError(f"{path} does not exist, and is not a Hub name of the form owner/name.")
+    raise InputError(f"{path} does not exist, and is not a Hub name of the form owner/name. Check the path.")
 
 
 def _read_file(path: Path, tokenizer: Path | None) -> SourceModel:
@@ -139,7 +139,9 @@ def _read_file(path: Path, tokenizer: Path | None) -> SourceModel:
     if path.suffix == ".bin":
         given = tokenizer if tokenizer is not None and tokenizer.is_file() and tokenizer.suffix == ".bin" else None
         return read_llama2c(path, given or (_tokenizer_beside(path) if tokenizer is None else None))
-    raise CorruptFileError(f"{path} is neither GGUF (it does not begin with GGUF) nor a llama2.c .bin file.")
+    raise CorruptFileError(
+        f"{path} is neither GGUF (it does not begin with GGUF) nor a llama2.c .bin file. Give one of those or a directory."
+    )
 
 
 def _tokenizer_beside(path: Path) -> Path | None:

@@ -208,7 +208,10 @@ class Ledger:
                 ),
             )
         except ValueError as error:
-            raise CorruptFileError(f"ledger {self.path} is damaged: run {row['run_id']} cannot be read ({error}).") from None
+            raise CorruptFileError(
+                f"ledger {self.path} is damaged: run {row['run_id']} cannot be read ({error}). Move it away to start a new "
+                "ledger."
+            ) from None
 
     # -- the file --------------------------------------------------------------------------------------------------------
 

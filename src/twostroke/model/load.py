@@ -58,7 +58,10 @@ def open_weights(directory: Path | str) -> tuple[ModelSpec, Callable[[str], Tens
         for part in entry.parts:
             name = stored_name(spec, part.name, files.infos)
             if name not in files:
-                raise CorruptFileError(f"{directory} has no tensor {name!r}, which its config.json ({spec.family}) asks for.")
+                raise CorruptFileError(
+                    f"{directory} has no tensor {name!r}, which its config.json ({spec.family}) asks for. Download the model "
+                    "again."
+                )
             info, shape = files.infos[name], entry.stored_shape(part)
             if info.shape != shape:
                 raise CorruptFileError(

@@ -50,7 +50,7 @@ def read_header(file: Path, allowance: Allowance | None = None) -> dict[str, Ten
     Raises InputError if the file does not exist, CorruptFileError if it breaks the format or its header needs too much
     memory."""
     if not file.is_file():
-        raise InputError(f"{file} does not exist.")
+        raise InputError(f"{file} does not exist. Name a model directory with its weights.")
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)
@@ -79,7 +79,8 @@ def read_header(file: Path, allowance: Allowance | None = None) -> dict[str, Ten
     for begin, end, name in sorted(spans):
         if begin != position:
             raise CorruptFileError(
-                f"{file}: tensor {name!r:.80} begins at byte {begin} and should begin at {position}: a hole or an overlap."
+                f"{file}: tensor {name!r:.80} begins at byte {begin} and should begin at {position}: a hole or an overlap. "
+                "Copy or download it again."
             )
         position = end
     if 8 + length + position != size:
@@ -164,7 +165,7 @@ class WeightFiles:
 
 def _weight_files(directory: Path) -> list[Path]:
     if not directory.is_dir():
-        raise InputError(f"model directory {directory} does not exist.")
+        raise InputError(f"model directory {directory} does not exist. Name one with config.json and weights.")
     index = directory / INDEX_NAME
     if not index.is_file():
         single = directory / SINGLE_NAME

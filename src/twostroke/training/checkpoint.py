@@ -199,7 +199,7 @@ def verify_checkpoint(path: Path) -> None:
         raise CorruptFileError(f"{path / MANIFEST} has format {manifest.get('format')!r}, and this release reads {FORMAT}.")
     files = manifest.get("files")
     if not isinstance(files, dict) or set(files) != {MODEL, OPTIMIZER, STATE}:
-        raise CorruptFileError(f"{path / MANIFEST} does not list {MODEL}, {OPTIMIZER} and {STATE}.")
+        raise CorruptFileError(f"{path / MANIFEST} does not list {MODEL}, {OPTIMIZER} and {STATE}. It was altered.")
     with ThreadPoolExecutor(len(files)) as pool:  # hashing releases the interpreter lock
         for _ in pool.map(lambda name: _verify_file(path / name, files[name]), files):
             pass
