@@ -174,7 +174,7 @@ def test_a_load_that_makes_no_sense_is_refused(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://x", "http://", "http://x:99999", "http://x:8000?a=b"])
-def test_an_address_that_is_none_is_refused(url: str) -> None:
+def test_a_wrong_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="url"):
         Address.parse(url)
 

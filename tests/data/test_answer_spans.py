@@ -43,7 +43,7 @@ def mask(tokenizer: Tokenizer, template: str | None, turns=TURNS, special: bool 
     return encoding.ids, assistant_mask(encoding, rendered.spans)
 
 
-def test_every_answer_with_its_end_of_turn_and_nothing_else(tokenizer: Tokenizer) -> None:
+def test_exactly_the_answers_and_their_end_tokens_are_learned(tokenizer: Tokenizer) -> None:
     ids, learned = mask(tokenizer, CHATML)
     assert learned_pieces(tokenizer, ids, learned) == [
         "A list holds  things,\n\n in order.   <|im_end|>",

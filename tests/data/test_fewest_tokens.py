@@ -64,7 +64,7 @@ def test_a_long_text_has_many() -> None:
     assert FewestTokens(BOUNDED["NFC"]).of("é" * 3_000) == 6_000 / 5 // 9 + 1
 
 
-def test_nothing_is_said_where_characters_may_disappear() -> None:
+def test_there_is_no_bound_if_characters_may_disappear() -> None:
     nothing = {
         "replaced by less": byte_fallback(normalizers.Replace("  ", "")),
         "stripped": byte_level(normalizers.Strip()),

@@ -54,7 +54,7 @@ def test_shares_do_not_drift_over_a_billion_windows() -> None:
     assert counts.tolist() == pytest.approx([1000 * share for share in mixture.shares], abs=2)
 
 
-def test_equal_weights_take_turns_and_decimal_weights_are_exact() -> None:
+def test_equal_weights_alternate_and_decimal_weights_are_exact() -> None:
     assert Mixture([1, 1, 1]).take(6)[0].tolist() == [0, 1, 2, 0, 1, 2]
     sources, _ = Mixture([0.7, 0.2, 0.1]).take(1000)
     assert np.bincount(sources).tolist() == [700, 200, 100]

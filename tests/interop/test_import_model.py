@@ -150,7 +150,7 @@ def test_wrong_paths_formats_and_targets_get_a_sentence(tmp_path: Path) -> None:
 # --- the Hub, without a network ----------------------------------------------------------------------------------------------
 
 
-def test_hub_names_are_told_from_paths() -> None:
+def test_hub_names_are_distinguished_from_paths() -> None:
     assert hub.is_hub_name("Qwen/Qwen3-0.6B")
     assert hub.is_hub_name("openai-community/gpt2")
     for path in ("gpt2", "/models/x", "./a/b", "../a/b", "a/b/c", "a/b.gguf", "a/b.bin", "a b/c", ""):

@@ -151,7 +151,7 @@ class TestRefusals:
         with pytest.raises(ConfigError, match=sentence):
             load_model(directory)
 
-    def test_a_configuration_that_is_none(self, tmp_path: Path) -> None:
+    def test_an_adapter_configuration_that_is_wrong_is_refused(self, tmp_path: Path) -> None:
         directory = self.make(tmp_path)
         for text, sentence in (("{", "is not valid JSON"), ("[]", "must hold a JSON object"), ("{}", "peft_type=None")):
             (directory / CONFIG_NAME).write_text(text)

@@ -86,7 +86,7 @@ def test_only_what_is_new_is_sent(tmp_path: Path) -> None:
     assert state(reader, **(known | {"have": "99999"}))["first"] == 6
 
 
-def test_a_log_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
+def test_a_log_that_was_rewritten_is_read_from_its_beginning(tmp_path: Path) -> None:
     begin_run(tmp_path)
     reader = RunReader(tmp_path)
     append(tmp_path, "".join(line(step) for step in range(1, 9)))
@@ -98,7 +98,7 @@ def test_a_log_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
     assert (after["first"], after["points"]["step"], after["points"]["loss"]) == (0, [1, 2, 3], [1.0, 1.0, 1.0])
 
 
-def test_a_log_that_was_cut_and_has_grown_past_the_place_since_is_read_anew(tmp_path: Path) -> None:
+def test_a_log_that_was_cut_and_has_grown_again_is_read_from_its_beginning(tmp_path: Path) -> None:
     begin_run(tmp_path)
     reader = RunReader(tmp_path)
     text = [line(step) for step in range(1, 9)]

@@ -72,7 +72,9 @@ def test_a_port_in_use_is_a_sentence_and_without_one_another_is_found(server: Wa
         other.close()
 
 
-def test_a_file_that_cannot_be_read_is_told_and_the_server_lives(server: WatchServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read_is_reported_and_the_server_goes_on(
+    server: WatchServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(RunReader, "refresh", lambda self: (_ for _ in ()).throw(OSError("torn out")))
         status, text, _ = _get(server, "/state")
@@ -80,7 +82,7 @@ def test_a_file_that_cannot_be_read_is_told_and_the_server_lives(server: WatchSe
     assert _get(server, "/state")[0] == 200
 
 
-def test_nothing_is_read_unless_somebody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_without_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin_run(tmp_path / "run")
     reads: list[str] = []
     refresh = RunReader.refresh

@@ -21,7 +21,7 @@ def test_taking_more_than_is_free_takes_nothing() -> None:
     assert pool.n_free == 1
 
 
-def test_a_page_is_free_only_when_its_last_holder_lets_go() -> None:
+def test_a_page_is_free_only_after_its_last_reference_is_released() -> None:
     pool = PagePool(2)
     pages = pool.allocate(1)
     assert pages is not None

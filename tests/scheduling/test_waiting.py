@@ -62,7 +62,7 @@ def test_idling_earns_no_credit() -> None:
     assert names.index("a2") < names.index("b1")  # a newcomer that started from nought would go first twice
 
 
-def test_priority_goes_before_turns() -> None:
+def test_priority_goes_before_fairness() -> None:
     s = make()
     s.add(request("a0", client="a"))
     s.add(request("a1", client="a", first=300, priority=0))

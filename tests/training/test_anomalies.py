@@ -85,7 +85,7 @@ class TestSpikeWatch:
             {"in_a_row": None},
         ],
     )
-    def test_a_state_that_is_none_is_refused(self, state: dict[str, Any]) -> None:
+    def test_a_damaged_state_is_refused(self, state: dict[str, Any]) -> None:
         with pytest.raises(CorruptFileError, match="record of losses"):
             SpikeWatch(2).load_state(state)
 
@@ -158,7 +158,7 @@ def test_a_refused_step_changes_no_weight_and_its_text_is_written_down(make_reci
     assert result.summary["skipped_steps"] == 1
 
 
-def test_rolled_back_it_goes_on_behind_the_text_and_leaves_it_out(make_recipe, poisoned) -> None:
+def test_a_rollback_continues_after_the_text_and_leaves_it_out(make_recipe, poisoned) -> None:
     poisoned({5})  # step 6; the checkpoint before it is of step 4
     lines: list[str] = []
     result = train(make_recipe(steps=8, checkpoint_every=2, anomaly_policy="rollback"), log=lines.append)
@@ -209,7 +209,7 @@ def test_interrupted_or_killed_around_an_anomaly_it_ends_the_same(make_recipe, p
     _assert_same(train(killed, resume=True), whole)
 
 
-def test_a_run_that_stops_at_an_anomaly_goes_on_behind_it(make_recipe, poisoned) -> None:
+def test_a_run_that_stops_at_an_anomaly_resumes_after_it(make_recipe, poisoned) -> None:
     poisoned({1})
     recipe = make_recipe(steps=4, anomaly_policy="stop")
     with pytest.raises(TwostrokeError, match=r'step 2 was an anomaly .*nan.*"stop".*step-00000002 is kept'):

@@ -123,7 +123,7 @@ def _damage(file: Path, draw: random.Random) -> str:
 
 
 @pytest.mark.soak
-def test_of_a_thousand_damages_none_is_silent(tmp_path: Path) -> None:
+def test_each_of_a_thousand_damages_is_detected(tmp_path: Path) -> None:
     """Each is found, its file named, and the checkpoint before taken. The manifest's own white space is the one thing that may
     change without meaning: then what is loaded is what was saved."""
     draw, found, harmless = random.Random(1), 0, 0
@@ -150,7 +150,7 @@ def test_of_a_thousand_damages_none_is_silent(tmp_path: Path) -> None:
     assert found > 800
 
 
-def test_when_all_are_damaged_it_does_not_silently_begin_anew(tmp_path: Path) -> None:
+def test_if_all_checkpoints_are_damaged_the_run_does_not_silently_start_again(tmp_path: Path) -> None:
     for step in (1, 2):
         (save_checkpoint(tmp_path, _checkpoint(step), Retention(2)) / MODEL).write_bytes(b"")
     with pytest.raises(
@@ -259,7 +259,7 @@ def test_a_full_disk_at_any_write_keeps_the_old_one_and_says_why(tmp_path: Path)
     assert all("step-00000002 was not written" in r and "No space left on device" in r for r in reasons)
 
 
-def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_is_reported_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(tmp_path, _checkpoint(1), Retention(1))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10})())
     with pytest.raises(CheckpointError, match=r"needs \d+ B and .* has 10 B free"):

@@ -112,7 +112,7 @@ def test_a_run_of_a_release_that_had_fewer_recipe_keys_is_resumed(make_recipe) -
     assert train(recipe, resume=True).summary["steps"] == 2
 
 
-def test_killed_before_any_checkpoint_it_begins_anew(make_recipe) -> None:
+def test_a_run_killed_before_any_checkpoint_starts_again(make_recipe) -> None:
     def kill(record: Any, eta_s: float) -> None:
         raise _Killed
 

@@ -37,7 +37,7 @@ class _Failing(Observer):
 
 
 @pytest.mark.parametrize("where", ["begin", "after_step", "after_line", "close"])
-def test_an_observer_that_fails_is_said_so_of_once_and_the_run_goes_on(make_recipe, where: str) -> None:
+def test_an_observer_that_raises_is_logged_once_and_dropped(make_recipe, where: str) -> None:
     said: list[str] = []
     observer = _Failing(where)
     result = train(make_recipe(steps=3), log=said.append, observers=[observer])

@@ -122,7 +122,7 @@ def test_without_its_log_lines_there_is_no_checkpoint(tmp_path: Path) -> None:
         saver.save(_checkpoint(1))
 
 
-def test_what_fails_is_said_once_a_minute_and_when_it_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_are_logged_once_a_minute_and_so_is_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(saver_module.time, "monotonic", lambda: now[0])
     lines: list[str] = []
@@ -160,7 +160,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize("kind", [errno.ENOSPC, errno.EIO])
-def test_every_call_of_a_save_in_the_background_failed_in_turn(tmp_path: Path, kind: int) -> None:
+def test_each_system_call_of_a_background_save_may_fail(tmp_path: Path, kind: int) -> None:
     """Training goes on, the last good checkpoint loads, the reason is said, and the next save works."""
     for number in range(1, 100):
         folder, lines = tmp_path / f"{number}", []

@@ -79,7 +79,7 @@ def test_where_tensorboard_is_missing_a_sentence_says_so_before_anything_is_made
     assert not Path(recipe.output).exists()
 
 
-def test_a_folder_that_cannot_be_written_is_said_once_and_the_run_goes_on(make_recipe) -> None:
+def test_a_folder_that_cannot_be_written_is_logged_once_and_the_run_goes_on(make_recipe) -> None:
     said: list[str] = []
     recipe = make_recipe("blocked", steps=3, tensorboard=True)
     with pytest.raises(Interrupted):

@@ -238,7 +238,7 @@ def test_without_a_compiler_it_says_so_once_and_trains(monkeypatch: pytest.Monke
     assert "no C++ compiler" in setup.lines[0]
 
 
-def test_a_compilation_that_fails_is_said_once_and_the_step_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_compilation_is_logged_once_and_the_step_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(decoder: Decoder) -> object:
         for block in decoder.blocks:
             block._compiled_call_impl = _raise

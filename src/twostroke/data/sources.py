@@ -86,7 +86,7 @@ class FirstOfEach:
 
 def find_documents(sources: Sequence[str], text_key: str = "text", piece_bytes: int = PIECE_BYTES) -> DocumentSource:
     """The documents of files, folders, globs, data sets or "stdlib". They are read during iteration, and each iteration reads
-    them anew.
+    them again.
 
     A folder is walked in sorted order without hidden entries. A file that two sources name is read once. Raises DataError if a
     source is missing, holds nothing readable, or names a file of an unknown format.

@@ -24,9 +24,9 @@ class GrowingRecords:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.more = False
-        self._begin_anew(0)
+        self._restart(0)
 
-    def _begin_anew(self, inode: int) -> None:
+    def _restart(self, inode: int) -> None:
         self._inode, self._offset, self._torn, self._tail = inode, 0, b"", b""
 
     def fresh(self) -> tuple[bool, list[dict[str, Any]]]:
@@ -34,14 +34,14 @@ class GrowingRecords:
 
         It reads at most ``MAX_BYTES_A_READ`` bytes, and ``more`` is True if the file has more. Lines other than JSON objects
         are left out."""
-        anew = False
+        is_new_file = False
         try:
             with self.path.open("rb") as stream:
                 status = os.fstat(stream.fileno())
                 stream.seek(self._offset - len(self._tail))
                 if status.st_ino != self._inode or stream.read(len(self._tail)) != self._tail:
-                    anew = True
-                    self._begin_anew(status.st_ino)
+                    is_new_file = True
+                    self._restart(status.st_ino)
                     stream.seek(0)
                 data = stream.read(MAX_BYTES_A_READ)
         except OSError:
@@ -50,7 +50,7 @@ class GrowingRecords:
         self._tail = (self._tail + data)[-TAIL_BYTES:]
         self.more = self._offset < status.st_size
         whole, newline, self._torn = (self._torn + data).rpartition(b"\n")
-        return anew, _objects((whole + newline).splitlines())
+        return is_new_file, _objects((whole + newline).splitlines())
 
 
 class NewestRecords:

@@ -82,8 +82,8 @@ class RunReader:
         mark = stamp(self.directory / "recipe.json")
         if mark != self._recipe_stamp:
             self._recipe, self._recipe_stamp, self._run = read_object(self.directory / "recipe.json"), mark, None
-        anew, records = self._log.fresh()
-        if anew:
+        is_new_file, records = self._log.fresh()
+        if is_new_file:
             self._forget()
         for record in records:
             if isinstance(record.get("step"), int):

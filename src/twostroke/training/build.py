@@ -35,15 +35,15 @@ def build(run: TrainingRun) -> None:
     recipe, settings = run.recipe, run.recipe.train
     run.device = pick_device()
     reader = CheckpointReader(run.directory.checkpoints, run.log) if run.resumes else None
-    begins_anew = reader is None or not reader.will_find
+    starts_new = reader is None or not reader.will_find
     torch.manual_seed(recipe.seed)
     if recipe.trains_adapters:  # the base is not in checkpoints
         decoder = load_adapted(recipe, run.device)
-    elif recipe.model.init_from is not None and begins_anew:
+    elif recipe.model.init_from is not None and starts_new:
         decoder = load_model(recipe.model.init_from, "fp32", run.device)
     else:
         decoder = Decoder(run.spec, device="meta").to_empty(device=run.device)
-        if begins_anew:
+        if starts_new:
             initialise(decoder, recipe.seed)
     decoder.train()
     run.decoder = decoder
