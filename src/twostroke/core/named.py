@@ -1,5 +1,5 @@
 """Names for a plan's numbers. The planner's functions are arithmetic on floats; ``--explain`` runs the same functions on
-numbers that remember how they came about (``explain.trace``), and what is called here says which are shown, and as what.
+numbers that remember how they came about (``explain.traced``), and what is called here says which are shown, and as what.
 
 While nothing records, each of these returns its value untouched: numbers and their bits are the same either way
 (tests/planner/explain/test_explained_plans.py).

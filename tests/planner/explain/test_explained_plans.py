@@ -22,8 +22,8 @@ from twostroke.planner.anchors import training_anchors
 from twostroke.planner.comparison import compare
 from twostroke.planner.explain.glossary import LETTERS, meaning
 from twostroke.planner.explain.plans import explain
+from twostroke.planner.explain.record import Recorded
 from twostroke.planner.explain.term import Explanation
-from twostroke.planner.explain.trace import Recorded
 from twostroke.planner.hardware import Hardware, hardware_names, load_hardware
 from twostroke.planner.layout import Layout
 from twostroke.planner.serving import ServingShape, plan_serving

@@ -11,8 +11,8 @@ from twostroke.core.named import inputs, named, recording
 from twostroke.planner.comparison import Comparison
 from twostroke.planner.cost import crossover_tokens, project_cost
 from twostroke.planner.crossover import Crossover, PaidByReplica, break_even_requests_per_day
+from twostroke.planner.explain.record import Recorded
 from twostroke.planner.explain.term import Explanation
-from twostroke.planner.explain.trace import Recorded
 from twostroke.planner.serving import ServingPlan, plan_serving
 from twostroke.planner.training import TrainingPlan, plan_training
 
