@@ -23,9 +23,11 @@ from twostroke.ledger.code_version import code_version
 from twostroke.training import build as build_module
 from twostroke.training.build import capture
 from twostroke.training.checkpoint import checkpoint_bytes, list_checkpoints, load_checkpoint
+from twostroke.training.observers import Observer
 from twostroke.training.parallelize import use_available_cores
+from twostroke.training.run import RunState
 from twostroke.training.saver import CheckpointSaver
-from twostroke.training.start import start
+from twostroke.training.start import start, train
 
 MODES = ("none", "background", "none", "foreground")
 BLOCK_STEPS = 8
@@ -45,7 +47,7 @@ def recipe_table(output: Path, steps: int, **train: Any) -> dict[str, Any]:
 def cost_of_saves(folder: Path, rounds: int) -> dict[str, Any]:
     """Seconds a checkpoint adds to a block of steps, by mode, and where they go."""
     steps = BLOCK_STEPS * (len(MODES) * rounds + 1)
-    run = start(recipe_from_dict(recipe_table(folder / "saves", steps)))
+    recipe = recipe_from_dict(recipe_table(folder / "saves", steps))
     blocks: list[tuple[str, float]] = []
     copies: list[float] = []
     writes: list[tuple[float, float]] = []
@@ -60,22 +62,23 @@ def cost_of_saves(folder: Path, rounds: int) -> dict[str, Any]:
     CheckpointSaver._write = timed_write  # type: ignore[method-assign]
     state = {"began": 0.0, "mode": "warm-up"}
 
-    def after_step(record: Any, eta_s: float) -> None:
-        if record.step % BLOCK_STEPS:
-            return
-        run.saver.settle()  # what a block's save still has to do belongs to the block
-        now = time.perf_counter()
-        if state["mode"] != "warm-up":
-            blocks.append((str(state["mode"]), now - float(state["began"])))
-        mode = MODES[(record.step // BLOCK_STEPS - 1) % len(MODES)]
-        state["mode"], state["began"] = mode, time.perf_counter()
-        if mode != "none" and record.step < steps:
-            run.saver._in_background = mode == "background"
-            run.saver.begin(lambda: capture(run), wait=True)
-            if mode == "background":
-                copies.append(time.perf_counter() - float(state["began"]))
+    class Blocks(Observer):
+        def after_step(self, run: RunState, record: Any) -> dict[str, Any]:
+            if record.step % BLOCK_STEPS == 0:
+                run.saver.settle()  # what a block's save still has to do belongs to the block
+                now = time.perf_counter()
+                if state["mode"] != "warm-up":
+                    blocks.append((str(state["mode"]), now - float(state["began"])))
+                mode = MODES[(record.step // BLOCK_STEPS - 1) % len(MODES)]
+                state["mode"], state["began"] = mode, time.perf_counter()
+                if mode != "none" and record.step < steps:
+                    run.saver._in_background = mode == "background"
+                    run.saver.begin(lambda: capture(run), wait=True)
+                    if mode == "background":
+                        copies.append(time.perf_counter() - float(state["began"]))
+            return {}
 
-    run.execute(on_step=after_step)
+    train(recipe, observers=[Blocks()])
     CheckpointSaver._write = write  # type: ignore[method-assign]
     added: dict[str, list[float]] = {"background": [], "foreground": []}
     for number in range(1, len(blocks) - 1):
@@ -154,9 +157,9 @@ def cost_of_verifying(folder: Path, repeats: int) -> dict[str, Any]:
     table = json.loads((directory / "recipe.json").read_text())
     table.pop("resolved")
     for _ in range(repeats):
-        run = start(recipe_from_dict(table), resume=True)
+        inputs = start(recipe_from_dict(table), resume=True)
         began = time.perf_counter()
-        build_module.build(run)
+        run = build_module.build(inputs)
         builds.append(time.perf_counter() - began)
         run.loader.close()
     build_module.CheckpointReader.get = get  # type: ignore[method-assign]

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from each_step import EachStep
 
 from twostroke.core.errors import ConfigError, CorruptFileError, Interrupted, TwostrokeError
 from twostroke.training import anomalies, build
 from twostroke.training.anomalies import MIN_ACCEPTED, WINDOW, AnomalyLog, SpikeWatch
 from twostroke.training.checkpoint import list_checkpoints, load_checkpoint
 from twostroke.training.finish import TrainingResult
-from twostroke.training.start import start, train
+from twostroke.training.measurement import StepRecord
+from twostroke.training.run import RunState
+from twostroke.training.start import train
 from twostroke.training.step import TrainStep
 
 
@@ -138,21 +141,21 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int]], None]:
 def test_a_refused_step_changes_no_weight_and_its_text_is_written_down(make_recipe, poisoned) -> None:
     poisoned({2})
     lines: list[str] = []
-    run = start(make_recipe(steps=4), log=lines.append)
+    recipe = make_recipe(steps=4)
     seen: dict[int, torch.Tensor] = {}
 
-    def look(record: Any, eta_s: float) -> None:
+    def look(run: RunState, record: StepRecord) -> None:
         moments = [value for name, value in run.optimizers.state().items() if not name.endswith("step")]
         seen[record.step] = torch.cat([t.flatten().clone() for t in (*run.masters.weights.values(), *moments)])
 
-    result = run.execute(on_step=look)
+    result = train(recipe, log=lines.append, observers=[EachStep(look)])
     assert torch.equal(seen[3], seen[2])
     assert not torch.equal(seen[4], seen[3])
     (anomaly,) = _lines(result.directory / "anomalies.jsonl")
     assert (anomaly["step"], anomaly["windows"], anomaly["action"]) == (3, [4, 5], "skip")
     assert "nan" in anomaly["reason"]
     assert len(anomaly["texts"]) == 2
-    words = "".join(file.read_text() for file in Path(run.recipe.data.sources[0]).iterdir())
+    words = "".join(file.read_text() for file in Path(recipe.data.sources[0]).iterdir())
     assert all(text.split("<")[0][:20] in words for text in anomaly["texts"])  # "<": a document's end
     assert any("step 3 was skipped" in line and "windows 4 to 5" in line for line in lines)
     assert result.summary["skipped_steps"] == 1
@@ -170,13 +173,12 @@ def test_a_rollback_continues_after_the_text_and_leaves_it_out(make_recipe, pois
     assert _end(result.directory)[1]["loader"]["next_window"] == 20
     assert result.summary["tokens"] == 8 * 2 * 32
     # steps 5 to 8 are those of a run that reads batches 0 to 3 and then 6 to 9
-    reference = start(make_recipe("reference", steps=8))
 
-    def jump(record: Any, eta_s: float) -> None:
+    def jump(run: RunState, record: StepRecord) -> None:
         if record.step == 4:
-            reference.loader.restore(reference.loader.state() | {"next_window": 12})
+            run.loader.restore(run.loader.state() | {"next_window": 12})
 
-    wanted = reference.execute(on_step=jump)
+    wanted = train(make_recipe("reference", steps=8), observers=[EachStep(jump)])
     assert [point[:4] for point in curve] == [point[:4] for point in _curve(wanted.directory)]
     (a, _), (b, _) = _end(result.directory), _end(wanted.directory)
     assert all(torch.equal(a[name], b[name]) for name in a)

@@ -20,6 +20,7 @@ from twostroke.planner.params import count_parameters
 from twostroke.training import checkpoint as checkpoint_module
 from twostroke.training.checkpoint import MODEL, list_checkpoints, load_checkpoint
 from twostroke.training.finish import TrainingResult
+from twostroke.training.loop import execute
 from twostroke.training.measurement import medians
 from twostroke.training.observers import Observer
 from twostroke.training.start import find_finished, start, train
@@ -205,7 +206,7 @@ def test_the_prediction_is_frozen_before_and_measured_after(make_recipe, profile
 def test_measured_numbers_are_what_they_say(make_recipe, profile: MachineProfile) -> None:
     recipe = make_recipe(steps=6, dtype="bf16", optimizer="adamw", grad_accumulation=2)
     run = start(recipe)
-    result = run.execute()
+    result = execute(run)
     records = log_of(result.directory)
     measured = result.summary["measurement"]
     n = count_parameters(run.spec).total
@@ -322,5 +323,5 @@ def test_what_observers_see_joins_the_log_and_changes_nothing(make_recipe) -> No
 def test_observers_are_closed_when_a_run_is_stopped(make_recipe) -> None:
     watcher = _Watcher()
     with pytest.raises(Interrupted):
-        start(make_recipe()).execute(should_stop=lambda step: step == 1, observers=[watcher])
+        execute(start(make_recipe()), should_stop=lambda step: step == 1, observers=[watcher])
     assert watcher.closed == 1

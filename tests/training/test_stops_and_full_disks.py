@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_step import EachStep
 from same_run import assert_same_run
 
 from twostroke.core.errors import Interrupted, TwostrokeError
@@ -15,7 +16,7 @@ from twostroke.training import checkpoint as checkpoint_module
 from twostroke.training import finish as finish_module
 from twostroke.training import loss_scale
 from twostroke.training.checkpoint import CheckpointError
-from twostroke.training.start import start, train
+from twostroke.training.start import train
 from twostroke.training.step import TrainStep
 from twostroke.training.tensor_file import HashedFile
 
@@ -110,9 +111,8 @@ class TestFullDisk:
 
         monkeypatch.setattr(checkpoint_module, "write_tensors", full_at_two_to_four)
         lines: list[str] = []
-        settle = lambda record, eta_s: run.saver.settle()  # noqa: E731 - each save ends within its step
-        run = start(recipe, log=lines.append)
-        assert_same_run(run.execute(on_step=settle), whole)
+        settle = EachStep(lambda run, record: run.saver.settle())  # each save ends within its step
+        assert_same_run(train(recipe, log=lines.append, observers=[settle]), whole)
         told = [line for line in lines if "No space left on device" in line]
         assert len(told) == 1  # it is not said again within a minute
         assert "Checkpoint step-00000001 is kept. Training continues." in told[0]

@@ -19,6 +19,7 @@ def main(recipe_path: str, settings: list[str]) -> None:
     import psutil
 
     from twostroke.core.recipe import read_recipe
+    from twostroke.training.loop import execute
     from twostroke.training.measurement import PARTS, StepRecord
     from twostroke.training.parallelize import use_available_cores
     from twostroke.training.start import start
@@ -33,7 +34,7 @@ def main(recipe_path: str, settings: list[str]) -> None:
         steps.append((record, waited - last[0] > DISTURBED_SHARE * (now - last[1])))
         last[:] = [waited, now]
 
-    result = run.execute(on_step, command_began=psutil.Process().create_time())
+    result = execute(run, on_step, command_began=psutil.Process().create_time())
     steady = [(r, disturbed) for r, disturbed in steps if not r.warm_up and not r.skipped]
     clean = [r for r, disturbed in steady if not disturbed] or [r for r, _ in steady]
     measured = {name: statistics.median(getattr(r, name) for r in clean) for name in ("step_time_s", *PARTS)}

@@ -67,6 +67,7 @@ def _train_and_score(recipe: TrainRecipe, resume: bool) -> tuple[Path, dict[str,
     """The run's directory and summary, its score on held-out text included."""
     import psutil
 
+    from twostroke.training.loop import execute
     from twostroke.training.parallelize import use_available_cores
     from twostroke.training.start import describe, find_finished, start
 
@@ -78,7 +79,7 @@ def _train_and_score(recipe: TrainRecipe, resume: bool) -> tuple[Path, dict[str,
         log(describe(run))
         began = psutil.Process().create_time()
         with training_progress(run.steps) as show:
-            result = run.execute(show, _score_briefly, command_began=began)
+            result = execute(run, show, _score_briefly, command_began=began)
     else:
         log(f"the run in {result.directory} had finished: nothing is left to train.")
     summary = result.summary

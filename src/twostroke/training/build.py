@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 
@@ -21,45 +21,52 @@ from twostroke.training.parallelize import pick_device
 from twostroke.training.precision import MasterWeights
 from twostroke.training.reader import CheckpointReader
 from twostroke.training.retention import Retention
+from twostroke.training.run import RunInputs, RunState
 from twostroke.training.run_directory import StepLog
 from twostroke.training.saver import CheckpointSaver
 from twostroke.training.step import TrainStep
 
-if TYPE_CHECKING:
-    from twostroke.training.loop import TrainingRun
 
-
-def build(run: TrainingRun) -> None:
-    """Build decoder, masters, optimizers, loader and step of ``run``. A resumed run is restored from its newest intact
+def build(inputs: RunInputs) -> RunState:
+    """Build decoder, masters, optimizers, loader and step of a run. A resumed run is restored from its newest intact
     checkpoint."""
-    recipe, settings = run.recipe, run.recipe.train
-    run.device = pick_device()
-    reader = CheckpointReader(run.directory.checkpoints, run.log) if run.resumes else None
+    recipe, settings, log = inputs.recipe, inputs.recipe.train, inputs.log
+    device = pick_device()
+    reader = CheckpointReader(inputs.directory.checkpoints, log) if inputs.resumes else None
     starts_new = reader is None or not reader.will_find
     torch.manual_seed(recipe.seed)
     if recipe.trains_adapters:  # the base is not in checkpoints
-        decoder = load_adapted(recipe, run.device)
+        decoder = load_adapted(recipe, device)
     elif recipe.model.init_from is not None and starts_new:
-        decoder = load_model(recipe.model.init_from, "fp32", run.device)
+        decoder = load_model(recipe.model.init_from, "fp32", device)
     else:
-        decoder = Decoder(run.spec, device="meta").to_empty(device=run.device)
+        decoder = Decoder(inputs.spec, device="meta").to_empty(device=device)
         if starts_new:
             initialise(decoder, recipe.seed)
     decoder.train()
-    run.decoder = decoder
-    run.masters = MasterWeights.of(decoder, settings.dtype)
-    run.optimizers = Optimizers(run.masters, run.spec, settings)
-    run.loader = make_loader(run.prepared, recipe, run.log)
-    run.watch = SpikeWatch(settings.spike_factor)
-    run.anomalies = AnomalyLog(run.directory.anomalies, run.log)
-    run.step_log = StepLog(run.directory.log, run.log)
-    run.saver = CheckpointSaver(
-        run.directory.checkpoints,
+    masters = MasterWeights.of(decoder, settings.dtype)
+    optimizers = Optimizers(masters, inputs.spec, settings)
+    step_log = StepLog(inputs.directory.log, log)
+    saver = CheckpointSaver(
+        inputs.directory.checkpoints,
         Retention(settings.keep_checkpoints, settings.keep_every, anchor_every(settings)),
-        run.log,
-        flush_log=run.step_log.flush,
-        sync_log=run.step_log.sync,
+        log,
+        flush_log=step_log.flush,
+        sync_log=step_log.sync,
         in_background=settings.checkpoint_in_background,
+    )
+    run = RunState(
+        inputs,
+        device,
+        decoder,
+        masters,
+        optimizers,
+        make_loader(inputs.prepared, recipe, log),
+        step_log,
+        SpikeWatch(settings.spike_factor),
+        AnomalyLog(inputs.directory.anomalies, log),
+        saver,
+        TrainStep(decoder, masters, optimizers, settings.clip_norm, settings.compile, log, settings.activation_checkpointing),
     )
     checkpoint = reader.get() if reader is not None else None
     if checkpoint is not None:
@@ -67,18 +74,10 @@ def build(run: TrainingRun) -> None:
     else:
         run.anomalies.restart(0)
     run.step_log.restart(run.step)
-    run.train_step = TrainStep(
-        decoder,
-        run.masters,
-        run.optimizers,
-        settings.clip_norm,
-        settings.compile,
-        run.log,
-        settings.activation_checkpointing,
-    )
+    return run
 
 
-def capture(run: TrainingRun) -> Checkpoint:
+def capture(run: RunState) -> Checkpoint:
     """The state that the rest of ``run`` depends on. The tensors are the run's own and not copies."""
     state = {
         "step": run.step,
@@ -88,27 +87,32 @@ def capture(run: TrainingRun) -> Checkpoint:
         "elapsed_s": run.elapsed_s(),
         "loader": run.loader.state(),
         "rng": random_states(run.device),
-    } | base_state(run.recipe)
+    } | base_state(run.inputs.recipe)
     return Checkpoint(run.masters.weights, run.optimizers.state(), state)
 
 
-def restore(run: TrainingRun, checkpoint: Checkpoint) -> None:
+def save(run: RunState) -> Path:
+    """Write a checkpoint of this step to the disk. Raises CheckpointError; older checkpoints are unchanged."""
+    return run.saver.save(capture(run))
+
+
+def restore(run: RunState, checkpoint: Checkpoint) -> None:
     """Restore in ``run`` the state that ``capture`` returned. Raises CorruptFileError or InputError if it is of another run."""
     state = checkpoint.state
-    check_base(run.recipe, state)
+    check_base(run.inputs.recipe, state)
     restore_computation(run, checkpoint)
     run.elapsed_before_s = float(state["elapsed_s"])
     run.anomalies.restart(int(state.get("n_anomalies", 0)))  # releases before it had none
     run.loader.restore(state["loader"])
-    differing = differences(run.resolved.environment, environment(run.device, run.recipe.train.compile))
+    differing = differences(run.inputs.resolved.environment, environment(run.device, run.inputs.recipe.train.compile))
     if differing:
-        run.log(
+        run.inputs.log(
             f"the run resumes in another environment than it began in: {'; '.join(differing)}. Sums may round differently, so "
             "losses may differ in their last bits."
         )
 
 
-def restore_computation(run: TrainingRun, checkpoint: Checkpoint) -> None:
+def restore_computation(run: RunState, checkpoint: Checkpoint) -> None:
     """Restore weights, optimizer, random states and step. The loader stays where it is."""
     missing = set(run.masters.weights) ^ set(checkpoint.weights)
     if missing:

@@ -18,8 +18,8 @@ from twostroke.training.parallelize import eager
 from twostroke.training.step import part_of
 
 if TYPE_CHECKING:
-    from twostroke.training.loop import TrainingRun
     from twostroke.training.measurement import StepRecord
+    from twostroke.training.run import RunState
 
 SAMPLED_PER_TENSOR = 2**16
 """Number of weights of each tensor that are compared before and after a step. A copy of all would be as large as the model."""
@@ -129,10 +129,10 @@ class Diagnostics(Observer):
         self.every = every
         self._before: WeightSample | None = None
 
-    def begin(self, run: TrainingRun) -> None:
+    def begin(self, run: RunState) -> None:
         self._look_ahead(run)
 
-    def after_step(self, run: TrainingRun, record: StepRecord) -> dict[str, Any]:
+    def after_step(self, run: RunState, record: StepRecord) -> dict[str, Any]:
         values: dict[str, Any] = {}
         if record.step % self.every == 0:
             if self._before is not None:
@@ -142,7 +142,7 @@ class Diagnostics(Observer):
         self._look_ahead(run)
         return values
 
-    def _look_ahead(self, run: TrainingRun) -> None:
+    def _look_ahead(self, run: RunState) -> None:
         """Sample the weights before a step that is compared."""
         self._before = WeightSample(run.masters.weights) if (run.step + 1) % self.every == 0 else None
 

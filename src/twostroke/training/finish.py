@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -12,14 +12,13 @@ from twostroke.core.errors import TwostrokeError
 from twostroke.model.load import save_model
 from twostroke.planner.params import count_parameters
 from twostroke.training.adapters import write_adapters
+from twostroke.training.build import save
 from twostroke.training.checkpoint import CheckpointError
 from twostroke.training.conversations import write_chat_template
 from twostroke.training.environment import environment, weights_sha256
 from twostroke.training.measurement import directory_bytes, medians
+from twostroke.training.run import RunInputs, RunState
 from twostroke.training.run_directory import RunDirectory, read_summary, write_json
-
-if TYPE_CHECKING:
-    from twostroke.training.loop import TrainingRun
 
 
 @dataclass(frozen=True)
@@ -41,62 +40,63 @@ def finished(directory: RunDirectory) -> TrainingResult | None:
     return TrainingResult(directory.path, directory.model, str(summary.get("run_id", "")), summary, was_finished=True)
 
 
-def finish(run: TrainingRun) -> TrainingResult:
+def finish(run: RunState) -> TrainingResult:
     """Write last checkpoint, model, measurement and summary. The summary is last, because it marks the run as finished."""
     checkpoint: Path | None = None
     try:
-        checkpoint = run.save()
+        checkpoint = save(run)
     except CheckpointError as error:
-        run.log(f"{error} {run.what_is_kept()} The model is written anyway.")
+        run.inputs.log(f"{error} {run.saver.what_is_kept()} The model is written anyway.")
     _write_model(run)
     measured = step_measurement(run) | _memory_measurement(run)
     if checkpoint is not None:
         measured["checkpoint_bytes"] = directory_bytes(checkpoint)
-    measured["model_bytes"] = directory_bytes(run.directory.model, "*.safetensors")
+    measured["model_bytes"] = directory_bytes(run.inputs.directory.model, "*.safetensors")
     records = run.step_log.read()
     last: dict[str, Any] = next((r for r in reversed(records) if r.get("loss") is not None), {})
     summary = {
-        "run_id": run.resolved.run_id,
-        "model": str(run.directory.model),
-        "n_parameters": count_parameters(run.spec).total,
+        "run_id": run.inputs.resolved.run_id,
+        "model": str(run.inputs.directory.model),
+        "n_parameters": count_parameters(run.inputs.spec).total,
         "n_trained_parameters": sum(weight.numel() for weight in run.masters.weights.values()),
-        "steps": run.steps,
+        "steps": run.inputs.steps,
         "tokens": run.tokens,
         "epochs": run.loader.epoch,
-        "source_epochs": dict(zip(run.recipe.data.sources, run.loader.source_epochs, strict=False))
-        if run.recipe.data.weights
+        "source_epochs": dict(zip(run.inputs.recipe.data.sources, run.loader.source_epochs, strict=False))
+        if run.inputs.recipe.data.weights
         else {},
         "skipped_steps": sum(1 for r in records if r.get("skipped")),
         "final_loss": last.get("loss"),
         "compiled": run.train_step.is_compiled,
         "weights_sha256": weights_sha256(run.masters.weights),
         "environment": environment(run.device, run.train_step.is_compiled),
-        "prediction": run.entry.prediction,
+        "prediction": run.inputs.entry.prediction,
         "measurement": measured,
         "notes": run.notes,
     }
-    run.entry.measure(measured, "finished", {}, "; ".join(run.notes) or None)
-    write_json(run.directory.summary, summary)
-    return TrainingResult(run.directory.path, run.directory.model, run.resolved.run_id, summary)
+    run.inputs.entry.measure(measured, "finished", {}, "; ".join(run.notes) or None)
+    write_json(run.inputs.directory.summary, summary)
+    return TrainingResult(run.inputs.directory.path, run.inputs.directory.model, run.inputs.resolved.run_id, summary)
 
 
-def _write_model(run: TrainingRun) -> None:
+def _write_model(run: RunState) -> None:
     """Write the model directory, and that of the running average. Raises TwostrokeError if they cannot be written; the run can
     then be resumed at this point."""
-    written = {run.directory.model: run.masters.weights}
+    inputs, recipe = run.inputs, run.inputs.recipe
+    written = {inputs.directory.model: run.masters.weights}
     if run.optimizers.average is not None:
-        written[average_directory(run.directory)] = run.optimizers.average.averages
+        written[average_directory(inputs.directory)] = run.optimizers.average.averages
     for directory, weights in written.items():
         try:
-            if run.recipe.trains_adapters:
-                write_adapters(run.recipe, run.spec, weights, directory)
+            if recipe.trains_adapters:
+                write_adapters(recipe, inputs.spec, weights, directory)
             else:
-                save_model(weights, run.spec, directory, run.recipe.train.compute_dtype, _tokenizer(run), replace=True)
-            write_chat_template(run.recipe, directory)
+                save_model(weights, inputs.spec, directory, recipe.train.compute_dtype, _tokenizer(inputs), replace=True)
+            write_chat_template(recipe, directory)
         except (OSError, SafetensorError) as error:
             raise TwostrokeError(
-                f"all {run.steps} steps are done, but {directory} cannot be written: {error}. "
-                f"{run.what_is_kept()} Free space and continue with --resume."
+                f"all {run.inputs.steps} steps are done, but {directory} cannot be written: {error}. "
+                f"{run.saver.what_is_kept()} Free space and continue with --resume."
             ) from error
 
 
@@ -105,23 +105,23 @@ def average_directory(directory: RunDirectory) -> Path:
     return directory.model.with_name(f"{directory.model.name}-ema")
 
 
-def _tokenizer(run: TrainingRun) -> Path:
+def _tokenizer(inputs: RunInputs) -> Path:
     """The directory with tokenizer and chat template of the model that the run started from, or else the tokenizer of the
     prepared data."""
-    source = run.recipe.data.tokenizer
-    return Path(source) if source is not None and Path(source).is_dir() else run.prepared.tokenizer_path
+    source = inputs.recipe.data.tokenizer
+    return Path(source) if source is not None and Path(source).is_dir() else inputs.prepared.tokenizer_path
 
 
-def step_measurement(run: TrainingRun) -> dict[str, Any]:
+def step_measurement(run: RunState) -> dict[str, Any]:
     """Medians over the log of all sessions, and the run's length so far."""
     records = run.step_log.read()
     measured: dict[str, Any] = dict(medians(records))
     if not measured:
         return {}
-    settings = run.recipe.train
+    settings = run.inputs.recipe.train
     tokens_per_step = settings.batch_size * settings.sequence_length * settings.grad_accumulation
     measured["train_tok_per_s"] = tokens_per_step / measured["step_time_s"]
-    utilisation = run.mfu(measured["train_tok_per_s"])
+    utilisation = run.inputs.mfu(measured["train_tok_per_s"])
     if utilisation is not None:
         measured["mfu"] = utilisation
     measured["train_time_s"] = run.elapsed_s() if run.train_time_s is None else run.train_time_s
@@ -131,7 +131,7 @@ def step_measurement(run: TrainingRun) -> dict[str, Any]:
     return measured
 
 
-def _memory_measurement(run: TrainingRun) -> dict[str, Any]:
+def _memory_measurement(run: RunState) -> dict[str, Any]:
     measured: dict[str, Any] = {
         "weights_bytes": run.masters.weights_bytes,
         "gradients_bytes": run.masters.gradients_bytes,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from twostroke.core.recipe import TrainRecipe
 
 if TYPE_CHECKING:
-    from twostroke.training.loop import TrainingRun
     from twostroke.training.measurement import StepRecord
+    from twostroke.training.run import RunState
 
 Log = Callable[[str], None]
 
@@ -17,17 +17,16 @@ Log = Callable[[str], None]
 class Observer:
     """A base class whose methods are called at fixed places of a run. They must not change weights, optimizer or random states.
 
-    ``run`` has ``decoder``, ``masters``, ``prepared``, ``recipe``, ``train_step``, ``last_batch`` (the last micro-batch of the
-    window) and ``last_result`` (the step's StepResult).
+    ``run`` is what the run computes with, and ``run.inputs`` has its recipe, data and directory.
     """
 
     name = "an observer"
 
-    def begin(self, run: TrainingRun) -> None:
+    def begin(self, run: RunState) -> None:
         """Called when the run is built or restored, after ``run.step`` steps, and again when a rollback returns to an earlier
         step (``training.respond``)."""
 
-    def after_step(self, run: TrainingRun, record: StepRecord) -> dict[str, Any]:
+    def after_step(self, run: RunState, record: StepRecord) -> dict[str, Any]:
         """Called after each step's update. The returned values are added to its line in ``log.jsonl``."""
         return {}
 
@@ -44,10 +43,10 @@ class Observers:
     def __init__(self, observers: Sequence[Observer], log: Log) -> None:
         self._observers, self._log = list(observers), log
 
-    def begin(self, run: TrainingRun) -> None:
+    def begin(self, run: RunState) -> None:
         self._each(lambda observer: observer.begin(run))
 
-    def after_step(self, run: TrainingRun, record: StepRecord) -> dict[str, Any]:
+    def after_step(self, run: RunState, record: StepRecord) -> dict[str, Any]:
         values: dict[str, Any] = {}
         self._each(lambda observer: values.update(observer.after_step(run, record)))
         return values

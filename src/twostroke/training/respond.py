@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from twostroke.core.errors import TwostrokeError
 from twostroke.data.loader import Batch
 from twostroke.training.anomalies import anchor_every
-from twostroke.training.build import restore_computation
+from twostroke.training.build import restore_computation, save
 from twostroke.training.checkpoint import CheckpointError, load_newest, remove_newer
+from twostroke.training.run import RunState
 from twostroke.training.step import StepResult
-
-if TYPE_CHECKING:
-    from twostroke.training.loop import TrainingRun
 
 MAX_TEXTS, TEXT_TOKENS = 32, 16
 """Rows of the anomaly's batch whose beginnings are recorded, and tokens of each."""
 
 
-def respond(run: TrainingRun, result: StepResult, batches: Sequence[Batch], windows: tuple[int, int]) -> None:
+def respond(run: RunState, result: StepResult, batches: Sequence[Batch], windows: tuple[int, int]) -> None:
     """Log the refused step and its text, and follow the policy. Raises TwostrokeError if the run must stop.
 
     ``windows`` are the first and the last window that the loader handed out for the step.
     """
-    settings = run.recipe.train
+    settings = run.inputs.recipe.train
     policy, step = settings.anomaly_policy, run.step
     run.watch.in_a_row += 1
     gives_up = run.watch.in_a_row >= settings.anomaly_limit
@@ -41,12 +38,12 @@ def respond(run: TrainingRun, result: StepResult, batches: Sequence[Batch], wind
     said = (
         f"step {step} was skipped: its {result.skipped}; weights are unchanged. Its text is windows {windows[0]} to "
         f"{windows[1]} "
-        f"of the loader ({run.directory.anomalies.name} shows it)."
+        f"of the loader ({run.inputs.directory.anomalies.name} shows it)."
     )
     if gives_up or policy == "stop":
-        run.log(said)
+        run.inputs.log(said)
         with contextlib.suppress(CheckpointError):
-            run.save()
+            save(run)
         if policy == "stop":
             why = (
                 f'step {step} was an anomaly (its {result.skipped}), and train.anomaly_policy is "stop". '
@@ -55,25 +52,25 @@ def respond(run: TrainingRun, result: StepResult, batches: Sequence[Batch], wind
         else:
             why = (
                 f"{run.watch.in_a_row} anomalies in a row, up to step {step} (its {result.skipped}). "
-                f"Lower train.learning_rate or look at the text in {run.directory.anomalies}."
+                f"Lower train.learning_rate or look at the text in {run.inputs.directory.anomalies}."
             )
-        raise TwostrokeError(f"{why} {run.what_is_kept()}")
+        raise TwostrokeError(f"{why} {run.saver.what_is_kept()}")
     if policy == "rollback":
         _roll_back(run)
         said += f" The run went back to step {run.step}; the text since then is not read again."
-    run.log(said)
+    run.inputs.log(said)
 
 
-def _roll_back(run: TrainingRun) -> None:
+def _roll_back(run: RunState) -> None:
     """Restore weights, optimizer, random states and step of the newest scheduled checkpoint. The loader stays after the bad
     text.
 
     The log is cut to that step, and later checkpoints are removed. A run that is killed at any moment arrives at the same
     rollback when it is resumed, because every checkpoint before it leads there.
     """
-    every = anchor_every(run.recipe.train)
+    every = anchor_every(run.inputs.recipe.train)
     run.saver.settle()
-    checkpoint = load_newest(run.directory.checkpoints, run.log, lambda step: step % every == 0)
+    checkpoint = load_newest(run.inputs.directory.checkpoints, run.inputs.log, lambda step: step % every == 0)
     if checkpoint is None:
         raise TwostrokeError(
             f"step {run.step} was an anomaly, and no checkpoint of a multiple of {every} steps is left to roll back to. "
@@ -83,16 +80,16 @@ def _roll_back(run: TrainingRun) -> None:
     restore_computation(run, checkpoint)
     run.watch.in_a_row = in_a_row
     run.step_log.restart(run.step)
-    remove_newer(run.directory.checkpoints, run.step)
+    remove_newer(run.inputs.directory.checkpoints, run.step)
 
 
-def _beginnings(run: TrainingRun, batches: Sequence[Batch]) -> list[str]:
+def _beginnings(run: RunState, batches: Sequence[Batch]) -> list[str]:
     """The beginnings of the rows of ``batches`` as text; empty if the tokenizer's file is gone."""
     from twostroke.data.tokenizer import load_tokenizer
 
     rows = [row[:TEXT_TOKENS].tolist() for batch in batches for row in batch.tokens][:MAX_TEXTS]
     try:
-        tokenizer = load_tokenizer(run.prepared.tokenizer_path)
+        tokenizer = load_tokenizer(run.inputs.prepared.tokenizer_path)
     except (TwostrokeError, OSError):
         return []
     return [str(tokenizer.decode(row, skip_special_tokens=False)) for row in rows]

@@ -14,8 +14,8 @@ from twostroke.training.observers import Observer
 from twostroke.training.retrying_file import RetryingFile
 
 if TYPE_CHECKING:
-    from twostroke.training.loop import TrainingRun
     from twostroke.training.measurement import StepRecord
+    from twostroke.training.run import RunState
 
 SAMPLES_FILE = "samples.jsonl"
 NEW_TOKENS = 64
@@ -69,36 +69,36 @@ class Samples(Observer):
         self._file: RetryingFile | None = None
         self._encoded: list[list[int]] = []
 
-    def begin(self, run: TrainingRun) -> None:
+    def begin(self, run: RunState) -> None:
         from twostroke.data.tokenizer import load_tokenizer
 
-        self._tokenizer = load_tokenizer(run.prepared.tokenizer_path)
+        self._tokenizer = load_tokenizer(run.inputs.prepared.tokenizer_path)
         self._encoded = [self._encode(run, prompt) for prompt in self.prompts]
-        self._file = RetryingFile(run.directory.path / SAMPLES_FILE, self._log)
+        self._file = RetryingFile(run.inputs.directory.path / SAMPLES_FILE, self._log)
         self._file.keep_lines(lambda line: int(line["step"]) <= run.step)
 
-    def _encode(self, run: TrainingRun, prompt: str) -> list[int]:
-        if not run.prepared.holds_conversations:
+    def _encode(self, run: RunState, prompt: str) -> list[int]:
+        if not run.inputs.prepared.holds_conversations:
             ids: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False).ids
             return ids
         from twostroke.data.chat import render_chat
         from twostroke.data.conversations import conversation_template
 
-        template = conversation_template(run.recipe.data, self._tokenizer, run.prepared.eos_id)
+        template = conversation_template(run.inputs.recipe.data, self._tokenizer, run.inputs.prepared.eos_id)
         text = render_chat(template.source, [{"role": "user", "content": prompt}], True, **template.variables)
         rendered: list[int] = self._tokenizer.encode(text, add_special_tokens=template.source is None).ids
         return rendered
 
-    def after_step(self, run: TrainingRun, record: StepRecord) -> dict[str, Any]:
+    def after_step(self, run: RunState, record: StepRecord) -> dict[str, Any]:
         if record.step % self.every or self._file is None:
             return {}
         samples = []
-        context = min(run.spec.max_positions, run.recipe.train.sequence_length)
+        context = min(run.inputs.spec.max_positions, run.inputs.recipe.train.sequence_length)
         for number, (prompt, ids) in enumerate(zip(self.prompts, self._encoded, strict=True)):
-            seed = (run.recipe.seed * 1_000_003 + record.step) * 1_009 + number
+            seed = (run.inputs.recipe.seed * 1_000_003 + record.step) * 1_009 + number
             texts = [
                 self._tokenizer.decode(
-                    continuation(run.decoder, ids, NEW_TOKENS, context, run.prepared.eos_id, temperature, seed)
+                    continuation(run.decoder, ids, NEW_TOKENS, context, run.inputs.prepared.eos_id, temperature, seed)
                 )
                 for temperature in (0.0, TEMPERATURE)
             ]

@@ -26,11 +26,12 @@ from twostroke.planner.training import TrainingShape, plan_training
 from twostroke.training.adapters import check_adapters
 from twostroke.training.environment import environment
 from twostroke.training.finish import TrainingResult, finished
-from twostroke.training.loop import Evaluate, TrainingRun
+from twostroke.training.loop import Evaluate, execute
 from twostroke.training.measurement import StepRecord
 from twostroke.training.observers import Observer
 from twostroke.training.parallelize import pick_device
 from twostroke.training.resolve import resolve_spec, resolve_steps, with_own_tokenizer
+from twostroke.training.run import RunInputs
 from twostroke.training.run_directory import Resolved, RunDirectory
 from twostroke.training.tensorboard import require_tensorboard
 
@@ -56,7 +57,7 @@ def start(
     log: Log = _silent,
     data_progress: Callable[[float, str], None] | None = None,
     ledger: Ledger | None = None,
-) -> TrainingRun:
+) -> RunInputs:
     """Do everything before the first step: open the run directory, prepare the data, resolve model and steps, and predict.
 
     The prediction is frozen in the ledger before anything is trained. Raises InputError, ConfigError, DataError or
@@ -73,7 +74,7 @@ def start(
         prepared = _same_data(recipe, resolved, data_progress)
         planned = Planned(_frozen_prediction(ledger, resolved.run_id), hardware)
         entry = Recording(resolved.run_id, planned, log, ledger)
-        return TrainingRun(recipe, directory, resolved, prepared, entry, True, log)
+        return RunInputs(recipe, directory, resolved, prepared, entry, True, log)
     prepared = prepare(recipe.data, progress=data_progress)
     spec = resolve_spec(recipe, prepared, hardware)
     check_adapters(recipe, spec)
@@ -104,7 +105,7 @@ def start(
         if not directory.is_unused():
             raise InputError(f"another process has just begun a run in {directory.path}. Name another directory.")
         directory.create(recipe, resolved)
-    return TrainingRun(recipe, directory, resolved, prepared, Recording(run_id, planned, log, ledger), False, log)
+    return RunInputs(recipe, directory, resolved, prepared, Recording(run_id, planned, log, ledger), False, log)
 
 
 def _hardware_of(device: torch.device) -> tuple[Hardware | None, str]:
@@ -156,15 +157,15 @@ def train(
     ledger: Ledger | None = None,
     observers: Sequence[Observer] = (),
 ) -> TrainingResult:
-    """Train by ``recipe`` from beginning to end, with ``start`` and ``TrainingRun.execute`` in one call."""
+    """Train by ``recipe`` from beginning to end, with ``start`` and ``execute`` in one call."""
     done = find_finished(recipe, resume)
     if done is not None:
         return done
     run = start(recipe, resume, log, ledger=ledger)
-    return run.execute(on_step, evaluate, should_stop, observers=observers)
+    return execute(run, on_step, evaluate, should_stop, observers=observers)
 
 
-def describe(run: TrainingRun) -> str:
+def describe(run: RunInputs) -> str:
     """One line that describes the run for people: model, steps, tokens, and the predicted time and memory."""
     spec, settings = run.spec, run.recipe.train
     n_parameters = count_parameters(spec).total

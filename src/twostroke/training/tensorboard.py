@@ -17,7 +17,7 @@ from twostroke.training.observers import Observer
 from twostroke.training.retrying_file import RetryingFile
 
 if TYPE_CHECKING:
-    from twostroke.training.loop import TrainingRun
+    from twostroke.training.run import RunState
 
 FOLDER = "tensorboard"
 TAGS = {
@@ -60,11 +60,11 @@ class TensorBoard(Observer):
         require_tensorboard()
         self._log = log
 
-    def begin(self, run: TrainingRun) -> None:
+    def begin(self, run: RunState) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        folder = run.directory.path / FOLDER
+        folder = run.inputs.directory.path / FOLDER
         self._file = RetryingFile(folder / f"events.out.tfevents.{time.time():.6f}.{os.getpid()}", self._log)
         self._buffer = io.BytesIO()
         self._records = RecordWriter(self._buffer)

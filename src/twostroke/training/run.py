@@ -1,0 +1,90 @@
+"""A run as data: ``RunInputs``, fixed before anything is computed, and ``RunState``, complete as soon as it is made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from twostroke.core.recipe import TrainRecipe
+from twostroke.core.spec import ModelSpec
+from twostroke.data.background import BackgroundLoader
+from twostroke.data.loader import Batch
+from twostroke.data.shards import PreparedData
+from twostroke.model.decoder import Decoder
+from twostroke.planner.recording import Recording
+from twostroke.planner.training import TrainingShape, flops_per_token
+from twostroke.training.anomalies import AnomalyLog, SpikeWatch
+from twostroke.training.optimizers import Optimizers
+from twostroke.training.precision import MasterWeights
+from twostroke.training.run_directory import Resolved, RunDirectory, StepLog
+from twostroke.training.saver import CheckpointSaver
+from twostroke.training.step import StepResult, TrainStep
+
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """A run, resolved and predicted, not yet begun. ``start`` makes it, ``execute`` does the work."""
+
+    recipe: TrainRecipe
+    directory: RunDirectory
+    resolved: Resolved
+    prepared: PreparedData
+    entry: Recording  # in the ledger
+    resumes: bool
+    log: Log
+
+    @property
+    def steps(self) -> int:
+        return self.resolved.steps
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.resolved.spec
+
+    def mfu(self, tok_per_s: float) -> float | None:
+        """Model FLOP/s of ``tok_per_s`` over the machine's peak; None where its peak is not known."""
+        hardware = self.entry.planned.hardware
+        peak = hardware.peak_flop_per_s.get(self.recipe.train.compute_dtype) if hardware is not None else None
+        return None if peak is None else self._flops_per_token * tok_per_s / peak
+
+    @cached_property
+    def _flops_per_token(self) -> float:
+        return flops_per_token(self.spec, TrainingShape.from_recipe(self.recipe, self.steps))
+
+
+@dataclass
+class RunState:
+    """What a run computes with, and how far it is. ``build`` makes it from ``inputs``; observers read it.
+
+    ``last_batch`` is the last micro-batch of the step that was just done, ``last_result`` what that step returned.
+    """
+
+    inputs: RunInputs
+    device: torch.device
+    decoder: Decoder
+    masters: MasterWeights
+    optimizers: Optimizers
+    loader: BackgroundLoader
+    step_log: StepLog
+    watch: SpikeWatch
+    anomalies: AnomalyLog
+    saver: CheckpointSaver
+    train_step: TrainStep
+    step: int = 0
+    tokens: int = 0
+    notes: list[str] = field(default_factory=list)
+    elapsed_before_s: float = 0.0  # in earlier processes
+    began: float = field(default_factory=time.perf_counter)
+    train_time_s: float | None = None
+    startup_s: float | None = None
+    last_batch: Batch | None = None
+    last_result: StepResult | None = None
+
+    def elapsed_s(self) -> float:
+        return self.elapsed_before_s + time.perf_counter() - self.began
