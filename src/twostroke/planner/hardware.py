@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError, CorruptFileError
-from twostroke.core.named import Mark, largest, letter, named
+from twostroke.core.named import Mark, largest, letter, named, records
 from twostroke.core.profile import (
     SERVING_DEVICE,
     BandwidthPoint,
@@ -90,6 +90,8 @@ class Price:
 
     def named(self, symbol: str, unit: str) -> float:
         """The value, in an explanation as ``symbol`` with its source."""
+        if not records():
+            return self.value
         mark: Mark = "given" if self.kind == "listed" else self.kind  # type: ignore[assignment]
         return named(symbol, self.value, unit, f"{self.source}; {self.date}", mark, "money")
 

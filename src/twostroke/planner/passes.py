@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.matrices import LayerKind, Matrix, layer_kinds
-from twostroke.core.named import Mark, inputs, letter, named, within
+from twostroke.core.named import Mark, inputs, letter, named, records, within
 from twostroke.core.policy import NEWTON_SCHULZ_STEPS, attends_explicitly, loss_chunk_rows
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.flops import mean_keys
@@ -301,6 +301,8 @@ def dequantising(part: RankProduct, shape: TrainingShape, hardware: Hardware) ->
 
 
 def _rate_source(hardware: Hardware, dtype: str) -> tuple[str, Mark]:
+    if not records():
+        return "", "predicted"
     if hardware.basis == "measured":
         return f"{dtype} rate measured on this machine, between calibrated shapes", "measured"
     return f"datasheet's {dtype} peak × {ASSUMED_PRODUCT_EFFICIENCY} assumed", "datasheet"

@@ -20,7 +20,7 @@ from typing import Any
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError, CorruptFileError, did_you_mean
 from twostroke.core.matrices import LayerKind, Matrix, head_matrix, layer_kinds
-from twostroke.core.named import Mark, inputs, largest, letter, named, smallest
+from twostroke.core.named import Mark, inputs, largest, letter, named, records, smallest
 from twostroke.core.schemes import scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import (
@@ -272,6 +272,8 @@ class Pass:
 
     def named(self, what: str, seconds: float, source: str) -> float:
         """``seconds`` of a part of the pass."""
+        if not records():
+            return seconds
         mark: Mark = "measured" if self.basis == "measured" else "datasheet"
         return named(f"{what}_s", seconds, "s", f"{source}; {_RATES[mark]}", mark)
 
@@ -279,8 +281,9 @@ class Pass:
         """(memory^p + arithmetic^p)^(1/p) of one component's products."""
         memory = part.memory_s / rates.product_bandwidth_share
         arithmetic = part.arithmetic_s / rates.arithmetic(self.dtype)
-        memory = self.named(f"{part.component}_reading", memory, "weights of all layers, each read once")
-        arithmetic = self.named(f"{part.component}_arithmetic", arithmetic, "FLOP of all layers")
+        if records():
+            memory = self.named(f"{part.component}_reading", memory, "weights of all layers, each read once")
+            arithmetic = self.named(f"{part.component}_arithmetic", arithmetic, "FLOP of all layers")
         seconds = memory + arithmetic
         if memory and arithmetic:
             big, small = (memory, arithmetic) if memory > arithmetic else (arithmetic, memory)

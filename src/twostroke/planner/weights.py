@@ -42,6 +42,7 @@ def weights_bytes(spec: ModelSpec, scheme: str) -> float:
     return matrices_bytes(spec, scheme) + how.kept_bytes * (parameters.total - parameters.block_matrices)
 
 
+@lru_cache(maxsize=1024)
 def matrices_bytes(spec: ModelSpec, scheme: str) -> float:
     """Bytes of the blocks' matrices under ``scheme``, all experts included."""
     source = f"of a layer, in {scheme} with its scales"
