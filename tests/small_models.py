@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from twostroke.core.families import spec_from_config
-from twostroke.core.spec import ModelSpec, RopeSpec
+from twostroke.core.spec import Departures, ModelSpec, RopeSpec
 from twostroke.model.decoder import Decoder
 from twostroke.model.initialise import initialise
 from twostroke.model.save import save_model
@@ -36,6 +36,7 @@ SPECS: dict[str, ModelSpec] = {
     "mistral": ModelSpec(family="mistral", **_BASE | {"head_dim": 16}, sliding_window=11),
     "qwen2": ModelSpec(family="qwen2", **_BASE, qkv_bias=True, sliding_window=9, sliding_window_layers=(1, 2)),
     "qwen3": ModelSpec(family="qwen3", **_BASE | {"head_dim": 16}, qk_norm=True, tied_embeddings=True),
+    "olmo2": ModelSpec(family="olmo2", **_BASE, qk_norm=True, departures=Departures(qk_norm_over_heads=True, norms_after=True)),
     "gpt2": ModelSpec(
         family="gpt2",
         **_BASE | {"n_kv_heads": 6, "d_ff": 192},

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError, UnsupportedFamilyError
 from twostroke.core.families import FAMILIES, all_families, config_from_spec, read_config, read_spec, spec_from_config
-from twostroke.core.spec import ModelSpec, RopeSpec
+from twostroke.core.spec import Departures, ModelSpec, RopeSpec
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 SIZES = {
@@ -137,7 +137,8 @@ def test_published_configurations_agree_with_transformers(assets: Path, name: st
 
 def test_an_unknown_family_names_the_near_and_the_known_ones() -> None:
     with pytest.raises(
-        UnsupportedFamilyError, match=r"Did you mean 'mixtral' or 'mistral'\?.*llama, mistral, qwen2, qwen3, gpt2; to plan only"
+        UnsupportedFamilyError,
+        match=r"Did you mean 'mixtral' or 'mistral'\?.*llama.*olmo2, gpt2; to plan only",
     ):
         spec_from_config(small_config("mixtrl"))
 
@@ -181,9 +182,9 @@ def specs(draw: st.DrawFn) -> ModelSpec:
             **common, n_kv_heads=heads, d_model=heads * 8, head_dim=8, norm="layernorm", positions="learned", mlp="gelu",
             activation=draw(st.sampled_from(("gelu", "gelu_tanh"))), qkv_bias=True, attn_out_bias=True, mlp_bias=True,
         )  # fmt: skip
-    bias = draw(st.booleans()) if family in ("llama", "qwen3") else False
+    bias = draw(st.booleans()) if family in ("llama", "qwen3", "olmo2") else False
     windowed: dict[str, Any] = {}
-    if family != "llama" and draw(st.booleans()):
+    if family not in ("llama", "olmo2") and draw(st.booleans()):
         windowed["sliding_window"] = draw(st.integers(1, 50))
         if family != "mistral" and draw(st.booleans()):
             layers = st.lists(st.integers(0, common["n_layers"] - 1), min_size=1, unique=True)
@@ -191,8 +192,10 @@ def specs(draw: st.DrawFn) -> ModelSpec:
     return ModelSpec(
         **common, **windowed, n_kv_heads=kv_heads,
         d_model=heads * draw(st.integers(1, 9)), head_dim=draw(st.sampled_from((2, 8, 16))),
-        rope=draw(st.sampled_from(ROPES)), activation=draw(st.sampled_from(("silu", "gelu"))), qk_norm=family == "qwen3",
+        rope=draw(st.sampled_from(ROPES)), activation=draw(st.sampled_from(("silu", "gelu"))),
+        qk_norm=family in ("qwen3", "olmo2"),
         qkv_bias=bias or family == "qwen2", attn_out_bias=bias, mlp_bias=draw(st.booleans()) if family == "llama" else False,
+        departures=Departures(qk_norm_over_heads=True, norms_after=True) if family == "olmo2" else Departures(),
     )  # fmt: skip
 
 

@@ -75,6 +75,8 @@ CASES: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     },
+    "olmo2": {"model_type": "olmo2"},
+    "olmo2-biases-tied": {"model_type": "olmo2", "attention_bias": True, "tie_word_embeddings": True},
     "gpt2": {"model_type": "gpt2"},
     "gpt2-untied": {"model_type": "gpt2", "tie_word_embeddings": False, "n_inner": 70, "activation_function": "gelu"},
 }

@@ -151,9 +151,19 @@ class LayerKind:
 def block(spec: ModelSpec) -> tuple[Matrix | Norm, ...]:
     """The matrices and norms of one block that the decoder builds, in the order they run."""
     (qkv, out), (up, down) = _attention(spec, spec.n_kv_heads, spec.head_dim), _mlp(spec, "", spec.d_ff)
+    heads = _head_norms(spec, spec.n_kv_heads, spec.head_dim)
     attn_norm, mlp_norm = (Norm(name, name, spec.d_model) for name in ("attn_norm", "mlp_norm"))
-    head_norms = tuple(Norm(name, f"attn.{name}", spec.head_dim) for name in ("q_norm", "k_norm") if spec.qk_norm)
-    return (attn_norm, qkv, *head_norms, out, mlp_norm, up, down)
+    if spec.departures.norms_after:
+        return (qkv, *heads, out, attn_norm, up, down, mlp_norm)
+    return (attn_norm, qkv, *heads, out, mlp_norm, up, down)
+
+
+def _head_norms(spec: ModelSpec, n_kv_heads: int, head_dim: int) -> tuple[Norm, ...]:
+    """The norms of queries and of keys: one of a head's width that all heads share, or one over all heads together."""
+    if not spec.qk_norm:
+        return ()
+    heads = (spec.n_heads, n_kv_heads) if spec.departures.qk_norm_over_heads else (1, 1)
+    return tuple(Norm(name, f"attn.{name}", n * head_dim) for name, n in zip(("q_norm", "k_norm"), heads, strict=True))
 
 
 def block_matrices(spec: ModelSpec) -> tuple[Matrix, ...]:
@@ -231,9 +241,7 @@ def _layer_kind(spec: ModelSpec, window: int | None, sparse: bool) -> LayerKind:
     if spec.global_attention is not None and window is None:
         n_kv_heads, head_dim = spec.global_attention.n_kv_heads, spec.global_attention.head_dim
         values = not spec.global_attention.keys_are_values
-    other = 0
-    if spec.qk_norm:
-        other += (spec.n_heads + n_kv_heads) * head_dim if spec.departures.qk_norm_over_heads else 2 * head_dim
+    other = sum(norm.n for norm in _head_norms(spec, n_kv_heads, head_dim))
     other += spec.n_heads if spec.departures.attention_sinks else 0
     other += 1 if spec.departures.layer_scale else 0
     if spec.moe is not None and sparse:
@@ -295,6 +303,11 @@ def head_matrix(spec: ModelSpec) -> Matrix:
     """The output projection onto the vocabulary, whether its matrix is tied to the embedding or its own."""
     width = spec.departures.embedding_dim or spec.d_model
     return Matrix("head", "head", spec.vocab_size, width, spec.departures.head_bias, split="vocabulary")
+
+
+def head_norms(spec: ModelSpec) -> tuple[Norm, ...]:
+    """The norms of queries and keys in a block of a uniform dense model; empty where there are none."""
+    return _head_norms(spec, spec.n_kv_heads, spec.head_dim)
 
 
 def qkv_rows(spec: ModelSpec) -> int:

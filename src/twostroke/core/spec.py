@@ -146,7 +146,7 @@ class GlobalAttention:
 
 @dataclass(frozen=True)
 class Departures:
-    """Where a model departs from the block that the decoder builds: what the planner counts and the builder refuses."""
+    """Where a model departs from Llama's block. All of it is counted; ``names`` are what the decoder does not build."""
 
     parallel_block: Annotated[bool, "attention and MLP side by side"] = False
     norms_per_block: Annotated[int, "norms of width E"] = 2
@@ -158,6 +158,7 @@ class Departures:
     attention_sinks: Annotated[bool, "a learned logit a head"] = False
     rotary_dim: Annotated[int | None, "leading dimensions of a head that are turned; null: all"] = None
     qk_norm_over_heads: Annotated[bool, "one norm over all heads"] = False
+    norms_after: Annotated[bool, "norms of what attention and MLP add, instead of what they read"] = False
     layer_scale: Annotated[bool, "a stored number a layer"] = False
     without_parameters: Annotated[tuple[str, ...], "features that change what is computed and add nothing to count"] = ()
 
@@ -170,7 +171,7 @@ class Departures:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Each departure in words."""
+        """Each departure that is not built, in words."""
         named = {
             "parallel attention and MLP": self.parallel_block,
             "other norms than two a block and a final one": not self.final_norm
@@ -181,7 +182,6 @@ class Departures:
             "a bias on the output head": self.head_bias,
             "attention sinks": self.attention_sinks,
             "partial rotary positions": self.rotary_dim is not None,
-            "QK-norm over all heads": self.qk_norm_over_heads,
             "a scale per layer": self.layer_scale,
         }
         return tuple(name for name, present in named.items() if present) + self.without_parameters

@@ -79,7 +79,9 @@ class TorchInterpreter:
             b.residual += F.embedding(b.batch.positions, op.positions).to(self.dtype)
 
     def _norm(self, op: p.Norm, b: Buffers) -> None:
-        if op.bias is None:
+        if op.weight is None:
+            b.normed = b.residual
+        elif op.bias is None:
             b.normed = F.rms_norm(b.residual, op.weight.shape, op.weight, op.eps)
         else:
             b.normed = F.layer_norm(b.residual, op.weight.shape, op.weight, op.bias, op.eps)
@@ -88,6 +90,11 @@ class TorchInterpreter:
         b.qkv = op.matrix(b.normed).view(b.batch.n_rows, -1, self.head_dim)  # (n, H + 2K, D)
 
     def _qk_norm(self, op: p.QkNorm, b: Buffers) -> None:
+        if op.over_heads:
+            for rows in (slice(self.n_heads), slice(self.n_heads, self.n_heads + self.n_kv_heads)):
+                weight, together = op.weight[rows].flatten(), b.qkv[:, rows]
+                together.copy_(F.rms_norm(together.flatten(1), weight.shape, weight, op.eps).view(together.shape))
+            return
         heads = b.qkv[:, : self.n_heads + self.n_kv_heads]
         heads.copy_(F.rms_norm(heads, (self.head_dim,), None, op.eps).mul_(op.weight))
 
@@ -147,8 +154,14 @@ class TorchInterpreter:
         if rows is not None:
             b.residual, b.attention_out = b.residual[rows], b.attention_out[rows]
 
+    @staticmethod
+    def _added(op: p.OutProjectionAdd | p.MlpDownAdd, inside: Tensor, residual: Tensor) -> Tensor:
+        if op.norm is None or op.norm.weight is None:
+            return op.matrix(inside, residual)
+        return residual + F.rms_norm(op.matrix(inside), op.norm.weight.shape, op.norm.weight, op.norm.eps)
+
     def _out_projection_add(self, op: p.OutProjectionAdd, b: Buffers) -> None:
-        b.residual = op.matrix(b.attention_out, b.residual)
+        b.residual = self._added(op, b.attention_out, b.residual)
 
     def _mlp_up(self, op: p.MlpUp, b: Buffers) -> None:
         wide = op.matrix(b.normed)
@@ -160,7 +173,7 @@ class TorchInterpreter:
             b.mlp_inner = activation(wide)
 
     def _mlp_down_add(self, op: p.MlpDownAdd, b: Buffers) -> None:
-        b.residual = op.matrix(b.mlp_inner, b.residual)
+        b.residual = self._added(op, b.mlp_inner, b.residual)
 
     def _lm_head(self, op: p.LmHead, b: Buffers) -> None:
         b.logits = op.matrix(b.normed).float()

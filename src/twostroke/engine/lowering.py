@@ -13,7 +13,7 @@ from twostroke.core.crossovers import Crossovers
 from twostroke.core.dtypes import TORCH_NAMES
 from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.families import layout
-from twostroke.core.matrices import block_matrices, qkv_rows
+from twostroke.core.matrices import block_matrices, head_norms, qkv_rows
 from twostroke.core.schemes import SCHEMES, TORCH_WEIGHTS, W8A8, WEIGHTS, Scheme, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.engine import plan as p
@@ -155,24 +155,30 @@ class _Lowering:
     def head_norms(self, block: str) -> Float[Tensor, "heads D"]:
         spec = self.spec
         order = interleaved(spec.head_dim) if self.rotary else torch.arange(spec.head_dim)
-        q, k = (self.get(f"{block}.attn.{name}.weight").to(self.dtype)[order] for name in ("q_norm", "k_norm"))
-        return torch.cat((q.expand(spec.n_heads, -1), k.expand(spec.n_kv_heads, -1)))
+        q, k = (self.get(f"{block}.{norm.module}.weight").view(-1, spec.head_dim) for norm in head_norms(spec))
+        return torch.cat((q.expand(spec.n_heads, -1), k.expand(spec.n_kv_heads, -1))).to(self.dtype)[:, order]
 
     def block(self, i: int) -> list[p.Op]:
         spec, name = self.spec, f"blocks.{i}"
         qkv, out, up, down = block_matrices(spec)
+        attn_norm, mlp_norm = (self.norm(f"{name}.{norm}") for norm in ("attn_norm", "mlp_norm"))
+        after, none = spec.departures.norms_after, p.Norm(None, None, spec.norm_eps)
         ops: list[p.Op] = [
-            self.norm(f"{name}.attn_norm"),
+            none if after else attn_norm,
             p.QkvProjection(self.matrix(f"{name}.{qkv.module}", qkv.bias, self.head_rows())),
         ]
         if spec.qk_norm:
-            ops.append(p.QkNorm(self.head_norms(name), spec.norm_eps))
+            ops.append(p.QkNorm(self.head_norms(name), spec.norm_eps, spec.departures.qk_norm_over_heads))
         ops += [p.RopeAndCacheWrite(i, self.rotary), p.PagedAttention(i, spec.window_of_layer(i))]
         if i == spec.n_layers - 1:
             ops.append(p.GatherSampledRows())
-        ops += [p.OutProjectionAdd(self.matrix(f"{name}.{out.module}", out.bias)), self.norm(f"{name}.mlp_norm")]
         wide = (self.gate_up if up.packed else self.matrix)(f"{name}.{up.module}", up.bias)
-        ops += [p.MlpUp(wide, spec.activation, bool(up.packed)), p.MlpDownAdd(self.matrix(f"{name}.{down.module}", down.bias))]
+        ops += [
+            p.OutProjectionAdd(self.matrix(f"{name}.{out.module}", out.bias), attn_norm if after else None),
+            none if after else mlp_norm,
+            p.MlpUp(wide, spec.activation, bool(up.packed)),
+            p.MlpDownAdd(self.matrix(f"{name}.{down.module}", down.bias), mlp_norm if after else None),
+        ]
         return ops
 
     def ops(self) -> tuple[p.Op, ...]:

@@ -149,10 +149,10 @@ class NativeRunner:
             to.table, to.table_type = self._table(op.table)
             if op.positions is not None:
                 to.positions, to.positions_type = self._table(op.positions)
-        elif isinstance(op, p.Norm | p.QkNorm):
-            to.weight, to.eps = self._hold(op.weight.float()), op.eps
-            if isinstance(op, p.Norm) and op.bias is not None:
-                to.bias = self._hold(op.bias.float())
+        elif isinstance(op, p.Norm):
+            self._norm(op, to)
+        elif isinstance(op, p.QkNorm):
+            to.weight, to.eps, to.over_heads = self._hold(op.weight.float()), op.eps, int(op.over_heads)
         elif isinstance(op, p.RopeAndCacheWrite):
             made.layer, to.rotary = op.layer, int(op.rotary)
             if self.pool.scaled:
@@ -164,11 +164,19 @@ class NativeRunner:
             if not isinstance(matrix, NativeMatrix | NativePair):
                 raise ConfigError("this plan was lowered for torch. Lower it with native=True.")
             to.matrix = matrix.gate.c if isinstance(matrix, NativePair) else matrix.c
+            if isinstance(op, p.OutProjectionAdd | p.MlpDownAdd) and op.norm is not None:
+                self._norm(op.norm, to.norm)
             if isinstance(op, p.MlpUp):
                 to.activation = _ACTIVATIONS[op.activation]
                 if isinstance(matrix, NativePair):
                     to.up = matrix.up.c
         return made
+
+    def _norm(self, norm: p.Norm, to: Any) -> None:
+        if norm.weight is not None:
+            to.weight, to.eps = self._hold(norm.weight.float()), norm.eps
+        if norm.bias is not None:
+            to.bias = self._hold(norm.bias.float())
 
     def _table(self, table: Tensor) -> tuple[int, int]:
         if table.dtype not in _TABLE_TYPES:

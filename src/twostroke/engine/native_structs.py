@@ -26,14 +26,21 @@ class CNorm(ctypes.Structure):
 
 @mirror("QkvProjection")
 class CProduct(ctypes.Structure):
-    """Also ``OutProjectionAdd``, ``MlpDownAdd`` and ``LmHead``."""
+    """Also ``LmHead``."""
 
     _fields_ = [("matrix", CMatrix)]
 
 
+@mirror("OutProjectionAdd")
+class CProductAdd(ctypes.Structure):
+    """Also ``MlpDownAdd``."""
+
+    _fields_ = [("matrix", CMatrix), ("norm", CNorm)]
+
+
 @mirror("QkNorm")
 class CQkNorm(ctypes.Structure):
-    _fields_ = [("weight", _POINTER), ("eps", _F32)]
+    _fields_ = [("weight", _POINTER), ("eps", _F32), ("over_heads", _I32)]
 
 
 @mirror("RopeAndCacheWrite")
@@ -64,9 +71,9 @@ OPS: tuple[tuple[type, str, type[ctypes.Structure]], ...] = (
     (p.RopeAndCacheWrite, "rope_and_cache_write", CRopeAndCacheWrite),
     (p.PagedAttention, "paged_attention", CPagedAttention),
     (p.GatherSampledRows, "gather_sampled_rows", CGatherSampledRows),
-    (p.OutProjectionAdd, "out_projection_add", CProduct),
+    (p.OutProjectionAdd, "out_projection_add", CProductAdd),
     (p.MlpUp, "mlp_up", CMlpUp),
-    (p.MlpDownAdd, "mlp_down_add", CProduct),
+    (p.MlpDownAdd, "mlp_down_add", CProductAdd),
     (p.LmHead, "lm_head", CProduct),
 )
 """``TS_OPS``: the plan's operation, its member of the union and what it holds there, in the order of ``OpKind``."""

@@ -28,9 +28,9 @@ class Embed:
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """normed ← RMSNorm(residual), or LayerNorm(residual) if there is a bias."""
+    """normed ← RMSNorm(residual), or LayerNorm(residual) if there is a bias, or residual if there is no weight."""
 
-    weight: Tensor
+    weight: Tensor | None
     bias: Tensor | None
     eps: float
 
@@ -44,10 +44,12 @@ class QkvProjection:
 
 @dataclass(frozen=True, eq=False)
 class QkNorm:
-    """RMSNorm of each query and key head in qkv; ``weight`` is (H + K, D)."""
+    """RMSNorm of each query and key head in qkv, or ``over_heads`` of a row's query heads and of its key heads; ``weight`` is
+    (H + K, D)."""
 
     weight: Tensor
     eps: float
+    over_heads: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,9 +75,10 @@ class GatherSampledRows:
 
 @dataclass(frozen=True, eq=False)
 class OutProjectionAdd:
-    """residual ← residual + attention_out·Wᵀ + b."""
+    """residual ← residual + attention_out·Wᵀ + b, or residual + RMSNorm(attention_out·Wᵀ + b) by ``norm``."""
 
     matrix: Matrix
+    norm: Norm | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,9 +92,10 @@ class MlpUp:
 
 @dataclass(frozen=True, eq=False)
 class MlpDownAdd:
-    """residual ← residual + mlp_inner·Wᵀ + b."""
+    """residual ← residual + mlp_inner·Wᵀ + b, or residual + RMSNorm(mlp_inner·Wᵀ + b) by ``norm``."""
 
     matrix: Matrix
+    norm: Norm | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,10 +127,12 @@ class Plan:
         for op in self.ops:
             if isinstance(op, Product):
                 total += op.matrix.n_bytes
-            elif isinstance(op, Norm):
-                total += op.weight.nbytes + (op.bias.nbytes if op.bias is not None else 0)
+            norm = op.norm if isinstance(op, OutProjectionAdd | MlpDownAdd) else op
+            if isinstance(norm, Norm):
+                total += sum(t.nbytes for t in (norm.weight, norm.bias) if t is not None)
             elif isinstance(op, QkNorm):
-                total += 2 * op.weight[0].nbytes  # all query heads share one row, all key heads another
+                # All query heads share one row and all key heads another, unless the norm is over all of them.
+                total += op.weight.nbytes if op.over_heads else 2 * op.weight[0].nbytes
         return total
 
     @property

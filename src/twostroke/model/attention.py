@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twostroke.core import policy
-from twostroke.core.matrices import block_matrices
+from twostroke.core.matrices import block_matrices, head_norms
 from twostroke.core.spec import ModelSpec
 from twostroke.kernels import training_attention
 from twostroke.model.norm import RMSNorm
@@ -134,9 +134,15 @@ class Attention(nn.Module):
         self.dropout = spec.dropout
         qkv, out, *_ = block_matrices(spec)
         self.qkv = nn.Linear(qkv.k, qkv.n, bias=qkv.bias)
-        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        norms = [RMSNorm(norm.n, spec.norm_eps) for norm in head_norms(spec)]
+        self.q_norm = norms[0] if norms else None
+        self.k_norm = norms[1] if norms else None
+        self.norm_over_heads = spec.departures.qk_norm_over_heads
         self.out = nn.Linear(out.k, out.n, bias=out.bias)
+
+    def _norm_heads(self, norm: RMSNorm, heads: Float[Tensor, "B T H D"]) -> Float[Tensor, "B T H D"]:
+        """Each head by itself, or all of a token's together."""
+        return norm(heads.flatten(2)).view(heads.shape) if self.norm_over_heads else norm(heads)
 
     def forward(
         self,
@@ -150,11 +156,11 @@ class Attention(nn.Module):
         if mask is not None and mask.dtype == torch.int32:  # the native operator splits and rotates qkv itself
             if self.q_norm is not None and self.k_norm is not None:
                 q, k, v = qkv.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), dim=2)
-                qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=2)
+                qkv = torch.cat((self._norm_heads(self.q_norm, q), self._norm_heads(self.k_norm, k), v), dim=2)
             return self.out(training_attention.packed_attention(qkv, mask, rope, self.n_heads).flatten(2))
         q, k, v = qkv.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), dim=2)  # (B, T, H | K | K, D)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self._norm_heads(self.q_norm, q), self._norm_heads(self.k_norm, k)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H | K | K, T, D)

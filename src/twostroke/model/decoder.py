@@ -40,11 +40,12 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """residual + attention(norm(residual)), then residual + mlp(norm(residual)). No branch depends on a tensor's value, so that
-    torch.compile makes one graph of it."""
+    """residual + attention(norm(residual)), then residual + mlp(norm(residual)); or with norms of what is added, residual +
+    norm(attention(residual)). No branch depends on a tensor's value, so that torch.compile makes one graph of it."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
+        self.norms_after = spec.departures.norms_after
         self.attn_norm = make_norm(spec)
         self.attn = Attention(spec)
         self.mlp_norm = make_norm(spec)
@@ -65,6 +66,9 @@ class Block(nn.Module):
         return self.recompute(self._compute, residual, rope, mask)
 
     def _compute(self, residual: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+        if self.norms_after:
+            residual = residual + self._drop(self.attn_norm(self.attn(residual, rope, mask)))
+            return residual + self._drop(self.mlp_norm(self.mlp(residual)))
         residual = residual + self._drop(self.attn(self.attn_norm(residual), rope, mask))
         return residual + self._drop(self.mlp(self.mlp_norm(residual)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from twostroke.core.dtypes import bytes_of
-from twostroke.core.matrices import Matrix, block_matrices, head_matrix
+from twostroke.core.matrices import Matrix, block_matrices, head_matrix, head_norms
 from twostroke.core.named import largest, letter, named
 from twostroke.core.schemes import NATIVE_FORMATS, NATIVE_PRODUCTS, scheme_of
 from twostroke.core.spec import ModelSpec
@@ -59,7 +59,7 @@ def native_read_bytes(spec: ModelSpec, scheme: str, head: str, in_int8: tuple[st
     parameters = count_parameters(spec)
     norms = 4.0 * (parameters.norms + parameters.final_norm)
     if spec.qk_norm:
-        norms += 4.0 * spec.n_layers * 2 * spec.head_dim
+        norms += 4.0 * spec.n_layers * sum(norm.n for norm in head_norms(spec))
     return blocks + norms + native_product_bytes(head_matrix(spec), scheme_of(head).native_product)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from twostroke.core.families.llama import Defaults, llama_like
+from twostroke.core.families.llama import Defaults, llama_like, write_llama_like
 from twostroke.core.families.reader import STORED_OTHERWISE, Reader
 from twostroke.core.spec import Departures, ModelSpec
 
@@ -29,8 +29,12 @@ def parse_olmo2(config: dict[str, Any]) -> ModelSpec:
     return llama_like(
         "olmo2", config, Defaults(max_positions=2048, eos=50279), norm_eps=r.number("rms_norm_eps", 1e-5), qk_norm=True,
         qkv_bias=bias, attn_out_bias=bias,
-        departures=Departures(qk_norm_over_heads=True, without_parameters=("norms after each branch",)),
+        departures=Departures(qk_norm_over_heads=True, norms_after=True),
     )  # fmt: skip
+
+
+def write_olmo2(spec: ModelSpec) -> dict[str, Any]:
+    return write_llama_like(spec) | {"attention_bias": spec.qkv_bias}
 
 
 def parse_granite(config: dict[str, Any]) -> ModelSpec:

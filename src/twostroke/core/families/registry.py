@@ -12,7 +12,16 @@ from twostroke.core.errors import ConfigError, UnsupportedFamilyError
 from twostroke.core.families import dense, earlier, experts, gemma, gpt2, latent, llama, phi
 from twostroke.core.families.reader import Reader
 from twostroke.core.families.short_keys import has_short_keys, with_family_keys
-from twostroke.core.families.weights import GPT2_WEIGHTS, LLAMA_WEIGHTS, PHI3_WEIGHTS, PHI_WEIGHTS, Entry, WeightNames, tensors
+from twostroke.core.families.weights import (
+    GPT2_WEIGHTS,
+    LLAMA_WEIGHTS,
+    OLMO2_WEIGHTS,
+    PHI3_WEIGHTS,
+    PHI_WEIGHTS,
+    Entry,
+    WeightNames,
+    tensors,
+)
 from twostroke.core.schemes import published_schemes
 from twostroke.core.spec import ModelSpec
 
@@ -44,6 +53,7 @@ FAMILIES: dict[str, Family] = {
         Family("mistral", "MistralForCausalLM", llama.parse_mistral, llama.write_mistral),
         Family("qwen2", "Qwen2ForCausalLM", llama.parse_qwen2, llama.write_qwen),
         Family("qwen3", "Qwen3ForCausalLM", llama.parse_qwen3, llama.write_qwen),
+        Family("olmo2", "Olmo2ForCausalLM", dense.parse_olmo2, dense.write_olmo2, OLMO2_WEIGHTS),
         Family("gpt2", "GPT2LMHeadModel", gpt2.parse_gpt2, gpt2.write_gpt2, GPT2_WEIGHTS),
     )
 }
@@ -70,7 +80,6 @@ PLANNED_FAMILIES: dict[str, Family] = {
         Family("phi", "PhiForCausalLM", phi.parse_phi, weights=PHI_WEIGHTS),
         Family("phi3", "Phi3ForCausalLM", phi.parse_phi3, weights=PHI3_WEIGHTS),
         Family("starcoder2", "Starcoder2ForCausalLM", dense.parse_starcoder2),
-        Family("olmo2", "Olmo2ForCausalLM", dense.parse_olmo2),
         Family("granite", "GraniteForCausalLM", dense.parse_granite),
         Family("gpt_bigcode", "GPTBigCodeForCausalLM", gpt2.parse_gpt_bigcode),
         Family("gptj", "GPTJForCausalLM", earlier.parse_gptj),

@@ -81,6 +81,10 @@ GPT2_WEIGHTS = WeightNames(
     },
     transposed=True,
 )
+OLMO2_WEIGHTS = replace(
+    LLAMA_WEIGHTS,
+    block={**LLAMA_WEIGHTS.block, "attn_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
+)
 PHI_WEIGHTS = replace(
     LLAMA_WEIGHTS, block={**LLAMA_WEIGHTS.block, "out": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"}
 )

@@ -18,7 +18,7 @@ struct Embed {
     TableType table_type, positions_type;
 };
 struct Norm {
-    const float* weight;  // (E)
+    const float* weight;  // (E); null: a copy
     const float* bias;    // LayerNorm if there is one
     float eps;
 };
@@ -28,6 +28,7 @@ struct QkvProjection {
 struct QkNorm {
     const float* weight;  // (H + K, D)
     float eps;
+    int32_t over_heads;  // all query heads together, and all key heads
 };
 struct RopeAndCacheWrite {
     const float* key_offset;  // (K, D), taken off the rotated keys; null: none
@@ -41,6 +42,7 @@ struct GatherSampledRows {
 };
 struct OutProjectionAdd {
     Matrix matrix;
+    Norm norm;  // of what is added; weight null: none
 };
 struct MlpUp {
     Matrix matrix;  // of the gate if there is `up`
@@ -49,6 +51,7 @@ struct MlpUp {
 };
 struct MlpDownAdd {
     Matrix matrix;
+    Norm norm;
 };
 struct LmHead {
     Matrix matrix;

@@ -46,6 +46,20 @@ void Step::multiply(const Now& now, const Matrix& w, const Rows& rows, float* y,
     product(w, rows, outputs.first, outputs.last, y + now.first * w.n, w.n, add);
 }
 
+// residual += rows·Wᵀ, or its norm, for which a row must be whole.
+void Step::add(const Now& now, const Matrix& w, const Norm& norm, const Rows& rows) {
+    if (norm.weight == nullptr) return multiply(now, w, rows, now.residual, true);
+    const int64_t E = m_.d_model;
+    float* const sums = now.shared ? normed_.get() : memory_[now.thread]->normed.get() - now.first * E;
+    multiply(now, w, rows, sums, false);
+    if (now.shared) barrier();
+    const Range mine = own(now, 1);
+    for (int64_t r = mine.first; r < mine.last; r++) {
+        norm_row(norm, sums + r * E, sums + r * E);
+        for (int64_t e = 0; e < E; e++) now.residual[r * E + e] += sums[r * E + e];
+    }
+}
+
 // Rows in the form that a matrix reads. `fill` writes row r, of k numbers, to where it is told: in memory of all
 // threads, each its share, or in the thread's own where it makes all of them.
 template <typename Fill>
@@ -107,6 +121,11 @@ void Step::run(const QkvProjection& op, Now& now) {
 // The same share of heads in this and the next, so nobody waits between them.
 void Step::run(const QkNorm& op, Now& now) {
     const int64_t K = m_.n_kv_heads;
+    if (op.over_heads) {
+        const Range rows = own(now, 1);
+        for (int64_t r = rows.first; r < rows.last; r++) norm_heads(op, r);
+        return finish(now, false);
+    }
     const Range groups = own(now, K);
     for (int64_t g = groups.first; g < groups.last; g++) norm_group(op, g / K, g % K);
 }
@@ -127,7 +146,7 @@ void Step::run(const PagedAttention& op, Now& now) {
 void Step::run(const GatherSampledRows&, Now& now) { gather(now); }
 
 void Step::run(const OutProjectionAdd& op, Now& now) {
-    multiply(now, op.matrix, prepare(now, op.matrix.format, now.attention_out, q_width_), now.residual, true);
+    add(now, op.matrix, op.norm, prepare(now, op.matrix.format, now.attention_out, q_width_));
     finish(now, true);
 }
 
@@ -155,7 +174,7 @@ void Step::run(const MlpDownAdd& op, Now& now) {
     float* const own_inner = memory_[now.thread]->mlp_inner.get();
     float* const inner = now.shared ? mlp_inner_.get() : own_inner;
     const Rows rows = prepare(now, op.matrix.format, inner, inner, m_.d_ff, [](int64_t, float*) {});
-    multiply(now, op.matrix, rows, now.residual, true);
+    add(now, op.matrix, op.norm, rows);
     finish(now, true);
     trace(now, ops_[now.op].layer + 1, own(now, 1));
 }

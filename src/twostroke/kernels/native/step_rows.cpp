@@ -37,8 +37,16 @@ void Step::embed_row(const Embed& op, int64_t row, float* to) {
 }
 
 void Step::norm_row(const Norm& op, const float* from, float* to) {
-    if (op.bias != nullptr) kernels_->layer_norm(from, op.weight, op.bias, op.eps, m_.d_model, to);
+    if (op.weight == nullptr) std::memcpy(to, from, static_cast<size_t>(m_.d_model) * 4);
+    else if (op.bias != nullptr) kernels_->layer_norm(from, op.weight, op.bias, op.eps, m_.d_model, to);
     else kernels_->rms_norm(from, op.weight, op.eps, m_.d_model, to);
+}
+
+// All query heads of a row together, and all its key heads.
+void Step::norm_heads(const QkNorm& op, int64_t row) {
+    float* qkv = qkv_.get() + row * qkv_width_;
+    kernels_->rms_norm(qkv, op.weight, op.eps, q_width_, qkv);
+    kernels_->rms_norm(qkv + q_width_, op.weight + q_width_, op.eps, m_.n_kv_heads * m_.head_dim, qkv + q_width_);
 }
 
 // One group of a row: a key head, its value head, its query heads.

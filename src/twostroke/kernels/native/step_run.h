@@ -74,6 +74,7 @@ private:
     void run(const LmHead&, Now&);
     Range own(const Now&, int64_t n) const;
     Range own_outputs(const Now&, const Matrix&) const;
+    void add(const Now&, const Matrix&, const Norm&, const Rows&);
     void multiply(const Now&, const Matrix&, const Rows&, float* y, bool add);
     template <typename Fill>
     Rows prepare(const Now&, Format, float* shared_to, float* own_to, int64_t k, Fill);
@@ -86,6 +87,7 @@ private:
     void trace(const Now&, int64_t state, Range rows);
     void embed_row(const Embed&, int64_t row, float* to);
     void norm_row(const Norm&, const float* from, float* to);
+    void norm_heads(const QkNorm&, int64_t row);
     void norm_group(const QkNorm&, int64_t row, int64_t k);
     void rope_and_cache_write_group(const RopeAndCacheWrite&, int64_t layer, int64_t row, int64_t k);
     KvHead kv_head(int64_t layer, int64_t k) const;
