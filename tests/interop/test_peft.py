@@ -33,6 +33,7 @@ CASES = {
     "mistral": ("v_proj", "gate_proj"),
     "qwen2": ("k_proj", "up_proj"),
     "qwen3": ("o_proj", "v_proj"),
+    "olmo2": ("o_proj", "v_proj"),
     "gpt2": ("c_attn", "mlp.c_proj"),
 }
 
