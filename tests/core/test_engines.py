@@ -14,11 +14,12 @@ from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.engines import not_served, not_trained, planned_only_text
 from twostroke.core.errors import ConfigError
 from twostroke.core.families import PLANNED_FAMILIES, spec_from_config
+from twostroke.core.optimizers import OPTIMIZERS
 from twostroke.core.recipe import recipe_from_dict
 from twostroke.core.schemes import PLANNED
 from twostroke.planner.hardware import hardware_names, load_hardware
 from twostroke.planner.layout import Layout
-from twostroke.planner.memory import OPTIMIZERS, PRECISIONS
+from twostroke.planner.memory import PRECISIONS
 from twostroke.planner.serving import CACHE_DTYPES, ServingShape, plan_serving
 from twostroke.planner.speculation import Speculation
 from twostroke.planner.text.serving import serving_text

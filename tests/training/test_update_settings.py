@@ -4,8 +4,8 @@ import pytest
 
 from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError
+from twostroke.core.optimizers import OPTIMIZERS
 from twostroke.core.recipe import TrainRecipe, recipe_from_dict
-from twostroke.core.update_settings import LEARNING_RATES
 
 
 def _recipe(method: str = "pretrain", **train: object) -> TrainRecipe:
@@ -36,9 +36,9 @@ def test_a_given_rate_is_kept() -> None:
 
 
 def test_every_method_and_optimizer_has_a_rate() -> None:
-    assert all(set(rates) == {"adamw", "adam", "sgd", "muon"} for rates in LEARNING_RATES.values())
-    for method in LEARNING_RATES:  # fine-tuning all weights moves them least
-        assert LEARNING_RATES["full"]["adamw"] <= LEARNING_RATES[method]["adamw"]
+    for row in OPTIMIZERS.values():
+        assert set(row.rates) == {"pretrain", "full", "lora"}
+        assert row.rates["full"] == min(row.rates.values()), "fine-tuning all weights moves them least"
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from twostroke.core.optimizers import TRAINED
 from twostroke.core.schemes import CACHE_TYPES, WEIGHTS, scheme_of
 from twostroke.core.spec import ModelSpec
 
 Method = Literal["pretrain", "full", "lora", "qlora"]
 TrainingType = Literal["bf16", "fp32", "fp16", "pure_bf16"]
-Optimizer = Literal["adamw", "adam", "sgd", "muon"]
 Recomputation = Literal["none", "selective", "full"]
 
 METHODS: tuple[str, ...] = get_args(Method)
 TRAINING_TYPES: tuple[str, ...] = get_args(TrainingType)
-OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
 RECOMPUTATIONS: tuple[str, ...] = get_args(Recomputation)
 
 WEIGHT_CHOICES, CACHE_CHOICES = (f"auto, {', '.join(names[:-1])} or {names[-1]}" for names in (WEIGHTS, CACHE_TYPES))
@@ -43,7 +42,7 @@ def not_trained(
     named = {
         f"method {method}": method not in METHODS,
         f"training in {dtype}": dtype not in TRAINING_TYPES,
-        f"optimizer {optimizer}": optimizer not in OPTIMIZERS,
+        f"optimizer {optimizer}": optimizer not in TRAINED,
         f"recomputation {recomputation}": recomputation not in RECOMPUTATIONS,
         "whole logits": logits != "chunked",
         f"training over {devices:,} devices": devices > 1,

@@ -24,9 +24,10 @@ from typing import Any, Literal
 
 from twostroke.core.data_recipe import STDLIB_SOURCE, DataRecipe
 from twostroke.core.documents import is_integer, read_toml
-from twostroke.core.engines import Method, Optimizer, Recomputation, TrainingType
+from twostroke.core.engines import Method, Recomputation, TrainingType
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
 from twostroke.core.families import spec_from_config
+from twostroke.core.optimizers import Optimizer
 from twostroke.core.policy import NF4_BLOCK
 from twostroke.core.spec import ModelSpec
 from twostroke.core.tables import build

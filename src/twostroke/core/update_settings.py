@@ -6,22 +6,13 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import ConfigError
+from twostroke.core.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
     from twostroke.core.recipe import TrainSettings
 
-LEARNING_RATES: dict[str, dict[str, float]] = {
-    "pretrain": {"adamw": 4e-3, "adam": 4e-3, "sgd": 0.1, "muon": 4e-3},
-    "full": {"adamw": 2e-5, "adam": 2e-5, "sgd": 5e-3, "muon": 2e-5},
-    "lora": {"adamw": 2e-4, "adam": 2e-4, "sgd": 5e-2, "muon": 2e-4},
-}
-"""Learning rate where a recipe gives none, by method and optimizer; "qlora" is as "lora". Where they come from: pretraining of
-models of tens of millions of parameters with this package; 2e-5 for all weights (Llama 2, arXiv:2307.09288, section 3.1); 2e-4
-for adapters (QLoRA, arXiv:2305.14314, appendix B.2). Larger models want smaller rates. SGD's
-0.1 is the best of 0.1, 0.5 and 2 over 120 steps of 0.9M parameters; its other two are assumed."""
-
 MUON_LEARNING_RATES = {"pretrain": 0.02, "full": 1e-3, "lora": 2e-3}
-"""The same of the matrices that Muon updates; 0.02 is Jordan's (2024), the other two are assumed."""
+"""Of the matrices that Muon updates, where a recipe gives none. 0.02 is Jordan's (2024), the other two are assumed."""
 
 
 def with_default_rates(settings: TrainSettings, method: str) -> TrainSettings:
@@ -29,7 +20,7 @@ def with_default_rates(settings: TrainSettings, method: str) -> TrainSettings:
     kind = "lora" if method == "qlora" else method
     return dataclasses.replace(
         settings,
-        learning_rate=settings.learning_rate or LEARNING_RATES[kind][settings.optimizer],
+        learning_rate=settings.learning_rate or OPTIMIZERS[settings.optimizer].rates[kind],
         muon_learning_rate=settings.muon_learning_rate or MUON_LEARNING_RATES[kind],
     )
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from twostroke.core import engines
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.matrices import LayerKind, layer_kinds
 from twostroke.core.named import letter, named
+from twostroke.core.optimizers import OPTIMIZERS
 from twostroke.core.policy import NF4_BLOCK, NF4_SCALE_BLOCK, attends_explicitly, fits_native_attention, query_blocks
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.params import Parameters
@@ -39,8 +39,6 @@ PRECISIONS = {
 }
 """Training types by name. bf16 and fp16 are mixed precision (Micikevicius et al., arXiv 1710.03740); pure_bf16 keeps nothing in
 fp32, its optimizer's state included."""
-
-OPTIMIZERS = (*engines.OPTIMIZERS, "adamw8bit")
 
 
 def snapshot_bytes(dtype: str, trained: float, optimizer: float) -> float:
@@ -94,13 +92,12 @@ def optimizer_bytes(parameters: Parameters, optimizer: str, state: float = FP32)
 def state_bytes(n_parameters: float, n_matrix: float, optimizer: str, state: float = FP32) -> float:
     """adam, adamw: two moments of ``state`` bytes, 8·N in fp32. sgd: one momentum, 4·N. muon: one momentum for the block
     matrices, 4·N_matrices, and AdamW for the rest. adamw8bit: two moments of a byte and their scales, 2.03·N."""
-    if optimizer == "muon":
-        return state * n_matrix + 2 * state * (n_parameters - n_matrix)
-    if optimizer == "sgd":
-        return state * n_parameters
-    if optimizer == "adamw8bit":
-        return 2 * (1 + FP32 / letter("block", STATE_BLOCK)) * n_parameters
-    return 2 * state * n_parameters
+    row = OPTIMIZERS[optimizer]
+    if row.eight_bit:
+        return row.moments * (1 + FP32 / letter("block", STATE_BLOCK)) * n_parameters
+    if row.matrix_moments != row.moments:
+        return row.matrix_moments * state * n_matrix + row.moments * state * (n_parameters - n_matrix)
+    return row.moments * state * n_parameters
 
 
 NATIVE_ATTENTION = "cpu with native attention"

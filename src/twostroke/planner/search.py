@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 from twostroke.core.described import As
 from twostroke.core.errors import ConfigError
+from twostroke.core.optimizers import CHOICES
 from twostroke.core.policy import TOKEN_BUDGET
 from twostroke.core.schemes import PLANNED, SEARCHED, scheme_of
 from twostroke.core.spec import ModelSpec
@@ -143,7 +144,7 @@ class TrainWork:
     tokens: Annotated[float, "tokens", "of the run"]
     sequence_length: Annotated[int, "tokens", "of a sequence"] = 4096
     batch_tokens: Annotated[int, "tokens", "of an optimizer step"] = BATCH_TOKENS
-    optimizer: Annotated[str, "adamw, adam, sgd, muon or adamw8bit"] = "adamw"
+    optimizer: Annotated[str, CHOICES] = "adamw"
 
     def __post_init__(self) -> None:
         for name in ("tokens", "sequence_length", "batch_tokens"):

@@ -10,6 +10,7 @@ from twostroke.core.described import As, LeftOut
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError
 from twostroke.core.named import inputs, letter, named, within
+from twostroke.core.optimizers import CHOICES, OPTIMIZERS
 from twostroke.core.policy import attends_explicitly, rows_at_once
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.adapters import ALL_LINEAR, adapter_parameters, check_targets
@@ -19,7 +20,7 @@ from twostroke.planner.cost import Cost, cost_of
 from twostroke.planner.flops import attention_flops_per_token, training_flops_per_token
 from twostroke.planner.hardware import DATASHEET_NOTE, Hardware
 from twostroke.planner.layout import SINGLE, Layout
-from twostroke.planner.memory import FP32, OPTIMIZERS, PRECISIONS, state_bytes
+from twostroke.planner.memory import FP32, PRECISIONS, state_bytes
 from twostroke.planner.network import all_reduce_sent_bytes
 from twostroke.planner.params import Parameters, count_parameters
 from twostroke.planner.sharding import rank_memory, rank_state_bytes, stage_held, stages
@@ -52,7 +53,7 @@ class TrainingShape:
     sequence_length: Annotated[int, "tokens of a sequence"] = 512
     grad_accumulation: Annotated[int, "passes of one update"] = 1
     dtype: Annotated[str, "bf16, fp16, fp32 or pure_bf16"] = "bf16"
-    optimizer: Annotated[str, "adamw, adam, sgd, muon or adamw8bit"] = "adamw"
+    optimizer: Annotated[str, CHOICES] = "adamw"
     compile: Annotated[bool, "torch.compile"] = True
     steps: Annotated[int, "updates; 0 leaves the length of the run open"] = 0
     method: Annotated[str, "full, lora (adapters beside the frozen base) or qlora (beside a base in NF4)"] = "full"

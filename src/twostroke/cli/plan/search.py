@@ -9,6 +9,7 @@ import typer
 
 from twostroke.cli.console import JSON_HELP, emit
 from twostroke.cli.plan.subject import OUTPUT, PROMPT, SETTINGS, read_subject, serving_shape
+from twostroke.core.optimizers import CHOICES
 
 if TYPE_CHECKING:
     from twostroke.planner.hardware import Hardware
@@ -38,7 +39,7 @@ def search(
     sequence_length: int = typer.Option(0, help="Training: tokens of a sequence; without it 4096, or the model's context."),
     batch_tokens: int = typer.Option(0, help="Training: tokens of an optimizer step; without it about 2 million."),
     dtype: list[str] = typer.Option([], help="Training: only these types; without it bf16, or the device's own. Repeatable."),
-    optimizer: str = typer.Option("adamw", help="Training: adamw, adam, sgd, muon or adamw8bit."),
+    optimizer: str = typer.Option("adamw", help=f"Training: {CHOICES}."),
     days: float = typer.Option(A_YEAR, help="Training: most days of the run."),
     budget_usd: float = typer.Option(None, help="Training: most $ of the run."),
     top: int = typer.Option(12, help="Devices to show; --json has all."),

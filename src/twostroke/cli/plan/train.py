@@ -11,6 +11,7 @@ from twostroke.cli.console import JSON_HELP, emit
 from twostroke.cli.plan.explain import EXPLAIN, with_terms
 from twostroke.cli.plan.subject import EAGER, HARDWARE, SEQUENCE_LENGTH, SETTINGS, STEPS, TRAIN_TOKENS, read_subject
 from twostroke.core.errors import ConfigError
+from twostroke.core.optimizers import CHOICES
 
 Number = TypeVar("Number", int, float)
 
@@ -42,7 +43,7 @@ def train(
     sequence_length: int = SEQUENCE_LENGTH,
     grad_accumulation: int = typer.Option(1, help="Forward and backward passes per update: micro-batches in a pipeline."),
     dtype: str = typer.Option("bf16", help="fp32, bf16 (mixed), fp16 (mixed) or pure_bf16."),
-    optimizer: str = typer.Option("adamw", help="adamw, adam, sgd (with momentum), muon or adamw8bit."),
+    optimizer: str = typer.Option("adamw", help=f"{CHOICES}."),
     eager: bool = EAGER,
     steps: int = STEPS,
     tokens: float = typer.Option(0.0, help="Length of the run in tokens, as in 1e12, in place of --steps."),
