@@ -86,7 +86,7 @@ def test_weight_decay_spares_norms_and_embeddings(optimizer: str) -> None:
         assert torch.equal(weight, before[name]) != decays, name
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "lamb"])
 def test_restored_state_continues_bit_for_bit(optimizer: str) -> None:
     first, second = _masters(), _masters()
     trained, fresh = (Optimizers(m, SPEC, _settings(optimizer)) for m in (first, second))

@@ -68,7 +68,7 @@ def _pure(optimizer: str, **changes: object) -> tuple[MasterWeights, Optimizers]
     return masters, Optimizers(masters, SPEC, settings)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "muon", "lamb"])
 def test_steps_over_bf16_are_the_fp32_ones_rounded(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stochastic_rounding, "PIECE", 100)  # so that most parameters are cut, none of them evenly
     masters, optimizers = _pure(optimizer)

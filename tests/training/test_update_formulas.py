@@ -11,6 +11,7 @@ import torch
 from twostroke.core.recipe import TrainSettings
 from twostroke.core.spec import ModelSpec
 from twostroke.model.decoder import Decoder
+from twostroke.training.lamb import Lamb
 from twostroke.training.optimizers import Optimizers
 from twostroke.training.precision import MasterWeights
 from twostroke.training.schedules import scheduled_factor
@@ -64,6 +65,12 @@ def muon(w: Array, g: Array, state: dict[str, Array], t: int, rate: float, decay
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
     x = x.T if tall else x
     return w * (1 - rate * decay) - rate * np.sqrt(max(1.0, w.shape[0] / w.shape[1])) * x
+
+
+def lamb(w: Array, g: Array, state: dict[str, Array], t: int, rate: float, decay: float) -> Array:
+    """You et al. 2019, algorithm 2 with φ(x) = x; a vector's ratio is 1."""
+    r = _adam_step(w, g, state, t, 1.0) + decay * w
+    return w - rate * (np.linalg.norm(w) / np.linalg.norm(r) if w.ndim > 1 else 1.0) * r
 
 
 def _run(settings: TrainSettings) -> tuple[MasterWeights, dict[str, Array], list[dict[str, Array]]]:
@@ -127,6 +134,30 @@ def test_steps_are_those_of_the_formula(
             w = formula(w, gradient[name], state, t, RATE * factor, DECAY if _decays(name, embeddings, norms) else 0.0)
         # eight fp32 updates of about 10⁻² on weights of about 1: a few units of 2⁻²³
         np.testing.assert_allclose(masters.weights[name].numpy(), w, rtol=3e-6, atol=2e-6, err_msg=name)
+
+
+def test_lamb_takes_each_matrix_of_a_packed_one_by_its_own_length() -> None:
+    masters, expected, gradients = _run(_settings("lamb"))
+    parts = {"attn.qkv.weight": (16, 8, 8), "mlp.gate_up.weight": (24, 24)}
+    for name, w in expected.items():
+        cuts = next((np.cumsum(rows)[:-1] for end, rows in parts.items() if name.endswith(end)), [])
+        pieces = []
+        for number, piece in enumerate(np.split(w, cuts)):
+            state: dict[str, Array] = {}
+            for t, (gradient, factor) in enumerate(zip(gradients, _factors(), strict=True), 1):
+                g = np.split(gradient[name], cuts)[number]
+                piece = lamb(piece, g, state, t, RATE * factor, DECAY if _decays(name, False, False) else 0.0)
+            pieces.append(piece)
+        # as above; lengths are sums over up to 640 numbers
+        np.testing.assert_allclose(masters.weights[name].numpy(), np.concatenate(pieces), rtol=1e-5, atol=2e-6, err_msg=name)
+
+
+def test_a_weight_of_zeros_leaves_zero_under_lamb() -> None:
+    """Its length gives no ratio: the paper's 0 would keep it at zero for ever, as the second matrix of a LoRA adapter."""
+    weight = torch.zeros(3, 4, requires_grad=True)
+    weight.grad = torch.ones(3, 4)
+    Lamb([weight], lr=0.1, betas=(0.9, 0.99), eps=1e-8).step()
+    torch.testing.assert_close(weight.detach(), torch.full((3, 4), -0.1))
 
 
 def test_muon_updates_matrices_by_the_formula_and_the_rest_with_adamw() -> None:

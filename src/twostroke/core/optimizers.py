@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Optimizer = Literal["adamw", "adam", "sgd", "muon"]
+Optimizer = Literal["adamw", "adam", "sgd", "muon", "lamb"]
 """Those that training runs, as recipes name them."""
 
 
@@ -20,6 +20,10 @@ class OptimizerRow:
     rates: Mapping[str, float]
     eight_bit: bool = False
     """Each moment takes a byte, and a share of an fp32 scale."""
+    by_matrix: bool = False
+    """An update depends on a matrix as a whole: q, k and v of a packed projection are updated apart."""
+    passes: int = 0
+    """Times that an update reads or writes an fp32 number a parameter beyond weights, gradients and moments once each."""
 
 
 def _rates(pretrain: float, full: float, lora: float) -> Mapping[str, float]:
@@ -36,7 +40,9 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
     # 0.1 is the best of 0.1, 0.5 and 2 over 120 steps of 0.9M parameters; the other two are assumed.
     "sgd": OptimizerRow(1, 1, _rates(0.1, 5e-3, 5e-2)),
     # The rates of what Muon leaves to AdamW.
-    "muon": OptimizerRow(2, 1, _ADAM),
+    "muon": OptimizerRow(2, 1, _ADAM, by_matrix=True),
+    # 0.03 is the best of 0.003, 0.01, 0.03 and 0.1 over 120 steps of 0.9M parameters; the other two are assumed.
+    "lamb": OptimizerRow(2, 2, _rates(0.03, 2e-4, 2e-3), by_matrix=True, passes=18),
     "adamw8bit": OptimizerRow(2, 2, _ADAM, eight_bit=True),
 }
 

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.matrices import LayerKind, Matrix, layer_kinds
 from twostroke.core.named import Mark, inputs, letter, named, records, within
+from twostroke.core.optimizers import OPTIMIZERS
 from twostroke.core.policy import NEWTON_SCHULZ_STEPS, attends_explicitly, loss_chunk_rows
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.flops import mean_keys
 from twostroke.planner.hardware import ASSUMED_BANDWIDTH_EFFICIENCY, ASSUMED_PRODUCT_EFFICIENCY, Hardware
 from twostroke.planner.latency import block_rate, head_norm_rate, setup_bytes, training_attention_rate
 from twostroke.planner.layout import SINGLE, Layout
-from twostroke.planner.memory import PRECISIONS, keys_walked, nf4_bytes_per_weight, state_bytes
+from twostroke.planner.memory import FP32, PRECISIONS, keys_walked, nf4_bytes_per_weight, state_bytes
 from twostroke.planner.sharding import (
     RankLayer,
     RankProduct,
@@ -258,6 +259,8 @@ def optimizer_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, la
     n_matrix = part.matrices / ranks[0] + part.expert_matrices / ranks[1]
     state = state_bytes(n_parameters, n_matrix, shape.optimizer, inputs(PRECISIONS[shape.dtype]).state)
     moved = optimizer_bytes_moved(n_parameters, shape.dtype, state)
+    if passes := OPTIMIZERS[shape.optimizer].passes:
+        moved += letter("passes", passes) * FP32 * n_parameters
     memory_s = moved / (letter("rate", hardware.training.adamw_bytes_per_s or 0.0) or hardware.bandwidth(moved))
     flops, arithmetic_s, launches = 12.0 * n_parameters, 0.0, 12.0
     if shape.optimizer == "muon":
