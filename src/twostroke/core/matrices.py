@@ -306,7 +306,7 @@ def head_matrix(spec: ModelSpec) -> Matrix:
 
 
 def head_norms(spec: ModelSpec) -> tuple[Norm, ...]:
-    """The norms of queries and keys in a block of a uniform dense model; empty where there are none."""
+    """The norms of queries and keys in a block of a uniform dense model; empty for a model without them."""
     return _head_norms(spec, spec.n_kv_heads, spec.head_dim)
 
 

@@ -98,7 +98,7 @@ _QUANTITIES: dict[str, tuple[str, str | None, int]] = {
 class Interval:
     """A prediction with the range that holds it."""
 
-    value: Annotated[float | None, "the prediction; null: it is no number, and has no range"]
+    value: Annotated[float | None, "the prediction; null for a predicted word, which has no range"]
     low: Annotated[float, "lower end", LeftOut]
     high: Annotated[float, "upper end", LeftOut]
     level: Annotated[float, "share of measurements that the range is to hold", LeftOut]

@@ -44,7 +44,7 @@ def freeze(kind: Kind, subject: str, inputs: Mapping[str, Any], planned: Planned
 
 
 class Recording:
-    """The entry of one run. ``run_id`` is None where the ledger could not be written, ``prediction`` empty where there is none.
+    """The entry of one run. ``run_id`` is None where the ledger could not be written, ``prediction`` empty without one.
 
     As a context it is measured as failed where an error passes before anything was measured.
     """

@@ -81,7 +81,7 @@ def load_quantized(directory: Path | str, stored: Quantisation) -> tuple[ModelSp
     unexpected = sorted(set(files) - expected)
     if unexpected:
         raise CorruptFileError(
-            f"{directory} holds tensor {unexpected[0]!r}, which a {stored.scheme.family} copy of its model has not."
+            f"{directory} holds tensor {unexpected[0]!r}, which a {stored.scheme.family} copy of its model does not have."
         )
     readers: dict[str, Callable[[], Tensor]] = {}
     for entry in layout(spec):

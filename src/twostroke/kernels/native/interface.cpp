@@ -34,7 +34,7 @@ Rows slice(const Rows& rows, int64_t k, int64_t first, int64_t n) {
 
 extern "C" {
 
-// The size of a structure that Python mirrors; -1: there is none of this name.
+// The size of a structure that Python mirrors; -1 for an unknown name.
 int64_t ts_size_of(const char* name) {
 #define TS_SIZE(TYPE, ...) \
     if (std::strcmp(name, #TYPE) == 0) return int64_t(sizeof(TYPE));
