@@ -10,7 +10,7 @@ from tests.small_models import saved
 
 from twostroke.cli import console
 from twostroke.cli.console import LINE_EVERY_S, progress
-from twostroke.interop.import_model import Watched
+from twostroke.interop.import_model import CheckedState
 from twostroke.quantization.convert import quantize_model
 
 
@@ -64,7 +64,7 @@ def test_a_failure_claims_no_end(capsys: pytest.CaptureFixture[str], clock: list
 
 def test_weights_are_counted_and_not_named() -> None:
     notes: list[str] = []
-    state = Watched({"model.layers.0.mlp.weight": torch.zeros(1)}, lambda done, note: notes.append(note))
+    state = CheckedState({"model.layers.0.mlp.weight": torch.zeros(1)}, lambda done, note: notes.append(note))
     assert state["model.layers.0.mlp.weight"].numel() == 1
     assert notes == ["tensor 1 of 1"]
 
