@@ -190,8 +190,9 @@ def test_lone_surrogates_pass_and_a_broken_template_is_tried_once() -> None:
 
 
 PARENT = """
-import sys
+import signal, sys
 from twostroke.data.chat import ChatTemplate
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell inherits that it is ignored
 template = ChatTemplate("{% if messages[0].content == 'endless' %}{% for a in range(99999) %}{% for b in range(99999) %}"
     "{% endfor %}{% endfor %}{% endif %}")
 template.render([{"content": ""}])
