@@ -226,12 +226,9 @@ def leaves(document: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def compare(before: Any, after: Any, shown: int) -> int:
     """Prints what differs; returns how many values do. Texts of plans are counted apart: words may change."""
     old, new = dict(leaves(before)), dict(leaves(after))
-    said = lambda path: path.startswith("plans") and isinstance(old.get(path), str) and isinstance(new.get(path), str)  # noqa: E731
     absent = object()
     changed = [p for p in {**old, **new} if old.get(p, absent) != new.get(p, absent)]
-    texts = [
-        p for p in changed if said(p) and not str(old[p]).startswith("exit code") and not str(new[p]).startswith("exit code")
-    ]
+    texts = [p for p in changed if p.startswith("plans") and all(_is_words(d.get(p)) for d in (old, new))]
     numbers = [p for p in changed if p not in set(texts)]
     for path in numbers[:shown]:
         print(f"{path}: {old.get(path, 'absent')} → {new.get(path, 'absent')}")
@@ -242,6 +239,11 @@ def compare(before: Any, after: Any, shown: int) -> int:
     kinds = sorted({re.sub(r"\[\d+\]", "", p.split(" › ", 2)[-1]) for p in numbers})
     print("\n".join(f"  {kind}" for kind in kinds[:shown]))
     return len(numbers)
+
+
+def _is_words(value: Any) -> bool:
+    """Whether a value is text that may change; an exit code is text that may not."""
+    return isinstance(value, str) and not value.startswith("exit code")
 
 
 def main() -> int:

@@ -166,7 +166,7 @@ def _rope(file: GgufFile, metadata: _Metadata, a: str, spec: ModelSpec) -> RopeS
         factor = metadata.number(f"{a}.rope.scaling.factor", 1.0)
         return RopeSpec(theta=spec.rope.theta, scaling="linear", factor=factor)
     if kind != "none":
-        raise ConfigError(f"rope scaling {kind!r:.50} is not read from GGUF. Read are none, linear and Llama 3's rope_freqs.")
+        raise ConfigError(f"rope scaling {kind!r:.50} is not read from GGUF. Only linear scaling and Llama 3's rope_freqs are.")
     if "rope_freqs.weight" not in file.tensors:
         return spec.rope
     divisors = file.read("rope_freqs.weight").float()

@@ -121,7 +121,8 @@ class Optimizers:
             rows = matrix_parts(name, spec) if is_matrix else {}
             weights, gradients = (t.split(list(rows.values())) if rows else (t,) for t in (weight, gradient))
             parts = zip([f"{name}[{part}]" for part in rows] or [name], weights, gradients, strict=True)
-            self.parts += (new := [Part(key, _view(w, g)) for key, w, g in parts])
+            new = [Part(key, _view(w, g)) for key, w, g in parts]
+            self.parts += new
             group = muon if settings.optimizer == "muon" and is_matrix else by_decay[decays(name, weight, settings)]
             group += [part.tensor for part in new]
         self._optimizers: list[torch.optim.Optimizer] = []
