@@ -102,13 +102,13 @@ def test_each_token_is_scored_once_in_the_first_window_that_reaches_it(
 
 
 def test_many_passes_equal_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from twostroke.evaluation import bits
+    from twostroke.evaluation import bits, decoder_pass
 
     ids = np.random.default_rng(0).integers(0, V, 300)
     model = CountingModel()
     whole = token_nats(model, ids, EOS, 16, 10)
-    monkeypatch.setattr(bits, "_TOKENS_PER_PASS", 20)
-    monkeypatch.setattr(bits, "_LOGITS_PER_PASS", 5 * V)
+    monkeypatch.setattr(bits, "TOKENS_PER_PASS", 20)
+    monkeypatch.setattr(decoder_pass, "LOGITS_AT_ONCE", 5 * V)
     # The same sums in other batches: float32 rounding only.
     np.testing.assert_allclose(token_nats(model, ids, EOS, 16, 10), whole, rtol=1e-5)
 

@@ -17,7 +17,8 @@ from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.scheduling.scheduler import ScheduledStep
 
-_LOGITS_PER_STEP = 2**25  # 128 MiB of fp32, and as much again for their logarithms
+LOGITS_AT_ONCE = 2**25
+"""Logits that exist at once while tokens are scored: 128 MiB of fp32, and as much again for their logarithms."""
 
 TokenScores = tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]
 """−ln p of each scored token, and whether it was the most probable one."""
@@ -58,7 +59,7 @@ def token_scores(
     results: list[TokenScores] = [_empty()] * len(sequences)
     waiting = deque(i for i, (ids, first) in enumerate(sequences) if first < len(ids))
     n_total = n_left = sum(len(sequences[i][0]) - 1 for i in waiting)
-    budget = max(1, min(config.token_budget, _LOGITS_PER_STEP // engine.spec.vocab_size))
+    budget = max(1, min(config.token_budget, LOGITS_AT_ONCE // engine.spec.vocab_size))
     slots = list(range(config.max_running - 1, -1, -1))
     running: list[_Open] = []
     try:
@@ -110,7 +111,8 @@ def _run(engine: EngineCore, running: Sequence[_Open], grown: list[Request], bud
     wanted = [np.arange(max(o.first_row, s), s + n) for o, s, n in zip(taken, starts, counts, strict=True)]
     rows = np.concatenate([w - s + b for w, s, b in zip(wanted, starts, begins, strict=True)])
     logits = engine.compute(step, torch.from_numpy(rows))
-    nats, greedy = _scores(logits, np.concatenate([o.targets[w] for o, w in zip(taken, wanted, strict=True)]))
+    targets = np.concatenate([o.targets[w] for o, w in zip(taken, wanted, strict=True)])
+    nats, greedy = scores_of(logits, torch.from_numpy(targets)) if len(targets) else _empty()
     if not np.isfinite(nats).all():
         raise EngineError("the model's output was not finite. The weights may be damaged.")
     at = 0
@@ -122,12 +124,10 @@ def _run(engine: EngineCore, running: Sequence[_Open], grown: list[Request], bud
     return sum(counts)
 
 
-def _scores(logits: Tensor, targets: npt.NDArray[np.int64]) -> TokenScores:
-    if not len(targets):
-        return _empty()
-    chosen = torch.from_numpy(targets)
-    nats = torch.nn.functional.cross_entropy(logits, chosen, reduction="none")
-    return nats.numpy(), (logits.argmax(dim=-1) == chosen).numpy()
+def scores_of(logits: Tensor, targets: Tensor) -> TokenScores:
+    """The scores of ``targets`` (n,) by fp32 ``logits`` (n, V)."""
+    nats = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    return nats.cpu().numpy(), (logits.argmax(dim=-1) == targets).cpu().numpy()
 
 
 def _empty() -> TokenScores:

@@ -8,6 +8,7 @@ import lzma
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,14 +22,13 @@ from twostroke.core.errors import DataError, InputError, TwostrokeError
 from twostroke.data.packing import document_layout
 from twostroke.data.shards import PreparedData
 from twostroke.data.tokenizer import eos_id_of, load_tokenizer
+from twostroke.evaluation.decoder_pass import TOKENS_PER_PASS, score_rows
 from twostroke.evaluation.held_out import HeldOutText, Tokens, held_out_at, held_out_of, tokenize
 from twostroke.evaluation.stream import stream_nats
 
 DEFAULT_CONTEXT = 2048
 """Longest context for scoring by default. A longer one costs more attention and gains little."""
 
-_TOKENS_PER_PASS = 8192
-_LOGITS_PER_PASS = 2**25  # 128 MiB of fp32, and as much again for their logarithms
 _XZ_CACHE = "xz.json"
 
 Progress = Callable[[float, str], None]
@@ -98,7 +98,7 @@ def token_nats(
     length = min(context, n_targets)
     starts = [*range(0, n_targets - length, stride), n_targets - length]
     after_end = np.concatenate(([True], ids[:-1] == eos_id))  # tokens that begin a document
-    rows_per_pass = max(1, _TOKENS_PER_PASS // length)
+    rows_per_pass = max(1, TOKENS_PER_PASS // length)
     scored_to = 1  # tokens before this index have their score
     was_training = model.training
     model.train(False)
@@ -135,14 +135,7 @@ def _row_nats(
     # Rows without document boundaries need no mask, and torch's causal kernel is faster than its masked one.
     packed = torch.from_numpy(documents).to(device) if documents.any() else None
     hidden = model.hidden(torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device), packed)
-    chosen = hidden[torch.from_numpy(rows).to(device), torch.from_numpy(columns).to(device)]  # (n, E)
-    weight = model.head_weight
-    wanted = torch.from_numpy(targets).to(device)
-    chunk = max(1, _LOGITS_PER_PASS // weight.shape[0])
-    parts = [
-        F.cross_entropy(F.linear(chosen[i : i + chunk], weight).float(), wanted[i : i + chunk], reduction="none")
-        for i in range(0, len(targets), chunk)
-    ]
+    parts = score_rows(partial(F.cross_entropy, reduction="none"), hidden, model.head_weight, (rows, columns), targets)
     scored: npt.NDArray[np.float32] = torch.cat(parts).cpu().numpy() if parts else np.empty(0, dtype=np.float32)
     return scored
 

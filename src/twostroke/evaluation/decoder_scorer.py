@@ -10,18 +10,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from twostroke.core.errors import InputError, TwostrokeError
 from twostroke.data.tokenizer import load_tokenizer
 from twostroke.engine.detokenize import IncrementalDetokenizer
-from twostroke.engine.scoring import TokenScores
+from twostroke.engine.scoring import TokenScores, scores_of
+from twostroke.evaluation.decoder_pass import TOKENS_PER_PASS, score_rows
 from twostroke.evaluation.scorer import Progress
 from twostroke.model.decoder import Decoder
 from twostroke.quantization.load import load_decoder
-
-_TOKENS_PER_PASS = 8192
-_LOGITS_PER_PASS = 2**25  # 128 MiB of fp32, and as much again for their logarithms
 
 
 class DecoderScorer:
@@ -55,7 +52,7 @@ class DecoderScorer:
             begin = 0
             while begin < len(order):
                 length = len(sequences[order[begin]][0]) - 1
-                chosen = order[begin : begin + max(1, _TOKENS_PER_PASS // length)]
+                chosen = order[begin : begin + max(1, TOKENS_PER_PASS // length)]
                 begin += len(chosen)
                 for i, scores in zip(chosen, self._pass([sequences[i] for i in chosen]), strict=True):
                     results[i] = scores
@@ -113,14 +110,8 @@ class DecoderScorer:
         counts = [len(ids) - first for ids, first in batch]
         rows = np.repeat(np.arange(len(batch)), counts)
         columns = np.concatenate([np.arange(first - 1, len(ids) - 1) for ids, first in batch])
-        targets = torch.from_numpy(np.concatenate([np.asarray(ids[first:], np.int64) for ids, first in batch])).to(
-            weight.device
-        )
-        chosen = hidden[torch.from_numpy(rows).to(weight.device), torch.from_numpy(columns).to(weight.device)]
-        chunk = max(1, _LOGITS_PER_PASS // weight.shape[0])
-        parts = [
-            _scores(F.linear(chosen[i : i + chunk], weight), targets[i : i + chunk]) for i in range(0, len(targets), chunk)
-        ]
+        targets = np.concatenate([np.asarray(ids[first:], np.int64) for ids, first in batch])
+        parts = score_rows(scores_of, hidden, weight, (rows, columns), targets)
         nats, greedy = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         if not np.isfinite(nats).all():
             raise TwostrokeError("the model's output was not finite. The weights may be damaged.")
@@ -138,9 +129,3 @@ class DecoderScorer:
             raise InputError(
                 f"a sequence of {len(ids)} tokens is longer than the model's max_positions={self.longest} + 1. Cut it."
             )
-
-
-def _scores(logits: Tensor, targets: Tensor) -> TokenScores:
-    logits = logits.float()
-    nats = F.cross_entropy(logits, targets, reduction="none")
-    return nats.cpu().numpy(), (logits.argmax(dim=-1) == targets).cpu().numpy()

@@ -1,0 +1,35 @@
+"""How much of a text the decoder scores at once: the tokens of a pass, and the rows that go through the head together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twostroke.engine.scoring import LOGITS_AT_ONCE
+
+TOKENS_PER_PASS = 8192
+
+Scored = TypeVar("Scored")
+
+
+def score_rows(
+    score: Callable[[Tensor, Tensor], Scored],
+    hidden: Tensor,
+    weight: Tensor,
+    at: tuple[npt.NDArray[np.integer], npt.NDArray[np.integer]],
+    targets: npt.NDArray[np.int64],
+) -> list[Scored]:
+    """``score`` of (fp32 logits, targets) for ``hidden[at]``, the rows that predict ``targets``: one result for each chunk of
+    at most ``LOGITS_AT_ONCE`` logits."""
+    rows, columns, wanted = (torch.from_numpy(a).to(weight.device) for a in (*at, targets))
+    chosen = hidden[rows, columns]  # (n, E)
+    chunk = max(1, LOGITS_AT_ONCE // weight.shape[0])
+    return [
+        score(F.linear(chosen[i : i + chunk], weight).float(), wanted[i : i + chunk]) for i in range(0, len(targets), chunk)
+    ]
