@@ -32,10 +32,6 @@ FORMATS = {
 }
 
 
-SHARED_ROWS = 48
-"""Up to so many rows every matrix is shared out by its outputs, as the engine does it; more are cut into chunks of rows."""
-
-
 @dataclass(frozen=True)
 class Shape:
     layers: int
@@ -120,11 +116,6 @@ def read_rate(library: ctypes.CDLL) -> Callable[[int], float]:
     return rate
 
 
-def chunk_rows(m: int, options: argparse.Namespace) -> int:
-    """Of so many rows a chunk: whole blocks of 32, and one for each thread at least."""
-    return 0 if m <= SHARED_ROWS else min(options.chunk_rows, -(-m // options.threads // 32) * 32)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=["bf16", "w8a8", "int8", "int4-64"])
@@ -133,7 +124,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--target", choices=native_library.holding())
     parser.add_argument("--prefetch-bytes", type=int, default=0)
-    parser.add_argument("--chunk-rows", type=int, default=256, help="rows that a thread takes through all matrices; 0: shared")
+    parser.add_argument("--chunk-rows", type=int, help="rows of a chunk; 0: none; as the engine if absent")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each cell, about")
     options = parser.parse_args()
     library = native_library.library()
@@ -150,7 +141,8 @@ def main() -> None:
             bench = Bench(library, SHAPES[model], name)
             limit = rate(bench.bytes)
             for m in options.rows:
-                how = (options.prefetch_bytes, chunk_rows(m, options))
+                chunk = library.ts_chunk_rows(m, options.threads) if options.chunk_rows is None else options.chunk_rows
+                how = (options.prefetch_bytes, chunk)
                 once = bench.seconds(m, 2, *how)
                 limit = max(limit, rate(bench.bytes))  # asked beside each cell: neighbours of the machine change it
                 seconds = min(once, bench.seconds(m, max(3, min(200, int(options.seconds / once))), *how))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from twostroke.calibration.native_rates import PREFETCH_BYTES
 from twostroke.engine.plan import Plan
 from twostroke.kernels.native_library import library
 from twostroke.kernels.native_matrix import CMatrix, CRows, NativeMatrix, NativePair
@@ -40,4 +39,4 @@ def products_seconds(plan: Plan, n_threads: int) -> float | None:
     widest = max(matrix.n_rows for matrix in matrices)
     y, n = torch.empty(widest), len(matrices)
     c_matrices, c_rows = (CMatrix * n)(*(m.c for m in matrices)), (CRows * n)(*rows)
-    return float(lib.ts_pass_seconds(c_matrices, n, c_rows, y.data_ptr(), PREFETCH_BYTES, 0, PASSES))
+    return float(lib.ts_pass_seconds(c_matrices, n, c_rows, y.data_ptr(), lib.ts_prefetch_bytes(), 0, PASSES))

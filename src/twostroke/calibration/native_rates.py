@@ -28,12 +28,6 @@ MEASURED_WHOLE = tuple(scheme_of(name).native_product for name in NATIVE_STEPS)
 NATIVE_WORKING_SET_BYTES = 128 * MIB
 """Weights that a pass walks through: a model's matrices follow one another, and none is in a near cache in its turn."""
 
-PREFETCH_BYTES = 64 * 1024
-"""Of the next matrix, fetched before each barrier, as the engine's step does (``kPrefetchBytes``)."""
-
-SHARED_ROWS, CHUNK_ROWS = 48, 256
-"""Up to so many rows threads share out each matrix; beyond, chunks of so many rows, as the engine's step does it."""
-
 MANY_ROWS_BYTES = 8 * MIB
 """From ``MANY_ROWS`` on, passes over fewer weights say the same sooner."""
 
@@ -106,7 +100,7 @@ def product_pass(scheme: str, m: int, n: int, k: int, memory: Memory, working_se
     bf16, codes = torch.zeros((m, width), dtype=torch.int16), torch.zeros((m, width), dtype=torch.int8)
     scales, sums = torch.zeros(m), torch.zeros((m, lib.ts_sums_per_row(k)), dtype=torch.int32)
     threads = lib.ts_threads()
-    chunk = 0 if m <= SHARED_ROWS else min(CHUNK_ROWS, -(-m // threads // 32) * 32)
+    chunk, prefetch_bytes = lib.ts_chunk_rows(m, threads), lib.ts_prefetch_bytes()
     y = torch.empty((m + threads * chunk, n))
     buffers = [t.data_ptr() for t in (x, bf16, codes, scales, sums)]
     lib.ts_prepare_rows(code, buffers[0], m, k, *buffers[1:])
@@ -115,7 +109,7 @@ def product_pass(scheme: str, m: int, n: int, k: int, memory: Memory, working_se
 
     def run() -> float:
         assert kept
-        return float(lib.ts_pass_seconds(matrices, count, rows, y.data_ptr(), PREFETCH_BYTES, chunk, 1)) / count
+        return float(lib.ts_pass_seconds(matrices, count, rows, y.data_ptr(), prefetch_bytes, chunk, 1)) / count
 
     return run
 

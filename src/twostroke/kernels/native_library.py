@@ -49,6 +49,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ts_product": (None, [*_SHAPE, _POINTER, _POINTER, *_ROWS, _POINTER, _INT64, _INT]),
     "ts_product_range": (None, [*_SHAPE, _POINTER, _POINTER, *_ROWS, _INT64, _INT64, _POINTER, _INT64, _INT]),
     "ts_read_seconds": (_DOUBLE, [_POINTER, _INT64, _INT]),
+    "ts_chunk_rows": (_INT64, [_INT64, _INT64]),
+    "ts_prefetch_bytes": (_INT64, []),
     "ts_pass_seconds": (_DOUBLE, [_POINTER, _INT, _POINTER, _POINTER, _INT64, _INT64, _INT]),
     "ts_barrier_seconds": (_DOUBLE, [_INT]),
     "ts_adjust": (None, [_POINTER, _INT64, _POINTER, _INT64, _INT64]),

@@ -5,7 +5,7 @@
 #include "pool.h"
 #include "quantize.h"
 #include "sampling.h"
-#include "step.h"
+#include "step_run.h"
 #include "targets.h"
 
 #include <chrono>
@@ -149,6 +149,10 @@ double ts_read_seconds(const void* buffer, int64_t bytes, int repeats) {
     }
     return best;
 }
+
+// How the step divides its work, for whoever measures products as the step runs them.
+int64_t ts_chunk_rows(int64_t n_rows, int64_t n_threads) { return chunk_rows(n_rows, n_threads); }
+int64_t ts_prefetch_bytes() { return kPrefetchBytes; }
 
 // Best seconds of `repeats` passes through a model's matrices in turn, one region, prepared rows given. chunk_rows 0:
 // every matrix is shared out by its outputs, with a barrier after it; outputs go to `y`, row after row, and

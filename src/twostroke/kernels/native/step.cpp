@@ -130,7 +130,7 @@ void Step::work(int thread, int n_threads) {
     rope_tables(now);
     for (size_t i = 0, end; i < ops_.size(); i = end) {
         for (end = i; end < ops_.size() && !needs_all(ops_[end]);) end++;
-        if (end > i && now.n_rows > kFewRows) {
+        if (end > i && chunk_rows(now.n_rows, n_threads) > 0) {
             run_chunks(i, end, now);
             continue;
         }
@@ -146,8 +146,7 @@ void Step::work(int thread, int n_threads) {
 
 // Many rows: chunk by chunk, each by one thread.
 void Step::run_chunks(size_t begin, size_t end, Now& now) {
-    const int64_t each = (now.n_rows + now.n_threads - 1) / now.n_threads;
-    const int64_t chunk = std::min(kChunkRows, (each + 31) / 32 * 32);  // whole registers of rows, as AMX has them
+    const int64_t chunk = chunk_rows(now.n_rows, now.n_threads);
     std::atomic<int64_t>& claims = counters_[now.n_claims++];
     if (begin == 0 && m_.frequencies != nullptr) barrier();  // the tables of angles
     now.shared = false;

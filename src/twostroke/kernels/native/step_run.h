@@ -2,6 +2,7 @@
 // step_rows.cpp what they do to a row, to a group of heads or to a task of attention; step.cpp what is around them.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -14,12 +15,19 @@
 
 namespace ts {
 
-constexpr int64_t kFewRows = 48;  // shared out by outputs up to here
+constexpr int64_t kFewRows = 48;  // threads share the outputs of up to so many rows; of more, each takes chunks of rows
 constexpr int64_t kPrivateRows =
     4;  // so few are normalised and quantised by every thread for itself: cheaper than a barrier
 constexpr int64_t kChunkRows = 256;   // most: every chunk reads a layer's weights again
 constexpr int64_t kMlpOutputs = 256;  // of a chunk's rows, gate and up by turns
-constexpr int64_t kPrefetchBytes = 64 << 10;
+constexpr int64_t kPrefetchBytes = 64 << 10;  // of the next matrix, before a thread waits for the others
+
+// Rows of a chunk that a thread takes through the operations between two attentions; 0: few rows, not cut.
+inline int64_t chunk_rows(int64_t n_rows, int64_t n_threads) {
+    if (n_rows <= kFewRows) return 0;
+    const int64_t each = (n_rows + n_threads - 1) / n_threads;
+    return std::min(kChunkRows, (each + 31) / 32 * 32);  // whole registers of rows, as AMX has them
+}
 
 struct ThreadMemory {
     Array<float> normed, mlp_inner, up;
