@@ -134,13 +134,18 @@ def _empty() -> TokenScores:
     return np.empty(0, np.float32), np.empty(0, np.bool_)
 
 
-def _check(engine: EngineCore, ids: Sequence[int], first: int) -> None:
-    n_vocabulary, longest = engine.spec.vocab_size, engine.max_model_len
+def check_ids(ids: Sequence[int], first: int, n_vocabulary: int) -> None:
+    """Raises InputError unless ``ids[first:]`` can be scored by a model of ``n_vocabulary`` tokens."""
     if first < 1:
-        raise InputError(f"first={first} must be at least 1: nothing predicts a sequence's first token.")
+        raise InputError(f"first={first} must be at least 1, because nothing predicts a sequence's first token.")
     bad = [i for i in (min(ids, default=0), max(ids, default=0)) if not 0 <= i < n_vocabulary]
     if bad:
-        raise InputError(f"token {bad[0]} is not in the model's vocabulary of {n_vocabulary}. Use its own tokenizer.")
+        raise InputError(f"token {bad[0]} is not in the model's vocabulary of {n_vocabulary}. Use the model's tokenizer.")
+
+
+def _check(engine: EngineCore, ids: Sequence[int], first: int) -> None:
+    longest = engine.max_model_len
+    check_ids(ids, first, engine.spec.vocab_size)
     if len(ids) - 1 > longest:
         raise CapacityError(
             f"a sequence of {len(ids)} tokens has {len(ids) - 1} to compute and max_model_len={longest}. "

@@ -22,7 +22,7 @@ from twostroke.core.errors import DataError, InputError, TwostrokeError
 from twostroke.data.packing import document_layout
 from twostroke.data.shards import PreparedData
 from twostroke.data.tokenizer import eos_id_of, load_tokenizer
-from twostroke.evaluation.decoder_pass import TOKENS_PER_PASS, score_rows
+from twostroke.evaluation.decoder_pass import TOKENS_PER_PASS, in_eval_mode, score_rows
 from twostroke.evaluation.held_out import HeldOutText, Tokens, held_out_at, held_out_of, tokenize
 from twostroke.evaluation.stream import stream_nats
 
@@ -100,9 +100,7 @@ def token_nats(
     after_end = np.concatenate(([True], ids[:-1] == eos_id))  # tokens that begin a document
     rows_per_pass = max(1, TOKENS_PER_PASS // length)
     scored_to = 1  # tokens before this index have their score
-    was_training = model.training
-    model.train(False)
-    try:
+    with in_eval_mode(model):
         for first in range(0, len(starts), rows_per_pass):
             batch = starts[first : first + rows_per_pass]
             tokens = np.stack([ids[s : s + length] for s in batch]).astype(np.int64)
@@ -117,8 +115,6 @@ def token_nats(
             nats[targets] = _row_nats(model, tokens, rows, columns, ids[targets].astype(np.int64), eos_id, device)
             if progress is not None:
                 progress((first + len(batch)) / len(starts), "scoring")
-    finally:
-        model.train(was_training)
     return nats
 
 

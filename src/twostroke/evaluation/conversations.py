@@ -18,6 +18,7 @@ from twostroke.data.packing import IGNORE_INDEX
 from twostroke.data.shards import PreparedData, TokenStream
 from twostroke.data.tokenizer import load_tokenizer
 from twostroke.evaluation.bits import Progress
+from twostroke.evaluation.decoder_pass import in_eval_mode
 from twostroke.evaluation.scorer import Scorer
 
 _TOKENS_PER_PASS = 4096
@@ -113,10 +114,8 @@ def score_answers(model: Any, prepared: PreparedData, context: int, progress: Pr
     """
     rows = max(1, _TOKENS_PER_PASS // context)
     loader = ConversationLoader(_HeldOut(prepared), rows, context, seed=0)
-    weight, was_training = model.head_weight, model.training
-    model.train(False)
-    total, n_tokens = 0.0, 0
-    try:
+    weight, total, n_tokens = model.head_weight, 0.0, 0
+    with in_eval_mode(model):
         for begin in range(0, loader.windows_per_epoch, rows):
             batch = loader.next_batch().to(weight.device)
             hidden = model.hidden(batch.tokens, batch.positions, batch.documents)
@@ -128,7 +127,5 @@ def score_answers(model: Any, prepared: PreparedData, context: int, progress: Pr
             n_tokens += int(targets.numel())
             if progress is not None:
                 progress(min(1.0, (begin + rows) / loader.windows_per_epoch), "scoring answers")
-    finally:
-        model.train(was_training)
     nats = total / max(1, n_tokens)
     return AnswerScore(nats, math.exp(min(nats, 700.0)), n_tokens, loader.fitting.n_conversations, loader.fitting.n_cut)

@@ -1,9 +1,10 @@
-"""How much of a text the decoder scores at once: the tokens of a pass, and the rows that go through the head together."""
+"""How the decoder scores: in which mode, how many tokens a pass, and how many rows go through the head together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,17 @@ from twostroke.engine.scoring import LOGITS_AT_ONCE
 TOKENS_PER_PASS = 8192
 
 Scored = TypeVar("Scored")
+
+
+@contextmanager
+def in_eval_mode(model: Any) -> Iterator[None]:
+    """Without dropout; the mode that ``model`` was in comes back afterwards."""
+    was_training = model.training
+    model.train(False)
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def score_rows(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,8 @@ from tokenizers import Tokenizer
 from twostroke.core.errors import InputError, TwostrokeError
 from twostroke.data.tokenizer import load_tokenizer
 from twostroke.engine.detokenize import IncrementalDetokenizer
-from twostroke.engine.scoring import TokenScores, scores_of
-from twostroke.evaluation.decoder_pass import TOKENS_PER_PASS, score_rows
+from twostroke.engine.scoring import TokenScores, check_ids, scores_of
+from twostroke.evaluation.decoder_pass import TOKENS_PER_PASS, in_eval_mode, score_rows
 from twostroke.evaluation.scorer import Progress
 from twostroke.model.decoder import Decoder
 from twostroke.quantization.load import load_decoder
@@ -48,7 +47,7 @@ class DecoderScorer:
         # The longest go first, so that a lack of memory shows at once and not at the end.
         order = sorted((i for i, (ids, first) in enumerate(sequences) if first < len(ids)), key=lambda i: -len(sequences[i][0]))
         n_total, n_done = sum(len(sequences[i][0]) - 1 for i in order), 0
-        with self._scoring():
+        with in_eval_mode(self.decoder):
             begin = 0
             while begin < len(order):
                 length = len(sequences[order[begin]][0]) - 1
@@ -67,7 +66,7 @@ class DecoderScorer:
         """Greedy continuations without a KV cache, so each token costs a pass over all tokens before it. It is for short
         answers, and the reference for the other engine."""
         texts = []
-        with self._scoring():
+        with in_eval_mode(self.decoder):
             for i, prompt in enumerate(prompts):
                 texts.append(self._continue(list(prompt), max_tokens, stop))
                 if progress is not None:
@@ -90,16 +89,6 @@ class DecoderScorer:
                 return text
         return text + detokenizer.finish()
 
-    @contextmanager
-    def _scoring(self) -> Iterator[None]:
-        """Switch the model to evaluation, and restore its mode afterwards."""
-        was_training = self.decoder.training
-        self.decoder.train(False)
-        try:
-            yield
-        finally:
-            self.decoder.train(was_training)
-
     def _pass(self, batch: Sequence[tuple[Sequence[int], int]]) -> list[TokenScores]:
         weight = self.decoder.head_weight
         length = max(len(ids) for ids, _ in batch) - 1
@@ -119,12 +108,7 @@ class DecoderScorer:
         return list(zip(np.split(nats, ends), np.split(greedy, ends), strict=True))
 
     def _check(self, ids: Sequence[int], first: int) -> None:
-        if first < 1:
-            raise InputError(f"first={first} must be at least 1, because nothing predicts a sequence's first token.")
-        n_vocabulary = self.decoder.head_weight.shape[0]
-        bad = [i for i in (min(ids, default=0), max(ids, default=0)) if not 0 <= i < n_vocabulary]
-        if bad:
-            raise InputError(f"token {bad[0]} is not in the model's vocabulary of {n_vocabulary}. Use the model's tokenizer.")
+        check_ids(ids, first, self.decoder.head_weight.shape[0])
         if len(ids) - 1 > self.longest:
             raise InputError(
                 f"a sequence of {len(ids)} tokens is longer than the model's max_positions={self.longest} + 1. Cut it."
