@@ -11,7 +11,7 @@ import pytest
 from machines import native, small_llama
 from twostroke.bench.definitions import RequestRecord, summarise
 from twostroke.bench.load import LoadSpec
-from twostroke.bench.prediction import expected_concurrency, latency_quantiles, measured_values, predict_load
+from twostroke.bench.prediction import latency_quantiles, measured_values, predict_load
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import load_hardware
 from twostroke.planner.search import ServeWork, Space, search_serving
@@ -71,12 +71,14 @@ def test_more_users_mean_longer_waits_and_more_tokens() -> None:
 
 
 def test_an_open_loops_concurrency_follows_littles_law_within_its_cap() -> None:
-    alone = predict_load(SPEC, load(users=1), ServingShape("bf16"), HARDWARE)["e2e_s"]
-    assert expected_concurrency(SPEC, load(request_rate=0.1 / alone), ServingShape("bf16"), HARDWARE) == 1
-    busy = expected_concurrency(SPEC, load(request_rate=4 / alone), ServingShape("bf16"), HARDWARE)
-    assert 4 <= busy < 64
-    assert expected_concurrency(SPEC, load(request_rate=math.inf, max_concurrency=16), ServingShape("bf16"), HARDWARE) == 16
-    assert expected_concurrency(SPEC, load(request_rate=math.inf, n_requests=5), ServingShape("bf16"), HARDWARE) == 5
+    def predicted(**changes: Any) -> dict[str, float]:
+        return predict_load(SPEC, load(**changes), ServingShape("bf16"), HARDWARE)
+
+    alone = predicted(users=1)["e2e_s"]
+    assert predicted(request_rate=0.1 / alone)["concurrency"] == 1
+    assert 4 <= predicted(request_rate=4 / alone)["concurrency"] < 64
+    assert predicted(request_rate=math.inf, max_concurrency=16)["concurrency"] == 16
+    assert predicted(request_rate=math.inf, n_requests=5)["concurrency"] == 5
 
 
 def test_measured_values_have_the_predictions_names_and_no_gaps() -> None:

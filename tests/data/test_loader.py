@@ -106,8 +106,8 @@ def test_batches_equal_one_token_at_a_time(
     loader = PackedLoader(Stub(tmp_path_factory.mktemp("stub"), stream, cut=n // 3), 3, length, seed)
     other = PackedLoader(Stub(tmp_path_factory.mktemp("stub"), stream), 3, length, seed)
     for _ in range(4):
-        batch, starts = loader.next_batch(), other.next_starts()
-        expected = [slow_rows(stream.tolist(), start, length) for start in starts]
+        batch, request = loader.next_batch(), other.next_request()
+        expected = [slow_rows(stream.tolist(), int(first + start), length) for first, _, start in request]
         found = (batch.tokens, batch.targets, batch.positions, batch.documents)
         for i, tensor in enumerate(found):
             assert tensor.tolist() == [row[i] for row in expected]

@@ -15,7 +15,14 @@ from twostroke.data.prepare import prepare
 from twostroke.data.shards import PreparedData
 from twostroke.data.tokenizer import train_tokenizer
 from twostroke.evaluation.bits import bits_per_byte
-from twostroke.evaluation.comparison import block_nats, compare_models, model_bytes, model_directory, paired_difference
+from twostroke.evaluation.comparison import (
+    block_nats,
+    compare_on_text,
+    model_bytes,
+    model_directory,
+    open_sides,
+    paired_difference,
+)
 from twostroke.evaluation.held_out import held_out_of, held_out_to_score
 from twostroke.model.decoder import Decoder
 from twostroke.model.initialise import initialise
@@ -43,7 +50,7 @@ def save(directory: Path, tokenizer: Path, vocab_size: int, seed: int, width: in
 
 def test_a_model_is_the_same_as_itself(prepared: PreparedData, tmp_path: Path) -> None:
     a = save(tmp_path / "a", prepared.tokenizer_path, prepared.vocab_size, 0)
-    result = compare_models(a, a, held_out_of(prepared))
+    result = compare_on_text(*open_sides(a, a, "decoder"), held_out_of(prepared))
     assert result["difference_bits_per_byte"] == 0
     assert result["perplexity_ratio"] == 1
     assert result["size_ratio"] == 1
@@ -57,7 +64,7 @@ def test_each_side_has_the_score_it_has_alone(prepared: PreparedData, tmp_path: 
     entries = train_tokenizer(iter(["dog runs home tree"] * 3), 270, other).get_vocab_size()
     b = save(tmp_path / "b", other, entries, 1, width=64)
     text = held_out_of(prepared)
-    result = compare_models(a, b, text)
+    result = compare_on_text(*open_sides(a, b, "decoder"), text)
     for side, directory in (("a", a), ("b", b)):
         alone = bits_per_byte(load_model(directory), text, tokenizer_path=directory, with_xz=False)
         assert result[side]["bits_per_byte"] == pytest.approx(alone.bits_per_byte, rel=1e-6)
@@ -66,7 +73,7 @@ def test_each_side_has_the_score_it_has_alone(prepared: PreparedData, tmp_path: 
     difference = result["b"]["bits_per_byte"] - result["a"]["bits_per_byte"]
     assert result["difference_bits_per_byte"] == pytest.approx(difference, rel=1e-6)
     assert result["b_is"] == "worse", "a tokenizer that makes more tokens costs an untrained model more bits"
-    assert compare_models(b, a, text)["b_is"] == "better"
+    assert compare_on_text(*open_sides(b, a, "decoder"), text)["b_is"] == "better"
 
 
 def test_the_standard_error_is_the_spread_of_the_means() -> None:

@@ -137,7 +137,7 @@ def main() -> int:
             raise RuntimeError("as asked")
         if args.load_error == "exit":
             os._exit(9)
-        return EchoEngine(step_s=args.step_s), wire.Ready("fp32", 4096, 1000, PAGE_TOKENS, 123, 456, 0.0)
+        return EchoEngine(step_s=args.step_s), wire.Ready("fp32", 4096, PAGE_TOKENS, 123, 456, 0.0)
 
     return serve_engine(args.socket, args.parent_pid, load)
 

@@ -19,7 +19,7 @@ COMMANDS = [
     wire.Shutdown(),
 ]
 EVENTS = [
-    wire.Ready("bf16", 2048, 100, 16, 1, 2, 0.5),
+    wire.Ready("bf16", 2048, 16, 1, 2, 0.5),
     wire.Tokens(
         [wire.TokenDelta("r1", [5], [wire.TokenLogprobs(-0.5, [(5, -0.5), (6, -1.5)])], "stop"), wire.TokenDelta("r2", [])]
     ),

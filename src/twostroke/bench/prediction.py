@@ -20,13 +20,9 @@ QUANTILE_PERCENTS = (*(2.5 * i for i in range(40)), 99.0, 100.0)
 """Percents at which the ledger keeps the distribution of a latency. They are enough to draw it for any number of requests."""
 
 
-def expected_concurrency(spec: ModelSpec, load: LoadSpec, shape: ServingShape, hardware: Hardware) -> int:
+def _in_flight(load: LoadSpec, found: AtRate | None) -> int:
     """Requests in flight at once. In a closed loop they are its users, in an open loop rate · E2E (Little's law), but at least
     1 and at most the cap and the number of requests."""
-    return _in_flight(load, _at_rate(spec, load, shape, hardware))
-
-
-def _in_flight(load: LoadSpec, found: AtRate | None) -> int:
     return _most(load) if found is None else max(1, round(found.rate_per_s * found.e2e_s))
 
 

@@ -210,11 +210,6 @@ class PackedLoader(ShuffledLoader):
             request[places, 2] = (offset + windows * self.sequence_length) % n_tokens
         return request
 
-    def next_starts(self) -> list[int]:
-        """Advance, and return the first token of each window of the next batch."""
-        request = self.next_request()
-        return list(map(int, request[:, 0] + request[:, 2]))
-
     def identity(self) -> dict[str, int]:
         return {"seed": self.seed, "sequence_length": self.sequence_length, "n_tokens": self._n_tokens, "data": self._data}
 

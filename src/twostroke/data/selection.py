@@ -65,10 +65,6 @@ class Selection:
             yield waiting[0], waiting[1], True
 
     @property
-    def n_left_out(self) -> int:
-        return int(np.count_nonzero(self.verdicts != KEPT))
-
-    @property
     def n_kept_bytes(self) -> int:
         return int(self.sizes[self.verdicts == KEPT].sum())
 

@@ -96,20 +96,6 @@ def open_sides(
     return first, second
 
 
-def compare_models(
-    a: Path | str,
-    b: Path | str,
-    text: HeldOutText,
-    context: int | None = None,
-    stride: int | None = None,
-    dtype: str = "fp32",
-    device: str = "cpu",
-    progress: Progress | None = None,
-) -> dict[str, Any]:
-    """``compare_on_text`` of the models at ``a`` and ``b``, both on the decoder."""
-    return compare_on_text(*open_sides(a, b, "decoder", dtype, device=device), text, context, stride, progress)
-
-
 def compare_on_text(
     a: Side, b: Side, text: HeldOutText, context: int | None = None, stride: int | None = None, progress: Progress | None = None
 ) -> dict[str, Any]:

@@ -82,11 +82,3 @@ def explicit_attention(
             last.add_(mask[:, :, None])
     mixed = torch.bmm(torch.softmax(scores, dim=-1), v.reshape(n_kv * n_rows, n_keys, head_dim))
     return mixed.view(q.shape)
-
-
-def reference_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """The obvious form, in fp32: what both must agree with."""
-    scores = torch.einsum("kbtgd,kbsd->kbtgs", q.float(), k.float()) * scale
-    if mask is not None:
-        scores[..., k.shape[2] - mask.shape[2] :] += mask.float()[None, :, :, None]
-    return torch.einsum("kbtgs,kbsd->kbtgd", scores.softmax(dim=-1), v.float()).to(q.dtype)

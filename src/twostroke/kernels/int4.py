@@ -12,7 +12,7 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.schemes import GROUPS
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int8, UInt8
+    from jaxtyping import Float, UInt8
 
 LARGEST_CODE = 15
 SCALE_BITS = 11
@@ -86,13 +86,6 @@ def dequantize_groups(codes: Tensor, scales: Tensor, zeros: Tensor, group: int) 
     """The matrix that the codes stand for, fp32."""
     k = codes.shape[1]
     return (codes.float() - _spread(zeros.float(), group, k)) * _spread(scales, group, k)
-
-
-def reference_int4(
-    rows: Int8[Tensor, "M K"], row_scales: Float[Tensor, " M"], codes: Tensor, scales: Tensor, zeros: Tensor, group: int
-) -> Float[Tensor, "M N"]:
-    """Rows of 8-bit codes times a 4-bit matrix, in fp64: integers exactly, then the scales."""
-    return (rows.double() @ dequantize_groups(codes, scales, zeros, group).double().T * row_scales.double()[:, None]).float()
 
 
 def _spread(values: Tensor, group: int, k: int) -> Tensor:

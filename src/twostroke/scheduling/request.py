@@ -102,10 +102,6 @@ class Request:
     def n_output(self) -> int:
         return len(self.tokens) - self.n_prompt
 
-    @property
-    def output_ids(self) -> list[int]:
-        return self.tokens[self.n_prompt :]
-
     def __repr__(self) -> str:
         return (
             f"Request({self.id!r}, {self.status.value}, {self.n_computed}/{len(self.tokens)} computed, {len(self.pages)} pages)"

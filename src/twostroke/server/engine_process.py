@@ -432,7 +432,6 @@ def load_model(args: argparse.Namespace) -> tuple[Engine, wire.Ready]:
     ready = wire.Ready(
         dtype=core.dtype,
         max_model_len=core.max_model_len,
-        kv_pages=core.scheduler.config.n_pages,
         page_tokens=core.scheduler.config.page_tokens,
         weights_bytes=core.weights_bytes,
         kv_cache_bytes=core.kv_cache_bytes,

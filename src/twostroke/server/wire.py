@@ -87,7 +87,6 @@ class Ready(msgspec.Struct, tag="ready", forbid_unknown_fields=True):
 
     dtype: str
     max_model_len: int
-    kv_pages: int
     page_tokens: int
     weights_bytes: int
     kv_cache_bytes: int

@@ -40,11 +40,6 @@ class Family:
     write: Callable[[ModelSpec], dict[str, Any]] | None = None
     weights: WeightNames = LLAMA_WEIGHTS
 
-    @property
-    def can_build(self) -> bool:
-        """Whether models of the family can be trained and served here, and not only planned."""
-        return self.write is not None
-
 
 FAMILIES: dict[str, Family] = {
     f.name: f
@@ -105,7 +100,7 @@ REFUSED: dict[str, str] = {
 
 
 def all_families() -> dict[str, Family]:
-    """Every family that can be planned; ``Family.can_build`` says which can also be trained and served."""
+    """Every family that can be planned; those of ``FAMILIES`` can also be trained and served."""
     return FAMILIES | PLANNED_FAMILIES
 
 
