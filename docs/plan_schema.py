@@ -12,18 +12,18 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union
 
 from twostroke.core.described import LeftOut, keys_of
-from twostroke.planner.comparison import Comparison
-from twostroke.planner.cost import Cost, DeviceRate, TokenPrices
-from twostroke.planner.crossover import Crossover
-from twostroke.planner.document import PLAN_SCHEMA, Kind
-from twostroke.planner.explain.term import Term
-from twostroke.planner.hardware import Hardware
-from twostroke.planner.intervals import Interval
-from twostroke.planner.search import Search
-from twostroke.planner.serving import ServingPlan
-from twostroke.planner.serving_load import LatencyTable, Load
-from twostroke.planner.size_ladder import Rung
-from twostroke.planner.training import TrainingPlan
+from twostroke.planner.choosing.comparison import Comparison
+from twostroke.planner.choosing.crossover import Crossover
+from twostroke.planner.choosing.search import Search
+from twostroke.planner.choosing.size_ladder import Rung
+from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.money.cost import Cost, DeviceRate, TokenPrices
+from twostroke.planner.serving.plan import ServingPlan
+from twostroke.planner.serving.under_load import LatencyTable, Load
+from twostroke.planner.training.plan import TrainingPlan
+from twostroke.planner.truth.document import PLAN_SCHEMA, Kind
+from twostroke.planner.truth.intervals import Interval
+from twostroke.planner.truth.record import Term
 
 
 class Common:

@@ -9,7 +9,8 @@ from twostroke.core.profile import BandwidthPoint, Fingerprint, MachineProfile, 
 from twostroke.core.rates import NativeRates, NativeStep, StepPrices
 from twostroke.core.schemes import NATIVE_PRODUCTS
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.hardware import Hardware, hardware_from_profile
+from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.hardware.tables import hardware_from_profile
 
 GFLOP = 1e9
 

@@ -8,7 +8,9 @@ from claims.claim import Case, Claim
 from claims.subjects import GB, LLAMA_3B, LLAMA_8B, LLAMA_70B, device, n_parameters
 from twostroke.core.errors import CapacityError
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.cost import (
+from twostroke.planner.hardware.network import ring_all_reduce_s
+from twostroke.planner.hardware.tables import price
+from twostroke.planner.money.cost import (
     ProjectInputs,
     bought_rate,
     co2_kg,
@@ -17,11 +19,10 @@ from twostroke.planner.cost import (
     pue_of,
     usd_per_million_tokens,
 )
-from twostroke.planner.flops import training_flops_per_token
-from twostroke.planner.hardware import price
-from twostroke.planner.network import ring_all_reduce_s
-from twostroke.planner.serving import ServingPlan, ServingShape, plan_serving
-from twostroke.planner.weights import kv_bytes_per_token
+from twostroke.planner.serving.plan import ServingPlan, plan_serving
+from twostroke.planner.serving.shape import ServingShape
+from twostroke.planner.work.flops import training_flops_per_token
+from twostroke.planner.work.weights import kv_bytes_per_token
 
 MFU = 0.4
 """Assumed. Llama 3 405B reports 38 to 43% on H100 (arXiv 2407.21783, table 4)."""

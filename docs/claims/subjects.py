@@ -6,9 +6,10 @@ from functools import lru_cache
 
 from twostroke.core.matrices import layer_kinds
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.hardware import Hardware, load_hardware
-from twostroke.planner.memory import PRECISIONS, Kept, gradient_bytes_per_parameter, kept_by_layer
-from twostroke.planner.params import count_parameters
+from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.training.memory import PRECISIONS, Kept, gradient_bytes_per_parameter, kept_by_layer
+from twostroke.planner.work.params import count_parameters
 
 LLAMA_3B = ModelSpec("llama", 128256, 28, 3072, 24, 8, 128, 8192, 131072, tied_embeddings=True)
 LLAMA_8B = ModelSpec("llama", 128256, 32, 4096, 32, 8, 128, 14336, 131072)

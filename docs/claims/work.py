@@ -16,13 +16,15 @@ from claims.subjects import (
     n_parameters,
     state_bytes_per_parameter,
 )
-from twostroke.planner.comparison import component_flips
-from twostroke.planner.flops import attention_flops_per_token, decode_flops, prefill_flops
-from twostroke.planner.hardware import ASSUMED_BANDWIDTH_EFFICIENCY
-from twostroke.planner.serving import ServingPlan, ServingShape, plan_serving
-from twostroke.planner.step_time import efficiencies_of
-from twostroke.planner.training import TrainingPlan, TrainingShape, plan_training
-from twostroke.planner.weights import kv_bytes_per_token, weights_bytes
+from twostroke.planner.choosing.comparison import component_flips
+from twostroke.planner.hardware.device import ASSUMED_BANDWIDTH_EFFICIENCY
+from twostroke.planner.serving.plan import ServingPlan, plan_serving
+from twostroke.planner.serving.shape import ServingShape
+from twostroke.planner.serving.step_time import efficiencies_of
+from twostroke.planner.training.plan import TrainingPlan, plan_training
+from twostroke.planner.training.shape import TrainingShape
+from twostroke.planner.work.flops import attention_flops_per_token, decode_flops, prefill_flops
+from twostroke.planner.work.weights import kv_bytes_per_token, weights_bytes
 
 
 @lru_cache(maxsize=64)

@@ -13,9 +13,10 @@ from twostroke.bench.definitions import RequestRecord, summarise
 from twostroke.bench.load import LoadSpec
 from twostroke.bench.prediction import latency_quantiles, measured_values, predict_load
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.hardware import load_hardware
-from twostroke.planner.search import ServeWork, Space, search_serving
-from twostroke.planner.serving import ServingShape, plan_serving
+from twostroke.planner.choosing.search import ServeWork, Space, search_serving
+from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.serving.plan import plan_serving
+from twostroke.planner.serving.shape import ServingShape
 
 SPEC = ModelSpec("llama", 32_000, 16, 1024, 16, 4, 64, 4096, 4096)
 HARDWARE = load_hardware("a100-sxm-80gb")

@@ -7,8 +7,9 @@ import pytest
 from machines import profile
 from twostroke.calibration.collectives import SIZES_BYTES, fit_ring, measure_between_processes
 from twostroke.core.rates import Ring
-from twostroke.planner.hardware import Link, hardware_from_profile
-from twostroke.planner.network import ring_all_reduce_s
+from twostroke.planner.hardware.device import Link
+from twostroke.planner.hardware.network import ring_all_reduce_s
+from twostroke.planner.hardware.tables import hardware_from_profile
 
 
 @pytest.mark.parametrize("n_ranks", [2, 4, 16])

@@ -21,9 +21,11 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.profile import MachineProfile, MatmulPoint, load_profile, save_profile
 from twostroke.core.units import MIB
 from twostroke.kernels.native_library import library
-from twostroke.planner.hardware import hardware_from_profile, load_hardware
-from twostroke.planner.serving import ServingShape, plan_serving
-from twostroke.planner.training import TrainingShape, plan_training
+from twostroke.planner.hardware.tables import hardware_from_profile, load_hardware
+from twostroke.planner.serving.plan import plan_serving
+from twostroke.planner.serving.shape import ServingShape
+from twostroke.planner.training.plan import plan_training
+from twostroke.planner.training.shape import TrainingShape
 
 
 @pytest.fixture(scope="module", autouse=True)

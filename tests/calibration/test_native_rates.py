@@ -24,7 +24,7 @@ from twostroke.core.schemes import NATIVE_PRODUCTS
 from twostroke.core.units import MIB
 from twostroke.kernels.native_library import library, why_absent
 from twostroke.kernels.native_matrix import FORMATS as LIBRARY_FORMATS
-from twostroke.planner.native_products import packed_bytes
+from twostroke.planner.serving.native_products import packed_bytes
 
 needs_library = pytest.mark.skipif(library() is None, reason=why_absent())
 

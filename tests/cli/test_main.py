@@ -67,7 +67,7 @@ def test_ctrl_c_in_a_verb_is_a_sentence_and_exit_code_130(
     def stopped(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("twostroke.planner.hardware.load_hardware", stopped)
+    monkeypatch.setattr("twostroke.planner.hardware.tables.load_hardware", stopped)
     with pytest.raises(SystemExit) as ended:
         main(["plan", "train", "recipes/quick.toml", "--json"])
     found = capsys.readouterr()

@@ -224,7 +224,7 @@ def test_a_broken_config_is_named(
 
 
 def test_every_supported_config_plans_on_every_device(capsys: pytest.CaptureFixture[str], assets: Path) -> None:
-    from twostroke.planner.hardware import hardware_names
+    from twostroke.planner.hardware.tables import hardware_names
 
     for name in hardware_names():
         args = ("--hardware", name, "--batch", "1", "--prompt", "64", "--output", "64")

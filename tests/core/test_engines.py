@@ -17,14 +17,16 @@ from twostroke.core.families import PLANNED_FAMILIES, spec_from_config
 from twostroke.core.optimizers import OPTIMIZERS
 from twostroke.core.recipe import recipe_from_dict
 from twostroke.core.schemes import PLANNED
-from twostroke.planner.hardware import hardware_names, load_hardware
-from twostroke.planner.layout import Layout
-from twostroke.planner.memory import PRECISIONS
-from twostroke.planner.serving import CACHE_DTYPES, ServingShape, plan_serving
-from twostroke.planner.speculation import Speculation
+from twostroke.planner.hardware.tables import hardware_names, load_hardware
+from twostroke.planner.serving.plan import plan_serving
+from twostroke.planner.serving.shape import CACHE_DTYPES, ServingShape
+from twostroke.planner.serving.speculation import Speculation
 from twostroke.planner.text.serving import serving_text
 from twostroke.planner.text.training import training_text
-from twostroke.planner.training import CHECKPOINTING, LOGITS, METHODS, TrainingShape, plan_training
+from twostroke.planner.training.layout import Layout
+from twostroke.planner.training.memory import PRECISIONS
+from twostroke.planner.training.plan import plan_training
+from twostroke.planner.training.shape import CHECKPOINTING, LOGITS, METHODS, TrainingShape
 
 CPU = load_hardware("epyc-9654")
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from twostroke.core.errors import ConfigError, UnsupportedFamilyError
 from twostroke.core.families import FAMILIES, PLANNED_FAMILIES, all_families, config_from_spec, spec_from_config
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.flops import decode_flops
-from twostroke.planner.params import count_parameters
-from twostroke.planner.weights import kv_bytes, weights_bytes
+from twostroke.planner.work.flops import decode_flops
+from twostroke.planner.work.params import count_parameters
+from twostroke.planner.work.weights import kv_bytes, weights_bytes
 
 HF = {
     "mixtral": "mistralai--Mixtral-8x7B-v0.1_config.json",

@@ -15,9 +15,9 @@ import pytest
 from tests.machines import machine, small_llama
 
 from twostroke.core.described import plain
-from twostroke.planner.comparison import compare, merge_measured
-from twostroke.planner.serving import ServingShape
-from twostroke.planner.training import TrainingShape
+from twostroke.planner.choosing.comparison import compare, merge_measured
+from twostroke.planner.serving.shape import ServingShape
+from twostroke.planner.training.shape import TrainingShape
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "CHANGELOG.md")
@@ -30,7 +30,7 @@ NUMBER = re.compile(rf"(?<![\w.#-])(?:\d[\d,]*\.\d+|\d[\d,]*(?=\s?{UNIT}(?![\w-]
 """A number with a unit, or one with decimals."""
 
 LIMITS: dict[str, tuple[str, str, float]] = {
-    "90% interval": ("twostroke.planner.intervals", "LEVEL", 0.01),
+    "90% interval": ("twostroke.planner.truth.intervals", "LEVEL", 0.01),
     "headers ends after 10 s": ("twostroke.server.connections", "HEADERS_TIMEOUT_S", 1.0),
     "reads nothing for 60 s": ("twostroke.server.connections", "SEND_TIMEOUT_S", 1.0),
     "at most 64 MiB each": ("twostroke.server.admission", "OUTGOING_BYTES", 2.0**20),

@@ -13,7 +13,7 @@ from machines import profile
 from plan_schema import DOCUMENTS, Schema, json_schema, markdown
 from twostroke.cli.main import main
 from twostroke.core.profile import read_fingerprint, save_profile
-from twostroke.planner.document import PLAN_SCHEMA
+from twostroke.planner.truth.document import PLAN_SCHEMA
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6,

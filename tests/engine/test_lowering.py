@@ -15,7 +15,7 @@ from twostroke.engine.interpreter import Buffers, TorchInterpreter
 from twostroke.engine.kv_pool import KVPool
 from twostroke.engine.lowering import interleaved, lower
 from twostroke.model.decoder import Decoder
-from twostroke.planner.weights import weights_bytes
+from twostroke.planner.work.weights import weights_bytes
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.scheduling.scheduler import Scheduler, SchedulerConfig

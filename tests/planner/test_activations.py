@@ -13,13 +13,7 @@ from twostroke.core.policy import query_blocks
 from twostroke.core.spec import ModelSpec, MoeSpec
 from twostroke.kernels import training_attention
 from twostroke.model.decoder import Decoder
-from twostroke.planner.memory import (
-    EVERYTHING,
-    NATIVE_ATTENTION,
-    _mlp_kept,
-    activation_bytes,
-    keys_walked,
-)
+from twostroke.planner.training.memory import EVERYTHING, NATIVE_ATTENTION, _mlp_kept, activation_bytes, keys_walked
 from twostroke.training.activation_checkpointing import cached_bytes, checkpoint_activations
 from twostroke.training.loss import chunked_cross_entropy
 from twostroke.training.memory import saved_activations_bytes

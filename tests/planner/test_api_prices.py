@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from twostroke.core.errors import ConfigError
-from twostroke.planner.api_prices import api_models, api_price, nearest_api
+from twostroke.planner.money.api_prices import api_models, api_price, nearest_api
 
 TODAY = "2026-11"
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from twostroke.core.errors import ConfigError
-from twostroke.planner.checkpointing import (
+from twostroke.planner.training.checkpointing import (
     LLAMA_3_MTBF_DEVICE_HOURS,
     daly_interval_s,
     lost_share,

@@ -9,7 +9,7 @@ import pytest
 
 from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError
-from twostroke.planner.choosing import Candidate, Miss, behind, choose, lost_by, nearest_miss, reliefs
+from twostroke.planner.choosing.candidates import Candidate, Miss, behind, choose, lost_by, nearest_miss, reliefs
 
 
 def candidate(device: str = "a", usd: float = 1.0, rate: float = 100.0, **changes: Any) -> Candidate:

@@ -7,11 +7,13 @@ import pytest
 from machines import ideal_machine, small_llama
 from twostroke.core.described import plain
 from twostroke.core.spec import ModelSpec, MoeSpec
-from twostroke.planner.communication import Traffic
-from twostroke.planner.hardware import Hardware, load_hardware
-from twostroke.planner.layout import Layout, group_link
-from twostroke.planner.params import count_parameters
-from twostroke.planner.training import TrainingPlan, TrainingShape, plan_training, step_time_s
+from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.training.communication import Traffic
+from twostroke.planner.training.layout import Layout, group_link
+from twostroke.planner.training.plan import TrainingPlan, plan_training, step_time_s
+from twostroke.planner.training.shape import TrainingShape
+from twostroke.planner.work.params import count_parameters
 
 SPEC = small_llama()
 N = count_parameters(SPEC).total

@@ -10,15 +10,16 @@ import pytest
 from machines import ideal_machine, machine, small_llama
 from twostroke.core.described import plain
 from twostroke.core.families import read_spec
-from twostroke.planner.comparison import COLUMNS, Comparison, compare, flip_batch, merge_measured
-from twostroke.planner.hardware import load_hardware
-from twostroke.planner.layout import Layout
-from twostroke.planner.serving import ServingShape, decode_works
+from twostroke.planner.choosing.comparison import COLUMNS, Comparison, compare, flip_batch, merge_measured
+from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.serving.plan import decode_works
+from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.text.comparison import comparison_text
 from twostroke.planner.text.format import format_quantity
 from twostroke.planner.text.serving import serving_text
 from twostroke.planner.text.training import training_text
-from twostroke.planner.training import TrainingShape
+from twostroke.planner.training.layout import Layout
+from twostroke.planner.training.shape import TrainingShape
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from machines import machine, small_llama
 from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError
-from twostroke.planner.cost import (
+from twostroke.planner.hardware.tables import hardware_names, load_hardware
+from twostroke.planner.money.cost import (
     ProjectInputs,
     TokenPrices,
     bought_rate,
@@ -29,8 +30,8 @@ from twostroke.planner.cost import (
     token_prices,
     usd_per_million_tokens,
 )
-from twostroke.planner.hardware import hardware_names, load_hardware
-from twostroke.planner.serving import ServingShape, plan_serving
+from twostroke.planner.serving.plan import plan_serving
+from twostroke.planner.serving.shape import ServingShape
 
 
 def test_formulas_by_hand() -> None:

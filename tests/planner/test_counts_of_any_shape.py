@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twostroke.core.families import PLANNED_FAMILIES, spec_from_config
-from twostroke.planner.params import count_parameters
+from twostroke.planner.work.params import count_parameters
 
 FEW = st.integers(1, 3)
 WIDTH = st.integers(1, 9)

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from machines import machine, small_llama
 from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError
-from twostroke.planner.api_prices import ApiPrice
-from twostroke.planner.cost import ProjectInputs, project_cost
-from twostroke.planner.crossover import (
+from twostroke.planner.choosing.crossover import (
     DAYS_PER_MONTH,
     Demand,
     Energy,
@@ -24,8 +22,11 @@ from twostroke.planner.crossover import (
     own_serving,
     plan_crossover,
 )
-from twostroke.planner.hardware import load_hardware, price
-from twostroke.planner.serving import ServingShape, plan_serving
+from twostroke.planner.hardware.tables import load_hardware, price
+from twostroke.planner.money.api_prices import ApiPrice
+from twostroke.planner.money.cost import ProjectInputs, project_cost
+from twostroke.planner.serving.plan import plan_serving
+from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.text.crossover import crossover_text
 
 FIVE_MILLION = project_cost(5e6, ProjectInputs())

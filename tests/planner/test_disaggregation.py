@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from twostroke.core.errors import ConfigError
-from twostroke.planner.disaggregation import MOST_UTILISED, disaggregate, transfer_s
+from twostroke.planner.serving.under_load import MOST_UTILISED, disaggregate, transfer_s
 
 
 def test_a_prompts_cache_over_a_link() -> None:

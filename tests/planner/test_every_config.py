@@ -13,9 +13,9 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.families import read_spec
 from twostroke.core.matrices import layer_kinds
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.flops import decode_flops, prefill_flops, training_flops_per_token
-from twostroke.planner.params import count_parameters
-from twostroke.planner.weights import kv_bytes, weights_bytes
+from twostroke.planner.work.flops import decode_flops, prefill_flops, training_flops_per_token
+from twostroke.planner.work.params import count_parameters
+from twostroke.planner.work.weights import kv_bytes, weights_bytes
 
 FILES = sorted((ASSETS / "configs").rglob("*.json"))
 

@@ -10,10 +10,12 @@ import pytest
 from machines import small_llama
 from twostroke.core.families import read_spec
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.fitting import smallest_change
-from twostroke.planner.hardware import Hardware, load_hardware
-from twostroke.planner.layout import SINGLE, Layout
-from twostroke.planner.training import TrainingShape, step_time_s, training_memory
+from twostroke.planner.choosing.fitting import smallest_change
+from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.training.layout import SINGLE, Layout
+from twostroke.planner.training.plan import step_time_s, training_memory
+from twostroke.planner.training.shape import TrainingShape
 
 SHAPE = TrainingShape(8, 2048, logits="whole")
 SPEC = small_llama(vocab_size=32_000, max_positions=2048)

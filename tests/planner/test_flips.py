@@ -10,13 +10,15 @@ import pytest
 from machines import ideal_machine, small_llama
 from twostroke.core.families import read_spec
 from twostroke.core.spec import ModelSpec, MoeSpec
-from twostroke.planner import serving
-from twostroke.planner.comparison import analytic_flips, balance_of, compare, component_flips, context_flips
-from twostroke.planner.flips import decoding, flip_point, last_context, prefilling, training
-from twostroke.planner.hardware import Hardware, load_hardware
-from twostroke.planner.serving import ServingShape, plan_serving
-from twostroke.planner.step_time import Efficiencies, efficiencies_of
-from twostroke.planner.training import TrainingShape
+from twostroke.planner.choosing.comparison import analytic_flips, balance_of, compare, component_flips, context_flips
+from twostroke.planner.choosing.flips import decoding, flip_point, last_context, prefilling, training
+from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.serving import plan
+from twostroke.planner.serving.plan import plan_serving
+from twostroke.planner.serving.shape import ServingShape
+from twostroke.planner.serving.step_time import Efficiencies, efficiencies_of
+from twostroke.planner.training.shape import TrainingShape
 
 
 def llama_8b() -> ModelSpec:
@@ -33,7 +35,7 @@ def no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     def rates(hardware: Hardware, engine: str = "any") -> Efficiencies:
         return replace(efficiencies_of(hardware, engine), operator_s=0.0, step_s=0.0, request_s=0.0, message_s=0.0)
 
-    monkeypatch.setattr(serving, "efficiencies_of", rates)
+    monkeypatch.setattr(plan, "efficiencies_of", rates)
 
 
 def without_launches(name: str) -> Hardware:

@@ -10,7 +10,7 @@ from machines import small_llama
 from twostroke.core.families import read_spec
 from twostroke.core.matrices import block_matrices
 from twostroke.core.spec import IndexerSpec, MlaSpec, MoeSpec
-from twostroke.planner.flops import (
+from twostroke.planner.work.flops import (
     attention_flops_per_token,
     decode_flops,
     mean_keys,
@@ -18,7 +18,7 @@ from twostroke.planner.flops import (
     prefill_flops,
     training_flops_per_token,
 )
-from twostroke.planner.params import count_parameters
+from twostroke.planner.work.params import count_parameters
 
 
 def test_training_is_six_n_plus_causal_attention() -> None:

@@ -13,16 +13,14 @@ from machines import GFLOP, machine, profile
 from twostroke.core.errors import ConfigError
 from twostroke.core.profile import read_fingerprint, save_profile
 from twostroke.core.rates import Ring
-from twostroke.planner import hardware
-from twostroke.planner.hardware import (
-    ASSUMED_BANDWIDTH_EFFICIENCY,
-    ASSUMED_LINK_EFFICIENCY,
-    ASSUMED_PRODUCT_EFFICIENCY,
+from twostroke.planner.hardware import tables
+from twostroke.planner.hardware.device import ASSUMED_BANDWIDTH_EFFICIENCY, ASSUMED_LINK_EFFICIENCY, ASSUMED_PRODUCT_EFFICIENCY
+from twostroke.planner.hardware.interpolation import interpolate_log
+from twostroke.planner.hardware.tables import (
     device_price,
     hardware_aliases,
     hardware_from_profile,
     hardware_names,
-    interpolate_log,
     load_hardware,
     price,
     prices,
@@ -126,14 +124,14 @@ def test_aliases_name_devices_and_no_device_twice() -> None:
 def test_a_plan_opens_one_device_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parsing all sixty would take a third of the time that a plan has."""
     opened: list[str] = []
-    read = hardware._read_toml
+    read = tables._read_toml
     prices()
-    monkeypatch.setattr(hardware, "_read_toml", lambda path: (opened.append(path.name), read(path))[1])
+    monkeypatch.setattr(tables, "_read_toml", lambda path: (opened.append(path.name), read(path))[1])
     load_hardware("h100-sxm")
     assert opened == ["h100-sxm.toml"]
     hardware_aliases.cache_clear()
     load_hardware("h100")
-    assert opened == ["h100-sxm.toml", "hardware_aliases.toml", "h100-sxm.toml"]
+    assert opened == ["h100-sxm.toml", "aliases.toml", "h100-sxm.toml"]
 
 
 @pytest.mark.parametrize(

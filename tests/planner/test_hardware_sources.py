@@ -10,15 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.planner.hardware import (
-    ASSUMED_LINK_EFFICIENCY,
-    ASSUMED_NETWORK_ALPHA_S,
-    HARDWARE_DIR,
-    Hardware,
-    device_price,
-    hardware_names,
-    load_hardware,
-)
+from twostroke.planner.hardware.device import ASSUMED_LINK_EFFICIENCY, Hardware
+from twostroke.planner.hardware.tables import ASSUMED_NETWORK_ALPHA_S, HARDWARE_DIR, device_price, hardware_names, load_hardware
 
 DEVICES = [load_hardware(name) for name in hardware_names()]
 

@@ -15,8 +15,12 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.profile import read_fingerprint
 from twostroke.core.rates import Conditions
 from twostroke.ledger.store import Ledger
-from twostroke.planner import intervals
-from twostroke.planner.intervals import (
+from twostroke.planner.serving.plan import plan_serving
+from twostroke.planner.serving.shape import ServingShape
+from twostroke.planner.training.plan import plan_training
+from twostroke.planner.training.shape import TrainingShape
+from twostroke.planner.truth import intervals
+from twostroke.planner.truth.intervals import (
     LEAST_RUNS,
     LEVEL,
     MOST_LOW_BY,
@@ -31,8 +35,6 @@ from twostroke.planner.intervals import (
     range_of,
     with_intervals,
 )
-from twostroke.planner.serving import ServingShape, plan_serving
-from twostroke.planner.training import TrainingShape, plan_training
 
 PRIOR = Range(-0.1, 0.3, "assumed", 0, "a test")
 

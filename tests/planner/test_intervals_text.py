@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from twostroke.planner.intervals import with_intervals
-from twostroke.planner.text.intervals import intervals_text
+from twostroke.planner.text.format import intervals_text
+from twostroke.planner.truth.intervals import with_intervals
 
 
 def test_the_headlines_are_shown_with_their_ends_and_the_source_of_the_width() -> None:

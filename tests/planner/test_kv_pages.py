@@ -12,7 +12,7 @@ from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
 from twostroke.core.policy import MAX_PAGES, PAGE_TOKENS
 from twostroke.engine.core import EngineCore
-from twostroke.planner.kv_pages import (
+from twostroke.planner.serving.pages import (
     batch_pages,
     decoding_pages,
     largest_batch,
@@ -20,8 +20,9 @@ from twostroke.planner.kv_pages import (
     touched_pages,
     whole_pages,
 )
-from twostroke.planner.serving import ServingShape, plan_serving, request_kv_bytes
-from twostroke.planner.weights import kv_bytes_per_token
+from twostroke.planner.serving.plan import plan_serving, request_kv_bytes
+from twostroke.planner.serving.shape import ServingShape
+from twostroke.planner.work.weights import kv_bytes_per_token
 from twostroke.scheduling.sampling_params import SamplingParams
 
 

@@ -7,7 +7,7 @@ import pytest
 from machines import small_llama
 from twostroke.core.errors import ConfigError
 from twostroke.core.spec import MoeSpec
-from twostroke.planner.layout import SINGLE, Layout
+from twostroke.planner.training.layout import SINGLE, Layout
 
 
 def test_devices_are_the_product_of_the_three_cuts() -> None:

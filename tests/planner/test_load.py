@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from twostroke.planner.load import Latency, Steps, closed_loop, open_loop_first_token
+from twostroke.planner.serving.load import Latency, Steps, closed_loop, open_loop_first_token
 
 STEPS = Steps(prefill_s=0.01, added_s=0.008, step_s=0.004, prompt_tokens=64, output_tokens=64, token_budget=512)
 

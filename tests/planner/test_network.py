@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.planner import network
-from twostroke.planner.hardware import load_hardware
+from twostroke.planner.hardware import network
+from twostroke.planner.hardware.tables import load_hardware
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from machines import small_llama
 from twostroke.core.families import read_spec, spec_from_config
 from twostroke.core.matrices import block_matrices
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.params import count_parameters
+from twostroke.planner.work.params import count_parameters
 
 # From the safetensors headers of each model on the Hugging Face Hub (tied embeddings counted once).
 PUBLISHED = {

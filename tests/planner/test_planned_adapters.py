@@ -7,12 +7,13 @@ import pytest
 from machines import ideal_machine, small_llama
 from twostroke.core.errors import ConfigError
 from twostroke.core.matrices import layer_kinds
-from twostroke.planner.adapters import ALL_LINEAR, adapter_parameters, modules_of
-from twostroke.planner.flops import attention_flops_per_token, training_flops_per_token
-from twostroke.planner.layout import Layout
-from twostroke.planner.memory import nf4_bytes_per_weight
-from twostroke.planner.params import count_parameters
-from twostroke.planner.training import TrainingShape, plan_training, training_memory
+from twostroke.planner.training.layout import Layout
+from twostroke.planner.training.memory import nf4_bytes_per_weight
+from twostroke.planner.training.plan import plan_training, training_memory
+from twostroke.planner.training.shape import TrainingShape
+from twostroke.planner.work.adapters import ALL_LINEAR, adapter_parameters, modules_of
+from twostroke.planner.work.flops import attention_flops_per_token, training_flops_per_token
+from twostroke.planner.work.params import count_parameters
 
 TARGETS = (("q_proj", "v_proj"), ("o_proj", "down_proj"), ("gate_proj",), (ALL_LINEAR,))
 

@@ -9,14 +9,14 @@ import pytest
 from machines import small_llama
 from twostroke.core.families import read_spec
 from twostroke.core.units import GIB
-from twostroke.planner.memory import (
+from twostroke.planner.training.memory import (
     activation_bytes_per_token_and_layer,
     gradients_bytes,
     optimizer_bytes,
     training_weights_bytes,
 )
-from twostroke.planner.params import count_parameters
-from twostroke.planner.weights import kv_bytes_per_token, weights_bytes
+from twostroke.planner.work.params import count_parameters
+from twostroke.planner.work.weights import kv_bytes_per_token, weights_bytes
 
 
 def test_llama_3_8b_needs_one_gib_of_kv_cache_at_8k(assets: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from twostroke.core.families import all_families, spec_from_config
 from twostroke.core.matrices import head_matrix, layer_kinds
-from twostroke.planner.params import count_parameters
+from twostroke.planner.work.params import count_parameters
 
 N_TOKENS = 8
 USUAL: dict[str, Any] = {

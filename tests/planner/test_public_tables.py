@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from twostroke.planner.hardware import load_hardware
-from twostroke.planner.step_time import efficiencies, efficiencies_table
+from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.serving.step_time import efficiencies, efficiencies_table
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/planner/public_tables/fit.py"
 

@@ -8,9 +8,9 @@ import pytest
 from published_training import MEGATRON, Megatron, gpt
 from twostroke.core.matrices import layer_kinds
 from twostroke.core.units import GIB
-from twostroke.planner.layout import Layout
-from twostroke.planner.memory import Kept, kept_by_layer
-from twostroke.planner.sharding import Stage, micro_batches_in_flight
+from twostroke.planner.training.layout import Layout
+from twostroke.planner.training.memory import Kept, kept_by_layer
+from twostroke.planner.training.sharding import Stage, micro_batches_in_flight
 
 LENGTH = 2048
 

@@ -9,12 +9,7 @@ import random
 import pytest
 
 from twostroke.core.errors import ConfigError
-from twostroke.planner.queueing import (
-    erlang_c,
-    several_servers_wait_s,
-    stepped_server_wait_s,
-    utilisation,
-)
+from twostroke.planner.serving.load import erlang_c, several_servers_wait_s, stepped_server_wait_s, utilisation
 
 
 def simulated_wait_s(rate: float, draw_service: object, servers: int, n: int = 40_000) -> float:

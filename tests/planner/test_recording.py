@@ -8,7 +8,7 @@ from machines import machine
 from twostroke.core.errors import ConfigError
 from twostroke.core.paths import ledger_path
 from twostroke.ledger.store import Ledger
-from twostroke.planner.recording import Planned, Recording, recording
+from twostroke.planner.truth.recording import Planned, Recording, recording
 
 
 def planned() -> Planned:

@@ -14,10 +14,8 @@ from machines import small_llama
 from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError
 from twostroke.core.spec import ModelSpec, MoeSpec
-from twostroke.planner.choosing import OBJECTIVES, Objective
-from twostroke.planner.hardware import Hardware, hardware_names, load_hardware
-from twostroke.planner.layout import Layout
-from twostroke.planner.search import (
+from twostroke.planner.choosing.candidates import OBJECTIVES, Objective
+from twostroke.planner.choosing.search import (
     MICRO_BATCHES,
     Search,
     ServeLimits,
@@ -30,9 +28,14 @@ from twostroke.planner.search import (
     serve_placements,
     train_layouts,
 )
-from twostroke.planner.serving import ServingShape, plan_serving
+from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.hardware.tables import hardware_names, load_hardware
+from twostroke.planner.serving.plan import plan_serving
+from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.text.search import nothing_found, search_text, verdict_text
-from twostroke.planner.training import CHECKPOINTING, TrainingShape, plan_training
+from twostroke.planner.training.layout import Layout
+from twostroke.planner.training.plan import plan_training
+from twostroke.planner.training.shape import CHECKPOINTING, TrainingShape
 
 SERVED = ServeWork(prompt_tokens=512, output_tokens=128)
 

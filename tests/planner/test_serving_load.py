@@ -13,9 +13,10 @@ from machines import machine, small_llama
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.core.families import read_spec
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.hardware import load_hardware
-from twostroke.planner.serving import ServingPlan, ServingShape, plan_serving
-from twostroke.planner.serving_load import (
+from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.serving.plan import ServingPlan, plan_serving
+from twostroke.planner.serving.shape import ServingShape
+from twostroke.planner.serving.under_load import (
     Slo,
     at_rate,
     largest_batch_within,

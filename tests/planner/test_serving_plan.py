@@ -14,9 +14,10 @@ from twostroke.core.described import plain
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.core.families import read_spec
 from twostroke.core.policy import PAGE_TOKENS
-from twostroke.planner.hardware import load_hardware
-from twostroke.planner.serving import ServingPlan, ServingShape, plan_serving, request_kv_bytes
-from twostroke.planner.weights import kv_bytes_per_token, weights_bytes
+from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.serving.plan import ServingPlan, plan_serving, request_kv_bytes
+from twostroke.planner.serving.shape import ServingShape
+from twostroke.planner.work.weights import kv_bytes_per_token, weights_bytes
 
 
 def plan(**changes: object) -> ServingPlan:

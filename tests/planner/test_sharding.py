@@ -12,11 +12,12 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.families import read_spec
 from twostroke.core.spec import ModelSpec, MoeSpec
 from twostroke.core.units import GIB
-from twostroke.planner.hardware import load_hardware
-from twostroke.planner.layout import SINGLE, Layout
-from twostroke.planner.params import count_parameters
-from twostroke.planner.sharding import held, rank_state_bytes, stage_held, stages
-from twostroke.planner.training import TrainingShape, plan_training, training_memory
+from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.training.layout import SINGLE, Layout
+from twostroke.planner.training.plan import plan_training, training_memory
+from twostroke.planner.training.shape import TrainingShape
+from twostroke.planner.training.sharding import held, rank_state_bytes, stage_held, stages
+from twostroke.planner.work.params import count_parameters
 
 STATE = ("weights", "gradients", "optimizer")
 

@@ -10,8 +10,7 @@ import pytest
 from machines import machine
 from twostroke.core.errors import ConfigError
 from twostroke.core.recipe import TrainSettings
-from twostroke.planner.params import count_parameters
-from twostroke.planner.size_ladder import (
+from twostroke.planner.choosing.size_ladder import (
     LADDER,
     LEAST_STEPS,
     REPEAT_HALF_LIFE,
@@ -22,6 +21,7 @@ from twostroke.planner.size_ladder import (
     rank_models,
     rung,
 )
+from twostroke.planner.work.params import count_parameters
 
 SETTINGS = TrainSettings(budget_s=300)
 

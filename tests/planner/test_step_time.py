@@ -10,11 +10,10 @@ import pytest
 from twostroke.core.errors import ConfigError
 from twostroke.core.families import read_spec
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.hardware import load_hardware
-from twostroke.planner.step_time import (
-    ENGINES,
+from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.serving.shape import ENGINES, Placement
+from twostroke.planner.serving.step_time import (
     Efficiencies,
-    Placement,
     device_bytes,
     efficiencies,
     efficiencies_of,

@@ -6,10 +6,10 @@ import pytest
 
 from machines import small_llama
 from twostroke.core.described import plain
-from twostroke.planner.hardware import load_hardware
-from twostroke.planner.serving import ServingShape, plan_serving
-from twostroke.planner.text.serving import serving_text
-from twostroke.planner.text.tokens import token_lines
+from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.serving.plan import plan_serving
+from twostroke.planner.serving.shape import ServingShape
+from twostroke.planner.text.serving import serving_text, token_lines
 
 
 @pytest.mark.parametrize("tensor", [1, 2])

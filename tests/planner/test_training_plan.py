@@ -14,16 +14,13 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.matrices import block_matrices, layer_kinds
 from twostroke.core.rates import BlockRates, Process, TrainingRates
 from twostroke.core.recipe import LoraRecipe, ModelRecipe, TrainRecipe, TrainSettings
-from twostroke.planner.flops import training_flops_per_token
-from twostroke.planner.hardware import Hardware, load_hardware
-from twostroke.planner.params import count_parameters
-from twostroke.planner.passes import matrices_of, newton_schulz
-from twostroke.planner.training import (
-    TrainingPlan,
-    TrainingShape,
-    plan_training,
-    steps_for_budget,
-)
+from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.training.passes import matrices_of, newton_schulz
+from twostroke.planner.training.plan import TrainingPlan, plan_training, steps_for_budget
+from twostroke.planner.training.shape import TrainingShape
+from twostroke.planner.work.flops import training_flops_per_token
+from twostroke.planner.work.params import count_parameters
 
 FORWARD, BACKWARD = (
     BlockRates("bf16", "compiled", "forward", 2e11, 1e10),

@@ -22,11 +22,12 @@ from published_training import MEGATRON, Megatron, gpt
 from twostroke.core.families import read_spec
 from twostroke.core.spec import ModelSpec
 from twostroke.core.units import GIB
-from twostroke.planner.hardware import load_hardware
-from twostroke.planner.layout import Layout
-from twostroke.planner.params import count_parameters
-from twostroke.planner.sharding import Stage, rank_state_bytes, stage_held
-from twostroke.planner.training import TrainingPlan, TrainingShape, plan_training
+from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.training.layout import Layout
+from twostroke.planner.training.plan import TrainingPlan, plan_training
+from twostroke.planner.training.shape import TrainingShape
+from twostroke.planner.training.sharding import Stage, rank_state_bytes, stage_held
+from twostroke.planner.work.params import count_parameters
 
 
 def megatron_plan(row: Megatron, checkpointing: str) -> TrainingPlan:

@@ -13,14 +13,8 @@ from twostroke.core.matrices import block_matrices
 from twostroke.core.schemes import PLANNED
 from twostroke.core.spec import MlaSpec, ModelSpec, MoeSpec
 from twostroke.core.units import GIB
-from twostroke.planner.params import count_parameters
-from twostroke.planner.weights import (
-    experts_touched,
-    kv_bytes,
-    kv_bytes_per_token,
-    weights_bytes,
-    weights_read_bytes,
-)
+from twostroke.planner.work.params import count_parameters
+from twostroke.planner.work.weights import experts_touched, kv_bytes, kv_bytes_per_token, weights_bytes, weights_read_bytes
 
 
 def published(assets: Path, name: str) -> ModelSpec:

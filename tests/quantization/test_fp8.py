@@ -22,9 +22,10 @@ from twostroke.kernels.codes import LARGEST_E4M3, e4m3_columns, quantize
 from twostroke.kernels.native_library import library
 from twostroke.model.load import load_state
 from twostroke.model.save import save_model
-from twostroke.planner.hardware import load_hardware
-from twostroke.planner.serving import ServingShape, plan_serving
-from twostroke.planner.weights import weights_bytes
+from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.serving.plan import plan_serving
+from twostroke.planner.serving.shape import ServingShape
+from twostroke.planner.work.weights import weights_bytes
 from twostroke.quantization.convert import quantize_model
 from twostroke.quantization.directory import Quantisation, stored_quantisation
 from twostroke.quantization.held import held

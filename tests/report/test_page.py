@@ -15,9 +15,11 @@ from tests.machines import machine, profile, small_llama
 
 from twostroke.core.profile import read_fingerprint, save_profile
 from twostroke.ledger.store import Ledger, Measurement, Run
-from twostroke.planner.intervals import with_intervals
-from twostroke.planner.serving import ServingShape, plan_serving
-from twostroke.planner.training import TrainingShape, plan_training
+from twostroke.planner.serving.plan import plan_serving
+from twostroke.planner.serving.shape import ServingShape
+from twostroke.planner.training.plan import plan_training
+from twostroke.planner.training.shape import TrainingShape
+from twostroke.planner.truth.intervals import with_intervals
 from twostroke.report import figures
 from twostroke.report.cards import Card, Table
 from twostroke.report.money import crossover

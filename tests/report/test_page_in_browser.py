@@ -14,11 +14,13 @@ from tests.report.test_page import QUANTILES, RECIPE
 
 from twostroke.core.profile import read_fingerprint, save_profile
 from twostroke.ledger.store import Ledger
-from twostroke.planner.comparison import compare
-from twostroke.planner.hardware import load_hardware
-from twostroke.planner.intervals import with_intervals
-from twostroke.planner.serving import ServingShape, plan_serving
-from twostroke.planner.training import TrainingShape, plan_training
+from twostroke.planner.choosing.comparison import compare
+from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.serving.plan import plan_serving
+from twostroke.planner.serving.shape import ServingShape
+from twostroke.planner.training.plan import plan_training
+from twostroke.planner.training.shape import TrainingShape
+from twostroke.planner.truth.intervals import with_intervals
 from twostroke.report.cards import Card
 from twostroke.report.page import write_report
 from twostroke.report.phases import phases_table

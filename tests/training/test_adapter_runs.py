@@ -21,7 +21,7 @@ from twostroke.model.decoder import Decoder
 from twostroke.model.initialise import initialise
 from twostroke.model.load import load_model, load_state
 from twostroke.model.save import save_model
-from twostroke.planner.params import count_parameters
+from twostroke.planner.work.params import count_parameters
 from twostroke.training.checkpoint import list_checkpoints, load_checkpoint
 from twostroke.training.finish import TrainingResult
 from twostroke.training.start import train

@@ -16,7 +16,7 @@ from twostroke.core.profile import MachineProfile
 from twostroke.core.recipe import TrainRecipe
 from twostroke.ledger.store import Ledger
 from twostroke.model.load import load_model
-from twostroke.planner.params import count_parameters
+from twostroke.planner.work.params import count_parameters
 from twostroke.training import checkpoint as checkpoint_module
 from twostroke.training.checkpoint import MODEL, list_checkpoints, load_checkpoint
 from twostroke.training.finish import TrainingResult

@@ -10,9 +10,10 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.spec import ModelSpec
 from twostroke.model.decoder import Decoder
 from twostroke.model.load import save_model
-from twostroke.planner.hardware import hardware_names, load_hardware
-from twostroke.planner.size_ladder import pick_model
-from twostroke.planner.training import TrainingShape, plan_training
+from twostroke.planner.choosing.size_ladder import pick_model
+from twostroke.planner.hardware.tables import hardware_names, load_hardware
+from twostroke.planner.training.plan import plan_training
+from twostroke.planner.training.shape import TrainingShape
 from twostroke.training.resolve import resolve_spec, resolve_steps, with_own_tokenizer
 
 DATA: Any = SimpleNamespace(vocab_size=300, n_train_tokens=1_000_000, eos_id=0)

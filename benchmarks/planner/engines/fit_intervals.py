@@ -13,7 +13,7 @@ import argparse
 import json
 from pathlib import Path
 
-from twostroke.planner.intervals import FILE, Pair, fit_intervals
+from twostroke.planner.truth.intervals import FILE, Pair, fit_intervals
 
 
 def pairs_of_run(raw: Path) -> list[Pair]:

@@ -72,8 +72,9 @@ def _recipe(case: TrainingCase, folder: Path) -> Path:
 def _steps(recipe: Path) -> int:
     """So many that they take ``TRAIN_SECONDS`` if the prediction is right."""
     from twostroke.core.recipe import read_recipe, spec_from_recipe
-    from twostroke.planner.hardware import load_hardware
-    from twostroke.planner.training import TrainingShape, plan_training
+    from twostroke.planner.hardware.tables import load_hardware
+    from twostroke.planner.training.plan import plan_training
+    from twostroke.planner.training.shape import TrainingShape
 
     parsed = read_recipe(recipe)
     spec = spec_from_recipe(parsed.model, parsed.data.vocab_size, parsed.train.sequence_length)

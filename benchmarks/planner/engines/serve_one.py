@@ -29,10 +29,11 @@ def main(directory: str, scheme: str, batch: int, prompt_tokens: int, output_tok
     from twostroke.core.families import read_spec
     from twostroke.engine.core import EngineCore
     from twostroke.ledger.store import Ledger
-    from twostroke.planner.hardware import load_hardware
-    from twostroke.planner.intervals import predict_with_intervals
-    from twostroke.planner.serving import ServingShape, plan_serving, request_kv_bytes
-    from twostroke.planner.weights import kv_bytes_per_token
+    from twostroke.planner.hardware.tables import load_hardware
+    from twostroke.planner.serving.plan import plan_serving, request_kv_bytes
+    from twostroke.planner.serving.shape import ServingShape
+    from twostroke.planner.truth.intervals import predict_with_intervals
+    from twostroke.planner.work.weights import kv_bytes_per_token
     from twostroke.scheduling.sampling_params import SamplingParams
 
     spec = read_spec(directory)

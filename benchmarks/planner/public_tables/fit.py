@@ -27,9 +27,11 @@ import numpy as np
 
 from twostroke.core.families import read_spec
 from twostroke.core.spec import ModelSpec
-from twostroke.planner import step_time
-from twostroke.planner.hardware import Hardware, load_hardware
-from twostroke.planner.step_time import Efficiencies, Pass, Placement, one_pass, token_s
+from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.serving import step_time
+from twostroke.planner.serving.shape import Placement
+from twostroke.planner.serving.step_time import Efficiencies, Pass, one_pass, token_s
 
 TABLE = "profiles/measured_serving_h100_h200_b200.csv"
 CONFIGS = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from twostroke.core.recipe import ModelRecipe, TrainSettings, spec_from_recipe
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.training import TrainingShape
+from twostroke.planner.training.shape import TrainingShape
 
 VOCABULARY = 16_384
 ROWS, LENGTH = 8, 512

@@ -23,8 +23,8 @@ sys.path.insert(0, str(HERE))
 from rows import TABLE, Row, spec  # noqa: E402
 
 from twostroke.core.errors import ConfigError  # noqa: E402
-from twostroke.planner.hardware import load_hardware  # noqa: E402
-from twostroke.planner.training import plan_training  # noqa: E402
+from twostroke.planner.hardware.tables import load_hardware  # noqa: E402
+from twostroke.planner.training.plan import plan_training  # noqa: E402
 
 SHOWN = ("peak_memory_bytes", "activations_bytes", "step_time_s")
 

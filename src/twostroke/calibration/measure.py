@@ -71,7 +71,7 @@ from twostroke.core.schemes import NATIVE_PRODUCTS, TORCH_PRODUCTS, W8, W8A8
 from twostroke.core.units import MIB
 from twostroke.kernels import training_attention
 from twostroke.kernels.native_library import library
-from twostroke.planner.anchors import COMPILED_ANCHORS, EAGER_ANCHORS
+from twostroke.planner.training.anchors import COMPILED_ANCHORS, EAGER_ANCHORS
 
 Progress = Callable[[float, str], None]
 """``progress(done, note)``: the share done, 0 to 1, and a few words on what is being measured."""

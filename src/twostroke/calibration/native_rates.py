@@ -15,7 +15,7 @@ from twostroke.core.units import MIB
 from twostroke.kernels.native_library import library
 from twostroke.kernels.native_matrix import FORMATS as LIBRARY_FORMATS
 from twostroke.kernels.native_matrix import CMatrix, CRows
-from twostroke.planner.native_products import MANY_ROWS
+from twostroke.planner.serving.native_products import MANY_ROWS
 
 NATIVE_ROWS = (1, 4, 16, 64, 512)
 NATIVE_CLASSES: tuple[tuple[int, int], ...] = ((512, 512), (2048, 512), (512, 2048), (2048, 2048), (8192, 1024))

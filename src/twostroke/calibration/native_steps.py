@@ -15,21 +15,12 @@ from twostroke.calibration.timing import Clock
 from twostroke.core.profile import MachineProfile
 from twostroke.core.rates import NativeStep, StepPrices
 from twostroke.core.schemes import NATIVE_STEPS
-from twostroke.planner.hardware import Hardware, hardware_from_profile
-from twostroke.planner.native_anchors import (
-    ANCHORS,
-    UNITS,
-    NativeAnchor,
-)
-from twostroke.planner.native_passes import (
-    anchor_shape,
-    decode_products,
-    decode_unknowns,
-    prefill_products,
-    prefill_unknowns,
-)
-from twostroke.planner.serving import ServingShape
-from twostroke.planner.work import total_seconds
+from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.hardware.tables import hardware_from_profile
+from twostroke.planner.serving.native import anchor_shape, decode_products, decode_unknowns, prefill_products, prefill_unknowns
+from twostroke.planner.serving.native_anchors import ANCHORS, UNITS, NativeAnchor
+from twostroke.planner.serving.shape import ServingShape
+from twostroke.planner.work.component import total_seconds
 
 
 def measure_native_steps(

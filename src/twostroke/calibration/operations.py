@@ -13,7 +13,7 @@ from twostroke.core.crossovers import Crossovers
 from twostroke.core.policy import PREFILL_QUERIES
 from twostroke.core.rates import PromptAttention
 from twostroke.kernels.attention import explicit_attention, flash_attention
-from twostroke.planner.latency import keys_of_prefill
+from twostroke.planner.serving.torch_runner import keys_of_prefill
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 HEADS, HEAD_DIM, D_FF, PAGE, LAYERS = 4, 64, 704, 16, 6

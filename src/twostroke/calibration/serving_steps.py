@@ -24,7 +24,10 @@ from twostroke.engine.core import EngineCore
 from twostroke.model.decoder import Decoder
 from twostroke.model.initialise import initialise
 from twostroke.model.save import save_model
-from twostroke.planner.anchors import (
+from twostroke.planner.hardware.tables import hardware_from_profile
+from twostroke.planner.serving.shape import ServingShape
+from twostroke.planner.serving.torch_runner import around_layers, layer_operations, layer_products
+from twostroke.planner.training.anchors import (
     DECODE_BATCHES,
     DECODE_CONTEXT,
     DECODE_LAYERS,
@@ -32,10 +35,7 @@ from twostroke.planner.anchors import (
     WIDTHS,
     anchor_spec,
 )
-from twostroke.planner.engine_passes import around_layers, layer_operations, layer_products
-from twostroke.planner.hardware import hardware_from_profile
-from twostroke.planner.serving import ServingShape
-from twostroke.planner.weights import weights_bytes
+from twostroke.planner.work.weights import weights_bytes
 from twostroke.scheduling.sampling_params import SamplingParams
 
 REQUESTS: dict[Literal["one", "many"], int] = {"one": 1, "many": 8}

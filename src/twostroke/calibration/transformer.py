@@ -24,9 +24,9 @@ from twostroke.core.policy import LOSS_CHUNK_ROWS
 from twostroke.core.rates import BlockRates, Direction, Mode, TrainingRates
 from twostroke.core.spec import ModelSpec
 from twostroke.model.decoder import Decoder
-from twostroke.planner.latency import elementwise_elements, setup_bytes
-from twostroke.planner.memory import keys_walked
-from twostroke.planner.passes import newton_schulz_products, optimizer_bytes_moved
+from twostroke.planner.training.memory import keys_walked
+from twostroke.planner.training.passes import newton_schulz_products, optimizer_bytes_moved, setup_bytes
+from twostroke.planner.work.flops import elementwise_elements
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WIDTHS = {"fp32": 4, "bf16": 2}

@@ -20,8 +20,8 @@ from twostroke.core.errors import ConfigError, TwostrokeError
 if TYPE_CHECKING:
     from twostroke.bench.load import LoadSpec
     from twostroke.core.spec import ModelSpec
-    from twostroke.planner.recording import Planned
-    from twostroke.planner.serving import ServingShape
+    from twostroke.planner.serving.shape import ServingShape
+    from twostroke.planner.truth.recording import Planned
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
@@ -74,7 +74,7 @@ def bench_serve(
     from twostroke.bench.prompts import PromptMaker
     from twostroke.cli.serve_verb import model_directory
     from twostroke.core.families import read_spec
-    from twostroke.planner.recording import recording
+    from twostroke.planner.truth.recording import recording
     from twostroke.quantization.held import serving_shape
 
     if endpoint not in ("completions", "chat"):
@@ -163,7 +163,7 @@ def bench_offline(
     from twostroke.bench.offline import FORMULAS, OfflineSpec, offline_text, run_offline
     from twostroke.cli.serve_verb import model_directory
     from twostroke.core.families import read_spec
-    from twostroke.planner.recording import recording
+    from twostroke.planner.truth.recording import recording
     from twostroke.quantization.held import serving_shape
 
     offline = OfflineSpec(tuple(batch), prompt_tokens, output_tokens, repeats, seed)
@@ -236,17 +236,17 @@ def _first_key(file: Path) -> str:
 
 def _planned_load(spec: ModelSpec, load: LoadSpec, shape: ServingShape) -> Planned:
     from twostroke.bench.prediction import predict_load
-    from twostroke.planner.hardware import load_hardware
-    from twostroke.planner.recording import Planned
+    from twostroke.planner.hardware.tables import load_hardware
+    from twostroke.planner.truth.recording import Planned
 
     machine = load_hardware("this", "serve")
     return Planned(predict_load(spec, load, shape, machine), machine)
 
 
 def _planned_offline(spec: ModelSpec, shape: ServingShape, batch: int) -> Planned:
-    from twostroke.planner.hardware import load_hardware
-    from twostroke.planner.recording import Planned
-    from twostroke.planner.serving import plan_serving
+    from twostroke.planner.hardware.tables import load_hardware
+    from twostroke.planner.serving.plan import plan_serving
+    from twostroke.planner.truth.recording import Planned
 
     machine = load_hardware("this", "serve")
     plan = plan_serving(spec, replace(shape, batch=batch), machine).prediction()

@@ -87,7 +87,7 @@ def busy_text(conditions: Conditions) -> str:
 
 
 def _text(profile: MachineProfile, path: Path) -> str:
-    from twostroke.planner.hardware import WORK_OF
+    from twostroke.planner.hardware.tables import WORK_OF
 
     f = profile.fingerprint
     reads = [f"{p.bytes_per_s / 1e9:.3g} GB/s of {format_bytes(p.working_set_bytes)}" for p in profile.read_bandwidth]

@@ -176,9 +176,9 @@ def _quantised_card(quality: Result) -> Card:
 def _compare(demo: Demo, stages: dict[str, Result]) -> tuple[Result, str]:
     """The table and the report, from the ledger's record of the stages' runs."""
     from twostroke.ledger.store import Ledger
-    from twostroke.planner.document import plan_document
-    from twostroke.planner.hardware import load_hardware
+    from twostroke.planner.hardware.tables import load_hardware
     from twostroke.planner.text.comparison import comparison_text
+    from twostroke.planner.truth.document import plan_document
     from twostroke.report.page import write_report
     from twostroke.report.phases import compare_runs, phases_table
 

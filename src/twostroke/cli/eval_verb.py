@@ -58,7 +58,7 @@ def evaluate(
     from twostroke.evaluation.held_out import held_out_to_score
     from twostroke.evaluation.scorer import engine_for, engine_formats, open_scorer
     from twostroke.evaluation.task_files import load_task
-    from twostroke.planner.recording import recording
+    from twostroke.planner.truth.recording import recording
 
     directory = model_directory(model)
     tasks = [load_task(name, task_data) for name in task]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from twostroke.engine.core import EngineStats
     from twostroke.engine.llm import LLM, RequestOutput
     from twostroke.engine.meters import Achieved
-    from twostroke.planner.recording import Planned
+    from twostroke.planner.truth.recording import Planned
     from twostroke.scheduling.sampling_params import SamplingParams
 
 app = typer.Typer(add_completion=False)
@@ -57,7 +57,7 @@ def generate(
     """Continue prompts on this machine, without a server: text as it is made, then how fast it was."""
     from twostroke.cli.serve_verb import model_directory
     from twostroke.core.families import read_spec
-    from twostroke.planner.recording import recording
+    from twostroke.planner.truth.recording import recording
     from twostroke.scheduling.sampling_params import SamplingParams
 
     directory = model_directory(model)
@@ -205,10 +205,10 @@ def _planned(directory: Path, prompts: Sequence[str], params: SamplingParams, en
     """All prompts at once, of their mean length, each computed once for all its answers."""
     from twostroke.core.families import read_spec
     from twostroke.data.tokenizer import load_tokenizer
-    from twostroke.planner.hardware import load_hardware
-    from twostroke.planner.load import closed_loop
-    from twostroke.planner.recording import Planned
-    from twostroke.planner.serving import plan_serving
+    from twostroke.planner.hardware.tables import load_hardware
+    from twostroke.planner.serving.load import closed_loop
+    from twostroke.planner.serving.plan import plan_serving
+    from twostroke.planner.truth.recording import Planned
     from twostroke.quantization.held import serving_shape
 
     hardware = load_hardware("this", "serve")

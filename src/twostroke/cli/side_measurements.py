@@ -14,9 +14,9 @@ from twostroke.core.errors import CorruptFileError, InputError, TwostrokeError
 
 if TYPE_CHECKING:
     from twostroke.evaluation.comparison import Side
-    from twostroke.planner.hardware import Hardware
-    from twostroke.planner.recording import Planned, Recording
-    from twostroke.planner.serving import ServingPlan
+    from twostroke.planner.hardware.device import Hardware
+    from twostroke.planner.serving.plan import ServingPlan
+    from twostroke.planner.truth.recording import Planned, Recording
 
 BATCHES = (1, 8)
 PROMPT_TOKENS, OUTPUT_TOKENS, TURNS = 128, 32, 5
@@ -24,7 +24,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS, TURNS = 128, 32, 5
 
 def machine_of(name: str | None) -> Hardware | None:
     """The machine of that name; without one this machine, or None, with a line, where it was never calibrated."""
-    from twostroke.planner.hardware import load_hardware
+    from twostroke.planner.hardware.tables import load_hardware
 
     try:
         return load_hardware(name or "this", "serve")
@@ -70,7 +70,7 @@ def speeds(sides: Sequence[Side]) -> list[dict[str, Any]]:
 
 def _plan(side: Side, sides: Sequence[Side], machine: Hardware, batch: int) -> ServingPlan:
     from twostroke.evaluation.engine_scorer import EngineScorer
-    from twostroke.planner.serving import plan_serving
+    from twostroke.planner.serving.plan import plan_serving
     from twostroke.quantization.held import serving_shape
 
     (prompt, output), scorer = _lengths(sides), side.scorer
@@ -108,7 +108,7 @@ def training_rates(sides: Sequence[Side]) -> dict[str, float | None]:
 
 def side_recording(side: Side, sides: Sequence[Side], inputs: Mapping[str, Any], speed: bool) -> Recording:
     """A ledger entry for one of the two models, its speed predicted on this machine where that is calibrated."""
-    from twostroke.planner.recording import recording
+    from twostroke.planner.truth.recording import recording
 
     (other,) = (s for s in sides if s is not side)
     own = {"model": str(side.directory), "engine": side.scorer.engine, "dtype": side.scorer.dtype}
@@ -118,8 +118,8 @@ def side_recording(side: Side, sides: Sequence[Side], inputs: Mapping[str, Any],
 
 
 def _planned_speed(side: Side, sides: Sequence[Side]) -> Planned:
-    from twostroke.planner.hardware import load_hardware
-    from twostroke.planner.recording import Planned
+    from twostroke.planner.hardware.tables import load_hardware
+    from twostroke.planner.truth.recording import Planned
 
     machine = load_hardware("this", "serve")
     plan = _plan(side, sides, machine, 1).prediction()

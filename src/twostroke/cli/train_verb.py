@@ -107,7 +107,7 @@ def _score(result: TrainingResult, dtype: str) -> dict[str, Any]:
     from twostroke.evaluation.conversations import score_answers
     from twostroke.evaluation.held_out import held_out_to_score
     from twostroke.model.load import load_model
-    from twostroke.planner.recording import Planned, Recording
+    from twostroke.planner.truth.recording import Planned, Recording
     from twostroke.training.run_directory import RunDirectory, write_json
 
     text = held_out_to_score(result.model)

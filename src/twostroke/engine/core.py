@@ -34,7 +34,7 @@ from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.engine.torch_runner import TorchRunner
 from twostroke.kernels.features import has_packed_linear
 from twostroke.kernels.native_library import library
-from twostroke.planner.weights import weights_bytes
+from twostroke.planner.work.weights import weights_bytes
 from twostroke.quantization.directory import stored_quantisation
 from twostroke.quantization.load import load_any_state
 from twostroke.scheduling.request import FinishReason, Request

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from twostroke.core.spec import ModelSpec
 from twostroke.engine.memory import untouched_zeros
-from twostroke.planner.weights import kv_bytes_per_token
+from twostroke.planner.work.weights import kv_bytes_per_token
 
 if TYPE_CHECKING:
     from jaxtyping import Float

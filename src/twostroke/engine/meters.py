@@ -13,8 +13,9 @@ from twostroke.core.schemes import native_product_name, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.engine import plan as p
 from twostroke.kernels.native_matrix import NativeMatrix, NativePair
-from twostroke.planner.flops import visible_pairs
-from twostroke.planner.hardware import Hardware, load_hardware
+from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.work.flops import visible_pairs
 
 if TYPE_CHECKING:
     from twostroke.engine.core import EngineCore, EngineStats

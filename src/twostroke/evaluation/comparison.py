@@ -22,7 +22,7 @@ from twostroke.evaluation.paired import Difference, paired_ratio, paired_tasks
 from twostroke.evaluation.scorer import Scorer, engine_for, open_scorer
 from twostroke.evaluation.task import Task
 from twostroke.model.adapter_directory import base_directory, is_adapter_directory
-from twostroke.planner.params import count_parameters
+from twostroke.planner.work.params import count_parameters
 
 BLOCK_BYTES = 4096
 """Length of the blocks of text over which the two models are paired, long enough to be nearly independent of each other."""

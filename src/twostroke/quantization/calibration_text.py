@@ -15,7 +15,7 @@ from twostroke.core.spec import ModelSpec
 from twostroke.data.shards import TokenStream, open_prepared
 from twostroke.data.sources import find_documents
 from twostroke.data.tokenizer import eos_id_of, load_tokenizer
-from twostroke.planner.params import count_parameters
+from twostroke.planner.work.params import count_parameters
 
 N_TOKENS = 32 * 1024
 """More changes little: 16 rows of inputs for each column of the widest matrix of a small model."""

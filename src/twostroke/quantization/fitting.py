@@ -27,7 +27,7 @@ from twostroke.kernels.int4 import dequantize_groups
 from twostroke.kernels.matrix import quantize_columns
 from twostroke.model.attention import attention_mask
 from twostroke.model.rope import rope_tables
-from twostroke.planner.params import count_parameters
+from twostroke.planner.work.params import count_parameters
 from twostroke.quantization.gptq import round_with_compensation
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
 from twostroke.core.matrices import layer_kinds
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.adapters import modules_of
-from twostroke.planner.serving import ServingShape
+from twostroke.planner.serving.shape import ServingShape
+from twostroke.planner.work.adapters import modules_of
 from twostroke.quantization.directory import Quantisation, stored_quantisation
 
 _MODULE = re.compile(r"\.(\d+)\.(.+)$")

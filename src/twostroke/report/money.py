@@ -9,8 +9,8 @@ import plotly.graph_objects as go
 
 from twostroke.core.units import format_count, format_money, format_seconds
 from twostroke.ledger.scoring import number_of
-from twostroke.planner.cost import cost_of, crossover_tokens, usd_per_million_tokens
-from twostroke.planner.hardware import Hardware
+from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.money.cost import cost_of, crossover_tokens, usd_per_million_tokens
 from twostroke.report.plot import MEASURED, TERMS, Plot, log_ticks, styled
 
 LOADS = ((1.0, "at full load"), (0.1, "at a tenth of it"), (0.01, "at a hundredth"))

@@ -109,9 +109,10 @@ def _plots(runs: Sequence[Run]) -> tuple[list[Plot], list[str]]:
 def _phase_plots(train: Run | None, bench: Run | None) -> tuple[list[Plot | None], list[str]]:
     """Roofline and crossover. They need this machine's rates and prices, and a training run that names the model."""
     from twostroke.core.profile import read_fingerprint
-    from twostroke.planner.hardware import load_hardware
-    from twostroke.planner.serving import ServingShape, plan_serving
-    from twostroke.planner.training import plan_training
+    from twostroke.planner.hardware.tables import load_hardware
+    from twostroke.planner.serving.plan import plan_serving
+    from twostroke.planner.serving.shape import ServingShape
+    from twostroke.planner.training.plan import plan_training
     from twostroke.report.money import crossover
     from twostroke.report.phases import serving_shape_of, training_shape_of
     from twostroke.report.roofline import roofline

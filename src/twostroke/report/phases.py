@@ -10,11 +10,11 @@ from twostroke.core.recipe import recipe_from_dict
 from twostroke.core.spec import ModelSpec
 from twostroke.ledger.scoring import number_of
 from twostroke.ledger.store import Run
-from twostroke.planner.comparison import COLUMNS, Cell, Comparison, compare, merge_measured
-from twostroke.planner.hardware import Hardware
-from twostroke.planner.serving import ServingShape
+from twostroke.planner.choosing.comparison import COLUMNS, Cell, Comparison, compare, merge_measured
+from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.text.format import format_quantity
-from twostroke.planner.training import TrainingShape
+from twostroke.planner.training.shape import TrainingShape
 from twostroke.report.cards import Table
 
 SHOWN_SECTIONS = ("rate", "passes", "memory")

@@ -13,9 +13,9 @@ import plotly.graph_objects as go
 
 from twostroke.core.units import format_bytes, format_flop_rate
 from twostroke.ledger.scoring import number_of
-from twostroke.planner.serving import ServingPlan
-from twostroke.planner.training import TrainingPlan
-from twostroke.planner.work import Work
+from twostroke.planner.serving.plan import ServingPlan
+from twostroke.planner.training.plan import TrainingPlan
+from twostroke.planner.work.component import Work
 from twostroke.report.plot import TERMS, Plot, log_ticks, styled
 
 CACHED_BYTES = 2**24

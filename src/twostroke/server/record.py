@@ -12,9 +12,10 @@ from twostroke.core.described import plain
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
 from twostroke.core.families import read_config, spec_from_config
-from twostroke.planner.hardware import load_hardware
-from twostroke.planner.recording import Planned, recording
-from twostroke.planner.serving import ServingShape, plan_serving
+from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.serving.plan import plan_serving
+from twostroke.planner.serving.shape import ServingShape
+from twostroke.planner.truth.recording import Planned, recording
 from twostroke.quantization.held import serving_shape
 from twostroke.server import wire
 from twostroke.server.served import Served, peak_memory_bytes

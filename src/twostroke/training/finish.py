@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from twostroke.core.errors import TwostrokeError
 from twostroke.model.load import save_model
-from twostroke.planner.params import count_parameters
+from twostroke.planner.work.params import count_parameters
 from twostroke.training.adapters import write_adapters
 from twostroke.training.build import save
 from twostroke.training.checkpoint import CheckpointError

@@ -10,9 +10,10 @@ from twostroke.core.families import read_spec
 from twostroke.core.recipe import TrainRecipe, spec_from_recipe
 from twostroke.core.spec import ModelSpec
 from twostroke.data.shards import PreparedData
-from twostroke.planner.hardware import Hardware
-from twostroke.planner.size_ladder import pick_model
-from twostroke.planner.training import TrainingShape, steps_for_budget
+from twostroke.planner.choosing.size_ladder import pick_model
+from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.training.plan import steps_for_budget
+from twostroke.planner.training.shape import TrainingShape
 
 
 def with_own_tokenizer(recipe: TrainRecipe) -> TrainRecipe:

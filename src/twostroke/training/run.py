@@ -15,8 +15,9 @@ from twostroke.data.background import BackgroundLoader
 from twostroke.data.loader import Batch
 from twostroke.data.shards import PreparedData
 from twostroke.model.decoder import Decoder
-from twostroke.planner.recording import Recording
-from twostroke.planner.training import TrainingShape, flops_per_token
+from twostroke.planner.training.plan import flops_per_token
+from twostroke.planner.training.shape import TrainingShape
+from twostroke.planner.truth.recording import Recording
 from twostroke.training.anomalies import AnomalyLog, SpikeWatch
 from twostroke.training.optimizers import Optimizers
 from twostroke.training.precision import MasterWeights

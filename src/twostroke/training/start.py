@@ -19,10 +19,12 @@ from twostroke.data.prepare import prepare
 from twostroke.data.shards import PreparedData, open_prepared
 from twostroke.ledger.scoring import numbers_of
 from twostroke.ledger.store import Ledger
-from twostroke.planner.hardware import Hardware, load_hardware
-from twostroke.planner.params import count_parameters
-from twostroke.planner.recording import Planned, Recording, freeze
-from twostroke.planner.training import TrainingShape, plan_training
+from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.training.plan import plan_training
+from twostroke.planner.training.shape import TrainingShape
+from twostroke.planner.truth.recording import Planned, Recording, freeze
+from twostroke.planner.work.params import count_parameters
 from twostroke.training.adapters import check_adapters
 from twostroke.training.environment import environment
 from twostroke.training.finish import TrainingResult, finished

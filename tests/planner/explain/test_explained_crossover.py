@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from formulas import evaluate
-from twostroke.planner.api_prices import api_price
-from twostroke.planner.cost import ProjectInputs, project_cost
-from twostroke.planner.crossover import Demand, PaidByReplica, PaidByRequest, Serving, plan_crossover
-from twostroke.planner.explain.plans import explain
+from twostroke.planner.choosing.crossover import Demand, PaidByReplica, PaidByRequest, Serving, plan_crossover
+from twostroke.planner.money.api_prices import api_price
+from twostroke.planner.money.cost import ProjectInputs, project_cost
+from twostroke.planner.truth.explain import explain
 
 REPLICA = PaidByReplica(usd_per_replica_day=24.0, requests_per_replica_day=50_000)
 

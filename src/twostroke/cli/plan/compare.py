@@ -68,13 +68,13 @@ def compare(
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Training beside prefill beside decode: passes, memory, work, bounds, latency, network, storage, energy, money."""
-    from twostroke.planner.comparison import compare as compare_phases
-    from twostroke.planner.comparison import merge_measured
-    from twostroke.planner.document import plan_document
-    from twostroke.planner.hardware import load_hardware
-    from twostroke.planner.layout import Layout
+    from twostroke.planner.choosing.comparison import compare as compare_phases
+    from twostroke.planner.choosing.comparison import merge_measured
+    from twostroke.planner.hardware.tables import load_hardware
     from twostroke.planner.text.comparison import comparison_text
-    from twostroke.planner.training import TrainingShape
+    from twostroke.planner.training.layout import Layout
+    from twostroke.planner.training.shape import TrainingShape
+    from twostroke.planner.truth.document import plan_document
 
     machine = load_hardware(hardware, "train")
     served_on = load_hardware(hardware, "serve") if hardware == "this" else machine

@@ -28,8 +28,8 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.units import format_bytes
 
 if TYPE_CHECKING:
-    from twostroke.planner.cost import Cost, Terms
-    from twostroke.planner.hardware import Hardware
+    from twostroke.planner.hardware.device import Hardware
+    from twostroke.planner.money.cost import Cost, Terms
 
 UTILISATION = 0.5
 """Share of the time that serving machines work: they are there for the busiest hour."""
@@ -84,13 +84,13 @@ def crossover(
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """The day and the token at which serving has cost more than training, what 10% saved is worth, an API's price beside it."""
-    from twostroke.planner.api_prices import api_price, nearest_api
-    from twostroke.planner.cost import ProjectInputs, project_cost
-    from twostroke.planner.crossover import Demand, Energy, PaidByRequest, Serving, own_serving, plan_crossover
-    from twostroke.planner.document import plan_document
-    from twostroke.planner.hardware import load_hardware, price
-    from twostroke.planner.serving import plan_serving
+    from twostroke.planner.choosing.crossover import Demand, Energy, PaidByRequest, Serving, own_serving, plan_crossover
+    from twostroke.planner.hardware.tables import load_hardware, price
+    from twostroke.planner.money.api_prices import api_price, nearest_api
+    from twostroke.planner.money.cost import ProjectInputs, project_cost
+    from twostroke.planner.serving.plan import plan_serving
     from twostroke.planner.text.crossover import crossover_text, terms_lines
+    from twostroke.planner.truth.document import plan_document
 
     if (requests_per_day is None) == (tokens_per_day is None):
         raise ConfigError("the demand is needed once: give --requests-per-day or --tokens-per-day.")
@@ -171,9 +171,10 @@ def _training_cost(
     batch_size: int, sequence_length: int,
 ) -> tuple[Cost, list[str]]:  # fmt: skip
     """The subject's final run on ``devices``: a recipe's own length, or ``tokens``, or ``steps``; and what to know of it."""
-    from twostroke.planner.cost import bought_rate, cost_of, rate_of
-    from twostroke.planner.layout import Layout
-    from twostroke.planner.training import TrainingShape, plan_training
+    from twostroke.planner.money.cost import bought_rate, cost_of, rate_of
+    from twostroke.planner.training.layout import Layout
+    from twostroke.planner.training.plan import plan_training
+    from twostroke.planner.training.shape import TrainingShape
 
     if not (math.isfinite(tokens) and tokens >= 0):
         raise ConfigError(f"--tokens={tokens:g} must be a finite number that is not negative.")

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from twostroke.planner.comparison import Comparison
-    from twostroke.planner.crossover import Crossover
-    from twostroke.planner.serving import ServingPlan
-    from twostroke.planner.training import TrainingPlan
+    from twostroke.planner.choosing.comparison import Comparison
+    from twostroke.planner.choosing.crossover import Crossover
+    from twostroke.planner.serving.plan import ServingPlan
+    from twostroke.planner.training.plan import TrainingPlan
 
 EXPLAIN = typer.Option(False, "--explain", help="Add each number's formula, substituted numbers and source.")
 
@@ -19,8 +19,8 @@ def with_terms(
     document: dict[str, Any], text: str, planned: TrainingPlan | ServingPlan | Comparison | Crossover
 ) -> tuple[dict[str, Any], str]:
     """A plan's document with its "terms", and its text with a line a term."""
-    from twostroke.planner.explain.plans import explain
     from twostroke.planner.text.explain import explanation_text
+    from twostroke.planner.truth.explain import explain
 
     terms = explain(planned)
     return {**document, "terms": terms.terms}, f"{text}\n{explanation_text(terms)}"

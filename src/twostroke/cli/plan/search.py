@@ -12,7 +12,7 @@ from twostroke.cli.plan.subject import OUTPUT, PROMPT, SETTINGS, read_subject, s
 from twostroke.core.optimizers import CHOICES
 
 if TYPE_CHECKING:
-    from twostroke.planner.hardware import Hardware
+    from twostroke.planner.hardware.device import Hardware
 
 A_YEAR = 365.0
 """Days that a run may take where nothing is said: beyond them the machine is the wrong one, however cheap."""
@@ -49,11 +49,19 @@ def search(
     """Rank devices, counts, layouts, precisions and batches for each phase, and say why the losers lost."""
     from twostroke.core.errors import CapacityError, ConfigError
     from twostroke.core.profile import ENGINES
-    from twostroke.planner.choosing import OBJECTIVES
-    from twostroke.planner.document import plan_document
-    from twostroke.planner.hardware import hardware_names, load_hardware
-    from twostroke.planner.search import ServeLimits, ServeWork, Space, TrainLimits, search_serving, search_training, train_work
+    from twostroke.planner.choosing.candidates import OBJECTIVES
+    from twostroke.planner.choosing.search import (
+        ServeLimits,
+        ServeWork,
+        Space,
+        TrainLimits,
+        search_serving,
+        search_training,
+        train_work,
+    )
+    from twostroke.planner.hardware.tables import hardware_names, load_hardware
     from twostroke.planner.text.search import nothing_found, search_text, verdict_text
+    from twostroke.planner.truth.document import plan_document
 
     if phase not in ("train", "serve", "both"):
         raise ConfigError(f"--phase={phase} is not known. Use train, serve or both.")
@@ -102,7 +110,7 @@ def search(
 
 def _at_terms(machine: Hardware, terms: str) -> Hardware:
     """``machine`` at the price an hour of those terms."""
-    from twostroke.planner.cost import rate_of
+    from twostroke.planner.money.cost import rate_of
 
     return dataclasses.replace(machine, usd_per_hour=rate_of(machine, TERMS[terms]).usd_per_hour)  # type: ignore[arg-type]
 

@@ -60,15 +60,15 @@ def serve(
 ) -> None:
     """Memory, time to first token, time per token, throughput at an SLO, replicas, energy and money of serving."""
     from twostroke.core.errors import ConfigError
-    from twostroke.planner.document import plan_document
-    from twostroke.planner.hardware import load_hardware
-    from twostroke.planner.intervals import low_by_of, predict_with_intervals
-    from twostroke.planner.serving import plan_serving
-    from twostroke.planner.serving_load import Slo, latency_table, load_of
-    from twostroke.planner.speculation import Speculation
-    from twostroke.planner.text.intervals import intervals_text
+    from twostroke.planner.hardware.tables import load_hardware
+    from twostroke.planner.serving.plan import plan_serving
+    from twostroke.planner.serving.speculation import Speculation
+    from twostroke.planner.serving.under_load import Slo, latency_table, load_of
+    from twostroke.planner.text.format import intervals_text
     from twostroke.planner.text.serving import serving_text
     from twostroke.planner.text.serving_load import load_text, loaded_text
+    from twostroke.planner.truth.document import plan_document
+    from twostroke.planner.truth.intervals import low_by_of, predict_with_intervals
 
     if disaggregate and not rate:
         raise ConfigError("--disaggregate sizes two pools for a rate. Give --rate, in requests/s.")

@@ -17,10 +17,10 @@ from twostroke.core.schemes import SCHEMES
 if TYPE_CHECKING:
     from twostroke.core.recipe import TrainRecipe
     from twostroke.core.spec import ModelSpec
-    from twostroke.planner.hardware import Hardware
-    from twostroke.planner.serving import ServingShape
-    from twostroke.planner.size_ladder import Rung
-    from twostroke.planner.training import TrainingShape
+    from twostroke.planner.choosing.size_ladder import Rung
+    from twostroke.planner.hardware.device import Hardware
+    from twostroke.planner.serving.shape import ServingShape
+    from twostroke.planner.training.shape import TrainingShape
     from twostroke.quantization.held import Held
 
 UNKNOWN_TRAIN_TOKENS = 10**12
@@ -88,8 +88,9 @@ def _prepared_counts(recipe: TrainRecipe) -> tuple[int, int] | None:
 def _from_recipe(path: Path, settings: list[str], hardware: Hardware, train_tokens: int) -> Subject:
     from twostroke.core.families import read_spec
     from twostroke.core.recipe import read_recipe, spec_from_recipe
-    from twostroke.planner.size_ladder import rank_models
-    from twostroke.planner.training import TrainingShape, steps_for_budget
+    from twostroke.planner.choosing.size_ladder import rank_models
+    from twostroke.planner.training.plan import steps_for_budget
+    from twostroke.planner.training.shape import TrainingShape
 
     recipe = read_recipe(path, settings)
     counted = _prepared_counts(recipe)
@@ -140,7 +141,7 @@ def _held(path: Path, spec: ModelSpec) -> Held | None:
 
 def serving_shape(found: Subject, scheme: str, batch: int, prompt: int, output: int, **others: Any) -> ServingShape:
     """``scheme``: as asked for. Prompt and output left out take half of a short context and 512 + 128 tokens of a long one."""
-    from twostroke.planner.serving import ServingShape
+    from twostroke.planner.serving.shape import ServingShape
 
     for name, value in (("prompt", prompt), ("output", output)):
         if value < 0:

@@ -71,14 +71,15 @@ def train(
     A recipe brings its own shape; the options from --batch-size to --logits are for a bare model. Memory, time and traffic are
     one device's, rate and money the whole job's.
     """
-    from twostroke.planner.document import plan_document
-    from twostroke.planner.fitting import smallest_change
-    from twostroke.planner.hardware import load_hardware
-    from twostroke.planner.intervals import low_by_of, predict_with_intervals
-    from twostroke.planner.layout import Layout
-    from twostroke.planner.text.intervals import intervals_text
+    from twostroke.planner.choosing.fitting import smallest_change
+    from twostroke.planner.hardware.tables import load_hardware
+    from twostroke.planner.text.format import intervals_text
     from twostroke.planner.text.training import candidates_text, training_text
-    from twostroke.planner.training import TrainingShape, plan_training
+    from twostroke.planner.training.layout import Layout
+    from twostroke.planner.training.plan import plan_training
+    from twostroke.planner.training.shape import TrainingShape
+    from twostroke.planner.truth.document import plan_document
+    from twostroke.planner.truth.intervals import low_by_of, predict_with_intervals
 
     machine = load_hardware(hardware, "train")
     layout = Layout(

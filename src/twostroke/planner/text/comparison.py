@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from twostroke.core.units import format_count
-from twostroke.planner.comparison import COLUMNS, Cell, Comparison
+from twostroke.planner.choosing.comparison import COLUMNS, Cell, Comparison
 from twostroke.planner.text.format import columns, format_quantity
 
 _MARKS = {"datasheet": " datasheet", "assumed": " assumed"}

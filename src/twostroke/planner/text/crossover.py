@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from twostroke.core.units import format_count, format_money
-from twostroke.planner.crossover import DAYS_PER_MONTH, Crossover, OwnServing, PaidByReplica
-from twostroke.planner.hardware import Hardware
+from twostroke.planner.choosing.crossover import DAYS_PER_MONTH, Crossover, OwnServing, PaidByReplica
+from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.text.format import columns
 
 

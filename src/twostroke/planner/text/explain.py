@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from twostroke.core.units import format_bytes
-from twostroke.planner.explain.glossary import meaning
-from twostroke.planner.explain.term import Explanation, Term
+from twostroke.planner.truth.glossary import meaning
+from twostroke.planner.truth.record import Explanation, Term
 
 
 def _value(term: Term) -> str:

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from twostroke.core.units import format_bytes, format_count, format_money, format_seconds
-from twostroke.planner.choosing import Behind, Candidate, DeviceResult, Miss
-from twostroke.planner.interconnect import LinkFinding
-from twostroke.planner.search import Search, TrainWork
+from twostroke.planner.choosing.candidates import Behind, Candidate, DeviceResult, Miss
+from twostroke.planner.choosing.interconnect import LinkFinding
+from twostroke.planner.choosing.search import Search, TrainWork
 from twostroke.planner.text.format import columns, format_quantity
 
 WIDTH = 120

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from twostroke.core.engines import planned_only_text
 from twostroke.core.units import format_bytes, format_money, format_seconds
-from twostroke.planner.serving import ServingPlan
+from twostroke.planner.money.api_prices import nearest_api
+from twostroke.planner.serving.plan import ServingPlan
 from twostroke.planner.text.format import columns, memory_table, money_lines, work_rows
-from twostroke.planner.text.tokens import token_lines
 
 
 def serving_text(plan: ServingPlan, subject: str) -> str:
@@ -43,3 +43,18 @@ def serving_text(plan: ServingPlan, subject: str) -> str:
         *(f"note: {note}" for note in plan.notes),
     ]
     return "\n".join(lines)
+
+
+def token_lines(plan: ServingPlan, subject: str) -> list[str]:
+    """One line of one's own, never idle; one of the API whose model has the subject's name, where there is one."""
+    own, api = plan.usd_by_phase, nearest_api(subject)
+    lines = [
+        f"tokens    {format_money(own.input_usd_per_mtok)} a million in (prefill), {format_money(own.output_usd_per_mtok)} "
+        "a million out (decode), never idle"
+    ]
+    if api is not None:
+        lines.append(
+            f"API       {format_money(api.input_usd_per_mtok)} a million in, {format_money(api.output_usd_per_mtok)} "
+            f"a million out: {api.model} of {api.vendor} (listed: {api.source}; {api.date})"
+        )
+    return lines

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from twostroke.core.units import format_bytes, format_money, format_seconds
-from twostroke.planner.serving import ServingPlan
-from twostroke.planner.serving_load import AtRate, LatencyTable, Load, Service
+from twostroke.planner.serving.plan import ServingPlan
+from twostroke.planner.serving.under_load import AtRate, LatencyTable, Load, Service
 from twostroke.planner.text.format import columns
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from twostroke.core.engines import planned_only_text
 from twostroke.core.units import format_bytes, format_count, format_money, format_seconds
-from twostroke.planner.size_ladder import Rung
+from twostroke.planner.choosing.size_ladder import Rung
 from twostroke.planner.text.format import columns, memory_table, money_lines, work_rows
-from twostroke.planner.training import TrainingPlan
+from twostroke.planner.training.plan import TrainingPlan
 
 
 def training_text(plan: TrainingPlan, subject: str) -> str:

@@ -1,0 +1,1 @@
+"""Choosing among plans: search, comparison, crossover, what would fit."""

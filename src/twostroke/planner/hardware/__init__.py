@@ -1,0 +1,1 @@
+"""Machines: rates, links, prices; from datasheets or from this machine's calibration."""

@@ -1,0 +1,287 @@
+"""Devices and prices as they are read: datasheets and prices in TOML, and this machine's calibrated profile."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from twostroke.core.errors import ConfigError, CorruptFileError
+from twostroke.core.profile import (
+    SERVING_DEVICE,
+    BandwidthPoint,
+    MachineProfile,
+    MatmulPoint,
+    load_profile,
+    read_fingerprint,
+    stored_profiles,
+    what_changed,
+)
+from twostroke.core.rates import Engine, Measurements
+from twostroke.planner.hardware.device import Fact, Hardware, Link, NodeLink, Price
+
+HARDWARE_DIR = Path(__file__).parent / "devices"
+
+ALIASES_FILE = Path(__file__).parent / "aliases.toml"
+
+PRICES_FILE = Path(__file__).parent / "prices.toml"
+
+HOURS_PER_YEAR = 8766.0
+"""365.25 days."""
+
+_PLAIN_NAME = re.compile(r"[a-z0-9][a-z0-9.+-]*")
+"""What a device may be called: nothing that could name a file elsewhere."""
+
+ASSUMED_LAUNCH_S = {"gpu": 3e-6, "cpu": 8e-6}
+"""Cost of one operation that moves no data, in s. GPU: aiconfigurator's ``mem_empirical_constant_latency``, a captured
+graph; CPU: an eager torch operator on a server core."""
+
+ASSUMED_DISK_WRITE_BYTES_PER_S = 1e9
+"""One NVMe drive."""
+
+ASSUMED_NETWORK_BYTES_PER_S = 1.25e8
+"""1 Gbit/s Ethernet: what a machine that was calibrated is assumed to have towards a second one."""
+
+ASSUMED_NETWORK_ALPHA_S = 3e-5
+"""Start of one message over TCP and Ethernet. Vidur's two A100 nodes without InfiniBand: 72 µs for an all-reduce of
+2 ranks, which is 2 messages one after another."""
+
+LEAST_NET_SHARE = 0.3
+"""Of a measured product's time, what is at least left for the product itself when its launch is taken off."""
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise CorruptFileError(f"{path.name} of the installed package is not readable: {error}.") from None
+
+
+@lru_cache(maxsize=1)
+def prices() -> dict[str, Any]:
+    """``prices.toml`` as it stands."""
+    return _read_toml(PRICES_FILE)
+
+
+def price(section: str) -> Price:
+    """The named price, as in ``electricity_usd_per_kwh``."""
+    row = prices()[section]
+    return Price(float(row["value"]), row["kind"], row["source"], row["date"])
+
+
+def device_price(section: str, name: str) -> Price | None:
+    """The device's row of ``device_usd_per_hour``, ``device_spot_usd_per_hour`` or ``device_purchase_usd``; None without."""
+    row = prices()[section].get(name)
+    if row is None:
+        return None
+    source = prices()["sources"][row["source"]]
+    return Price(float(row["value"]), source["kind"], source["text"], source["date"])
+
+
+def hourly_price(name: str, n_cores: int) -> Price:
+    """Rent of a device for an hour, or the best there is: its purchase price over years of non-stop use, or its cores'."""
+    listed = device_price("device_usd_per_hour", name)
+    if listed:
+        return listed
+    bought, years = device_price("device_purchase_usd", name), price("depreciation_years")
+    if bought:
+        source = f"nobody rents it out: ${bought.value:,.0f} ({bought.source}) over {years.value:g} years of non-stop use"
+        return Price(bought.value / (years.value * HOURS_PER_YEAR), "assumed", source, bought.date)
+    core = price("cpu_core_usd_per_hour")
+    return Price(core.value * n_cores, core.kind, f"{n_cores} cores, {core.source}", core.date)
+
+
+def hardware_names() -> list[str]:
+    """Every device with a datasheet file, by its name; aliases are accepted too."""
+    return sorted(path.stem for path in HARDWARE_DIR.glob("*.toml"))
+
+
+@lru_cache(maxsize=1)
+def hardware_aliases() -> dict[str, str]:
+    """Other names → names: one index, so that a plan opens one device's file."""
+    return _read_toml(ALIASES_FILE)
+
+
+def load_hardware(name: str = "this", engine: Engine | None = None, device: str | None = None) -> Hardware:
+    """The machine called ``name``: "this" for the calibrated profile of this machine, or a datasheet's name or alias.
+
+    ``engine``: of "this" the device that does that work, training on the GPU where it was measured there, serving on the CPU
+    always; ``device`` names training's. Raises ConfigError for a name that is not known (with near matches) and for work that
+    was never measured on the device that does it.
+    """
+    if name == "this":
+        profile = load_profile(engine, device)
+        if profile is None:
+            raise ConfigError(_not_calibrated(engine, device))
+        return hardware_from_profile(profile)
+    wanted = "-".join(name.lower().replace("_", " ").split())
+    path = HARDWARE_DIR / f"{wanted}.toml"
+    if not _PLAIN_NAME.fullmatch(wanted) or not path.exists():
+        path = HARDWARE_DIR / f"{hardware_aliases().get(wanted, '')}.toml"
+    if not path.exists():
+        raise ConfigError(f"hardware {name!r} is not known. {_near_matches(wanted)}")
+    return _from_datasheet(path.stem, _read_toml(path))
+
+
+def _near_matches(wanted: str) -> str:
+    """Up to five names that look like ``wanted``, or that begin with it; otherwise all of them."""
+    names = hardware_names()
+    known = {*names, *hardware_aliases()}
+    near = difflib.get_close_matches(wanted, known, n=5) or [
+        n for n in sorted(known) if len(wanted) > 1 and n.startswith(wanted)
+    ]
+    if not near:
+        return f"Known: this, {', '.join(names)}."
+    return f"Did you mean {' or '.join(repr(n) for n in near[:5])}?"
+
+
+def _facts(table: dict[str, Any]) -> dict[str, Fact]:
+    """Every number of a device's file by its dotted name; its source is one of the file's ``[sources]``."""
+    sources = table["sources"]
+    facts: dict[str, Fact] = {}
+    for key, row in table.items():
+        if key == "sources" or not isinstance(row, dict):
+            continue
+        for path, entry in {key: row}.items() if "value" in row else {f"{key}.{inner}": v for inner, v in row.items()}.items():
+            source = sources[entry["source"]]
+            facts[path] = Fact(float(entry["value"]), entry["unit"], source["text"], source["date"], entry.get("note", ""))
+    return facts
+
+
+def _from_datasheet(name: str, table: dict[str, Any]) -> Hardware:
+    facts = _facts(table)
+    kind = table["kind"]
+    cores = int(table.get("n_cores", 1))
+    peaks = {key.partition(".")[2]: f.value for key, f in facts.items() if key.startswith("peak_flop_per_s.")}
+    peaks.setdefault(
+        "fp16", peaks["bf16"]
+    )  # matrix units take both 16-bit types at one rate, where the file does not say otherwise
+    watts = facts["watts"]
+    network = _link(facts, "network")
+    return Hardware(
+        name=name,
+        label=table["label"],
+        kind=kind,
+        basis="datasheet",
+        n_cores=cores,
+        memory_bytes=facts["memory_bytes"].value,
+        read_bandwidth=(BandwidthPoint(int(facts["memory_bytes"].value), facts["read_bandwidth_bytes_per_s"].value),),
+        matmul=(),
+        peak_flop_per_s=peaks,
+        op_launch_s=ASSUMED_LAUNCH_S[kind],
+        linear_launch_s=ASSUMED_LAUNCH_S[kind],
+        disk_write_bytes_per_s=ASSUMED_DISK_WRITE_BYTES_PER_S,
+        link=_link(facts, "link", NodeLink) if "link.bytes_per_s" in facts else network,
+        network=network,
+        devices_per_node=int(facts["devices_per_node"].value),
+        watts=Price(watts.value, watts.kind, watts.source, watts.date),
+        usd_per_hour=hourly_price(name, cores),
+        place=table["place"],
+        facts=facts,
+    )
+
+
+def _link(facts: dict[str, Fact], name: str, kind: type[Link] = Link) -> Link:
+    """``<name>.bytes_per_s`` and ``<name>.alpha_s`` of a device's file."""
+    rate, alpha = facts[f"{name}.bytes_per_s"], facts[f"{name}.alpha_s"]
+    return kind(alpha.value, rate.value, rate.kind, f"{rate.source}; alpha: {alpha.source}")
+
+
+def hardware_from_profile(profile: MachineProfile) -> Hardware:
+    """``profile`` with the prices and watts that are assumed for such a machine."""
+    f = profile.fingerprint
+    core_price = price("cpu_core_usd_per_hour")
+    usd = Price(core_price.value * f.n_cores, core_price.kind, f"{f.n_cores} cores: {core_price.source}", core_price.date)
+    row = next(r for r in prices()["cpu_watts_per_core"] if r["match"].lower() in f.cpu_model.lower())
+    watts = Price(float(row["value"]) * f.n_cores, row["kind"], f"{f.n_cores} cores as of {row['source']}", row["date"])
+    memory = float(f.ram_bytes)
+    network = Link(
+        ASSUMED_NETWORK_ALPHA_S, ASSUMED_NETWORK_BYTES_PER_S, "assumed", "1 Gbit/s Ethernet; alpha: tens of µs over TCP"
+    )
+    link, per_node = network, 1
+    place: Literal["desk", "data centre"] = "desk"
+    if profile.device == "cuda":
+        memory = profile.device_memory_bytes or memory
+        sheet = _datasheet_of_gpu(f.gpus)
+        if sheet is not None:
+            usd, watts = sheet.usd_per_hour, sheet.watts
+            link, network, per_node, place = sheet.link, sheet.network, max(1, len(f.gpus)), sheet.place
+    if profile.link is not None:
+        ring = profile.link
+        link = NodeLink(ring.alpha_s, ring.bytes_per_s, "measured", "calibrated collectives between ranks of this machine")
+        per_node = max(per_node, ring.ranks)
+    if profile.network is not None:
+        ring = profile.network
+        network = Link(ring.alpha_s, ring.bytes_per_s, "measured", "calibrated collectives between machines")
+    return Hardware(
+        name="this",
+        label=_label_of(profile),
+        kind="gpu" if profile.device == "cuda" else "cpu",
+        basis="measured",
+        n_cores=f.n_cores,
+        memory_bytes=memory,
+        read_bandwidth=profile.read_bandwidth,
+        matmul=tuple(_without_launch(p, profile) for p in profile.matmul),
+        peak_flop_per_s=dict(profile.peak_flop_per_s),
+        op_launch_s=profile.op_launch_s,
+        linear_launch_s=profile.linear_launch_s,
+        disk_write_bytes_per_s=profile.disk_write_bytes_per_s,
+        link=link,
+        network=network,
+        devices_per_node=per_node,
+        watts=watts,
+        usd_per_hour=usd,
+        place=place,
+        **{section.name: getattr(profile, section.name) for section in fields(Measurements)},
+    )
+
+
+def _label_of(profile: MachineProfile) -> str:
+    """The device that was measured, which a machine with a GPU has two of."""
+    f = profile.fingerprint
+    if profile.device == SERVING_DEVICE:
+        return f"this machine ({f.cpu_model}, {profile.n_threads} threads)"
+    return f"this machine ({', '.join(f.gpus) or profile.device})"
+
+
+def _without_launch(point: MatmulPoint, profile: MachineProfile) -> MatmulPoint:
+    """``point`` with the launch taken off its time: plans add it per product, and a small one is not a slow one."""
+    if point.scheme.startswith("native_"):  # measured inside one call, which starts nothing
+        return point
+    flops = 2.0 * point.m * point.n * point.k
+    seconds = flops / point.flop_per_s
+    launch_s = profile.product_launches_s.get(point.scheme, profile.linear_launch_s)
+    return replace(point, flop_per_s=flops / max(seconds - launch_s, LEAST_NET_SHARE * seconds))
+
+
+def _datasheet_of_gpu(gpus: Sequence[str]) -> Hardware | None:
+    """The device whose name or alias has the most words of an accelerator's own name, as ``nvidia-smi`` writes it; None where
+    no name's words all occur. "NVIDIA A100-SXM4-80GB" is a100-sxm-80gb and not a10."""
+    names = {name: name for name in hardware_names()} | hardware_aliases()
+    for gpu in gpus:
+        words = set(re.findall(r"[a-z0-9]+", re.sub(r"sxm\d", "sxm", gpu.lower())))
+        fitting = [name for name in names if set(name.split("-")) <= words]
+        if fitting:
+            return load_hardware(names[max(fitting, key=lambda name: len(name.split("-")))])
+    return None
+
+
+WORK_OF = {"train": "training", "serve": "serving"}
+
+
+def _not_calibrated(engine: Engine | None, device: str | None) -> str:
+    """What was measured of this machine and what is missing, with the remedy."""
+    stored = stored_profiles()
+    if stored and engine is not None:
+        where = device or (SERVING_DEVICE if engine == "serve" else "the device that trains")
+        measured = ", ".join(f"{WORK_OF[e]} on {p.device}" for p in stored for e in p.engines)
+        why = f"this machine's profile has no measurement of {WORK_OF[engine]} on {where}, only of {measured}"
+    else:
+        changes = what_changed(read_fingerprint())
+        why = f"the stored profile is of another machine ({changes})" if changes else "this machine has no profile yet"
+    return f"{why}. Run `twostroke calibrate` once (two minutes), or name a device: --hardware h100."

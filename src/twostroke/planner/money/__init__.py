@@ -1,0 +1,1 @@
+"""Rent, energy and what vendors ask for tokens."""

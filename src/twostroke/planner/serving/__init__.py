@@ -1,0 +1,1 @@
+"""What serving takes: memory, seconds of prefill and decode, waiting beside others."""

@@ -1,0 +1,139 @@
+"""How a model is served: the questions that a serving plan answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from twostroke.core.errors import ConfigError
+from twostroke.core.named import named
+from twostroke.core.policy import PAGE_TOKENS
+from twostroke.core.schemes import CACHES, WEIGHTS, scheme_of
+from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.serving.speculation import Speculation
+
+ENGINES = ("any", "vllm", "trtllm", "sglang")
+"""Engines that the constants were fitted to; "any" is none of them, their mean."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How one model is laid over devices for serving: ``tensor`` · ``pipeline`` hold one copy; with ``expert`` > tensor,
+    attention runs in expert/tensor groups that each serve their share of the requests (data-parallel attention)."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+    @property
+    def stage_devices(self) -> int:
+        return max(self.tensor, self.expert)
+
+    @property
+    def attention_groups(self) -> int:
+        return self.stage_devices // self.tensor
+
+    @property
+    def devices(self) -> int:
+        return self.stage_devices * self.pipeline
+
+
+HEAD_DTYPES = ("auto", *WEIGHTS)
+
+CACHE_DTYPES = ("auto", *CACHES)
+
+
+@dataclass(frozen=True)
+class ServingShape:
+    """How a model is served. ``tensor`` · ``pipeline`` devices hold one copy; with ``expert`` above ``tensor`` attention is in
+    expert/tensor groups. Raises ConfigError."""
+
+    scheme: Annotated[str, "how weights are held"] = "bf16"
+    batch: Annotated[int, "requests that decode together"] = 1
+    prompt_tokens: Annotated[int, "tokens of a prompt"] = 512
+    output_tokens: Annotated[int, "tokens of an answer"] = 128
+    kv_dtype: Annotated[str, "type of the cache; auto: bf16, or fp32 with fp32 weights"] = "auto"
+    head_dtype: Annotated[str, "how our engine holds the output head; auto: bf16, or fp32 with fp32 weights"] = "auto"
+    kv_cache_bytes: Annotated[int, "bytes", "asked for; 0: the engine's default"] = 0
+    max_model_len: Annotated[int, "longest context; 0: the model's"] = 0
+    tensor: Annotated[int, "ranks of tensor parallelism"] = 1
+    pipeline: Annotated[int, "stages"] = 1
+    expert: Annotated[int, "devices that share the experts; above `tensor` it spreads them over more"] = 1
+    prefix_hit_share: Annotated[float, "share of a prompt that is cached already"] = 0.0
+    speculation: Annotated[Speculation | None, "drafting, where it is used"] = None
+    engine: Annotated[str, "whose step and launch times are taken: any, vllm, trtllm or sglang"] = "any"
+    answers: Annotated[int, "of the batch that are to one prompt, which is computed once"] = 1
+    in_int8: Annotated[tuple[str, ...], "matrices of an int4 directory that it holds in int8, each as layer.product"] = ()
+
+    def __post_init__(self) -> None:
+        least = {"batch": 1, "prompt_tokens": 1, "output_tokens": 1, "kv_cache_bytes": 0, "max_model_len": 0}
+        least |= {"tensor": 1, "pipeline": 1, "expert": 1, "answers": 1}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < bound:
+                raise ConfigError(f"{name}={value!r} must be a whole number of at least {bound}.")
+        if self.batch % self.answers:
+            raise ConfigError(f"batch={self.batch} must be a multiple of answers={self.answers}: each prompt has so many.")
+        scheme_of(self.scheme)
+        if self.head_dtype not in HEAD_DTYPES:
+            raise ConfigError(
+                f"head_dtype={self.head_dtype!r} is not a way to hold a head. Use one of {', '.join(HEAD_DTYPES)}."
+            )
+        if self.kv_dtype not in CACHE_DTYPES:
+            raise ConfigError(f"kv_dtype={self.kv_dtype!r} is not a type of KV cache. Use one of {', '.join(CACHE_DTYPES)}.")
+        if not 0 <= self.prefix_hit_share < 1:
+            raise ConfigError(
+                f"prefix_hit_share={self.prefix_hit_share} must be at least 0 and below 1: the last token is new."
+            )
+        if self.engine not in ENGINES:
+            raise ConfigError(f"engine={self.engine!r} is not in the measured tables. Use one of {', '.join(ENGINES)}.")
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.tensor, self.pipeline, max(self.tensor, self.expert))
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of a batch, each computed once for all its answers."""
+        return self.batch // self.answers
+
+    @property
+    def sampled_rows(self) -> int:
+        """Rows of logits of one step on one device: a token of each request of an attention group, and its drafted tokens."""
+        tokens = 1 if self.speculation is None else self.speculation.draft_tokens + 1
+        return -(-self.batch // self.placement.attention_groups) * tokens
+
+    @property
+    def hit_tokens(self) -> int:
+        """Prompt tokens that are found in the cache: whole pages, never the last token."""
+        return min(int(self.prefix_hit_share * self.prompt_tokens) // PAGE_TOKENS * PAGE_TOKENS, self.prompt_tokens - 1)
+
+    @property
+    def context(self) -> int:
+        """Tokens before an average token of an answer: prompt + output/2."""
+        before = self.prompt_tokens + (self.output_tokens + 1) // 2
+        return named("context", before, "tokens", "before an average token of an answer", section="work")
+
+    @property
+    def cache_dtype(self) -> str:
+        return scheme_of(self.scheme).kept if self.kv_dtype == "auto" else self.kv_dtype
+
+    @property
+    def head(self) -> str:
+        """How our engine holds the output head."""
+        return scheme_of(self.scheme).kept if self.head_dtype == "auto" else self.head_dtype
+
+    @property
+    def compute_dtype(self) -> str:
+        """The type of activations."""
+        return scheme_of(self.scheme).kept
+
+    def product_scheme(self, macs: float, hardware: Hardware) -> str:
+        """The calibrated product that a block's matrix uses for ``macs`` = rows·n·k multiply-adds, as ``kernels.matrix``
+        chooses: int8 weights with bf16 activations for few, quantised activations for many."""
+        names = scheme_of(self.scheme).torch
+        if len(names) == 1:
+            return names[0]
+        few = macs <= hardware.crossovers.int8_weight_only_max_macs
+        order = names if few or hardware.basis != "measured" else reversed(names)
+        return next((name for name in order if hardware.has_scheme(name)), "packed_bf16")

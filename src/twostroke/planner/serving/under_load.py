@@ -1,0 +1,318 @@
+"""A served model under load: what a request rate does to latency, the rate that keeps to an SLO, replicas, separated pools.
+
+One copy of the model computes steps. A step takes T(b) for b decoding requests, and X more when a prompt is computed beside it.
+At a rate λ the prompts take the share ρ = λ·X of all time, so that
+
+    TPOT = T(b) ÷ (1 − ρ),   b = λ·(output − 1)·TPOT   (Little's law)
+
+Waiting for the first token is ``planner.load``'s. All prompts and answers have the plan's lengths; where they vary, waits are
+longer. Held against a simulated server in tests/planner/test_serving_load.py.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Annotated, NamedTuple
+
+from twostroke.core.errors import CapacityError, ConfigError
+from twostroke.planner.money.cost import usd_per_million_tokens
+from twostroke.planner.serving.load import closed_loop, open_loop_first_token, several_servers_wait_s
+from twostroke.planner.serving.plan import ServingPlan, serving_times
+
+MAX_SAMPLED_BATCH = 2**14
+CLOSE = 1e-6
+"""Relative change at which an iteration is done."""
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Limits that the mean TTFT and TPOT keep to; None is no limit. Raises ConfigError for limits that are not above 0."""
+
+    ttft_s: Annotated[float | None, "longest s to the first token"] = None
+    tpot_s: Annotated[float | None, "longest s between tokens"] = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("TTFT", self.ttft_s), ("TPOT", self.tpot_s)):
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"an SLO of {value:g} s for {name} must be above 0 and finite. Leave it out for no limit.")
+
+    def met(self, ttft_s: float, tpot_s: float) -> bool:
+        return (self.ttft_s is None or ttft_s <= self.ttft_s) and (self.tpot_s is None or tpot_s <= self.tpot_s)
+
+
+@dataclass(frozen=True)
+class AtRate:
+    """One copy at a request rate."""
+
+    rate_per_s: Annotated[float, "requests a second"]
+    batch: Annotated[float, "requests that decode together, on average"]
+    prefill_utilisation: Annotated[float, "share of the time that prompts take"]
+    wait_s: Annotated[float, "s", "before a prompt is begun, on average"]
+    ttft_s: Annotated[float, "s", "to the first token, on average"]
+    tpot_s: Annotated[float, "s", "between tokens, on average"]
+    e2e_s: Annotated[float, "s", "of a whole answer, on average"]
+
+
+def step_of_batch(plan: ServingPlan) -> Callable[[float], float]:
+    """TPOT without others' prompts by batch: sampled at powers of two up to the largest batch, linear between them."""
+    most = min(max(plan.largest_batch, 1), MAX_SAMPLED_BATCH)
+    batches = [2**k for k in range(most.bit_length()) if 2**k < most] + [most]
+    seconds = [serving_times(plan.spec, replace(plan.shape, batch=b), plan.hardware)[2] for b in batches]
+
+    def of(batch: float) -> float:
+        i = min(max(bisect.bisect_right(batches, batch), 1), len(batches) - 1)
+        if len(batches) == 1:
+            return seconds[0]
+        share = (batch - batches[i - 1]) / (batches[i] - batches[i - 1])
+        return seconds[i - 1] + max(0.0, share) * (seconds[i] - seconds[i - 1])
+
+    return of
+
+
+def at_rate(plan: ServingPlan, rate_per_s: float, step: Callable[[float], float] | None = None) -> AtRate | None:
+    """One copy at ``rate_per_s``; None where it cannot carry it: prompts alone take all the time, or more requests decode at
+    once than the memory holds. Raises ConfigError for a rate that is not above 0."""
+    if not 0 < rate_per_s < math.inf:
+        raise ConfigError(f"rate={rate_per_s:g} requests/s must be above 0 and finite.")
+    step = step or step_of_batch(plan)
+    busy = rate_per_s * plan.added_by_a_prompt_s
+    if busy >= 1:
+        return None
+    later = plan.shape.output_tokens - 1
+    batch, tpot = 1.0, step(1.0) / (1 - busy)
+    while True:  # rises towards the least fixed point
+        wanted = rate_per_s * later * tpot
+        if wanted > plan.largest_batch:
+            return None
+        if wanted <= batch * (1 + CLOSE):
+            break
+        batch = wanted
+        tpot = step(batch) / (1 - busy)
+    decoding = min(1.0, wanted)  # share of time in which anything decodes, while that is little
+    wait, ttft = open_loop_first_token(plan.steps._replace(step_s=step(batch)), rate_per_s, decoding)
+    return AtRate(rate_per_s, wanted, busy, wait, ttft, tpot, ttft + later * tpot)
+
+
+def largest_rate(plan: ServingPlan, slo: Slo, step: Callable[[float], float] | None = None) -> AtRate | None:
+    """The highest rate that one copy carries within the SLO, by bisection; None where it is not met even alone."""
+    step = step or step_of_batch(plan)
+    if not slo.met(plan.ttft_s, step(1.0)):
+        return None
+    # Nothing is carried beyond prompts that fill all time, nor beyond the largest batch of steps that hold no prompt.
+    later = max(1, plan.shape.output_tokens - 1)
+    high = min(1 / plan.added_by_a_prompt_s if plan.added_by_a_prompt_s else math.inf, plan.largest_batch / (later * step(1.0)))
+    low, found = 0.0, None
+    for _ in range(40):
+        middle = (low + high) / 2
+        there = at_rate(plan, middle, step)
+        if there is not None and slo.met(there.ttft_s, there.tpot_s):
+            low, found = middle, there
+        else:
+            high = middle
+    return found
+
+
+def largest_batch_within(
+    plan: ServingPlan, tpot_s: float, step: Callable[[float], float] | None = None, prompts_elsewhere: bool = False
+) -> int:
+    """The most users, each asking again at once, whose TPOT stays within ``tpot_s`` (``load.closed_loop``). 0: none."""
+    step = step or step_of_batch(plan)
+    steps = plan.steps._replace(prefill_s=0.0, added_s=0.0) if prompts_elsewhere else plan.steps
+
+    def within(batch: int) -> bool:
+        return closed_loop(steps._replace(step_s=step(batch)), batch).tpot_s <= tpot_s
+
+    low, high = 0, min(max(plan.largest_batch, 1), MAX_SAMPLED_BATCH)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if within(middle) else (low, middle - 1)
+    return low
+
+
+@dataclass(frozen=True)
+class Service:
+    """What a rate needs: ``replicas`` copies, each at its share of the rate; ``capacity`` is one copy's highest within the SLO
+    (or at ``MOST_UTILISED`` of what it can carry, without one)."""
+
+    rate_per_s: Annotated[float, "requests a second, all copies"]
+    replicas: Annotated[int, "copies"]
+    devices: Annotated[int, "devices of all copies"]
+    capacity_per_s: Annotated[float, "requests a second that one copy carries"]
+    concurrency: Annotated[float, "requests under way, Little's law"]
+    each: Annotated[AtRate, "one copy"]
+    usd_per_hour: Annotated[float, "$", "of all devices"]
+    usd_per_mtok: Annotated[float, "$", "per million output tokens"]
+
+
+def replicas_for(plan: ServingPlan, rate_per_s: float, slo: Slo) -> Service:
+    """Copies for ``rate_per_s``, so that each keeps to the SLO. Raises CapacityError where no number of them can."""
+    step = step_of_batch(plan)
+    best = largest_rate(plan, slo, step)
+    if best is None:
+        alone = f"TTFT {1e3 * plan.ttft_s:.3g} ms and TPOT {1e3 * step(1.0):.3g} ms"
+        raise CapacityError(
+            f"one request alone takes {alone}: no number of replicas meets the SLO. Use --tensor, or allow more."
+        )
+    free = slo.ttft_s is None and slo.tpot_s is None
+    capacity = best.rate_per_s * (MOST_UTILISED if free else 1.0)
+    replicas = max(1, math.ceil(rate_per_s / capacity * (1 - CLOSE)))
+    each = at_rate(plan, rate_per_s / replicas, step) or best
+    devices = replicas * plan.devices
+    usd = devices * plan.hardware.usd_per_hour.value
+    output_tok_per_s = rate_per_s * plan.shape.output_tokens
+    money = usd_per_million_tokens(output_tok_per_s, usd)
+    return Service(rate_per_s, replicas, devices, capacity, rate_per_s * each.e2e_s, each, usd, money)
+
+
+def pools_for(plan: ServingPlan, rate_per_s: float, slo: Slo) -> Disaggregation:
+    """The same rate with prefill and decode on machines of their own. Decode instances hold the largest batch whose steps keep
+    to the SLO's TPOT (the plan's batch without one). Every device sends its part of a prompt's cache to another node."""
+    step = step_of_batch(plan)
+    batch = min(plan.shape.batch, plan.largest_batch)
+    if slo.tpot_s is not None:
+        batch = largest_batch_within(plan, slo.tpot_s, step, prompts_elsewhere=True)
+        if batch == 0:
+            raise CapacityError(
+                f"one request alone decodes a token in {1e3 * step(1.0):.3g} ms, above the SLO of {1e3 * slo.tpot_s:.3g} ms. "
+                "Use --tensor, or allow more."
+            )
+    link = plan.hardware.network
+    sending = transfer_s(
+        plan.shape.prompt_tokens, plan.kv_bytes_per_token / plan.devices, link.alpha_s, link.effective_bytes_per_s
+    )
+    return disaggregate(rate_per_s, plan.ttft_s, step(batch), batch, plan.shape.output_tokens, plan.kv_request_bytes, sending)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What was asked of a plan: an SLO, a rate or both. ``best`` is one copy at its highest rate within the SLO (None: not met
+    even alone), ``largest_batch`` the most users within its TPOT (None: no such limit)."""
+
+    slo: Annotated[Slo, "the objective"]
+    best: Annotated[AtRate | None, "the largest rate of one copy that keeps it"]
+    largest_batch: Annotated[int | None, "the largest batch whose steps keep it"]
+    service: Annotated[Service | None, "copies for the rate asked for"]
+    pools: Annotated[Disaggregation | None, "the same with prefill and decode apart"]
+
+
+def load_of(plan: ServingPlan, slo: Slo, rate_per_s: float = 0.0, separated: bool = False) -> Load:
+    """``largest_rate`` and ``largest_batch_within``; with a rate also replicas, and pools where they are asked for."""
+    step = step_of_batch(plan)
+    return Load(
+        slo,
+        largest_rate(plan, slo, step),
+        None if slo.tpot_s is None else largest_batch_within(plan, slo.tpot_s, step),
+        replicas_for(plan, rate_per_s, slo) if rate_per_s else None,
+        pools_for(plan, rate_per_s, slo) if rate_per_s and separated else None,
+    )
+
+
+# -- a small table --------------------------------------------------------------------------------------------------------
+
+TABLE_BATCHES = (1, 4, 16, 64, 256)
+TABLE_CONTEXTS = (256, 1024, 4096, 16384, 65536)
+
+
+class LatencyRow(NamedTuple):
+    """One batch of the latency table."""
+
+    batch: Annotated[int, "requests that decode together"]
+    tpot_s: Annotated[tuple[float | None, ...], "s", "between tokens by context; null where memory ends"]
+
+
+@dataclass(frozen=True)
+class LatencyTable:
+    """TTFT of a prompt of each context alone, and TPOT by batch (rows) and context (columns); None where memory ends."""
+
+    contexts: Annotated[tuple[int, ...], "tokens"]
+    ttft_s: Annotated[tuple[float, ...], "s", "to the first token of a prompt so long, alone"]
+    rows: Annotated[tuple[LatencyRow, ...], "by batch"]
+
+
+def latency_table(plan: ServingPlan) -> LatencyTable:
+    """TTFT and TPOT around the plan: its own batch and context, and the usual ones that the model and the memory allow."""
+    most = plan.shape.max_model_len or plan.spec.max_positions
+    own = plan.shape.context
+    contexts = sorted({c for c in TABLE_CONTEXTS if c < most} | {own})
+    batches = sorted({b for b in TABLE_BATCHES if b <= plan.largest_batch} | {min(plan.shape.batch, plan.largest_batch)})
+    room = plan.largest_batch * (plan.shape.prompt_tokens + plan.shape.output_tokens)  # tokens that the memory holds
+    first, rows = [], []
+    for context in contexts:
+        shape = replace(plan.shape, batch=1, prompt_tokens=context, output_tokens=1)
+        first.append(serving_times(plan.spec, shape, plan.hardware)[1])
+    for batch in batches:
+        row = []
+        for context in contexts:
+            # One answer token after context − 1 others: the step at that very context.
+            shape = replace(plan.shape, batch=batch, prompt_tokens=max(1, context - 1), output_tokens=1)
+            row.append(serving_times(plan.spec, shape, plan.hardware)[2] if batch * context <= room else None)
+        rows.append(LatencyRow(batch, tuple(row)))
+    return LatencyTable(tuple(contexts), tuple(first), tuple(rows))
+
+
+MOST_UTILISED = 0.8
+"""Share of time that a pool may be busy where nothing else bounds it: beyond it waiting grows faster than load."""
+
+
+def transfer_s(prompt_tokens: float, kv_bytes_per_token: float, alpha_s: float, bytes_per_s: float) -> float:
+    """Seconds to send one prompt's cache: α + prompt tokens · KV bytes ÷ β. Nothing overlaps with the prefill; engines that
+    send layer by layer hide most of it behind the prefill itself."""
+    if bytes_per_s <= 0:
+        raise ConfigError(f"a link of {bytes_per_s} bytes/s sends nothing. Use hardware whose network is known.")
+    return alpha_s + prompt_tokens * kv_bytes_per_token / bytes_per_s
+
+
+@dataclass(frozen=True)
+class Disaggregation:
+    """Two pools for ``rate_per_s`` requests a second. ``prefill_instances`` and ``decode_instances`` count groups of
+    tensor · pipeline devices."""
+
+    rate_per_s: Annotated[float, "requests a second"]
+    prefill_instances: Annotated[int, "copies that compute prompts"]
+    decode_instances: Annotated[int, "copies that decode"]
+    transfer_bytes: Annotated[float, "bytes", "of KV that a request moves"]
+    transfer_s: Annotated[float, "s", "that takes"]
+    wait_s: Annotated[float, "s", "before a prompt is begun"]
+    ttft_s: Annotated[float, "s", "to the first token"]
+    tpot_s: Annotated[float, "s", "between tokens, transfer included"]
+    prefill_utilisation: Annotated[float, "share of the time"]
+    decode_utilisation: Annotated[float, "share of the time"]
+
+
+def disaggregate(
+    rate_per_s: float,
+    prefill_s: float,
+    decode_step_s: float,
+    batch: int,
+    output_tokens: int,
+    transfer_bytes: float,
+    sending_s: float,
+) -> Disaggregation:
+    """Pools that carry ``rate_per_s``: prefill instances until they are busy at most ``MOST_UTILISED``, decode instances by
+    Little's law, rate · (output − 1) · step ÷ batch requests in flight, likewise.
+
+    The first token comes from the prefill pool (wait + prefill); the second waits for the cache, so TPOT carries the transfer
+    once: step + transfer ÷ (output − 1). Decode steps have no prefill beside them: that is what the split is for.
+    """
+    if not 0 < rate_per_s < math.inf:
+        raise ConfigError(f"rate={rate_per_s} requests/s must be above 0 to size two pools. Give --rate.")
+    later = max(1, output_tokens - 1)
+    prefills = max(1, math.ceil(rate_per_s * prefill_s / MOST_UTILISED))
+    in_flight = rate_per_s * later * decode_step_s
+    decodes = max(1, math.ceil(in_flight / (batch * MOST_UTILISED)))
+    wait = several_servers_wait_s(rate_per_s, prefill_s, prefills)
+    return Disaggregation(
+        rate_per_s=rate_per_s,
+        prefill_instances=prefills,
+        decode_instances=decodes,
+        transfer_bytes=transfer_bytes,
+        transfer_s=sending_s,
+        wait_s=wait,
+        ttft_s=wait + prefill_s,
+        tpot_s=decode_step_s + sending_s / later,
+        prefill_utilisation=rate_per_s * prefill_s / prefills,
+        decode_utilisation=in_flight / (batch * decodes),
+    )

@@ -1,0 +1,1 @@
+"""What a training run takes: memory, seconds, traffic, on one device or cut over many."""

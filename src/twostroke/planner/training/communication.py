@@ -1,0 +1,234 @@
+"""What one rank sends in a training step, by parallelism: bytes, bursts, seconds, and the part that work does not hide.
+
+Every burst happens in lockstep: all ranks of a group send at once and wait for the slowest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from twostroke.core.dtypes import bytes_of
+from twostroke.core.matrices import layer_kinds
+from twostroke.core.named import largest, letter, named, records
+from twostroke.core.spec import ModelSpec
+from twostroke.planner.hardware import network
+from twostroke.planner.hardware.device import Hardware, Link
+from twostroke.planner.training.layout import Layout, group_link
+from twostroke.planner.training.memory import PRECISIONS, gradient_bytes_per_parameter
+from twostroke.planner.training.shape import TrainingShape
+from twostroke.planner.training.sharding import Held, Stage
+
+BUCKET_PARAMETERS = 40_000_000
+"""Gradients that a burst reduces together under DDP and ZeRO-1/2, or a million a rank where that is more (Megatron-LM's
+``bucket_size``); ZeRO-3 gathers and reduces layer by layer."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One kind of collective in one optimizer step."""
+
+    parallel: Annotated[str, "data, tensor, pipeline or expert"]
+    what: Annotated[str, "the collective"]
+    n_ranks: Annotated[int, "ranks that take part"]
+    bursts: Annotated[float, "messages of a step"]
+    burst_bytes: Annotated[float, "bytes", "of the tensor of one"]
+    sent_bytes: Annotated[float, "bytes", "that a rank sends in a step, all bursts together"]
+    seconds: Annotated[float, "s", "of a rank, all bursts together"]
+    exposed_s: Annotated[float, "s", "of it that `overlap` leaves on the critical path"]
+    overlap: Annotated[str, "behind what the rest is hidden"]
+    link_kind: Annotated[str, "measured, datasheet or assumed"]
+
+    def leaves(self, hidden_s: float, times: int) -> float:
+        """Seconds of ``hidden_s`` that are left for other traffic to hide in, where this one comes ``times`` a step."""
+        return max(0.0, hidden_s - self.seconds / times)
+
+
+RING = "ring, Patarasuk and Yuan 2009"
+
+
+def shown_traffic(traffic: tuple[Traffic, ...]) -> tuple[Traffic, ...]:
+    """``traffic``, what is sent and how long it takes lines of the explanation."""
+    if not records():
+        return traffic
+    return tuple(map(_shown, traffic))
+
+
+def _shown(t: Traffic) -> Traffic:
+    name = "_".join([t.parallel, *t.what.replace("-", "_").replace(",", "").split()])
+    return replace(
+        t,
+        sent_bytes=named(f"sent_{name}_bytes", t.sent_bytes, "bytes", f"{t.what}, a rank and step; {RING}", section=_TRAFFIC),
+        seconds=named(f"{name}_s", t.seconds, "s", f"{t.link_kind} link; hidden: {t.overlap}", section=_TRAFFIC),
+        exposed_s=named(
+            f"exposed_{name}_s", t.exposed_s, "s", f"of it on the critical path; hidden: {t.overlap}", section=_TRAFFIC
+        ),
+    )
+
+
+_TRAFFIC = "communication"
+
+
+def within_micro_batch(
+    spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout, stage: Stage
+) -> list[Traffic]:
+    """Tensor, expert and pipeline traffic of a step: all of it on the critical path of each micro-batch.
+
+    Tensor: 2 all-reduces of w·s·b·E a layer forward and 2 backward, or as many pairs of reduce-scatter and all-gather under
+    sequence parallel (the same bytes; Korthikanti et al., arXiv 2205.05198); full checkpointing repeats the forward ones.
+    Expert: 2 all-to-alls each way of s·b·k·E·w. Pipeline: w·s·b·E/t each way over each boundary, once per chunk of layers
+    (Narayanan et al., arXiv 2104.04473, section 4.1 scatter and gather it over the tensor group).
+    """
+    w, n_micro = letter("w", bytes_of(shape.compute_dtype)), shape.grad_accumulation
+    hidden = w * shape.tokens_per_pass * spec.d_model
+    share = stage.n_layers / spec.n_layers
+    passes = 3 if shape.checkpointing == "full" else 2
+    found = []
+    by_experts = layout.expert > 1 and layout.expert >= layout.tensor
+    if layout.tensor > 1:
+        per_pass = share * sum(count * (1 if kind.mlp == "moe" and by_experts else 2) for kind, count in layer_kinds(spec))
+        link = group_link(layout, hardware, layout.tensor)
+        bursts, once = n_micro * passes * per_pass, network.ring_all_reduce_s(hidden, layout.tensor, link)
+        found.append(
+            Traffic(
+                "tensor",
+                "reduce-scatter and all-gather" if layout.sequence_parallel else "all-reduce",
+                layout.tensor,
+                bursts,
+                hidden,
+                bursts * network.all_reduce_sent_bytes(hidden, layout.tensor),
+                bursts * once,
+                bursts * once,
+                "none: the next product waits for it",
+                link.kind,
+            )
+        )
+    if layout.expert > 1 and spec.moe is not None:
+        moe_layers = share * sum(count for kind, count in layer_kinds(spec) if kind.mlp == "moe")
+        routed = hidden * spec.moe.top_k / layout.sequence_cut
+        link = group_link(layout, hardware, layout.expert)
+        bursts, once = n_micro * passes * 2 * moe_layers, network.all_to_all_s(routed, layout.expert, link)
+        found.append(
+            Traffic(
+                "expert",
+                "all-to-all",
+                layout.expert,
+                bursts,
+                routed,
+                bursts * network.all_to_all_sent_bytes(routed, layout.expert),
+                bursts * once,
+                bursts * once,
+                "none: experts wait for their tokens",
+                link.kind,
+            )
+        )
+    if layout.pipeline > 1:
+        message = hidden / layout.tensor  # each of the tensor group sends its part, and they gather at the other end
+        plane = layout.tensor * layout.data
+        link = group_link(layout, hardware, layout.pipeline, plane)
+        bursts, once = n_micro * 2 * layout.interleave, network.send_s(message, link)
+        found.append(
+            Traffic(
+                "pipeline",
+                "send to the next stage, and back",
+                layout.pipeline,
+                bursts,
+                message,
+                bursts * message,
+                bursts * once,
+                bursts * once,
+                "none: a stage waits for its input",
+                link.kind,
+            )
+        )
+    return found
+
+
+def across_data(
+    shape: TrainingShape, hardware: Hardware, layout: Layout, part: Held, n_layers: float, forward_s: float, backward_s: float
+) -> list[Traffic]:
+    """Gradients and weights between data-parallel ranks, with ``forward_s`` and ``backward_s`` of one micro-batch to hide in.
+
+    DDP: an all-reduce of the gradients, 2·Ψ elements a rank. ZeRO-1: a reduce-scatter and an all-gather of the new weights,
+    2·Ψ. ZeRO-2: the same, its reduce-scatter in every micro-batch, since no rank keeps a whole gradient. ZeRO-3: two
+    all-gathers of the weights and a reduce-scatter in every micro-batch, 3·Ψ (arXiv 1910.02054, section 7). Reductions hide
+    behind the backward pass they follow, gathers behind the pass they serve; what is longer, and one burst, is exposed.
+    Sharing the memory's bandwidth with the products is not counted.
+    """
+    if layout.data == 1:
+        return []
+    precision, n_micro = PRECISIONS[shape.dtype], shape.grad_accumulation
+    gradient = letter("gradient", gradient_bytes_per_parameter(shape.dtype, False, n_micro))
+    forward_s, backward_s = letter("hidden", forward_s), letter("hidden", backward_s)
+    groups = [(_Group.of(layout, hardware, layout.data, layout.tensor, ""), part.trained, part.frozen_bytes)]
+    if part.trained_experts or part.frozen_expert_bytes:
+        group = _Group.of(layout, hardware, layout.expert_data, layout.expert_cut, " of experts")
+        groups.append((group, part.trained_experts, part.frozen_expert_bytes))
+    found = []
+    for group, trained, frozen_bytes in groups:
+        if group.ranks == 1:
+            continue
+        gradients, weights = gradient * trained, precision.working * trained
+        buckets = max(1.0, trained / max(BUCKET_PARAMETERS, 1_000_000 * group.ranks))
+        gathered: Traffic | None = None
+        if layout.zero == 0:
+            reduced = group.all_reduced(gradients, buckets, backward_s)
+        elif layout.zero < 3:
+            reduced = group.scattered(gradients, buckets, n_micro if layout.zero == 2 else 1, backward_s)
+            gathered = group.gathered(weights, buckets, 1, forward_s, "the next forward")
+            found.append(gathered)
+        else:
+            gathered = group.gathered(weights + frozen_bytes, n_layers, n_micro, forward_s, "forward")
+            again = group.gathered(weights + frozen_bytes, n_layers, n_micro, backward_s, "backward")
+            backward_s = again.leaves(backward_s, n_micro)
+            reduced = group.scattered(gradients, n_layers, n_micro, backward_s)
+            found += [gathered, again]
+        found.append(reduced)
+        # Two groups share the link, so what one hides in is not there for the next.
+        backward_s = reduced.leaves(backward_s, n_micro if layout.zero >= 2 else 1)
+        forward_s = gathered.leaves(forward_s, n_micro if layout.zero == 3 else 1) if gathered else forward_s
+    return [traffic for traffic in found if traffic.sent_bytes]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Data-parallel ranks that hold the same parameters, and the link between them."""
+
+    ranks: int
+    link: Link
+    suffix: str
+
+    @classmethod
+    def of(cls, layout: Layout, hardware: Hardware, ranks: int, stride: int, suffix: str) -> _Group:
+        return cls(ranks, group_link(layout, hardware, ranks, stride), suffix)
+
+    def all_reduced(self, whole: float, bursts: float, hidden_s: float) -> Traffic:
+        once = network.ring_all_reduce_s(whole / bursts, self.ranks, self.link)
+        sent = network.all_reduce_sent_bytes(whole, self.ranks)
+        return self._traffic("all-reduce of gradients", whole, sent, once, bursts, 1, hidden_s, "backward")
+
+    def scattered(self, whole: float, bursts: float, times: int, hidden_s: float) -> Traffic:
+        once = network.reduce_scatter_s(whole / bursts, self.ranks, self.link)
+        sent = network.gather_sent_bytes(whole, self.ranks)
+        return self._traffic("reduce-scatter of gradients", whole, sent, once, bursts, times, hidden_s, "backward")
+
+    def gathered(self, whole: float, bursts: float, times: int, hidden_s: float, behind: str) -> Traffic:
+        once = network.all_gather_s(whole / bursts, self.ranks, self.link)
+        sent = network.gather_sent_bytes(whole, self.ranks)
+        return self._traffic("all-gather of weights", whole, sent, once, bursts, times, hidden_s, behind)
+
+    def _traffic(
+        self, what: str, whole: float, sent: float, once_s: float, bursts: float, times: int, hidden_s: float, behind: str
+    ) -> Traffic:
+        return Traffic(
+            parallel="data",
+            what=what + self.suffix,
+            n_ranks=self.ranks,
+            bursts=times * bursts,
+            burst_bytes=whole / bursts,
+            sent_bytes=times * sent,
+            seconds=times * bursts * once_s,
+            exposed_s=times * largest(once_s, bursts * once_s - hidden_s),
+            overlap=f"behind {behind}, all but one burst",
+            link_kind=self.link.kind,
+        )

@@ -1,0 +1,174 @@
+"""How a model is cut over devices: data, tensor, pipeline and expert parallel, and which of a job's groups share a node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Annotated
+
+from twostroke.core.errors import ConfigError
+from twostroke.core.spec import ModelSpec
+from twostroke.planner.hardware.device import Hardware, Link
+
+ZERO_STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ways a job is cut.
+
+    Ranks are numbered tensor first, then data, then pipeline, as Megatron-LM does, so tensor groups are nearest.
+    Raises ConfigError for counts below 1 and for combinations that mean nothing.
+    """
+
+    data: Annotated[int, "replicas"] = 1
+    zero: Annotated[
+        int, "what replicas share out: 0 nothing (DDP), 1 optimizer state and masters, 2 gradients too, 3 weights too (FSDP2)"
+    ] = 0
+    tensor: Annotated[int, "ranks of tensor parallelism"] = 1
+    sequence_parallel: Annotated[bool, "what tensor parallel leaves whole (norms, residuals) is cut along the sequence"] = True
+    pipeline: Annotated[int, "stages"] = 1
+    interleave: Annotated[int, "chunks of layers that a stage holds"] = 1
+    expert: Annotated[int, "devices of the data·tensor plane that share each layer's experts"] = 1
+    devices_per_node: Annotated[int | None, "devices of a node; null: as the hardware says"] = None
+
+    def __post_init__(self) -> None:
+        for name in ("data", "tensor", "pipeline", "interleave", "expert", "devices_per_node"):
+            value = getattr(self, name)
+            if name == "devices_per_node" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
+        if isinstance(self.zero, bool) or self.zero not in ZERO_STAGES:
+            raise ConfigError(f"zero={self.zero!r} must be 0 (DDP), 1, 2 or 3 (FSDP2).")
+        if self.zero and self.data == 1:
+            raise ConfigError(
+                f"zero={self.zero} shards over data-parallel ranks, and data=1 has none. Raise data or use zero=0."
+            )
+        if self.interleave > 1 and self.pipeline == 1:
+            raise ConfigError(
+                f"interleave={self.interleave} cuts pipeline stages into chunks, and pipeline=1. Use interleave=1."
+            )
+        if self.pipeline > 1 and self.zero > 1:
+            raise ConfigError(
+                f"zero={self.zero} with pipeline={self.pipeline} would gather or reduce once a micro-batch. Use zero=0 or 1, "
+                "or pipeline=1."
+            )
+        if (self.data * self.tensor) % self.expert:
+            raise ConfigError(
+                f"expert={self.expert} must divide data·tensor={self.data * self.tensor}. "
+                f"Use {_divisors(self.data * self.tensor)}."
+            )
+        if self.expert % self.tensor and self.tensor % self.expert:
+            raise ConfigError(f"expert={self.expert} must divide tensor={self.tensor} or be a multiple of it.")
+
+    @property
+    def n_devices(self) -> Annotated[int, "data · tensor · pipeline"]:
+        return self.data * self.tensor * self.pipeline
+
+    @property
+    def sequence_cut(self) -> int:
+        """How many ways norms and residuals are cut: ``tensor`` under sequence parallel, else 1."""
+        return self.tensor if self.sequence_parallel else 1
+
+    @property
+    def expert_cut(self) -> int:
+        """How many ways the experts' weights are cut: by ``expert``, and by tensor parallel inside an expert beyond that."""
+        return max(self.expert, self.tensor)
+
+    @property
+    def expert_data(self) -> int:
+        """Devices of the data·tensor plane that hold the same part of the same experts."""
+        return self.data * self.tensor // self.expert_cut
+
+    def layers_of_stage(self, n_layers: int) -> int:
+        """Layers of a stage that has most: ⌈L/p⌉."""
+        return -(-n_layers // self.pipeline)
+
+    def check(self, spec: ModelSpec) -> None:
+        """Raise ConfigError, naming what may be used, where ``spec`` cannot be cut so.
+
+        ``tensor`` must divide the query heads and the MLP's width, and divide the key-value heads or be a multiple of them
+        (each is then held by several devices). pipeline·interleave must divide L, or L + 2: then the first and the last chunk,
+        which also hold embedding and head, have one layer less (the Llama 3 report, arXiv 2407.21783, section 3.3.2).
+        """
+        _check(self, spec)
+
+
+SINGLE = Layout()
+"""One device."""
+
+
+@lru_cache(maxsize=4096)
+def _check(layout: Layout, spec: ModelSpec) -> None:
+    tensor = layout.tensor
+    if tensor > 1:
+        broken = {}
+        if spec.n_heads % tensor:
+            broken["n_heads"] = f"n_heads={spec.n_heads}"
+        elif spec.mla is None and spec.n_kv_heads % tensor and tensor % spec.n_kv_heads:
+            broken["n_kv_heads"] = f"n_kv_heads={spec.n_kv_heads} or be a multiple"
+        broken |= {name: f"{name}={width}" for name, width in _mlp_widths(spec, tensor, layout.expert).items()}
+        if broken:
+            rule = next(iter(broken.values()))
+            raise ConfigError(f"tensor={tensor} must divide {rule}. Use {_tensor_choices(spec, layout)}.")
+    chunks = layout.pipeline * layout.interleave
+    if spec.n_layers % chunks and (spec.n_layers + 2) % chunks:
+        words = f"pipeline={layout.pipeline}" + (f" · interleave={layout.interleave}" if layout.interleave > 1 else "")
+        choices = sorted({d for n in (spec.n_layers, spec.n_layers + 2) for d in _divisors_of(n) if d <= spec.n_layers})
+        raise ConfigError(f"{words} must divide n_layers={spec.n_layers} (or n_layers + 2). Use {_one_of(choices)}.")
+    if layout.expert > 1:
+        if spec.moe is None:
+            raise ConfigError(f"expert={layout.expert} needs a mixture of experts, and this model is dense. Use expert=1.")
+        if spec.moe.n_experts % layout.expert:
+            raise ConfigError(
+                f"expert={layout.expert} must divide n_experts={spec.moe.n_experts}. Use {_divisors(spec.moe.n_experts)}."
+            )
+
+
+def _mlp_widths(spec: ModelSpec, tensor: int, expert: int) -> dict[str, int]:
+    """The MLP widths that tensor parallel cannot cut, by name: the dense one where any layer has it, the shared experts', and
+    an expert's own, which is cut only as far as ``expert`` leaves devices for it."""
+    cuts = {}
+    if spec.moe is None or (spec.moe.layers is not None and len(spec.moe.layers) < spec.n_layers):
+        cuts["d_ff"] = (spec.d_ff, tensor)
+    if spec.moe is not None:
+        cuts["moe.d_expert"] = (spec.moe.d_expert, max(1, tensor // expert))
+        cuts["the shared experts' width"] = (spec.moe.shared_width, tensor)
+    return {name: width for name, (width, cut) in cuts.items() if width % cut}
+
+
+def _tensor_choices(spec: ModelSpec, layout: Layout) -> str:
+    def fits(tensor: int) -> bool:
+        heads = spec.mla is not None or spec.n_kv_heads % tensor == 0 or tensor % spec.n_kv_heads == 0
+        return heads and not _mlp_widths(spec, tensor, layout.expert)
+
+    return _one_of([d for d in _divisors_of(spec.n_heads) if fits(d)])
+
+
+def _divisors_of(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _divisors(n: int) -> str:
+    return _one_of(_divisors_of(n))
+
+
+def _one_of(values: Iterable[int]) -> str:
+    words = [str(v) for v in values]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def group_link(layout: Layout, hardware: Hardware, size: int, stride: int = 1) -> Link:
+    """The link that bounds a collective of ``size`` ranks that are ``stride`` apart.
+
+    Inside a node the device's own link. Beyond it, the g = node/stride members that a node holds each drive their own network
+    port in a ring of their own, so the group's rate is min(link, g·network) (NCCL's rings, one a port), with the network's α.
+    """
+    node = layout.devices_per_node or hardware.devices_per_node
+    if size * stride <= node:
+        return hardware.link
+    members = max(1, min(size, node // stride))
+    rate = min(hardware.link.bytes_per_s, members * hardware.network.bytes_per_s) if members > 1 else None
+    return hardware.network if rate is None else replace(hardware.network, bytes_per_s=rate)

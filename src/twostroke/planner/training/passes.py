@@ -1,0 +1,392 @@
+"""Work of the passes of a training step on one rank, by component: products, attention, elementwise work, loss, update."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from twostroke.core.dtypes import bytes_of
+from twostroke.core.matrices import LayerKind, Matrix, layer_kinds
+from twostroke.core.named import Mark, inputs, letter, named, records, within
+from twostroke.core.optimizers import OPTIMIZERS
+from twostroke.core.policy import NEWTON_SCHULZ_STEPS, attends_explicitly, loss_chunk_rows
+from twostroke.core.spec import ModelSpec
+from twostroke.planner.hardware.device import (
+    ASSUMED_ATTENTION_EFFICIENCY,
+    ASSUMED_BANDWIDTH_EFFICIENCY,
+    ASSUMED_PRODUCT_EFFICIENCY,
+    Hardware,
+)
+from twostroke.planner.training.layout import SINGLE, Layout
+from twostroke.planner.training.memory import FP32, PRECISIONS, keys_walked, nf4_bytes_per_weight, state_bytes
+from twostroke.planner.training.shape import TrainingShape
+from twostroke.planner.training.sharding import RankLayer, RankProduct, Stage, head_on_rank, rank_layers, stage_held, stages
+from twostroke.planner.work.component import Work
+from twostroke.planner.work.flops import mean_keys
+
+"""Iterations of Muon's orthogonalisation (Jordan et al. 2024)."""
+
+
+def _w(dtype: str) -> float:
+    return letter("w", bytes_of(dtype))
+
+
+def product_bytes(product: Matrix, rows: int, w: float) -> float:
+    """w·(rows·k + k·n + rows·n) bytes: both operands read and the result written once."""
+    return w * (rows * product.k + product.weights + rows * product.n)
+
+
+def product_forward(product: Matrix, rows: int, dtype: str, hardware: Hardware) -> Work:
+    """(rows, k) × (k, n): 2·rows·n·k FLOP."""
+    moved = product_bytes(product, rows, _w(dtype))
+    seconds = hardware.product_s(dtype, rows, product.n, product.k)
+    return _product_work(product.component, 2.0 * rows * product.weights, moved, seconds, 1, hardware)
+
+
+def product_backward(product: Matrix, rows: int, dtype: str, hardware: Hardware) -> Work:
+    """Two products: the input's gradient (rows, n) × (n, k) and the weight's (n, rows) × (rows, k); 4·rows·n·k FLOP."""
+    moved = 2 * product_bytes(product, rows, _w(dtype))
+    to_input = hardware.product_s(dtype, rows, product.k, product.n)
+    to_weight = hardware.product_s(dtype, product.n, product.k, rows)
+    return _product_work(product.component, 4.0 * rows * product.weights, moved, to_input + to_weight, 2, hardware)
+
+
+def _product_work(component: str, flops: float, moved: float, seconds: float, n_launches: int, hardware: Hardware) -> Work:
+    """A measured rate already holds the traffic of its operands; a datasheet's does not, and the larger limit counts."""
+    memory_s, launch_s = moved / hardware.bandwidth(moved), n_launches * hardware.linear_launch_s
+    if hardware.basis == "measured":
+        return Work(component, flops, moved, seconds, memory_s, launch_s, seconds + launch_s)
+    return Work.limited(component, flops, moved, seconds, memory_s, launch_s)
+
+
+def input_gradient(product: Matrix, rows: int, dtype: str, hardware: Hardware) -> Work:
+    """Backward of a frozen matrix: the input's gradient alone, 2·rows·n·k FLOP."""
+    moved = product_bytes(product, rows, _w(dtype))
+    seconds = hardware.product_s(dtype, rows, product.k, product.n)
+    return _product_work(product.component, 2.0 * rows * product.weights, moved, seconds, 1, hardware)
+
+
+def attention_work(
+    spec: ModelSpec, shape: TrainingShape, hardware: Hardware, kind: LayerKind, tensor: int, backward: bool
+) -> Work:
+    """softmax(QKᵀ)V of one layer: time from the keys walked, FLOP from the causal part that counts; q, k, v, o moved once
+    (backward: read again with their gradients). Heads are divided by ``tensor``. An indexer's scores are counted with it."""
+    tokens, w, length = shape.tokens_per_pass / tensor, _w(shape.dtype), shape.sequence_length
+    window = min((n for n in (kind.window, kind.top_keys) if n is not None), default=None)
+    causal_keys = mean_keys(length, window)
+    walked_keys = keys_walked(hardware.kind, shape.dtype, length)
+    if hardware.kind != "cpu" and window is not None:
+        walked_keys = 2 * causal_keys  # kernels skip blocks outside a window
+    scores = kind.index_flops_per_key * mean_keys(length)
+    causal = tokens * (kind.flops_per_key * causal_keys + scores)
+    walked = tokens * (kind.flops_per_key * walked_keys + 2 * scores)
+    share = 2.5 if backward else 1.0
+    moved = share * tokens * w * (kind.qkv_elements + kind.n_heads * kind.v_dim)
+    rate = training_attention_rate(hardware, shape.dtype, shape.mode, "backward" if backward else "forward", length)
+    return Work.limited(
+        "attention",
+        flops=(2 if backward else 1) * causal,
+        n_bytes=moved,
+        arithmetic_s=share * walked / rate,
+        memory_s=moved / hardware.bandwidth(moved),
+        launch_s=hardware.op_launch_s,
+    )
+
+
+LAUNCHES_PER_BLOCK = {"compiled": 4, "eager": 18}
+"""Operations of one block's forward that are not products: fused kernels, or single torch operators. Backward: twice."""
+
+
+def elementwise_counts(
+    spec: ModelSpec, layer: RankLayer, tensor: int, sequence_cut: int, backward: bool
+) -> tuple[dict[str, float], dict[str, float]]:
+    """(elements read and written, FLOP) per token of the micro-batch in one layer by component, as a rank has them.
+
+    ``latency.elementwise_elements`` states the counts of a dense layer; experts activate ``top_k`` of their widths, norms are
+    divided by the sequence cut and the rest by ``tensor``.
+    """
+    kind, width = layer.kind, spec.d_model
+    heads = kind.n_heads * kind.qk_dim + kind.n_kv_heads * kind.qk_dim
+    packed = heads + kind.n_kv_heads * kind.v_dim
+    activated = sum(p.product.k * p.rows_per_token * p.calls for p in layer.products if p.product.name.endswith("down"))
+    turn = 2 * heads if spec.positions == "rope" else 0
+    times = 2 if backward else 1
+    per_activated = (6 if kind.gated else 3) if backward else (3 if kind.gated else 2)
+    elements = {
+        "norms": (14 if backward else 9) * width / sequence_cut,
+        "attention": (turn + (2 * packed if backward else 0)) / tensor,
+        "mlp": per_activated * activated,
+    }
+    flops = {
+        "norms": times * 10 * width / sequence_cut,
+        "attention": times * 3 * heads / tensor if spec.positions == "rope" else 0.0,
+        "mlp": times * 5 * activated,
+    }
+    return elements, flops
+
+
+ASSUMED_ELEMENTWISE_SHARE = {"norms": 0.53, "attention": 0.45, "mlp": 0.5}
+"""Share of a datasheet's bandwidth that elementwise kernels of an accelerator reach, by component: medians over 1,072 public
+timings of Llama-2 7B and 70B on A100 and H100 at 2,048 tokens and more (microsoft/vidur, data/profiling/compute @7d47513, MIT):
+norms 0.34, residual sums 0.93 (together 0.53 by their bytes), rotary turn 0.45, gated activation 0.52."""
+
+
+def _assumed_rate(hardware: Hardware, component: str, moved: float) -> float:
+    if hardware.kind == "cpu" or hardware.basis == "measured":
+        return hardware.bandwidth(moved)
+    return hardware.bandwidth(moved) / ASSUMED_BANDWIDTH_EFFICIENCY * ASSUMED_ELEMENTWISE_SHARE[component]
+
+
+def elementwise(
+    spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layer: RankLayer, layout: Layout, backward: bool
+) -> list[Work]:
+    """Norms, residual sums, rotary turn and activation of one layer: bytes over the rate that a calibrated block reached
+    (``block_<type>_<compiled|eager>_<direction>_bytes_per_s``), or over the bandwidth (an accelerator's datasheet: times
+    ``ASSUMED_ELEMENTWISE_SHARE``); and QK-norm."""
+    direction = "backward" if backward else "forward"
+    measured = block_rate(hardware, shape.dtype, shape.mode, direction)
+    elements, flops = elementwise_counts(spec, layer, layout.tensor, layout.sequence_cut, backward)
+    launch_s = LAUNCHES_PER_BLOCK[shape.mode] * (2 if backward else 1) * hardware.op_launch_s / len(elements)
+    works = []
+    for component, count in elements.items():
+        moved = shape.tokens_per_pass * count * _w(shape.dtype)
+        rate = letter("rate", measured or 0.0) or _assumed_rate(hardware, component, moved)
+        work = Work.limited(component, shape.tokens_per_pass * flops[component], moved, 0.0, moved / rate, launch_s)
+        works.append(work.called(f"{component}_elementwise", "one layer: its bytes at the rate of fused kernels"))
+    if spec.qk_norm:
+        normed = 1.0 * shape.tokens_per_pass * (layer.kind.n_heads + layer.kind.n_kv_heads) * layer.kind.qk_dim / layout.tensor
+        moved = (3 if backward else 2) * normed * _w(shape.dtype)
+        norm_rate = head_norm_rate(hardware, shape.dtype, shape.mode, direction)
+        seconds = normed / letter("rate", norm_rate) if norm_rate else moved / hardware.bandwidth(moved)
+        work = Work.limited("attention", (8 if backward else 4) * normed, moved, 0.0, seconds)
+        works.append(work.called("head_norms", "one layer: elements of q and k"))
+    return works
+
+
+def loss_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, tensor: int, backward: bool) -> list[Work]:
+    """The head and the loss, which takes the logits' gradient right after the logits, in chunks or of the whole micro-batch.
+
+    Forward: per chunk one product, then the cross-entropy and its gradient at ``cross_entropy_<compiled|eager>_logit_per_s``
+    (measured, or a bf16 read and write of the logits at the bandwidth). Backward: per chunk two products, and an fp32 sum of
+    the weight's gradient that reads and writes V·E·(w + 8) bytes.
+    """
+    head, tokens = head_on_rank(spec, tensor), shape.tokens_per_pass
+    rows = letter("chunk", loss_chunk_rows(tokens)) if shape.logits == "chunked" else tokens
+    n_chunks = -(-tokens // rows)
+    source, mark = _rate_source(hardware, shape.dtype)
+    w = _w(shape.dtype)
+    if backward and shape.method != "full":
+        return [input_gradient(head, rows, shape.dtype, hardware).called("head_chunk", source, mark).times(n_chunks)]
+    if backward:
+        moved = n_chunks * head.weights * (2 * w + 8)
+        summing = Work.limited("head", 0.0, moved, 0.0, moved / hardware.bandwidth(moved), n_chunks * hardware.op_launch_s)
+        product = product_backward(head, rows, shape.dtype, hardware).called("head_chunk", source, mark)
+        summing = summing.called("head_summing", "fp32 sum of the weight's gradient, a chunk at a time")
+        return [product.times(n_chunks), summing]
+    logits = 1.0 * tokens * head.n
+    moved = 2 * w * logits
+    rates = hardware.training.cross_entropy_logit_per_s
+    rate = letter("rate", rates.get(shape.mode) or rates.get("eager") or 0.0)
+    seconds = logits / rate if rate else moved / hardware.bandwidth(moved)
+    entropy = Work.limited("head", 0.0, moved, 0.0, seconds, n_chunks * hardware.op_launch_s)
+    product = product_forward(head, rows, shape.dtype, hardware).called("head_chunk", source, mark)
+    return [product.times(n_chunks), entropy.called("cross_entropy", "of all logits, with their gradient")]
+
+
+def setup_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, backward: bool) -> list[Work]:
+    """What surrounds the blocks: embedding, rotary tables and final norm at their measured rate, and forward the
+    mask of packed documents, B·T² elements at ``mask_element_per_s``; at the bandwidth where nothing was measured."""
+    w = _w(shape.dtype)
+    if backward and shape.method != "full":
+        return []
+    moved = setup_bytes(spec, shape.tokens_per_pass, w, backward)
+    rates = hardware.training
+    rate = letter("rate", (rates.setup_backward_bytes_per_s if backward else rates.setup_forward_bytes_per_s) or 0.0)
+    rate = rate or hardware.bandwidth(moved)
+    setup = Work.limited("embedding", 0.0, moved, 0.0, moved / rate, hardware.op_launch_s)
+    works = [setup.called("setup", "embedding, final norm, rotary tables: their bytes")]
+    if not backward and hardware.kind == "cpu":
+        # A GPU writes it too, in no time worth a term.
+        elements = 1.0 * shape.tokens_per_pass * shape.sequence_length
+        written = elements * w
+        element_rate = letter("rate", rates.mask_element_per_s or 0.0)
+        seconds = elements / element_rate if element_rate else 4 * written / hardware.bandwidth(written)
+        works.append(Work.limited("attention", 0.0, written, 0.0, seconds).called("mask", "of packed documents"))
+    return works
+
+
+@lru_cache(maxsize=256)
+def matrices_of(kind: LayerKind) -> tuple[tuple[int, int], ...]:
+    """(rows, columns) of each matrix of a layer of ``kind``, packed ones taken apart, every expert's by itself."""
+    return tuple((n, m.k) for m in kind.matrices for _ in range(m.copies) for _, n in m.parts)
+
+
+def newton_schulz_products(rows: int, columns: int) -> tuple[tuple[int, int, int], ...]:
+    """(m, n, k) of the products of Muon's 5 iterations on one matrix, s = min, l = max: XXᵀ, its square, and the update."""
+    small, large = sorted((rows, columns))
+    return NEWTON_SCHULZ_STEPS * ((small, small, large), (small, small, small), (small, large, small))
+
+
+def newton_schulz(rows: int, columns: int, hardware: Hardware) -> tuple[float, float]:
+    """(FLOP, seconds) of those products, 5·2·(2·s²·l + s³) FLOP, in bf16 where there is a rate for it."""
+    scheme = "bf16" if hardware.has_scheme("bf16") else "fp32"
+    products = newton_schulz_products(rows, columns)
+    return sum(2.0 * m * n * k for m, n, k in products), sum(hardware.product_s(scheme, m, n, k) for m, n, k in products)
+
+
+def optimizer_bytes_moved(n_parameters: float, dtype: str, state_bytes: float | None = None) -> float:
+    """Bytes one update moves: the gradient is read and widened to fp32 (w + 4), normed (4), clipped (8) and read (4); master
+    and state are read and written (8 a parameter, and twice ``state_bytes``, AdamW's 8·N by default); the master is read once
+    more (4) and the working copy written (w). With fp32 there is neither widening nor a copy; pure bf16 norms (2), clips (4)
+    and reads (2) the gradient and reads and writes the weight (4)."""
+    each = {"fp32": 24.0, "pure_bf16": 12.0}.get(dtype) or 2 * _w(dtype) + 20 + 8 + 4
+    return n_parameters * each + 2 * (8.0 * n_parameters if state_bytes is None else state_bytes)
+
+
+def optimizer_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout = SINGLE) -> Work:
+    """One update of what a rank updates: bytes over ``adamw_bytes_per_s`` (measured) or the bandwidth, and for Muon the
+    Newton–Schulz products, shared out over all devices. About 12 FLOP a parameter for AdamW. ZeRO divides the update by the
+    data-parallel ranks."""
+    part = stage_held(spec, shape, layout, stages(spec.n_layers, layout.pipeline, layout.interleave)[-1])
+    ranks = (layout.data, layout.expert_data) if layout.zero else (1, 1)
+    n_parameters = part.trained / ranks[0] + part.trained_experts / ranks[1]
+    n_matrix = part.matrices / ranks[0] + part.expert_matrices / ranks[1]
+    state = state_bytes(n_parameters, n_matrix, shape.optimizer, inputs(PRECISIONS[shape.dtype]).state)
+    moved = optimizer_bytes_moved(n_parameters, shape.dtype, state)
+    if passes := OPTIMIZERS[shape.optimizer].passes:
+        moved += letter("passes", passes) * FP32 * n_parameters
+    memory_s = moved / (letter("rate", hardware.training.adamw_bytes_per_s or 0.0) or hardware.bandwidth(moved))
+    flops, arithmetic_s, launches = 12.0 * n_parameters, 0.0, 12.0
+    if shape.optimizer == "muon":
+        shared = layout.n_devices
+        for kind, count in layer_kinds(spec):
+            for rows, columns in matrices_of(kind):
+                one_flops, one_s = newton_schulz(rows, columns, hardware)
+                one_s = named("orthogonalising_s", one_s, "s", f"Newton–Schulz iterations of one {rows} × {columns} matrix")
+                flops += count * one_flops / shared
+                arithmetic_s += count * one_s / shared
+                rest = letter("rate", hardware.training.muon_element_per_s or 0.0)
+                if rest:
+                    memory_s += count * rows * columns / rest / shared
+                else:
+                    launches += count * (3 * NEWTON_SCHULZ_STEPS + 12) / shared
+    launch_s = launches * hardware.op_launch_s
+    seconds = arithmetic_s + memory_s + launch_s
+    update = Work("optimizer", flops, moved, arithmetic_s, memory_s, launch_s, seconds)
+    return update.called("update", "what the optimizer moves, its products, and starting its operations")
+
+
+# -- a layer --------------------------------------------------------------------------------------------------------------
+
+
+def adapter_works(part: RankProduct, shape: TrainingShape, hardware: Hardware, rows: int, backward: bool) -> list[Work]:
+    """The two narrow products of each adapter of a matrix; ``part.calls`` matrices in a row."""
+    make = product_backward if backward else product_forward
+    works = []
+    for outputs in part.adapter_outputs:
+        for n, k in ((shape.lora_rank, part.product.k), (outputs, shape.lora_rank)):
+            narrow = Matrix(part.product.component, "adapter", n, k)
+            work = make(narrow, rows, shape.dtype, hardware)
+            works.append(work.called(f"{part.product.name}_adapter", "a narrow product of it").times(part.calls))
+    return works
+
+
+def dequantising(part: RankProduct, shape: TrainingShape, hardware: Hardware) -> Work:
+    """NF4 read and the working type written, before a product of QLoRA."""
+    moved = part.calls * part.product.weights * (nf4_bytes_per_weight() + _w(shape.dtype))
+    return Work.limited(part.product.component, 0.0, moved, 0.0, moved / hardware.bandwidth(moved), hardware.op_launch_s)
+
+
+def _rate_source(hardware: Hardware, dtype: str) -> tuple[str, Mark]:
+    if not records():
+        return "", "predicted"
+    if hardware.basis == "measured":
+        return f"{dtype} rate measured on this machine, between calibrated shapes", "measured"
+    return f"datasheet's {dtype} peak × {ASSUMED_PRODUCT_EFFICIENCY} assumed", "datasheet"
+
+
+def layer_works(
+    spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layer: RankLayer, layout: Layout, backward: bool
+) -> list[Work]:
+    """One layer's forward or backward over a micro-batch on one rank, recomputation apart."""
+    works = []
+    trains_matrices = shape.method == "full"
+    for part in layer.products:
+        rows = max(1, round(shape.tokens_per_pass * part.rows_per_token))
+        source, mark = _rate_source(hardware, shape.dtype)
+        if not backward:
+            once = product_forward(part.product, rows, shape.dtype, hardware)
+        elif trains_matrices:
+            once = product_backward(part.product, rows, shape.dtype, hardware)
+        else:
+            once = input_gradient(part.product, rows, shape.dtype, hardware)
+        once = once.called(part.product.name, f"one layer; {source}", mark)
+        works.append(once.times(part.calls) if part.calls > 1 else once)
+        if not trains_matrices:
+            works += adapter_works(part, shape, hardware, rows, backward)
+            if shape.method == "qlora":
+                works.append(dequantising(part, shape, hardware))
+    attention = attention_work(spec, shape, hardware, layer.kind, layout.tensor, backward)
+    works.append(attention.called("attention_walk", "one layer: keys that the kernel walks, or moving q, k, v and the output"))
+    return works + elementwise(spec, shape, hardware, layer, layout, backward)
+
+
+def recomputed_works(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layer: RankLayer, layout: Layout) -> list[Work]:
+    """What backward computes again of one layer: nothing; elementwise work, and explicit attention (selective); everything."""
+    if shape.checkpointing == "full":
+        with within("recomputed"):
+            return layer_works(spec, shape, hardware, layer, layout, False)
+    if shape.checkpointing == "selective":
+        works = elementwise(spec, shape, hardware, layer, layout, False)
+        if attends_explicitly(hardware.kind, shape.dtype, shape.sequence_length):
+            works.append(attention_work(spec, shape, hardware, layer.kind, layout.tensor, False))
+        return works
+    return []
+
+
+def stage_layers(spec: ModelSpec, layout: Layout, shape: TrainingShape, stage: Stage) -> tuple[tuple[RankLayer, float], ...]:
+    """(layer, how many of it) on a stage: each kind in proportion."""
+    targets = shape.lora_targets if shape.method != "full" else ()
+    share = stage.n_layers / spec.n_layers
+    return tuple((layer, layer.count * share) for layer in rank_layers(spec, layout.tensor, layout.expert, targets))
+
+
+def training_attention_rate(hardware: Hardware, dtype: str, mode: str, direction: str, sequence_length: int) -> float:
+    """FLOP/s of a training block's attention, counted over the keys that its kernel walks (2 products forward, 5 backward):
+    that of a block by itself, or of an eager one where no compiler was there.
+
+    Beyond the longest explicit attention a CPU's flash kernel multiplies bf16 as it does fp32, so that rate is taken.
+    Datasheets get an assumed share of peak, for the causal half of the keys.
+    """
+    if hardware.kind == "cpu" and not attends_explicitly(hardware.kind, dtype, sequence_length):
+        dtype = "fp32"
+    block = hardware.training.block(dtype, mode, direction) or hardware.training.block(dtype, "eager", direction)
+    if block is not None:
+        return letter("rate", block.attention_flop_per_s)
+    return 2 * ASSUMED_ATTENTION_EFFICIENCY * hardware.peak(dtype)
+
+
+def block_rate(hardware: Hardware, dtype: str, mode: str, direction: str) -> float | None:
+    """Bytes/s at which a block's elementwise work went; None where nothing was measured. Compiled fp32 is not measured: it is
+    taken to pass as many elements a second as compiled bf16, twice the bytes."""
+    block = hardware.training.block
+    found = block(dtype, mode, direction)
+    if found is None and dtype == "fp32" and mode == "compiled" and (half := block("bf16", mode, direction)) is not None:
+        return 2 * half.elementwise_bytes_per_s
+    found = found or block(dtype, "eager", direction)
+    return None if found is None else found.elementwise_bytes_per_s
+
+
+def head_norm_rate(hardware: Hardware, dtype: str, mode: str, direction: str) -> float | None:
+    """Elements of q and k that QK-norm passes per second, or the eager rate; None where nothing was measured."""
+    blocks = (hardware.training.block(dtype, m, direction) for m in (mode, "eager"))
+    return next((b.head_norm_element_per_s for b in blocks if b is not None and b.head_norm_element_per_s is not None), None)
+
+
+def setup_bytes(spec: ModelSpec, tokens: float, width: float, backward: bool) -> float:
+    """Bytes moved around the blocks: rows of the embedding read and written and the final norm's input and output, 4·E·w a
+    token, and rotary tables, 4·D fp32 bytes; backward the same without tables, and the V·E gradient of the embedding cleared
+    and added to."""
+    around = tokens * 4 * spec.d_model * width
+    if backward:
+        return around + 2 * spec.vocab_size * spec.d_model * width
+    return around + (tokens * 4 * spec.head_dim if spec.positions == "rope" else 0.0)

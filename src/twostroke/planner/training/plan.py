@@ -1,0 +1,414 @@
+"""What a training run will take: memory by term, time by pass and component, throughput, storage, network, energy, money."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from twostroke.core import engines
+from twostroke.core.described import As, LeftOut
+from twostroke.core.dtypes import bytes_of
+from twostroke.core.errors import ConfigError
+from twostroke.core.named import inputs, letter, named, within
+from twostroke.core.policy import attends_explicitly
+from twostroke.core.spec import ModelSpec
+from twostroke.planner.hardware.device import DATASHEET_NOTE, Hardware
+from twostroke.planner.hardware.network import all_reduce_sent_bytes
+from twostroke.planner.money.cost import Cost, cost_of
+from twostroke.planner.training.checkpointing import Resilience, resilience
+from twostroke.planner.training.communication import Traffic, across_data, shown_traffic, within_micro_batch
+from twostroke.planner.training.layout import SINGLE, Layout
+from twostroke.planner.training.memory import FP32, PRECISIONS, state_bytes
+from twostroke.planner.training.shape import TrainingShape
+from twostroke.planner.training.sharding import rank_memory, rank_state_bytes, stage_held, stages
+from twostroke.planner.training.stage_times import StageTime, rate_dtype, stage_time, update_work
+from twostroke.planner.work.adapters import adapter_parameters, check_targets
+from twostroke.planner.work.component import Work, shown, total_seconds
+from twostroke.planner.work.flops import attention_flops_per_token, training_flops_per_token
+from twostroke.planner.work.params import Parameters, count_parameters
+
+ASSUMED_DATA_TOKEN_S = 5e-8
+"""Seconds a token to cut, pack and number a batch from memory-mapped shards: 20 M tokens/s, a thousandth of a step."""
+
+ASSUMED_COMPILE_S = 20.0
+"""Seconds to import torch and to compile one block, where nothing was measured."""
+
+
+class TrainingMemory:
+    """Bytes on the rank that holds most."""
+
+    weights: Annotated[float, "bytes", "of masters and working copy"]
+    gradients: Annotated[float, "bytes"]
+    optimizer: Annotated[float, "bytes", "of its state"]
+    activations: Annotated[float, "bytes", "kept for backward"]
+    recomputed: Annotated[float, "bytes", "of the one layer being computed again, beyond what was kept of it", LeftOut]
+    loss: Annotated[float, "bytes", "of logits and their gradients"]
+    process: Annotated[float, "bytes", "resident at rest (CPU)"]
+    workspace: Annotated[float, "bytes", "that training on a CPU holds beyond its tensors", LeftOut]
+    snapshot: Annotated[float, "bytes", "of the copy of a checkpoint that is being written (CPU)", LeftOut]
+    gathered: Annotated[float, "bytes", "that ZeRO-3 holds whole for the moment", LeftOut]
+    dequantised: Annotated[float, "bytes", "of QLoRA's largest matrix in the working type", LeftOut]
+    peak: Annotated[float, "bytes", "of all terms"]
+
+
+class TrainingPrediction:
+    """Predictions of training, by their ledger names."""
+
+    step_time_s: Annotated[float, "s", "of one update"]
+    forward_s: Annotated[float, "s", "of all forward passes of a step"]
+    backward_s: Annotated[float, "s", "of all backward passes of a step"]
+    optimizer_s: Annotated[float, "s", "of the update"]
+    data_s: Annotated[float, "s", "of reading a step's batch"]
+    train_tok_per_s: Annotated[float, "tok/s", "of all devices"]
+    mfu: Annotated[float, "share of peak, model FLOP"]
+    peak_memory_bytes: Annotated[float, "bytes", "on the rank that holds most"]
+    weights_bytes: Annotated[float, "bytes"]
+    gradients_bytes: Annotated[float, "bytes"]
+    optimizer_bytes: Annotated[float, "bytes"]
+    activations_bytes: Annotated[float, "bytes"]
+    checkpoint_bytes: Annotated[float, "bytes", "on disk"]
+    model_bytes: Annotated[float, "bytes", "on disk"]
+    startup_s: Annotated[float, "s", "before the first step"]
+    train_time_s: Annotated[float, "s", "of the run; absent while its length is open", LeftOut]
+    energy_kwh: Annotated[float, "kWh", "of the run", LeftOut]
+    cost_usd: Annotated[float, "$", "of the run", LeftOut]
+
+
+class TrainingPasses:
+    """Passes of a step by component."""
+
+    forward: Annotated[tuple[Work, ...], "one forward"]
+    backward: Annotated[tuple[Work, ...], "one backward, recomputation included"]
+    optimizer: Annotated[tuple[Work, ...], "one update"]
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Everything predicted of a run. Bytes and seconds are of one device, the one that holds most and the one that takes
+    longest; ``works`` hold the three passes by component."""
+
+    DOCUMENT = (
+        "model shape layout hardware parameters trained_parameters planned_only prediction memory_bytes masters_bytes passes "
+        "communication communication_s bubble_s tokens_per_step hfu wall_time_s flops_per_token bytes_per_token "
+        "network_bytes_per_step resilience cost notes"
+    )
+
+    spec: Annotated[ModelSpec, "what is trained", As("model")]
+    shape: Annotated[TrainingShape, "how"]
+    hardware: Annotated[Hardware, "what they are"]
+    parameters: Annotated[Parameters, "counts"]
+    memory_bytes: dict[str, float]  # by term; "peak" is apart
+    forward: tuple[Work, ...]
+    backward: tuple[Work, ...]  # what is computed again included
+    optimizer: tuple[Work, ...]
+    data_s: float
+    startup_s: float
+    flops_per_token: Annotated[float, "model FLOP"]
+    bytes_per_token: Annotated[float, "bytes", "moved"]
+    checkpoint_bytes: float
+    model_bytes: float
+    network_bytes_per_step: Annotated[float, "bytes", "a rank would send, were there one more"]
+    cost: Annotated[Cost | None, "of the run; null while its length is open"]
+    notes: Annotated[tuple[str, ...], "what to bear in mind"] = field(default=())
+    layout: Annotated[Layout, "on which devices"] = SINGLE
+    traffic: Annotated[tuple[Traffic, ...], "traffic of a step", As("communication")] = ()
+    bubble_s: Annotated[float, "s", "that stages wait"] = 0.0
+    recomputed_flops_per_token: float = 0.0
+    masters_bytes: Annotated[float, "bytes", "of the weights that are fp32 masters"] = 0.0
+    trained_parameters: Annotated[int, "parameters that the optimizer updates"] = 0
+    resilience: Annotated[Resilience | None, "checkpoints and failures"] = None
+
+    @property
+    def passes(self) -> Annotated[dict[str, tuple[Work, ...]], TrainingPasses, "time by component"]:
+        return {"forward": self.forward, "backward": self.backward, "optimizer": self.optimizer}
+
+    @property
+    def memory_and_peak(self) -> Annotated[dict[str, float], TrainingMemory, "bytes by term", As("memory_bytes")]:
+        return {**self.memory_bytes, "peak": self.peak_memory_bytes}
+
+    @property
+    def forward_s(self) -> float:
+        """Seconds of all forward passes of one step."""
+        seconds = self.shape.grad_accumulation * total_seconds(self.forward)
+        return named("forward_s", seconds, "s", "components one after another")
+
+    @property
+    def backward_s(self) -> float:
+        seconds = self.shape.grad_accumulation * total_seconds(self.backward)
+        return named("backward_s", seconds, "s", "components one after another, what is computed again included")
+
+    @property
+    def optimizer_s(self) -> float:
+        return named("optimizer_s", total_seconds(self.optimizer), "s", "one update")
+
+    @property
+    def communication_s(self) -> Annotated[float, "s", "of a step that nothing hides"]:
+        """Seconds of a step in which a device waits for a collective: the exposed part."""
+        exposed = sum(t.exposed_s for t in self.traffic)
+        return named("communication_s", exposed, "s", "the parts that work does not hide", section="communication")
+
+    @property
+    def step_time_s(self) -> float:
+        """forward + backward + optimizer + data, one after another, and over several devices exposed communication and the
+        pipeline's bubble."""
+        compute = self.forward_s + self.backward_s + self.optimizer_s + self.data_s
+        source = "one after another; what is hidden is left out"
+        return named("step_time_s", compute + self.communication_s + self.bubble_s, "s", source)
+
+    @property
+    def tokens_per_step(self) -> Annotated[int, "tokens of one update"]:
+        """Tokens of one step over all data-parallel ranks."""
+        source = "gradients of all passes and replicas are summed before one update"
+        return named("tokens_per_step", self.shape.tokens_per_step * self.layout.data, "tokens", source, "given")
+
+    @property
+    def tok_per_s(self) -> float:
+        """Of the whole job."""
+        return named("tok_per_s", self.tokens_per_step / self.step_time_s, "tok/s", "of the whole job")
+
+    @property
+    def planned_only(
+        self,
+    ) -> Annotated[tuple[str, ...], "what of it `twostroke train` does not do; empty where it does all of it"]:
+        """What of it ``twostroke train`` does not do, in words; empty where it does all of it."""
+        shape, accelerator = self.shape, self.hardware.accelerator
+        return engines.not_trained(
+            self.spec, method=shape.method, dtype=shape.dtype, optimizer=shape.optimizer, recomputation=shape.checkpointing,
+            logits=shape.logits, devices=self.layout.n_devices, accelerator=accelerator,
+        )  # fmt: skip
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOP a second over the peaks of all devices."""
+        peak = self.hardware.peak(self._rate_dtype) * self.layout.n_devices
+        source = f"π: {self.hardware.basis} rate of {self._rate_dtype} products"
+        return named("MFU", self.flops_per_token * self.tok_per_s / peak, "share", source, section="time")
+
+    @property
+    def hfu(self) -> Annotated[float, "share of peak, recomputation included"]:
+        """As MFU, with what is computed again counted."""
+        share = self.mfu * (1 + self.recomputed_flops_per_token / self.flops_per_token)
+        return named("HFU", share, "share", "as MFU, with what is computed again counted", section="time")
+
+    @property
+    def _rate_dtype(self) -> str:
+        return rate_dtype(self.shape, self.hardware)
+
+    @property
+    def peak_memory_bytes(self) -> float:
+        """Sum of the terms: the process at rest, and everything that is alive when backward starts."""
+        return named("peak_memory_bytes", sum(self.memory_bytes.values()), "bytes", "what is alive when backward starts")
+
+    @property
+    def train_time_s(self) -> float | None:
+        """Start-up and all steps; None while their number is open."""
+        if not self.shape.steps:
+            return None
+        seconds = self.startup_s + self.shape.steps * self.step_time_s
+        return named("train_time_s", seconds, "s", "importing and compiling, then all steps")
+
+    @property
+    def wall_time_s(self) -> Annotated[float | None, "s", "of the run with failures; null while its length is open"]:
+        """``train_time_s`` and what failures and checkpoints are expected to add; None while the length is open."""
+        if self.train_time_s is None or self.resilience is None:
+            return self.train_time_s
+        seconds = self.train_time_s * (1 + self.resilience.lost_share)
+        return named("wall_time_s", seconds, "s", "with failures and checkpoints", section="storage")
+
+    def prediction(self) -> Annotated[dict[str, float | dict[str, float]], TrainingPrediction, "the results"]:
+        """Ledger names → values."""
+        values: dict[str, float | dict[str, float]] = {
+            "step_time_s": self.step_time_s,
+            "forward_s": self.forward_s,
+            "backward_s": self.backward_s,
+            "optimizer_s": self.optimizer_s,
+            "data_s": self.data_s,
+            "train_tok_per_s": self.tok_per_s,
+            "mfu": self.mfu,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "weights_bytes": self.memory_bytes["weights"],
+            "gradients_bytes": self.memory_bytes["gradients"],
+            "optimizer_bytes": self.memory_bytes["optimizer"],
+            "activations_bytes": self.memory_bytes["activations"],
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "model_bytes": self.model_bytes,
+            "startup_s": self.startup_s,
+        }
+        if self.train_time_s is not None:
+            values["train_time_s"] = self.train_time_s
+        if self.cost is not None:
+            values["energy_kwh"] = self.cost.energy_kwh
+            values["cost_usd"] = self.cost.usd
+        return values
+
+
+# -- the plan -------------------------------------------------------------------------------------------------------------
+
+
+def step_traffic(
+    spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout, time: StageTime
+) -> tuple[Traffic, ...]:
+    """Everything a rank of the slowest stage sends in a step."""
+    if layout.n_devices == 1:
+        return ()
+    part = stage_held(spec, shape, layout, time.stage)
+    forward_s, backward_s = total_seconds(time.forward), total_seconds(time.backward)
+    return shown_traffic(
+        (
+            *within_micro_batch(spec, shape, hardware, layout, time.stage),
+            *across_data(shape, hardware, layout, part, time.stage.n_layers, forward_s, backward_s),
+        )
+    )
+
+
+def bubble_of(shape: TrainingShape, layout: Layout, time: StageTime, traffic: tuple[Traffic, ...]) -> float:
+    """(p − 1)/v ordinary stages' micro-batches, the time that a device waits for the pipe to fill and to empty: the share
+    (p−1)/(v·m) of m micro-batches (Narayanan et al., arXiv 2104.04473, section 2.2). Traffic inside a micro-batch waits too."""
+    if layout.pipeline == 1:
+        return 0.0
+    inside = sum(t.exposed_s for t in traffic if t.parallel != "data") / shape.grad_accumulation
+    waited = (layout.pipeline - 1) / layout.interleave * (letter("micro_batch", time.ordinary_s) + inside)
+    source = "filling and emptying the pipeline; Narayanan et al., arXiv 2104.04473, section 2.2"
+    return named("bubble_s", waited, "s", source, section="communication")
+
+
+def training_memory(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout = SINGLE) -> dict[str, float]:
+    """Bytes by term when they are all alive, at the start of backward, on the rank that holds most (``sharding.rank_memory``).
+    About 50 µs once a model's shapes are cached."""
+    return rank_memory(spec, shape, hardware, layout)
+
+
+def step_time_s(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout = SINGLE) -> float:
+    """``TrainingPlan.step_time_s`` without the rest of the plan: what a search over layouts asks."""
+    timed = replace(shape, dtype=rate_dtype(shape, hardware))
+    time = stage_time(spec, timed, hardware, layout)
+    traffic = step_traffic(spec, shape, hardware, layout, time)
+    passes = shape.grad_accumulation * (total_seconds(time.forward) + total_seconds(time.backward))
+    update = update_work(spec, shape, hardware, layout).seconds
+    waiting = sum(t.exposed_s for t in traffic) + bubble_of(shape, layout, time, traffic)
+    return passes + update + ASSUMED_DATA_TOKEN_S * shape.tokens_per_step + waiting
+
+
+def plan_training(
+    spec: ModelSpec,
+    shape: TrainingShape,
+    hardware: Hardware,
+    layout: Layout = SINGLE,
+    mtbf_device_hours: float | None = None,
+) -> TrainingPlan:
+    """Predict a training run of ``spec`` on ``layout.n_devices`` of ``hardware``. Raises ConfigError for a type it has no rates
+    for and for a layout that does not divide the model.
+
+    Held against published step times in tests/planner/test_training_published.py.
+    """
+    layout.check(spec)
+    if shape.method != "full":
+        check_targets(spec, shape.lora_targets)
+    parameters = count_parameters(spec)
+    timed = replace(shape, dtype=rate_dtype(shape, hardware))
+    hardware.peak(timed.dtype)
+    time = stage_time(spec, timed, hardware, layout)
+    update = (update_work(spec, shape, hardware, layout),)
+    traffic = step_traffic(spec, shape, hardware, layout, time)
+    moved = shape.grad_accumulation * sum(w.bytes for w in (*time.forward, *time.backward)) + update[0].bytes
+    trained = parameters.total if shape.method == "full" else adapter_parameters(spec, shape.lora_rank, shape.lora_targets)
+    n_matrix = parameters.block_matrices if shape.method == "full" else trained
+    precision = inputs(PRECISIONS[shape.dtype])
+    state = state_bytes(trained, n_matrix, shape.optimizer, precision.state)
+    stored = (FP32 if precision.master else precision.working) * trained + state + (FP32 * trained if shape.average else 0.0)
+    masters = max(
+        rank_state_bytes(shape, layout, stage_held(spec, shape, layout, stage))["masters"]
+        for stage in stages(spec.n_layers, layout.pipeline, layout.interleave)
+    )
+    with within("forward"):
+        forward = shown(time.forward, "a pass over a micro-batch on the slowest stage")
+    with within("backward"):
+        backward = shown(time.backward, "a pass over a micro-batch on the slowest stage, what is computed again included")
+    data_s = letter("data_token", ASSUMED_DATA_TOKEN_S) * shape.tokens_per_step
+    source = "weights as they are trained and the optimizer's state, of all ranks"
+    stored = named("checkpoint_bytes", stored, "bytes", source, section="storage")
+    finished = letter("w", bytes_of("fp32" if shape.dtype == "fp32" else shape.compute_dtype)) * trained
+    plan = TrainingPlan(
+        spec=spec,
+        shape=shape,
+        hardware=hardware,
+        parameters=parameters,
+        memory_bytes=training_memory(spec, shape, hardware, layout),
+        forward=forward,
+        backward=backward,
+        optimizer=update,
+        data_s=named("data_s", data_s, "s", "cutting and packing a replica's batch", "assumed"),
+        startup_s=startup_s(shape, hardware),
+        flops_per_token=flops_per_token(spec, shape),
+        bytes_per_token=moved / shape.tokens_per_step * layout.tensor * layout.pipeline,
+        checkpoint_bytes=stored,
+        model_bytes=named("model_bytes", finished, "bytes", "the finished model on disk", section="storage"),
+        network_bytes_per_step=sum(t.sent_bytes for t in traffic)
+        or all_reduce_sent_bytes(bytes_of(shape.compute_dtype) * trained, 2),
+        cost=None,
+        notes=(
+            *spec.notes,
+            *(() if hardware.basis == "measured" else (DATASHEET_NOTE,)),
+        ),
+        layout=layout,
+        traffic=traffic,
+        bubble_s=bubble_of(shape, layout, time, traffic),
+        recomputed_flops_per_token=recomputed_flops_per_token(spec, shape, hardware),
+        masters_bytes=masters,
+        trained_parameters=trained,
+        resilience=resilience(
+            stored, hardware.disk_write_bytes_per_s * n_nodes(layout, hardware), layout.n_devices, mtbf_device_hours
+        ),
+    )
+    if plan.train_time_s is not None:
+        spent = plan.train_time_s if layout.n_devices == 1 else plan.wall_time_s
+        assert spent is not None
+        plan = replace(plan, cost=cost_of(spent, hardware, layout.n_devices))
+    return plan
+
+
+def n_nodes(layout: Layout, hardware: Hardware) -> int:
+    """Nodes that write their part of a checkpoint at once."""
+    return -(-layout.n_devices // (layout.devices_per_node or hardware.devices_per_node))
+
+
+def flops_per_token(spec: ModelSpec, shape: TrainingShape) -> float:
+    """Model FLOP of a token. full: 6·N + 3·attention. Adapters: a frozen matrix has no gradient of its own, so 4·N_matrices
+    for the base and 6 a parameter of the adapters."""
+    if shape.method == "full":
+        source = "2 forward, 4 backward"
+        return named("flops_per_token", training_flops_per_token(spec, shape.sequence_length), "FLOP", source)
+    adapters = adapter_parameters(spec, shape.lora_rank, shape.lora_targets)
+    attention = attention_flops_per_token(spec, shape.sequence_length)
+    flops = 4 * count_parameters(spec).in_products + 6 * adapters + 3 * attention
+    source = "a frozen matrix has no gradient of its own: 2 forward, 2 backward; adapters 6"
+    return named("flops_per_token", flops, "FLOP", source)
+
+
+def recomputed_flops_per_token(spec: ModelSpec, shape: TrainingShape, hardware: Hardware) -> float:
+    """FLOP of a token's second forward: the blocks' products and attention (full), explicit attention (selective)."""
+    attention = attention_flops_per_token(spec, shape.sequence_length)
+    if shape.checkpointing == "full":
+        again = 2 * count_parameters(spec).active_matrices + attention
+        return named("recomputed_flops_per_token", again, "FLOP", "a second forward; checkpointing full")
+    explicit = attends_explicitly(hardware.kind, shape.compute_dtype, shape.sequence_length)
+    again = attention if shape.checkpointing == "selective" and explicit else 0.0
+    return named("recomputed_flops_per_token", again, "FLOP", "explicit attention again; checkpointing selective")
+
+
+def startup_s(shape: TrainingShape, hardware: Hardware) -> float:
+    """Seconds before the first step: importing torch and, compiled, one block's forward and backward."""
+    compile_s = (hardware.training.block_compile_s or ASSUMED_COMPILE_S) if shape.compile else 0.0
+    seconds = letter("importing", hardware.process.torch_import_s) + letter("compiling", compile_s)
+    return named("startup_s", seconds, "s", "importing torch and, compiled, one block's forward and backward")
+
+
+def steps_for_budget(
+    spec: ModelSpec, shape: TrainingShape, hardware: Hardware, budget_s: float, include_startup: bool = True
+) -> int:
+    """Optimizer steps that fit in ``budget_s`` at the predicted step time: ⌊(budget − start-up) / step time⌋, at least 1."""
+    if not budget_s > 0:
+        raise ConfigError(f"budget_s={budget_s:g} must be above 0.")
+    plan = plan_training(spec, shape, hardware)
+    left = budget_s - (plan.startup_s if include_startup else 0.0)
+    return max(1, int(left / plan.step_time_s))

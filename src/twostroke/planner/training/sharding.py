@@ -1,0 +1,473 @@
+"""What one rank of a layout holds: its part of the parameters, stage by stage, and memory by term.
+
+ZeRO with Adam and N ranks, Ψ parameters in mixed precision (Rajbhandari et al., arXiv 1910.02054, figure 1): 16Ψ bytes; ZeRO-1
+4Ψ + 12Ψ/N; ZeRO-2 2Ψ + 14Ψ/N; ZeRO-3 16Ψ/N. Tensor, pipeline and expert parallel divide Ψ itself first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from twostroke.core.dtypes import bytes_of
+from twostroke.core.matrices import LayerKind, Matrix, head_matrix, layer_kinds
+from twostroke.core.named import inputs, largest, letter, named, smallest
+from twostroke.core.policy import loss_chunk_rows
+from twostroke.core.spec import ModelSpec
+from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.training.anchors import TrainingAnchor, training_anchors
+from twostroke.planner.training.layout import SINGLE, Layout
+from twostroke.planner.training.memory import (
+    FP32,
+    PRECISIONS,
+    Kept,
+    around_blocks_bytes,
+    attention_device,
+    gradient_bytes_per_parameter,
+    kept_by_layer,
+    loss_bytes,
+    nf4_bytes_per_weight,
+    not_kept_at_the_bottom,
+    snapshot_bytes,
+    state_bytes,
+    whole_logits_bytes,
+)
+from twostroke.planner.training.shape import TrainingShape
+from twostroke.planner.work.adapters import check_targets, targeted
+from twostroke.planner.work.params import count_parameters
+
+
+@dataclass(frozen=True)
+class RankProduct:
+    """A product as one rank runs it: its part of the matrix, rows per token of the micro-batch, matrices in a row.
+    ``adapter_outputs`` are the outputs of the modules with an adapter."""
+
+    product: Matrix
+    rows_per_token: float
+    calls: int
+    adapter_outputs: tuple[int, ...] = ()
+
+    @property
+    def elements(self) -> float:
+        """Parameters of it that the rank holds, biases included (those of a row cut stay whole)."""
+        return self.calls * (self.product.weights + (self.product.n if self.product.bias else 0))
+
+    def adapters(self, rank: int) -> float:
+        """Adapter parameters that the rank holds: of the two factors one is cut with the matrix and one is whole."""
+        return self.calls * sum(rank * (self.product.k + outputs) for outputs in self.adapter_outputs)
+
+
+def rank_product(
+    product: Matrix, kind: LayerKind, layout: Layout, targets: tuple[str, ...] = (), family: str = "llama"
+) -> RankProduct:
+    """``product`` cut for one rank: columns or rows by ``tensor``; experts by ``expert`` and, beyond it, inside by ``tensor``.
+    Key-value heads are not cut below one."""
+    tensor = layout.tensor
+    outputs = targeted(product, targets, family) if targets else ()
+    if product.split == "expert":
+        within = max(1, tensor // layout.expert)
+        cut = (
+            replace(product, k=product.k // within)
+            if product.name.endswith("down")
+            else replace(product, n=product.n // within)
+        )
+        rows = product.active * max(1, layout.expert // tensor) / product.copies
+        return RankProduct(cut, rows, product.copies // layout.expert, outputs)
+    if product.split == "replicated" or tensor == 1:
+        return RankProduct(product, 1, 1, outputs)
+    if product.split == "row":
+        return RankProduct(replace(product, k=product.k // tensor), 1, 1, outputs)
+    if product.name == "qkv":
+        of_a_head = letter("D_kv", (product.n - kind.n_heads * kind.qk_dim) // kind.n_kv_heads)
+        keys_and_values = of_a_head * max(1, kind.n_kv_heads // tensor)
+        cut = replace(product, n=kind.n_heads * kind.qk_dim // tensor + keys_and_values)
+        return RankProduct(cut, 1, 1, tuple(o // tensor for o in outputs))
+    return RankProduct(replace(product, n=-(-product.n // tensor)), 1, 1, tuple(o // tensor for o in outputs))
+
+
+@dataclass(frozen=True)
+class RankLayer:
+    """One kind of layer on one rank, and how many layers of the model are of it."""
+
+    kind: LayerKind
+    count: int
+    products: tuple[RankProduct, ...]
+
+    @property
+    def dense(self) -> float:
+        """Parameters that every rank of the data group holds alike."""
+        kept = sum(p.elements for p in self.products if p.product.split != "expert")
+        whole = kept + self.kind.norm_parameters + self.kind.other_parameters
+        return named("layer_dense", whole, "parameters", "one layer on one rank, experts apart", section="rank")
+
+    @property
+    def experts(self) -> float:
+        held_here = sum(p.elements for p in self.products if p.product.split == "expert")
+        return named("layer_experts", held_here, "parameters", "the experts of one layer that a rank holds", section="rank")
+
+
+@lru_cache(maxsize=4096)
+def rank_layers(spec: ModelSpec, tensor: int, expert: int, targets: tuple[str, ...] = ()) -> tuple[RankLayer, ...]:
+    """Every kind of layer as a rank of a group of ``tensor`` and ``expert`` devices holds it."""
+    plane = Layout(tensor=tensor, expert=expert, data=max(1, expert // tensor))
+    return tuple(
+        RankLayer(kind, count, tuple(rank_product(p, kind, plane, targets, spec.family) for p in kind.matrices))
+        for kind, count in layer_kinds(spec)
+    )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage: its layers, and whether embedding and head are on it."""
+
+    index: int
+    n_layers: float
+    first: bool
+    last: bool
+
+
+@lru_cache(maxsize=4096)
+def stages(n_layers: int, pipeline: int, interleave: int) -> tuple[Stage, ...]:
+    """The stages that can be the fullest or the slowest: the first, the second where the first has fewer layers, the last."""
+    if pipeline == 1:
+        return (Stage(0, n_layers, first=True, last=True),)
+    if n_layers % (pipeline * interleave) == 0:
+        each = _layers_here(n_layers / pipeline)
+        return Stage(0, each, True, False), Stage(pipeline - 1, each, False, True)
+    each = (n_layers + 2) / pipeline
+    less = _layers_here(each - 1)
+    ends = (Stage(0, less, True, False), Stage(pipeline - 1, less, False, True))
+    return ends if pipeline == 2 else (ends[0], Stage(1, _layers_here(each), False, False), ends[1])
+
+
+def _layers_here(n_layers: float) -> float:
+    return named("layers_here", n_layers, "layers", "of the stage that holds most or takes longest", section="rank")
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters of one stage on one rank before ZeRO divides them. ``trained`` and ``frozen_bytes`` are alike on every data
+    rank, those of experts on ``Layout.expert_data`` ranks. ``layer`` is the parameters of its largest layer."""
+
+    trained: float
+    trained_experts: float
+    matrices: float
+    expert_matrices: float
+    frozen_bytes: float
+    frozen_expert_bytes: float
+    layer: float
+    layer_bytes: float
+    embedding_bytes: float
+
+
+@lru_cache(maxsize=8192)
+def held(
+    spec: ModelSpec, method: str, rank: int, targets: tuple[str, ...], working: float, tensor: int, expert: int, stage: Stage
+) -> Held:
+    """What a rank of ``stage`` holds when ``method`` trains: everything (full), or adapters beside a frozen base in the working
+    type (lora) or with its block matrices in NF4 (qlora)."""
+    counts = count_parameters(spec)
+    layers = rank_layers(spec, tensor, expert, targets)
+    share = stage.n_layers / spec.n_layers
+    dense = share * sum(layer.count * layer.dense for layer in layers)
+    experts = share * sum(layer.count * layer.experts for layer in layers)
+    ends = 0.0
+    if stage.first:
+        ends += counts.embedding / tensor + counts.positions + counts.projections
+    if stage.last:
+        ends += counts.head / tensor + counts.final_norm
+        ends += counts.embedding / tensor if spec.tied_embeddings and not stage.first else 0.0  # the head's own copy
+    dense_matrices = share * sum(
+        layer.count * p.calls * p.product.weights for layer in layers for p in layer.products if p.product.split != "expert"
+    )
+    expert_matrices = share * sum(
+        layer.count * p.calls * p.product.weights for layer in layers for p in layer.products if p.product.split == "expert"
+    )
+    most = max(layer.dense + layer.experts for layer in layers)
+    embedding_bytes = working * (counts.embedding + counts.head) / tensor
+    if method == "full":
+        everything = dense + ends
+        return Held(
+            trained=_of_rank("N_trained", everything, f"trained on a rank of stage {stage.index}, experts apart"),
+            trained_experts=_of_rank("N_trained_experts", experts, "its experts"),
+            matrices=_of_rank("M", dense_matrices, "matrices of its blocks"),
+            expert_matrices=_of_rank("M_experts", expert_matrices, "matrices of its experts"),
+            frozen_bytes=0.0,
+            frozen_expert_bytes=0.0,
+            layer=most,
+            layer_bytes=working * most,
+            embedding_bytes=embedding_bytes,
+        )
+    of_matrices = nf4_bytes_per_weight() if method == "qlora" else working
+    adapters = {
+        expert_part: share
+        * sum(
+            layer.count * p.adapters(rank)
+            for layer in layers
+            for p in layer.products
+            if (p.product.split == "expert") == expert_part
+        )
+        for expert_part in (False, True)
+    }
+    lora = "two factors for every targeted matrix: rank·(inputs + outputs); LoRA, arXiv 2106.09685"
+    trained, trained_experts = _of_rank("N_trained", adapters[False], lora), _of_rank("N_trained_experts", adapters[True], lora)
+    base = "the frozen base: block matrices in NF4 with double quantisation (QLoRA, arXiv 2305.14314), or the working type"
+    frozen = of_matrices * dense_matrices + working * (dense + ends - dense_matrices)
+    frozen_experts = of_matrices * expert_matrices + working * (experts - expert_matrices)
+    return Held(
+        trained=trained,
+        trained_experts=trained_experts,
+        matrices=trained,
+        expert_matrices=trained_experts,
+        frozen_bytes=named("frozen_bytes", frozen, "bytes", base, section="rank"),
+        frozen_expert_bytes=named("frozen_expert_bytes", frozen_experts, "bytes", base, section="rank"),
+        layer=max(sum(p.adapters(rank) for p in layer.products) for layer in layers),
+        layer_bytes=of_matrices * most,
+        embedding_bytes=embedding_bytes,
+    )
+
+
+def _of_rank(symbol: str, parameters: float, source: str) -> float:
+    return named(symbol, parameters, "parameters", source, section="rank")
+
+
+def micro_batches_in_flight(layout: Layout, n_micro_batches: int, stage: Stage) -> float:
+    """Micro-batches whose activations a stage holds at once, 1F1B: min(m, p − i), and interleaved (p − 1)/v more (Korthikanti
+    et al., arXiv 2205.05198, section 4.2.3: L·(1 + (p−1)/(p·v)) layers' worth on the first stage)."""
+    if layout.pipeline == 1:
+        return 1.0
+    extra = (layout.pipeline - 1) / layout.interleave if layout.interleave > 1 else 0.0
+    return smallest(1.0 * n_micro_batches, layout.pipeline - stage.index + extra)
+
+
+@lru_cache(maxsize=8192)
+def _kept_per_token(
+    spec: ModelSpec, dtype: str, compiled: bool, sequence_length: int, device_kind: str, kept: Kept
+) -> tuple[float, float]:
+    """(bytes a token keeps in an average layer, in the layer that keeps most when nothing is recomputed)."""
+    average = sum(
+        count * kept_by_layer(spec, kind, dtype, compiled, sequence_length, device_kind, kept)
+        for kind, count in layer_kinds(spec)
+    )
+    whole = replace(kept, checkpointing="none")
+    most = max(kept_by_layer(spec, kind, dtype, compiled, sequence_length, device_kind, whole) for kind, _ in layer_kinds(spec))
+    return average / spec.n_layers, most
+
+
+@lru_cache(maxsize=4096)
+def kept_on_rank(
+    spec: ModelSpec, method: str, rank: int, targets: tuple[str, ...], tensor: int, sequence_cut: int, checkpointing: str
+) -> Kept:
+    """What a rank keeps: everything, or beside a frozen base the inputs and narrow products of adapters, in the layer with
+    most of them."""
+    if method == "full":
+        return Kept(tensor, sequence_cut, checkpointing)
+    adapted = [[(p.name, targeted(p, targets, spec.family)) for p in k.matrices] for k, _ in layer_kinds(spec)]
+    return Kept(
+        tensor,
+        sequence_cut,
+        checkpointing,
+        frozenset(name for layer in adapted for name, outputs in layer if outputs),
+        rank * max(sum(len(outputs) for _, outputs in layer) for layer in adapted),
+    )
+
+
+def rank_memory(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> dict[str, float]:
+    """Bytes by term on the rank that holds most, when they are all alive, at the start of a backward pass.
+
+    ``weights`` are the working copy and the masters. ``gathered`` is what ZeRO-3 holds whole for the moment: this layer and the
+    next, embedding and head, and one layer's gradient. ``dequantised`` is QLoRA's largest matrix in the working type.
+    """
+    layout.check(spec)
+    if shape.method != "full":
+        check_targets(spec, shape.lora_targets)
+    found: list[dict[str, float]] = [
+        _stage_memory(spec, shape, hardware, layout, stage)
+        for stage in stages(spec.n_layers, layout.pipeline, layout.interleave)
+    ]
+    return max(found, key=lambda terms: sum(terms.values()))
+
+
+def fullest_stage(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> Stage:
+    """The stage whose ranks hold most: the one that ``rank_memory`` counts."""
+    return max(
+        stages(spec.n_layers, layout.pipeline, layout.interleave),
+        key=lambda stage: sum(_stage_memory(spec, shape, hardware, layout, stage).values()),
+    )
+
+
+def rank_state_bytes(shape: TrainingShape, layout: Layout, part: Held) -> dict[str, float]:
+    """weights, masters (a part of them), gradients and optimizer of one stage, divided as ``layout.zero`` says."""
+    precision = inputs(PRECISIONS[shape.dtype])
+    zero, data, expert_data = layout.zero, layout.data, layout.expert_data
+    weight_ranks = (data, expert_data) if zero == 3 else (1, 1)
+    gradient_ranks = (data, expert_data) if zero >= 2 else (1, 1)
+    state_ranks = (data, expert_data) if zero >= 1 else (1, 1)
+    gradient = letter("gradient", gradient_bytes_per_parameter(shape.dtype, layout.n_devices == 1, shape.grad_accumulation))
+    masters = precision.master * (part.trained / state_ranks[0] + part.trained_experts / state_ranks[1])
+    working = precision.working * (part.trained / weight_ranks[0] + part.trained_experts / weight_ranks[1])
+    frozen = part.frozen_bytes / weight_ranks[0] + part.frozen_expert_bytes / weight_ranks[1]
+    optimizer = state_bytes(part.trained, part.matrices, shape.optimizer, precision.state) / state_ranks[0]
+    optimizer += state_bytes(part.trained_experts, part.expert_matrices, shape.optimizer, precision.state) / state_ranks[1]
+    if shape.average:
+        optimizer += FP32 * (part.trained + part.trained_experts)
+    gradients = gradient * (part.trained / gradient_ranks[0] + part.trained_experts / gradient_ranks[1])
+    masters = named("masters_bytes", masters, "bytes", "fp32 masters; ZeRO, arXiv 1910.02054, section 3, divides them")
+    return {
+        "weights": _term("weights", working + frozen + masters),
+        "masters": masters,
+        "gradients": _term("gradients", gradients),
+        "optimizer": _term("optimizer", optimizer),
+    }
+
+
+_TERMS = {
+    "weights": "the copy that forward and backward read, and masters; over the ranks that ZeRO divides them by",
+    "gradients": "what backward leaves and, alone on a device, the fp32 sum that the optimizer reads",
+    "optimizer": "moments as the optimizer keeps them, and a running average of the weights",
+    "activations": "blocks; around them ids, final norm, hidden gradients, rotary tables, mask; the head's gradient",
+    "recomputed": "the one layer that is being computed again, beyond what was kept of it",
+    "loss": "logits with their gradient, the head's gradient; on a CPU beyond what backward takes after it",
+    "workspace": "pieces of the heap that nothing fits into, and gradients inside a layer; fitted on CPUs",
+    "snapshot": "the copy that checkpoints are written from in the background",
+    "gathered": "ZeRO-3 holds this layer and the next whole, embedding and head, and one layer's gradient",
+    "dequantised": "QLoRA's largest matrix in the working type",
+}
+
+
+def _term(name: str, n_bytes: float) -> float:
+    return named(f"{name}_bytes", n_bytes, "bytes", _TERMS[name])
+
+
+def stage_held(spec: ModelSpec, shape: TrainingShape, layout: Layout, stage: Stage) -> Held:
+    working = letter("working", PRECISIONS[shape.dtype].working)
+    targets = shape.lora_targets if shape.method != "full" else ()
+    return held(spec, shape.method, shape.lora_rank, targets, working, layout.tensor, layout.expert, stage)
+
+
+def _stage_memory(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout, stage: Stage) -> dict[str, float]:
+    terms = _held_terms(spec, shape, hardware, layout, stage)
+    return terms | {"process": process_bytes(shape, hardware)}
+
+
+def _held_terms(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout, stage: Stage) -> dict[str, float]:
+    """All but the process at rest."""
+    part = stage_held(spec, shape, layout, stage)
+    state = rank_state_bytes(shape, layout, part)
+    dtype, tokens, tensor = shape.compute_dtype, shape.tokens_at_once(hardware.kind, layout.n_devices), layout.tensor
+    targets = shape.lora_targets if shape.method != "full" else ()
+    kept = kept_on_rank(spec, shape.method, shape.lora_rank, targets, tensor, layout.sequence_cut, shape.checkpointing)
+    where = attention_device(hardware, spec, dtype)
+    layer, most = _kept_per_token(spec, dtype, shape.compile, shape.sequence_length, where, kept)
+    activations = tokens * stage.n_layers * layer * micro_batches_in_flight(layout, shape.grad_accumulation, stage)
+    recomputed = (
+        0.0 if shape.checkpointing == "none" else tokens * max(most - (layer if kept.checkpointing == "selective" else 0), 0.0)
+    )
+    if stage.first and kept.frozen:
+        first = layer_kinds(spec)[0][0]
+        activations -= tokens * not_kept_at_the_bottom(spec, first, dtype, shape.compile, shape.sequence_length, where, kept)
+    loss = 0.0
+    w = letter("w", bytes_of(dtype))
+    if stage.last:
+        around = around_blocks_bytes(spec, dtype, shape.sequence_length, where, kept.frozen, shape.checkpointing)
+        if layout.n_devices > 1:
+            around -= w * shape.sequence_length  # packed documents are told by their boundaries, not by a mask
+        activations += tokens * around / layout.sequence_cut
+        chunk = letter("chunk", loss_chunk_rows(tokens))
+        if shape.logits == "whole":
+            loss = whole_logits_bytes(spec, tokens, dtype) / tensor
+        elif shape.method == "full":
+            loss = loss_bytes(spec, chunk, dtype, shape.compile) / tensor
+        else:
+            per_head = spec.vocab_size * spec.d_model * (FP32 + w)
+            loss = (loss_bytes(spec, chunk, dtype, shape.compile) - per_head) / tensor
+        if shape.method == "full" and shape.logits == "chunked":
+            activations += w * spec.vocab_size * spec.d_model / tensor  # the head's gradient, computed ahead
+    beside = letter("beside", backward_gradient_bytes(shape.dtype)) * (part.trained + part.trained_experts)
+    activations, recomputed = _term("activations", activations), _term("recomputed", recomputed)
+    n_layers = stage.n_layers or 1.0  # the embedding or the head alone: backward differentiates it as it would one layer
+    terms = {
+        "weights": state["weights"],
+        "gradients": state["gradients"],
+        "optimizer": state["optimizer"],
+        "activations": activations,
+        "loss": _term("loss", loss_at_peak_bytes(loss, activations + recomputed, n_layers, beside, hardware)),
+        "workspace": _term("workspace", workspace_bytes(activations + recomputed, n_layers, hardware)),
+    }
+    if recomputed:
+        terms["recomputed"] = recomputed
+    if shape.snapshot and hardware.kind != "gpu":  # a GPU's copy is in the host's memory
+        copied = snapshot_bytes(shape.dtype, part.trained + part.trained_experts, state["optimizer"])
+        terms["snapshot"] = _term("snapshot", copied)
+    if layout.zero == 3:
+        gathered = 2 * part.layer_bytes + part.embedding_bytes + PRECISIONS[shape.dtype].gradient * part.layer
+        terms["gathered"] = _term("gathered", gathered)
+    if shape.method == "qlora":
+        matrices = [p.product.weights for layer in rank_layers(spec, tensor, layout.expert) for p in layer.products]
+        terms["dequantised"] = _term("dequantised", w * max(matrices))
+    return terms
+
+
+ALLOCATOR_SLACK = 0.09
+BACKWARD_SHARE = 1.1
+"""What training on a CPU holds beyond its tensors, as shares of all activations and of one layer's: freed pieces of the heap
+that nothing fits into, and gradients of a layer that is being differentiated. Found over 44 compiled runs of
+benchmarks/planner/engines (glibc 2.36, torch 2.13), whose peaks they leave with a median error of 2%."""
+
+
+def workspace_bytes(activations: float, n_layers: float, hardware: Hardware) -> float:
+    """``ALLOCATOR_SLACK``·activations + ``BACKWARD_SHARE``·activations/L on a CPU. A GPU's caching allocator was not measured:
+    nothing is added there."""
+    if hardware.kind == "gpu":
+        return 0.0
+    return letter("slack", ALLOCATOR_SLACK) * activations + letter("share", BACKWARD_SHARE) * activations / n_layers
+
+
+def backward_gradient_bytes(dtype: str) -> float:
+    """Bytes a parameter of the gradients that a backward pass leaves beside the fp32 ones; none where those are the same."""
+    precision = PRECISIONS[dtype]
+    return precision.gradient if precision.master else 0.0
+
+
+def loss_at_peak_bytes(
+    loss: float, activations: float, n_layers: float, backward_gradients: float, hardware: Hardware
+) -> float:
+    """What the loss adds to the peak. On a CPU it is over when backward begins, so it adds what it takes beyond backward's own
+    gradients and its workspace in one layer; on a GPU, where that was not measured, all of it."""
+    if hardware.kind == "gpu":
+        return loss
+    return largest(loss - backward_gradients - letter("share", BACKWARD_SHARE) * activations / n_layers, 0.0)
+
+
+def process_bytes(shape: TrainingShape, hardware: Hardware) -> float:
+    """Resident bytes of the process beside everything that a plan counts: Python, torch, and where it compiles the compiler.
+
+    Measured: the peak of an anchor's steps less the terms planned for them. Else what torch takes after a first product
+    (``Process.resident_bytes``). Memory of a GPU holds none of it.
+    """
+    if hardware.kind == "gpu":
+        return 0.0
+    anchor = training_anchors(shape.mode)[0]
+    for dtype in (shape.compute_dtype, "bf16"):
+        step = hardware.training.step(anchor.width, anchor.shallow, dtype, shape.mode)
+        if step is not None and step.peak_bytes is not None:
+            like, stage = anchor_shape(anchor, dtype, shape), Stage(0, anchor.shallow, first=True, last=True)
+            terms = _held_terms(anchor.spec(anchor.shallow), like, hardware, SINGLE, stage)
+            return _resting(max(step.peak_bytes - sum(terms.values()), 0.0))
+    return _resting(hardware.process.resident_bytes)
+
+
+def _resting(n_bytes: float) -> float:
+    source = "resident memory of the process beside everything counted here"
+    return named("process_bytes", letter("process", n_bytes), "bytes", source, "measured")
+
+
+def anchor_shape(anchor: TrainingAnchor, dtype: str, shape: TrainingShape) -> TrainingShape:
+    """How an anchor was trained: as ``shape`` is, compiled or not, with AdamW and nothing else asked for."""
+    return type(shape)(anchor.batch_size, anchor.sequence_length, dtype=dtype, compile=shape.compile)
+
+
+@lru_cache(maxsize=4096)
+def head_on_rank(spec: ModelSpec, tensor: int) -> Matrix:
+    head = head_matrix(spec)
+    return replace(head, n=-(-head.n // tensor))

@@ -1,0 +1,176 @@
+"""A training step's passes on the slowest stage: from the rates of parts, and held to whole measured steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from twostroke.core.named import within
+from twostroke.core.spec import ModelSpec
+from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.hardware.interpolation import ratio_at
+from twostroke.planner.training.anchors import layer_and_around, training_anchors
+from twostroke.planner.training.layout import SINGLE, Layout
+from twostroke.planner.training.passes import layer_works, loss_work, optimizer_work, recomputed_works, setup_work, stage_layers
+from twostroke.planner.training.shape import TrainingShape
+from twostroke.planner.training.sharding import Stage, anchor_shape, stages
+from twostroke.planner.work.component import Work, merge, total_seconds
+
+
+def rate_dtype(shape: TrainingShape, hardware: Hardware) -> str:
+    """The type whose rates apply: fp16 runs at bf16's on every device that lists only that one."""
+    if shape.dtype == "fp16" and "fp16" not in hardware.peak_flop_per_s:
+        return "bf16"
+    return shape.compute_dtype
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """The slowest stage's passes over one micro-batch, and the seconds of a stage without embedding and head."""
+
+    stage: Stage
+    forward: tuple[Work, ...]
+    backward: tuple[Work, ...]
+    ordinary_s: float
+
+
+@dataclass(frozen=True)
+class AnchorRatios:
+    """Measured ÷ planned of what calibration measured of whole steps (``planner.anchors``): of a layer and of what is around
+    the layers, by direction ("forward", "backward"), and of the update. 1 where nothing was measured."""
+
+    layer: Mapping[str, float] = field(default_factory=lambda: {"forward": 1.0, "backward": 1.0})
+    around: Mapping[str, float] = field(default_factory=lambda: {"forward": 1.0, "backward": 1.0})
+    update: float = 1.0
+
+
+AS_PLANNED = AnchorRatios()
+DIRECTIONS = ("forward", "backward")
+
+
+def anchor_ratios(spec: ModelSpec, shape: TrainingShape, hardware: Hardware) -> AnchorRatios:
+    """The ratios at ``spec``'s width. Compiled fp32 is taken to gain and lose what compiled bf16 does."""
+    found = _measured_ratios(type(shape)(dtype=shape.dtype, compile=shape.compile), hardware)
+    if not found:
+        return AS_PLANNED
+
+    def at_width(part: Callable[[AnchorRatios], float]) -> float:
+        return ratio_at({(width, 1): part(ratios) for width, ratios in found.items()}, spec.d_model, 1)
+
+    return AnchorRatios(
+        {direction: at_width(lambda r, d=direction: r.layer[d]) for direction in DIRECTIONS},  # type: ignore[misc]
+        {direction: at_width(lambda r, d=direction: r.around[d]) for direction in DIRECTIONS},  # type: ignore[misc]
+        at_width(lambda r: r.update),
+    )
+
+
+@lru_cache(maxsize=64)
+def _measured_ratios(like: TrainingShape, hardware: Hardware) -> dict[int, AnchorRatios]:
+    """Width → ratios of its anchor, for the type and mode of ``like``: every plan of a machine asks for the same few."""
+    found: dict[int, AnchorRatios] = {}
+    for anchor in training_anchors(like.mode):
+        for dtype in (rate_dtype(like, hardware), "bf16"):
+            shallow_step, deep_step = (
+                hardware.training.step(anchor.width, n, dtype, like.mode) for n in (anchor.shallow, anchor.deep)
+            )
+            if shallow_step is not None and deep_step is not None:
+                break
+        else:
+            continue
+        shape, deep = anchor_shape(anchor, dtype, like), anchor.spec(anchor.deep)
+        planned = passes_of(deep, shape, hardware, SINGLE)
+        layer, around = {}, {}
+        for direction in DIRECTIONS:
+            shallow_s, deep_s = shallow_step.direction_s(direction), deep_step.direction_s(direction)
+            layer_s, around_s = layer_and_around(anchor, shallow_s, deep_s)
+            layer[direction] = layer_s / planned.layer_s(direction)
+            around[direction] = around_s / planned.around_s(direction)
+        update = deep_step.optimizer_s / optimizer_work(deep, shape, hardware).seconds
+        found[anchor.width] = AnchorRatios(layer, around, update)
+    return found
+
+
+def update_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> Work:
+    """The optimizer's update, held to the anchors. What Muon adds to one was not part of them."""
+    work = optimizer_work(spec, shape, hardware, layout)
+    return work if shape.optimizer == "muon" else work.stretched(anchor_ratios(spec, shape, hardware).update)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Works of forward and backward: of each kind of layer with how many there are, of the loss, and of what comes before the
+    first layer."""
+
+    layers: Mapping[str, tuple[tuple[tuple[Work, ...], float], ...]]
+    loss: Mapping[str, tuple[Work, ...]]
+    setup: Mapping[str, tuple[Work, ...]]
+    n_layers: int
+
+    def layer_s(self, direction: str) -> float:
+        """Seconds of an average layer."""
+        return sum(count * total_seconds(works) for works, count in self.layers[direction]) / self.n_layers
+
+    def around_s(self, direction: str) -> float:
+        return total_seconds(self.loss[direction]) + total_seconds(self.setup[direction])
+
+    def held_to(self, ratios: AnchorRatios) -> Passes:
+        """The same with every time multiplied by its ratio."""
+        if ratios is AS_PLANNED:
+            return self
+
+        def each(works: Iterable[Work], ratio: float) -> tuple[Work, ...]:
+            return tuple(work.stretched(ratio) for work in works)
+
+        return Passes(
+            {d: tuple((each(works, ratios.layer[d]), n) for works, n in found) for d, found in self.layers.items()},
+            {d: each(works, ratios.around[d]) for d, works in self.loss.items()},
+            {d: each(works, ratios.around[d]) for d, works in self.setup.items()},
+            self.n_layers,
+        )
+
+
+def passes_of(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> Passes:
+    """From the rates of parts: each kind of layer is timed once."""
+    per_model = Stage(0, spec.n_layers, first=True, last=True)
+    layers: dict[str, tuple[tuple[tuple[Work, ...], float], ...]] = {}
+    loss: dict[str, tuple[Work, ...]] = {}
+    setup: dict[str, tuple[Work, ...]] = {}
+    for direction in ("forward", "backward"):
+        found, backward = [], direction == "backward"
+        with within(direction):
+            for layer, count in stage_layers(spec, layout, shape, per_model):
+                works = layer_works(spec, shape, hardware, layer, layout, backward)
+                if backward:
+                    works += recomputed_works(spec, shape, hardware, layer, layout)
+                found.append((tuple(works), count))
+            loss[direction] = tuple(loss_work(spec, shape, hardware, layout.tensor, backward))
+            setup[direction] = tuple(setup_work(spec, shape, hardware, backward))
+        layers[direction] = tuple(found)
+    return Passes(layers, loss, setup, spec.n_layers)
+
+
+def stage_time(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> StageTime:
+    """The passes, held to the anchors, and put on the stages as often as each has its layers."""
+    passes = passes_of(spec, shape, hardware, layout).held_to(anchor_ratios(spec, shape, hardware))
+    whole = stages(spec.n_layers, layout.pipeline, layout.interleave)
+    layer_s = passes.layer_s("forward") + passes.layer_s("backward")
+    loss_s = sum(total_seconds(works) for works in passes.loss.values())
+    setup_s = sum(total_seconds(works) for works in passes.setup.values())
+
+    def seconds(stage: Stage) -> float:
+        return stage.n_layers * layer_s + stage.last * loss_s + stage.first * setup_s
+
+    slowest = max(whole, key=seconds)
+    share = slowest.n_layers / spec.n_layers
+    forward, backward = (
+        merge(
+            [
+                *(work.times(count * share) for works, count in passes.layers[direction] for work in works),
+                *(passes.loss[direction] if slowest.last else ()),
+                *(passes.setup[direction] if slowest.first else ()),
+            ]
+        )
+        for direction in ("forward", "backward")
+    )
+    return StageTime(slowest, forward, backward, max(stage.n_layers for stage in whole) * layer_s)

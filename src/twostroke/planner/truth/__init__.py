@@ -1,0 +1,1 @@
+"""What a prediction is worth: its formula, its interval, its score in the ledger."""

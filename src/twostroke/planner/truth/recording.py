@@ -1,0 +1,101 @@
+"""A run in the ledger: predicted, frozen, run, measured, by every command in the same way.
+
+::
+
+    with recording("bench", subject, inputs, plan, log) as run:
+        ...
+        run.measure(values)
+
+Neither a prediction that cannot be made nor a ledger that cannot be written stops the work: each is said in a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from twostroke.core.errors import TwostrokeError
+from twostroke.ledger.scoring import unmeasured
+from twostroke.ledger.store import Kind, Ledger
+from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.truth.intervals import predict_with_intervals
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What is expected of a run: values by the ledger's names, the machine that they are for, and what of the plan joins the
+    run's inputs."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    hardware: Hardware | None = None
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def freeze(kind: Kind, subject: str, inputs: Mapping[str, Any], planned: Planned, ledger: Ledger | None = None) -> str:
+    """The id of a run whose prediction, with its intervals, is in the ledger now. Raises TwostrokeError or OSError where the
+    ledger cannot be written."""
+    frozen = predict_with_intervals(planned.values, planned.hardware, "train" if kind == "train" else "serve", ledger)
+    device = {"device": planned.hardware.label} if planned.hardware is not None else {}
+    return (ledger or Ledger()).freeze(kind, subject, {**inputs, **planned.inputs, **device}, frozen)
+
+
+class Recording:
+    """The entry of one run. ``run_id`` is None where the ledger could not be written, ``prediction`` empty without one.
+
+    As a context it is measured as failed where an error passes before anything was measured.
+    """
+
+    def __init__(self, run_id: str | None, planned: Planned, say: Say, ledger: Ledger | None = None) -> None:
+        self.run_id, self.planned, self.ledger = run_id, planned, ledger
+        self._say = say
+        self._measured: set[str] = set()
+        self._is_measured = False
+
+    @property
+    def prediction(self) -> Mapping[str, Any]:
+        return self.planned.values
+
+    def measure(
+        self,
+        values: Mapping[str, Any],
+        status: str = "finished",
+        why: Mapping[str, str] | None = None,
+        notes: str | None = None,
+    ) -> None:
+        """Add ``values`` to what was measured. With ``why``, reasons by name, each number that was predicted and has not been
+        measured by now gets its reason: the one there, or the ledger's own."""
+        self._is_measured = True
+        self._measured |= values.keys()
+        if why is not None:
+            values = {**values, "not_measured": unmeasured(self.prediction, self._measured, why)}
+        if self.run_id is None:
+            return
+        try:
+            (self.ledger or Ledger()).measure(self.run_id, values, status, notes)
+        except (TwostrokeError, OSError) as error:
+            self._say(f"the ledger could not be written: {error}")
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and not self._is_measured:
+            self.measure({}, "failed")
+
+
+def recording(kind: Kind, subject: str, inputs: Mapping[str, Any], plan: Callable[[], Planned] | None, say: Say) -> Recording:
+    """A run that is in the ledger with what ``plan`` expects of it. ``say`` gets a line for what could not be done."""
+    planned = Planned()
+    try:
+        planned = Planned() if plan is None else plan()
+    except TwostrokeError as error:
+        say(f"no prediction: {error}")
+    try:
+        return Recording(freeze(kind, subject, inputs, planned), planned, say)
+    except (TwostrokeError, OSError) as error:
+        say(f"the ledger could not be written: {error}")
+        return Recording(None, planned, say)

@@ -1,0 +1,1 @@
+"""What a model's passes ask of any machine: parameters, bytes, operations."""

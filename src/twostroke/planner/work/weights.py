@@ -1,0 +1,116 @@
+"""Bytes that a loaded model takes, that a step reads of it, and that a token adds to its KV cache: what both phases share."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from twostroke.core.dtypes import bytes_of
+from twostroke.core.matrices import LayerKind, Matrix, block_matrices, layer_kinds
+from twostroke.core.named import letter, named
+from twostroke.core.schemes import CACHES, Scheme, scheme_of
+from twostroke.core.spec import ModelSpec
+from twostroke.planner.work.params import count_parameters
+
+
+def quantises(how: Scheme, product: Matrix, of_experts: bool) -> bool:
+    """Whether ``how`` quantises the matrices of ``product``, in a mixture of experts or not. Routers never are: they are small,
+    and a token's path hangs on them (gpt-oss and DeepSeek-V3 leave them out too)."""
+    if not how.quantised or product.name in ("router", "shared_gate"):
+        return False
+    return product.split == "expert" or not (how.experts_only and of_experts)
+
+
+def matrix_bytes(spec: ModelSpec, product: Matrix, scheme: str) -> float:
+    """Bytes of one copy of the matrix of ``product`` under ``scheme``, its scales included, its bias not."""
+    how = scheme_of(scheme)
+    if quantises(how, product, spec.moe is not None) or not how.quantised:
+        return how.matrix_bytes(product.n, product.k)
+    return how.kept_bytes * product.weights
+
+
+@lru_cache(maxsize=1024)
+def weights_bytes(spec: ModelSpec, scheme: str) -> float:
+    """Bytes of the weights that an engine holds under ``scheme``, all experts included.
+
+    Σ_matrices copies·(element bytes·n·k + scale bytes·blocks) + 2·(every other parameter); without quantisation w·N.
+    ``core.schemes`` says what each name means. (An int8 weight counted as half a byte is a known mistake of other calculators.)
+    gpt-oss-20b takes 12.8 GiB and gpt-oss-120b 60.8 GiB in mxfp4, as their model card says (tests/planner/test_weights.py).
+    """
+    how, parameters = scheme_of(scheme), count_parameters(spec)
+    if not how.quantised:
+        return letter("w", how.element_bytes) * parameters.total
+    return matrices_bytes(spec, scheme) + how.kept_bytes * (parameters.total - parameters.block_matrices)
+
+
+@lru_cache(maxsize=1024)
+def matrices_bytes(spec: ModelSpec, scheme: str) -> float:
+    """Bytes of the blocks' matrices under ``scheme``, all experts included."""
+    source = f"of a layer, in {scheme} with its scales"
+    matrices = sum(
+        n * sum(named(f"{p.name}_bytes", p.copies * matrix_bytes(spec, p, scheme), "bytes", source) for p in kind.matrices)
+        for kind, n in layer_kinds(spec)
+    )
+    return named("matrices_bytes", matrices, "bytes", "of all blocks")
+
+
+def mixed_weights_bytes(spec: ModelSpec, scheme: str, in_int8: tuple[str, ...]) -> float:
+    """``weights_bytes`` with the matrices ``in_int8`` ("<layer>.<product>") of a dense model as its ``beside``."""
+    beside = scheme_of(scheme).beside or scheme
+    extra = {p.name: matrix_bytes(spec, p, beside) - matrix_bytes(spec, p, scheme) for p in block_matrices(spec)}
+    more = letter("in_int8", sum(extra[name.partition(".")[2]] for name in in_int8)) if in_int8 else 0
+    source = f"every parameter, as {scheme} holds it: scales for the blocks' matrices, other tensors in 16 bits"
+    if not scheme_of(scheme).quantised:
+        source = f"every parameter in {scheme}"
+    return named("model_bytes", weights_bytes(spec, scheme) + more, "bytes", source)
+
+
+def experts_touched(n_experts: int, top_k: int, n_tokens: float) -> float:
+    """Experts of a layer that a step of ``n_tokens`` reads, if routing were uniform and independent: E·[1 − (1 − k/E)^n]."""
+    return n_experts * (1.0 - (1.0 - top_k / n_experts) ** n_tokens)
+
+
+def weights_read_bytes(spec: ModelSpec, scheme: str, n_tokens: float = 1.0) -> float:
+    """Bytes of weights that one step of ``n_tokens`` tokens reads: of experts those touched, of everything else all.
+
+    An untied input embedding and learned positions are read a row a token, which is left out.
+    """
+    how, parameters = scheme_of(scheme), count_parameters(spec)
+    read = 0.0
+    for kind, count in layer_kinds(spec):
+        for p in kind.matrices:
+            copies = p.copies if p.copies == 1 else experts_touched(p.copies, p.active, n_tokens)
+            read += count * copies * matrix_bytes(spec, p, scheme)
+    looked_up = parameters.positions + (0 if spec.tied_embeddings else parameters.embedding)
+    rest = parameters.total - parameters.block_matrices - looked_up
+    return read + how.kept_bytes * rest
+
+
+def kv_bytes_per_token(spec: ModelSpec, dtype: str = "bf16") -> float:
+    """Bytes that one token adds to the cache while no window is full: Σ_layers (elements cached)·w.
+
+    2·K·D elements a layer, key and value; with latent attention d_c + d_rope, and the indexer's key where there is one (counted
+    in the same type). The factor 2 and the K (not H) heads matter: Llama-3-8B at 8,192 tokens is 1.00 GiB in bf16
+    (tests/planner/test_planner_memory.py); DeepSeek-V3 70,272 bytes a token (arXiv 2505.09343, table 1). In int8 each head's
+    key and value has an fp32 scale of its own, as our engine holds it: ``kv_scale_bytes``.
+    """
+    w = letter("w", bytes_of(dtype))
+    each = sum(count * (kind.kv_elements * w + kv_scale_bytes(kind, dtype)) for kind, count in layer_kinds(spec))
+    return named("kv_bytes_per_token", each, "bytes", f"keys and values of every layer in {dtype}; K key heads, not H")
+
+
+def kv_scale_bytes(kind: LayerKind, dtype: str) -> float:
+    """Bytes of the scales of one token in one layer: 2·K scales, of latent attention one; none but in an int8 cache."""
+    return CACHES[dtype].scale_bytes * (1 if kind.latent_dim is not None else 2 * kind.n_kv_heads)
+
+
+def kv_bytes(spec: ModelSpec, dtype: str, n_tokens: float) -> float:
+    """Bytes that one request of ``n_tokens`` needs in the cache: Σ_layers (elements cached)·w·min(n, window).
+
+    Pages are not rounded here, and an engine that frees nothing behind a window holds n·``kv_bytes_per_token`` instead.
+    """
+    return sum(
+        count
+        * (kind.kv_elements * bytes_of(dtype) + kv_scale_bytes(kind, dtype))
+        * (n_tokens if kind.window is None else min(n_tokens, kind.window))
+        for kind, count in layer_kinds(spec)
+    )
