@@ -1,4 +1,4 @@
-"""Writes ``planner/intervals.toml`` from the residuals of a run: the widths that predictions carry from then on.
+"""Writes ``planner/truth/intervals.toml`` from the residuals of a run: the widths that predictions carry from then on.
 
 The run's TTFT is that of an idle engine, so it tells of prefills; a server's has waiting and HTTP in it and stays as it is.
 

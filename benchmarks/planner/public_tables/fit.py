@@ -490,7 +490,7 @@ def write_run(
 
 
 def write_efficiencies(values: dict[str, float], dense: Sequence[Row], unseen: dict[str, float]) -> None:
-    """``planner/efficiencies.toml`` anew: constants, and the median error on models that a fit had not seen."""
+    """``planner/serving/efficiencies.toml`` anew: constants, and the median error on models that a fit had not seen."""
     units = {name: "s" if name.endswith("_s") else "1" for name in NAMES}
     source = "ai-dynamo/aiconfigurator measured serving table (Apache-2.0)"
     lines = [

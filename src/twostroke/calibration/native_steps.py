@@ -26,7 +26,7 @@ from twostroke.planner.work.component import total_seconds
 def measure_native_steps(
     clock: Clock, tell: Callable[[float, str], None], schemes: Sequence[str] = NATIVE_STEPS
 ) -> Iterator[NativeStep]:
-    """Seconds of the anchors of ``planner.native_anchors``."""
+    """Seconds of the anchors of ``planner.serving.native_anchors``."""
     with tempfile.TemporaryDirectory(prefix="twostroke-anchors-") as folder:
         prompts = Prompts()
         for i, scheme in enumerate(schemes):

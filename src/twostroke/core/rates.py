@@ -69,7 +69,7 @@ class BlockRates:
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A whole step of an anchor (``planner.anchors``), medians by part; ``peak_bytes`` of a process of its own."""
+    """A whole step of an anchor (``planner.training.anchors``), medians by part; ``peak_bytes`` of a process of its own."""
 
     width: int
     n_layers: int
@@ -119,7 +119,7 @@ class TrainingRates:
 
 @dataclass(frozen=True)
 class NativeStep:
-    """Seconds of a whole step of the native engine (``planner.native_anchors``): a prompt of ``rows`` tokens, or ``rows``
+    """Seconds of a whole step of the native engine (``planner.serving.native_anchors``): a prompt of ``rows`` tokens, or ``rows``
     requests that decode with ``context`` tokens each before them."""
 
     phase: Phase
@@ -157,7 +157,7 @@ class NativeRates:
 
 @dataclass(frozen=True)
 class TorchStep:
-    """Seconds of a whole step of the torch runner (``planner.anchors``): a prompt of ``rows`` tokens, or ``rows`` requests."""
+    """Seconds of a whole step of the torch runner (``planner.training.anchors``): a prompt of ``rows`` tokens, or ``rows`` requests."""
 
     phase: Phase
     width: int

@@ -1,6 +1,6 @@
 """A machine as the planner sees it: memory, bandwidth by working set, product rates by type and shape, launch costs, price.
 
-Two sources: ``hardware/*.toml`` (vendors' numbers, marked *datasheet*, with assumed efficiencies) and this machine's
+Two sources: ``devices/*.toml`` (vendors' numbers, marked *datasheet*, with assumed efficiencies) and this machine's
 calibrated profile (marked *measured*).
 """
 

@@ -363,7 +363,7 @@ def fit_intervals(rows: Iterable[Pair], source: str = "benchmarks/planner/engine
 _HEADER = f"""\
 # Ranges of ln(measured / predicted) that hold {100 * LEVEL:.0f}% of measurements: predicted · e^low to predicted · e^high.
 # Rates share the range of their time. kind = "measured": order statistics of n residuals; "assumed": chosen, for the reason
-# in source, until enough were measured. Written by twostroke.planner.intervals.fit_intervals.
+# in source, until enough were measured. Written by twostroke.planner.truth.intervals.fit_intervals.
 level = {LEVEL}
 """
 

@@ -92,12 +92,12 @@ class Recorded:
         if table is None:
             return thing
         lettered = copy.copy(thing)
-        for field in fields(thing):  # type: ignore[arg-type]
-            value, symbol = getattr(thing, field.name), table.get(field.name)
+        for each in fields(thing):  # type: ignore[arg-type]
+            value, symbol = getattr(thing, each.name), table.get(each.name)
             if symbol is not None and value is not None and not (symbol.startswith("÷") and value == 1) and value != 0:
-                object.__setattr__(lettered, field.name, self.letter(symbol.removeprefix("÷"), value))
+                object.__setattr__(lettered, each.name, self.letter(symbol.removeprefix("÷"), value))
             elif is_dataclass(value):
-                object.__setattr__(lettered, field.name, self.inputs(value))
+                object.__setattr__(lettered, each.name, self.inputs(value))
         return lettered
 
     def explanation(self, document: Any) -> Explanation:
