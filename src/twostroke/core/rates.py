@@ -119,8 +119,8 @@ class TrainingRates:
 
 @dataclass(frozen=True)
 class NativeStep:
-    """Seconds of a whole step of the native engine (``planner.serving.native_anchors``): a prompt of ``rows`` tokens, or ``rows``
-    requests that decode with ``context`` tokens each before them."""
+    """Seconds of a whole step of the native engine (``planner.serving.native_anchors``): a prompt of ``rows`` tokens, or
+    ``rows`` requests that decode with ``context`` tokens each before them."""
 
     phase: Phase
     width: int
@@ -157,7 +157,7 @@ class NativeRates:
 
 @dataclass(frozen=True)
 class TorchStep:
-    """Seconds of a whole step of the torch runner (``planner.training.anchors``): a prompt of ``rows`` tokens, or ``rows`` requests."""
+    """Seconds of a whole step of the torch runner (``planner.anchors``): a prompt of ``rows`` tokens, or ``rows`` requests."""
 
     phase: Phase
     width: int

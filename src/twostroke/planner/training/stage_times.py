@@ -37,7 +37,7 @@ class StageTime:
 
 @dataclass(frozen=True)
 class AnchorRatios:
-    """Measured ÷ planned of what calibration measured of whole steps (``planner.training.anchors``): of a layer and of what is around
+    """Measured ÷ planned of what calibration measured of whole steps (``training.anchors``): of a layer and of what is around
     the layers, by direction ("forward", "backward"), and of the update. 1 where nothing was measured."""
 
     layer: Mapping[str, float] = field(default_factory=lambda: {"forward": 1.0, "backward": 1.0})
