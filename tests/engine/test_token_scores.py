@@ -116,7 +116,7 @@ def test_bad_sequences_are_refused_with_a_sentence_and_the_engine_stays_usable(t
         token_scores(engine, [([1] * 34, 1)])
     assert token_scores(engine, [([4], 1), ([], 1), ([4, 5], 2)])[0][0].tolist() == []
     engine.add_request("a", [3, 4], SamplingParams(max_tokens=2))
-    with pytest.raises(EngineError, match="no requests under way"):
+    with pytest.raises(EngineError, match="needs an idle engine"):
         token_scores(engine, [([1, 2], 1)])
     engine.abort("a")
     broken = decoder_of("llama", max_positions=32)

@@ -1,8 +1,8 @@
-"""What requests change in their rows of logits before a token is chosen: biases, penalties, ends that are held off.
+"""Changes a request's row of logits before a token is chosen: adds biases, applies penalties, forbids an early end.
 
-Each request has an ``Adjuster`` with everything ready as arrays: a step looks at the tokens that came since the step before,
-whatever the length of prompt, output and lists. The rows are changed by the native library in one call, in place and back
-again: a copy of whole rows for a few numbers each would cost more than all the rest.
+Each request has an ``Adjuster`` that keeps everything ready in arrays, so that a step looks only at the tokens that came since
+the last one, however long prompt, output and lists are. The native library changes all rows in one call, in place, and changes
+them back later: copying whole rows for a few numbers each would cost more than all the rest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NONE = np.empty(0, np.int64)
 
 
 class _Fixed:
-    """What does not change while a request runs, and what all answers to it share. Tokens that the model lacks are left out."""
+    """What stays the same while a request runs; all answers to it share it. Tokens outside the vocabulary are left out."""
 
     def __init__(self, request: Request, n_vocab: int) -> None:
         params = request.params
@@ -34,13 +34,14 @@ class _Fixed:
         self.in_prompt = frozenset(request.tokens[: request.n_prompt]) if self.repeats else frozenset()
         self.prompt = np.fromiter(self.in_prompt, np.int64, len(self.in_prompt))
         ends = [token for token in request.stop_ids if token < n_vocab] if params.min_tokens else []
-        # A request that may end with every token cannot be held off.
+        # If every token may end a request, forbidding them all would leave nothing to choose.
         self.ends = np.array(ends, np.int64) if len(ends) < n_vocab else _NONE
 
 
 class Adjuster:
-    """One request's. ``output[:n_output]`` are its output's distinct tokens, ``counts`` how often each came, and ``fresh``
-    which of them a repetition penalty has to reach beside the prompt's. ``record`` is all of it for the library."""
+    """The arrays of one request. ``output[:n_output]`` are the distinct tokens of its output, ``counts`` says how often each
+    came, and ``fresh`` which of them are not in the prompt, whose tokens the repetition penalty reaches anyway. ``record``
+    tells the library of all of them."""
 
     def __init__(self, request: Request, fixed: _Fixed) -> None:
         self.fixed = fixed
@@ -53,9 +54,9 @@ class Adjuster:
         self._pack(request)
 
     def see(self, request: Request) -> None:
-        """Take in the tokens that came since the last call."""
+        """Count the tokens that came since the last call."""
         if len(self.ends) and len(request.tokens) >= request.min_length:
-            self.ends = _NONE
+            self.ends = _NONE  # min_tokens is reached: the request may end now
             self._pack(request)
         if self._follows:
             for token in request.tokens[self._n_seen :]:
@@ -69,6 +70,7 @@ class Adjuster:
         place = self._place_of[token] = self.n_output
         self.n_output += 1
         if place == len(self.output):
+            # Twice as long, so that copying stays a constant cost a token; the arrays move, so the record is packed anew.
             self.output, self.counts, self.fresh = (_longer(a) for a in (self.output, self.counts, self.fresh))
             self._pack(request)
         else:
@@ -89,7 +91,7 @@ def _longer(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def adjuster_of(request: Request, n_vocab: int) -> Adjuster:
-    """The request's, made with its first token; the answers to one prompt share what does not change."""
+    """The request's adjuster, made when it is first asked for. The answers to one prompt share the part that stays the same."""
     made = request.adjuster
     if not isinstance(made, Adjuster):
         root = request.fork_of
@@ -104,8 +106,8 @@ def is_changed(request: Request) -> bool:
 
 
 class Adjusted:
-    """Rows of fp32, contiguous ``logits`` of ``requests``, changed until ``restore``. ``tokens`` and ``best`` are each row's
-    largest logit then."""
+    """``requests`` have changed their ``rows`` of ``logits`` (fp32, contiguous) until ``restore``. ``best`` holds the largest
+    logit of each changed row, and ``tokens`` its token."""
 
     def __init__(self, logits: Tensor, rows: Sequence[int], requests: Sequence[Request], n_threads: int = 1) -> None:
         adjusters = [adjuster_of(request, logits.shape[1]) for request in requests]
@@ -115,7 +117,7 @@ class Adjusted:
         self._undo: list[Changes] = []
         self._native: native_sampling.Adjustments | None = None
         if library() is not None:
-            self._adjusters = adjusters  # whose arrays the records point to
+            self._adjusters = adjusters  # keeps the arrays alive that the records point to
             self._native = native_sampling.Adjustments(rows, [adjuster.record for adjuster in adjusters])
             self._native.apply(logits, n_threads)
             self.tokens, self.best = self._native.tokens, self._native.best
@@ -132,16 +134,16 @@ class Adjusted:
             self._native.restore(self._logits, self._n_threads)
             return
         for row, changes in zip(self._rows, self._undo, strict=True):
-            for index, before in reversed(changes):
+            for index, before in reversed(changes):  # a place that changed twice gets back what stood there first
                 row[index] = before
 
 
 Changes = list[tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]
-"""Places of a row and what stood there, in the order in which they were changed."""
+"""Places of a row and what stood there, in the order of the changes."""
 
 
 def plain_adjust(row: npt.NDArray[np.float32], request: Request, adjuster: Adjuster) -> Changes:
-    """The native library's with numpy: its reference. In place; the order is bias, penalties, held-off ends."""
+    """Change ``row`` in place with numpy, the reference of the native library: first biases, then penalties, then ends."""
     params, fixed = request.params, adjuster.fixed
     changes: Changes = []
 

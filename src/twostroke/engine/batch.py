@@ -1,4 +1,4 @@
-"""From a scheduled step to the tensors that the interpreter reads: rows, cache slots, and which keys each row may see."""
+"""Turns a scheduled step into the tensors that the interpreter reads: rows, cache slots, and which keys each row may see."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from jaxtyping import Complex, Float, Int
 
 MAX_SCORES = 16 * 2**20
-"""Most attention scores held at once for a block of query tokens, all heads together."""
+"""Most attention scores of a block of query tokens, all heads together: 64 MiB in fp32."""
 
 
 @dataclass(frozen=True, eq=False)
 class Keys:
-    """Where the keys of ``n_rows`` requests lie: one run of slots from ``first_slot`` on (one request, neighbouring pages), or
-    ``pages``, equally many for each request. ``n_slots`` slots a request are read."""
+    """Where the keys of ``n_rows`` requests lie: in one run of slots from ``first_slot`` on (one request with neighbouring
+    pages), or in ``pages``, equally many for each request. ``n_slots`` slots of each request are read."""
 
     n_rows: int
     n_slots: int
@@ -36,8 +36,8 @@ class Keys:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Query tokens ``first`` … ``end`` of the group's requests see slots ``first_slot`` … ``end_slot``, the last M under
-    ``mask``."""
+    """Query tokens [``first``, ``end``) of the group's requests see slots [``first_slot``, ``end_slot``). ``mask`` covers the
+    last M of these slots; all queries see those before."""
 
     first: int
     end: int
@@ -48,7 +48,7 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Rows of the step that attention takes in one go: one token of each of B requests, or T tokens of one request.
+    """Rows of the step that one call of attention takes: one token of each of B requests, or T tokens of one request.
 
     ``rows`` is a slice of the step's rows, or their indices.
     """
@@ -60,14 +60,14 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class StepBatch:
-    """One step, flat: n rows of all requests one after another."""
+    """One step as flat tensors: the n rows of all requests, one request after another."""
 
     tokens: Int[Tensor, " n"]
     positions: Int[Tensor, " n"]
     slots: Int[Tensor, " n"]
     rotation: Complex[Tensor, "n 1 half_D"] | None
-    groups: dict[int | None, tuple[Group, ...]]  # by window
-    sampled_rows: Int[Tensor, " sampled"] | None  # None: all of them
+    groups: dict[int | None, tuple[Group, ...]]  # by window, because layers with different windows see different keys
+    sampled_rows: Int[Tensor, " sampled"] | None  # None: all rows
 
     @property
     def n_rows(self) -> int:
@@ -89,9 +89,10 @@ class BatchBuilder:
         self.frequencies = inverse_frequencies(spec) if spec.positions == "rope" else None
 
     def build(self, step: ScheduledStep, all_rows: bool = False) -> StepBatch:
-        """Tensors of ``step``. ``all_rows``: logits of every row are wanted, not only of those that a token is sampled from."""
+        """Tensors of ``step``. ``all_rows`` asks for logits of every row, not only of those that a token is sampled from."""
         for request in step.grown:
             self.table[request.slot, : len(request.pages)] = request.pages
+            # Neighbouring pages are one view of the pool; others have to be copied together.
             self.in_a_row[request.slot] = request.pages == list(range(request.pages[0], request.pages[0] + len(request.pages)))
         requests = step.requests
         starts, slot = np.array(step.starts), np.array([r.slot for r in requests])
@@ -116,7 +117,7 @@ class BatchBuilder:
         )
 
     def _decode_batch(self, requests: Sequence[Request], positions: np.ndarray, slot: np.ndarray) -> StepBatch:
-        """The usual step: one token of each request, every one of them sampled from."""
+        """The usual step: one token of each request, and a token is sampled from every row."""
         positions_tensor = torch.from_numpy(positions)
         rows = np.arange(len(requests))
         return StepBatch(
@@ -134,7 +135,7 @@ class BatchBuilder:
         return slots
 
     def _rotation(self, positions: Tensor) -> Tensor | None:
-        """cos + i·sin of position·frequency, what ``model.rope.rope_tables`` computes."""
+        """cos + i·sin of position·frequency, as complex numbers: ``model.rope.rope_tables`` computes the same angles."""
         if self.frequencies is None:
             return None
         angles = positions[:, None, None].float() * self.frequencies  # (n, 1, D/2)
@@ -150,7 +151,7 @@ class BatchBuilder:
         return groups
 
     def _decode_groups(self, window: int | None, positions: np.ndarray, rows: np.ndarray, slot: np.ndarray) -> list[Group]:
-        """Requests with one token each, together where padding them to the longest costs at most as much again."""
+        """Groups of requests with one token each: a single group if padding all to the longest reads at most twice the keys."""
         if len(rows) == 1:
             return [self._single(window, int(positions[0]), int(rows[0]), int(slot[0]))]
         first_page = np.zeros_like(positions) if window is None else np.maximum(positions - window + 1, 0) // self.page_tokens
@@ -159,7 +160,8 @@ class BatchBuilder:
         if len(rows) * widest <= 2 * int(n_pages.sum()):
             return [self._decode_group(window, positions, rows, slot, first_page, widest)]
         groups = []
-        classes = np.frexp(n_pages.astype(np.float64))[1]  # one group for each power of two
+        # One group for each power of two of pages, so that no group reads more than twice its keys.
+        classes = np.frexp(n_pages.astype(np.float64))[1]
         for size in np.unique(classes):
             of = np.flatnonzero(classes == size)
             if len(of) == 1:
@@ -187,8 +189,8 @@ class BatchBuilder:
     ) -> Group:
         n = len(rows)
         columns = first_page[:, None] + np.arange(n_pages)
-        # A shorter request's table ends earlier; what stands there is a page of zeros or of its past, and is masked. Of its
-        # past it may be -1, a page that was given back behind a window: any page does.
+        # A shorter request's table ends earlier. Behind its end stands a page of zeros or one of an earlier request, and both
+        # are masked. It may also be -1, a page that was released behind a window: any page will do for that.
         pages = np.maximum(self.table[slot[:, None], np.minimum(columns, self.table.shape[1] - 1)], 0)
         n_slots = n_pages * self.page_tokens
         n_keys = positions - first_page * self.page_tokens + 1  # up to and with the row's own
@@ -202,7 +204,7 @@ class BatchBuilder:
         return Group(where, Keys(n, n_slots, -1, torch.from_numpy(pages.reshape(-1))), (Block(0, 1, 0, n_slots, mask),))
 
     def _chunk(self, window: int | None, start: int, count: int, end: int, slot: int) -> Group:
-        """``count`` tokens of one request from position ``start`` on, in blocks."""
+        """``count`` tokens of one request from position ``start`` on, in blocks that skip the keys after their last query."""
         keys, first_key = self._keys_of_one(slot, 0 if window is None else max(start - window + 1, 0), start + count)
         size = max(1, min(PREFILL_QUERIES, self.heads_budget // keys.n_slots))
         blocks = []
@@ -218,7 +220,7 @@ class BatchBuilder:
         return Group(slice(end - count, end), keys, tuple(blocks))
 
     def _keys_of_one(self, slot: int, first: int, end: int) -> tuple[Keys, int]:
-        """Where positions ``first`` … ``end`` of a request lie, and the first position of the first one's page."""
+        """Where positions [``first``, ``end``) of a request lie, and the position at which the first of these pages begins."""
         first_page, last_page = first // self.page_tokens, (end - 1) // self.page_tokens
         first_key = first_page * self.page_tokens
         if self.in_a_row[slot]:
@@ -227,7 +229,8 @@ class BatchBuilder:
         return Keys(1, len(pages) * self.page_tokens, -1, torch.from_numpy(pages)), first_key
 
     def _causal(self, n: int) -> Tensor | None:
-        """Of ``n`` successive query tokens each sees no key after itself: a triangle over the last n keys, kept for reuse."""
+        """The mask of ``n`` successive query tokens, of which none sees a key after itself: a triangle over the last n keys.
+        It is kept, because most blocks have ``PREFILL_QUERIES`` tokens."""
         if n == 1:
             return None
         if n not in self.triangles:

@@ -1,4 +1,4 @@
-"""Token ids to text as they come: never half a character, never any part of a stop string. Imports no torch."""
+"""Turns token ids into text as they come, without half characters and without parts of stop strings. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Any
 from twostroke.scheduling.sampling_params import SamplingParams
 
 REPLACEMENT = "\ufffd"
-"""What decoders write for bytes that are no UTF-8 (yet)."""
+"""What decoders write for bytes that are not UTF-8, or not yet."""
 
 CONTEXT_TOKENS = 6
-"""Prompt tokens that the first text is decoded after: some decoders drop the space in front of a text's first word."""
+"""The answer is decoded behind so many tokens of the prompt: some decoders drop the space before a text's first word."""
 
-_LONG_PENDING = 32
+_LONG_PENDING = 32  # ids; a window this long with no whole text in it is shortened
 _ENDS = (1, 2, 3, 4, 16)
-"""Ids that may stay as context: a character has at most 4 bytes, each perhaps a token; more where the last have no text."""
-_MOST_LENGTHS = 2**14
+"""So many ids may stay as context. A character has at most 4 bytes, each perhaps a token; 16 for last ids without text."""
+_MOST_LENGTHS = 2**14  # then all are forgotten, so that a server that runs for weeks keeps no table of its vocabulary
 
 
 class IncrementalDetokenizer:
-    """``add`` ids, get the text that is certain by now; ``finish`` gives what is left. Pieces joined are the whole text.
+    """``add`` takes ids and returns the text that is certain by now; ``finish`` returns the rest. The pieces make up the text.
 
-    Text is certain once no later token can change it: its last character is complete and its end is no beginning of a stop
-    string. At a stop string ``stopped`` is set, the text ends before it, and further ids are ignored; nothing of the first
-    ``min_tokens`` tokens is searched. ``hidden_ids`` have no text, nor have special tokens unless ``keep_special``;
-    ``keep_stop``: the text ends behind the stop string.
+    Text is certain once no later token can change it: its last character is complete, and its end cannot become a stop string.
+    At a stop string ``stopped`` is set, the text ends before it (behind it with ``keep_stop``), and further ids are ignored.
+    The first ``min_tokens`` tokens are not searched. ``hidden_ids`` have no text; special tokens have none either, unless
+    ``keep_special``.
 
-    The window of ids that is decoded again for each new one starts where the text was last whole (the method of TGI and vLLM),
-    so a long answer costs no more a token than a short one. Ids that come together are decoded together where no stop string
-    is looked for and their text is whole. ``lengths`` remembers how long single tokens' texts are: answers that share it, of
-    one tokenizer and one ``keep_special``, decode once a token and not twice.
+    For each new id a window of ids is decoded again. It starts where the text was last whole (the method of TGI and vLLM), so a
+    token of a long answer costs no more than one of a short answer. Ids that come together are decoded together if there are no
+    stop strings and their text is whole. ``lengths`` remembers how long the texts of single tokens are. Answers of one
+    tokenizer and one ``keep_special`` may share it, and then decode once a token instead of twice.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class IncrementalDetokenizer:
         self._hidden = frozenset(hidden_ids)
         self._min_tokens = min_tokens
         self._ids: list[int] = list(prompt_ids[-CONTEXT_TOKENS:])
-        self._read = len(self._ids)  # ids up to here were whole text when it was last looked at
-        self._sent = len(self._decode(self._ids).rstrip(REPLACEMENT))  # characters of the window that were passed on
-        self._whole = False  # all of the window's text was passed on, and its beginning is no longer needed
-        self._held = ""  # passed on by the window, but perhaps the beginning of a stop string
-        self._begun = [0] * len(self._stop)  # of each stop string: how many of the characters held are its beginning
+        self._read = len(self._ids)  # the ids before this one were whole text at the last look
+        self._sent = len(self._decode(self._ids).rstrip(REPLACEMENT))  # characters of the window that have left it
+        self._whole = False  # all of the window's text has left it, so its beginning is no longer needed
+        self._held = ""  # text that has left the window, but may be the beginning of a stop string
+        self._begun = [0] * len(self._stop)  # how many of the held characters begin each stop string
         self.n_tokens = 0
         self.stopped = False
         self.stop_string: str | None = None
@@ -70,8 +70,8 @@ class IncrementalDetokenizer:
         prompt_ids: Sequence[int],
         lengths: dict[bool, dict[int, int]] | None = None,
     ) -> IncrementalDetokenizer:
-        """As ``params`` ask for: the tokens that end the answer have no text, unless ``include_stop_str_in_output``.
-        ``lengths`` are those of each ``skip_special_tokens``."""
+        """A detokenizer as ``params`` ask for. Tokens that end the answer have no text, unless ``include_stop_str_in_output``.
+        ``lengths`` has one table for each value of ``skip_special_tokens``."""
         keep_stop = params.include_stop_str_in_output
         hidden = () if keep_stop else (*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids))
         skip, shared = params.skip_special_tokens, None
@@ -80,7 +80,7 @@ class IncrementalDetokenizer:
         return cls(tokenizer, params.stop, hidden, params.min_tokens, prompt_ids, not skip, keep_stop, shared)
 
     def add(self, token_ids: Iterable[int]) -> str:
-        """Text that became certain with ``token_ids``."""
+        """Take ``token_ids``, and return the text that has become certain."""
         ids = list(token_ids)
         if len(ids) > 1 and not self._stop:
             self._keep_end()
@@ -101,7 +101,7 @@ class IncrementalDetokenizer:
         return text
 
     def finish(self) -> str:
-        """The rest: no token comes any more, so an incomplete character stands as U+FFFD."""
+        """The rest of the text. No more tokens come, so an incomplete character becomes U+FFFD."""
         if self.stopped:
             return ""
         rest = "" if self._whole else self._decode(self._ids)[self._sent :]
@@ -114,13 +114,13 @@ class IncrementalDetokenizer:
         return str(self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)) if ids else ""
 
     def _pass_on(self, ids: list[int], text: str) -> str:
-        """What of ``text``, the window's, is new; ``ids`` are the window now."""
+        """The new part of ``text``, which is that of ``ids``, the window from now on."""
         new = text[self._sent :]
         self._ids, self._read, self._sent, self._whole = ids, len(ids), len(text), True
         return new
 
     def _keep_end(self) -> None:
-        """Of a window whose text was passed on, keep only its last ids that have a whole text: the context of the next."""
+        """Once all of the window's text has left it, keep only the last ids that have a whole text, as context of the next."""
         if not self._whole:
             return
         self._whole = False
@@ -131,12 +131,12 @@ class IncrementalDetokenizer:
             if length:
                 self._ids, self._read, self._sent = self._ids[-n:], n, length
                 return
-        if len(self._ids) > _LONG_PENDING:  # nothing but tokens without text
+        if len(self._ids) > _LONG_PENDING:  # only tokens without text: keep the last 16
             self._ids, self._read = self._ids[-n:], n
             self._sent = len(self._decode(self._ids))
 
     def _length(self, ids: list[int]) -> int:
-        """Characters of their text alone; 0 where it is not whole."""
+        """How many characters ``ids`` have as a text of their own; 0 if that is not whole."""
         known = self._lengths.get(ids[0]) if len(ids) == 1 else None
         if known is None:
             text = self._decode(ids)
@@ -148,13 +148,13 @@ class IncrementalDetokenizer:
         return known
 
     def _grown_text(self) -> str:
-        """What the last id added, as far as later bytes cannot change it."""
+        """The text that the last id added, as far as later bytes cannot change it."""
         text = self._decode(self._ids)
         pending = len(self._ids) - self._read
         if not text.endswith(REPLACEMENT):
             return self._pass_on(self._ids, text)
-        # A character has at most 4 bytes, so at most 3 may wait for their last; what stands before them is final. Decoders
-        # that write one U+FFFD a byte show 3, others 1. Waiting is free while it is short, and is the usual case.
+        # A character has at most 4 bytes, so at most 3 bytes wait for its last one, and what stands before them is final. For
+        # them some decoders write one U+FFFD a byte and others a single one. A short wait costs nothing and is the usual case.
         if pending <= 4:
             return ""
         stable = text[:-1].rstrip(REPLACEMENT) if text[-4:] != 4 * REPLACEMENT else text[:-3]
@@ -165,9 +165,9 @@ class IncrementalDetokenizer:
         return new
 
     def _shorten(self, text: str) -> None:
-        """Drop a beginning of the window that decodes the same alone: a stream of broken bytes must not cost its square."""
+        """Drop a beginning of the window that decodes to the same text alone. Without this, n broken bytes would cost n²."""
         if not self._decode(self._ids[-1:]) and self._decode(self._ids[:-1]) == text:
-            self._ids.pop()  # no text of its own and none here: such tokens could follow half a character without end
+            self._ids.pop()  # it has no text, alone or here; any number of such tokens may follow half a character
             return
         for kept in range(4, 9):
             head, tail = self._ids[:-kept], self._ids[-kept:]
@@ -177,7 +177,7 @@ class IncrementalDetokenizer:
                 return
 
     def _release(self, text: str) -> str:
-        """Pass ``text`` on up to what may be a stop string's beginning; end at a whole one."""
+        """The part of ``text`` before what may be the beginning of a stop string. Ends the answer at a whole stop string."""
         if not self._stop or (self.n_tokens <= self._min_tokens and not self._held):
             return text
         held = len(self._held)
@@ -195,9 +195,8 @@ class IncrementalDetokenizer:
 
 
 def _overlap(text: str, stop: str, at: int) -> int:
-    """Length of the longest end of ``text`` that begins ``stop``; it begins at ``at`` or later, where the last one began.
-
-    So whatever is passed over is not looked at again, and a long stop string costs no more a token than a short one."""
+    """Length of the longest end of ``text`` that is a beginning of ``stop``. The search starts at ``at``, where the last such
+    end began: nothing before it is searched again, so a long stop string costs a token no more than a short one."""
     at = max(at, len(text) - len(stop) + 1)
     while (at := text.find(stop[0], at)) >= 0:
         if stop.startswith(text[at:]):

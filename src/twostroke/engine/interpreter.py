@@ -1,4 +1,4 @@
-"""Runs a plan with torch operators, one step of any mix of requests at a time: the reference for faster executions."""
+"""Runs a plan with torch operators, one step with any mix of requests at a time. It is the reference for faster runners."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Buffers:
 
 
 class TorchInterpreter:
-    """Knows operations, not families. ``watch``, where given, is called after each operation with it and the buffers."""
+    """Runs operations; it knows no families of models. ``watch``, if given, is called after each operation, with the operation
+    and the buffers."""
 
     def __init__(self, plan: p.Plan, pool: KVPool | TiledKVPool, watch: Callable[[p.Op, Buffers], None] | None = None) -> None:
         self.plan, self.pool, self.watch = plan, pool, watch
@@ -64,7 +65,7 @@ class TorchInterpreter:
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> Float[Tensor, "sampled V"]:
-        """Logits, fp32, of the rows that a token is sampled from; keys and values of all rows are in the pool afterwards."""
+        """fp32 logits of the rows that a token is sampled from. Keys and values of all rows are in the pool afterwards."""
         buffers = Buffers(batch)
         for run, op in self._program:
             run(op, buffers)
@@ -102,7 +103,7 @@ class TorchInterpreter:
         if op.rotary:
             assert b.batch.rotation is not None
             rotated = b.qkv[:, : self.n_heads + self.n_kv_heads]
-            values = rotated.float()  # itself where it is fp32
+            values = rotated.float()  # the same tensor if it is fp32
             torch.view_as_complex(values.view(*values.shape[:2], -1, 2)).mul_(b.batch.rotation)
             if values.dtype != rotated.dtype:
                 rotated.copy_(values)
@@ -113,7 +114,7 @@ class TorchInterpreter:
         n = b.batch.n_rows
         queries = b.qkv[:, : self.n_heads].view(n, self.n_kv_heads, self.group, self.head_dim)
         groups = b.batch.groups[op.window]
-        if len(groups) == 1 and groups[0].keys.n_rows == n:  # decoding alone: nothing to put together
+        if len(groups) == 1 and groups[0].keys.n_rows == n:  # all rows decode in one group: nothing to put together
             b.attention_out = self._attend_group(op.layer, groups[0], queries).reshape(n, -1)
             return
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
@@ -128,7 +129,7 @@ class TorchInterpreter:
             k, v = self.pool.run(layer, keys.first_slot, keys.n_slots)
         else:
             k, v = self.pool.gather(layer, keys.pages, keys.n_rows)
-        k, v = k.to(queries.dtype), v.to(queries.dtype)  # themselves, unless the cache is held in another type
+        k, v = k.to(queries.dtype), v.to(queries.dtype)  # the same tensors, unless the cache has another type
         shape = (keys.n_rows, -1, self.n_kv_heads, self.group, self.head_dim)
         q = queries.view(shape).permute(2, 0, 1, 3, 4)  # (K, B, T, G, D)
         parts = []

@@ -1,4 +1,4 @@
-"""What every key of a head has in common, so that an int8 cache need not spend its codes on it."""
+"""Measures what all keys of a head have in common, so that an int8 cache need not spend its codes on it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ if TYPE_CHECKING:
     from twostroke.engine.core import EngineCore
 
 N_TOKENS = 256
-"""Tokens whose keys are averaged; 64 of them already take most of the offset off."""
+"""Tokens whose keys are averaged; 64 of them already find most of the offset."""
 
 
 def centre_keys(engine: EngineCore) -> None:
-    """Fill ``engine``'s ``pool.key_offset`` with the mean key of each head over tokens drawn at random from the vocabulary.
+    """Set ``engine.pool.key_offset`` to the mean key of each head over tokens drawn at random from the vocabulary.
 
-    Softmax does not see a vector that is taken off all keys of a head. Dimensions that positions hardly turn have a mean of
-    many times their spread in trained models (stories260K: 19 against 3), and one scale a key must span it. KL(bf16 ‖ int8
-    cache) of stories260K, 1e-3 nats a token: 2.7 as it was, 0.8 without the mean over random tokens, 0.5 over text, which
-    needs to be had. Takes one short prefill of an idle engine; the tokens are the same each time.
+    Softmax does not see a vector that is subtracted from all keys of a head. In trained models the dimensions that positions
+    hardly rotate have a mean of many times their spread (stories260K: 19 against 3), and the one scale of a key has to span it.
+    KL(bf16 ‖ int8 cache) of stories260K, in 1e-3 nats a token: 2.7 without an offset, 0.8 with the mean over random tokens, 0.5
+    with the mean over text, which an engine does not have. It takes one short prefill of an idle engine, on the same tokens
+    each time.
     """
     pool, config, pages_of = engine.pool, engine.scheduler.config, engine.scheduler.pool
     assert isinstance(pool, TiledKVPool)
@@ -39,7 +40,7 @@ def centre_keys(engine: EngineCore) -> None:
         for layer, offset in enumerate(pool.key_offset):
             keys, _ = pool.gather(layer, torch.tensor(pages), 1)  # (K, 1, S, D)
             mean = keys[:, 0, :n].mean(dim=1)
-            if bool(torch.isfinite(mean).all()):  # damaged weights are told of when they answer, not here
+            if bool(torch.isfinite(mean).all()):  # damaged weights are reported when they answer, not here
                 offset.copy_(mean)
     finally:
         pages_of.release(pages)

@@ -1,4 +1,4 @@
-"""The memory of cached keys and values: one array of token slots a layer, handed out in pages by the scheduler."""
+"""The KV cache of the torch runner: one array of token slots for each layer. The scheduler hands it out in pages."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ def token_bytes(spec: ModelSpec, dtype: str) -> int:
 
 
 def all_finite(heads: Tensor) -> bool:
-    """By their sum, which NaN and infinities come through: 36 µs for 512 tokens of 6 heads, the largest magnitude 68.
-    A sum that is not finite, as that of many large numbers may be, is looked into."""
+    """Whether every number is finite. NaN and infinities come through a sum, which takes 36 µs for 512 tokens of 6 heads; the
+    largest magnitude takes 68. Many large numbers may also sum to infinity, so then each number is looked at."""
     return math.isfinite(heads.sum()) or bool(torch.isfinite(heads).all())
 
 
 def poison(heads: Float[Tensor, "2K n D"]) -> Float[Tensor, "2K n D"]:
-    """A head's key or value that is not finite becomes a key of NaN and a value of zeros.
+    """Where a head's key or value is not finite, the key becomes NaN and the value zero.
 
-    A row that sees the token has NaN by its score. One that does not, and multiplies its value by nought, is spared: of the
-    same request, and of the one that has the page next, so that no page needs to be cleared when it is given back.
-    ``store_poison`` in kernels/native/elementwise_body.h does the same."""
+    A row that sees the token gets NaN from its score. A row that does not see it multiplies its value by zero, and zero times
+    zero is harmless. So neither other rows of the request nor the next request on the page are spoilt, and pages need not be
+    cleared when they are released. ``store_poison`` in kernels/native/elementwise_body.h does the same.
+    """
     keys, values = heads.clone().chunk(2)
     bad = ~(torch.isfinite(keys) & torch.isfinite(values)).all(dim=2)
     keys[bad], values[bad] = float("nan"), 0.0
@@ -43,10 +44,10 @@ def poison(heads: Float[Tensor, "2K n D"]) -> Float[Tensor, "2K n D"]:
 class KVPool:
     """``layer(i)`` is (2K, slots, D): K key heads, then K value heads, each a run of ``n_pages``·``page_tokens`` slots.
 
-    Heads come first so that neighbouring pages of one request are one matrix a head, without a copy, and gathered pages are
-    too. Memory comes zeroed from the system page by page as it is touched, so a large pool costs nothing at start; zeros
-    matter, because a masked slot's value is still multiplied, by nought, and nought times a stray NaN would be NaN.
-    ``poisoned`` says that some token's key or value was not finite (``poison``).
+    Heads come first, so that neighbouring pages of one request are one matrix for each head, without a copy. The system hands
+    out zeroed memory as it is touched, so a large pool costs nothing at start. It must be zeroed: attention multiplies the
+    value of a masked slot by zero, and zero times a stray NaN is NaN. ``poisoned`` says that some token's key or value was not
+    finite (``poison``).
     """
 
     poisoned = False
@@ -84,7 +85,7 @@ class KVPool:
         return copied[0], copied[1]
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """What the first page of each pair holds, in every layer, into the second."""
+        """Copy the first page of each pair to the second, in every layer."""
         sources, targets = map(list, zip(*pairs, strict=True))
         for layer in self._paged:
             layer[:, targets] = layer[:, sources]

@@ -23,7 +23,7 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One answer. ``text`` ends before a stop string or stop token; ``token_ids`` and ``logprobs`` hold those as well."""
+    """One answer. ``text`` ends before a stop string or stop token; ``token_ids`` and ``logprobs`` include it."""
 
     index: int
     text: str
@@ -34,7 +34,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Seconds from ``generate`` taking the request: to its first token, and to its last."""
+    """Seconds from the call of ``generate`` to a request's first token and to its last."""
 
     ttft_s: float
     e2e_s: float
@@ -44,8 +44,8 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """``prompt`` is None where token ids were given; ``outputs`` are the ``n`` answers. ``prompt_logprobs``, where asked
-    for, are of the prompt's tokens from the second on."""
+    """``prompt`` is None if token ids were given. ``outputs`` are the ``n`` answers. ``prompt_logprobs``, if asked for, begin
+    with the prompt's second token."""
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -56,8 +56,8 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class Delta:
-    """What answer ``answer`` to prompt ``index`` gained: certain text (it may lag behind tokens), the tokens, and at its end
-    the reason."""
+    """What answer ``answer`` to prompt ``index`` gained: tokens, and text that no later token can change, which may lag behind
+    them. ``finish_reason`` is None until the answer ends."""
 
     index: int
     text: str
@@ -69,7 +69,7 @@ class Delta:
 
 @dataclass
 class _Answer:
-    """One answer under way."""
+    """An answer as it grows."""
 
     detokenizer: IncrementalDetokenizer | None
     text: str = ""
@@ -80,7 +80,7 @@ class _Answer:
 
 @dataclass
 class _Open:
-    """A request under way."""
+    """A request and its answers as they grow."""
 
     index: int
     prompt: str | None
@@ -110,8 +110,9 @@ class _Open:
 class LLM:
     """An engine in this process. ``model`` is a model directory, or the output of a training run.
 
-    ``settings`` are fields of ``EngineSettings`` (``dtype="int8"``), and so are the errors. Without a ``tokenizer.json``
-    prompts must be token ids and answers have no text. Torch's number of threads is set for the whole process.
+    ``settings`` are fields of ``EngineSettings``, as ``dtype="int8"``. Raises what ``EngineSettings`` and ``EngineCore`` raise.
+    Without a ``tokenizer.json`` prompts must be token ids, and answers have no text. Torch's number of threads is set for the
+    whole process.
     """
 
     def __init__(self, model: str | Path, **settings: Any) -> None:
@@ -128,10 +129,10 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[RequestOutput]:
-        """Answers to ``prompts``, in their order: texts, or lists of token ids; one alone is a list of one.
+        """Answers to ``prompts``, in their order. A prompt is a text or a list of token ids; one alone counts as a list of one.
 
-        ``params`` is for all of them, or one for each; default ``SamplingParams()``. Nothing is computed unless every prompt is
-        acceptable: raises InputError, CapacityError or DataError naming what is wrong.
+        ``params`` is one for all prompts, or one for each; the default is ``SamplingParams()``. Raises InputError,
+        CapacityError or DataError for a prompt that cannot be answered, before anything is computed.
         """
         outputs: list[RequestOutput] = []
         for _ in self.stream(prompts, params, outputs):
@@ -144,9 +145,9 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         into: list[RequestOutput] | None = None,
     ) -> Iterator[Delta]:
-        """The same piece by piece, as it is generated; the whole answers are put into ``into`` at the end.
+        """The same piece by piece, as it is generated. At the end the whole answers are appended to ``into``.
 
-        Closing the iterator cancels what is under way. Errors come before the first piece.
+        Closing the iterator cancels the requests that are unfinished. Errors come before the first piece.
         """
         requests = self._start(prompts, params)
         outputs: dict[int, RequestOutput] = {}
@@ -220,12 +221,13 @@ class LLM:
                 self._inbox.pop(name, None)
 
     def _events(self, mine: set[str]) -> list[TokenEvent]:
-        """Events of ``mine``: what another iterator's step brought them, or a step; what it brings others is kept for them."""
+        """Events of the requests in ``mine``, from the inbox or else from a new step. Several iterators may share the engine:
+        each puts the events of the others' requests into the inbox."""
         kept = [event for name in mine for event in self._inbox.pop(name, ())]
         if kept:
             return kept
         if not self.engine.has_work:
-            raise EngineError("the engine lost a request.")
+            raise EngineError(f"the engine lost {len(mine)} requests: it has no work, and they have not ended.")
         events = self.engine.step()
         for event in events:
             if event.request_id not in mine:

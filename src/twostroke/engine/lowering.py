@@ -1,4 +1,4 @@
-"""``ModelSpec`` and canonical weights → a flat plan. What differs between families ends here."""
+"""Lowers a ``ModelSpec`` with canonical weights to a flat plan. Nothing after this knows of families."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 def interleaved(head_dim: int) -> Tensor:
-    """Order of a head's rows in which the two numbers that one angle turns are neighbours: 0, D/2, 1, D/2+1, …
+    """The order of a head's rows that makes neighbours of the two numbers that one angle rotates: 0, D/2, 1, D/2+1, …
 
-    Rotation by halves (Hugging Face's layout) becomes the product of complex numbers, one operation in place (measured, one
-    row of 8 heads: 3.3 against 5.9 µs). Scores do not change, because queries and keys are reordered alike.
+    Rotation by halves (Hugging Face's layout) is then a product of complex numbers, one operation in place (one row of 8 heads:
+    3.3 µs instead of 5.9). Scores do not change, because queries and keys are reordered alike.
     """
     return torch.arange(head_dim).view(2, head_dim // 2).t().reshape(-1)
 
@@ -69,9 +69,10 @@ class _Lowering:
         scheme: Scheme | None = None,
         get: Callable[[str], Tensor] | None = None,
     ) -> Matrix:
-        """The matrix ``name`` with its bias, or its ``rows`` in that order, held in ``scheme`` (default: the plan's).
+        """The matrix ``name`` with its bias, or only its ``rows`` in their order, held in ``scheme`` (default: the plan's).
 
-        ``get``: where its tensors come from (default: the state)."""
+        ``get`` reads its tensors (default: from the state).
+        """
         held, vector = self._held(name, scheme or self.scheme), self.vector(f"{name}.bias", bias)
         if rows is not None and vector is not None:
             vector = vector[rows]
@@ -88,12 +89,12 @@ class _Lowering:
         return pack() if self.packed is None else self.packed.matrix(pack, self._due(name, held, rows), vector)
 
     def _held(self, name: str, scheme: Scheme) -> Scheme:
-        """``scheme``, or the one beside it where the state has codes by channel and ``scheme`` is in groups."""
+        """``scheme``, or the one beside it if the state has codes by channel and ``scheme`` is in groups."""
         by_channel = f"{name}.scale" in self.state and f"{name}.zero" not in self.state
         return SCHEMES[scheme.beside] if by_channel and scheme.beside is not None else scheme
 
     def _due(self, name: str, scheme: Scheme, rows: Tensor | slice | None) -> Due:
-        """What ``matrix`` packs, known without reading a tensor."""
+        """What ``matrix`` will pack. It is known without reading a tensor, so a file of packed matrices can be checked."""
         n, k = self.shapes[f"{name}.weight"]
         if isinstance(rows, slice):
             n = len(range(*rows.indices(n)))
@@ -101,17 +102,19 @@ class _Lowering:
         return Due(scheme.native, group or 0, n if not isinstance(rows, Tensor) else len(rows), k)
 
     def _read(self, name: str, scheme: Scheme, rows: Tensor | slice | None, get: Callable[[str], Tensor]) -> Tensor | Codes:
-        """The weight, or its codes where it is stored so. Raises ConfigError for codes of another scheme."""
+        """The weight, or its codes if it is stored as codes. Raises ConfigError for codes of another scheme."""
         weight = get(f"{name}.weight")
         if f"{name}.scale" not in self.state:
             return weight if rows is None else weight[rows]
         if weight.dtype is not CODE_TYPES.get(scheme.element):
             held = next(element for element, dtype in CODE_TYPES.items() if dtype is weight.dtype)
-            raise ConfigError(f"{name} is held in {held} on disk; this model can only be lowered with weights={held!r}.")
+            raise ConfigError(f"{name} is held in {held} on disk, so this model can only be lowered with weights={held!r}.")
         zero = get(f"{name}.zero") if f"{name}.zero" in self.state else None
         codes = Codes(weight, get(f"{name}.scale"), zero)
         if codes.scale.numel() != scheme.scales(*weight.shape):
-            raise ConfigError(f"{name} has {codes.scale.numel()} scales, and {scheme.name} {scheme.scales(*weight.shape)}.")
+            raise ConfigError(
+                f"{name} has {codes.scale.numel()} scales, but {scheme.name} needs {scheme.scales(*weight.shape)}."
+            )
         return codes if rows is None else codes.of_rows(rows)
 
     def _torch_matrix(self, weight: Tensor | Codes, scheme: Scheme, bias: Tensor | None) -> Matrix:
@@ -119,15 +122,15 @@ class _Lowering:
             codes = weight if isinstance(weight, Codes) else quantize(weight, scheme)
             if W8A8 in scheme.torch:
                 return Int8Matrix(codes.codes, codes.scale, bias, self.crossovers)
-            weight = codes.values()  # torch has no kernel for others that is worth its rounding: expanded once, at loading
+            weight = codes.values()  # no other torch kernel is worth the rounding: they are expanded once, at loading
         assert isinstance(weight, Tensor)
         return FloatMatrix(weight.to(self.dtype), bias)
 
     def gate_up(self, name: str, bias: bool) -> Matrix:
-        """Gate and up as one matrix, or for the native step as two."""
+        """Gate and up as one matrix; as two for the native library, which gives a thread the same outputs of both."""
         if not self.native:
             return self.matrix(name, bias)
-        width, once = self.spec.d_ff, cache(self.get)  # Hugging Face has them apart, and joining them copies both
+        width, once = self.spec.d_ff, cache(self.get)  # Hugging Face stores them apart, and joining them copies both
         gate, up = (self.matrix(name, bias, rows, get=once) for rows in (slice(width), slice(width, 2 * width)))
         assert isinstance(gate, NativeMatrix)
         assert isinstance(up, NativeMatrix)
@@ -139,11 +142,11 @@ class _Lowering:
         return p.Norm(weight, self.vector(f"{name}.bias", self.spec.norm == "layernorm"), self.spec.norm_eps)
 
     def embed(self) -> p.Embed:
-        # A step reads a few rows of it, so the table stays as it is stored, mapped from its file.
+        # A step reads a few rows of the table, so it stays in its file's format, mapped from the file.
         return p.Embed(self.get("embed.weight"), self.get("position_embed.weight") if not self.rotary else None)
 
     def head_rows(self) -> Tensor | None:
-        """Order of the rows of the packed projection; None where positions do not turn heads."""
+        """Order of the rows of the packed projection; None if heads are not rotated."""
         spec = self.spec
         if not self.rotary:
             return None
@@ -191,7 +194,7 @@ class _Lowering:
 
 
 def _packed(weight: Tensor | Codes, scheme: Scheme, bias: Tensor | None) -> NativeMatrix:
-    """In the library's format: codes as they are where it multiplies them, else what they stand for."""
+    """The matrix in the library's format. Codes stay codes if the library multiplies them; else their values are packed."""
     if scheme.quantised and not scheme.computes_in_codes:
         weight = (weight if isinstance(weight, Codes) else quantize(weight, scheme)).values()
     if isinstance(weight, Tensor):
@@ -209,13 +212,14 @@ def lower(
     head: str | None = None,
     packed: PackedCache | None = None,
 ) -> p.Plan:
-    """The plan of ``spec`` with the canonical tensors of ``state``, packed for the kernels; ``state`` is not kept.
+    """The plan of ``spec`` with the canonical tensors of ``state``, packed for the kernels. ``state`` is not kept.
 
-    ``weights``: the scheme of the blocks' matrices, which may name a group (int4-g32); codes of ``state`` stay as they are.
-    ``head``: the same for the output head; default fp32 in an fp32 plan, else bf16. ``native``: matrices are packed for the
-    native library, once for any number of rows, and everything between them is fp32; else for torch's kernels, and everything
-    that is not quantised is bf16, unless ``weights`` is fp32. ``packed`` may have native matrices already. Raises ConfigError
-    for another name and for a model that is planned only, and CorruptFileError where a tensor is missing.
+    ``weights`` is the scheme of the blocks' matrices and may name a group (int4-g32); codes in ``state`` stay as they are.
+    ``head`` is the scheme of the output head, by default fp32 in an fp32 plan, else bf16. With ``native``, matrices are packed
+    for the native library, once for any number of rows, and everything between them is fp32. Without, they are packed for
+    torch's kernels, and everything that is not quantised is bf16, unless ``weights`` is fp32. ``packed`` may supply native
+    matrices that an earlier start has packed. Raises ConfigError for an unknown scheme and for a model that can only be
+    planned, and CorruptFileError if a tensor is missing.
     """
     known = WEIGHTS if native else TORCH_WEIGHTS
     scheme = SCHEMES.get(weights)

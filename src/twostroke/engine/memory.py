@@ -1,4 +1,4 @@
-"""How much memory there is, and how much of it the KV cache takes."""
+"""Asks the system for memory: how much is free, zeros for the KV cache, and freed memory given back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from twostroke.core.errors import CapacityError
 
 
 def available_bytes() -> int:
-    """Memory this process may still take: what the system calls available, within the control group's limit if there is one."""
+    """Memory that this process may still take: what the system calls available, within the control group's limit if any."""
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -35,23 +35,24 @@ def available_bytes() -> int:
 
 
 def return_freed_memory() -> None:
-    """Give the system what was freed: glibc keeps blocks below 32 MB, which packing a model leaves by the hundred megabytes."""
+    """Give freed memory back to the system. glibc keeps blocks below 32 MB, and packing a model frees hundreds of megabytes."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def untouched_zeros(n_bytes: int) -> npt.NDArray[np.uint8]:
-    """Zeros that take memory as they are touched, 4 KiB at a time. Raises CapacityError where the system refuses.
+    """Zeros that take memory as they are touched, 4 KiB at a time. Raises CapacityError if the system refuses.
 
-    Numpy asks for large pages, of 2 MiB: one prompt of a few tokens touches a place in each layer and head, so that it took
-    360 MB of the SmolLM-135M shape's cache (measured), all of it to be cleared before the first token."""
+    Numpy asks for pages of 2 MiB. A prompt of a few tokens touches a place in each layer and head, so with numpy it took 360 MB
+    of the cache of SmolLM-135M's shape (measured), and the system cleared all of it before the first token.
+    """
     try:
         if not hasattr(mmap, "MADV_NOHUGEPAGE"):
             return np.zeros(n_bytes, np.uint8)
         mapped = mmap.mmap(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (MemoryError, OSError, OverflowError):
         raise CapacityError(f"a KV cache of {n_bytes} bytes does not fit in memory. Lower kv_cache_bytes.") from None
-    with contextlib.suppress(OSError):  # a kernel that knows no large pages
+    with contextlib.suppress(OSError):  # a kernel without large pages
         mapped.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(mapped, np.uint8)

@@ -1,4 +1,4 @@
-"""What a step must read and compute, so that every run can say how near it came to the machine's limits."""
+"""Counts what a step must read and compute, so that every run can say how near it came to the machine's limits."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class StepMeter:
-    """Bytes and FLOP of one step: from the spec, ``weights_bytes``, what the packed matrices and norms that it reads take
-    (``Plan.step_bytes``), and ``kv_token_bytes``, the cache's bytes of one token in all layers, scales included."""
+    """Bytes and FLOP of one step. ``weights_bytes`` is what the packed matrices and norms take that a step reads
+    (``Plan.step_bytes``). ``kv_token_bytes`` is what the cache takes for one token in all layers, scales included."""
 
     def __init__(self, spec: ModelSpec, weights_bytes: int, kv_token_bytes: int) -> None:
         self.weights_bytes = weights_bytes
@@ -34,19 +34,19 @@ class StepMeter:
         self.n_windowed = spec.n_layers - self.n_full
         self.attention_flop = pair_flops(spec)
         qkv, *after = (matrix.weights for matrix in block_matrices(spec))
-        # After the last attention only the rows that a token is sampled from go on.
+        # Only the rows that a token is sampled from go on after the last attention.
         self.row_flop = 2 * (spec.n_layers * qkv + (spec.n_layers - 1) * sum(after))
         self.sampled_flop = 2 * (sum(after) + head_matrix(spec).weights)
 
     def bytes_read(self, starts: Sequence[int], counts: Sequence[int]) -> int:
-        """Weights once, and for each request the keys and values it attends to, itself included."""
+        """Bytes of the weights, read once, and of the keys and values that each request attends to, the new ones included."""
         keys = self.n_full * (sum(starts) + sum(counts))
         if self.n_windowed:
             keys += self.n_windowed * sum(min(s + n, self.window + n - 1) for s, n in zip(starts, counts, strict=True))
         return self.weights_bytes + keys * self.layer_token_bytes
 
     def flop(self, starts: Sequence[int], counts: Sequence[int], n_sampled: int) -> int:
-        """2 a multiply-add of every product that is computed; attention 4·H·D for each (query, visible key) pair and layer."""
+        """2 for each multiply-add of a product, and 4·H·D for attention of each (query, visible key) pair in each layer."""
         pairs = self.n_full * sum(n * s + n * (n + 1) // 2 for s, n in zip(starts, counts, strict=True))
         if self.n_windowed:
             pairs += self.n_windowed * sum(visible_pairs(s, n, self.window) for s, n in zip(starts, counts, strict=True))
@@ -55,12 +55,13 @@ class StepMeter:
 
 @dataclass(frozen=True)
 class PhaseRates:
-    """What the steps of one phase achieved, all measured but for the shares' limits, which calibration measured before.
+    """What the steps of one phase achieved. Everything is measured now, except for the two limits, which calibration measured.
 
-    ``read_bytes`` is what they had to read: packed weights once a step, and of the cache what each request attends to.
-    ``read_limit_bytes_per_s`` is the best rate at which all threads read a buffer of ``bytes_per_step`` again and again,
-    ``product_limit_flop_per_s`` the best rate of a product in the blocks' format, 4096³ or another calibrated shape (attention
-    and head, which may be in another format, are counted at it too); None where this machine has no profile that holds them.
+    ``read_bytes`` is what the steps had to read: packed weights once a step, and of the cache what each request attends to.
+    ``read_limit_bytes_per_s`` is the best rate at which all threads read a buffer of ``bytes_per_step`` again and again.
+    ``product_limit_flop_per_s`` is the best rate of a product in the blocks' format, of 4096³ or another calibrated shape;
+    attention and head count at it too, although the head may have another format. A limit is None if this machine's profile
+    does not have it.
     """
 
     steps: int
@@ -89,7 +90,7 @@ class PhaseRates:
 
     @property
     def read_share(self) -> float | None:
-        """Share of the bandwidth limit: bytes that had to be read ÷ time ÷ read rate at that working set."""
+        """Share of the bandwidth limit: bytes that had to be read ÷ seconds ÷ the limit."""
         limit = self.read_limit_bytes_per_s
         return self.bytes_per_s / limit if limit else None
 
@@ -102,7 +103,7 @@ class PhaseRates:
 
 @dataclass(frozen=True)
 class Achieved:
-    """Both phases of a run. Steps that had prefill and decode in them are in neither: ``EngineStats.mixed_…`` has those."""
+    """Both phases of a run. Steps with prefill and decode are in neither of them, but in ``EngineStats.mixed_…``."""
 
     prefill: PhaseRates
     decode: PhaseRates
@@ -126,14 +127,15 @@ class Achieved:
 def achieved(engine: EngineCore, since: EngineStats | None = None, hardware: Hardware | None = None) -> Achieved:
     """Rates of ``engine``'s steps, and their shares of this machine's measured limits, prefill and decode apart.
 
-    ``since``: stats taken before the work in question (default: everything since the engine started). ``hardware``: a
-    calibrated machine (default: this machine's profile; without one the shares are None). A step counts from scheduling to
-    tokens, so sampling and Python are in its time."""
+    ``since`` is stats from before the work in question; by default everything since the start counts. ``hardware`` is a
+    calibrated machine, by default this machine's profile; without one the shares are None. A step's time runs from scheduling
+    to tokens, so it includes sampling and Python.
+    """
     now = engine.stats()
     if hardware is None:
         try:
             hardware = load_hardware("this", "serve")
-        except TwostrokeError:  # no profile, or one that cannot be read: there are no shares then
+        except TwostrokeError:  # no profile, or one that cannot be read: then there are no shares
             hardware = None
     limits = hardware if hardware is not None and hardware.basis == "measured" else None
     product = product_of(engine)

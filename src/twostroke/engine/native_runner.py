@@ -1,4 +1,4 @@
-"""Runs a native plan: one call of the library for a whole step of any mix of prefill and decode rows."""
+"""Runs a native plan. One call of the library computes a whole step, with any mix of prefill and decode rows."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _TABLE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 class NativeRunner:
     """Advances ``pool`` by scheduled steps of a plan lowered with ``native=True``. Raises ConfigError without the library.
 
-    Page tables and every array of a step are kept and refilled, so that a decode step costs Python tens of microseconds. The
-    threads are those of the library's one pool.
+    Page tables and all arrays of a step are made once and refilled, so that a decode step costs Python tens of microseconds.
+    All runners of a process share the library's one pool of threads.
     """
 
     def __init__(self, plan: p.Plan, pool: TiledKVPool, config: SchedulerConfig) -> None:
@@ -44,8 +44,9 @@ class NativeRunner:
         loaded.ts_step_run.restype, loaded.ts_step_run.argtypes = ctypes.c_int, [ctypes.c_void_p, ctypes.c_void_p]
         self._library, self.plan, self.pool = loaded, plan, pool
         spec = plan.spec
-        self._held: list[Tensor] = []  # what the library points to beside the plan's own tensors
+        self._held: list[Tensor] = []  # tensors that the library points to and the plan does not keep alive
         ops = (COp * len(plan.ops))(*map(self._op, plan.ops))
+        # A traced state is one after a whole block, so the block's last operation has to know which block it ends.
         layer = -1
         for made, op in zip(ops, plan.ops, strict=True):
             layer = op.layer if isinstance(op, p.PagedAttention) else layer
@@ -60,14 +61,15 @@ class NativeRunner:
         )
         self._step = loaded.ts_step_create(ctypes.byref(model))
         if not self._step:
-            raise CapacityError("the step's memory could not be had.")
+            raise CapacityError("not enough memory for the native step's tables. Free some memory, or use a smaller model.")
         weakref.finalize(self, loaded.ts_step_destroy, self._step)
+        # A row of the table for each running request; a request has at most the pages of its longest context.
         width = min(config.n_pages, -(-config.max_model_len // config.page_tokens))
         self.table = np.zeros((config.max_running, width), np.int64)
         self._starts, self._counts, self._slots = (np.zeros(config.max_running, np.int32) for _ in range(3))
         self._tokens = np.zeros(config.token_budget, np.int32)
-        self._n_usual = config.max_running  # rows of logits that are kept; more of them only while prompts are scored
-        self._take_logits(0)
+        self._n_usual = config.max_running  # rows of logits that stay allocated; more exist only while prompts are scored
+        self._take_logits(0)  # none before the first step: 128 rows of 150,000 words are 77 MB
         self._batch = CBatch(table=self.table.ctypes.data, table_stride=width)
         arrays = (("starts", self._starts), ("counts", self._counts), ("table_rows", self._slots), ("tokens", self._tokens))
         for name, array in arrays:
@@ -81,20 +83,21 @@ class NativeRunner:
         all_rows: bool = False,
         trace: Float[Tensor, "states n E"] | None = None,
     ) -> Float[Tensor, "kept V"]:
-        """Logits, fp32, of the rows that a token is sampled from, of ``rows``, or of all; valid until the next call.
+        """fp32 logits of the rows that a token is sampled from, of ``rows``, or of all. They are valid until the next call.
 
-        ``n_threads`` 1: the caller's thread alone, which costs the pool nothing.
-        ``trace`` receives the residual stream after the embedding and each block (of all rows, so ask for those)."""
+        With ``n_threads`` 1 the caller's thread computes alone and the pool is not woken. ``trace`` receives the residual
+        stream after the embedding and after each block; it needs ``all_rows``, because other rows end at the last attention.
+        """
         batch, n = self._batch, len(step.requests)
         requests = step.requests
-        for request in step.grown:
+        for request in step.grown:  # a decoding request gets a page only every 16 tokens; the rest of the table stays
             self.table[request.slot, : len(request.pages)] = request.pages
         self._starts[:n] = step.starts
         self._counts[:n] = step.counts
         self._slots[:n] = [r.slot for r in requests]
         kept: np.ndarray | None = None
         if step.n_decodes == n:
-            n_rows = n
+            n_rows = n  # every row is sampled from, so none needs to be chosen
             self._tokens[:n] = [r.tokens[start] for r, start in zip(requests, step.starts, strict=True)]
         else:
             tokens: list[int] = []
@@ -107,7 +110,7 @@ class NativeRunner:
         if rows is not None:
             kept = np.ascontiguousarray(rows.numpy(), np.int64)
         n_kept = n_rows if kept is None else len(kept)
-        if n_kept <= self._n_usual:
+        if n_kept <= self._n_usual:  # the last scored prompt is over
             self.release_logits()
         if self._logits.shape[0] < n_kept:
             self._take_logits(n_kept)
@@ -120,7 +123,10 @@ class NativeRunner:
         if n_threads > 1 and self._library.ts_threads() != n_threads:
             self._library.ts_set_threads(n_threads)
         if self._library.ts_step_run(self._step, ctypes.byref(batch)):
-            raise CapacityError("a step's working memory could not be had. Lower token_budget.")
+            raise CapacityError(
+                f"not enough memory for the step's scratch buffers (token_budget={len(self._tokens)}, "
+                f"max_running={self._n_usual}). Lower token_budget."
+            )
         return self._logits[:n_kept]
 
     def _take_logits(self, n: int) -> None:
@@ -128,12 +134,12 @@ class NativeRunner:
         self._best_tokens = torch.empty(n, dtype=torch.int64)
 
     def release_logits(self) -> None:
-        """Give back what logits of more rows than requests may run at once took."""
+        """Free the logits if they have more rows than requests may run at once."""
         if self._logits.shape[0] > self._n_usual:
             self._take_logits(0)
 
     def best_of(self, n: int) -> tuple[Tensor, Tensor]:
-        """Of the first ``n`` rows of logits of the last step: the largest, NaN where one is not finite, and its token."""
+        """The largest logit of each of the last step's first ``n`` rows, and its token. It is NaN if the row is not finite."""
         return self._best[:n], self._best_tokens[:n]
 
     def _hold(self, tensor: Tensor) -> int:
@@ -163,6 +169,7 @@ class NativeRunner:
             matrix: Any = op.matrix
             if not isinstance(matrix, NativeMatrix | NativePair):
                 raise ConfigError("this plan was lowered for torch. Lower it with native=True.")
+            # The library has gate and up apart, so that a thread computes the same outputs of both and activates them.
             to.matrix = matrix.gate.c if isinstance(matrix, NativePair) else matrix.c
             if isinstance(op, p.OutProjectionAdd | p.MlpDownAdd) and op.norm is not None:
                 self._norm(op.norm, to.norm)
@@ -185,6 +192,7 @@ class NativeRunner:
 
 
 def _sampled_rows(step: ScheduledStep) -> np.ndarray:
+    """The last row of each request whose tokens end with this step."""
     ends = np.cumsum(step.counts)
     wanted: Sequence[int] = [i for i in range(len(step.requests)) if step.samples(i)]
     rows: np.ndarray = ends[wanted].astype(np.int64) - 1

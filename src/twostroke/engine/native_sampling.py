@@ -1,6 +1,6 @@
-"""Drawing tokens and finding the most probable ones by the native library: a pass over the vocabulary and a look at few of it.
+"""Draws tokens and finds the most probable ones by the native library: one pass over the vocabulary, then a look at few of it.
 
-``sampler`` has the plain reference of each. Absent where the library was not built.
+``sampler`` has the plain reference of each, and takes it where the library was not built.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DRAW = np.dtype(
         ("top_k", np.int32),
     ]
 )
-"""``Draw`` in kernels/native/sampling.h. ``number`` in [0, 1) is the random one; ``top_k`` 0: all."""
+"""``Draw`` in kernels/native/sampling.h. ``number`` is the random number in [0, 1). ``top_k`` 0 keeps all tokens."""
 
 _ARRAYS = ("biased", "biases", "prompt", "output", "counts", "fresh", "ends")
 ADJUSTMENT = np.dtype(
@@ -51,12 +51,14 @@ mirror_bytes("Draw", DRAW.itemsize)
 mirror_bytes("Adjustment", ADJUSTMENT.itemsize)
 
 
+# One ``ADJUSTMENT`` as bytes. A request packs it anew when its arrays move, and else changes only ``n_output`` in it.
 _RECORD = struct.Struct("=6q8Q2d2f")
 _N_OUTPUT = struct.Struct("=q"), ADJUSTMENT.fields["n_output"][1]  # type: ignore[index]
 
 
 def adjustment(params: SamplingParams, arrays: Mapping[str, npt.NDArray[Any]], n_output: int) -> bytearray:
-    """One of ``ADJUSTMENT``, valid while ``arrays`` live; of those of the output the first ``n_output`` are used."""
+    """One ``ADJUSTMENT`` that points to ``arrays``, so it is valid while they live. Of the arrays that grow with the output
+    the first ``n_output`` places are used."""
     lengths = len(arrays["biased"]), len(arrays["prompt"]), n_output, len(arrays["ends"])
     addresses = [arrays[name].__array_interface__["data"][0] for name in _ARRAYS]
     penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
@@ -64,24 +66,25 @@ def adjustment(params: SamplingParams, arrays: Mapping[str, npt.NDArray[Any]], n
 
 
 def set_n_output(record: bytearray, n_output: int) -> None:
-    """More of the same arrays' tokens are used."""
+    """Use the first ``n_output`` places from now on."""
     _N_OUTPUT[0].pack_into(record, _N_OUTPUT[1], n_output)
 
 
 class Adjustments:
-    """What is done to ``rows``: one of ``records``, made by ``adjustment``, for each."""
+    """Changes to ``rows`` of logits: one of ``records``, made by ``adjustment``, for each row."""
 
     def __init__(self, rows: Sequence[int], records: Sequence[bytearray]) -> None:
         made = np.frombuffer(bytearray(b"".join(records)), ADJUSTMENT)
         made["row"] = rows
         sizes = made["n_biased"] + made["n_prompt"] + 2 * made["n_output"] + made["n_ends"]
+        # What a row holds at every place that changes; a place of the output can change twice, by both kinds of penalty.
         self._undo = np.empty(int(sizes.sum()), np.float32)
         made["undo"] = self._undo.ctypes.data + 4 * (np.cumsum(sizes) - sizes).astype(np.uintp)
         self._made = made
 
     @property
     def tokens(self) -> list[int]:
-        """Of each row that of its largest logit, the first where there are several."""
+        """The token of each row's largest logit; the first of several that are equal."""
         tokens: list[int] = self._made["token"].tolist()
         return tokens
 
@@ -104,9 +107,10 @@ class Adjustments:
 
 
 def draw(logits: Float[Tensor, "n V"], draws: npt.NDArray[np.void], n_threads: int = 1) -> list[int]:
-    """The token of each of ``draws`` (of ``DRAW``) from its row, none of which may hold NaN or only −∞.
+    """The token that each of ``draws`` (of type ``DRAW``) takes from its row.
 
-    Raises EngineError where one does, CapacityError where memory is short."""
+    Raises EngineError if a row holds NaN or only −∞, and CapacityError if memory is short.
+    """
     native, n_vocab = library(), logits.shape[1]
     assert native is not None
     assert logits.dtype == torch.float32
@@ -119,9 +123,10 @@ def draw(logits: Float[Tensor, "n V"], draws: npt.NDArray[np.void], n_threads: i
 def top(
     logits: Float[Tensor, "n V"], rows: Sequence[int], k: int, n_threads: int = 1
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """Of each of ``rows`` the logarithm of Σ exp(logits), and its ``k`` largest logits, best first, with their tokens.
+    """For each of ``rows``: the logarithm of Σ exp(logits), its ``k`` largest logits, best first, and their tokens.
 
-    Raises EngineError where a row holds NaN, CapacityError where memory is short."""
+    Raises EngineError if a row holds NaN, and CapacityError if memory is short.
+    """
     native, n_vocab, n = library(), logits.shape[1], len(rows)
     assert native is not None
     assert logits.dtype == torch.float32

@@ -1,6 +1,6 @@
-"""The structures that the native step reads, as the library has them: kernels/native/step.h, field by field.
+"""The structures that the native step reads: those of kernels/native/step.h, field by field.
 
-``native_library.mirror`` holds every one's size against the library's.
+``native_library.mirror`` compares the size of each with the library's.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class CNorm(ctypes.Structure):
 
 @mirror("QkvProjection")
 class CProduct(ctypes.Structure):
-    """Also ``LmHead``."""
+    """``LmHead`` too."""
 
     _fields_ = [("matrix", CMatrix)]
 
 
 @mirror("OutProjectionAdd")
 class CProductAdd(ctypes.Structure):
-    """Also ``MlpDownAdd``."""
+    """``MlpDownAdd`` too."""
 
     _fields_ = [("matrix", CMatrix), ("norm", CNorm)]
 
@@ -76,7 +76,7 @@ OPS: tuple[tuple[type, str, type[ctypes.Structure]], ...] = (
     (p.MlpDownAdd, "mlp_down_add", CProductAdd),
     (p.LmHead, "lm_head", CProduct),
 )
-"""``TS_OPS``: the plan's operation, its member of the union and what it holds there, in the order of ``OpKind``."""
+"""``TS_OPS``: each operation of the plan, its member of the union, and the member's type, in the order of ``OpKind``."""
 
 
 class _Held(ctypes.Union):

@@ -1,4 +1,4 @@
-"""Text that a model writes itself, for where there is no other to fit rounding to."""
+"""Text that a model writes itself, to fit rounding to if there is no other text."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ MAX_RUNNING = 32
 
 
 def own_text(directory: Path | str, n_rows: int, length: int) -> Int[Tensor, "n_rows length"]:
-    """``n_rows`` rows of ``length`` tokens sampled at temperature 1 from what follows the model's first token, the same each
-    time.
+    """``n_rows`` rows of ``length`` tokens, sampled at temperature 1 behind the model's first token, the same each time.
 
-    A row goes on after an end token, as packed documents do. Codes fitted to it instead of text like the model's own: KL on
-    held-out text 0.0717 and 0.0674 nats (stories260K), 0.00219 and 0.00213 (3.9M parameters, novels). Raises what
-    ``EngineCore`` does, and EngineError where the model's output is not finite.
+    A row goes on after an end token, as packed documents do. Codes fitted to such text are nearly as good as codes fitted to
+    text like the training data: KL on held-out text 0.0717 against 0.0674 nats (stories260K), and 0.00219 against 0.00213 (3.9M
+    parameters, novels). Raises what ``EngineCore`` does, and EngineError if the model's output is not finite.
     """
     engine = EngineCore(directory, EngineSettings(max_running=MAX_RUNNING, max_model_len=length))
     spec = engine.spec

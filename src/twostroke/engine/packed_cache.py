@@ -1,11 +1,11 @@
-"""Packed matrices of a model, kept in a file: what a start reads instead of converting every weight again.
+"""Keeps a model's packed matrices in a file, so that the next start reads them instead of converting every weight again.
 
-``$TWOSTROKE_HOME/packed/<key>.bin`` is a header, then each matrix as the native library holds it. The folder is this user's
-alone and lies outside of the model directory, which may come from a stranger. The key is a hash of what decides the bytes:
+``$TWOSTROKE_HOME/packed/<key>.bin`` is a header, then each matrix as the native library holds it. The folder belongs to this
+user alone and lies outside of the model directory, which may come from a stranger. The key is a hash of what decides the bytes:
 which files the weights are in (path, inode, size, times), how weights and head are held, and the library's sources.
 
-Nothing in a file is believed: the header has a digest, each matrix a sum, and a matrix of another format or shape than the
-one that is due is refused. What fails is packed again and written anew.
+A file is checked before it is used: its header has a digest, each matrix has a sum, and a matrix must have the format and shape
+that the model needs next. A matrix that fails is packed from the weights again, and the file is written anew.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from twostroke.kernels.native_library import library
 from twostroke.kernels.native_matrix import NativeMatrix
 
 LEAST_BYTES = 32 * 2**20
-"""A smaller model is packed faster than it is worth a file."""
+"""A smaller model is packed so fast that a file is not worth it."""
 
 MAX_FILES = 16
 MAX_BYTES = 64 * 2**30
-"""Of all files together, and at most a quarter of the disk. The least recently used go first."""
+"""Limits of all files together; they take at most a quarter of the disk as well. The least recently used are removed first."""
 
 RETURN_EVERY = 2**24
-"""Packed weights after which what packing them has freed goes back to the system."""
+"""After so many packed weights, the memory that packing has freed goes back to the system."""
 
 _FILE = re.compile(r"[0-9a-f]{32}\.bin")
 _PARTIAL = re.compile(r"[0-9a-f]{32}\.([0-9]+)\.[0-9a-f]{16}\.partial")
 
 _MAGIC = b"twostroke packed"
-_START = struct.Struct("<16sQ32s")  # magic, bytes up to the first matrix, digest of all of them but itself
+_START = struct.Struct("<16sQ32s")  # magic; bytes before the first matrix; digest of those bytes without itself
 _ALIGNMENT = 4096
 _MAX_HEADER_BYTES = 2**24
 
 
 @dataclass(frozen=True)
 class Due:
-    """What a matrix must be. ``group``: inputs that share a scale, 0 where the format has no groups."""
+    """What a matrix must be. ``group`` is how many inputs share a scale; 0 if the format has no groups."""
 
     format: str
     group: int
@@ -79,10 +79,11 @@ class Entry:
 
 
 def cache_key(directory: Path, *choices: str) -> str | None:
-    """Names what would be packed; None where there is no native library or a file cannot be looked at.
+    """A name for what would be packed; None without the native library, or if a file cannot be looked at.
 
-    A file's inode and the time of its last change of any kind are in it: archives carry names, sizes and times of
-    modification, so two models can agree in all of those."""
+    It contains each file's inode and change time. Names, sizes and times of modification come out of an archive, so two models
+    can agree in all of those.
+    """
     loaded = library()
     if loaded is None:
         return None
@@ -97,9 +98,9 @@ def cache_key(directory: Path, *choices: str) -> str | None:
 
 
 class PackedCache:
-    """The matrices of one plan in the order in which it is lowered: read where a file holds them, else collected to be written.
+    """The matrices of one plan, in the order of lowering: read from a file, or else collected to be written to one.
 
-    ``matrix(pack, due)`` is the next one. Whatever is wrong with the file, ``pack`` is called from then on.
+    ``matrix(pack, due)`` returns the next one. From the first thing that is wrong with the file, ``pack`` makes them.
     """
 
     def __init__(self, key: str | None) -> None:
@@ -126,11 +127,11 @@ class PackedCache:
         return self._stream is not None
 
     def matrix(self, pack: Callable[[], NativeMatrix], due: Due, bias: Any = None) -> NativeMatrix:
-        """The file's next matrix where it is what is ``due``, else what ``pack`` makes."""
+        """The file's next matrix if it is as ``due`` says, else what ``pack`` makes."""
         if self._stream is not None:
             try:
                 made = self._read(self._stream, due, bias)
-            except (OSError, ValueError):
+            except (OSError, ValueError):  # the file cannot be trusted from here on
                 self._stream.close()
                 self._stream = None
                 made = pack()
@@ -164,9 +165,10 @@ class PackedCache:
         return made
 
     def finish(self) -> threading.Thread | None:
-        """All matrices are there: write them in the background where they did not come from a file and are worth it.
+        """Called after the last matrix. Writes the matrices in the background if they were packed and are worth a file.
 
-        A process that ends at once waits for it, so that short ones leave the file as well."""
+        A process that ends before that waits for the thread, so a short run leaves the file as well.
+        """
         was_read = self._stream is not None
         if self._stream is not None:
             self._stream.close()
@@ -195,7 +197,7 @@ def _digest(key: str, size: int, table: bytes) -> bytes:
 
 
 def _header(key: str, entries: list[Entry]) -> bytes:
-    """Everything before the first matrix. Raises ValueError where there are too many."""
+    """Everything before the first matrix. Raises ValueError for more matrices than a header may name."""
     table = json.dumps([[*astuple(entry.due), entry.bytes, entry.total] for entry in entries]).encode()
     size = -(-(_START.size + len(table)) // _ALIGNMENT) * _ALIGNMENT
     if size > _MAX_HEADER_BYTES:
@@ -205,7 +207,7 @@ def _header(key: str, entries: list[Entry]) -> bytes:
 
 
 def _read_header(stream: FileIO, key: str) -> list[Entry]:
-    """The table of a file, which stands at its first matrix then. Raises ValueError for one that ``_header`` did not write."""
+    """The table of a file, which is then read up to its first matrix. Raises ValueError if ``_header`` did not write it."""
     start = stream.read(_START.size)
     if len(start) != _START.size:
         raise ValueError("truncated")
@@ -225,7 +227,7 @@ def _read_header(stream: FileIO, key: str) -> list[Entry]:
 
 
 def _write(key: str, matrices: list[NativeMatrix]) -> None:
-    """A disk that is full, or a home that may not be written, only means that the next start packs again."""
+    """Write the file. On a full disk, or in a home that may not be written, nothing happens: the next start packs again."""
     with contextlib.suppress(OSError, ValueError, ConfigError), private_folder(packed_dir(), create=True) as folder:
         entries = [Entry(Due.of(m), m.packed_bytes, _total(_memory(m))) for m in matrices]
         header = _header(key, entries)
@@ -237,7 +239,7 @@ def _write(key: str, matrices: list[NativeMatrix]) -> None:
                 stream.write(header)
                 for matrix in matrices:
                     stream.write(_memory(matrix).data)
-            folder.rename(partial, f"{key}.bin")
+            folder.rename(partial, f"{key}.bin")  # in one step: no reader sees half a file
         except BaseException:
             with contextlib.suppress(OSError):
                 folder.remove(partial)
@@ -245,9 +247,10 @@ def _write(key: str, matrices: list[NativeMatrix]) -> None:
 
 
 def _make_room(folder: PrivateFolder, name: str, needed: int) -> bool:
-    """Whether a file of ``needed`` bytes may be written, after what it replaces and the least recently used are removed.
+    """Whether a file of ``needed`` bytes may be written. Removes the least recently used files to make room.
 
-    What a process left that was killed while it wrote goes as well: a gigabyte, perhaps."""
+    Files that a killed process left half written are removed as well, because one may be a gigabyte.
+    """
     for partial, _ in folder.files(_PARTIAL):
         process = _PARTIAL.fullmatch(partial)
         if process is not None and not Path(f"/proc/{process[1]}").exists():
@@ -262,4 +265,5 @@ def _make_room(folder: PrivateFolder, name: str, needed: int) -> bool:
         oldest, size = others.pop(0)
         folder.remove(oldest)
         total -= size
+    # The file takes at most half of what is free.
     return shutil.disk_usage(folder.descriptor).free >= 2 * needed

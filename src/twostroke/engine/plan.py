@@ -1,9 +1,9 @@
-"""The flat plan that a model is lowered to: a tuple of operations over a few named buffers, the same for every family.
+"""The flat plan that a model is lowered to: a tuple of operations on a few named buffers, the same for every family.
 
-Buffers, one row a token, all rows of a step together: ``residual`` the residual stream (n, E); ``normed`` its normalised copy
-(n, E); ``qkv`` the packed projection (n, (H + 2K)·D); ``attention_out`` (n, H·D); ``mlp_inner`` between the two products of the
-MLP (n, F). An operation reads and writes the buffers its docstring names. ``interpreter`` runs a plan with torch and is the
-reference for faster executions.
+A buffer has a row for each of the step's n tokens: ``residual`` is the residual stream (n, E), ``normed`` its normed copy
+(n, E), ``qkv`` the packed projection (n, (H + 2K)·D), ``attention_out`` is (n, H·D), and ``mlp_inner``, between the two
+products of the MLP, (n, F). The docstring of an operation names the buffers that it reads and writes. ``interpreter`` runs a
+plan with torch and is the reference for faster runners.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from twostroke.kernels.matrix import Matrix
 
 @dataclass(frozen=True, eq=False)
 class Embed:
-    """residual ← table[token] (+ positions[position]), in the plan's dtype; tables are in the format they are stored in."""
+    """residual ← table[token] (+ positions[position]) in the plan's dtype. The tables stay in the format of their file."""
 
     table: Tensor
     positions: Tensor | None
@@ -44,8 +44,8 @@ class QkvProjection:
 
 @dataclass(frozen=True, eq=False)
 class QkNorm:
-    """RMSNorm of each query and key head in qkv, or ``over_heads`` of a row's query heads and of its key heads; ``weight`` is
-    (H + K, D)."""
+    """qkv's query and key heads ← their RMSNorm, by head; with ``over_heads`` once over all query heads and once over all key
+    heads. ``weight`` is (H + K, D)."""
 
     weight: Tensor
     eps: float
@@ -54,7 +54,7 @@ class QkNorm:
 
 @dataclass(frozen=True, eq=False)
 class RopeAndCacheWrite:
-    """Rotate queries and keys in qkv by their position (``rotary``), then write keys and values to the layer's cache."""
+    """If ``rotary``, qkv's queries and keys ← themselves, rotated by position. Then the layer's cache ← keys and values."""
 
     layer: int
     rotary: bool
@@ -70,12 +70,12 @@ class PagedAttention:
 
 @dataclass(frozen=True, eq=False)
 class GatherSampledRows:
-    """residual, attention_out ← their rows that a token is sampled from: after the last attention no other matters."""
+    """residual, attention_out ← their rows that a token is sampled from. After the last attention only these are needed."""
 
 
 @dataclass(frozen=True, eq=False)
 class OutProjectionAdd:
-    """residual ← residual + attention_out·Wᵀ + b, or residual + RMSNorm(attention_out·Wᵀ + b) by ``norm``."""
+    """residual ← residual + attention_out·Wᵀ + b, or with a ``norm`` residual + RMSNorm(attention_out·Wᵀ + b)."""
 
     matrix: Matrix
     norm: Norm | None = None
@@ -83,7 +83,7 @@ class OutProjectionAdd:
 
 @dataclass(frozen=True, eq=False)
 class MlpUp:
-    """mlp_inner ← activation(normed·Wᵀ + b); ``gated``: the product holds gate and up, mlp_inner ← activation(gate)·up."""
+    """mlp_inner ← activation(normed·Wᵀ + b). If ``gated``, the product is gate and up, and mlp_inner ← activation(gate)·up."""
 
     matrix: Matrix
     activation: Activation
@@ -92,7 +92,7 @@ class MlpUp:
 
 @dataclass(frozen=True, eq=False)
 class MlpDownAdd:
-    """residual ← residual + mlp_inner·Wᵀ + b, or residual + RMSNorm(mlp_inner·Wᵀ + b) by ``norm``."""
+    """residual ← residual + mlp_inner·Wᵀ + b, or with a ``norm`` residual + RMSNorm(mlp_inner·Wᵀ + b)."""
 
     matrix: Matrix
     norm: Norm | None = None
@@ -100,7 +100,7 @@ class MlpDownAdd:
 
 @dataclass(frozen=True, eq=False)
 class LmHead:
-    """logits ← normed·Wᵀ, fp32."""
+    """logits ← normed·Wᵀ in fp32."""
 
     matrix: Matrix
 
@@ -112,7 +112,7 @@ Op = Product | Embed | Norm | QkNorm | RopeAndCacheWrite | PagedAttention | Gath
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """``weights`` is how the blocks' matrices are held (fp32, bf16, int8, …); ``dtype`` what activations are computed in."""
+    """``weights`` names the format of the blocks' matrices (fp32, bf16, int8, …), ``dtype`` the type of activations."""
 
     spec: ModelSpec
     ops: tuple[Op, ...]
@@ -122,7 +122,7 @@ class Plan:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of weights that one step must read, whatever its rows (the embedding's rows, a few kB, left out)."""
+        """Bytes of weights that a step reads, however many rows it has. The embedding's rows, a few kB, are left out."""
         total = 0
         for op in self.ops:
             if isinstance(op, Product):
@@ -137,8 +137,8 @@ class Plan:
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of all weights in the formats they are computed in, second copies included. A tied embedding counts once, as
-        the head: the table that tokens are looked up in stays in its file, of which a step reads a few rows."""
+        """Bytes of all weights in the formats that compute, second copies included. A tied embedding counts once, as the head:
+        tokens are looked up in the table's file, of which a step reads a few rows."""
         embed = self.ops[0]
         assert isinstance(embed, Embed)
         element_bytes = int(scheme_of(self.weights).kept_bytes)

@@ -1,4 +1,4 @@
-"""``prompt_logprobs``: how probable the model found a prompt, told step by step: nothing of it is kept."""
+"""``prompt_logprobs``: how probable the model finds the tokens of a prompt. Each step returns its part, and nothing is kept."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ if TYPE_CHECKING:
 
 
 class PromptScores:
-    """Of each request that asks for them, the log-probabilities of its prompt's tokens from the second on.
+    """Log-probabilities of a prompt's tokens, from the second on, for each request that asks for them.
 
-    A token with 20 alternatives takes 2 kB in Python: kept to the end, the prompts of 128 requests would take 7 GB."""
+    A token with 20 alternatives takes 2 kB in Python. Kept until the prompts are complete, those of 128 requests would take
+    7 GB.
+    """
 
     def __init__(self) -> None:
         self._n_scored: dict[str, int] = {}
         self._new: list[tuple[str, list[TokenLogprobs]]] = []
 
     def wanted(self, step: ScheduledStep) -> list[tuple[int, int, int]]:
-        """(index in the step, first position, number) of rows that predict a token of a prompt and were not scored yet.
+        """(index in the step, first position, number) of the rows that predict a prompt's token and have not been scored.
 
-        A request that was preempted is computed again, not scored again."""
+        A preempted request is computed again, but not scored again.
+        """
         found = []
         for i in range(step.n_decodes, len(step.requests)):
             request = step.requests[i]
@@ -47,10 +50,11 @@ class PromptScores:
         largest: Float[Tensor, " n"],
         n_threads: int = 1,
     ) -> set[str]:
-        """Score the rows of ``wanted``, one after another in ``logits``. Returns the ids of requests that cannot be scored.
+        """Score the rows of ``wanted``, which follow one another in ``logits``. Returns ids of requests that cannot be scored.
 
-        ``largest``: of each row the largest logit, NaN or ±∞ where one is not finite. Probabilities do not exist then, and what
-        finds the most probable tokens must not be asked."""
+        ``largest`` is each row's largest logit, NaN or ±∞ if the row is not finite. Such a row has no probabilities, and
+        ``native_sampling.top`` refuses it.
+        """
         at, failed = 0, set()
         finite = torch.isfinite(largest).numpy()
         for i, first, n in wanted:
@@ -68,17 +72,17 @@ class PromptScores:
         return failed
 
     def take(self) -> list[tuple[str, list[TokenLogprobs]]]:
-        """What came since the last call: requests' ids, each with the scores of its prompt's next tokens."""
+        """The scores since the last call: pairs of a request's id and the scores of its prompt's next tokens."""
         new, self._new = self._new, []
         return new
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Drop what is known of a request that has ended."""
         self._n_scored.pop(request_id, None)
 
 
 def rows_of(step: ScheduledStep, sampled: Sequence[int], wanted: Sequence[tuple[int, int, int]]) -> Tensor:
-    """Rows of the step's tokens whose logits are needed: the last of each request in ``sampled``, then those of ``wanted``."""
+    """Rows of the step whose logits are needed: the last one of each request in ``sampled``, then those of ``wanted``."""
     ends = np.cumsum(step.counts)
     rows = [ends[list(sampled)] - 1]
     for i, first, n in wanted:

@@ -1,4 +1,4 @@
-"""From logits to tokens: a batch at a time, each request's choice independent of who else is in the batch."""
+"""Chooses tokens from logits, a batch at a time. A request's choice does not depend on the others in its batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _MASK64 = 2**64 - 1
 _HEAD = 512
-"""Largest probabilities looked at first for top-p; the vocabulary is sorted only where they do not reach it."""
+"""Top-p looks at so many of the largest probabilities first, and sorts the vocabulary only if they do not reach it."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Aligned with the rows that were given. ``failed`` are rows whose logits were not finite; their token means nothing."""
+    """A token and its log-probabilities for each row that was given. ``failed`` lists the rows whose logits were not finite:
+    their token means nothing."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
@@ -46,11 +47,11 @@ class Sampled:
 def uniform(seed: int, index: int) -> float:
     """The ``index``-th number in [0, 1) of the stream ``seed``: SplitMix64 (Steele, Lea & Flood 2014) as a counter.
 
-    A counter and not a generator's state, so that a request that is preempted and recomputed, or sits elsewhere in the
-    batch, draws the same numbers.
+    It counts instead of keeping a generator's state, so a request draws the same numbers after it was preempted and recomputed,
+    and wherever it stands in the batch.
     """
     z = (_mix(seed & _MASK64) + (index + 1) * 0x9E3779B97F4A7C15) & _MASK64
-    return (_mix(z) >> 11) * 2.0**-53
+    return (_mix(z) >> 11) * 2.0**-53  # the 53 bits that a double holds exactly, so never 1.0
 
 
 def _mix(z: int) -> int:
@@ -68,11 +69,11 @@ def sample(
 ) -> Sampled:
     """One token a row by each request's ``SamplingParams``; the row's random number is the ``n_output``-th of its seed.
 
-    ``known``: each row's largest logit (NaN where one is not finite) and its token, where the runner looked. The logits are its
-    own then, written anew in each step, and changed rows are put back only for requests that want log-probabilities.
-    ``n_threads``: of the native library, where it is there.
+    ``known`` is given by a runner that looked: each row's largest logit (NaN if the row is not finite) and its token. The
+    logits are then the runner's own and written anew in each step, so changed rows are put back only for requests that want
+    log-probabilities. ``n_threads`` is for the native library.
     """
-    # NaN and +inf come through max, so this is the check as well.
+    # NaN and +inf come through max, so this one pass also finds the rows that are not finite.
     best, greedy = logits.max(dim=1) if known is None else known
     values, tokens = best.tolist(), greedy.tolist()
     failed = {i for i, value in enumerate(values) if not math.isfinite(value)}
@@ -82,7 +83,7 @@ def sample(
         logits = logits.contiguous()
         adjusted = Adjusted(logits, changed, [requests[i] for i in changed], n_threads)
         for i, token, value in zip(changed, adjusted.tokens, adjusted.best, strict=True):
-            tokens[i] = token
+            tokens[i] = token  # a greedy request takes it; a drawn token replaces it below
             if not math.isfinite(value):
                 failed.add(i)
     drawn = [i for i, r in enumerate(requests) if not r.params.greedy and i not in failed]
@@ -90,6 +91,7 @@ def sample(
         chosen = draw_tokens(logits, drawn, [requests[i] for i in drawn], [seeds[i] for i in drawn], n_threads)
         for i, token in zip(drawn, chosen, strict=True):
             tokens[i] = token
+    # Log-probabilities are those of the model itself, before biases and penalties.
     if adjusted is not None and (known is None or any(requests[i].params.logprobs is not None for i in changed)):
         adjusted.restore()
     logprobs: list[TokenLogprobs | None] = [None] * len(requests)
@@ -104,7 +106,7 @@ def sample(
 def draw_tokens(
     logits: Float[Tensor, "n V"], rows: Sequence[int], requests: Sequence[Request], seeds: Sequence[int], n_threads: int = 1
 ) -> list[int]:
-    """Of each of ``requests`` a token drawn from its row of ``logits`` with the next number of its seed."""
+    """A token for each of ``requests``, drawn from its row of ``logits`` with the next number of its seed."""
     numbers = [uniform(seed, request.n_output) for seed, request in zip(seeds, requests, strict=True)]
     params = [request.params for request in requests]
     if library() is None:
@@ -118,17 +120,18 @@ def draw_tokens(
 
 def plain_draw(logits: Float[Tensor, "n V"], params: Sequence[SamplingParams], numbers: Sequence[float]) -> list[int]:
     """The same with torch, over whole rows: the reference of the native one (tests/engine/test_native_sampling.py)."""
-    # The largest is taken off before dividing, so that a tiny temperature cannot overflow.
+    # The largest logit is subtracted before dividing, so that a tiny temperature cannot overflow.
     logits = logits - logits.amax(dim=1, keepdim=True)
     logits /= torch.tensor([max(q.temperature, 1e-30) for q in params])[:, None]
     kept = _kept(logits, [q.top_k for q in params], [q.top_p for q in params], [q.min_p for q in params])
     probabilities = torch.softmax(logits, dim=1)
     if kept is not None:
         probabilities = probabilities * kept
-    # Inverse of the distribution function over the tokens in their own order: ties cannot change who is chosen.
+    # Inverts the distribution function over the tokens in the order of their ids, so equal probabilities need no sorting.
     cumulative = probabilities.cumsum(dim=1, dtype=torch.float64)
     total = cumulative[:, -1:]
     draws = torch.tensor(numbers, dtype=torch.float64)[:, None]
+    # Rounding may make draws · total equal to total, behind the last token.
     target = torch.minimum(draws * total, torch.nextafter(total, torch.zeros_like(total)))
     chosen: list[int] = torch.searchsorted(cumulative, target, right=True).flatten().tolist()
     return chosen
@@ -137,7 +140,7 @@ def plain_draw(logits: Float[Tensor, "n V"], params: Sequence[SamplingParams], n
 def _kept(
     logits: Float[Tensor, "n V"], top_k: Sequence[int], top_p: Sequence[float], min_p: Sequence[float]
 ) -> Bool[Tensor, "n V"] | None:
-    """Which tokens the filters leave, None for all. Each is a threshold, so tokens that tie with the last one kept stay."""
+    """Which tokens the filters keep; None for all. Each filter is a threshold, so tokens equal to the last one kept stay."""
     n_vocab = logits.shape[1]
     limits = [k if 0 < k < n_vocab else 0 for k in top_k]
     floor = torch.full((len(limits), 1), float("-inf"))
@@ -165,7 +168,7 @@ def _nucleus_floor(logits: Float[Tensor, "n V"], top_p: Float[Tensor, "n 1"]) ->
     if not bool(reached.all()):
         values = logits.sort(dim=1, descending=True).values
     share = values.exp().double()
-    before = share.cumsum(dim=1) - share  # of everything more probable
+    before = share.cumsum(dim=1) - share  # sum of everything more probable
     n_kept = (before < top_p * total).sum(dim=1, keepdim=True).clamp_(min=1)
     return values.gather(1, n_kept - 1)
 
@@ -173,7 +176,7 @@ def _nucleus_floor(logits: Float[Tensor, "n V"], top_p: Float[Tensor, "n 1"]) ->
 def logprobs_of(
     logits: Float[Tensor, "n V"], rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int], n_threads: int = 1
 ) -> list[TokenLogprobs]:
-    """Log softmax of the raw logits, the model's own distribution: of each of ``rows`` its token's, and the most probable."""
+    """Log softmax of the raw logits, the model's own distribution: for each of ``rows`` its token's and the most probable."""
     chosen = logits[list(rows), list(tokens)].double().numpy()
     if library() is None:
         normalisers, values, ids = plain_top(logits, rows, max(counts))

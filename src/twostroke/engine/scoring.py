@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens by the engine's own computation: the plan, cache, kernels and chunks that serve."""
+"""Log-probabilities of given tokens, computed as the engine serves: with the same plan, cache, kernels and chunks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TokenScores = tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]
 
 @dataclass
 class _Open:
-    """A sequence under way. Row i of it, the i-th token, predicts ``targets[i]``; rows from ``first_row`` on are wanted."""
+    """A sequence that is being scored. Its row i, the i-th token, predicts ``targets[i]``. Rows from ``first_row`` on count."""
 
     index: int
     request: Request
@@ -44,15 +44,16 @@ class _Open:
 def token_scores(
     engine: EngineCore, sequences: Sequence[tuple[Sequence[int], int]], progress: Callable[[float], None] | None = None
 ) -> list[TokenScores]:
-    """Of each (ids, first) the scores of ``ids[first:]``, each token given all before it; ``first`` is 1 at least.
+    """For each (ids, first) the scores of ``ids[first:]``, each token given all before it. ``first`` is at least 1.
 
     Sequences run together in steps of the engine's token budget, as prompts do, so int8 products round activations as they do
-    when it serves. Known prefixes are not looked up: every row is computed. Needs an idle engine, which is idle again after
-    it, also after an error. Raises InputError for ids that the model has not, CapacityError where a sequence is longer than
-    ``max_model_len`` + 1, EngineError where a logarithm is not finite. Proven in tests/engine/test_token_scores.py.
+    in serving. Known prefixes are not looked up: every row is computed. The engine must be idle, and is idle again afterwards,
+    even after an error. Raises InputError for ids outside the vocabulary, CapacityError for a sequence longer than
+    ``max_model_len`` + 1, and EngineError if a logarithm is not finite. tests/engine/test_token_scores.py compares it with the
+    decoder.
     """
     if engine.has_work:
-        raise EngineError("scoring needs an engine that has no requests under way.")
+        raise EngineError("scoring needs an idle engine, and this one has unfinished requests. Let them end first.")
     config, pool = engine.scheduler.config, engine.scheduler.pool
     for ids, first in sequences:
         _check(engine, ids, first)
@@ -95,7 +96,7 @@ def token_scores(
 
 
 def _run(engine: EngineCore, running: Sequence[_Open], grown: list[Request], budget: int, number: int) -> int:
-    """One step: the oldest first, the last in part. Returns how many tokens were computed."""
+    """Compute one step, the oldest sequences first and the last one in part. Returns how many tokens were computed."""
     taken: list[_Open] = []
     counts: list[int] = []
     left = budget

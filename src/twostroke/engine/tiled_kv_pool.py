@@ -1,4 +1,4 @@
-"""Cached keys and values as the native step reads them: sixteen slots a tile, keys across lanes."""
+"""The KV cache as the native step reads it: in tiles of sixteen slots, with the keys of a tile side by side."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ if TYPE_CHECKING:
 
 TILE = 16
 SLACK = 256
-"""Bytes behind the arrays that whole vectors may read and nothing is made of."""
+"""Bytes behind each array. Whole vectors may read them; nothing comes of what they read."""
 
 
 class TiledKVPool:
-    """Slot s of a layer and head is lane s % 16 of tile s / 16. Keys of a tile are (D/p, 16, p), values (16/p, D, p), p = 2
-    numbers side by side in bf16 and int8, 1 in fp32: a vector holds one pair of dimensions of sixteen keys, so scores need no
-    sum across lanes. ``int8``: symmetric codes, one fp32 scale a slot, head and kind; of keys the ``key_offset`` (layers, K, D)
-    is taken off first, which softmax does not see (``engine.key_offset``), so what is read back is without it.
+    """Slot s of a layer and head is lane s % 16 of tile s / 16. A tile's keys are (D/p, 16, p) and its values (16/p, D, p):
+    p = 2 numbers lie side by side in bf16 and int8, 1 in fp32. A vector then holds one pair of dimensions of sixteen keys, and
+    scores need no sum across lanes.
 
-    The methods that the torch interpreter calls give and take plain tensors; they are the reference, not fast. Memory comes
-    zeroed from the system as it is touched (``KVPool`` says why zeros matter, and what ``poisoned`` is).
+    ``int8`` are symmetric codes, with one fp32 scale for each slot and head, keys and values apart. Before keys are coded, the
+    ``key_offset`` (layers, K, D) is subtracted. Softmax does not see it (``engine.key_offset``), so it is not added back.
+
+    The methods that the torch interpreter calls take and return plain tensors. They are the reference, and slow. The system
+    hands out zeroed memory as it is touched; ``KVPool`` says why zeros matter, and what ``poisoned`` is.
     """
 
     poisoned = False
@@ -66,13 +68,14 @@ class TiledKVPool:
         if self.scaled:
             new_keys = self._codes(new_keys - self.key_offset[layer][:, None], self.key_scales[layer], slots)
             new_values = self._codes(new_values, self.value_scales[layer], slots)
+        # An odd head dimension is filled up to whole pairs with a zero, which adds nothing to a score.
         new_keys = torch.nn.functional.pad(new_keys, (0, -self.head_dim % pair)).unflatten(2, (-1, pair))
         self.keys[layer][:, tile, :, lane] = new_keys.transpose(0, 1).to(self.keys.dtype)
         self.values[layer][:, tile, lane // pair, :, lane % pair] = new_values.transpose(0, 1).to(self.values.dtype)
 
     @staticmethod
     def _codes(heads: Tensor, scales: Tensor, slots: Tensor) -> Tensor:
-        scale = heads.abs().amax(dim=2).clamp_min_(1e-30) / 127
+        scale = heads.abs().amax(dim=2).clamp_min_(1e-30) / 127  # a head of zeros must not divide by zero
         scales[:, slots] = scale
         return (heads * scale.reciprocal()[:, :, None]).round_().clamp_(-127, 127)
 
@@ -87,6 +90,7 @@ class TiledKVPool:
         return keys.unflatten(1, (n_rows, -1)), values.unflatten(1, (n_rows, -1))
 
     def _slots(self, pages: Tensor) -> Tensor:
+        # A page of -1 was released behind a window: any page will do, because all of it is masked.
         return (pages.clamp_min(0)[:, None] * self.page_tokens + torch.arange(self.page_tokens)).flatten()
 
     def _read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +103,7 @@ class TiledKVPool:
         return keys, values
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """What the first page of each pair holds, in every layer, into the second."""
+        """Copy the first page of each pair to the second, in every layer."""
         sources, targets = (self._slots(torch.tensor(pages)) for pages in zip(*pairs, strict=True))
         pair = self.pair
         (tile, lane), (to_tile, to_lane) = ((slots // TILE, slots % TILE) for slots in (sources, targets))

@@ -1,4 +1,4 @@
-"""Runs a plan with torch, step by scheduled step: the batch of tensors and the interpreter that reads it."""
+"""Runs a plan with torch: builds each scheduled step's tensors and lets the interpreter read them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TorchRunner:
-    """The same interface as ``NativeRunner``; torch's number of threads is whoever's who calls."""
+    """Has the interface of ``NativeRunner``. It computes with as many threads as the caller has given torch."""
 
     def __init__(self, plan: p.Plan, pool: KVPool | TiledKVPool, config: SchedulerConfig) -> None:
         self.plan, self.pool = plan, pool
@@ -29,12 +29,12 @@ class TorchRunner:
 
     @torch.inference_mode()
     def run(self, step: ScheduledStep, rows: Tensor | None = None, n_threads: int = 1) -> Float[Tensor, "kept V"]:
-        """Logits, fp32, of the rows that a token is sampled from, or of ``rows``."""
+        """fp32 logits of the rows that a token is sampled from, or of ``rows``."""
         batch = self._builder.build(step)
         return self._interpreter.run(batch if rows is None else replace(batch, sampled_rows=rows))
 
     def release_logits(self) -> None:
-        """Nothing is kept from step to step."""
+        """Does nothing: no logits are kept from step to step."""
 
     def best_of(self, n: int) -> None:
-        """Nothing was looked for on the way."""
+        """None: torch does not look for the largest logits as it writes them."""
