@@ -1,1 +1,1 @@
-"""Measures the machine into a ``MachineProfile`` in under two minutes: what the planner's predictions stand on."""
+"""Measures the machine into a ``MachineProfile`` in under two minutes. The planner predicts from it."""

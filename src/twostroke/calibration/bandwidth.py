@@ -13,11 +13,12 @@ from twostroke.core.units import MIB
 WORKING_SETS_BYTES = tuple(n * MIB for n in (8, 32, 64, 128, 256, 512, 1024, 2048, 4096))
 
 MANY_BYTES = 256 * MIB
+"""Beyond every cache, where all readers wait for memory alike."""
 
 
 def readers(memory: torch.Tensor) -> list[Callable[[], object]]:
-    """Operators that read every byte of ``memory`` (int32) once and write almost nothing. Which one is fastest depends on
-    the processor, so each is tried: none is native code of ours, and the best of them is a lower bound of the true rate."""
+    """Operators that read every byte of ``memory`` (int32) once and write almost nothing. Which one is fastest depends on the
+    processor, so each is tried. All are torch's, so the best of them is a lower bound of the true rate."""
     doubles, floats = memory.view(torch.float64), memory.view(torch.float32)
     half = floats.numel() // 2
     return [
@@ -29,11 +30,11 @@ def readers(memory: torch.Tensor) -> list[Callable[[], object]]:
 
 
 def measure_read_bandwidth(clock: Clock, sizes_bytes: Sequence[int]) -> Iterator[BandwidthPoint]:
-    """One point per size in rising order, in bytes/s: the best of all readers, and beyond ``MANY_BYTES``, where they wait for
-    memory alike, of the one that was fastest before."""
+    """One point for each size in rising order, in bytes/s. Up to ``MANY_BYTES`` it is the best of all readers, beyond it the
+    one that was fastest before."""
     fastest = 0
     for size in sizes_bytes:
-        # ones, not empty: pages that were never written are all the same zero page, and read from cache
+        # Ones, because pages that were never written are all the same page of zeros, which is read from cache.
         memory = torch.ones(size // 4, dtype=torch.int32, device=clock.device)
         reads = readers(memory)
         if size <= MANY_BYTES:
@@ -47,6 +48,6 @@ def measure_read_bandwidth(clock: Clock, sizes_bytes: Sequence[int]) -> Iterator
 
 
 def working_sets(ram_bytes: int, largest: int | None = None) -> list[int]:
-    """The sizes to measure: up to an eighth of memory, so that calibrating never makes a machine swap."""
+    """The sizes to measure, up to an eighth of memory: calibrating must not make a machine swap."""
     limit = min(ram_bytes // 8, largest or WORKING_SETS_BYTES[-1])
     return [size for size in WORKING_SETS_BYTES if size <= limit] or [WORKING_SETS_BYTES[0]]

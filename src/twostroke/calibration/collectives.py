@@ -1,7 +1,7 @@
-"""What ranks pay to talk to each other: start-up and rate of a ring, from all-reduces of several sizes.
+"""Measures what ranks pay to talk to each other: start-up time and rate of a ring, from all-reduces of several sizes.
 
-Runs where there is more than one rank: under ``torchrun`` (every rank calls ``calibrate``; rank 0 measures all else and keeps
-the profile), or between processes that are started here, one for each GPU of this machine or as many as were asked for.
+It needs more than one rank. Under ``torchrun`` every rank calls ``calibrate``, and rank 0 measures everything else and keeps
+the profile. Otherwise processes are started here, one for each GPU of this machine or as many as were asked for.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ TIMEOUT_S = 120.0
 
 
 def fit_ring(points: Sequence[tuple[float, float]], n_ranks: int) -> tuple[float, float]:
-    """(α in s, rate in bytes/s) of t = 2(n−1)·α + 2(n−1)/n·S/rate through (S bytes, t s), by least squares of relative errors.
+    """(α in s, rate in bytes/s) of t = 2(n−1)·α + 2(n−1)/n·S/rate through the points (S bytes, t s).
 
-    Small messages so count as much as large ones. Neither comes out negative: noise is held at a nanosecond and 10¹⁵ B/s.
+    It takes least squares of relative errors, so that small messages count as much as large ones. Noise cannot make either
+    number negative: α is at least a nanosecond, and the rate at most 10¹⁵ bytes/s.
     """
     a11 = sum(1 / t**2 for _, t in points)
     a12 = sum(s / t**2 for s, t in points)
@@ -39,7 +40,7 @@ def fit_ring(points: Sequence[tuple[float, float]], n_ranks: int) -> tuple[float
     b1, b2 = sum(1 / t for _, t in points), sum(s / t for s, t in points)
     determinant = a11 * a22 - a12 * a12
     start, slope = (b1 * a22 - b2 * a12) / determinant, (a11 * b2 - a12 * b1) / determinant
-    if start <= 0:  # through the origin instead
+    if start <= 0:  # noise: take the line through the origin instead
         start, slope = 0.0, b2 / a22
     steps = 2 * (n_ranks - 1)
     return max(start / steps, 1e-9), steps / n_ranks / max(slope, 1e-15)
@@ -60,7 +61,7 @@ def measure_all_reduces(device: torch.device) -> list[tuple[float, float]]:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times.append(time.perf_counter() - start)
-            # ranks must agree on going on, or one would wait for ever
+            # Rank 0 decides for all whether to go on: a rank that stopped alone would leave the others waiting for ever.
             more = torch.tensor(float(len(times) < LEAST_RUNS or time.perf_counter() - begin < SECONDS), device=device)
             dist.broadcast(more, src=0)
             if not more.item():
@@ -77,8 +78,8 @@ def is_launched() -> bool:
 
 
 def measure_in_launched_group(device: str) -> tuple[Ring, bool]:
-    """The collectives of the ranks that a launcher started, and whether they are of several machines. Every rank calls it at
-    the same point."""
+    """The ring of the ranks that a launcher started, and whether they are on several machines. Every rank must call this at the
+    same point."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     place = torch.device("cuda", local) if device == "cuda" else torch.device("cpu")
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=30 * TIMEOUT_S))
@@ -91,7 +92,7 @@ def measure_in_launched_group(device: str) -> tuple[Ring, bool]:
 
 
 def measure_between_processes(n_ranks: int, device: str) -> Ring | None:
-    """The collectives of ``n_ranks`` processes on this machine, started here; None where they fail or take too long."""
+    """The ring of ``n_ranks`` processes that are started here, on this machine; None if they fail or take too long."""
     with tempfile.TemporaryDirectory(prefix="twostroke-ranks-") as folder:
         command = [sys.executable, "-m", __name__, str(Path(folder) / "meeting"), str(n_ranks), device]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""What starting an operation costs when there is next to nothing to compute."""
+"""Measures what it costs to start an operation that has next to nothing to compute."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ CALLS = 500
 
 @torch.inference_mode()
 def measure_launches(clock: Clock) -> tuple[float, float]:
-    """Seconds of one eager elementwise operation and of one eager ``F.linear``, on tiny bf16 tensors: the mean of 500 calls in
-    a row, the best of several such rows."""
+    """Seconds of one eager elementwise operation and of one eager ``F.linear``, on tiny bf16 tensors: the mean of a series
+    of 500 calls, and the best of several series."""
     x = torch.ones(1, 64, device=clock.device, dtype=torch.bfloat16)
     weight = torch.ones(64, 64, device=clock.device, dtype=torch.bfloat16)
     calls = max(10, round(CALLS * clock.effort))

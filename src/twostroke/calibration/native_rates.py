@@ -1,4 +1,4 @@
-"""What the native library reaches on this machine: reading by working set, its matrix products by format, rows and shape."""
+"""Measures the native library on this machine: reading by working set, and its products by format, rows and shape."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from twostroke.planner.serving.native_products import MANY_ROWS
 
 NATIVE_ROWS = (1, 4, 16, 64, 512)
 NATIVE_CLASSES: tuple[tuple[int, int], ...] = ((512, 512), (2048, 512), (512, 2048), (2048, 2048), (8192, 1024))
-"""(n, k): attention's matrices of a small model, widening, narrowing, those of a larger model, and a head."""
+"""(n, k): attention's matrices of a small model, its MLP's up and down, matrices of a larger model, and a head."""
 
 FEW_CLASSES = ((512, 512), (2048, 2048))
 MEASURED_WHOLE = tuple(scheme_of(name).native_product for name in NATIVE_STEPS)
-"""Products that are measured in every class; the others, like them but for their scales, or slow, in ``FEW_CLASSES``."""
+"""Products that are measured in every class. The others are slow, or differ only in their scales: they get ``FEW_CLASSES``."""
 
 NATIVE_WORKING_SET_BYTES = 128 * MIB
-"""Weights that a pass walks through: a model's matrices follow one another, and none is in a near cache in its turn."""
+"""Weights that a pass walks through. In a model other matrices come between, so none is in a near cache when it is used."""
 
 MANY_ROWS_BYTES = 8 * MIB
-"""From ``MANY_ROWS`` on, passes over fewer weights say the same sooner."""
+"""The same from ``MANY_ROWS`` on, where arithmetic is the limit and fewer weights give the same rate sooner."""
 
 PEAK_SIDE = 4096
 SLOW_PEAK_ROWS = 512
 SLOW = tuple(name for name, (packed, _) in NATIVE_PRODUCTS.items() if not NATIVE_FORMATS[packed].matrix_unit)
-"""Formats that have no matrix unit and whose 4096³ would take long: they get fewer rows, which are enough for the same rate."""
+"""Formats without a matrix unit, whose 4096³ would take long. They get fewer rows, which are enough for the same rate."""
 
 FILLING = 0x3C
-"""A byte of which every format makes ordinary numbers: times depend on none, and packing real weights would take longer."""
+"""A byte of ordinary numbers in every format. Times do not depend on values, and packing real weights would take longer."""
 
 
 class Memory:
-    """``n_bytes`` of the library's memory, every page of it written."""
+    """``n_bytes`` of the library's memory. Every page has been written."""
 
     def __init__(self, lib: ctypes.CDLL, n_bytes: int) -> None:
         self.n_bytes = n_bytes
         self.address: int = lib.ts_allocate(n_bytes)
         if not self.address:
-            raise MemoryError(f"{n_bytes} bytes to measure with")
+            raise MemoryError(f"not enough memory for {n_bytes} bytes to measure with. Free some.")
         weakref.finalize(self, lib.ts_release, self.address)
-        # By all threads: the system hands out its pages as they are first written, half a second a GB.
+        # With all threads, because the system hands out pages as they are first written: half a second for each GB.
         torch.frombuffer((ctypes.c_uint8 * n_bytes).from_address(self.address), dtype=torch.uint8).fill_(FILLING)
 
 
 def _ready() -> ctypes.CDLL | None:
-    """The library with as many threads as torch has, which is what an engine gives it; None without it."""
+    """The library with as many threads as torch has, as an engine sets it; None if it was not built."""
     lib = library()
     if lib is not None and lib.ts_threads() != torch.get_num_threads():
         lib.ts_set_threads(torch.get_num_threads())
@@ -62,20 +62,20 @@ def _ready() -> ctypes.CDLL | None:
 
 
 def read_bytes_per_s(n_bytes: float, clock: Clock | None = None) -> float | None:
-    """The best rate at which all threads read a buffer of ``n_bytes`` again and again, which no step that reads so much can
-    beat; measured now, in less than a second. None without the native library."""
+    """The best rate at which all threads read a buffer of ``n_bytes`` again and again: no step that reads so much can be
+    faster. Measured now, in less than a second. None without the native library."""
     points = list(measure_native_bandwidth(clock or Clock(), [max(64, int(n_bytes) // 64 * 64)]))
     return points[0].bytes_per_s if points else None
 
 
 def measure_native_bandwidth(clock: Clock, sizes_bytes: Sequence[int]) -> Iterator[BandwidthPoint]:
-    """One point a size, in bytes/s: the first so many bytes of one buffer. Nothing without the library."""
+    """One point for each size, in bytes/s, from the first bytes of one buffer. No points without the library."""
     lib = _ready()
     if lib is None:
         return
     memory = Memory(lib, max(sizes_bytes))
     for size in sizes_bytes:
-        repeats = max(1, int(1e8 // size))  # short runs would time the clock
+        repeats = max(1, int(1e8 // size))  # 100 MB a run: a shorter one would measure the clock
 
         def read(size: int = size, repeats: int = repeats) -> float:
             return float(lib.ts_read_seconds(memory.address, size, repeats))
@@ -85,9 +85,12 @@ def measure_native_bandwidth(clock: Clock, sizes_bytes: Sequence[int]) -> Iterat
 
 
 def product_pass(scheme: str, m: int, n: int, k: int, memory: Memory, working_set_bytes: int) -> Callable[[], float]:
-    """A call that applies matrices of the class one after another to ``m`` prepared rows, as many as ``working_set_bytes`` of
-    ``memory`` hold, and returns the seconds of one of them, quantising rows not in it. As in the engine, few rows share out
-    every matrix by its outputs, with a barrier after each; of many each thread takes chunks through all matrices."""
+    """A call that returns the seconds of one (n, k) product of ``m`` prepared rows, without the quantising of the rows.
+
+    It applies as many matrices, one after another, as ``working_set_bytes`` of ``memory`` hold. As in the engine, threads share
+    the outputs of each matrix if the rows are few, with a barrier after each matrix; of many rows each thread takes chunks
+    through all matrices.
+    """
     lib = _ready()
     assert lib is not None
     name, group = NATIVE_PRODUCTS[scheme]
@@ -105,7 +108,7 @@ def product_pass(scheme: str, m: int, n: int, k: int, memory: Memory, working_se
     buffers = [t.data_ptr() for t in (x, bf16, codes, scales, sums)]
     lib.ts_prepare_rows(code, buffers[0], m, k, *buffers[1:])
     rows = (CRows * count)(*(CRows(m, *buffers) for _ in range(count)))
-    kept = (memory, x, bf16, codes, scales, sums)  # what the pointers point to lives as long as the call
+    kept = (memory, x, bf16, codes, scales, sums)  # the pointers' targets have to live as long as the call
 
     def run() -> float:
         assert kept
@@ -121,7 +124,7 @@ def measure_native_products(
     rows: Sequence[int],
     tell: Callable[[float, str], None],
 ) -> Iterator[MatmulPoint]:
-    """Rates of every format, class and number of rows."""
+    """A rate for each format, class and number of rows. No points without the library."""
     lib = _ready()
     if lib is None:
         return
@@ -139,7 +142,7 @@ def measure_native_products(
 
 
 def measure_native_peak(clock: Clock, scheme: str, side: int = PEAK_SIDE) -> float | None:
-    """FLOP/s of the side³ product of a format, the denominator of its MFU, quantising rows not in it; of a slow one with
+    """FLOP/s of a format's product of side³, the denominator of its MFU, without the quantising of the rows. A slow format gets
     ``SLOW_PEAK_ROWS`` rows. None without the native library."""
     lib = _ready()
     if lib is None:

@@ -1,4 +1,4 @@
-"""Whole steps of the native engine on small models of random weights, and what they say of everything that is no product."""
+"""Measures whole steps of the native engine on small random models, and prices everything in them that is not a product."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from twostroke.planner.work.component import total_seconds
 def measure_native_steps(
     clock: Clock, tell: Callable[[float, str], None], schemes: Sequence[str] = NATIVE_STEPS
 ) -> Iterator[NativeStep]:
-    """Seconds of the anchors of ``planner.serving.native_anchors``."""
+    """Seconds of each anchor of ``planner.serving.native_anchors``, in each of ``schemes``."""
     with tempfile.TemporaryDirectory(prefix="twostroke-anchors-") as folder:
         prompts = Prompts()
         for i, scheme in enumerate(schemes):
@@ -43,7 +43,7 @@ def measure_native_steps(
 
 @dataclass(frozen=True)
 class Equation:
-    """A measured step: ``whole_s``, of which ``rest_s`` is no product, and how many of each unit it has."""
+    """A measured step: its ``whole_s``, the ``rest_s`` of it outside of products, and how many of each unit it has."""
 
     whole_s: float
     rest_s: float
@@ -51,8 +51,8 @@ class Equation:
 
 
 def with_fitted_prices(profile: MachineProfile) -> MachineProfile:
-    """``profile`` with the seconds of each unit that explain its whole native steps best once products are taken off at the
-    profile's own rates."""
+    """``profile`` with a price in seconds for each unit. Products at the profile's own rates and units at these prices together
+    explain the measured native steps best."""
     if profile.native is None:
         return profile
     hardware, rates = hardware_from_profile(profile), profile.native
@@ -78,8 +78,11 @@ def _equation(anchor: NativeAnchor, like: ServingShape, whole_s: float, hardware
 
 
 def least_squares_above_zero(equations: Sequence[Equation], names: Sequence[str]) -> dict[str, float]:
-    """Prices ≥ 0 of ``names`` that make Σ ((Σ units·price − rest)/whole)² least: of all sets of units that may have a price,
-    the one whose unrestricted solution is nowhere negative and leaves least."""
+    """Prices ≥ 0 of ``names`` that minimise Σ ((Σ units·price − rest)/whole)².
+
+    It solves for every subset of the units without restriction, and takes the best solution that has no negative price. There
+    are few enough units to try all subsets.
+    """
     weights = torch.tensor([1.0 / e.whole_s for e in equations], dtype=torch.float64)
     target = torch.tensor([e.rest_s for e in equations], dtype=torch.float64) * weights
     columns = {n: torch.tensor([e.units.get(n, 0.0) for e in equations], dtype=torch.float64) * weights for n in names}

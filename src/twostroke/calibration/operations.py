@@ -1,4 +1,4 @@
-"""The engine's small operations and its attention, apart from its products: rates for what grows with tokens and keys."""
+"""Measures the torch runner's small operations and its attention, whose time grows with tokens and keys."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ LEAST_FIXED_S = 1e-7
 
 
 def fixed_and_rate(few: float, many: float, few_s: float, many_s: float) -> tuple[float, float]:
-    """(seconds at nothing, units per second) of the line through two measurements. Noise makes neither negative, and no
+    """(seconds of zero units, units per second) of the line through two measurements. Noise cannot make either negative, and no
     operation starts in less than ``LEAST_FIXED_S``."""
     per_unit = max((many_s - few_s) / (many - few), 1e-3 * many_s / many)
     return max(few_s - few * per_unit, LEAST_FIXED_S), 1.0 / per_unit
 
 
 def layer_elements(rows: int) -> float:
-    """Elements that the small operations of one layer read and write: two norms and two sums 9E, turning and storing 4·H·D, the
-    activation 3F; the planner's ``elementwise_elements`` of such a block, and the cache's write."""
+    """Elements that one layer's small operations read and write: 9E for two norms and two sums, 4·H·D for rotating heads and 3F
+    for the activation, as the planner counts them (``elementwise_elements``), and 2·H·D for writing the cache."""
     return rows * (9.0 * WIDTH + 6.0 * WIDTH + 3.0 * D_FF)
 
 
 @torch.inference_mode()
 def _layer_operations_s(clock: Clock, rows: int, dtype: torch.dtype) -> float:
-    """Norms, rotary turn, cache write and activation of ``LAYERS`` layers on many rows, per layer."""
+    """Seconds of the norms, rotation, cache write and activation of one layer, as the mean over ``LAYERS`` layers in turn."""
     x, norm = torch.randn(rows, WIDTH).to(dtype), torch.ones(WIDTH, dtype=dtype)
     qkv = torch.randn(rows, 3 * HEADS, HEAD_DIM).to(dtype)
     wide = torch.randn(rows, 2 * D_FF).to(dtype)
@@ -65,7 +65,7 @@ def _turn_and_store(qkv: Tensor, turn: Tensor, layer: Tensor, slots: Tensor) -> 
 
 
 def measure_layer_operations(clock: Clock) -> dict[str, float]:
-    """Elements per second of a layer's small operations on the rows of a prompt, by type."""
+    """Elements per second of a layer's small operations on the rows of a prompt, for each type."""
     few, many = 64, 512
     seconds = {name: [_layer_operations_s(clock, rows, dtype) for rows in (few, many)] for name, dtype in DTYPES.items()}
     return {name: fixed_and_rate(layer_elements(few), layer_elements(many), *s)[1] for name, s in seconds.items()}
@@ -76,7 +76,7 @@ def measure_layer_operations(clock: Clock) -> dict[str, float]:
 
 @torch.inference_mode()
 def _attend_one_s(clock: Clock, keys: int, flash: bool) -> float:
-    """One token of one request against its cached keys in one layer, bf16."""
+    """Seconds of one layer's attention, in bf16, of one token to the cached keys of its request."""
     pool = torch.randn(LAYERS, 2 * HEADS, keys, HEAD_DIM).to(torch.bfloat16)
     q = torch.randn(HEADS, 1, 1, 1, HEAD_DIM).to(torch.bfloat16)
     kernel = flash_attention if flash else explicit_attention
@@ -90,7 +90,7 @@ def _attend_one_s(clock: Clock, keys: int, flash: bool) -> float:
 
 
 def measure_flash_limit(clock: Clock) -> float:
-    """``flash_max_scores``: most (request, KV head, key) triples of a bf16 decode for which the flash kernel is faster."""
+    """``flash_max_scores``: up to so many (request, KV head, key) triples of a bf16 decode the flash kernel is faster."""
     limit = 0.0
     for keys in (32, 64, 128, 256, 512):
         if _attend_one_s(clock, keys, flash=True) > _attend_one_s(clock, keys, flash=False):
@@ -101,8 +101,8 @@ def measure_flash_limit(clock: Clock) -> float:
 
 @torch.inference_mode()
 def measure_prefill_attention(clock: Clock, lengths: Sequence[int]) -> Iterator[PromptAttention]:
-    """One prompt's attention in one layer, in blocks of ``PREFILL_QUERIES`` up to their last key, FLOP/s counted over the
-    keys walked, 4·H·D·Σ queries·keys."""
+    """FLOP/s of one prompt's attention in one layer, for each length. Blocks of ``PREFILL_QUERIES`` queries take the keys up to
+    their last one, and FLOP are counted over the keys taken: 4·H·D·Σ queries·keys."""
     for name, dtype in DTYPES.items():
         for tokens in lengths:
             q = torch.randn(tokens, HEADS, HEAD_DIM).to(dtype)

@@ -1,4 +1,4 @@
-"""What a process costs before it does anything, and how fast files reach the disk."""
+"""Measures what a process costs before it does anything, and how fast files reach the disk."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ print(imported, pages * os.sysconf("SC_PAGE_SIZE"))
 
 
 def measure_fresh_process() -> Process:
-    """Seconds of ``import torch`` and resident bytes after a first product, both in a process of their own; what is assumed
-    where /proc is missing or the process fails."""
+    """Seconds of ``import torch``, and resident bytes after a first product, both in a new process. If that fails, or /proc is
+    missing, they are the assumed ones."""
     try:
         done = subprocess.run([sys.executable, "-c", _FRESH], capture_output=True, text=True, timeout=60, check=True)
         import_s, resident = done.stdout.split()
@@ -38,8 +38,8 @@ def measure_fresh_process() -> Process:
 
 
 def measure_disk(n_bytes: int = 128 * MIB) -> tuple[float, float]:
-    """Bytes/s of writing a file in Twostroke's home and waiting until it is on the disk (fsync), the best of two; and of
-    reading it back, which comes from the page cache as a model that was just written does."""
+    """Bytes/s of writing a file in Twostroke's home until it is on the disk (fsync), and of reading it back, the best of two.
+    Reading comes from the page cache, as with a model that was just written."""
     block = os.urandom(4 * MIB)
     folder = home()
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Timing one operation on a machine that others may be using: the best of several runs, after a warm-up, of those during
+"""Times one operation on a machine that others may be using. After a warm-up it takes the best of several runs, of those during
 which no other program had our processors."""
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import torch
 from twostroke.core.contention import low_by, waited_s
 
 WINDOW_S = 0.005
-"""Runs are judged in windows of at least this length: asking the system how long we waited takes some 0.1 ms."""
+"""Runs are judged in windows of at least this length, because asking the system how long we waited takes some 0.1 ms."""
 
 DISTURBED_SHARE = 0.02
-"""Share of a window that our threads may have waited for a processor before its runs are not trusted."""
+"""If our threads waited for a processor for more than this share of a window, its runs are not trusted."""
 
 PATIENCE = 4
-"""A measurement may take so many times its usual seconds in the hope of an undisturbed window."""
+"""A measurement without enough undisturbed windows goes on for up to so many times its usual seconds."""
 
 
 class Window:
-    """A stretch of time; ``waited_share`` says how long our threads, added up, waited in it for a processor that other programs
-    had, as a share of its length. 0 where the system does not count."""
+    """A stretch of time. ``waited_share`` is the time that our threads waited in it for a processor that other programs had,
+    summed over threads, as a share of its length. It is 0 if the system does not count this."""
 
     def __init__(self) -> None:
         self._waited, self.began = waited_s(), time.perf_counter()
@@ -40,11 +40,11 @@ class Window:
 
 @dataclass
 class Clock:
-    """Times callables on one device. ``effort`` scales how long each measurement repeats; tests use little.
+    """Times callables on one device. ``effort`` scales how long a measurement repeats; tests use little.
 
-    ``waited_shares`` holds one number a measurement: 0 where an undisturbed window was found, else the least
-    ``Window.waited_share``. A measurement without an undisturbed window counts all the same, and the profile says by how much
-    it may read low.
+    ``waited_shares`` has one number for each measurement: 0 if it found an undisturbed window, else the least
+    ``Window.waited_share``. A measurement without an undisturbed window still counts, and the profile says by how much it may
+    read low.
     """
 
     device: str = "cpu"
@@ -63,13 +63,13 @@ class Clock:
 
     @property
     def low_by_share(self) -> float:
-        """By what share the measurements read low at the most (``core.contention.low_by``), on average: a plan adds up many of
-        them, so its error is their mean rather than the worst."""
+        """By what share the measurements may read low (``core.contention.low_by``). It is their mean, because a plan adds up
+        many of them, and its error is nearer to their mean than to the worst."""
         n = torch.get_num_threads()
         return sum(low_by(share, 1.0, n) for share in self.waited_shares) / max(1, len(self.waited_shares))
 
     def wait(self) -> None:
-        """Until the device has finished what was launched."""
+        """Wait until the device has finished what was launched."""
         if self.device == "cuda":
             torch.cuda.synchronize()
 
@@ -80,15 +80,16 @@ class Clock:
         return time.perf_counter() - begin
 
     def best_s(self, run: Callable[[], object], seconds: float = 0.03, least: int = 4) -> float:
-        """Shortest of repeated runs: at least ``least`` and at least ``seconds``·effort of them, after one that warms up.
+        """Seconds of the shortest of repeated runs, after one that warms up. There are at least ``least`` runs, over at least
+        ``seconds``·effort.
 
-        The shortest, not the mean: whatever else runs on the machine only ever adds time.
+        The shortest counts, because whatever else runs on the machine can only add time.
         """
         self.once_s(run)
         return self._best(lambda: (self.once_s(run),), seconds, least)[0]
 
     def least_s(self, run: Callable[[], float], seconds: float = 0.03, least: int = 4) -> float:
-        """As ``best_s``, of what ``run`` itself says it took, without a run that warms up."""
+        """As ``best_s``, of the seconds that ``run`` itself returns, and without a warm-up."""
         return self._best(lambda: (run(),), seconds, least)[0]
 
     def best_of_two_s(
@@ -110,7 +111,7 @@ class Clock:
         return best_first, best_second
 
     def _best(self, sample: Callable[[], tuple[float, ...]], seconds: float, least: int) -> tuple[float, ...]:
-        """Elementwise minimum over the samples of undisturbed windows; over all where there was none within ``PATIENCE``."""
+        """Elementwise minimum over the samples of undisturbed windows, or over all if none was undisturbed."""
         least = max(1, round(least * min(1.0, self.effort)))
         begin, span = time.perf_counter(), seconds * self.effort
         clean: list[tuple[float, ...]] = []
@@ -130,6 +131,6 @@ class Clock:
         return tuple(map(min, zip(*(clean or others), strict=True)))
 
     def count(self, shares: Iterable[float]) -> None:
-        """Remember one measurement, made in windows that had these ``waited_share``s."""
+        """Remember one measurement whose windows had these ``waited_share``s."""
         least = min(shares)
         self.waited_shares.append(least if least > DISTURBED_SHARE else 0.0)

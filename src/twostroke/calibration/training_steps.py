@@ -1,7 +1,7 @@
-"""Whole training steps of the anchors: their times by part, and apart from that the peak of memory they take.
+"""Measures whole training steps of the anchors: the time of each part, and the peak of memory.
 
-Times are measured in the calibrating process, one anchor after the other, since a compiler that has warmed up compiles the next
-graph in a third of the time. The peak is that of a whole process, so it is measured in a new one, as a real run has it.
+Times are measured in the calibrating process, one anchor after the other, because a compiler that has warmed up compiles the
+next graph in a third of the time. The peak is that of a whole process, so it is measured in a new one, as in a real run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEAST_STEPS = 5
 MOST_STEPS = 40
 WARM_UP_STEPS = 1
 SECONDS = 1.2
-"""Steps are repeated for so long after the warm-up, and at most thrice as long until ``LEAST_STEPS`` were undisturbed."""
+"""Steps repeat for so long after the warm-up, and up to three times as long until ``LEAST_STEPS`` were undisturbed."""
 
 PEAK_STEPS = 5
 PEAK_TIMEOUT_S = 120
@@ -57,8 +57,8 @@ def _training_step(anchor: TrainingAnchor, n_layers: int, dtype: str, mode: str,
 
 
 def measure_steps(clock: Clock, anchor: TrainingAnchor, dtype: str, mode: Mode) -> list[TrainingStep]:
-    """``measure_depth`` of both depths, the shallow one first; nothing where compiling does not work. The second compiles
-    nothing: all layers share one graph."""
+    """``measure_depth`` of both depths, the shallow one first; nothing if compiling does not work. The second depth compiles
+    nothing, because all layers share one graph."""
     found: list[TrainingStep] = []
     for n_layers in (anchor.shallow, anchor.deep):
         step = measure_depth(clock, anchor, n_layers, dtype, mode)
@@ -69,9 +69,9 @@ def measure_steps(clock: Clock, anchor: TrainingAnchor, dtype: str, mode: Mode) 
 
 
 def measure_depth(clock: Clock, anchor: TrainingAnchor, n_layers: int, dtype: str, mode: Mode) -> TrainingStep | None:
-    """Medians over undisturbed steps, by part, and the first step; None where compiling does not work.
+    """The median of each part over undisturbed steps, and the first step; None if compiling does not work.
 
-    Medians, not minima: a run's own steps are scored by their median, and the shortest step is one that was lucky.
+    It takes medians, because a run's own steps are scored by their median, and the shortest step is a lucky one.
     """
     place = torch.device(clock.device)
     step, laps, batch = _training_step(anchor, n_layers, dtype, mode, place), StepClock(place), _batch(anchor, place)
@@ -105,7 +105,7 @@ def measure_depth(clock: Clock, anchor: TrainingAnchor, n_layers: int, dtype: st
 
 
 def with_peak(steps: list[TrainingStep], anchor: TrainingAnchor, device: str) -> list[TrainingStep]:
-    """``steps`` of ``measure_steps``, the shallow one with its peak in a process of its own, unless that fails or takes too
+    """``steps`` of ``measure_steps``. The shallow one gets its peak, measured in a new process, unless that fails or takes too
     long."""
     if not steps:
         return []
@@ -125,7 +125,7 @@ def _main(arguments: list[str]) -> None:
     laps, batch = StepClock(place), _batch(anchor, place)
     step = _training_step(anchor, anchor.shallow, dtype, mode, place)
     for n in range(PEAK_STEPS):
-        if n == 1:  # what compiling takes for a while is not a step's
+        if n == 1:  # the memory that compiling took is not a step's
             reset_peak(place)
         laps.start()
         step([batch], 1.0, laps)

@@ -1,9 +1,9 @@
-"""Training-shaped pieces: one decoder block forward and backward, what surrounds the blocks, the loss, the optimizers.
+"""Measures the pieces of training: one decoder block forward and backward, what surrounds the blocks, the loss, optimizers.
 
-The planner knows how many operations a block's attention has and how many bytes its norms, rotary turn, sums and activation
-move; it cannot know how fast this machine's kernels, fused by a compiler or not, get through them. So the model's own block
-runs at two sequence lengths with the same number of tokens. Its products, timed by themselves, are taken off; what is left
-is a + c·keys, where only attention grows with the keys it walks. No constant is fitted to a training run.
+The planner knows how many operations a block's attention has, and how many bytes its norms, rotation, sums and activation move.
+It cannot know how fast this machine's kernels do that, fused by a compiler or not. So the model's own block runs at two
+sequence lengths with the same number of tokens, and the times of its products, measured by themselves, are subtracted. The rest
+is a + c·keys, because only attention grows with the keys it takes. No constant is fitted to a training run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WIDTHS = {"fp32": 4, "bf16": 2}
 
 LEAST_SHARE = 0.05
-"""Noise can make a difference of two times come out near zero or below: it is held at this share of the larger, because no
+"""Noise can bring a difference of two times near zero or below. It is then set to this share of the larger time, because no
 rate is infinite."""
 
 Pair = tuple[float, float]
@@ -41,8 +41,8 @@ Pair = tuple[float, float]
 
 @dataclass(frozen=True)
 class BlockSize:
-    """The block that is run: a llama block of E = 64·heads on ``tokens`` tokens, as rows of ``short`` and of ``long``; the
-    loss is taken over V words."""
+    """The block that runs: a Llama block of E = 64·heads on ``tokens`` tokens, once in rows of ``short`` tokens and once in
+    rows of ``long``. The loss has a vocabulary of ``vocab_size``."""
 
     heads: int = 4
     d_ff: int = 704
@@ -70,7 +70,7 @@ class BlockSize:
 
 
 def straight_line(short: float, long: float, at_short: float, at_long: float) -> tuple[float, float]:
-    """(a, c) of a + c·x through two measurements, each part held at ``LEAST_SHARE`` or more of what was measured."""
+    """(a, c) of a + c·x through two measurements. Each part is at least ``LEAST_SHARE`` of what was measured at ``short``."""
     slope = (at_long - at_short) / (long - short)
     slope = min(max(slope, LEAST_SHARE * at_short / short), (1 - LEAST_SHARE) * at_short / short)
     return at_short - slope * short, slope
@@ -80,7 +80,7 @@ def straight_line(short: float, long: float, at_short: float, at_long: float) ->
 
 
 def _products_pass(clock: Clock, size: BlockSize, dtype: str, rows: int) -> Pair:
-    """The block's four products by themselves, at its own shapes."""
+    """Seconds of the block's four products by themselves, in the block's shapes."""
     forward_s = backward_s = 0.0
     for product in block_matrices(size.spec):
         x = torch.randn(rows, product.k, device=clock.device).to(DTYPES[dtype])
@@ -100,7 +100,7 @@ def _inputs(size: BlockSize, rows: int, length: int, device: str) -> tuple[Tenso
 
 
 def _block_arguments(decoder: Decoder, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[object, ...]:
-    """What the decoder passes to its first block, so that this file need not know how masks and tables are made."""
+    """What the decoder passes to its first block. This file then need not know how masks and tables are made."""
     seen: list[tuple[object, ...]] = []
     hook = decoder.blocks[0].register_forward_pre_hook(lambda module, arguments: seen.append(arguments))
     with torch.no_grad():
@@ -110,7 +110,7 @@ def _block_arguments(decoder: Decoder, inputs: tuple[Tensor, Tensor, Tensor]) ->
 
 
 def _both_ways(clock: Clock, module: nn.Module, run: Callable[[], Tensor], seconds: float, least: int) -> Pair:
-    """Forward and backward of ``run``, the gradients of ``module``'s parameters included."""
+    """Seconds of forward and backward of ``run``, including the gradients of ``module``'s parameters."""
     upstream = torch.randn_like(run())
 
     def backward(result: object) -> None:
@@ -138,7 +138,8 @@ def _block_pass(clock: Clock, decoder: Decoder, arguments: tuple[object, ...], s
 def _rates(
     size: BlockSize, dtype: str, mode: Mode, tokens: int, device: str, shorter: Pair, longer: Pair
 ) -> Iterator[BlockRates]:
-    """Attention's and the elementwise rate, forward and backward, from what products leave of a block at the two lengths."""
+    """Rates of attention and of elementwise operations, forward and backward. ``shorter`` and ``longer`` are what is left of a
+    block's times at the two lengths without its products."""
     flops_per_key = float(tokens * pair_flops(size.spec))
     kind = "gpu" if device == "cuda" else "cpu"
     few, many = keys_walked(kind, dtype, size.short), keys_walked(kind, dtype, size.long)
@@ -157,16 +158,16 @@ def _whole_block(clock: Clock, size: BlockSize, dtype: str, mode: str, tokens: i
     """(forward, backward) seconds of one block on rows of ``length``."""
     decoder = _decoder(size, dtype, clock.device, qk_norm)
     inputs = _inputs(size, max(1, tokens // length), length, clock.device)
-    arguments = _block_arguments(decoder, inputs)  # before compiling: without gradients it would be another graph
+    arguments = _block_arguments(decoder, inputs)  # before compiling, because a pass without gradients is another graph
     if mode == "compiled":
         decoder.blocks[0].compile(dynamic=False)
     return _block_pass(clock, decoder, arguments, 0.4, 4)
 
 
 def measure_block(clock: Clock, size: BlockSize, dtype: str, mode: Mode) -> Iterator[BlockRates]:
-    """Attention and elementwise rates of a block in ``dtype``, forward and backward; and QK-norm's, in elements normed per
-    second, from the same block with it. QK-norm is apart because in a compiled block it costs far more than its bytes: one
-    core took 112 ms for a backward without it and 132 with it."""
+    """Attention and elementwise rates of a block in ``dtype``, forward and backward, and that of QK-norm, in elements normed
+    per second, from the same block with QK-norm. QK-norm has its own rate, because in a compiled block it costs far more than
+    its bytes: one core took 112 ms for a backward without it and 132 with it."""
     tokens = size.tokens if mode == "compiled" else size.eager_tokens
     products = _products_pass(clock, size, dtype, tokens)
     plain = [_whole_block(clock, size, dtype, mode, tokens, length, False) for length in (size.short, size.long)]
@@ -179,14 +180,14 @@ def measure_block(clock: Clock, size: BlockSize, dtype: str, mode: Mode) -> Iter
     both = _rates(size, dtype, mode, tokens, clock.device, left(plain[0], products), left(plain[1], products))
     elements = tokens * 2.0 * size.heads * 64
     for rates, with_norm, without in zip(both, normed, plain[0], strict=True):
-        # So small a part may vanish in noise; then it is next to nothing, and no more is said.
+        # So small a part may vanish in noise. It is then taken as a thousandth of the block.
         extra_s = max(with_norm - without, 1e-3 * without)
         yield replace(rates, head_norm_element_per_s=elements / extra_s)
 
 
 @contextlib.contextmanager
 def empty_compile_cache() -> Iterator[None]:
-    """torch's compile cache in a folder of its own, empty at first and removed at the end."""
+    """Gives torch's compiler an empty cache in a new folder, which is removed at the end."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     before = os.environ.get(name)
     with tempfile.TemporaryDirectory(prefix="twostroke-compile-", ignore_cleanup_errors=True) as folder:
@@ -200,20 +201,20 @@ def empty_compile_cache() -> Iterator[None]:
 
 
 def start_compiler(device: str) -> bool:
-    """Compile next to nothing, so that what the compiler does once on a machine with an empty cache (probing the processor,
-    preparing headers: 18 s) is in no measurement. Whether it works."""
+    """Compile next to nothing, and return whether that works. What the compiler does once on a machine with an empty cache
+    (probing the processor and preparing headers takes 18 s) is then in no measurement."""
     x = torch.ones(64, 64, device=device, requires_grad=True)
     try:
         torch.compile(lambda y: (y.sin() * y).sum(), dynamic=False)(x).backward()
-    except Exception:  # whatever the compiler, its C++ compiler or Triton may raise
+    except Exception:  # torch's compiler, the C++ compiler and Triton may raise anything
         return False
     return True
 
 
 def measure_setup(clock: Clock, size: BlockSize, rates: TrainingRates) -> TrainingRates:
-    """``rates`` with what surrounds the blocks, which is never compiled: embedding, rotary tables and final norm, in bytes/s of
-    the planner's count, and the mask, in elements of B·T² per second. Differences between a decoder and its one block, at both
-    lengths."""
+    """``rates`` with those of what surrounds the blocks, which is never compiled: embedding, rotary tables and final norm, in
+    bytes/s of the planner's count, and the mask, in elements of B·T² per second. They are the differences between a decoder and
+    its one block, at both lengths."""
     around: list[Pair] = []
     rows = 0
     for length in (size.short, size.long):
@@ -238,11 +239,11 @@ def measure_setup(clock: Clock, size: BlockSize, rates: TrainingRates) -> Traini
 
 
 OPTIMIZER_BLOCKS = 8
-"""Blocks whose matrices one AdamW update is timed on: 6 M parameters, some 130 MB with their state."""
+"""The AdamW update is timed on the matrices of so many blocks: 6M parameters, some 130 MB with their state."""
 
 
 def chunk_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy of some rows and its gradient by their logits, the shape of the work in ``training.loss``."""
+    """The summed cross-entropy of some rows, and the gradient of their logits: the work of ``training.loss.chunk_loss``."""
     logits = F.linear(hidden, weight).float()
     log_total = logits.logsumexp(dim=-1)
     is_target = torch.arange(logits.shape[-1], device=logits.device)[None] == targets[:, None]
@@ -252,7 +253,7 @@ def chunk_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor,
 
 @torch.no_grad()
 def measure_loss(clock: Clock, size: BlockSize, compile_it: bool) -> dict[str, float]:
-    """Logits per second of the cross-entropy and its gradient, by mode, the product that makes the logits taken off."""
+    """Logits per second of the cross-entropy and its gradient, for each mode, without the product that makes the logits."""
     hidden = torch.randn(size.chunk_rows, size.spec.d_model, device=clock.device).to(torch.bfloat16)
     weight = torch.randn(size.vocab_size, size.spec.d_model, device=clock.device).to(torch.bfloat16)
     targets = torch.randint(0, size.vocab_size, (size.chunk_rows,), device=clock.device)
@@ -270,9 +271,11 @@ def measure_loss(clock: Clock, size: BlockSize, compile_it: bool) -> dict[str, f
 
 
 def measure_optimizers(clock: Clock, size: BlockSize, rates: TrainingRates) -> TrainingRates:
-    """``rates`` with those of an update as training does it, on the matrices of ``OPTIMIZER_BLOCKS`` blocks, which leave the
-    cache: gradients widened to fp32, normed and clipped, fused AdamW, the working copy written, over the planner's count of
-    bytes; and what Muon takes beyond its products, in elements/s."""
+    """``rates`` with AdamW's, in bytes/s of the planner's count, and with Muon's beyond its products, in elements/s.
+
+    An AdamW update does what training does: gradients become fp32, are measured and clipped, fused AdamW runs, and the working
+    copy is written. It takes the matrices of ``OPTIMIZER_BLOCKS`` blocks, because fewer would stay in the cache.
+    """
     shapes = [(n, matrix.k) for matrix in block_matrices(size.spec) for _, n in matrix.parts]
     master = [nn.Parameter(torch.randn(*shape, device=clock.device)) for _ in range(OPTIMIZER_BLOCKS) for shape in shapes]
     working = [p.detach().to(torch.bfloat16) for p in master]
