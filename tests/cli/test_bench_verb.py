@@ -78,7 +78,7 @@ def test_the_engine_alone_is_measured_by_batch(capsys: pytest.CaptureFixture[str
         (["--url", "nowhere"], "must look like http"),
         (["--url", "http://127.0.0.1:1", "--users", "2", "--rate", "3"], "exactly one"),
         (["--url", "http://127.0.0.1:1", "--prompt-tokens", "many"], "--prompt-tokens 'many'"),
-        (["--url", "http://127.0.0.1:1", "--output-tokens", "9:3"], "output_tokens=9:3"),
+        (["--url", "http://127.0.0.1:1", "--output-tokens", "9:3"], "--output-tokens 9:3"),
         (["--url", "http://127.0.0.1:1", "--slo", "soon"], "--slo"),
         (["--url", "http://127.0.0.1:1", "--endpoint", "embeddings"], "embeddings"),
         (["--url", "http://127.0.0.1:1", "--output", "/nonexistent/raw"], "does not exist"),

@@ -49,8 +49,8 @@ def test_prepare_reports_what_it_found(folder: Path, capsys: pytest.CaptureFixtu
     ("args", "sentence"),
     [
         (("nowhere",), "source nowhere does not exist"),
-        (("{folder}", "--vocab-size", "12"), "vocab_size=12 must be at least 257"),
-        (("{folder}", "--held-out-fraction", "1"), "held_out_fraction=1.0 must be above 0 and below 1"),
+        (("{folder}", "--vocab-size", "12"), "--vocab-size 12 must be at least 257"),
+        (("{folder}", "--held-out-fraction", "1"), "--held-out-fraction 1 must be above 0 and below 1"),
         (("{folder}", "--tokenizer", "nowhere.json"), "tokenizer nowhere.json does not exist"),
         (("{folder}", "--held-out", "nowhere"), "source nowhere does not exist"),
         (("{folder}", "--out", "{folder}"), "is not prepared data"),
@@ -130,10 +130,10 @@ def test_eval_scores_prepared_data_and_files(
         (("--data", "nowhere.txt"), "source nowhere.txt does not exist"),
         (
             ("--prepared", "{tmp}/prepared", "--context", "1000"),
-            "context=1000 must be between 1 and the model's max_positions=32",
+            "--context 1000 must be between 1 and the model's max_positions=32",
         ),
-        (("--prepared", "{tmp}/prepared", "--stride", "0"), "stride=0 must be between 1 and context=32"),
-        (("--prepared", "{tmp}/prepared", "--dtype", "int3"), "dtype='int3'"),
+        (("--prepared", "{tmp}/prepared", "--stride", "0"), "--stride 0 must be between 1 and --context 32"),
+        (("--prepared", "{tmp}/prepared", "--dtype", "int3"), "--dtype int3"),
     ],
 )
 def test_eval_refuses_with_a_sentence(
@@ -157,4 +157,4 @@ def test_compare_passes_and_fails_by_the_ratio_asked_for(
     assert "FAIL" in out
     code, _, err = run(capsys, "compare", str(model), str(tmp_path / "nowhere"), "--prepared", str(tmp_path / "prepared"))
     assert code == 2
-    assert "nowhere is neither a model directory" in err
+    assert "nowhere does not exist. Give a model directory" in err

@@ -72,7 +72,7 @@ def test_what_cannot_be_exported_gets_a_sentence(tmp_path: Path, capsys: pytest.
     for args, sentence in (
         ((str(tmp_path / "none"), str(tmp_path / "out")), "is neither a model or adapter directory"),
         ((str(base), str(tmp_path / "out"), "--merge"), "holds no adapters"),
-        ((str(base), str(tmp_path / "out"), "--dtype", "int3"), "dtype='int3' is not a format to save in"),
+        ((str(base), str(tmp_path / "out"), "--dtype", "int3"), "--dtype int3 is not a format to save in"),
     ):
         code, document, _ = run(capsys, "export", *args)
         assert code == 2

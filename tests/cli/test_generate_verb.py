@@ -103,7 +103,7 @@ def test_json_is_one_document_and_the_run_is_in_the_ledger(capsys: pytest.Captur
 
 
 def test_a_run_that_fails_is_recorded_as_failed(capsys: pytest.CaptureFixture[str], model: Path) -> None:
-    assert "max_model_len=4" in refused(capsys, "generate", str(model), "--prompt", PROMPT, "--max-model-len", "4")
+    assert "--max-model-len 4" in refused(capsys, "generate", str(model), "--prompt", PROMPT, "--max-model-len", "4")
     assert [run.status for run in Ledger().runs("generate")] == ["failed"]
 
 
@@ -177,13 +177,13 @@ def test_the_same_seed_gives_the_same_text(capsys: pytest.CaptureFixture[str], m
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        (["--temperature", "-1"], "temperature=-1"),
-        (["--max-tokens", "0"], "max_tokens=0"),
-        (["--top-p", "0"], "top_p=0"),
-        (["--dtype", "int5"], "dtype='int5'"),
+        (["--temperature", "-1"], "--temperature -1"),
+        (["--max-tokens", "0"], "--max-tokens 0"),
+        (["--top-p", "0"], "--top-p 0"),
+        (["--dtype", "int5"], "--dtype int5"),
         (["--stop", ""], "stop"),
         (["--max-model-len", "100000"], "max_positions=512"),
-        (["--kv-cache-gib", "0.0000001"], "kv_cache_bytes"),
+        (["--kv-cache-gib", "0.0000001"], "--kv-cache-gib 0.0000001 is less than one page"),
     ],
 )
 def test_bad_options_are_one_sentence(capsys: pytest.CaptureFixture[str], model: Path, args: list[str], sentence: str) -> None:
@@ -240,5 +240,5 @@ def test_quantize_refuses_in_one_sentence(capsys: pytest.CaptureFixture[str], mo
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("x")
     assert "not empty" in refused(capsys, "quantize", str(model), str(tmp_path / "full"))
-    assert "scheme='int3'" in refused(capsys, "quantize", str(model), str(tmp_path / "out"), "--scheme", "int3")
+    assert "--scheme int3" in refused(capsys, "quantize", str(model), str(tmp_path / "out"), "--scheme", "int3")
     assert "does not exist" in refused(capsys, "quantize", str(tmp_path / "nowhere"), str(tmp_path / "out"))

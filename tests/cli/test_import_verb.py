@@ -50,7 +50,7 @@ def test_json_is_one_document_on_stdout(source: Path, tmp_path: Path, capsys: py
     [
         (["nowhere", "m"], "does not exist"),
         (["source", "source"], "is not empty"),
-        (["source", "m", "--dtype", "int4"], "dtype='int4'"),
+        (["source", "m", "--dtype", "int4"], "--dtype int4"),
         (["source", "m", "--tokenizer", "nowhere.json"], "tokenizer nowhere.json does not exist"),
         (["source"], "Missing argument 'directory'"),
     ],

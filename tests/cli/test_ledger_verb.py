@@ -99,7 +99,7 @@ def test_an_empty_ledger_says_so(capsys: pytest.CaptureFixture[str]) -> None:
         (("show", "nobody"), "not in the ledger"),
         (("compare", "nobody"), "not in the ledger"),
         (("list", "--kind", "trian"), "Did you mean 'train'"),
-        (("list", "--limit", "0"), "limit=0"),
+        (("list", "--limit", "0"), "--limit 0"),
     ],
 )
 def test_bad_input_gets_one_sentence(

@@ -61,8 +61,8 @@ def test_experts_over_more_devices_than_tensor(plan: Run) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--tensor", "3"), "tensor=3 must divide"),
-        (("--tensor", "-1"), "tensor=-1"),
+        (("--tensor", "3"), "--tensor 3 must divide"),
+        (("--tensor", "-1"), "--tensor -1"),
         (("--pipeline", "81"), "n_layers=80"),
         (("--expert", "8"), "has none"),
         (("--engine", "vlm"), "vllm"),
@@ -74,7 +74,7 @@ def test_experts_over_more_devices_than_tensor(plan: Run) -> None:
         (("--slo-ttft-ms", "nan"), "--slo-ttft-ms"),
         (("--tensor", "2", "--slo-tpot-ms", "0.1", "--rate", "1"), "no number of replicas"),
         (("--scheme", "int3"), "int3"),
-        (("--kv-dtype", "int4"), "kv_dtype"),
+        (("--kv-dtype", "int4"), "--kv-dtype int4"),
         (("--tensor", "1"), "--tensor"),
     ],
 )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from twostroke.core.errors import CorruptFileError, DataError, InputError
+from twostroke.core.paths import model_directory
 from twostroke.core.recipe import DataRecipe
 from twostroke.core.spec import ModelSpec
 from twostroke.data.prepare import prepare
@@ -19,7 +20,6 @@ from twostroke.evaluation.comparison import (
     block_nats,
     compare_on_text,
     model_bytes,
-    model_directory,
     open_sides,
     paired_difference,
 )
@@ -117,7 +117,7 @@ def test_a_run_names_its_model_and_its_held_out_text(prepared: PreparedData, tmp
         held_out_to_score(model)
     with pytest.raises(InputError, match=r"--data or --prepared, not both"):
         held_out_to_score(model, ["stdlib"], prepared.directory)
-    with pytest.raises(InputError, match=r"neither a model directory"):
+    with pytest.raises(InputError, match=r"is not a model directory"):
         model_directory(tmp_path)
 
 

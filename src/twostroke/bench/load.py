@@ -26,6 +26,7 @@ from twostroke.core.described import As, plain
 from twostroke.core.errors import ConfigError, TwostrokeError
 from twostroke.core.units import format_seconds
 from twostroke.ledger.text import format_value
+from twostroke.scheduling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -58,6 +59,7 @@ class LoadSpec:
     def __post_init__(self) -> None:
         if (self.request_rate is None) == (self.users is None):
             raise ConfigError("give exactly one of request_rate (open loop) and users (closed loop).")
+        SamplingParams(temperature=self.temperature)  # a server would refuse every request
         if self.request_rate is not None and not self.request_rate > 0:
             raise ConfigError(f"request_rate={self.request_rate} must be above 0 requests/s, or inf.")
         if not 0 < self.burstiness < math.inf:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from twostroke.core.errors import ConfigError
 from twostroke.core.families import read_spec
+from twostroke.core.policy import MAX_RUNNING
 from twostroke.core.units import format_count, format_seconds
 from twostroke.engine.meters import Achieved, achieved
 from twostroke.scheduling.sampling_params import SamplingParams
@@ -53,8 +54,10 @@ class OfflineSpec:
         for name, least in (("prompt_tokens", 1), ("output_tokens", 2), ("repeats", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}.")
-        if not self.batches or min(self.batches) < 1:
-            raise ConfigError(f"batches={self.batches} must be batch sizes of at least 1.")
+        if not self.batches or min(self.batches) < 1 or max(self.batches) > MAX_RUNNING:
+            raise ConfigError(
+                f"batches={self.batches} must be batch sizes from 1 to {MAX_RUNNING}, the most that one step holds."
+            )
 
 
 @dataclass(frozen=True)

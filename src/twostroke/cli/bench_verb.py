@@ -16,6 +16,7 @@ from twostroke.cli.engine_options import FROM_OPTIONS, with_engine_options, word
 from twostroke.core.described import plain
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError, TwostrokeError
+from twostroke.core.paths import model_directory
 
 if TYPE_CHECKING:
     from twostroke.bench.load import LoadSpec
@@ -39,13 +40,13 @@ def bench_serve(
     ),
     url: str | None = typer.Option(None, help="A running OpenAI-compatible server, as http://127.0.0.1:8000."),
     users: int | None = typer.Option(None, help="Closed loop: this many users, each waiting for its answer. Default: 8."),
-    rate: float | None = typer.Option(None, help="Open loop: requests per second; inf sends all at once."),
+    request_rate: float | None = typer.Option(None, "--rate", help="Open loop: requests per second; inf sends all at once."),
     burstiness: float = typer.Option(1.0, help="Of an open loop: shape of the Gamma distributed gaps; 1 is Poisson."),
     max_concurrency: int | None = typer.Option(
         None, help="Of an open loop: most requests in flight; others wait, and count it."
     ),
-    requests: int = typer.Option(64, help="Requests to measure."),
-    warmup: int = typer.Option(3, help="Requests sent before, one by one, and not measured."),
+    n_requests: int = typer.Option(64, "--requests", help="Requests to measure."),
+    warmup_requests: int = typer.Option(3, "--warmup", help="Requests sent before, one by one, and not measured."),
     prompt_tokens: str = typer.Option("64", help="Length of prompts: N, or LEAST:MOST for lengths drawn uniformly."),
     output_tokens: str = typer.Option("64", help="Length of outputs: N, or LEAST:MOST."),
     endpoint: str = typer.Option("completions", help="completions or chat."),
@@ -72,7 +73,6 @@ def bench_serve(
     from twostroke.bench.own_server import own_server
     from twostroke.bench.prediction import latency_quantiles, measured_values
     from twostroke.bench.prompts import PromptMaker
-    from twostroke.cli.serve_verb import model_directory
     from twostroke.core.families import read_spec
     from twostroke.planner.truth.recording import recording
     from twostroke.quantization.held import serving_shape
@@ -82,11 +82,11 @@ def bench_serve(
     if model is None and url is None:
         raise ConfigError("give a model directory to serve, or --url of a running server.")
     load = LoadSpec(
-        n_requests=requests,
-        request_rate=rate,
+        n_requests=n_requests,
+        request_rate=request_rate,
         burstiness=burstiness,
         max_concurrency=max_concurrency,
-        users=8 if users is None and rate is None else users,
+        users=8 if users is None and request_rate is None else users,
         prompt_tokens=_lengths("--prompt-tokens", prompt_tokens),
         output_tokens=_lengths("--output-tokens", output_tokens),
         endpoint="chat" if endpoint == "chat" else "completions",
@@ -94,7 +94,7 @@ def bench_serve(
         temperature=temperature,
         ignore_eos=not stop_at_eos,
         prompt_text=None if prompt_text is None else str(prompt_text),
-        warmup_requests=warmup,
+        warmup_requests=warmup_requests,
         seed=seed,
         timeout_s=timeout_s,
     )
@@ -104,6 +104,8 @@ def bench_serve(
     spec = None if directory is None else read_spec(directory)
     if spec is not None:
         _check_context(spec, engine, load.prompt_tokens[1] + load.output_tokens[1])
+    if output is not None and output.is_dir():
+        raise ConfigError(f"--output {output} is a folder. Name a file.")
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output {output}: the folder {output.parent} does not exist.")
     if url is not None:
@@ -151,7 +153,7 @@ def bench_serve(
 @with_engine_options
 def bench_offline(
     model: Path = typer.Argument(help="Model directory, or the output of a training run."),
-    batch: list[int] = typer.Option([1, 8], help="Batch size to measure. Repeatable."),
+    batches: list[int] = typer.Option([1, 8], "--batch", help="Batch size to measure. Repeatable."),
     prompt_tokens: int = typer.Option(128, help="Length of each prompt."),
     output_tokens: int = typer.Option(64, help="Length of each output, at least 2."),
     repeats: int = typer.Option(3, help="Measurements of each batch size; the median counts."),
@@ -161,12 +163,11 @@ def bench_offline(
 ) -> None:
     """Prefill and decode throughput of the engine alone, by batch size."""
     from twostroke.bench.offline import FORMULAS, OfflineSpec, offline_text, run_offline
-    from twostroke.cli.serve_verb import model_directory
     from twostroke.core.families import read_spec
     from twostroke.planner.truth.recording import recording
     from twostroke.quantization.held import serving_shape
 
-    offline = OfflineSpec(tuple(batch), prompt_tokens, output_tokens, repeats, seed)
+    offline = OfflineSpec(tuple(batches), prompt_tokens, output_tokens, repeats, seed)
     directory = model_directory(model)
     spec = read_spec(directory)
     _check_context(spec, engine, prompt_tokens + output_tokens)
@@ -227,10 +228,10 @@ def _first_key(file: Path) -> str:
     try:
         lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError):
-        raise ConfigError(f"API key file {file} cannot be read as text.") from None
+        raise ConfigError(f"API key file {file} cannot be read as text. Name a file with one key a line.") from None
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise ConfigError(f"API key file {file} holds no key.")
+        raise ConfigError(f"API key file {file} holds no key. Write one key a line.")
     return keys[0]
 
 

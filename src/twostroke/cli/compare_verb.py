@@ -12,6 +12,7 @@ import typer
 
 from twostroke.cli.console import JSON_HELP, emit, progress
 from twostroke.cli.eval_verb import ENGINE_HELP, FORMATS_HELP, TASK_DATA_HELP, TASK_HELP
+from twostroke.core.paths import model_directory
 from twostroke.core.units import format_bytes, format_count
 
 app = typer.Typer(add_completion=False)
@@ -61,7 +62,7 @@ def compare(
 ) -> None:
     """Two models side by side: quality with paired 95% intervals, speed, predicted cost, size. Exits 1 if a threshold fails."""
     from twostroke.cli.side_measurements import costs, machine_of, side_recording, side_values, speeds, training_rates
-    from twostroke.evaluation.comparison import compare_on_tasks, compare_on_text, model_directory, open_sides
+    from twostroke.evaluation.comparison import compare_on_tasks, compare_on_text, open_sides
     from twostroke.evaluation.held_out import held_out_to_score
     from twostroke.evaluation.scorer import engine_formats
     from twostroke.evaluation.task_files import load_task

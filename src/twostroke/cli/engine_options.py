@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
 import typer
 
 from twostroke.core.engine_settings import SETTINGS, EngineSettings, Setting
+from twostroke.core.errors import ConfigError
 
 OPTIONS: dict[str, Setting] = {name: setting for name, setting in SETTINGS.items() if setting.option is not None}
 """Those fields that have an option."""
@@ -28,7 +30,7 @@ def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**given: Any) -> None:
         found = {name: given.pop(name) for name in OPTIONS}
-        command(**given, **{place: EngineSettings(**{name: _value(SETTINGS[name], v) for name, v in found.items()})})
+        command(**given, **{place: EngineSettings(**{name: _value(name, v) for name, v in found.items()})})
 
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -42,10 +44,17 @@ def words(settings: EngineSettings) -> list[str]:
 
 
 def _parameter(name: str, setting: Setting) -> inspect.Parameter:
-    default, kind, least = ("auto", str, None) if setting.choices else (None, int if setting.unit == 1 else float, 1)
-    option = typer.Option(default, str(setting.option), help=setting.help, min=least if setting.unit == 1 else 0)
+    kind: type = str if setting.choices else int if setting.unit == 1 else float
+    default = "auto" if setting.choices else None
+    least = 1 if kind is int else None  # a float's bounds depend on its unit: `_value` checks them
+    option = typer.Option(default, str(setting.option), help=setting.help, min=least)
     return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=option, annotation=kind)
 
 
-def _value(setting: Setting, given: Any) -> Any:
-    return given if setting.unit == 1 or given is None else int(given * setting.unit)
+def _value(name: str, given: Any) -> Any:
+    setting = OPTIONS[name]
+    if setting.unit == 1 or given is None:
+        return given
+    if not 0 < given < math.inf:
+        raise ConfigError(f"{name}={given:g} must be above 0 and finite.")
+    return max(1, int(min(given * setting.unit, setting.most)))

@@ -12,6 +12,7 @@ import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log, progress
 from twostroke.core.described import plain
+from twostroke.core.paths import model_directory
 from twostroke.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -54,7 +55,6 @@ def evaluate(
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Bits per byte and perplexity of a model on held-out text, beside what xz -9 needs for the same bytes; tasks."""
-    from twostroke.evaluation.comparison import model_directory
     from twostroke.evaluation.held_out import held_out_to_score
     from twostroke.evaluation.scorer import engine_for, engine_formats, open_scorer
     from twostroke.evaluation.task_files import load_task

@@ -17,6 +17,7 @@ from twostroke.cli.engine_options import FROM_OPTIONS, with_engine_options
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.engines import weights_text
 from twostroke.core.errors import InputError, TwostrokeError
+from twostroke.core.paths import model_directory
 from twostroke.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -55,7 +56,6 @@ def generate(
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Continue prompts on this machine, without a server: text as it is made, then how fast it was."""
-    from twostroke.cli.serve_verb import model_directory
     from twostroke.core.families import read_spec
     from twostroke.planner.truth.recording import recording
     from twostroke.scheduling.sampling_params import SamplingParams

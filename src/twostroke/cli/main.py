@@ -10,7 +10,8 @@ from typing import Any
 import typer
 
 from twostroke.cli.console import emit_error
-from twostroke.core.errors import TwostrokeError, did_you_mean
+from twostroke.cli.typed import UsageError, as_typed, refuse_empty, usage_sentence
+from twostroke.core.errors import InputError, TwostrokeError, did_you_mean
 from twostroke.core.openmp import limit_spinning
 from twostroke.core.torch_warnings import hush
 from twostroke.core.version import __version__
@@ -103,12 +104,21 @@ def main(argv: list[str] | None = None) -> None:
     args = sys.argv[1:] if argv is None else argv
     limit_spinning(os.environ)  # for every verb alike, so that what one measures holds for the others
     hush(os.environ)
+    group = typer.main.get_command(app)
     try:
-        app(args=args, prog_name="twostroke")
+        refuse_empty(group, args)
+        code = group.main(args=args, prog_name="twostroke", standalone_mode=False)  # Typer would show its own errors otherwise
+        sys.exit(code if isinstance(code, int) else 0)
     except TwostrokeError as error:
-        emit_error(str(error), as_json="--json" in args)
+        emit_error(as_typed(str(error), group, args), as_json="--json" in args)
         sys.exit(error.exit_code)
-    except (_CtrlC, KeyboardInterrupt):
+    except UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+        else:
+            emit_error(usage_sentence(error, group, args), as_json="--json" in args)
+        sys.exit(InputError.exit_code)
+    except (_CtrlC, KeyboardInterrupt, typer.Abort):
         emit_error("stopped by Ctrl-C.", as_json="--json" in args)
         sys.exit(130)
     except BrokenPipeError:

@@ -11,6 +11,7 @@ import typer
 from twostroke.cli.console import JSON_HELP, emit, log, progress
 from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError
+from twostroke.core.paths import model_directory
 from twostroke.core.schemes import DEFAULT_WRITTEN, WRITTEN, written_scheme
 from twostroke.core.units import format_bytes, format_seconds
 
@@ -46,7 +47,6 @@ def quantize(
     error made up for by the columns after it (GPTQ). Text beside it is then judged; where KL to the model exceeds --max-kl, the
     matrices that matter most for their size are held in int8 instead.
     """
-    from twostroke.cli.serve_verb import model_directory
 
     source = model_directory(model)
     chosen = written_scheme(scheme)  # a wrong name is told before torch is imported

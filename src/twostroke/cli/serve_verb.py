@@ -10,7 +10,8 @@ import typer
 from twostroke.cli.console import JSON_HELP, emit, log
 from twostroke.cli.engine_options import FROM_OPTIONS, with_engine_options
 from twostroke.core.engine_settings import EngineSettings
-from twostroke.core.errors import ConfigError, DataError
+from twostroke.core.errors import ConfigError
+from twostroke.core.paths import model_directory
 from twostroke.core.units import format_bytes, format_count, format_seconds
 
 app = typer.Typer(add_completion=False)
@@ -80,15 +81,3 @@ def serve(
         child.kill()
         listener.close()
     log("stopped after " + ", ".join(f"{format_count(value)} {name.replace('_', ' ')}" for name, value in totals.items()))
-
-
-def model_directory(path: Path) -> Path:
-    """``path``, or the ``model`` in it where it is the output of a training run. Raises DataError."""
-    for candidate in (path, path / "model"):
-        if (candidate / "config.json").is_file():
-            return candidate
-    if not path.exists():
-        raise DataError(
-            f"model {path} does not exist. Give a model directory; `twostroke import` makes one from a name or a file."
-        )
-    raise DataError(f"{path} is not a model directory: it holds no config.json.")

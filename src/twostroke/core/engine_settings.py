@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from twostroke.core import policy
+from twostroke.core.documents import MAX_INTEGER, is_integer
 from twostroke.core.errors import ConfigError
 from twostroke.core.schemes import CACHE_TYPES, NATIVE, WEIGHTS
 from twostroke.core.tables import build
@@ -18,12 +19,13 @@ RUNNERS = ("native", "torch")
 
 class Setting(NamedTuple):
     """What is said of a field: its help, the names that it may have beside "auto" (none: it is a number), its command-line
-    option (none: it has none), and how many of the field's units one of the option's is."""
+    option (None: it has no option), how many of the field's units one of the option's is, and the largest number."""
 
     help: str
     choices: tuple[str, ...] = ()
     option: str | None = None
     unit: int = 1
+    most: int = MAX_INTEGER
 
 
 def _choice(help: str, choices: tuple[str, ...], option: str | None = None) -> Any:
@@ -31,8 +33,8 @@ def _choice(help: str, choices: tuple[str, ...], option: str | None = None) -> A
     return dataclasses.field(default="auto", metadata={"setting": Setting(text, choices, option)})
 
 
-def _number(help: str, default: int | None = None, option: str | None = None, unit: int = 1) -> Any:
-    return dataclasses.field(default=default, metadata={"setting": Setting(help, (), option, unit)})
+def _number(help: str, default: int | None = None, option: str | None = None, unit: int = 1, most: int = MAX_INTEGER) -> Any:
+    return dataclasses.field(default=default, metadata={"setting": Setting(help, (), option, unit, most)})
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,9 @@ class EngineSettings:
     max_running: int = _number("Most requests in one step.", policy.MAX_RUNNING)
     token_budget: int = _number("Most tokens in one step.", policy.TOKEN_BUDGET)
     page_tokens: int = _number("Tokens of a page of the cache.", policy.PAGE_TOKENS)
-    n_threads: int | None = _number("Threads of the engine. Default: the cores there are.", option="--threads")
+    n_threads: int | None = _number(
+        "Threads of the engine. Default: the cores there are.", option="--threads", most=policy.MOST_THREADS
+    )
     separate_prefixes: bool = False  # known prefixes are looked for among those of the same client only
 
     def __post_init__(self) -> None:
@@ -67,8 +71,8 @@ class EngineSettings:
             if setting.choices:
                 if value not in ("auto", *setting.choices):
                     raise ConfigError(f"{name}={value!r} is not known. Use one of auto, {', '.join(setting.choices)}.")
-            elif value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
+            elif value is not None and not (is_integer(value) and 1 <= value <= setting.most):
+                raise ConfigError(f"{name}={value!r} must be a whole number from 1 to {setting.most}.")
 
     def changed(self) -> dict[str, Any]:
         """The fields that are not at their default."""

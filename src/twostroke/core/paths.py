@@ -1,11 +1,11 @@
-"""Where Twostroke keeps what outlives a command: machine profiles, the ledger, prepared data, packed weights."""
+"""Where Twostroke keeps what outlives a command (profiles, the ledger, prepared data, packed weights), and where a model is."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from twostroke.core.errors import ConfigError
+from twostroke.core.errors import ConfigError, DataError
 
 
 def home() -> Path:
@@ -34,3 +34,13 @@ def data_cache_dir() -> Path:
 
 def packed_dir() -> Path:
     return home() / "packed"
+
+
+def model_directory(path: Path | str) -> Path:
+    """``path``, or the ``model`` in it if it is the output of a training run. Raises DataError."""
+    path = Path(path)
+    for candidate in (path, path / "model"):
+        if (candidate / "config.json").is_file():
+            return candidate
+    problem = "is not a model directory: it holds no config.json" if path.exists() else "does not exist"
+    raise DataError(f"model {path} {problem}. Give a model directory; `twostroke import` makes one from a name or a file.")

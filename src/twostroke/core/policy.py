@@ -103,6 +103,10 @@ TOKEN_BUDGET = 512
 MAX_RUNNING = 128
 """Requests that run at once by default."""
 
+MOST_THREADS = 256
+"""Threads that the engine may be told to use: the native library's pool has places for so many (``Pool::kMaxThreads``), and
+OpenMP crashes where the system refuses it a thread."""
+
 PAGE_TOKENS = 16
 """Tokens of one page of the KV cache by default; a request's last page is counted whole."""
 

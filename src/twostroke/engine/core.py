@@ -404,7 +404,7 @@ def _fit(spec: ModelSpec, settings: EngineSettings, kv_dtype: str) -> SchedulerC
     impossible for this model, and CapacityError if what the settings ask for does not fit."""
     max_model_len = settings.max_model_len or spec.max_positions
     if max_model_len > spec.max_positions:
-        raise ConfigError(f"max_model_len={max_model_len} is beyond the model's max_positions={spec.max_positions}.")
+        raise ConfigError(f"max_model_len={max_model_len} is beyond the model's max_positions={spec.max_positions}. Lower it.")
     page_bytes = token_bytes(spec, kv_dtype) * settings.page_tokens
     free = available_bytes()
     if settings.kv_cache_bytes is None:
@@ -414,12 +414,12 @@ def _fit(spec: ModelSpec, settings: EngineSettings, kv_dtype: str) -> SchedulerC
         n_pages = settings.kv_cache_bytes // page_bytes
         if n_pages < 1:
             raise ConfigError(
-                f"kv_cache_bytes={settings.kv_cache_bytes} is less than one page, which takes {page_bytes}. Raise it."
+                f"kv_cache_bytes={settings.kv_cache_bytes} is less than one page, which takes {page_bytes} bytes. Raise it."
             )
         if settings.kv_cache_bytes > free:
             raise CapacityError(
                 f"kv_cache_bytes={settings.kv_cache_bytes} ({format_bytes(settings.kv_cache_bytes)}) is more than the "
-                f"{format_bytes(free)} of memory that is free."
+                f"{format_bytes(free)} of memory that is free. Lower it."
             )
     n_pages = min(n_pages, policy.MAX_PAGES)
     if n_pages * settings.page_tokens < max_model_len:

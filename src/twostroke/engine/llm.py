@@ -176,7 +176,9 @@ class LLM:
         text = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise DataError(f"{self.directory} has no tokenizer.json. Give the prompt as token ids.")
+                raise DataError(
+                    f"{self.directory} has no tokenizer.json, which a prompt of text needs. Add it, or give token ids."
+                )
             try:
                 prompt.encode()
             except UnicodeEncodeError:

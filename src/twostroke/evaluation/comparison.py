@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from twostroke.core.described import plain
-from twostroke.core.errors import InputError
+from twostroke.core.paths import model_directory
 from twostroke.data.shards import PreparedData
 from twostroke.data.tokenizer import eos_id_of, load_tokenizer
 from twostroke.evaluation.bits import Progress, check_context, default_context, default_stride, nats_of
@@ -26,15 +26,6 @@ from twostroke.planner.work.params import count_parameters
 
 BLOCK_BYTES = 4096
 """Length of the blocks of text over which the two models are paired, long enough to be nearly independent of each other."""
-
-
-def model_directory(path: Path | str) -> Path:
-    """The model directory at ``path``, or in the run directory at ``path``. Raises InputError."""
-    directory = Path(path)
-    for candidate in (directory, directory / "model"):
-        if (candidate / "config.json").is_file():
-            return candidate
-    raise InputError(f"{directory} is neither a model directory (with config.json) nor a run that holds one under model/.")
 
 
 def model_bytes(directory: Path | str) -> int:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from twostroke.core.errors import ConfigError, InputError
-from twostroke.evaluation.comparison import model_directory
+from twostroke.core.paths import model_directory
 from twostroke.evaluation.encoding import Encoder
 from twostroke.evaluation.scorer import Scorer, open_scorer
 

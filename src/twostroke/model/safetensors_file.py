@@ -173,7 +173,7 @@ def _weight_files(directory: Path) -> list[Path]:
             return [single]
         pickled = sorted(p.name for p in directory.glob("*.bin"))
         hint = f" {pickled[0]} may be a pickle, which is never opened. Convert it to safetensors." if pickled else ""
-        raise InputError(f"{directory} has neither {SINGLE_NAME} nor {INDEX_NAME}.{hint}")
+        raise InputError(f"{directory} has no weights: neither {SINGLE_NAME} nor {INDEX_NAME}.{hint}")
     weight_map = read_object(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CorruptFileError(f"{index} must be JSON with a weight_map of tensor names to file names.")

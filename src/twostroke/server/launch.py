@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twostroke.core.engine_settings import EngineSettings
-from twostroke.core.errors import EngineError, TwostrokeError
+from twostroke.core.errors import ConfigError, EngineError, TwostrokeError
 from twostroke.core.openmp import limit_spinning
 
 _MAX_SOCKET_PATH = 107  # bytes of sockaddr_un.sun_path on Linux, less the closing zero
@@ -90,7 +90,9 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError:
-        raise TwostrokeError(f"host={host!r} is not an address of this machine.") from None
+        raise ConfigError(
+            f"host={host!r} is not an address of this machine. Use 127.0.0.1, or 0.0.0.0 to let others in."
+        ) from None
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -57,8 +57,8 @@ def compare(
     steps: int = STEPS,
     scheme: str = SCHEME,
     batch: int = BATCH,
-    prompt: int = PROMPT,
-    output: int = OUTPUT,
+    prompt_tokens: int = PROMPT,
+    output_tokens: int = OUTPUT,
     train_layout: str = typer.Option("", help="Devices of training, as data=8,zero=3 or tensor=8,pipeline=2; one without it."),
     checkpointing: str = typer.Option("none", help="What training's backward computes again: none, selective or full."),
     serve_layout: str = typer.Option("", help="Devices of serving, as tensor=8 or tensor=1,expert=8; one without it."),
@@ -87,8 +87,8 @@ def compare(
         found,
         scheme,
         batch,
-        prompt,
-        output,
+        prompt_tokens,
+        output_tokens,
         **_ways("--serve-layout", serve_layout, SERVE_WAYS),
     )
     table = compare_phases(found.spec, shape, serving, machine, found.name, layout, served_on)

@@ -55,8 +55,8 @@ def crossover(
     months: float = typer.Option(12.0, help="How long it is served, for the bills and what 10% is worth."),
     scheme: str = SCHEME,
     batch: int = BATCH,
-    prompt: int = PROMPT,
-    output: int = OUTPUT,
+    prompt_tokens: int = PROMPT,
+    output_tokens: int = OUTPUT,
     tensor: int = typer.Option(1, help="Serving: devices that share each matrix."),
     pipeline: int = typer.Option(1, help="Serving: stages of layers."),
     expert: int = typer.Option(1, help="Serving: devices that share a layer's experts."),
@@ -122,8 +122,8 @@ def crossover(
                 found,
                 scheme,
                 batch,
-                prompt,
-                output,
+                prompt_tokens,
+                output_tokens,
                 tensor=tensor,
                 pipeline=pipeline,
                 expert=expert,
@@ -131,7 +131,7 @@ def crossover(
             served_on = load_hardware(hardware, "serve")
             planned = plan_serving(found.spec, shape, served_on)
             own = own_serving(planned, terms, utilisation, years)
-            prompt, output = planned.shape.prompt_tokens, planned.shape.output_tokens
+            prompt_tokens, output_tokens = planned.shape.prompt_tokens, planned.shape.output_tokens
             replica = own.by_replica
             if "training_cost" in document:
                 kwh_per_request = planned.kwh_per_mtok * planned.shape.output_tokens / 1e6
@@ -142,10 +142,10 @@ def crossover(
         lines += notes
     if always_on and replica is None:
         raise ConfigError("--always-on needs a replica's speed, which --usd-per-request does not tell. Name a model instead.")
-    prompt, output = prompt or 512, output or 128
-    requests = requests_per_day if tokens_per_day is None else tokens_per_day / (prompt + output)
+    prompt_tokens, output_tokens = prompt_tokens or 512, output_tokens or 128
+    requests = requests_per_day if tokens_per_day is None else tokens_per_day / (prompt_tokens + output_tokens)
     assert requests is not None  # one of the two was given
-    demand = Demand(requests, prompt, output, growth / 100)
+    demand = Demand(requests, prompt_tokens, output_tokens, growth / 100)
     plan = plan_crossover(
         project_cost(training_usd, inputs), demand, serving, months, vendor, replica, api_cached_share, energy
     )

@@ -28,8 +28,8 @@ def search(
     max_devices: int = typer.Option(8, help="Most devices of one kind."),
     usd_per_hour: float = typer.Option(None, help="Most $ an hour, all devices together."),
     terms: str = typer.Option("on-demand", help="How devices are paid for: on-demand, spot or bought."),
-    prompt: int = PROMPT,
-    output: int = OUTPUT,
+    prompt_tokens: int = PROMPT,
+    output_tokens: int = OUTPUT,
     scheme: list[str] = typer.Option([], help="Serving: only these ways to hold weights. Repeatable."),
     requests_per_s: float = typer.Option(0.0, help="Serving: requests a second, for the number of replicas; 0: one kept full."),
     slo_ttft_ms: float = typer.Option(None, help="Serving: longest time to the first token, in ms."),
@@ -97,7 +97,7 @@ def search(
         searches.append(search_training(found.spec, work, space, TrainLimits(days, budget_usd, usd_per_hour), objective))
     if phase != "train":
         space = Space(machines["serve"], max_devices, tuple(scheme))
-        shape = serving_shape(found, "bf16", 1, prompt, output)
+        shape = serving_shape(found, "bf16", 1, prompt_tokens, output_tokens)
         limits = ServeLimits(_seconds(slo_ttft_ms), _seconds(slo_tpot_ms), usd_per_mtok, usd_per_hour)
         asked = ServeWork(shape.prompt_tokens, shape.output_tokens, requests_per_s)
         searches.append(search_serving(found.spec, asked, space, limits, objective))

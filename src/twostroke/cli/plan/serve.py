@@ -25,7 +25,7 @@ TENSOR = typer.Option(1, help="Devices that share every matrix (tensor parallel)
 PIPELINE = typer.Option(1, help="Stages of layers, each on devices of its own.")
 EXPERT = typer.Option(1, help="Devices that share the experts; above --tensor, attention is data-parallel over them.")
 ENGINE = typer.Option("any", help="Engine whose step times are taken on a datasheet's device: any, vllm, trtllm or sglang.")
-PREFIX_HITS = typer.Option(0.0, help="Share of a prompt's tokens that are in the cache already, 0 to 1.")
+PREFIX_HITS = typer.Option(0.0, "--prefix-hits", help="Share of a prompt's tokens that are in the cache already, 0 to 1.")
 SPECULATE = typer.Option("", metavar="γ,α,c", help="Speculation: tokens drafted, share accepted, a draft's time ÷ a step's.")
 SLO_TTFT = typer.Option(0.0, "--slo-ttft-ms", help="Highest mean time to the first token, in ms.")
 SLO_TPOT = typer.Option(0.0, "--slo-tpot-ms", help="Highest mean time per output token, in ms.")
@@ -39,8 +39,8 @@ def serve(
     settings: list[str] = SETTINGS,
     scheme: str = SCHEME,
     batch: int = BATCH,
-    prompt: int = PROMPT,
-    output: int = OUTPUT,
+    prompt_tokens: int = PROMPT,
+    output_tokens: int = OUTPUT,
     head_dtype: str = HEAD_DTYPE,
     kv_dtype: str = KV_DTYPE,
     kv_cache_bytes: int = KV_CACHE_BYTES,
@@ -49,7 +49,7 @@ def serve(
     pipeline: int = PIPELINE,
     expert: int = EXPERT,
     engine: str = ENGINE,
-    prefix_hits: float = PREFIX_HITS,
+    prefix_hit_share: float = PREFIX_HITS,
     speculate: str = SPECULATE,
     slo_ttft_ms: float = SLO_TTFT,
     slo_tpot_ms: float = SLO_TPOT,
@@ -78,9 +78,9 @@ def serve(
     machine = load_hardware(hardware, "serve")
     found = read_subject(subject, settings, machine)
     shape = serving_shape(
-        found, scheme, batch, prompt, output, head_dtype=head_dtype,
+        found, scheme, batch, prompt_tokens, output_tokens, head_dtype=head_dtype,
         kv_dtype=kv_dtype, kv_cache_bytes=kv_cache_bytes, max_model_len=max_model_len, tensor=tensor, pipeline=pipeline,
-        expert=expert, engine=engine, prefix_hit_share=prefix_hits,
+        expert=expert, engine=engine, prefix_hit_share=prefix_hit_share,
         speculation=Speculation.parse(speculate) if speculate else None,
     )  # fmt: skip
     planned = plan_serving(found.spec, shape, machine)

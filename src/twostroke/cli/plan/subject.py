@@ -39,8 +39,8 @@ TRAIN_TOKENS = typer.Option(0, help="Tokens of text there are; without it, those
 SCHEME = typer.Option("auto", help=f"How weights are held: auto (as the directory is, else bf16), {', '.join(SCHEMES)}.")
 HEAD_DTYPE = typer.Option("auto", help=f"How our engine holds the output head: {WEIGHT_CHOICES}.")
 BATCH = typer.Option(8, help="Requests that decode together.")
-PROMPT = typer.Option(0, help="Tokens of a prompt; without it half the context, at most 512.")
-OUTPUT = typer.Option(0, help="Tokens of an answer; without it what is left, at most 128.")
+PROMPT = typer.Option(0, "--prompt", help="Tokens of a prompt; without it half the context, at most 512.")
+OUTPUT = typer.Option(0, "--output", help="Tokens of an answer; without it what is left, at most 128.")
 KV_DTYPE = typer.Option("auto", help=f"Type of the KV cache: {CACHE_CHOICES}.")
 KV_CACHE_BYTES = typer.Option(0, help="Size of the KV cache; 0: what the batch needs.")
 MAX_MODEL_LEN = typer.Option(0, help="Longest context to serve; 0: the model's own.")
@@ -139,15 +139,17 @@ def _held(path: Path, spec: ModelSpec) -> Held | None:
         return None
 
 
-def serving_shape(found: Subject, scheme: str, batch: int, prompt: int, output: int, **others: Any) -> ServingShape:
+def serving_shape(
+    found: Subject, scheme: str, batch: int, prompt_tokens: int, output_tokens: int, **others: Any
+) -> ServingShape:
     """``scheme``: as asked for. Prompt and output left out take half of a short context and 512 + 128 tokens of a long one."""
     from twostroke.planner.serving.shape import ServingShape
 
-    for name, value in (("prompt", prompt), ("output", output)):
+    for name, value in (("prompt_tokens", prompt_tokens), ("output_tokens", output_tokens)):
         if value < 0:
-            raise ConfigError(f"--{name}={value} must not be negative.")
+            raise ConfigError(f"{name}={value} must not be negative.")
     limit = others.get("max_model_len") or found.spec.max_positions
-    prompt = prompt or max(1, min(512, limit // 2, limit - output))
-    output = output or max(1, min(128, limit - prompt))
+    prompt = prompt_tokens or max(1, min(512, limit // 2, limit - output_tokens))
+    output = output_tokens or max(1, min(128, limit - prompt))
     held, in_int8 = found.scheme(scheme), found.in_int8(scheme)
     return ServingShape(scheme=held, batch=batch, prompt_tokens=prompt, output_tokens=output, in_int8=in_int8, **others)
