@@ -89,8 +89,9 @@ def least_squares_above_zero(equations: Sequence[Equation], names: Sequence[str]
     best, found = float(target.square().sum()), dict.fromkeys(names, 0.0)
     for chosen in range(1, 2 ** len(names)):
         used = [n for i, n in enumerate(names) if chosen >> i & 1]
+        # Columns of equal length: a step counts as one and its elements by the million, and the solver sees both alike.
         scales = [float(columns[n].norm()) for n in used]
-        if not all(scales):
+        if not all(scales):  # no measured step has this unit
             continue
         matrix = torch.stack([columns[n] / s for n, s in zip(used, scales, strict=True)], dim=1)
         prices = torch.linalg.lstsq(matrix, target[:, None], driver="gelsd").solution[:, 0]

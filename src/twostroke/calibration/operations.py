@@ -40,14 +40,14 @@ def _layer_operations_s(clock: Clock, rows: int, dtype: torch.dtype) -> float:
     x, norm = torch.randn(rows, WIDTH).to(dtype), torch.ones(WIDTH, dtype=dtype)
     qkv = torch.randn(rows, 3 * HEADS, HEAD_DIM).to(dtype)
     wide = torch.randn(rows, 2 * D_FF).to(dtype)
-    turn = torch.randn(rows, 1, HEAD_DIM // 2, dtype=torch.complex64)
+    rotation = torch.randn(rows, 1, HEAD_DIM // 2, dtype=torch.complex64)
     pool = torch.zeros(LAYERS, 2 * HEADS, rows + PAGE, HEAD_DIM, dtype=dtype)
     slots = torch.arange(rows)
 
     def layers() -> None:
         for layer in range(LAYERS):
             F.rms_norm(x, norm.shape, norm, 1e-5)
-            _turn_and_store(qkv, turn, pool[layer], slots)
+            _rope_and_cache_write(qkv, rotation, pool[layer], slots)
             F.rms_norm(x, norm.shape, norm, 1e-5)
             gate, up = wide.chunk(2, dim=-1)
             F.silu(gate).mul_(up)
@@ -55,12 +55,12 @@ def _layer_operations_s(clock: Clock, rows: int, dtype: torch.dtype) -> float:
     return clock.best_s(layers, seconds=0.05, least=4) / LAYERS
 
 
-def _turn_and_store(qkv: Tensor, turn: Tensor, layer: Tensor, slots: Tensor) -> None:
-    turned = qkv[:, : 2 * HEADS]
-    values = turned.float()
-    torch.view_as_complex(values.view(*values.shape[:2], -1, 2)).mul_(turn)
-    if values.dtype != turned.dtype:
-        turned.copy_(values)
+def _rope_and_cache_write(qkv: Tensor, rotation: Tensor, layer: Tensor, slots: Tensor) -> None:
+    rotated = qkv[:, : 2 * HEADS]
+    values = rotated.float()
+    torch.view_as_complex(values.view(*values.shape[:2], -1, 2)).mul_(rotation)
+    if values.dtype != rotated.dtype:
+        rotated.copy_(values)
     layer.index_copy_(1, slots, qkv[:, HEADS:].transpose(0, 1))
 
 

@@ -82,8 +82,8 @@ def _engine_product(scheme: str, m: int, n: int, k: int, device: str) -> Run | N
         matrices = [Int8Matrix(codes, scale, integers=scheme == W8A8) for _ in range(copies)]
         apply += [matrix.weight_only if scheme == W8 else matrix.w8a8 for matrix in matrices]
         x = x.to(torch.bfloat16)
-    turn = itertools.cycle(apply)
-    return lambda: next(turn)(x)
+    copy = itertools.cycle(apply)
+    return lambda: next(copy)(x)
 
 
 def make_product(scheme: str, m: int, n: int, k: int, device: str) -> Run | None:

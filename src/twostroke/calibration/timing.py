@@ -124,6 +124,7 @@ class Clock:
             shares.append(window.waited_share)
             (others if shares[-1] > DISTURBED_SHARE else clean).extend(found)
             elapsed = time.perf_counter() - begin
+            # Over after the usual time with enough clean runs, or when patience is at its end with enough runs of any kind.
             n_enough = len(clean) + len(others) >= least
             if n_enough and (elapsed >= PATIENCE * span or (len(clean) >= least and elapsed >= span)):
                 break

@@ -97,6 +97,7 @@ class TorchInterpreter:
                 together.copy_(F.rms_norm(together.flatten(1), weight.shape, weight, op.eps).view(together.shape))
             return
         heads = b.qkv[:, : self.n_heads + self.n_kv_heads]
+        # Query and key heads have different weights, so the norm of all heads takes none, and they are multiplied afterwards.
         heads.copy_(F.rms_norm(heads, (self.head_dim,), None, op.eps).mul_(op.weight))
 
     def _rope_and_cache_write(self, op: p.RopeAndCacheWrite, b: Buffers) -> None:
@@ -104,6 +105,7 @@ class TorchInterpreter:
             assert b.batch.rotation is not None
             rotated = b.qkv[:, : self.n_heads + self.n_kv_heads]
             values = rotated.float()  # the same tensor if it is fp32
+            # Two neighbours are one complex number, because ``lowering.interleaved`` has reordered each head's rows.
             torch.view_as_complex(values.view(*values.shape[:2], -1, 2)).mul_(b.batch.rotation)
             if values.dtype != rotated.dtype:
                 rotated.copy_(values)

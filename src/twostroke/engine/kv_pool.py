@@ -68,7 +68,7 @@ class KVPool:
 
     def write(self, i: int, slots: Tensor, heads: Float[Tensor, "2K n D"]) -> None:
         """Keys and values of new tokens into their slots."""
-        held = heads.to(self.storage.dtype)
+        held = heads.to(self.storage.dtype)  # before the check, because the largest fp32 numbers become infinite in bf16
         if not all_finite(held):
             held = poison(held)
             self.poisoned = True

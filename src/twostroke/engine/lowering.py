@@ -151,9 +151,9 @@ class _Lowering:
         if not self.rotary:
             return None
         order = interleaved(spec.head_dim)
-        n_turned = spec.n_heads + spec.n_kv_heads
-        turned = (torch.arange(n_turned)[:, None] * spec.head_dim + order).reshape(-1)
-        return torch.cat((turned, torch.arange(n_turned * spec.head_dim, qkv_rows(spec))))
+        n_rotated = spec.n_heads + spec.n_kv_heads
+        rotated = (torch.arange(n_rotated)[:, None] * spec.head_dim + order).reshape(-1)
+        return torch.cat((rotated, torch.arange(n_rotated * spec.head_dim, qkv_rows(spec))))
 
     def head_norms(self, block: str) -> Float[Tensor, "heads D"]:
         spec = self.spec
@@ -166,6 +166,7 @@ class _Lowering:
         qkv, out, up, down = block_matrices(spec)
         attn_norm, mlp_norm = (self.norm(f"{name}.{norm}") for norm in ("attn_norm", "mlp_norm"))
         after, none = spec.departures.norms_after, p.Norm(None, None, spec.norm_eps)
+        # OLMo 2 norms what attention and MLP return instead of what they read.
         ops: list[p.Op] = [
             none if after else attn_norm,
             p.QkvProjection(self.matrix(f"{name}.{qkv.module}", qkv.bias, self.head_rows())),

@@ -33,10 +33,11 @@ class PromptScores:
         A preempted request is computed again, but not scored again.
         """
         found = []
-        for i in range(step.n_decodes, len(step.requests)):
+        for i in range(step.n_decodes, len(step.requests)):  # a decoding request has its prompt behind it
             request = step.requests[i]
             if request.params.prompt_logprobs is not None:
                 first = max(step.starts[i], self._n_scored.get(request.id, 0))
+                # The prompt's last row predicts the answer's first token, which is sampled and not scored.
                 end = min(step.starts[i] + step.counts[i], request.n_prompt - 1)
                 if first < end:
                     found.append((i, first, end - first))

@@ -60,6 +60,7 @@ def token_scores(
     results: list[TokenScores] = [_empty()] * len(sequences)
     waiting = deque(i for i, (ids, first) in enumerate(sequences) if first < len(ids))
     n_total = n_left = sum(len(sequences[i][0]) - 1 for i in waiting)
+    # Each row that is computed may be scored, so the logits limit the rows: 220 at a vocabulary of 152,000.
     budget = max(1, min(config.token_budget, LOGITS_AT_ONCE // engine.spec.vocab_size))
     slots = list(range(config.max_running - 1, -1, -1))
     running: list[_Open] = []
@@ -71,9 +72,10 @@ def token_scores(
             while left > 0 and waiting and slots:
                 ids, first = sequences[waiting[0]]
                 pages = pool.allocate(-(-(len(ids) - 1) // config.page_tokens))
-                if pages is None:
+                if pages is None:  # a running sequence has to end first; the longest allowed one fits alone
                     break
                 index = waiting.popleft()
+                # The last token is only predicted, so it is not among the tokens that are computed.
                 request = Request(f"score-{index}", [int(i) for i in ids[:-1]], SamplingParams(max_tokens=1))
                 request.pages, request.slot = pages, slots.pop()
                 running.append(_Open(index, request, first - 1, np.asarray(ids[1:], np.int64)))

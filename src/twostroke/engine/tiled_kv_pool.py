@@ -40,6 +40,7 @@ class TiledKVPool:
     def __init__(self, spec: ModelSpec, n_pages: int, page_tokens: int, dtype: str) -> None:
         self.n_pages, self.page_tokens, self.dtype = n_pages, page_tokens, dtype
         self.n_kv_heads, self.head_dim = spec.n_kv_heads, spec.head_dim
+        # Whole tiles: the last may reach beyond the last page.
         self.n_slots = -(-n_pages * page_tokens // TILE) * TILE
         self.n_bytes = token_bytes(spec, dtype) * n_pages * page_tokens
         self.scaled = CACHES[dtype].scaled
@@ -59,6 +60,7 @@ class TiledKVPool:
 
     def write(self, layer: int, slots: Tensor, heads: Float[Tensor, "2K n D"]) -> None:
         """Keys and values of new tokens into their slots."""
+        # Rounded before the check, because the largest fp32 numbers become infinite in bf16.
         held = heads.float() if self.scaled else heads.to(self.keys.dtype).float()
         if not all_finite(held):
             held = poison(held)
@@ -95,6 +97,7 @@ class TiledKVPool:
 
     def _read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         tile, lane, pair = slots // TILE, slots % TILE, self.pair
+        # Cut to head_dim, without the zero that fills up an odd one.
         keys = self.keys[layer][:, tile, :, lane].float().flatten(2)[..., : self.head_dim].transpose(0, 1)
         values = self.values[layer][:, tile, lane // pair, :, lane % pair].float().transpose(0, 1)
         if self.scaled:
