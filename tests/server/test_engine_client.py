@@ -50,12 +50,17 @@ async def read(client: EngineClient, prompt: list[int], **params: Any) -> list[i
                 return found
 
 
+def pid_of(client: EngineClient) -> int:
+    assert client._child is not None
+    return client._child.process.pid
+
+
 def test_streams_are_kept_apart() -> None:
     async def scenario() -> None:
         async with client_of() as client:
             answers = await asyncio.gather(*(read(client, [n], max_tokens=5) for n in range(1, 30)))
             assert answers == [[n + i for i in range(1, 6)] for n in range(1, 30)]
-            assert client.open_streams == 0
+            assert not client._streams
             assert (await client.stats())["running"] == 0
 
     asyncio.run(scenario())
@@ -79,11 +84,10 @@ def test_a_refused_request_fails_alone() -> None:
 def test_an_engine_that_ends_is_replaced_and_its_requests_fail(cause: str) -> None:
     async def scenario() -> None:
         async with client_of() as client:
-            first = client.engine_pid
+            first = pid_of(client)
             innocent = asyncio.create_task(read(client, [1], max_tokens=100_000))
             await asyncio.sleep(0.05)
             if cause == "killed from outside":
-                assert first is not None
                 os.kill(first, signal.SIGKILL)
             else:
                 poison = echo_engine.FAIL_IN_STEP if cause == "step raises" else echo_engine.EXIT
@@ -96,7 +100,7 @@ def test_an_engine_that_ends_is_replaced_and_its_requests_fail(cause: str) -> No
                 client.submit([1], SamplingParams(), asyncio.Event())
             async with asyncio.timeout(10):
                 await client.wait_loaded()
-            assert client.engine_pid != first
+            assert pid_of(client) != first
             assert client.restarts == 1
             assert await read(client, [7], max_tokens=2) == [8, 9]
 
@@ -126,10 +130,10 @@ def test_an_engine_that_is_silent_while_it_loads_is_waited_for() -> None:
             async with asyncio.timeout(10):
                 while client._channel is None:
                     await asyncio.sleep(0.02)
-            assert client.engine_pid is not None
-            os.kill(client.engine_pid, signal.SIGSTOP)  # as an import that holds the interpreter
+            pid = pid_of(client)
+            os.kill(pid, signal.SIGSTOP)  # as an import that holds the interpreter
             await asyncio.sleep(3.0)
-            os.kill(client.engine_pid, signal.SIGCONT)
+            os.kill(pid, signal.SIGCONT)
             async with asyncio.timeout(10):
                 await client.wait_loaded()
             assert client.restarts == 0
@@ -182,7 +186,7 @@ def test_a_closed_stream_is_aborted_in_the_engine() -> None:
             for stream in streams:
                 stream.close()
             assert (await client.stats())["running"] == 0
-            assert client.open_streams == 0
+            assert not client._streams
 
     asyncio.run(scenario())
 

@@ -1,4 +1,4 @@
-"""Who may send requests, how many at once, and how many bytes they may hold."""
+"""Decides who may send requests, how many at once, and how many bytes they may hold."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MAX_KEY_FILE_BYTES = 2**20
 MIN_RETRY_AFTER_S = 0.25
 MAX_RETRY_AFTER_S = 30.0
 MAX_STRETCH = 16.0
-"""Callers who left with their answer and call again take most places that come free: then returns at a sixteenth of that pace
-keep the places full, and refusals stay at a fifth of the answers or below."""
+"""Most by which returns are slowed. Callers who got their answer and call again take most of the places that come free. Returns
+at a sixteenth of that pace then keep the places full, and at most a fifth as many requests are refused as answered."""
 INCOMING_BYTES = OUTGOING_BYTES = 64 * 2**20
-"""Of all bodies under way, and of all whole answers that are not read yet."""
+"""Limits of all bodies that are arriving, and of all whole answers that are not read yet."""
 
 
 class ApiKeys:
@@ -50,7 +50,7 @@ class ApiKeys:
 
     @staticmethod
     def name(authorization: bytes | None) -> str:
-        """A name for the holder of a key that says nothing of the key."""
+        """A name for the holder of a key, from which the key cannot be found."""
         return hashlib.sha256((authorization or b"").partition(b" ")[2].strip()).hexdigest()[:16]
 
     def allow(self, authorization: bytes | None) -> bool:
@@ -64,20 +64,21 @@ class ApiKeys:
 
 
 class Admission:
-    """At most ``limit`` answers queued and running together; the next is turned away at once, with a time to come back.
+    """Admits at most ``limit`` answers, queued and running together. The next request is refused at once, with a time at which
+    to return.
 
-    Those times are places in a queue that nobody stands in: each is later than the last one given by the time in which a place
-    comes free (mean seconds an answer takes ÷ ``limit``), stretched while callers are still refused and shortened again while
-    places stay free. So callers return as fast as there are places for them and never together, and a crowd of a thousand does
-    not spend the server's time on being refused (0.12 ms each, a tenth of a short answer). Should some stay away, their places
-    go to new callers, of which an overload has enough.
+    These times form a virtual queue. Each is later than the last one given by the time in which a place comes free (mean
+    seconds of an answer ÷ ``limit``). The step is stretched while callers are still refused, and shortened again while places
+    stay free. So callers return as fast as places come free and never together, and a crowd of a thousand does not spend the
+    server's time on refusals (0.12 ms each, a tenth of a short answer). If some stay away, new callers take their places; an
+    overload has enough of them.
     """
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit = limit
         self.active = 0
         self.arriving = 0
-        """Let through by the gate and not yet entered: they wait for their turn of the event loop."""
+        """Requests that the gate has let through and that have not entered: they wait for their turn of the event loop."""
         self._clock = clock
         self._recent_s: deque[float] = deque(maxlen=32)
         self._last_return_s = 0.0
@@ -91,7 +92,7 @@ class Admission:
         return self.active + self.arriving >= self.limit
 
     def enter(self, n: int, param: str = "prompt") -> None:
-        """Take ``n`` places. Raises ApiError 429 with ``Retry-After``, or 400 naming ``param``, where ``n`` could never fit."""
+        """Take ``n`` places. Raises ApiError 429 with ``Retry-After``, or 400 naming ``param``, if ``n`` can never fit."""
         if n > self.limit:
             raise ApiError(
                 400,
@@ -106,11 +107,11 @@ class Admission:
         self._adapt()
 
     def refusal(self) -> ApiError:
-        """429, with the time in whole seconds and, as OpenAI's SDK reads it first, in milliseconds."""
+        """A 429 with the time to return, in whole seconds and in milliseconds, which OpenAI's SDK reads first."""
         wait_s = self._wait_s()
         self._refused += 1
         self._adapt()
-        whole = max(1, int(wait_s + random.random()))  # rounded at random: those who read only this do not meet on the second
+        whole = max(1, int(wait_s + random.random()))  # at random, so that clients that read only this do not return together
         return ApiError(
             429,
             f"{self.active} requests are queued or running; at most {self.limit} may be. Try again later.",
@@ -130,7 +131,8 @@ class Admission:
         self._changed_s = now
 
     def _adapt(self) -> None:
-        """Once an answer's time: slower returns while a tenth as many are refused as let in, quicker while places are free."""
+        """Adjust the stretch once in the mean time of an answer: up if over a tenth as many were refused as admitted, down if
+        over a tenth of the places stood free."""
         span_s = self._clock() - self._since_s
         if span_s < max(MIN_RETRY_AFTER_S, self._mean_s()):
             return
@@ -147,7 +149,7 @@ class Admission:
         return sum(self._recent_s) / len(self._recent_s) if self._recent_s else 1.0
 
     def _wait_s(self) -> float:
-        """Seconds to the next return: not before half a recent answer's time, by when some of today's have left."""
+        """Seconds until the next caller is to return: at least half the mean time of an answer, when some have ended."""
         now, mean_s = self._clock(), self._mean_s()
         earliest_s = now + max(MIN_RETRY_AFTER_S, mean_s / 2)
         self._last_return_s = max(earliest_s, self._last_return_s + self._stretch * mean_s / self.limit)
@@ -158,8 +160,9 @@ class Admission:
 
 
 class ByteBudget:
-    """Bytes that connections hold together, at most ``limit``. What goes over it is taken from the connection that has stood
-    still for longest, which is cut: one that moves is not, whatever others leave lying. A connection alone may exceed it."""
+    """Bounds the bytes that all connections hold together. Above ``limit`` the connection that has not moved for longest is
+    cut, then the next, until the rest fit. So what others leave unread never cuts a connection that moves. One connection
+    alone may exceed the limit."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

@@ -1,6 +1,6 @@
-"""From pieces of text to whole answers and to chunks of a stream, in the shapes of ``responses``, as JSON.
+"""Makes whole answers and chunks of streams from pieces of text, in the shapes of ``responses``, as JSON.
 
-A whole answer may be tens of megabytes: it is put into JSON slice by slice, others' turns between, and never exists twice.
+A whole answer may be tens of megabytes. It is encoded slice by slice, with turns of the loop between, and never exists twice.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from twostroke.server.turns import LoopTurns
 ENCODER = msgspec.json.Encoder()
 
 SLICE_ENTRIES = 1024
-"""Log-probabilities put into JSON at once, in about 2 ms. A thread would be worse: each turn of the event loop would wait up to
-5 ms for the interpreter."""
-_SMALL_BYTES = 2**18
+"""Log-probabilities that are encoded at once, in about 2 ms. A thread would be worse: the event loop would wait up to 5 ms for
+the interpreter, in every turn."""
+_SMALL_BYTES = 2**18  # a smaller answer is sent as one body
 
 
 class CompletionAnswer:
-    """Text deltas as OpenAI completions; with ``echo`` a choice's first one has the prompt before it."""
+    """Turns text deltas into OpenAI completions. With ``echo`` a choice's first delta has the prompt before it."""
 
     def __init__(self, service: Service, generation: Generation, request: protocol.CompletionRequest) -> None:
         self.generation = generation
@@ -67,7 +67,7 @@ class CompletionAnswer:
 
     async def whole(self, deltas: list[list[TextDelta]]) -> list[bytes]:
         parts: list[bytes] = []
-        scores: dict[int, bytes] = {}  # by prompt: its choices share them
+        scores: dict[int, bytes] = {}  # by prompt, whose choices share them
         for choice, mine in zip(self.generation.choices, deltas, strict=True):
             lists: Any = None
             if self._n_top is not None:
@@ -102,7 +102,7 @@ class CompletionAnswer:
 
 
 class ChatAnswer:
-    """Text deltas as OpenAI chat completions. The role comes with the first text: one event less than a chunk of its own."""
+    """Turns text deltas into OpenAI chat completions. The role comes with the first text, which saves an event."""
 
     def __init__(self, service: Service, generation: Generation, request: protocol.ChatRequest) -> None:
         self.generation = generation
@@ -153,7 +153,7 @@ Answer = CompletionAnswer | ChatAnswer
 
 
 async def whole_answer(answer: Answer) -> list[bytes]:
-    """The JSON of the whole answer, when it is there, in parts."""
+    """Wait for the whole answer and return its JSON, in parts."""
     generation = answer.generation
     deltas: list[list[TextDelta]] = [[] for _ in generation.choices]
     async for delta in generation.deltas():
@@ -168,7 +168,7 @@ def _slices(n: int, n_top: int | None) -> Iterator[slice]:
 
 
 async def _json_lists(slices: Iterable[Sequence[Sequence[Any]]], n: int, building: LoopTurns) -> list[Any]:
-    """``n`` lists as `msgspec.Raw`, from slices of them that are made one at a time: one of all answers a turn of the loop."""
+    """``n`` lists as `msgspec.Raw`. Their slices are made one at a time, and of all answers together one a turn of the loop."""
     lists: list[list[bytes]] = [[] for _ in range(n)]
     waiting = iter(slices)
     while True:
@@ -190,19 +190,20 @@ async def _prompt_scores(text: Any, choice: Choice, n_top: int, building: LoopTu
 
 
 def _with_prompt_scores(made: bytes, scores: bytes) -> list[bytes]:
-    """An encoded struct, whose ``prompt_logprobs`` were left unset, with them as its last field."""
+    """``made``, an encoded struct without ``prompt_logprobs``, with ``scores`` as that field, the last one."""
     return [made[:-1] + b',"prompt_logprobs":', scores, b"}"]
 
 
 def _whole(document: bytes, choices: list[bytes]) -> list[bytes]:
-    """``document``, which was encoded without choices, and them. (A quote in a model's name would stand behind a backslash.)"""
+    """``document``, which was encoded without choices, with ``choices``. The marker that is searched for cannot stand in a
+    model's name, because quotes are escaped there."""
     head, _, tail = document.partition(b'"choices":[]')
     parts = [head + b'"choices":[', *choices, b"]" + tail]
     return [b"".join(parts)] if sum(map(len, parts)) <= _SMALL_BYTES else parts
 
 
 async def answer_events(answer: Answer) -> AsyncIterator[bytes]:
-    """Server-sent events of a whole stream. An error after the first event becomes an event itself and ends the stream."""
+    """Server-sent events of a whole stream. An error after the first event becomes the last event."""
     begun = False
     try:
         async for delta in answer.generation.deltas():

@@ -1,8 +1,8 @@
-"""The connections of the HTTP process: how many there may be, and how long one may stay silent or leave an answer unread.
+"""Limits the connections of the HTTP process: how many there are, and how long one may stay silent or leave an answer unread.
 
-uvicorn closes a connection that is silent after an answer. A connection that never sent a whole request, or that does not read
-what was sent to it, it keeps for ever; `Connections` ends those. It is asked at every change of a connection's state and once
-a second by `Connections.watch`.
+uvicorn closes a connection that is silent after an answer. It keeps for ever a connection that never sends a whole request, or
+that does not read what was sent to it. `Connections` ends those. It hears of every change of a connection's state, and looks
+at all of them once a second.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from uvicorn.config import Config
 log = logging.getLogger("twostroke.server")
 
 HEADERS_TIMEOUT_S = 10.0
-"""From a connection's first moment, or the end of its last answer, to the last byte of the next request's headers."""
+"""Longest time from a connection's first moment, or the end of its last answer, to the end of the next request's headers."""
 SEND_TIMEOUT_S = 60.0
-"""For a client that takes nothing of what is sent to it."""
+"""Longest time in which a client takes nothing of what is sent to it."""
 STOPPING_SEND_TIMEOUT_S = 10.0
-"""The same while the server stops: what is in flight is finished for those who read it."""
+"""The same while the server stops, when requests in flight are finished for clients that read."""
 BACKLOG = 128
-"""Connections the kernel holds before they are accepted; also how often asyncio's loop tries again when an accept fails."""
+"""Connections that the kernel holds before they are accepted. asyncio also tries so many accepts a second when one fails."""
 UNSENT_BYTES = 2**17
-"""Of one connection that the kernel holds for its client, else up to some megabytes: how far a client has read shows sooner."""
+"""Unsent bytes that the kernel holds of one connection. By default it holds megabytes, and hides how far a client has read."""
 MAX_HEAD_BYTES = 2**16
-"""Of a request's line and headers, for httptools, which has no limit of its own (h11's is 16 KiB)."""
+"""Most bytes of a request's line and headers. httptools has no limit of its own (h11's is 16 KiB)."""
 ABORT = "twostroke.abort"
-"""In a request's ``extensions``; closes its connection without sending what is left."""
+"""Name in a request's ``extensions`` of a function that closes its connection without sending what is left."""
 WHILE_OPEN = "twostroke.while_open"
-"""In a request's ``extensions``: a `Departures.cancels` of its connection."""
+"""Name in a request's ``extensions`` of `Departures.cancels` of its connection."""
 _RESERVED_FILES = 64
 _TICK_S = 1.0
 
 
 def raise_file_limit() -> int:
-    """The number of files this process may have open, after the soft limit was raised to the hard one (at most 65,536)."""
+    """Raise the soft limit of open files to the hard one, at most 65,536, and return it."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -50,22 +50,22 @@ def raise_file_limit() -> int:
 
 
 def most_connections(max_concurrent: int, file_limit: int) -> int:
-    """Sixteen a place: in an overload of ten times the places every client can still be told to come back. Fewer where the
-    process may not have as many files open, less some for its own."""
+    """Sixteen connections a place: in an overload of ten times the places every client can still be told to come back. Fewer if
+    the process may not have as many files open, of which it needs some itself."""
     return max(16, min(64 + 16 * max_concurrent, file_limit - _RESERVED_FILES))
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection; nothing that is sent would be read."""
+    """The client closed its connection, so it would read no answer."""
 
 
 class Departures:
-    """Cancels what is done for a connection when it is lost. It starts no task: one for the work and one that
-    watches took a seventh of the HTTP process's time for an answer of 32 tokens."""
+    """Cancels the work for a connection when the connection is lost. Starts no task: a task for the work and one that watched
+    took a seventh of the HTTP process's time for an answer of 32 tokens."""
 
     def __init__(self) -> None:
         self._gone = False
-        self._tasks: dict[asyncio.Task[object], bool] = {}  # whether it was this that cancelled it
+        self._tasks: dict[asyncio.Task[object], bool] = {}  # whether `lost` has cancelled it
 
     def lost(self) -> None:
         self._gone = True
@@ -75,7 +75,7 @@ class Departures:
 
     @contextlib.contextmanager
     def cancels(self) -> Iterator[None]:
-        """What the current task awaits inside is cancelled when the client goes, and ClientGoneError is raised for it."""
+        """Cancel what the current task awaits inside if the client disconnects, and raise ClientGoneError for it."""
         if self._gone:
             raise ClientGoneError
         task = asyncio.current_task()
@@ -93,19 +93,19 @@ class Departures:
 
 class Connections:
     """All open connections, at most ``limit``. At the limit a new one replaces the one that has been silent longest; if every
-    connection has a request, the new one is closed. So silent clients, however many, keep nobody out."""
+    connection has a request, the new one is closed. So silent clients, however many, do not keep others out."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.stopping = False
         self._all: set[Any] = set()
-        self._silent: dict[Any, float] = {}  # since when, the longest first
+        self._silent: dict[Any, float] = {}  # by connection since when, the longest first
 
     def __len__(self) -> int:
         return len(self._all)
 
     def admit(self, connection: Any, now: float) -> bool:
-        """Take up a new connection; False where it must be closed."""
+        """Admit a new connection. False if it must be closed."""
         if len(self._all) >= self.limit:
             longest = next(iter(self._silent), None)
             if longest is None:
@@ -149,7 +149,7 @@ class Connections:
                 overdue = now - self._silent[connection] > limit_s
             else:
                 overdue = False
-                if transport.is_closing():  # its answer ended early, or its request was none; what was said may be unread
+                if transport.is_closing():  # its answer ended early, or its bytes were no request: the reply may be unread
                     self._silent[connection] = now
             if overdue:
                 self.forget(connection)
@@ -157,7 +157,7 @@ class Connections:
 
 
 def guarded(base: type[Any], connections: Connections) -> type[asyncio.Protocol]:
-    """uvicorn's protocol ``base`` (h11's or httptools'), reporting to ``connections``."""
+    """A subclass of uvicorn's protocol ``base`` (h11's or httptools') that reports to ``connections``."""
 
     class Guarded(base):
         app: Any
@@ -176,7 +176,7 @@ def guarded(base: type[Any], connections: Connections) -> type[asyncio.Protocol]
             self.app = extended
 
         def _while_open(self) -> contextlib.AbstractContextManager[None]:
-            self.flow.resume_reading()  # a long body may have paused it, and a client's going is read
+            self.flow.resume_reading()  # a long body may have paused it, and only reading shows that the client went
             return self._departures.cancels()
 
         def connection_made(self, transport: asyncio.Transport) -> None:
@@ -215,7 +215,8 @@ def guarded(base: type[Any], connections: Connections) -> type[asyncio.Protocol]
             return self.cycle is not None and not self.cycle.response_complete
 
     class BoundedHeads(Guarded):
-        """For a protocol that parses by callbacks: bytes that bring neither whole headers nor a body are counted."""
+        """For a protocol that parses by callbacks. Aborts after ``MAX_HEAD_BYTES`` without the
+        end of headers or a part of a body."""
 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
@@ -241,7 +242,7 @@ def guarded(base: type[Any], connections: Connections) -> type[asyncio.Protocol]
 
 
 def protocol_base() -> type[Any]:
-    """uvicorn's protocol over httptools where that is installed, else over h11."""
+    """uvicorn's protocol over httptools if that is installed, else over h11."""
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
     except ImportError:
@@ -252,7 +253,7 @@ def protocol_base() -> type[Any]:
 
 
 def say_once() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
-    """An exception handler that logs failing accepts once: asyncio reports each of up to ``BACKLOG`` tries a second."""
+    """An exception handler that logs failing accepts once. asyncio reports each of up to ``BACKLOG`` tries a second."""
     said = False
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

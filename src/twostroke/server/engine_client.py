@@ -1,10 +1,10 @@
-"""The HTTP process's side of the engine: spawn it, watch it, restart it, and turn its frames into streams of tokens.
+"""Starts, watches and restarts the engine process, and turns its frames into streams of tokens.
 
 An engine is *lost* when its process ends, its connection closes, no heartbeat has come for ``heartbeat_timeout_s`` (longer
 while it loads), or one turn of its loop takes longer than ``step_timeout_s``. Then every open stream gets an EngineLostError,
 the process is killed if it still lives, and a new one is started after a growing pause. ``ready`` is False from then until the
-new one has loaded, and also while a turn has already taken longer than ``heartbeat_timeout_s``: the engine may be only slow,
-but it answers nobody.
+new one has loaded, and also while a turn has already taken longer than ``heartbeat_timeout_s``: the engine may only be slow,
+but it does not answer.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ log = logging.getLogger("twostroke.server")
 
 HEARTBEAT_TIMEOUT_S = 6.0
 LOADING_TIMEOUT_S = 120.0
-"""The same before the engine is loaded: importing torch from a cold, busy disk can hold the interpreter, and with it the
-heartbeat's thread, for longer than six seconds."""
+"""The heartbeat's timeout while the engine loads. Importing torch from a cold, busy disk can hold the interpreter, and with it
+the heartbeat's thread, for longer than six seconds."""
 STEP_TIMEOUT_S = 120.0
 BACKOFF_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STEADY_S = 60.0
-"""An engine that served this long before it was lost starts the back-off anew."""
+"""The back-off starts anew after an engine that lived this long."""
 MAX_PENDING_BYTES = 2**20
 _TICK_S = 0.25
 
@@ -48,8 +48,8 @@ class SlowReaderError(EngineError):
 
 
 class TokenStream:
-    """Tokens of one answer, in order; ``wake`` is set when some have come. At most ``MAX_PENDING_BYTES`` wait for a reader;
-    beyond it the answer is ended. The first answer's stream has the ``prompt_logprobs`` before any answer has a token."""
+    """Tokens of one answer, in order. ``wake`` is set when some have come. An answer of which more than ``MAX_PENDING_BYTES``
+    wait to be taken is ended. The first answer's stream has the ``prompt_logprobs`` before any answer has a token."""
 
     def __init__(self, client: EngineClient, request_id: str, index: int, wake: asyncio.Event) -> None:
         self.request_id = request_id
@@ -64,7 +64,7 @@ class TokenStream:
 
     def push(self, delta: wire.TokenDelta) -> None:
         if delta.prompt_logprobs is not None:
-            self.prompt_logprobs += delta.prompt_logprobs  # one answer to one request: not what a slow reader piles up
+            self.prompt_logprobs += delta.prompt_logprobs  # sent once a request, so a slow reader cannot pile them up
             return
         self._pending.append(delta)
         self._pending_bytes += 64 + 8 * len(delta.token_ids)
@@ -82,14 +82,14 @@ class TokenStream:
         self._wake.set()
 
     def take(self) -> list[wire.TokenDelta]:
-        """Everything that has arrived since the last call. Raises what ended the request early, once nothing waits."""
+        """All that has arrived since the last call. Once nothing waits, raises the error that ended the answer."""
         if not self._pending and self._error is not None:
             raise self._error
         deltas, self._pending, self._pending_bytes = self._pending, [], 0
         return deltas
 
     def close(self) -> None:
-        """Stop wanting tokens; an answer that is not finished is aborted in the engine."""
+        """Take no more tokens. An unfinished answer is aborted in the engine."""
         if not self.finished:
             self.finished = True
             self._client.abort(self)
@@ -129,7 +129,7 @@ class _Channel(asyncio.Protocol):
 
 
 class EngineClient:
-    """``launch`` starts an engine process; ``first`` is one that was started before this object could be made.
+    """Keeps one engine process running. ``launch`` starts one; ``first`` was started before this object could be made.
 
     Call `run` in a task of its own; it returns after `close`, or raises if the first engine fails to load.
     """
@@ -159,17 +159,9 @@ class EngineClient:
         self._last_stats: dict[str, float] = {}
 
     @property
-    def engine_pid(self) -> int | None:
-        return self._child.process.pid if self._child is not None else None
-
-    @property
     def ready(self) -> bool:
         """Whether a request sent now would be worked on."""
         return self._loaded.is_set() and self._busy_s < self._heartbeat_timeout_s
-
-    @property
-    def open_streams(self) -> int:
-        return len(self._streams)
 
     # Requests.
 
@@ -183,8 +175,8 @@ class EngineClient:
         timeout_s: float | None = None,
         whole: bool = False,
     ) -> list[TokenStream]:
-        """Hand a request to the engine: a stream for each of its ``params.n`` answers, which where ``whole`` get their first
-        token and then the others together. Raises NotReadyError where there is no engine to hand it to."""
+        """Hand a request to the engine, and return a stream for each of its ``params.n`` answers. If ``whole``, a stream gets
+        the first token and then the others together. Raises NotReadyError while no engine is loaded."""
         if not self._loaded.is_set() or self._channel is None:
             raise NotReadyError("the engine is loading. Try again in a moment.")
         request_id = str(next(self._numbers))
@@ -198,7 +190,7 @@ class EngineClient:
             self._channel.send(wire.Abort(stream.request_id, stream.index))
 
     async def stats(self, timeout_s: float = 1.0) -> dict[str, float]:
-        """The engine's counters; the last known ones where it does not answer in time."""
+        """The engine's counters, or the last known ones if it does not answer in time."""
         if self._channel is None or not self._loaded.is_set():
             return self._last_stats
         query_id = next(self._numbers)
@@ -217,7 +209,7 @@ class EngineClient:
     # Supervision.
 
     async def run(self) -> None:
-        """Keep an engine running until `close`. Raises TwostrokeError where the first one cannot load its model."""
+        """Keep an engine running until `close`. Raises TwostrokeError if the first one cannot load its model."""
         losses = 0
         ever_loaded = False
         try:
@@ -272,7 +264,7 @@ class EngineClient:
             await asyncio.wait({channel.lost}, timeout=_TICK_S)
             now = time.monotonic()
             if now - before > 4 * _TICK_S:
-                self._last_beat = now  # this process itself was stopped or starved; its heartbeats lie unread
+                self._last_beat = now  # this process was stopped or starved, and heartbeats lie unread
             if channel.lost.done():
                 return await self._reason_of_loss(child, channel)
             if self._closing.is_set() and not channel.lost.done():

@@ -1,14 +1,14 @@
 """The engine in a process of its own: ``python -m twostroke.server.engine_process --socket PATH --model DIR``.
 
 One thread alternates between the socket and ``EngineCore.step``: it polls without waiting while there is work and sleeps
-when there is none. A second thread sends a heartbeat once a second, so that a stopped process and a step that never ends
-look different from the other side, and ends the process when its parent has gone.
+when there is none. A second thread sends a heartbeat once a second, so that the other side can tell a stopped process from a
+step that never ends. It also ends the process when its parent has gone.
 
-What cannot kill it: a malformed or oversize frame (that connection is closed, its requests are aborted), a request the
-engine refuses (an error for that request), a reader that has gone or stalls. What ends it: a ``Shutdown``, the parent's
-death, or an exception inside a step, after which the state of every request is in doubt: the supervisor starts a new one.
-SIGINT and SIGTERM are ignored, since a terminal or a service manager sends them to the whole group while the HTTP process
-still finishes what is in flight.
+The process survives a malformed or oversize frame (it closes that connection and aborts its requests), a request that the
+engine refuses (that request gets an error), and a reader that disconnects or stalls. It ends on a ``Shutdown``, on its
+parent's death, and on an exception inside a step: then the state of every request is in doubt, and the supervisor starts a new
+process. It ignores SIGINT and SIGTERM, which a terminal or a service manager sends to the whole group while the HTTP process
+still finishes the requests in flight.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from twostroke.server.served import peak_memory_bytes
 
 HEARTBEAT_S = 1.0
 MAX_UNSENT_BYTES = 8 * 2**20
-"""Above this the engine takes no further step until the reader has caught up: memory stays bounded."""
+"""With more than this unsent the engine takes no step until the reader has caught up, so that memory stays bounded."""
 STALL_S = 30.0
-"""A connection that reads nothing for this long, with output waiting, is closed."""
+"""A connection is closed if it reads nothing for this long while output waits."""
 _RECEIVE_BYTES = 256 * 2**10
 _LOGPROBS_A_FRAME = 2**14
-"""Log-probabilities, alternatives included, after which a message ends: a few milliseconds for the HTTP process to decode."""
+"""Log-probabilities, alternatives included, after which a message ends. The HTTP process decodes so many in a few ms."""
 _HELD_ENTRIES = 512
-"""Tokens, or their log-probabilities, of a whole answer that are sent together: 8 kB, of a thousand requests half a frame."""
+"""Tokens, or log-probabilities, of a whole answer that are sent together: 8 kB, and half a frame for a thousand requests."""
 
 
 class Engine(Protocol):
-    """The part of ``twostroke.engine.core.EngineCore`` that is used here."""
+    """The part of ``twostroke.engine.core.EngineCore`` that this module uses."""
 
     @property
     def has_work(self) -> bool: ...
@@ -65,7 +65,7 @@ class Engine(Protocol):
 
 
 class Connection:
-    """One peer: bytes in through a frame reader, bytes out through a buffer that two threads may append to."""
+    """One peer. Bytes come in through a frame reader and go out through a buffer to which two threads may append."""
 
     def __init__(self, peer: socket.socket, number: int) -> None:
         peer.setblocking(False)
@@ -83,7 +83,7 @@ class Connection:
         return len(self._unsent)
 
     def receive(self) -> list[wire.Command]:
-        """Commands that have arrived. Raises wire.FrameError for bytes that hold no command; an end of file clears ``open``."""
+        """Commands that have arrived. An end of file clears ``open``. Raises wire.FrameError for other bytes."""
         try:
             data = self.socket.recv(_RECEIVE_BYTES)
         except BlockingIOError:
@@ -96,7 +96,7 @@ class Connection:
         return [wire.decode_command(payload) for payload in self._reader.feed(data)]
 
     def send(self, message: wire.Event) -> None:
-        """Queue ``message`` and send what the socket takes now. A dead peer clears ``open`` and raises nothing."""
+        """Queue ``message`` and send what the socket takes now. A dead peer clears ``open``; it raises nothing."""
         frame = wire.encode(message)
         with self._lock:
             self._unsent += frame
@@ -127,7 +127,7 @@ class Connection:
 
 @dataclass
 class _Owner:
-    """Whose request it is, and which of its answers are not finished. ``held`` is what waits of those that are sent whole."""
+    """The connection of a request, and its unfinished answers. ``held``: by answer the tokens that wait, if sent whole."""
 
     connection: Connection
     request_id: str
@@ -136,8 +136,9 @@ class _Owner:
     held: dict[int, wire.TokenDelta] = field(default_factory=dict)
 
     def due(self, delta: wire.TokenDelta) -> wire.TokenDelta | None:
-        """What is to be sent now that ``delta`` has come: of a whole answer the first token, whose time counts, and then as
-        much as may wait. A message for each of a hundred answers' tokens keeps the HTTP process busier than the answers do."""
+        """What to send now that ``delta`` has come, or None. A whole answer's first token goes at once, because its time
+        counts, and then ``_HELD_ENTRIES`` together: a message for every token of a hundred answers keeps the HTTP process
+        busier than the answers do."""
         if not self.whole:
             return delta
         held = self.held.get(delta.index)
@@ -177,9 +178,9 @@ class EngineServer:
     def _beat(self) -> None:
         while True:
             if self._parent_pid is not None and os.getppid() != self._parent_pid:
-                os._exit(1)  # the HTTP process has gone without a word; nobody waits for this work
+                os._exit(1)  # the HTTP process was killed, and with it went the readers of this work
             if self._ready is None:
-                self._accept()  # the loop does this itself once it runs; before, the model is being loaded there
+                self._accept()  # until the loop runs, which accepts itself, its thread loads the model
             since = self._busy_since
             beat = wire.Heartbeat(self._ready is not None, 0.0 if since is None else time.monotonic() - since)
             for connection in tuple(self._connections.values()):
@@ -196,10 +197,11 @@ class EngineServer:
             connection.send(ready)
         try:
             while not self._stopping:
+                # The HTTP process is the one reader: if it is behind, so is every client.
                 congested = any(c.unsent_bytes > MAX_UNSENT_BYTES for c in self._connections.values())
                 step_now = engine.has_work and not congested
                 self._poll(wait=not step_now)
-                if step_now and engine.has_work:
+                if step_now and engine.has_work:  # again, since the poll may have aborted the last request
                     self._deliver(engine.step())
         except Exception:
             self.report_failure("engine", "the engine failed in a step and is starting again.")
@@ -209,10 +211,10 @@ class EngineServer:
                 connection.flush()
 
     def report_failure(self, kind: Any, message: str) -> None:
-        """Tell every connection that the engine is about to end, with as much as the sockets take."""
+        """Tell every connection that the engine is about to end, as far as the sockets take it."""
         deadline = time.monotonic() + 2.0
         while not self._connections and time.monotonic() < deadline:
-            self._accept()  # a model that fails at once may be faster than the parent's connection
+            self._accept()  # a model may fail before the parent has connected
             time.sleep(0.01)
         for connection in tuple(self._connections.values()):
             connection.send(wire.Failed(None, kind, message))
@@ -222,7 +224,7 @@ class EngineServer:
             peer, _ = self._listener.accept()
             self._accepted += 1
             connection = Connection(peer, self._accepted)
-            # In this order: while the heartbeat's thread accepts, the loop may begin and look up each connection's events.
+            # Registered first: while the heartbeat's thread accepts, the loop may begin to look up each connection's events.
             self._selector.register(peer, selectors.EVENT_READ, connection)
             self._connections[connection.number] = connection
             if self._ready is not None:
@@ -233,7 +235,7 @@ class EngineServer:
             self._watch(connection)
         if wait:
             self._busy_since = None
-        # A bounded sleep: the heartbeat thread may have found a peer dead or filled its buffer meanwhile.
+        # At most 1 s: meanwhile the heartbeat's thread may find a peer dead or fill its buffer.
         events = self._selector.select(1.0 if wait else 0)
         self._busy_since = time.monotonic()
         for key, mask in events:
@@ -305,7 +307,7 @@ class EngineServer:
             self._owners[key] = _Owner(connection, command.request_id, set(range(command.params.n)), command.whole)
 
     def _ended(self, key: str, indices: Iterable[int]) -> None:
-        """Answers ``indices`` to a request are finished or cancelled."""
+        """Forget the answers ``indices`` to a request, which are finished or cancelled, and the request with its last one."""
         owner = self._owners[key]
         owner.open = owner.open.difference(indices)
         if not owner.open:
@@ -317,7 +319,7 @@ class EngineServer:
         for event in events:
             owner = self._owners.get(event.request_id)
             if owner is None:
-                continue  # aborted a moment ago
+                continue  # aborted while the step was computed
             deltas = outbox.setdefault(owner.connection.number, [])
             for part in _in_frames(wire_logprobs(event.prompt_logprobs) or []):
                 deltas.append(wire.TokenDelta(owner.request_id, [], prompt_logprobs=part))
@@ -339,7 +341,7 @@ T = TypeVar("T", wire.TokenLogprobs, wire.TokenDelta)
 
 
 def _in_frames(items: Sequence[T]) -> Iterator[list[T]]:
-    """``items`` in order, in parts that end where they hold ``_LOGPROBS_A_FRAME``."""
+    """``items`` in order, in parts that end as soon as they hold ``_LOGPROBS_A_FRAME``."""
     part: list[T] = []
     n = 0
     for item in items:
@@ -353,7 +355,7 @@ def _in_frames(items: Sequence[T]) -> Iterator[list[T]]:
 
 
 def _size(item: wire.TokenLogprobs | wire.TokenDelta) -> int:
-    """Log-probabilities in it; a message without any counts as ten."""
+    """Log-probabilities in ``item``, and its tokens. A delta counts as ten more, for what surrounds them."""
     if isinstance(item, wire.TokenLogprobs):
         return 1 + len(item.top)
     return (
@@ -364,7 +366,7 @@ def _size(item: wire.TokenLogprobs | wire.TokenDelta) -> int:
 
 
 def wire_logprobs(entries: Sequence[Any] | None) -> list[wire.TokenLogprobs] | None:
-    """The engine's log-probabilities in the form they travel in."""
+    """The engine's log-probabilities in the form in which they are sent."""
     if entries is None:
         return None
     return [wire.TokenLogprobs(entry.logprob, entry.top) for entry in entries]
@@ -392,11 +394,11 @@ def die_with_parent(parent_pid: int | None) -> None:
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != parent_pid:
-        sys.exit(1)  # it died before the call above
+        sys.exit(1)  # the parent died before the call above
 
 
 def serve_engine(socket_path: Path, parent_pid: int | None, load: Callable[[], tuple[Engine, wire.Ready]]) -> int:
-    """Listen at once, load, serve; the exit code. ``load`` runs while heartbeats already say that it is loading."""
+    """Listen, load and serve, and return the exit code. Heartbeats say that the engine is loading while ``load`` runs."""
     die_with_parent(parent_pid)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -419,9 +421,9 @@ def serve_engine(socket_path: Path, parent_pid: int | None, load: Callable[[], t
 
 
 def load_model(args: argparse.Namespace) -> tuple[Engine, wire.Ready]:
-    """The real engine, after a few tokens of warm-up: what torch does only once is not left to the first request."""
+    """Load the real engine, and warm it up with a few tokens: what torch does once must not delay the first request."""
     began = time.perf_counter()
-    from twostroke.engine.core import EngineCore  # torch takes seconds, in which the socket already answers
+    from twostroke.engine.core import EngineCore  # here, because torch takes seconds in which the socket answers already
 
     core = EngineCore(args.model, engine_settings(args.settings))
     n_prompt = min(8, core.max_model_len - 2)

@@ -1,4 +1,4 @@
-"""Errors as an OpenAI client expects them: ``{"error": {"message", "type", "param", "code"}}`` and an HTTP status."""
+"""Errors in the form that OpenAI's clients expect: ``{"error": {"message", "type", "param", "code"}}`` and an HTTP status."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 
 class ApiError(Exception):
-    """An answer that is not a completion. ``param`` is the request's field, ``code`` a word that programs can test for."""
+    """An error that is sent as the answer. ``param`` names the request's field; ``code`` is a word that programs can test."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def engine_lost() -> ApiError:
-    # x-should-retry is obeyed by OpenAI's SDKs: this request may be what ended the engine, and they would send it twice more.
+    # OpenAI's SDKs obey x-should-retry. Without it they send the request twice more, and it may be what ended the engine.
     return ApiError(
         500, "the engine was lost while it worked on this request.", code="engine_lost", headers={"x-should-retry": "false"}
     )

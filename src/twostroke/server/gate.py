@@ -1,6 +1,6 @@
-"""What stands around the application: request ids, keys, foreign hosts, overload, counting, and the last resort for exceptions.
+"""Wraps the application: request ids, keys, foreign hosts, overload, counting, and the last handler of exceptions.
 
-Everything here is decided by a request's headers alone: who is refused has cost neither a body, nor a route, nor JSON.
+It decides by a request's headers alone, so a refusal costs neither a body, nor a route, nor JSON.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ log = logging.getLogger("twostroke.server")
 
 MAX_BODY_BYTES = 2 * 2**20
 OPEN_ROUTES = frozenset({"/health", "/ready"})
-"""Answered without a key, for the probes of a service manager; they tell nothing but a state."""
+"""Routes that need no key, for the probes of a service manager. They tell nothing but a state."""
 ANSWER_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions"})
 ROUTES = ANSWER_ROUTES | OPEN_ROUTES | {"/v1/models", "/metrics"}
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
-"""A caller's own id is repeated to it when it is short and plain: it is written into a header."""
+"""A client's own request id is repeated to it if it is short and plain, because it is written into a header."""
 
 
 class Gate:
-    """Around the application, which sees no request that its headers alone refuse."""
+    """The application, behind checks of a request's headers. It never sees a request that they refuse."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
@@ -55,6 +55,7 @@ class Gate:
             await _send_error(marked_send, refusal)
             return
         if path in ANSWER_ROUTES:
+            # Counted while it waits: else a burst would pass here, and be refused only after its bodies were read.
             self._service.admission.arriving += 1
             try:
                 await self._service.loop_turns.wait()
@@ -63,7 +64,7 @@ class Gate:
         try:
             await self._app(scope, receive, marked_send)
         except Exception as error:
-            # Without the message and the values: an exception may carry a prompt.
+            # Neither the message nor values are logged, because an exception may carry a prompt.
             where = "".join(traceback.format_tb(error.__traceback__))
             log.error("%s on %s\n%s", type(error).__name__, route, where)
 
@@ -78,7 +79,7 @@ class Gate:
             message = "this server listens on loopback without a key and answers only to localhost and to addresses."
             return ApiError(403, message, code="foreign_host", headers={"connection": "close"})
         if b"transfer-encoding" in headers and b"content-length" in headers:
-            # h11 lets the first count, as it may; a proxy in front that lets the second would see other requests than we do.
+            # h11 obeys the first, as it may. A proxy in front that obeys the second would see other requests than we do.
             message = "content-length and transfer-encoding exclude each other."
             return ApiError(400, message, code="ambiguous_length", headers={"connection": "close"})
         length = headers.get(b"content-length", b"0")

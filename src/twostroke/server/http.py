@@ -1,7 +1,7 @@
-"""The HTTP application: its routes, and errors as OpenAI's clients expect them.
+"""The HTTP application: its routes, and its errors in the form that OpenAI's clients expect.
 
-Errors have OpenAI's shape and hold no traceback; logs hold neither prompts nor keys. A client that goes away has its request
-aborted: the engine takes no further step for it than the one it is in.
+An error never holds a traceback, and logs hold neither prompts nor keys. The request of a client that disconnects is aborted,
+and the engine computes at most the step that it is in.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from twostroke.server.transfer import read_body, respond
 
 def make_app(service: Service) -> ASGIApp:
     """The whole application, ready for an ASGI server."""
-    app = FastAPI(title="Twostroke", version=__version__, docs_url=None, redoc_url=None)  # the docs pages load foreign scripts
+    # No docs pages: FastAPI's load scripts from other hosts.
+    app = FastAPI(title="Twostroke", version=__version__, docs_url=None, redoc_url=None)
 
     @app.get("/health", responses=errors())
     async def health() -> Response:
-        """This process is alive."""
+        """Whether this process is alive."""
         return _json({"status": "ok"})
 
     @app.get("/ready", responses=errors(503))
     async def ready() -> Response:
-        """A request sent now would be worked on."""
+        """Whether a request that is sent now would be computed."""
         state = "ready" if service.ready else "draining" if service.draining else "loading"
         return _json({"status": state}, 200 if service.ready else 503)
 
@@ -70,7 +71,7 @@ def make_app(service: Service) -> ASGIApp:
         answer = ChatAnswer(service, await service.chat(parsed, started, client), parsed)
         return await respond(request, answer, bool(parsed.stream), service.outgoing)
 
-    # Plain routes: FastAPI's own would look for dependencies and fields for a third of the time that a short answer takes here.
+    # Plain routes: FastAPI's own look for dependencies and fields, which takes a third of the time of a short answer.
     kinds = {
         "/v1/completions": (completions, protocol.CompletionRequest),
         "/v1/chat/completions": (chat_completions, protocol.ChatRequest),
@@ -92,7 +93,7 @@ def make_app(service: Service) -> ASGIApp:
 
     @app.exception_handler(ClientGoneError)
     async def client_gone(_: Request, error: ClientGoneError) -> Response:
-        return Response(status_code=499)  # nobody reads it; 499 is what the metrics show
+        return Response(status_code=499)  # the client cannot read it; the metrics count it as 499
 
     @app.exception_handler(Exception)
     async def internal_error(_: Request, error: Exception) -> Response:

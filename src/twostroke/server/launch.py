@@ -1,4 +1,4 @@
-"""What a server does before anything slow is imported: take its port, start the engine process. Imports core alone."""
+"""Takes a server's port and starts its engine process, before anything slow is imported. Imports core alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_SOCKET_PATH = 107  # bytes of sockaddr_un.sun_path on Linux, less the closi
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """One server: a model, the engine's settings, and what the HTTP side adds. ``names`` are what clients call the model by."""
+    """One server: a model, the engine's settings, and what the HTTP side adds. Clients call the model by one of ``names``."""
 
     directory: Path
     engine: EngineSettings
@@ -35,7 +35,7 @@ class ServeSettings:
     grace_s: float = 90.0
 
     def engine_command(self) -> list[str]:
-        """The engine process's command line, to which `launch_engine` adds the socket and the parent."""
+        """Command line of the engine process, to which `launch_engine` adds the socket and the parent."""
         # -P: never import a module that happens to lie in the working directory.
         words = [sys.executable, "-P", "-m", "twostroke.server.engine_process"]
         return [*words, "--model", str(self.directory), "--settings", self.engine.to_json()]
@@ -43,7 +43,7 @@ class ServeSettings:
 
 @dataclass(frozen=True)
 class EngineChild:
-    """A running engine process and the private directory its socket lies in."""
+    """A running engine process, and the private directory that holds its socket."""
 
     process: subprocess.Popen[bytes]
     directory: Path
@@ -60,8 +60,8 @@ class EngineChild:
         self.hide_socket()
 
     def hide_socket(self) -> None:
-        """Remove the socket's directory. Connections that are made live on; nobody makes another, and nothing is left behind
-        even by a server that is killed."""
+        """Remove the socket's directory. Open connections live on, no other can be made, and a server that is killed leaves no
+        files."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
@@ -117,7 +117,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_own_name(host: str) -> bool:
-    """Whether a request's Host header names this machine without a DNS that others control: an address, or localhost."""
+    """Whether a request's Host header is an address or localhost. A DNS name may be under others' control."""
     name = host.removeprefix("[").partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     if name.lower() in ("", "localhost"):
         return True
@@ -129,7 +129,7 @@ def is_own_name(host: str) -> bool:
 
 
 def process_age_s() -> float:
-    """Seconds since this process was created, by the kernel's account where there is one: imports before this count too."""
+    """Seconds since this process was created, imports included. From the kernel, or else the processor time of this process."""
     try:
         with open("/proc/self/stat", encoding="utf-8") as file:
             started_ticks = int(file.read().rpartition(")")[2].split()[19])  # field 22: starttime, in ticks since boot

@@ -1,4 +1,4 @@
-"""Log-probabilities in the forms that clients know: OpenAI's for completions and for chats, vLLM's for prompts."""
+"""Writes log-probabilities in the forms that clients know: OpenAI's for completions and for chats, vLLM's for prompts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from twostroke.server.text import ModelText
 
 
 class CompletionLogprobs:
-    """Collects OpenAI's parallel lists: of each token its text, logarithm, alternatives, and where in the text it begins.
+    """Collects OpenAI's parallel lists: each token's text, log-probability, alternatives, and place in the text.
 
-    The token itself is among its alternatives, as the last where it is not one of the most probable, so that there may be one
-    more than were asked for (OpenAI's reference says the same). What is no whole character is written ``bytes:\\xe2\\x80``.
+    The token itself is always among its alternatives, as the last if it is not one of the most probable. So there may be one
+    more than was asked for (OpenAI's reference says the same). Bytes that are not a whole character are written
+    ``bytes:\\xe2\\x80``.
     """
 
     def __init__(self, text: ModelText) -> None:
@@ -28,12 +29,12 @@ class CompletionLogprobs:
     def add_prompt(
         self, ids: Sequence[int], scores: Sequence[wire.TokenLogprobs | None], offsets: Sequence[int], n_top: int
     ) -> None:
-        """Tokens of a prompt. ``scores`` is None for its first, which nothing predicts."""
+        """Add tokens of a prompt. ``scores`` is None for its first token, which nothing predicts."""
         for token, entry, offset in zip(ids, scores, offsets, strict=True):
             self._add(token, entry, n_top, offset)
 
     def add(self, ids: Sequence[int], entries: Sequence[wire.TokenLogprobs], offset: int) -> None:
-        """Tokens of an answer, the first of which begins at ``offset``."""
+        """Add tokens of an answer, the first of which begins at ``offset``."""
         for token, entry in zip(ids, entries, strict=True):
             self._add(token, entry, len(entry.top), offset)
             offset += len(self._text.token_bytes(token).decode(errors="ignore"))
@@ -79,8 +80,8 @@ def chat_logprobs(
 def prompt_logprobs(
     text: ModelText, ids: Sequence[int], scores: Sequence[wire.TokenLogprobs | None], n_top: int
 ) -> responses.PromptLogprobs:
-    """vLLM's form: null for a prompt's first token, whose score is None; of each other the ``n_top`` most probable ones and
-    itself."""
+    """The scores of a prompt's tokens in vLLM's form: null for the first token, whose score is None, and for each other token
+    the ``n_top`` most probable ones and itself."""
     found: responses.PromptLogprobs = []
     for token, entry in zip(ids, scores, strict=True):
         if entry is None:

@@ -1,5 +1,5 @@
-"""What ``/metrics`` shows, in Prometheus' text format. Latencies are measured in this process: from the moment a request's
-headers are read to the moment its tokens are ready to be written."""
+"""Keeps what ``/metrics`` shows, in Prometheus' text format. Latencies are measured in this process, from the moment a
+request's headers are read to the moment its tokens are ready to be written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 
 from twostroke.server.served import peak_memory_bytes
 
-disable_created_metrics()  # a second series beside each counter, of which nobody here has use
+disable_created_metrics()  # a second series beside each counter, which nothing here reads
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
@@ -36,7 +36,7 @@ ENGINE_GAUGES: dict[str, tuple[str, str]] = {
 
 
 class Metrics:
-    """Its own registry, so that two servers in one process (as in tests) do not share counts."""
+    """The metrics of one server, in a registry of its own: two servers in a process (as in tests) share no counts."""
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -58,7 +58,7 @@ class Metrics:
         self._engine = {field: Gauge(name, text, registry=r) for field, (name, text) in ENGINE_GAUGES.items()}
 
     def observe(self, started_s: float, first_s: float | None, ended_s: float, n_output: int) -> None:
-        """One finished request: times on one monotonic clock."""
+        """Count one finished answer. Times are of one monotonic clock."""
         self.output_tokens.inc(n_output)
         if first_s is None:
             return

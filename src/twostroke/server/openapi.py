@@ -1,4 +1,4 @@
-"""What ``/openapi.json`` says beyond what FastAPI finds out itself: bodies, and every status with its form."""
+"""Adds to ``/openapi.json`` what FastAPI does not find out itself: bodies, and every status with its form."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _RETRY = {
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """FastAPI's ``responses`` for a route that may answer so; every route may answer 401 and 403."""
+    """FastAPI's ``responses`` of a route that may answer ``statuses``, and as every route 401 and 403."""
     found: dict[int | str, dict[str, Any]] = {}
     for status in sorted({401, 403, *statuses}):
         found[status] = {"description": _MEANINGS[status], "content": {"application/json": {"schema": _ERROR}}}
@@ -54,7 +54,7 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def answer_route(kind: Any, names: Sequence[str]) -> dict[str, Any]:
-    """The operation of a route whose body is the msgspec struct ``kind``; ``names`` are the models there are."""
+    """The operation of a route whose body is the msgspec struct ``kind``. ``names`` are the served models' names."""
     (schema,), components = msgspec.json.schema_components([kind], ref_template="#/$defs/{name}")
     body = _inline(schema, components)
     body["properties"]["model"]["enum"] = list(names)
@@ -62,7 +62,7 @@ def answer_route(kind: Any, names: Sequence[str]) -> dict[str, Any]:
         _if_given("stream_options", {"stream": {"const": True}}),
         _if_given("prompt_logprobs", {"stream": {"enum": [False, None]}}, required=False),
     ]
-    # Open API before 3.2 has the schema describe each event.
+    # In OpenAPI before 3.2 the schema of a stream describes each event.
     event: dict[str, Any] = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     event["description"] = "With stream=true: an event. The last one's data is [DONE]."
     answers = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": event}}
@@ -77,7 +77,7 @@ def answer_route(kind: Any, names: Sequence[str]) -> dict[str, Any]:
 
 
 def describe(app: FastAPI, posts: Mapping[str, dict[str, Any]]) -> None:
-    """Add operations by path to the document that FastAPI makes of its own routes."""
+    """Add operations, by path, to the document that FastAPI makes of its own routes."""
     made = app.openapi
 
     def document() -> dict[str, Any]:
@@ -89,7 +89,7 @@ def describe(app: FastAPI, posts: Mapping[str, dict[str, Any]]) -> None:
 
 
 def _if_given(field: str, others: dict[str, Any], required: bool = True) -> dict[str, Any]:
-    """A schema by which ``field``, where it is there and not null, goes with ``others`` only."""
+    """A schema that allows ``field``, unless it is null, only together with ``others``."""
     given = {"required": [field], "properties": {field: {"not": {"type": "null"}}}}
     return {"if": given, "then": {"properties": others, "required": list(others) if required else []}}
 

@@ -1,8 +1,9 @@
 """Requests of OpenAI's completions and chat completions, as msgspec structs.
 
-Strict: a field that is not known, or that is known and asks for something this server does not do, is a 400
-naming it. Nothing is silently dropped. Fields that clients of OpenAI's or vLLM's server send with a value that changes nothing
-(``tools=[]``, ``use_beam_search=false``, ``user``) are accepted with that value; ``NEUTRAL`` and ``BOOKKEEPING`` list them.
+The reader is strict. An unknown field gets a 400 that names it, and so does a field that asks for what this server does not
+do: nothing is silently dropped. Clients also send fields of OpenAI's or vLLM's server with a value that changes nothing
+(``tools=[]``, ``use_beam_search=false``, ``user``). These are accepted with that value; ``NEUTRAL`` and ``BOOKKEEPING`` list
+them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1.0,),
     "allowed_token_ids": ([],),
     "bad_words": ([],),
-    "spaces_between_special_tokens": (True, False),  # a difference that tokenizers of today do not make
+    "spaces_between_special_tokens": (True, False),  # changes nothing with the tokenizers of today
     "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
@@ -57,7 +58,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
 }
-"""Known fields that this server does not act on, with the values (besides null) under which acting on them changes nothing."""
+"""Known fields that this server ignores, with the values (besides null) for which ignoring them changes nothing."""
 
 NEUTRAL_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     "refusal": (None,),
@@ -66,11 +67,10 @@ NEUTRAL_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     "annotations": (None, []),
     "audio": (None,),
 }
-"""What answers of OpenAI's API hold beside their text, with the values that say there is nothing of the kind: answers come back
-as history."""
+"""Fields of OpenAI's answers beside their text, with the values that mean "none". Clients send answers back as history."""
 
 UNUSED_WITH_NONE = {"tools": "tool_choice", "functions": "function_call"}
-"""Lists that may hold anything where the choice among them is "none": the model is not shown what it may not call."""
+"""List → the choice among its items. If the choice is "none" the list may hold anything, for the model is not shown it."""
 
 COMPLETION_ONLY = frozenset({"suffix"})
 BOOKKEEPING = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
@@ -95,11 +95,10 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
 
 class CommonRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both endpoints share. From ``top_k`` to ``ignore_eos`` and from ``include_stop_str_in_output`` on they are additions
-    to OpenAI's, under vLLM's names.
+    """Fields of both endpoints: OpenAI's, and some of vLLM's under vLLM's names.
 
-    A ``priority`` above 0 lets requests without one go first; a request cannot put itself before others. ``timeout_s`` seconds
-    after it was read a request ends with what it has, its finish reason ``"timeout"``."""
+    A ``priority`` above 0 lets requests without one go first; a request cannot put itself before others. A request that is
+    unfinished ``timeout_s`` seconds after it was read ends with the tokens it has, and the finish reason ``"timeout"``."""
 
     model: str
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
@@ -136,7 +135,7 @@ class CommonRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def sampling(self, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
-        """The engine's parameters. Raises ApiError 400 naming the field that cannot be used."""
+        """The request as the engine's parameters. Raises ApiError 400 that names the field that is out of range."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         try:
             return SamplingParams(
@@ -167,17 +166,17 @@ class CommonRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 class CompletionRequest(CommonRequest, kw_only=True):
     """``POST /v1/completions``. ``prompt``: a text, a list of texts, token ids, or a list of token id lists.
 
-    ``echo`` puts the prompt before each answer, and with ``logprobs`` its tokens' log-probabilities, the first null; then
-    ``max_tokens`` may be 0, to score and not to write. ``best_of`` may only be what ``n`` is."""
+    ``echo`` puts the prompt before each answer, and with ``logprobs`` the log-probabilities of its tokens too; the first is
+    null. With ``echo``, ``max_tokens`` may be 0, which scores the prompt alone. ``best_of`` must equal ``n``."""
 
-    prompt: str | list[Any]  # of the lists only those that _prompt_list reads
+    prompt: str | list[Any]  # a list is one that `_prompt_list` accepts
     logprobs: Logprobs | None = None
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
 
     @property
     def wanted_prompt_logprobs(self) -> int | None:
-        """What the engine is asked for: the more of ``prompt_logprobs`` and what ``echo`` needs."""
+        """Alternatives to ask the engine for: the larger of ``prompt_logprobs`` and what ``echo`` needs."""
         wanted = [k for k in (self.prompt_logprobs, self.logprobs if self.echo else None) if k is not None]
         return max(wanted, default=None)
 
@@ -198,7 +197,7 @@ class Message(Struct, forbid_unknown_fields=True):
     audio: Any = None
 
     def for_template(self) -> dict[str, str]:
-        """What a chat template reads: text parts joined; "developer" is the newer name of "system"."""
+        """The message as a chat template reads it, its text parts joined. "developer" is the newer name of "system"."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
         message = {"role": "system" if self.role == "developer" else self.role, "content": text}
         return message if self.name is None else message | {"name": self.name}
@@ -215,7 +214,7 @@ class ChatRequest(CommonRequest, kw_only=True):
 
     @property
     def template_variables(self) -> dict[str, str]:
-        """What the chat template may read beside the messages. One that does not name it renders as without."""
+        """What the chat template may read beside the messages. A template that does not use it renders the same."""
         return {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
 
     @property
@@ -262,7 +261,7 @@ def parse_chat(body: bytes) -> ChatRequest:
 
 
 def _require_texts(messages: list[Message]) -> None:
-    """Only text is read of a message: what else an answer may hold must be empty."""
+    """Refuse messages with more than text. What else an answer may hold must be empty."""
     for i, message in enumerate(messages):
         if message.content is None and message.role != "assistant":
             raise bad_request(
@@ -280,6 +279,7 @@ def _require_texts(messages: list[Message]) -> None:
 
 
 def _require_whole(request: CommonRequest) -> None:
+    """Refuse fields that do not go together, and biases that do not name tokens."""
     bias = request.logit_bias or {}
     if len(bias) > MAX_BIASED_TOKENS:
         raise bad_request(f"logit_bias names {len(bias)} tokens; at most {MAX_BIASED_TOKENS} are allowed.", "logit_bias")
@@ -297,10 +297,10 @@ _MOST_NEUTRAL_BYTES = 256
 
 
 def _parse(body: bytes, kind: Any, unknown_here: frozenset[str]) -> Any:
-    """``body`` as ``kind``. Values are built only where they are used: the reader passes over 2 MB of others in 7 ms, where
-    building 600,000 empty lists takes 400, most of it the garbage collector's."""
+    """Decode ``body`` as ``kind``. Only the values of known fields become objects: to skip 2 MB of others takes 7 ms, and to
+    build 600,000 empty lists 400 ms, most of it in the garbage collector."""
     try:
-        body.decode()  # what is passed over is not looked at so closely
+        body.decode()  # msgspec does not check the encoding of what it skips
         table = _OBJECT.decode(body)
     except msgspec.ValidationError:
         raise bad_request("the request body must be a JSON object.", code="invalid_json") from None
@@ -343,12 +343,12 @@ def _parse(body: bytes, kind: Any, unknown_here: frozenset[str]) -> Any:
 
 
 def _first(value: msgspec.Raw | None) -> bytes:
-    """The byte that tells which kind of value it is: ``"``, ``[``, ``{``, n, t, f, a digit or a minus."""
+    """First byte of the value, which tells its kind: ``"``, ``[``, ``{``, n, t, f, a digit or a minus."""
     return b"" if value is None else bytes(memoryview(value)[:1])
 
 
 def _small(value: msgspec.Raw | None) -> Any:
-    """The value, if it is short enough to be one of those that are compared; else its beginning as text."""
+    """The value if it is short enough to be a neutral one, else its beginning as text."""
     if value is None:
         return None
     if len(memoryview(value)) <= _MOST_NEUTRAL_BYTES:
@@ -357,7 +357,7 @@ def _small(value: msgspec.Raw | None) -> Any:
 
 
 def _prompt_list(value: msgspec.Raw) -> list[Any]:
-    """Several texts, token ids, or lists of token ids: one of them throughout, told by the first."""
+    """Decode a list of texts, of token ids, or of lists of token ids. The first item tells which, and all must be alike."""
     raw = memoryview(value)
     begin = re.match(rb"\[\s*(.)", raw, re.DOTALL)
     first = begin[1] if begin else b""
@@ -383,7 +383,7 @@ def _json_fault(body: bytes, error: Exception) -> str:
     if not isinstance(error, msgspec.DecodeError):
         return "it is nested too deeply"
     if re.search(rb"\\u[dD][89a-fA-F]", body):
-        # msgspec calls half of a surrogate pair inside a text a truncated input or a bad escape; Python's reader takes it.
+        # For half of a surrogate pair msgspec reports a truncated input or a bad escape. Python's reader accepts it.
         with contextlib.suppress(ValueError, RecursionError):
             json.loads(body)
             return r"a text holds half of a surrogate pair (\ud800 to \udfff), which is not a character"
@@ -404,7 +404,7 @@ def _nearest(name: str, known: frozenset[str]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as JSON, cut short: error messages must not carry a prompt back, nor grow with the request."""
+    """The value as JSON, cut to 40 characters: an error must neither repeat a prompt nor grow with the request."""
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode(errors="replace")
     return text if len(text) <= 40 else f"{text[:40]}…"
 
@@ -414,7 +414,7 @@ _WHERE = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>[^`]*)`)?$", re.DOTA
 
 def _field_error(sentence: str) -> ApiError:
     """msgspec's ``Expected `int`, got `str` - at `$.max_tokens` `` as a 400 that names the field."""
-    if len(sentence) > 400:  # the name of an unknown field is in it, whole
+    if len(sentence) > 400:  # it repeats the whole name of an unknown field
         sentence = f"{sentence[:200]} … {sentence[-200:]}"
     match = _WHERE.match(sentence)
     what, path = (match["what"], match["path"]) if match else (sentence, None)

@@ -1,4 +1,4 @@
-"""The ledger entry of one server: what the planner expected when it started, what it then was."""
+"""Writes the ledger entry of one server: what the planner predicted before it started, and what was measured."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ log = logging.getLogger("twostroke.server")
 
 
 TIMES = ("ttft_s", "tpot_s", "e2e_s", "prefill_tok_per_s", "decode_tok_per_s", "output_tok_per_s")
-"""What a prediction says of one request of its shape alone, and of no other."""
+"""Predicted numbers that hold only for one request at a time of the predicted shape."""
 
 ALIKE = 1.25
-"""Factor within which lengths are those of the prediction; as many requests at once, with room for a few that overlapped."""
+"""Factor within which lengths count as the predicted ones, and so does the number at once, with room for a few that overlap."""
 
 
 def unlike(shape: ServingShape | None, medians: Mapping[str, float], engine: Mapping[str, float]) -> str:
-    """Why what was served says nothing of a prediction for ``shape``: a sentence, empty where it does."""
+    """Why the served requests do not test a prediction for ``shape``, in a sentence; empty if they do."""
     if shape is None or "prompt_tokens" not in medians:
         return "no request was answered." if shape is not None else ""
     steps = engine.get("decode_steps", 0.0)
@@ -47,7 +47,7 @@ def unlike(shape: ServingShape | None, medians: Mapping[str, float], engine: Map
 
 
 class ServeRecord:
-    """The entry of one server, frozen before the model is loaded."""
+    """The entry of one server. Its prediction is frozen before the model is loaded."""
 
     def __init__(self, directory: Path, settings: EngineSettings) -> None:
         self._directory = directory
@@ -63,7 +63,7 @@ class ServeRecord:
     def _plan(self, directory: Path, settings: EngineSettings) -> Planned:
         spec = spec_from_config(read_config(directory))
         longest = min(settings.max_model_len or spec.max_positions, spec.max_positions)
-        # One request that fills half of a short context and at most 512 tokens of a long one: the planner's usual shape.
+        # The planner's usual shape: a prompt of half a short context, and of at most 512 tokens.
         prompt = max(1, min(512, longest // 2))
         lengths = {"prompt_tokens": prompt, "output_tokens": max(1, min(128, longest - prompt))}
         shape = serving_shape(directory, spec, settings, batch=1, **lengths)
@@ -83,8 +83,8 @@ class ServeRecord:
         self._run.measure(values, "partial")
 
     def ended(self, served: Served, engine: Mapping[str, float]) -> None:
-        """Latencies, rates and memory of what was served, while the engine still answers. Times go under the prediction's names
-        where the traffic was like what was predicted (``unlike``), else under ``served_…``, with the reason."""
+        """Record latencies, rates and memory of what was served, while the engine still answers. Times have the prediction's
+        names if the traffic was like the predicted one (``unlike``), else the names ``served_…``, with the reason."""
         medians = served.medians()
         why = unlike(self._shape, medians, engine)
         prefix = "served_" if why else ""

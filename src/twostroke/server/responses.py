@@ -20,7 +20,7 @@ class CompletionLogprobs(Struct):
 
 
 class PromptLogprob(Struct):
-    """vLLM's form. ``rank`` counts from 1; null where the token is not among the alternatives that were asked for."""
+    """vLLM's form. ``rank`` counts from 1, and is null if the token is not among the alternatives that were asked for."""
 
     logprob: float
     rank: int | None
@@ -28,7 +28,7 @@ class PromptLogprob(Struct):
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""Of each token of a prompt, by token id; null for the first, which nothing predicts."""
+"""For each token of a prompt its scores by token id, and null for the first, which nothing predicts."""
 
 
 class CompletionChoice(Struct):

@@ -1,8 +1,8 @@
-"""One server from start to end: HTTP in this process under uvicorn, the engine in its child, and a graceful stop.
+"""Runs one server from start to end: HTTP in this process under uvicorn, the engine in its child, and a graceful stop.
 
-The port is taken and answers ``/health`` while the model still loads; requests then get 503 with ``Retry-After``. On SIGTERM
-or SIGINT nothing new is accepted, what is in flight is finished (for at most ``grace_s``), and the exit code is 0. A second
-signal ends at once.
+The port answers ``/health`` while the model still loads, and completions get 503 with ``Retry-After``. After SIGTERM or SIGINT
+the server accepts nothing new, finishes requests in flight (for at most ``grace_s``) and exits with 0. A second signal ends it
+at once.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ from twostroke.server.service import Service
 from twostroke.server.text import ModelText
 
 KEEP_ALIVE_S = int(MAX_RETRY_AFTER_S) + 5
-"""A caller whom a 429 sends away for so long finds its connection open. With 5 s some of 1,280 callers came back in the moment
-in which the server closed it, lost the request, and the rest connected anew: p99 of a 429 was 0.04 to 4.4 s, now 0.03."""
+"""A caller that a 429 sends away for the longest time finds its connection open. With 5 s some of 1,280 callers returned just
+as the server closed their connection and lost the request, and the others connected anew: a 429 had a p99 of 0.04 to 4.4 s,
+now 0.03 s."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """What is known once the first request can be answered. ``startup_s`` counts from the creation of this process."""
+    """Facts of a server that can answer its first request. ``startup_s`` counts from the creation of this process."""
 
     url: str
     names: tuple[str, ...]
@@ -58,9 +59,9 @@ class Started:
 def serve_model(
     settings: ServeSettings, listener: socket.socket, child: EngineChild, on_ready: Callable[[Started], None]
 ) -> dict[str, float]:
-    """Serve on a bound socket with an engine that was launched a moment ago, until a signal; what was served in all.
+    """Serve on a bound socket, with an engine that was launched a moment ago, until a signal. Returns what was served in all.
 
-    Raises InputError for a model or key file that cannot be used, and EngineError where the engine does not start.
+    Raises InputError for a model or key file that cannot be used, and EngineError if the engine does not start.
     """
     keys = None if settings.api_key_file is None else ApiKeys.read(settings.api_key_file)
     text = ModelText(settings.directory)
@@ -92,7 +93,7 @@ def url_of(address: tuple[Any, ...]) -> str:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    """uvloop's event loop where it is installed, else asyncio's."""
+    """uvloop's event loop if it is installed, else asyncio's."""
     try:
         import uvloop
     except ImportError:
@@ -101,7 +102,7 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its signal handling, which ends by raising the signal again: a graceful stop exits 0 here."""
+    """uvicorn without its signal handling, which raises the signal again at the end. A graceful stop exits 0 here."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -115,9 +116,8 @@ async def run_server(
     on_ready: Callable[[wire.Ready], None] | None = None,
     on_end: Callable[[dict[str, float]], None] | None = None,
 ) -> None:
-    """Serve until a signal. ``on_end`` gets the engine's last counters. Raises TwostrokeError where the model cannot be
-    loaded."""
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of each malformed request: a line for who sends one
+    """Serve until a signal. ``on_end`` gets the engine's last counters. Raises TwostrokeError if the model cannot be loaded."""
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings are a line for every malformed request
     connections = Connections(most_connections(service.admission.limit, raise_file_limit()))
     config = uvicorn.Config(
         make_app(service),
@@ -130,13 +130,13 @@ async def run_server(
         server_header=False,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=None,  # the grace is kept below, where it can be told from a forced end
+        timeout_graceful_shutdown=None,  # ``stop`` keeps the grace, and so can tell its end from a second signal's
     )
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)  # accepted connections inherit it
     server = _Uvicorn(config)
     gc.collect()
-    gc.freeze()  # what stays for ever (modules, tokenizer, routes): each full collection of it held the loop up for 40 to 90 ms
+    gc.freeze()  # modules, tokenizer, routes: each full collection of them stopped the loop for 40 to 90 ms
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(say_once())
 
@@ -144,7 +144,7 @@ async def run_server(
         connections.stopping = True
         if service.draining:
             server.force_exit = True
-        service.draining = True
+        service.draining = True  # a second signal finds it set and ends at once
         server.should_exit = True
         loop.call_later(grace_s, setattr, server, "force_exit", True)
 
@@ -180,7 +180,7 @@ async def run_server(
 
 
 async def _end_tasks(server: uvicorn.Server) -> None:
-    """Cancel requests that outlived the grace, so that each closes its connection and leaves the engine."""
+    """Cancel requests that outlive the grace, so that each closes its connection and is aborted in the engine."""
     tasks = [task for task in server.server_state.tasks if not task.done()]
     for task in tasks:
         task.cancel()

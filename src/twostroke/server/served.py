@@ -1,4 +1,4 @@
-"""What a server's finished requests were: lengths and latencies, and the most memory that a process held."""
+"""Keeps lengths and latencies of a server's finished requests, and reads the most memory that a process has held."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 KEPT = 10_000
-"""Newest answers that medians are taken of: 400 kB, whatever a server has served."""
+"""Newest answers of which medians are taken. They take 400 kB, however many a server has served."""
 
 
 class Answer(NamedTuple):
-    """One answer that was completed. Seconds count from the request's headers; ``first_s`` None: it has no tokens."""
+    """One complete answer. Seconds count from the request's headers. ``first_s`` is None for an answer without tokens."""
 
     prompt_tokens: int
     output_tokens: int
@@ -29,8 +29,8 @@ class Served:
     answers: deque[Answer] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def medians(self) -> dict[str, float]:
-        """Of ``prompt_tokens``, ``output_tokens``, ``ttft_s``, ``tpot_s`` = (E2E − TTFT)/(tokens − 1) and ``e2e_s``, those that
-        there are; nothing before the first answer."""
+        """Medians of ``prompt_tokens``, ``output_tokens``, ``ttft_s``, ``tpot_s`` = (E2E − TTFT)/(tokens − 1) and ``e2e_s``, as
+        far as answers have them; empty before the first answer."""
         values: dict[str, list[float]] = {}
         for prompt, output, first_s, whole_s in self.answers:
             if first_s is None:
@@ -44,7 +44,7 @@ class Served:
 
 
 def peak_memory_bytes() -> float:
-    """Most memory that this process has held: VmHWM, which an exec starts anew, else ``ru_maxrss``, which it does not."""
+    """Most memory that this process has held. From VmHWM, which an exec resets, else from ``ru_maxrss``, which it does not."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

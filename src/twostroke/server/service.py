@@ -1,4 +1,4 @@
-"""What happens between a parsed request and its answer: admission, tokens in, text out, one usage record."""
+"""Takes a parsed request to its answer: admission, tokenising, the engine, text, and counting."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from twostroke.server.turns import LoopTurns, Turns
 R = TypeVar("R", bound=protocol.CommonRequest)
 
 LARGE_BODY_BYTES = 64 * 2**10
-"""Bodies above it are parsed in a thread, one at a time: 2 MB of token ids take 30 ms. The thread keeps the interpreter as
-long, but twenty such bodies that arrive together no longer are one piece of work to the event loop."""
+"""A larger body is parsed in a thread, one body at a time: 2 MB of token ids take 30 ms. The thread holds the interpreter for
+as long, but twenty such bodies that arrive together do not block the event loop in one piece."""
 MAX_WAITING_BODIES = 32
-"""Of those: 64 MB. The next is turned away."""
+"""Large bodies that may wait to be parsed: 64 MB. The next gets 429."""
 MAX_SCORES = 2**19
-"""Most log-probabilities that one whole answer may hold: tens of megabytes of JSON. (A stream holds none.)"""
+"""Most log-probabilities of one whole answer: tens of megabytes of JSON. A stream sends them as they come and holds none."""
 
 
 @dataclass(frozen=True)
 class TextDelta:
-    """What one choice gained: text may lag behind tokens while a character or a possible stop string is incomplete."""
+    """New tokens and text of one choice. Text lags behind while a character or a possible stop string is incomplete."""
 
     index: int
     text: str
@@ -47,7 +47,7 @@ class TextDelta:
 
 @dataclass
 class Prompt:
-    """One prompt of a request. ``text`` and ``offsets``, where it is to be repeated: where in it each token begins."""
+    """One prompt of a request. If the answer repeats it: its ``text``, and the ``offsets`` at which its tokens begin there."""
 
     ids: list[int]
     text: str = ""
@@ -56,8 +56,9 @@ class Prompt:
 
 @dataclass
 class Choice:
-    """One answer to one prompt while it is worked on. ``silent``: nothing of it is shown, the prompt alone was of interest.
-    ``scores``: of the prompt's tokens from the second on, there with the answer's first token where they were asked for."""
+    """One answer to one prompt while the engine computes it. ``silent``: the request asks about its prompt alone, and no token
+    of the answer is shown. ``scores``: those of the prompt's tokens from the second on, if asked for. They are complete when
+    the first token of the answer comes."""
 
     index: int
     stream: TokenStream
@@ -70,7 +71,7 @@ class Choice:
     finished: bool = False
 
     def take(self) -> TextDelta | None:
-        """What has arrived since the last call, None where nothing has. Raises ApiError where the engine gave up on it."""
+        """What has arrived since the last call, or None. Raises ApiError if the engine ended the answer with an error."""
         try:
             deltas = self.stream.take()
         except TwostrokeError as error:
@@ -83,6 +84,7 @@ class Choice:
             raise ApiError(500, "the model's output for this request was not finite.", self.param, "engine_error")
         if self.silent:
             self.finished = finish is not None
+            # The client asked for no token, so the model's end token has not ended anything.
             return TextDelta(self.index, "", [], None, "length" if finish == "stop" else finish)
         token_ids = [i for delta in deltas for i in delta.token_ids]
         logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
@@ -92,18 +94,18 @@ class Choice:
                 text += self.detokenizer.finish()
         except BaseException as error:
             raise tokenizer_failed(error) from None
-        n_new = self.detokenizer.n_tokens - self.n_output  # fewer than have come where a stop string ended the text among them
+        n_new = self.detokenizer.n_tokens - self.n_output  # fewer than came if a stop string ended the text
         token_ids, logprobs = token_ids[:n_new], logprobs[:n_new]
         self.n_output += n_new
         if self.detokenizer.stopped:
-            self.stream.close()
+            self.stream.close()  # the engine knows no stop strings and would write on
             finish = "stop"
         self.finished = finish is not None
         return TextDelta(self.index, text, token_ids, logprobs or None, finish)
 
 
 def api_error(error: TwostrokeError, param: str | None = None) -> ApiError:
-    """The answer to a request that the engine did not finish; ``param`` is the field that held the prompt."""
+    """The HTTP answer to a request that the engine did not finish. ``param`` is the field that held the prompt."""
     if isinstance(error, NotReadyError):
         return not_ready()
     if isinstance(error, EngineLostError):
@@ -129,13 +131,13 @@ class Service:
     names: tuple[str, ...]
     admission: Admission
     keys: ApiKeys | None = None
-    local_only: bool = False  # listens on loopback: then only local names may be asked for
+    local_only: bool = False  # bound to loopback, so only local Host names are answered
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     incoming: ByteBudget = field(default_factory=lambda: ByteBudget(INCOMING_BYTES))
     outgoing: ByteBudget = field(default_factory=lambda: ByteBudget(OUTGOING_BYTES))
-    building: LoopTurns = field(default_factory=lambda: LoopTurns(1))  # for each piece of a large answer
+    building: LoopTurns = field(default_factory=lambda: LoopTurns(1))  # one piece of a large answer a turn of the loop
     loop_turns: LoopTurns = field(default_factory=LoopTurns)
     served: Served = field(default_factory=Served)
     parsing: Turns = field(default_factory=lambda: Turns("parse"))
@@ -159,11 +161,11 @@ class Service:
             )
 
     def client_name(self, authorization: bytes | None, host: str) -> str:
-        """Whose turn a request takes: its key's where there are keys, else that of the address it came from."""
+        """The client under whose name a request queues: its key's if there are keys, else its address."""
         return host if self.keys is None else ApiKeys.name(authorization)
 
     async def parse(self, parse: Callable[[bytes], R], body: bytes, client: str = "") -> R:
-        """``parse(body)``. Raises ApiError 400, and 429 where too many large bodies wait."""
+        """Parse ``body``, in a thread if it is large. Raises ApiError 400, and 429 if too many large bodies wait."""
         if len(body) <= LARGE_BODY_BYTES:
             return parse(body)
         if self.parsing.n_waiting >= MAX_WAITING_BODIES:
@@ -171,11 +173,12 @@ class Service:
         return await self.parsing.run(client, partial(parse, body))
 
     async def complete(self, request: protocol.CompletionRequest, started: float, client: str = "") -> Generation:
+        """Hand every prompt of the request to the engine. Raises ApiError, after which the engine holds none of them."""
         self.require_model(request.model)
         self._check_tokens(request)
         prompts = protocol.prompts_of(request)
         if request.truncate_prompt_tokens is None:
-            for given in prompts:  # token ids that are too many, before anything goes through them
+            for given in prompts:  # too many token ids are refused before a loop over them
                 if isinstance(given, list):
                     self._room(len(given), request.max_tokens, "prompt")
         generation = Generation(self, "cmpl", request, len(prompts), started, client)
@@ -189,7 +192,7 @@ class Service:
                 ids = ids[-(request.truncate_prompt_tokens or 0) :]
                 room = self._room(len(ids), request.max_tokens, "prompt")
                 wanted = min(protocol.DEFAULT_MAX_TOKENS, room) if request.max_tokens is None else request.max_tokens
-                if params is None:  # validated once: 64 prompts with a thousand biases each would take a tenth of a second
+                if params is None:  # once a request: 64 prompts × a thousand biases take 0.1 s to validate
                     params = request.sampling(max(1, wanted), request.logprobs, request.wanted_prompt_logprobs)
                 params = protocol.of_length(params, max(1, wanted))
                 n_scores += _scores_of(ids, params, bool(request.echo), bool(request.stream))
@@ -204,6 +207,7 @@ class Service:
         return generation
 
     async def chat(self, request: protocol.ChatRequest, started: float, client: str = "") -> Generation:
+        """Hand the conversation to the engine as one prompt. Raises ApiError, after which the engine does not hold it."""
         self.require_model(request.model)
         self._check_tokens(request)
         generation = Generation(self, "chatcmpl", request, 1, started, client)
@@ -216,7 +220,8 @@ class Service:
             room = self._room(len(ids), asked, "messages")
             logprobs = (request.top_logprobs or 0) if request.logprobs else None
             if asked is None and logprobs is not None and not request.stream:
-                room = min(room, MAX_SCORES // 2 // ((logprobs + 1) * (request.n or 1)))  # the other half is the prompt's
+                # The other half of the scores is for the prompt's.
+                room = min(room, MAX_SCORES // 2 // ((logprobs + 1) * (request.n or 1)))
             params = request.sampling(max(1, room if asked is None else asked), logprobs, request.prompt_logprobs)
             _require_few(_scores_of(ids, params, False, bool(request.stream)))
             generation.submit(Prompt(ids), params, silent=asked == 0)
@@ -228,22 +233,23 @@ class Service:
     async def _encode(
         self, texts: list[str], request: protocol.CommonRequest, special: bool, param: str, client: str
     ) -> list[list[int]]:
-        """Tokens of each text. One that cannot fit the context is refused before it is tokenised."""
+        """Token ids of each text. A text that cannot fit the context is refused before it is tokenised."""
         if request.truncate_prompt_tokens is None:
             for text in texts:
                 self._room(self.text.fewest_tokens.of(text), 1, param, at_least=True)
         return await self.text.encode(texts, param, special, client)
 
     def _check_tokens(self, request: protocol.CommonRequest) -> None:
-        """Tokens that the model does not have would be of no effect: they are another model's."""
+        """Reject ids outside the vocabulary: they have no effect and usually come from another model's tokenizer."""
         size = self.spec.vocab_size
-        biased = map(int, request.logit_bias or ())  # digits, as ``protocol`` has checked
+        biased = map(int, request.logit_bias or ())  # ``protocol`` has checked that they are digits
         for name, ids in (("logit_bias", biased), ("stop_token_ids", request.stop_token_ids or ())):
             most = max(ids, default=0)
             if most >= size:
                 raise bad_request(f"{name} names token {most}; ids are from 0 to {size - 1}.", name)
 
     def _checked(self, ids: list[int]) -> list[int]:
+        """``ids``, which are not empty. Raises ApiError 400 for one outside the vocabulary."""
         for bad in (min(ids), max(ids)):
             if not 0 <= bad < self.spec.vocab_size:
                 shown = f"token id {bad}" if abs(bad) < 2**64 else "a token id of over 64 bits"
@@ -251,7 +257,7 @@ class Service:
         return ids
 
     def _room(self, n: int, asked: int | None, param: str, at_least: bool = False) -> int:
-        """Tokens that may follow a prompt of ``n``. Raises ApiError 400 where it and ``asked`` do not fit the context."""
+        """Tokens that may follow a prompt of ``n``. Raises ApiError 400 if it and ``asked`` do not fit the context."""
         longest = self.max_model_len
         if n + (asked or 1) > longest:
             output = f" and {asked} asked for" if asked is not None and not at_least else ""
@@ -265,7 +271,7 @@ class Service:
 
 
 def _scores_of(ids: list[int], params: SamplingParams, echo: bool, stream: bool) -> int:
-    """Log-probabilities that the whole answer may hold: of the prompt's tokens and of its own."""
+    """Most log-probabilities that the answer can hold, of the prompt's tokens and of its own."""
     n_each = (params.prompt_logprobs + 1) if params.prompt_logprobs is not None else int(echo)
     n_own = 0 if stream or params.logprobs is None else (params.logprobs + 1) * params.max_tokens
     return (n_each * len(ids) + n_own) * params.n
@@ -280,9 +286,10 @@ def _require_few(n_scores: int) -> None:
 
 
 class Generation:
-    """One HTTP request in the engine: its choices, its places in the admission, its measurements. Must be closed.
+    """One HTTP request while the engine computes it: its choices, its places in the admission, its measurements. Must be
+    closed.
 
-    Each of ``n_prompts`` prompts has ``n`` choices, one prompt's after another."""
+    It has ``n`` choices for each of ``n_prompts`` prompts, in the order of the prompts."""
 
     def __init__(
         self, service: Service, prefix: str, request: protocol.CommonRequest, n_prompts: int, started: float, client: str
@@ -306,7 +313,8 @@ class Generation:
         self._client = client
         self._priority = request.priority or 0
         self._timeout_s = request.timeout_s
-        self._whole = not request.stream and not request.stop  # stop strings are found here, token by token
+        # This process finds stop strings, so with them it needs every token as soon as there is one.
+        self._whole = not request.stream and not request.stop
         self._wake = asyncio.Event()
         self._first: float | None = None
         self._took_s: float | None = None
@@ -314,8 +322,10 @@ class Generation:
         self._closed = False
 
     def submit(self, prompt: Prompt, params: SamplingParams, silent: bool = False) -> None:
+        """Hand one prompt to the engine, with ``params.n`` choices. Raises ApiError."""
         service, left_s = self._service, self._timeout_s
         if left_s is not None:
+            # Tokenising took some of it. The engine refuses a timeout of 0; 1 ms lets it answer with the reason "timeout".
             left_s = max(1e-3, left_s - (time.perf_counter() - self._started))
         eos = service.spec.eos_token_ids
         try:
@@ -333,12 +343,12 @@ class Generation:
         self.prompt_tokens += len(prompt.ids)
 
     async def deltas(self) -> AsyncIterator[TextDelta]:
-        """Text of all choices as it comes, interleaved; each ends with a ``finish_reason``. Raises ApiError."""
+        """New text of all choices as it comes. The last delta of each choice has a ``finish_reason``. Raises ApiError."""
         waiting = list(self.choices)
         while waiting:
             await self._wake.wait()
-            await self._service.loop_turns.wait()
-            self._wake.clear()
+            await self._service.loop_turns.wait()  # a step ends many answers at once: eight go on in one turn of the loop
+            self._wake.clear()  # before taking, so that what arrives meanwhile sets it again
             for choice in waiting:
                 delta = choice.take()
                 if delta is not None:
@@ -353,7 +363,7 @@ class Generation:
         return responses.Usage(self.prompt_tokens, n_output, self.prompt_tokens + n_output)
 
     def finish(self) -> None:
-        """Abort what is not finished, count what was done, and let go of the answers. More than once does nothing."""
+        """Abort unfinished choices, count what was computed and drop the answers. A second call does nothing."""
         if self._finished:
             return
         self._finished = True
@@ -380,7 +390,7 @@ class Generation:
         self.choices = []
 
     def close(self) -> None:
-        """Finish, and give the places back. More than once does nothing."""
+        """Finish, and give the places back to the admission. A second call does nothing."""
         self.finish()
         if not self._closed:
             self._closed = True

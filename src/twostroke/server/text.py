@@ -1,4 +1,4 @@
-"""The text side of a served model: tokenizer, chat template, and what one token looks like. No torch."""
+"""The text side of a served model: its tokenizer, its chat template, and the text of one token. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from twostroke.server.errors import ApiError, bad_request
 from twostroke.server.turns import Turns
 
 SHORT_TEXT = 1_000
-"""Characters up to which texts are tokenised on the event loop: it takes 0.4 ms, a thread's turn 0.1 ms and more."""
+"""Texts of at most so many characters are tokenised on the event loop: that takes 0.4 ms, and a thread's turn 0.1 or more."""
 LONG_TEXT = 20_000
-"""Characters above which texts are tokenised one at a time, by clients' turns, so that the others do not wait for them."""
+"""Texts of more characters are tokenised one at a time in a thread of their own, so that shorter texts do not wait for them."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class ModelText:
-    """Raises DataError, InputError or CorruptFileError where a file of the model directory is missing or unreadable."""
+    """Encodes, renders and decodes text for one model directory.
+
+    Raises DataError, InputError or CorruptFileError if a file of the directory is missing or unreadable."""
 
     def __init__(self, directory: Path) -> None:
         self.tokenizer = load_tokenizer(directory)
@@ -35,19 +37,19 @@ class ModelText:
         self._template = ChatTemplate(source)
         self._template.start()
         decoder = self.tokenizer.decoder
-        # Not by the tokenizer's to_str(), which writes out the vocabulary to say it.
+        # Not from the tokenizer's to_str(), which writes out the whole vocabulary as well.
         self._byte_level = decoder is not None and '"ByteLevel"' in json.dumps(json.loads(decoder.__getstate__()))
         self.lengths: dict[bool, dict[int, int]] = {}
-        """Shared by the detokenizers of all answers."""
+        """Shared by the detokenizers of all answers, which fill it."""
         self._bytes_of: dict[int, bytes] = {}
         self._special = {id for id, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
         self._rendering = Turns("chat-template")
         self._tokenising, self._tokenising_long = Turns("tokenise"), Turns("tokenise-long")
 
     async def encode(self, texts: Sequence[str], param: str, special: bool, client: str = "") -> list[list[int]]:
-        """Token ids of each text, with what the tokenizer itself puts in front and behind where ``special``.
+        """Token ids of each text. If ``special``, with the tokens that the tokenizer itself puts in front and behind.
 
-        The tokenizers library lets go of the interpreter meanwhile. Raises ApiError 400."""
+        A thread helps, because the tokenizers library releases the interpreter. Raises ApiError 400."""
         for text in texts:
             try:
                 text.encode()
@@ -64,9 +66,9 @@ class ModelText:
         return found
 
     def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
-        """Not by ``encode``, which keeps every other thread of the process waiting until it is done."""
+        """By ``encode_batch_fast``, because ``encode`` holds the interpreter, for which every other thread waits."""
         try:
-            # One at a time: the library would spread a batch over all cores, which are the engine's.
+            # One text at a time: the library spreads a batch over all cores, which the engine needs.
             return [self.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids for text in texts]
         except BaseException as error:
             raise tokenizer_failed(error) from None
@@ -74,7 +76,7 @@ class ModelText:
     async def render(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None, client: str = ""
     ) -> str:
-        """Messages through the model's template, which also reads ``variables``. Raises ApiError 400."""
+        """The text that the model's template makes of ``messages`` and ``variables``. Raises ApiError 400."""
         known = self._template_variables | dict(variables or {})
         try:
             return await self._rendering.run(client, lambda: self._template.render(messages, **known))
@@ -82,13 +84,13 @@ class ModelText:
             raise bad_request(str(error), "messages") from None
 
     def adds_special(self, wanted: bool | None) -> bool:
-        """Whether the tokenizer's own tokens surround a chat: a template writes its special tokens itself."""
+        """Whether the tokenizer adds its special tokens to a chat. A template writes its special tokens itself."""
         return not self._has_template if wanted is None else wanted
 
     async def echo(self, prompt: str | list[int], ids: Sequence[int], special: bool, client: str = "") -> tuple[str, list[int]]:
-        """The text of ``ids``, which ``prompt`` or its end became, and where in it each of them begins, in characters.
+        """The text of ``ids``, and the character at which each of them begins. They are the tokens of ``prompt`` or of its end.
 
-        A prompt of text is repeated as it was written, which its tokens need not give back."""
+        A prompt of text is repeated as it was written, because decoding its tokens may give another text."""
         return await self._tokenising_long.run(client, lambda: self._echo(prompt, ids, special))
 
     def _echo(self, prompt: str | list[int], ids: Sequence[int], special: bool) -> tuple[str, list[int]]:
@@ -100,7 +102,7 @@ class ModelText:
     def _offsets(self, prompt: str | list[int], ids: Sequence[int], special: bool) -> tuple[str, list[int]]:
         if isinstance(prompt, str):
             begins = [begin for begin, _ in self.tokenizer.encode_batch([prompt], add_special_tokens=special)[0].offsets]
-            # A special token that the tokenizer added stands at (0, 0), wherever it is.
+            # The tokenizer gives the special tokens that it adds the place (0, 0): each takes that of the token before.
             begins = list(accumulate(begins, max))
             first = begins[-len(ids)] if len(ids) < len(begins) else 0
             return prompt[first:], [begin - first for begin in begins[-len(ids) :]]
@@ -114,11 +116,11 @@ class ModelText:
         return "".join(pieces) + detokenizer.finish(), offsets
 
     def token_text(self, token_id: int) -> str:
-        """The token alone as text, U+FFFD where it is no whole character."""
+        """The token alone as text, with U+FFFD for bytes that are not a whole character."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that this token stands for in a text; a special token stands for its own name."""
+        """The bytes of this token in a text. A special token stands for its own name."""
         known = self._bytes_of.get(token_id)
         if known is None:
             known = self._bytes_of[token_id] = self._token_bytes(token_id)
@@ -138,7 +140,7 @@ class ModelText:
 
 
 def tokenizer_failed(error: BaseException) -> ApiError:
-    """What the tokenizers library raised, its panics included, as an answer. Any other error is raised again."""
+    """The HTTP answer to an error of the tokenizers library, its panics included. Raises any other error again."""
     if isinstance(error, ApiError):
         return error
     return ApiError(500, f"the model's tokenizer failed on this text: {library_error(error)}.", code="tokenizer_error")

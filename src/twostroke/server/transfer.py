@@ -1,4 +1,4 @@
-"""Bodies in and answers out: what a client sends or reads slowly takes bounded memory, whatever other clients do."""
+"""Reads bodies and sends answers, in bounded memory however slowly clients send or read."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from twostroke.server.gate import MAX_BODY_BYTES, too_large
 
 BODY_TIMEOUT_S = 30.0
 PIECE_BYTES = 2**16
-"""Of a whole answer, handed to the connection at once: as much as it holds before it asks to wait."""
+"""Bytes of a whole answer that are handed to the connection at once: as many as it holds before it asks to wait."""
 
 
 def abort_of(scope: Scope) -> Callable[[], None]:
-    """What closes the connection of a request at once, unsent bytes and all."""
+    """The function that closes a request's connection at once and drops its unsent bytes."""
     abort: Callable[[], None] = scope["extensions"][ABORT]
     return abort
 
 
 async def read_body(request: Request, incoming: ByteBudget) -> bytes:
-    """The whole body. Raises ApiError 415 for another type than JSON (as a foreign web page would send without asking
-    first), 413 above the limit, 408 where it does not come, and ClientGoneError; the last also where all bodies under way
-    exceed ``incoming`` and this one has stood still for longest."""
+    """The whole body. Raises ApiError 415 for another type than JSON (which a foreign web page could send without a preflight
+    request), 413 above the limit, and 408 if it does not come in time. Raises ClientGoneError if the client disconnects, or if
+    all arriving bodies exceed ``incoming`` and this one has not moved for longest."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(
@@ -59,22 +59,22 @@ async def read_body(request: Request, incoming: ByteBudget) -> bytes:
 
 
 def while_open(scope: Scope) -> contextlib.AbstractContextManager[None]:
-    """What is awaited within it is cancelled if the client goes away first (ClientGoneError)."""
+    """A context in which what is awaited is cancelled if the client disconnects (ClientGoneError)."""
     found: contextlib.AbstractContextManager[None] = scope["extensions"][WHILE_OPEN]()
     return found
 
 
 async def respond(request: Request, answer: Answer, stream: bool, outgoing: ByteBudget) -> Response:
-    """The HTTP response of one generation, which is closed whatever happens: its places come free once all is sent."""
+    """The HTTP response of one generation. Whatever happens, the generation is closed, when all is sent or on an error."""
     generation = answer.generation
     events = answer_events(answer)
     try:
         if not stream:
             with while_open(request.scope):
                 body = await whole_answer(answer)
-            generation.finish()
+            generation.finish()  # its answers are in ``body``; its places stay taken until that is sent
             return WholeAnswer(body, generation.close, outgoing)
-        # The first event before the headers: what the engine refuses at once still gets a proper status.
+        # The first event comes before the headers, so that a request that the engine refuses gets an error's status.
         with while_open(request.scope):
             first = await anext(events)
     except BaseException:
@@ -84,8 +84,8 @@ async def respond(request: Request, answer: Answer, stream: bool, outgoing: Byte
 
 
 class WholeAnswer(Response):
-    """Sends a body of several parts piece by piece, as fast as the client reads. A client that stops reading is closed by
-    ``connections.Connections``, or sooner where all unread answers exceed ``outgoing``."""
+    """Sends a body of several parts piece by piece, as fast as the client reads. ``connections.Connections`` closes a client
+    that stops reading, and ``outgoing`` does so sooner if all unread answers exceed it."""
 
     media_type = "application/json"
 
@@ -102,7 +102,7 @@ class WholeAnswer(Response):
         try:
             held.grow(self._n_bytes)
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            self._parts.reverse()
+            self._parts.reverse()  # so that each part can be popped, and is free once it is sent
             while self._parts:
                 part = self._parts.pop()
                 for at in range(0, len(part), PIECE_BYTES):
@@ -116,7 +116,7 @@ class WholeAnswer(Response):
 
 
 class EventStream(Response):
-    """Sends events as they come and stops at once when the client goes or no longer reads."""
+    """Sends events as they come, and stops at once when the client disconnects or no longer reads."""
 
     media_type = "text/event-stream"
 

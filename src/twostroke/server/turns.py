@@ -1,4 +1,4 @@
-"""Turns of threads and of the event loop: nobody's work holds up everybody else's."""
+"""Shares out threads and turns of the event loop, so that one client's work does not delay all others."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from typing import TypeVar
 T = TypeVar("T")
 
 EACH_TURN = 8
-"""Answers begun or ended in one turn of the event loop, some 0.3 ms each. Those of one step of the engine end together: without
-this limit 128 of them kept a refusal, or `/health`, waiting for 100 ms."""
+"""Answers begun or ended in one turn of the event loop, some 0.3 ms each. The answers of one step of the engine end together:
+without this limit 128 of them delayed a refusal, or `/health`, by 100 ms."""
 
 
 class LoopTurns:
-    """``n`` tasks go on in one turn of the event loop, in the order in which they came; between turns it sees to sockets."""
+    """Lets ``n`` tasks go on in one turn of the event loop, in the order in which they came. Between turns the loop serves
+    sockets."""
 
     def __init__(self, n: int = EACH_TURN) -> None:
         self._n = self._left = n
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def wait(self) -> None:
-        """Returns at once where this turn has room, else in a later one."""
+        """Return at once if this turn has room, else in a later turn."""
         if self._left == self._n:
             asyncio.get_running_loop().call_soon(self._next_turn)
         if self._left:
@@ -45,9 +46,9 @@ class LoopTurns:
 
 
 class Turns:
-    """``n`` threads. Of those who wait, each client's oldest piece of work is done before any client's next.
+    """Runs work in ``n`` threads. Of what waits, each client's oldest piece is done before any client's next.
 
-    So one who has a hundred long pieces waiting costs another the time of one."""
+    So a client with a hundred long pieces delays another by the time of one."""
 
     def __init__(self, name: str, n: int = 1) -> None:
         self._executor = ThreadPoolExecutor(n, name)
@@ -59,7 +60,7 @@ class Turns:
         return sum(map(len, self._waiting.values()))
 
     async def run(self, client: str, work: Callable[[], T]) -> T:
-        """``work()`` in a thread, when it is ``client``'s turn."""
+        """Run ``work()`` in a thread when it is ``client``'s turn, and return its result."""
         if self._free:
             self._free -= 1
         else:
@@ -70,14 +71,14 @@ class Turns:
         except BaseException:
             self._leave()
             raise
-        # When the thread is free again, not when who waits for it has given up.
+        # The turn ends when the thread is free, not when the task that waits for it is cancelled.
         running.add_done_callback(self._end)
         return await asyncio.shield(running)
 
     def _end(self, running: asyncio.Future[T]) -> None:
         self._leave()
         if not running.cancelled():
-            running.exception()  # asked for, so that asyncio does not report it where nobody waits any more
+            running.exception()  # retrieved, or asyncio reports it if the task that waited was cancelled
 
     async def _turn(self, client: str) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

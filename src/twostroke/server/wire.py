@@ -1,8 +1,8 @@
-"""What the HTTP process and the engine process say to each other, and how it is framed.
+"""Messages between the HTTP process and the engine process, and their framing.
 
 A frame is four bytes of length (big-endian) and that many bytes of msgpack. Messages are tagged structs, decoded into
-declared types only: no pickle, no code, nothing that a byte stream could make a process run. Both directions have a
-size limit, checked before the payload is read.
+declared types only, so no byte stream can make a process run code. Both directions have a size limit, which is checked before
+the payload is read.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from twostroke.core.errors import EngineError
 from twostroke.scheduling.sampling_params import SamplingParams
 
 MAX_FRAME_BYTES = 16 * 2**20
-"""Above a 2 MB request body whatever its token ids, and above one step's tokens of a thousand requests with logprobs."""
+"""More than the tokens of any 2 MB request body, and than one step's tokens of a thousand requests with logprobs."""
 
 _LENGTH = struct.Struct(">I")
 
 
 class FrameError(EngineError):
-    """The bytes on the socket are not a frame of a known message; the connection that sent them is closed."""
+    """The bytes on the socket are not a frame of a known message. The connection that sent them is closed."""
 
 
 # HTTP process → engine.
 
 
 class Add(msgspec.Struct, tag="add", forbid_unknown_fields=True):
-    """Lower ``priority`` goes first; requests of one ``client`` do not hold up another's; ``timeout_s`` ends it. ``whole``: no
-    token is looked at before the answer is complete."""
+    """A request, which ends after ``timeout_s``. A lower ``priority`` goes first, and requests of one ``client`` do not delay
+    another's. ``whole``: the receiver looks at no token before the answer is complete, except for the time of the first."""
 
     request_id: str
     prompt_ids: list[int]
@@ -43,7 +43,7 @@ class Add(msgspec.Struct, tag="add", forbid_unknown_fields=True):
 
 
 class Abort(msgspec.Struct, tag="abort", forbid_unknown_fields=True):
-    """``index`` None: all answers to the request."""
+    """Abort answer ``index`` to a request; None aborts all of them."""
 
     request_id: str
     index: int | None = None
@@ -64,15 +64,15 @@ Command = Add | Abort | AskStats | Shutdown
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Log-probability (natural logarithm) of the token that was taken, and the most probable ones, best first."""
+    """Log-probability (natural logarithm) of the token that was taken, and the most probable tokens, best first."""
 
     logprob: float
     top: list[tuple[int, float]]
 
 
 class TokenDelta(msgspec.Struct, array_like=True):
-    """New tokens of answer ``index`` to one request; ``finish_reason`` is set in its last delta. ``prompt_logprobs`` come in
-    deltas of their own, without tokens, before the first token of any answer."""
+    """New tokens of answer ``index`` to one request. Its last delta has the ``finish_reason``. ``prompt_logprobs`` come in
+    deltas without tokens, before the first token of any answer."""
 
     request_id: str
     token_ids: list[int]
@@ -100,7 +100,8 @@ class Tokens(msgspec.Struct, tag="tokens"):
 
 
 class Failed(msgspec.Struct, tag="error", forbid_unknown_fields=True):
-    """``request_id`` None: the engine itself failed and is about to exit. ``kind`` "input" is the caller's fault."""
+    """A request failed, or with ``request_id`` None the engine itself, which is about to exit. ``kind`` "input": the caller's
+    fault."""
 
     request_id: str | None
     kind: Literal["input", "capacity", "engine"]
@@ -113,7 +114,7 @@ class StatsReport(msgspec.Struct, tag="stats", forbid_unknown_fields=True):
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", forbid_unknown_fields=True):
-    """Sent once a second by a thread of its own. ``busy_s``: how long the engine's loop has been inside its present turn."""
+    """A thread of its own sends one every second. ``busy_s``: for how long the engine's loop has been in its present turn."""
 
     loaded: bool
     busy_s: float
@@ -127,7 +128,7 @@ _EVENTS = msgspec.msgpack.Decoder(Event)
 
 
 def encode(message: Command | Event) -> bytes:
-    """One frame. Raises FrameError where the message is larger than a frame may be."""
+    """One frame. Raises FrameError if the message is larger than a frame may be."""
     payload = _ENCODER.encode(message)
     if len(payload) > MAX_FRAME_BYTES:
         raise FrameError(f"a {type(message).__name__} message of {len(payload)} bytes is over the limit of {MAX_FRAME_BYTES}.")
@@ -150,14 +151,14 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], payload: bytes) -> Any:
 
 
 class FrameReader:
-    """Cuts a byte stream into payloads. Holds at most one incomplete frame plus what was last fed."""
+    """Cuts a byte stream into payloads. Holds at most one incomplete frame and what was last fed."""
 
     def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._buffer = bytearray()
         self._max_bytes = max_bytes
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Payloads completed by ``data``. Raises FrameError at a length over the limit; the stream is lost then."""
+        """Payloads that ``data`` completes. Raises FrameError at a length over the limit, after which the stream is lost."""
         self._buffer += data
         start = 0
         try:
