@@ -40,7 +40,7 @@ def test_prepare_reports_what_it_found(folder: Path, capsys: pytest.CaptureFixtu
     assert document["report"]["invalid_utf8_bytes"] == 1
     code, out, err = run(capsys, "data", "prepare", str(folder), "--vocab-size", "280", "--verify")
     assert code == 0
-    assert "1 bytes in 1 documents were no UTF-8" in out
+    assert "1 bytes in 1 documents were not UTF-8" in out
     assert "51 documents" in out
     assert "reused" in err
 

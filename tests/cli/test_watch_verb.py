@@ -18,7 +18,7 @@ def test_a_folder_without_a_run_is_a_sentence_and_2(tmp_path: Path, capsys: pyte
     with pytest.raises(SystemExit) as exit_:
         main(["watch", str(tmp_path)])
     assert exit_.value.code == 2
-    assert "holds no run" in capsys.readouterr().err
+    assert "is not a run" in capsys.readouterr().err
 
 
 def test_it_serves_a_runs_page_without_torch_until_ctrl_c(tmp_path: Path) -> None:

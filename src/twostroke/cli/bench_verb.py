@@ -1,4 +1,4 @@
-"""``twostroke bench``: load on a server, or the engine alone; prediction frozen before, measurement recorded after."""
+"""``twostroke bench`` loads a server, or times the engine alone. A prediction is frozen before, and measured after."""
 
 from __future__ import annotations
 
@@ -38,15 +38,13 @@ def bench_serve(
     model: Path | None = typer.Argument(
         None, help="Model directory: served for the length of the load, unless --url is given."
     ),
-    url: str | None = typer.Option(None, help="A running OpenAI-compatible server, as http://127.0.0.1:8000."),
-    users: int | None = typer.Option(None, help="Closed loop: this many users, each waiting for its answer. Default: 8."),
+    url: str | None = typer.Option(None, help="A running OpenAI-compatible server, such as http://127.0.0.1:8000."),
+    users: int | None = typer.Option(None, help="Closed loop: so many users, each of which waits for its answer. Default: 8."),
     request_rate: float | None = typer.Option(None, "--rate", help="Open loop: requests per second; inf sends all at once."),
-    burstiness: float = typer.Option(1.0, help="Of an open loop: shape of the Gamma distributed gaps; 1 is Poisson."),
-    max_concurrency: int | None = typer.Option(
-        None, help="Of an open loop: most requests in flight; others wait, and count it."
-    ),
+    burstiness: float = typer.Option(1.0, help="Open loop: shape of the Gamma-distributed gaps; 1 is Poisson."),
+    max_concurrency: int | None = typer.Option(None, help="Open loop: most requests in flight. The wait of the others counts."),
     n_requests: int = typer.Option(64, "--requests", help="Requests to measure."),
-    warmup_requests: int = typer.Option(3, "--warmup", help="Requests sent before, one by one, and not measured."),
+    warmup_requests: int = typer.Option(3, "--warmup", help="Requests that are sent before, one by one, and not measured."),
     prompt_tokens: str = typer.Option("64", help="Length of prompts: N, or LEAST:MOST for lengths drawn uniformly."),
     output_tokens: str = typer.Option("64", help="Length of outputs: N, or LEAST:MOST."),
     endpoint: str = typer.Option("completions", help="completions or chat."),
@@ -54,17 +52,17 @@ def bench_serve(
     temperature: float = typer.Option(0.0, help="Sampling temperature; 0 is greedy."),
     stop_at_eos: bool = typer.Option(False, help="Let the model end answers early. For servers that do not know ignore_eos."),
     prompt_text: Path | None = typer.Option(None, help="Text file that prompts are cut from. Default: random words."),
-    slo: str | None = typer.Option(None, help="Goodput terms in seconds, as ttft=0.5,tpot=0.05,e2e=10."),
-    seed: int = typer.Option(0, help="Of arrivals, lengths and prompts."),
+    slo: str | None = typer.Option(None, help="Terms of goodput in seconds, such as ttft=0.5,tpot=0.05,e2e=10."),
+    seed: int = typer.Option(0, help="Seed of arrivals, lengths and prompts."),
     timeout_s: float = typer.Option(600.0, help="Seconds after which a request counts as failed."),
     api_key_file: Path | None = typer.Option(None, help="File whose first line is the API key to send."),
     engine: EngineSettings = FROM_OPTIONS,
     output: Path | None = typer.Option(None, help="File for the raw times, one JSON line a request."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Poisson, bursty or closed-loop traffic over HTTP: TTFT, TPOT, ITL, end to end, throughput, failures, goodput.
+    """Send Poisson, bursty or closed-loop traffic: TTFT, TPOT, ITL, end to end, throughput, failures, goodput.
 
-    The engine's options are those of a server that is started here; with --url, what is predicted for.
+    The engine's options are those of the server that is started here. With --url they only shape the prediction.
     """
     from twostroke.bench.definitions import Slo
     from twostroke.bench.engine_counters import FORMULAS as COUNTED
@@ -110,7 +108,7 @@ def bench_serve(
         raise ConfigError(f"--output {output}: the folder {output.parent} does not exist.")
     if url is not None:
         Address.parse(url)
-    PromptMaker(text_file=prompt_text)  # a file that cannot be read is refused before a server starts
+    PromptMaker(text_file=prompt_text)  # refuses an unreadable file before a server starts
 
     with contextlib.ExitStack() as stack:
         server: dict[str, Any] = {}
@@ -119,7 +117,7 @@ def bench_serve(
             log(f"starting a server for {directory}")
             own = stack.enter_context(own_server(directory, words(engine)))
             url, server = own.url, own.document
-            engine = replace(engine, dtype=own.dtype)  # the engine's choice where --dtype left it that
+            engine = replace(engine, dtype=own.dtype)  # the engine's choice, if --dtype left it to the engine
         inputs: dict[str, Any] = {"url": url, "scheme": None}
         plan = None
         if directory is not None and spec is not None:
@@ -158,10 +156,10 @@ def bench_offline(
     output_tokens: int = typer.Option(64, help="Length of each output, at least 2."),
     repeats: int = typer.Option(3, help="Measurements of each batch size; the median counts."),
     engine: EngineSettings = FROM_OPTIONS,
-    seed: int = typer.Option(0, help="Of the random prompts."),
+    seed: int = typer.Option(0, help="Seed of the random prompts."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Prefill and decode throughput of the engine alone, by batch size."""
+    """Measure prefill and decode throughput of the engine alone, by batch size."""
     from twostroke.bench.offline import FORMULAS, OfflineSpec, offline_text, run_offline
     from twostroke.core.families import read_spec
     from twostroke.planner.truth.recording import recording
@@ -256,7 +254,7 @@ def _planned_offline(spec: ModelSpec, shape: ServingShape, batch: int) -> Planne
 
 
 def _compared(prediction: Mapping[str, float], measured: Mapping[str, float]) -> list[str]:
-    """Predicted beside measured, for people."""
+    """A table of predicted beside measured."""
     from twostroke.ledger.scoring import error_percent
     from twostroke.ledger.text import align, format_error, format_value
 

@@ -1,4 +1,4 @@
-"""``twostroke calibrate``: two minutes of measurements, stored as this machine's profile."""
+"""``twostroke calibrate`` measures this machine for two minutes and stores its profile."""
 
 from __future__ import annotations
 
@@ -21,35 +21,33 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 
 BUSY_SHARE = 0.5
-"""Share of the cores that may be busy before calibration says that its numbers will read low."""
+"""If a greater share of the cores is busy, calibration says that its numbers will read low."""
 
 
 WIDTH = 100
 """Columns of the text that is printed at the end."""
 
 NATIVE = "native_"
-"""What the names of the native engine's products begin with."""
+"""Beginning of the names of the native engine's products."""
 
 DISTURBED_SHARE = 0.1
-"""Share of the measurements that may have been disturbed throughout before calibration says so."""
+"""If a greater share of the measurements found no quiet moment, calibration and `doctor` say so."""
 
 
 @app.command()
 def calibrate(
     device: str = typer.Option(
-        None, help="Where training is measured, cpu or cuda; without it cuda where there is one. Serving runs on the CPU."
+        None, help="Where training is measured: cpu or cuda. Default: cuda if there is a GPU. Serving runs on the CPU."
     ),
     ranks: int = typer.Option(0, min=0, help="Processes between which collectives are measured; 0: one for each GPU."),
-    only: str = typer.Option(
-        None, help="serve or train: measure what that needs (serving: half a minute); the rest stays as it was."
-    ),
+    only: str = typer.Option(None, help="Measure only what serve or train needs (serve: half a minute) and keep the rest."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Measure this machine once (some two minutes on two cores) and store its profile, which every plan for "this" stands on.
+    """Measure this machine once (some two minutes on two cores) and store its profile, which every plan for "this" uses.
 
-    Each engine is measured on the device that it computes on: training on the GPU where there is one, serving on the CPU.
+    Each engine is measured on the device that it computes on: training on the GPU if there is one, serving on the CPU.
 
-    Under torchrun, collectives are measured between its ranks as well, and the first rank does the rest.
+    Under torchrun, collectives between its ranks are measured as well, and the first rank does the rest.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
@@ -76,7 +74,7 @@ def calibrate(
 
 
 def busy_text(conditions: Conditions) -> str:
-    """By how much the numbers of a profile may be low, because other programs had the processors; empty on a quiet machine."""
+    """A sentence on how low a profile may read because other programs were busy; empty for a quiet machine."""
     share, low = conditions.disturbed_share, conditions.most_low_by_share
     if share <= DISTURBED_SHARE and low <= 0:
         return ""
@@ -118,7 +116,7 @@ def _text(profile: MachineProfile, path: Path) -> str:
 
 
 def _ring(profile: MachineProfile) -> str:
-    """Start-up and rate of the collectives that were measured; nothing where there was one rank."""
+    """Start-up and rate of the measured collectives; empty for one rank."""
     found = [
         f"{where} {format_seconds(ring.alpha_s)} a message, {ring.bytes_per_s / 1e9:.3g} GB/s"
         for where, ring in (("link", profile.link), ("network", profile.network))

@@ -1,4 +1,4 @@
-"""``twostroke compare``: two models beside each other: quality on the same text and questions, speed, cost and size."""
+"""``twostroke compare`` puts two models side by side: quality on the same text and questions, speed, cost and size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def compare(
     b: Path = typer.Argument(help="Model directory or training run that is compared."),
     data: list[str] = typer.Option([], help="Files, folders or globs to score, all of them. Repeatable."),
     prepared: Path | None = typer.Option(
-        None, help="Prepared data whose held-out part is scored. Default: that of A's training run, where A is one."
+        None, help="Prepared data whose held-out part is scored. Default: that of A's training run, if it has one."
     ),
     task: list[str] = typer.Option([], help=TASK_HELP),
     task_data: Path | None = typer.Option(None, help=TASK_DATA_HELP),
@@ -37,30 +37,28 @@ def compare(
     dtype: str | None = typer.Option(
         None, help="fp32 or bf16: the format both compute in. Default: fp32; on the inference engine, its own choice."
     ),
-    head_dtype: str = typer.Option("auto", help=f"How B's output head is held, A's staying as it is: {FORMATS_HELP}"),
-    kv_dtype: str = typer.Option("auto", help=f"How B's keys and values are cached, A's staying as they are: {FORMATS_HELP}"),
+    head_dtype: str = typer.Option("auto", help=f"How B's output head is held, not A's: {FORMATS_HELP}"),
+    kv_dtype: str = typer.Option("auto", help=f"How B's keys and values are cached, not A's: {FORMATS_HELP}"),
     speed: bool = typer.Option(True, help="Measure prefill and decode of both on the inference engine, by turns."),
     hardware: str | None = typer.Option(
-        None, help="Machine whose price per token is predicted. Default: this one, where it is calibrated."
+        None, help="Machine whose price per token is predicted. Default: this one, if it is calibrated."
     ),
-    max_perplexity_ratio: float | None = typer.Option(None, help="Fail where B's perplexity is more than this times A's."),
+    max_perplexity_ratio: float | None = typer.Option(None, help="Fail if B's perplexity is more than this times A's."),
     min_accuracy_difference: float | None = typer.Option(
-        None, help="Fail where B − A of a task's accuracy is less, as -0.01 for one point lost."
+        None, help="Fail if B − A of a task's accuracy is less; -0.01 allows one point."
     ),
-    max_slowdown: float | None = typer.Option(
-        None, help="Fail where prefill or decode of B takes more than this times A's time."
-    ),
-    max_size_ratio: float | None = typer.Option(None, help="Fail where B takes more than this times A's bytes on disk."),
+    max_slowdown: float | None = typer.Option(None, help="Fail if B's prefill or decode takes more than this times A's time."),
+    max_size_ratio: float | None = typer.Option(None, help="Fail if B takes more than this times A's bytes on disk."),
     max_cost_ratio: float | None = typer.Option(
-        None, help="Fail where a token of B is predicted to cost more than this times A's."
+        None, help="Fail if a token of B is predicted to cost more than this times A's."
     ),
     strict: bool = typer.Option(
-        False, help="A quality threshold must hold for the whole 95% interval, not for its middle alone."
+        False, help="Quality thresholds must hold for the whole 95% interval, not only for its middle."
     ),
-    text_key: str = typer.Option("text", help="Where a .jsonl record keeps its text."),
+    text_key: str = typer.Option("text", help="Key of a .jsonl record that holds its text."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Two models side by side: quality with paired 95% intervals, speed, predicted cost, size. Exits 1 if a threshold fails."""
+    """Compare two models: quality with paired 95% intervals, speed, predicted cost, size. Exits 1 if a threshold fails."""
     from twostroke.cli.side_measurements import costs, machine_of, side_recording, side_values, speeds, training_rates
     from twostroke.evaluation.comparison import compare_on_tasks, compare_on_text, open_sides
     from twostroke.evaluation.held_out import held_out_to_score
@@ -69,7 +67,7 @@ def compare(
     from twostroke.evaluation.thresholds import Thresholds
 
     thresholds = Thresholds(max_perplexity_ratio, min_accuracy_difference, max_slowdown, max_size_ratio, max_cost_ratio, strict)
-    model_directory(b)  # both are there, before anything takes time
+    model_directory(b)  # checked first: what follows takes time
     directory = model_directory(a)
     tasks = [load_task(name, task_data) for name in task]
     has_own = (directory.parent / "recipe.json").is_file()
@@ -108,7 +106,7 @@ def compare(
 
 
 def _table(result: Mapping[str, Any]) -> list[str]:
-    """A column for each model, and what B is beside A with its 95% interval."""
+    """A table with a column for each model, and one for B beside A with its 95% interval."""
     rows: list[tuple[str, ...]] = [("", "A", "B", "B beside A")]
 
     def row(*cells: str) -> None:

@@ -1,4 +1,4 @@
-"""What commands print: results on stdout (text or one JSON document), progress and logs on stderr."""
+"""Prints for commands: results on stdout (text or one JSON document), progress and logs on stderr."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from twostroke.core.units import format_seconds
 JSON_HELP = "Print one JSON document on stdout; progress and logs go to stderr."
 
 LINE_EVERY_S = 10.0
-"""Where stderr is a file or a pipe, long work prints a line at most this often: a log is read afterwards."""
+"""If stderr is a file or a pipe, long work prints a line at most this often: a log is read afterwards."""
 
 REUSED = "reused"
-"""The note of work that was found done: a log says so however soon it was over."""
+"""The note of work that was found done. A log says so however short it was."""
 
 Advance = Callable[..., None]
 """``advance(done, note)``: how many units are done in all, and a few words shown beside the bar."""
@@ -35,7 +35,7 @@ def emit_error(sentence: str, as_json: bool) -> None:
 
 
 def log(line: str) -> None:
-    """One plain line for the person watching, on stderr."""
+    """Print one plain line on stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -61,8 +61,8 @@ def progress(title: str, total: float) -> Iterator[Advance]:
 
 
 def _lines(title: str, total: float) -> Iterator[Advance]:
-    """Plain lines: "title ...", then "title: 40% note, 12 s left" at most every ``LINE_EVERY_S``, and where it took as long as
-    that, how long all of it took."""
+    """Plain lines: "title ...", then "title: 40% note, 12 s left" at most every ``LINE_EVERY_S``. If the work took as long as
+    that, the last line says how long it took."""
     began = last = time.monotonic()
     ending = ""
     log(f"{title} ...")

@@ -1,4 +1,4 @@
-"""``twostroke data prepare``: text into token shards; ``twostroke data show``: what became of it."""
+"""``twostroke data prepare`` turns text into token shards, and ``twostroke data show`` shows them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def data() -> None:
 @app.command()
 def prepare(
     sources: list[str] = typer.Argument(help=_FORMATS),
-    layout: str = typer.Option("text", help="What a record is: text, or a conversation: messages, alpaca, sharegpt, prompt."),
+    layout: str = typer.Option(
+        "text", help="What a record is: text, or a conversation as messages, alpaca, sharegpt or prompt."
+    ),
     vocab_size: int = typer.Option(4096, help="Entries of the tokenizer trained on the text."),
     tokenizer: str = typer.Option(None, help="Use this tokenizer.json, or the one in this directory, instead of training one."),
     chat_template: str = typer.Option(
@@ -43,16 +45,18 @@ def prepare(
     ),
     min_chars: int = typer.Option(0, help="Leave out documents with fewer characters."),
     max_chars: int = typer.Option(0, help="Leave out documents with more characters. 0: no limit."),
-    max_repeated_lines: float = typer.Option(1.0, help="Leave out documents where lines met before make up a greater share."),
-    max_top_ngram: float = typer.Option(1.0, help="… where the most frequent stretch of 12 bytes makes up a greater share."),
-    max_symbols: float = typer.Option(1.0, help="… where a greater share of what is visible is neither a letter nor a digit."),
+    max_repeated_lines: float = typer.Option(1.0, help="Leave out documents of which repeated lines are a greater share."),
+    max_top_ngram: float = typer.Option(1.0, help="… of which the most frequent 12 bytes are a greater share."),
+    max_symbols: float = typer.Option(
+        1.0, help="… whose visible characters are to a greater share neither letters nor digits."
+    ),
     min_mean_word: float = typer.Option(0.0, help="… whose words have fewer letters and digits on average."),
     max_mean_word: float = typer.Option(0.0, help="… whose words have more letters and digits on average. 0: no limit."),
-    out: Path = typer.Option(None, help="Directory to write; without it, one in the cache is made or reused."),
+    out: Path = typer.Option(None, help="Directory to write. Default: one in the cache, made or reused."),
     verify: bool = typer.Option(False, help="Also read every shard found and check its sha256."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Tokenise text into memory-mapped shards with a held-out part. Found again when nothing changed."""
+    """Tokenise text into memory-mapped shards with a held-out part. Shards of the same text and options are reused."""
     from twostroke.core.recipe import data_recipe_from_dict
     from twostroke.data.prepare import prepare as prepare_data
 
@@ -99,11 +103,11 @@ def prepare(
 def show(
     directory: Path = typer.Argument(help="A directory that `twostroke data prepare` made."),
     n: int = typer.Option(3, "--n", help="How many documents.", min=1, max=1000),
-    held_out: bool = typer.Option(False, "--held-out", help="Of the held-out part instead of the training part."),
+    held_out: bool = typer.Option(False, "--held-out", help="Show the held-out part instead of the training part."),
     tokens: int = typer.Option(120, help="How much of each, in tokens.", min=1, max=100_000),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Show the beginnings of some documents as a model will read them; of conversations, what is learned is between « and »."""
+    """Show the beginnings of some documents as a model will read them. In conversations « and » enclose what is learned."""
     from twostroke.data.excerpts import excerpts
     from twostroke.data.shards import open_prepared
 
@@ -181,7 +185,7 @@ def _document_lines(d: dict[str, Any], r: dict[str, Any]) -> list[str]:
     lines.append(_row("tokenizer", d["vocab_size"], "entries", f"{r['bytes_per_token']:.2f} bytes a token"))
     if r["invalid_utf8_bytes"]:
         where = f"{r['invalid_utf8_documents']} documents"
-        lines.append(f"{r['invalid_utf8_bytes']} bytes in {where} were no UTF-8 and were replaced by U+FFFD.")
+        lines.append(f"{r['invalid_utf8_bytes']} bytes in {where} were not UTF-8 and were replaced by U+FFFD.")
     return lines
 
 

@@ -1,7 +1,7 @@
-"""``twostroke demo``: the whole path once, by calling the other verbs in child processes as a person would.
+"""``twostroke demo`` runs the whole path once. It calls the other verbs in child processes, as a person would.
 
-Each stage's result is kept in ``<directory>/stages.json``, written whole after the stage; run again, the demo goes on
-with the first stage that is not there. An interrupted training continues from its checkpoint.
+Each stage's result is kept in ``<directory>/stages.json``, written whole after the stage. Another run of the demo goes on
+with the first stage that is missing there. An interrupted training continues from its checkpoint.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ app = typer.Typer(add_completion=False)
 
 Result = dict[str, Any]
 OWN_RECIPE = Path(twostroke.__file__).parent / "recipes" / "demo.toml"
-"""A link to the repository's recipes in a checkout, files of the package where it is installed."""
+"""The package's recipe. In a checkout its folder is a link to the repository's recipes."""
 
 LOAD = ("--users", "4", "--requests", "64", "--prompt-tokens", "64", "--output-tokens", "64")
-"""The demo's traffic: four users who each send the next request when the last is answered."""
+"""The demo's traffic: four users, who each send the next request when the last one is answered."""
 
 
 @dataclass(frozen=True)
 class Demo:
-    """What every stage needs: where the demo lives, and which recipe and budget it trains with."""
+    """One demo: its directory, and the recipe and budget of its training."""
 
     directory: Path
     recipe: Path
@@ -64,12 +64,12 @@ class Demo:
 
     @property
     def recipe_arguments(self) -> list[str]:
-        """The same recipe and overrides for `plan train` and `train`, so that both speak of one run."""
+        """Recipe and overrides, for `plan train` and `train` alike, so that both are about one run."""
         return [str(self.recipe), "--set", f"train.budget_s={self.budget_s:g}", "--set", f"output={self.run_directory}"]
 
 
 def verb(*args: str) -> Result:
-    """Run ``twostroke <args> --json`` in a child; its progress goes to our stderr. Raises what the child reported."""
+    """Run ``twostroke <args> --json`` in a child, with its progress on our stderr. Raises the error that the child reports."""
     command = [sys.executable, "-m", "twostroke.cli.main", *args, "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         output = None
@@ -131,7 +131,9 @@ def _train(demo: Demo) -> tuple[Result, str]:
 
 
 def _quantize(demo: Demo) -> tuple[Result, str]:
-    verb("quantize", str(demo.model), str(demo.quantised_model), "--replace")  # what an interrupted run of this stage left
+    verb(
+        "quantize", str(demo.model), str(demo.quantised_model), "--replace"
+    )  # replaces what an interrupted run of this stage has left
     quality = verb("compare", str(demo.model), str(demo.quantised_model), "--dtype", "bf16")
     return quality, (
         f"{DEFAULT_WRITTEN}: perplexity × {quality['perplexity_ratio']:.5f}, {format_bytes(quality['b']['model_bytes'])} "
@@ -174,7 +176,7 @@ def _quantised_card(quality: Result) -> Card:
 
 
 def _compare(demo: Demo, stages: dict[str, Result]) -> tuple[Result, str]:
-    """The table and the report, from the ledger's record of the stages' runs."""
+    """The table and the report of the stages' runs, from the ledger."""
     from twostroke.ledger.store import Ledger
     from twostroke.planner.hardware.tables import load_hardware
     from twostroke.planner.text.comparison import comparison_text
@@ -192,14 +194,14 @@ def _compare(demo: Demo, stages: dict[str, Result]) -> tuple[Result, str]:
 
 @app.command(name="demo")
 def demo(
-    directory: Path = typer.Option(Path("runs/demo"), help="Where the demo keeps everything; one folder a budget."),
-    recipe: Path = typer.Option(None, help="Recipe of the training run; without it the package's own."),
+    directory: Path = typer.Option(Path("runs/demo"), help="Where the demo keeps its files, in a folder for each budget."),
+    recipe: Path = typer.Option(None, help="Recipe of the training run. Default: the package's own."),
     budget_s: float = typer.Option(300.0, help="Seconds of training."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """The whole path once: calibrate, plan, train, evaluate, quantise, serve, load, compare.
+    """Run the whole path once: calibrate, plan, train, evaluate, quantise, serve, load, compare.
 
-    Run again, it continues from what is done. It ends with training beside inference, predicted beside measured, and the
+    Another run continues from what is done. At the end stand training beside inference, predicted beside measured, and the
     path of an HTML report.
     """
     recipe = recipe or OWN_RECIPE

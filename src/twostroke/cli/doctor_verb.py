@@ -1,4 +1,4 @@
-"""``twostroke doctor``: what this machine has, what is missing, and the command that mends it."""
+"""``twostroke doctor`` tells what this machine has, what is missing, and the command that mends it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command-line options of the engine, made of ``EngineSettings``."""
+"""Makes the engine's command-line options of ``EngineSettings``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from twostroke.core.engine_settings import SETTINGS, EngineSettings, Setting
 from twostroke.core.errors import ConfigError
 
 OPTIONS: dict[str, Setting] = {name: setting for name, setting in SETTINGS.items() if setting.option is not None}
-"""Those fields that have an option."""
+"""The fields that have an option."""
 
 FROM_OPTIONS = EngineSettings()
-"""Default of a command's parameter in whose place the options stand."""
+"""Default of the command's parameter that the options replace."""
 
 
 def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` with the engine's options in the place of its parameter of type ``EngineSettings``."""
+    """``command``, with the engine's options instead of its parameter of type ``EngineSettings``."""
     signature = inspect.signature(command, eval_str=True)
     (place,) = (p.name for p in signature.parameters.values() if p.annotation is EngineSettings)
     options = [_parameter(name, setting) for name, setting in OPTIONS.items()]

@@ -1,4 +1,4 @@
-"""``twostroke eval``: bits per byte and perplexity of a model on held-out text, and its scores on tasks."""
+"""``twostroke eval`` measures bits per byte and perplexity of a model on held-out text, and scores it on tasks."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def evaluate(
     ),
     head_dtype: str = typer.Option("auto", help=f"How the output head is held: {FORMATS_HELP}"),
     kv_dtype: str = typer.Option("auto", help=f"How keys and values are cached: {FORMATS_HELP}"),
-    text_key: str = typer.Option("text", help="Where a .jsonl record keeps its text."),
+    text_key: str = typer.Option("text", help="Key of a .jsonl record that holds its text."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Bits per byte and perplexity of a model on held-out text, beside what xz -9 needs for the same bytes; tasks."""
+    """Measure bits per byte and perplexity on held-out text, beside xz -9 of the same bytes, and scores on tasks."""
     from twostroke.evaluation.held_out import held_out_to_score
     from twostroke.evaluation.scorer import engine_for, engine_formats, open_scorer
     from twostroke.evaluation.task_files import load_task

@@ -1,4 +1,4 @@
-"""``twostroke export``: a model, or adapters merged into their base, as a Hugging Face directory."""
+"""``twostroke export`` writes a model, or adapters merged into their base, as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def export(
     replace: bool = typer.Option(False, "--replace", help="Replace what is in the directory."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Write a model for other programs to open; adapters with --merge as one model with their base.
+    """Write a model that other programs open. With --merge, adapters and their base become one model.
 
     Adapters need no export to be used with peft: the ``model`` directory of a LoRA run is in its layout, and every command
     here takes it as it is.

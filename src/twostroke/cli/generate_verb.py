@@ -1,4 +1,4 @@
-"""``twostroke generate``: continue prompts on this machine, the prediction frozen before and measured after."""
+"""``twostroke generate`` continues prompts on this machine. Its prediction is frozen before, and measured after."""
 
 from __future__ import annotations
 
@@ -32,36 +32,36 @@ app = typer.Typer(add_completion=False)
 UNMEASURED = {"e2e_s": "an answer ended before --max-tokens: less work than was predicted."} | dict.fromkeys(
     ("tpot_s", "decode_tok_per_s", "prefill_tok_per_s"), "no step of its kind was computed."
 )
-"""Why a number that was predicted was not measured."""
+"""Reasons for which a predicted number is not measured."""
 
 
 @app.command(name="generate")
 @with_engine_options
 def generate(
     model: Path = typer.Argument(help="Model directory, or the output of a training run."),
-    prompt: list[str] = typer.Option([], help="Text to continue. Repeatable. Default: what stdin brings."),
+    prompt: list[str] = typer.Option([], help="Text to continue. Repeatable. Default: the text on stdin."),
     max_tokens: int = typer.Option(128, help="Most tokens of each answer."),
     temperature: float = typer.Option(0.8, help="0 takes the most probable token each time."),
-    top_k: int = typer.Option(0, help="Only the k most probable tokens; 0: all."),
-    top_p: float = typer.Option(0.95, help="Only the most probable tokens that sum to this probability."),
-    min_p: float = typer.Option(0.0, help="Only tokens with this share of the highest probability."),
+    top_k: int = typer.Option(0, help="Choose among the k most probable tokens; 0: all."),
+    top_p: float = typer.Option(0.95, help="Choose among the most probable tokens that sum to this probability."),
+    min_p: float = typer.Option(0.0, help="Choose among tokens with at least this share of the highest probability."),
     repetition_penalty: float = typer.Option(1.0, help="Above 1: tokens of prompt and answer become less probable."),
-    presence_penalty: float = typer.Option(0.0, help="Taken off the logit of every token of the answer so far."),
-    frequency_penalty: float = typer.Option(0.0, help="The same, as often as the token stands there."),
-    n: int = typer.Option(1, "-n", "--n", help="Answers to each prompt, which is computed once."),
-    seed: int = typer.Option(None, help="Makes the answer repeatable. Default: another one each time."),
+    presence_penalty: float = typer.Option(0.0, help="Subtracted from the logit of every token in the answer so far."),
+    frequency_penalty: float = typer.Option(0.0, help="The same, times the number of its occurrences there."),
+    n: int = typer.Option(1, "-n", "--n", help="Answers to each prompt. The prompt is computed once."),
+    seed: int = typer.Option(None, help="Makes the answer repeatable. Default: a new seed each time."),
     stop: list[str] = typer.Option([], help="Text to end before. Repeatable."),
     ignore_eos: bool = typer.Option(False, "--ignore-eos", help="Go on after the model's end token."),
     engine: EngineSettings = FROM_OPTIONS,
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Continue prompts on this machine, without a server: text as it is made, then how fast it was."""
+    """Continue prompts on this machine, without a server. Prints text as it is made, then how fast that was."""
     from twostroke.core.families import read_spec
     from twostroke.planner.truth.recording import recording
     from twostroke.scheduling.sampling_params import SamplingParams
 
     directory = model_directory(model)
-    read_spec(directory).require_buildable()  # an unusable config.json is told before torch is imported
+    read_spec(directory).require_buildable()  # before torch is imported, so that an unusable config.json is told at once
     params = SamplingParams(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, max_tokens=max_tokens, stop=tuple(stop),
         ignore_eos=ignore_eos, n=n, repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
@@ -72,7 +72,7 @@ def generate(
     plan = functools.partial(_planned, directory, prompts, params, engine)
     run = recording("generate", directory.resolve().name, inputs, plan, log)
     began = time.perf_counter()
-    # Idle OpenMP threads shall sleep soon: spinning, they keep the thread they wait for off a core that others use as well.
+    # Idle OpenMP threads must sleep soon: while they spin, the thread that they wait for may have no core.
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "300"
     with run:
@@ -115,7 +115,7 @@ def generate(
     log(_speed(stats, measured, rates, held, llm.engine.weights_bytes))
     if failed:
         log(error)
-        raise typer.Exit(TwostrokeError.exit_code)  # what was answered is above, in the one document that there is
+        raise typer.Exit(TwostrokeError.exit_code)  # the answers are above, in the one document
 
 
 def _stdin() -> str:
@@ -124,14 +124,14 @@ def _stdin() -> str:
     try:
         text = sys.stdin.read()
     except UnicodeDecodeError:
-        raise InputError("what stdin brings is not text in UTF-8.") from None
+        raise InputError("the text on stdin is not UTF-8. Convert it.") from None
     if not text:
         raise InputError("the prompt from stdin is empty.")
     return text
 
 
 def _stream(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[RequestOutput]:
-    """Print each answer as it is made; those after the first wait for their turn. Returns all of them."""
+    """Print each answer as it is made; later ones wait until those before are complete. Returns all of them."""
     n_answers = len(prompts) * params.n
 
     def begin(place: int) -> None:
@@ -161,9 +161,9 @@ def _stream(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[Re
 def _measured(
     directory: Path, llm: LLM, rates: Achieved, outputs: Sequence[RequestOutput], startup_s: float
 ) -> dict[str, float]:
-    """By the planner's names. ``tpot_s`` is the mean decode step, ``ttft_s`` and ``e2e_s`` medians over the prompts; rates of a
-    phase count its own steps only. ``e2e_s`` is left out where an answer ended before ``max_tokens``: that was less work than
-    predicted."""
+    """Measurements by the planner's names. ``tpot_s`` is the mean decode step; ``ttft_s`` and ``e2e_s`` are medians over the
+    prompts; rates of a phase count its own steps only. ``e2e_s`` is left out if an answer ended before ``max_tokens``, which
+    is less work than was predicted."""
     import resource
     import statistics
 
@@ -202,7 +202,7 @@ def _speed(stats: EngineStats, measured: Mapping[str, float], rates: Achieved, d
 
 
 def _planned(directory: Path, prompts: Sequence[str], params: SamplingParams, engine: EngineSettings) -> Planned:
-    """All prompts at once, of their mean length, each computed once for all its answers."""
+    """The plan of all prompts at once, each of the mean length and computed once for all its answers."""
     from twostroke.core.families import read_spec
     from twostroke.data.tokenizer import load_tokenizer
     from twostroke.planner.hardware.tables import load_hardware

@@ -1,4 +1,4 @@
-"""``twostroke import``: a Hugging Face directory or Hub name, a GGUF or a llama2.c file becomes a model directory."""
+"""``twostroke import`` makes a model directory of a Hugging Face directory or Hub name, a GGUF or a llama2.c file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def import_(
     replace: bool = typer.Option(False, "--replace", help="Replace what is in the directory."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Bring a model in: a Hugging Face directory or Hub name, a GGUF or a llama2.c file."""
+    """Bring in a model from a Hugging Face directory or Hub name, a GGUF or a llama2.c file."""
     from twostroke.interop.import_model import import_model
 
     with progress(f"importing {source}", 1.0) as advance:

@@ -1,4 +1,4 @@
-"""``twostroke ledger list|show|compare|report``: predictions and measurements of every run."""
+"""``twostroke ledger list|show|compare|report`` shows predictions and measurements of every run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def list_runs(
     path: Path = LEDGER,
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Runs, newest first."""
+    """List runs, newest first."""
     from twostroke.ledger.store import Ledger
     from twostroke.ledger.text import runs_text
 
@@ -42,7 +42,7 @@ def show(
     path: Path = LEDGER,
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """One run: predicted with interval beside measured, which term missed, inputs, notes. --json holds everything stored."""
+    """Show a run: predicted with interval beside measured, which term missed, inputs, notes. --json has all that is stored."""
     from twostroke.ledger.attribution import attribute
     from twostroke.ledger.scoring import compare as compare_run
     from twostroke.ledger.store import Ledger
@@ -61,7 +61,7 @@ def compare(
     path: Path = LEDGER,
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Predicted beside measured with the error in percent, 100·(predicted − measured) / measured, and which term missed."""
+    """Compare predicted with measured: error in percent, 100·(predicted − measured) / measured, and which term missed."""
     from twostroke.ledger.attribution import attribute, pool
     from twostroke.ledger.scoring import compare as compare_run
     from twostroke.ledger.scoring import summarise
@@ -91,7 +91,7 @@ def report(
     path: Path = LEDGER,
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """One self-contained HTML page: predicted against measured, training curve, memory by term, latencies."""
+    """Write one self-contained HTML page: predicted against measured, training curve, memory by term, latencies."""
     from twostroke.ledger.store import Ledger
     from twostroke.report.page import write_report
 

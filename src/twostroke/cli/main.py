@@ -1,4 +1,4 @@
-"""Entry point of ``twostroke``: finds the verb, imports that verb's file alone, and turns every error into a sentence."""
+"""Entry point of ``twostroke``. Finds the verb, imports only that verb's file, and turns every error into a sentence."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ of verbs: at most 60 characters, so that none is cut in 80 columns."""
 
 
 class _CtrlC(Exception):
-    """Typer ends a KeyboardInterrupt with exit code 130 and not a word; this passes it by."""
+    """A KeyboardInterrupt, which Typer would end silently with exit code 130."""
 
 
 class VerbGroup(typer.core.TyperGroup):
-    """Imports a verb's module when that verb is asked for, never before: `twostroke plan` must not pay for torch."""
+    """Imports a verb's module only when that verb is asked for: `twostroke plan` must not pay for torch."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(VERBS)
@@ -102,7 +102,7 @@ def root(
 def main(argv: list[str] | None = None) -> None:
     """Run the command line and exit. A deliberate error prints one sentence; with --json, a JSON object with it as well."""
     args = sys.argv[1:] if argv is None else argv
-    limit_spinning(os.environ)  # for every verb alike, so that what one measures holds for the others
+    limit_spinning(os.environ)  # for every verb, so that one verb's measurements hold for the others
     hush(os.environ)
     group = typer.main.get_command(app)
     try:
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> None:
         emit_error("stopped by Ctrl-C.", as_json="--json" in args)
         sys.exit(130)
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has gone; there is nobody to tell
+        sys.stderr.close()  # the reader of our output has closed it
         sys.exit(1)
     except OSError as error:
         emit_error(f"{error.filename or 'operating system'}: {error.strerror or error}.", as_json="--json" in args)

@@ -1,4 +1,4 @@
-"""``twostroke quantize``: a copy of a model with weights in fewer bits."""
+"""``twostroke quantize`` writes a copy of a model with its weights in fewer bits."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def quantize(
     """Write a copy of a model with the matrices of its blocks in fewer bits, in compressed-tensors' layout.
 
     int8 and fp8 (E4M3) have one scale an output channel and need no text. int4 has a scale and a zero point for every 64 inputs
-    and is fitted to text like that the model will see: block after block on what the rounded blocks before bring, each column's
-    error made up for by the columns after it (GPTQ). Text beside it is then judged; where KL to the model exceeds --max-kl, the
-    matrices that matter most for their size are held in int8 instead.
+    and is fitted to text like that which the model will see (GPTQ): block after block on the output of the rounded blocks
+    before, and each column's error is made up for by the columns after it. Other text then judges the result. If its KL to the
+    model exceeds --max-kl, the matrices that matter most for their size are held in int8 instead.
     """
 
     source = model_directory(model)
-    chosen = written_scheme(scheme)  # a wrong name is told before torch is imported
+    chosen = written_scheme(scheme)  # before torch is imported, so that a wrong name is told at once
     if (calibration or max_kl is not None) and (nearest or chosen.group is None):
         grouped = ", ".join(name for name in WRITTEN if written_scheme(name).group)
         raise ConfigError(
@@ -77,7 +77,7 @@ def quantize(
 
 
 def _fitted(source: Path, calibration: list[str], group: int, max_kl: float | None) -> Fitted:
-    """Codes that are fitted to text: what is named, what the model's run trained on, or what the model writes."""
+    """Codes fitted to text: the named text, the text that the model's run trained on, or text that the model writes."""
     from twostroke.core.families import read_spec
     from twostroke.engine.own_text import own_text
     from twostroke.model.load import load_model

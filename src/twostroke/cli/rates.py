@@ -1,4 +1,4 @@
-"""How near a run came to the machine's limits, in words: what `generate` and `bench offline` print."""
+"""Tells in words how near a run came to the machine's limits, for `generate` and `bench offline`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def phase_text(name: str, phase: PhaseRates, product: str) -> str:
     """One line of a phase: "decode   63 tokens, 178 tok/s, 5.61 ms a step: 29.8 GB/s read, 74% of what this machine reads at
-    167 MB; 48 GFLOP/s, 2% of its int8 products". Empty where there was no such step."""
+    167 MB; 48 GFLOP/s, 2% of its int8 products". Empty if there was no such step."""
     if not phase.steps or phase.seconds <= 0:
         return ""
     read = f"{phase.bytes_per_s / 1e9:.3g} GB/s read"
@@ -26,7 +26,7 @@ def phase_text(name: str, phase: PhaseRates, product: str) -> str:
 
 
 def without_limits(rates: Achieved) -> list[str]:
-    """A line that says how to get shares, where there is a rate and no limit to hold it against."""
+    """A line that says how to get shares, if a rate has no limit to compare with."""
     phases = [phase for phase in (rates.prefill, rates.decode) if phase.steps]
     if all(phase.read_share is not None and phase.flop_share is not None for phase in phases):
         return []

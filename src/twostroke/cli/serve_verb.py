@@ -1,4 +1,4 @@
-"""``twostroke serve``: a model over the OpenAI-compatible HTTP interface, the prediction frozen in the ledger first."""
+"""``twostroke serve`` serves a model over the OpenAI-compatible HTTP interface. The prediction is frozen first."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def serve(
     model: Path = typer.Argument(help="Model directory, or the output of a training run."),
     host: str = typer.Option("127.0.0.1", help="Address to listen on. Anything but loopback needs --api-key-file."),
     port: int = typer.Option(8000, min=0, max=65535, help="Port to listen on; 0 takes a free one."),
-    api_key_file: Path | None = typer.Option(None, help="File with one accepted API key a line."),
+    api_key_file: Path | None = typer.Option(None, help="File of accepted API keys, one a line."),
     share_prefixes: bool = typer.Option(
-        False, help="With --api-key-file: let keys find each other's prompts in the prefix cache. Faster, and a key can tell."
+        False, help="With --api-key-file: share cached prefixes between keys. Faster, but timing shows another key's prompts."
     ),
-    without_key: bool = typer.Option(False, help="Let other machines in without a key."),
+    without_key: bool = typer.Option(False, help="Let other machines in without an API key."),
     served_name: list[str] = typer.Option(
         [], help="Name clients call the model by. Repeatable. Default: the directory's name."
     ),
@@ -43,7 +43,7 @@ def serve(
     from twostroke.server.launch import ServeSettings, bind, is_loopback, launch_engine
 
     directory = model_directory(model)
-    read_spec(directory).require_buildable()  # an unusable config.json is told before anything is started
+    read_spec(directory).require_buildable()  # before anything starts, so that an unusable config.json is told at once
     if api_key_file is not None and not api_key_file.is_file():
         raise ConfigError(f"API key file {api_key_file} does not exist. It holds one key a line.")
     if api_key_file is None and not is_loopback(host) and not without_key:

@@ -1,4 +1,4 @@
-"""What ``twostroke compare`` knows of its two models beside their quality: speed, cost, and their entries in the ledger."""
+"""Measures and predicts what ``twostroke compare`` shows beside quality: speed and cost; keeps both models' ledger entries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS, TURNS = 128, 32, 5
 
 
 def machine_of(name: str | None) -> Hardware | None:
-    """The machine of that name; without one this machine, or None, with a line, where it was never calibrated."""
+    """The machine of that name. Without a name this machine, or None and a line on stderr if it was never calibrated."""
     from twostroke.planner.hardware.tables import load_hardware
 
     try:
@@ -46,7 +46,7 @@ def _lengths(sides: Sequence[Side]) -> tuple[int, int]:
 
 
 def speeds(sides: Sequence[Side]) -> list[dict[str, Any]]:
-    """Prefill and decode of both at each batch size, by turns. A decoder among ``sides`` is given up for it: its weights go."""
+    """Prefill and decode of both at each batch size, by turns. Drops the weights of a decoder among ``sides``."""
     from twostroke.bench.side_by_side import measure_alternating
     from twostroke.engine.llm import LLM
     from twostroke.evaluation.decoder_scorer import DecoderScorer
@@ -89,13 +89,13 @@ def costs(sides: Sequence[Side], machine: Hardware) -> dict[str, Any] | None:
         log(f"no predicted cost: {error}")
         return None
     a, b = ({"usd_per_mtok": p.usd_per_mtok, "kwh_per_mtok": p.kwh_per_mtok, "scheme": p.shape.scheme} for p in plans)
-    # Times where the machine has no price: the ratio is of time on the same machine either way.
+    # A ratio of times, because the machine may have no price. On one machine the ratio of prices is the same.
     ratio = plans[0].output_tok_per_s / plans[1].output_tok_per_s
     return {"hardware": machine.label, "batch": BATCHES[-1], "a": a, "b": b, "ratio": ratio}
 
 
 def training_rates(sides: Sequence[Side]) -> dict[str, float | None]:
-    """Tokens a second of the training runs that made them, None where a model is no run's."""
+    """Tokens a second of the training run that made each model; None for a model of no run."""
     found: dict[str, float | None] = {}
     for name, side in zip("ab", sides, strict=True):
         try:
@@ -107,7 +107,7 @@ def training_rates(sides: Sequence[Side]) -> dict[str, float | None]:
 
 
 def side_recording(side: Side, sides: Sequence[Side], inputs: Mapping[str, Any], speed: bool) -> Recording:
-    """A ledger entry for one of the two models, its speed predicted on this machine where that is calibrated."""
+    """A ledger entry for one of the two models, with its speed predicted if this machine is calibrated."""
     from twostroke.planner.truth.recording import recording
 
     (other,) = (s for s in sides if s is not side)
@@ -127,7 +127,7 @@ def _planned_speed(side: Side, sides: Sequence[Side]) -> Planned:
 
 
 def side_values(result: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What was measured of side ``name``, "a" or "b", by the ledger's names."""
+    """The measurements of side ``name``, "a" or "b", by the ledger's names."""
     values: dict[str, Any] = {k: v for k, v in result[name].items() if k in ("bits_per_byte", "nats_per_token", "model_bytes")}
     for task in result.get("tasks", ()):
         values |= {f"{task['task']}_{metric}": found[name] for metric, found in task["metrics"].items()}

@@ -1,4 +1,4 @@
-"""``twostroke tokenizer train``: a byte-level BPE tokenizer from text."""
+"""``twostroke tokenizer train`` makes a byte-level BPE tokenizer from text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def train(
     sources: list[str] = typer.Argument(help='Files, folders, globs (.txt .md .py .jsonl .jsonl.gz) or "stdlib".'),
     vocab_size: int = typer.Option(4096, help="Entries, at least 257: 256 bytes and one end-of-text."),
     out: Path = typer.Option(Path("tokenizer.json"), help="File to write."),
-    text_key: str = typer.Option("text", help="Where a .jsonl record keeps its text."),
+    text_key: str = typer.Option("text", help="Key of a .jsonl record that holds its text."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Train byte-level BPE on text and write a tokenizer.json that any Hugging Face tool reads."""

@@ -1,4 +1,4 @@
-"""``twostroke train``: a model by a TOML recipe, and how well it does on held-out text."""
+"""``twostroke train`` trains a model by a TOML recipe and scores it on held-out text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from twostroke.training.finish import TrainingResult
 
 LINGER_S = 4.0
-"""How long an open page may take to fetch the last state of a run that is over."""
+"""Seconds that an open page has to fetch the last state of a run that is over."""
 
 app = typer.Typer(add_completion=False)
 
@@ -36,14 +36,14 @@ def train(
     ),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Train by a TOML recipe, checkpointing; then score the model on held-out text beside xz -9.
+    """Train by a TOML recipe with checkpoints, then score the model on held-out text beside xz -9.
 
     The prediction is frozen in the ledger before the first step and what was measured is added after the last. Ctrl-C and
     SIGTERM write a checkpoint and exit with 75; --resume continues to the same losses and weights.
     """
     from twostroke.core.recipe import read_recipe
 
-    parsed = read_recipe(recipe, settings)  # before torch is imported: a wrong key is answered at once
+    parsed = read_recipe(recipe, settings)  # before torch is imported, so that a wrong key is told at once
 
     with _watched(Path(parsed.output), watch_port) if watch or watch_port is not None else contextlib.nullcontext():
         directory, summary = _train_and_score(parsed, resume)
@@ -52,7 +52,7 @@ def train(
 
 @contextlib.contextmanager
 def _watched(directory: Path, port: int | None) -> Iterator[None]:
-    """Serve the run's page meanwhile; an open one gets the run's last state before it is gone."""
+    """Serve the run's page inside. An open page can still fetch the run's last state."""
     from twostroke.report.watch import WatchServer
 
     server = WatchServer(directory, port)
@@ -64,7 +64,7 @@ def _watched(directory: Path, port: int | None) -> Iterator[None]:
 
 
 def _train_and_score(recipe: TrainRecipe, resume: bool) -> tuple[Path, dict[str, Any]]:
-    """The run's directory and summary, its score on held-out text included."""
+    """Train, or find the run finished. Returns its directory and summary, with its score on held-out text."""
     import psutil
 
     from twostroke.training.loop import execute
@@ -89,7 +89,7 @@ def _train_and_score(recipe: TrainRecipe, resume: bool) -> tuple[Path, dict[str,
 
 
 def _score_briefly(decoder: Decoder, prepared: PreparedData) -> dict[str, float]:
-    """How well it does on held-out text in the middle of a run (``train.evaluate_every``), in the format being trained."""
+    """Score on held-out text in the middle of a run (``train.evaluate_every``), in the format that is trained."""
     from twostroke.evaluation.bits import bits_per_byte, default_context
     from twostroke.evaluation.conversations import score_answers
 
@@ -102,7 +102,7 @@ def _score_briefly(decoder: Decoder, prepared: PreparedData) -> dict[str, float]
 
 
 def _score(result: TrainingResult, dtype: str) -> dict[str, Any]:
-    """Score the finished model on the run's held-out text as ``twostroke eval`` does; add it to ledger and summary."""
+    """Score the finished model on the run's held-out text as ``twostroke eval`` does, and add that to ledger and summary."""
     from twostroke.evaluation.bits import bits_per_byte, default_context
     from twostroke.evaluation.conversations import score_answers
     from twostroke.evaluation.held_out import held_out_to_score
@@ -112,7 +112,7 @@ def _score(result: TrainingResult, dtype: str) -> dict[str, Any]:
 
     text = held_out_to_score(result.model)
     with progress("scoring held-out text", 1.0) as advance:
-        # In the format that was trained and will be served; fp32 takes several times as long where products of bf16 are fast.
+        # In the format that was trained and will be served. fp32 takes several times as long if products of bf16 are fast.
         decoder = load_model(result.model, dtype)
         if text.prepared is not None and text.prepared.holds_conversations:
             answers = score_answers(decoder, text.prepared, default_context(decoder), advance)

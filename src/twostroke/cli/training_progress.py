@@ -1,4 +1,4 @@
-"""How a training run shows itself on the console: a bar and two lines on a terminal, spaced plain lines elsewhere."""
+"""Shows a training run on the console: a bar and two lines on a terminal, and spaced plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ LONGEST_BETWEEN_LINES_S, WIDENING = 60.0, 1.5
 """Without a terminal: a line at the first step, after ``LINE_EVERY_S``, then ever rarer up to one a minute, and at the last."""
 
 ETA_STEPS, SPEED_STEPS, LOSS_STEPS = 200, 15, 50
-"""Newest steps that the time left, the speed and the mean loss are taken from."""
+"""Newest steps from which the time left, the speed and the mean loss are taken."""
 
 
 class Pace:
-    """How a run goes, from its newest steps: single ones jump about, and the first ones compile."""
+    """Speed, loss and time left of a run, from its newest steps: single steps vary, and the first ones compile."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -51,10 +51,10 @@ class Pace:
         return statistics.fmean(self._losses) if self._losses else math.nan
 
     def left_s(self, record: StepRecord, steady_s: float) -> float | None:
-        """Seconds left, from the time that the newest steps took with all that lies between them: checkpoints, scores, samples.
+        """Seconds left, from the time of the newest steps and all that lies between them: checkpoints, scores, samples.
 
-        ``steady_s``, what the steps themselves will take, counts until five are there that neither compiled nor warmed up.
-        None while steps still compile.
+        Until there are five steps that neither compiled nor warmed up, it is ``steady_s``, the time of the steps alone. None
+        while steps still compile.
         """
         if record.warm_up:
             return None
@@ -66,13 +66,13 @@ class Pace:
 
 
 def quality_text(record: StepRecord, mean_loss: float) -> str:
-    """What the step says of learning: its loss, the mean of the newest, gradient norm, learning rate."""
+    """How a step learned: its loss, the mean loss of the newest steps, gradient norm, learning rate."""
     mean = f" (mean {mean_loss:.3f})" if math.isfinite(mean_loss) else ""
     return f"loss {record.loss:.3f}{mean}  grad {record.grad_norm:.2g}  lr {record.learning_rate:.2g}"
 
 
 def speed_text(record: StepRecord) -> str:
-    """What it says of the machine: speed, MFU, memory, and the share of the step that waited for data."""
+    """How a step used the machine: speed, MFU, memory, and the share of the step that waited for data."""
     cells = [f"{format_count(record.tok_per_s)} tok/s"]
     if record.mfu is not None:
         cells.append(f"MFU {100 * record.mfu:.0f}%")
@@ -83,7 +83,7 @@ def speed_text(record: StepRecord) -> str:
 
 @contextmanager
 def training_progress(steps: int) -> Iterator[Show]:
-    """Shows the steps of a run on stderr until the block ends."""
+    """Show the steps of a run on stderr until the block ends."""
     pace = Pace(steps)
     if not sys.stderr.isatty():
         lines = _SpacedLines(steps)

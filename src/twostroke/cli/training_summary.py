@@ -1,4 +1,4 @@
-"""The end of a training run in a few lines: what came out of it, and what was predicted beside what was measured."""
+"""Sums up a finished training run in a few lines: its result, and what was predicted beside what was measured."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ COMPARED = (
     ("peak memory", "peak_memory_bytes"),
     ("start-up", "startup_s"),
 )
-"""What the table shows, in this order, where it was measured."""
+"""Rows of the table, in this order, as far as they were measured."""
 
 
 def summary_text(directory: Path, summary: dict[str, Any]) -> str:
-    """At most 80 columns, paths aside."""
+    """The summary of a run, at most 80 columns wide except for paths."""
     measured = summary["measurement"]
     lines = [
         f"trained   {summary['steps']:,} steps, {format_count(summary['tokens'])} tokens, "

@@ -1,4 +1,4 @@
-"""``twostroke watch``: the live page of a run, from outside it."""
+"""``twostroke watch`` serves the live page of a run from another process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def watch(
     from twostroke.report.watch import WatchServer
 
     if not (run / "recipe.json").is_file():
-        raise InputError(f"{run} holds no run: it has no recipe.json. Name the directory that a recipe calls output.")
+        raise InputError(f"{run} is not a run: it has no recipe.json. Name the directory that a recipe calls output.")
     server = WatchServer(run, port)
     emit({"url": server.url, "directory": str(run)}, server.url, as_json)
     log("Ctrl-C ends it.")

@@ -1,9 +1,10 @@
-"""What is missing or doubtful on a machine, and the command that mends it. Reads ``Facts`` alone."""
+"""Finds what is missing or doubtful on a machine, with the command that mends it. Reads ``Facts`` alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from twostroke.cli.calibrate_verb import DISTURBED_SHARE
 from twostroke.cli.doctor.facts import Disk, Facts, Profile
 from twostroke.core.units import GB, format_bytes
 
@@ -11,13 +12,13 @@ MAX_AGE_DAYS = 90
 """Kernels, drivers and libraries change under a profile; three months are some releases of each."""
 
 LOW_DISK_BYTES = 5 * GB
-"""Enough for a small model with its checkpoints, quantised copy and packed weights."""
+"""A small model needs so much, with its checkpoints, quantised copy and packed weights."""
 
 LOW_MEMORY_BYTES = 2 * GB
 """torch alone takes 0.3; training the demo's model peaks at 0.7, its compiler at 1.2."""
 
 BUSY_SHARE = 0.25
-DISTURBED_SHARE = 0.1
+"""If a greater share of the cores is busy for 0.2 s, calibration had better wait."""
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
@@ -32,7 +33,7 @@ class Advice:
 
 
 def advise(facts: Facts) -> list[Advice]:
-    """Everything that is missing or doubtful, what forbids all work first."""
+    """Everything that is missing or doubtful. What prevents all work comes first."""
     found = [*_software(facts), *_space(facts), *_native(facts), *_processors(facts), *_gpu(facts), *_calibration(facts)]
     return sorted(found, key=lambda advice: not advice.is_fatal)
 
@@ -115,7 +116,7 @@ def _calibration(facts: Facts) -> list[Advice]:
 
 
 def _doubts(profile: Profile, facts: Facts) -> list[str]:
-    """Why ``profile`` may say what is no longer so."""
+    """Reasons for which ``profile`` may no longer hold."""
     found = []
     if facts.torch_version and profile.torch_version != facts.torch_version:
         found.append(

@@ -1,7 +1,7 @@
-"""What there is: processor, memory, disk, compiler, native library, torch, GPU, profiles, other programs.
+"""Reads the facts of a machine: processor, memory, disk, compiler, native library, torch, GPU, profiles, other programs.
 
-Read in a fraction of a second. torch is not imported: what was installed says its version and build. Only where the machine
-shows a GPU and torch has CUDA does a child process ask torch whether the two fit.
+That takes a fraction of a second. torch is not imported, because its files tell its version and build. Only if the machine
+shows a GPU and torch has CUDA, a child process asks torch whether the two fit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from twostroke.core.profile import MachineProfile, read_fingerprint, stored_prof
 from twostroke.core.rates import Engine
 
 SAMPLE_S = 0.2
-"""How long the processors are watched. The one-minute load would still show what ended half a minute ago."""
+"""Seconds for which the processors are watched. The one-minute load still shows what ended half a minute ago."""
 
 ASK_TORCH = "import torch; print(torch.cuda.is_available()); torch.zeros(1, device='cuda')"
 TORCH_PATIENCE_S = 60
@@ -31,7 +31,7 @@ TORCH_PATIENCE_S = 60
 
 @dataclass(frozen=True)
 class Disk:
-    """Where files go, and the free bytes there. ``is_writable``: whether this user may create files in it."""
+    """A folder to which files go, and the free bytes there. ``is_writable``: whether this user may create files in it."""
 
     path: str
     free_bytes: int
@@ -40,7 +40,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Profile:
-    """A stored calibration: what it says of itself that decides whether it still holds."""
+    """The properties of a stored calibration that decide whether it still holds."""
 
     device: str
     engines: tuple[Engine, ...]
@@ -68,7 +68,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Facts:
-    """All of it, as plain values, so that a test can make any machine. Empty strings and None: not there."""
+    """All facts, as plain values, so that a test can make any machine. An empty string or None means that it is absent."""
 
     cpu_model: str
     n_cores: int  # that this process may use
@@ -89,7 +89,7 @@ class Facts:
     gpu_problem: str  # why torch cannot use them, in its own words
     profiles: tuple[Profile, ...]
     profile_problem: str
-    other_machine: str  # in what the newest profile's machine differs, where this one has none
+    other_machine: str  # how the newest profile's machine differs, if this one has no profile
     busy_cores: float
 
 
@@ -128,7 +128,7 @@ def read_facts() -> Facts:
 
 
 def busy_cores(stat: Path = Path("/proc/stat"), seconds: float = SAMPLE_S) -> float:
-    """Cores that all programs together kept busy for ``seconds``; 0 where the system does not tell."""
+    """Cores that all programs together kept busy for ``seconds``; 0 if the system does not tell."""
 
     def spent() -> float:
         user, nice, system, _idle, _waiting, interrupts, soft = map(int, stat.read_text().split("\n", 1)[0].split()[1:8])
@@ -173,7 +173,7 @@ def _quota(folder: Path) -> float | None:
 
 
 def find_compiler() -> str:
-    """The first line that the compiler of the native library says of itself; empty without a compiler."""
+    """First line of the version that the native library's compiler prints; empty without a compiler."""
     from twostroke.kernels.native.build import BuildError, compiler
 
     try:
@@ -192,7 +192,7 @@ def read_disk(folder: Path) -> Disk:
 
 
 def torch_build() -> tuple[str, str]:
-    """torch's version and the CUDA release that it was built with, from its files; empty strings where they do not say."""
+    """torch's version and the CUDA release that it was built with, from its files; empty strings if they do not tell."""
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -209,7 +209,7 @@ def torch_build() -> tuple[str, str]:
 
 
 def ask_torch() -> str:
-    """What torch says when it is asked to use a GPU, its last line; empty where that works."""
+    """The last line of torch's error when it is asked to use a GPU; empty if that works."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", ASK_TORCH], capture_output=True, text=True, timeout=TORCH_PATIENCE_S, check=False
@@ -220,7 +220,7 @@ def ask_torch() -> str:
 
 
 def read_profiles() -> tuple[tuple[Profile, ...], str]:
-    """This machine's calibrations, and why they cannot be read, where that is so."""
+    """This machine's calibrations, and the reason if they cannot be read, else an empty string."""
     try:
         return tuple(Profile.of(profile, datetime.now(UTC)) for profile in stored_profiles()), ""
     except (TwostrokeError, ValueError, TypeError) as error:

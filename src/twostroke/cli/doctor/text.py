@@ -1,4 +1,4 @@
-"""What ``twostroke doctor`` prints for a person: a line a fact, then a line for each thing to mend and its command."""
+"""Writes what ``twostroke doctor`` prints for a person: a line a fact, then each thing to mend and its command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from twostroke.core.units import format_bytes
 
 
 def doctor_text(facts: Facts, advice: list[Advice]) -> str:
-    """All of it, ending with what to mend or a line that says nothing is missing."""
+    """All facts, then what to mend or a line that says that nothing is missing."""
     lines = [f"{name:<10} {value}" for name, value in _rows(facts)]
     if not advice:
         return "\n".join([*lines, "", "Nothing is missing."])

@@ -59,9 +59,11 @@ def compare(
     batch: int = BATCH,
     prompt_tokens: int = PROMPT,
     output_tokens: int = OUTPUT,
-    train_layout: str = typer.Option("", help="Devices of training, as data=8,zero=3 or tensor=8,pipeline=2; one without it."),
+    train_layout: str = typer.Option(
+        "", help="Devices of training, such as data=8,zero=3 or tensor=8,pipeline=2. Default: one."
+    ),
     checkpointing: str = typer.Option("none", help="What training's backward computes again: none, selective or full."),
-    serve_layout: str = typer.Option("", help="Devices of serving, as tensor=8 or tensor=1,expert=8; one without it."),
+    serve_layout: str = typer.Option("", help="Devices of serving, such as tensor=8 or tensor=1,expert=8. Default: one."),
     train_run: str = typer.Option(None, help="A training run of the ledger whose measurements go beside the predictions."),
     serve_run: list[str] = typer.Option([], help="Serving or bench runs of the ledger, likewise. Repeatable."),
     explain: bool = EXPLAIN,
@@ -93,7 +95,7 @@ def compare(
     )
     table = compare_phases(found.spec, shape, serving, machine, found.name, layout, served_on)
     if train_run or serve_run:
-        from twostroke.ledger.store import Ledger  # only here: sqlite3 takes a tenth of the time a plan has
+        from twostroke.ledger.store import Ledger  # only here, because importing sqlite3 takes a tenth of a plan's time
 
         ledger = Ledger()
         trained = ledger.get(train_run).measurement if train_run else None

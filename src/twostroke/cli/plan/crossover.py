@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from twostroke.planner.money.cost import Cost, Terms
 
 UTILISATION = 0.5
-"""Share of the time that serving machines work: they are there for the busiest hour."""
+"""Share of the time in which serving machines work by default: there are as many as the busiest hour needs."""
 
 
 def crossover(
@@ -170,7 +170,7 @@ def _training_cost(
     found: Subject, machine: Hardware, terms: Terms, years: float | None, tokens: float, steps: int, devices: int,
     batch_size: int, sequence_length: int,
 ) -> tuple[Cost, list[str]]:  # fmt: skip
-    """The subject's final run on ``devices``: a recipe's own length, or ``tokens``, or ``steps``; and what to know of it."""
+    """Cost of the subject's final run on ``devices``, and notes on it. Its length is the recipe's, ``tokens`` or ``steps``."""
     from twostroke.planner.money.cost import bought_rate, cost_of, rate_of
     from twostroke.planner.training.layout import Layout
     from twostroke.planner.training.plan import plan_training

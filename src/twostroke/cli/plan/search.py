@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from twostroke.planner.hardware.device import Hardware
 
 A_YEAR = 365.0
-"""Days that a run may take where nothing is said: beyond them the machine is the wrong one, however cheap."""
+"""Days that a run may take by default. A machine that needs more is the wrong one, however cheap."""
 
 TERMS = {"on-demand": "on demand", "spot": "spot", "bought": "bought"}
 
@@ -116,7 +116,7 @@ def _at_terms(machine: Hardware, terms: str) -> Hardware:
 
 
 def _refuse_not_positive(options: dict[str, float | str | None]) -> None:
-    """Raise ConfigError for a limit that nothing could keep."""
+    """Raise ConfigError for a limit that nothing can keep."""
     from twostroke.core.errors import ConfigError
 
     for name, value in options.items():

@@ -1,4 +1,4 @@
-"""What the plans share: their options, and what a SUBJECT argument stands for."""
+"""Options that the plans share, and the reader of their SUBJECT argument."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 from twostroke.core.documents import read_object
 from twostroke.core.engines import CACHE_CHOICES, WEIGHT_CHOICES
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
+from twostroke.core.optimizers import CHOICES
 from twostroke.core.schemes import SCHEMES
 
 if TYPE_CHECKING:
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
     from twostroke.quantization.held import Held
 
 UNKNOWN_TRAIN_TOKENS = 10**12
-"""Text that is assumed where nobody has counted it: more than any budget here reads, so that nothing is read twice."""
+"""Tokens of text that are assumed before it is counted: more than any budget here reads, so that none is read twice."""
 
 HARDWARE = typer.Option("this", help='A device by name, or "this" for the machine that `twostroke calibrate` measured.')
 BATCH_SIZE = typer.Option(16, help="Sequences in one forward and backward.")
 SEQUENCE_LENGTH = typer.Option(512, help="Tokens of a training sequence.")
 GRAD_ACCUMULATION = typer.Option(1, help="Forward and backward passes per update.")
 DTYPE = typer.Option("bf16", help="Type of training's products: bf16 or fp32.")
-OPTIMIZER = typer.Option("adamw", help="adamw or muon.")
+OPTIMIZER = typer.Option("adamw", help=f"{CHOICES}.")
 EAGER = typer.Option(False, "--eager", help="Plan for training without torch.compile.")
 STEPS = typer.Option(0, help="Length of the run in steps; without it only rates are planned.")
 SETTINGS = typer.Option([], "--set", help="Override one recipe key: section.key=value. Repeatable.")
@@ -48,7 +49,7 @@ MAX_MODEL_LEN = typer.Option(0, help="Longest context to serve; 0: the model's o
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What a SUBJECT argument stands for. ``steps`` and ``ranking`` only where a recipe's budget decided them."""
+    """What a SUBJECT argument names. It has ``steps`` and ``ranking`` only if a recipe's budget decided them."""
 
     name: str
     spec: ModelSpec
@@ -60,17 +61,17 @@ class Subject:
     """How a directory that `twostroke quantize` wrote holds its matrices."""
 
     def scheme(self, asked: str) -> str:
-        """``asked``, or what "auto" comes to."""
+        """``asked``, or the scheme that "auto" means here."""
         return (self.held.scheme if self.held else "bf16") if asked == "auto" else asked
 
     def in_int8(self, asked: str) -> tuple[str, ...]:
-        """Matrices that a directory of int4 holds in int8, where it is planned as it is."""
+        """Matrices that a directory of int4 holds in int8, if it is planned as it is."""
         return self.held.in_int8 if self.held is not None and self.scheme(asked) == self.held.scheme else ()
 
 
 def _prepared_counts(recipe: TrainRecipe) -> tuple[int, int] | None:
-    """(vocabulary, training tokens) of data that was prepared with this very recipe; None where there is none. Read from
-    manifests alone: counting anew would take longer than everything else here."""
+    """(vocabulary, training tokens) of data that was prepared with this very recipe, or None. From manifests alone: to count
+    anew takes longer than the whole plan."""
     from twostroke.core.paths import data_cache_dir
 
     wanted = json.loads(json.dumps(recipe.data.preparation()))
@@ -81,7 +82,7 @@ def _prepared_counts(recipe: TrainRecipe) -> tuple[int, int] | None:
             if manifest["inputs"]["recipe"] == wanted:
                 return int(manifest["vocab_size"]), int(manifest["n_train_tokens"])
         except (CorruptFileError, ValueError, KeyError, TypeError):
-            continue  # another version's or a damaged one: `data prepare` will say so, a plan need not
+            continue  # another version's, or damaged: `data prepare` says so, and a plan need not
     return None
 
 
@@ -115,7 +116,7 @@ def _from_recipe(path: Path, settings: list[str], hardware: Hardware, train_toke
 
 
 def read_subject(text: str, settings: list[str], hardware: Hardware, train_tokens: int = 0) -> Subject:
-    """A recipe (.toml), a model directory or a config.json."""
+    """The subject that ``text`` names: a recipe (.toml), a model directory or a config.json."""
     from twostroke.core.families import read_spec
 
     path = Path(text)
@@ -130,7 +131,7 @@ def read_subject(text: str, settings: list[str], hardware: Hardware, train_token
 
 
 def _held(path: Path, spec: ModelSpec) -> Held | None:
-    """How it is quantised; None for plain weights, a bare config.json, and formats that are others'."""
+    """How the directory is quantised; None for plain weights, a bare config.json, and formats of other tools."""
     from twostroke.quantization.held import held
 
     try:
@@ -142,7 +143,7 @@ def _held(path: Path, spec: ModelSpec) -> Held | None:
 def serving_shape(
     found: Subject, scheme: str, batch: int, prompt_tokens: int, output_tokens: int, **others: Any
 ) -> ServingShape:
-    """``scheme``: as asked for. Prompt and output left out take half of a short context and 512 + 128 tokens of a long one."""
+    """The shape to plan. A prompt and output of 0 become half of a short context, or 512 + 128 tokens of a long one."""
     from twostroke.planner.serving.shape import ServingShape
 
     for name, value in (("prompt_tokens", prompt_tokens), ("output_tokens", output_tokens)):

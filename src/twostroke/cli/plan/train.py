@@ -30,7 +30,7 @@ SHAPE_OPTIONS = (
     "checkpointing",
     "logits",
 )
-"""Options that a recipe answers itself."""
+"""Options whose values a recipe has itself."""
 
 
 def train(
@@ -135,7 +135,7 @@ NOTHING_FITS = (
 
 
 def _or_none(name: str, value: Number) -> Number | None:
-    """None for an option that was left at 0. Raises ConfigError below it."""
+    """``value``, or None for 0, an option that was left out. Raises ConfigError below 0."""
     if value < 0:
         raise ConfigError(f"--{name}={value:g} must be above 0.")
     return value or None
