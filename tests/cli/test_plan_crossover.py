@@ -129,7 +129,7 @@ def test_more_devices_train_for_as_much_money_or_more(capsys: pytest.CaptureFixt
         ),
         (("MODEL", "--requests-per-day", "1", "--tokens", "-1", "--hardware", "h100"), "--tokens=-1"),
         (("MODEL", "--requests-per-day", "1", "--hardware", "h100"), "the training run has no length"),
-        (("MODEL", "--requests-per-day", "1", "--tokens", "1e9", "--hardware", "h100", "--devices", "0"), "data=0"),
+        (("MODEL", "--requests-per-day", "1", "--tokens", "1e9", "--hardware", "h100", "--devices", "0"), "--devices 0"),
     ],
 )
 def test_bad_input_gets_a_sentence_and_exit_2(

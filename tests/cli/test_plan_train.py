@@ -86,9 +86,9 @@ def test_a_plan_that_does_not_fit_says_so_and_what_would(capsys: pytest.CaptureF
     [
         (("--tensor", "3"), "--tensor 3 must divide n_heads=4. Use 1, 2 or 4"),
         (("--pipeline", "5"), "--pipeline 5 must divide n_layers=6"),
-        (("--zero", "3"), "data=1"),
+        (("--zero", "3"), "--data-parallel 1"),
         (("--zero", "7", "--data-parallel", "2"), "--zero 7"),
-        (("--data-parallel", "-4"), "data=-4"),
+        (("--data-parallel", "-4"), "--data-parallel -4"),
         (("--expert", "2", "--data-parallel", "2"), "dense"),
         (("--devices-per-node", "-1"), "--devices-per-node=-1"),
         (("--mtbf-hours", "-1"), "--mtbf-hours=-1"),

@@ -77,6 +77,10 @@ def test_memory_that_is_no_amount_is_refused(capsys: pytest.CaptureFixture[str],
         (["plan", "serve", "M", "--hardware", "h100", "--output", "-1"], "--output -1 must"),
         (["serve", "M", "--host", "no.such.host.invalid", "--without-key"], "--host no.such.host.invalid is not an address"),
         (["serve", "M", "--served-name", ""], "--served-name is empty."),
+        (["data", "prepare", "M", "--near-threshold", "3"], "--near-threshold 3 must be from 0.5 to 1."),
+        (["plan", "train", "M", "--hardware", "h100", "--data-parallel", "0"], "--data-parallel 0 must"),
+        (["compare", "M", "M", "--max-perplexity-ratio", "nan"], "--max-perplexity-ratio nan must be above 0"),
+        (["compare", "M", "M", "--min-accuracy-difference", "2"], "--min-accuracy-difference 2 must"),
     ],
 )  # fmt: skip
 def test_what_was_typed_is_named(capsys: pytest.CaptureFixture[str], model: str, words: list[str], beginning: str) -> None:

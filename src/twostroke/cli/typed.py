@@ -84,13 +84,14 @@ def as_typed(sentence: str, group: Any, words: Sequence[str]) -> str:
 
 
 def _renamed(text: str, name: str, flag: str, value: str | None) -> str:
-    """``text`` with ``flag`` in the place of ``name``, and ``value`` in that of what is said of it; None: what is said."""
+    """``text`` with ``flag`` instead of ``name``, and with ``value``, unless it is None, instead of the value after it."""
     before, after = r"(?<![\w.,\-/'\"])", r"(?![\w=/'\"]|\.\w)"
 
     def option(said: re.Match[str]) -> str:
         return f"{flag} {shlex.quote(said[1].strip(_QUOTES) if value is None else value)}"
 
-    text = re.sub(f"{before}{name}={_VALUE}", option, text)
+    table = r"(?:\w+\.)?" if value is not None else ""  # an option that fills a recipe is said of as the recipe's key
+    text = re.sub(f"{before}{table}{name}={_VALUE}", option, text)
     return re.sub(f"{before}{name}{after}", flag, text) if "_" in name else text  # one word may be English: "users", "rate"
 
 

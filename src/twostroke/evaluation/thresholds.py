@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -30,7 +31,9 @@ class Check:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Thresholds; None is not checked. With ``strict``, a measured difference passes only if its whole 95% interval does."""
+    """Thresholds; None is not checked. With ``strict``, a measured difference passes only if its whole 95% interval does.
+
+    Raises ConfigError for a threshold that is not a number, which no measurement could pass."""
 
     max_perplexity_ratio: float | None = None
     min_accuracy_difference: float | None = None
@@ -38,6 +41,14 @@ class Thresholds:
     max_size_ratio: float | None = None
     max_cost_ratio: float | None = None
     strict: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_perplexity_ratio", "max_slowdown", "max_size_ratio", "max_cost_ratio"):
+            limit = getattr(self, name)
+            if limit is not None and not 0 < limit < math.inf:
+                raise ConfigError(f"{name}={limit:g} must be above 0 and finite. Leave it out to check nothing.")
+        if self.min_accuracy_difference is not None and not -1 <= self.min_accuracy_difference <= 1:
+            raise ConfigError(f"min_accuracy_difference={self.min_accuracy_difference:g} must be from -1 to 1.")
 
     def require(self, text: bool, tasks: bool, speed: bool, price: bool) -> None:
         """Raise ConfigError if a threshold is given whose value will not be measured."""

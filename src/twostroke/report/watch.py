@@ -147,7 +147,7 @@ def _listen(port: int | None, handler: type[BaseHTTPRequestHandler]) -> _Server:
         try:
             return _Server((HOST, port), handler)
         except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
+            reason = (getattr(error, "strerror", None) or str(error)).rstrip(".")
             raise InputError(
                 f"the page cannot be served on port {port}: {reason}. Name another port, or 0 for any that is free."
             ) from None

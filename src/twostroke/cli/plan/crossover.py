@@ -46,7 +46,7 @@ def crossover(
     ),
     tokens: float = typer.Option(0.0, help="Tokens that training reads; without it a recipe's own or --steps."),
     steps: int = STEPS,
-    devices: int = typer.Option(1, help="Devices that train together (data parallel, ZeRO-3 above one)."),
+    data: int = typer.Option(1, "--devices", help="Devices that train together (data parallel, ZeRO-3 above one)."),
     batch_size: int = BATCH_SIZE,
     sequence_length: int = SEQUENCE_LENGTH,
     requests_per_day: float | None = typer.Option(None, help="Requests on the first day."),
@@ -115,7 +115,7 @@ def crossover(
         vendor = vendor or nearest_api(found.name)
         document["hardware"] = machine
         if training_usd is None:
-            spent, notes = _training_cost(found, machine, terms, years, tokens, steps, devices, batch_size, sequence_length)
+            spent, notes = _training_cost(found, machine, terms, years, tokens, steps, data, batch_size, sequence_length)
             training_usd, document["training_cost"] = spent.usd, spent
         if serving is None:
             shape = serving_shape(

@@ -52,7 +52,7 @@ def train(
     lora_targets: str = typer.Option("all-linear", help="Matrices with an adapter, as q_proj,v_proj."),
     checkpointing: str = typer.Option("none", help="What backward computes again: none, selective (elementwise work) or full."),
     logits: str = typer.Option("chunked", help="chunked, or whole for a loss that takes a micro-batch's logits at once."),
-    data_parallel: int = typer.Option(1, help="Ranks that each read their own part of the batch."),
+    data: int = typer.Option(1, "--data-parallel", help="Ranks that each read their own part of the batch."),
     zero: int = typer.Option(
         0, help="What they share out: 0 nothing (DDP), 1 optimizer, 2 gradients too, 3 weights too (FSDP2)."
     ),
@@ -83,7 +83,7 @@ def train(
 
     machine = load_hardware(hardware, "train")
     layout = Layout(
-        data_parallel,
+        data,
         zero,
         tensor,
         sequence_parallel,
