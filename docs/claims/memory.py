@@ -16,7 +16,7 @@ from claims.subjects import (
     state_bytes_per_parameter,
 )
 from twostroke.core.policy import LOSS_CHUNK_ROWS
-from twostroke.planner.serving.plan import GPU_MEMORY_UTILISATION
+from twostroke.planner.serving.strategy import GPU_MEMORY_UTILISATION
 from twostroke.planner.work.weights import kv_bytes_per_token, weights_bytes
 
 PURE, MIXED = state_bytes_per_parameter("pure_bf16"), state_bytes_per_parameter("bf16")

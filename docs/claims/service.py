@@ -8,9 +8,9 @@ from claims.claim import Case, Claim
 from claims.runs import LARGE, SMALL, aim, batching, speed_ups
 from claims.subjects import DEVICE, GB, LLAMA_3B, LLAMA_8B, LLAMA_70B, checkpoint_bytes_per_parameter, device, n_parameters
 from claims.work import serving
-from twostroke.planner.serving.plan import GPU_MEMORY_UTILISATION, plan_serving
-from twostroke.planner.serving.shape import ServingShape
-from twostroke.planner.serving.speculation import Speculation
+from twostroke.planner.serving.plan import plan_serving
+from twostroke.planner.serving.shape import ServingShape, Speculation
+from twostroke.planner.serving.strategy import GPU_MEMORY_UTILISATION
 from twostroke.planner.training.memory import PRECISIONS
 from twostroke.planner.work.weights import kv_bytes_per_token, weights_bytes
 

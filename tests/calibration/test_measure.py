@@ -73,7 +73,7 @@ def test_every_rate_is_a_positive_finite_number(profile: MachineProfile) -> None
     numbers = [profile.op_launch_s, profile.linear_launch_s, profile.disk_write_bytes_per_s, *profile.peak_flop_per_s.values()]
     numbers += [p.bytes_per_s for p in profile.read_bandwidth] + [p.flop_per_s for p in profile.matmul]
     shares = (profile.conditions.disturbed_share, *profile.conditions.low_by_share.values())
-    numbers += numbers_in([profile.training, profile.native, profile.torch_runner, profile.product_launches_s])
+    numbers += numbers_in([profile.training, profile.native, profile.product_launches_s])
     assert all(0 <= share <= 1 for share in shares)
     assert set(profile.conditions.low_by_share) == {"train", "serve"}
     assert all(math.isfinite(n) and n > 0 for n in numbers)
@@ -96,18 +96,16 @@ def test_products_cover_schemes_rows_and_classes(profile: MachineProfile) -> Non
     training = (*SMALL.classes, *SMALL.deep_classes)
     wanted = {(s, m, n, k) for s in SMALL.training_schemes for m in SMALL.training_rows for n, k in training}
     native = {(s, m, n, k) for s in SMALL.native_schemes for m in SMALL.native_rows for n, k in SMALL.native_classes}
-    packed = {("packed_fp32", m, n, k) for m in SMALL.engine_rows for n, k in SMALL.classes}
-    assert wanted | (packed if library() is None else native) <= found
+    quantised = {("w8", m, n, k) for m in SMALL.engine_rows for n, k in SMALL.classes}
+    assert wanted | (quantised if library() is None else native) <= found
     assert {"fp32", "bf16"} <= set(profile.peak_flop_per_s)
 
 
 def test_without_native_code_the_engines_torch_products_are_measured(torchs: MachineProfile) -> None:
     found = {(p.scheme, p.m, p.n, p.k) for p in torchs.matmul}
-    assert {("packed_fp32", m, n, k) for m in SMALL.engine_rows for n, k in SMALL.classes} <= found
+    assert {("w8", m, n, k) for m in SMALL.engine_rows for n, k in SMALL.classes} <= found
     assert not any(p.scheme.startswith("native_") for p in torchs.matmul)
     assert torchs.crossovers.flash_max_scores > 0
-    assert set(torchs.torch_runner.layer_operations_element_per_s) == {"fp32", "bf16"}
-    assert {p.tokens for p in torchs.torch_runner.prompt_attention} == set(SMALL.attention_lengths)
     assert not hardware_from_profile(torchs).runs_natively
     plan = plan_serving(
         SMALL.block.spec, ServingShape(scheme="int8", prompt_tokens=8, output_tokens=8), hardware_from_profile(torchs)
@@ -238,6 +236,6 @@ def test_the_default_extent_is_the_whole_table() -> None:
     assert extent.engine_rows[0] == 1
     assert extent.training_rows[-1] == 4096
     assert {"fp32", "bf16"} == set(extent.training_schemes)
-    assert {"packed_fp32", "packed_bf16", "w8", "w8a8"} == set(extent.engine_schemes)
+    assert {"w8", "w8a8"} == set(extent.engine_schemes)
     assert extent.block == BlockSize()
     assert dataclasses.replace(extent, effort=0.5).effort == 0.5

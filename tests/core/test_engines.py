@@ -19,8 +19,7 @@ from twostroke.core.recipe import recipe_from_dict
 from twostroke.core.schemes import PLANNED
 from twostroke.planner.hardware.tables import hardware_names, load_hardware
 from twostroke.planner.serving.plan import plan_serving
-from twostroke.planner.serving.shape import CACHE_DTYPES, ServingShape
-from twostroke.planner.serving.speculation import Speculation
+from twostroke.planner.serving.shape import CACHE_DTYPES, ServingShape, Speculation
 from twostroke.planner.text.serving import serving_text
 from twostroke.planner.text.training import training_text
 from twostroke.planner.training.layout import Layout

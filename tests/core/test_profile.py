@@ -26,15 +26,11 @@ from twostroke.core.profile import (
 from twostroke.core.rates import (
     BlockRates,
     Conditions,
-    DecodeStarts,
     NativeRates,
     NativeStep,
     Process,
-    PromptAttention,
     Ring,
     StepPrices,
-    TorchRunnerRates,
-    TorchStep,
     TrainingRates,
     TrainingStep,
 )
@@ -198,16 +194,15 @@ def test_numbers_of_an_earlier_release_are_read_into_their_sections() -> None:
         cross_entropy_logit_per_s={"eager": 4e7},
         setup_forward_bytes_per_s=5e9,
     )
-    assert read.torch_runner == TorchRunnerRates(
-        {"fp32": 1e9},
-        (PromptAttention("fp32", 128, 1e10),),
-        (TorchStep("decode", 256, "bf16", 8, 0.005),),
-        (DecodeStarts("many", "int8", 1e-4, 1e-5, 1e9),),
-    )
     assert (read.link, read.product_launches_s) == (Ring(1e-5, 1e9, 2), {"packed_bf16": 4e-6})
     assert read.crossovers == Crossovers(int8_weight_only_max_macs=2e6)
     assert read.conditions == Conditions(0.3, {"serve": 0.2})
     assert MachineProfile.from_dict(json.loads(json.dumps(plain(read)))) == read
+
+
+def test_rates_of_torch_steps_in_an_earlier_profile_are_left_out() -> None:
+    record = plain(profile_for(read_fingerprint()))
+    assert MachineProfile.from_dict(record | {"torch_runner": {"steps": []}}) == MachineProfile.from_dict(record)
 
 
 def test_a_key_of_no_section_is_refused_by_its_place() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostroke.planner.hardware.interpolation import ratio_at
+from twostroke.planner.hardware.anchors import ratio_at
 
 RATIOS = {(256, 1): 1.5, (256, 32): 1.0, (768, 1): 1.2, (768, 32): 0.9}
 

@@ -12,7 +12,7 @@ from twostroke.core.described import plain
 from twostroke.core.families import read_spec
 from twostroke.planner.choosing.comparison import COLUMNS, Comparison, compare, flip_batch, merge_measured
 from twostroke.planner.hardware.tables import load_hardware
-from twostroke.planner.serving.plan import decode_works
+from twostroke.planner.serving.plan import strategy_of
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.text.comparison import comparison_text
 from twostroke.planner.text.format import format_quantity
@@ -79,7 +79,7 @@ def test_decode_is_bound_by_memory_and_training_by_arithmetic() -> None:
 
 def test_the_batch_at_which_the_bound_flips_is_where_it_flips() -> None:
     """Decode's MLP: B·2 FLOP per weight of 2 bytes, so B flips at rate / bandwidth when activations are negligible."""
-    hardware = ideal_machine()  # 1e12 FLOP/s over 1e11 bytes/s: balance 10 FLOP per byte
+    hardware = ideal_machine(kind="gpu")  # 1e12 FLOP/s over 1e11 bytes/s: balance 10 FLOP per byte
     table = compare(small_llama(d_model=2048, n_heads=32, n_kv_heads=4, d_ff=8192), TrainingShape(), ServingShape(), hardware)
     flip = table.row("mlp: arithmetic-bound").cells["decode"]
     assert flip.unit == "requests"
@@ -89,7 +89,7 @@ def test_the_batch_at_which_the_bound_flips_is_where_it_flips() -> None:
     shape = ServingShape()
 
     def bound(n: int) -> str:
-        works = decode_works(table.serving.spec, shape, hardware, n)
+        works = strategy_of(table.serving.spec, shape, hardware).decode(n)
         return next(w for w in works if w.component == "mlp").bound
 
     assert bound(batch) == "arithmetic"

@@ -14,7 +14,7 @@ from twostroke.planner.choosing.comparison import analytic_flips, balance_of, co
 from twostroke.planner.choosing.flips import decoding, flip_point, last_context, prefilling, training
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.tables import load_hardware
-from twostroke.planner.serving import plan
+from twostroke.planner.serving import datasheet
 from twostroke.planner.serving.plan import plan_serving
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.serving.step_time import Efficiencies, efficiencies_of
@@ -35,7 +35,7 @@ def no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     def rates(hardware: Hardware, engine: str = "any") -> Efficiencies:
         return replace(efficiencies_of(hardware, engine), operator_s=0.0, step_s=0.0, request_s=0.0, message_s=0.0)
 
-    monkeypatch.setattr(plan, "efficiencies_of", rates)
+    monkeypatch.setattr(datasheet, "efficiencies_of", rates)
 
 
 def without_launches(name: str) -> Hardware:

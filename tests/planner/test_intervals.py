@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from tests.machines import machine, small_llama
+from tests.machines import machine, native, small_llama
 
 from twostroke.core.errors import ConfigError
 from twostroke.core.profile import read_fingerprint
@@ -236,3 +236,16 @@ def test_ranges_are_looked_up_by_phase_then_any_then_other() -> None:
     assert range_of("peak_memory", "measured", "train") != range_of("peak_memory", "measured", "serve")
     assert range_of("state", "datasheet", "serve") == range_of("state", "datasheet", "train")
     assert range_of("never heard of", "datasheet", "serve") == range_of("other", "datasheet", "any")
+
+
+def test_serving_by_torch_is_predicted_with_an_interval_of_its_own() -> None:
+    """Its times are those of rates alone, and wide; its memory is as certain as the native engine's."""
+    values, torch_only = {"tpot_s": 0.01, "ttft_s": 1.0, "weights_bytes": 1e9}, machine()
+    assert torch_only.serves_by_torch
+    assert not native().serves_by_torch
+    wide, narrow = (predict_with_intervals(values, hardware, "serve") for hardware in (torch_only, native()))
+    assert {one["basis"] for one in wide.values()} == {"rates"}
+    for name in ("tpot_s", "ttft_s"):
+        assert wide[name]["high"] / wide[name]["low"] > 1.5 * narrow[name]["high"] / narrow[name]["low"]
+    assert wide["weights_bytes"]["high"] == narrow["weights_bytes"]["high"]
+    assert predict_with_intervals({"step_time_s": 1.0}, torch_only, "train")["step_time_s"]["basis"] == "measured"

@@ -12,7 +12,7 @@ from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
 from twostroke.core.policy import MAX_PAGES, PAGE_TOKENS
 from twostroke.engine.core import EngineCore
-from twostroke.planner.serving.pages import (
+from twostroke.planner.serving.memory import (
     batch_pages,
     decoding_pages,
     largest_batch,

@@ -21,6 +21,7 @@ from twostroke.engine.core import EngineCore
 from twostroke.engine.kv_pool import token_bytes
 from twostroke.kernels.int4 import quantize_groups
 from twostroke.kernels.native_library import library, why_absent
+from twostroke.planner.hardware.anchors import PREFILL_ANCHORS, UNITS
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.serving.native import (
@@ -34,11 +35,9 @@ from twostroke.planner.serving.native import (
     prefill_ratio,
     prefill_works,
 )
-from twostroke.planner.serving.native_anchors import PREFILL_ANCHORS, UNITS
 from twostroke.planner.serving.native_products import native_product_s, native_read_bytes, native_weights_bytes, packed_bytes
 from twostroke.planner.serving.plan import ServingPlan, plan_serving
-from twostroke.planner.serving.shape import ServingShape
-from twostroke.planner.serving.speculation import Speculation
+from twostroke.planner.serving.shape import ServingShape, Speculation
 from twostroke.planner.truth.explain import explain
 from twostroke.planner.work.component import total_seconds
 from twostroke.planner.work.weights import kv_bytes_per_token, weights_bytes

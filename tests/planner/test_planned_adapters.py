@@ -11,9 +11,8 @@ from twostroke.planner.training.layout import Layout
 from twostroke.planner.training.memory import nf4_bytes_per_weight
 from twostroke.planner.training.plan import plan_training, training_memory
 from twostroke.planner.training.shape import TrainingShape
-from twostroke.planner.work.adapters import ALL_LINEAR, adapter_parameters, modules_of
 from twostroke.planner.work.flops import attention_flops_per_token, training_flops_per_token
-from twostroke.planner.work.params import count_parameters
+from twostroke.planner.work.params import ALL_LINEAR, adapter_parameters, count_parameters, modules_of
 
 TARGETS = (("q_proj", "v_proj"), ("o_proj", "down_proj"), ("gate_proj",), (ALL_LINEAR,))
 

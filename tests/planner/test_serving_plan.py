@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -35,19 +34,14 @@ def test_rates_follow_from_latencies() -> None:
 
 def test_a_decode_step_reads_weights_and_cache_once() -> None:
     """A machine with boundless arithmetic: only bytes count, and each of them once."""
-    fast = ideal_machine(
-        matmul=tuple(dataclasses.replace(p, flop_per_s=1e21) for p in ideal_machine().matmul), peak_flop_per_s={"bf16": 1e21}
-    )
+    fast = ideal_machine(kind="gpu", peak_flop_per_s={"bf16": 1e21})
     spec = small_llama()
     p = plan_serving(spec, ServingShape(batch=4, prompt_tokens=500, output_tokens=1), fast)
     read = {w.component: w.bytes for w in p.decode}
     assert sum(w.seconds for w in p.decode) == pytest.approx(sum(read.values()) / 1e11)
-    embedding = 2 * spec.vocab_size * spec.d_model  # tied: read as the head
-    rows = 4 * (2 * (spec.vocab_size + spec.d_model) + 8 * spec.vocab_size)  # in and out in bf16, drawn from in fp32
+    assert read["head"] == 2 * spec.vocab_size * spec.d_model  # the tied embedding
     needed = weights_bytes(spec, "bf16") + 4 * 501 * kv_bytes_per_token(spec)
-    activations = sum(read.values()) - needed
-    assert read["head"] == pytest.approx(embedding + rows)
-    assert 0 < activations < 0.05 * needed
+    assert sum(read.values()) == pytest.approx(needed, rel=1e-3)  # norms are not counted
 
 
 def test_int8_reads_fewer_bytes_than_bf16() -> None:
@@ -72,7 +66,7 @@ def test_a_cache_that_holds_fewer_than_the_batch_is_said() -> None:
         batch=8, prompt_tokens=16, output_tokens=16, kv_cache_bytes=3 * 2 * 16 * int(kv_bytes_per_token(small_llama()))
     )
     assert any("fewer than batch=8" in note for note in small.notes)
-    assert plan(batch=8).notes == ()
+    assert not any("batch=8" in note for note in plan(batch=8).notes)
 
 
 def test_the_largest_batch_fills_the_memory(assets: Path) -> None:

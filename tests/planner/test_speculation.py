@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from twostroke.core.errors import ConfigError
-from twostroke.planner.serving.speculation import Speculation
+from twostroke.planner.serving.shape import Speculation
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,12 @@ from dataclasses import replace
 
 from twostroke.bench.definitions import Distribution, LoadSummary, RequestRecord, percentile
 from twostroke.bench.load import LoadSpec
+from twostroke.core.policy import PAGE_TOKENS
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.serving.load import closed_loop
-from twostroke.planner.serving.plan import PAGE_TOKENS, ServingPlan, page_bytes, plan_serving
+from twostroke.planner.serving.memory import page_bytes
+from twostroke.planner.serving.plan import ServingPlan, plan_serving
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.serving.under_load import AtRate, at_rate
 

@@ -20,7 +20,7 @@ from twostroke.calibration.native_rates import (
     measure_native_products,
 )
 from twostroke.calibration.native_steps import measure_native_steps, with_fitted_prices
-from twostroke.calibration.operations import measure_flash_limit, measure_layer_operations, measure_prefill_attention
+from twostroke.calibration.operations import measure_flash_limit
 from twostroke.calibration.process import measure_disk, measure_fresh_process
 from twostroke.calibration.products import (
     CLASSES,
@@ -34,7 +34,6 @@ from twostroke.calibration.products import (
     measure_peak,
     weight_only_limit,
 )
-from twostroke.calibration.serving_steps import measure_serving_steps, without_products
 from twostroke.calibration.timing import Clock
 from twostroke.calibration.training_steps import measure_steps, with_peak
 from twostroke.calibration.transformer import (
@@ -63,15 +62,14 @@ from twostroke.core.rates import (
     Engine,
     NativeRates,
     Process,
-    TorchRunnerRates,
     TrainingRates,
     TrainingStep,
 )
-from twostroke.core.schemes import NATIVE_PRODUCTS, TORCH_PRODUCTS, W8, W8A8
+from twostroke.core.schemes import NATIVE_PRODUCTS, W8, W8A8
 from twostroke.core.units import MIB
 from twostroke.kernels import training_attention
 from twostroke.kernels.native_library import library
-from twostroke.planner.training.anchors import COMPILED_ANCHORS, EAGER_ANCHORS
+from twostroke.planner.hardware.anchors import COMPILED_ANCHORS, EAGER_ANCHORS
 
 Progress = Callable[[float, str], None]
 """``progress(done, note)``: the share done, 0 to 1, and a few words on what is being measured."""
@@ -89,13 +87,12 @@ class Extent:
     classes: tuple[tuple[int, int], ...] = CLASSES
     deep_classes: tuple[tuple[int, int], ...] = DEEP_CLASSES
     training_schemes: tuple[str, ...] = TRAINING_SCHEMES
-    engine_schemes: tuple[str, ...] = TORCH_PRODUCTS
+    engine_schemes: tuple[str, ...] = (W8, W8A8)
     native_schemes: tuple[str, ...] = tuple(NATIVE_PRODUCTS)
     native_classes: tuple[tuple[int, int], ...] = NATIVE_CLASSES
     native_rows: tuple[int, ...] = NATIVE_ROWS
     peak_side: int = PEAK_SIDE
     largest_working_set_bytes: int = WORKING_SETS_BYTES[-1]
-    attention_lengths: tuple[int, ...] = (128, 512, 2048)
     block: BlockSize = field(default_factory=BlockSize)
     compile: bool = True
     disk_bytes: int = 128 * MIB
@@ -113,7 +110,6 @@ SMALL = Extent(
     native_rows=(1, 16),
     peak_side=256,
     largest_working_set_bytes=8 * MIB,
-    attention_lengths=(32,),
     block=BlockSize(heads=1, d_ff=128, tokens=64, eager_tokens=64, short=16, long=32, vocab_size=300, chunk_rows=64),
     compile=False,
     disk_bytes=4 * MIB,
@@ -220,19 +216,13 @@ def calibrate(
     launches = {scheme: measure_launch(clock, scheme) for scheme in (*extent.training_schemes, *engine_schemes)}
     limit = weight_only_limit(products)
     crossovers = Crossovers() if limit is None else Crossovers(int8_weight_only_max_macs=limit)
-    native, torch_runner = None, TorchRunnerRates()
+    native = None
     if serves_natively:
         steps = measure_native_steps(clock, lambda done, note: tell(0.86 + 0.14 * done, note)) if extent.whole_steps else ()
         native = NativeRates(float(NATIVE_WORKING_SET_BYTES), tuple(steps))
     elif device == "cpu" and not is_native and only != "train":
         tell(0.86, "attention of the engine")
         crossovers = replace(crossovers, flash_max_scores=measure_flash_limit(clock))
-        rates, attention = measure_layer_operations(clock), measure_prefill_attention(clock, extent.attention_lengths)
-        torch_runner = TorchRunnerRates(rates, tuple(attention))
-        if extent.whole_steps:
-            tell_steps: Progress = lambda done, note: tell(0.88 + 0.12 * done, note)  # noqa: E731
-            steps_and_starts = measure_serving_steps(clock, tell_steps)
-            torch_runner = replace(torch_runner, steps=steps_and_starts.steps, decode=steps_and_starts.decode)
     link = network = None
     if is_launched() and first:
         ring, between_nodes = measure_in_launched_group(device)
@@ -261,14 +251,13 @@ def calibrate(
         process=process,
         training=training,
         native=native,
-        torch_runner=torch_runner,
         crossovers=crossovers,
         link=link,
         network=network,
         conditions=Conditions(clock.disturbed_share, low_by, clock.elapsed_s),
         engines=engines,
     )
-    profile = with_fitted_prices(profile) if serves_natively else without_products(profile)
+    profile = with_fitted_prices(profile)
     stored = load_profile(device=device) if only else None
     return profile if stored is None else merged(stored, profile)
 
@@ -285,7 +274,6 @@ def merged(before: MachineProfile, now: MachineProfile) -> MachineProfile:
         product_launches_s=before.product_launches_s | now.product_launches_s,
         training=trained.training,
         native=served.native,
-        torch_runner=served.torch_runner,
         crossovers=served.crossovers,
         link=now.link or before.link,
         network=now.network or before.network,
@@ -352,7 +340,7 @@ def _measure_products(
     for i, (scheme, n, k, rows) in enumerate(plan):
         tell(0.7 * i / len(plan), f"{scheme} products, {n}×{k}")
         points += measure_class(clock, scheme, n, k, rows)
-    peak_schemes = (*training, *(s for s in engine if s in (W8, W8A8)))
+    peak_schemes = (*training, *engine)
     for i, scheme in enumerate(peak_schemes):
         # Only the types that MFU is quoted in need the full 4096³.
         side = extent.peak_side if scheme in training else extent.peak_side // 2

@@ -15,10 +15,10 @@ from twostroke.calibration.timing import Clock
 from twostroke.core.profile import MachineProfile
 from twostroke.core.rates import NativeStep, StepPrices
 from twostroke.core.schemes import NATIVE_STEPS
+from twostroke.planner.hardware.anchors import ANCHORS, UNITS, NativeAnchor
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.tables import hardware_from_profile
 from twostroke.planner.serving.native import anchor_shape, decode_products, decode_unknowns, prefill_products, prefill_unknowns
-from twostroke.planner.serving.native_anchors import ANCHORS, UNITS, NativeAnchor
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.work.component import total_seconds
 

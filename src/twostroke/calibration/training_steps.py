@@ -21,7 +21,7 @@ from twostroke.core.recipe import TrainSettings
 from twostroke.data.loader import Batch
 from twostroke.model.decoder import Decoder
 from twostroke.model.initialise import initialise
-from twostroke.planner.training.anchors import VOCABULARY, TrainingAnchor
+from twostroke.planner.hardware.anchors import VOCABULARY, TrainingAnchor
 from twostroke.training.clock import StepClock
 from twostroke.training.memory import peak_memory_bytes, reset_peak
 from twostroke.training.optimizers import Optimizers

@@ -21,6 +21,9 @@ from twostroke.core.tables import build
 
 PROFILE_VERSION = 2
 
+_LEFT_OUT = ("fingerprint_key", "torch_runner")
+"""Keys that no plan reads: one that is made of others, and rates that an earlier release measured."""
+
 ENGINES: tuple[Engine, ...] = ("train", "serve")
 """What a profile may have measured. Training computes on the GPU where torch sees one, the inference engine on the CPU."""
 
@@ -136,7 +139,8 @@ class MachineProfile(Measurements):
         if version not in (1, PROFILE_VERSION):
             raise ConfigError(f"machine profile version={version!r}; this release reads 1 and {PROFILE_VERSION}.{_AGAIN}")
         try:
-            values = {k: v for k, v in (as_version_2(record) if version == 1 else record).items() if k != "fingerprint_key"}
+            found = as_version_2(record) if version == 1 else record
+            values = {key: value for key, value in found.items() if key not in _LEFT_OUT}
             measured = values.get("engines", ENGINES if values["device"] == SERVING_DEVICE else ("train",))
             values["engines"] = tuple(engine for engine in ENGINES if engine in measured)
             return build(cls, values, "machine profile")

@@ -14,7 +14,6 @@ _PLACES = {
     "native_working_set_bytes": "native.working_set_bytes",
     r"(block_compile_s|(?:setup|mask|adamw|muon)_\w+_per_s)": r"training.\1",
     r"cross_entropy_(\w+)_logit_per_s": r"training.cross_entropy_logit_per_s.\1",
-    r"layer_operations_(\w+)_element_per_s": r"torch_runner.layer_operations_element_per_s.\1",
     r"launch_(\w+)_s": r"product_launches_s.\1",
     r"(\w+_max_(?:macs|scores))": r"crossovers.\1",
     r"(link|network)_(alpha_s|bytes_per_s|ranks)": r"\1.\2",
@@ -33,14 +32,11 @@ _ROWS = (
         r"native_(?P<phase>decode)_e(?P<width>\d+)_l(?P<n_layers>\d+)_b(?P<rows>\d+)_c(?P<context>\d+)_(?P<scheme>\w+)_s",
     ),
     ("native.prices", r"native_(?P<phase>prefill|decode)_(?P<scheme>[a-z0-9]+)_(?P<part>[a-z]+_s)"),
-    ("torch_runner.steps", r"anchor_(?P<phase>prefill|decode)_e(?P<width>\d+)_(?P<scheme>\w+)_[tb](?P<rows>\d+)_s"),
-    ("torch_runner.decode", r"decode_(?P<requests>one|many)_(?P<scheme>\w+)_(?P<part>step_s|layer_s|key_per_s)"),
-    ("torch_runner.prompt_attention", r"prefill_attention_(?P<dtype>\w+)_t(?P<tokens>\d+)_(?P<part>flop_per_s)"),
 )
 """Section of rows, and the pattern of names that belong to it. ``part`` says which number of a row it is (default: its
 seconds); the other groups say which row."""
 
-_COMPLETE = {"training.blocks": "elementwise_bytes_per_s", "training.steps": "first_step_s", "torch_runner.decode": "layer_s"}
+_COMPLETE = {"training.blocks": "elementwise_bytes_per_s", "training.steps": "first_step_s"}
 """A number without which a row of the section is left out."""
 
 

@@ -155,58 +155,6 @@ class NativeRates:
     prices: tuple[StepPrices, ...] = ()
 
 
-@dataclass(frozen=True)
-class TorchStep:
-    """Seconds of a whole step of the torch runner (``planner.anchors``): a prompt of ``rows`` tokens, or ``rows`` requests."""
-
-    phase: Phase
-    width: int
-    scheme: str
-    rows: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class DecodeStarts:
-    """The torch runner's decode step of one request or of many: what starting its operators takes around the layers and in one
-    of them, and (KV head, key) pairs of 64 numbers that its attention passes a second."""
-
-    requests: Literal["one", "many"]
-    scheme: str
-    step_s: float
-    layer_s: float
-    key_per_s: float
-
-
-@dataclass(frozen=True)
-class PromptAttention:
-    """The torch runner's attention of one prompt in one layer, FLOP/s over the keys walked."""
-
-    dtype: str
-    tokens: int
-    flop_per_s: float
-
-
-@dataclass(frozen=True)
-class TorchRunnerRates:
-    """The engine without the native library. ``layer_operations_element_per_s`` is by type: norms, rotary turn, cache write
-    and activation."""
-
-    layer_operations_element_per_s: dict[str, float] = field(default_factory=dict)
-    prompt_attention: tuple[PromptAttention, ...] = ()
-    steps: tuple[TorchStep, ...] = ()
-    decode: tuple[DecodeStarts, ...] = ()
-
-    def starts(self, n_requests: int, scheme: str) -> DecodeStarts | None:
-        """Those of a calibrated step like one of ``n_requests``: those of several gather their keys."""
-        wanted = ("one" if n_requests == 1 else "many", scheme)
-        return next((d for d in self.decode if (d.requests, d.scheme) == wanted), None)
-
-    def step_s(self, phase: Phase, width: int, scheme: str, rows: int) -> float | None:
-        wanted = (phase, width, scheme, rows)
-        return next((s.seconds for s in self.steps if (s.phase, s.width, s.scheme, s.rows) == wanted), None)
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Measurements:
     """The sections that a machine profile has and a plan reads; of a datasheet's device all are empty."""
@@ -216,6 +164,5 @@ class Measurements:
     process: Process = field(default_factory=Process)
     training: TrainingRates = field(default_factory=TrainingRates)
     native: NativeRates | None = None
-    torch_runner: TorchRunnerRates = field(default_factory=TorchRunnerRates)
     crossovers: Crossovers = field(default_factory=Crossovers)
     conditions: Conditions = field(default_factory=Conditions)

@@ -19,16 +19,6 @@ W8, W8A8 = "w8", "w8a8"
 """Torch's products of int8 weights as profiles name them: with bf16 activations, and with activations rounded on the way."""
 
 
-_TORCH_PRODUCTS = {W8: ("int8", "bf16"), W8A8: ("int8", "int8")}
-
-
-def torch_product(name: str) -> tuple[str, str]:
-    """(type of a weight, type of the arithmetic) of a product of torch's as profiles name it: fp32, bf16, ``W8``, ``W8A8``, or
-    packed_fp32 and packed_bf16 of weights that were reordered once."""
-    plain = name.removeprefix("packed_")
-    return _TORCH_PRODUCTS.get(name, (plain, plain))
-
-
 @dataclass(frozen=True)
 class NativeFormat:
     """How the native library packs a matrix: the type of a weight, whether groups of ``GROUPS`` inputs share a scale, and
@@ -89,7 +79,7 @@ class Scheme:
     be planned with it, ``searched`` whether a search tries it unasked.
 
     In our engine: ``native`` is the library's format ("": it has none), ``torch`` the products of the torch runner for few rows
-    and for many, ``steps`` the runners whose whole steps calibration measures in it. ``beside`` names the scheme that a
+    and for many. Calibration measures whole native steps where it is ``stepped``. ``beside`` names the scheme that a
     directory may hold single matrices in instead. ``disk`` is its layout, ``own`` the row that it stands for in the engine.
     ``label`` is what a comparison's table calls it, where that is not its name.
     """
@@ -107,7 +97,7 @@ class Scheme:
     searched: bool = False
     native: str = ""
     torch: tuple[str, ...] = ()
-    steps: tuple[str, ...] = ()
+    stepped: bool = False
     beside: str | None = None
     disk: DiskLayout | None = None
     own: str | None = None
@@ -178,9 +168,9 @@ def _fours(group: int) -> Scheme:
 _ROWS = (
     Scheme(
         "fp32", "fp32", activations="fp32", products=("fp32",),
-        native="fp32", torch=("packed_fp32",), steps=("torch",),
+        native="fp32", torch=("packed_fp32",),
     ),
-    Scheme("bf16", "bf16", searched=True, native="bf16", torch=("packed_bf16",), steps=("torch", "native")),
+    Scheme("bf16", "bf16", searched=True, native="bf16", torch=("packed_bf16",), stepped=True),
     Scheme("fp16", "fp16", activations="fp16", products=("fp16",)),
     # E4M3 with an fp32 scale a block of 128 × 128: DeepSeek-V3's checkpoints (arXiv 2412.19437, section 3.3.2).
     Scheme(
@@ -196,14 +186,14 @@ _ROWS = (
     # An fp32 scale an output. Accelerators hold weights alone so; w8a8 rounds activations too, as our engine always does.
     Scheme(
         "int8", "int8", 4.0, published=("gptq", "awq"), searched=True, label="int8 × bf16",
-        native="int8", torch=(W8, W8A8), steps=("torch", "native"), disk=INT_QUANTIZED,
+        native="int8", torch=(W8, W8A8), stepped=True, disk=INT_QUANTIZED,
     ),
     Scheme("int8_weight_only", "int8", 4.0, planned=False, native="int8_weight_only"),
     Scheme("w8a8", "int8", 4.0, activations="int8", products=("int8", "bf16")),
     # Groups of 128 inputs share an fp16 scale and a 4-bit zero point, as AWQ and GPTQ pack them: 4.16 bits a weight.
     Scheme(
         "int4", "int4", 2.5, group=128, published=("gptq", "awq"), searched=True,
-        native="int4", torch=("packed_bf16",), steps=("native",), beside="int8", disk=PACK_QUANTIZED, own="int4-g64",
+        native="int4", torch=("packed_bf16",), stepped=True, beside="int8", disk=PACK_QUANTIZED, own="int4-g64",
     ),
     *map(_fours, GROUPS),
     # OCP Microscaling 1.0: blocks of 32 with one 8-bit exponent, 4.25 bits a weight.
@@ -224,15 +214,17 @@ SEARCHED = tuple(row.name for row in _ROWS if row.searched)
 NATIVE = tuple(row.name for row in _ROWS if row.native)
 """Those that the native engine serves, and that a machine calibrated with it can be planned with."""
 
-NATIVE_STEPS = tuple(row.name for row in _ROWS if "native" in row.steps)
-TORCH_STEPS = tuple(row.name for row in _ROWS if "torch" in row.steps)
-"""Those whose steps calibration measures, one after another."""
+NATIVE_STEPS = tuple(row.name for row in _ROWS if row.stepped)
+"""Those in which calibration measures whole steps of the native engine."""
 
 WEIGHTS = tuple(dict.fromkeys(row.family for row in _ROWS if row.native))
 """What the engine calls them, without a group: the values of ``head_dtype``."""
 
 TORCH_WEIGHTS = tuple(dict.fromkeys(row.family for row in _ROWS if row.torch))
 """Those of them that the torch runner runs."""
+
+TORCH_HELD = tuple(row.name for row in _ROWS if row.torch and row.multiplied("torch") == row.name)
+"""Those that the torch runner holds as they are; it expands others at loading."""
 
 WRITTEN = tuple(row.name for row in _ROWS if row.disk is not None)
 """Those that `twostroke quantize` writes."""
@@ -246,9 +238,6 @@ NATIVE_PRODUCTS: dict[str, tuple[str, int]] = {
     row.native_product: (row.native, row.group or 0) for row in _ROWS if row.native and row.own is None
 }
 """Product of the native library → its format, and its inputs that share a scale (0: no groups)."""
-
-TORCH_PRODUCTS = tuple(dict.fromkeys(name for row in _ROWS if "torch" in row.steps for name in row.torch))
-"""Torch's products that calibration measures where there is no native library."""
 
 
 def scheme_of(name: str) -> Scheme:

@@ -11,7 +11,7 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.matrices import layer_kinds
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.serving.shape import ServingShape
-from twostroke.planner.work.adapters import modules_of
+from twostroke.planner.work.params import modules_of
 from twostroke.quantization.directory import Quantisation, stored_quantisation
 
 _MODULE = re.compile(r"\.(\d+)\.(.+)$")

@@ -19,17 +19,15 @@ from twostroke.core.named import inputs, recording
 from twostroke.core.rates import Process, TrainingRates, TrainingStep
 from twostroke.core.spec import MlaSpec, ModelSpec, MoeSpec
 from twostroke.planner.choosing.comparison import compare
+from twostroke.planner.hardware.anchors import training_anchors
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.tables import hardware_names, load_hardware
 from twostroke.planner.serving.plan import plan_serving
-from twostroke.planner.serving.shape import ServingShape
-from twostroke.planner.serving.speculation import Speculation
-from twostroke.planner.text.explain import explanation_text, term_line
-from twostroke.planner.training.anchors import training_anchors
+from twostroke.planner.serving.shape import ServingShape, Speculation
 from twostroke.planner.training.layout import Layout
 from twostroke.planner.training.plan import plan_training
 from twostroke.planner.training.shape import TrainingShape
-from twostroke.planner.truth.explain import explain
+from twostroke.planner.truth.explain import explain, explanation_text, term_line
 from twostroke.planner.truth.glossary import LETTERS, meaning
 from twostroke.planner.truth.record import Explanation, Recorded
 

@@ -19,8 +19,7 @@ def with_terms(
     document: dict[str, Any], text: str, planned: TrainingPlan | ServingPlan | Comparison | Crossover
 ) -> tuple[dict[str, Any], str]:
     """A plan's document with its "terms", and its text with a line a term."""
-    from twostroke.planner.text.explain import explanation_text
-    from twostroke.planner.truth.explain import explain
+    from twostroke.planner.truth.explain import explain, explanation_text
 
     terms = explain(planned)
     return {**document, "terms": terms.terms}, f"{text}\n{explanation_text(terms)}"

@@ -62,11 +62,10 @@ def serve(
     from twostroke.core.errors import ConfigError
     from twostroke.planner.hardware.tables import load_hardware
     from twostroke.planner.serving.plan import plan_serving
-    from twostroke.planner.serving.speculation import Speculation
+    from twostroke.planner.serving.shape import Speculation
     from twostroke.planner.serving.under_load import Slo, latency_table, load_of
     from twostroke.planner.text.format import intervals_text
-    from twostroke.planner.text.serving import serving_text
-    from twostroke.planner.text.serving_load import load_text, loaded_text
+    from twostroke.planner.text.serving import load_text, loaded_text, serving_text
     from twostroke.planner.truth.document import plan_document
     from twostroke.planner.truth.intervals import low_by_of, predict_with_intervals
 

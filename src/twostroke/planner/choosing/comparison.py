@@ -17,9 +17,8 @@ from twostroke.planner.choosing.flips import Amounts, Balance, flip_point
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.network import send_s
 from twostroke.planner.money.cost import cost_of, crossover_tokens, usd_per_million_tokens
-from twostroke.planner.serving.plan import ServingPlan, decode_pass, decode_works, plan_serving, prefill_works, prompt_pass
+from twostroke.planner.serving.plan import ServingPlan, plan_serving, strategy_of
 from twostroke.planner.serving.shape import ServingShape
-from twostroke.planner.serving.step_time import efficiencies_of
 from twostroke.planner.training.layout import SINGLE, Layout
 from twostroke.planner.training.memory import PRECISIONS
 from twostroke.planner.training.plan import TrainingPlan, plan_training
@@ -175,7 +174,7 @@ def context_flips(serving: ServingPlan) -> dict[str, Any]:
         at = replace(shape, prompt_tokens=max(1, context - 1), output_tokens=1, prefix_hit_share=0.0)
 
         def bound(n: int, at: ServingShape = at) -> str:
-            found = [w for w in decode_works(spec, at, hardware, n) if w.component == "attention"]
+            found = [w for w in strategy_of(spec, at, hardware).decode(n) if w.component == "attention"]
             return _sum(found).bound
 
         by_hand = None
@@ -198,9 +197,9 @@ def component_flips(training: TrainingPlan, serving: ServingPlan) -> dict[str, d
                 plan = plan_training(spec, replace(training.shape, batch_size=n, steps=0), hardware, training.layout)
                 caches[column][n] = (*plan.forward, *plan.backward, *plan.optimizer)
             elif column == "prefill":
-                caches[column][n] = prefill_works(spec, replace(serving.shape, prompt_tokens=n), hardware)
+                caches[column][n] = strategy_of(spec, replace(serving.shape, prompt_tokens=n), hardware).prefill()
             else:
-                caches[column][n] = decode_works(spec, replace(serving.shape, batch=n), hardware)
+                caches[column][n] = strategy_of(spec, replace(serving.shape, batch=n), hardware).decode()
         return caches[column][n]
 
     def bound(column: str, component: str) -> Callable[[int], str]:
@@ -540,10 +539,8 @@ def _serving_waits(serving: ServingPlan) -> list[Cell | None]:
     """Seconds of a prefill and of a decode step in collectives; none on one device."""
     if serving.devices == 1:
         return [None, None]
-    spec, shape, hardware = serving.spec, serving.shape, serving.hardware
-    rates = efficiencies_of(hardware, shape.engine)
-    both = (prompt_pass(spec, shape, hardware), decode_pass(spec, shape, hardware))
-    return [Cell(once.network_s(rates), "s") for once in both]
+    engine = strategy_of(serving.spec, serving.shape, serving.hardware)
+    return [Cell(seconds, "s") for seconds in engine.network_s()]
 
 
 def _money_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableRow]:

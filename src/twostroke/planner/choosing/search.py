@@ -17,7 +17,6 @@ from typing import Annotated, Any
 from twostroke.core.described import As
 from twostroke.core.errors import ConfigError
 from twostroke.core.optimizers import CHOICES
-from twostroke.core.policy import TOKEN_BUDGET
 from twostroke.core.schemes import PLANNED, SEARCHED, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.choosing.candidates import Candidate, DeviceResult, Miss, Objective, Phase, choose, nearest_miss, reliefs
@@ -25,22 +24,12 @@ from twostroke.planner.choosing.interconnect import LinkFinding, blame_idle_link
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.money.cost import energy_kwh, pue_of, rent_usd, usd_per_million_tokens
 from twostroke.planner.serving.load import Steps, closed_loop
-from twostroke.planner.serving.pages import batch_pages
+from twostroke.planner.serving.memory import batch_pages
 from twostroke.planner.serving.plan import (
-    CHUNK_TOKENS,
-    decode_pass,
-    decode_works,
-    engine_schemes,
-    kv_bytes_on_device,
-    memory_for_kv,
-    page_bytes,
-    prefill_works,
-    prompt_pass,
-    runs_our_engine,
-    weights_held,
+    served_schemes,
+    strategy_of,
 )
 from twostroke.planner.serving.shape import ServingShape
-from twostroke.planner.serving.step_time import Efficiencies, Pass, efficiencies_of
 from twostroke.planner.training.checkpointing import resilience
 from twostroke.planner.training.layout import Layout
 from twostroke.planner.training.memory import FP32, PRECISIONS, state_bytes
@@ -57,7 +46,7 @@ from twostroke.planner.training.plan import (
     training_memory,
 )
 from twostroke.planner.training.shape import CHECKPOINTING, TrainingShape
-from twostroke.planner.work.component import Work, total_seconds
+from twostroke.planner.work.component import bound_of, total_seconds
 from twostroke.planner.work.flops import training_flops_per_token
 from twostroke.planner.work.params import count_parameters
 
@@ -265,7 +254,7 @@ def _serve_candidates(spec: ModelSpec, work: ServeWork, space: Space, limits: Se
         for scheme in space.precisions or SEARCHED:
             lacking = _lacking_type(scheme_of(scheme).activations, machine)
             if our_engine:  # which expands what the processor cannot multiply
-                lacking = None if scheme in engine_schemes(machine) else scheme
+                lacking = None if scheme in served_schemes(machine) else scheme
             if lacking is not None:
                 yield _without_type("serve", machine, scheme, lacking)
                 continue
@@ -315,11 +304,8 @@ class _ServeTimer:
             expert=placement[2],
         )
         self.layout = dict(zip(("tensor", "pipeline", "expert"), placement, strict=True))
-        self.weights = weights_held(spec, self.shape, machine)
-        self.page = kv_bytes_on_device(spec, self.shape, page_bytes(spec, self.shape))
-        self.room = memory_for_kv(spec, self.shape, machine)
-        self.rates = efficiencies_of(machine, self.shape.engine)
-        self.ours = runs_our_engine(spec, self.shape, machine)
+        self.engine = strategy_of(spec, self.shape, machine)
+        self.weights, self.page, self.room = self.engine.weights_bytes(), self.engine.page_bytes(), self.engine.room_for_kv()
         self.pue = pue_of(machine).value
 
     def candidates(self, batches: Sequence[int]) -> Iterator[Candidate]:
@@ -330,7 +316,7 @@ class _ServeTimer:
                 yield self._candidate(batch, memory)
                 continue
             if ttft_s is None:
-                ttft_s = self._ttft_s()
+                ttft_s = self.engine.prefill_s()
             yield self._timed(batch, memory, ttft_s)
 
     def _candidate(self, batch: int, memory: dict[str, float]) -> Candidate:
@@ -353,31 +339,15 @@ class _ServeTimer:
             misses=(miss,),
         )
 
-    def _ttft_s(self) -> float:
-        if self.ours:
-            return total_seconds(prefill_works(self.spec, self.shape, self.machine))
-        return prompt_pass(self.spec, self.shape, self.machine).seconds(self.rates)
-
-    def _step(self, batch: int) -> tuple[float, float, float, str]:
-        """(seconds of a decode step, what a prompt beside it adds, seconds in collectives, bound)."""
-        if self.ours:
-            works = decode_works(self.spec, self.shape, self.machine, batch)
-            return total_seconds(works), -1.0, 0.0, _bound(works)
-        once = decode_pass(self.spec, self.shape, self.machine, batch=batch)
-        step_s = once.seconds(self.rates)
-        mixed_s = decode_pass(self.spec, self.shape, self.machine, prompt=True, batch=batch).seconds(self.rates)
-        return step_s, max(0.0, mixed_s - step_s), once.network_s(self.rates), _pass_bound(once, self.rates)
-
     def _timed(self, batch: int, memory: dict[str, float], ttft_s: float) -> Candidate:
         """One that fits, with its rates, its money and the limits it misses; with as many replicas as the requests need.
 
         TTFT and TPOT are those of users who ask again at once, as of ``ServingPlan.loaded``.
         """
         work, machine, output = self.work, self.machine, self.work.output_tokens
-        step_s, beside_s, network_s, bound = self._step(batch)
-        added_s = ttft_s if self.ours else self.rates.interference * beside_s
-        budget = TOKEN_BUDGET if self.ours else CHUNK_TOKENS
-        loaded = closed_loop(Steps(ttft_s, added_s, step_s, work.prompt_tokens, output, budget), batch)
+        step_s, network_s, bound = self.engine.step(batch)
+        added_s = self.engine.added_s(ttft_s, step_s, batch)
+        loaded = closed_loop(Steps(ttft_s, added_s, step_s, work.prompt_tokens, output, self.engine.token_budget), batch)
         rate = batch * output / (batch * ttft_s + output * step_s)
         served = work.requests_per_s * output or rate
         replicas = math.ceil(served / rate) if work.requests_per_s else 1
@@ -423,31 +393,11 @@ class _ServeTimer:
         )
 
 
-def _pass_bound(once: Pass, rates: Efficiencies) -> str:
-    """Which limit most of a step would take alone: memory, arithmetic, or starting operations."""
-    shares = rates.arithmetic(once.dtype)
-    limits = {
-        "memory": sum(p.memory_s for p in once.products) / rates.product_bandwidth_share
-        + once.cache.memory_s / rates.cache_bandwidth_share,
-        "arithmetic": sum(p.arithmetic_s for p in once.products) / shares + once.cache.arithmetic_s / rates.attention_share,
-        "launch": once.starts_s(rates) + once.around_s(rates),
-    }
-    return max(limits, key=lambda name: limits[name])
-
-
 def _misses(checks: Sequence[tuple[str, float, float | None, str]]) -> tuple[Miss, ...]:
     """The checks (limit, needed, allowed, unit) that fail."""
     return tuple(
         Miss(name, needed, allowed, unit) for name, needed, allowed, unit in checks if allowed is not None and needed > allowed
     )
-
-
-def _bound(works: Sequence[Work]) -> str:
-    """What most of a step's time is bound by."""
-    totals: dict[str, float] = {}
-    for work in works:
-        totals[work.bound] = totals.get(work.bound, 0.0) + work.seconds
-    return max(totals, key=lambda name: totals[name])
 
 
 # -- training -------------------------------------------------------------------------------------------------------------
@@ -645,7 +595,7 @@ class _TrainTimer:
             "energy_kwh": layout.n_devices * energy_kwh(running_s, machine.watts.value, self.pue),
         }
         busy = min(1.0, sum(t.seconds for t in traffic) / step_s)
-        return values, exposed_s / step_s, bubble_s / step_s, busy, _bound((*works, update))
+        return values, exposed_s / step_s, bubble_s / step_s, busy, bound_of((*works, update))
 
     def _passes(self, layout: Layout, shape: TrainingShape) -> StageTime:
         key = (layout.tensor, layout.pipeline, layout.expert, shape.dtype, shape.batch_size, shape.checkpointing)

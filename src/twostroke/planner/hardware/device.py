@@ -18,8 +18,7 @@ from twostroke.core.profile import (
     MatmulPoint,
 )
 from twostroke.core.rates import Measurements, NativeRates
-from twostroke.core.schemes import torch_product
-from twostroke.planner.hardware.interpolation import interpolate_log
+from twostroke.planner.hardware.anchors import interpolate_log
 
 Kind = Literal["measured", "predicted", "datasheet", "assumed"]
 
@@ -143,10 +142,6 @@ class Hardware(Measurements):
         which torch drives."""
         return self.label if self.kind == "gpu" and self.basis == "datasheet" else None
 
-    @property
-    def network_bytes_per_s(self) -> float:
-        return self.network.bytes_per_s
-
     def link_for(self, n_devices: int) -> Link:
         """The slowest link that a group of ``n_devices`` must use: ``link`` while they fit one node, ``network`` beyond."""
         return self.link if n_devices <= self.devices_per_node else self.network
@@ -178,7 +173,7 @@ class Hardware(Measurements):
         if not points:
             if self.basis == "measured":
                 return self.peak(scheme)
-            return self.peak(torch_product(scheme)[1]) * ASSUMED_PRODUCT_EFFICIENCY
+            return self.peak(scheme) * ASSUMED_PRODUCT_EFFICIENCY
         classes: dict[tuple[int, int], list[tuple[float, float]]] = {}
         for p in points:
             classes.setdefault((p.n, p.k), []).append((p.m, p.flop_per_s))
@@ -199,18 +194,19 @@ class Hardware(Measurements):
         ``working_set_bytes`` is everything that is read between two uses of this matrix (a whole model in a decode step):
         it decides whether the weights come from cache or memory. Default: the matrix alone.
         """
-        weight_bytes = n * k * letter("w", bytes_of(torch_product(scheme)[0]))
+        weight_bytes = n * k * letter("w", bytes_of(scheme))
         reading = weight_bytes / self.bandwidth(max(weight_bytes, working_set_bytes or 0))
         return largest(2 * m * n * k / self.product_rate(scheme, m, n, k), reading)
-
-    def product_launch_s(self, scheme: str) -> float:
-        """Seconds that a product takes before its arithmetic: its scheme's, or one linear layer's."""
-        return self.product_launches_s.get(scheme, self.linear_launch_s)
 
     @property
     def runs_natively(self) -> bool:
         """Whether products and steps of the native engine were measured here."""
         return self.native is not None
+
+    @property
+    def serves_by_torch(self) -> bool:
+        """Whether our engine computes with torch here: a calibrated CPU without the native library."""
+        return self.basis == "measured" and self.kind == "cpu" and self.native is None
 
     @property
     def native_rates(self) -> NativeRates:

@@ -14,18 +14,20 @@ from twostroke.core.named import largest, letter, named, smallest
 from twostroke.core.policy import TOKEN_BUDGET
 from twostroke.core.schemes import scheme_of
 from twostroke.core.spec import ModelSpec
+from twostroke.planner.hardware.anchors import PREFILL_ANCHORS, SHALLOW, NativeAnchor, Ratios, family_of, has_steps, ratio_at
 from twostroke.planner.hardware.device import Hardware
-from twostroke.planner.hardware.interpolation import Ratios, ratio_at
-from twostroke.planner.serving.native_anchors import PREFILL_ANCHORS, SHALLOW, NativeAnchor, family_of, has_steps
+from twostroke.planner.serving.memory import touched_pages
 from twostroke.planner.serving.native_products import (
     MANY_ROWS,
     native_matrices,
     native_product_bytes,
     native_product_s,
     native_read_bytes,
+    native_weights_bytes,
 )
 from twostroke.planner.serving.shape import ServingShape
-from twostroke.planner.work.component import Work, merge, total_seconds
+from twostroke.planner.serving.strategy import Strategy
+from twostroke.planner.work.component import Work, bound_of, merge, total_seconds
 from twostroke.planner.work.flops import elementwise_elements, visible_pairs
 from twostroke.planner.work.weights import kv_bytes_per_token
 
@@ -297,3 +299,55 @@ def anchor_shape(anchor: NativeAnchor, like: ServingShape) -> ServingShape:
     if anchor.phase == "prefill":
         return replace(like, prompt_tokens=anchor.rows, output_tokens=1, batch=1)
     return replace(like, prompt_tokens=anchor.context, output_tokens=1, batch=anchor.rows)
+
+
+# -- what a plan asks -----------------------------------------------------------------------------------------------------
+
+
+class Native(Strategy):
+    """The native engine."""
+
+    def weights_bytes(self) -> float:
+        shape = self.shape
+        packed = native_weights_bytes(self.spec, shape.scheme, shape.head, shape.in_int8)
+        multiplied = scheme_of(shape.scheme).multiplied("native")
+        source = f"packed by the native library in {multiplied}, the head in {shape.head}; an embedding of its own"
+        return named("weights_bytes", packed, "bytes", source)
+
+    @property
+    def stored_scheme(self) -> str:
+        return scheme_of(self.shape.scheme).here.name
+
+    def touched_cache_bytes(self, set_aside: float) -> float:
+        touched = smallest(set_aside, touched_pages(self.spec, self.shape) * self.page_bytes())
+        source = "the cache takes memory as its pages are touched; a server that runs on fills all of it"
+        return named("kv_touched_bytes", touched, "bytes", source)
+
+    def working_bytes(self) -> float:
+        source = "working memory of the largest step; the parts of a tied embedding that are looked up in its file"
+        return named("activations_bytes", step_memory_bytes(self.spec, self.shape), "bytes", source)
+
+    def process_bytes(self) -> float:
+        return super().process_bytes() + letter("engine", ENGINE_BYTES)
+
+    def prefill(self) -> tuple[Work, ...]:
+        ratio = prefill_ratio(self.spec, self.shape, self.hardware)
+        return tuple(work.stretched(ratio) for work in prefill_works(self.spec, self.shape, self.hardware))
+
+    def decode(self, batch: int | None = None) -> tuple[Work, ...]:
+        shape = self.shape if batch is None else replace(self.shape, batch=batch)
+        return decode_works(self.spec, shape, self.hardware)
+
+    def step(self, batch: int) -> tuple[float, float, str]:
+        works = self.decode(batch)
+        return total_seconds(works), 0.0, bound_of(works)
+
+    def added_s(self, prefill_s: float, step_s: float, batch: int | None = None) -> float:
+        """A prompt is computed in steps of its own rows beside one row of each other request: its whole prefill."""
+        return prefill_s
+
+    def check_s(self) -> float | None:
+        """The rows of γ + 1 times as many requests. Their cache is read once a row, so this is the slower side."""
+        if self.shape.speculation is None:
+            return None
+        return total_seconds(self.decode((self.shape.speculation.draft_tokens + 1) * self.shape.batch))

@@ -2,50 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 from twostroke.core import engines
 from twostroke.core.described import As
-from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.core.matrices import block_matrices
-from twostroke.core.named import letter, named, smallest, within
-from twostroke.core.policy import (
-    CACHE_SHARE,
-    MAX_PAGES,
-    PAGE_TOKENS,
-    TOKEN_BUDGET,
-    WEIGHT_ONLY_MULTIPLE,
-    default_pages,
-)
-from twostroke.core.schemes import MIXED, NATIVE, PLANNED, TORCH_STEPS, scheme_of
+from twostroke.core.named import letter, named, within
+from twostroke.core.schemes import MIXED, NATIVE, PLANNED, TORCH_HELD, scheme_of
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.hardware.device import DATASHEET_NOTE, Hardware
+from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.money.cost import Cost, TokenPrices, cost_of, token_prices, usd_per_million_tokens
-from twostroke.planner.serving import native, native_products
+from twostroke.planner.serving.datasheet import Datasheet
 from twostroke.planner.serving.load import Latency, Steps, closed_loop
-from twostroke.planner.serving.pages import batch_pages, largest_batch, request_pages, touched_pages
-from twostroke.planner.serving.shape import ServingShape
-from twostroke.planner.serving.step_time import (
-    Efficiencies,
-    Part,
-    Pass,
-    device_bytes,
-    efficiencies_of,
-    efficiencies_table,
-    one_pass,
+from twostroke.planner.serving.memory import (
+    kv_bytes_on_device,
+    largest_batch,
+    request_kv_bytes,
 )
-from twostroke.planner.serving.torch_runner import decode_ratio, engine_decode_works, engine_prefill_works, prefill_ratio
-from twostroke.planner.work.component import Work, merge, shown, total_seconds
+from twostroke.planner.serving.native import Native
+from twostroke.planner.serving.shape import ServingShape
+from twostroke.planner.serving.strategy import Strategy
+from twostroke.planner.serving.torch_runner import (
+    TorchRunner,
+)
+from twostroke.planner.work.component import Work, shown, total_seconds
 from twostroke.planner.work.flops import decode_flops, prefill_flops
 from twostroke.planner.work.params import Parameters, count_parameters
-from twostroke.planner.work.weights import kv_bytes_per_token, matrices_bytes, mixed_weights_bytes, weights_bytes
+from twostroke.planner.work.weights import kv_bytes_per_token, mixed_weights_bytes
 from twostroke.scheduling.step import logits_bytes
-
-GPU_MEMORY_UTILISATION = 0.9
-CPU_MEMORY_UTILISATION = 0.5
-"""Share of memory that weights and KV cache may take at most: others live on a CPU machine too."""
 
 
 class ServingMemory:
@@ -84,6 +70,10 @@ class ServingPasses:
     decode: Annotated[tuple[Work, ...], "one step of the batch"]
 
 
+ALONE = "one prompt alone, one component after another"
+"""What a first token waits for."""
+
+
 @dataclass(frozen=True)
 class ServingPlan:
     """Everything predicted of serving. ``prefill`` is one prompt alone; ``decode`` one step of the whole batch, at the mean
@@ -114,9 +104,9 @@ class ServingPlan:
     model_bytes: float
     startup_s: float
     cost_per_hour: Annotated[Cost, "of all devices of one copy"]
+    added_by_a_prompt_s: float  # by how much others' decoding is held up when a prompt is computed
+    token_budget: int  # tokens of prompts that a step computes at most
     check_s: float | None = None  # a step that checks drafted tokens
-    prompt_beside_s: float | None = None  # what a prompt adds to a step; None: it runs apart and takes its whole prefill
-    interference: float = 1.0
     notes: Annotated[tuple[str, ...], "what to bear in mind"] = ()
 
     @property
@@ -142,7 +132,7 @@ class ServingPlan:
     @property
     def ttft_s(self) -> float:
         """First token of a request that arrives at an idle server: its prefill."""
-        return named("ttft_s", total_seconds(self.prefill), "s", "one prompt alone, one component after another")
+        return named("ttft_s", total_seconds(self.prefill), "s", ALONE)
 
     @property
     def step_s(self) -> float:
@@ -167,18 +157,11 @@ class ServingPlan:
         return self.shape.placement.devices
 
     @property
-    def added_by_a_prompt_s(self) -> float:
-        """Seconds by which others' decoding is held up when a prompt is computed: a step with it − a step without, or the
-        whole prefill where it runs apart; times the share that is felt."""
-        beside = self.ttft_s if self.prompt_beside_s is None else self.prompt_beside_s
-        return self.interference * beside
-
-    @property
     def steps(self) -> Steps:
         """What ``load`` computes waiting from."""
-        shape, ours = self.shape, self.prompt_beside_s is None
-        fresh, budget = shape.prompt_tokens - shape.hit_tokens, TOKEN_BUDGET if ours else CHUNK_TOKENS
-        return Steps(self.ttft_s, self.added_by_a_prompt_s, self.tpot_s, fresh, shape.output_tokens, budget)
+        shape = self.shape
+        fresh = shape.prompt_tokens - shape.hit_tokens
+        return Steps(self.ttft_s, self.added_by_a_prompt_s, self.tpot_s, fresh, shape.output_tokens, self.token_budget)
 
     @property
     def loaded(self) -> Annotated[Latency, "latency beside other users"]:
@@ -257,213 +240,22 @@ class ServingPlan:
         }
 
 
-# -- memory ---------------------------------------------------------------------------------------------------------------
+# -- which engine ---------------------------------------------------------------------------------------------------------
 
 
-def request_kv_bytes(spec: ModelSpec, shape: ServingShape) -> float:
-    """Most KV cache that one request holds at a time: whole pages · page · bytes per token (``kv_pages.request_pages``)."""
-    held = request_pages(spec, shape) * page_bytes(spec, shape)
-    source = "a request's last page is counted whole"
-    if spec.window_of_every_layer is not None:
-        source += "; what is behind the window is given back"
-    return named("kv_request_bytes", held, "bytes", source)
-
-
-def page_bytes(spec: ModelSpec, shape: ServingShape) -> float:
-    """One page over all layers and devices."""
-    return letter("page", PAGE_TOKENS) * kv_bytes_per_token(spec, shape.cache_dtype)
-
-
-def weights_on_device(spec: ModelSpec, shape: ServingShape) -> float:
-    """Bytes of weights on one device: the blocks' matrices as ``Placement`` divides them, the rest (embedding, head, norms)
-    by tensor; all of it where there is one device. Stages hold equally many layers, the first the embedding, the last the head:
-    the fuller one is counted."""
-    whole, at = weights_bytes(spec, shape.scheme), shape.placement
-    if at.devices == 1:
-        return named("weights_bytes", whole, "bytes", f"all of them on one device, in {shape.scheme}")
-    rest = whole - matrices_bytes(spec, shape.scheme)
-    stages = smallest(at.pipeline, spec.n_layers)
-    layers = -(-spec.n_layers // stages) / spec.n_layers
-    ends = rest / at.tensor / (1 if stages == 1 or spec.tied_embeddings else 2)
-    held = layers * device_bytes(spec, shape.scheme, at.tensor, at.stage_devices) + ends
-    source = "one device: matrices cut by tensor parallel, whole experts spread, layers by stage; embedding or head at an end"
-    return named("weights_bytes", held, "bytes", source)
-
-
-def second_copies_bytes(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float:
-    """Bytes of the int8 matrices that our engine holds twice, plain for few rows and packed for many: those that one row passes
-    with int8 weights alone, where the machine has both kernels. No copy is on disk."""
-    names = scheme_of(shape.scheme).torch
-    both = len(names) > 1 and all(map(hardware.has_scheme, names))
-    if not both or not runs_our_engine(spec, shape, hardware):
-        return 0.0
-    limit = hardware.crossovers.int8_weight_only_max_macs
-    twice = sum(p.weights for p in block_matrices(spec) if p.weights <= limit and p.k % WEIGHT_ONLY_MULTIPLE == 0)
-    source = "int8 matrices held twice: plain for few rows, packed for many"
-    return named("second_copies_bytes", spec.n_layers * twice * 1.0, "bytes", source)
-
-
-def stored_scheme_name(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> str:
-    """The scheme as it is on disk: where the native engine runs, the row that our files mean by its name."""
-    return scheme_of(shape.scheme).here.name if runs_natively(spec, shape, hardware) else shape.scheme
-
-
-def weights_held(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float:
-    """What the weights take in memory: packed, in the native engine; else ``weights_on_device`` and ``second_copies_bytes``."""
-    if runs_natively(spec, shape, hardware):
-        packed = native_products.native_weights_bytes(spec, shape.scheme, shape.head, shape.in_int8)
-        multiplied = scheme_of(shape.scheme).multiplied("native")
-        source = f"packed by the native library in {multiplied}, the head in {shape.head}; an embedding of its own"
-        return named("weights_bytes", packed, "bytes", source)
-    return weights_on_device(spec, shape) + second_copies_bytes(spec, shape, hardware)
-
-
-def kv_bytes_on_device(spec: ModelSpec, shape: ServingShape, kv_bytes: float) -> float:
-    """Of ``kv_bytes`` of cached tokens what one device keeps: key heads divided by tensor (no further than there are heads,
-    and not at all under latent attention), layers by pipeline, requests by attention groups."""
-    at = shape.placement
-    heads = 1 if spec.mla is not None else smallest(at.tensor, spec.n_kv_heads)
-    return kv_bytes / (heads * smallest(at.pipeline, spec.n_layers) * at.attention_groups)
-
-
-def memory_for_kv(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float:
-    """Bytes left for the KV cache on one device: utilisation · memory − weights − the process at rest. May be negative."""
-    share = letter("share", GPU_MEMORY_UTILISATION if hardware.kind == "gpu" else CPU_MEMORY_UTILISATION)
-    held, process = weights_held(spec, shape, hardware), letter("process", hardware.process.resident_bytes)
-    source = f"{hardware.label}: memory {hardware.basis}, share assumed"
-    return named("room_for_kv_bytes", share * hardware.memory_bytes - held - process, "bytes", source, "assumed")
-
-
-def cache_pages(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> int:
-    """Pages that the engine takes: of ``kv_cache_bytes``, or ``default_pages`` in ``CACHE_SHARE`` of the memory that weights
-    and process leave on a CPU, in all that may be used on a GPU."""
-    page, longest = kv_bytes_on_device(spec, shape, page_bytes(spec, shape)), shape.max_model_len or spec.max_positions
-    if hardware.kind == "gpu":
-        free = memory_for_kv(spec, shape, hardware)
-    else:
-        held = weights_held(spec, shape, hardware) + hardware.process.resident_bytes
-        free = CACHE_SHARE * (hardware.memory_bytes - held)
-    pages = int(shape.kv_cache_bytes // page) if shape.kv_cache_bytes else default_pages(page, free, longest)
-    return letter("pages", min(pages, MAX_PAGES) if runs_our_engine(spec, shape, hardware) else pages)
-
-
-# -- time -----------------------------------------------------------------------------------------------------------------
-
-
-def prefill_works(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> tuple[Work, ...]:
-    """One prompt through the model, what the cache has of it left out; our own engine's held to the anchors."""
-    if runs_natively(spec, shape, hardware):
-        ratio = native.prefill_ratio(spec, shape, hardware)
-        return tuple(work.stretched(ratio) for work in native.prefill_works(spec, shape, hardware))
-    if not runs_our_engine(spec, shape, hardware):
-        return accelerator_works(spec, prompt_pass(spec, shape, hardware), efficiencies_of(hardware, shape.engine))
-    ratio = prefill_ratio(spec, shape, hardware)
-    return tuple(work.stretched(ratio) for work in engine_prefill_works(spec, shape, hardware))
-
-
-def decode_works(spec: ModelSpec, shape: ServingShape, hardware: Hardware, batch: int | None = None) -> tuple[Work, ...]:
-    """One step of ``batch`` requests (default: the shape's), each with prompt + output/2 tokens before it."""
-    if batch is not None:
-        shape = replace(shape, batch=batch)
-    if runs_natively(spec, shape, hardware):
-        return native.decode_works(spec, shape, hardware)
-    if not runs_our_engine(spec, shape, hardware):
-        return accelerator_works(spec, decode_pass(spec, shape, hardware), efficiencies_of(hardware, shape.engine))
-    ratio = decode_ratio(spec, shape, hardware)
-    return tuple(work.stretched(ratio) for work in engine_decode_works(spec, shape, hardware))
-
-
-# -- accelerators known by their datasheet --------------------------------------------------------------------------------
-
-CHUNK_TOKENS = 8192
-"""Prompt tokens that engines on accelerators compute in one step at most."""
-
-
-def runs_our_engine(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> bool:
-    """Whether rates of this very engine were measured for the plan: a calibrated CPU, one device, a dense model of equal
-    layers. Everything else is planned by ``step_time``."""
+def strategy_of(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Strategy:
+    """The engine whose steps are planned. Our own computes on the CPU, on one device, dense models of equal layers; where that
+    was calibrated it is the native engine, or the torch runner on a machine without it."""
     plain = spec.moe is None and spec.mla is None and spec.global_attention is None
-    measured = hardware.basis == "measured" and hardware.kind == "cpu"  # the engine computes on the CPU, always
-    return measured and shape.placement.devices == 1 and plain and shape.scheme in engine_schemes(hardware)
+    calibrated = hardware.basis == "measured" and hardware.kind == "cpu"
+    if not (calibrated and plain and shape.placement.devices == 1 and shape.scheme in served_schemes(hardware)):
+        return Datasheet(spec, shape, hardware)
+    return Native(spec, shape, hardware) if hardware.runs_natively else TorchRunner(spec, shape, hardware)
 
 
-def runs_natively(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> bool:
-    """Whether that engine is the native one, whose rates the machine's profile holds."""
-    return hardware.runs_natively and runs_our_engine(spec, shape, hardware)
-
-
-def engine_schemes(hardware: Hardware) -> tuple[str, ...]:
-    """How our own engine can hold weights on a calibrated machine, as far as its steps were measured."""
-    return NATIVE if hardware.runs_natively else TORCH_STEPS
-
-
-def decode_pass(
-    spec: ModelSpec, shape: ServingShape, hardware: Hardware, prompt: bool = False, checked: int = 1, batch: int | None = None
-) -> Pass:
-    """A step of the batch at an answer's mean context, with one prompt beside it where asked for; each request with ``checked``
-    tokens."""
-    return one_pass(
-        spec, shape.scheme, bytes_of(shape.cache_dtype), shape.placement, hardware,
-        decoding=batch or shape.batch, context=shape.context, checked=checked,
-        prompt_tokens=shape.prompt_tokens if prompt else 0.0, hit_tokens=shape.hit_tokens if prompt else 0.0,
-    )  # fmt: skip
-
-
-def prompt_pass(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Pass:
-    """One prompt alone, in steps of ``CHUNK_TOKENS``."""
-    fresh = shape.prompt_tokens - shape.hit_tokens
-    return one_pass(
-        spec, shape.scheme, bytes_of(shape.cache_dtype), shape.placement, hardware,
-        prompt_tokens=shape.prompt_tokens, hit_tokens=shape.hit_tokens, steps=-(-fresh // CHUNK_TOKENS),
-    )  # fmt: skip
-
-
-def accelerator_works(spec: ModelSpec, once: Pass, rates: Efficiencies) -> tuple[Work, ...]:
-    """A pass by component. Collectives are shared by attention and MLP, each of which ends in one; scheduling and sampling
-    stand with the head. Norms move their bytes within what products were fitted to, so only their launches count."""
-    network = once.network_s(rates) / 2
-    norms, attention, mlp = (count * rates.operator_s for count in once.operators)
-    launches = {"attention": attention + network, "mlp": mlp + network, "head": once.around_s(rates)}
-    works = [Work.limited("norms", 0.0, 0.0, 0.0, 0.0, norms)]
-    works += [_work_of(part, once, rates, launches[part.component]) for part in once.products]
-    for part, seconds in ((once.cache, once.cache_s(rates)), (once.prompts, once.prompts_s(rates))):
-        if seconds:
-            arithmetic, memory = part.arithmetic_s / rates.attention_share, part.memory_s / rates.cache_bandwidth_share
-            works.append(Work("attention", part.flops, part.n_bytes, arithmetic, memory, 0.0, seconds))
-    return merge(works)
-
-
-def _work_of(part: Part, once: Pass, rates: Efficiencies, launch_s: float) -> Work:
-    arithmetic, memory = part.arithmetic_s / rates.arithmetic(once.dtype), part.memory_s / rates.product_bandwidth_share
-    seconds = once.product_s(part, rates) + launch_s
-    return Work(part.component, part.flops, part.n_bytes, arithmetic, memory, launch_s, seconds)
-
-
-def serving_times(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> tuple[float, float, float]:
-    """(bytes on one device, TTFT, TPOT) of a shape and nothing else: what a search asks thousands of times. TTFT and TPOT are
-    those of ``ServingPlan``."""
-    memory = weights_held(spec, shape, hardware) + kv_bytes_on_device(
-        spec, shape, batch_pages(spec, shape, shape.batch) * page_bytes(spec, shape)
-    )
-    if runs_our_engine(spec, shape, hardware):
-        return memory, total_seconds(prefill_works(spec, shape, hardware)), total_seconds(decode_works(spec, shape, hardware))
-    rates = efficiencies_of(hardware, shape.engine)
-    step = decode_pass(spec, shape, hardware).seconds(rates)
-    if shape.speculation is not None:
-        check = decode_pass(spec, shape, hardware, checked=shape.speculation.draft_tokens + 1).seconds(rates)
-        step /= shape.speculation.speed_up_of(step, check)
-    return memory, prompt_pass(spec, shape, hardware).seconds(rates), step
-
-
-def check_s(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> float | None:
-    """A step that checks γ drafted tokens and draws one more, for every request; None without speculation. Our own engine takes
-    the rows of so many requests (their cache is read once a row, so this is the slower side)."""
-    if shape.speculation is None:
-        return None
-    rows = shape.speculation.draft_tokens + 1
-    if runs_our_engine(spec, shape, hardware):
-        return total_seconds(decode_works(spec, shape, hardware, rows * shape.batch))
-    return decode_pass(spec, shape, hardware, checked=rows).seconds(efficiencies_of(hardware, shape.engine))
+def served_schemes(hardware: Hardware) -> tuple[str, ...]:
+    """How our own engine can hold weights on a calibrated machine."""
+    return NATIVE if hardware.runs_natively else TORCH_HELD
 
 
 def check_placement(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> None:
@@ -494,7 +286,7 @@ def check_placement(spec: ModelSpec, shape: ServingShape, hardware: Hardware) ->
                 f"in_int8={(unknown or shape.in_int8)[0]!r} must be a matrix of the model, as 0.down, and scheme="
                 f"{shape.scheme!r} one that holds some matrices in 8 bits. Those do: {', '.join(MIXED)}."
             )
-    ours = engine_schemes(hardware)
+    ours = served_schemes(hardware)
     if hardware.basis == "measured" and hardware.kind == "cpu" and shape.scheme not in ours:
         raise ConfigError(
             f"scheme={shape.scheme!r} is not served by the engine on this machine. Use one of {', '.join(ours)}, or "
@@ -505,17 +297,6 @@ def check_placement(spec: ModelSpec, shape: ServingShape, hardware: Hardware) ->
             f"scheme={shape.scheme!r} is our engine's own, on a calibrated CPU (--hardware this). "
             f"On {hardware.label} use one of {', '.join(PLANNED)}."
         )
-
-
-def rate_note(hardware: Hardware) -> str:
-    """How far a datasheet plan is to be trusted: the error on models that the fit had not seen, where that was measured."""
-    error = efficiencies_table()["unseen_model_error"].get(hardware.name)
-    if error is None:
-        return DATASHEET_NOTE
-    return (
-        "rates are the datasheet's times shares fitted to public measurements; on models that the fit had not seen, the "
-        f"median error of TPOT on this device was {error:.0%}."
-    )
 
 
 # -- the plan -------------------------------------------------------------------------------------------------------------
@@ -536,8 +317,8 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
             f"prompt_tokens={shape.prompt_tokens} and output_tokens={shape.output_tokens} make "
             f"{shape.prompt_tokens + shape.output_tokens} tokens; the context holds {limit}. Use less of either."
         )
-    weights = weights_held(spec, shape, hardware)
-    room = memory_for_kv(spec, shape, hardware)
+    engine = strategy_of(spec, shape, hardware)
+    weights, room = engine.weights_bytes(), engine.room_for_kv()
     one = kv_bytes_on_device(spec, shape, request_kv_bytes(spec, shape))
     if room < one:
         each = f" on each of {shape.placement.devices} devices" if shape.placement.devices > 1 else ""
@@ -546,45 +327,29 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
             f"{hardware.label} has {hardware.memory_bytes / 1e9:.1f} GB, of which {(room + weights) / 1e9:.1f} GB may be used. "
             "Use a smaller type, a shorter context, more memory or more devices (--tensor)."
         )
-    page = kv_bytes_on_device(spec, shape, page_bytes(spec, shape))
-    pages = cache_pages(spec, shape, hardware)
+    page, pages = engine.page_bytes(), engine.cache_pages()
     notes = list(spec.notes)
     fitting, most = largest_batch(spec, shape, pages), largest_batch(spec, shape, room / page)
     if fitting < shape.batch:
         notes.append(f"the KV cache holds {fitting} such requests at once, fewer than batch={shape.batch}: the others wait.")
-    if hardware.basis == "datasheet":
-        notes.append(rate_note(hardware))
-    ours = runs_our_engine(spec, shape, hardware)
-    if hardware.basis == "measured" and not ours:
-        notes.append("this engine was not measured in such a shape: the machine's rates, with nothing lost between operations.")
+    if engine.note:
+        notes.append(engine.note)
     with within("prefill"):
-        prefill = shown(prefill_works(spec, shape, hardware), "one prompt alone")
+        prefill = shown(engine.prefill(), "one prompt alone")
     with within("decode"):
-        decode = shown(decode_works(spec, shape, hardware), f"one step of {shape.batch} requests")
-    step, beside, rates = total_seconds(decode), None, efficiencies_of(hardware, shape.engine)
-    if not ours:
-        with within("mixed"):
-            mixed = named("step_s", decode_pass(spec, shape, hardware, prompt=True).seconds(rates), "s", "a step with a prompt")
-        beside = named("prompt_beside_s", max(0.0, mixed - step), "s", "what a prompt adds to a step")
+        decode = shown(engine.decode(), f"one step of {shape.batch} requests")
+    first = named("ttft_s", total_seconds(prefill), "s", ALONE)
+    added = engine.added_s(first, total_seconds(decode))
     with within("check"):
-        checking = check_s(spec, shape, hardware)
+        checking = engine.check_s()
     if checking is not None:
         checking = named("check_s", checking, "s", "a step that checks γ drafted tokens of each request and draws one more")
     parameters = count_parameters(spec)
-    w, tokens = letter("w", bytes_of(shape.compute_dtype)), smallest(shape.prompt_tokens, CHUNK_TOKENS)
-    activations = tokens * (4 * spec.d_model + 3 * spec.d_ff) * w
-    process, cache = letter("process", hardware.process.resident_bytes), pages * page
-    cache = touched = named("kv_cache_bytes", cache, "bytes", "whole pages of the cache the engine takes, one device")
-    working = "one layer of the longest prefill"
-    if runs_natively(spec, shape, hardware):
-        activations = native.step_memory_bytes(spec, shape)
-        process += letter("engine", native.ENGINE_BYTES)
-        touched = smallest(cache, touched_pages(spec, shape) * page)
-        source = "the cache takes memory as its pages are touched; a server that runs on fills all of it"
-        touched = named("kv_touched_bytes", touched, "bytes", source)
-        working = "working memory of the largest step; the parts of a tied embedding that are looked up in its file"
-    activations = named("activations_bytes", activations, "bytes", working)
-    process = named("process_bytes", process, "bytes", "the process at rest, with torch and what the engine imports")
+    set_aside = named("kv_cache_bytes", pages * page, "bytes", "whole pages of the cache the engine takes, one device")
+    touched, working = engine.touched_cache_bytes(set_aside), engine.working_bytes()
+    process = named(
+        "process_bytes", engine.process_bytes(), "bytes", "the process at rest, with torch and what the engine imports"
+    )
     logits = logits_bytes(spec.vocab_size, shape.sampled_rows)
     drawn = "a step's logits in fp32: a row for each token that is drawn or checked"
     reading = hardware.disk_cached_read_bytes_per_s or hardware.disk_write_bytes_per_s
@@ -598,23 +363,23 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
         memory_bytes={
             "weights": weights,
             "kv_cache": touched,
-            "activations": activations,
+            "activations": working,
             "logits": named("logits_bytes", logits, "bytes", drawn),
             "process": process,
         },
         kv_bytes_per_token=kv_bytes_per_token(spec, shape.cache_dtype),
         pages=pages,
-        kv_cache_bytes=cache,
+        kv_cache_bytes=set_aside,
         largest_batch=named("largest_batch", most, "requests", "whole ones that the memory holds", section="memory"),
         prefill=prefill,
         decode=decode,
         prefill_flops_per_token=named("prefill_flops_per_token", once, "FLOP", "the head for the last token only"),
         decode_flops_per_token=named("decode_flops_per_token", later, "FLOP", "one new token at the mean context"),
-        model_bytes=mixed_weights_bytes(spec, stored_scheme_name(spec, shape, hardware), shape.in_int8),
+        model_bytes=mixed_weights_bytes(spec, engine.stored_scheme, shape.in_int8),
         startup_s=named("startup_s", importing + load, "s", "importing torch, and reading the weights"),
         cost_per_hour=cost_of(3600.0, hardware, shape.placement.devices),
+        added_by_a_prompt_s=added,
+        token_budget=engine.token_budget,
         check_s=checking,
-        prompt_beside_s=beside,
-        interference=1.0 if ours else rates.interference,
         notes=tuple(notes),
     )

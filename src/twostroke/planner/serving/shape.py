@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -9,8 +10,6 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.named import named
 from twostroke.core.policy import PAGE_TOKENS
 from twostroke.core.schemes import CACHES, WEIGHTS, scheme_of
-from twostroke.planner.hardware.device import Hardware
-from twostroke.planner.serving.speculation import Speculation
 
 ENGINES = ("any", "vllm", "trtllm", "sglang")
 """Engines that the constants were fitted to; "any" is none of them, their mean."""
@@ -128,12 +127,64 @@ class ServingShape:
         """The type of activations."""
         return scheme_of(self.scheme).kept
 
-    def product_scheme(self, macs: float, hardware: Hardware) -> str:
-        """The calibrated product that a block's matrix uses for ``macs`` = rows·n·k multiply-adds, as ``kernels.matrix``
-        chooses: int8 weights with bf16 activations for few, quantised activations for many."""
-        names = scheme_of(self.scheme).torch
-        if len(names) == 1:
-            return names[0]
-        few = macs <= hardware.crossovers.int8_weight_only_max_macs
-        order = names if few or hardware.basis != "measured" else reversed(names)
-        return next((name for name in order if hardware.has_scheme(name)), "packed_bf16")
+    @property
+    def compute_bytes(self) -> float:
+        return scheme_of(self.scheme).kept_bytes
+
+
+MAX_DRAFT_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """A cheap draft proposes tokens, and the model checks them. Raises ConfigError."""
+
+    draft_tokens: Annotated[int, "γ, tokens drafted a step"]
+    acceptance: Annotated[float, "α, mean probability that one is kept, taken as independent from token to token"]
+    draft_cost: Annotated[float, "c, time of one draft token ÷ time of one model step"] = 0.0
+
+    def __post_init__(self) -> None:
+        gamma = self.draft_tokens
+        if isinstance(gamma, bool) or not isinstance(gamma, int) or not 1 <= gamma <= MAX_DRAFT_TOKENS:
+            raise ConfigError(f"speculation's draft_tokens={gamma!r} must be a whole number from 1 to {MAX_DRAFT_TOKENS}.")
+        if not 0 <= self.acceptance <= 1:
+            raise ConfigError(f"speculation's acceptance={self.acceptance} is a share: use 0 to 1.")
+        if not 0 <= self.draft_cost < math.inf:
+            raise ConfigError(f"speculation's draft_cost={self.draft_cost} must be at least 0: a draft's time ÷ a step's.")
+
+    @classmethod
+    def parse(cls, text: str) -> Speculation:
+        """From ``γ,α,c`` or ``γ,α``, as in ``4,0.8,0.05``."""
+        parts = text.split(",")
+        try:
+            gamma, alpha, cost = int(parts[0]), float(parts[1]), float(parts[2]) if len(parts) > 2 else 0.0
+        except (ValueError, IndexError):
+            parts = []
+        if len(parts) not in (2, 3):
+            raise ConfigError(
+                f"speculation {text!r} is not γ,α,c: tokens drafted, share accepted, a draft's time ÷ a step's. Use 4,0.8,0.05."
+            )
+        return cls(gamma, alpha, cost)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Expected tokens of one check, equation 1: (1 − α^(γ+1)) ÷ (1 − α); γ + 1 for α = 1."""
+        alpha, gamma = self.acceptance, self.draft_tokens
+        tokens = gamma + 1.0 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+        return named("tokens_per_step", tokens, "tokens", "Leviathan et al., arXiv 2211.17192, equation 1", section="time")
+
+    @property
+    def speed_up(self) -> float:
+        """Theorem 3.8: tokens a step ÷ (γ·c + 1), where checking γ + 1 tokens takes as long as one step: one request, memory
+        the limit."""
+        return self.tokens_per_step / (self.draft_tokens * self.draft_cost + 1)
+
+    def speed_up_of(self, step_s: float, check_s: float) -> float:
+        """The same where checking takes ``check_s`` instead of a plain step's ``step_s``: in large batches arithmetic is the
+        limit and γ + 1 tokens cost more than one. tokens a step · step ÷ (γ·c·step + check)."""
+        return self.tokens_per_step * step_s / (self.draft_tokens * self.draft_cost * step_s + check_s)
+
+    @property
+    def operations(self) -> float:
+        """Arithmetic against plain decoding, theorem 3.11 with a draft that costs none: (1 − α)(γ + 1) ÷ (1 − α^(γ+1))."""
+        return (self.draft_tokens + 1) / self.tokens_per_step

@@ -20,7 +20,7 @@ from typing import Annotated, NamedTuple
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.planner.money.cost import usd_per_million_tokens
 from twostroke.planner.serving.load import closed_loop, open_loop_first_token, several_servers_wait_s
-from twostroke.planner.serving.plan import ServingPlan, serving_times
+from twostroke.planner.serving.plan import ServingPlan, strategy_of
 
 MAX_SAMPLED_BATCH = 2**14
 CLOSE = 1e-6
@@ -60,7 +60,7 @@ def step_of_batch(plan: ServingPlan) -> Callable[[float], float]:
     """TPOT without others' prompts by batch: sampled at powers of two up to the largest batch, linear between them."""
     most = min(max(plan.largest_batch, 1), MAX_SAMPLED_BATCH)
     batches = [2**k for k in range(most.bit_length()) if 2**k < most] + [most]
-    seconds = [serving_times(plan.spec, replace(plan.shape, batch=b), plan.hardware)[2] for b in batches]
+    seconds = [strategy_of(plan.spec, replace(plan.shape, batch=b), plan.hardware).tpot_s() for b in batches]
 
     def of(batch: float) -> float:
         i = min(max(bisect.bisect_right(batches, batch), 1), len(batches) - 1)
@@ -242,13 +242,13 @@ def latency_table(plan: ServingPlan) -> LatencyTable:
     first, rows = [], []
     for context in contexts:
         shape = replace(plan.shape, batch=1, prompt_tokens=context, output_tokens=1)
-        first.append(serving_times(plan.spec, shape, plan.hardware)[1])
+        first.append(strategy_of(plan.spec, shape, plan.hardware).prefill_s())
     for batch in batches:
         row = []
         for context in contexts:
             # One answer token after context − 1 others: the step at that very context.
             shape = replace(plan.shape, batch=batch, prompt_tokens=max(1, context - 1), output_tokens=1)
-            row.append(serving_times(plan.spec, shape, plan.hardware)[2] if batch * context <= room else None)
+            row.append(strategy_of(plan.spec, shape, plan.hardware).tpot_s() if batch * context <= room else None)
         rows.append(LatencyRow(batch, tuple(row)))
     return LatencyTable(tuple(contexts), tuple(first), tuple(rows))
 

@@ -22,10 +22,9 @@ from twostroke.planner.training.memory import FP32, PRECISIONS, state_bytes
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.planner.training.sharding import rank_memory, rank_state_bytes, stage_held, stages
 from twostroke.planner.training.stage_times import StageTime, rate_dtype, stage_time, update_work
-from twostroke.planner.work.adapters import adapter_parameters, check_targets
 from twostroke.planner.work.component import Work, shown, total_seconds
 from twostroke.planner.work.flops import attention_flops_per_token, training_flops_per_token
-from twostroke.planner.work.params import Parameters, count_parameters
+from twostroke.planner.work.params import Parameters, adapter_parameters, check_targets, count_parameters
 
 ASSUMED_DATA_TOKEN_S = 5e-8
 """Seconds a token to cut, pack and number a batch from memory-mapped shards: 20 M tokens/s, a thousandth of a step."""

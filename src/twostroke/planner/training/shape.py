@@ -11,7 +11,7 @@ from twostroke.core.named import letter, named
 from twostroke.core.optimizers import CHOICES, OPTIMIZERS
 from twostroke.core.policy import rows_at_once
 from twostroke.planner.training.memory import PRECISIONS
-from twostroke.planner.work.adapters import ALL_LINEAR
+from twostroke.planner.work.params import ALL_LINEAR
 
 if TYPE_CHECKING:
     from twostroke.core.recipe import TrainRecipe

@@ -14,8 +14,8 @@ from twostroke.core.matrices import LayerKind, Matrix, head_matrix, layer_kinds
 from twostroke.core.named import inputs, largest, letter, named, smallest
 from twostroke.core.policy import loss_chunk_rows
 from twostroke.core.spec import ModelSpec
+from twostroke.planner.hardware.anchors import TrainingAnchor, training_anchors
 from twostroke.planner.hardware.device import Hardware
-from twostroke.planner.training.anchors import TrainingAnchor, training_anchors
 from twostroke.planner.training.layout import SINGLE, Layout
 from twostroke.planner.training.memory import (
     FP32,
@@ -33,8 +33,7 @@ from twostroke.planner.training.memory import (
     whole_logits_bytes,
 )
 from twostroke.planner.training.shape import TrainingShape
-from twostroke.planner.work.adapters import check_targets, targeted
-from twostroke.planner.work.params import count_parameters
+from twostroke.planner.work.params import check_targets, count_parameters, targeted
 
 
 @dataclass(frozen=True)

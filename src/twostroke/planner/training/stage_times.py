@@ -8,9 +8,8 @@ from functools import lru_cache
 
 from twostroke.core.named import within
 from twostroke.core.spec import ModelSpec
+from twostroke.planner.hardware.anchors import layer_and_around, ratio_at, training_anchors
 from twostroke.planner.hardware.device import Hardware
-from twostroke.planner.hardware.interpolation import ratio_at
-from twostroke.planner.training.anchors import layer_and_around, training_anchors
 from twostroke.planner.training.layout import SINGLE, Layout
 from twostroke.planner.training.passes import layer_works, loss_work, optimizer_work, recomputed_works, setup_work, stage_layers
 from twostroke.planner.training.shape import TrainingShape

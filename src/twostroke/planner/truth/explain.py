@@ -8,12 +8,14 @@ from functools import singledispatch
 
 from twostroke.core.described import plain
 from twostroke.core.named import inputs, named, recording
+from twostroke.core.units import format_bytes
 from twostroke.planner.choosing.comparison import Comparison
 from twostroke.planner.choosing.crossover import Crossover, PaidByReplica, break_even_requests_per_day
 from twostroke.planner.money.cost import crossover_tokens, project_cost
 from twostroke.planner.serving.plan import ServingPlan, plan_serving
 from twostroke.planner.training.plan import TrainingPlan, plan_training
-from twostroke.planner.truth.record import Explanation, Recorded
+from twostroke.planner.truth.glossary import meaning
+from twostroke.planner.truth.record import Explanation, Recorded, Term
 
 
 def explanation_of(plan_again: Callable[[], object]) -> Explanation:
@@ -90,3 +92,31 @@ def _crossover_again(plan: Crossover) -> Crossover:
             api, usd_per_request=usd, break_even_requests_per_day=requests if same else api.break_even_requests_per_day
         )
     return Crossover(training, demand, serving, plan.horizon_months, day, api, plan.energy)
+
+
+def _value(term: Term) -> str:
+    value = f"{term.value:,.0f}" if term.value == int(term.value) else f"{term.value:.6g}"
+    if term.unit == "bytes" and abs(term.value) >= 1024:
+        return f"{value} bytes ({format_bytes(term.value)})"
+    return f"{value} {term.unit}".rstrip()
+
+
+def term_line(term: Term) -> str:
+    """``symbol = formula = numbers = value unit   [mark: source]``; an input has no formula to repeat."""
+    if term.formula == "given":
+        return f"{term.symbol} = {_value(term)}   [{term.mark}: {term.source}]"
+    return f"{term.symbol} = {term.formula} = {term.substituted} = {_value(term)}   [{term.mark}: {term.source}]"
+
+
+def explanation_text(explanation: Explanation) -> str:
+    """All terms by section, then what each letter stands for."""
+    lines, section = [], ""
+    for term in explanation:
+        if term.section != section:
+            lines += ["", term.section]
+            section = term.section
+        lines.append(f"  {term_line(term)}")
+    symbols = {term.symbol for term in explanation}
+    letters = dict.fromkeys(name for term in explanation for name in term.used if name not in symbols)
+    meanings = [f"  {name}: {text}" for name in letters if (text := meaning(name))]
+    return "\n".join([*lines, "", "where", *meanings])

@@ -5,9 +5,10 @@ predicted) of earlier predictions of the same kind, and [a, b] the range that ho
 
     low = predicted · eᵃ,    high = predicted · eᵇ.
 
-[a, b] comes from ``intervals.toml``, per quantity, basis of the prediction (a calibrated machine or a datasheet) and phase.
-Where at least ``LEAST_RUNS`` runs of this machine's own ledger have residuals of that kind, the range is then corrected by
-them as in split-conformal quantile regression (Romano, Patterson, Candès 2019, "Conformalized Quantile Regression"):
+[a, b] comes from ``intervals.toml``, per quantity, basis of the prediction (a calibrated machine, its rates alone, or a
+datasheet) and phase. Where at least ``LEAST_RUNS`` runs of this machine's own ledger have residuals of that kind, the range is
+then corrected by them as in split-conformal quantile regression (Romano, Patterson, Candès 2019, "Conformalized Quantile
+Regression"):
 
     s_i = max(a − r_i, r_i − b),    q = the ⌈(n + 1)·LEVEL⌉-th smallest s_i,    [a − q, b + q],
 
@@ -56,6 +57,10 @@ MOST_LOW_BY = 0.9
 
 FILE = Path(__file__).with_name("intervals.toml")
 
+RATES = "rates"
+"""Basis of predictions from a calibrated machine's rates where no whole step of the engine was measured. What is not listed for
+it in the file has the range of a measured one: memory does not hang on rates."""
+
 EXACT = frozenset({"parameters", "steps", "batch", "users", "devices"})
 """Counts that are what they are by definition: no width."""
 
@@ -102,7 +107,7 @@ class Interval:
     low: Annotated[float, "lower end", LeftOut]
     high: Annotated[float, "upper end", LeftOut]
     level: Annotated[float, "share of measurements that the range is to hold", LeftOut]
-    basis: Annotated[str, "measured or datasheet", LeftOut]
+    basis: Annotated[str, "measured, rates (of a calibrated machine, no whole steps) or datasheet", LeftOut]
     width: Annotated[str, "where the range's width comes from", LeftOut]
 
 
@@ -120,7 +125,7 @@ class Range:
 @dataclass(frozen=True)
 class Pair:
     """One prediction and its measurement; ``low`` and ``high`` where an interval was frozen with it. ``phase`` is that of the
-    run, "train" or "serve"; ``basis`` what the prediction was made from, "measured" or "datasheet"."""
+    run, "train" or "serve"; ``basis`` what the prediction was made from (``basis_of``)."""
 
     name: str
     predicted: float
@@ -176,7 +181,8 @@ def read_ranges(path: Path = FILE) -> dict[tuple[str, str, str], Range]:
 def range_of(quantity: str, basis: str, phase: str) -> Range:
     """The range of one kind of prediction: of its phase, of any phase, or the one for what is not listed."""
     ranges = read_ranges()
-    for key in ((quantity, basis, phase), (quantity, basis, "any"), ("other", basis, "any")):
+    bases = (RATES, "measured") if basis == RATES else (basis,)
+    for key in (*((quantity, one, of) for one in bases for of in (phase, "any")), ("other", bases[-1], "any")):
         if key in ranges:
             return ranges[key]
     raise ConfigError(f"{FILE.name} has no interval for other predictions of basis {basis!r}.")
@@ -229,8 +235,8 @@ def with_intervals(
 ) -> dict[str, dict[str, Any]]:
     """Every predicted number with its interval: ``{"value", "low", "high", "level", "basis", "width"}``.
 
-    ``basis`` is ``Hardware.basis``, ``phase`` "train" or "serve"; ``own`` are this machine's earlier pairs. ``width`` says
-    where the interval's width comes from, "assumed" or "measured". What is no number keeps its name and has value None.
+    ``basis`` is ``basis_of`` the hardware, ``phase`` "train" or "serve"; ``own`` are this machine's earlier pairs. ``width``
+    says where the interval's width comes from, "assumed" or "measured". What is no number keeps its name and has value None.
     ``low_by`` is the share by which calibration's rates may read low on average, because other programs had the
     processors meanwhile.
     """
@@ -316,9 +322,16 @@ def predict_with_intervals(
     prediction: Mapping[str, Any], hardware: Hardware | None, phase: str, ledger: Ledger | None = None
 ) -> dict[str, dict[str, Any]]:
     """``with_intervals`` on ``hardware``, corrected by this machine's own runs where it is the machine that was calibrated."""
-    basis = hardware.basis if hardware is not None else "measured"
-    own = own_pairs(ledger) if prediction and basis == "measured" else ()
+    basis = basis_of(hardware, phase)
+    own = own_pairs(ledger) if prediction and basis != "datasheet" else ()
     return with_intervals(prediction, basis, phase, own, low_by_of(hardware, phase))
+
+
+def basis_of(hardware: Hardware | None, phase: str) -> str:
+    """What predictions of ``phase`` on ``hardware`` stand on: its basis, or ``RATES`` where our engine serves by torch."""
+    if hardware is None:
+        return "measured"
+    return RATES if phase == "serve" and hardware.serves_by_torch else hardware.basis
 
 
 def low_by_of(hardware: Hardware | None, phase: str) -> float:

@@ -107,3 +107,11 @@ def shown(works: tuple[Work, ...], of: str) -> tuple[Work, ...]:
 
 def total_seconds(works: Iterable[Work]) -> float:
     return sum(work.seconds for work in works)
+
+
+def bound_of(works: Iterable[Work]) -> str:
+    """What most of the time of ``works`` is bound by."""
+    totals: dict[str, float] = {}
+    for work in works:
+        totals[work.bound] = totals.get(work.bound, 0.0) + work.seconds
+    return max(totals, key=lambda name: totals[name])

@@ -7,10 +7,12 @@ against the engine's own counts in tests/planner/test_kv_pages.py.
 
 from __future__ import annotations
 
-from twostroke.core.named import largest, letter, smallest, whole
+from twostroke.core.named import largest, letter, named, smallest, whole
 from twostroke.core.policy import PAGE_TOKENS
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.serving.shape import ServingShape
+from twostroke.planner.serving.step_time import device_bytes
+from twostroke.planner.work.weights import kv_bytes_per_token, matrices_bytes, weights_bytes
 
 
 def whole_pages(shape: ServingShape) -> int:
@@ -59,3 +61,41 @@ def largest_batch(spec: ModelSpec, shape: ServingShape, pages: float) -> int:
     first = request_pages(spec, shape) - decoding_pages(spec, shape)
     each = batch_pages(spec, shape, shape.answers) - first
     return max(0, whole((pages - first) / each)) * shape.answers
+
+
+def request_kv_bytes(spec: ModelSpec, shape: ServingShape) -> float:
+    """Most KV cache that one request holds at a time: whole pages · page · bytes per token (``kv_pages.request_pages``)."""
+    held = request_pages(spec, shape) * page_bytes(spec, shape)
+    source = "a request's last page is counted whole"
+    if spec.window_of_every_layer is not None:
+        source += "; what is behind the window is given back"
+    return named("kv_request_bytes", held, "bytes", source)
+
+
+def page_bytes(spec: ModelSpec, shape: ServingShape) -> float:
+    """One page over all layers and devices."""
+    return letter("page", PAGE_TOKENS) * kv_bytes_per_token(spec, shape.cache_dtype)
+
+
+def weights_on_device(spec: ModelSpec, shape: ServingShape) -> float:
+    """Bytes of weights on one device: the blocks' matrices as ``Placement`` divides them, the rest (embedding, head, norms)
+    by tensor; all of it where there is one device. Stages hold equally many layers, the first the embedding, the last the head:
+    the fuller one is counted."""
+    whole, at = weights_bytes(spec, shape.scheme), shape.placement
+    if at.devices == 1:
+        return named("weights_bytes", whole, "bytes", f"all of them on one device, in {shape.scheme}")
+    rest = whole - matrices_bytes(spec, shape.scheme)
+    stages = smallest(at.pipeline, spec.n_layers)
+    layers = -(-spec.n_layers // stages) / spec.n_layers
+    ends = rest / at.tensor / (1 if stages == 1 or spec.tied_embeddings else 2)
+    held = layers * device_bytes(spec, shape.scheme, at.tensor, at.stage_devices) + ends
+    source = "one device: matrices cut by tensor parallel, whole experts spread, layers by stage; embedding or head at an end"
+    return named("weights_bytes", held, "bytes", source)
+
+
+def kv_bytes_on_device(spec: ModelSpec, shape: ServingShape, kv_bytes: float) -> float:
+    """Of ``kv_bytes`` of cached tokens what one device keeps: key heads divided by tensor (no further than there are heads,
+    and not at all under latent attention), layers by pipeline, requests by attention groups."""
+    at = shape.placement
+    heads = 1 if spec.mla is not None else smallest(at.tensor, spec.n_kv_heads)
+    return kv_bytes / (heads * smallest(at.pipeline, spec.n_layers) * at.attention_groups)

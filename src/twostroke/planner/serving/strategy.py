@@ -1,0 +1,125 @@
+"""What a serving plan asks of an engine: bytes of its weights and of its cache, seconds of a prompt and of a step.
+
+There is one strategy an engine: ``native`` at the rates and whole steps that calibration measured of it, ``torch_runner`` where
+the machine has no native library, ``datasheet`` for everything else. ``plan.strategy_of`` chooses, once a plan.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from twostroke.core.named import letter, named, smallest
+from twostroke.core.policy import CACHE_SHARE, MAX_PAGES, TOKEN_BUDGET, default_pages
+from twostroke.core.spec import ModelSpec
+from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.serving.memory import kv_bytes_on_device, page_bytes
+from twostroke.planner.serving.shape import ServingShape
+from twostroke.planner.work.component import Work, total_seconds
+
+GPU_MEMORY_UTILISATION = 0.9
+CPU_MEMORY_UTILISATION = 0.5
+"""Share of memory that weights and KV cache may take at most: others live on a CPU machine too."""
+
+
+class Strategy(ABC):
+    """How one engine serves ``spec`` as ``shape`` says on ``hardware``.
+
+    ``token_budget`` is the most tokens of prompts that a step computes, ``most_pages`` the most that its cache counts (None: no
+    limit). ``note`` is what a plan says of such predictions; empty for nothing.
+    """
+
+    token_budget = TOKEN_BUDGET
+    most_pages: int | None = MAX_PAGES
+    note = ""
+
+    def __init__(self, spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> None:
+        self.spec, self.shape, self.hardware = spec, shape, hardware
+
+    # -- memory of one device
+
+    @abstractmethod
+    def weights_bytes(self) -> float:
+        """What the weights take in memory."""
+
+    @property
+    def stored_scheme(self) -> str:
+        """The scheme as it is on disk."""
+        return self.shape.scheme
+
+    def page_bytes(self) -> float:
+        """What one device keeps of a page."""
+        return kv_bytes_on_device(self.spec, self.shape, page_bytes(self.spec, self.shape))
+
+    def room_for_kv(self) -> float:
+        """Bytes left for the KV cache: utilisation · memory − weights − the process at rest. May be negative."""
+        hardware = self.hardware
+        share = letter("share", GPU_MEMORY_UTILISATION if hardware.kind == "gpu" else CPU_MEMORY_UTILISATION)
+        held, process = self.weights_bytes(), letter("process", hardware.process.resident_bytes)
+        source = f"{hardware.label}: memory {hardware.basis}, share assumed"
+        return named("room_for_kv_bytes", share * hardware.memory_bytes - held - process, "bytes", source, "assumed")
+
+    def cache_pages(self) -> int:
+        """Pages that the engine takes: of ``kv_cache_bytes``, or ``default_pages`` in ``CACHE_SHARE`` of the memory that
+        weights and process leave on a CPU, in all that may be used on a GPU."""
+        page, shape, hardware = self.page_bytes(), self.shape, self.hardware
+        if hardware.kind == "gpu":
+            free = self.room_for_kv()
+        else:
+            free = CACHE_SHARE * (hardware.memory_bytes - (self.weights_bytes() + hardware.process.resident_bytes))
+        longest = shape.max_model_len or self.spec.max_positions
+        pages = int(shape.kv_cache_bytes // page) if shape.kv_cache_bytes else default_pages(page, free, longest)
+        return letter("pages", pages if self.most_pages is None else min(pages, self.most_pages))
+
+    def touched_cache_bytes(self, set_aside: float) -> float:
+        """Of the cache what is in memory once the batch has been answered."""
+        return set_aside
+
+    def working_bytes(self) -> float:
+        """Working memory of the largest step."""
+        shape, spec = self.shape, self.spec
+        w, tokens = letter("w", shape.compute_bytes), smallest(shape.prompt_tokens, self.token_budget)
+        activations = tokens * (4 * spec.d_model + 3 * spec.d_ff) * w
+        return named("activations_bytes", activations, "bytes", "one layer of the longest prefill")
+
+    def process_bytes(self) -> float:
+        """The process at rest."""
+        return letter("process", self.hardware.process.resident_bytes)
+
+    # -- time
+
+    @abstractmethod
+    def prefill(self) -> tuple[Work, ...]:
+        """One prompt alone by component; what the cache has of it is left out."""
+
+    @abstractmethod
+    def decode(self, batch: int | None = None) -> tuple[Work, ...]:
+        """A step of ``batch`` requests (default: the shape's) at the mean context of an answer, by component."""
+
+    def prefill_s(self) -> float:
+        """Seconds of ``prefill``."""
+        return total_seconds(self.prefill())
+
+    def decode_s(self) -> float:
+        """Seconds of ``decode``."""
+        return total_seconds(self.decode())
+
+    @abstractmethod
+    def step(self, batch: int) -> tuple[float, float, str]:
+        """(seconds of a decode step, of them in collectives, what bounds most of it)."""
+
+    @abstractmethod
+    def added_s(self, prefill_s: float, step_s: float, batch: int | None = None) -> float:
+        """By how much a prompt holds up those that decode: a step with it − a step without."""
+
+    @abstractmethod
+    def check_s(self) -> float | None:
+        """A step that checks γ drafted tokens of each request and draws one more; None without speculation."""
+
+    def network_s(self) -> tuple[float, float]:
+        """Seconds in collectives of a prompt and of a decode step."""
+        return 0.0, 0.0
+
+    def tpot_s(self) -> float:
+        """Seconds between tokens: a step, or with speculation step ÷ speed-up."""
+        step, checking, speculation = self.decode_s(), self.check_s(), self.shape.speculation
+        return step if speculation is None or checking is None else step / speculation.speed_up_of(step, checking)
