@@ -13,7 +13,7 @@ HEADS, HEAD_DIM, LAYERS = 4, 64, 6
 
 @torch.inference_mode()
 def _attend_one_s(clock: Clock, keys: int, flash: bool) -> float:
-    """One token of one request against its cached keys in one layer, bf16."""
+    """Seconds of one layer's attention, in bf16, of one token to the cached keys of its request."""
     pool = torch.randn(LAYERS, 2 * HEADS, keys, HEAD_DIM).to(torch.bfloat16)
     q = torch.randn(HEADS, 1, 1, 1, HEAD_DIM).to(torch.bfloat16)
     kernel = flash_attention if flash else explicit_attention
@@ -27,7 +27,7 @@ def _attend_one_s(clock: Clock, keys: int, flash: bool) -> float:
 
 
 def measure_flash_limit(clock: Clock) -> float:
-    """``flash_max_scores``: most (request, KV head, key) triples of a bf16 decode for which the flash kernel is faster."""
+    """``flash_max_scores``: up to so many (request, KV head, key) triples of a bf16 decode the flash kernel is faster."""
     limit = 0.0
     for keys in (32, 64, 128, 256, 512):
         if _attend_one_s(clock, keys, flash=True) > _attend_one_s(clock, keys, flash=False):

@@ -1,4 +1,4 @@
-"""Rates of matrix products by scheme, rows and shape class, and the 4096³ peaks."""
+"""Measures torch's matrix products: rates by scheme, rows and shape, and the peaks of 4096³."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ ENGINE_ROWS = (1, 4, 16, 64, 256, 1024)
 TRAINING_SCHEMES = ("fp32", "bf16")
 
 CLASSES: tuple[tuple[int, int], ...] = ((384, 384), (1536, 384), (4096, 384), (384, 1024), (2048, 2048), (4096, 4096))
-"""(n, k) of weights: small square, wide, vocabulary-like, narrow with a longer sum, and two that leave the cache."""
+"""(n, k) of weights: small and square, wide, a small vocabulary, narrow with a long sum, and two larger than the cache."""
 
 DEEP_CLASSES: tuple[tuple[int, int], ...] = ((384, 8192), (1024, 8192))
-"""(n, k) where k is a number of tokens: the product of a weight's gradient, whose left operand is transposed."""
+"""(n, k) where k is a number of tokens: the product that makes a weight's gradient, with the left operand transposed."""
 
 LONGEST_S = 0.25
-"""A point predicted to take longer than this per run is left out; the planner takes the nearest smaller one."""
+"""A point is left out if one run of it would take longer. The planner then takes the nearest smaller one."""
 
 CYCLED_BYTES = 16 * MIB
 MOST_COPIES = 12
-"""A model's layers follow one another, so a small weight is not in the nearest cache when its turn comes: runs go round as
-many copies of it as these bytes hold."""
+"""In a model other layers come between, so a small weight is not in the nearest cache when it is used again. Runs therefore
+take turns among as many copies of it as ``CYCLED_BYTES`` hold."""
 
 PEAK_SIDE = 4096
 SMALLER_PEAK_SIDE = 2048
@@ -45,7 +45,7 @@ Run = Callable[[], object]
 
 
 def _filled(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Any finite values: no product's time depends on them, and drawing 4096² normal ones takes longer than most products."""
+    """The same number everywhere: times do not depend on values, and drawing 4096² numbers takes longer than most products."""
     return torch.full(shape, 0.5, dtype=dtype, device=device)
 
 
@@ -59,8 +59,8 @@ def _training_product(scheme: str, m: int, n: int, k: int, device: str) -> Run:
 
 
 def _int8_product(scheme: str, m: int, n: int, k: int, device: str) -> Run | None:
-    """The torch runner's own matrices (``kernels.matrix``), quantising activations on the way included; None where this machine
-    or this torch lacks the kernel."""
+    """A product with the torch runner's own matrices (``kernels.matrix``), quantising activations included. None if this
+    machine or this torch lacks the kernel."""
     if device != "cpu" or not (has_int8_weight_only() if scheme == W8 else has_w8a8_linear()):
         return None
     if scheme == W8 and k % WEIGHT_ONLY_MULTIPLE:
@@ -69,20 +69,20 @@ def _int8_product(scheme: str, m: int, n: int, k: int, device: str) -> Run | Non
     codes, scale = torch.full((n, k), 7, dtype=torch.int8), torch.full((n,), 0.5)
     # Weight-only products read the plain codes, which are kept only without ``integers``.
     matrices = [Int8Matrix(codes, scale, integers=scheme == W8A8) for _ in range(copies)]
-    turn = itertools.cycle([matrix.weight_only if scheme == W8 else matrix.w8a8 for matrix in matrices])
+    copy = itertools.cycle([matrix.weight_only if scheme == W8 else matrix.w8a8 for matrix in matrices])
     x = _filled(m, k, device=device).to(torch.bfloat16)
-    return lambda: next(turn)(x)
+    return lambda: next(copy)(x)
 
 
 def make_product(scheme: str, m: int, n: int, k: int, device: str) -> Run | None:
-    """A callable that computes one (m, k) × (k, n) product as training or the engine does; None where this build cannot."""
+    """A call that computes one (m, k) × (k, n) product as training or the torch runner does; None if this build cannot."""
     if scheme in TRAINING_SCHEMES:
         return _training_product(scheme, m, n, k, device)
     return _int8_product(scheme, m, n, k, device)
 
 
 def measure_class(clock: Clock, scheme: str, n: int, k: int, rows: Sequence[int]) -> Iterator[MatmulPoint]:
-    """Points of one class in rising m, ending before a run would take ``LONGEST_S``."""
+    """Points of one class in rising m, up to the last whose run is expected to take at most ``LONGEST_S``."""
     last_s, last_m = 0.0, 1
     for m in rows:
         if last_s * m / last_m > LONGEST_S:
@@ -95,14 +95,14 @@ def measure_class(clock: Clock, scheme: str, n: int, k: int, rows: Sequence[int]
 
 
 def measure_launch(clock: Clock, scheme: str) -> float | None:
-    """Seconds of a product of one row with a 64×64 weight, where there is next to nothing to compute."""
+    """Seconds of a product of one row and a 64×64 weight, which has next to nothing to compute."""
     run = make_product(scheme, 1, 64, 64, clock.device)
     return None if run is None else clock.best_s(run, seconds=0.02, least=50)
 
 
 def weight_only_limit(points: Sequence[MatmulPoint]) -> float | None:
-    """Multiply-adds up to which int8 weights with bf16 activations beat quantising the activations too: the limit that makes
-    the sum of log times over all measured shapes least. None where one of the two was not measured."""
+    """Up to so many multiply-adds, int8 weights with bf16 activations are faster than quantising the activations too. This
+    limit minimises the sum of log times over all measured shapes. None if one of the two was not measured."""
     rates: dict[tuple[int, int, int], dict[str, float]] = {}
     for p in points:
         if p.scheme in (W8, W8A8):
@@ -120,8 +120,8 @@ def weight_only_limit(points: Sequence[MatmulPoint]) -> float | None:
 
 
 def measure_peak(clock: Clock, scheme: str, side: int = PEAK_SIDE) -> float | None:
-    """FLOP/s of the side³ product, the best of two; None where the scheme cannot run. On a machine where it would take more
-    than ``PEAK_LONGEST_S`` a smaller cube stands in."""
+    """FLOP/s of the product of side³, the best of two; None if the scheme cannot run. If it would take more than
+    ``PEAK_LONGEST_S``, a smaller cube is taken."""
     tenth = max(64, side // 8)
     small = make_product(scheme, tenth, tenth, tenth, clock.device)
     if small is None:
