@@ -93,6 +93,14 @@ def test_bad_input_is_one_sentence_and_exit_2(capsys: pytest.CaptureFixture[str]
     assert err.count("\n") == 1
 
 
+def test_what_its_own_server_refuses_is_told_once(capfd: pytest.CaptureFixture[str], model: Path) -> None:
+    """The server is a child that shares our stderr, and tells its error there."""
+    code, out, err = run(capfd, "serve", str(model), "--kv-cache-gib", "1e-7", "--json")
+    assert code == 2
+    assert "less than one page" in json.loads(out)["error"]
+    assert err.count("error: ") == err.count("less than one page") == 1
+
+
 def test_a_server_that_is_not_there_is_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "serve", "--url", "http://127.0.0.1:1", "--requests", "1")
     assert code == 1

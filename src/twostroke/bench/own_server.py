@@ -40,7 +40,9 @@ def own_server(model: Path, options: Sequence[str] = ()) -> Iterator[OwnServer]:
             if "url" not in document:
                 code = process.wait(timeout=STOP_S)
                 message = document.get("error") or f"the server ended with exit code {code} before it was ready."
-                raise InputError(message) if code == InputError.exit_code else EngineError(message)
+                error = InputError(message) if code == InputError.exit_code else EngineError(message)
+                error.is_told = "error" in document
+                raise error
             yield OwnServer(document["url"], document["model"], document["dtype"], document["startup_s"], document)
         finally:
             process.terminate()

@@ -28,10 +28,12 @@ def emit(document: object, text: str, as_json: bool) -> None:
     print(json.dumps(plain(document), indent=1, default=str) if as_json else text, flush=True)
 
 
-def emit_error(sentence: str, as_json: bool) -> None:
+def emit_error(sentence: str, as_json: bool, is_told: bool = False) -> None:
+    """Print an error on stderr, unless it ``is_told`` there already, and as a JSON document if that is asked for."""
     if as_json:
         print(json.dumps({"error": sentence}), flush=True)
-    print(f"error: {sentence}", file=sys.stderr, flush=True)
+    if not is_told:
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
 
 
 def log(line: str) -> None:

@@ -85,7 +85,9 @@ def verb(*args: str) -> Result:
     if child.returncode == Interrupted.exit_code:
         raise Interrupted(f"stopped in `twostroke {args[0]}` after a checkpoint. Run the demo again to continue.")
     if child.returncode != 0:
-        raise TwostrokeError(document.get("error") or f"`twostroke {' '.join(args)}` exited with {child.returncode}.")
+        error = TwostrokeError(document.get("error") or f"`twostroke {' '.join(args)}` exited with {child.returncode}.")
+        error.is_told = "error" in document
+        raise error
     return dict(document)
 
 

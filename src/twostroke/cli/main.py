@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
         code = group.main(args=args, prog_name="twostroke", standalone_mode=False)  # Typer would show its own errors otherwise
         sys.exit(code if isinstance(code, int) else 0)
     except TwostrokeError as error:
-        emit_error(as_typed(str(error), group, args), as_json="--json" in args)
+        emit_error(as_typed(str(error), group, args), as_json="--json" in args, is_told=error.is_told)
         sys.exit(error.exit_code)
     except UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":

@@ -23,9 +23,11 @@ from collections.abc import Iterable
 
 
 class TwostrokeError(Exception):
-    """Root of every deliberate error. ``exit_code`` is what the command line exits with."""
+    """Root of every deliberate error. The command line exits with ``exit_code``. ``is_told``: a child process has printed the
+    sentence already, on the stderr that it shares with this process."""
 
     exit_code = 1
+    is_told = False
 
 
 class InputError(TwostrokeError):
