@@ -26,14 +26,11 @@ from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.serving.native import (
     FAULT_BYTES,
-    anchor_shape,
+    Native,
+    anchored,
     attention_flop,
     chunks,
-    decode_uses,
-    decode_works,
     embedding_in_memory_bytes,
-    prefill_ratio,
-    prefill_works,
 )
 from twostroke.planner.serving.native_products import native_product_s, native_read_bytes, native_weights_bytes, packed_bytes
 from twostroke.planner.serving.plan import ServingPlan, plan_serving
@@ -127,7 +124,9 @@ def test_a_directory_of_int4_and_int8_is_planned_matrix_by_matrix(tmp_path: Path
     assert native_read_bytes(core.spec, planned.shape.scheme, planned.shape.head, found.in_int8) == core.plan.step_bytes
     alone = [plan(core.spec, scheme=scheme, prompt_tokens=64, output_tokens=8) for scheme in (found.scheme, "int8")]
     assert alone[0].model_bytes < planned.model_bytes < alone[1].model_bytes
-    uses = {(use.product.name, use.name): use.times for use in decode_uses(core.spec, planned.shape)}
+    uses = {
+        (use.product.name, use.name): use.times for use in Native(core.spec, planned.shape, planned.hardware).uses("decode")
+    }
     for product in ("qkv", "down"):
         assert (uses[product, "native_int8"], uses[product, f"native_int4_g{group}"]) == (1, core.spec.n_layers - 1)
     for term in explain(planned):
@@ -210,10 +209,9 @@ def test_a_prompt_is_computed_in_steps_of_the_token_budget() -> None:
 def test_a_prompt_of_an_anchors_shape_takes_what_was_measured() -> None:
     anchor = PREFILL_ANCHORS[1]
     hardware = native(steps=(anchor.taking("int8", 0.123),))
-    shape = anchor_shape(anchor, ServingShape(scheme="int8"))
-    planned = total_seconds(prefill_works(anchor.spec, shape, hardware))
-    assert prefill_ratio(anchor.spec, shape, hardware) == pytest.approx(0.123 / planned)
-    assert plan_serving(anchor.spec, shape, hardware).ttft_s == pytest.approx(0.123)
+    engine = anchored(anchor, ServingShape(scheme="int8"), hardware)
+    assert total_seconds(engine.as_planned("prefill")) != pytest.approx(0.123)
+    assert plan_serving(anchor.spec, engine.shape, hardware).ttft_s == pytest.approx(0.123)
 
 
 def test_looking_up_more_tokens_brings_in_more_of_the_table_and_never_more_than_all() -> None:
@@ -227,7 +225,7 @@ def test_looking_up_more_tokens_brings_in_more_of_the_table_and_never_more_than_
 
 def test_work_is_counted_once_by_component() -> None:
     p = plan(batch=2, prompt_tokens=50, output_tokens=1, scheme="int8")
-    assert p.decode == decode_works(p.spec, p.shape, p.hardware)
+    assert p.decode == Native(p.spec, p.shape, p.hardware).as_planned("decode")
     read = sum(w.bytes for w in p.decode if w.component != "head")
     head = packed_bytes("native_bf16", p.spec.vocab_size, p.spec.d_model)
     norms = 4 * p.spec.d_model * (2 * p.spec.n_layers + 1)

@@ -47,7 +47,7 @@ def predict_load(spec: ModelSpec, load: LoadSpec, shape: ServingShape, hardware:
     """Predicted values by ledger names, for the load's mean lengths and expected concurrency B,
     which replace those of ``shape``.
 
-    TTFT, TPOT and E2E are those of the planner's model of waiting (``planner.load``); output tokens/s = B·n ÷ E2E with n output
+    TTFT, TPOT and E2E are those of the planner's model of waiting (``serving.load``); output tokens/s = B·n ÷ E2E with n output
     tokens. The time of HTTP is not included.
     """
     found = _at_rate(spec, load, shape, hardware)

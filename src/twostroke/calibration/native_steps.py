@@ -18,7 +18,7 @@ from twostroke.core.schemes import NATIVE_STEPS
 from twostroke.planner.hardware.anchors import ANCHORS, UNITS, NativeAnchor
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.tables import hardware_from_profile
-from twostroke.planner.serving.native import anchor_shape, decode_products, decode_unknowns, prefill_products, prefill_unknowns
+from twostroke.planner.serving.native import anchored
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.work.component import total_seconds
 
@@ -69,12 +69,8 @@ def with_fitted_prices(profile: MachineProfile) -> MachineProfile:
 
 
 def _equation(anchor: NativeAnchor, like: ServingShape, whole_s: float, hardware: Hardware) -> Equation:
-    shape = anchor_shape(anchor, like)
-    if anchor.phase == "prefill":
-        products, units = prefill_products(anchor.spec, shape, hardware), prefill_unknowns(anchor.spec, shape)
-    else:
-        products, units = decode_products(anchor.spec, shape, hardware), decode_unknowns(anchor.spec, shape)
-    return Equation(whole_s, whole_s - total_seconds(products), units)
+    engine = anchored(anchor, like, hardware)
+    return Equation(whole_s, whole_s - total_seconds(engine.products(anchor.phase)), engine.units(anchor.phase))
 
 
 def least_squares_above_zero(equations: Sequence[Equation], names: Sequence[str]) -> dict[str, float]:

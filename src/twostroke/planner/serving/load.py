@@ -93,7 +93,7 @@ def open_loop_first_token(steps: Steps, rate_per_s: float, decoding: float = 1.0
     """(mean wait, mean TTFT) of requests that arrive by chance at ``rate_per_s``; ``decoding`` is the share of time in which
     others decode.
 
-    Wait until the own step begins: ``queueing.stepped_server_wait_s``, with a step of T in that share of time. Then the own
+    Wait until the own step begins: ``stepped_server_wait_s``, with a step of T in that share of time. Then the own
     step with the prompt in it, T + X, or P where nothing decodes.
     """
     wait_s = stepped_server_wait_s(rate_per_s, decoding * steps.step_s, steps.added_s)

@@ -1,4 +1,4 @@
-"""Pages of the KV cache that requests hold, as the scheduler takes them and gives them back.
+"""Bytes that serving holds on one device: weights, and pages of the KV cache as the scheduler takes them and gives them back.
 
 A request takes pages for its whole prompt when it is admitted, and one more each time its last one is full. Where every layer
 has a window, pages that no later query sees are given back as pages fill. Answers to one prompt share its whole pages. Held
@@ -64,7 +64,7 @@ def largest_batch(spec: ModelSpec, shape: ServingShape, pages: float) -> int:
 
 
 def request_kv_bytes(spec: ModelSpec, shape: ServingShape) -> float:
-    """Most KV cache that one request holds at a time: whole pages · page · bytes per token (``kv_pages.request_pages``)."""
+    """Most KV cache that one request holds at a time: whole pages · page · bytes per token (``request_pages``)."""
     held = request_pages(spec, shape) * page_bytes(spec, shape)
     source = "a request's last page is counted whole"
     if spec.window_of_every_layer is not None:

@@ -16,17 +16,11 @@ from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.money.cost import Cost, TokenPrices, cost_of, token_prices, usd_per_million_tokens
 from twostroke.planner.serving.datasheet import Datasheet
 from twostroke.planner.serving.load import Latency, Steps, closed_loop
-from twostroke.planner.serving.memory import (
-    kv_bytes_on_device,
-    largest_batch,
-    request_kv_bytes,
-)
+from twostroke.planner.serving.memory import kv_bytes_on_device, largest_batch, request_kv_bytes
 from twostroke.planner.serving.native import Native
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.serving.strategy import Strategy
-from twostroke.planner.serving.torch_runner import (
-    TorchRunner,
-)
+from twostroke.planner.serving.torch_runner import TorchRunner
 from twostroke.planner.work.component import Work, shown, total_seconds
 from twostroke.planner.work.flops import decode_flops, prefill_flops
 from twostroke.planner.work.params import Parameters, count_parameters

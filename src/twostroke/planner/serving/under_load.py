@@ -5,7 +5,7 @@ At a rate λ the prompts take the share ρ = λ·X of all time, so that
 
     TPOT = T(b) ÷ (1 − ρ),   b = λ·(output − 1)·TPOT   (Little's law)
 
-Waiting for the first token is ``planner.load``'s. All prompts and answers have the plan's lengths; where they vary, waits are
+Waiting for the first token is ``serving.load``'s. All prompts and answers have the plan's lengths; where they vary, waits are
 longer. Held against a simulated server in tests/planner/test_serving_load.py.
 """
 
