@@ -17,7 +17,7 @@ from twostroke.core.families import FAMILIES, PLANNED_FAMILIES, all_families, co
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.work.flops import decode_flops
 from twostroke.planner.work.params import count_parameters
-from twostroke.planner.work.weights import kv_bytes, weights_bytes
+from twostroke.planner.work.weights import kv_bytes_per_token, weights_bytes
 
 HF = {
     "mixtral": "mistralai--Mixtral-8x7B-v0.1_config.json",
@@ -200,4 +200,4 @@ def test_any_json_in_any_key_is_a_model_or_a_sentence(assets: Path, data: st.Dat
         assert 0 < count_parameters(spec).active <= count_parameters(spec).total
         assert weights_bytes(spec, "int4") > 0
         assert decode_flops(spec, 100) > 0
-        assert kv_bytes(spec, "bf16", 100) > 0
+        assert kv_bytes_per_token(spec) > 0

@@ -7,13 +7,16 @@ import itertools
 import pytest
 import torch
 
-from machines import small_llama
+from machines import ideal_machine, small_llama
 from twostroke.core.matrices import layer_kinds
 from twostroke.core.policy import query_blocks
+from twostroke.core.rates import TrainingRates
 from twostroke.core.spec import ModelSpec, MoeSpec
 from twostroke.kernels import training_attention
 from twostroke.model.decoder import Decoder
-from twostroke.planner.training.memory import EVERYTHING, NATIVE_ATTENTION, _mlp_kept, activation_bytes, keys_walked
+from twostroke.planner.training.memory import Kept, _mlp_kept, keys_walked
+from twostroke.planner.training.plan import training_memory
+from twostroke.planner.training.shape import TrainingShape
 from twostroke.training.activation_checkpointing import cached_bytes, checkpoint_activations
 from twostroke.training.loss import chunked_cross_entropy
 from twostroke.training.memory import saved_activations_bytes
@@ -53,12 +56,21 @@ def kept_bytes(spec: ModelSpec, dtype: str, rows: int, length: int, compiled: bo
         return saved_activations_bytes(forward, decoder.parameters()) + cached()
 
 
+def planned_bytes(
+    spec: ModelSpec, dtype: str, length: int, compiled: bool, checkpointing: str = "none", attends_natively: bool = False
+) -> float:
+    """The activations of a plan for two rows of ``length``."""
+    shape = TrainingShape(2, length, dtype=dtype, compile=compiled, checkpointing=checkpointing)
+    computer = ideal_machine(training=TrainingRates(attends_natively=attends_natively))
+    return training_memory(spec, shape, computer)["activations"]
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"n_kv_heads": 2}, {"tied_embeddings": False}, GPT2], ids=str)
 @pytest.mark.parametrize("length", [100, 300])
 def test_eager_activations_are_exact(dtype: str, changes: dict[str, object], length: int) -> None:
     spec = small_llama(n_layers=2, vocab_size=300, d_model=64, d_ff=192, n_heads=4, head_dim=16, **changes)
-    predicted = activation_bytes(spec, dtype, False, 2, length, "cpu")
+    predicted = planned_bytes(spec, dtype, length, False)
     assert kept_bytes(spec, dtype, 2, length, False) == pytest.approx(predicted, rel=TOLERANCE)
 
 
@@ -67,7 +79,7 @@ def test_eager_activations_are_exact(dtype: str, changes: dict[str, object], len
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_activations_of_native_attention_are_exact(changes: dict[str, object], checkpointing: str) -> None:
     spec = small_llama(n_layers=2, vocab_size=300, d_model=64, d_ff=192, n_heads=4, head_dim=32, **changes)
-    predicted = activation_bytes(spec, "bf16", False, 2, 100, NATIVE_ATTENTION, checkpointing)
+    predicted = planned_bytes(spec, "bf16", 100, False, checkpointing, attends_natively=True)
     assert kept_bytes(spec, "bf16", 2, 100, False, checkpointing) == pytest.approx(predicted, abs=8 * 100)
 
 
@@ -76,7 +88,7 @@ def test_compiled_activations_are_exact() -> None:
     """One case, since compiling takes longer than all other tests here together; the one with most terms."""
     changes = {"qk_norm": True, "n_kv_heads": 2}
     spec = small_llama(n_layers=2, vocab_size=300, d_model=64, d_ff=192, n_heads=4, head_dim=16, **changes)
-    predicted = activation_bytes(spec, "bf16", True, 2, 100, "cpu")
+    predicted = planned_bytes(spec, "bf16", 100, True)
     assert kept_bytes(spec, "bf16", 2, 100, True) == pytest.approx(predicted, rel=TOLERANCE)
 
 
@@ -85,7 +97,7 @@ def test_compiled_activations_are_exact() -> None:
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])
 def test_checkpointed_activations_are_exact(checkpointing: str, dtype: str, changes: dict[str, object]) -> None:
     spec = small_llama(n_layers=3, vocab_size=300, d_model=64, d_ff=192, n_heads=4, head_dim=16, **changes)
-    predicted = activation_bytes(spec, dtype, False, 2, 300, "cpu", checkpointing)
+    predicted = planned_bytes(spec, dtype, 300, False, checkpointing)
     ids = 8 * 300 if spec.positions == "learned" else 0  # of one row, which the formula leaves out
     assert kept_bytes(spec, dtype, 2, 300, False, checkpointing) - ids == pytest.approx(predicted, rel=1e-6)
 
@@ -127,6 +139,6 @@ def test_experts_keep_what_autograd_keeps_of_a_layer_written_out(tokens: int) ->
 
     kept = saved_activations_bytes(forward, [router, up, down])
     ((kind, _),) = layer_kinds(spec)
-    predicted = _mlp_kept(spec, kind, 2.0, True, EVERYTHING) + 2 * width  # and the normed input, which the router reads
+    predicted = _mlp_kept(spec, kind, 2.0, True, Kept()) + 2 * width  # and the normed input, which the router reads
     # indices of tokens and experts, 8 bytes each several times over, are what is left: 5% in a layer as narrow as this
     assert kept / tokens == pytest.approx(predicted, rel=0.08)

@@ -15,7 +15,7 @@ from twostroke.core.matrices import layer_kinds
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.work.flops import decode_flops, prefill_flops, training_flops_per_token
 from twostroke.planner.work.params import count_parameters
-from twostroke.planner.work.weights import kv_bytes, weights_bytes
+from twostroke.planner.work.weights import kv_bytes_per_token, weights_bytes
 
 FILES = sorted((ASSETS / "configs").rglob("*.json"))
 
@@ -171,7 +171,7 @@ def test_every_part_of_a_plan_answers_for_every_model(file: Path) -> None:
     assert prefill_flops(spec, context) > context * 2 * parameters.active_matrices
     assert decode_flops(spec, context) > 2 * parameters.active_matrices
     assert weights_bytes(spec, spec.checkpoint_scheme or "bf16") > 0
-    assert 0 < kv_bytes(spec, "bf16", context) <= context * 1e7
+    assert 0 < kv_bytes_per_token(spec) <= 1e7
 
 
 def spec_of(assets: Path, stem: str) -> ModelSpec:

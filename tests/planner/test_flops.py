@@ -14,7 +14,6 @@ from twostroke.planner.work.flops import (
     attention_flops_per_token,
     decode_flops,
     mean_keys,
-    mfu,
     prefill_flops,
     training_flops_per_token,
 )
@@ -96,8 +95,3 @@ def test_a_window_bounds_decode() -> None:
     spec = small_llama(sliding_window=64, sliding_window_layers=(0, 1))
     full = small_llama()
     assert decode_flops(full, 1000) - decode_flops(spec, 1000) == 2 * 4 * 4 * 64 * (1000 - 64)
-
-
-def test_mfu_is_model_work_over_the_peak() -> None:
-    spec = small_llama()
-    assert mfu(spec, 512, 1000.0, 2000.0 * training_flops_per_token(spec, 512)) == pytest.approx(0.5)

@@ -6,15 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from machines import small_llama
+from machines import ideal_machine, small_llama
 from twostroke.core.families import read_spec
 from twostroke.core.units import GIB
-from twostroke.planner.training.memory import (
-    activation_bytes_per_token_and_layer,
-    gradients_bytes,
-    optimizer_bytes,
-    training_weights_bytes,
-)
+from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.training.plan import training_memory
+from twostroke.planner.training.shape import TrainingShape
 from twostroke.planner.work.params import count_parameters
 from twostroke.planner.work.weights import kv_bytes_per_token, weights_bytes
 
@@ -52,23 +49,29 @@ def test_weights_take_their_types_bytes() -> None:
 
 
 def test_training_holds_masters_copies_gradients_and_moments() -> None:
-    p = count_parameters(small_llama())
-    assert training_weights_bytes(p, "bf16") == 6 * p.total
-    assert training_weights_bytes(p, "fp32") == 4 * p.total
-    assert gradients_bytes(p, "bf16") == 6 * p.total
-    assert gradients_bytes(p, "fp32") == 4 * p.total
-    assert optimizer_bytes(p, "adamw") == 8 * p.total
-    assert optimizer_bytes(p, "muon") == 8 * p.total - 4 * p.block_matrices
+    spec = small_llama()
+    p = count_parameters(spec)
+    mixed, single, muon = (
+        training_memory(spec, TrainingShape(dtype=dtype, optimizer=optimizer), ideal_machine())
+        for dtype, optimizer in (("bf16", "adamw"), ("fp32", "adamw"), ("bf16", "muon"))
+    )
+    assert mixed["weights"] == mixed["gradients"] == 6 * p.total
+    assert single["weights"] == single["gradients"] == 4 * p.total
+    assert mixed["optimizer"] == single["optimizer"] == 8 * p.total
+    assert muon["optimizer"] == 8 * p.total - 4 * p.block_matrices
 
 
 def test_activations_with_flash_attention_have_no_square(assets: Path) -> None:
     """A formula without flash attention gives 354 GiB for an 8 B model at 8k; one sequence takes tens of GB."""
     spec = read_spec(assets / "configs/hf/Meta-Llama-3-8B.json")
-    total = 8192 * spec.n_layers * activation_bytes_per_token_and_layer(spec, "bf16", compiled=True)
-    assert 10 * GIB < total < 40 * GIB
+    memory = training_memory(spec, TrainingShape(1, 8192), load_hardware("h100"))
+    assert 10 * GIB < memory["activations"] < 40 * GIB
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_eager_training_keeps_more(dtype: str) -> None:
     spec = small_llama()
-    assert activation_bytes_per_token_and_layer(spec, dtype, False) > activation_bytes_per_token_and_layer(spec, dtype, True)
+    eager, compiled = (
+        training_memory(spec, TrainingShape(dtype=dtype, compile=c), ideal_machine())["activations"] for c in (False, True)
+    )
+    assert eager > compiled

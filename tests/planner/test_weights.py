@@ -14,7 +14,7 @@ from twostroke.core.schemes import PLANNED
 from twostroke.core.spec import MlaSpec, ModelSpec, MoeSpec
 from twostroke.core.units import GIB
 from twostroke.planner.work.params import count_parameters
-from twostroke.planner.work.weights import experts_touched, kv_bytes, kv_bytes_per_token, weights_bytes, weights_read_bytes
+from twostroke.planner.work.weights import experts_touched, kv_bytes_per_token, weights_bytes
 
 
 def published(assets: Path, name: str) -> ModelSpec:
@@ -82,28 +82,6 @@ def test_schemes_are_ordered_by_size(assets: Path) -> None:
 def test_kv_cache_of_a_token_is_what_is_published(assets: Path, name: str, expected: int) -> None:
     assert kv_bytes_per_token(published(assets, name), "bf16") == expected
     assert kv_bytes_per_token(published(assets, name), "fp8") == expected / 2
-
-
-def test_windows_bound_the_cache_of_a_request(assets: Path) -> None:
-    oss = published(assets, "openai--gpt-oss-20b_config")
-    one_layer = 2 * 8 * 64 * 2
-    assert kv_bytes(oss, "bf16", 100) == 100 * kv_bytes_per_token(oss, "bf16")
-    assert kv_bytes(oss, "bf16", 10_000) == one_layer * (12 * 10_000 + 12 * 128)
-    llama = small_llama()
-    assert kv_bytes(llama, "fp32", 777) == 777 * kv_bytes_per_token(llama, "fp32")
-
-
-def test_a_dense_step_reads_every_matrix_and_a_sparse_one_the_experts_that_its_tokens_pass(assets: Path) -> None:
-    llama = published(assets, "meta-llama--Meta-Llama-3.1-70B_config")
-    embedding = 128_256 * 8192
-    assert (
-        weights_read_bytes(llama, "bf16", 1)
-        == weights_read_bytes(llama, "bf16", 64)
-        == weights_bytes(llama, "bf16") - 2 * embedding
-    )
-    mixtral = published(assets, "mistralai--Mixtral-8x7B-v0.1_config")
-    assert weights_read_bytes(mixtral, "bf16", 1) == pytest.approx(2 * count_parameters(mixtral).in_products)
-    assert weights_read_bytes(mixtral, "bf16", 1000) == pytest.approx(weights_bytes(mixtral, "bf16") - 2 * 32_000 * 4096)
 
 
 def test_experts_touched_agrees_with_drawing_them() -> None:

@@ -18,7 +18,7 @@ class StepRecord:
     """One line of ``log.jsonl``. Seconds are of this step, and ``step_time_s`` includes its parts and the time between them.
 
     - ``loss``: nats per token with a target. ``grad_norm``: before clipping. ``learning_rate``: that of the first optimizer.
-    - ``tok_per_s`` = tokens of this step / step_time_s. ``mfu``: by ``planner.flops.mfu``, None without a machine profile.
+    - ``tok_per_s`` = tokens of this step / step_time_s. ``mfu``: by ``RunInputs.mfu``, None without a machine profile.
     - ``tokens``: seen since the run began. ``warm_up``: the step may have compiled, so medians leave it out.
     - ``elapsed_s``: of all sessions until the end of this step, with checkpoints and scores between steps.
     - ``block_grad_norms``: gradient norm of each part of the model. The line also has ``data_wait_share`` = data_s /

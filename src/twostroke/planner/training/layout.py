@@ -82,10 +82,6 @@ class Layout:
         """Devices of the data·tensor plane that hold the same part of the same experts."""
         return self.data * self.tensor // self.expert_cut
 
-    def layers_of_stage(self, n_layers: int) -> int:
-        """Layers of a stage that has most: ⌈L/p⌉."""
-        return -(-n_layers // self.pipeline)
-
     def check(self, spec: ModelSpec) -> None:
         """Raise ConfigError, naming what may be used, where ``spec`` cannot be cut so.
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from twostroke.core.dtypes import bytes_of
-from twostroke.core.matrices import LayerKind, layer_kinds
+from twostroke.core.matrices import LayerKind
 from twostroke.core.named import letter, named
 from twostroke.core.optimizers import OPTIMIZERS
 from twostroke.core.policy import NF4_BLOCK, NF4_SCALE_BLOCK, attends_explicitly, fits_native_attention, query_blocks
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import Hardware
-from twostroke.planner.work.params import Parameters
 
 FP32 = 4.0
 """Bytes."""
@@ -54,19 +53,6 @@ def nf4_bytes_per_weight() -> float:
     return letter("nf4", (4 + 8 / NF4_BLOCK + 32 / (NF4_BLOCK * NF4_SCALE_BLOCK)) / 8)
 
 
-def training_weights_bytes(parameters: Parameters, dtype: str) -> float:
-    """4·N for the fp32 master weights, and 2·N more for the bf16 working copy that forward and backward read; pure bf16 has
-    no masters and fp32 no copy."""
-    precision = PRECISIONS[dtype]
-    return parameters.total * (precision.working + precision.master)
-
-
-def gradients_bytes(parameters: Parameters, dtype: str) -> float:
-    """4·N for the fp32 gradients that the optimizer reads and, with bf16 compute, 2·N for those that backward leaves beside
-    them at the end of a step."""
-    return parameters.total * gradient_bytes_per_parameter(dtype, alone=True, n_micro_batches=1)
-
-
 def gradient_bytes_per_parameter(dtype: str, alone: bool, n_micro_batches: int) -> float:
     """Bytes of gradient a trained parameter takes.
 
@@ -79,11 +65,6 @@ def gradient_bytes_per_parameter(dtype: str, alone: bool, n_micro_batches: int) 
     if alone:
         return precision.gradient + FP32
     return precision.gradient if n_micro_batches == 1 else FP32
-
-
-def optimizer_bytes(parameters: Parameters, optimizer: str, state: float = FP32) -> float:
-    """The optimizer's state of a whole model, ``state_bytes`` of all its parameters."""
-    return state_bytes(parameters.total, parameters.block_matrices, optimizer, state)
 
 
 def state_bytes(n_parameters: float, n_matrix: float, optimizer: str, state: float = FP32) -> float:
@@ -143,16 +124,6 @@ class Kept:
 
     def input_of(self, *products: str) -> bool:
         return self.inputs_of is None or any(product in self.inputs_of for product in products)
-
-
-EVERYTHING = Kept()
-
-
-def activation_bytes_per_token_and_layer(
-    spec: ModelSpec, dtype: str, compiled: bool, sequence_length: int = 0, device_kind: str = "gpu"
-) -> float:
-    """``kept_by_layer`` of the first kind of layer, whole and without checkpointing: what our engine keeps of a dense model."""
-    return kept_by_layer(spec, layer_kinds(spec)[0][0], dtype, compiled, sequence_length, device_kind, EVERYTHING)
 
 
 def kept_by_layer(
@@ -278,28 +249,6 @@ def around_blocks_bytes(
     return around + (0.0 if needs_no_mask else w * sequence_length)
 
 
-def activation_bytes(
-    spec: ModelSpec,
-    dtype: str,
-    compiled: bool,
-    batch_size: int,
-    sequence_length: int,
-    device_kind: str = "gpu",
-    checkpointing: str = "none",
-) -> float:
-    """Bytes kept from forward for backward by a whole micro-batch of packed documents, on one device.
-
-    L blocks, per token ``around_blocks_bytes``, and the gradient of the head that the chunked loss computes ahead (w·V·E).
-    """
-    w, kept = bytes_of(dtype), Kept(checkpointing=checkpointing)
-    blocks = sum(
-        count * kept_by_layer(spec, kind, dtype, compiled, sequence_length, device_kind, kept)
-        for kind, count in layer_kinds(spec)
-    )
-    around = around_blocks_bytes(spec, dtype, sequence_length, device_kind, checkpointing=checkpointing)
-    return batch_size * sequence_length * (blocks + around) + w * spec.vocab_size * spec.d_model
-
-
 def loss_bytes(spec: ModelSpec, chunk_tokens: int, dtype: str, compiled: bool) -> float:
     """Bytes the chunked loss takes while it runs: one chunk's logits and their gradient in the working type (eager: also five
     fp32 copies and a mask), and the head's gradient summed in fp32 beside one chunk's share of it (V·E·(4 + w))."""
@@ -312,13 +261,3 @@ def whole_logits_bytes(spec: ModelSpec, n_tokens: float, dtype: str) -> float:
     """Bytes of logits that are not taken in chunks: in the working type, and in fp32 for the softmax, (w + 4)·V a token
     (Korthikanti et al., arXiv 2205.05198, section 4.3 count the fp32 copy alone)."""
     return n_tokens * spec.vocab_size * (letter("w", bytes_of(dtype)) + FP32)
-
-
-def checkpoint_bytes(parameters: Parameters, optimizer: str) -> float:
-    """A checkpoint on disk: fp32 master weights and the optimizer's state."""
-    return FP32 * parameters.total + optimizer_bytes(parameters, optimizer)
-
-
-def model_bytes(parameters: Parameters, dtype: str = "bf16") -> float:
-    """The finished model on disk: w·N."""
-    return bytes_of(dtype) * parameters.total

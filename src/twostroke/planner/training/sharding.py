@@ -287,14 +287,6 @@ def rank_memory(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layou
     return max(found, key=lambda terms: sum(terms.values()))
 
 
-def fullest_stage(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> Stage:
-    """The stage whose ranks hold most: the one that ``rank_memory`` counts."""
-    return max(
-        stages(spec.n_layers, layout.pipeline, layout.interleave),
-        key=lambda stage: sum(_stage_memory(spec, shape, hardware, layout, stage).values()),
-    )
-
-
 def rank_state_bytes(shape: TrainingShape, layout: Layout, part: Held) -> dict[str, float]:
     """weights, masters (a part of them), gradients and optimizer of one stage, divided as ``layout.zero`` says."""
     precision = inputs(PRECISIONS[shape.dtype])

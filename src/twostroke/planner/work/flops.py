@@ -52,11 +52,6 @@ def training_flops_per_token(spec: ModelSpec, sequence_length: int) -> float:
     return 6 * count_parameters(spec).in_products + 3 * attention_flops_per_token(spec, sequence_length)
 
 
-def mfu(spec: ModelSpec, sequence_length: int, tok_per_s: float, peak_flop_per_s: float) -> float:
-    """Model FLOP utilisation, a fraction: training FLOP a token · tokens/s ÷ the measured 4096³ product rate of the type."""
-    return training_flops_per_token(spec, sequence_length) * tok_per_s / peak_flop_per_s
-
-
 def prefill_flops(spec: ModelSpec, prompt_tokens: int) -> float:
     """2·N_blocks·s + 2·V·E (the head, for the last token only) + causal attention, FLOP for one prompt.
 

@@ -69,22 +69,6 @@ def experts_touched(n_experts: int, top_k: int, n_tokens: float) -> float:
     return n_experts * (1.0 - (1.0 - top_k / n_experts) ** n_tokens)
 
 
-def weights_read_bytes(spec: ModelSpec, scheme: str, n_tokens: float = 1.0) -> float:
-    """Bytes of weights that one step of ``n_tokens`` tokens reads: of experts those touched, of everything else all.
-
-    An untied input embedding and learned positions are read a row a token, which is left out.
-    """
-    how, parameters = scheme_of(scheme), count_parameters(spec)
-    read = 0.0
-    for kind, count in layer_kinds(spec):
-        for p in kind.matrices:
-            copies = p.copies if p.copies == 1 else experts_touched(p.copies, p.active, n_tokens)
-            read += count * copies * matrix_bytes(spec, p, scheme)
-    looked_up = parameters.positions + (0 if spec.tied_embeddings else parameters.embedding)
-    rest = parameters.total - parameters.block_matrices - looked_up
-    return read + how.kept_bytes * rest
-
-
 def kv_bytes_per_token(spec: ModelSpec, dtype: str = "bf16") -> float:
     """Bytes that one token adds to the cache while no window is full: Σ_layers (elements cached)·w.
 
@@ -101,16 +85,3 @@ def kv_bytes_per_token(spec: ModelSpec, dtype: str = "bf16") -> float:
 def kv_scale_bytes(kind: LayerKind, dtype: str) -> float:
     """Bytes of the scales of one token in one layer: 2·K scales, of latent attention one; none but in an int8 cache."""
     return CACHES[dtype].scale_bytes * (1 if kind.latent_dim is not None else 2 * kind.n_kv_heads)
-
-
-def kv_bytes(spec: ModelSpec, dtype: str, n_tokens: float) -> float:
-    """Bytes that one request of ``n_tokens`` needs in the cache: Σ_layers (elements cached)·w·min(n, window).
-
-    Pages are not rounded here, and an engine that frees nothing behind a window holds n·``kv_bytes_per_token`` instead.
-    """
-    return sum(
-        count
-        * (kind.kv_elements * bytes_of(dtype) + kv_scale_bytes(kind, dtype))
-        * (n_tokens if kind.window is None else min(n_tokens, kind.window))
-        for kind, count in layer_kinds(spec)
-    )
