@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -24,6 +24,17 @@ OBJECTIVES: tuple[Objective, ...] = ("cost", "time", "throughput", "energy")
 
 MOST_IDLE_SHARE = 0.999
 """A share of time lost to communication or bubble is taken as at most this, so that its factor stays finite."""
+
+
+CUTS = {"data": "dp", "tensor": "tp", "pipeline": "pp", "expert": "ep", "replicas": "×"}
+
+
+def cuts_text(n_devices: int, layout: Mapping[str, Any]) -> str:
+    """``8: dp2 tp4 z1``: devices, the ways they are cut that are more than one, and the ZeRO stage."""
+    cuts = [f"{short}{layout[name]}" for name, short in CUTS.items() if layout.get(name, 1) > 1]
+    if layout.get("zero"):
+        cuts.append(f"z{layout['zero']}")
+    return f"{n_devices}: {' '.join(cuts)}" if cuts else str(n_devices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +82,7 @@ class Candidate:
 
     @property
     def layout_text(self) -> str:
-        """``8: dp2 tp4``: devices, and the ways they are cut that are more than one."""
-        short = {"data": "dp", "tensor": "tp", "pipeline": "pp", "expert": "ep", "replicas": "×"}
-        cuts = [f"{short[name]}{n}" for name, n in self.layout.items() if name in short and n > 1]
-        if self.layout.get("zero"):
-            cuts.append(f"z{self.layout['zero']}")
-        return f"{self.n_devices}: {' '.join(cuts)}" if cuts else str(self.n_devices)
+        return cuts_text(self.n_devices, self.layout)
 
     def score(self, objective: Objective) -> float:
         """What ``objective`` makes small: $ (a run or a million tokens), s (a run or an answer), kWh, or minus tokens/s."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar
 
 from twostroke.core.described import LeftOut
 from twostroke.core.dtypes import bytes_of
@@ -13,7 +14,8 @@ from twostroke.core.engines import planned_only_text
 from twostroke.core.schemes import scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.choosing import flips
-from twostroke.planner.choosing.flips import Amounts, Balance, flip_point
+from twostroke.planner.choosing.candidates import cuts_text
+from twostroke.planner.choosing.flips import LARGEST_BATCH, Amounts, Balance, flip_point
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.network import send_s
 from twostroke.planner.money.cost import cost_of, crossover_tokens, usd_per_million_tokens
@@ -24,16 +26,13 @@ from twostroke.planner.training.memory import PRECISIONS
 from twostroke.planner.training.plan import TrainingPlan, plan_training
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.planner.training.stage_times import rate_dtype, stage_time
-from twostroke.planner.work.component import COMPONENTS, Work
+from twostroke.planner.work.component import COMPONENTS, Work, merge, total_seconds
 
 Column = Literal["train", "prefill", "decode"]
 COLUMNS: tuple[Column, ...] = ("train", "prefill", "decode")
 
 Mark = Literal["predicted", "measured", "datasheet", "assumed", "given"]
 """Where a value comes from. "given" is an input of the plan: a batch size, a type."""
-
-LARGEST_BATCH = 2**20
-"""Batches beyond this count as never."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class TableRow:
 
     section: Annotated[str, "passes, memory, work, component: …, rate, network, storage, money"]
     label: Annotated[str, "the quantity"]
-    cells: dict[str, Cell]
+    cells: Mapping[Column, Cell]
 
     @property
     def train(self) -> Annotated[Cell | None, "training", LeftOut]:
@@ -100,8 +99,14 @@ class Comparison:
 # -- bounds ---------------------------------------------------------------------------------------------------------------
 
 
-def _work_of(works: Sequence[Work], component: str) -> Work | None:
-    return next((w for w in works if w.component == component), None)
+def _work_of(works: Iterable[Work], component: str) -> Work | None:
+    """All works of ``component`` as one; None where there are none."""
+    return next(iter(merge(work for work in works if work.component == component)), None)
+
+
+def _bound_of(works: Iterable[Work], component: str) -> str:
+    work = _work_of(works, component)
+    return "none" if work is None else work.bound
 
 
 def flip_batch(bound_at: Callable[[int], str]) -> int | None:
@@ -132,8 +137,7 @@ DENSE_BATCHES = ("attention", "mlp", "head")
 def balance_of(works: Sequence[Work], component: str) -> Balance | None:
     """The rates that a component reaches in these works: FLOP over its arithmetic's seconds, bytes over its memory's. None
     where it has neither."""
-    found = [w for w in works if w.component == component]
-    work = _sum(found) if found else None
+    work = _work_of(works, component)
     if work is None or not work.arithmetic_s or not work.memory_s:
         return None
     return Balance(work.flops / work.arithmetic_s, work.bytes / work.memory_s)
@@ -174,8 +178,7 @@ def context_flips(serving: ServingPlan) -> dict[str, Any]:
         at = replace(shape, prompt_tokens=max(1, context - 1), output_tokens=1, prefix_hit_share=0.0)
 
         def bound(n: int, at: ServingShape = at) -> str:
-            found = [w for w in strategy_of(spec, at, hardware).decode(n) if w.component == "attention"]
-            return _sum(found).bound
+            return _bound_of(strategy_of(spec, at, hardware).decode(n), "attention")
 
         by_hand = None
         if balance is not None:
@@ -189,47 +192,23 @@ def component_flips(training: TrainingPlan, serving: ServingPlan) -> dict[str, d
     """Column → component → batch at which arithmetic becomes its limit: training in sequences of the plan's length, prefill in
     prompt tokens, decode in requests."""
     spec, hardware = training.spec, training.hardware
-    caches: dict[str, dict[int, Sequence[Work]]] = {column: {} for column in COLUMNS}
 
+    @cache
     def works(column: str, n: int) -> Sequence[Work]:
-        if n not in caches[column]:
-            if column == "train":
-                plan = plan_training(spec, replace(training.shape, batch_size=n, steps=0), hardware, training.layout)
-                caches[column][n] = (*plan.forward, *plan.backward, *plan.optimizer)
-            elif column == "prefill":
-                caches[column][n] = strategy_of(spec, replace(serving.shape, prompt_tokens=n), hardware).prefill()
-            else:
-                caches[column][n] = strategy_of(spec, replace(serving.shape, batch=n), hardware).decode()
-        return caches[column][n]
+        if column == "train":
+            plan = plan_training(spec, replace(training.shape, batch_size=n, steps=0), hardware, training.layout)
+            return (*plan.forward, *plan.backward, *plan.optimizer)
+        if column == "prefill":
+            return strategy_of(spec, replace(serving.shape, prompt_tokens=n), hardware).prefill()
+        return strategy_of(spec, replace(serving.shape, batch=n), hardware).decode()
 
-    def bound(column: str, component: str) -> Callable[[int], str]:
-        def at(n: int) -> str:
-            found = [w for w in works(column, n) if w.component == component]
-            return _sum(found).bound if found else "none"
-
-        return at
+    def flip(column: str, component: str) -> int | None:
+        return flip_batch(lambda n: _bound_of(works(column, n), component))
 
     return {
-        column: {
-            component: flip_batch(bound(column, component))
-            for component in COMPONENTS
-            if component != "optimizer" or column == "train"
-        }
+        column: {name: flip(column, name) for name in COMPONENTS if name != "optimizer" or column == "train"}
         for column in COLUMNS
     }
-
-
-def _sum(works: Sequence[Work]) -> Work:
-    """All of ``works`` (of one component) as one."""
-    return Work(
-        works[0].component,
-        sum(w.flops for w in works),
-        sum(w.bytes for w in works),
-        sum(w.arithmetic_s for w in works),
-        sum(w.memory_s for w in works),
-        sum(w.launch_s for w in works),
-        sum(w.seconds for w in works),
-    )
 
 
 # -- the table ------------------------------------------------------------------------------------------------------------
@@ -274,11 +253,7 @@ def compare_plans(training: TrainingPlan, serving: ServingPlan, subject: str = "
         rows=tuple(rows),
         assumptions=(*_assumptions(hardware), *(f"serving: {line}" for line in _assumptions(served_on) if apart)),
         crossover_served_tokens=crossover_tokens(run.usd, serving.usd_per_mtok),
-        flips={
-            "searched": searched,
-            "analytic": analytic_flips(training, serving),
-            "attention": context_flips(serving),
-        },
+        flips={"searched": searched, "analytic": analytic_flips(training, serving), "attention": context_flips(serving)},
         notes=tuple(dict.fromkeys((*where, *_planned_only(training, serving), *training.notes, *serving.notes))),
     )
 
@@ -300,103 +275,88 @@ def _assumptions(hardware: Hardware) -> tuple[str, ...]:
     )
 
 
-def _row(section: str, label: str, train: Cell | None, prefill: Cell | None, decode: Cell | None) -> TableRow:
-    cells = {"train": train, "prefill": prefill, "decode": decode}
-    return TableRow(section, label, {column: cell for column, cell in cells.items() if cell is not None})
+Shared = TypeVar("Shared")
 
 
-def _given(value: float | str, unit: str = "", note: str = "") -> Cell:
-    return Cell(value, unit, "given", note=note)
+def _each(given: Shared | tuple[Shared, ...]) -> tuple[Shared, ...]:
+    """What is given for every column, or for all of them alike."""
+    return given if isinstance(given, tuple) else (given,) * len(COLUMNS)
+
+
+def _row(
+    section: str,
+    label: str,
+    unit: str,
+    *values: float | None,
+    name: str | tuple[str | None, ...] | None = None,
+    note: str | tuple[str, ...] = "",
+) -> TableRow:
+    """A predicted quantity of training, prefill and decode. A column without it has the value None, or none at the end.
+    ``name`` is the ledger's, ``note`` says what the number is."""
+    found = zip(COLUMNS, values, _each(name), _each(note), strict=False)
+    cells = {column: Cell(value, unit, name=key, note=what) for column, value, key, what in found if value is not None}
+    return TableRow(section, label, cells)
+
+
+def _given(section: str, label: str, *values: str) -> TableRow:
+    """What the plans were asked for, in words, for training, prefill and decode."""
+    return TableRow(section, label, {column: Cell(words, kind="given") for column, words in zip(COLUMNS, values, strict=True)})
 
 
 def _pass_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableRow]:
-    section, n = "passes", training.shape.grad_accumulation
+    n = training.shape.grad_accumulation
     micro = f"{n} × (fwd + bwd) + update" if n > 1 else "fwd + bwd + update"
+    forward = training.forward_s, serving.ttft_s, serving.tpot_s
     return [
-        _row(
-            section,
-            "passes in a step",
-            _given(micro),
-            _given("fwd, whole prompt"),
-            _given("fwd, 1 token each"),
-        ),
-        _row(
-            section,
-            "weights",
-            _given("updated each step"),
-            _given("read-only"),
-            _given("read-only"),
-        ),
-        _row(
-            section,
-            "forward",
-            Cell(training.forward_s, "s", name="forward_s"),
-            Cell(serving.ttft_s, "s", name="prefill_s"),
-            Cell(serving.tpot_s, "s", name="decode_step_s"),
-        ),
-        _row(section, "backward", Cell(training.backward_s, "s", name="backward_s"), None, None),
-        _row(section, "optimizer", Cell(training.optimizer_s, "s", name="optimizer_s"), None, None),
-        _row(section, "data", Cell(training.data_s, "s", name="data_s"), None, None),
+        _given("passes", "passes in a step", micro, "fwd, whole prompt", "fwd, 1 token each"),
+        _given("passes", "weights", "updated each step", "read-only", "read-only"),
+        _row("passes", "forward", "s", *forward, name=("forward_s", "prefill_s", "decode_step_s")),
+        _row("passes", "backward", "s", training.backward_s, name="backward_s"),
+        _row("passes", "optimizer", "s", training.optimizer_s, name="optimizer_s"),
+        _row("passes", "data", "s", training.data_s, name="data_s"),
     ]
+
+
+MEMORY_ROWS = (
+    # label, training's term, serving's term, the ledger's name
+    ("weights in memory", "weights", "weights", "weights_bytes"),
+    ("gradients", "gradients", None, "gradients_bytes"),
+    ("optimizer state", "optimizer", None, "optimizer_bytes"),
+    ("activations", "activations", "activations", "activations_bytes"),
+    ("logits", None, "logits", None),
+    ("KV cache", None, "kv_cache", "kv_cache_bytes"),
+    ("computed again", "recomputed", None, None),
+    ("loss", "loss", None, None),
+    ("heap and workspace", "workspace", None, None),
+    ("copy for checkpoints", "snapshot", None, None),
+    ("gathered for a layer", "gathered", None, None),
+    ("dequantised", "dequantised", None, None),
+    ("process at rest", "process", "process", None),
+)
+
+WHERE_NEEDED = ("recomputed", "loss", "workspace", "snapshot", "gathered", "dequantised")
+"""Terms of training that have a row only where they take memory."""
 
 
 def _memory_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableRow]:
-    section = "memory"
-
-    def terms(train: str | None, serve: str | None, train_name: str | None, serve_name: str | None) -> list[Cell | None]:
-        t = Cell(training.memory_bytes[train], "bytes", name=train_name) if train else None
-        s = Cell(serving.memory_bytes[serve], "bytes", name=serve_name) if serve else None
-        return [t, s, s]
-
-    return [
-        _row(section, "weights in memory", *terms("weights", "weights", "weights_bytes", "weights_bytes")),
-        _row(section, "gradients", *terms("gradients", None, "gradients_bytes", None)),
-        _row(section, "optimizer state", *terms("optimizer", None, "optimizer_bytes", None)),
-        _row(section, "activations", *terms("activations", "activations", "activations_bytes", "activations_bytes")),
-        _row(section, "logits", *terms(None, "logits", None, None)),
-        _row(section, "KV cache", *terms(None, "kv_cache", None, "kv_cache_bytes")),
-        *[
-            _row(section, label, *terms(term, None, None, None))
-            for term, label in (
-                ("recomputed", "computed again"),
-                ("loss", "loss"),
-                ("workspace", "heap and workspace"),
-                ("snapshot", "copy for checkpoints"),
-                ("gathered", "gathered for a layer"),
-                ("dequantised", "dequantised"),
-            )
-            if training.memory_bytes.get(term)
-        ],
-        _row(section, "process at rest", *terms("process", "process", None, None)),
-        _row(
-            section,
-            "peak",
-            Cell(training.peak_memory_bytes, "bytes", name="peak_memory_bytes"),
-            Cell(serving.peak_memory_bytes, "bytes", name="peak_memory_bytes"),
-            Cell(serving.peak_memory_bytes, "bytes", name="peak_memory_bytes"),
-        ),
-    ]
+    rows = []
+    for label, train, serve, name in MEMORY_ROWS:
+        if train not in WHERE_NEEDED or training.memory_bytes.get(train):
+            trained = training.memory_bytes[train] if train else None
+            served = serving.memory_bytes[serve] if serve else None
+            rows.append(_row("memory", label, "bytes", trained, served, served, name=name))
+    peaks = training.peak_memory_bytes, serving.peak_memory_bytes, serving.peak_memory_bytes
+    return [*rows, _row("memory", "peak", "bytes", *peaks, name="peak_memory_bytes")]
 
 
 def _work_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableRow]:
-    section, shape = "work", serving.shape
+    shape = serving.shape
     prefill_bytes = sum(w.bytes for w in serving.prefill) / shape.prompt_tokens
     decode_bytes = sum(w.bytes for w in serving.decode) / shape.batch
+    flops = training.flops_per_token, serving.prefill_flops_per_token, serving.decode_flops_per_token
     return [
-        _row(
-            section,
-            "FLOP a token",
-            Cell(training.flops_per_token, "FLOP"),
-            Cell(serving.prefill_flops_per_token, "FLOP"),
-            Cell(serving.decode_flops_per_token, "FLOP"),
-        ),
-        _row(
-            section,
-            "bytes moved a token",
-            Cell(training.bytes_per_token, "bytes"),
-            Cell(prefill_bytes, "bytes"),
-            Cell(decode_bytes, "bytes"),
-        ),
+        _row("work", "FLOP a token", "FLOP", *flops),
+        _row("work", "bytes moved a token", "bytes", training.bytes_per_token, prefill_bytes, decode_bytes),
     ]
 
 
@@ -409,160 +369,92 @@ def _component_rows(training: TrainingPlan, serving: ServingPlan, searched: dict
         "decode": serving.decode,
     }
     units = {"train": "sequences", "prefill": "prompt tokens", "decode": "requests"}
+    whole = {column: total_seconds(works) for column, works in passes.items()}
     rows = []
     for component in COMPONENTS:
-        section = f"component: {component}"
-        share: dict[str, Cell] = {}
-        intensity: dict[str, Cell] = {}
-        bound: dict[str, Cell] = {}
-        flip: dict[str, Cell] = {}
-        for column in COLUMNS:
-            found = [w for w in passes[column] if w.component == component]
-            if not found:
-                continue
-            work = _sum(found)
-            whole = sum(w.seconds for w in passes[column])
-            share[column] = Cell(work.seconds / whole, "share")
-            intensity[column] = Cell(work.intensity, "FLOP/B")
-            bound[column] = Cell(work.bound)
-            at = searched[column].get(component)
-            flip[column] = Cell(at, units[column])
-        rows += [
-            TableRow(section, f"{component}: share of the step", share),
-            TableRow(section, f"{component}: intensity", intensity),
-            TableRow(section, f"{component}: bound", bound),
-            TableRow(section, f"{component}: arithmetic-bound", flip),
-        ]
+        works = {column: work for column in COLUMNS if (work := _work_of(passes[column], component))}
+        facts = {
+            "share of the step": {column: Cell(work.seconds / whole[column], "share") for column, work in works.items()},
+            "intensity": {column: Cell(work.intensity, "FLOP/B") for column, work in works.items()},
+            "bound": {column: Cell(work.bound) for column, work in works.items()},
+            "arithmetic-bound": {column: Cell(searched[column].get(component), units[column]) for column in works},
+        }
+        rows += [TableRow(f"component: {component}", f"{component}: {fact}", cells) for fact, cells in facts.items()]
     return rows
 
 
 def _rate_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableRow]:
-    section, shape = "rate", training.shape
-    serve = serving.shape
-    sequences = shape.batch_size * shape.grad_accumulation * training.layout.data
+    shape, served, layout = training.shape, serving.shape, training.layout
+    sequences = shape.batch_size * shape.grad_accumulation * layout.data
+    batches = f"{sequences} × {shape.sequence_length} tokens", f"1 × {served.prompt_tokens} tokens", f"{served.batch} × 1 token"
     precision = shape.dtype if not PRECISIONS[shape.dtype].master or shape.dtype == "fp32" else f"{shape.dtype}, fp32 masters"
-    weights = scheme_of(serve.scheme).label or serve.scheme
-    cached = f"{weights}, {serve.cache_dtype} KV"
-    several = training.layout.n_devices > 1 or serving.devices > 1
-    placed = _given(serve_cut(serving))
-    devices = [_row(section, "devices", _given(train_cut(training.layout)), placed, placed)] if several else []
-    return [
-        *devices,
-        _row(
-            section,
-            "batch",
-            _given(f"{sequences} × {shape.sequence_length} tokens"),
-            _given(f"1 × {serve.prompt_tokens} tokens"),
-            _given(f"{serve.batch} × 1 token"),
-        ),
-        _row(section, "precision", _given(precision), _given(cached), _given(cached)),
-        _row(
-            section,
-            "throughput",
-            Cell(training.tok_per_s, "tok/s", name="train_tok_per_s"),
-            Cell(serving.prefill_tok_per_s, "tok/s", name="prefill_tok_per_s"),
-            Cell(serving.decode_tok_per_s, "tok/s", name="decode_tok_per_s"),
-        ),
-        _row(
-            section,
-            "latency",
-            Cell(training.step_time_s, "s", name="step_time_s", note="step"),
-            Cell(serving.ttft_s, "s", name="ttft_s", note="TTFT"),
-            Cell(serving.tpot_s, "s", name="tpot_s", note="TPOT"),
-        ),
-        _row(section, "share of peak (MFU)", Cell(training.mfu, "share", name="mfu"), *_serving_utilisation(serving)),
+    cached = f"{scheme_of(served.scheme).label or served.scheme}, {served.cache_dtype} KV"
+    placed = cuts_text(serving.devices, vars(served))
+    rates = training.tok_per_s, serving.prefill_tok_per_s, serving.decode_tok_per_s
+    latencies = training.step_time_s, serving.ttft_s, serving.tpot_s
+    # Model FLOP a second over the peak of the activations' type.
+    peak = serving.hardware.peak(served.compute_dtype) * serving.devices
+    prefill_share = serving.prefill_flops_per_token * serving.prefill_tok_per_s / peak
+    decode_share = serving.decode_flops_per_token * serving.decode_tok_per_s / peak
+    rows = [
+        _given("rate", "batch", *batches),
+        _given("rate", "precision", precision, cached, cached),
+        _row("rate", "throughput", "tok/s", *rates, name=("train_tok_per_s", "prefill_tok_per_s", "decode_tok_per_s")),
+        _row("rate", "latency", "s", *latencies, name=("step_time_s", "ttft_s", "tpot_s"), note=("step", "TTFT", "TPOT")),
+        _row("rate", "share of peak (MFU)", "share", training.mfu, prefill_share, decode_share, name=("mfu", None, None)),
     ]
-
-
-def cuts_text(n_devices: int, **cuts: int) -> str:
-    """``8: dp2 tp4``: devices, and the ways they are cut that are more than one."""
-    words = " ".join(f"{name}{n}" for name, n in cuts.items() if n > 1 or (name == "z" and n))
-    return f"{n_devices}: {words}" if words else str(n_devices)
-
-
-def train_cut(layout: Layout) -> str:
-    return cuts_text(layout.n_devices, dp=layout.data, tp=layout.tensor, pp=layout.pipeline, ep=layout.expert, z=layout.zero)
-
-
-def serve_cut(serving: ServingPlan) -> str:
-    shape = serving.shape
-    return cuts_text(serving.devices, tp=shape.tensor, pp=shape.pipeline, ep=shape.expert)
-
-
-def _serving_utilisation(serving: ServingPlan) -> list[Cell | None]:
-    """Model FLOP a second ÷ the peak of the activations' type, for prefill and for decode."""
-    peak = serving.hardware.peak(serving.shape.compute_dtype) * serving.devices
-    prefill = serving.prefill_flops_per_token * serving.prefill_tok_per_s / peak
-    decode = serving.decode_flops_per_token * serving.decode_tok_per_s / peak
-    return [Cell(prefill, "share"), Cell(decode, "share")]
+    if layout.n_devices > 1 or serving.devices > 1:
+        rows.insert(0, _given("rate", "devices", cuts_text(layout.n_devices, vars(layout)), placed, placed))
+    return rows
 
 
 def _move_and_store_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableRow]:
-    network = training.hardware.network
-    alone = training.layout.n_devices == 1
-    gradients, cache = training.network_bytes_per_step if alone else None, serving.kv_request_bytes
+    network, cache = training.hardware.network, serving.kv_request_bytes
+    alone, sent = training.layout.n_devices == 1, training.network_bytes_per_step
+    moved = sent if alone else None
     rows = []
     if not alone or serving.devices > 1:
-        sent = None if alone else Cell(training.network_bytes_per_step, "bytes", note="a device")
-        waiting = None if alone else Cell(training.communication_s, "s")
+        waits = _serving_waits(serving)
         rows = [
-            _row("network", "sent in a step", sent, None, None),
-            _row("network", "waiting for links", waiting, *_serving_waits(serving)),
+            _row("network", "sent in a step", "bytes", None if alone else sent, note="a device"),
+            _row("network", "waiting for links", "s", None if alone else training.communication_s, *waits),
         ]
+    taking = None if moved is None else send_s(moved, network), send_s(cache, network)
+    stored = training.checkpoint_bytes, serving.model_bytes, serving.model_bytes
+    files = "checkpoint_bytes", "model_bytes", "model_bytes"
     return [
         *rows,
-        _row(
-            "network",
-            "to one more machine",
-            None if gradients is None else Cell(gradients, "bytes", note="gradients"),
-            Cell(cache, "bytes", note="KV a request"),
-            None,
-        ),
-        _row(
-            "network",
-            "which would take",
-            None if gradients is None else Cell(send_s(gradients, network), "s"),
-            Cell(send_s(cache, network), "s"),
-            None,
-        ),
-        _row(
-            "storage",
-            "on disk",
-            Cell(training.checkpoint_bytes, "bytes", name="checkpoint_bytes", note="checkpoint"),
-            Cell(serving.model_bytes, "bytes", name="model_bytes", note="model"),
-            Cell(serving.model_bytes, "bytes", name="model_bytes", note="model"),
-        ),
+        _row("network", "to one more machine", "bytes", moved, cache, note=("gradients", "KV a request", "")),
+        _row("network", "which would take", "s", *taking),
+        _row("storage", "on disk", "bytes", *stored, name=files, note=("checkpoint", "model", "model")),
     ]
 
 
-def _serving_waits(serving: ServingPlan) -> list[Cell | None]:
-    """Seconds of a prefill and of a decode step in collectives; none on one device."""
-    if serving.devices == 1:
-        return [None, None]
-    engine = strategy_of(serving.spec, serving.shape, serving.hardware)
-    return [Cell(seconds, "s") for seconds in engine.network_s()]
+def _serving_waits(serving: ServingPlan) -> tuple[float, ...]:
+    """Seconds of a prefill and of a decode step in collectives; nothing on one device."""
+    return strategy_of(serving.spec, serving.shape, serving.hardware).network_s() if serving.devices > 1 else ()
 
 
 def _money_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableRow]:
     """Energy and rent: of the run where its length is known, and per million tokens in every column."""
-    million = 1e6
-    rows = []
-    if training.cost is not None and training.train_time_s is not None:
-        tokens = training.shape.steps * training.tokens_per_step
-        rows += [
-            _row("money", "whole run, tokens", _given(tokens, "tokens"), None, None),
-            _row("money", "whole run, time", Cell(training.train_time_s, "s", name="train_time_s"), None, None),
-            _row("money", "whole run, energy", Cell(training.cost.energy_kwh, "kWh", name="energy_kwh"), None, None),
-            _row("money", "whole run, money", Cell(training.cost.usd, "usd", name="cost_usd"), None, None),
+    rows, run, run_s = [], training.cost, training.train_time_s
+    if run is not None and run_s is not None:
+        tokens = Cell(training.shape.steps * training.tokens_per_step, "tokens", "given")
+        rows = [
+            TableRow("money", "whole run, tokens", {"train": tokens}),
+            _row("money", "whole run, time", "s", run_s, name="train_time_s"),
+            _row("money", "whole run, energy", "kWh", run.energy_kwh, name="energy_kwh"),
+            _row("money", "whole run, money", "usd", run.usd, name="cost_usd"),
         ]
-    rates = (training.tok_per_s, serving.prefill_tok_per_s, serving.decode_tok_per_s)
-    devices = ((training.hardware, training.layout.n_devices), *[(serving.hardware, serving.devices)] * 2)
-    each = [cost_of(million / rate, *at) for rate, at in zip(rates, devices, strict=True)]
-    energy, money = [Cell(cost.energy_kwh, "kWh") for cost in each], [Cell(cost.usd, "usd") for cost in each]
+    each = [
+        cost_of(1e6 / training.tok_per_s, training.hardware, training.layout.n_devices),
+        cost_of(1e6 / serving.prefill_tok_per_s, serving.hardware, serving.devices),
+        cost_of(1e6 / serving.decode_tok_per_s, serving.hardware, serving.devices),
+    ]
     return [
         *rows,
-        _row("money", "energy per million tokens", *energy),
-        _row("money", "money per million tokens", *money),
+        _row("money", "energy per million tokens", "kWh", *(cost.energy_kwh for cost in each)),
+        _row("money", "money per million tokens", "usd", *(cost.usd for cost in each)),
     ]
 
 

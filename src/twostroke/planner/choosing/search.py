@@ -25,10 +25,7 @@ from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.money.cost import energy_kwh, pue_of, rent_usd, usd_per_million_tokens
 from twostroke.planner.serving.load import Steps, closed_loop
 from twostroke.planner.serving.memory import batch_pages
-from twostroke.planner.serving.plan import (
-    served_schemes,
-    strategy_of,
-)
+from twostroke.planner.serving.plan import served_schemes, strategy_of
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.training.checkpointing import resilience
 from twostroke.planner.training.layout import Layout
@@ -493,12 +490,7 @@ class _TrainShapes:
             self.made[key] = None
             if n_micro and not left:
                 self.made[key] = TrainingShape(
-                    micro,
-                    self.work.sequence_length,
-                    n_micro,
-                    self.dtype,
-                    self.work.optimizer,
-                    checkpointing=checkpointing,
+                    micro, self.work.sequence_length, n_micro, self.dtype, self.work.optimizer, checkpointing=checkpointing
                 )
         return self.made[key]
 

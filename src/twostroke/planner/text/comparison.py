@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from twostroke.core.units import format_count
-from twostroke.planner.choosing.comparison import COLUMNS, Cell, Comparison
+from twostroke.planner.choosing.comparison import COLUMNS, Cell, Column, Comparison
 from twostroke.planner.text.format import columns, format_quantity
 
 _MARKS = {"datasheet": " datasheet", "assumed": " assumed"}
@@ -46,7 +46,7 @@ def _main_block(comparison: Comparison, has_measured: bool) -> list[list[str] | 
 
 def _component_block(comparison: Comparison) -> list[list[str] | None]:
     """One line a component: share of the time, intensity, bound, and the batch from which arithmetic is the bound."""
-    found: dict[str, dict[str, dict[str, Cell]]] = {}
+    found: dict[str, dict[str, Mapping[Column, Cell]]] = {}
     for row in comparison.rows:
         if row.section.startswith("component"):
             component, _, what = row.label.partition(": ")

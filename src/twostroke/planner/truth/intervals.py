@@ -398,11 +398,7 @@ def coverage(rows: Iterable[Pair]) -> dict[str, Any]:
         if inside is not None:
             by.setdefault("/".join(row.key), []).append(inside)
     pooled = [inside for found in by.values() for inside in found]
-    return {
-        "level": LEVEL,
-        **_counted(pooled),
-        "by_kind": {kind: _counted(found) for kind, found in sorted(by.items())},
-    }
+    return {"level": LEVEL, **_counted(pooled), "by_kind": {kind: _counted(found) for kind, found in sorted(by.items())}}
 
 
 def _counted(inside: Sequence[bool]) -> dict[str, Any]:
