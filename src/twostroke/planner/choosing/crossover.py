@@ -21,6 +21,8 @@ from twostroke.planner.money.cost import (
     Terms,
     TokenPrices,
     bought_rate,
+    check_count,
+    check_positive,
     check_share,
     co2_kg,
     rate_of,
@@ -51,11 +53,9 @@ class Demand:
     growth_per_month: Annotated[float, "share by which requests grow"] = 0.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.requests_per_day) and self.requests_per_day > 0):
-            raise ConfigError(f"requests_per_day={self.requests_per_day:g} must be a finite number above 0.")
-        for name in ("prompt_tokens", "output_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
+        check_positive("requests_per_day", self.requests_per_day)
+        check_count("prompt_tokens", self.prompt_tokens)
+        check_count("output_tokens", self.output_tokens)
         if not -1 < self.growth_per_month <= LIMIT_GROWTH_PER_MONTH:
             raise ConfigError(
                 f"growth_per_month={self.growth_per_month:g} must be above -1 and at most {LIMIT_GROWTH_PER_MONTH:g}. "
@@ -115,8 +115,7 @@ class PaidByRequest:
     usd_per_request: Annotated[float, "$"]
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.usd_per_request) and self.usd_per_request > 0):
-            raise ConfigError(f"usd_per_request={self.usd_per_request:g} must be a finite number above 0.")
+        check_positive("usd_per_request", self.usd_per_request)
 
     def usd_until(self, demand: Demand, day: float) -> float:
         return self.usd_per_request * demand.requests_until(day)
@@ -134,10 +133,8 @@ class PaidByReplica:
     requests_per_replica_day: Annotated[float, "requests a day that one replica carries"]
 
     def __post_init__(self) -> None:
-        for name in ("usd_per_replica_day", "requests_per_replica_day"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name}={value:g} must be a finite number above 0.")
+        check_positive("usd_per_replica_day", self.usd_per_replica_day)
+        check_positive("requests_per_replica_day", self.requests_per_replica_day)
 
     def replicas(self, demand: Demand, day: float) -> int:
         return max(1, math.ceil(demand.requests_on(day) / self.requests_per_replica_day))
@@ -324,20 +321,21 @@ def plan_crossover(
         raise ConfigError(f"months={horizon_months:g} must be above 0 and at most {LIMIT_DAYS / DAYS_PER_MONTH:g}.")
     if not 0 <= cached_share <= 1:
         raise ConfigError(f"cached_share={cached_share:g} must be between 0 and 1. Give 0.8 for 80%.")
-    day = _within_limit(serving.day_of(demand, training.usd))
+    day = serving.day_of(demand, training.usd)
+    day = None if day is None or day > LIMIT_DAYS else day
+    plan = Crossover(training, demand, serving, horizon_months, day, None, energy)
     if api is None:
-        return Crossover(training, demand, serving, horizon_months, day, None, energy)
-    per_request = api.request_usd(demand.prompt_tokens, demand.output_tokens, cached_share)
-    bill = PaidByRequest(per_request)
+        return plan
+    bill = PaidByRequest(api.request_usd(demand.prompt_tokens, demand.output_tokens, cached_share))
     comparison = ApiComparison(
         api,
-        per_request,
-        bill.usd_until(demand, horizon_months * DAYS_PER_MONTH),
-        break_even_requests_per_day(replica, per_request) if replica else None,
-        _repaid_day(training.usd, demand, serving, bill),
-        demand.tokens_per_request,
+        bill.usd_per_request,
+        horizon_usd=bill.usd_until(demand, horizon_months * DAYS_PER_MONTH),
+        break_even_requests_per_day=break_even_requests_per_day(replica, bill.usd_per_request) if replica else None,
+        repaid_day=_repaid_day(training.usd, demand, serving, bill),
+        tokens_per_request=demand.tokens_per_request,
     )
-    return Crossover(training, demand, serving, horizon_months, day, comparison, energy)
+    return replace(plan, api=comparison)
 
 
 def break_even_requests_per_day(replica: PaidByReplica, api_usd_per_request: float) -> float | None:
@@ -346,10 +344,6 @@ def break_even_requests_per_day(replica: PaidByReplica, api_usd_per_request: flo
     requests = replica.usd_per_replica_day / api_usd_per_request
     requests = named("break_even_requests_per_day", requests, "requests", "the API's bill pays one replica", section="api")
     return requests if requests <= replica.requests_per_replica_day else None
-
-
-def _within_limit(day: float | None) -> float | None:
-    return day if day is not None and day <= LIMIT_DAYS else None
 
 
 def _repaid_day(training_usd: float, demand: Demand, serving: Serving, api: PaidByRequest) -> float | None:

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Annotated, Any
 
 from twostroke.core.described import As
@@ -22,14 +22,14 @@ from twostroke.core.spec import ModelSpec
 from twostroke.planner.choosing.candidates import Candidate, DeviceResult, Miss, Objective, Phase, choose, nearest_miss, reliefs
 from twostroke.planner.choosing.interconnect import LinkFinding, blame_idle_links, link_findings
 from twostroke.planner.hardware.device import Hardware
-from twostroke.planner.money.cost import energy_kwh, pue_of, rent_usd, usd_per_million_tokens
+from twostroke.planner.money.cost import check_count, energy_kwh, pue_of, rent_usd, usd_per_million_tokens
 from twostroke.planner.serving.load import Steps, closed_loop
 from twostroke.planner.serving.memory import batch_pages
 from twostroke.planner.serving.plan import served_schemes, strategy_of
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.training.checkpointing import resilience
 from twostroke.planner.training.layout import Layout
-from twostroke.planner.training.memory import FP32, PRECISIONS, state_bytes
+from twostroke.planner.training.memory import PRECISIONS, snapshot_bytes, state_bytes
 from twostroke.planner.training.passes import optimizer_work
 from twostroke.planner.training.plan import (
     ASSUMED_DATA_TOKEN_S,
@@ -115,9 +115,8 @@ class ServeWork:
     requests_per_s: Annotated[float, "requests a second, for the number of copies; 0: one kept full"] = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("prompt_tokens", "output_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
+        check_count("prompt_tokens", self.prompt_tokens)
+        check_count("output_tokens", self.output_tokens)
         if not 0 <= self.requests_per_s <= MOST_REQUESTS_PER_S:
             raise ConfigError(f"requests_per_s={self.requests_per_s:g} must be from 0 to {MOST_REQUESTS_PER_S:g}.")
 
@@ -127,7 +126,7 @@ class TrainWork:
     """What is to be trained: ``tokens`` in steps of ``batch_tokens``, cut into sequences of ``sequence_length``."""
 
     tokens: Annotated[float, "tokens", "of the run"]
-    sequence_length: Annotated[int, "tokens", "of a sequence"] = 4096
+    sequence_length: Annotated[int, "tokens", "of a sequence"] = SEQUENCE_LENGTH
     batch_tokens: Annotated[int, "tokens", "of an optimizer step"] = BATCH_TOKENS
     optimizer: Annotated[str, CHOICES] = "adamw"
 
@@ -164,8 +163,7 @@ class Space:
         if not 1 <= self.max_devices <= MOST_DEVICES:
             raise ConfigError(f"max_devices={self.max_devices} must be from 1 to {MOST_DEVICES}.")
         for batch in self.batches:
-            if batch < 1:
-                raise ConfigError(f"batch={batch} must be at least 1.")
+            check_count("batch", batch)
 
     def most(self, machine: Hardware) -> int:
         """Devices of ``machine``'s kind that may be used: of a calibrated machine as many as it has."""
@@ -174,8 +172,12 @@ class Space:
     def counts(self, machine: Hardware) -> tuple[int, ...]:
         """1, 2, 4 … up to the most, and the most itself."""
         most = self.most(machine)
-        powers = [2**i for i in range(most.bit_length()) if 2**i <= most]
-        return tuple(dict.fromkeys((*powers, most)))
+        return tuple(dict.fromkeys((*_powers_of_2(most), most)))
+
+
+def _powers_of_2(most: int) -> list[int]:
+    """1, 2, 4 … up to ``most``."""
+    return [2**i for i in range(most.bit_length())]
 
 
 @dataclass(frozen=True)
@@ -232,8 +234,7 @@ def search_serving(
 def serve_placements(spec: ModelSpec, max_devices: int, devices_per_node: int) -> tuple[tuple[int, int, int], ...]:
     """(tensor, pipeline, expert) of every way to lay one copy over at most ``max_devices``: powers of 2, tensor and expert
     parallel within a node. What heads, layers or experts do not divide by is left out."""
-    powers = [2**i for i in range(max_devices.bit_length()) if 2**i <= max_devices]
-    found = []
+    powers, found = _powers_of_2(max_devices), []
     for tensor, pipeline in itertools.product(powers, powers):
         wider = [e for e in powers if spec.moe is not None and e > tensor and spec.moe.n_experts % e == 0]
         for expert in (1, *wider):
@@ -255,8 +256,10 @@ def _serve_candidates(spec: ModelSpec, work: ServeWork, space: Space, limits: Se
             if lacking is not None:
                 yield _without_type("serve", machine, scheme, lacking)
                 continue
-            for placement in serve_placements(spec, space.most(machine), machine.devices_per_node):
-                yield from _ServeTimer(spec, work, machine, scheme, placement, space, limits).candidates(batches)
+            shape = ServingShape(scheme, prompt_tokens=work.prompt_tokens, output_tokens=work.output_tokens)
+            for tensor, pipeline, expert in serve_placements(spec, space.most(machine), machine.devices_per_node):
+                placed = replace(shape, tensor=tensor, pipeline=pipeline, expert=expert)
+                yield from _ServeTimer(spec, work, machine, placed, space, limits).candidates(batches)
 
 
 def _check_precisions(space: Space, known: tuple[str, ...], what: str) -> None:
@@ -272,35 +275,35 @@ def _lacking_type(dtype: str, machine: Hardware) -> str | None:
 
 def _without_type(phase: Phase, machine: Hardware, precision: str, lacking: str) -> Candidate:
     """The one candidate that stands for a precision that a device has no arithmetic for."""
+    misses = (Miss("type", 1.0, 0.0, lacking),)
+    return _candidate(phase, machine, 1, precision, 0, machine.memory_bytes, {}, {}, memory_bytes={}, misses=misses)
+
+
+def _candidate(
+    phase: Phase, machine: Hardware, n_devices: int, precision: str, batch: int, allowed_bytes: float,
+    layout: dict[str, int], settings: dict[str, Any], **found: Any,
+) -> Candidate:  # fmt: skip
+    """One on ``n_devices`` of ``machine``, at their price and power. ``found``: its memory and what was predicted of it."""
     return Candidate(
-        phase, machine.name, machine.label, 1, {}, precision, 0, {}, {}, machine.memory_bytes, machine.usd_per_hour.value,
-        machine.watts.value, misses=(Miss("type", 1.0, 0.0, lacking),),
+        phase=phase, device=machine.name, label=machine.label, n_devices=n_devices, layout=layout, precision=precision,
+        batch=batch, settings=settings, allowed_bytes=allowed_bytes, usd_per_hour=n_devices * machine.usd_per_hour.value,
+        watts=n_devices * machine.watts.value, **found,
     )  # fmt: skip
+
+
+def _memory_miss(memory: dict[str, float], allowed_bytes: float) -> Miss:
+    return Miss("memory", sum(memory.values()), allowed_bytes, "bytes", max(memory, key=lambda name: memory[name]))
 
 
 class _ServeTimer:
     """Candidates of one machine, scheme and placement: its weights and its prefill are the same for every batch."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        work: ServeWork,
-        machine: Hardware,
-        scheme: str,
-        placement: tuple[int, int, int],
-        space: Space,
-        limits: ServeLimits,
+        self, spec: ModelSpec, work: ServeWork, machine: Hardware, shape: ServingShape, space: Space, limits: ServeLimits
     ) -> None:
         self.spec, self.work, self.machine, self.space, self.limits = spec, work, machine, space, limits
-        self.shape = ServingShape(
-            scheme,
-            prompt_tokens=work.prompt_tokens,
-            output_tokens=work.output_tokens,
-            tensor=placement[0],
-            pipeline=placement[1],
-            expert=placement[2],
-        )
-        self.layout = dict(zip(("tensor", "pipeline", "expert"), placement, strict=True))
+        self.shape = shape
+        self.layout = {"tensor": shape.tensor, "pipeline": shape.pipeline, "expert": shape.expert}
         self.engine = strategy_of(spec, self.shape, machine)
         self.weights, self.page, self.room = self.engine.weights_bytes(), self.engine.page_bytes(), self.engine.room_for_kv()
         self.pue = pue_of(machine).value
@@ -310,31 +313,20 @@ class _ServeTimer:
         for batch in batches:
             memory = {"weights": self.weights, "kv_cache": batch_pages(self.spec, self.shape, batch) * self.page}
             if memory["kv_cache"] > self.room:
-                yield self._candidate(batch, memory)
+                yield self._candidate(batch, memory, misses=(_memory_miss(memory, max(self.room + self.weights, 0.0)),))
                 continue
             if ttft_s is None:
                 ttft_s = self.engine.prefill_s()
             yield self._timed(batch, memory, ttft_s)
 
-    def _candidate(self, batch: int, memory: dict[str, float]) -> Candidate:
-        """One that does not fit."""
-        allowed, machine, n_devices = self.room + self.weights, self.machine, self.shape.placement.devices
-        miss = Miss("memory", sum(memory.values()), max(allowed, 0.0), "bytes", max(memory, key=lambda name: memory[name]))
-        return Candidate(
-            "serve",
-            machine.name,
-            machine.label,
-            n_devices,
-            self.layout,
-            self.shape.scheme,
-            batch,
-            {"kv_dtype": self.shape.cache_dtype},
-            memory,
-            allowed,
-            n_devices * machine.usd_per_hour.value,
-            n_devices * machine.watts.value,
-            misses=(miss,),
-        )
+    def _candidate(self, batch: int, memory: dict[str, float], replicas: int | None = None, **found: Any) -> Candidate:
+        """``replicas`` is None where one copy does not fit: nobody knows how many it would take."""
+        layout = self.layout if replicas is None else {**self.layout, "replicas": replicas}
+        n_devices = self.shape.placement.devices * (replicas or 1)
+        return _candidate(
+            "serve", self.machine, n_devices, self.shape.scheme, batch, self.room + self.weights,
+            layout, {"kv_dtype": self.shape.cache_dtype}, memory_bytes=memory, **found,
+        )  # fmt: skip
 
     def _timed(self, batch: int, memory: dict[str, float], ttft_s: float) -> Candidate:
         """One that fits, with its rates, its money and the limits it misses; with as many replicas as the requests need.
@@ -368,26 +360,9 @@ class _ServeTimer:
             ("usd_per_hour", usd_per_hour, limits.usd_per_hour, "usd"),
             ("usd_per_mtok", values["cost_per_mtok_usd"], limits.usd_per_mtok, "usd"),
         )
-        return Candidate(
-            "serve",
-            machine.name,
-            machine.label,
-            n_devices,
-            {**self.layout, "replicas": replicas},
-            self.shape.scheme,
-            batch,
-            {"kv_dtype": self.shape.cache_dtype},
-            memory,
-            self.room + self.weights,
-            usd_per_hour,
-            watts,
-            values,
-            network_s / step_s,
-            0.0,
-            network_s / step_s,
-            bound,
-            _misses(checks),
-        )
+        share, misses = network_s / step_s, _misses(checks)
+        found = {"values": values, "communication_share": share, "link_use": share, "bound": bound, "misses": misses}
+        return self._candidate(batch, memory, replicas, **found)
 
 
 def _misses(checks: Sequence[tuple[str, float, float | None, str]]) -> tuple[Miss, ...]:
@@ -427,8 +402,7 @@ def train_layouts(spec: ModelSpec, n_devices: int, devices_per_node: int) -> tup
     """Every way to cut training over ``n_devices``: tensor within a node and pipeline by powers of 2, the rest data parallel
     under each ZeRO stage; experts whole on each device, or as far apart as they go. What a model's heads, widths or layers do
     not divide by is left out."""
-    found = []
-    powers = [2**i for i in range(n_devices.bit_length()) if n_devices % 2**i == 0]
+    powers, found = _powers_of_2(n_devices), []
     for tensor, pipeline in itertools.product(powers, powers):
         if tensor > devices_per_node or n_devices % (tensor * pipeline):
             continue
@@ -447,66 +421,40 @@ def train_layouts(spec: ModelSpec, n_devices: int, devices_per_node: int) -> tup
 
 def _train_candidates(spec: ModelSpec, work: TrainWork, space: Space, limits: TrainLimits) -> Iterator[Candidate]:
     micro_batches = tuple(sorted(set(space.batches or MICRO_BATCHES)))
-    memories = _TrainMemory(spec)
+    memories: dict[tuple[str, Layout, TrainingShape], dict[str, float]] = {}
+
+    @cache
+    def shape_of(dtype: str, micro: int, data: int, checkpointing: str) -> TrainingShape | None:
+        """None where micro-batches and ranks do not divide the step's sequences."""
+        n_micro, left = divmod(work.sequences, data * micro)
+        if left or not n_micro:
+            return None
+        return TrainingShape(micro, work.sequence_length, n_micro, dtype, work.optimizer, checkpointing=checkpointing)
+
     for machine in space.machines:
         timer = _TrainTimer(spec, work, machine, limits)
+        # Memory asks nothing else of a datasheet, so it is computed once for all of a kind.
+        memory_of = machine.kind if machine.basis == "datasheet" else machine.name
         for dtype in space.precisions or (_training_type(machine),):
             lacking = _lacking_type(TrainingShape(dtype=dtype).compute_dtype, machine)
             if lacking is not None:
                 yield _without_type("train", machine, dtype, lacking)
                 continue
-            shapes = _TrainShapes(work, dtype)
             for n_devices in space.counts(machine):
-                for layout in train_layouts(spec, n_devices, machine.devices_per_node):
-                    for micro, checkpointing in itertools.product(micro_batches, CHECKPOINTING):
-                        shape = shapes.of(micro, layout.data, checkpointing)
-                        if shape is not None:
-                            yield timer.candidate(layout, shape, memories.of(machine, layout, shape))
+                layouts = train_layouts(spec, n_devices, machine.devices_per_node)
+                for layout, micro, checkpointing in itertools.product(layouts, micro_batches, CHECKPOINTING):
+                    shape = shape_of(dtype, micro, layout.data, checkpointing)
+                    if shape is None:
+                        continue
+                    key = (memory_of, layout, shape)
+                    if key not in memories:
+                        memories[key] = training_memory(spec, shape, machine, layout)
+                    yield timer.candidate(layout, shape, memories[key])
 
 
 def _training_type(machine: Hardware) -> str:
     """The 16-bit type that a device multiplies in, or fp32."""
     return next((dtype for dtype in ("bf16", "fp16") if dtype in machine.peak_flop_per_s), "fp32")
-
-
-def stored_bytes(spec: ModelSpec, shape: TrainingShape) -> float:
-    """A checkpoint: masters, or the weights where there are none, and the optimizer's state."""
-    parameters, precision = count_parameters(spec), PRECISIONS[shape.dtype]
-    state = state_bytes(parameters.total, parameters.block_matrices, shape.optimizer, precision.state)
-    return (FP32 if precision.master else precision.working) * parameters.total + state
-
-
-class _TrainShapes:
-    """The shape of a step by micro-batch, ranks and policy, made once; None where they do not divide the batch."""
-
-    def __init__(self, work: TrainWork, dtype: str) -> None:
-        self.work, self.dtype = work, dtype
-        self.made: dict[tuple[int, int, str], TrainingShape | None] = {}
-
-    def of(self, micro: int, data: int, checkpointing: str) -> TrainingShape | None:
-        key = (micro, data, checkpointing)
-        if key not in self.made:
-            n_micro, left = divmod(self.work.sequences, data * micro)
-            self.made[key] = None
-            if n_micro and not left:
-                self.made[key] = TrainingShape(
-                    micro, self.work.sequence_length, n_micro, self.dtype, self.work.optimizer, checkpointing=checkpointing
-                )
-        return self.made[key]
-
-
-class _TrainMemory:
-    """``training_memory`` of a layout, computed once for all datasheets of a kind: it asks nothing else of the hardware."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        self.spec = spec
-        self.made: dict[tuple[str, Layout, TrainingShape], dict[str, float]] = {}
-
-    def of(self, machine: Hardware, layout: Layout, shape: TrainingShape) -> dict[str, float]:
-        key = (machine.kind if machine.basis == "datasheet" else machine.name, layout, shape)
-        if key not in self.made:
-            self.made[key] = training_memory(self.spec, shape, machine, layout)
-        return self.made[key]
 
 
 class _TrainTimer:
@@ -525,45 +473,25 @@ class _TrainTimer:
         """One way to train, with its memory and, where that fits, its time, money, energy and the limits it misses."""
         machine, n_devices = self.machine, layout.n_devices
         cuts = {"data": layout.data, "zero": layout.zero, "tensor": layout.tensor, "pipeline": layout.pipeline}
-        needed = sum(memory.values())
-        fits = needed <= machine.memory_bytes
-        misses: tuple[Miss, ...] = ()
-        values: dict[str, float] = {}
-        communication = bubble = busy = 0.0
-        bound = ""
-        if fits:
-            values, communication, bubble, busy, bound = self._timed(layout, shape)
-            checks = (
-                ("days", values["train_time_s"] / DAY_S, self.limits.days, "days"),
-                ("usd_per_hour", n_devices * machine.usd_per_hour.value, self.limits.usd_per_hour, "usd"),
-                ("run_usd", values["cost_usd"], self.limits.run_usd, "usd"),
-            )
-            misses = _misses(checks)
+        cuts |= {"expert": layout.expert} if layout.expert > 1 else {}
+        if sum(memory.values()) > machine.memory_bytes:
+            found: dict[str, Any] = {"misses": (_memory_miss(memory, machine.memory_bytes),)}
         else:
-            misses = (Miss("memory", needed, machine.memory_bytes, "bytes", max(memory, key=lambda name: memory[name])),)
-        return Candidate(
-            "train",
-            machine.name,
-            machine.label,
-            n_devices,
-            cuts | ({"expert": layout.expert} if layout.expert > 1 else {}),
-            shape.dtype,
-            shape.batch_size,
-            {"checkpointing": shape.checkpointing, "grad_accumulation": shape.grad_accumulation},
-            memory,
-            machine.memory_bytes,
-            n_devices * machine.usd_per_hour.value,
-            n_devices * machine.watts.value,
-            values,
-            communication,
-            bubble,
-            busy,
-            bound,
-            misses,
-        )
+            found = self._timed(layout, shape)
+            checks = (
+                ("days", found["values"]["train_time_s"] / DAY_S, self.limits.days, "days"),
+                ("usd_per_hour", n_devices * machine.usd_per_hour.value, self.limits.usd_per_hour, "usd"),
+                ("run_usd", found["values"]["cost_usd"], self.limits.run_usd, "usd"),
+            )
+            found["misses"] = _misses(checks)
+        settings = {"checkpointing": shape.checkpointing, "grad_accumulation": shape.grad_accumulation}
+        return _candidate(
+            "train", machine, n_devices, shape.dtype, shape.batch_size, machine.memory_bytes, cuts, settings,
+            memory_bytes=memory, **found,
+        )  # fmt: skip
 
-    def _timed(self, layout: Layout, shape: TrainingShape) -> tuple[dict[str, float], float, float, float, str]:
-        """Predictions, and the shares of a step that go to communication and bubble, in which links are busy, and the bound. As
+    def _timed(self, layout: Layout, shape: TrainingShape) -> dict[str, Any]:
+        """Predictions, the shares of a step that go to communication and bubble and in which links are busy, and the bound: as
         ``plan_training`` adds them up (tests/planner/test_search.py)."""
         machine = self.machine
         passes = self._passes(layout, shape)
@@ -586,8 +514,13 @@ class _TrainTimer:
             "cost_usd": layout.n_devices * rent_usd(running_s, machine.usd_per_hour.value),
             "energy_kwh": layout.n_devices * energy_kwh(running_s, machine.watts.value, self.pue),
         }
-        busy = min(1.0, sum(t.seconds for t in traffic) / step_s)
-        return values, exposed_s / step_s, bubble_s / step_s, busy, bound_of((*works, update))
+        return {
+            "values": values,
+            "communication_share": exposed_s / step_s,
+            "bubble_share": bubble_s / step_s,
+            "link_use": min(1.0, sum(t.seconds for t in traffic) / step_s),
+            "bound": bound_of((*works, update)),
+        }
 
     def _passes(self, layout: Layout, shape: TrainingShape) -> StageTime:
         key = (layout.tensor, layout.pipeline, layout.expert, shape.dtype, shape.batch_size, shape.checkpointing)
@@ -600,7 +533,9 @@ class _TrainTimer:
         """What failures and checkpoints add to the time of several devices."""
         n = layout.n_devices
         if n not in self.lost:
-            stored = stored_bytes(self.spec, shape)
+            parameters = count_parameters(self.spec)
+            state = state_bytes(parameters.total, parameters.block_matrices, shape.optimizer, PRECISIONS[shape.dtype].state)
+            stored = snapshot_bytes(shape.dtype, parameters.total, state)
             self.lost[n] = resilience(stored, self.machine.disk_write_bytes_per_s * n_nodes(layout, self.machine), n).lost_share
         return self.lost[n]
 
@@ -620,20 +555,18 @@ def _ranked(
     candidates: Sequence[Candidate],
 ) -> Search:
     results, feasible = choose(candidates, objective)
-    out_of_memory = sum(1 for c in candidates if c.misses and c.misses[0].limit == "memory")
-    machines = {machine.name: machine for machine in space.machines}
-    links = link_findings(results, machines)
+    links = link_findings(results, {machine.name: machine for machine in space.machines})
     return Search(
         phase,
         objective,
         work,
         limits,
-        tuple(blame_idle_links(results, links)),
-        tuple(feasible[:KEPT_BEST]),
-        len(candidates),
-        out_of_memory,
-        sum(1 for c in candidates if c.values),
-        len(feasible),
-        () if feasible else reliefs(candidates),
-        links,
+        results=tuple(blame_idle_links(results, links)),
+        best=tuple(feasible[:KEPT_BEST]),
+        enumerated=len(candidates),
+        out_of_memory=sum(1 for c in candidates if c.misses and c.misses[0].limit == "memory"),
+        timed=sum(1 for c in candidates if c.values),
+        kept=len(feasible),
+        reliefs=() if feasible else reliefs(candidates),
+        links=links,
     )

@@ -87,6 +87,20 @@ def check_amount(name: str, value: float) -> float:
     return value
 
 
+def check_positive(name: str, value: float) -> float:
+    """An amount that must be there: finite, above 0. Raises ConfigError."""
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name}={value:g} must be a finite number above 0.")
+    return value
+
+
+def check_count(name: str, value: int) -> int:
+    """How many of something that must be there: at least 1. Raises ConfigError."""
+    if value < 1:
+        raise ConfigError(f"{name}={value} must be at least 1.")
+    return value
+
+
 # -- device time ----------------------------------------------------------------------------------------------------------
 
 
@@ -155,8 +169,7 @@ def cost_of(seconds: float, hardware: Hardware, n_devices: int = 1, rate: Device
     """Money, energy and CO₂ of ``seconds`` of ``n_devices`` at their watts, the rate (rent on demand unless given), the assumed
     tariff and grid. Raises ConfigError for a negative time or no device."""
     check_amount("seconds", seconds)
-    if n_devices < 1:
-        raise ConfigError(f"n_devices={n_devices} must be at least 1.")
+    check_count("n_devices", n_devices)
     rate = rate or on_demand_rate(hardware)
     electricity, pue, grid = price("electricity_usd_per_kwh"), pue_of(hardware), price("grid_kg_co2_per_kwh")
     energy = n_devices * energy_kwh(seconds, hardware.watts.named("watts", "W"), pue.named("PUE", ""))
