@@ -27,7 +27,6 @@ from twostroke.planner.truth.intervals import (
     Pair,
     Range,
     corrected,
-    coverage,
     fit_intervals,
     fitted_range,
     own_pairs,
@@ -178,18 +177,6 @@ def test_what_was_fitted_is_read_back_and_the_rest_keeps_its_range(tmp_path: Pat
     unchanged = ("ttft", "measured", "serve")
     assert ranges[unchanged] == before[unchanged]
     assert tomllib.loads(file.read_text())["level"] == LEVEL
-
-
-def test_coverage_counts_only_what_had_an_interval() -> None:
-    rows = [
-        Pair("step_time_s", 1.0, 1.1, low=0.9, high=1.2),
-        Pair("step_time_s", 1.0, 1.3, low=0.9, high=1.2),
-        Pair("ttft_s", 1.0, 1.0, phase="serve"),
-    ]
-    found = coverage(rows)
-    assert (found["n"], found["inside"], found["share"]) == (2, 1, 0.5)
-    assert found["by_kind"] == {"step/measured/train": {"n": 2, "inside": 1, "share": 0.5}}
-    assert coverage([])["share"] is None
 
 
 def test_this_machines_runs_move_the_interval_and_anothers_do_not(tmp_path: Path) -> None:

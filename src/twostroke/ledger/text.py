@@ -54,13 +54,13 @@ def format_error(error_percent: float | None) -> str:
     return "–" if error_percent is None else f"{error_percent:+.1f}%"
 
 
-def align(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Rows of cells as lines of aligned columns with two spaces between. Columns in ``right`` are aligned right."""
+def align(rows: Sequence[Sequence[str]], right: Sequence[int] = (), gap: str = "  ") -> str:
+    """Rows of cells as lines of aligned columns with ``gap`` between. Columns in ``right`` are aligned right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
         cells = [cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
+        lines.append(gap.join(cells).rstrip())
     return "\n".join(lines)
 
 

@@ -18,7 +18,8 @@ from twostroke.planner.choosing.candidates import cuts_text
 from twostroke.planner.choosing.flips import LARGEST_BATCH, Amounts, Balance, flip_point
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.network import send_s
-from twostroke.planner.money.cost import cost_of, crossover_tokens, usd_per_million_tokens
+from twostroke.planner.hardware.tables import price
+from twostroke.planner.money.cost import cost_of, crossover_tokens, rent_and_power, usd_per_million_tokens
 from twostroke.planner.serving.plan import ServingPlan, plan_serving, strategy_of
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.training.layout import SINGLE, Layout
@@ -265,11 +266,9 @@ def _planned_only(training: TrainingPlan, serving: ServingPlan) -> list[str]:
 
 
 def _assumptions(hardware: Hardware) -> tuple[str, ...]:
-    run = cost_of(0.0, hardware)
-    price, watts, tariff, network = run.usd_per_hour, run.watts, run.electricity, hardware.network
+    tariff, network = price("electricity_usd_per_kwh"), hardware.network
     return (
-        f"price {price.kind}: ${price.value:.4g} an hour ({price.source}; {price.date})",
-        f"power {watts.kind}: {watts.value:.4g} W ({watts.source}; {watts.date})",
+        *rent_and_power(hardware),
         f"electricity {tariff.kind}: ${tariff.value:.2f} a kWh ({tariff.source})",
         f"network {network.kind}: {network.bytes_per_s / 1e9:.3g} GB/s to another machine ({network.source})",
     )

@@ -73,6 +73,17 @@ def rent_usd(seconds: float, usd_per_hour: float) -> float:
     return seconds / 3600 * usd_per_hour
 
 
+def price_line(what: str, given: Price, amount: str) -> str:
+    """``power datasheet: 700 W (NVIDIA's datasheet; 2023-03)``: what was taken as given, with its mark and source."""
+    return f"{what} {given.kind}: {amount} ({given.source}; {given.date})"
+
+
+def rent_and_power(hardware: Hardware) -> tuple[str, str]:
+    """A line for the price and one for the power that plans on ``hardware`` assume."""
+    usd, watts = hardware.usd_per_hour, hardware.watts
+    return price_line("price", usd, f"${usd.value:.4g} an hour"), price_line("power", watts, f"{watts.value:.4g} W")
+
+
 def check_share(name: str, value: float) -> float:
     """A share of time that something works: above 0, at most 1. Raises ConfigError."""
     if not 0 < value <= 1:

@@ -6,13 +6,11 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from twostroke.core.units import format_count
+from twostroke.ledger.text import WIDTH, align
 from twostroke.planner.choosing.comparison import COLUMNS, Cell, Column, Comparison
-from twostroke.planner.text.format import columns, format_quantity
+from twostroke.planner.text.format import format_quantity
 
 _MARKS = {"datasheet": " datasheet", "assumed": " assumed"}
-
-WIDTH = 120
-"""Columns that the text keeps to."""
 
 
 def _cell(cell: Cell | None) -> str:
@@ -83,7 +81,7 @@ def _wrapped(lines: Sequence[str]) -> list[str]:
 
 def _ruled(rows: Sequence[list[str] | None], right: Sequence[int] = ()) -> list[str]:
     """Aligned lines, with a rule wherever ``rows`` has None."""
-    lines = columns([row for row in rows if row is not None], right).split("\n")
+    lines = align([row for row in rows if row is not None], right).split("\n")
     rule = "─" * max(map(len, lines))
     remaining = iter(lines)
     return [rule if row is None else next(remaining) for row in rows]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from twostroke.core.units import format_count, format_money
+from twostroke.ledger.text import align
 from twostroke.planner.choosing.crossover import DAYS_PER_MONTH, Crossover, OwnServing, PaidByReplica
 from twostroke.planner.hardware.device import Hardware
-from twostroke.planner.text.format import columns
+from twostroke.planner.money.cost import rent_and_power
 
 
 def format_days(day: float | None) -> str:
@@ -28,7 +29,7 @@ def crossover_text(plan: Crossover, subject: str, sources: Sequence[str] = ()) -
         f"demand: {format_count(demand.requests_per_day)} requests a day of "
         f"{demand.prompt_tokens:,} + {demand.output_tokens:,} tokens ({format_count(tokens)} tokens a day){growth}",
         "",
-        columns(
+        align(
             [
                 ["training, once", ""],
                 *([f"  {name}", format_money(usd)] for name, usd in plan.training.items.items()),
@@ -51,7 +52,7 @@ def crossover_text(plan: Crossover, subject: str, sources: Sequence[str] = ()) -
 
 def terms_lines(own: OwnServing, machine: Hardware) -> list[str]:
     """What tokens cost, prefill and decode apart, and the prices behind it with their sources."""
-    usd, watts = own.worked.usd_per_hour, machine.watts
+    usd = own.worked.usd_per_hour
     parts = ", ".join(f"{name} {format_money(value)}" for name, value in own.worked.parts.items())
     return [
         "",
@@ -59,7 +60,7 @@ def terms_lines(own: OwnServing, machine: Hardware) -> list[str]:
         f"{format_money(own.tokens.output_usd_per_mtok)} out (decode), at {100 * own.utilisation:g}% use (assumed)",
         f"device {own.worked.terms}: {format_money(usd.value)} for an hour's work ({parts})",
         f"price {usd.kind}: {usd.source}; {usd.date}",
-        f"power {watts.kind}: {watts.value:.4g} W ({watts.source}; {watts.date})",
+        rent_and_power(machine)[1],
     ]
 
 

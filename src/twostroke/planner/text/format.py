@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twostroke.core.units import format_bytes, format_count, format_money, format_seconds
-from twostroke.ledger.text import format_interval
+from twostroke.ledger.text import align, format_interval
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.tables import price
-from twostroke.planner.money.cost import pue_of
+from twostroke.planner.money.cost import price_line, pue_of, rent_and_power
 from twostroke.planner.work.component import Work
 
 
@@ -39,40 +39,27 @@ def format_quantity(value: float | str | None, unit: str) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (), gap: str = "  ") -> str:
-    """Rows of cells as aligned lines; columns in ``right`` are set flush right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        gap.join(
-            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
-
-
 def memory_table(terms: Mapping[str, float], peak: float) -> str:
     """Terms above zero and their peak."""
     rows = [[name, format_bytes(value)] for name, value in terms.items() if value]
-    return columns([*rows, ["peak", format_bytes(peak)]], right=(1,))
+    return align([*rows, ["peak", format_bytes(peak)]], right=(1,))
 
 
-def work_rows(title: str, works: Sequence[Work]) -> list[list[str]]:
-    """One row a component: time, bound, intensity."""
-    return [
-        [title if i == 0 else "", w.component, format_seconds(w.seconds), w.bound, f"{w.intensity:.3g} FLOP/B"]
-        for i, w in enumerate(works)
-    ]
+def pass_table(passes: Mapping[str, Sequence[Work]]) -> str:
+    """Time, bound and intensity of each component of each pass."""
+    rows = [["pass", "component", "time", "bound", "intensity"]]
+    for title, works in passes.items():
+        for i, w in enumerate(works):
+            name = title if i == 0 else ""
+            rows.append([name, w.component, format_seconds(w.seconds), w.bound, f"{w.intensity:.3g} FLOP/B"])
+    return align(rows, right=(2, 4))
 
 
 def money_lines(hardware: Hardware) -> str:
     """The price, the power, what cooling adds to it and the grid's CO₂ that were assumed, with their sources."""
-    usd, watts, pue, grid = hardware.usd_per_hour, hardware.watts, pue_of(hardware), price("grid_kg_co2_per_kwh")
-    return (
-        f"price {usd.kind}: ${usd.value:.4g} an hour ({usd.source}; {usd.date})\n"
-        f"power {watts.kind}: {watts.value:.4g} W ({watts.source}; {watts.date})\n"
-        f"PUE {pue.kind}: {pue.value:g} ({pue.source}; {pue.date}); "
-        f"CO2 {grid.kind}: {grid.value:g} kg/kWh ({grid.source}; {grid.date})"
-    )
+    pue, grid = pue_of(hardware), price("grid_kg_co2_per_kwh")
+    cooling, emitted = price_line("PUE", pue, f"{pue.value:g}"), price_line("CO2", grid, f"{grid.value:g} kg/kWh")
+    return "\n".join([*rent_and_power(hardware), f"{cooling}; {emitted}"])
 
 
 HEADLINES = {  # ledger name: what it is called in a plan

@@ -8,13 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from twostroke.core.units import format_bytes, format_count, format_money, format_seconds
+from twostroke.ledger.text import WIDTH, align
 from twostroke.planner.choosing.candidates import Behind, Candidate, DeviceResult, Miss
 from twostroke.planner.choosing.interconnect import LinkFinding
 from twostroke.planner.choosing.search import Search, TrainWork
-from twostroke.planner.text.format import columns, format_quantity
-
-WIDTH = 120
-"""Columns that the text keeps to."""
+from twostroke.planner.text.format import format_quantity
 
 PHASE_WORDS = {"serve": "SERVING", "train": "TRAINING"}
 
@@ -193,7 +191,7 @@ def best_table(search: Search, top: int) -> list[str]:
                 "" if first else behind_text(result.behind),
             ]
         )
-    lines = columns(rows, RIGHT, gap=" ").split("\n")
+    lines = align(rows, RIGHT, gap=" ").split("\n")
     if len(found) > top:
         lines.append(f"… and {len(found) - top} more that keep every limit (--top {len(found)} shows them)")
     return lines
@@ -205,7 +203,7 @@ def missed_table(search: Search, top: int) -> list[str]:
     if not found:
         return []
     rows = [[r.device, _nearest(r)] for r in found[:top]]
-    lines = ["out, with the nearest miss of each:", *columns(rows).split("\n")]
+    lines = ["out, with the nearest miss of each:", *align(rows).split("\n")]
     if len(found) > top:
         lines.append(f"… and {len(found) - top} more devices")
     return lines
@@ -232,7 +230,7 @@ def reason_table(search: Search) -> list[str]:
     for (words, kind), devices in sorted(counts.items(), key=lambda item: (item[0][1] != "misses a limit", -item[1].total())):
         most = ", ".join(f"{device} {n:,}" for device, n in devices.most_common(3))
         rows.append([words, kind, f"{devices.total():,}", most + (", …" if len(devices) > 3 else "")])
-    return columns(rows, (2,)).split("\n")
+    return align(rows, (2,)).split("\n")
 
 
 def link_lines(findings: Sequence[LinkFinding], top: int = 6) -> list[str]:
@@ -257,7 +255,7 @@ def link_lines(findings: Sequence[LinkFinding], top: int = 6) -> list[str]:
     ]
     return [
         *lines,
-        *columns(rows, (1, 2, 3, 4, 5, 6)).split("\n"),
+        *align(rows, (1, 2, 3, 4, 5, 6)).split("\n"),
         "idle link: its part of the price difference, split by the logarithms of capacity, bandwidth, arithmetic and link;",
         f"worth here: the price an hour at which the work costs as much as on {plain.device}; more is lost money",
     ]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from twostroke.core.engines import planned_only_text
 from twostroke.core.units import format_bytes, format_money, format_seconds
+from twostroke.ledger.text import align
 from twostroke.planner.money.api_prices import nearest_api
 from twostroke.planner.serving.plan import ServingPlan
 from twostroke.planner.serving.under_load import AtRate, LatencyTable, Load, Service
-from twostroke.planner.text.format import columns, memory_table, money_lines, work_rows
+from twostroke.planner.text.format import memory_table, money_lines, pass_table
 
 
 def serving_text(plan: ServingPlan, subject: str) -> str:
@@ -24,14 +25,7 @@ def serving_text(plan: ServingPlan, subject: str) -> str:
         f"KV cache: {format_bytes(plan.kv_bytes_per_token)} a token, {plan.pages:,} pages of 16 tokens; "
         f"the memory holds {plan.largest_batch:,} such requests",
         "",
-        columns(
-            [
-                ["pass", "component", "time", "bound", "intensity"],
-                *work_rows("prefill", plan.prefill),
-                *work_rows("decode", plan.decode),
-            ],
-            right=(2, 4),
-        ),
+        pass_table({"prefill": plan.prefill, "decode": plan.decode}),
         "",
         f"TTFT      {format_seconds(plan.ttft_s)} ({plan.prefill_tok_per_s:,.0f} prompt tok/s)",
         f"TPOT      {format_seconds(plan.tpot_s)} at batch {shape.batch} ({plan.decode_tok_per_s:,.0f} tok/s together)",
@@ -84,7 +78,7 @@ def _table(table: LatencyTable) -> str:
     rows = [["", *(f"{c:,}" for c in table.contexts)], ["TTFT", *(format_seconds(s) for s in table.ttft_s)]]
     for batch, values in table.rows:
         rows.append([f"TPOT, batch {batch}", *("no memory" if v is None else format_seconds(v) for v in values)])
-    return columns(rows, right=tuple(range(1, len(table.contexts) + 1)))
+    return align(rows, right=tuple(range(1, len(table.contexts) + 1)))
 
 
 def load_text(load: Load) -> str:

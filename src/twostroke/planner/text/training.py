@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from twostroke.core.engines import planned_only_text
 from twostroke.core.units import format_bytes, format_count, format_money, format_seconds
+from twostroke.ledger.text import align
 from twostroke.planner.choosing.size_ladder import Rung
-from twostroke.planner.text.format import columns, memory_table, money_lines, work_rows
+from twostroke.planner.text.format import memory_table, money_lines, pass_table
 from twostroke.planner.training.plan import TrainingPlan
 
 
@@ -26,15 +27,7 @@ def training_text(plan: TrainingPlan, subject: str) -> str:
         "memory" if n == 1 else "memory of the device that holds most",
         memory_table(_with_masters_apart(plan), plan.peak_memory_bytes),
         "",
-        columns(
-            [
-                ["pass", "component", "time", "bound", "intensity"],
-                *work_rows("forward", plan.forward),
-                *work_rows("backward", plan.backward),
-                *work_rows("update", plan.optimizer),
-            ],
-            right=(2, 4),
-        ),
+        pass_table({"forward": plan.forward, "backward": plan.backward, "update": plan.optimizer}),
         "",
         *traffic_lines(plan),
         f"step      {format_seconds(plan.step_time_s)}: forward {format_seconds(plan.forward_s)}, backward "
@@ -101,7 +94,7 @@ def traffic_lines(plan: TrainingPlan) -> list[str]:
         ]
         for t in plan.traffic
     ]
-    return [columns(rows, right=(2, 3, 4, 5, 6, 7)), link_line(plan), ""]
+    return [align(rows, right=(2, 3, 4, 5, 6, 7)), link_line(plan), ""]
 
 
 def link_line(plan: TrainingPlan) -> str:
@@ -168,4 +161,4 @@ def candidates_text(candidates: Sequence[Rung], limit: int = 6) -> str:
         ]
         for i, c in enumerate(candidates[:limit])
     ]
-    return columns(rows, right=(1, 2, 3, 4, 5, 6))
+    return align(rows, right=(1, 2, 3, 4, 5, 6))

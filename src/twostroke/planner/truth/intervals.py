@@ -124,16 +124,14 @@ class Range:
 
 @dataclass(frozen=True)
 class Pair:
-    """One prediction and its measurement; ``low`` and ``high`` where an interval was frozen with it. ``phase`` is that of the
-    run, "train" or "serve"; ``basis`` what the prediction was made from (``basis_of``)."""
+    """One prediction and its measurement. ``phase`` is that of the run, "train" or "serve"; ``basis`` what the prediction was
+    made from (``basis_of``)."""
 
     name: str
     predicted: float
     measured: float
     basis: str = "measured"
     phase: str = "train"
-    low: float | None = None
-    high: float | None = None
     run: str = ""  # pairs of one run are not independent; "" stands for a run of its own
 
     @property
@@ -147,11 +145,6 @@ class Pair:
         if not (self.predicted > 0 and self.measured > 0):
             return None
         return _quantity(self.name, self.phase)[2] * math.log(self.measured / self.predicted)
-
-    @property
-    def inside(self) -> bool | None:
-        """Whether the measurement fell into the interval that was frozen; None where there was none."""
-        return None if self.low is None or self.high is None else self.low <= self.measured <= self.high
 
 
 def _quantity(name: str, phase: str) -> tuple[str, str, int]:
@@ -298,7 +291,7 @@ def pairs_of(run: Run) -> list[Pair]:
         if row.predicted is not None and row.measured is not None and row.error_percent is not None:
             frozen = run.prediction[row.name]
             basis = frozen.get("basis", "measured") if isinstance(frozen, Mapping) else "measured"
-            pairs.append(Pair(row.name, row.predicted, row.measured, basis, phase, row.low, row.high, run.run_id))
+            pairs.append(Pair(row.name, row.predicted, row.measured, basis, phase, run.run_id))
     return pairs
 
 
@@ -339,7 +332,7 @@ def low_by_of(hardware: Hardware | None, phase: str) -> float:
     return hardware.conditions.low_by_share.get(phase, 0.0) if hardware is not None else 0.0
 
 
-# -- fitting and checking -------------------------------------------------------------------------------------------------
+# -- fitting --------------------------------------------------------------------------------------------------------------
 
 
 def fitted_range(residuals: Sequence[float], source: str) -> Range:
@@ -388,18 +381,3 @@ def _entry(key: tuple[str, str, str], one: Range) -> str:
         f'\n[[interval]]\nquantity = "{quantity}"\nbasis = "{basis}"\nphase = "{phase}"\nlow = {one.low:.4f}\n'
         f'high = {one.high:.4f}\nkind = "{one.kind}"\nn = {one.n}\nsource = "{source}"\n'
     )
-
-
-def coverage(rows: Iterable[Pair]) -> dict[str, Any]:
-    """How many measurements fell into their intervals, pooled and by kind of prediction, of the rows that had one."""
-    by: dict[str, list[bool]] = {}
-    for row in rows:
-        inside = row.inside
-        if inside is not None:
-            by.setdefault("/".join(row.key), []).append(inside)
-    pooled = [inside for found in by.values() for inside in found]
-    return {"level": LEVEL, **_counted(pooled), "by_kind": {kind: _counted(found) for kind, found in sorted(by.items())}}
-
-
-def _counted(inside: Sequence[bool]) -> dict[str, Any]:
-    return {"n": len(inside), "inside": sum(inside), "share": sum(inside) / len(inside) if inside else None}
