@@ -8,7 +8,7 @@ from twostroke.core.matrices import layer_kinds
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.tables import load_hardware
-from twostroke.planner.training.memory import PRECISIONS, Kept, gradient_bytes_per_parameter, kept_by_layer
+from twostroke.planner.training.memory import PRECISIONS, ActivationPolicy, gradient_bytes_per_parameter, kept_by_layer
 from twostroke.planner.work.params import count_parameters
 
 LLAMA_3B = ModelSpec("llama", 128256, 28, 3072, 24, 8, 128, 8192, 131072, tied_embeddings=True)
@@ -45,7 +45,5 @@ def checkpoint_bytes_per_parameter(dtype: str) -> float:
 
 def block_activations_bytes(spec: ModelSpec, sequence_length: int, checkpointing: str = "none") -> float:
     """Bytes of a token in all blocks in bf16, compiled, with flash attention, under a checkpointing policy."""
-    kept = Kept(checkpointing=checkpointing)
-    return sum(
-        count * kept_by_layer(spec, kind, "bf16", True, sequence_length, "gpu", kept) for kind, count in layer_kinds(spec)
-    )
+    policy = ActivationPolicy(sequence_length=sequence_length, checkpointing=checkpointing)
+    return sum(count * kept_by_layer(spec, kind, policy) for kind, count in layer_kinds(spec))

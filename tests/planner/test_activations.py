@@ -14,7 +14,7 @@ from twostroke.core.rates import TrainingRates
 from twostroke.core.spec import ModelSpec, MoeSpec
 from twostroke.kernels import training_attention
 from twostroke.model.decoder import Decoder
-from twostroke.planner.training.memory import Kept, _mlp_kept, keys_walked
+from twostroke.planner.training.memory import ActivationPolicy, _mlp_kept, keys_walked
 from twostroke.planner.training.plan import training_memory
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.training.activation_checkpointing import cached_bytes, checkpoint_activations
@@ -139,6 +139,7 @@ def test_experts_keep_what_autograd_keeps_of_a_layer_written_out(tokens: int) ->
 
     kept = saved_activations_bytes(forward, [router, up, down])
     ((kind, _),) = layer_kinds(spec)
-    predicted = _mlp_kept(spec, kind, 2.0, True, Kept()) + 2 * width  # and the normed input, which the router reads
+    normed_input = 2 * width  # which the router reads
+    predicted = _mlp_kept(spec, kind, ActivationPolicy(compiled=False)) + normed_input
     # indices of tokens and experts, 8 bytes each several times over, are what is left: 5% in a layer as narrow as this
     assert kept / tokens == pytest.approx(predicted, rel=0.08)

@@ -9,7 +9,7 @@ from published_training import MEGATRON, Megatron, gpt
 from twostroke.core.matrices import layer_kinds
 from twostroke.core.units import GIB
 from twostroke.planner.training.layout import Layout
-from twostroke.planner.training.memory import Kept, kept_by_layer
+from twostroke.planner.training.memory import ActivationPolicy, kept_by_layer
 from twostroke.planner.training.sharding import Stage, micro_batches_in_flight
 
 LENGTH = 2048
@@ -51,8 +51,8 @@ def test_our_count_of_a_gpt_block_is_theirs_without_dropout_and_without_the_squa
     Under tensor parallel alone the two masks are among the 10 that stay whole."""
     width, heads = 6144, 64
     spec = gpt(width, 1, heads)
-    kept = Kept(tensor, tensor if sequence_parallel else 1)
-    ours = kept_by_layer(spec, layer_kinds(spec)[0][0], "bf16", True, LENGTH, "gpu", kept)
+    policy = ActivationPolicy(sequence_length=LENGTH, tensor=tensor, sequence_cut=tensor if sequence_parallel else 1)
+    ours = kept_by_layer(spec, layer_kinds(spec)[0][0], policy)
     theirs = published_bytes(1, 1, width, 0, tensor, sequence_parallel, "none")
     masks = 2 * width / (tensor if sequence_parallel else 1)
     # norm statistics and the softmax's logarithm, 8 + 4a bytes, are less than the paper's rounding
@@ -61,16 +61,17 @@ def test_our_count_of_a_gpt_block_is_theirs_without_dropout_and_without_the_squa
 
 def test_full_checkpointing_keeps_the_layers_input() -> None:
     spec = gpt(6144, 1, 64)
-    kept = Kept(checkpointing="full")
-    ours = kept_by_layer(spec, layer_kinds(spec)[0][0], "bf16", True, LENGTH, "gpu", kept)
+    policy = ActivationPolicy(sequence_length=LENGTH, checkpointing="full")
+    ours = kept_by_layer(spec, layer_kinds(spec)[0][0], policy)
     assert ours == published_bytes(1, 1, 6144, 64, 1, False, "full")
 
 
 @pytest.mark.parametrize("tensor", [1, 8])
 def test_recomputing_more_keeps_less(tensor: int) -> None:
     spec = gpt(6144, 1, 64)
-    sizes = [
-        kept_by_layer(spec, layer_kinds(spec)[0][0], "bf16", True, LENGTH, "gpu", Kept(tensor, tensor, checkpointing))
+    policies = [
+        ActivationPolicy(sequence_length=LENGTH, tensor=tensor, sequence_cut=tensor, checkpointing=checkpointing)
         for checkpointing in ("none", "selective", "full")
     ]
+    sizes = [kept_by_layer(spec, layer_kinds(spec)[0][0], policy) for policy in policies]
     assert sizes[0] > sizes[1] > sizes[2]

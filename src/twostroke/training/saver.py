@@ -35,7 +35,7 @@ that a stop does not wait long for them."""
 
 class Snapshot:
     """Host copies of a checkpoint's tensors. The first allocates their memory and later ones reuse it, because new pages cost
-    more than the copy. It takes as many bytes as a checkpoint (``planner.memory.snapshot_bytes``)."""
+    more than the copy. It takes as many bytes as a checkpoint (``planner.training.memory.snapshot_bytes``)."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str], Tensor] = {}

@@ -82,6 +82,10 @@ class Layout:
         """Devices of the data·tensor plane that hold the same part of the same experts."""
         return self.data * self.tensor // self.expert_cut
 
+    def shared_by(self, zero: int) -> tuple[int, int]:
+        """How many ranks share what ZeRO divides from stage ``zero`` on: everything but experts, and experts."""
+        return (self.data, self.expert_data) if self.zero >= zero else (1, 1)
+
     def check(self, spec: ModelSpec) -> None:
         """Raise ConfigError, naming what may be used, where ``spec`` cannot be cut so.
 

@@ -8,7 +8,14 @@ from twostroke.core.dtypes import bytes_of
 from twostroke.core.matrices import LayerKind
 from twostroke.core.named import letter, named
 from twostroke.core.optimizers import OPTIMIZERS
-from twostroke.core.policy import NF4_BLOCK, NF4_SCALE_BLOCK, attends_explicitly, fits_native_attention, query_blocks
+from twostroke.core.policy import (
+    NF4_BLOCK,
+    NF4_SCALE_BLOCK,
+    attends_explicitly,
+    fits_native_attention,
+    loss_chunk_rows,
+    query_blocks,
+)
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import Hardware
 
@@ -107,11 +114,18 @@ def explicit_attention_bytes(spec: ModelSpec, sequence_length: int, w: float) ->
 
 
 @dataclass(frozen=True)
-class Kept:
-    """How activations are kept on one rank: which parts ``tensor`` parallel and the sequence cut divide, what checkpointing
-    leaves out; and beside a frozen base, products with an adapter, whose inputs are kept, and the width of all adapters of a
-    layer together (None: everything is trained)."""
+class ActivationPolicy:
+    """What decides which activations a rank keeps from forward for backward.
 
+    ``attends_on`` is a device's kind or ``NATIVE_ATTENTION``. Tensor parallel divides attention and the MLP, ``sequence_cut``
+    norms and the residual stream. Beside a frozen base ``inputs_of`` are the products with an adapter, whose inputs are kept
+    (None: everything is trained), and ``adapter_width`` is the width of all adapters of a layer together.
+    """
+
+    dtype: str = "bf16"
+    compiled: bool = True
+    sequence_length: int = 0
+    attends_on: str = "gpu"
     tensor: int = 1
     sequence_cut: int = 1
     checkpointing: str = "none"
@@ -119,145 +133,143 @@ class Kept:
     adapter_width: int = 0
 
     @property
+    def w(self) -> float:
+        """Bytes of an element in the working type."""
+        return letter("w", bytes_of(self.dtype))
+
+    @property
     def frozen(self) -> bool:
         return self.inputs_of is not None
 
-    def input_of(self, *products: str) -> bool:
+    @property
+    def selective(self) -> bool:
+        return self.checkpointing == "selective"
+
+    @property
+    def attends_explicitly(self) -> bool:
+        return attends_explicitly(self.attends_on, self.dtype, self.sequence_length)
+
+    def keeps_input_of(self, *products: str) -> bool:
         return self.inputs_of is None or any(product in self.inputs_of for product in products)
 
 
-def kept_by_layer(
-    spec: ModelSpec, kind: LayerKind, dtype: str, compiled: bool, sequence_length: int, device_kind: str, kept: Kept
-) -> float:
+def kept_by_layer(spec: ModelSpec, kind: LayerKind, policy: ActivationPolicy) -> float:
     """Bytes kept from forward for backward, for one token in one layer of ``kind``.
 
-    In the working type w: the inputs of both norms and their outputs (4E), the MLP's pre-activation and its activated product
-    (3F gated, 2F plain), and for flash attention the packed q, k, v, the turned q and k where positions are rotary, the output
-    and 4 bytes of log-sum-exp a head, no T×T matrix (``explicit_attention_bytes`` otherwise); 4 bytes of statistics per norm
-    row. QK-norm keeps the packed q, k, v where explicit attention would not. Eager RMSNorm also keeps its
-    row in fp32, 8 bytes an element in all with bf16, and eager SwiGLU the activated gate (F). Proven with autograd's saved
-    tensors in tests/planner/test_activations.py.
+    In the working type w a layer keeps the inputs of both norms and their outputs (4E), the MLP's pre-activation and its
+    activated product (3F gated, 2F plain), and 4 bytes of statistics per norm row. Flash attention keeps the packed q, k, v,
+    the rotated q and k where positions are rotary, its output and 4 bytes of log-sum-exp a head, and no T×T matrix; explicit
+    attention keeps ``explicit_attention_bytes``, and under QK-norm the packed q, k, v too. Eager RMSNorm also keeps its row in
+    fp32, 8 bytes an element in all with bf16, and eager SwiGLU the activated gate (F). tests/planner/test_activations.py holds
+    this to autograd's saved tensors.
 
     Norms are cut by the sequence, attention and MLP by ``tensor``. Routed experts keep, per expert passed, the token's copy,
     the pre-activation, the activated product and the output (whose product with the router's weight is differentiated).
-    Checkpointing *full* keeps the layer's input alone, w·E; *selective* the results of products and of flash attention, and
-    recomputes norms, rotary turn, activation, and explicit attention whole. Beside a frozen base a norm keeps no
-    normed row, a matrix without an adapter no input, and an adapter its narrow product.
+    Checkpointing *full* keeps the layer's input alone, w·E; *selective* keeps the results of products and of flash attention,
+    and computes norms, rotation, activation and all of explicit attention again. Beside a frozen base a norm keeps no normed
+    row, a matrix without an adapter no input, and an adapter its narrow product.
     """
-    w, width, norms = letter("w", bytes_of(dtype)), spec.d_model, spec.departures.norms_per_block
-    if kept.checkpointing == "full":
-        return _named_kept(w * width / kept.sequence_cut)
-    selective = kept.checkpointing == "selective"
-    rms, eager = spec.norm == "rmsnorm", not compiled
-    around = w * norms * width  # the residual stream where each norm reads it
-    if not selective:
-        around += w * width * (kept.input_of("qkv", "q", "q_a", "kv_a") + (norms > 1) * kept.input_of(*_MLP_INPUTS))
-        around += norms * (FP32 if rms else 2 * w)
-        around += norms * ((4 if kept.frozen else 8) - w) * width if eager and rms else 0.0
-        around += w * kept.adapter_width
-    attention = _attention_kept(spec, kind, dtype, eager, sequence_length, device_kind, kept)
-    return _named_kept(
-        around / kept.sequence_cut + (attention / kept.tensor + _mlp_kept(spec, kind, w, eager, kept) / kept.tensor)
-    )
-
-
-def _named_kept(n_bytes: float) -> float:
+    w, width, norms, rms = policy.w, spec.d_model, spec.departures.norms_per_block, spec.norm == "rmsnorm"
+    if policy.checkpointing == "full":
+        kept = w * width / policy.sequence_cut
+    else:
+        around = w * norms * width  # the residual stream where each norm reads it
+        if not policy.selective:
+            read_by_attention, read_by_mlp = (policy.keeps_input_of(*names) for names in (_ATTENTION_INPUTS, _MLP_INPUTS))
+            around += w * width * (read_by_attention + (norms > 1) * read_by_mlp)
+            around += norms * (FP32 if rms else 2 * w)
+            around += norms * ((4 if policy.frozen else 8) - w) * width if rms and not policy.compiled else 0.0
+            around += w * policy.adapter_width
+        attention, mlp = _attention_kept(spec, kind, policy), _mlp_kept(spec, kind, policy)
+        kept = around / policy.sequence_cut + (attention / policy.tensor + mlp / policy.tensor)
     source = "what autograd keeps (after Korthikanti et al., arXiv 2205.05198) of one token in one layer"
-    return named("kept_bytes_a_token", n_bytes, "bytes", source)
+    return named("kept_bytes_a_token", kept, "bytes", source)
 
 
-def not_kept_at_the_bottom(
-    spec: ModelSpec, kind: LayerKind, dtype: str, compiled: bool, sequence_length: int, device_kind: str, kept: Kept
-) -> float:
-    """Bytes a token of ``kept_by_layer`` that the first layer does not keep beside a frozen base, since nothing below its first
-    adapter has a gradient: its first norm's input, where only its MLP has adapters the rest of attention too, and the ids."""
-    if not kept.frozen or kept.checkpointing != "none":
-        return 0.0
-    w = letter("w", bytes_of(dtype))
-    rms, eager = spec.norm == "rmsnorm", not compiled
-    norm = ((4 if eager and rms else w) * spec.d_model + (FP32 if rms else 2 * w)) / kept.sequence_cut
-    if kept.input_of(*(p.name for p in kind.matrices if p.component == "attention")):
-        return norm + 8
-    attention = _attention_kept(spec, kind, dtype, eager, sequence_length, device_kind, kept) / kept.tensor
-    return 2 * norm + attention + 8
-
-
+_ATTENTION_INPUTS = ("qkv", "q", "q_a", "kv_a")
 _MLP_INPUTS = ("gate_up", "up", "expert_gate_up", "expert_up")
+"""Products that read a norm's output."""
 
 
-def _mlp_kept(spec: ModelSpec, kind: LayerKind, w: float, eager: bool, kept: Kept) -> float:
-    total = 0.0
+def not_kept_at_the_bottom(spec: ModelSpec, kind: LayerKind, policy: ActivationPolicy) -> float:
+    """Bytes a token of ``kept_by_layer`` that the first layer does not keep beside a frozen base, since nothing below its first
+    adapter has a gradient: its first norm's input and the ids, and the rest of attention too if only its MLP has adapters."""
+    if not policy.frozen or policy.checkpointing != "none":
+        return 0.0
+    w, rms = policy.w, spec.norm == "rmsnorm"
+    row = (4 if rms and not policy.compiled else w) * spec.d_model
+    norm = (row + (FP32 if rms else 2 * w)) / policy.sequence_cut
+    if policy.keeps_input_of(*(p.name for p in kind.matrices if p.component == "attention")):
+        return norm + 8
+    return 2 * norm + _attention_kept(spec, kind, policy) / policy.tensor + 8
+
+
+def _mlp_kept(spec: ModelSpec, kind: LayerKind, policy: ActivationPolicy) -> float:
+    w, keeps_all, total = policy.w, policy.checkpointing == "none", 0.0
     for product in kind.matrices:
-        rows = product.active if product.split == "expert" else 1
+        routed = product.split == "expert"
+        rows = product.active if routed else 1
         if product.name.endswith(("gate_up", "up")):
             total += w * rows * product.n
-            total += w * rows * product.n / 2 if eager and kind.gated and kept.checkpointing == "none" else 0.0
-            total += w * rows * spec.d_model if product.split == "expert" else 0.0  # the token's copy for each expert
+            total += w * rows * product.n / 2 if kind.gated and keeps_all and not policy.compiled else 0.0
+            total += w * rows * spec.d_model if routed else 0.0  # the token's copy for each expert
         elif product.name.endswith("down"):
-            total += w * rows * product.k if kept.checkpointing == "none" and kept.input_of(product.name) else 0.0
-            total += w * rows * spec.d_model if product.split == "expert" else 0.0
+            total += w * rows * product.k if keeps_all and policy.keeps_input_of(product.name) else 0.0
+            total += w * rows * spec.d_model if routed else 0.0
         elif product.name == "router":
             total += 2 * FP32 * product.n  # logits and probabilities
     return total
 
 
-def _attention_kept(
-    spec: ModelSpec, kind: LayerKind, dtype: str, eager: bool, sequence_length: int, device_kind: str, kept: Kept
-) -> float:
-    w, selective = letter("w", bytes_of(dtype)), kept.checkpointing == "selective"
+def _attention_kept(spec: ModelSpec, kind: LayerKind, policy: ActivationPolicy) -> float:
+    w, selective, explicit = policy.w, policy.selective, policy.attends_explicitly
     packed = w * kind.qkv_elements
+    output = w * kind.n_heads * kind.v_dim
     if kind.latent_dim is not None:
         latents = sum(p.n for p in kind.matrices if p.name in ("q_a", "kv_a"))
-        output = w * kind.n_heads * kind.v_dim + FP32 * kind.n_heads
-        return packed + output + w * latents * (1 if selective else 2) * kept.tensor  # latents are not cut
-    explicit = attends_explicitly(device_kind, dtype, sequence_length)
-    total = 0.0
+        flash = packed + (output + FP32 * kind.n_heads)
+        return flash + w * latents * (1 if selective else 2) * policy.tensor  # latents are not cut
     if selective:
-        total = packed if explicit else packed + w * kind.n_heads * kind.v_dim + FP32 * kind.n_heads
-    elif explicit:
-        total = explicit_attention_bytes(spec, sequence_length, w)
-        total -= 0.0 if kept.input_of("out") else w * kind.n_heads * kind.v_dim  # its own products do not need the output
+        return packed if explicit else packed + output + FP32 * kind.n_heads
+    if explicit:
+        total = explicit_attention_bytes(spec, policy.sequence_length, w)
+        total -= 0.0 if policy.keeps_input_of("out") else output  # its own products do not need the output
     else:
-        turned = kind.n_heads * kind.qk_dim + kind.n_kv_heads * kind.qk_dim if spec.positions == "rope" else 0
-        turned = 0 if device_kind == NATIVE_ATTENTION else turned
-        total = packed + w * (turned + kind.n_heads * kind.v_dim) + FP32 * kind.n_heads
-    if spec.qk_norm and not selective:
-        total += FP32 * (kind.n_heads + kind.n_kv_heads) + (packed if explicit and not eager else 0.0)
-        if eager:
-            total += (8.0 if dtype != "fp32" else FP32) * (kind.n_heads + kind.n_kv_heads) * kind.qk_dim
+        rotates = spec.positions == "rope" and policy.attends_on != NATIVE_ATTENTION
+        rotated = kind.n_heads * kind.qk_dim + kind.n_kv_heads * kind.qk_dim if rotates else 0
+        total = packed + w * (rotated + kind.n_heads * kind.v_dim) + FP32 * kind.n_heads
+    if spec.qk_norm:
+        total += FP32 * (kind.n_heads + kind.n_kv_heads) + (packed if explicit and policy.compiled else 0.0)
+        if not policy.compiled:
+            total += (8.0 if policy.dtype != "fp32" else FP32) * (kind.n_heads + kind.n_kv_heads) * kind.qk_dim
     return total
 
 
-def around_blocks_bytes(
-    spec: ModelSpec,
-    dtype: str,
-    sequence_length: int,
-    device_kind: str = "gpu",
-    frozen: bool = False,
-    checkpointing: str = "none",
-) -> float:
+def around_blocks_bytes(spec: ModelSpec, policy: ActivationPolicy) -> float:
     """Bytes kept per token outside the blocks: the ids (8), the eager final norm (8E + 4, frozen 4E + 4; LayerNorm w·(E + 2)),
     the gradient of the hidden state that the chunked loss computes ahead (w·E), rotary tables (4·D) or nothing, and the mask
-    over packed documents (w·T), which explicit attention needs again only where it is computed again; native attention keeps
-    the first key that each token sees (4)."""
-    w, width = letter("w", bytes_of(dtype)), spec.d_model
-    around = 8 + ((4 if frozen else 8) * width + FP32 if spec.norm == "rmsnorm" else w * width + 2 * w) + w * width
+    over packed documents (w·T), which explicit attention needs again only where it is computed again. Native attention keeps
+    the first key that each token sees (4) instead of a mask."""
+    w, width = policy.w, spec.d_model
+    around = 8 + ((4 if policy.frozen else 8) * width + FP32 if spec.norm == "rmsnorm" else w * width + 2 * w) + w * width
     around += FP32 * spec.head_dim if spec.positions == "rope" else 0.0
-    needs_no_mask = attends_explicitly(device_kind, dtype, sequence_length) and checkpointing == "none"
-    if device_kind == NATIVE_ATTENTION:
+    if policy.attends_on == NATIVE_ATTENTION:
         return around + 4
-    return around + (0.0 if needs_no_mask else w * sequence_length)
+    needs_no_mask = policy.attends_explicitly and policy.checkpointing == "none"
+    return around + (0.0 if needs_no_mask else w * policy.sequence_length)
 
 
-def loss_bytes(spec: ModelSpec, chunk_tokens: int, dtype: str, compiled: bool) -> float:
-    """Bytes the chunked loss takes while it runs: one chunk's logits and their gradient in the working type (eager: also five
-    fp32 copies and a mask), and the head's gradient summed in fp32 beside one chunk's share of it (V·E·(4 + w))."""
-    w = letter("w", bytes_of(dtype))
-    per_logit = 2 * w + (0.0 if compiled else 5 * FP32 + 1)
-    return chunk_tokens * spec.vocab_size * per_logit + spec.vocab_size * spec.d_model * (FP32 + w)
+def loss_bytes(spec: ModelSpec, n_tokens: int, logits: str, policy: ActivationPolicy) -> float:
+    """Bytes that the loss takes while it runs, for ``n_tokens`` on one rank that holds the whole head.
 
-
-def whole_logits_bytes(spec: ModelSpec, n_tokens: float, dtype: str) -> float:
-    """Bytes of logits that are not taken in chunks: in the working type, and in fp32 for the softmax, (w + 4)·V a token
-    (Korthikanti et al., arXiv 2205.05198, section 4.3 count the fp32 copy alone)."""
-    return n_tokens * spec.vocab_size * (letter("w", bytes_of(dtype)) + FP32)
+    Chunked logits: one chunk's logits and their gradient in the working type (eager: also five fp32 copies and a mask), and
+    where the head is trained its gradient summed in fp32 beside one chunk's share of it, V·E·(4 + w). Whole logits: the working
+    type, and fp32 for the softmax, (w + 4)·V a token (Korthikanti et al., arXiv 2205.05198, section 4.3 count the fp32 alone).
+    """
+    w = policy.w
+    if logits == "whole":
+        return n_tokens * spec.vocab_size * (w + FP32)
+    chunk = letter("chunk", loss_chunk_rows(n_tokens))
+    per_logit = 2 * w + (0.0 if policy.compiled else 5 * FP32 + 1)
+    of_head = 0.0 if policy.frozen else spec.vocab_size * spec.d_model * (FP32 + w)
+    return chunk * spec.vocab_size * per_logit + of_head

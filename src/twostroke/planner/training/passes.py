@@ -247,8 +247,8 @@ def optimizer_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, la
     Newton–Schulz products, shared out over all devices. About 12 FLOP a parameter for AdamW. ZeRO divides the update by the
     data-parallel ranks."""
     part = stage_held(spec, shape, layout, stages(spec.n_layers, layout.pipeline, layout.interleave)[-1])
-    ranks = (layout.data, layout.expert_data) if layout.zero else (1, 1)
-    n_parameters = part.trained / ranks[0] + part.trained_experts / ranks[1]
+    ranks = layout.shared_by(1)
+    n_parameters = part.trained_of(ranks)
     n_matrix = part.matrices / ranks[0] + part.expert_matrices / ranks[1]
     state = state_bytes(n_parameters, n_matrix, shape.optimizer, inputs(PRECISIONS[shape.dtype]).state)
     moved = optimizer_bytes_moved(n_parameters, shape.dtype, state)
@@ -345,9 +345,9 @@ def recomputed_works(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, 
 
 def stage_layers(spec: ModelSpec, layout: Layout, shape: TrainingShape, stage: Stage) -> tuple[tuple[RankLayer, float], ...]:
     """(layer, how many of it) on a stage: each kind in proportion."""
-    targets = shape.lora_targets if shape.method != "full" else ()
     share = stage.n_layers / spec.n_layers
-    return tuple((layer, layer.count * share) for layer in rank_layers(spec, layout.tensor, layout.expert, targets))
+    layers = rank_layers(spec, layout.tensor, layout.expert, shape.targets)
+    return tuple((layer, layer.count * share) for layer in layers)
 
 
 def training_attention_rate(hardware: Hardware, dtype: str, mode: str, direction: str, sequence_length: int) -> float:

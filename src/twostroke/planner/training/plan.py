@@ -20,7 +20,7 @@ from twostroke.planner.training.communication import Traffic, across_data, shown
 from twostroke.planner.training.layout import SINGLE, Layout
 from twostroke.planner.training.memory import FP32, PRECISIONS, state_bytes
 from twostroke.planner.training.shape import TrainingShape
-from twostroke.planner.training.sharding import rank_memory, rank_state_bytes, stage_held, stages
+from twostroke.planner.training.sharding import rank_state_bytes, stage_held, stages, training_memory
 from twostroke.planner.training.stage_times import StageTime, rate_dtype, stage_time, update_work
 from twostroke.planner.work.component import Work, shown, total_seconds
 from twostroke.planner.work.flops import attention_flops_per_token, training_flops_per_token
@@ -271,12 +271,6 @@ def bubble_of(shape: TrainingShape, layout: Layout, time: StageTime, traffic: tu
     return named("bubble_s", waited, "s", source, section="communication")
 
 
-def training_memory(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout = SINGLE) -> dict[str, float]:
-    """Bytes by term when they are all alive, at the start of backward, on the rank that holds most (``sharding.rank_memory``).
-    About 50 µs once a model's shapes are cached."""
-    return rank_memory(spec, shape, hardware, layout)
-
-
 def step_time_s(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout = SINGLE) -> float:
     """``TrainingPlan.step_time_s`` without the rest of the plan: what a search over layouts asks."""
     timed = replace(shape, dtype=rate_dtype(shape, hardware))
@@ -301,8 +295,8 @@ def plan_training(
     Held against published step times in tests/planner/test_training_published.py.
     """
     layout.check(spec)
-    if shape.method != "full":
-        check_targets(spec, shape.lora_targets)
+    if shape.targets:
+        check_targets(spec, shape.targets)
     parameters = count_parameters(spec)
     timed = replace(shape, dtype=rate_dtype(shape, hardware))
     hardware.peak(timed.dtype)

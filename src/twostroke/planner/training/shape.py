@@ -69,6 +69,11 @@ class TrainingShape:
             raise ConfigError(f"lora_targets is empty. Name matrices, as q_proj, or {ALL_LINEAR}.")
 
     @property
+    def targets(self) -> tuple[str, ...]:
+        """Matrices that get an adapter; none where everything is trained."""
+        return () if self.method == "full" else self.lora_targets
+
+    @property
     def tokens_per_pass(self) -> int:
         """Tokens of one forward and backward: B·T."""
         tokens = self.batch_size * self.sequence_length

@@ -9,10 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from twostroke.core.dtypes import bytes_of
 from twostroke.core.matrices import LayerKind, Matrix, head_matrix, layer_kinds
 from twostroke.core.named import inputs, largest, letter, named, smallest
-from twostroke.core.policy import loss_chunk_rows
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.anchors import TrainingAnchor, training_anchors
 from twostroke.planner.hardware.device import Hardware
@@ -20,7 +18,7 @@ from twostroke.planner.training.layout import SINGLE, Layout
 from twostroke.planner.training.memory import (
     FP32,
     PRECISIONS,
-    Kept,
+    ActivationPolicy,
     around_blocks_bytes,
     attention_device,
     gradient_bytes_per_parameter,
@@ -30,7 +28,6 @@ from twostroke.planner.training.memory import (
     not_kept_at_the_bottom,
     snapshot_bytes,
     state_bytes,
-    whole_logits_bytes,
 )
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.planner.work.params import check_targets, count_parameters, targeted
@@ -158,6 +155,10 @@ class Held:
     layer_bytes: float
     embedding_bytes: float
 
+    def trained_of(self, ranks: tuple[int, int]) -> float:
+        """Trained parameters of one rank where ``ranks`` share them (``Layout.shared_by``)."""
+        return self.trained / ranks[0] + self.trained_experts / ranks[1]
+
 
 @lru_cache(maxsize=8192)
 def held(
@@ -240,48 +241,43 @@ def micro_batches_in_flight(layout: Layout, n_micro_batches: int, stage: Stage) 
 
 
 @lru_cache(maxsize=8192)
-def _kept_per_token(
-    spec: ModelSpec, dtype: str, compiled: bool, sequence_length: int, device_kind: str, kept: Kept
-) -> tuple[float, float]:
+def _kept_per_token(spec: ModelSpec, policy: ActivationPolicy) -> tuple[float, float]:
     """(bytes a token keeps in an average layer, in the layer that keeps most when nothing is recomputed)."""
-    average = sum(
-        count * kept_by_layer(spec, kind, dtype, compiled, sequence_length, device_kind, kept)
-        for kind, count in layer_kinds(spec)
-    )
-    whole = replace(kept, checkpointing="none")
-    most = max(kept_by_layer(spec, kind, dtype, compiled, sequence_length, device_kind, whole) for kind, _ in layer_kinds(spec))
-    return average / spec.n_layers, most
+    average = sum(count * kept_by_layer(spec, kind, policy) for kind, count in layer_kinds(spec))
+    whole = replace(policy, checkpointing="none")
+    return average / spec.n_layers, max(kept_by_layer(spec, kind, whole) for kind, _ in layer_kinds(spec))
 
 
 @lru_cache(maxsize=4096)
-def kept_on_rank(
-    spec: ModelSpec, method: str, rank: int, targets: tuple[str, ...], tensor: int, sequence_cut: int, checkpointing: str
-) -> Kept:
-    """What a rank keeps: everything, or beside a frozen base the inputs and narrow products of adapters, in the layer with
-    most of them."""
-    if method == "full":
-        return Kept(tensor, sequence_cut, checkpointing)
-    adapted = [[(p.name, targeted(p, targets, spec.family)) for p in k.matrices] for k, _ in layer_kinds(spec)]
-    return Kept(
-        tensor,
-        sequence_cut,
-        checkpointing,
-        frozenset(name for layer in adapted for name, outputs in layer if outputs),
-        rank * max(sum(len(outputs) for _, outputs in layer) for layer in adapted),
-    )
+def _adapted(spec: ModelSpec, targets: tuple[str, ...]) -> tuple[frozenset[str], int]:
+    """(products with an adapter, adapters of the layer that has most)."""
+    layers = [[(p.name, targeted(p, targets, spec.family)) for p in kind.matrices] for kind, _ in layer_kinds(spec)]
+    names = frozenset(name for layer in layers for name, outputs in layer if outputs)
+    return names, max(sum(len(outputs) for _, outputs in layer) for layer in layers)
 
 
-def rank_memory(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> dict[str, float]:
+def activation_policy(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> ActivationPolicy:
+    """What a rank keeps: everything, or beside a frozen base the inputs and narrow products of adapters."""
+    dtype = shape.compute_dtype
+    inputs_of, n_adapters = _adapted(spec, shape.targets) if shape.targets else (None, 0)
+    return ActivationPolicy(
+        dtype, shape.compile, shape.sequence_length, attention_device(hardware, spec, dtype),
+        layout.tensor, layout.sequence_cut, shape.checkpointing, inputs_of, shape.lora_rank * n_adapters,
+    )  # fmt: skip
+
+
+def training_memory(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout = SINGLE) -> dict[str, float]:
     """Bytes by term on the rank that holds most, when they are all alive, at the start of a backward pass.
 
     ``weights`` are the working copy and the masters. ``gathered`` is what ZeRO-3 holds whole for the moment: this layer and the
     next, embedding and head, and one layer's gradient. ``dequantised`` is QLoRA's largest matrix in the working type.
+    It takes about 50 µs once a model's shapes are cached.
     """
     layout.check(spec)
-    if shape.method != "full":
-        check_targets(spec, shape.lora_targets)
-    found: list[dict[str, float]] = [
-        _stage_memory(spec, shape, hardware, layout, stage)
+    if shape.targets:
+        check_targets(spec, shape.targets)
+    found = [
+        _stage_terms(spec, shape, hardware, layout, stage) | {"process": process_bytes(shape, hardware)}
         for stage in stages(spec.n_layers, layout.pipeline, layout.interleave)
     ]
     return max(found, key=lambda terms: sum(terms.values()))
@@ -290,19 +286,16 @@ def rank_memory(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layou
 def rank_state_bytes(shape: TrainingShape, layout: Layout, part: Held) -> dict[str, float]:
     """weights, masters (a part of them), gradients and optimizer of one stage, divided as ``layout.zero`` says."""
     precision = inputs(PRECISIONS[shape.dtype])
-    zero, data, expert_data = layout.zero, layout.data, layout.expert_data
-    weight_ranks = (data, expert_data) if zero == 3 else (1, 1)
-    gradient_ranks = (data, expert_data) if zero >= 2 else (1, 1)
-    state_ranks = (data, expert_data) if zero >= 1 else (1, 1)
+    weight_ranks, gradient_ranks, state_ranks = (layout.shared_by(zero) for zero in (3, 2, 1))
     gradient = letter("gradient", gradient_bytes_per_parameter(shape.dtype, layout.n_devices == 1, shape.grad_accumulation))
-    masters = precision.master * (part.trained / state_ranks[0] + part.trained_experts / state_ranks[1])
-    working = precision.working * (part.trained / weight_ranks[0] + part.trained_experts / weight_ranks[1])
+    masters = precision.master * part.trained_of(state_ranks)
+    working = precision.working * part.trained_of(weight_ranks)
     frozen = part.frozen_bytes / weight_ranks[0] + part.frozen_expert_bytes / weight_ranks[1]
     optimizer = state_bytes(part.trained, part.matrices, shape.optimizer, precision.state) / state_ranks[0]
     optimizer += state_bytes(part.trained_experts, part.expert_matrices, shape.optimizer, precision.state) / state_ranks[1]
     if shape.average:
         optimizer += FP32 * (part.trained + part.trained_experts)
-    gradients = gradient * (part.trained / gradient_ranks[0] + part.trained_experts / gradient_ranks[1])
+    gradients = gradient * part.trained_of(gradient_ranks)
     masters = named("masters_bytes", masters, "bytes", "fp32 masters; ZeRO, arXiv 1910.02054, section 3, divides them")
     return {
         "weights": _term("weights", working + frozen + masters),
@@ -332,48 +325,16 @@ def _term(name: str, n_bytes: float) -> float:
 
 def stage_held(spec: ModelSpec, shape: TrainingShape, layout: Layout, stage: Stage) -> Held:
     working = letter("working", PRECISIONS[shape.dtype].working)
-    targets = shape.lora_targets if shape.method != "full" else ()
-    return held(spec, shape.method, shape.lora_rank, targets, working, layout.tensor, layout.expert, stage)
+    return held(spec, shape.method, shape.lora_rank, shape.targets, working, layout.tensor, layout.expert, stage)
 
 
-def _stage_memory(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout, stage: Stage) -> dict[str, float]:
-    terms = _held_terms(spec, shape, hardware, layout, stage)
-    return terms | {"process": process_bytes(shape, hardware)}
-
-
-def _held_terms(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout, stage: Stage) -> dict[str, float]:
-    """All but the process at rest."""
-    part = stage_held(spec, shape, layout, stage)
+def _stage_terms(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout, stage: Stage) -> dict[str, float]:
+    """Bytes by term on a rank of ``stage``, all but the process at rest."""
+    part, policy = stage_held(spec, shape, layout, stage), activation_policy(spec, shape, hardware, layout)
     state = rank_state_bytes(shape, layout, part)
-    dtype, tokens, tensor = shape.compute_dtype, shape.tokens_at_once(hardware.kind, layout.n_devices), layout.tensor
-    targets = shape.lora_targets if shape.method != "full" else ()
-    kept = kept_on_rank(spec, shape.method, shape.lora_rank, targets, tensor, layout.sequence_cut, shape.checkpointing)
-    where = attention_device(hardware, spec, dtype)
-    layer, most = _kept_per_token(spec, dtype, shape.compile, shape.sequence_length, where, kept)
-    activations = tokens * stage.n_layers * layer * micro_batches_in_flight(layout, shape.grad_accumulation, stage)
-    recomputed = (
-        0.0 if shape.checkpointing == "none" else tokens * max(most - (layer if kept.checkpointing == "selective" else 0), 0.0)
-    )
-    if stage.first and kept.frozen:
-        first = layer_kinds(spec)[0][0]
-        activations -= tokens * not_kept_at_the_bottom(spec, first, dtype, shape.compile, shape.sequence_length, where, kept)
-    loss = 0.0
-    w = letter("w", bytes_of(dtype))
-    if stage.last:
-        around = around_blocks_bytes(spec, dtype, shape.sequence_length, where, kept.frozen, shape.checkpointing)
-        if layout.n_devices > 1:
-            around -= w * shape.sequence_length  # packed documents are told by their boundaries, not by a mask
-        activations += tokens * around / layout.sequence_cut
-        chunk = letter("chunk", loss_chunk_rows(tokens))
-        if shape.logits == "whole":
-            loss = whole_logits_bytes(spec, tokens, dtype) / tensor
-        elif shape.method == "full":
-            loss = loss_bytes(spec, chunk, dtype, shape.compile) / tensor
-        else:
-            per_head = spec.vocab_size * spec.d_model * (FP32 + w)
-            loss = (loss_bytes(spec, chunk, dtype, shape.compile) - per_head) / tensor
-        if shape.method == "full" and shape.logits == "chunked":
-            activations += w * spec.vocab_size * spec.d_model / tensor  # the head's gradient, computed ahead
+    tokens = shape.tokens_at_once(hardware.kind, layout.n_devices)
+    activations, recomputed = _stage_activations(spec, shape, layout, stage, policy, tokens)
+    loss = loss_bytes(spec, tokens, shape.logits, policy) / layout.tensor if stage.last else 0.0
     beside = letter("beside", backward_gradient_bytes(shape.dtype)) * (part.trained + part.trained_experts)
     activations, recomputed = _term("activations", activations), _term("recomputed", recomputed)
     n_layers = stage.n_layers or 1.0  # the embedding or the head alone: backward differentiates it as it would one layer
@@ -394,9 +355,28 @@ def _held_terms(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layou
         gathered = 2 * part.layer_bytes + part.embedding_bytes + PRECISIONS[shape.dtype].gradient * part.layer
         terms["gathered"] = _term("gathered", gathered)
     if shape.method == "qlora":
-        matrices = [p.product.weights for layer in rank_layers(spec, tensor, layout.expert) for p in layer.products]
-        terms["dequantised"] = _term("dequantised", w * max(matrices))
+        matrices = [p.product.weights for layer in rank_layers(spec, layout.tensor, layout.expert) for p in layer.products]
+        terms["dequantised"] = _term("dequantised", policy.w * max(matrices))
     return terms
+
+
+def _stage_activations(
+    spec: ModelSpec, shape: TrainingShape, layout: Layout, stage: Stage, policy: ActivationPolicy, tokens: float
+) -> tuple[float, float]:
+    """(bytes kept for backward, bytes of the one layer that is being computed again beyond what was kept of it)."""
+    layer, most = _kept_per_token(spec, policy)
+    kept = tokens * stage.n_layers * layer * micro_batches_in_flight(layout, shape.grad_accumulation, stage)
+    recomputed = 0.0 if shape.checkpointing == "none" else tokens * max(most - (layer if policy.selective else 0), 0.0)
+    if stage.first:
+        kept -= tokens * not_kept_at_the_bottom(spec, layer_kinds(spec)[0][0], policy)
+    if stage.last:
+        around = around_blocks_bytes(spec, policy)
+        if layout.n_devices > 1:
+            around -= policy.w * shape.sequence_length  # packed documents are told by their boundaries, not by a mask
+        kept += tokens * around / layout.sequence_cut
+        if shape.method == "full" and shape.logits == "chunked":
+            kept += policy.w * spec.vocab_size * spec.d_model / layout.tensor  # the head's gradient, computed ahead
+    return kept, recomputed
 
 
 ALLOCATOR_SLACK = 0.09
@@ -443,7 +423,7 @@ def process_bytes(shape: TrainingShape, hardware: Hardware) -> float:
         step = hardware.training.step(anchor.width, anchor.shallow, dtype, shape.mode)
         if step is not None and step.peak_bytes is not None:
             like, stage = anchor_shape(anchor, dtype, shape), Stage(0, anchor.shallow, first=True, last=True)
-            terms = _held_terms(anchor.spec(anchor.shallow), like, hardware, SINGLE, stage)
+            terms = _stage_terms(anchor.spec(anchor.shallow), like, hardware, SINGLE, stage)
             return _resting(max(step.peak_bytes - sum(terms.values()), 0.0))
     return _resting(hardware.process.resident_bytes)
 
@@ -455,7 +435,7 @@ def _resting(n_bytes: float) -> float:
 
 def anchor_shape(anchor: TrainingAnchor, dtype: str, shape: TrainingShape) -> TrainingShape:
     """How an anchor was trained: as ``shape`` is, compiled or not, with AdamW and nothing else asked for."""
-    return type(shape)(anchor.batch_size, anchor.sequence_length, dtype=dtype, compile=shape.compile)
+    return TrainingShape(anchor.batch_size, anchor.sequence_length, dtype=dtype, compile=shape.compile)
 
 
 @lru_cache(maxsize=4096)
