@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from machines import ideal_machine, small_llama
+from machines import small_llama
 from twostroke.core.described import plain
 from twostroke.core.spec import ModelSpec, MoeSpec
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.training.communication import Traffic
 from twostroke.planner.training.layout import Layout, group_link
-from twostroke.planner.training.plan import TrainingPlan, plan_training, step_time_s
+from twostroke.planner.training.plan import TrainingPlan, plan_training
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.planner.work.params import count_parameters
 
@@ -123,17 +123,6 @@ def test_more_devices_take_less_time_for_the_same_batch_and_more_in_all() -> Non
     spent = [p.step_time_s * p.layout.n_devices for p in plans]
     assert spent == sorted(spent)
     assert len({p.tokens_per_step for p in plans}) == 1
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [Layout(), Layout(data=4, zero=2), Layout(tensor=2, data=2), Layout(pipeline=2, data=2, zero=1), Layout(data=8, zero=3)],
-)
-def test_the_cheap_path_gives_the_plans_own_step_time(layout: Layout) -> None:
-    shape = TrainingShape(grad_accumulation=4, checkpointing="full")
-    for machine in (h100(), ideal_machine()):
-        whole = plan_training(SPEC, shape, machine, layout)
-        assert step_time_s(SPEC, shape, machine, layout) == pytest.approx(whole.step_time_s, rel=1e-12)
 
 
 def test_the_peak_of_the_computing_type_is_used() -> None:

@@ -14,7 +14,7 @@ from twostroke.planner.choosing.fitting import smallest_change
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.training.layout import SINGLE, Layout
-from twostroke.planner.training.plan import step_time_s, training_memory
+from twostroke.planner.training.plan import plan_training, training_memory
 from twostroke.planner.training.shape import TrainingShape
 
 SHAPE = TrainingShape(8, 2048, logits="whole")
@@ -43,7 +43,7 @@ def test_it_fits_and_says_what_to_type(saving: dict[str, object], words: str) ->
     assert words in change.words
     assert change.memory_bytes <= machine.memory_bytes
     assert change.memory_bytes == needed(SPEC, change.shape, change.layout)
-    assert change.step_time_s == step_time_s(SPEC, change.shape, machine, change.layout)
+    assert change.step_time_s == plan_training(SPEC, change.shape, machine, change.layout).step_time_s
     assert change.sentence.startswith("the smallest change")
 
 

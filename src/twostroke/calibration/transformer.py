@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twostroke.calibration.timing import Clock
-from twostroke.core.matrices import block_matrices, pair_flops
+from twostroke.core.matrices import block_matrices, layer_kinds, pair_flops
 from twostroke.core.policy import LOSS_CHUNK_ROWS
 from twostroke.core.rates import BlockRates, Direction, Mode, TrainingRates
 from twostroke.core.spec import ModelSpec
@@ -146,7 +146,8 @@ def _rates(
     directions: tuple[tuple[Direction, float], ...] = (("forward", 1.0), ("backward", 2.5))
     for i, (direction, products) in enumerate(directions):
         rest, per_key = straight_line(few, many, shorter[i], longer[i])
-        moved = tokens * WIDTHS[dtype] * sum(elementwise_elements(size.spec, direction == "backward").values())
+        elements = elementwise_elements(size.spec, layer_kinds(size.spec)[0][0], direction == "backward")
+        moved = tokens * WIDTHS[dtype] * sum(elements.values())
         yield BlockRates(dtype, mode, direction, products * flops_per_key / per_key, moved / rest)
 
 

@@ -10,7 +10,7 @@ from twostroke.core.spec import ModelSpec
 from twostroke.core.units import format_bytes, format_seconds
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.training.layout import Layout
-from twostroke.planner.training.plan import step_time_s, training_memory
+from twostroke.planner.training.plan import plan_training, training_memory
 from twostroke.planner.training.shape import TrainingShape
 
 MAX_DEVICES = 65_536
@@ -47,7 +47,7 @@ def smallest_change(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, l
         except ConfigError:
             continue  # does not divide this model
         if needed <= hardware.memory_bytes:
-            return Change(words, changed, cut, needed, step_time_s(spec, changed, hardware, cut))
+            return Change(words, changed, cut, needed, plan_training(spec, changed, hardware, cut).step_time_s)
     return None
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from twostroke.core.matrices import Matrix, block_matrices, head_matrix, pair_flops, qkv_rows
+from twostroke.core.matrices import Matrix, block_matrices, head_matrix, layer_kinds, pair_flops, qkv_rows
 from twostroke.core.named import largest, letter, named, smallest
 from twostroke.core.policy import TOKEN_BUDGET
 from twostroke.core.rates import Phase
@@ -48,7 +48,7 @@ def product_work(product: Matrix, name: str, rows: int, working_set: float, hard
 def elements_of(spec: ModelSpec, rows: int) -> dict[str, float]:
     """Numbers that norms, rotation of heads, writing the cache and activation (and quantising rows for the products) read and
     write in one layer, by component."""
-    counts = elementwise_elements(spec, backward=False)
+    counts = elementwise_elements(spec, layer_kinds(spec)[0][0], backward=False)
     counts["attention"] += 2.0 * spec.n_kv_heads * spec.head_dim
     if spec.qk_norm:
         counts["attention"] += 2.0 * (spec.n_heads + spec.n_kv_heads) * spec.head_dim

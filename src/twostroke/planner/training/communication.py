@@ -84,64 +84,43 @@ def within_micro_batch(
     share = stage.n_layers / spec.n_layers
     passes = 3 if shape.checkpointing == "full" else 2
     found = []
-    by_experts = layout.expert > 1 and layout.expert >= layout.tensor
     if layout.tensor > 1:
+        by_experts = layout.expert > 1 and layout.expert >= layout.tensor
         per_pass = share * sum(count * (1 if kind.mlp == "moe" and by_experts else 2) for kind, count in layer_kinds(spec))
+        what = "reduce-scatter and all-gather" if layout.sequence_parallel else "all-reduce"
         link = group_link(layout, hardware, layout.tensor)
-        bursts, once = n_micro * passes * per_pass, network.ring_all_reduce_s(hidden, layout.tensor, link)
-        found.append(
-            Traffic(
-                "tensor",
-                "reduce-scatter and all-gather" if layout.sequence_parallel else "all-reduce",
-                layout.tensor,
-                bursts,
-                hidden,
-                bursts * network.all_reduce_sent_bytes(hidden, layout.tensor),
-                bursts * once,
-                bursts * once,
-                "none: the next product waits for it",
-                link.kind,
-            )
-        )
+        once_s = network.ring_all_reduce_s(hidden, layout.tensor, link)
+        sent = network.all_reduce_sent_bytes(hidden, layout.tensor)
+        found.append(_waited_for("tensor", what, layout.tensor, link, n_micro * passes * per_pass, hidden, sent, once_s))
     if layout.expert > 1 and spec.moe is not None:
         moe_layers = share * sum(count for kind, count in layer_kinds(spec) if kind.mlp == "moe")
         routed = hidden * spec.moe.top_k / layout.sequence_cut
-        link = group_link(layout, hardware, layout.expert)
-        bursts, once = n_micro * passes * 2 * moe_layers, network.all_to_all_s(routed, layout.expert, link)
-        found.append(
-            Traffic(
-                "expert",
-                "all-to-all",
-                layout.expert,
-                bursts,
-                routed,
-                bursts * network.all_to_all_sent_bytes(routed, layout.expert),
-                bursts * once,
-                bursts * once,
-                "none: experts wait for their tokens",
-                link.kind,
-            )
-        )
+        link, bursts = group_link(layout, hardware, layout.expert), n_micro * passes * 2 * moe_layers
+        once_s = network.all_to_all_s(routed, layout.expert, link)
+        sent = network.all_to_all_sent_bytes(routed, layout.expert)
+        found.append(_waited_for("expert", "all-to-all", layout.expert, link, bursts, routed, sent, once_s))
     if layout.pipeline > 1:
         message = hidden / layout.tensor  # each of the tensor group sends its part, and they gather at the other end
-        plane = layout.tensor * layout.data
-        link = group_link(layout, hardware, layout.pipeline, plane)
-        bursts, once = n_micro * 2 * layout.interleave, network.send_s(message, link)
-        found.append(
-            Traffic(
-                "pipeline",
-                "send to the next stage, and back",
-                layout.pipeline,
-                bursts,
-                message,
-                bursts * message,
-                bursts * once,
-                bursts * once,
-                "none: a stage waits for its input",
-                link.kind,
-            )
-        )
+        link = group_link(layout, hardware, layout.pipeline, layout.tensor * layout.data)
+        what, bursts = "send to the next stage, and back", n_micro * 2 * layout.interleave
+        once_s = network.send_s(message, link)
+        found.append(_waited_for("pipeline", what, layout.pipeline, link, bursts, message, message, once_s))
     return found
+
+
+_WAITING = {
+    "tensor": "none: the next product waits for it",
+    "expert": "none: experts wait for their tokens",
+    "pipeline": "none: a stage waits for its input",
+}
+
+
+def _waited_for(
+    parallel: str, what: str, n_ranks: int, link: Link, bursts: float, burst_bytes: float, sent_bytes: float, once_s: float
+) -> Traffic:
+    """``bursts`` that nothing hides, each of which sends ``sent_bytes`` and takes ``once_s``."""
+    sent, seconds = bursts * sent_bytes, bursts * once_s
+    return Traffic(parallel, what, n_ranks, bursts, burst_bytes, sent, seconds, seconds, _WAITING[parallel], link.kind)
 
 
 def across_data(

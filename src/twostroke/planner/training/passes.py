@@ -21,48 +21,38 @@ from twostroke.planner.training.memory import FP32, PRECISIONS, keys_walked, nf4
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.planner.training.sharding import RankLayer, RankProduct, Stage, head_on_rank, rank_layers, stage_held, stages
 from twostroke.planner.work.component import Work
-from twostroke.planner.work.flops import mean_keys
-
-"""Iterations of Muon's orthogonalisation (Jordan et al. 2024)."""
+from twostroke.planner.work.flops import elementwise_elements, mean_keys
 
 
 def _w(dtype: str) -> float:
     return letter("w", bytes_of(dtype))
 
 
-def product_bytes(product: Matrix, rows: int, w: float) -> float:
-    """w·(rows·k + k·n + rows·n) bytes: both operands read and the result written once."""
-    return w * (rows * product.k + product.weights + rows * product.n)
-
-
 def product_forward(product: Matrix, rows: int, dtype: str, hardware: Hardware) -> Work:
     """(rows, k) × (k, n): 2·rows·n·k FLOP."""
-    moved = product_bytes(product, rows, _w(dtype))
-    seconds = hardware.product_s(dtype, rows, product.n, product.k)
-    return _product_work(product.component, 2.0 * rows * product.weights, moved, seconds, 1, hardware)
+    return _products(product, rows, dtype, hardware, (rows, product.n, product.k))
+
+
+def input_gradient(product: Matrix, rows: int, dtype: str, hardware: Hardware) -> Work:
+    """Backward of a frozen matrix: the input's gradient alone, (rows, n) × (n, k)."""
+    return _products(product, rows, dtype, hardware, (rows, product.k, product.n))
 
 
 def product_backward(product: Matrix, rows: int, dtype: str, hardware: Hardware) -> Work:
     """Two products: the input's gradient (rows, n) × (n, k) and the weight's (n, rows) × (rows, k); 4·rows·n·k FLOP."""
-    moved = 2 * product_bytes(product, rows, _w(dtype))
-    to_input = hardware.product_s(dtype, rows, product.k, product.n)
-    to_weight = hardware.product_s(dtype, product.n, product.k, rows)
-    return _product_work(product.component, 4.0 * rows * product.weights, moved, to_input + to_weight, 2, hardware)
+    return _products(product, rows, dtype, hardware, (rows, product.k, product.n), (product.n, product.k, rows))
 
 
-def _product_work(component: str, flops: float, moved: float, seconds: float, n_launches: int, hardware: Hardware) -> Work:
-    """A measured rate already holds the traffic of its operands; a datasheet's does not, and the larger limit counts."""
-    memory_s, launch_s = moved / hardware.bandwidth(moved), n_launches * hardware.linear_launch_s
+def _products(product: Matrix, rows: int, dtype: str, hardware: Hardware, *shapes: tuple[int, int, int]) -> Work:
+    """Products over one matrix, each of which reads both operands and writes the result once: w·(rows·k + k·n + rows·n) bytes.
+    A measured rate already holds that traffic; a datasheet's does not, and the larger limit counts."""
+    flops = 2.0 * len(shapes) * rows * product.weights
+    moved = len(shapes) * (_w(dtype) * (rows * product.k + product.weights + rows * product.n))
+    seconds = sum(hardware.product_s(dtype, m, n, k) for m, n, k in shapes)
+    memory_s, launch_s = moved / hardware.bandwidth(moved), len(shapes) * hardware.linear_launch_s
     if hardware.basis == "measured":
-        return Work(component, flops, moved, seconds, memory_s, launch_s, seconds + launch_s)
-    return Work.limited(component, flops, moved, seconds, memory_s, launch_s)
-
-
-def input_gradient(product: Matrix, rows: int, dtype: str, hardware: Hardware) -> Work:
-    """Backward of a frozen matrix: the input's gradient alone, 2·rows·n·k FLOP."""
-    moved = product_bytes(product, rows, _w(dtype))
-    seconds = hardware.product_s(dtype, rows, product.k, product.n)
-    return _product_work(product.component, 2.0 * rows * product.weights, moved, seconds, 1, hardware)
+        return Work(product.component, flops, moved, seconds, memory_s, launch_s, seconds + launch_s)
+    return Work.limited(product.component, flops, moved, seconds, memory_s, launch_s)
 
 
 def attention_work(
@@ -99,25 +89,15 @@ LAUNCHES_PER_BLOCK = {"compiled": 4, "eager": 18}
 def elementwise_counts(
     spec: ModelSpec, layer: RankLayer, tensor: int, sequence_cut: int, backward: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """(elements read and written, FLOP) per token of the micro-batch in one layer by component, as a rank has them.
-
-    ``latency.elementwise_elements`` states the counts of a dense layer; experts activate ``top_k`` of their widths, norms are
-    divided by the sequence cut and the rest by ``tensor``.
-    """
-    kind, width = layer.kind, spec.d_model
-    heads = kind.n_heads * kind.qk_dim + kind.n_kv_heads * kind.qk_dim
-    packed = heads + kind.n_kv_heads * kind.v_dim
+    """(elements read and written, FLOP) per token of the micro-batch in one layer by component, as a rank has them: norms are
+    divided by the sequence cut, rotation by ``tensor``, the MLP as its last product is."""
     activated = sum(p.product.k * p.rows_per_token * p.calls for p in layer.products if p.product.name.endswith("down"))
-    turn = 2 * heads if spec.positions == "rope" else 0
-    times = 2 if backward else 1
-    per_activated = (6 if kind.gated else 3) if backward else (3 if kind.gated else 2)
-    elements = {
-        "norms": (14 if backward else 9) * width / sequence_cut,
-        "attention": (turn + (2 * packed if backward else 0)) / tensor,
-        "mlp": per_activated * activated,
-    }
+    elements = elementwise_elements(spec, layer.kind, backward, activated)
+    elements["norms"] /= sequence_cut
+    elements["attention"] /= tensor
+    times, heads = (2 if backward else 1), (layer.kind.n_heads + layer.kind.n_kv_heads) * layer.kind.qk_dim
     flops = {
-        "norms": times * 10 * width / sequence_cut,
+        "norms": times * 10 * spec.d_model / sequence_cut,
         "attention": times * 3 * heads / tensor if spec.positions == "rope" else 0.0,
         "mlp": times * 5 * activated,
     }
@@ -127,7 +107,7 @@ def elementwise_counts(
 ASSUMED_ELEMENTWISE_SHARE = {"norms": 0.53, "attention": 0.45, "mlp": 0.5}
 """Share of a datasheet's bandwidth that elementwise kernels of an accelerator reach, by component: medians over 1,072 public
 timings of Llama-2 7B and 70B on A100 and H100 at 2,048 tokens and more (microsoft/vidur, data/profiling/compute @7d47513, MIT):
-norms 0.34, residual sums 0.93 (together 0.53 by their bytes), rotary turn 0.45, gated activation 0.52."""
+norms 0.34, residual sums 0.93 (together 0.53 by their bytes), rotation 0.45, gated activation 0.52."""
 
 
 def _assumed_rate(hardware: Hardware, component: str, moved: float) -> float:
@@ -139,7 +119,7 @@ def _assumed_rate(hardware: Hardware, component: str, moved: float) -> float:
 def elementwise(
     spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layer: RankLayer, layout: Layout, backward: bool
 ) -> list[Work]:
-    """Norms, residual sums, rotary turn and activation of one layer: bytes over the rate that a calibrated block reached
+    """Norms, residual sums, rotation and activation of one layer: bytes over the rate that a calibrated block reached
     (``block_<type>_<compiled|eager>_<direction>_bytes_per_s``), or over the bandwidth (an accelerator's datasheet: times
     ``ASSUMED_ELEMENTWISE_SHARE``); and QK-norm."""
     direction = "backward" if backward else "forward"

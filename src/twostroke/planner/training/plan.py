@@ -271,23 +271,8 @@ def bubble_of(shape: TrainingShape, layout: Layout, time: StageTime, traffic: tu
     return named("bubble_s", waited, "s", source, section="communication")
 
 
-def step_time_s(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout = SINGLE) -> float:
-    """``TrainingPlan.step_time_s`` without the rest of the plan: what a search over layouts asks."""
-    timed = replace(shape, dtype=rate_dtype(shape, hardware))
-    time = stage_time(spec, timed, hardware, layout)
-    traffic = step_traffic(spec, shape, hardware, layout, time)
-    passes = shape.grad_accumulation * (total_seconds(time.forward) + total_seconds(time.backward))
-    update = update_work(spec, shape, hardware, layout).seconds
-    waiting = sum(t.exposed_s for t in traffic) + bubble_of(shape, layout, time, traffic)
-    return passes + update + ASSUMED_DATA_TOKEN_S * shape.tokens_per_step + waiting
-
-
 def plan_training(
-    spec: ModelSpec,
-    shape: TrainingShape,
-    hardware: Hardware,
-    layout: Layout = SINGLE,
-    mtbf_device_hours: float | None = None,
+    spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout = SINGLE, mtbf_device_hours: float | None = None
 ) -> TrainingPlan:
     """Predict a training run of ``spec`` on ``layout.n_devices`` of ``hardware``. Raises ConfigError for a type it has no rates
     for and for a layout that does not divide the model.
@@ -298,9 +283,8 @@ def plan_training(
     if shape.targets:
         check_targets(spec, shape.targets)
     parameters = count_parameters(spec)
-    timed = replace(shape, dtype=rate_dtype(shape, hardware))
-    hardware.peak(timed.dtype)
-    time = stage_time(spec, timed, hardware, layout)
+    hardware.peak(rate_dtype(shape, hardware))
+    time = stage_time(spec, shape, hardware, layout)
     update = (update_work(spec, shape, hardware, layout),)
     traffic = step_traffic(spec, shape, hardware, layout, time)
     moved = shape.grad_accumulation * sum(w.bytes for w in (*time.forward, *time.backward)) + update[0].bytes
@@ -339,10 +323,7 @@ def plan_training(
         network_bytes_per_step=sum(t.sent_bytes for t in traffic)
         or all_reduce_sent_bytes(bytes_of(shape.compute_dtype) * trained, 2),
         cost=None,
-        notes=(
-            *spec.notes,
-            *(() if hardware.basis == "measured" else (DATASHEET_NOTE,)),
-        ),
+        notes=(*spec.notes, *(() if hardware.basis == "measured" else (DATASHEET_NOTE,))),
         layout=layout,
         traffic=traffic,
         bubble_s=bubble_of(shape, layout, time, traffic),
@@ -396,12 +377,9 @@ def startup_s(shape: TrainingShape, hardware: Hardware) -> float:
     return named("startup_s", seconds, "s", "importing torch and, compiled, one block's forward and backward")
 
 
-def steps_for_budget(
-    spec: ModelSpec, shape: TrainingShape, hardware: Hardware, budget_s: float, include_startup: bool = True
-) -> int:
+def steps_for_budget(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, budget_s: float) -> int:
     """Optimizer steps that fit in ``budget_s`` at the predicted step time: ⌊(budget − start-up) / step time⌋, at least 1."""
     if not budget_s > 0:
         raise ConfigError(f"budget_s={budget_s:g} must be above 0.")
     plan = plan_training(spec, shape, hardware)
-    left = budget_s - (plan.startup_s if include_startup else 0.0)
-    return max(1, int(left / plan.step_time_s))
+    return max(1, int((budget_s - plan.startup_s) / plan.step_time_s))

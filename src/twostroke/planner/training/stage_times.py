@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from twostroke.core.named import within
@@ -151,6 +151,7 @@ def passes_of(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout:
 
 def stage_time(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> StageTime:
     """The passes, held to the anchors, and put on the stages as often as each has its layers."""
+    shape = replace(shape, dtype=rate_dtype(shape, hardware))
     passes = passes_of(spec, shape, hardware, layout).held_to(anchor_ratios(spec, shape, hardware))
     whole = stages(spec.n_layers, layout.pipeline, layout.interleave)
     layer_s = passes.layer_s("forward") + passes.layer_s("backward")

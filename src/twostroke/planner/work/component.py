@@ -10,7 +10,7 @@ from twostroke.core.described import As
 from twostroke.core.named import Mark, largest, named, records
 
 COMPONENTS = ("attention", "mlp", "norms", "embedding", "head", "optimizer")
-"""Rows of the comparison table, in order. ``attention`` includes its projections and rotary turn, ``head`` loss or sampling."""
+"""Rows of the comparison table, in order. ``attention`` includes its projections and rotation, ``head`` loss or sampling."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ Korthikanti et al. (arXiv 2205.05198); causal attention is counted as the half t
 
 from __future__ import annotations
 
-from twostroke.core.matrices import LayerKind, head_matrix, layer_kinds, qkv_rows
+from twostroke.core.matrices import LayerKind, head_matrix, layer_kinds
 from twostroke.core.named import named, smallest
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.work.params import count_parameters
@@ -79,17 +79,20 @@ def decode_flops(spec: ModelSpec, context: int) -> float:
     return flops
 
 
-def elementwise_elements(spec: ModelSpec, backward: bool) -> dict[str, float]:
-    """Elements read and written per token and block by fused elementwise work, by component.
+def elementwise_elements(spec: ModelSpec, kind: LayerKind, backward: bool, activated: float | None = None) -> dict[str, float]:
+    """Elements that fused elementwise work reads and writes per token in one layer of ``kind``, by component.
 
-    Forward: norms and residual sums 9E (first norm 2E; sum and second norm 4E; sum 3E), rotary turn 2(H+K)D, activation 3F
-    gated or 2F plain. Backward: norms and sums 14E (each norm reads its input, its gradient and the residual's and writes one:
-    4E twice; two recomputed normed inputs 2E each; the output's gradient twice), rotary turn 2(H+K)D and the gathering of
-    dq, dk, dv 2(H+2K)D, activation 6F gated (reads 2F + F, writes 2F and the recomputed product F) or 3F plain.
+    Forward: norms and residual sums 9E (first norm 2E; sum and second norm 4E; sum 3E), rotation 2(H+K)D, activation 3F gated
+    or 2F plain. Backward: norms and sums 14E (each norm reads its input, its gradient and the residual's and writes one: 4E
+    twice; two recomputed normed inputs 2E each; the output's gradient twice), rotation 2(H+K)D and the gathering of dq, dk, dv
+    2(H+2K)D, activation 6F gated (reads 2F + F, writes 2F and the recomputed product F) or 3F plain. F is the width that is
+    activated, of routed experts ``top_k`` of theirs; ``activated`` is the part of it that one rank has.
     """
-    width, heads = spec.d_model, (spec.n_heads + spec.n_kv_heads) * spec.head_dim
-    turn = 2 * heads if spec.positions == "rope" else 0
-    gated = spec.mlp == "swiglu"
+    if activated is None:
+        activated = sum(p.active * p.k for p in kind.matrices if p.name.endswith("down"))
+    queries_and_keys = kind.n_heads * kind.qk_dim + kind.n_kv_heads * kind.qk_dim
+    rotated = queries_and_keys if spec.positions == "rope" else 0
     if backward:
-        return {"norms": 14 * width, "attention": turn + 2 * qkv_rows(spec), "mlp": (6 if gated else 3) * spec.d_ff}
-    return {"norms": 9 * width, "attention": turn, "mlp": (3 if gated else 2) * spec.d_ff}
+        attention = 2 * rotated + 2 * (queries_and_keys + kind.n_kv_heads * kind.v_dim)
+        return {"norms": 14 * spec.d_model, "attention": attention, "mlp": (6 if kind.gated else 3) * activated}
+    return {"norms": 9 * spec.d_model, "attention": 2 * rotated, "mlp": (3 if kind.gated else 2) * activated}
