@@ -13,10 +13,7 @@ from typing import Annotated, Literal
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError
 from twostroke.core.named import Mark, largest, letter, named, records
-from twostroke.core.profile import (
-    BandwidthPoint,
-    MatmulPoint,
-)
+from twostroke.core.profile import BandwidthPoint, MatmulPoint
 from twostroke.core.rates import Measurements, NativeRates
 from twostroke.planner.hardware.anchors import interpolate_log
 

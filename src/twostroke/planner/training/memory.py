@@ -45,10 +45,10 @@ fp32, its optimizer's state included."""
 
 
 def snapshot_bytes(dtype: str, trained: float, optimizer: float) -> float:
-    """What a checkpoint holds, in memory: the masters, or where there are none the weights, and ``optimizer`` bytes of state.
-    The copy is kept from a run's first checkpoint to its end (``training.saver``)."""
+    """Bytes of a checkpoint of ``trained`` parameters: their masters, or without masters the weights, and ``optimizer`` bytes
+    of state. Its copy in memory is kept from a run's first checkpoint to its end (``training.saver``)."""
     precision = PRECISIONS[dtype]
-    return (precision.master or precision.working) * trained + optimizer
+    return (FP32 if precision.master else letter("working", precision.working)) * trained + optimizer
 
 
 STATE_BLOCK = 256

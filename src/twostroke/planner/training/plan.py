@@ -18,7 +18,7 @@ from twostroke.planner.money.cost import Cost, cost_of
 from twostroke.planner.training.checkpointing import Resilience, resilience
 from twostroke.planner.training.communication import Traffic, across_data, shown_traffic, within_micro_batch
 from twostroke.planner.training.layout import SINGLE, Layout
-from twostroke.planner.training.memory import FP32, PRECISIONS, state_bytes
+from twostroke.planner.training.memory import FP32, PRECISIONS, snapshot_bytes, state_bytes
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.planner.training.sharding import rank_state_bytes, stage_held, stages, training_memory
 from twostroke.planner.training.stage_times import StageTime, rate_dtype, stage_time, update_work
@@ -290,9 +290,8 @@ def plan_training(
     moved = shape.grad_accumulation * sum(w.bytes for w in (*time.forward, *time.backward)) + update[0].bytes
     trained = parameters.total if shape.method == "full" else adapter_parameters(spec, shape.lora_rank, shape.lora_targets)
     n_matrix = parameters.block_matrices if shape.method == "full" else trained
-    precision = inputs(PRECISIONS[shape.dtype])
-    state = state_bytes(trained, n_matrix, shape.optimizer, precision.state)
-    stored = (FP32 if precision.master else precision.working) * trained + state + (FP32 * trained if shape.average else 0.0)
+    state = state_bytes(trained, n_matrix, shape.optimizer, inputs(PRECISIONS[shape.dtype]).state)
+    stored = snapshot_bytes(shape.dtype, trained, state) + (FP32 * trained if shape.average else 0.0)
     masters = max(
         rank_state_bytes(shape, layout, stage_held(spec, shape, layout, stage))["masters"]
         for stage in stages(spec.n_layers, layout.pipeline, layout.interleave)

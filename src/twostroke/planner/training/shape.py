@@ -46,14 +46,8 @@ class TrainingShape:
     average: Annotated[bool, "a running average of the weights is kept in fp32"] = False
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("batch_size", 1),
-            ("sequence_length", 1),
-            ("grad_accumulation", 1),
-            ("steps", 0),
-            ("lora_rank", 1),
-        ):
-            value = getattr(self, name)
+        for name in ("batch_size", "sequence_length", "grad_accumulation", "steps", "lora_rank"):
+            value, least = getattr(self, name), 0 if name == "steps" else 1
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}.")
         for name, choices, kind in (

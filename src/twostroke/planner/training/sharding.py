@@ -6,6 +6,7 @@ ZeRO with Adam and N ranks, Ψ parameters in mixed precision (Rajbhandari et al.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -44,11 +45,20 @@ class RankProduct:
     adapter_outputs: tuple[int, ...] = ()
 
     @property
+    def is_expert(self) -> bool:
+        return self.product.split == "expert"
+
+    @property
+    def weights(self) -> int:
+        """Elements of its matrices that the rank holds, biases apart."""
+        return self.calls * self.product.weights
+
+    @property
     def elements(self) -> float:
         """Parameters of it that the rank holds, biases included (those of a row cut stay whole)."""
         return self.calls * (self.product.weights + (self.product.n if self.product.bias else 0))
 
-    def adapters(self, rank: int) -> float:
+    def adapters(self, rank: int) -> int:
         """Adapter parameters that the rank holds: of the two factors one is cut with the matrix and one is whole."""
         return self.calls * sum(rank * (self.product.k + outputs) for outputs in self.adapter_outputs)
 
@@ -62,11 +72,10 @@ def rank_product(
     outputs = targeted(product, targets, family) if targets else ()
     if product.split == "expert":
         within = max(1, tensor // layout.expert)
-        cut = (
-            replace(product, k=product.k // within)
-            if product.name.endswith("down")
-            else replace(product, n=product.n // within)
-        )
+        if product.name.endswith("down"):
+            cut = replace(product, k=product.k // within)
+        else:
+            cut = replace(product, n=product.n // within)
         rows = product.active * max(1, layout.expert // tensor) / product.copies
         return RankProduct(cut, rows, product.copies // layout.expert, outputs)
     if product.split == "replicated" or tensor == 1:
@@ -92,13 +101,13 @@ class RankLayer:
     @property
     def dense(self) -> float:
         """Parameters that every rank of the data group holds alike."""
-        kept = sum(p.elements for p in self.products if p.product.split != "expert")
-        whole = kept + self.kind.norm_parameters + self.kind.other_parameters
+        of_matrices = sum(p.elements for p in self.products if not p.is_expert)
+        whole = of_matrices + self.kind.norm_parameters + self.kind.other_parameters
         return named("layer_dense", whole, "parameters", "one layer on one rank, experts apart", section="rank")
 
     @property
     def experts(self) -> float:
-        held_here = sum(p.elements for p in self.products if p.product.split == "expert")
+        held_here = sum(p.elements for p in self.products if p.is_expert)
         return named("layer_experts", held_here, "parameters", "the experts of one layer that a rank holds", section="rank")
 
 
@@ -177,12 +186,12 @@ def held(
     if stage.last:
         ends += counts.head / tensor + counts.final_norm
         ends += counts.embedding / tensor if spec.tied_embeddings and not stage.first else 0.0  # the head's own copy
-    dense_matrices = share * sum(
-        layer.count * p.calls * p.product.weights for layer in layers for p in layer.products if p.product.split != "expert"
-    )
-    expert_matrices = share * sum(
-        layer.count * p.calls * p.product.weights for layer in layers for p in layer.products if p.product.split == "expert"
-    )
+
+    def of_blocks(count: Callable[[RankProduct], int], experts: bool) -> float:
+        """``count`` of the products of the stage's blocks: those of experts or all others."""
+        return share * sum(layer.count * count(p) for layer in layers for p in layer.products if p.is_expert == experts)
+
+    dense_matrices, expert_matrices = (of_blocks(lambda p: p.weights, experts) for experts in (False, True))
     most = max(layer.dense + layer.experts for layer in layers)
     embedding_bytes = working * (counts.embedding + counts.head) / tensor
     if method == "full":
@@ -199,18 +208,9 @@ def held(
             embedding_bytes=embedding_bytes,
         )
     of_matrices = nf4_bytes_per_weight() if method == "qlora" else working
-    adapters = {
-        expert_part: share
-        * sum(
-            layer.count * p.adapters(rank)
-            for layer in layers
-            for p in layer.products
-            if (p.product.split == "expert") == expert_part
-        )
-        for expert_part in (False, True)
-    }
+    adapters = [of_blocks(lambda p: p.adapters(rank), experts) for experts in (False, True)]
     lora = "two factors for every targeted matrix: rank·(inputs + outputs); LoRA, arXiv 2106.09685"
-    trained, trained_experts = _of_rank("N_trained", adapters[False], lora), _of_rank("N_trained_experts", adapters[True], lora)
+    trained, trained_experts = _of_rank("N_trained", adapters[0], lora), _of_rank("N_trained_experts", adapters[1], lora)
     base = "the frozen base: block matrices in NF4 with double quantisation (QLoRA, arXiv 2305.14314), or the working type"
     frozen = of_matrices * dense_matrices + working * (dense + ends - dense_matrices)
     frozen_experts = of_matrices * expert_matrices + working * (experts - expert_matrices)

@@ -50,7 +50,7 @@ DIRECTIONS = ("forward", "backward")
 
 def anchor_ratios(spec: ModelSpec, shape: TrainingShape, hardware: Hardware) -> AnchorRatios:
     """The ratios at ``spec``'s width. Compiled fp32 is taken to gain and lose what compiled bf16 does."""
-    found = _measured_ratios(type(shape)(dtype=shape.dtype, compile=shape.compile), hardware)
+    found = _measured_ratios(TrainingShape(dtype=shape.dtype, compile=shape.compile), hardware)
     if not found:
         return AS_PLANNED
 
@@ -135,7 +135,7 @@ def passes_of(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout:
     layers: dict[str, tuple[tuple[tuple[Work, ...], float], ...]] = {}
     loss: dict[str, tuple[Work, ...]] = {}
     setup: dict[str, tuple[Work, ...]] = {}
-    for direction in ("forward", "backward"):
+    for direction in DIRECTIONS:
         found, backward = [], direction == "backward"
         with within(direction):
             for layer, count in stage_layers(spec, layout, shape, per_model):
@@ -171,6 +171,6 @@ def stage_time(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout
                 *(passes.setup[direction] if slowest.first else ()),
             ]
         )
-        for direction in ("forward", "backward")
+        for direction in DIRECTIONS
     )
     return StageTime(slowest, forward, backward, max(stage.n_layers for stage in whole) * layer_s)

@@ -49,17 +49,14 @@ class Work:
         times = {"arithmetic": self.arithmetic_s, "memory": self.memory_s, "launch": self.launch_s}
         return max(times, key=lambda name: times[name])
 
+    @property
+    def numbers(self) -> tuple[float, float, float, float, float, float]:
+        """All but the component, in the order of the fields."""
+        return self.flops, self.bytes, self.arithmetic_s, self.memory_s, self.launch_s, self.seconds
+
     def times(self, n: float) -> Work:
         """The same work done ``n`` times over."""
-        return Work(
-            self.component,
-            n * self.flops,
-            n * self.bytes,
-            n * self.arithmetic_s,
-            n * self.memory_s,
-            n * self.launch_s,
-            n * self.seconds,
-        )
+        return Work(self.component, *(n * number for number in self.numbers))
 
     def called(self, name: str, source: str, mark: Mark = "predicted") -> Work:
         """The same work, its seconds a line of the explanation."""
@@ -69,13 +66,8 @@ class Work:
 
     def stretched(self, ratio: float) -> Work:
         """The same work in ``ratio`` times the time, every limit with it."""
-        return replace(
-            self,
-            arithmetic_s=ratio * self.arithmetic_s,
-            memory_s=ratio * self.memory_s,
-            launch_s=ratio * self.launch_s,
-            seconds=ratio * self.seconds,
-        )
+        flops, n_bytes, *times = self.numbers
+        return Work(self.component, flops, n_bytes, *(ratio * seconds for seconds in times))
 
 
 def merge(works: Iterable[Work]) -> tuple[Work, ...]:
@@ -84,15 +76,7 @@ def merge(works: Iterable[Work]) -> tuple[Work, ...]:
     for work in works:
         found.setdefault(work.component, []).append(work)
     return tuple(
-        Work(
-            component,
-            sum(w.flops for w in parts),
-            sum(w.bytes for w in parts),
-            sum(w.arithmetic_s for w in parts),
-            sum(w.memory_s for w in parts),
-            sum(w.launch_s for w in parts),
-            sum(w.seconds for w in parts),
-        )
+        Work(component, *map(sum, zip(*(work.numbers for work in parts), strict=True)))
         for component in COMPONENTS
         if (parts := found.get(component))
     )
