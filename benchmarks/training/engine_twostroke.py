@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from twostroke.core.recipe import DataRecipe, LoraRecipe, ModelRecipe, TrainRecipe, TrainSettings
+from twostroke.core.recipe import DataRecipe, LoraRecipe, ModelRecipe, TrainRecipe
+from twostroke.core.train_settings import TrainSettings
 from twostroke.data.loader import Batch
 from twostroke.model.initialise import initialise
 from twostroke.model.load import load_model

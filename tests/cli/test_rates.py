@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from twostroke.bench.offline import OfflinePoint, offline_text
 from twostroke.cli.rates import phase_text, without_limits
-from twostroke.engine.meters import Achieved, PhaseRates
+from twostroke.engine.achieved import Achieved, PhaseRates
 
 PREFILL = PhaseRates(1, 128, 0.025, 164_000_000, 27_000_000_000, 40e9, 2.4e12)
 DECODE = PhaseRates(10, 10, 0.05, 1_640_000_000, 2_700_000_000, 40e9, 2.4e12)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from types import FrameType
@@ -110,11 +111,13 @@ def lines_of(call: Any) -> int:
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # a collection in between would run finalisers of other tests' objects, and count their lines
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(before)
+        gc.enable()
     return count
 
 

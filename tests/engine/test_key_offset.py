@@ -49,7 +49,7 @@ def test_an_int8_cache_without_the_offset_loses_many_times_as_much(
     assert isinstance(engine.pool, TiledKVPool)
     assert float(engine.pool.key_offset.abs().amax()) > 100
     assert engine.scheduler.pool.n_used == 0
-    monkeypatch.setattr(engine_core, "centre_keys", lambda engine: None)
+    monkeypatch.setattr(engine_core, "centre_keys", lambda *parts: None)
     without = engine_of(biased, runner, "int8")
     error, other = (float((scores(e) - exact).square().mean().sqrt()) for e in (engine, without))
     print(f"error {error:.2e}, without the offset {other:.2e}")

@@ -14,9 +14,10 @@ from machines import machine, small_llama
 from small_models import SPECS, saved
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.engine import plan as p
+from twostroke.engine.achieved import Achieved, PhaseRates, achieved, product_of
 from twostroke.engine.core import EngineCore
 from twostroke.engine.kv_pool import KVPool
-from twostroke.engine.meters import Achieved, PhaseRates, StepMeter, achieved, product_of
+from twostroke.engine.meters import StepMeter
 from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.kernels.native_library import library, why_absent
 from twostroke.kernels.native_matrix import NativeMatrix, NativePair

@@ -14,7 +14,7 @@ from twostroke.core.recipe import DataRecipe
 from twostroke.data.conversations import BEGINS, LEARNED
 from twostroke.data.prepare import prepare
 from twostroke.evaluation.conversations import answer_nats, score_answers
-from twostroke.evaluation.scorer import open_scorer
+from twostroke.evaluation.engines import open_scorer
 from twostroke.model.load import load_model
 
 

@@ -14,8 +14,9 @@ import torch
 
 from real_model import greedy_reference, make_model
 from twostroke.core.errors import ConfigError, InputError
+from twostroke.evaluation.engines import open_scorer
 from twostroke.evaluation.lm_eval_adapter import Adapter, language_model
-from twostroke.evaluation.scorer import Scorer, open_scorer
+from twostroke.evaluation.scorer import Scorer
 from twostroke.evaluation.task_files import load_task
 from twostroke.model.load import load_model
 

@@ -16,7 +16,8 @@ from twostroke.core.errors import ConfigError, DataError, InputError
 from twostroke.evaluation.decoder_scorer import DecoderScorer
 from twostroke.evaluation.encoding import Encoder
 from twostroke.evaluation.engine_scorer import EngineScorer
-from twostroke.evaluation.scorer import Scorer, engine_for, open_scorer
+from twostroke.evaluation.engines import engine_for, open_scorer
+from twostroke.evaluation.scorer import Scorer
 from twostroke.evaluation.task_files import load_task, task_names
 from twostroke.interop.import_model import import_model
 from twostroke.quantization.convert import quantize_model

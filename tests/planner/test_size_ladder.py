@@ -9,7 +9,7 @@ import pytest
 
 from machines import machine
 from twostroke.core.errors import ConfigError
-from twostroke.core.recipe import TrainSettings
+from twostroke.core.train_settings import TrainSettings
 from twostroke.planner.choosing.size_ladder import (
     LADDER,
     LEAST_STEPS,

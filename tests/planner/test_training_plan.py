@@ -13,7 +13,8 @@ from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError
 from twostroke.core.matrices import block_matrices, layer_kinds
 from twostroke.core.rates import BlockRates, Process, TrainingRates
-from twostroke.core.recipe import LoraRecipe, ModelRecipe, TrainRecipe, TrainSettings
+from twostroke.core.recipe import LoraRecipe, ModelRecipe, TrainRecipe
+from twostroke.core.train_settings import TrainSettings
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.training.passes import matrices_of, newton_schulz

@@ -9,10 +9,11 @@ import time
 import pytest
 
 from twostroke.scheduling import scheduler as scheduler_module
+from twostroke.scheduling.accounts import Account
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig
-from twostroke.scheduling.waiting import Account, WaitingQueue, queue_rank
+from twostroke.scheduling.waiting import WaitingQueue, queue_rank
 
 
 def make(token_budget: int = 16, max_running: int = 4, n_pages: int = 64, max_model_len: int = 400) -> Scheduler:

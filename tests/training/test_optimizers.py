@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from twostroke.core.errors import CorruptFileError
-from twostroke.core.recipe import TrainSettings
 from twostroke.core.spec import ModelSpec
+from twostroke.core.train_settings import TrainSettings
 from twostroke.model.decoder import Decoder
 from twostroke.training.optimizers import MUON_MOMENTUM, Optimizers, matrix_parts
 from twostroke.training.precision import MasterWeights

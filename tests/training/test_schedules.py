@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twostroke.core.errors import ConfigError
-from twostroke.core.recipe import TrainSettings
+from twostroke.core.train_settings import TrainSettings
 from twostroke.training.schedules import learning_rate_factor, scheduled_factor, warmup_steps
 
 SCHEDULES = ("cosine", "linear", "constant", "wsd")

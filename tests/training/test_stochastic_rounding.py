@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from twostroke.core.recipe import TrainSettings
 from twostroke.core.spec import ModelSpec
+from twostroke.core.train_settings import TrainSettings
 from twostroke.model.decoder import Decoder
 from twostroke.training import stochastic_rounding
 from twostroke.training.optimizers import Optimizers

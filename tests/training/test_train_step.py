@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from twostroke.core import policy
-from twostroke.core.recipe import TrainSettings
 from twostroke.core.spec import ModelSpec
+from twostroke.core.train_settings import TrainSettings
 from twostroke.data.loader import Batch
 from twostroke.model.decoder import Decoder
 from twostroke.training import parallelize

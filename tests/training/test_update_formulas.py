@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from twostroke.core.recipe import TrainSettings
 from twostroke.core.spec import ModelSpec
+from twostroke.core.train_settings import TrainSettings
 from twostroke.model.decoder import Decoder
 from twostroke.training.lamb import Lamb
 from twostroke.training.optimizers import Optimizers

@@ -11,9 +11,9 @@ from twostroke_products import products_seconds
 
 from twostroke.calibration.native_rates import read_bytes_per_s
 from twostroke.core.families import read_spec
+from twostroke.engine.achieved import achieved
 from twostroke.engine.kv_pool import token_bytes
 from twostroke.engine.llm import LLM
-from twostroke.engine.meters import achieved
 from twostroke.scheduling.sampling_params import SamplingParams
 
 CACHE_TOKENS = 12_288

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from twostroke.core.recipe import ModelRecipe, TrainSettings, spec_from_recipe
+from twostroke.core.recipe import ModelRecipe, spec_from_recipe
 from twostroke.core.spec import ModelSpec
+from twostroke.core.train_settings import TrainSettings
 from twostroke.planner.training.shape import TrainingShape
 
 VOCABULARY = 16_384

@@ -14,7 +14,7 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.families import read_spec
 from twostroke.core.policy import MAX_RUNNING
 from twostroke.core.units import format_count, format_seconds
-from twostroke.engine.meters import Achieved, achieved
+from twostroke.engine.achieved import Achieved, achieved
 from twostroke.scheduling.sampling_params import SamplingParams
 
 FORMULAS: dict[str, str] = {

@@ -17,7 +17,7 @@ import torch
 
 from twostroke.calibration.timing import DISTURBED_SHARE, Clock, Window
 from twostroke.core.rates import Mode, TrainingStep
-from twostroke.core.recipe import TrainSettings
+from twostroke.core.train_settings import TrainSettings
 from twostroke.data.loader import Batch
 from twostroke.model.decoder import Decoder
 from twostroke.model.initialise import initialise

@@ -61,8 +61,8 @@ def compare(
     """Compare two models: quality with paired 95% intervals, speed, predicted cost, size. Exits 1 if a threshold fails."""
     from twostroke.cli.side_measurements import costs, machine_of, side_recording, side_values, speeds, training_rates
     from twostroke.evaluation.comparison import compare_on_tasks, compare_on_text, open_sides
+    from twostroke.evaluation.engines import engine_formats
     from twostroke.evaluation.held_out import held_out_to_score
-    from twostroke.evaluation.scorer import engine_formats
     from twostroke.evaluation.task_files import load_task
     from twostroke.evaluation.thresholds import Thresholds
 

@@ -55,8 +55,8 @@ def evaluate(
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Measure bits per byte and perplexity on held-out text, beside xz -9 of the same bytes, and scores on tasks."""
+    from twostroke.evaluation.engines import engine_for, engine_formats, open_scorer
     from twostroke.evaluation.held_out import held_out_to_score
-    from twostroke.evaluation.scorer import engine_for, engine_formats, open_scorer
     from twostroke.evaluation.task_files import load_task
     from twostroke.planner.truth.recording import recording
 

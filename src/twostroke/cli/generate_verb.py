@@ -21,9 +21,9 @@ from twostroke.core.paths import model_directory
 from twostroke.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from twostroke.engine.core import EngineStats
+    from twostroke.engine.achieved import Achieved
     from twostroke.engine.llm import LLM, RequestOutput
-    from twostroke.engine.meters import Achieved
+    from twostroke.engine.meters import EngineStats
     from twostroke.planner.truth.recording import Planned
     from twostroke.scheduling.sampling_params import SamplingParams
 
@@ -76,8 +76,8 @@ def generate(
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "300"
     with run:
+        from twostroke.engine.achieved import achieved
         from twostroke.engine.llm import LLM
-        from twostroke.engine.meters import achieved
 
         llm = LLM(directory, **engine.changed())
         startup_s = time.perf_counter() - began

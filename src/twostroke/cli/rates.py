@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from twostroke.core.units import format_count, format_flop_rate, format_seconds
 
 if TYPE_CHECKING:
-    from twostroke.engine.meters import Achieved, PhaseRates
+    from twostroke.engine.achieved import Achieved, PhaseRates
 
 
 def phase_text(name: str, phase: PhaseRates, product: str) -> str:

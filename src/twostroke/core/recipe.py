@@ -24,14 +24,13 @@ from typing import Any, Literal
 
 from twostroke.core.data_recipe import STDLIB_SOURCE, DataRecipe
 from twostroke.core.documents import is_integer, read_toml
-from twostroke.core.engines import Method, Recomputation, TrainingType
+from twostroke.core.engines import Method
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
 from twostroke.core.families import spec_from_config
-from twostroke.core.optimizers import Optimizer
 from twostroke.core.policy import NF4_BLOCK
 from twostroke.core.spec import ModelSpec
 from twostroke.core.tables import build
-from twostroke.core.update_settings import check_update, with_default_rates
+from twostroke.core.train_settings import TrainSettings, check_update, with_default_rates
 
 ALL_LINEAR = "all-linear"
 """The name in ``lora.targets`` that stands for every matrix of the blocks."""
@@ -80,67 +79,6 @@ class LoraRecipe:
     dropout: float = 0.0
     nf4_block: int = NF4_BLOCK
     double_quantization: bool = True
-
-
-@dataclass(frozen=True)
-class TrainSettings:
-    """One optimizer step reads ``batch_size · sequence_length · grad_accumulation`` tokens.
-
-    Exactly one of ``steps`` and ``budget_s`` is given: a budget is turned into steps by the planner's predicted step time
-    before the run starts, so that the schedule is fixed and a resume is exact.
-
-    ``dtype``: "bf16" and "fp16" compute in 16 bits beside fp32 master weights, fp16 with a dynamic loss scale; "pure_bf16"
-    keeps nothing in fp32 and rounds updates stochastically: 8 bytes a parameter with AdamW instead of 20. ``optimizer``:
-    "muon" updates the blocks' matrices, with ``muon_learning_rate``, and AdamW the rest; "lamb" moves each matrix by a share of
-    its length. Weight decay is decoupled in "adamw" and "muon", a part of the direction in "lamb", added to the gradient in
-    "adam" and "sgd", and spares embeddings, norms and biases unless told otherwise.
-    ``schedule``: "wsd" stays at the full rate until the last ``decay_fraction`` of the steps. ``ema_decay`` keeps a running
-    average of the weights, scored beside them and written to ``model-ema``. ``activation_checkpointing`` computes again in the
-    backward pass: "full" whole blocks, "selective" all but products and flash attention.
-    """
-
-    steps: int = 0
-    budget_s: float = 0.0
-    batch_size: int = 16
-    sequence_length: int = 512
-    grad_accumulation: int = 1
-    dtype: TrainingType = "bf16"
-    optimizer: Optimizer = "adamw"
-    learning_rate: float = 0.0  # 0: by method and optimizer, as the run's recipe.json then says
-    muon_learning_rate: float = 0.0
-    momentum: float = 0.9  # of sgd
-    nesterov: bool = False
-    weight_decay: float = 0.1
-    decay_embeddings: bool = False
-    decay_norms: bool = False  # biases with them
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    warmup_fraction: float = 0.05
-    decay_fraction: float = 0.2  # of wsd
-    min_lr_ratio: float = 0.02
-    clip_norm: float = 1.0
-    ema_decay: float = 0.0  # 0: no running average of the weights
-    activation_checkpointing: Recomputation = "none"
-    compile: bool = True
-    anomaly_policy: Literal["skip", "rollback", "stop"] = "skip"
-    spike_factor: float = 0.0  # times the running median that make a spike; 0: only what is not finite is an anomaly
-    anomaly_limit: int = 10  # anomalies in a row after which the run gives up
-    checkpoint_every: int = 0  # steps; 0: only at the end and on a signal
-    checkpoint_in_background: bool = True  # the step pays for a copy in memory, not for the disk
-    keep_checkpoints: int = 2
-    keep_every: int = 0  # steps whose checkpoints are never removed; 0: none
-    evaluate_every: int = 0  # steps; 0: only at the end
-    diagnostics_every: int = 0  # steps between looks at activations and update sizes; 0: never
-    tensorboard: bool = False  # scalars into <output>/tensorboard
-    sample_every: int = 0  # steps between texts that continue sample_prompts; 0: never
-    sample_prompts: tuple[str, ...] = ()
-
-    @property
-    def compute_dtype(self) -> str:
-        """The type of forward and backward, and of the model that is written."""
-        return "bf16" if self.dtype == "pure_bf16" else self.dtype
 
 
 @dataclass(frozen=True)

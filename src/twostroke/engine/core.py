@@ -25,7 +25,7 @@ from twostroke.engine.key_offset import centre_keys
 from twostroke.engine.kv_pool import KVPool, token_bytes
 from twostroke.engine.lowering import lower
 from twostroke.engine.memory import available_bytes
-from twostroke.engine.meters import StepMeter
+from twostroke.engine.meters import EngineStats, StepMeter
 from twostroke.engine.native_runner import NativeRunner
 from twostroke.engine.packed_cache import PackedCache, cache_key
 from twostroke.engine.prompt_scores import PromptScores, rows_of
@@ -58,38 +58,6 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     index: int = 0
     prompt_logprobs: list[TokenLogprobs] | None = None
-
-
-@dataclass
-class EngineStats:
-    """Counts since the start, and the present state. A step is *decode* if each of its requests had one token to compute,
-    *prefill* if none was decoding, else *mixed*. ``…_s`` is the time of whole steps, from scheduling to tokens."""
-
-    running: int = 0
-    waiting: int = 0
-    pages_used: int = 0
-    pages_total: int = 0
-    pages_cached: int = 0
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    output_tokens: int = 0
-    failed_requests: int = 0
-    prefill_steps: int = 0
-    prefill_s: float = 0.0
-    prefill_tokens: int = 0  # computed in prefill steps, prefix hits not counted
-    prefill_bytes: int = 0  # weights and cache that prefill steps had to read
-    prefill_flop: int = 0
-    mixed_steps: int = 0
-    mixed_s: float = 0.0
-    mixed_tokens: int = 0
-    mixed_bytes: int = 0
-    mixed_flop: int = 0
-    decode_steps: int = 0
-    decode_s: float = 0.0
-    decode_tokens: int = 0
-    decode_bytes: int = 0
-    decode_flop: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,8 +121,8 @@ class EngineCore:
         self._prompt_scores = PromptScores()
         self._counts = EngineStats(pages_total=scheduler_config.n_pages)
         self._meter = StepMeter(self.spec, self.plan.step_bytes, token_bytes(self.spec, kv_dtype))
-        if CACHES[kv_dtype].scaled:
-            centre_keys(self)  # computes a prefill, so it needs the runner
+        if CACHES[kv_dtype].scaled and isinstance(self.pool, TiledKVPool):  # after the runner is there: it computes a prefill
+            centre_keys(self.pool, self.scheduler, self.spec.vocab_size, self.compute)
         self.load_s = time.perf_counter() - began
 
     @property

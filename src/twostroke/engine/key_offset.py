@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
 from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
-from twostroke.scheduling.scheduler import ScheduledStep
-
-if TYPE_CHECKING:
-    from twostroke.engine.core import EngineCore
+from twostroke.scheduling.scheduler import ScheduledStep, Scheduler
 
 N_TOKENS = 256
 """Tokens whose keys are averaged; 64 of them already find most of the offset."""
 
 
-def centre_keys(engine: EngineCore) -> None:
-    """Set ``engine.pool.key_offset`` to the mean key of each head over tokens drawn at random from the vocabulary.
+def centre_keys(pool: TiledKVPool, scheduler: Scheduler, vocab_size: int, compute: Callable[[ScheduledStep], object]) -> None:
+    """Set ``pool.key_offset`` to the mean key of each head over tokens drawn at random from the vocabulary.
 
     Softmax does not see a vector that is subtracted from all keys of a head. In trained models the dimensions that positions
     hardly rotate have a mean of many times their spread (stories260K: 19 against 3), and the one scale of a key has to span it.
@@ -27,16 +24,15 @@ def centre_keys(engine: EngineCore) -> None:
     with the mean over text, which an engine does not have. It takes one short prefill of an idle engine, on the same tokens
     each time.
     """
-    pool, config, pages_of = engine.pool, engine.scheduler.config, engine.scheduler.pool
-    assert isinstance(pool, TiledKVPool)
+    config, pages_of = scheduler.config, scheduler.pool
     n = min(N_TOKENS, config.token_budget, config.max_model_len, config.n_pages * config.page_tokens)
-    ids = torch.randint(0, engine.spec.vocab_size, (n,), generator=torch.Generator().manual_seed(0)).tolist()
+    ids = torch.randint(0, vocab_size, (n,), generator=torch.Generator().manual_seed(0)).tolist()
     request = Request("keys", ids, SamplingParams(max_tokens=1))
     pages = pages_of.allocate(-(-n // config.page_tokens))
     assert pages is not None, "an engine that has just been made has its pages"
     request.pages, request.slot = pages, 0
     try:
-        engine.compute(ScheduledStep(0, [request], [n], [0], 0, [request], []))
+        compute(ScheduledStep(0, [request], [n], [0], 0, [request], []))
         for layer, offset in enumerate(pool.key_offset):
             keys, _ = pool.gather(layer, torch.tensor(pages), 1)  # (K, 1, S, D)
             mean = keys[:, 0, :n].mean(dim=1)

@@ -12,8 +12,9 @@ from typing import Any
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import DataError, EngineError, InputError
 from twostroke.data.tokenizer import load_tokenizer
-from twostroke.engine.core import EngineCore, EngineStats, TokenEvent
+from twostroke.engine.core import EngineCore, TokenEvent
 from twostroke.engine.detokenize import IncrementalDetokenizer
+from twostroke.engine.meters import EngineStats
 from twostroke.engine.sampler import TokenLogprobs
 from twostroke.scheduling.request import FinishReason
 from twostroke.scheduling.sampling_params import SamplingParams

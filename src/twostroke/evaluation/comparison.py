@@ -17,9 +17,10 @@ from twostroke.data.shards import PreparedData
 from twostroke.data.tokenizer import eos_id_of, load_tokenizer
 from twostroke.evaluation.bits import Progress, check_context, default_context, default_stride, nats_of
 from twostroke.evaluation.conversations import answer_nats
+from twostroke.evaluation.engines import engine_for, open_scorer
 from twostroke.evaluation.held_out import HeldOutText, tokenize_with_ends
 from twostroke.evaluation.paired import Difference, paired_ratio, paired_tasks
-from twostroke.evaluation.scorer import Scorer, engine_for, open_scorer
+from twostroke.evaluation.scorer import Scorer
 from twostroke.evaluation.task import Task
 from twostroke.model.adapter_directory import base_directory, is_adapter_directory
 from twostroke.planner.work.params import count_parameters

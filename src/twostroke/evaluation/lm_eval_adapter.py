@@ -20,7 +20,8 @@ import numpy as np
 from twostroke.core.errors import ConfigError, InputError
 from twostroke.core.paths import model_directory
 from twostroke.evaluation.encoding import Encoder
-from twostroke.evaluation.scorer import Scorer, open_scorer
+from twostroke.evaluation.engines import open_scorer
+from twostroke.evaluation.scorer import Scorer
 
 MAX_NEW_TOKENS = 256
 """The default for tasks that name no number; lm-eval's own models have the same."""

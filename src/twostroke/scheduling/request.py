@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Literal
 
+from twostroke.scheduling.accounts import Account
 from twostroke.scheduling.sampling_params import SamplingParams
-from twostroke.scheduling.waiting import Account
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 """``stop``: an end token or stop string; ``length``: max_tokens was reached or the context is full; ``abort``: cancelled;

@@ -10,11 +10,12 @@ from collections.abc import Collection, Sequence
 from heapq import heapify, heappop, heappush
 
 from twostroke.core.errors import CapacityError, InputError
+from twostroke.scheduling.accounts import OUTPUT_WEIGHT, Accounts
 from twostroke.scheduling.pages import PagePool
 from twostroke.scheduling.prefix_tree import ROOT, chain_key, root_of
 from twostroke.scheduling.request import FinishReason, Request, Status
 from twostroke.scheduling.step import ScheduledStep, SchedulerConfig
-from twostroke.scheduling.waiting import OUTPUT_WEIGHT, Accounts, WaitingQueue, queue_rank
+from twostroke.scheduling.waiting import WaitingQueue, queue_rank
 
 __all__ = ["ScheduledStep", "Scheduler", "SchedulerConfig"]
 

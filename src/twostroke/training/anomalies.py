@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from twostroke.core.errors import CorruptFileError
-from twostroke.core.recipe import TrainSettings
+from twostroke.core.train_settings import TrainSettings
 from twostroke.training.retrying_file import RetryingFile
 
 WINDOW = 64

@@ -15,6 +15,7 @@ import torch
 
 from twostroke.core.described import plain
 from twostroke.core.errors import CapacityError, Interrupted, TwostrokeError
+from twostroke.core.recipe import TrainRecipe
 from twostroke.data.loader import Batch
 from twostroke.data.shards import PreparedData
 from twostroke.model.decoder import Decoder
@@ -25,7 +26,7 @@ from twostroke.training.clock import StepClock
 from twostroke.training.finish import TrainingResult, finish, finished, step_measurement
 from twostroke.training.measurement import PARTS, StepRecord
 from twostroke.training.memory import memory_bytes, peak_memory_bytes, reset_peak
-from twostroke.training.observers import Observer, Observers, requested
+from twostroke.training.observers import Observer, Observers
 from twostroke.training.parallelize import eager
 from twostroke.training.respond import respond
 from twostroke.training.run import RunInputs, RunState
@@ -261,3 +262,20 @@ def _is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` is a lack of memory. torch has a type for it on GPUs only; on CPUs it is its allocator's
     RuntimeError."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def requested(recipe: TrainRecipe, log: Log) -> list[Observer]:
+    """The observers that ``recipe`` names. Raises InputError if it names TensorBoard and that is not installed."""
+    from twostroke.training.diagnostics import Diagnostics
+    from twostroke.training.samples import Samples
+    from twostroke.training.tensorboard import TensorBoard
+
+    settings = recipe.train
+    found: list[Observer] = []
+    if settings.diagnostics_every:
+        found.append(Diagnostics(settings.diagnostics_every))
+    if settings.sample_every:
+        found.append(Samples(settings.sample_every, settings.sample_prompts, log))
+    if settings.tensorboard:
+        found.append(TensorBoard(log))
+    return found

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from twostroke.core.recipe import TrainRecipe
-
 if TYPE_CHECKING:
     from twostroke.training.measurement import StepRecord
     from twostroke.training.run import RunState
@@ -65,20 +63,3 @@ class Observers:
                 self._observers.remove(observer)
                 first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
                 self._log(f"{observer.name} failed and was dropped: {first_line:.300}. Training continues without it.")
-
-
-def requested(recipe: TrainRecipe, log: Log) -> list[Observer]:
-    """The observers that ``recipe`` names. Raises InputError if it names TensorBoard and that is not installed."""
-    from twostroke.training.diagnostics import Diagnostics
-    from twostroke.training.samples import Samples
-    from twostroke.training.tensorboard import TensorBoard
-
-    settings = recipe.train
-    found: list[Observer] = []
-    if settings.diagnostics_every:
-        found.append(Diagnostics(settings.diagnostics_every))
-    if settings.sample_every:
-        found.append(Samples(settings.sample_every, settings.sample_prompts, log))
-    if settings.tensorboard:
-        found.append(TensorBoard(log))
-    return found

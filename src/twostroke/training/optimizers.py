@@ -13,9 +13,8 @@ from twostroke.core.errors import CorruptFileError
 from twostroke.core.matrices import block_matrices
 from twostroke.core.optimizers import OPTIMIZERS
 from twostroke.core.policy import NEWTON_SCHULZ_STEPS
-from twostroke.core.recipe import TrainSettings
 from twostroke.core.spec import ModelSpec
-from twostroke.core.update_settings import with_default_rates
+from twostroke.core.train_settings import TrainSettings, with_default_rates
 from twostroke.training.ema import WeightAverage
 from twostroke.training.lamb import Lamb
 from twostroke.training.loss_scale import DynamicLossScale

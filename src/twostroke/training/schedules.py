@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 from twostroke.core.errors import ConfigError
-from twostroke.core.recipe import TrainSettings
+from twostroke.core.train_settings import TrainSettings
 
 
 def warmup_steps(steps: int, warmup_fraction: float) -> int:

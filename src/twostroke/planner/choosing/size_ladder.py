@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from twostroke.core.errors import ConfigError
-from twostroke.core.recipe import TrainSettings
 from twostroke.core.spec import ModelSpec
+from twostroke.core.train_settings import TrainSettings
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.training.plan import plan_training, steps_for_budget
 from twostroke.planner.training.shape import TrainingShape
