@@ -313,18 +313,12 @@ _RATES = {
 }
 
 
-@dataclass(frozen=True)
-class _Wire:
-    alpha_s: float
-    effective_bytes_per_s: float
-
-
-def scaled_link(link: Link, rates: Efficiencies) -> Any:
+def scaled_link(link: Link, rates: Efficiencies) -> Link:
     """``link`` as collectives of serving engines find it: the fitted α on a fast one, the fitted share of its rate."""
     if link.kind == "measured":
         return link
     alpha = min(link.alpha_s, rates.message_s) if link.is_fast else link.alpha_s
-    return _Wire(alpha, link.bytes_per_s * rates.link_share)
+    return Link(alpha, link.bytes_per_s * rates.link_share, "measured", link.source)  # nothing else is taken off
 
 
 def one_pass(
