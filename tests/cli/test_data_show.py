@@ -92,10 +92,10 @@ def test_conversations_are_prepared_and_shown_with_what_is_learned(tmp_path: Pat
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        (("prepare", "{tmp}", "--dedup", "fuzzy"), "data.dedup='fuzzy' is not known. Use one of 'exact', 'near', 'none'"),
-        (("prepare", "{tmp}", "--layout", "chat"), "data.layout='chat' is not known"),
+        (("prepare", "{tmp}", "--dedup", "fuzzy"), "--dedup fuzzy is not known. Use one of 'exact', 'near', 'none'"),
+        (("prepare", "{tmp}", "--layout", "chat"), "--layout chat is not known"),
         (("prepare", "{tmp}", "--layout", "alpaca"), "--layout alpaca needs a tokenizer"),
-        (("prepare", "{tmp}", "--max-symbols", "2"), "data.max_symbols=2.0 is a share and must be from 0 to 1"),
+        (("prepare", "{tmp}", "--max-symbols", "2"), "--max-symbols 2 is a share and must be from 0 to 1"),
         (("prepare", "hf:a:b:c:d"), "is not a data set's name"),
         (("show", "{tmp}"), "is not prepared data"),
     ],

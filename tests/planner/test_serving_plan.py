@@ -140,3 +140,14 @@ def test_plans_are_plain_data() -> None:
     import json
 
     assert json.loads(json.dumps(plain(plan())))["shape"]["scheme"] == "bf16"
+
+
+def test_a_cache_that_holds_no_request_or_more_than_the_memory_is_refused() -> None:
+    page = PAGE_TOKENS * int(kv_bytes_per_token(small_llama()))
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_bytes=1 holds 0 pages of \d+ bytes, and one request needs 2\. Use at least"
+    ):
+        plan(prompt_tokens=16, output_tokens=16, kv_cache_bytes=1)
+    assert plan(prompt_tokens=16, output_tokens=16, kv_cache_bytes=2 * page).largest_batch
+    with pytest.raises(CapacityError, match="are more than the"):
+        plan_serving(small_llama(), ServingShape(kv_cache_bytes=10**12), load_hardware("h100"))

@@ -16,7 +16,7 @@ from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.money.cost import Cost, TokenPrices, cost_of, token_prices, usd_per_million_tokens
 from twostroke.planner.serving.datasheet import Datasheet
 from twostroke.planner.serving.load import Latency, Steps, closed_loop
-from twostroke.planner.serving.memory import kv_bytes_on_device, largest_batch, request_kv_bytes
+from twostroke.planner.serving.memory import kv_bytes_on_device, largest_batch, request_kv_bytes, request_pages
 from twostroke.planner.serving.native import Native
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.serving.strategy import Strategy
@@ -324,6 +324,16 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
     page, pages = engine.page_bytes(), engine.cache_pages()
     notes = list(spec.notes)
     fitting, most = largest_batch(spec, shape, pages), largest_batch(spec, shape, room / page)
+    if shape.kv_cache_bytes and not fitting:
+        raise ConfigError(
+            f"kv_cache_bytes={shape.kv_cache_bytes} holds {pages} pages of {page:.0f} bytes, and one request needs "
+            f"{request_pages(spec, shape)}. Use at least {one:.0f}, or shorter prompts and answers."
+        )
+    if shape.kv_cache_bytes and weights + pages * page > hardware.memory_bytes:
+        raise CapacityError(
+            f"kv_cache_bytes={shape.kv_cache_bytes} and {weights / 1e9:.1f} GB of weights are more than the "
+            f"{hardware.memory_bytes / 1e9:.1f} GB of {hardware.label}. Use less."
+        )
     if fitting < shape.batch:
         notes.append(f"the KV cache holds {fitting} such requests at once, fewer than batch={shape.batch}: the others wait.")
     if engine.note:
