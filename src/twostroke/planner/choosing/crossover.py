@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated, NamedTuple
 
 from twostroke.core.described import As, LeftOut
 from twostroke.core.errors import ConfigError
@@ -95,18 +95,6 @@ class Demand:
         return logarithm_of_1_plus(days * rate) / rate if days * rate > -1 else None
 
 
-class Serving(Protocol):
-    """A way to pay for serving."""
-
-    def usd_until(self, demand: Demand, day: float) -> float:
-        """$ of the first ``day`` days."""
-        ...
-
-    def day_of(self, demand: Demand, usd: float) -> float | None:
-        """Days until ``usd`` are spent; None where they never are."""
-        ...
-
-
 @dataclass(frozen=True)
 class PaidByRequest:
     """Every request costs the same: machines are shared, or their number follows the load. Raises ConfigError."""
@@ -118,9 +106,11 @@ class PaidByRequest:
         check_positive("usd_per_request", self.usd_per_request)
 
     def usd_until(self, demand: Demand, day: float) -> float:
+        """$ of the first ``day`` days."""
         return self.usd_per_request * demand.requests_until(day)
 
     def day_of(self, demand: Demand, usd: float) -> float | None:
+        """Days until ``usd`` are spent; None where they never are."""
         return demand.day_of(usd / self.usd_per_request)
 
 
@@ -154,6 +144,9 @@ class PaidByReplica:
                 return day + left / today
             left -= today
         return None
+
+
+Serving = PaidByRequest | PaidByReplica
 
 
 @dataclass(frozen=True)
@@ -236,7 +229,7 @@ class Crossover:
 
     training: Annotated[ProjectCost, "the training bill"]
     demand: Annotated[Demand, "requests"]
-    serving: Annotated[Serving, PaidByRequest | PaidByReplica, "the serving bill"]
+    serving: Annotated[Serving, "the serving bill"]
     horizon_months: Annotated[float, "months looked ahead"]
     day: float | None
     api: Annotated[ApiComparison | None, "the same requests bought from an API"] = None

@@ -11,7 +11,7 @@ from twostroke.core.units import format_bytes, format_seconds
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.training.layout import Layout
 from twostroke.planner.training.plan import plan_training, training_memory
-from twostroke.planner.training.shape import TrainingShape
+from twostroke.planner.training.shape import CHECKPOINTING, TrainingShape
 
 MAX_DEVICES = 65_536
 
@@ -52,26 +52,24 @@ def smallest_change(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, l
 
 
 def _changes(shape: TrainingShape, layout: Layout) -> Iterator[tuple[str, TrainingShape, Layout]]:
+    lean, words = shape, []  # with every change that asks nothing but time, and its options
     if shape.logits == "whole":
-        yield "--logits chunked", replace(shape, logits="chunked"), layout
-    lean, words = replace(shape, logits="chunked"), []
-    if shape.logits == "whole":
-        words.append("--logits chunked")
-    for policy in ("selective", "full"):
-        if ("none", "selective", "full").index(shape.checkpointing) < ("none", "selective", "full").index(policy):
-            yield f"--checkpointing {policy}", replace(shape, checkpointing=policy), layout
-    batch = shape.batch_size
+        lean, words = replace(shape, logits="chunked"), ["--logits chunked"]
+        yield words[0], lean, layout
+    for policy in CHECKPOINTING[CHECKPOINTING.index(shape.checkpointing) + 1 :]:
+        yield f"--checkpointing {policy}", replace(shape, checkpointing=policy), layout
+    smaller, option, batch = shape, "", shape.batch_size
     while batch % 2 == 0:
         batch //= 2
         passes = shape.grad_accumulation * shape.batch_size // batch
         smaller = replace(shape, batch_size=batch, grad_accumulation=passes)
-        yield f"--batch-size {batch} --grad-accumulation {passes}", smaller, layout
+        option = f"--batch-size {batch} --grad-accumulation {passes}"
+        yield option, smaller, layout
     if shape.checkpointing != "full":
         lean, words = replace(lean, checkpointing="full"), [*words, "--checkpointing full"]
-    if batch != shape.batch_size:
-        passes = shape.grad_accumulation * shape.batch_size // batch
-        lean = replace(lean, batch_size=batch, grad_accumulation=passes)
-        words.append(f"--batch-size {batch} --grad-accumulation {passes}")
+    if option:
+        lean = replace(lean, batch_size=smaller.batch_size, grad_accumulation=smaller.grad_accumulation)
+        words.append(option)
     if words:
         yield " ".join(words), lean, layout
     most = 1 if layout.pipeline > 1 else 3

@@ -219,8 +219,7 @@ class Search:
 def search_serving(
     spec: ModelSpec, work: ServeWork, space: Space, limits: ServeLimits = ServeLimits(), objective: Objective = "cost"
 ) -> Search:
-    """Rank every way to serve ``spec``. Raises ConfigError for impossible inputs; a search that finds nothing does not raise
-    (``require_winner`` does)."""
+    """Rank every way to serve ``spec``. Raises ConfigError for impossible inputs; a search that finds nothing has no winner."""
     if work.prompt_tokens + work.output_tokens > spec.max_positions:
         raise ConfigError(
             f"prompt_tokens={work.prompt_tokens} and output_tokens={work.output_tokens} make "

@@ -7,7 +7,7 @@ The rule is all in this file. For every rung of a ladder of shapes the planner p
 
 with the form and coefficients of Hoffmann et al. 2022 (arXiv 2203.15556, approach 3) and the discount of repeated tokens of
 Muennighoff et al. 2023 (arXiv 2305.16264). The coefficients were fitted to far larger models on other text: *assumed* here.
-The lowest L wins; of two rungs within ``TIE`` of each other, the smaller one, which is cheaper to serve.
+The lowest L wins; of equals the smaller rung, which is cheaper to serve.
 """
 
 from __future__ import annotations
@@ -41,9 +41,6 @@ REPEAT_HALF_LIFE = 15.4
 LEAST_STEPS = 200
 """Steps a rung must get to be considered at all: with fewer the law says nothing, and no schedule has room. The smallest rung
 is always considered."""
-
-TIE = 0.0
-"""Relative difference in predicted loss under which the smaller rung is taken."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +125,7 @@ def rank_models(
             f"no model of the ladder trains in {hardware.memory_bytes / 1e9:.1f} GB with "
             f"train.batch_size={settings.batch_size} and train.sequence_length={settings.sequence_length}. Use a smaller batch."
         )
-    best = min(c.predicted_loss for c in candidates)
-    # sorted() is stable and the ladder goes up, so ties fall to the smaller rung.
-    return sorted(candidates, key=lambda c: 0.0 if c.predicted_loss <= best * (1 + TIE) else c.predicted_loss)
+    return sorted(candidates, key=lambda c: c.predicted_loss)  # stable, and the ladder goes up: of equals the smaller is first
 
 
 def pick_model(budget_s: float, vocab_size: int, n_train_tokens: int, settings: TrainSettings, hardware: Hardware) -> ModelSpec:

@@ -14,7 +14,7 @@ from twostroke.planner.choosing.interconnect import LinkFinding
 from twostroke.planner.choosing.search import Search, TrainWork
 from twostroke.planner.text.format import format_quantity
 
-PHASE_WORDS = {"serve": "SERVING", "train": "TRAINING"}
+PHASE_WORDS = {"serve": "serving", "train": "training"}
 
 LIMIT_WORDS = {
     "memory": "does not fit in memory",
@@ -138,44 +138,31 @@ def _spent(candidate: Candidate, objective: str) -> str:
     return format_count(kwh) if kwh >= 1000 else f"{kwh:.3g}"
 
 
-def _serve_cells(candidate: Candidate, objective: str) -> list[str]:
+def _cells(candidate: Candidate, objective: str) -> list[str]:
+    """The row of one candidate, under ``HEADS``."""
     values = candidate.values
-    return [
-        candidate.device,
-        candidate.layout_text,
-        candidate.precision,
-        str(candidate.batch),
-        format_seconds(values["loaded_ttft_s"]),
-        format_seconds(values["loaded_tpot_s"]),
-        format_count(values["output_tok_per_s"]),
-        _spent(candidate, objective),
-        _rate_usd(values["cost_per_mtok_usd"]),
-    ]
+    if candidate.phase == "serve":
+        found = [format_seconds(values["loaded_ttft_s"]), format_seconds(values["loaded_tpot_s"])]
+        found.append(format_count(values["output_tok_per_s"]))
+        cost = _rate_usd(values["cost_per_mtok_usd"])
+    else:
+        recomputed = {"none": "–", "selective": "some", "full": "all"}[candidate.settings["checkpointing"]]
+        found = [recomputed, format_quantity(values["mfu"], "share"), format_count(values["train_time_s"] / 86400)]
+        cost = format_money(values["cost_usd"])
+    chosen = [candidate.device, candidate.layout_text, candidate.precision, str(candidate.batch)]
+    return [*chosen, *found, _spent(candidate, objective), cost]
 
 
-def _train_cells(candidate: Candidate, objective: str) -> list[str]:
-    values, recomputed = candidate.values, candidate.settings["checkpointing"]
-    return [
-        candidate.device,
-        candidate.layout_text,
-        candidate.precision,
-        str(candidate.batch),
-        {"none": "–", "selective": "some", "full": "all"}[recomputed],
-        format_quantity(values["mfu"], "share"),
-        format_count(values["train_time_s"] / 86400),
-        _spent(candidate, objective),
-        format_money(values["cost_usd"]),
-    ]
-
-
-TRAIN_HEAD = ["device", "devices", "type", "micro", "again", "MFU", "days", "$/h", "$ run"]
-SERVE_HEAD = ["device", "devices", "weights", "batch", "TTFT", "TPOT", "tok/s", "$/h", "$/Mtok"]
+HEADS = {
+    "train": ["device", "devices", "type", "micro", "again", "MFU", "days", "$/h", "$ run"],
+    "serve": ["device", "devices", "weights", "batch", "TTFT", "TPOT", "tok/s", "$/h", "$/Mtok"],
+}
 RIGHT = (3, 4, 5, 6, 7, 8, 9)
 
 
 def best_table(search: Search, top: int) -> list[str]:
     """The best candidate of each device, and the product of factors by which it is behind the winner."""
-    head, cells = (SERVE_HEAD, _serve_cells) if search.phase == "serve" else (TRAIN_HEAD, _train_cells)
+    head = HEADS[search.phase]
     found = [r for r in search.results if r.best is not None]
     if search.objective == "energy":
         head = [{"$/h": "kWh/Mtok" if search.phase == "serve" else "kWh"}.get(word, word) for word in head]
@@ -183,14 +170,8 @@ def best_table(search: Search, top: int) -> list[str]:
     for result in found[:top]:
         if result.best is None or result.behind is None:
             continue
-        first = result.best is search.winner
-        rows.append(
-            [
-                *cells(result.best, search.objective),
-                "best" if first else _behind_ratio(result.behind.ratio),
-                "" if first else behind_text(result.behind),
-            ]
-        )
+        why = ["best", ""] if result.best is search.winner else [_behind_ratio(result.behind.ratio), behind_text(result.behind)]
+        rows.append([*_cells(result.best, search.objective), *why])
     lines = align(rows, RIGHT, gap=" ").split("\n")
     if len(found) > top:
         lines.append(f"… and {len(found) - top} more that keep every limit (--top {len(found)} shows them)")
@@ -240,19 +221,11 @@ def link_lines(findings: Sequence[LinkFinding], top: int = 6) -> list[str]:
     plain, link = findings[0].plain, findings[0].plain_link_bytes_per_s / 1e9
     lines = [f"interconnect: against {plain.device} (link {link:.3g} GB/s), the cheapest a token without NVLink or its like"]
     rows = [["device", "link", "used", "dearer by", "of it idle link", "worth here", "asked", f"against {plain.device}"]]
-    rows += [
-        [
-            finding.rich.device,
-            f"{finding.rich_link_bytes_per_s / 1e9:.3g} GB/s",
-            format_quantity(finding.rich.link_use, "share"),
-            f"{_signed_usd(finding.difference_usd)}/h",
-            f"{format_money(finding.idle_usd)}/h assumed",
-            f"{format_money(finding.break_even_usd)}/h",
-            f"{format_money(finding.price_usd)}/h",
-            _verdict(finding),
-        ]
-        for finding in findings[:top]
-    ]
+    for finding in findings[:top]:
+        link_used = [f"{finding.rich_link_bytes_per_s / 1e9:.3g} GB/s", format_quantity(finding.link_use, "share")]
+        dearer = [f"{_signed_usd(finding.difference_usd)}/h", f"{format_money(finding.idle_usd)}/h assumed"]
+        worth = [f"{format_money(finding.break_even_usd)}/h", f"{format_money(finding.price_usd)}/h"]
+        rows.append([finding.device, *link_used, *dearer, *worth, _verdict(finding)])
     return [
         *lines,
         *align(rows, (1, 2, 3, 4, 5, 6)).split("\n"),
@@ -263,8 +236,7 @@ def link_lines(findings: Sequence[LinkFinding], top: int = 6) -> list[str]:
 
 def _verdict(finding: LinkFinding) -> str:
     """Whether the dearer device pays for itself in this work, with or without the use of its link."""
-    ratio = finding.rich.score("cost") / finding.plain.score("cost")
-    return f"{ratio:.2f}× the cost, overpaid" if finding.wasted else f"{ratio:.2f}× the cost"
+    return f"{finding.cost_ratio:.2f}× the cost{', overpaid' if finding.wasted else ''}"
 
 
 def workload_text(search: Search) -> str:
@@ -312,9 +284,9 @@ POWER_NOTE = "energy: every device draws its datasheet's limit all the time, tim
 def search_text(search: Search, subject: str, top: int = 12) -> str:
     """One phase's search at most 120 columns wide; one that found nothing is the sentence that says so. Every number is
     predicted but prices (see ``--json`` for their sources)."""
+    phase = PHASE_WORDS[search.phase].upper()
     if search.winner is None:
-        return "\n".join(textwrap.wrap(f"{PHASE_WORDS[search.phase]} {subject}: {nothing_found(search)}", WIDTH))
-    phase = PHASE_WORDS[search.phase]
+        return "\n".join(textwrap.wrap(f"{phase} {subject}: {nothing_found(search)}", WIDTH))
     lines = [
         *textwrap.wrap(f"{phase} {subject}: {workload_text(search)}", WIDTH, break_long_words=False, break_on_hyphens=False),
         f"by {OBJECTIVE_WORDS[search.phase, search.objective]}; limits: {limits_text(search)}",
@@ -337,18 +309,18 @@ def verdict_text(searches: Sequence[Search]) -> str:
         return ""
     words = []
     for winner in winners:
-        what = {"serve": "serving", "train": "training"}[winner.phase]
         links = "uses no link" if winner.link_use == 0 else f"keeps its links busy {format_quantity(winner.link_use, 'share')}"
         bound = f"is bound by {winner.bound}" if winner.bound != "launch" else "is bound by starting operations"
-        words.append(f"{what} wants {winner.label} ({winner.layout_text}; {winner.precision}): it {bound} and {links}")
+        words.append(
+            f"{PHASE_WORDS[winner.phase]} wants {winner.label} ({winner.layout_text}; {winner.precision}): it {bound} and {links}"
+        )
     return "\n".join(textwrap.wrap(f"{words[0][0].upper()}{'; '.join(words)[1:]}.", WIDTH))
 
 
 def nothing_found(search: Search) -> str:
     """The sentence for a search that found nothing: the nearest miss, and which single limit would have to give how much."""
     nearest = search.nearest
-    phase = {"serve": "to serve", "train": "to train"}[search.phase]
-    head = f"none of {search.enumerated:,} ways {phase} this model keeps every limit ({limits_text(search)})."
+    head = f"none of {search.enumerated:,} ways to {search.phase} this model keeps every limit ({limits_text(search)})."
     if nearest is None:
         return head
     worst = max(nearest.misses, key=lambda miss: miss.ratio)

@@ -80,20 +80,14 @@ def traffic_lines(plan: TrainingPlan) -> list[str]:
     if not plan.traffic:
         return []
     rows = [["traffic", "", "ranks", "bursts", "each", "sent", "time", "waited", "overlap"]]
-    rows += [
-        [
-            t.parallel,
-            t.what,
-            f"{t.n_ranks:,}",
-            f"{t.bursts:,.0f}",
+    for t in plan.traffic:
+        amounts = (
             format_bytes(t.burst_bytes),
             format_bytes(t.sent_bytes),
             format_seconds(t.seconds),
             format_seconds(t.exposed_s),
-            t.overlap,
-        ]
-        for t in plan.traffic
-    ]
+        )
+        rows.append([t.parallel, t.what, f"{t.n_ranks:,}", f"{t.bursts:,.0f}", *amounts, t.overlap])
     return [align(rows, right=(2, 3, 4, 5, 6, 7)), link_line(plan), ""]
 
 
@@ -149,16 +143,8 @@ def memory_notes(plan: TrainingPlan) -> list[str]:
 def candidates_text(candidates: Sequence[Rung], limit: int = 6) -> str:
     """The first rungs of a ranking, the chosen one on top."""
     rows = [["", "width", "layers", "parameters", "steps", "tokens", "loss (assumed law)"]]
-    rows += [
-        [
-            "chosen" if i == 0 else "",
-            str(c.spec.d_model),
-            str(c.spec.n_layers),
-            format_count(c.n_parameters),
-            f"{c.steps:,}",
-            format_count(c.tokens),
-            f"{c.predicted_loss:.3f}",
-        ]
-        for i, c in enumerate(candidates[:limit])
-    ]
+    for i, c in enumerate(candidates[:limit]):
+        size = [str(c.spec.d_model), str(c.spec.n_layers), format_count(c.n_parameters)]
+        run = [f"{c.steps:,}", format_count(c.tokens), f"{c.predicted_loss:.3f}"]
+        rows.append(["chosen" if i == 0 else "", *size, *run])
     return align(rows, right=(1, 2, 3, 4, 5, 6))

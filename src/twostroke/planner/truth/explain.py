@@ -47,16 +47,12 @@ def _(plan: ServingPlan) -> Explanation:
 
 
 @explain.register
-def _(plan: Comparison) -> Explanation:
-    return explain_comparison(plan)
-
-
-@explain.register
 def _(plan: Crossover) -> Explanation:
     return explanation_of(lambda: _crossover_again(plan))
 
 
-def explain_comparison(plan: Comparison) -> Explanation:
+@explain.register
+def _(plan: Comparison) -> Explanation:
     """Both phases, each term named for its phase, and where serving has cost more than training."""
     terms = Explanation()
     terms.extend(explain(plan.training), "training")
