@@ -23,7 +23,7 @@ Objective = Literal["cost", "time", "throughput", "energy"]
 OBJECTIVES: tuple[Objective, ...] = ("cost", "time", "throughput", "energy")
 
 MOST_IDLE_SHARE = 0.999
-"""A share of time lost to communication or bubble is taken as at most this, so that its factor stays finite."""
+"""Largest share of time that counts as lost to communication or bubble, so that 1/(1 − share) stays finite."""
 
 
 CUTS = {"data": "dp", "tensor": "tp", "pipeline": "pp", "expert": "ep", "replicas": "×"}

@@ -34,10 +34,10 @@ DAYS_PER_MONTH = 365.25 / 12
 SECONDS_PER_DAY = 86400
 
 LIMIT_DAYS = 50 * 365.25
-"""A crossover after fifty years is none."""
+"""Days, 50 years: a later crossover counts as never."""
 
 LIMIT_GROWTH_PER_MONTH = 1.0
-"""Twice as much every month: more is a slip of the percent sign."""
+"""Twice as much every month. More is taken for 10 where 10% was meant."""
 
 SAVED = 0.1
 """The share whose saving is weighed in training and in serving: the claim is about a tenth."""
@@ -77,7 +77,7 @@ class Demand:
 
     @property
     def daily_growth(self) -> float:
-        """ln(1+g) a day; below a 10⁻¹⁵th it is none, and the formulae with it would divide by it."""
+        """ln(1+g) a day; 0 if below 10⁻¹⁵, because the formulae with growth divide by it."""
         rate = logarithm_of_1_plus(self.growth_per_month) / DAYS_PER_MONTH
         return named("daily_growth", rate, "", "ln(1 + g) a day", section="demand") if not -1e-15 <= rate <= 1e-15 else 0.0
 

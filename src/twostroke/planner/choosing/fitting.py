@@ -37,9 +37,9 @@ class Change:
 def smallest_change(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> Change | None:
     """The first change, in the order of what it asks of the user, after which the run fits ``hardware.memory_bytes``.
 
-    Nothing else learned: logits in chunks; recomputing; a smaller micro-batch with more of them; then all three; sharding over
-    the data-parallel ranks there are, alone and with all three; then, so set up, as many more devices as it takes, each a
-    doubling of ZeRO-3 ranks. None where even that does not help.
+    First what changes no result of training: logits in chunks, recomputing, a smaller micro-batch with more passes, then all
+    three. Next a higher ZeRO stage over the data-parallel ranks there are, alone and with all three. Last, with all three, a
+    doubling of ZeRO-3 ranks, until it fits. None if even ``MAX_DEVICES`` do not help.
     """
     for words, changed, cut in _changes(shape, layout):
         try:

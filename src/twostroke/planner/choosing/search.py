@@ -103,7 +103,7 @@ def _check_positive(limits: dict[str, float | None]) -> None:
 
 
 MOST_REQUESTS_PER_S = 1e12
-"""More than a hundred a second of every person: beyond it replicas are no whole numbers any more."""
+"""More than a hundred a second for every person on earth. Far beyond it a float cannot count replicas one by one."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Space:
 
     def __post_init__(self) -> None:
         if not self.machines:
-            raise ConfigError("there is no device to search. Name one with --hardware, or none for all.")
+            raise ConfigError("there is no device to search. Name one with --hardware; without the option all are searched.")
         if not 1 <= self.max_devices <= MOST_DEVICES:
             raise ConfigError(f"max_devices={self.max_devices} must be from 1 to {MOST_DEVICES}.")
         for batch in self.batches:

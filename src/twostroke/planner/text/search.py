@@ -311,9 +311,8 @@ def verdict_text(searches: Sequence[Search]) -> str:
     for winner in winners:
         links = "uses no link" if winner.link_use == 0 else f"keeps its links busy {format_quantity(winner.link_use, 'share')}"
         bound = f"is bound by {winner.bound}" if winner.bound != "launch" else "is bound by starting operations"
-        words.append(
-            f"{PHASE_WORDS[winner.phase]} wants {winner.label} ({winner.layout_text}; {winner.precision}): it {bound} and {links}"
-        )
+        what = f"{winner.label} ({winner.layout_text}; {winner.precision})"
+        words.append(f"{PHASE_WORDS[winner.phase]} wants {what}: it {bound} and {links}")
     return "\n".join(textwrap.wrap(f"{words[0][0].upper()}{'; '.join(words)[1:]}.", WIDTH))
 
 

@@ -81,13 +81,9 @@ def traffic_lines(plan: TrainingPlan) -> list[str]:
         return []
     rows = [["traffic", "", "ranks", "bursts", "each", "sent", "time", "waited", "overlap"]]
     for t in plan.traffic:
-        amounts = (
-            format_bytes(t.burst_bytes),
-            format_bytes(t.sent_bytes),
-            format_seconds(t.seconds),
-            format_seconds(t.exposed_s),
-        )
-        rows.append([t.parallel, t.what, f"{t.n_ranks:,}", f"{t.bursts:,.0f}", *amounts, t.overlap])
+        sent = [f"{t.bursts:,.0f}", format_bytes(t.burst_bytes), format_bytes(t.sent_bytes)]
+        times = [format_seconds(t.seconds), format_seconds(t.exposed_s)]
+        rows.append([t.parallel, t.what, f"{t.n_ranks:,}", *sent, *times, t.overlap])
     return [align(rows, right=(2, 3, 4, 5, 6, 7)), link_line(plan), ""]
 
 
@@ -136,7 +132,8 @@ def memory_notes(plan: TrainingPlan) -> list[str]:
     if plan.peak_memory_bytes <= plan.hardware.memory_bytes:
         return []
     return [
-        f"this does not fit: {format_bytes(plan.peak_memory_bytes)} wanted, {format_bytes(plan.hardware.memory_bytes)} there."
+        f"this does not fit: it takes {format_bytes(plan.peak_memory_bytes)}, "
+        f"and the device has {format_bytes(plan.hardware.memory_bytes)}."
     ]
 
 

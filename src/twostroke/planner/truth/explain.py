@@ -28,7 +28,7 @@ def explanation_of(plan_again: Callable[[], object]) -> Explanation:
 
 @singledispatch
 def explain(plan: object) -> Explanation:
-    """Every term of ``plan``. TypeError for what is no plan."""
+    """Every term of ``plan``. Raises TypeError for anything but a plan."""
     raise TypeError(f"{type(plan).__name__} is not a plan.")
 
 

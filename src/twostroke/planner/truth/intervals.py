@@ -13,8 +13,8 @@ Regression"):
     s_i = max(a − r_i, r_i − b),    q = the ⌈(n + 1)·LEVEL⌉-th smallest s_i,    [a − q, b + q],
 
 which widens a range that missed too often (q > 0) and narrows one that was too generous (q < 0), with a finite-sample
-guarantee of ``LEVEL`` on average, *if* the next run is exchangeable with those before. It is not where the model, the load or
-the code changes: a machine that only ever trained tiny models learns their interval. A rate (tokens per second) shares its
+guarantee of ``LEVEL`` on average, *if* the next run is exchangeable with those before. A change of model, load or code ends
+that: a machine that only ever trained tiny models learns their interval. A rate (tokens per second) shares its
 range with the time it is the inverse of. Prices are inputs; what they may be off by is in no interval.
 
 Proved by tests/planner/test_intervals.py.
@@ -155,7 +155,7 @@ def _quantity(name: str, phase: str) -> tuple[str, str, int]:
 
 @lru_cache(maxsize=4)
 def read_ranges(path: Path = FILE) -> dict[tuple[str, str, str], Range]:
-    """The ranges of ``intervals.toml`` by (quantity, basis, phase). Raises ConfigError for an entry that is none."""
+    """The ranges of ``intervals.toml`` by (quantity, basis, phase). Raises ConfigError for an entry that cannot be read."""
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     if table.get("level") != LEVEL:
         raise ConfigError(f"{path}: level = {table.get('level')!r} must be {LEVEL}, the level of the planner's intervals.")
@@ -229,7 +229,7 @@ def with_intervals(
     """Every predicted number with its interval: ``{"value", "low", "high", "level", "basis", "width"}``.
 
     ``basis`` is ``basis_of`` the hardware, ``phase`` "train" or "serve"; ``own`` are this machine's earlier pairs. ``width``
-    says where the interval's width comes from, "assumed" or "measured". What is no number keeps its name and has value None.
+    says where the interval's width comes from, "assumed" or "measured". A word keeps its name and has the value None.
     ``low_by`` is the share by which calibration's rates may read low on average, because other programs had the
     processors meanwhile.
     """
@@ -296,7 +296,7 @@ def pairs_of(run: Run) -> list[Pair]:
 
 
 def own_pairs(ledger: Ledger | None = None, fingerprint: str | None = None) -> list[Pair]:
-    """Pairs of this machine's newest runs; of a ledger that cannot be read none, since an interval is no reason to stop.
+    """Pairs of this machine's newest runs. A ledger that cannot be read has none: the work goes on with the assumed intervals.
 
     A ledger is often carried from machine to machine: only runs with this machine's ``fingerprint`` count.
     """

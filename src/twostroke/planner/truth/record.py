@@ -55,7 +55,7 @@ class Recorded:
         self._lines: dict[tuple[object, ...], Line] = {}
 
     def letter(self, symbol: str, value: Any) -> Any:
-        """A 0 stays one: what is not there has no part in a formula."""
+        """``value`` as the letter ``symbol``. A 0 stays a plain 0, which adding and multiplying leave out of formulas."""
         plain = value_of(value)
         return Traced(plain, "letter", (symbol,)) if plain else plain
 

@@ -6,7 +6,7 @@
         ...
         run.measure(values)
 
-Neither a prediction that cannot be made nor a ledger that cannot be written stops the work: each is said in a line.
+The work goes on without a prediction or without a ledger; a line says why one is missing.
 """
 
 from __future__ import annotations
