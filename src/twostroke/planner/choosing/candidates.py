@@ -203,18 +203,11 @@ def choose(candidates: Iterable[Candidate], objective: Objective) -> tuple[list[
     for device, those in by_device.items():
         own = best.get(device)
         missed = [c for c in those if c.misses]
-        results.append(
-            DeviceResult(
-                device,
-                those[0].label,
-                len(those),
-                dict(Counter(c.misses[0].limit for c in missed).most_common()),
-                dict(outranked[device].most_common()),
-                own,
-                behind(own, winner, objective) if own is not None and winner is not None else None,
-                min(missed, key=_miss_order) if missed and own is None else None,
-            )
-        )
+        rejected = dict(Counter(c.misses[0].limit for c in missed).most_common())
+        outdone = behind(own, winner, objective) if own is not None and winner is not None else None
+        nearest = min(missed, key=_miss_order) if missed and own is None else None
+        counts = len(those), rejected, dict(outranked[device].most_common())
+        results.append(DeviceResult(device, those[0].label, *counts, own, outdone, nearest))
     place = {id(c): i for i, c in enumerate(feasible)}
     results.sort(key=lambda r: (0, place[id(r.best)]) if r.best else (1, *_miss_order(r.nearest)) if r.nearest else (2,))
     return results, feasible

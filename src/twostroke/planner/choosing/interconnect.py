@@ -107,16 +107,8 @@ def link_finding(rich: Candidate, plain: Candidate, machines: Mapping[str, Hardw
     price = rich.usd_per_hour / rich.n_devices
     difference = price - plain.usd_per_hour / plain.n_devices
     link = price_split(difference, a, b).get("link", 0.0)
-    return LinkFinding(
-        rich,
-        plain,
-        a.link.bytes_per_s,
-        b.link.bytes_per_s,
-        difference,
-        link,
-        link * (1 - rich.link_use),
-        price * plain.score("cost") / rich.score("cost"),
-    )
+    idle, worth = link * (1 - rich.link_use), price * plain.score("cost") / rich.score("cost")
+    return LinkFinding(rich, plain, a.link.bytes_per_s, b.link.bytes_per_s, difference, link, idle, worth)
 
 
 def link_findings(results: Sequence[DeviceResult], machines: Mapping[str, Hardware]) -> tuple[LinkFinding, ...]:

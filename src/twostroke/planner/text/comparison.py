@@ -138,19 +138,12 @@ def comparison_text(comparison: Comparison) -> str:
         crossover = f"crossover: serving has cost more than training after {format_count(served)} served tokens (predicted)"
         if comparison.measured_crossover_served_tokens is not None:
             crossover += f", {format_count(comparison.measured_crossover_served_tokens)} (from measured times)"
-    return "\n".join(
-        [
-            *_wrapped([f"{comparison.subject} on {comparison.hardware.label}; rates {comparison.hardware.basis}"]),
-            *body,
-            *components,
-            *_wrapped(
-                [
-                    "from: sequences of a pass, prompt tokens and requests from which arithmetic bounds that component",
-                    *flip_lines(comparison),
-                    crossover,
-                    *comparison.assumptions,
-                    *(f"note: {note}" for note in comparison.notes),
-                ]
-            ),
-        ]
-    )
+    subject = f"{comparison.subject} on {comparison.hardware.label}; rates {comparison.hardware.basis}"
+    below = [
+        "from: sequences of a pass, prompt tokens and requests from which arithmetic bounds that component",
+        *flip_lines(comparison),
+        crossover,
+        *comparison.assumptions,
+        *(f"note: {note}" for note in comparison.notes),
+    ]
+    return "\n".join([*_wrapped([subject]), *body, *components, *_wrapped(below)])
