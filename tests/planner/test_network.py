@@ -32,12 +32,11 @@ def ring_by_hand(n_bytes: float, n: int, passes: int) -> float:
 def test_rings_take_what_walking_them_takes(n: int, n_bytes: float) -> None:
     assert network.ring_all_reduce_s(n_bytes, n, WIRE) == pytest.approx(ring_by_hand(n_bytes, n, 2))  # type: ignore[arg-type]
     assert network.all_gather_s(n_bytes, n, WIRE) == pytest.approx(ring_by_hand(n_bytes, n, 1))  # type: ignore[arg-type]
-    assert network.reduce_scatter_s(n_bytes, n, WIRE) == pytest.approx(ring_by_hand(n_bytes, n, 1))  # type: ignore[arg-type]
 
 
 def test_one_rank_sends_nothing() -> None:
     assert network.all_reduce_sent_bytes(1e9, 1) == network.gather_sent_bytes(1e9, 1) == 0
-    assert network.all_to_all_sent_bytes(1e9, 1) == network.all_to_all_s(1e9, 1, WIRE) == 0  # type: ignore[arg-type]
+    assert network.all_to_all_s(1e9, 1, WIRE) == 0  # type: ignore[arg-type]
 
 
 def test_a_message_takes_its_latency_and_its_bytes() -> None:

@@ -214,6 +214,3 @@ class Hardware(Measurements):
 
     def has_scheme(self, scheme: str) -> bool:
         return any(p.scheme == scheme for p in self.matmul) or (self.basis != "measured")
-
-
-# -- reading the tables ---------------------------------------------------------------------------------------------------

@@ -17,12 +17,7 @@ def all_reduce_sent_bytes(n_bytes: float, n: int) -> float:
 
 
 def gather_sent_bytes(n_bytes: float, n: int) -> float:
-    """(n−1)/n·S bytes that each rank sends in an all-gather or a reduce-scatter."""
-    return (n - 1) / n * n_bytes
-
-
-def all_to_all_sent_bytes(n_bytes: float, n: int) -> float:
-    """(n−1)/n·S bytes: each rank keeps its own n-th of the S bytes it holds."""
+    """(n−1)/n·S bytes that each rank sends in an all-gather, a reduce-scatter or an all-to-all."""
     return (n - 1) / n * n_bytes
 
 
@@ -32,18 +27,13 @@ def ring_all_reduce_s(n_bytes: float, n: int, link: Link) -> float:
 
 
 def all_gather_s(n_bytes: float, n: int, link: Link) -> float:
-    """(n−1)·α + (n−1)/n·S/β seconds, half an all-reduce."""
+    """(n−1)·α + (n−1)/n·S/β seconds, half an all-reduce. A reduce-scatter takes as long, the other way round."""
     return (n - 1) * link.alpha_s + gather_sent_bytes(n_bytes, n) / link.effective_bytes_per_s
-
-
-def reduce_scatter_s(n_bytes: float, n: int, link: Link) -> float:
-    """As an all-gather, the other way round."""
-    return all_gather_s(n_bytes, n, link)
 
 
 def all_to_all_s(n_bytes: float, n: int, link: Link) -> float:
     """(n−1)·α + (n−1)/n·S/β seconds, S being what one rank holds."""
-    return (n - 1) * link.alpha_s + all_to_all_sent_bytes(n_bytes, n) / link.effective_bytes_per_s
+    return all_gather_s(n_bytes, n, link)
 
 
 def send_s(n_bytes: float, link: Link) -> float:

@@ -158,9 +158,8 @@ def _from_datasheet(name: str, table: dict[str, Any]) -> Hardware:
     kind = table["kind"]
     cores = int(table.get("n_cores", 1))
     peaks = {key.partition(".")[2]: f.value for key, f in facts.items() if key.startswith("peak_flop_per_s.")}
-    peaks.setdefault(
-        "fp16", peaks["bf16"]
-    )  # matrix units take both 16-bit types at one rate, where the file does not say otherwise
+    # Matrix units take both 16-bit types at one rate, unless the file says otherwise.
+    peaks.setdefault("fp16", peaks["bf16"])
     watts = facts["watts"]
     network = _link(facts, "network")
     return Hardware(

@@ -97,7 +97,7 @@ def within_micro_batch(
         routed = hidden * spec.moe.top_k / layout.sequence_cut
         link, bursts = group_link(layout, hardware, layout.expert), n_micro * passes * 2 * moe_layers
         once_s = network.all_to_all_s(routed, layout.expert, link)
-        sent = network.all_to_all_sent_bytes(routed, layout.expert)
+        sent = network.gather_sent_bytes(routed, layout.expert)
         found.append(_waited_for("expert", "all-to-all", layout.expert, link, bursts, routed, sent, once_s))
     if layout.pipeline > 1:
         message = hidden / layout.tensor  # each of the tensor group sends its part, and they gather at the other end
@@ -187,7 +187,7 @@ class _Group:
         return self._traffic("all-reduce of gradients", whole, sent, once, bursts, 1, hidden_s, "backward")
 
     def scattered(self, whole: float, bursts: float, times: int, hidden_s: float) -> Traffic:
-        once = network.reduce_scatter_s(whole / bursts, self.ranks, self.link)
+        once = network.all_gather_s(whole / bursts, self.ranks, self.link)
         sent = network.gather_sent_bytes(whole, self.ranks)
         return self._traffic("reduce-scatter of gradients", whole, sent, once, bursts, times, hidden_s, "backward")
 

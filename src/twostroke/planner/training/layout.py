@@ -34,10 +34,9 @@ class Layout:
     devices_per_node: Annotated[int | None, "devices of a node; null: as the hardware says"] = None
 
     def __post_init__(self) -> None:
-        for name in ("data", "tensor", "pipeline", "interleave", "expert", "devices_per_node"):
+        counts = ("data", "tensor", "pipeline", "interleave", "expert")
+        for name in counts if self.devices_per_node is None else (*counts, "devices_per_node"):
             value = getattr(self, name)
-            if name == "devices_per_node" and value is None:
-                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
         if isinstance(self.zero, bool) or self.zero not in ZERO_STAGES:
@@ -102,17 +101,9 @@ SINGLE = Layout()
 
 @lru_cache(maxsize=4096)
 def _check(layout: Layout, spec: ModelSpec) -> None:
-    tensor = layout.tensor
-    if tensor > 1:
-        broken = {}
-        if spec.n_heads % tensor:
-            broken["n_heads"] = f"n_heads={spec.n_heads}"
-        elif spec.mla is None and spec.n_kv_heads % tensor and tensor % spec.n_kv_heads:
-            broken["n_kv_heads"] = f"n_kv_heads={spec.n_kv_heads} or be a multiple"
-        broken |= {name: f"{name}={width}" for name, width in _mlp_widths(spec, tensor, layout.expert).items()}
-        if broken:
-            rule = next(iter(broken.values()))
-            raise ConfigError(f"tensor={tensor} must divide {rule}. Use {_tensor_choices(spec, layout)}.")
+    if not_divided := _not_divided(spec, layout.tensor, layout.expert):
+        choices = [n for n in _divisors_of(spec.n_heads) if not _not_divided(spec, n, layout.expert)]
+        raise ConfigError(f"tensor={layout.tensor} must divide {not_divided[0]}. Use {_one_of(choices)}.")
     chunks = layout.pipeline * layout.interleave
     if spec.n_layers % chunks and (spec.n_layers + 2) % chunks:
         words = f"pipeline={layout.pipeline}" + (f" · interleave={layout.interleave}" if layout.interleave > 1 else "")
@@ -127,24 +118,22 @@ def _check(layout: Layout, spec: ModelSpec) -> None:
             )
 
 
-def _mlp_widths(spec: ModelSpec, tensor: int, expert: int) -> dict[str, int]:
-    """The MLP widths that tensor parallel cannot cut, by name: the dense one where any layer has it, the shared experts', and
-    an expert's own, which is cut only as far as ``expert`` leaves devices for it."""
-    cuts = {}
-    if spec.moe is None or (spec.moe.layers is not None and len(spec.moe.layers) < spec.n_layers):
-        cuts["d_ff"] = (spec.d_ff, tensor)
+def _not_divided(spec: ModelSpec, tensor: int, expert: int) -> list[str]:
+    """What ``tensor`` ranks cannot divide: heads, the MLP's width in dense layers, that of shared experts, and an expert's own,
+    which is cut only as far as ``expert`` leaves devices for it."""
+    found = []
+    if spec.n_heads % tensor:
+        found.append(f"n_heads={spec.n_heads}")
+    elif spec.mla is None and spec.n_kv_heads % tensor and tensor % spec.n_kv_heads:
+        found.append(f"n_kv_heads={spec.n_kv_heads} or be a multiple")
+    if (spec.moe is None or (spec.moe.layers is not None and len(spec.moe.layers) < spec.n_layers)) and spec.d_ff % tensor:
+        found.append(f"d_ff={spec.d_ff}")
     if spec.moe is not None:
-        cuts["moe.d_expert"] = (spec.moe.d_expert, max(1, tensor // expert))
-        cuts["the shared experts' width"] = (spec.moe.shared_width, tensor)
-    return {name: width for name, (width, cut) in cuts.items() if width % cut}
-
-
-def _tensor_choices(spec: ModelSpec, layout: Layout) -> str:
-    def fits(tensor: int) -> bool:
-        heads = spec.mla is not None or spec.n_kv_heads % tensor == 0 or tensor % spec.n_kv_heads == 0
-        return heads and not _mlp_widths(spec, tensor, layout.expert)
-
-    return _one_of([d for d in _divisors_of(spec.n_heads) if fits(d)])
+        if spec.moe.d_expert % max(1, tensor // expert):
+            found.append(f"moe.d_expert={spec.moe.d_expert}")
+        if spec.moe.shared_width % tensor:
+            found.append(f"the shared experts' width={spec.moe.shared_width}")
+    return found
 
 
 def _divisors_of(n: int) -> list[int]:

@@ -193,37 +193,35 @@ def held(
 
     dense_matrices, expert_matrices = (of_blocks(lambda p: p.weights, experts) for experts in (False, True))
     most = max(layer.dense + layer.experts for layer in layers)
-    embedding_bytes = working * (counts.embedding + counts.head) / tensor
+    frozen = frozen_experts = 0.0
     if method == "full":
-        everything = dense + ends
-        return Held(
-            trained=_of_rank("N_trained", everything, f"trained on a rank of stage {stage.index}, experts apart"),
-            trained_experts=_of_rank("N_trained_experts", experts, "its experts"),
-            matrices=_of_rank("M", dense_matrices, "matrices of its blocks"),
-            expert_matrices=_of_rank("M_experts", expert_matrices, "matrices of its experts"),
-            frozen_bytes=0.0,
-            frozen_expert_bytes=0.0,
-            layer=most,
-            layer_bytes=working * most,
-            embedding_bytes=embedding_bytes,
-        )
-    of_matrices = nf4_bytes_per_weight() if method == "qlora" else working
-    adapters = [of_blocks(lambda p: p.adapters(rank), experts) for experts in (False, True)]
-    lora = "two factors for every targeted matrix: rank·(inputs + outputs); LoRA, arXiv 2106.09685"
-    trained, trained_experts = _of_rank("N_trained", adapters[0], lora), _of_rank("N_trained_experts", adapters[1], lora)
-    base = "the frozen base: block matrices in NF4 with double quantisation (QLoRA, arXiv 2305.14314), or the working type"
-    frozen = of_matrices * dense_matrices + working * (dense + ends - dense_matrices)
-    frozen_experts = of_matrices * expert_matrices + working * (experts - expert_matrices)
+        trained = _of_rank("N_trained", dense + ends, f"trained on a rank of stage {stage.index}, experts apart")
+        trained_experts = _of_rank("N_trained_experts", experts, "its experts")
+        matrices = _of_rank("M", dense_matrices, "matrices of its blocks")
+        matrices_of_experts = _of_rank("M_experts", expert_matrices, "matrices of its experts")
+        layer, of_matrices = most, working
+    else:
+        lora = "two factors for every targeted matrix: rank·(inputs + outputs); LoRA, arXiv 2106.09685"
+        adapters, adapters_of_experts = (of_blocks(lambda p: p.adapters(rank), experts) for experts in (False, True))
+        trained = matrices = _of_rank("N_trained", adapters, lora)
+        trained_experts = matrices_of_experts = _of_rank("N_trained_experts", adapters_of_experts, lora)
+        layer = max(sum(p.adapters(rank) for p in layer.products) for layer in layers)
+        of_matrices = nf4_bytes_per_weight() if method == "qlora" else working
+        base = "the frozen base: block matrices in NF4 with double quantisation (QLoRA, arXiv 2305.14314), or the working type"
+        frozen = of_matrices * dense_matrices + working * (dense + ends - dense_matrices)
+        frozen = named("frozen_bytes", frozen, "bytes", base, section="rank")
+        frozen_experts = of_matrices * expert_matrices + working * (experts - expert_matrices)
+        frozen_experts = named("frozen_expert_bytes", frozen_experts, "bytes", base, section="rank")
     return Held(
         trained=trained,
         trained_experts=trained_experts,
-        matrices=trained,
-        expert_matrices=trained_experts,
-        frozen_bytes=named("frozen_bytes", frozen, "bytes", base, section="rank"),
-        frozen_expert_bytes=named("frozen_expert_bytes", frozen_experts, "bytes", base, section="rank"),
-        layer=max(sum(p.adapters(rank) for p in layer.products) for layer in layers),
+        matrices=matrices,
+        expert_matrices=matrices_of_experts,
+        frozen_bytes=frozen,
+        frozen_expert_bytes=frozen_experts,
+        layer=layer,
         layer_bytes=of_matrices * most,
-        embedding_bytes=embedding_bytes,
+        embedding_bytes=working * (counts.embedding + counts.head) / tensor,
     )
 
 
