@@ -147,10 +147,8 @@ PREFILL_ANCHORS = (
 )
 DECODE_ANCHORS = (
     *(NativeAnchor("decode", *model, n, CONTEXT) for model in (NARROW, WIDE) for n in (1, 8, 32)),
-    NativeAnchor("decode", *SHALLOW, 1, CONTEXT),
-    NativeAnchor("decode", *SHALLOW, 8, CONTEXT),
-    NativeAnchor("decode", *NARROW, 1, LONG_CONTEXT),
-    NativeAnchor("decode", *NARROW, 8, LONG_CONTEXT),
+    *(NativeAnchor("decode", *SHALLOW, n, CONTEXT) for n in (1, 8)),
+    *(NativeAnchor("decode", *NARROW, n, LONG_CONTEXT) for n in (1, 8)),
 )
 
 ANCHORS: dict[Phase, tuple[NativeAnchor, ...]] = {"prefill": PREFILL_ANCHORS, "decode": DECODE_ANCHORS}

@@ -19,7 +19,7 @@ from twostroke.planner.hardware.device import (
 from twostroke.planner.training.layout import SINGLE, Layout
 from twostroke.planner.training.memory import FP32, PRECISIONS, keys_walked, nf4_bytes_per_weight, state_bytes
 from twostroke.planner.training.shape import TrainingShape
-from twostroke.planner.training.sharding import RankLayer, RankProduct, Stage, head_on_rank, rank_layers, stage_held, stages
+from twostroke.planner.training.sharding import RankLayer, RankProduct, head_on_rank, stage_held, stages
 from twostroke.planner.work.component import Work
 from twostroke.planner.work.flops import elementwise_elements, mean_keys
 
@@ -321,13 +321,6 @@ def recomputed_works(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, 
             works.append(attention_work(spec, shape, hardware, layer.kind, layout.tensor, False))
         return works
     return []
-
-
-def stage_layers(spec: ModelSpec, layout: Layout, shape: TrainingShape, stage: Stage) -> tuple[tuple[RankLayer, float], ...]:
-    """(layer, how many of it) on a stage: each kind in proportion."""
-    share = stage.n_layers / spec.n_layers
-    layers = rank_layers(spec, layout.tensor, layout.expert, shape.targets)
-    return tuple((layer, layer.count * share) for layer in layers)
 
 
 def training_attention_rate(hardware: Hardware, dtype: str, mode: str, direction: str, sequence_length: int) -> float:

@@ -179,8 +179,9 @@ class TrainingPlan:
     @property
     def mfu(self) -> float:
         """Model FLOP a second over the peaks of all devices."""
-        peak = self.hardware.peak(self._rate_dtype) * self.layout.n_devices
-        source = f"π: {self.hardware.basis} rate of {self._rate_dtype} products"
+        dtype = rate_dtype(self.shape, self.hardware)
+        peak = self.hardware.peak(dtype) * self.layout.n_devices
+        source = f"π: {self.hardware.basis} rate of {dtype} products"
         return named("MFU", self.flops_per_token * self.tok_per_s / peak, "share", source, section="time")
 
     @property
@@ -188,10 +189,6 @@ class TrainingPlan:
         """As MFU, with what is computed again counted."""
         share = self.mfu * (1 + self.recomputed_flops_per_token / self.flops_per_token)
         return named("HFU", share, "share", "as MFU, with what is computed again counted", section="time")
-
-    @property
-    def _rate_dtype(self) -> str:
-        return rate_dtype(self.shape, self.hardware)
 
     @property
     def peak_memory_bytes(self) -> float:

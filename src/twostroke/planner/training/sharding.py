@@ -409,26 +409,23 @@ def loss_at_peak_bytes(
 
 
 def process_bytes(shape: TrainingShape, hardware: Hardware) -> float:
-    """Resident bytes of the process beside everything that a plan counts: Python, torch, and where it compiles the compiler.
+    """Resident bytes of the process beside everything that a plan counts: Python, torch, and the compiler if it compiles.
 
-    Measured: the peak of an anchor's steps less the terms planned for them. Else what torch takes after a first product
-    (``Process.resident_bytes``). Memory of a GPU holds none of it.
+    It is the measured peak of an anchor's steps less the terms planned for them, or without an anchor what torch takes after a
+    first product (``Process.resident_bytes``). The memory of a GPU holds none of it.
     """
     if hardware.kind == "gpu":
         return 0.0
-    anchor = training_anchors(shape.mode)[0]
+    anchor, resident = training_anchors(shape.mode)[0], hardware.process.resident_bytes
     for dtype in (shape.compute_dtype, "bf16"):
         step = hardware.training.step(anchor.width, anchor.shallow, dtype, shape.mode)
         if step is not None and step.peak_bytes is not None:
             like, stage = anchor_shape(anchor, dtype, shape), Stage(0, anchor.shallow, first=True, last=True)
             terms = _stage_terms(anchor.spec(anchor.shallow), like, hardware, SINGLE, stage)
-            return _resting(max(step.peak_bytes - sum(terms.values()), 0.0))
-    return _resting(hardware.process.resident_bytes)
-
-
-def _resting(n_bytes: float) -> float:
+            resident = max(step.peak_bytes - sum(terms.values()), 0.0)
+            break
     source = "resident memory of the process beside everything counted here"
-    return named("process_bytes", letter("process", n_bytes), "bytes", source, "measured")
+    return named("process_bytes", letter("process", resident), "bytes", source, "measured")
 
 
 def anchor_shape(anchor: TrainingAnchor, dtype: str, shape: TrainingShape) -> TrainingShape:

@@ -11,9 +11,9 @@ from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.anchors import layer_and_around, ratio_at, training_anchors
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.training.layout import SINGLE, Layout
-from twostroke.planner.training.passes import layer_works, loss_work, optimizer_work, recomputed_works, setup_work, stage_layers
+from twostroke.planner.training.passes import layer_works, loss_work, optimizer_work, recomputed_works, setup_work
 from twostroke.planner.training.shape import TrainingShape
-from twostroke.planner.training.sharding import Stage, anchor_shape, stages
+from twostroke.planner.training.sharding import Stage, anchor_shape, rank_layers, stages
 from twostroke.planner.work.component import Work, merge, total_seconds
 
 
@@ -131,18 +131,17 @@ class Passes:
 
 def passes_of(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> Passes:
     """From the rates of parts: each kind of layer is timed once."""
-    per_model = Stage(0, spec.n_layers, first=True, last=True)
     layers: dict[str, tuple[tuple[tuple[Work, ...], float], ...]] = {}
     loss: dict[str, tuple[Work, ...]] = {}
     setup: dict[str, tuple[Work, ...]] = {}
     for direction in DIRECTIONS:
         found, backward = [], direction == "backward"
         with within(direction):
-            for layer, count in stage_layers(spec, layout, shape, per_model):
+            for layer in rank_layers(spec, layout.tensor, layout.expert, shape.targets):
                 works = layer_works(spec, shape, hardware, layer, layout, backward)
                 if backward:
                     works += recomputed_works(spec, shape, hardware, layer, layout)
-                found.append((tuple(works), count))
+                found.append((tuple(works), layer.count))
             loss[direction] = tuple(loss_work(spec, shape, hardware, layout.tensor, backward))
             setup[direction] = tuple(setup_work(spec, shape, hardware, backward))
         layers[direction] = tuple(found)
