@@ -48,10 +48,8 @@ RING = "ring, Patarasuk and Yuan 2009"
 
 
 def shown_traffic(traffic: tuple[Traffic, ...]) -> tuple[Traffic, ...]:
-    """``traffic``, what is sent and how long it takes lines of the explanation."""
-    if not records():
-        return traffic
-    return tuple(map(_shown, traffic))
+    """``traffic``, whose bytes and seconds become lines of the explanation."""
+    return tuple(map(_shown, traffic)) if records() else traffic
 
 
 def _shown(t: Traffic) -> Traffic:
@@ -128,11 +126,11 @@ def across_data(
 ) -> list[Traffic]:
     """Gradients and weights between data-parallel ranks, with ``forward_s`` and ``backward_s`` of one micro-batch to hide in.
 
-    DDP: an all-reduce of the gradients, 2·Ψ elements a rank. ZeRO-1: a reduce-scatter and an all-gather of the new weights,
-    2·Ψ. ZeRO-2: the same, its reduce-scatter in every micro-batch, since no rank keeps a whole gradient. ZeRO-3: two
-    all-gathers of the weights and a reduce-scatter in every micro-batch, 3·Ψ (arXiv 1910.02054, section 7). Reductions hide
-    behind the backward pass they follow, gathers behind the pass they serve; what is longer, and one burst, is exposed.
-    Sharing the memory's bandwidth with the products is not counted.
+    DDP all-reduces the gradients, 2·Ψ elements a rank. ZeRO-1 reduce-scatters them and all-gathers the new weights, 2·Ψ. ZeRO-2
+    does the same, but reduce-scatters in every micro-batch, since no rank keeps a whole gradient. ZeRO-3 all-gathers weights
+    twice and reduce-scatters in every micro-batch, 3·Ψ (arXiv 1910.02054, section 7). Reductions hide behind the backward pass
+    they follow, gathers behind the pass they serve. What is longer than that pass, and one burst, is exposed. The bandwidth of
+    memory that traffic takes from the products is not counted.
     """
     if layout.data == 1:
         return []

@@ -86,7 +86,7 @@ class Layout:
         return (self.data, self.expert_data) if self.zero >= zero else (1, 1)
 
     def check(self, spec: ModelSpec) -> None:
-        """Raise ConfigError, naming what may be used, where ``spec`` cannot be cut so.
+        """Raise ConfigError, naming what may be used, if ``spec`` cannot be cut so.
 
         ``tensor`` must divide the query heads and the MLP's width, and divide the key-value heads or be a multiple of them
         (each is then held by several devices). pipeline·interleave must divide L, or L + 2: then the first and the last chunk,
@@ -152,8 +152,8 @@ def _one_of(values: Iterable[int]) -> str:
 def group_link(layout: Layout, hardware: Hardware, size: int, stride: int = 1) -> Link:
     """The link that bounds a collective of ``size`` ranks that are ``stride`` apart.
 
-    Inside a node the device's own link. Beyond it, the g = node/stride members that a node holds each drive their own network
-    port in a ring of their own, so the group's rate is min(link, g·network) (NCCL's rings, one a port), with the network's α.
+    Inside a node it is the device's own link. Beyond a node, each of the g = node/stride members that a node holds drives its
+    own network port in a ring of its own, as NCCL's rings do: the rate is min(link, g·network), and α is the network's.
     """
     node = layout.devices_per_node or hardware.devices_per_node
     if size * stride <= node:

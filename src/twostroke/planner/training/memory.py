@@ -56,15 +56,17 @@ STATE_BLOCK = 256
 
 
 def nf4_bytes_per_weight() -> float:
-    """4 bits, and with double quantisation 8/64 + 32/(64·256) bits of scales: 0.5159 bytes (QLoRA's 0.127 bits more)."""
+    """Bytes of a weight in NF4 under double quantisation: 4 bits and 8/64 + 32/(64·256) bits of scales, 0.5159 bytes (QLoRA's
+    0.127 bits more)."""
     return letter("nf4", (4 + 8 / NF4_BLOCK + 32 / (NF4_BLOCK * NF4_SCALE_BLOCK)) / 8)
 
 
 def gradient_bytes_per_parameter(dtype: str, alone: bool, n_micro_batches: int) -> float:
-    """Bytes of gradient a trained parameter takes.
+    """Bytes of gradient that a trained parameter takes.
 
-    Our engine, ``alone`` on its device, keeps backward's and an fp32 one that the optimizer reads: 2 + 4. Over several devices:
-    2, as in the 16·N of ZeRO (arXiv 1910.02054), or 4 where several micro-batches are summed in fp32, as Megatron-LM does.
+    Our engine, ``alone`` on its device, keeps backward's gradient and an fp32 one that the optimizer reads: 2 + 4. A job over
+    several devices keeps 2, as in the 16·N of ZeRO (arXiv 1910.02054), or 4 if it sums several micro-batches in fp32, as
+    Megatron-LM does.
     """
     precision = PRECISIONS[dtype]
     if not precision.master:
@@ -75,8 +77,9 @@ def gradient_bytes_per_parameter(dtype: str, alone: bool, n_micro_batches: int) 
 
 
 def state_bytes(n_parameters: float, n_matrix: float, optimizer: str, state: float = FP32) -> float:
-    """adam, adamw: two moments of ``state`` bytes, 8·N in fp32. sgd: one momentum, 4·N. muon: one momentum for the block
-    matrices, 4·N_matrices, and AdamW for the rest. adamw8bit: two moments of a byte and their scales, 2.03·N."""
+    """Bytes of an optimizer's state. adam and adamw keep two moments of ``state`` bytes, 8·N in fp32; sgd one momentum, 4·N;
+    muon one momentum of the block matrices, 4·N_matrices, and AdamW's moments of the rest; adamw8bit two moments of a byte
+    with their scales, 2.03·N."""
     row = OPTIMIZERS[optimizer]
     if row.eight_bit:
         return row.moments * (1 + FP32 / letter("block", STATE_BLOCK)) * n_parameters
@@ -91,8 +94,8 @@ its output and a number for each head, and knows documents by the first key that
 
 
 def attention_device(hardware: Hardware, spec: ModelSpec, dtype: str) -> str:
-    """What decides how training attends: the device's kind, or ``NATIVE_ATTENTION`` where calibration found the native library
-    and it takes the model."""
+    """What decides how training attends: the device's kind, or ``NATIVE_ATTENTION`` if calibration found the native library and
+    that library takes the model."""
     fits = fits_native_attention(hardware.kind, dtype, spec)
     return NATIVE_ATTENTION if fits and hardware.training.attends_natively else hardware.kind
 

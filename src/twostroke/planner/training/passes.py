@@ -119,9 +119,8 @@ def _assumed_rate(hardware: Hardware, component: str, moved: float) -> float:
 def elementwise(
     spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layer: RankLayer, layout: Layout, backward: bool
 ) -> list[Work]:
-    """Norms, residual sums, rotation and activation of one layer: bytes over the rate that a calibrated block reached
-    (``block_<type>_<compiled|eager>_<direction>_bytes_per_s``), or over the bandwidth (an accelerator's datasheet: times
-    ``ASSUMED_ELEMENTWISE_SHARE``); and QK-norm."""
+    """Norms, residual sums, rotation and activation of one layer, and QK-norm: bytes over the rate that a calibrated block
+    reached (``block_rate``), or over the bandwidth, of an accelerator's datasheet ``ASSUMED_ELEMENTWISE_SHARE`` of it."""
     direction = "backward" if backward else "forward"
     measured = block_rate(hardware, shape.dtype, shape.mode, direction)
     elements, flops = elementwise_counts(spec, layer, layout.tensor, layout.sequence_cut, backward)
@@ -145,9 +144,9 @@ def elementwise(
 def loss_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, tensor: int, backward: bool) -> list[Work]:
     """The head and the loss, which takes the logits' gradient right after the logits, in chunks or of the whole micro-batch.
 
-    Forward: per chunk one product, then the cross-entropy and its gradient at ``cross_entropy_<compiled|eager>_logit_per_s``
-    (measured, or a bf16 read and write of the logits at the bandwidth). Backward: per chunk two products, and an fp32 sum of
-    the weight's gradient that reads and writes V·E·(w + 8) bytes.
+    Forward computes per chunk one product, then the cross-entropy and its gradient at the measured
+    ``cross_entropy_logit_per_s``, or reads and writes the logits at the bandwidth. Backward computes per chunk two products and
+    an fp32 sum of the weight's gradient, V·E·(2w + 8) bytes; beside a frozen base only the input's gradient.
     """
     head, tokens = head_on_rank(spec, tensor), shape.tokens_per_pass
     rows = letter("chunk", loss_chunk_rows(tokens)) if shape.logits == "chunked" else tokens
@@ -173,8 +172,8 @@ def loss_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, tensor:
 
 
 def setup_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, backward: bool) -> list[Work]:
-    """What surrounds the blocks: embedding, rotary tables and final norm at their measured rate, and forward the
-    mask of packed documents, B·T² elements at ``mask_element_per_s``; at the bandwidth where nothing was measured."""
+    """What surrounds the blocks: embedding, rotary tables and final norm, and forward the mask of packed documents, B·T²
+    elements. Each goes at its measured rate, or at the bandwidth if nothing was measured."""
     w = _w(shape.dtype)
     if backward and shape.method != "full":
         return []
