@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from tests.machines import machine, native, small_llama
 
+from scripts import script
 from twostroke.core.errors import ConfigError
 from twostroke.core.profile import read_fingerprint
 from twostroke.core.rates import Conditions
+from twostroke.ledger.scoring import compare
 from twostroke.ledger.store import Ledger
 from twostroke.planner.serving.plan import plan_serving
 from twostroke.planner.serving.shape import ServingShape
@@ -27,14 +29,13 @@ from twostroke.planner.truth.intervals import (
     Pair,
     Range,
     corrected,
-    fit_intervals,
-    fitted_range,
     own_pairs,
     predict_with_intervals,
     range_of,
     with_intervals,
 )
 
+fitting = script("planner/engines/fit_intervals.py")
 PRIOR = Range(-0.1, 0.3, "assumed", 0, "a test")
 
 
@@ -152,16 +153,16 @@ def test_fitted_ranges_hold_the_next_run_as_often_as_they_say() -> None:
     hits, trials = 0, 3000
     for _ in range(trials):
         *seen, following = (rng.expovariate(1.0) for _ in range(25))  # skewed, as waiting is
-        found = fitted_range(seen, "a test")
+        found = fitting.fitted_range(seen, "a test")
         hits += found.low <= following <= found.high
     assert hits / trials == pytest.approx(23 / 25, abs=4 * math.sqrt(0.08 / trials))  # (n − 1)/(n + 1) of [least, most]
 
 
 def test_a_fitted_range_of_few_runs_is_about_their_median() -> None:
-    found = fitted_range([0.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.3], "a test")
+    found = fitting.fitted_range([0.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.3], "a test")
     assert (found.low, found.high) == (pytest.approx(-0.1), pytest.approx(0.3))
     with pytest.raises(ConfigError, match="too few"):
-        fitted_range([0.1] * 8, "a test")
+        fitting.fitted_range([0.1] * 8, "a test")
 
 
 def test_what_was_fitted_is_read_back_and_the_rest_keeps_its_range(tmp_path: Path) -> None:
@@ -169,7 +170,7 @@ def test_what_was_fitted_is_read_back_and_the_rest_keeps_its_range(tmp_path: Pat
     rows += [Pair("train_tok_per_s", math.exp(0.01 * i), 1.0, run=f"r{i}") for i in range(24)]  # the same, said twice
     rows += [Pair("ttft_s", 1.0, 2.0, phase="serve", run=f"r{i}") for i in range(3)]  # too few
     file = tmp_path / "intervals.toml"
-    file.write_text(fit_intervals(rows, "a test"))
+    file.write_text(fitting.fit_intervals(rows, "a test"))
     ranges, before = intervals.read_ranges(file), intervals.read_ranges()
     assert set(ranges) == set(before)
     step = ranges["step", "measured", "train"]
@@ -186,7 +187,7 @@ def test_this_machines_runs_move_the_interval_and_anothers_do_not(tmp_path: Path
         ledger.measure(run, {"step_time_s": 1.5 + 0.001 * i})
     pairs = own_pairs(ledger)
     assert len(pairs) == 12
-    assert all(p.inside is False for p in pairs)
+    assert all(row.inside is False for run in ledger.runs() for row in compare(run))
     fresh = predict_with_intervals({"step_time_s": 1.0}, machine(), "train", ledger)["step_time_s"]
     assert fresh["low"] <= 1.5 <= fresh["high"]
     assert fresh["width"] == "measured"

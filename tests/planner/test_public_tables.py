@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from statistics import median
 from types import ModuleType
@@ -11,21 +9,14 @@ from typing import Any
 
 import pytest
 
+from scripts import script
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.serving.step_time import efficiencies, efficiencies_table
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks/planner/public_tables/fit.py"
 
 
 @pytest.fixture(scope="module")
 def fit() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("public_tables_fit", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return script("planner/public_tables/fit.py")
 
 
 @pytest.fixture(scope="module")

@@ -43,9 +43,6 @@ LEVEL = 0.90
 LEAST_RUNS = 9
 """Fewest runs a range is corrected by: below, ⌈(n + 1)·0.9⌉ exceeds n, and no finite correction has the level."""
 
-LEAST_FOR_QUANTILES = 19
-"""Fewest residuals whose two tails of 5% each are order statistics: ⌊(n + 1)·0.05⌋ ≥ 1."""
-
 NEWEST_RUNS = 64
 """Runs of the ledger that are looked at: older ones were predicted by older code."""
 
@@ -196,7 +193,7 @@ def residuals_by_kind(pairs: Iterable[Pair]) -> dict[tuple[str, str, str], list[
     }
 
 
-def _rank(n: int, share: float) -> int:
+def rank(n: int, share: float) -> int:
     """⌈(n + 1)·share⌉, safe from the last bit of a product that is whole."""
     return math.ceil((n + 1) * share - 1e-9)
 
@@ -208,7 +205,7 @@ def corrected(prior: Range, residuals: Sequence[float]) -> Range:
     if n < LEAST_RUNS:
         return prior
     scores = sorted(max(prior.low - r, r - prior.high) for r in residuals)
-    q = scores[_rank(n, LEVEL) - 1]
+    q = scores[rank(n, LEVEL) - 1]
     q = max(q, NARROWEST - (prior.high - prior.low) / 2)
     return replace(prior, low=prior.low - q, high=prior.high + q, kind="measured", n=n, source="this machine's own runs")
 
@@ -330,54 +327,3 @@ def basis_of(hardware: Hardware | None, phase: str) -> str:
 def low_by_of(hardware: Hardware | None, phase: str) -> float:
     """Share by which the rates of ``hardware`` that ``phase`` needs may read low: 0 of a datasheet or a quiet calibration."""
     return hardware.conditions.low_by_share.get(phase, 0.0) if hardware is not None else 0.0
-
-
-# -- fitting --------------------------------------------------------------------------------------------------------------
-
-
-def fitted_range(residuals: Sequence[float], source: str) -> Range:
-    """The range of n ≥ ``LEAST_RUNS`` residuals.
-
-    From ``LEAST_FOR_QUANTILES`` on, the ⌊(n + 1)·α/2⌋-th smallest and the ⌈(n + 1)·(1 − α/2)⌉-th, α = 1 − LEVEL: the order
-    statistics that hold the next exchangeable residual with at least ``LEVEL``. Below, the median plus and minus the
-    ⌈(n + 1)·LEVEL⌉-th smallest distance from it, which is approximate, since the median is of the same residuals.
-    """
-    ordered, n = sorted(residuals), len(residuals)
-    if n < LEAST_RUNS:
-        raise ConfigError(f"{n} residuals are too few for a range of level {LEVEL}: at least {LEAST_RUNS}.")
-    if n >= LEAST_FOR_QUANTILES:
-        tail = (1 - LEVEL) / 2
-        low = ordered[math.floor((n + 1) * tail + 1e-9) - 1]
-        high = ordered[_rank(n, 1 - tail) - 1]
-    else:
-        middle = (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
-        half = sorted(abs(r - middle) for r in ordered)[_rank(n, LEVEL) - 1]
-        low, high = middle - half, middle + half
-    return Range(min(low, high - 2 * NARROWEST), max(high, low + 2 * NARROWEST), "measured", n, source)
-
-
-def fit_intervals(rows: Iterable[Pair], source: str = "benchmarks/planner/engines") -> str:
-    """The text of an ``intervals.toml`` in which every kind of prediction that ``rows`` hold often enough has a measured range;
-    the others keep the one they have. ``source`` says where the rows were measured."""
-    ranges = dict(read_ranges())
-    for key, found in residuals_by_kind(rows).items():
-        if key[0] != "other":
-            ranges[key] = fitted_range(found, source)
-    return _HEADER + "".join(_entry(key, one) for key, one in sorted(ranges.items()))
-
-
-_HEADER = f"""\
-# Ranges of ln(measured / predicted) that hold {100 * LEVEL:.0f}% of measurements: predicted · e^low to predicted · e^high.
-# Rates share the range of their time. kind = "measured": order statistics of n residuals; "assumed": chosen, for the reason
-# in source, until enough were measured. Written by twostroke.planner.truth.intervals.fit_intervals.
-level = {LEVEL}
-"""
-
-
-def _entry(key: tuple[str, str, str], one: Range) -> str:
-    quantity, basis, phase = key
-    source = one.source.replace("\\", "\\\\").replace('"', '\\"')
-    return (
-        f'\n[[interval]]\nquantity = "{quantity}"\nbasis = "{basis}"\nphase = "{phase}"\nlow = {one.low:.4f}\n'
-        f'high = {one.high:.4f}\nkind = "{one.kind}"\nn = {one.n}\nsource = "{source}"\n'
-    )
