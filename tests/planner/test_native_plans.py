@@ -13,6 +13,7 @@ from small_models import SPECS, saved
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
 from twostroke.core.matrices import block_matrices
+from twostroke.core.policy import logits_bytes
 from twostroke.core.profile import MatmulPoint
 from twostroke.core.rates import StepPrices
 from twostroke.core.schemes import NATIVE, NATIVE_STEPS
@@ -42,7 +43,6 @@ from twostroke.quantization.convert import quantize_model
 from twostroke.quantization.fitting import Fitted
 from twostroke.quantization.held import held
 from twostroke.scheduling.sampling_params import SamplingParams
-from twostroke.scheduling.step import logits_bytes
 
 
 def plan(spec: ModelSpec | None = None, hardware: Hardware | None = None, **changes: object) -> ServingPlan:

@@ -6,13 +6,13 @@ import pytest
 
 from machines import ideal_machine, small_llama
 from twostroke.core.errors import ConfigError
-from twostroke.core.matrices import layer_kinds
+from twostroke.core.matrices import ALL_LINEAR, layer_kinds
 from twostroke.planner.training.layout import Layout
 from twostroke.planner.training.memory import nf4_bytes_per_weight
 from twostroke.planner.training.plan import plan_training, training_memory
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.planner.work.flops import attention_flops_per_token, training_flops_per_token
-from twostroke.planner.work.params import ALL_LINEAR, adapter_parameters, count_parameters, modules_of
+from twostroke.planner.work.params import adapter_parameters, count_parameters, modules_of
 
 TARGETS = (("q_proj", "v_proj"), ("o_proj", "down_proj"), ("gate_proj",), (ALL_LINEAR,))
 

@@ -18,6 +18,10 @@ Split = Literal["column", "row", "vocabulary", "replicated", "expert"]
 _PLACES = {"attention": "attn", "mlp": "mlp"}
 
 
+ALL_LINEAR = "all-linear"
+"""The name in ``lora.targets`` that stands for every matrix of the blocks."""
+
+
 @dataclass(frozen=True)
 class Matrix:
     """One weight matrix, and the product (rows, k) × (k, n) that it takes part in: n outputs, k inputs, biases apart.

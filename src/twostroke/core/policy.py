@@ -139,3 +139,8 @@ end."""
 WEIGHT_ONLY_MULTIPLE = 32
 """What the inputs of an int8 matrix must be a multiple of for torch's product of int8 weights alone: ``_weight_int8pack_mm``
 reads beyond the end, without a word, where they are not (torch 2.13)."""
+
+
+def logits_bytes(vocab_size: int, n_rows: int) -> int:
+    """Bytes of a step's fp32 logits: one row of the vocabulary for each token that is sampled or scored."""
+    return 4 * vocab_size * n_rows

@@ -27,13 +27,11 @@ from twostroke.core.documents import is_integer, read_toml
 from twostroke.core.engines import Method
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
 from twostroke.core.families import spec_from_config
+from twostroke.core.matrices import ALL_LINEAR
 from twostroke.core.policy import NF4_BLOCK
 from twostroke.core.spec import ModelSpec
 from twostroke.core.tables import build
 from twostroke.core.train_settings import TrainSettings, check_update, with_default_rates
-
-ALL_LINEAR = "all-linear"
-"""The name in ``lora.targets`` that stands for every matrix of the blocks."""
 
 MAX_NF4_BLOCK = 2**16
 """Each matrix is filled up to whole blocks: longer ones would take more memory than the matrix."""

@@ -17,6 +17,7 @@ from twostroke.core.crossovers import Crossovers
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import CapacityError, ConfigError, InputError
 from twostroke.core.families import read_spec
+from twostroke.core.policy import logits_bytes
 from twostroke.core.profile import load_profile
 from twostroke.core.schemes import CACHES, scheme_of
 from twostroke.core.spec import ModelSpec
@@ -40,7 +41,7 @@ from twostroke.quantization.load import load_any_state
 from twostroke.scheduling.request import FinishReason, Request
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig
-from twostroke.scheduling.step import logits_bytes, scored_rows
+from twostroke.scheduling.step import scored_rows
 
 
 @dataclass(slots=True)  # frozen would cost a microsecond a token

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from twostroke.core.errors import ConfigError, did_you_mean
 from twostroke.core.families import layout
+from twostroke.core.matrices import ALL_LINEAR
 from twostroke.core.policy import NF4_BLOCK
-from twostroke.core.recipe import ALL_LINEAR
 from twostroke.core.spec import ModelSpec
 from twostroke.kernels.nf4 import Nf4Matrix, dequantize_nf4, nf4_linear, quantize_nf4
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from twostroke.core.errors import ConfigError
+from twostroke.core.policy import logits_bytes
 from twostroke.scheduling.request import Request
 
 SCORED_LOGITS_BYTES = 64 * 2**20
@@ -17,11 +18,6 @@ MIN_SCORED_ROWS = 16
 def scored_rows(vocab_size: int) -> int:
     """Most prompt tokens whose probabilities one step computes."""
     return max(MIN_SCORED_ROWS, SCORED_LOGITS_BYTES // logits_bytes(vocab_size, 1))
-
-
-def logits_bytes(vocab_size: int, n_rows: int) -> int:
-    """Bytes of a step's fp32 logits: one row of the vocabulary for each token that is sampled or scored."""
-    return 4 * vocab_size * n_rows
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from twostroke.core.described import As
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.core.matrices import block_matrices
 from twostroke.core.named import letter, named, within
+from twostroke.core.policy import logits_bytes
 from twostroke.core.schemes import MIXED, NATIVE, PLANNED, TORCH_HELD, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import Hardware
@@ -25,7 +26,6 @@ from twostroke.planner.work.component import Work, shown, total_seconds
 from twostroke.planner.work.flops import decode_flops, prefill_flops
 from twostroke.planner.work.params import Parameters, count_parameters
 from twostroke.planner.work.weights import kv_bytes_per_token, mixed_weights_bytes
-from twostroke.scheduling.step import logits_bytes
 
 
 class ServingMemory:

@@ -75,7 +75,8 @@ class Efficiencies:
 
     def arithmetic(self, dtype: str) -> float:
         """The share of a type's peak: types of a byte and of half a byte have factors of their own."""
-        return self.arithmetic_share * {1.0: self.fp8_share, 0.5: self.fp4_share}.get(bytes_of(dtype), 1.0)
+        w = bytes_of(dtype)
+        return self.arithmetic_share * (self.fp8_share if w == 1.0 else self.fp4_share if w == 0.5 else 1.0)
 
 
 @lru_cache(maxsize=1)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from twostroke.core import engines
 from twostroke.core.errors import ConfigError
+from twostroke.core.matrices import ALL_LINEAR
 from twostroke.core.named import letter, named
 from twostroke.core.optimizers import CHOICES, OPTIMIZERS
 from twostroke.core.policy import rows_at_once
 from twostroke.planner.training.memory import PRECISIONS
-from twostroke.planner.work.params import ALL_LINEAR
 
 if TYPE_CHECKING:
     from twostroke.core.recipe import TrainRecipe

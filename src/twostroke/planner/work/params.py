@@ -8,9 +8,8 @@ from typing import Annotated
 
 from twostroke.core.errors import ConfigError, did_you_mean
 from twostroke.core.families import weight_names
-from twostroke.core.matrices import Matrix, layer_kinds, norm_parameters
+from twostroke.core.matrices import ALL_LINEAR, Matrix, layer_kinds, norm_parameters
 from twostroke.core.named import named
-from twostroke.core.recipe import ALL_LINEAR
 from twostroke.core.spec import ModelSpec
 
 
