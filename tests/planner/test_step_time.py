@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import script
 from twostroke.core.errors import ConfigError
 from twostroke.core.families import read_spec
 from twostroke.core.spec import ModelSpec
@@ -19,11 +20,11 @@ from twostroke.planner.serving.step_time import (
     efficiencies_of,
     one_pass,
     shards,
-    token_s,
 )
 
 IDEAL = Efficiencies(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 H100 = load_hardware("h100")
+fit = script("planner/public_tables/fit.py")
 
 
 @pytest.fixture
@@ -106,8 +107,8 @@ def test_prompts_beside_a_step_share_its_weights(llama_70b: ModelSpec) -> None:
     alone = one_pass(llama_70b, "fp8", 1.0, at, H100, prompt_tokens=1000)
     rates = efficiencies("vllm", "h100-sxm")
     assert step.seconds(rates) < mixed.seconds(rates) < step.seconds(rates) + alone.seconds(rates)
-    assert token_s(step, mixed, rates, 0.0) == step.seconds(rates)
-    assert token_s(step, mixed, rates, 7 / 100) > step.seconds(rates)
+    assert fit.token_s(step, mixed, rates, 0.0) == step.seconds(rates)
+    assert fit.token_s(step, mixed, rates, 7 / 100) > step.seconds(rates)
 
 
 def test_pipelines_pay_for_sends_and_reread_nothing_twice(llama_70b: ModelSpec) -> None:
@@ -165,5 +166,5 @@ def test_measured_points_of_70b_fp8_are_met(
     common = {"decoding": batch, "context": prompt + output / 2}
     step = one_pass(llama_70b, "fp8", width, at, hardware, **common)
     mixed = one_pass(llama_70b, "fp8", width, at, hardware, **common, prompt_tokens=prompt)
-    found = token_s(step, mixed, efficiencies_of(hardware, engine), (batch - 1) / output)
+    found = fit.token_s(step, mixed, efficiencies_of(hardware, engine), (batch - 1) / output)
     assert 1e3 * found == pytest.approx(measured_ms, rel=0.15)

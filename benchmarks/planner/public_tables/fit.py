@@ -31,7 +31,7 @@ from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.serving import step_time
 from twostroke.planner.serving.shape import Placement
-from twostroke.planner.serving.step_time import Efficiencies, Pass, one_pass, token_s
+from twostroke.planner.serving.step_time import Efficiencies, Pass, one_pass
 
 TABLE = "profiles/measured_serving_h100_h200_b200.csv"
 CONFIGS = {
@@ -60,6 +60,18 @@ ACTIVATIONS_BYTES = 4e9
 CHUNK_TOKENS = 8192
 WAVES = 10
 """Requests of a run ÷ concurrency, where all of the first wave arrive at once (the usual setting of these load generators)."""
+
+
+def token_s(decode: Pass, mixed: Pass, rates: Efficiencies, prompts_per_token: float) -> float:
+    """Seconds between tokens of one request: its step, and the prompts of others that are computed beside it meanwhile.
+
+    step + interference · prompts per token · (mixed − step), ``mixed`` being the step with one prompt in it: weights and
+    launches are shared, arithmetic adds up. In a closed loop of B requests of n answer tokens, prompts per token = (B − 1)/n.
+    """
+    step = decode.seconds(rates)
+    if not prompts_per_token:
+        return step
+    return step + rates.interference * prompts_per_token * max(0.0, mixed.seconds(rates) - step)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ namespace ts {
 constexpr int64_t kFewRows = 48;  // threads share the outputs of up to so many rows; of more, each takes chunks of rows
 constexpr int64_t kPrivateRows =
     4;  // so few are normalised and quantised by every thread for itself: cheaper than a barrier
-constexpr int64_t kChunkRows = 256;   // most: every chunk reads a layer's weights again
-constexpr int64_t kMlpOutputs = 256;  // of a chunk's rows, gate and up by turns
+constexpr int64_t kChunkRows = 256;           // most: every chunk reads a layer's weights again
+constexpr int64_t kMlpOutputs = 256;          // of a chunk's rows, gate and up by turns
 constexpr int64_t kPrefetchBytes = 64 << 10;  // of the next matrix, before a thread waits for the others
 
 // Rows of a chunk that a thread takes through the operations between two attentions; 0: few rows, not cut.

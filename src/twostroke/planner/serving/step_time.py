@@ -436,15 +436,3 @@ def efficiencies_of(hardware: Hardware, engine: str = "any") -> Efficiencies:
         return inputs(replace(MEASURED, operator_s=hardware.op_launch_s))
     found = replace(CPU, operator_s=hardware.op_launch_s) if hardware.kind == "cpu" else efficiencies(engine, hardware.name)
     return inputs(found)
-
-
-def token_s(decode: Pass, mixed: Pass, rates: Efficiencies, prompts_per_token: float) -> float:
-    """Seconds between tokens of one request: its step, and the prompts of others that are computed beside it meanwhile.
-
-    step + interference · prompts per token · (mixed − step), ``mixed`` being the step with one prompt in it: weights and
-    launches are shared, arithmetic adds up. In a closed loop of B requests of n answer tokens, prompts per token = (B − 1)/n.
-    """
-    step = decode.seconds(rates)
-    if not prompts_per_token:
-        return step
-    return step + rates.interference * prompts_per_token * max(0.0, mixed.seconds(rates) - step)
