@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
+from twostroke.core.checks import check_whole
 from twostroke.core.errors import ConfigError
 
 RopeScaling = Literal["none", "linear", "llama3", "dynamic", "yarn", "longrope", "by_layer"]
@@ -50,8 +51,7 @@ class RopeSpec:
 def _check_sizes(owner: str, values: Mapping[str, Any], least: int = 1) -> None:
     """ConfigError for the first value that is not a whole number from ``least`` to ``MAX_SIZE``."""
     for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{owner}{name}={value!r} must be a whole number of at least {least}.")
+        check_whole(f"{owner}{name}", value, least)
         if value > MAX_SIZE:
             raise ConfigError(f"{owner}{name}={value} must be at most {MAX_SIZE}.")
 
@@ -231,10 +231,8 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "n_layers", "d_model", "n_heads", "n_kv_heads", "head_dim", "d_ff", "max_positions"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
-            most = MAX_LAYERS if name == "n_layers" else MAX_SIZE
+            value, most = getattr(self, name), MAX_LAYERS if name == "n_layers" else MAX_SIZE
+            check_whole(name, value)
             if value > most:
                 raise ConfigError(f"{name}={value} must be at most {most}.")
         _check_heads("", self.n_kv_heads, self.n_heads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from twostroke.core.checks import check_whole
 from twostroke.core.errors import ConfigError
 from twostroke.core.policy import logits_bytes
 from twostroke.scheduling.request import Request
@@ -45,9 +46,7 @@ class SchedulerConfig:
         if self.scored_rows is not None and self.scored_rows < 1:
             raise ConfigError(f"scored_rows={self.scored_rows} must be at least 1, or None for any number.")
         for name in ("token_budget", "max_running", "page_tokens", "n_pages", "max_model_len"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
+            check_whole(name, getattr(self, name))
         if self.token_budget < self.max_running:
             raise ConfigError(
                 f"token_budget={self.token_budget} must be at least max_running={self.max_running}, because every decoding "

@@ -17,14 +17,12 @@ from twostroke.core.described import As
 from twostroke.core.errors import ConfigError
 
 Phase = Literal["train", "serve"]
-PHASES: tuple[Phase, ...] = ("train", "serve")
 
 Objective = Literal["cost", "time", "throughput", "energy"]
 OBJECTIVES: tuple[Objective, ...] = ("cost", "time", "throughput", "energy")
 
 MOST_IDLE_SHARE = 0.999
 """Largest share of time that counts as lost to communication or bubble, so that 1/(1 − share) stays finite."""
-
 
 CUTS = {"data": "dp", "tensor": "tp", "pipeline": "pp", "expert": "ep", "replicas": "×"}
 

@@ -10,24 +10,13 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Annotated, NamedTuple
 
+from twostroke.core.checks import check_count, check_positive, check_share
 from twostroke.core.described import As, LeftOut
 from twostroke.core.errors import ConfigError
 from twostroke.core.named import exponential_less_1, letter, logarithm_of_1_plus, named
 from twostroke.planner.hardware.device import Price
 from twostroke.planner.money.api_prices import ApiPrice
-from twostroke.planner.money.cost import (
-    DeviceRate,
-    ProjectCost,
-    Terms,
-    TokenPrices,
-    bought_rate,
-    check_count,
-    check_positive,
-    check_share,
-    co2_kg,
-    rate_of,
-    token_prices,
-)
+from twostroke.planner.money.cost import DeviceRate, ProjectCost, Terms, TokenPrices, bought_rate, co2_kg, rate_of, token_prices
 from twostroke.planner.serving.plan import ServingPlan
 
 DAYS_PER_MONTH = 365.25 / 12

@@ -10,10 +10,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Annotated, Any
 
+from twostroke.core.checks import check_count, check_limit
 from twostroke.core.described import As
 from twostroke.core.errors import ConfigError
 from twostroke.core.optimizers import CHOICES
@@ -22,7 +23,7 @@ from twostroke.core.spec import ModelSpec
 from twostroke.planner.choosing.candidates import Candidate, DeviceResult, Miss, Objective, Phase, choose, nearest_miss, reliefs
 from twostroke.planner.choosing.interconnect import LinkFinding, blame_idle_links, link_findings
 from twostroke.planner.hardware.device import Hardware
-from twostroke.planner.money.cost import check_count, energy_kwh, pue_of, rent_usd, usd_per_million_tokens
+from twostroke.planner.money.cost import energy_kwh, pue_of, rent_usd, usd_per_million_tokens
 from twostroke.planner.serving.load import Steps, closed_loop
 from twostroke.planner.serving.memory import batch_pages
 from twostroke.planner.serving.plan import served_schemes, strategy_of
@@ -81,7 +82,8 @@ class ServeLimits:
     usd_per_hour: Annotated[float | None, "most $ an hour of all devices"] = None
 
     def __post_init__(self) -> None:
-        _check_positive(asdict(self))
+        for name, value in vars(self).items():
+            check_limit(name, value)
 
 
 @dataclass(frozen=True)
@@ -93,13 +95,8 @@ class TrainLimits:
     usd_per_hour: Annotated[float | None, "most $ an hour of all devices"] = None
 
     def __post_init__(self) -> None:
-        _check_positive(asdict(self))
-
-
-def _check_positive(limits: dict[str, float | None]) -> None:
-    for name, value in limits.items():
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{name}={value:g} must be above 0 and finite. Leave it out for no limit.")
+        for name, value in vars(self).items():
+            check_limit(name, value)
 
 
 MOST_REQUESTS_PER_S = 1e12

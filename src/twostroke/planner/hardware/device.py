@@ -19,7 +19,6 @@ from twostroke.planner.hardware.anchors import interpolate_log
 
 Kind = Literal["measured", "predicted", "datasheet", "assumed"]
 
-
 ASSUMED_PRODUCT_EFFICIENCY = 0.7
 """Share of a datasheet's peak that large products reach, where nothing was measured. Anchors: fixed 0.7/0.9 efficiencies
 leave 53% median error on public decode points, so a datasheet plan is an order of magnitude, not a promise."""
@@ -29,7 +28,6 @@ ASSUMED_BANDWIDTH_EFFICIENCY = 0.8
 
 ASSUMED_ATTENTION_EFFICIENCY = 0.4
 """Share of peak that flash attention reaches over a step (FlashAttention-2, arXiv 2307.08691: 50–73% forward)."""
-
 
 ASSUMED_LINK_EFFICIENCY = 0.7
 """Share of a datasheet's link rate that a ring keeps up. Vidur's measured all-reduces of 60 MB among 8 devices give 177 of

@@ -5,10 +5,10 @@ Every price is an input with a source (``prices.toml``); a result names those it
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
+from twostroke.core.checks import check_amount, check_count, check_share
 from twostroke.core.described import As
 from twostroke.core.errors import ConfigError
 from twostroke.core.named import named
@@ -82,34 +82,6 @@ def rent_and_power(hardware: Hardware) -> tuple[str, str]:
     """A line for the price and one for the power that plans on ``hardware`` assume."""
     usd, watts = hardware.usd_per_hour, hardware.watts
     return price_line("price", usd, f"${usd.value:.4g} an hour"), price_line("power", watts, f"{watts.value:.4g} W")
-
-
-def check_share(name: str, value: float) -> float:
-    """A share of time that something works: above 0, at most 1. Raises ConfigError."""
-    if not 0 < value <= 1:
-        raise ConfigError(f"{name}={value:g} must be a share above 0 and at most 1. Give 0.6 for 60%.")
-    return value
-
-
-def check_amount(name: str, value: float) -> float:
-    """An amount of money, time or work: finite, not negative. Raises ConfigError."""
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(f"{name}={value:g} must be a finite number that is not negative.")
-    return value
-
-
-def check_positive(name: str, value: float) -> float:
-    """An amount that must be there: finite, above 0. Raises ConfigError."""
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{name}={value:g} must be a finite number above 0.")
-    return value
-
-
-def check_count(name: str, value: int) -> int:
-    """How many of something that must be there: at least 1. Raises ConfigError."""
-    if value < 1:
-        raise ConfigError(f"{name}={value} must be at least 1.")
-    return value
 
 
 # -- device time ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, NamedTuple
 
-from twostroke.core.errors import ConfigError
+from twostroke.core.checks import check_amount, check_count
 from twostroke.core.named import letter, named
 
 
@@ -104,26 +104,19 @@ POISSON_SCV = 1.0
 """Gaps between requests of many people who do not know of each other."""
 
 
-def _check(**values: float) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not value >= 0 or math.isinf(value):
-            raise ConfigError(f"{name}={value!r} must be a finite number of at least 0.")
-
-
 def utilisation(rate_per_s: float, service_s: float, servers: int = 1) -> float:
     """rate · service ÷ servers: the share of time that a server is busy; 1 and more means that the queue never ends."""
-    _check(rate_per_s=rate_per_s, service_s=service_s)
-    if servers < 1:
-        raise ConfigError(f"servers={servers} must be at least 1.")
+    check_amount("rate_per_s", rate_per_s)
+    check_amount("service_s", service_s)
+    check_count("servers", servers)
     return rate_per_s * service_s / servers
 
 
 def erlang_c(offered_load: float, servers: int) -> float:
     """Probability that an arrival has to wait in M/M/c, from Erlang's B by its recursion: B_k = a·B_{k−1} ÷ (k + a·B_{k−1}),
     C = B ÷ (1 − ρ(1 − B)); 1 where the load is not carried. ``offered_load`` a = rate · service, in Erlang."""
-    _check(offered_load=offered_load)
-    if servers < 1:
-        raise ConfigError(f"servers={servers} must be at least 1.")
+    check_amount("offered_load", offered_load)
+    check_count("servers", servers)
     if offered_load >= servers:
         return 1.0
     blocked = 1.0
@@ -139,7 +132,8 @@ def several_servers_wait_s(
 
     Exact for M/M/c and M/G/1. Allen, Probability, Statistics and Queueing Theory, 2nd ed., 1990, section 5.3.
     """
-    _check(service_scv=service_scv, arrival_scv=arrival_scv)
+    check_amount("service_scv", service_scv)
+    check_amount("arrival_scv", arrival_scv)
     busy = utilisation(rate_per_s, service_s, servers)
     if busy >= 1:
         return math.inf
@@ -155,7 +149,8 @@ def stepped_server_wait_s(rate_per_s: float, step_s: float, added_s: float) -> f
     half of that and for those who arrived in it and go into the same step, on average λ·m·X in all: m/2 + ρ·m. The variance
     leaves out that long steps follow long ones, so waits near ρ = 1 are longer than this.
     """
-    _check(step_s=step_s, added_s=added_s)
+    check_amount("step_s", step_s)
+    check_amount("added_s", added_s)
     busy = utilisation(rate_per_s, added_s)
     if busy >= 1:
         return math.inf

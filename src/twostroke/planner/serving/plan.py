@@ -217,21 +217,12 @@ class ServingPlan:
 
     def prediction(self) -> Annotated[dict[str, float | dict[str, float]], ServingPrediction, "the results"]:
         """Ledger names → values."""
-        return {
-            "ttft_s": self.ttft_s,
-            "tpot_s": self.tpot_s,
-            "e2e_s": self.e2e_s,
-            "prefill_tok_per_s": self.prefill_tok_per_s,
-            "decode_tok_per_s": self.decode_tok_per_s,
-            "output_tok_per_s": self.output_tok_per_s,
-            "weights_bytes": self.memory_bytes["weights"],
-            "kv_cache_bytes": self.kv_cache_bytes,
-            "peak_memory_bytes": self.peak_memory_bytes,
-            "model_bytes": self.model_bytes,
-            "startup_s": self.startup_s,
-            "energy_per_mtok_kwh": self.kwh_per_mtok,
-            "cost_per_mtok_usd": self.usd_per_mtok,
-        }
+        kept = {"energy_per_mtok_kwh": "kwh_per_mtok", "cost_per_mtok_usd": "usd_per_mtok"}
+        return {name: getattr(self, kept.get(name, name)) for name in ServingPrediction.__annotations__}
+
+    @property
+    def weights_bytes(self) -> float:
+        return self.memory_bytes["weights"]
 
 
 # -- which engine ---------------------------------------------------------------------------------------------------------

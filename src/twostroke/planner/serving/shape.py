@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
+from twostroke.core.checks import check_whole
 from twostroke.core.errors import ConfigError
 from twostroke.core.named import named
 from twostroke.core.policy import PAGE_TOKENS
@@ -38,7 +39,6 @@ class Placement:
 
 
 HEAD_DTYPES = ("auto", *WEIGHTS)
-
 CACHE_DTYPES = ("auto", *CACHES)
 
 
@@ -65,12 +65,10 @@ class ServingShape:
     in_int8: Annotated[tuple[str, ...], "matrices of an int4 directory that it holds in int8, each as layer.product"] = ()
 
     def __post_init__(self) -> None:
-        least = {"batch": 1, "prompt_tokens": 1, "output_tokens": 1, "kv_cache_bytes": 0, "max_model_len": 0}
-        least |= {"tensor": 1, "pipeline": 1, "expert": 1, "answers": 1}
-        for name, bound in least.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < bound:
-                raise ConfigError(f"{name}={value!r} must be a whole number of at least {bound}.")
+        for name in ("batch", "prompt_tokens", "output_tokens", "tensor", "pipeline", "expert", "answers"):
+            check_whole(name, getattr(self, name))
+        for name in ("kv_cache_bytes", "max_model_len"):
+            check_whole(name, getattr(self, name), 0)
         if self.batch % self.answers:
             raise ConfigError(f"batch={self.batch} must be a multiple of answers={self.answers}: each prompt has so many.")
         scheme_of(self.scheme)

@@ -418,7 +418,6 @@ def one_pass(
 MEASURED = Efficiencies(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 """A calibrated machine's rates are what it reaches already."""
 
-
 CPU = replace(
     MEASURED,
     product_bandwidth_share=ASSUMED_BANDWIDTH_EFFICIENCY,

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
 
+from twostroke.core.checks import check_limit
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.planner.money.cost import usd_per_million_tokens
 from twostroke.planner.serving.load import closed_loop, open_loop_first_token, several_servers_wait_s
@@ -35,9 +36,8 @@ class Slo:
     tpot_s: Annotated[float | None, "longest s between tokens"] = None
 
     def __post_init__(self) -> None:
-        for name, value in (("TTFT", self.ttft_s), ("TPOT", self.tpot_s)):
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"an SLO of {value:g} s for {name} must be above 0 and finite. Leave it out for no limit.")
+        for name, value in vars(self).items():
+            check_limit(name, value)
 
     def met(self, ttft_s: float, tpot_s: float) -> bool:
         return (self.ttft_s is None or ttft_s <= self.ttft_s) and (self.tpot_s is None or tpot_s <= self.tpot_s)

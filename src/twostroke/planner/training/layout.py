@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated
 
+from twostroke.core.checks import check_whole
 from twostroke.core.errors import ConfigError
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import Hardware, Link
@@ -36,9 +37,7 @@ class Layout:
     def __post_init__(self) -> None:
         counts = ("data", "tensor", "pipeline", "interleave", "expert")
         for name in counts if self.devices_per_node is None else (*counts, "devices_per_node"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
+            check_whole(name, getattr(self, name))
         if isinstance(self.zero, bool) or self.zero not in ZERO_STAGES:
             raise ConfigError(f"zero={self.zero!r} must be 0 (DDP), 1, 2 or 3 (FSDP2).")
         if self.zero and self.data == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from twostroke.core import engines
 from twostroke.core.described import As, LeftOut
@@ -212,30 +212,12 @@ class TrainingPlan:
         return named("wall_time_s", seconds, "s", "with failures and checkpoints", section="storage")
 
     def prediction(self) -> Annotated[dict[str, float | dict[str, float]], TrainingPrediction, "the results"]:
-        """Ledger names → values."""
-        values: dict[str, float | dict[str, float]] = {
-            "step_time_s": self.step_time_s,
-            "forward_s": self.forward_s,
-            "backward_s": self.backward_s,
-            "optimizer_s": self.optimizer_s,
-            "data_s": self.data_s,
-            "train_tok_per_s": self.tok_per_s,
-            "mfu": self.mfu,
-            "peak_memory_bytes": self.peak_memory_bytes,
-            "weights_bytes": self.memory_bytes["weights"],
-            "gradients_bytes": self.memory_bytes["gradients"],
-            "optimizer_bytes": self.memory_bytes["optimizer"],
-            "activations_bytes": self.memory_bytes["activations"],
-            "checkpoint_bytes": self.checkpoint_bytes,
-            "model_bytes": self.model_bytes,
-            "startup_s": self.startup_s,
-        }
-        if self.train_time_s is not None:
-            values["train_time_s"] = self.train_time_s
-        if self.cost is not None:
-            values["energy_kwh"] = self.cost.energy_kwh
-            values["cost_usd"] = self.cost.usd
-        return values
+        """Ledger names → values. What has no value while the length of the run is open is absent."""
+        memory = {f"{term}_bytes": held for term, held in self.memory_bytes.items()}
+        cost = {"energy_kwh": self.cost and self.cost.energy_kwh, "cost_usd": self.cost and self.cost.usd}
+        found: dict[str, Any] = {"train_tok_per_s": self.tok_per_s} | memory | cost
+        values = {name: found[name] if name in found else getattr(self, name) for name in TrainingPrediction.__annotations__}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 # -- the plan -------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from twostroke.core import engines
+from twostroke.core.checks import check_whole
 from twostroke.core.errors import ConfigError
 from twostroke.core.matrices import ALL_LINEAR
 from twostroke.core.named import letter, named
@@ -47,9 +48,7 @@ class TrainingShape:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "sequence_length", "grad_accumulation", "steps", "lora_rank"):
-            value, least = getattr(self, name), 0 if name == "steps" else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}.")
+            check_whole(name, getattr(self, name), 0 if name == "steps" else 1)
         for name, choices, kind in (
             ("dtype", tuple(PRECISIONS), "a training type"),
             ("optimizer", OPTIMIZERS, "an optimizer"),
