@@ -80,5 +80,5 @@ def test_a_load_that_is_not_carried_waits_forever() -> None:
               lambda: several_servers_wait_s(float("nan"), 1.0, 1), lambda: utilisation(1.0, 1.0, 0)],
 )  # fmt: skip
 def test_impossible_queues_are_refused(wrong: object) -> None:
-    with pytest.raises(ConfigError, match="at least|not negative"):
+    with pytest.raises(ConfigError, match=r"at least|not negative"):
         wrong()  # type: ignore[operator]
