@@ -9,7 +9,7 @@ from twostroke.core.errors import ConfigError
 
 
 def check_whole(name: str, value: Any, least: int = 1) -> None:
-    """A whole number of at least ``least``; True is none."""
+    """A whole number of at least ``least``. True and False are refused, though Python counts them as 1 and 0."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}.")
 

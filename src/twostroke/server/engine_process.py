@@ -1,7 +1,7 @@
 """The engine in a process of its own: ``python -m twostroke.server.engine_process --socket PATH --model DIR``.
 
 One thread alternates between the socket and ``EngineCore.step``: it polls without waiting while there is work and sleeps
-when there is none. A second thread sends a heartbeat once a second, so that the other side can tell a stopped process from a
+otherwise. A second thread sends a heartbeat once a second, so that the other side can tell a stopped process from a
 step that never ends. It also ends the process when its parent has gone.
 
 The process survives a malformed or oversize frame (it closes that connection and aborts its requests), a request that the

@@ -150,7 +150,7 @@ double ts_read_seconds(const void* buffer, int64_t bytes, int repeats) {
     return best;
 }
 
-// How the step divides its work, for whoever measures products as the step runs them.
+// How the step divides its work. Measurements of products divide theirs alike.
 int64_t ts_chunk_rows(int64_t n_rows, int64_t n_threads) { return chunk_rows(n_rows, n_threads); }
 int64_t ts_prefetch_bytes() { return kPrefetchBytes; }
 

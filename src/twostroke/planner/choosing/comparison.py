@@ -101,7 +101,7 @@ class Comparison:
 
 
 def _work_of(works: Iterable[Work], component: str) -> Work | None:
-    """All works of ``component`` as one; None where there are none."""
+    """All works of ``component`` as one; None if no work is of it."""
     return next(iter(merge(work for work in works if work.component == component)), None)
 
 

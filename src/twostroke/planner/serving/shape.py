@@ -13,7 +13,7 @@ from twostroke.core.policy import PAGE_TOKENS
 from twostroke.core.schemes import CACHES, WEIGHTS, scheme_of
 
 ENGINES = ("any", "vllm", "trtllm", "sglang")
-"""Engines that the constants were fitted to; "any" is none of them, their mean."""
+"""Engines that the constants were fitted to; "any" takes their mean."""
 
 
 @dataclass(frozen=True)

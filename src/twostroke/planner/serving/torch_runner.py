@@ -22,7 +22,7 @@ READING_SHARE = 0.5
 parameters in fp32, bf16 and int8 (2-core EPYC, torch 2.13)."""
 
 TORCH_OPERATORS = 22
-"""Torch operators of one layer: two norms; qkv, widening, turning, copying back, gathering and storing heads, attention, out;
+"""Torch operators of one layer: two norms; qkv, widening, rotating, copying back, gathering and storing heads, attention, out;
 two products, activation and its product."""
 
 STEP_OPERATORS = 36

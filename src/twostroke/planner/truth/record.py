@@ -196,7 +196,7 @@ class Explanation:
         return iter(self.terms)
 
     def __getitem__(self, symbol: str) -> Term:
-        """The last term of that symbol. Raises ConfigError where there is none."""
+        """The last term of that symbol. Raises ConfigError if no term has it."""
         for term in reversed(self.terms):
             if term.symbol == symbol:
                 return term
