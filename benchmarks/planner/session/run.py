@@ -34,7 +34,7 @@ CALIBRATE = "twostroke calibrate"
 BESIDE = (  # what README names and its session does not type
     "twostroke train recipes/lora.toml",
     "twostroke eval runs/quick",
-    "twostroke eval runs/quick-int8",
+    "twostroke compare runs/quick runs/quick-int8",
     "twostroke bench offline runs/quick-int8 --batch 1 --batch 8",
 )
 
