@@ -155,6 +155,37 @@ class NativeRates:
     prices: tuple[StepPrices, ...] = ()
 
 
+# -- what runs taught -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Correction:
+    """The factor on one quantity's time, from ``n_runs`` runs of ``n_configurations`` configurations. ``before_percent`` and
+    ``after_percent`` are errors on the ``n_held_out`` newest runs, which the factor that was judged had not seen."""
+
+    quantity: str
+    factor: float
+    n_runs: int
+    n_configurations: int
+    n_held_out: int
+    before_percent: float
+    after_percent: float
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """Factors that plans of this machine multiply times with, as `twostroke ledger fit` learned them from the machine's own
+    runs of ``code_version`` (``planner.truth.learning``). Empty until then, and after every calibration."""
+
+    learned: tuple[Correction, ...] = ()
+    fitted_at: str = ""  # ISO 8601, UTC
+    code_version: str = ""
+
+    @property
+    def factors(self) -> dict[str, float]:
+        return {one.quantity: one.factor for one in self.learned}
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Measurements:
     """The sections that a machine profile has and a plan reads; of a datasheet's device all are empty."""
@@ -166,3 +197,4 @@ class Measurements:
     native: NativeRates | None = None
     crossovers: Crossovers = field(default_factory=Crossovers)
     conditions: Conditions = field(default_factory=Conditions)
+    corrections: Corrections = field(default_factory=Corrections)

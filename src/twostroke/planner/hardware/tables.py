@@ -23,6 +23,7 @@ from twostroke.core.profile import (
     what_changed,
 )
 from twostroke.core.rates import Engine, Measurements
+from twostroke.planner.hardware.corrections import in_use
 from twostroke.planner.hardware.device import Fact, Hardware, Link, NodeLink, Price
 
 HARDWARE_DIR = Path(__file__).parent / "devices"
@@ -236,7 +237,8 @@ def hardware_from_profile(profile: MachineProfile) -> Hardware:
         watts=watts,
         usd_per_hour=usd,
         place=place,
-        **{section.name: getattr(profile, section.name) for section in fields(Measurements)},
+        **{section.name: getattr(profile, section.name) for section in fields(Measurements) if section.name != "corrections"},
+        corrections=in_use(profile.corrections),
     )
 
 

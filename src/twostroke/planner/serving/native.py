@@ -16,6 +16,7 @@ from twostroke.core.rates import Phase
 from twostroke.core.schemes import scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.anchors import PREFILL_ANCHORS, SHALLOW, NativeAnchor, Ratios, family_of, has_steps, ratio_at
+from twostroke.planner.hardware.corrections import learned_factor
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.serving.memory import touched_pages
 from twostroke.planner.serving.native_products import (
@@ -144,11 +145,12 @@ class Native(Strategy):
         anchor, the 135M shape's bf16 step came out a quarter short; as planned it is right within 5%)."""
         ratios = anchor_ratios(type(self.shape)(scheme=self.shape.scheme), self.hardware)
         ratio = ratio_at(ratios, self.spec.d_model, max(1, self.shape.prompt_tokens - self.shape.hit_tokens))
+        ratio = learned_factor(self.hardware, "prefill") * ratio
         return tuple(work.stretched(ratio) for work in self.as_planned("prefill"))
 
     def decode(self, batch: int | None = None) -> tuple[Work, ...]:
         engine = self if batch is None else Native(self.spec, replace(self.shape, batch=batch), self.hardware)
-        return engine.as_planned("decode")
+        return tuple(work.stretched(learned_factor(self.hardware, "decode")) for work in engine.as_planned("decode"))
 
     def step(self, batch: int) -> tuple[float, float, str]:
         works = self.decode(batch)

@@ -13,6 +13,7 @@ from twostroke.core.named import letter, named, within
 from twostroke.core.policy import logits_bytes
 from twostroke.core.schemes import MIXED, NATIVE, PLANNED, TORCH_HELD, scheme_of
 from twostroke.core.spec import ModelSpec
+from twostroke.planner.hardware.corrections import corrections_notes, learned_factor
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.money.cost import Cost, TokenPrices, cost_of, token_prices, usd_per_million_tokens
 from twostroke.planner.serving.datasheet import Datasheet
@@ -329,6 +330,7 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
         notes.append(f"the KV cache holds {fitting} such requests at once, fewer than batch={shape.batch}: the others wait.")
     if engine.note:
         notes.append(engine.note)
+    notes += corrections_notes(hardware)
     with within("prefill"):
         prefill = shown(engine.prefill(), "one prompt alone")
     with within("decode"):
@@ -349,6 +351,7 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
     drawn = "a step's logits in fp32: a row for each token that is drawn or checked"
     reading = hardware.disk_cached_read_bytes_per_s or hardware.disk_write_bytes_per_s
     load, importing = weights / letter("reading", reading), letter("importing", hardware.process.torch_import_s)
+    starting = learned_factor(hardware, "serve_startup")
     once, later = prefill_flops(spec, shape.prompt_tokens) / shape.prompt_tokens, decode_flops(spec, shape.context)
     return ServingPlan(
         spec=spec,
@@ -371,7 +374,7 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
         prefill_flops_per_token=named("prefill_flops_per_token", once, "FLOP", "the head for the last token only"),
         decode_flops_per_token=named("decode_flops_per_token", later, "FLOP", "one new token at the mean context"),
         model_bytes=mixed_weights_bytes(spec, engine.stored_scheme, shape.in_int8),
-        startup_s=named("startup_s", importing + load, "s", "importing torch, and reading the weights"),
+        startup_s=named("startup_s", starting * (importing + load), "s", "importing torch, and reading the weights"),
         cost_per_hour=cost_of(3600.0, hardware, shape.placement.devices),
         added_by_a_prompt_s=added,
         token_budget=engine.token_budget,

@@ -11,11 +11,13 @@ from twostroke.core.named import inputs, named
 from twostroke.core.policy import MAX_PAGES, TOKEN_BUDGET, WEIGHT_ONLY_MULTIPLE
 from twostroke.core.schemes import scheme_of
 from twostroke.core.spec import ModelSpec
+from twostroke.planner.hardware.corrections import learned_factor
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.tables import ASSUMED_LAUNCH_S
 from twostroke.planner.serving.datasheet import Datasheet
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.serving.step_time import LAYER_OPERATORS
+from twostroke.planner.work.component import Work
 
 READING_SHARE = 0.5
 """Share of the read rate that torch's products of a few rows reach: 0.45 to 0.6 in decode steps of models from 42 to 350 M
@@ -55,6 +57,22 @@ class TorchRunner(Datasheet):
     def added_s(self, prefill_s: float, step_s: float, batch: int | None = None) -> float:
         """As the native engine's: a prompt holds up those that decode for as long as it takes."""
         return prefill_s
+
+    def prefill(self) -> tuple[Work, ...]:
+        return tuple(work.stretched(learned_factor(self.hardware, "prefill")) for work in super().prefill())
+
+    def decode(self, batch: int | None = None) -> tuple[Work, ...]:
+        return tuple(work.stretched(learned_factor(self.hardware, "decode")) for work in super().decode(batch))
+
+    def prefill_s(self) -> float:
+        return learned_factor(self.hardware, "prefill") * super().prefill_s()
+
+    def decode_s(self) -> float:
+        return learned_factor(self.hardware, "decode") * super().decode_s()
+
+    def step(self, batch: int) -> tuple[float, float, str]:
+        seconds, network_s, bound = super().step(batch)
+        return learned_factor(self.hardware, "decode") * seconds, network_s, bound
 
     def _second_copies_bytes(self) -> float:
         """Bytes of the int8 matrices that are held twice, plain for few rows and packed for many: those that one row passes

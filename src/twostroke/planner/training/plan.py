@@ -12,6 +12,7 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.named import inputs, letter, named, within
 from twostroke.core.policy import attends_explicitly
 from twostroke.core.spec import ModelSpec
+from twostroke.planner.hardware.corrections import corrections_notes, learned_factor
 from twostroke.planner.hardware.device import DATASHEET_NOTE, Hardware
 from twostroke.planner.hardware.network import all_reduce_sent_bytes
 from twostroke.planner.money.cost import Cost, cost_of
@@ -279,7 +280,7 @@ def plan_training(
         forward = shown(time.forward, "a pass over a micro-batch on the slowest stage")
     with within("backward"):
         backward = shown(time.backward, "a pass over a micro-batch on the slowest stage, what is computed again included")
-    data_s = letter("data_token", ASSUMED_DATA_TOKEN_S) * shape.tokens_per_step
+    data_s = learned_factor(hardware, "data") * (letter("data_token", ASSUMED_DATA_TOKEN_S) * shape.tokens_per_step)
     source = "weights as they are trained and the optimizer's state, of all ranks"
     stored = named("checkpoint_bytes", stored, "bytes", source, section="storage")
     finished = letter("w", bytes_of("fp32" if shape.dtype == "fp32" else shape.compute_dtype)) * trained
@@ -301,7 +302,7 @@ def plan_training(
         network_bytes_per_step=sum(t.sent_bytes for t in traffic)
         or all_reduce_sent_bytes(bytes_of(shape.compute_dtype) * trained, 2),
         cost=None,
-        notes=(*spec.notes, *(() if hardware.basis == "measured" else (DATASHEET_NOTE,))),
+        notes=(*spec.notes, *(corrections_notes(hardware) if hardware.basis == "measured" else (DATASHEET_NOTE,))),
         layout=layout,
         traffic=traffic,
         bubble_s=bubble_of(shape, layout, time, traffic),
@@ -352,6 +353,7 @@ def startup_s(shape: TrainingShape, hardware: Hardware) -> float:
     """Seconds before the first step: importing torch and, compiled, one block's forward and backward."""
     compile_s = (hardware.training.block_compile_s or ASSUMED_COMPILE_S) if shape.compile else 0.0
     seconds = letter("importing", hardware.process.torch_import_s) + letter("compiling", compile_s)
+    seconds = learned_factor(hardware, "train_startup") * seconds
     return named("startup_s", seconds, "s", "importing torch and, compiled, one block's forward and backward")
 
 

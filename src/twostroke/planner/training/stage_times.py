@@ -9,6 +9,7 @@ from functools import lru_cache
 from twostroke.core.named import within
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.anchors import layer_and_around, ratio_at, training_anchors
+from twostroke.planner.hardware.corrections import learned_factor
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.training.layout import SINGLE, Layout
 from twostroke.planner.training.passes import layer_works, loss_work, optimizer_work, recomputed_works, setup_work
@@ -92,8 +93,14 @@ def _measured_ratios(like: TrainingShape, hardware: Hardware) -> dict[int, Ancho
 
 def update_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> Work:
     """The optimizer's update, held to the anchors. What Muon adds to one was not part of them."""
-    work = optimizer_work(spec, shape, hardware, layout)
+    work = optimizer_work(spec, shape, hardware, layout).stretched(learned_factor(hardware, "update"))
     return work if shape.optimizer == "muon" else work.stretched(anchor_ratios(spec, shape, hardware).update)
+
+
+def learned_ratios(hardware: Hardware) -> AnchorRatios:
+    """Factors on the passes that the machine's own runs taught."""
+    factors = {direction: learned_factor(hardware, direction) for direction in DIRECTIONS}
+    return AnchorRatios(factors, factors) if hardware.corrections.learned else AS_PLANNED
 
 
 @dataclass(frozen=True)
@@ -152,6 +159,7 @@ def stage_time(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout
     """The passes, held to the anchors, and put on the stages as often as each has its layers."""
     shape = replace(shape, dtype=rate_dtype(shape, hardware))
     passes = passes_of(spec, shape, hardware, layout).held_to(anchor_ratios(spec, shape, hardware))
+    passes = passes.held_to(learned_ratios(hardware))
     whole = stages(spec.n_layers, layout.pipeline, layout.interleave)
     layer_s = passes.layer_s("forward") + passes.layer_s("backward")
     loss_s = sum(total_seconds(works) for works in passes.loss.values())

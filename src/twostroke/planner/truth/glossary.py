@@ -109,6 +109,7 @@ GLOSSARY: dict[str, str] = {
     "β_0": "bandwidth at the working set that products were calibrated with, bytes/s",
     "rate": "measured rate of this operation: bytes, elements or FLOP a second",
     "ratio": "measured over planned time, of whole steps that calibration took",
+    "learned": "factor on this quantity's time that this machine's own runs taught (`twostroke ledger fit`)",
     "hidden": "seconds of work that traffic hides behind",
     "micro_batch": "seconds of an ordinary stage's micro-batch",
     "in_int8": "bytes that matrices held in int8 take more",
