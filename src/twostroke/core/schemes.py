@@ -75,8 +75,9 @@ class Scheme:
     in a mixture of experts nothing but the experts' matrices is quantised.
 
     On accelerators: ``activations`` is the type that products need them in, ``products`` the types of arithmetic from the best
-    to the least, ``published`` the ``quant_method`` of checkpoints that come so. ``planned`` says whether datasheet devices can
-    be planned with it, ``searched`` whether a search tries it unasked.
+    to the least, ``published`` the ``quant_method`` of checkpoints that come so (of NVIDIA's Model Optimizer the
+    ``quant_algo``). ``planned`` says whether datasheet devices can be planned with it, ``searched`` whether a search tries it
+    unasked.
 
     In our engine: ``native`` is the library's format ("": it has none), ``torch`` the products of the torch runner for few rows
     and for many. Calibration measures whole native steps where it is ``stepped``. ``beside`` names the scheme that a
@@ -175,7 +176,7 @@ _ROWS = (
     # E4M3 with an fp32 scale a block of 128 × 128: DeepSeek-V3's checkpoints (arXiv 2412.19437, section 3.3.2).
     Scheme(
         "fp8", "fp8", 4.0, 128, 128,
-        activations="fp8", products=("fp8", "bf16"), published=("fp8", "fbgemm_fp8"), searched=True,
+        activations="fp8", products=("fp8", "bf16"), published=("fp8", "fbgemm_fp8", "FP8", "FP8_PB_WO"), searched=True,
         native="bf16", torch=("packed_bf16",), disk=FLOAT_QUANTIZED, own="fp8-channel",
     ),
     # Ours, as `twostroke quantize` writes it and llm-compressor's FP8_DYNAMIC: an fp32 scale an output.
@@ -185,21 +186,27 @@ _ROWS = (
     ),
     # An fp32 scale an output. Accelerators hold weights alone so; w8a8 rounds activations too, as our engine always does.
     Scheme(
-        "int8", "int8", 4.0, published=("gptq", "awq"), searched=True, label="int8 × bf16",
+        "int8", "int8", 4.0, published=("gptq", "awq", "W8A16"), searched=True, label="int8 × bf16",
         native="int8", torch=(W8, W8A8), stepped=True, disk=INT_QUANTIZED,
     ),
     Scheme("int8_weight_only", "int8", 4.0, planned=False, native="int8_weight_only"),
-    Scheme("w8a8", "int8", 4.0, activations="int8", products=("int8", "bf16")),
+    Scheme(
+        "w8a8", "int8", 4.0,
+        activations="int8", products=("int8", "bf16"), published=("INT8_SQ", "W8A8_SQ_PER_CHANNEL"),
+    ),
     # Groups of 128 inputs share an fp16 scale and a 4-bit zero point, as AWQ and GPTQ pack them: 4.16 bits a weight.
     Scheme(
-        "int4", "int4", 2.5, group=128, published=("gptq", "awq"), searched=True,
+        "int4", "int4", 2.5, group=128, published=("gptq", "awq", "W4A16_AWQ", "W4A8_AWQ"), searched=True,
         native="int4", torch=("packed_bf16",), stepped=True, beside="int8", disk=PACK_QUANTIZED, own="int4-g64",
     ),
     *map(_fours, GROUPS),
     # OCP Microscaling 1.0: blocks of 32 with one 8-bit exponent, 4.25 bits a weight.
-    Scheme("mxfp4", "fp4", 1.0, group=32, experts_only=True, products=("fp4", "fp8", "bf16"), published=("mxfp4",)),
+    Scheme("mxfp4", "fp4", 1.0, group=32, experts_only=True, products=("fp4", "fp8", "bf16"), published=("mxfp4", "MXFP4")),
     # NVIDIA's: blocks of 16 with one E4M3 scale, 4.5 bits a weight.
-    Scheme("nvfp4", "fp4", 1.0, group=16, activations="fp4", products=("fp4", "fp8", "bf16")),
+    Scheme(
+        "nvfp4", "fp4", 1.0, group=16,
+        activations="fp4", products=("fp4", "fp8", "bf16"), published=("NVFP4", "W4A16_NVFP4"),
+    ),
 )  # fmt: skip
 
 SCHEMES: dict[str, Scheme] = {row.name: row for row in _ROWS}
@@ -255,7 +262,7 @@ def written_scheme(name: str) -> Scheme:
 
 
 def published_schemes(method: object) -> tuple[Scheme, ...]:
-    """Those whose published checkpoints have ``method`` as their ``quant_method``; several differ in bits."""
+    """Those whose published checkpoints name ``method`` so; several differ in bits."""
     return tuple(row for row in _ROWS if method in row.published)
 
 

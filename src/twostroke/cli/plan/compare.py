@@ -22,6 +22,7 @@ from twostroke.cli.plan.subject import (
     SEQUENCE_LENGTH,
     SETTINGS,
     STEPS,
+    SUBJECT_HELP,
     TRAIN_TOKENS,
     read_subject,
     serving_shape,
@@ -31,20 +32,26 @@ from twostroke.core.errors import ConfigError
 TRAIN_WAYS = ("data", "zero", "tensor", "pipeline", "interleave", "expert")
 SERVE_WAYS = ("tensor", "pipeline", "expert")
 
+SHORT_WAYS = {"dp": "data", "tp": "tensor", "pp": "pipeline", "ep": "expert"}
+
 
 def _ways(option: str, text: str, known: tuple[str, ...]) -> dict[str, Any]:
-    """``data=8,zero=3`` as a dictionary. Raises ConfigError for another form or name."""
+    """``data=8,zero=3``, ``dp=8,zero=3`` or ``fsdp=8`` as a dictionary. Raises ConfigError for another form or name."""
     found: dict[str, int] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         name, _, value = part.partition("=")
-        if name not in known or not value.isdigit():
+        name = SHORT_WAYS.get(name, name)
+        if name == "fsdp" and "zero" in known and value.isdigit():
+            found |= {"data": int(value), "zero": 3}
+        elif name in known and value.isdigit():
+            found[name] = int(value)
+        else:
             raise ConfigError(f"{option}={text}: {part!r} is not one of {', '.join(known)} with a number, as {known[0]}=2.")
-        found[name] = int(value)
     return found
 
 
 def compare(
-    subject: str = typer.Argument(metavar="MODEL|RECIPE", help="A model directory, a config.json or a recipe (.toml)."),
+    subject: str = typer.Argument(metavar="MODEL|RECIPE", help=SUBJECT_HELP),
     hardware: str = HARDWARE,
     settings: list[str] = SETTINGS,
     train_tokens: int = TRAIN_TOKENS,
@@ -59,11 +66,9 @@ def compare(
     batch: int = BATCH,
     prompt_tokens: int = PROMPT,
     output_tokens: int = OUTPUT,
-    train_layout: str = typer.Option(
-        "", help="Devices of training, such as data=8,zero=3 or tensor=8,pipeline=2. Default: one."
-    ),
+    train_layout: str = typer.Option("", help="Devices of training, such as fsdp=8, or tp=8,pp=2. Default: one."),
     checkpointing: str = typer.Option("none", help="What training's backward computes again: none, selective or full."),
-    serve_layout: str = typer.Option("", help="Devices of serving, such as tensor=8 or tensor=1,expert=8. Default: one."),
+    serve_layout: str = typer.Option("", help="Devices of serving, such as tp=8, or tp=1,ep=8. Default: one."),
     train_run: str = typer.Option(None, help="A training run of the ledger whose measurements go beside the predictions."),
     serve_run: list[str] = typer.Option([], help="Serving or bench runs of the ledger, likewise. Repeatable."),
     explain: bool = EXPLAIN,

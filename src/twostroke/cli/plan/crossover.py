@@ -57,9 +57,9 @@ def crossover(
     batch: int = BATCH,
     prompt_tokens: int = PROMPT,
     output_tokens: int = OUTPUT,
-    tensor: int = typer.Option(1, help="Serving: devices that share each matrix."),
-    pipeline: int = typer.Option(1, help="Serving: stages of layers."),
-    expert: int = typer.Option(1, help="Serving: devices that share a layer's experts."),
+    tensor: int = typer.Option(1, "--tp", "--tensor", help="Serving: devices that share each matrix."),
+    pipeline: int = typer.Option(1, "--pp", "--pipeline", help="Serving: stages of layers."),
+    expert: int = typer.Option(1, "--ep", "--expert", help="Serving: devices that share a layer's experts."),
     utilisation: float = typer.Option(UTILISATION, help="Share of the time that serving machines work."),
     usd_per_request: float | None = typer.Option(
         None, help="What serving one request costs; without it, that of the subject's plan."

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit
-from twostroke.cli.plan.subject import OUTPUT, PROMPT, SETTINGS, read_subject, serving_shape
+from twostroke.cli.plan.subject import OUTPUT, PROMPT, SETTINGS, SUBJECT_HELP, read_subject, serving_shape
 from twostroke.core.optimizers import CHOICES
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ TERMS = {"on-demand": "on demand", "spot": "spot", "bought": "bought"}
 
 
 def search(
-    subject: str = typer.Argument(metavar="MODEL|RECIPE", help="A model directory, a config.json or a recipe (.toml)."),
+    subject: str = typer.Argument(metavar="MODEL|RECIPE", help=SUBJECT_HELP),
     phase: str = typer.Option("both", help="What to choose for: train, serve or both (each apart)."),
     hardware: list[str] = typer.Option([], help='A device by name, or "this". Repeatable; without it every device.'),
     objective: str = typer.Option("cost", help="What is best: cost, time, throughput or energy."),
@@ -30,7 +30,9 @@ def search(
     terms: str = typer.Option("on-demand", help="How devices are paid for: on-demand, spot or bought."),
     prompt_tokens: int = PROMPT,
     output_tokens: int = OUTPUT,
-    scheme: list[str] = typer.Option([], help="Serving: only these ways to hold weights. Repeatable."),
+    scheme: list[str] = typer.Option(
+        [], help="Serving: only these ways to hold weights; without it a quantised checkpoint's own, else several. Repeatable."
+    ),
     requests_per_s: float = typer.Option(0.0, help="Serving: requests a second, for the number of replicas; 0: one kept full."),
     slo_ttft_ms: float = typer.Option(None, help="Serving: longest time to the first token, in ms."),
     slo_tpot_ms: float = typer.Option(None, help="Serving: longest time per output token, in ms."),
@@ -96,7 +98,7 @@ def search(
         work = train_work(found.spec, tokens, sequence_length, batch_tokens, optimizer)
         searches.append(search_training(found.spec, work, space, TrainLimits(days, budget_usd, usd_per_hour), objective))
     if phase != "train":
-        space = Space(machines["serve"], max_devices, tuple(scheme))
+        space = Space(machines["serve"], max_devices, tuple(scheme) or ((found.published,) if found.published else ()))
         shape = serving_shape(found, "bf16", 1, prompt_tokens, output_tokens)
         limits = ServeLimits(_seconds(slo_ttft_ms), _seconds(slo_tpot_ms), usd_per_mtok, usd_per_hour)
         asked = ServeWork(shape.prompt_tokens, shape.output_tokens, requests_per_s)

@@ -17,13 +17,16 @@ from twostroke.cli.plan.subject import (
     PROMPT,
     SCHEME,
     SETTINGS,
+    SUBJECT_HELP,
     read_subject,
     serving_shape,
 )
 
-TENSOR = typer.Option(1, help="Devices that share every matrix (tensor parallel).")
-PIPELINE = typer.Option(1, help="Stages of layers, each on devices of its own.")
-EXPERT = typer.Option(1, help="Devices that share the experts; above --tensor, attention is data-parallel over them.")
+TENSOR = typer.Option(1, "--tp", "--tensor", help="Devices that share every matrix (tensor parallel).")
+PIPELINE = typer.Option(1, "--pp", "--pipeline", help="Stages of layers, each on devices of its own.")
+EXPERT = typer.Option(
+    1, "--ep", "--expert", help="Devices that share the experts; above --tensor, attention is data-parallel over them."
+)
 ENGINE = typer.Option("any", help="Engine whose step times are taken on a datasheet's device: any, vllm, trtllm or sglang.")
 PREFIX_HITS = typer.Option(0.0, "--prefix-hits", help="Share of a prompt's tokens that are in the cache already, 0 to 1.")
 SPECULATE = typer.Option("", metavar="γ,α,c", help="Speculation: tokens drafted, share accepted, a draft's time ÷ a step's.")
@@ -34,7 +37,7 @@ DISAGGREGATE = typer.Option(False, "--disaggregate", help="Also plan --rate with
 
 
 def serve(
-    subject: str = typer.Argument(metavar="MODEL|RECIPE", help="A model directory, a config.json or a recipe (.toml)."),
+    subject: str = typer.Argument(metavar="MODEL|RECIPE", help=SUBJECT_HELP),
     hardware: str = HARDWARE,
     settings: list[str] = SETTINGS,
     scheme: str = SCHEME,

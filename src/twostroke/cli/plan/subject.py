@@ -11,7 +11,7 @@ import typer
 
 from twostroke.core.documents import read_object
 from twostroke.core.engines import CACHE_CHOICES, WEIGHT_CHOICES
-from twostroke.core.errors import ConfigError, CorruptFileError, InputError
+from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.optimizers import CHOICES
 from twostroke.core.schemes import SCHEMES
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 UNKNOWN_TRAIN_TOKENS = 10**12
 """Tokens of text that are assumed before it is counted: more than any budget here reads, so that none is read twice."""
 
+SUBJECT_HELP = "A model of the Hub as meta-llama/Llama-3.1-8B, a model directory, a config.json or a recipe (.toml)."
 HARDWARE = typer.Option("this", help='A device by name, or "this" for the machine that `twostroke calibrate` measured.')
 BATCH_SIZE = typer.Option(16, help="Sequences in one forward and backward.")
 SEQUENCE_LENGTH = typer.Option(512, help="Tokens of a training sequence.")
@@ -37,7 +38,7 @@ EAGER = typer.Option(False, "--eager", help="Plan for training without torch.com
 STEPS = typer.Option(0, help="Length of the run in steps; without it only rates are planned.")
 SETTINGS = typer.Option([], "--set", help="Override one recipe key: section.key=value. Repeatable.")
 TRAIN_TOKENS = typer.Option(0, help="Tokens of text there are; without it, those of the recipe's prepared data.")
-SCHEME = typer.Option("auto", help=f"How weights are held: auto (as the directory is, else bf16), {', '.join(SCHEMES)}.")
+SCHEME = typer.Option("auto", help=f"How weights are held: auto (as the checkpoint is, else bf16), {', '.join(SCHEMES)}.")
 HEAD_DTYPE = typer.Option("auto", help=f"How our engine holds the output head: {WEIGHT_CHOICES}.")
 BATCH = typer.Option(8, help="Requests that decode together.")
 PROMPT = typer.Option(0, "--prompt", help="Tokens of a prompt; without it half the context, at most 512.")
@@ -59,10 +60,12 @@ class Subject:
     notes: tuple[str, ...] = ()
     held: Held | None = None
     """How a directory that `twostroke quantize` wrote holds its matrices."""
+    published: str | None = None
+    """The scheme of a checkpoint that another tool quantised."""
 
     def scheme(self, asked: str) -> str:
-        """``asked``, or the scheme that "auto" means here."""
-        return (self.held.scheme if self.held else "bf16") if asked == "auto" else asked
+        """``asked``, or the scheme that "auto" means here: the checkpoint's own, bf16 where it is plain."""
+        return (self.held.scheme if self.held else self.published or "bf16") if asked == "auto" else asked
 
     def in_int8(self, asked: str) -> tuple[str, ...]:
         """Matrices that a directory of int4 holds in int8, if it is planned as it is."""
@@ -87,7 +90,7 @@ def _prepared_counts(recipe: TrainRecipe) -> tuple[int, int] | None:
 
 
 def _from_recipe(path: Path, settings: list[str], hardware: Hardware, train_tokens: int) -> Subject:
-    from twostroke.core.families import read_spec
+    from twostroke.core.families import named_model
     from twostroke.core.recipe import read_recipe, spec_from_recipe
     from twostroke.planner.choosing.size_ladder import rank_models
     from twostroke.planner.training.plan import steps_for_budget
@@ -103,7 +106,7 @@ def _from_recipe(path: Path, settings: list[str], hardware: Hardware, train_toke
     ranking: tuple[Rung, ...] = ()
     model = recipe.model
     if model.init_from is not None:
-        spec = read_spec(model.init_from)
+        spec = named_model(model.init_from).spec
     else:
         if model.size == "auto":
             ranked = rank_models(recipe.train.budget_s, vocabulary, tokens, recipe.train, hardware)
@@ -116,22 +119,33 @@ def _from_recipe(path: Path, settings: list[str], hardware: Hardware, train_toke
 
 
 def read_subject(text: str, settings: list[str], hardware: Hardware, train_tokens: int = 0) -> Subject:
-    """The subject that ``text`` names: a recipe (.toml), a model directory or a config.json."""
-    from twostroke.core.families import read_spec
+    """The subject that ``text`` names: a recipe (.toml), a model directory, a config.json or a model of the Hub."""
+    from twostroke.core.families import named_model
 
     path = Path(text)
     if path.suffix == ".toml":
         return _from_recipe(path, settings, hardware, train_tokens)
     if settings:
         raise ConfigError(f"--set needs a recipe, and {text} is not a .toml file. Use the options instead, or name a recipe.")
-    if not path.exists():
-        raise InputError(f"{text} does not exist. Give a recipe (.toml), a model directory or a config.json.")
-    spec = read_spec(path)
-    return Subject(str(path), spec, None, held=_held(path, spec))
+    found = named_model(text)
+    ours = _held(found.directory, found.spec) if found.directory is not None and found.scheme is not None else None
+    published, notes = (None, ()) if ours else _served_as(found.scheme, hardware)
+    return Subject(found.name, found.spec, None, notes=notes, held=ours, published=published)
+
+
+def _served_as(scheme: str | None, hardware: Hardware) -> tuple[str | None, tuple[str, ...]]:
+    """The scheme that a published one is planned in on ``hardware``, and a note where it is another: our engine has its own."""
+    if scheme is None or not hardware.is_calibrated_cpu:
+        return scheme, ()
+    from twostroke.planner.serving.plan import served_schemes
+
+    if scheme in served_schemes(hardware):
+        return scheme, ()
+    return None, (f"published in {scheme}, which our engine does not serve on this machine: planned in bf16.",)
 
 
 def _held(path: Path, spec: ModelSpec) -> Held | None:
-    """How the directory is quantised; None for plain weights, a bare config.json, and formats of other tools."""
+    """How a quantised directory is held by our engine; None for formats of other tools."""
     from twostroke.quantization.held import held
 
     try:

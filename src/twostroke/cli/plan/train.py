@@ -9,7 +9,16 @@ import typer
 
 from twostroke.cli.console import JSON_HELP, emit
 from twostroke.cli.plan.explain import EXPLAIN, with_terms
-from twostroke.cli.plan.subject import EAGER, HARDWARE, SEQUENCE_LENGTH, SETTINGS, STEPS, TRAIN_TOKENS, read_subject
+from twostroke.cli.plan.subject import (
+    EAGER,
+    HARDWARE,
+    SEQUENCE_LENGTH,
+    SETTINGS,
+    STEPS,
+    SUBJECT_HELP,
+    TRAIN_TOKENS,
+    read_subject,
+)
 from twostroke.core.errors import ConfigError
 from twostroke.core.optimizers import CHOICES
 
@@ -35,7 +44,7 @@ SHAPE_OPTIONS = (
 
 def train(
     context: typer.Context,
-    subject: str = typer.Argument(metavar="RECIPE|MODEL", help="A recipe (.toml), a model directory or a config.json."),
+    subject: str = typer.Argument(metavar="RECIPE|MODEL", help=SUBJECT_HELP),
     hardware: str = HARDWARE,
     settings: list[str] = SETTINGS,
     train_tokens: int = TRAIN_TOKENS,
@@ -52,15 +61,16 @@ def train(
     lora_targets: str = typer.Option("all-linear", help="Matrices with an adapter, as q_proj,v_proj."),
     checkpointing: str = typer.Option("none", help="What backward computes again: none, selective (elementwise work) or full."),
     logits: str = typer.Option("chunked", help="chunked, or whole for a loss that takes a micro-batch's logits at once."),
-    data: int = typer.Option(1, "--data-parallel", help="Ranks that each read their own part of the batch."),
+    data: int = typer.Option(1, "--dp", "--data-parallel", help="Ranks that each read their own part of the batch."),
     zero: int = typer.Option(
         0, help="What they share out: 0 nothing (DDP), 1 optimizer, 2 gradients too, 3 weights too (FSDP2)."
     ),
-    tensor: int = typer.Option(1, help="Devices that share each matrix."),
+    fsdp: int = typer.Option(0, help="Short for --data-parallel with --zero 3: ranks that share out all of the state."),
+    tensor: int = typer.Option(1, "--tp", "--tensor", help="Devices that share each matrix."),
     sequence_parallel: bool = typer.Option(True, help="Tensor parallel cuts norms along the sequence."),
-    pipeline: int = typer.Option(1, help="Stages of layers."),
+    pipeline: int = typer.Option(1, "--pp", "--pipeline", help="Stages of layers."),
     interleave: int = typer.Option(1, help="Chunks of layers that a stage holds."),
-    expert: int = typer.Option(1, help="Devices that share a layer's experts."),
+    expert: int = typer.Option(1, "--ep", "--expert", help="Devices that share a layer's experts."),
     devices_per_node: int = typer.Option(0, help="Devices that the fast link joins; without it, the hardware's own number."),
     mtbf_hours: float = typer.Option(0.0, help="Hours between failures of one device; without it, 50,676 (Llama 3's H100)."),
     explain: bool = EXPLAIN,
@@ -82,6 +92,8 @@ def train(
     from twostroke.planner.truth.intervals import low_by_of, predict_with_intervals
 
     machine = load_hardware(hardware, "train")
+    if fsdp:
+        data, zero = _of_fsdp(fsdp, data, zero)
     layout = Layout(
         data,
         zero,
@@ -132,6 +144,13 @@ def train(
 NOTHING_FITS = (
     "no number of devices, sharded so and recomputing everything, makes it fit: shorten the sequence or use adapters."
 )
+
+
+def _of_fsdp(ranks: int, data: int, zero: int) -> tuple[int, int]:
+    """(data, zero) of ``--fsdp``. Raises ConfigError beside the options that it stands for."""
+    if data != 1 or zero not in (0, 3):
+        raise ConfigError(f"--fsdp={ranks} stands for --data-parallel {ranks} --zero 3. Give it or them.")
+    return ranks, 3
 
 
 def _or_none(name: str, value: Number) -> Number | None:

@@ -7,6 +7,7 @@ family is one row of ``registry``.
 from __future__ import annotations
 
 from twostroke.core.families.files import read_config, read_spec
+from twostroke.core.families.hub import Named, named_model
 from twostroke.core.families.registry import (
     FAMILIES,
     PLANNED_FAMILIES,
@@ -24,9 +25,11 @@ __all__ = [
     "PLANNED_FAMILIES",
     "REFUSED",
     "Family",
+    "Named",
     "all_families",
     "config_from_spec",
     "layout",
+    "named_model",
     "read_config",
     "read_spec",
     "spec_from_config",

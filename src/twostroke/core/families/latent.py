@@ -1,4 +1,4 @@
-"""Latent attention with shared and routed experts: DeepSeek-V2, DeepSeek-V3 (and R1), GLM-5."""
+"""Latent attention with shared and routed experts: DeepSeek-V2, DeepSeek-V3 (and R1), Kimi K2, GLM-5."""
 
 from __future__ import annotations
 
@@ -57,6 +57,11 @@ def parse_deepseek_v2(config: dict[str, Any]) -> ModelSpec:
 def parse_deepseek_v3(config: dict[str, Any]) -> ModelSpec:
     """arXiv 2412.19437: 671 billion parameters without the multi-token-prediction layer, which adds 14 billion on disk."""
     return _latent("deepseek_v3", config, Defaults(max_positions=4096, bos=0, eos=1))
+
+
+def parse_kimi_k2(config: dict[str, Any]) -> ModelSpec:
+    """DeepSeek-V3's layer with 384 experts, 64 heads and one dense layer (arXiv 2507.20534, table 2)."""
+    return _latent("kimi_k2", config, Defaults(max_positions=131_072, bos=163_584, eos=163_585), first_dense=1)
 
 
 def parse_glm_moe_dsa(config: dict[str, Any]) -> ModelSpec:

@@ -10,7 +10,7 @@ from typing import Any
 
 from twostroke.core.errors import ConfigError, UnsupportedFamilyError
 from twostroke.core.families import dense, earlier, experts, gemma, gpt2, latent, llama, phi
-from twostroke.core.families.reader import Reader
+from twostroke.core.families.quantised import checkpoint_scheme
 from twostroke.core.families.short_keys import has_short_keys, with_family_keys
 from twostroke.core.families.weights import (
     GPT2_WEIGHTS,
@@ -22,7 +22,6 @@ from twostroke.core.families.weights import (
     WeightNames,
     tensors,
 )
-from twostroke.core.schemes import published_schemes
 from twostroke.core.spec import ModelSpec
 
 
@@ -65,6 +64,7 @@ PLANNED_FAMILIES: dict[str, Family] = {
         Family("minimax_m2", "MiniMaxM2ForCausalLM", experts.parse_minimax_m2),
         Family("deepseek_v2", "DeepseekV2ForCausalLM", latent.parse_deepseek_v2),
         Family("deepseek_v3", "DeepseekV3ForCausalLM", latent.parse_deepseek_v3),
+        Family("kimi_k2", "DeepseekV3ForCausalLM", latent.parse_kimi_k2),
         Family("glm_moe_dsa", "GlmMoeDsaForCausalLM", latent.parse_glm_moe_dsa),
         Family("gemma", "GemmaForCausalLM", gemma.parse_gemma),
         Family("gemma2", "Gemma2ForCausalLM", gemma.parse_gemma2),
@@ -144,33 +144,9 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     if has_short_keys(config):
         config, notes = with_family_keys(config)
         family = config["model_type"]
-    scheme = _checkpoint_scheme(config)
+    scheme = checkpoint_scheme(config)
     spec = all_families()[family].parse(config)
     return spec.with_(checkpoint_scheme=scheme, notes=spec.notes + notes) if scheme or notes else spec
-
-
-def _checkpoint_scheme(config: dict[str, Any]) -> str | None:
-    """The format of a published checkpoint's weights; None where they are plain, or in compressed-tensors' layout, which
-    ``twostroke.quantization`` writes and reads."""
-    quantised = Reader(config).object("quantization_config")
-    method = quantised.get("quant_method")
-    if not quantised or method == "compressed-tensors":
-        return None
-    found = published_schemes(method)
-    if not found:
-        raise ConfigError(
-            f"quantization_config of method {method!r:.100} is not supported. "
-            "Start from the unquantised model and run `twostroke quantize`."
-        )
-    if len(found) == 1:
-        return found[0].name
-    bits, names = Reader(quantised).integer("bits", 4), {int(8 * row.element_bytes): row.name for row in found}
-    if bits not in names:
-        supported = ", ".join(map(str, sorted(names)))
-        raise ConfigError(
-            f"quantization_config of method {method!r} with bits={bits} is not supported. Supported: {supported}."
-        )
-    return names[bits]
 
 
 def config_from_spec(spec: ModelSpec, dtype: str = "float32") -> dict[str, Any]:

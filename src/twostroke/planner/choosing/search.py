@@ -244,10 +244,9 @@ def serve_placements(spec: ModelSpec, max_devices: int, devices_per_node: int) -
 def _serve_candidates(spec: ModelSpec, work: ServeWork, space: Space, limits: ServeLimits) -> Iterator[Candidate]:
     batches = tuple(sorted(set(space.batches or BATCHES)))
     for machine in space.machines:
-        our_engine = machine.basis == "measured" and machine.kind == "cpu"
         for scheme in space.precisions or SEARCHED:
             lacking = _lacking_type(scheme_of(scheme).activations, machine)
-            if our_engine:  # which expands what the processor cannot multiply
+            if machine.is_calibrated_cpu:  # our engine, which expands what the processor cannot multiply
                 lacking = None if scheme in served_schemes(machine) else scheme
             if lacking is not None:
                 yield _without_type("serve", machine, scheme, lacking)

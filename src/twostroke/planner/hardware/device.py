@@ -137,6 +137,11 @@ class Hardware(Measurements):
         which torch drives."""
         return self.label if self.kind == "gpu" and self.basis == "datasheet" else None
 
+    @property
+    def is_calibrated_cpu(self) -> bool:
+        """Whether our own engine serves here: it computes on the CPU, at rates that were measured."""
+        return self.basis == "measured" and self.kind == "cpu"
+
     def link_for(self, n_devices: int) -> Link:
         """The slowest link that a group of ``n_devices`` must use: ``link`` while they fit one node, ``network`` beyond."""
         return self.link if n_devices <= self.devices_per_node else self.network
@@ -201,7 +206,7 @@ class Hardware(Measurements):
     @property
     def serves_by_torch(self) -> bool:
         """Whether our engine computes with torch here: a calibrated CPU without the native library."""
-        return self.basis == "measured" and self.kind == "cpu" and self.native is None
+        return self.is_calibrated_cpu and self.native is None
 
     @property
     def native_rates(self) -> NativeRates:

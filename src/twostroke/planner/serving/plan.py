@@ -233,8 +233,7 @@ def strategy_of(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Str
     """The engine whose steps are planned. Our own computes on the CPU, on one device, dense models of equal layers; where that
     was calibrated it is the native engine, or the torch runner on a machine without it."""
     plain = spec.moe is None and spec.mla is None and spec.global_attention is None
-    calibrated = hardware.basis == "measured" and hardware.kind == "cpu"
-    if not (calibrated and plain and shape.placement.devices == 1 and shape.scheme in served_schemes(hardware)):
+    if not (hardware.is_calibrated_cpu and plain and shape.placement.devices == 1 and shape.scheme in served_schemes(hardware)):
         return Datasheet(spec, shape, hardware)
     return Native(spec, shape, hardware) if hardware.runs_natively else TorchRunner(spec, shape, hardware)
 
@@ -273,7 +272,7 @@ def check_placement(spec: ModelSpec, shape: ServingShape, hardware: Hardware) ->
                 f"{shape.scheme!r} one that holds some matrices in 8 bits. Those do: {', '.join(MIXED)}."
             )
     ours = served_schemes(hardware)
-    if hardware.basis == "measured" and hardware.kind == "cpu" and shape.scheme not in ours:
+    if hardware.is_calibrated_cpu and shape.scheme not in ours:
         raise ConfigError(
             f"scheme={shape.scheme!r} is not served by the engine on this machine. Use one of {', '.join(ours)}, or "
             "name an accelerator with --hardware."

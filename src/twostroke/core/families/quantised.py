@@ -1,0 +1,81 @@
+"""The scheme of a published checkpoint's weights, from the ``quantization_config`` that its ``config.json`` holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from twostroke.core.errors import ConfigError
+from twostroke.core.families.reader import Reader
+from twostroke.core.schemes import SCHEMES, Scheme, published_schemes
+
+OURS = "compressed-tensors"
+"""The layout that ``twostroke.quantization`` writes and reads. What it reads of it is a model that can be built."""
+
+_NUMBERS = {"int": "int", "float": "fp"}
+"""compressed-tensors' types of number, as our elements begin."""
+
+
+def published_scheme(config: dict[str, Any]) -> str | None:
+    """The scheme nearest to the checkpoint's; None for plain weights. Raises ConfigError for a method without a scheme."""
+    quantised = Reader(config).object("quantization_config")
+    method = quantised.get("quant_method")
+    if not quantised:
+        return None
+    if method == OURS:
+        return _compressed_tensors(quantised)
+    if isinstance(method, str) and method.startswith("modelopt"):
+        return _modelopt(quantised)
+    found = published_schemes(method)
+    if not found:
+        raise _unknown(f"of method {method!r:.100}")
+    if len(found) == 1:
+        return found[0].name
+    bits, names = Reader(quantised).integer("bits", 4), {int(8 * row.element_bytes): row.name for row in found}
+    if bits not in names:
+        supported = ", ".join(map(str, sorted(names)))
+        raise ConfigError(
+            f"quantization_config of method {method!r} with bits={bits} is not supported. Supported: {supported}."
+        )
+    return names[bits]
+
+
+def checkpoint_scheme(config: dict[str, Any]) -> str | None:
+    """``published_scheme`` of a layout that no engine of ours reads; None where the weights are plain or in ``OURS``."""
+    return None if Reader(config).object("quantization_config").get("quant_method") == OURS else published_scheme(config)
+
+
+def _modelopt(quantised: dict[str, Any]) -> str:
+    """Of several algorithms the one of most layers: in a mixture of experts, that of the experts."""
+    layers = Reader(quantised).object("quantized_layers").values()
+    each = Counter(str(layer.get("quant_algo")) for layer in layers if isinstance(layer, dict))
+    algorithm = each.most_common(1)[0][0] if each else str(quantised.get("quant_algo"))
+    found = published_schemes(algorithm)
+    if not found:
+        raise _unknown(f"of method 'modelopt' with quant_algo={algorithm!r:.100}")
+    return found[0].name
+
+
+def _compressed_tensors(quantised: dict[str, Any]) -> str:
+    """The first group of layers decides: its numbers, whether activations are rounded too, and how many share a scale."""
+    groups = Reader(quantised).object("config_groups")
+    first = Reader(groups).object(next(iter(groups), ""))
+    weights = Reader(Reader(first).object("weights"))
+    numbers, bits, group = weights.config.get("type"), weights.integer("num_bits", 8), weights.optional_integer("group_size")
+    element = f"{_NUMBERS.get(str(numbers))}{bits}"
+    fitting = [row for row in SCHEMES.values() if row.element == element and row.planned]
+    if not fitting:
+        raise _unknown(f"of method {OURS!r} with {bits}-bit {numbers!r:.100} weights")
+    rounded = first.get("input_activations") is not None
+    return min(fitting, key=lambda row: _distance(row, group, rounded)).name
+
+
+def _distance(row: Scheme, group: int | None, rounded: bool) -> tuple[int, bool]:
+    """How far a row is from a checkpoint's: first in inputs that share a scale, then in what becomes of activations."""
+    return abs((row.group or 0) - (group or 0)), (row.activations != "bf16") != rounded
+
+
+def _unknown(what: str) -> ConfigError:
+    return ConfigError(
+        f"quantization_config {what} is not supported. Start from the unquantised model and run `twostroke quantize`."
+    )
