@@ -9,6 +9,7 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.paths import ledger_path
 from twostroke.ledger.store import Ledger
 from twostroke.planner.truth.recording import Planned, Recording, recording
+from twostroke.planner.truth.restated import WAITED
 
 
 def planned() -> Planned:
@@ -30,7 +31,10 @@ def test_a_run_is_frozen_with_its_inputs_and_measured_with_reasons_for_what_is_m
         run.measure({"e2e_s": 1.0}, why={"tpot_s": "one token was asked for."})
     done = Ledger().get(run.run_id)
     assert done.status == "finished"
-    assert done.measurement == {"ttft_s": 0.6, "e2e_s": 1.0, "not_measured": {"tpot_s": "one token was asked for."}}
+    measured = {"ttft_s": 0.6, "e2e_s": 1.0, "not_measured": {"tpot_s": "one token was asked for."}}
+    waited = done.measurement.get(WAITED, 0.0)
+    assert {name: value for name, value in done.measurement.items() if name != WAITED} == measured
+    assert 0.0 <= waited <= 1.0
     assert said == []
 
 

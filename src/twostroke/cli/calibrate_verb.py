@@ -10,6 +10,7 @@ import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log, progress
 from twostroke.core.described import plain
+from twostroke.core.errors import TwostrokeError
 from twostroke.core.units import format_bytes, format_flop_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -60,14 +61,15 @@ def calibrate(
     if is_launched() and os.environ["RANK"] != "0":
         measure_in_launched_group(pick_device(device))
         return
-    documents, texts, conditions = [], [], []
+    documents, texts, conditions, dropped = [], [], [], []
     with progress("calibrating", 1.0) as advance:
         for profile in calibrate_engines(advance, device=device, n_ranks=ranks, only=only):
+            dropped.append(_dropped_text(profile.device))
             path = save_profile(profile)
             documents.append({**plain(profile), "path": str(path)})
             texts.append(_text(profile, path))
             conditions.append(profile.conditions)
-    for text in filter(None, map(busy_text, conditions)):
+    for text in filter(None, (*map(busy_text, conditions), *dropped)):
         log(text)
     *others, last = documents
     emit(last | ({"others": others} if others else {}), "\n\n".join(texts), as_json)
@@ -81,6 +83,22 @@ def busy_text(conditions: Conditions) -> str:
     return (
         f"other programs were using the processors: {100 * share:.0f}% of the measurements found no quiet moment, and rates "
         f"may read {100 * low:.0f}% low on average. Plans widen their intervals by that. Calibrate again when it is idle."
+    )
+
+
+def _dropped_text(device: str) -> str:
+    """What a calibration of ``device`` drops with the profile that it replaces; empty if it has nothing or is not readable."""
+    from twostroke.core.profile import load_profile
+
+    try:
+        before = load_profile(device=device)
+    except TwostrokeError:
+        return ""
+    if before is None or not before.corrections.learned:
+        return ""
+    return (
+        f"the corrections of {before.corrections.fitted_at} are dropped with the constants that they corrected. "
+        "`twostroke ledger fit` learns new ones from runs planned with this calibration."
     )
 
 

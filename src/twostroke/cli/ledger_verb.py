@@ -1,7 +1,8 @@
-"""``twostroke ledger list|show|compare|report`` shows predictions and measurements of every run."""
+"""``twostroke ledger list|show|compare|fit|report`` shows predictions and measurements of every run, and learns from them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,46 @@ def compare(
         "attribution": attributions,
     }
     emit(document, comparison_text(found, rows, attributions), as_json)
+
+
+@app.command()
+def fit(
+    undo: bool = typer.Option(False, "--undo", help="Remove the corrections: plans are as calibration made them."),
+    path: Path = LEDGER,
+    as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
+) -> None:
+    """Correct this machine's calibrated times by its own runs, as far as that helps runs held out in time.
+
+    Each quantity (a pass, a prompt, a decode step, start-up) gets one factor, shrunk towards calibration. It needs runs of at
+    least five configurations; older runs fade, and those of another machine, version or calibration do not count.
+    """
+    from twostroke.core.profile import save_profile
+    from twostroke.core.rates import Corrections
+    from twostroke.ledger.store import Ledger
+    from twostroke.planner.text.learning import fits_text
+    from twostroke.planner.truth.learning import fit_ledger, profiles_in_use
+
+    if undo:
+        profiles = [profile for profile in profiles_in_use() if profile.corrections.fitted_at]
+        for profile in profiles:
+            save_profile(replace(profile, corrections=Corrections()))
+        removed = [f"removed the corrections of {p.corrections.fitted_at} ({p.device})." for p in profiles]
+        emit({"removed": [p.corrections for p in profiles]}, "\n".join(removed) or "There are no corrections.", as_json)
+        return
+    fits = fit_ledger(Ledger(path))
+    documents, stored = [], []
+    for one in fits:
+        corrected = one.corrected
+        written = save_profile(corrected) if corrected.corrections != one.profile.corrections else None
+        documents.append({
+            "device": one.profile.device, "quantities": one.quantities, "totals": one.totals, "left_out": one.left_out,
+            "corrections": corrected.corrections, "profile": None if written is None else str(written),
+        })  # fmt: skip
+        n = len(corrected.corrections.learned)
+        stored.append(
+            f"{n} corrections in {written}; `twostroke ledger fit --undo` removes them." if n else "nothing to correct."
+        )
+    emit({"fits": documents}, fits_text(fits, stored), as_json)
 
 
 @app.command()

@@ -278,24 +278,27 @@ def _whole_run(found: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
 # -- this machine's own runs ----------------------------------------------------------------------------------------------
 
 
-def pairs_of(run: Run) -> list[Pair]:
-    """What a run of the ledger has both predicted and measured."""
+def pairs_of(run: Run, factors: Mapping[str, float]) -> list[Pair]:
+    """What a run of the ledger has both predicted and measured, predicted as plans with the corrections ``factors`` are."""
     from twostroke.ledger.scoring import compare
+    from twostroke.planner.truth.restated import phase_of, restated
 
-    phase = "train" if run.kind == "train" else "serve"
-    pairs = []
+    pairs, predicted = [], restated(run, factors)
     for row in compare(run):
         if row.predicted is not None and row.measured is not None and row.error_percent is not None:
             frozen = run.prediction[row.name]
             basis = frozen.get("basis", "measured") if isinstance(frozen, Mapping) else "measured"
-            pairs.append(Pair(row.name, row.predicted, row.measured, basis, phase, run.run_id))
+            pairs.append(Pair(row.name, predicted[row.name], row.measured, basis, phase_of(run), run.run_id))
     return pairs
 
 
-def own_pairs(ledger: Ledger | None = None, fingerprint: str | None = None) -> list[Pair]:
+def own_pairs(
+    ledger: Ledger | None = None, fingerprint: str | None = None, factors: Mapping[str, float] | None = None
+) -> list[Pair]:
     """Pairs of this machine's newest runs. A ledger that cannot be read has none: the work goes on with the assumed intervals.
 
-    A ledger is often carried from machine to machine: only runs with this machine's ``fingerprint`` count.
+    A ledger is often carried from machine to machine: only runs with this machine's ``fingerprint`` count. A prediction that is
+    corrected by ``factors`` is held against earlier ones corrected by the same, else what they missed would count twice.
     """
     from twostroke.core.profile import read_fingerprint
     from twostroke.ledger.store import Ledger  # only here: sqlite3 is not needed to import the planner
@@ -305,7 +308,7 @@ def own_pairs(ledger: Ledger | None = None, fingerprint: str | None = None) -> l
         runs = (ledger or Ledger()).runs(limit=NEWEST_RUNS)
     except (TwostrokeError, OSError):
         return []
-    return [pair for run in runs if run.fingerprint == here for pair in pairs_of(run)]
+    return [pair for run in runs if run.fingerprint == here for pair in pairs_of(run, factors or {})]
 
 
 def predict_with_intervals(
@@ -313,7 +316,8 @@ def predict_with_intervals(
 ) -> dict[str, dict[str, Any]]:
     """``with_intervals`` on ``hardware``, corrected by this machine's own runs where it is the machine that was calibrated."""
     basis = basis_of(hardware, phase)
-    own = own_pairs(ledger) if prediction and basis != "datasheet" else ()
+    factors = hardware.corrections.factors if hardware is not None else {}
+    own = own_pairs(ledger, factors=factors) if prediction and basis != "datasheet" else ()
     return with_intervals(prediction, basis, phase, own, low_by_of(hardware, phase))
 
 

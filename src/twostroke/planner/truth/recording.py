@@ -11,16 +11,20 @@ The work goes on without a prediction or without a ledger; a line says why one i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+from twostroke.core.contention import low_by, waited_s
 from twostroke.core.errors import TwostrokeError
+from twostroke.core.profile import read_fingerprint
 from twostroke.ledger.scoring import unmeasured
 from twostroke.ledger.store import Kind, Ledger
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.truth.intervals import predict_with_intervals
+from twostroke.planner.truth.restated import CORRECTIONS, WAITED
 
 Say = Callable[[str], None]
 
@@ -39,8 +43,15 @@ def freeze(kind: Kind, subject: str, inputs: Mapping[str, Any], planned: Planned
     """The id of a run whose prediction, with its intervals, is in the ledger now. Raises TwostrokeError or OSError where the
     ledger cannot be written."""
     frozen = predict_with_intervals(planned.values, planned.hardware, "train" if kind == "train" else "serve", ledger)
-    device = {"device": planned.hardware.label} if planned.hardware is not None else {}
-    return (ledger or Ledger()).freeze(kind, subject, {**inputs, **planned.inputs, **device}, frozen)
+    return (ledger or Ledger()).freeze(kind, subject, {**inputs, **planned.inputs, **_machine(planned.hardware)}, frozen)
+
+
+def _machine(hardware: Hardware | None) -> dict[str, Any]:
+    """What a run's inputs say of the machine that it was planned for."""
+    if hardware is None:
+        return {}
+    factors = hardware.corrections.factors
+    return {"device": hardware.label, **({CORRECTIONS: factors} if factors else {})}
 
 
 class Recording:
@@ -54,6 +65,7 @@ class Recording:
         self._say = say
         self._measured: set[str] = set()
         self._is_measured = False
+        self._began_s, self._waited_s = time.monotonic(), waited_s()
 
     @property
     def prediction(self) -> Mapping[str, Any]:
@@ -75,9 +87,18 @@ class Recording:
         if self.run_id is None:
             return
         try:
-            (self.ledger or Ledger()).measure(self.run_id, values, status, notes)
+            (self.ledger or Ledger()).measure(self.run_id, {**values, **self._waited()}, status, notes)
         except (TwostrokeError, OSError) as error:
             self._say(f"the ledger could not be written: {error}")
+
+    def _waited(self) -> dict[str, float]:
+        """The share of the run, so far, that its threads lost by waiting for a processor; nothing of a run that was not
+        planned, or where the system does not tell."""
+        now = waited_s()
+        if now is None or self._waited_s is None or not self.planned.values:
+            return {}
+        elapsed = time.monotonic() - self._began_s
+        return {WAITED: low_by(now - self._waited_s, elapsed, read_fingerprint().n_cores)}
 
     def __enter__(self) -> Recording:
         return self
