@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from twostroke.core.distribution import Distribution
 from twostroke.core.errors import ConfigError, did_you_mean
 
 FORMULAS: dict[str, str] = {
@@ -26,8 +27,6 @@ FORMULAS: dict[str, str] = {
     "peak_concurrency": "most requests between being sent and their end at one moment",
     "send_delay_s": "sent − scheduled: waiting for the concurrency cap, or a client that cannot keep up",
 }
-
-PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 
 
 @dataclass(frozen=True)
@@ -67,35 +66,6 @@ class RequestRecord:
     @property
     def itl_s(self) -> list[float]:
         return [later - earlier for earlier, later in zip(self.chunk_times_s, self.chunk_times_s[1:], strict=False)]
-
-
-def percentile(values: Iterable[float], percent: float) -> float:
-    """The percentile by linear interpolation between order statistics, at rank (n − 1)·percent/100 as numpy's default. NaN
-    without values."""
-    ordered = sorted(values)
-    if not ordered:
-        return math.nan
-    rank = (len(ordered) - 1) * percent / 100
-    low = math.floor(rank)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
-
-
-@dataclass(frozen=True)
-class Distribution:
-    """Mean and percentiles of one latency, in seconds, over ``n`` values."""
-
-    n: int
-    mean: float
-    median: float
-    p90: float
-    p95: float
-    p99: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Distribution:
-        mean = sum(values) / len(values) if values else math.nan
-        return cls(len(values), mean, *(percentile(values, p) for p in PERCENTILES))
 
 
 @dataclass(frozen=True)

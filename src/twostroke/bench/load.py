@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from twostroke.bench.definitions import FORMULAS, Distribution, LoadSummary, RequestRecord, Slo, summarise
+from twostroke.bench.definitions import FORMULAS, LoadSummary, RequestRecord, Slo, summarise
 from twostroke.bench.engine_counters import FORMULAS as ENGINE_FORMULAS
 from twostroke.bench.engine_counters import Counters, engine_values, read_counters
 from twostroke.bench.http_stream import Address, Answer, HttpError, exchange
 from twostroke.bench.prompts import PromptMaker
 from twostroke.core.described import As, plain
+from twostroke.core.distribution import Distribution
 from twostroke.core.errors import ConfigError, TwostrokeError
 from twostroke.core.units import format_seconds
 from twostroke.ledger.text import format_value

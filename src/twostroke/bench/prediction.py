@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from twostroke.bench.definitions import Distribution, LoadSummary, RequestRecord, percentile
+from twostroke.bench.definitions import LoadSummary, RequestRecord
 from twostroke.bench.load import LoadSpec
+from twostroke.core.distribution import Distribution, percentile
 from twostroke.core.policy import PAGE_TOKENS
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import Hardware

@@ -39,9 +39,9 @@ class Scheduler:
     write to. Of its prompt only the last token is computed again.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, pool: PagePool | None = None) -> None:
         self.config = config
-        self.pool = PagePool(config.n_pages)
+        self.pool = pool or PagePool(config.n_pages)
         self.requests: dict[str, Request] = {}  # unfinished ones
         self._waiting = WaitingQueue()
         self._n_held = 0  # forks that wait for their original to compute the prompt; they are not in ``_waiting``
@@ -69,6 +69,11 @@ class Scheduler:
     @property
     def n_running(self) -> int:
         return len(self._decoding) + len(self._prefilling)
+
+    @property
+    def decoding(self) -> Sequence[Request]:
+        """Requests that lack exactly one token, in the order of their rows in a step."""
+        return self._decoding
 
     @property
     def has_work(self) -> bool:
@@ -151,7 +156,7 @@ class Scheduler:
         requests = self._decoding.copy()
         n_decodes = len(requests)
         counts = [1] * n_decodes
-        budget = self.config.token_budget - n_decodes
+        budget = self._prompt_budget(n_decodes)
         scored = budget if self.config.scored_rows is None else self.config.scored_rows
         copies: list[tuple[int, int]] = []
         self._copied = []
@@ -170,7 +175,9 @@ class Scheduler:
                 request = under_way.pop()
             else:
                 break
-            n = min(budget, len(request.tokens) - request.n_computed)
+            n = self._chunk(len(request.tokens) - request.n_computed, budget)
+            if n == 0:
+                break  # it keeps its pages and its place
             if request.params.prompt_logprobs is not None:
                 n = min(n, scored)
                 scored -= n
@@ -246,6 +253,72 @@ class Scheduler:
                 self.requests.pop(request.id, None)
         return finished
 
+    def steady_steps(self) -> int:
+        """How many of the next steps are known to give each decoding request a token and to do nothing else, so that
+        ``advance`` may take them at once: until a request reaches its limit or pages run out. 0 if a prompt is under way, if a
+        waiting request might be admitted, or if tokens may end a request early."""
+        decoding = self._decoding
+        if not decoding or self._prefilling or self._in_flight is not None or not self._waits_for_an_end():
+            return 0
+        if any(r.stop_ids for r in decoding):
+            return 0
+        n_steps = min(r.limit - len(r.tokens) for r in decoding)
+        while n_steps and self._pages_of_steps(n_steps) > self.pool.n_free:
+            n_steps //= 2
+        return n_steps
+
+    def _waits_for_an_end(self) -> bool:
+        """Whether no waiting request can be admitted before a running one has ended: there is none, or no slot is free, or the
+        first was found to lack pages. Among several clients another may become the first."""
+        if not self._waiting:
+            return True
+        if self.config.window is not None or self._waiting.n_queues > 1:  # a window frees pages while requests decode
+            return False
+        first = self._waiting.first()
+        assert first is not None
+        if any(r.priority > first.priority for r in self._decoding):
+            return False
+        if not self._slots:
+            return True
+        # A fork asks for fewer pages as soon as its original has computed the prompt.
+        return first.fork_of is None and self._blocked == (first, self.pool.n_released)
+
+    def _pages_of_steps(self, n_steps: int) -> int:
+        """Pages that the decoding requests need beside their own for so many tokens more of each."""
+        short = (r.n_computed + n_steps - r.capacity for r in self._decoding)
+        return sum(self._pages_for(n) for n in short if n > 0)
+
+    def advance(self, n_steps: int, tokens: Sequence[int]) -> list[Request]:
+        """Take ``n_steps`` ≤ ``steady_steps()`` steps at once, each of which samples the i-th of ``tokens`` for the i-th of
+        ``decoding``. Returns the requests that finished, all of them in the last step.
+
+        It leaves what as many rounds of ``schedule`` and ``update`` would (tests/scheduling/test_advance.py)."""
+        ended = []
+        page_tokens, window = self.config.page_tokens, self.config.window
+        for request, token in zip(self._decoding, tokens, strict=True):
+            request.n_computed += n_steps
+            request.tokens += [token] * n_steps
+            if request.n_computed > request.capacity:
+                pages = self.pool.allocate(self._pages_for(request.n_computed - request.capacity), after=request.pages[-1])
+                assert pages is not None  # counted by ``steady_steps``
+                request.pages += pages
+                request.capacity += len(pages) * page_tokens
+            if request.n_computed // page_tokens > request.n_registered:
+                self._register(request)
+                if window is not None:
+                    self._free_pages_before_window(request, window)
+            assert request.account is not None
+            request.account.served += n_steps * OUTPUT_WEIGHT
+            if len(request.tokens) >= request.limit:
+                ended.append(request)
+        self._n_steps += n_steps
+        for request in ended:
+            self._finish(request, "length")
+            del self.requests[request.id]
+        if ended:
+            self._decoding = [r for r in self._decoding if r.status is Status.RUNNING]
+        return ended
+
     def abandon(self, step: ScheduledStep) -> None:
         """Record that ``step`` was not computed to its end (an error, Ctrl-C).
 
@@ -269,6 +342,20 @@ class Scheduler:
         """Move requests that lack exactly one token to ``_decoding``, which goes first in every step whatever its rank."""
         self._decoding += [r for r in self._prefilling if len(r.tokens) - r.n_computed == 1]
         self._prefilling = [r for r in self._prefilling if len(r.tokens) - r.n_computed > 1]
+
+    # -- what other engines decide otherwise (planner.serving.policies)
+
+    def _prompt_budget(self, n_decodes: int) -> int:
+        """Tokens of prompts that a step may compute beside ``n_decodes`` decoding requests."""
+        return self.config.token_budget - n_decodes
+
+    def _chunk(self, n_left: int, budget: int) -> int:
+        """Tokens that a step computes of a prompt that has ``n_left``; 0 ends the step."""
+        return min(budget, n_left)
+
+    def _tokens_to_hold(self, request: Request) -> int:
+        """Tokens whose pages a request gets at admission."""
+        return len(request.tokens)
 
     def _pages_for(self, n_tokens: int) -> int:
         return -(-n_tokens // self.config.page_tokens)
@@ -331,7 +418,7 @@ class Scheduler:
         if self._blocked == (request, pool.n_released):
             return False  # no page has come back since the last attempt, and matching a long prompt costs time in every step
         n_known = len(request.tokens)
-        n_needed = self._pages_for(n_known)
+        n_needed = self._pages_for(self._tokens_to_hold(request))
         self._hash_full_pages(request)
         # The last token must be computed, because its logits are sampled from: hence length − 1. A request that wants the
         # logits of its prompt computes all of it. Only whole pages are shared.
@@ -414,7 +501,7 @@ class Scheduler:
     def _hash_full_pages(self, request: Request) -> None:
         """Hash the full pages that have no hash yet. A request that fails to be admitted many times is hashed once."""
         page_tokens, keys, tokens = self.config.page_tokens, request.page_keys, request.tokens
-        if len(tokens) // page_tokens == len(keys):
+        if len(tokens) // page_tokens == len(keys) or not self.config.prefix_cache:
             return
         parent = keys[-1] if keys else root_of(request.client) if self.config.separate_prefixes else ROOT
         for i in range(len(keys), len(tokens) // page_tokens):
@@ -425,7 +512,7 @@ class Scheduler:
         """Offer the pages that this step filled to the prefix tree."""
         page_tokens = self.config.page_tokens
         self._hash_full_pages(request)
-        for i in range(request.n_registered, request.n_computed // page_tokens):
+        for i in range(request.n_registered, min(request.n_computed // page_tokens, len(request.page_keys))):
             tokens = request.tokens[i * page_tokens : (i + 1) * page_tokens]
             self.pool.tree.insert(request.page_keys[i], tokens, request.pages[i])
         request.n_registered = request.n_computed // page_tokens

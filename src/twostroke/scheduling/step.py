@@ -29,7 +29,7 @@ class SchedulerConfig:
     ``window``: a query attends to this many tokens at most, its own included, in every layer, so that pages before them are
     released; None if a layer attends to all tokens. ``separate_prefixes``: a request finds only prefixes that its own client
     has sent. ``scored_rows``: most tokens that a step computes for requests with ``prompt_logprobs``, because each needs a row
-    of logits; None for any number."""
+    of logits; None for any number. ``prefix_cache``: full pages can be found again by later requests with the same tokens."""
 
     token_budget: int
     max_running: int
@@ -39,6 +39,7 @@ class SchedulerConfig:
     window: int | None = None
     separate_prefixes: bool = False
     scored_rows: int | None = None
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:

@@ -27,6 +27,11 @@ class WaitingQueue:
     def __len__(self) -> int:
         return self._n
 
+    @property
+    def n_queues(self) -> int:
+        """Pairs of a priority and a client that wait."""
+        return len(self._queues)
+
     def add(self, request: Request) -> None:
         name = _queue_of(request)
         queue = self._queues.setdefault(name, [])

@@ -3,6 +3,8 @@ calibrated machine's own rates with nothing lost between operations."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.named import named, within
 from twostroke.core.spec import ModelSpec
@@ -10,7 +12,7 @@ from twostroke.planner.hardware.device import DATASHEET_NOTE, Hardware
 from twostroke.planner.serving.memory import weights_on_device
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.serving.step_time import Part, Pass, efficiencies_of, efficiencies_table, one_pass
-from twostroke.planner.serving.strategy import Strategy
+from twostroke.planner.serving.strategy import Chunk, Strategy
 from twostroke.planner.work.component import Work, merge
 
 CHUNK_TOKENS = 8192
@@ -70,6 +72,18 @@ class Datasheet(Strategy):
     def step(self, batch: int) -> tuple[float, float, str]:
         once = self.decode_pass(batch)
         return once.seconds(self.rates), once.network_s(self.rates), self._bound(once)
+
+    def step_seconds(self, decoding: int, context: float, chunks: Sequence[Chunk]) -> float:
+        """``one_pass`` knows prompts of one kind: equally many with the same tokens and the same pairs of a new token with those
+        before it."""
+        shape, new = self.shape, sum(chunk.new for chunk in chunks)
+        mean = new / len(chunks) if chunks else 0.0
+        keys = sum(chunk.new * (2 * chunk.before + chunk.new) for chunk in chunks) / new if new else 0.0
+        return one_pass(
+            self.spec, shape.scheme, bytes_of(shape.cache_dtype), shape.placement, self.hardware,
+            decoding=decoding, context=context, prompts=len(chunks),
+            prompt_tokens=(keys + mean) / 2, hit_tokens=(keys - mean) / 2,
+        ).seconds(self.rates)  # fmt: skip
 
     def added_s(self, prefill_s: float, step_s: float, batch: int | None = None) -> float:
         with within("mixed"):

@@ -7,6 +7,8 @@ the machine has no native library, ``datasheet`` for everything else. ``plan.str
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from twostroke.core.named import letter, named, smallest
 from twostroke.core.policy import CACHE_SHARE, MAX_PAGES, TOKEN_BUDGET, default_pages
@@ -19,6 +21,19 @@ from twostroke.planner.work.component import Work, total_seconds
 GPU_MEMORY_UTILISATION = 0.9
 CPU_MEMORY_UTILISATION = 0.5
 """Share of memory that weights and KV cache may take at most: others live on a CPU machine too."""
+
+
+class Chunk(NamedTuple):
+    """Part of a prompt in a step: tokens ``before`` it that are in the cache, ``new`` ones, and whether it ends the prompt, so
+    that a token is sampled."""
+
+    before: int
+    new: int
+    samples: bool = True
+
+
+StepSeconds = Callable[[int, float, Sequence[Chunk]], float]
+"""Seconds of a step: (requests that decode, mean tokens before each of them, chunks of prompts beside them)."""
 
 
 class Strategy(ABC):
@@ -106,6 +121,11 @@ class Strategy(ABC):
     @abstractmethod
     def step(self, batch: int) -> tuple[float, float, str]:
         """(seconds of a decode step, of them in collectives, what bounds most of it)."""
+
+    @abstractmethod
+    def step_seconds(self, decoding: int, context: float, chunks: Sequence[Chunk]) -> float:
+        """Seconds of one step (``StepSeconds``): ``decode_s`` for the shape's batch at its context and no chunks, and over the
+        chunks of one prompt, with nothing that decodes, ``prefill_s`` in all."""
 
     @abstractmethod
     def added_s(self, prefill_s: float, step_s: float, batch: int | None = None) -> float:

@@ -1,0 +1,94 @@
+"""How engines choose a step: which prompts, how much of them, and what memory they hold. One row an engine.
+
+Ours is the scheduler that serves (``scheduling``). The others are the same scheduler with one rule changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from twostroke.core.errors import ConfigError, did_you_mean
+from twostroke.core.policy import MAX_RUNNING, TOKEN_BUDGET
+from twostroke.scheduling.request import Request
+from twostroke.scheduling.scheduler import ScheduledStep, Scheduler
+
+
+class PromptsApart(Scheduler):
+    """While a prompt can be computed, a step holds prompts alone and decoding waits."""
+
+    def schedule(self) -> ScheduledStep:
+        step = super().schedule()
+        n = step.n_decodes
+        if n == len(step.requests):
+            return step
+        step = ScheduledStep(
+            step.number, step.requests[n:], step.counts[n:], step.starts[n:], 0, step.grown, step.preempted, step.copies
+        )
+        self._in_flight = step
+        return step
+
+    def _prompt_budget(self, n_decodes: int) -> int:
+        return self.config.token_budget
+
+
+class ReservingScheduler(Scheduler):
+    """A request is admitted when its longest answer fits, and is never preempted."""
+
+    def _tokens_to_hold(self, request: Request) -> int:
+        return request.limit - 1  # the last token is never fed back
+
+
+class WholePrompts(ReservingScheduler):
+    """A prompt that does not fit beside the step's other tokens waits for the next. Only one that no step holds is cut."""
+
+    def _chunk(self, n_left: int, budget: int) -> int:
+        if n_left <= budget:
+            return n_left
+        return budget if n_left > self.config.token_budget else 0
+
+
+@dataclass(frozen=True)
+class Policy:
+    """An engine's defaults. ``token_budget``: most tokens of a step; ``max_running``: most requests that run at once."""
+
+    name: str
+    scheduler: type[Scheduler]
+    token_budget: int
+    max_running: int
+    source: str
+
+
+POLICIES = {
+    row.name: row
+    for row in (
+        Policy("twostroke", Scheduler, TOKEN_BUDGET, MAX_RUNNING, "core.policy"),
+        Policy(
+            "vllm", Scheduler, 8192, 1024,
+            "docs.vllm.ai/en/v0.17.1/configuration/optimization: chunked prefill, decodes first; vllm/engine/arg_utils.py: "
+            "8192 tokens and 1024 sequences for a server on a device of 70 GiB and more",
+        ),
+        Policy(
+            "sglang", PromptsApart, 8192, 2048,
+            "docs.sglang.ai/backend/server_arguments: chunked_prefill_size 8192, enable_mixed_chunk off; "
+            "sglang/srt/managers/scheduler.py, get_next_batch_to_run: a batch of prompts goes before the running batch",
+        ),
+        Policy(
+            "trtllm", WholePrompts, 8192, 2048,
+            "nvidia.github.io/TensorRT-LLM/features/paged-attention-ifb-scheduler: max_num_tokens 8192, max_batch_size 2048, "
+            "GUARANTEED_NO_EVICT, chunked context off",
+        ),
+        Policy(
+            "llama.cpp", ReservingScheduler, 2048, 4,
+            "llama.cpp/tools/server/README.md: --batch-size 2048, four slots, continuous batching; every slot has its context",
+        ),
+    )
+}  # fmt: skip
+
+
+def policy_of(engine: str) -> Policy:
+    """The row of ``engine``; "any" stands for vLLM's, which mixes prompts and decoding as most engines do. Raises
+    ConfigError."""
+    name = "vllm" if engine == "any" else engine
+    if name not in POLICIES:
+        raise ConfigError(f"engine={engine!r} has no policy. {did_you_mean(engine, tuple(POLICIES))}")
+    return POLICIES[name]

@@ -1,0 +1,338 @@
+"""A served model under load, simulated event by event: the scheduler that serves (or another engine's rules of it) on the
+planner's step times.
+
+Steps whose batch does not change are taken at once, with the same result as one by one (tests/planner/test_simulation.py).
+Times are from when a request was due, as in ``bench.definitions``: TTFT to the first token, E2E to the last, TPOT =
+(E2E − TTFT) ÷ (output tokens − 1) for each request, ITL all gaps between tokens together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Annotated
+
+from twostroke.core.distribution import Distribution
+from twostroke.core.policy import PAGE_TOKENS
+from twostroke.planner.serving.policies import Policy
+from twostroke.planner.serving.strategy import Chunk, StepSeconds
+from twostroke.planner.serving.workload import Arrival, Workload
+from twostroke.scheduling.pages import PagePool
+from twostroke.scheduling.request import Request
+from twostroke.scheduling.sampling_params import SamplingParams
+from twostroke.scheduling.scheduler import SchedulerConfig
+
+TOKEN = 0
+"""Stands for every token of a prompt: which one it is changes no time, and what is shared is known by its name."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What came of a workload, without its warm-up."""
+
+    n_requests: Annotated[int, "requests, without the warm-up"]
+    ttft_s: Annotated[Distribution, "s", "to the first token"]
+    tpot_s: Annotated[Distribution, "s", "between tokens, mean of each request"]
+    itl_s: Annotated[Distribution, "s", "between tokens, all gaps"]
+    e2e_s: Annotated[Distribution, "s", "to the last token"]
+    duration_s: Annotated[float, "s", "from the first arrival to the last token"]
+    requests_per_s: Annotated[float, "requests/s", "completed ÷ duration"]
+    output_tok_per_s: Annotated[float, "tok/s", "output tokens ÷ duration"]
+    concurrency: Annotated[float, "requests in flight, on average"]
+    peak_concurrency: Annotated[int, "most requests in flight at one moment"]
+    busy_share: Annotated[float, "share of the time in which a step ran"]
+    steps: Annotated[int, "steps of the engine, the warm-up's with them"]
+    preemptions: Annotated[int, "requests that lost their pages and were computed again"]
+    prefix_hit_share: Annotated[float, "share of prompt tokens that the cache held"]
+
+
+class CountedPages(PagePool):
+    """Pages that are only counted: where no prefix is shared, it does not matter which page a request has."""
+
+    def __init__(self, n_pages: int) -> None:
+        super().__init__(1)
+        self.n_pages = self._free = n_pages
+
+    @property
+    def n_free(self) -> int:
+        return self._free
+
+    def allocate(self, n: int, after: int = -1) -> list[int] | None:
+        if n > self._free:
+            return None
+        self._free -= n
+        return [0] * n
+
+    def release(self, pages: Sequence[int]) -> None:  # type: ignore[override]
+        self.n_released += 1
+        self._free += len(pages)
+
+
+@dataclass
+class _Served:
+    """One request as it goes through: when it came and was due, when its first and its last known token came."""
+
+    index: int
+    number: int
+    reported: bool
+    came_s: float
+    due_s: float
+    first_s: float = math.nan
+    last_s: float = math.nan
+    decodes: bool = False
+
+
+@dataclass
+class _Times:
+    """What is reported of requests and steps."""
+
+    ttft: list[float] = field(default_factory=list)
+    tpot: list[float] = field(default_factory=list)
+    e2e: list[float] = field(default_factory=list)
+    itl: Counter[float] = field(default_factory=Counter)
+    output_tokens: int = 0
+    steps: int = 0
+    began_s: float = math.inf
+    ended_s: float = 0.0
+    in_flight_s: float = 0.0
+
+    def add(self, served: _Served, now_s: float, request: Request) -> None:
+        self.ttft.append(served.first_s - served.due_s)
+        self.e2e.append(now_s - served.due_s)
+        if request.n_output > 1:
+            self.tpot.append((now_s - served.first_s) / (request.n_output - 1))
+        self.output_tokens += request.n_output
+        self.in_flight_s += now_s - served.came_s
+        self.began_s = min(self.began_s, served.due_s)
+        self.ended_s = max(self.ended_s, now_s)
+
+
+def simulate(
+    workload: Workload,
+    policy: Policy,
+    step_seconds: StepSeconds,
+    pages: int,
+    *,
+    max_running: int | None = None,
+    token_budget: int | None = None,
+    page_tokens: int = PAGE_TOKENS,
+    window: int | None = None,
+    one_by_one: bool = False,
+) -> Simulated:
+    """Serve ``workload`` on one copy of a model whose cache has ``pages``. ``max_running`` and ``token_budget`` replace the
+    policy's. Raises CapacityError for a request that never fits."""
+    shared = any(arrival.blocks or arrival.answers > 1 for arrival in workload.arrivals)
+    budget = token_budget or policy.token_budget
+    config = SchedulerConfig(
+        token_budget=budget,
+        max_running=min(budget, max_running or policy.max_running),
+        page_tokens=page_tokens,
+        n_pages=pages,
+        max_model_len=1 + max(a.prompt_tokens + a.output_tokens for a in workload.arrivals),
+        window=window,
+        prefix_cache=shared,
+    )
+    run = _Run(workload, policy, config, step_seconds, None if shared else CountedPages(pages))
+    return run.to_the_end(one_by_one)
+
+
+class _Run:
+    def __init__(
+        self, workload: Workload, policy: Policy, config: SchedulerConfig, step_seconds: StepSeconds, pool: PagePool | None
+    ) -> None:
+        self.workload, self.step_seconds = workload, step_seconds
+        self.scheduler = policy.scheduler(config, pool)
+        self.params: dict[int, SamplingParams] = {}
+        self.now = self.busy_s = 0.0
+        # arrivals
+        self.places, self.next = workload.places, 0  # free places, the first arrival without one
+        self.due: list[tuple[float, int]] = []  # a heap of those that have a place, by the time that they come
+        self.waiting: deque[tuple[float, int]] = deque()  # have come, and the scheduler would only queue them
+        self.n_added = 0
+        self.served: dict[str, _Served] = {}  # unfinished requests in the scheduler
+        self.answers_left: dict[int, int] = {}
+        self.pending: dict[str, tuple[Request, int]] = {}  # prompts under way, with their tokens so far
+        # tokens
+        self.n_decoding = 0  # reported requests that have a token and are not done
+        self.fresh: Counter[float] = Counter()  # those of them that have had none since: how many, by the time of that token
+        self.last_decode_s = 0.0
+        # results
+        self.times = _Times()
+        self.peak = 0
+        self._take_places(0.0)
+
+    # -- arrivals
+
+    def _take_places(self, free_s: float) -> None:
+        """Give free places to the next arrivals. In a closed loop one comes when its place is free; in an open one when it is
+        due, or later, where the client holds it back."""
+        arrivals = self.workload.arrivals
+        while self.places and self.next < len(arrivals):
+            heappush(self.due, (max(free_s, arrivals[self.next].at_s), self.next))
+            self.places -= 1
+            self.next += 1
+
+    def _let_in(self) -> None:
+        """Hand the scheduler what has come. More than it has slots for would only lie there."""
+        while self.due and self.due[0][0] <= self.now:
+            self.waiting.append(heappop(self.due))
+        self.peak = max(self.peak, len(self.answers_left) + len(self.waiting))
+        while self.waiting and self.scheduler.n_waiting <= self.scheduler.config.max_running:
+            self._add(*self.waiting.popleft())
+
+    def _add(self, came_s: float, index: int) -> None:
+        arrival, workload, config = self.workload.arrivals[index], self.workload, self.scheduler.config
+        params = self.params.setdefault(arrival.output_tokens, SamplingParams(max_tokens=arrival.output_tokens, ignore_eos=True))
+        original = None
+        for answer in range(arrival.answers):
+            request = Request(f"{index}.{answer}", [TOKEN] * arrival.prompt_tokens, params, fork_of=original)
+            if config.prefix_cache:
+                request.page_keys = _page_keys(arrival, index, workload.block_tokens, config.page_tokens)
+            self.scheduler.add(request)
+            due_s = came_s if workload.users else arrival.at_s
+            self.n_added += 1
+            self.served[request.id] = _Served(index, self.n_added, index >= workload.warmup, came_s, due_s)
+            original = original or request
+        self.answers_left[index] = arrival.answers
+
+    # -- steps
+
+    def to_the_end(self, one_by_one: bool) -> Simulated:
+        while True:
+            self._let_in()
+            if not self.scheduler.has_work:
+                if not self.due:
+                    return self._result()
+                self.now = self.due[0][0]
+                continue
+            n_steps = 0 if one_by_one or self.pending else self.scheduler.steady_steps()
+            ended = self._steady(n_steps) if n_steps > 1 else self._step()
+            for request in ended:
+                self._end(request)
+
+    def _step(self) -> list[Request]:
+        step = self.scheduler.schedule()
+        for name in step.preempted:
+            self._leave(name)
+        n, tokens = step.n_decodes, sum(step.starts[: step.n_decodes])
+        prompts = range(n, len(step.requests))
+        chunks = [Chunk(step.starts[i], step.counts[i], step.samples(i)) for i in prompts]
+        self._pass(n, tokens, chunks)
+        sampled = self._tokens(step.requests)
+        ended = self.scheduler.update(step, sampled[:n] + [sampled[i] if chunks[i - n].samples else None for i in prompts])
+        for i, chunk in zip(prompts, chunks, strict=True):
+            request = step.requests[i]
+            if chunk.samples:
+                self._token(request)
+            else:
+                self.pending[request.id] = (request, len(request.tokens))
+        for request, n_tokens in [*self.pending.values()]:
+            if len(request.tokens) > n_tokens:  # only one token was left of its prompt, which counts as decoding
+                self._token(request)
+        return ended
+
+    def _steady(self, n_steps: int) -> list[Request]:
+        """Up to ``n_steps`` steps in which the same requests decode, until another comes."""
+        decoding = self.scheduler.decoding
+        n, tokens = len(decoding), sum(request.n_computed for request in decoding)
+        until_s = self.due[0][0] if self.due else math.inf
+        taken = 0
+        while taken < n_steps and (taken == 0 or self.now < until_s):
+            self._pass(n, tokens + taken * n, ())
+            taken += 1
+        return self.scheduler.advance(taken, self._tokens(decoding))
+
+    def _tokens(self, requests: Sequence[Request]) -> list[int]:
+        """A token for each: where prefixes are found again, no two answers are alike."""
+        if not self.scheduler.config.prefix_cache:
+            return [TOKEN] * len(requests)
+        return [self.served[request.id].number for request in requests]
+
+    def _pass(self, n: int, tokens: int, chunks: Sequence[Chunk]) -> None:
+        """A step of ``n`` decoding requests with ``tokens`` before them in all."""
+        if not n and not chunks:
+            return
+        seconds = self.step_seconds(n, tokens / n if n else 0.0, chunks)
+        self.now += seconds
+        self.busy_s += seconds
+        self.times.steps += 1
+        if n:
+            gaps, older = self.times.itl, self.n_decoding
+            for at_s, count in self.fresh.items():
+                gaps[self.now - at_s] += count
+                older -= count
+            gaps[self.now - self.last_decode_s] += older
+            self.fresh.clear()
+            self.last_decode_s = self.now
+
+    # -- what happens to a request
+
+    def _token(self, request: Request) -> None:
+        """A token at the end of a prompt: its first, or one more after it was preempted."""
+        self.pending.pop(request.id, None)
+        served = self.served[request.id]
+        if math.isnan(served.first_s):
+            served.first_s = self.now
+        elif served.reported:
+            self.times.itl[self.now - served.last_s] += 1
+        served.last_s = self.now
+        if served.reported:
+            served.decodes = True
+            self.n_decoding += 1
+            self.fresh[self.now] += 1
+
+    def _leave(self, name: str) -> _Served:
+        """It decodes no longer: it has ended, or was preempted."""
+        self.pending.pop(name, None)
+        served = self.served[name]
+        if served.decodes:
+            served.decodes = False
+            self.n_decoding -= 1
+            if served.last_s >= self.last_decode_s:  # it has had no token since its first
+                self.fresh[served.last_s] -= 1
+            served.last_s = max(served.last_s, self.last_decode_s)
+        return served
+
+    def _end(self, request: Request) -> None:
+        served, times = self._leave(request.id), self.times
+        del self.served[request.id]
+        if served.reported:
+            times.add(served, self.now, request)
+        self.answers_left[served.index] -= 1
+        if not self.answers_left[served.index]:
+            del self.answers_left[served.index]
+            self.places += 1
+            self._take_places(self.now + (self.workload.turnaround_s if self.workload.users else 0.0))
+
+    def _result(self) -> Simulated:
+        times, scheduler = self.times, self.scheduler
+        duration_s = times.ended_s - times.began_s
+        return Simulated(
+            n_requests=len(times.e2e),
+            ttft_s=Distribution.of(times.ttft),
+            tpot_s=Distribution.of(times.tpot),
+            itl_s=Distribution.of_counted((gap, n) for gap, n in times.itl.items() if n),
+            e2e_s=Distribution.of(times.e2e),
+            duration_s=duration_s,
+            requests_per_s=len(times.e2e) / duration_s,
+            output_tok_per_s=times.output_tokens / duration_s,
+            concurrency=times.in_flight_s / duration_s,
+            peak_concurrency=self.peak,
+            busy_share=self.busy_s / self.now,
+            steps=times.steps,
+            preemptions=scheduler.n_preemptions,
+            prefix_hit_share=scheduler.n_prefix_hit_tokens / max(1, scheduler.n_prompt_tokens),
+        )
+
+
+def _page_keys(arrival: Arrival, index: int, block_tokens: int, page_tokens: int) -> list[bytes]:
+    """A name for each full page of a prompt: those of ``blocks`` are the same in every request, the others in this one only."""
+    a_block, keys = block_tokens // page_tokens, []
+    for page in range(arrival.prompt_tokens // page_tokens):
+        block, part = divmod(page, a_block) if a_block else (len(arrival.blocks), 0)
+        shared = block < len(arrival.blocks)
+        keys.append(b"%d/%d" % (arrival.blocks[block], part) if shared else b"%d:%d" % (index, page))
+    return keys
