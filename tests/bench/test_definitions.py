@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from twostroke.bench.definitions import (
     FORMULAS,
-    Distribution,
     LoadSummary,
     RequestRecord,
     Slo,
     peak_concurrency,
-    percentile,
     summarise,
 )
 from twostroke.core.described import plain
+from twostroke.core.distribution import Distribution
 from twostroke.core.errors import ConfigError
 
 
@@ -104,20 +100,6 @@ def test_a_request_that_ends_as_another_begins_does_not_overlap_it() -> None:
     overlapping = RequestRecord(2, 0.0, 1.5, (3.0,), 3.5, 1, 1)
     assert peak_concurrency([first, second]) == 1
     assert peak_concurrency([first, second, overlapping]) == 2
-
-
-def test_percentiles_interpolate_between_neighbours() -> None:
-    assert [percentile([4, 1, 3, 2], p) for p in (0, 50, 90, 100)] == pytest.approx([1, 2.5, 3.7, 4])
-    assert percentile([7.0], 99) == 7.0
-    assert math.isnan(percentile([], 50))
-
-
-@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.floats(0, 100))
-def test_percentiles_agree_with_numpy(values: list[float], percent: float) -> None:
-    import numpy
-
-    # Both interpolate in float64; the difference is rounding of the last operation.
-    assert percentile(values, percent) == pytest.approx(numpy.percentile(values, percent), rel=1e-9, abs=1e-9)
 
 
 def test_a_distribution_of_nothing_is_written_as_null() -> None:

@@ -263,6 +263,8 @@ class Scheduler:
         if any(r.stop_ids for r in decoding):
             return 0
         n_steps = min(r.limit - len(r.tokens) for r in decoding)
+        if self.config.window is not None:  # with a page that fills, one before the window may be released
+            n_steps = min(n_steps, *(self.config.page_tokens - r.n_computed % self.config.page_tokens for r in decoding))
         while n_steps and self._pages_of_steps(n_steps) > self.pool.n_free:
             n_steps //= 2
         return n_steps
@@ -295,14 +297,15 @@ class Scheduler:
         It leaves what as many rounds of ``schedule`` and ``update`` would (tests/scheduling/test_advance.py)."""
         ended = []
         page_tokens, window = self.config.page_tokens, self.config.window
-        for request, token in zip(self._decoding, tokens, strict=True):
+        for request in self._decoding:
             request.n_computed += n_steps
-            request.tokens += [token] * n_steps
             if request.n_computed > request.capacity:
                 pages = self.pool.allocate(self._pages_for(request.n_computed - request.capacity), after=request.pages[-1])
                 assert pages is not None  # counted by ``steady_steps``
                 request.pages += pages
                 request.capacity += len(pages) * page_tokens
+        for request, token in zip(self._decoding, tokens, strict=True):
+            request.tokens += [token] * n_steps
             if request.n_computed // page_tokens > request.n_registered:
                 self._register(request)
                 if window is not None:

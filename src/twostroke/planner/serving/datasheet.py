@@ -74,8 +74,8 @@ class Datasheet(Strategy):
         return once.seconds(self.rates), once.network_s(self.rates), self._bound(once)
 
     def step_seconds(self, decoding: int, context: float, chunks: Sequence[Chunk]) -> float:
-        """``one_pass`` knows prompts of one kind: equally many with the same tokens and the same pairs of a new token with those
-        before it."""
+        """``one_pass`` knows prompts of one kind: it is asked for equally many, with the same tokens in all and as many pairs
+        of a new token with one before it."""
         shape, new = self.shape, sum(chunk.new for chunk in chunks)
         mean = new / len(chunks) if chunks else 0.0
         keys = sum(chunk.new * (2 * chunk.before + chunk.new) for chunk in chunks) / new if new else 0.0

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from twostroke.core.matrices import Matrix, block_matrices, head_matrix, layer_kinds, pair_flops, qkv_rows
@@ -28,7 +29,7 @@ from twostroke.planner.serving.native_products import (
     native_weights_bytes,
 )
 from twostroke.planner.serving.shape import ServingShape
-from twostroke.planner.serving.strategy import Strategy
+from twostroke.planner.serving.strategy import Chunk, Strategy
 from twostroke.planner.work.component import Work, bound_of, merge, total_seconds
 from twostroke.planner.work.flops import elementwise_elements, visible_pairs
 from twostroke.planner.work.weights import kv_bytes_per_token
@@ -143,10 +144,12 @@ class Native(Strategy):
         """Held to calibration's prompts, at this width and so many tokens. Decode steps are not: where they are off, weights
         came from the last cache or did not, which is a matter of the model's size and not of its width (held to the wide
         anchor, the 135M shape's bf16 step came out a quarter short; as planned it is right within 5%)."""
-        ratios = anchor_ratios(type(self.shape)(scheme=self.shape.scheme), self.hardware)
-        ratio = ratio_at(ratios, self.spec.d_model, max(1, self.shape.prompt_tokens - self.shape.hit_tokens))
-        ratio = learned_factor(self.hardware, "prefill") * ratio
+        ratio = self._prefill_ratio(max(1, self.shape.prompt_tokens - self.shape.hit_tokens))
         return tuple(work.stretched(ratio) for work in self.as_planned("prefill"))
+
+    def _prefill_ratio(self, tokens: int) -> float:
+        ratios = anchor_ratios(type(self.shape)(scheme=self.shape.scheme), self.hardware)
+        return learned_factor(self.hardware, "prefill") * ratio_at(ratios, self.spec.d_model, tokens)
 
     def decode(self, batch: int | None = None) -> tuple[Work, ...]:
         engine = self if batch is None else Native(self.spec, replace(self.shape, batch=batch), self.hardware)
@@ -155,6 +158,54 @@ class Native(Strategy):
     def step(self, batch: int) -> tuple[float, float, str]:
         works = self.decode(batch)
         return total_seconds(works), 0.0, bound_of(works)
+
+    def step_seconds(self, decoding: int, context: float, chunks: Sequence[Chunk]) -> float:
+        """With prompts all rows go through the products together, and what surrounds them has the prices of prompts; each
+        decoding request has its row and walks its keys as in a step of its own kind."""
+        if not chunks:
+            return self._alone(decoding, context).decode_s()
+        new, spec = sum(chunk.new for chunk in chunks), self.spec
+        rows = decoding + new
+        units = {
+            "step": 1.0,
+            "layer": float(spec.n_layers),
+            "element": rows * self._elements_of_a_row,
+            "attention": sum(attention_flop(spec, chunk.before, chunk.new) for chunk in chunks),
+        }
+        priced = {unit: count * self._price("prefill", unit) for unit, count in units.items()}
+        read = sum(chunk.before + chunk.new for chunk in chunks) * kv_bytes_per_token(spec, self.shape.cache_dtype)
+        priced["attention"] = max(priced["attention"], read / self.hardware.bandwidth(self._working_set("prefill")))
+        ratio = self._prefill_ratio(new)
+        seconds = ratio * (self._products_s(rows, decoding + sum(chunk.samples for chunk in chunks)) + sum(priced.values()))
+        if not decoding:
+            return seconds
+        alone = self._alone(decoding, context)
+        units = alone.units("decode")
+        rows_s, keys_s = (units[unit] * self._price("decode", unit) for unit in ("row", "key"))
+        reading_s = alone._cache_bytes() / self.hardware.bandwidth(alone._working_set("decode"))
+        return seconds + learned_factor(self.hardware, "decode") * (rows_s + max(keys_s, reading_s))
+
+    def _alone(self, decoding: int, context: float) -> Native:
+        """A step in which ``decoding`` requests have ``context`` tokens before them."""
+        tokens = {"prompt_tokens": max(1, round(context) - 1), "output_tokens": 1, "prefix_hit_share": 0.0, "answers": 1}
+        return Native(self.spec, replace(self.shape, batch=decoding, **tokens), self.hardware)
+
+    @cached_property
+    def _elements_of_a_row(self) -> float:
+        return self.spec.n_layers * sum(elements_of(self.spec, 1).values())
+
+    def _products_s(self, rows: int, sampled: int) -> float:
+        """Seconds of the products of a step with prompts, the logits of ``sampled`` rows with them. Kept: a load has few
+        different steps."""
+        found = self._products.get((rows, sampled))
+        if found is None:
+            works = self._products_of(self._uses_of_step(rows, min(rows, sampled)), self._working_set("prefill"))
+            found = self._products[rows, sampled] = total_seconds(works)
+        return found
+
+    @cached_property
+    def _products(self) -> dict[tuple[int, int], float]:
+        return {}
 
     def added_s(self, prefill_s: float, step_s: float, batch: int | None = None) -> float:
         """A prompt is computed in steps of its own rows beside one row of each other request: its whole prefill."""
@@ -201,7 +252,9 @@ class Native(Strategy):
 
     def products(self, phase: Phase) -> list[Work]:
         """What a phase's matrices take, and writing and reading the logits in fp32."""
-        uses, working_set = self.uses(phase), self._working_set(phase)
+        return self._products_of(self.uses(phase), self._working_set(phase))
+
+    def _products_of(self, uses: list[Use], working_set: float) -> list[Work]:
         works = [product_work(use.product, use.name, use.rows, working_set, self.hardware).times(use.times) for use in uses]
         sampled = sum(use.rows for use in uses if use.product.name == "head")
         logits = 8.0 * sampled * uses[-1].product.n

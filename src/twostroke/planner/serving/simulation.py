@@ -185,7 +185,8 @@ class _Run:
 
     def _add(self, came_s: float, index: int) -> None:
         arrival, workload, config = self.workload.arrivals[index], self.workload, self.scheduler.config
-        params = self.params.setdefault(arrival.output_tokens, SamplingParams(max_tokens=arrival.output_tokens, ignore_eos=True))
+        n_tokens = arrival.output_tokens
+        params = self.params.setdefault(n_tokens, SamplingParams(max_tokens=n_tokens, ignore_eos=True))
         original = None
         for answer in range(arrival.answers):
             request = Request(f"{index}.{answer}", [TOKEN] * arrival.prompt_tokens, params, fork_of=original)

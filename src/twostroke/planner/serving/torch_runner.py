@@ -4,11 +4,13 @@ interval. Its own steps are not measured: they took calibration a minute, and mi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from twostroke.core.matrices import block_matrices
 from twostroke.core.named import inputs, named
 from twostroke.core.policy import MAX_PAGES, TOKEN_BUDGET, WEIGHT_ONLY_MULTIPLE
+from twostroke.core.rates import Phase
 from twostroke.core.schemes import scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.corrections import learned_factor
@@ -17,6 +19,7 @@ from twostroke.planner.hardware.tables import ASSUMED_LAUNCH_S
 from twostroke.planner.serving.datasheet import Datasheet
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.serving.step_time import LAYER_OPERATORS
+from twostroke.planner.serving.strategy import Chunk
 from twostroke.planner.work.component import Work
 
 READING_SHARE = 0.5
@@ -73,6 +76,10 @@ class TorchRunner(Datasheet):
     def step(self, batch: int) -> tuple[float, float, str]:
         seconds, network_s, bound = super().step(batch)
         return learned_factor(self.hardware, "decode") * seconds, network_s, bound
+
+    def step_seconds(self, decoding: int, context: float, chunks: Sequence[Chunk]) -> float:
+        phase: Phase = "prefill" if chunks else "decode"
+        return learned_factor(self.hardware, phase) * super().step_seconds(decoding, context, chunks)
 
     def _second_copies_bytes(self) -> float:
         """Bytes of the int8 matrices that are held twice, plain for few rows and packed for many: those that one row passes

@@ -99,7 +99,9 @@ class Workload:
         check_whole("warmup", self.warmup, 0)
         check_amount("turnaround_s", self.turnaround_s)
         if self.warmup >= len(self.arrivals):
-            raise ConfigError(f"warmup={self.warmup} leaves nothing of {len(self.arrivals)} requests. Use fewer, or more requests.")
+            raise ConfigError(
+                f"warmup={self.warmup} leaves nothing of {len(self.arrivals)} requests. Use fewer, or more requests."
+            )
 
     @property
     def places(self) -> int:
@@ -115,9 +117,7 @@ class Workload:
         ``shared_prefix`` tokens."""
         rng, prompts, outputs = random.Random(seed), lengths_of(prompt), lengths_of(output)
         blocks = (0,) if shared_prefix else ()
-        drawn = tuple(
-            Arrival(0.0, prompts.draw(rng), outputs.draw(rng), blocks, answers) for _ in range(n_requests)
-        )
+        drawn = tuple(Arrival(0.0, prompts.draw(rng), outputs.draw(rng), blocks, answers) for _ in range(n_requests))
         return cls(drawn, users, None, warmup, shared_prefix or TRACE_BLOCK_TOKENS, turnaround_s)
 
     @classmethod
@@ -143,10 +143,8 @@ class Workload:
         """Rows of Mooncake's JSON lines: ``timestamp`` in ms, ``input_length``, ``output_length``, ``hash_ids`` of blocks of
         512 tokens. They come ``speed`` times as fast as recorded."""
         check_positive("speed", speed)
-        arrivals = (
-            Arrival(
-                row["timestamp"] / 1e3 / speed, row["input_length"], max(1, row["output_length"]), tuple(row.get("hash_ids", ()))
-            )
+        arrivals = [
+            Arrival(row["timestamp"] / 1e3 / speed, row["input_length"], row["output_length"], tuple(row.get("hash_ids", ())))
             for row in rows
-        )
+        ]
         return cls(tuple(sorted(arrivals, key=lambda arrival: arrival.at_s)), warmup=warmup)

@@ -1,0 +1,220 @@
+"""Simulated load: taken at once as one by one, by hand where that is possible, and the engines' own rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from twostroke.core.errors import CapacityError, ConfigError
+from twostroke.planner.serving.policies import POLICIES, policy_of
+from twostroke.planner.serving.simulation import simulate
+from twostroke.planner.serving.strategy import Chunk
+from twostroke.planner.serving.workload import Lognormal, Uniform, Workload
+
+PAGES = 10**5
+
+
+def seconds(decoding: int, context: float, chunks: Sequence[Chunk]) -> float:
+    """Like an engine's: a step, its requests and their cache, tokens of prompts and those before them."""
+    prompts = sum(2e-5 * chunk.new + 1e-9 * chunk.new * chunk.before for chunk in chunks)
+    return 1e-3 + 2e-5 * decoding + 1e-8 * decoding * context + prompts
+
+
+def assert_equal(found: object, expected: object) -> None:
+    """Equal to 1e-9, NaN to NaN."""
+    if dataclasses.is_dataclass(found):
+        for field in dataclasses.fields(found):
+            assert_equal(getattr(found, field.name), getattr(expected, field.name))
+    else:
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-12, nan_ok=True)
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    n = draw(st.integers(2, 40))
+    lengths = [Uniform(*sorted((draw(st.integers(1, most)), draw(st.integers(1, most))))) for most in (300, 60)]
+    drawn = {"warmup": draw(st.integers(0, n - 1)), "answers": draw(st.sampled_from((1, 1, 3)))}
+    drawn |= {"shared_prefix": draw(st.sampled_from((0, 64))), "seed": draw(st.integers(0, 99))}
+    if draw(st.booleans()):
+        return Workload.closed(draw(st.integers(1, n)), n, *lengths, **drawn)
+    rate, cap = draw(st.sampled_from((5.0, 50.0, 500.0, math.inf))), draw(st.sampled_from((None, 3)))
+    return Workload.open(rate, n, *lengths, burstiness=draw(st.sampled_from((0.3, 1.0))), cap=cap, **drawn)
+
+
+@given(
+    workloads(), st.sampled_from(sorted(POLICIES)), st.sampled_from((30, 60, 2000)), st.sampled_from((2, 8, 64)),
+    st.sampled_from((64, 512)), st.sampled_from((None, 64)),
+)  # fmt: skip
+@settings(max_examples=120, deadline=None)
+def test_steps_taken_at_once_give_what_they_give_one_by_one(
+    workload: Workload, engine: str, pages: int, max_running: int, token_budget: int, window: int | None
+) -> None:
+    limits = {"max_running": max_running, "token_budget": token_budget, "window": window}
+    at_once, one_by_one = (
+        simulate(workload, POLICIES[engine], seconds, pages, one_by_one=slowly, **limits) for slowly in (False, True)
+    )
+    assert_equal(at_once, one_by_one)
+    reported = workload.arrivals[workload.warmup :]
+    assert at_once.n_requests == sum(arrival.answers for arrival in reported)
+    assert at_once.itl_s.n == sum(arrival.answers * (arrival.output_tokens - 1) for arrival in reported)
+
+
+def test_one_user_gets_each_prompt_and_step_in_turn() -> None:
+    found = simulate(Workload.closed(1, 5, 100, 10), policy_of("twostroke"), seconds, PAGES)
+    first = seconds(0, 0, [Chunk(0, 100)])
+    later = [seconds(1, 100 + i, ()) for i in range(9)]
+    assert found.ttft_s.median == pytest.approx(first)
+    assert found.tpot_s.median == pytest.approx(sum(later) / 9)
+    assert found.itl_s.p99 == pytest.approx(max(later), rel=1e-3)
+    assert found.e2e_s.mean == pytest.approx(first + sum(later))
+    assert found.peak_concurrency == 1
+
+
+def test_two_prompts_at_once_share_a_step_and_a_late_one_joins_the_next() -> None:
+    """By hand: 2 prompts of 100 in one step, then both decode; a third comes in the second step and joins the third."""
+    first, second = seconds(0, 0, [Chunk(0, 100)] * 2), seconds(2, 100, ())
+    rows = [
+        {"timestamp": 0, "input_length": 100, "output_length": 4},
+        {"timestamp": 0, "input_length": 100, "output_length": 4},
+        {"timestamp": 1e3 * (first + second / 2), "input_length": 50, "output_length": 2},
+    ]
+    found = simulate(Workload.of_trace(rows), policy_of("vllm"), seconds, PAGES)
+    third, fourth = seconds(2, 101, [Chunk(0, 50)]), seconds(3, (2 * 102 + 50) / 3, ())
+    ttft = sorted([first, first, second / 2 + third])
+    assert found.ttft_s.mean == pytest.approx(sum(ttft) / 3)
+    assert found.duration_s == pytest.approx(first + second + third + fourth)
+    assert found.steps == 4
+    assert found.busy_share == pytest.approx(1.0)
+    assert found.itl_s.mean == pytest.approx((2 * second + 2 * third + 3 * fourth) / 7)
+
+
+def test_a_wave_of_prompts_holds_up_decoding_where_prompts_go_first() -> None:
+    workload = Workload.closed(32, 400, Uniform(800, 1000), Uniform(100, 200), seed=1)
+    mixed, apart = (simulate(workload, policy_of(engine), seconds, PAGES) for engine in ("vllm", "sglang"))
+    assert apart.ttft_s.median < mixed.ttft_s.median
+    assert apart.steps > mixed.steps
+    assert apart.itl_s.n == mixed.itl_s.n
+
+
+def test_whole_prompts_wait_for_room_and_a_reserved_cache_never_preempts() -> None:
+    workload = Workload.closed(24, 100, Uniform(100, 300), Uniform(200, 400), seed=2)
+    pages = 24 * 500 // 16 // 3
+    ours = simulate(workload, policy_of("twostroke"), seconds, pages)
+    reserved = simulate(workload, policy_of("trtllm"), seconds, pages)
+    assert ours.preemptions > 0
+    assert reserved.preemptions == 0
+    assert reserved.peak_concurrency == 24  # waiting ones count
+    assert reserved.ttft_s.median > ours.ttft_s.median
+
+
+def test_slots_bound_how_many_run() -> None:
+    workload = Workload.open(math.inf, 12, 100, 50)
+    found = simulate(workload, policy_of("llama.cpp"), seconds, PAGES)
+    alone = simulate(Workload.open(math.inf, 4, 100, 50), policy_of("llama.cpp"), seconds, PAGES)
+    assert found.duration_s == pytest.approx(3 * alone.duration_s, rel=0.02)
+
+
+def test_a_prompt_longer_than_the_budget_is_cut_and_costs_what_its_chunks_do() -> None:
+    found = simulate(Workload.closed(1, 2, 1200, 1), policy_of("twostroke"), seconds, PAGES)
+    parts = [Chunk(0, 512, False), Chunk(512, 512, False), Chunk(1024, 176)]
+    assert found.ttft_s.median == pytest.approx(sum(seconds(0, 0, [part]) for part in parts))
+
+
+def test_blocks_of_a_trace_are_found_again() -> None:
+    rows = [{"timestamp": 100.0 * i, "input_length": 1100, "output_length": 2, "hash_ids": [1, 2, 10 + i]} for i in range(5)]
+    found = simulate(Workload.of_trace(rows), policy_of("twostroke"), seconds, PAGES)
+    assert found.prefix_hit_share == pytest.approx(4 * 1024 / (5 * 1100))
+    other = simulate(Workload.of_trace([row | {"hash_ids": []} for row in rows]), policy_of("twostroke"), seconds, PAGES)
+    assert other.prefix_hit_share == 0
+    assert found.ttft_s.median < other.ttft_s.median / 5
+
+
+def test_answers_to_one_prompt_compute_it_once() -> None:
+    found = simulate(Workload.closed(1, 1, 160, 10, answers=4), policy_of("twostroke"), seconds, PAGES)
+    assert found.n_requests == 4
+    assert found.prefix_hit_share == pytest.approx(3 * 159 / (4 * 160))
+
+
+def test_littles_law_holds() -> None:
+    workload = Workload.open(20.0, 2000, Uniform(50, 150), Lognormal(60, 0.7, 400), seed=3)
+    found = simulate(workload, policy_of("vllm"), seconds, PAGES)
+    assert found.concurrency == pytest.approx(found.requests_per_s * found.e2e_s.mean)
+    assert found.requests_per_s == pytest.approx(20.0, rel=0.1)  # 2,000 gaps: ±2% of a mean, and the last answer's time
+
+
+def test_burstier_arrivals_wait_longer() -> None:
+    waits = [
+        simulate(
+            Workload.open(60.0, 3000, 200, 40, burstiness=burstiness, seed=4), policy_of("vllm"), seconds, PAGES
+        ).ttft_s.p99
+        for burstiness in (1.0, 0.25)
+    ]
+    assert waits[1] > 1.2 * waits[0]
+
+
+def test_a_capped_client_counts_waiting_for_a_place() -> None:
+    free, capped = (
+        simulate(Workload.open(50.0, 200, 100, 50, cap=cap), policy_of("vllm"), seconds, PAGES) for cap in (None, 2)
+    )
+    assert capped.peak_concurrency == 2
+    assert capped.ttft_s.median > 10 * free.ttft_s.median
+    assert capped.tpot_s.median < free.tpot_s.median
+
+
+def test_most_steps_are_taken_without_scheduling_each() -> None:
+    """What makes 10,000 requests a matter of seconds: a step in five at most holds a prompt, and only those are scheduled."""
+    scheduled = 0
+
+    def counted(decoding: int, context: float, chunks: Sequence[Chunk]) -> float:
+        nonlocal scheduled
+        scheduled += bool(chunks)
+        return seconds(decoding, context, chunks)
+
+    found = simulate(Workload.closed(16, 1000, 256, Uniform(100, 140)), policy_of("vllm"), counted, PAGES)
+    assert scheduled < found.steps / 5
+
+
+def test_lengths_and_arrivals_are_as_asked() -> None:
+    rng = random.Random(0)
+    drawn = sorted(Lognormal(100, 0.5).draw(rng) for _ in range(4000))
+    assert drawn[2000] == pytest.approx(100, rel=0.05)
+    assert drawn[3364] == pytest.approx(100 * math.exp(0.5), rel=0.06)  # one sigma: 84.1%
+    arrivals = Workload.open(10.0, 5000, 1, 1).arrivals
+    assert arrivals[-1].at_s == pytest.approx(500, rel=0.05)
+    assert arrivals[0].at_s == 0
+
+
+def test_a_published_trace_is_served(assets: Path) -> None:
+    lines = (assets / "traces/mooncake_conversation_trace.jsonl").read_text().splitlines()[:200]
+    workload = Workload.of_trace(map(json.loads, lines), speed=0.2)
+    found = simulate(workload, policy_of("vllm"), lambda n, c, k: 5e-3 + 1e-5 * sum(x.new for x in k), 10**6)
+    assert found.n_requests == 200
+    seen: set[int] = set()
+    known = 0
+    for arrival in workload.arrivals:  # one after another and with room for all, blocks that came before are found again
+        known += 512 * next((i for i, block in enumerate(arrival.blocks) if block not in seen), len(arrival.blocks))
+        seen.update(arrival.blocks)
+    assert found.prefix_hit_share == pytest.approx(known / sum(a.prompt_tokens for a in workload.arrivals), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda: Workload.closed(0, 4, 1, 1), lambda: Workload.closed(1, 4, 1, 1, warmup=4), lambda: Workload.open(0.0, 4, 1, 1),
+     lambda: Uniform(0, 4), lambda: Lognormal(0.0, 1.0), lambda: policy_of("vlm")],
+)  # fmt: skip
+def test_impossible_loads_are_refused(wrong: object) -> None:
+    with pytest.raises(ConfigError):
+        wrong()  # type: ignore[operator]
+
+
+def test_a_request_that_no_cache_holds_is_refused() -> None:
+    with pytest.raises(CapacityError, match="KV-cache pages"):
+        simulate(Workload.closed(1, 1, 200, 10), policy_of("vllm"), seconds, 4)
