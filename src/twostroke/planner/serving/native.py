@@ -187,8 +187,11 @@ class Native(Strategy):
 
     def _alone(self, decoding: int, context: float) -> Native:
         """A step in which ``decoding`` requests have ``context`` tokens before them."""
-        tokens = {"prompt_tokens": max(1, round(context) - 1), "output_tokens": 1, "prefix_hit_share": 0.0, "answers": 1}
-        return Native(self.spec, replace(self.shape, batch=decoding, **tokens), self.hardware)
+        before = max(1, round(context) - 1)
+        shape = replace(
+            self.shape, batch=decoding, prompt_tokens=before, output_tokens=1, prefix_hit_share=0.0, answers=1, max_model_len=0
+        )
+        return Native(self.spec, shape, self.hardware)
 
     @cached_property
     def _elements_of_a_row(self) -> float:
