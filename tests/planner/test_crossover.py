@@ -171,13 +171,13 @@ def test_an_api_is_overtaken_when_what_it_asks_more_has_paid_for_training() -> N
 
 
 def test_energy_grows_with_the_requests() -> None:
-    energy = Energy(training_kwh=100.0, kwh_per_request=0.001, grid=price("grid_kg_co2_per_kwh"))
+    energy = Energy(training_kwh=100.0, kwh_per_request=0.001, grid=price("grid_kg_co2_per_kwh"), pue=price("pue_data_centre"))
     plan = plan_crossover(FIVE_MILLION, demand(1000), PaidByRequest(0.001), 12, energy=energy)
     assert plan.serving_kwh == pytest.approx(365.25)
     found = plain(plan)["energy"]
-    assert found["serving_co2_kg"] == pytest.approx(365.25 * 0.45)
-    assert found["training_co2_kg"] == pytest.approx(45.0)
-    assert "100 kWh (45 kg CO2) to train, 365 kWh (164 kg CO2) to serve 12 months" in crossover_text(plan, "x")
+    assert found["serving_co2_kg"] == pytest.approx(365.25 * 1.58 * 0.45)  # cooling and supply included
+    assert found["training_co2_kg"] == pytest.approx(71.1)
+    assert "100 kWh (71.1 kg CO2) to train, 365 kWh (260 kg CO2) to serve 12 months" in crossover_text(plan, "x")
     assert plain(plan_crossover(FIVE_MILLION, demand(1000), PaidByRequest(0.001)))["energy"] is None
 
 

@@ -32,6 +32,8 @@ PLAUSIBLE = {  # fact: smallest, largest of any machine that these plans are for
     "memory_bytes": (8e9, 2e12),
     "read_bandwidth_bytes_per_s": (4e10, 1e13),
     "watts": (10, 1500),
+    "idle_watts": (1, 400),
+    "host_watts": (50, 1500),
     "devices_per_node": (1, 10_000),
     "link.bytes_per_s": (1e10, 1e12),
     "link.alpha_s": (5e-7, 5e-5),
@@ -58,6 +60,7 @@ def test_every_number_of_a_device_has_unit_source_and_date_and_is_plausible(name
         assert 1 < peak / bandwidth < 2000, dtype
     assert device.network.bytes_per_s <= device.link.bytes_per_s
     assert device.usd_per_hour.value > 0
+    assert 0 < device.idle_watts.value < device.watts.value
     assert device.usd_per_hour.kind in ("listed", "assumed")
     assert device.place in ("desk", "data centre")
 
@@ -149,6 +152,7 @@ def test_an_accelerators_own_name_finds_its_price_and_power(reported: str, name:
     )
     sheet = load_hardware(name)
     assert (found.usd_per_hour, found.watts, found.link) == (sheet.usd_per_hour, sheet.watts, sheet.link)
+    assert (found.idle_watts, found.host_watts) == (sheet.idle_watts, sheet.host_watts)
     assert found.devices_per_node == 2
 
 

@@ -356,7 +356,7 @@ def test_the_text_keeps_to_120_columns_and_names_reasons() -> None:
 def test_a_search_for_little_energy_shows_it() -> None:
     text = search_text(search_serving(llama_8b(), SERVED, Space(machines("h100-sxm", "l40s"), 1), objective="energy"), "8B")
     assert "kWh/Mtok" in text
-    assert "draws its datasheet's limit" in text
+    assert "hosts, cooling and supply (PUE) are not in it" in text
 
 
 def test_two_winners_are_set_side_by_side() -> None:

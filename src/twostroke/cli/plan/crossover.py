@@ -85,7 +85,7 @@ def crossover(
 ) -> None:
     """The day and the token at which serving has cost more than training, what 10% saved is worth, an API's price beside it."""
     from twostroke.planner.choosing.crossover import Demand, Energy, PaidByRequest, Serving, own_serving, plan_crossover
-    from twostroke.planner.hardware.tables import load_hardware, price
+    from twostroke.planner.hardware.tables import load_hardware
     from twostroke.planner.money.api_prices import api_price, nearest_api
     from twostroke.planner.money.cost import ProjectInputs, project_cost
     from twostroke.planner.serving.plan import plan_serving
@@ -135,7 +135,8 @@ def crossover(
             replica = own.by_replica
             if "training_cost" in document:
                 kwh_per_request = planned.kwh_per_mtok * planned.shape.output_tokens / 1e6
-                energy = Energy(document["training_cost"].energy_kwh, kwh_per_request, price("grid_kg_co2_per_kwh"))
+                trained = document["training_cost"]
+                energy = Energy(trained.energy_kwh, kwh_per_request, trained.grid, trained.pue)
             serving = own.by_replica if always_on else own.by_request
             document |= {"worked_hour": own.worked, "utilisation": utilisation, "token_prices": own.tokens}
             lines = terms_lines(own, served_on)
@@ -195,4 +196,4 @@ def _training_cost(
             "give their price as --training-usd."
         )
     rate = bought_rate(machine, years) if terms == "bought" else rate_of(machine, terms)
-    return cost_of(planned.seconds * planned.n_devices, machine, rate=rate), notes
+    return cost_of(planned.seconds * planned.n_devices, machine, rate=rate, watts=run.watts), notes

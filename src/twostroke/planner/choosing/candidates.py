@@ -68,7 +68,7 @@ class Candidate:
     memory_bytes: Annotated[dict[str, float], "bytes", "of a device by term"]
     allowed_bytes: Annotated[float, "bytes", "that may be used"]
     usd_per_hour: Annotated[float, "$", "of all devices"]
-    watts: Annotated[float, "W", "of all devices"]
+    watts: Annotated[float, "W", "of all devices, on average; 0 where memory already said no"] = 0.0
     values: Annotated[
         dict[str, float], "predictions by their ledger names; empty where memory already said no", As("prediction")
     ] = field(default_factory=dict)

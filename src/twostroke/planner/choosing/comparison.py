@@ -19,7 +19,15 @@ from twostroke.planner.choosing.flips import LARGEST_BATCH, Amounts, Balance, fl
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.network import send_s
 from twostroke.planner.hardware.tables import price
-from twostroke.planner.money.cost import cost_of, crossover_tokens, rent_and_power, usd_per_million_tokens
+from twostroke.planner.money.cost import (
+    cost_of,
+    crossover_tokens,
+    energy_kwh,
+    excluded_power,
+    rent_and_power,
+    usd_per_million_tokens,
+)
+from twostroke.planner.money.power import mean_watts
 from twostroke.planner.serving.plan import ServingPlan, plan_serving, strategy_of
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.training.layout import SINGLE, Layout
@@ -245,7 +253,7 @@ def compare_plans(training: TrainingPlan, serving: ServingPlan, subject: str = "
         *_move_and_store_rows(training, serving),
         *_money_rows(training, serving),
     ]
-    run = training.cost or cost_of(training.step_time_s, hardware, training.layout.n_devices)
+    run = training.cost or cost_of(training.step_time_s, hardware, training.layout.n_devices, watts=training.watts)
     return Comparison(
         subject=subject or f"{training.spec.family} of {training.parameters.total:,} parameters",
         hardware=hardware,
@@ -269,6 +277,7 @@ def _assumptions(hardware: Hardware) -> tuple[str, ...]:
     tariff, network = price("electricity_usd_per_kwh"), hardware.network
     return (
         *rent_and_power(hardware),
+        excluded_power(hardware),
         f"electricity {tariff.kind}: ${tariff.value:.2f} a kWh ({tariff.source})",
         f"network {network.kind}: {network.bytes_per_s / 1e9:.3g} GB/s to another machine ({network.source})",
     )
@@ -445,16 +454,23 @@ def _money_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableRow]:
             _row("money", "whole run, energy", "kWh", run.energy_kwh, name="energy_kwh"),
             _row("money", "whole run, money", "usd", run.usd, name="cost_usd"),
         ]
+    devices = {"train": training.layout.n_devices, "prefill": serving.devices, "decode": serving.devices}
+    rates = (training.tok_per_s, serving.prefill_tok_per_s, serving.decode_tok_per_s)
     each = [
-        cost_of(1e6 / training.tok_per_s, training.hardware, training.layout.n_devices),
-        cost_of(1e6 / serving.prefill_tok_per_s, serving.hardware, serving.devices),
-        cost_of(1e6 / serving.decode_tok_per_s, serving.hardware, serving.devices),
+        cost_of(1e6 / rate, training.hardware if phase == "train" else serving.hardware, devices[phase], watts=watts)
+        for rate, (phase, watts) in zip(rates, _watts(training, serving).items(), strict=True)
     ]
     return [
         *rows,
         _row("money", "energy per million tokens", "kWh", *(cost.energy_kwh for cost in each)),
         _row("money", "money per million tokens", "usd", *(cost.usd for cost in each)),
     ]
+
+
+def _watts(training: TrainingPlan, serving: ServingPlan) -> dict[str, float]:
+    """Mean W of one device by phase."""
+    prefill, decode = (mean_watts((busy,), serving.hardware) for busy in (serving.prompt_busy, serving.step_busy))
+    return {"train": training.watts, "prefill": prefill, "decode": decode}
 
 
 # -- measured beside predicted --------------------------------------------------------------------------------------------
@@ -467,7 +483,7 @@ def merge_measured(
 
     ``train`` and ``serve`` are measurements as the ledger holds them (``Run.measurement``): ``train`` fills the first column,
     ``serve`` prefill and decode, each cell by its ledger name. Energy and money of what was measured follow from the
-    measured rates at the same assumed price and watts, and so does the measured crossover.
+    measured rates at the same assumed price and predicted watts, and so does the measured crossover.
     """
     measured: dict[str, dict[str, float]] = {
         "train": _numbers(train or {}),
@@ -476,8 +492,9 @@ def merge_measured(
     }
     served_on = comparison.serving.hardware
     places = {"train": comparison.hardware, "prefill": served_on, "decode": served_on}
+    watts = _watts(comparison.training, comparison.serving)
     if "train_time_s" in measured["train"]:
-        spent = cost_of(measured["train"]["train_time_s"], comparison.hardware)
+        spent = cost_of(measured["train"]["train_time_s"], comparison.hardware, watts=watts["train"])
         measured["train"] = {"energy_kwh": spent.energy_kwh, "cost_usd": spent.usd} | measured["train"]
     rates = {"train": "train_tok_per_s", "prefill": "prefill_tok_per_s", "decode": "decode_tok_per_s"}
     rows = []
@@ -487,7 +504,7 @@ def merge_measured(
             found = measured[column].get(cell.name) if cell.name else None
             rate = measured[column].get(rates[column])
             if rate and row.label == "energy per million tokens":
-                found = cost_of(1e6 / rate, places[column]).energy_kwh
+                found = energy_kwh(1e6 / rate, watts[column])
             elif rate and row.label == "money per million tokens":
                 found = usd_per_million_tokens(rate, places[column].usd_per_hour.value)
             cells[column] = cell if found is None else replace(cell, measured=found)

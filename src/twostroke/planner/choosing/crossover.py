@@ -164,22 +164,24 @@ class ApiComparison:
 
 @dataclass(frozen=True)
 class Energy:
-    """kWh of the final run and of a served request, both with PUE; idle machines draw nothing here."""
+    """kWh of the final run and of a served request, both at the devices; idle machines draw nothing here."""
 
     training_kwh: float
     kwh_per_request: float
     grid: Price
+    pue: Price
 
 
 class EnergyBill(NamedTuple):
     """Energy of both phases over the horizon."""
 
-    training_kwh: Annotated[float, "kWh", "of the final run"]
-    serving_kwh: Annotated[float, "kWh", "of serving"]
-    training_co2_kg: Annotated[float, "kg of CO₂ of the final run"]
-    serving_co2_kg: Annotated[float, "kg of CO₂ of serving"]
-    kwh_per_request: Annotated[float, "kWh", "of one request"]
+    training_kwh: Annotated[float, "kWh", "of the final run, at the devices"]
+    serving_kwh: Annotated[float, "kWh", "of serving, at the devices"]
+    training_co2_kg: Annotated[float, "kg of CO₂ of the final run, PUE included"]
+    serving_co2_kg: Annotated[float, "kg of CO₂ of serving, PUE included"]
+    kwh_per_request: Annotated[float, "kWh", "of one request, at the devices"]
     grid_kg_co2_per_kwh: Annotated[Price, "kg of CO₂ a kWh"]
+    pue: Annotated[Price, "power usage effectiveness"]
 
 
 class Saved(NamedTuple):
@@ -279,9 +281,9 @@ class Crossover:
         energy, served = self.energy, self.serving_kwh
         if energy is None or served is None:
             return None
-        trained, grid = energy.training_kwh, energy.grid.value
-        co2 = co2_kg(trained, grid), co2_kg(served, grid)
-        return EnergyBill(trained, served, *co2, energy.kwh_per_request, energy.grid)
+        trained, grid, pue = energy.training_kwh, energy.grid.value, energy.pue.value
+        co2 = co2_kg(trained * pue, grid), co2_kg(served * pue, grid)
+        return EnergyBill(trained, served, *co2, energy.kwh_per_request, energy.grid, energy.pue)
 
     def curve(self, n_points: int = 25) -> Annotated[list[Point], "both bills over the horizon"]:
         """Both bills at even distances, for a plot."""

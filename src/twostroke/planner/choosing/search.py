@@ -23,7 +23,8 @@ from twostroke.core.spec import ModelSpec
 from twostroke.planner.choosing.candidates import Candidate, DeviceResult, Miss, Objective, Phase, choose, nearest_miss, reliefs
 from twostroke.planner.choosing.interconnect import LinkFinding, blame_idle_links, link_findings
 from twostroke.planner.hardware.device import Hardware
-from twostroke.planner.money.cost import energy_kwh, pue_of, rent_usd, usd_per_million_tokens
+from twostroke.planner.money.cost import energy_kwh, rent_usd, usd_per_million_tokens
+from twostroke.planner.money.power import Busy, mean_watts
 from twostroke.planner.serving.load import Steps, closed_loop
 from twostroke.planner.serving.memory import batch_pages
 from twostroke.planner.serving.plan import served_schemes, strategy_of
@@ -41,6 +42,7 @@ from twostroke.planner.training.plan import (
     stage_time,
     startup_s,
     step_traffic,
+    step_watts,
     training_memory,
 )
 from twostroke.planner.training.shape import CHECKPOINTING, TrainingShape
@@ -278,11 +280,11 @@ def _candidate(
     phase: Phase, machine: Hardware, n_devices: int, precision: str, batch: int, allowed_bytes: float,
     layout: dict[str, int], settings: dict[str, Any], **found: Any,
 ) -> Candidate:  # fmt: skip
-    """One on ``n_devices`` of ``machine``, at their price and power. ``found``: its memory and what was predicted of it."""
+    """One on ``n_devices`` of ``machine``, at their price. ``found``: its memory and what was predicted of it."""
     return Candidate(
         phase=phase, device=machine.name, label=machine.label, n_devices=n_devices, layout=layout, precision=precision,
         batch=batch, settings=settings, allowed_bytes=allowed_bytes, usd_per_hour=n_devices * machine.usd_per_hour.value,
-        watts=n_devices * machine.watts.value, **found,
+        **found,
     )  # fmt: skip
 
 
@@ -301,18 +303,17 @@ class _ServeTimer:
         self.layout = {"tensor": shape.tensor, "pipeline": shape.pipeline, "expert": shape.expert}
         self.engine = strategy_of(spec, self.shape, machine)
         self.weights, self.page, self.room = self.engine.weights_bytes(), self.engine.page_bytes(), self.engine.room_for_kv()
-        self.pue = pue_of(machine).value
 
     def candidates(self, batches: Sequence[int]) -> Iterator[Candidate]:
-        ttft_s = None
+        prompt = None
         for batch in batches:
             memory = {"weights": self.weights, "kv_cache": batch_pages(self.spec, self.shape, batch) * self.page}
             if memory["kv_cache"] > self.room:
                 yield self._candidate(batch, memory, misses=(_memory_miss(memory, max(self.room + self.weights, 0.0)),))
                 continue
-            if ttft_s is None:
-                ttft_s = self.engine.prefill_s()
-            yield self._timed(batch, memory, ttft_s)
+            if prompt is None:
+                prompt = self.engine.prompt_busy()
+            yield self._timed(batch, memory, prompt)
 
     def _candidate(self, batch: int, memory: dict[str, float], replicas: int | None = None, **found: Any) -> Candidate:
         """``replicas`` is None where one copy does not fit: nobody knows how many it would take."""
@@ -323,20 +324,22 @@ class _ServeTimer:
             layout, {"kv_dtype": self.shape.cache_dtype}, memory_bytes=memory, **found,
         )  # fmt: skip
 
-    def _timed(self, batch: int, memory: dict[str, float], ttft_s: float) -> Candidate:
+    def _timed(self, batch: int, memory: dict[str, float], prompt: Busy) -> Candidate:
         """One that fits, with its rates, its money and the limits it misses; with as many replicas as the requests need.
 
         TTFT and TPOT are those of users who ask again at once, as of ``ServingPlan.loaded``.
         """
         work, machine, output = self.work, self.machine, self.work.output_tokens
-        step_s, network_s, bound = self.engine.step(batch)
+        step_s, network_s, bound, busy = self.engine.step(batch)
+        ttft_s = prompt.seconds
         added_s = self.engine.added_s(ttft_s, step_s, batch)
         loaded = closed_loop(Steps(ttft_s, added_s, step_s, work.prompt_tokens, output, self.engine.token_budget), batch)
         rate = batch * output / (batch * ttft_s + output * step_s)
         served = work.requests_per_s * output or rate
         replicas = math.ceil(served / rate) if work.requests_per_s else 1
         n_devices = self.shape.placement.devices * replicas
-        usd_per_hour, watts = n_devices * machine.usd_per_hour.value, n_devices * machine.watts.value
+        usd_per_hour = n_devices * machine.usd_per_hour.value
+        watts = n_devices * mean_watts((prompt.times(batch), busy.times(output)), machine)
         values = {
             "ttft_s": ttft_s,
             "tpot_s": step_s,
@@ -345,7 +348,7 @@ class _ServeTimer:
             "e2e_s": loaded.e2e_s,
             "output_tok_per_s": served,
             "cost_per_mtok_usd": usd_per_million_tokens(served, usd_per_hour),
-            "energy_per_mtok_kwh": energy_kwh(1e6 / served, watts, self.pue),
+            "energy_per_mtok_kwh": energy_kwh(1e6 / served, watts),
         }
         limits = self.limits
         checks = (
@@ -356,7 +359,14 @@ class _ServeTimer:
             ("usd_per_mtok", values["cost_per_mtok_usd"], limits.usd_per_mtok, "usd"),
         )
         share, misses = network_s / step_s, _misses(checks)
-        found = {"values": values, "communication_share": share, "link_use": share, "bound": bound, "misses": misses}
+        found = {
+            "values": values,
+            "watts": watts,
+            "communication_share": share,
+            "link_use": share,
+            "bound": bound,
+            "misses": misses,
+        }
         return self._candidate(batch, memory, replicas, **found)
 
 
@@ -461,7 +471,6 @@ class _TrainTimer:
         self.passes: dict[tuple[Any, ...], StageTime] = {}
         self.lost: dict[int, float] = {}
         self.steps = math.ceil(work.tokens / work.batch_tokens)
-        self.pue = pue_of(machine).value
         self.flops_per_token = training_flops_per_token(spec, work.sequence_length)
 
     def candidate(self, layout: Layout, shape: TrainingShape, memory: dict[str, float]) -> Candidate:
@@ -497,6 +506,10 @@ class _TrainTimer:
         works = (*passes.forward, *passes.backward)
         compute_s = shape.grad_accumulation * total_seconds(works) + update.seconds
         step_s = compute_s + ASSUMED_DATA_TOKEN_S * shape.tokens_per_step + exposed_s + bubble_s
+        watts = layout.n_devices * step_watts(
+            (passes.forward, passes.backward), (update,), shape.grad_accumulation,
+            step_s - compute_s - exposed_s, exposed_s, machine,
+        )  # fmt: skip
         running_s = startup_s(shape, machine) + self.steps * step_s
         if layout.n_devices > 1:
             running_s *= 1 + self._lost_share(layout, shape)
@@ -507,10 +520,11 @@ class _TrainTimer:
             "mfu": self.flops_per_token * tok_per_s / (machine.peak(rate_dtype(shape, machine)) * layout.n_devices),
             "train_time_s": running_s,
             "cost_usd": layout.n_devices * rent_usd(running_s, machine.usd_per_hour.value),
-            "energy_kwh": layout.n_devices * energy_kwh(running_s, machine.watts.value, self.pue),
+            "energy_kwh": energy_kwh(running_s, watts),
         }
         return {
             "values": values,
+            "watts": watts,
             "communication_share": exposed_s / step_s,
             "bubble_share": bubble_s / step_s,
             "link_use": min(1.0, sum(t.seconds for t in traffic) / step_s),

@@ -124,9 +124,11 @@ class Hardware(Measurements):
     link: Annotated[Link, "to another device of the same node"]
     network: Annotated[Link, "to another node"]
     devices_per_node: Annotated[int, "devices that `link` joins"]
-    watts: Annotated[Price, "power of one device, W"]
+    watts: Annotated[Price, "most that one device draws, W"]
+    idle_watts: Annotated[Price, "what it draws ready and without work, W"]
     usd_per_hour: Annotated[Price, "rent of one device, $ an hour"]
     place: Annotated[Literal["desk", "data centre"], "where such devices stand: data centre, desk …"] = "desk"
+    host_watts: Annotated[Price | None, "most that a device's share of its server draws beside it, W; null: not known"] = None
     facts: Annotated[dict[str, Fact], "every number of the device's file; empty for a calibrated machine"] = field(
         default_factory=dict
     )

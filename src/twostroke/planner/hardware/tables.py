@@ -52,6 +52,9 @@ ASSUMED_NETWORK_ALPHA_S = 3e-5
 """Start of one message over TCP and Ethernet. Vidur's two A100 nodes without InfiniBand: 72 µs for an all-reduce of
 2 ranks, which is 2 messages one after another."""
 
+IDLE_SHARE = 0.17
+"""Of a device's limit, what it draws ready and without work where its file does not say: an H100's 120 of 700 W."""
+
 LEAST_NET_SHARE = 0.3
 """Of a measured product's time, what is at least left for the product itself when its launch is taken off."""
 
@@ -161,7 +164,7 @@ def _from_datasheet(name: str, table: dict[str, Any]) -> Hardware:
     peaks = {key.partition(".")[2]: f.value for key, f in facts.items() if key.startswith("peak_flop_per_s.")}
     # Matrix units take both 16-bit types at one rate, unless the file says otherwise.
     peaks.setdefault("fp16", peaks["bf16"])
-    watts = facts["watts"]
+    watts, host = _watts(facts["watts"]), facts.get("host_watts")
     network = _link(facts, "network")
     return Hardware(
         name=name,
@@ -179,11 +182,23 @@ def _from_datasheet(name: str, table: dict[str, Any]) -> Hardware:
         link=_link(facts, "link", NodeLink) if "link.bytes_per_s" in facts else network,
         network=network,
         devices_per_node=int(facts["devices_per_node"].value),
-        watts=Price(watts.value, watts.kind, watts.source, watts.date),
+        watts=watts,
+        idle_watts=_watts(facts["idle_watts"]) if "idle_watts" in facts else idle_watts(watts),
         usd_per_hour=hourly_price(name, cores),
         place=table["place"],
+        host_watts=_watts(host) if host else None,
         facts=facts,
     )
+
+
+def _watts(fact: Fact) -> Price:
+    """A power of a device's file; what it is exactly stands with its source."""
+    return Price(fact.value, fact.kind, ": ".join(filter(None, (fact.source, fact.note))), fact.date)
+
+
+def idle_watts(limit: Price) -> Price:
+    """``IDLE_SHARE`` of the limit."""
+    return Price(IDLE_SHARE * limit.value, "assumed", f"{IDLE_SHARE:g} of the limit, as of an H100", "2026")
 
 
 def _link(facts: dict[str, Fact], name: str, kind: type[Link] = Link) -> Link:
@@ -199,6 +214,7 @@ def hardware_from_profile(profile: MachineProfile) -> Hardware:
     usd = Price(core_price.value * f.n_cores, core_price.kind, f"{f.n_cores} cores: {core_price.source}", core_price.date)
     row = next(r for r in prices()["cpu_watts_per_core"] if r["match"].lower() in f.cpu_model.lower())
     watts = Price(float(row["value"]) * f.n_cores, row["kind"], f"{f.n_cores} cores as of {row['source']}", row["date"])
+    idle, host = idle_watts(watts), None
     memory = float(f.ram_bytes)
     network = Link(
         ASSUMED_NETWORK_ALPHA_S, ASSUMED_NETWORK_BYTES_PER_S, "assumed", "1 Gbit/s Ethernet; alpha: tens of µs over TCP"
@@ -209,7 +225,7 @@ def hardware_from_profile(profile: MachineProfile) -> Hardware:
         memory = profile.device_memory_bytes or memory
         sheet = _datasheet_of_gpu(f.gpus)
         if sheet is not None:
-            usd, watts = sheet.usd_per_hour, sheet.watts
+            usd, watts, idle, host = sheet.usd_per_hour, sheet.watts, sheet.idle_watts, sheet.host_watts
             link, network, per_node, place = sheet.link, sheet.network, max(1, len(f.gpus)), sheet.place
     if profile.link is not None:
         ring = profile.link
@@ -235,8 +251,10 @@ def hardware_from_profile(profile: MachineProfile) -> Hardware:
         network=network,
         devices_per_node=per_node,
         watts=watts,
+        idle_watts=idle,
         usd_per_hour=usd,
         place=place,
+        host_watts=host,
         **{section.name: getattr(profile, section.name) for section in fields(Measurements) if section.name != "corrections"},
         corrections=in_use(profile.corrections),
     )

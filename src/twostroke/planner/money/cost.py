@@ -20,19 +20,20 @@ Terms = Literal["on demand", "spot", "bought"]
 
 @dataclass(frozen=True)
 class Cost:
-    """Device time in money and energy, all devices together. ``energy_usd`` is what the electricity alone would cost on a
-    machine of one's own: rent and a bought device's rate include it: never add them. ``usd_per_hour``: of one device."""
+    """Device time in money and energy, all devices together. ``energy_kwh`` is what their meters read; hosts are excluded, and
+    cooling and supply (PUE) stand in ``site_kwh``, which electricity and CO₂ are of. ``energy_usd`` is what the electricity
+    alone would cost on a machine of one's own: rent and a bought device's rate include it: never add them."""
 
     DOCUMENT = (
-        "seconds n_devices terms energy_kwh co2_kg usd energy_usd watts usd_per_hour electricity_usd_per_kwh pue "
-        "grid_kg_co2_per_kwh"
+        "seconds n_devices terms energy_kwh site_kwh co2_kg usd energy_usd watts host_watts usd_per_hour "
+        "electricity_usd_per_kwh pue grid_kg_co2_per_kwh"
     )
 
     seconds: Annotated[float, "s", "of each device"]
-    energy_kwh: Annotated[float, "kWh, PUE included"]
+    energy_kwh: Annotated[float, "kWh", "at the devices; PUE and hosts are apart"]
     usd: Annotated[float, "$", "of the devices' time"]
     energy_usd: Annotated[float, "$", "of the electricity alone, which rent includes"]
-    watts: Annotated[Price, "W", "of one device"]
+    watts: Annotated[Price, "W", "of one device, on average"]
     usd_per_hour: Annotated[Price, "$ an hour of one device"]
     electricity: Annotated[Price, "$ a kWh", As("electricity_usd_per_kwh")]
     n_devices: Annotated[int, "devices"] = 1
@@ -42,6 +43,11 @@ class Cost:
     grid: Annotated[Price, "kg of CO₂ a kWh", As("grid_kg_co2_per_kwh")] = field(
         default_factory=lambda: price("grid_kg_co2_per_kwh")
     )
+    host_watts: Annotated[Price | None, "W", "that a device's share of its server draws at most; null: not known"] = None
+
+    @property
+    def site_kwh(self) -> Annotated[float, "kWh", "with what cooling and supply add: energy_kwh · PUE"]:
+        return self.energy_kwh * self.pue.value
 
 
 @dataclass(frozen=True)
@@ -53,8 +59,8 @@ class DeviceRate:
     parts: Annotated[dict[str, float], "$ an hour by part"]
 
 
-def energy_kwh(seconds: float, watts: float, pue: float) -> float:
-    """kWh = W · h · PUE / 1000."""
+def energy_kwh(seconds: float, watts: float, pue: float = 1.0) -> float:
+    """kWh = W · h · PUE / 1000; at the devices without a PUE."""
     return watts * seconds / 3600 * pue / 1000
 
 
@@ -79,9 +85,20 @@ def price_line(what: str, given: Price, amount: str) -> str:
 
 
 def rent_and_power(hardware: Hardware) -> tuple[str, str]:
-    """A line for the price and one for the power that plans on ``hardware`` assume."""
-    usd, watts = hardware.usd_per_hour, hardware.watts
-    return price_line("price", usd, f"${usd.value:.4g} an hour"), price_line("power", watts, f"{watts.value:.4g} W")
+    """A line for the price and one for the limits of power that plans on ``hardware`` assume."""
+    usd, watts, idle = hardware.usd_per_hour, hardware.watts, hardware.idle_watts
+    limits = f"at most {watts.value:.4g} W, idle {idle.value:.4g} W {idle.kind}"
+    return price_line("price", usd, f"${usd.value:.4g} an hour"), price_line("power", watts, limits)
+
+
+def excluded_power(hardware: Hardware) -> str:
+    """What the energy of devices leaves out: PUE, and the host with what it draws at most where that is known."""
+    pue, host = pue_of(hardware), hardware.host_watts
+    beside = "the host (processor, memory, fans, network)"
+    if host is not None:
+        beside += f", at most {host.value:.4g} W a device ({host.source}; {host.date})"
+    cooling = f"PUE {pue.value:g} {pue.kind}: cooling and supply ({pue.source}; {pue.date})"
+    return f"energy is the devices'. Not in it: {beside}; {cooling}"
 
 
 # -- device time ----------------------------------------------------------------------------------------------------------
@@ -148,24 +165,28 @@ def rate_of(hardware: Hardware, terms: Terms) -> DeviceRate:
     return {"on demand": on_demand_rate, "spot": spot_rate, "bought": bought_rate}[terms](hardware)
 
 
-def cost_of(seconds: float, hardware: Hardware, n_devices: int = 1, rate: DeviceRate | None = None) -> Cost:
-    """Money, energy and CO₂ of ``seconds`` of ``n_devices`` at their watts, the rate (rent on demand unless given), the assumed
-    tariff and grid. Raises ConfigError for a negative time or no device."""
+def cost_of(
+    seconds: float, hardware: Hardware, n_devices: int = 1, rate: DeviceRate | None = None, watts: float | None = None
+) -> Cost:
+    """Money, energy and CO₂ of ``seconds`` of ``n_devices``, each at ``watts`` on average (at its limit unless given), the rate
+    (rent on demand unless given), the assumed tariff and grid. Raises ConfigError for a negative time or no device."""
     check_amount("seconds", seconds)
     check_count("n_devices", n_devices)
     rate = rate or on_demand_rate(hardware)
     electricity, pue, grid = price("electricity_usd_per_kwh"), pue_of(hardware), price("grid_kg_co2_per_kwh")
-    energy = n_devices * energy_kwh(seconds, hardware.watts.named("watts", "W"), pue.named("PUE", ""))
-    energy = named("energy_kwh", energy, "kWh", "W·h·PUE/1000 of all devices", section="money")
+    drawn = hardware.watts if watts is None else predicted_power(watts)
+    energy = n_devices * energy_kwh(seconds, drawn.named("watts", "W"))
+    energy = named("energy_kwh", energy, "kWh", "W·h/1000 of all devices", section="money")
     usd = n_devices * rent_usd(seconds, rate.usd_per_hour.named("usd_per_hour", "usd/h"))
-    energy_usd = energy * electricity.named("usd_per_kwh", "usd/kWh")
-    co2 = co2_kg(energy, grid.named("grid", "kg/kWh"))
+    site = energy * pue.named("PUE", "")
+    energy_usd = site * electricity.named("usd_per_kwh", "usd/kWh")
+    co2 = co2_kg(site, grid.named("grid", "kg/kWh"))
     return Cost(
         seconds,
         energy,
         named("cost_usd", usd, "usd", f"device hours, {rate.terms}"),
         named("energy_usd", energy_usd, "usd", "electricity alone; rent includes it"),
-        hardware.watts,
+        drawn,
         rate.usd_per_hour,
         electricity,
         n_devices,
@@ -173,6 +194,14 @@ def cost_of(seconds: float, hardware: Hardware, n_devices: int = 1, rate: Device
         rate.terms,
         pue,
         grid,
+        hardware.host_watts,
+    )
+
+
+def predicted_power(watts: float) -> Price:
+    """A mean power that ``money.power`` predicted."""
+    return Price(
+        watts, "predicted", "idle, and what reading, computing and exchanging add (planner/money/power.py)", "this plan"
     )
 
 

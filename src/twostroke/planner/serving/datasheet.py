@@ -9,10 +9,11 @@ from twostroke.core.dtypes import bytes_of
 from twostroke.core.named import named, within
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import DATASHEET_NOTE, Hardware
+from twostroke.planner.money.power import Busy
 from twostroke.planner.serving.memory import weights_on_device
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.serving.step_time import Part, Pass, efficiencies_of, efficiencies_table, one_pass
-from twostroke.planner.serving.strategy import Chunk, Strategy
+from twostroke.planner.serving.strategy import Chunk, Step, Strategy
 from twostroke.planner.work.component import Work, merge
 
 CHUNK_TOKENS = 8192
@@ -69,9 +70,13 @@ class Datasheet(Strategy):
     def decode_s(self) -> float:
         return self.decode_pass().seconds(self.rates)
 
-    def step(self, batch: int) -> tuple[float, float, str]:
+    def step(self, batch: int) -> Step:
         once = self.decode_pass(batch)
-        return once.seconds(self.rates), once.network_s(self.rates), self._bound(once)
+        busy = once.busy(self.rates)
+        return Step(busy.seconds, busy.exchanging_s, self._bound(once), busy)
+
+    def prompt_busy(self) -> Busy:
+        return self.prompt_pass().busy(self.rates)
 
     def step_seconds(self, decoding: int, context: float, chunks: Sequence[Chunk]) -> float:
         """``one_pass`` knows prompts of one kind: it is asked for equally many, with the same tokens in all and as many pairs

@@ -19,6 +19,7 @@ from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.anchors import PREFILL_ANCHORS, SHALLOW, NativeAnchor, Ratios, family_of, has_steps, ratio_at
 from twostroke.planner.hardware.corrections import learned_factor
 from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.money.power import busy_of
 from twostroke.planner.serving.memory import touched_pages
 from twostroke.planner.serving.native_products import (
     MANY_ROWS,
@@ -29,7 +30,7 @@ from twostroke.planner.serving.native_products import (
     native_weights_bytes,
 )
 from twostroke.planner.serving.shape import ServingShape
-from twostroke.planner.serving.strategy import Chunk, Strategy
+from twostroke.planner.serving.strategy import Chunk, Step, Strategy
 from twostroke.planner.work.component import Work, bound_of, merge, total_seconds
 from twostroke.planner.work.flops import elementwise_elements, visible_pairs
 from twostroke.planner.work.weights import kv_bytes_per_token
@@ -155,9 +156,9 @@ class Native(Strategy):
         engine = self if batch is None else Native(self.spec, replace(self.shape, batch=batch), self.hardware)
         return tuple(work.stretched(learned_factor(self.hardware, "decode")) for work in engine.as_planned("decode"))
 
-    def step(self, batch: int) -> tuple[float, float, str]:
+    def step(self, batch: int) -> Step:
         works = self.decode(batch)
-        return total_seconds(works), 0.0, bound_of(works)
+        return Step(total_seconds(works), 0.0, bound_of(works), busy_of(works))
 
     def step_seconds(self, decoding: int, context: float, chunks: Sequence[Chunk]) -> float:
         """With prompts all rows go through the products together, and what surrounds them has the prices of prompts; each

@@ -15,7 +15,8 @@ from twostroke.core.schemes import MIXED, NATIVE, PLANNED, TORCH_HELD, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.corrections import corrections_notes, learned_factor
 from twostroke.planner.hardware.device import Hardware
-from twostroke.planner.money.cost import Cost, TokenPrices, cost_of, token_prices, usd_per_million_tokens
+from twostroke.planner.money.cost import Cost, TokenPrices, cost_of, energy_kwh, token_prices, usd_per_million_tokens
+from twostroke.planner.money.power import Busy, mean_watts
 from twostroke.planner.serving.datasheet import Datasheet
 from twostroke.planner.serving.load import Latency, Steps, closed_loop
 from twostroke.planner.serving.memory import kv_bytes_on_device, largest_batch, request_kv_bytes, request_pages
@@ -54,7 +55,7 @@ class ServingPrediction:
     peak_memory_bytes: Annotated[float, "bytes"]
     model_bytes: Annotated[float, "bytes", "on disk"]
     startup_s: Annotated[float, "s", "before the first request"]
-    energy_per_mtok_kwh: Annotated[float, "kWh", "per million output tokens"]
+    energy_per_mtok_kwh: Annotated[float, "kWh", "per million output tokens, at the devices"]
     cost_per_mtok_usd: Annotated[float, "$", "per million output tokens"]
 
 
@@ -98,7 +99,9 @@ class ServingPlan:
     decode_flops_per_token: Annotated[float, "FLOP", "of an output token"]
     model_bytes: float
     startup_s: float
-    cost_per_hour: Annotated[Cost, "of all devices of one copy"]
+    cost_per_hour: Annotated[Cost, "of all devices of one copy, kept busy"]
+    prompt_busy: Busy  # a prompt alone
+    step_busy: Busy  # a step of the batch
     added_by_a_prompt_s: float  # by how much others' decoding is held up when a prompt is computed
     token_budget: int  # tokens of prompts that a step computes at most
     check_s: float | None = None  # a step that checks drafted tokens
@@ -201,10 +204,15 @@ class ServingPlan:
         return token_prices(self.prefill_tok_per_s, self.decode_tok_per_s, self._usd_per_hour)
 
     @property
+    def watts(self) -> float:
+        """Mean W of one device with the batch kept full: its prompts, and its steps."""
+        return self.cost_per_hour.watts.value
+
+    @property
     def kwh_per_mtok(self) -> float:
-        """kWh per million output tokens."""
-        kwh = self.cost_per_hour.energy_kwh * 1e6 / (3600 * self.output_tok_per_s)
-        return named("kwh_per_mtok", kwh, "kWh", "per million output tokens", section="money")
+        """kWh of the devices per million output tokens: their mean power for as long as those take."""
+        kwh = self.devices * energy_kwh(1e6 / self.output_tok_per_s, self.watts)
+        return named("kwh_per_mtok", kwh, "kWh", "per million output tokens, at the devices", section="money")
 
     @property
     def kv_request_bytes(self) -> Annotated[float, "bytes", "of one prompt's cache"]:
@@ -340,6 +348,9 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
         checking = engine.check_s()
     if checking is not None:
         checking = named("check_s", checking, "s", "a step that checks γ drafted tokens of each request and draws one more")
+    with within("power"):
+        prompt, step = engine.prompt_busy(), engine.step(shape.batch).busy
+        watts = mean_watts((prompt.times(shape.prompts), step.times(shape.output_tokens)), hardware)
     parameters = count_parameters(spec)
     set_aside = named("kv_cache_bytes", pages * page, "bytes", "whole pages of the cache the engine takes, one device")
     touched, working = engine.touched_cache_bytes(set_aside), engine.working_bytes()
@@ -374,7 +385,9 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
         decode_flops_per_token=named("decode_flops_per_token", later, "FLOP", "one new token at the mean context"),
         model_bytes=mixed_weights_bytes(spec, engine.stored_scheme, shape.in_int8),
         startup_s=named("startup_s", starting * (importing + load), "s", "importing torch, and reading the weights"),
-        cost_per_hour=cost_of(3600.0, hardware, shape.placement.devices),
+        cost_per_hour=cost_of(3600.0, hardware, shape.placement.devices, watts=watts),
+        prompt_busy=prompt,
+        step_busy=step,
         added_by_a_prompt_s=added,
         token_budget=engine.token_budget,
         check_s=checking,

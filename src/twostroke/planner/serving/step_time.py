@@ -12,6 +12,7 @@ models, batch sizes and tensor-parallel degrees that it had not seen are in benc
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -31,6 +32,7 @@ from twostroke.planner.hardware.device import (
     Link,
 )
 from twostroke.planner.hardware.network import all_to_all_s, ring_all_reduce_s, send_s
+from twostroke.planner.money.power import Busy
 from twostroke.planner.serving.shape import ENGINES, Placement
 from twostroke.planner.work.weights import matrix_bytes
 
@@ -306,6 +308,18 @@ class Pass:
         products = sum(self.product_s(part, rates) for part in self.products)
         whole = products + self.cache_s(rates) + self.prompts_s(rates) + self.starts_s(rates)
         return whole + self.network_s(rates) + self.around_s(rates)
+
+    def busy(self, rates: Efficiencies) -> Busy:
+        """What the pass keeps busy. The time that grows with requests counts as reading: tables put on requests what kernels
+        do for each row beside the products (logits, sampling, activations), and devices draw that much while it lasts."""
+        reading = self._sum(lambda part: part.memory_s, rates.product_bandwidth_share, rates.cache_bandwidth_share)
+        computing = self._sum(lambda part: part.arithmetic_s, rates.arithmetic(self.dtype), rates.attention_share)
+        rows_s = self.requests * rates.request_s
+        return Busy(self.seconds(rates), reading + rows_s, computing, self.network_s(rates))
+
+    def _sum(self, of: Callable[[Part], float], products_share: float, attention_share: float) -> float:
+        """Seconds of a limit over all parts, each at its share of the datasheet's rate."""
+        return sum(map(of, self.products)) / products_share + (of(self.cache) + of(self.prompts)) / attention_share
 
 
 _RATES = {

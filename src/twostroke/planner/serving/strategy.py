@@ -14,6 +14,7 @@ from twostroke.core.named import letter, named, smallest
 from twostroke.core.policy import CACHE_SHARE, MAX_PAGES, TOKEN_BUDGET, default_pages
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.money.power import Busy, busy_of
 from twostroke.planner.serving.memory import kv_bytes_on_device, page_bytes
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.work.component import Work, total_seconds
@@ -34,6 +35,15 @@ class Chunk(NamedTuple):
 
 StepSeconds = Callable[[int, float, Sequence[Chunk]], float]
 """Seconds of a step: (requests that decode, mean tokens before each of them, chunks of prompts beside them)."""
+
+
+class Step(NamedTuple):
+    """A decode step: its seconds, those of them in collectives, what bounds most of it, and what it keeps busy."""
+
+    seconds: float
+    network_s: float
+    bound: str
+    busy: Busy
 
 
 class Strategy(ABC):
@@ -119,8 +129,12 @@ class Strategy(ABC):
         return total_seconds(self.decode())
 
     @abstractmethod
-    def step(self, batch: int) -> tuple[float, float, str]:
-        """(seconds of a decode step, of them in collectives, what bounds most of it)."""
+    def step(self, batch: int) -> Step:
+        """A decode step of ``batch`` requests."""
+
+    def prompt_busy(self) -> Busy:
+        """What one prompt alone keeps busy."""
+        return busy_of(self.prefill())
 
     @abstractmethod
     def step_seconds(self, decoding: int, context: float, chunks: Sequence[Chunk]) -> float:

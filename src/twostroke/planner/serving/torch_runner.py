@@ -16,10 +16,11 @@ from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.corrections import learned_factor
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.tables import ASSUMED_LAUNCH_S
+from twostroke.planner.money.power import Busy
 from twostroke.planner.serving.datasheet import Datasheet
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.serving.step_time import LAYER_OPERATORS
-from twostroke.planner.serving.strategy import Chunk
+from twostroke.planner.serving.strategy import Chunk, Step
 from twostroke.planner.work.component import Work
 
 READING_SHARE = 0.5
@@ -73,9 +74,12 @@ class TorchRunner(Datasheet):
     def decode_s(self) -> float:
         return learned_factor(self.hardware, "decode") * super().decode_s()
 
-    def step(self, batch: int) -> tuple[float, float, str]:
-        seconds, network_s, bound = super().step(batch)
-        return learned_factor(self.hardware, "decode") * seconds, network_s, bound
+    def step(self, batch: int) -> Step:
+        once, ratio = super().step(batch), learned_factor(self.hardware, "decode")
+        return once._replace(seconds=ratio * once.seconds, busy=once.busy.times(ratio))
+
+    def prompt_busy(self) -> Busy:
+        return super().prompt_busy().times(learned_factor(self.hardware, "prefill"))
 
     def step_seconds(self, decoding: int, context: float, chunks: Sequence[Chunk]) -> float:
         phase: Phase = "prefill" if chunks else "decode"

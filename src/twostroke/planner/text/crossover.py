@@ -8,7 +8,7 @@ from twostroke.core.units import format_count, format_money
 from twostroke.ledger.text import align
 from twostroke.planner.choosing.crossover import DAYS_PER_MONTH, Crossover, OwnServing, PaidByReplica
 from twostroke.planner.hardware.device import Hardware
-from twostroke.planner.money.cost import rent_and_power
+from twostroke.planner.money.cost import excluded_power, rent_and_power
 
 
 def format_days(day: float | None) -> str:
@@ -61,6 +61,7 @@ def terms_lines(own: OwnServing, machine: Hardware) -> list[str]:
         f"device {own.worked.terms}: {format_money(usd.value)} for an hour's work ({parts})",
         f"price {usd.kind}: {usd.source}; {usd.date}",
         rent_and_power(machine)[1],
+        excluded_power(machine),
     ]
 
 
@@ -92,9 +93,14 @@ def _energy_lines(plan: Crossover) -> list[str]:
     energy, served = plan.energy, plan.serving_kwh
     if energy is None or served is None:
         return []
+    bill = plan.energy_bill
+    assert bill is not None
+    phases = [
+        ("to train", bill.training_kwh, bill.training_co2_kg),
+        (f"to serve {plan.horizon_months:g} months", bill.serving_kwh, bill.serving_co2_kg),
+    ]
+    used = ", ".join(f"{_amount(kwh)} kWh ({_amount(co2)} kg CO2) {what}" for what, kwh, co2 in phases)
     grid = energy.grid
-    phases = [("to train", energy.training_kwh), (f"to serve {plan.horizon_months:g} months", served)]
-    used = ", ".join(f"{_amount(kwh)} kWh ({_amount(kwh * grid.value)} kg CO2) {what}" for what, kwh in phases)
     return [f"energy: {used}; {grid.value:g} kg/kWh {grid.kind} ({grid.source}; {grid.date})"]
 
 

@@ -10,7 +10,7 @@ from twostroke.core.units import format_bytes, format_count, format_money, forma
 from twostroke.ledger.text import align, format_interval
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.tables import price
-from twostroke.planner.money.cost import price_line, pue_of, rent_and_power
+from twostroke.planner.money.cost import excluded_power, price_line, rent_and_power
 from twostroke.planner.work.component import Work
 
 
@@ -55,11 +55,17 @@ def pass_table(passes: Mapping[str, Sequence[Work]]) -> str:
     return align(rows, right=(2, 4))
 
 
+def power_line(n_devices: int, watts: float, hardware: Hardware) -> str:
+    """What the devices draw on average, and the most that they may."""
+    each = f"{watts:,.3g} W of at most {hardware.watts.value:,.4g}"
+    return f"power     {each}" if n_devices == 1 else f"power     {n_devices} × {each}"
+
+
 def money_lines(hardware: Hardware) -> str:
-    """The price, the power, what cooling adds to it and the grid's CO₂ that were assumed, with their sources."""
-    pue, grid = pue_of(hardware), price("grid_kg_co2_per_kwh")
-    cooling, emitted = price_line("PUE", pue, f"{pue.value:g}"), price_line("CO2", grid, f"{grid.value:g} kg/kWh")
-    return "\n".join([*rent_and_power(hardware), f"{cooling}; {emitted}"])
+    """The price, the limits of power, what energy leaves out and the grid's CO₂ that were assumed, with their sources."""
+    grid = price("grid_kg_co2_per_kwh")
+    emitted = price_line("CO2", grid, f"{grid.value:g} kg/kWh, PUE included")
+    return "\n".join([*rent_and_power(hardware), excluded_power(hardware), emitted])
 
 
 HEADLINES = {  # ledger name: what it is called in a plan

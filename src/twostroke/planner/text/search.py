@@ -278,7 +278,7 @@ NOTES = {
 }
 
 
-POWER_NOTE = "energy: every device draws its datasheet's limit all the time, times what cooling and supply add."
+POWER_NOTE = "energy is what the devices draw at the work they do; their hosts, cooling and supply (PUE) are not in it."
 
 
 def search_text(search: Search, subject: str, top: int = 12) -> str:

@@ -8,7 +8,7 @@ from twostroke.ledger.text import align
 from twostroke.planner.money.api_prices import nearest_api
 from twostroke.planner.serving.plan import ServingPlan
 from twostroke.planner.serving.under_load import AtRate, LatencyTable, Load, Service
-from twostroke.planner.text.format import memory_table, money_lines, pass_table
+from twostroke.planner.text.format import memory_table, money_lines, pass_table, power_line
 
 
 def serving_text(plan: ServingPlan, subject: str) -> str:
@@ -33,6 +33,7 @@ def serving_text(plan: ServingPlan, subject: str) -> str:
         f"rate      {plan.output_tok_per_s:,.0f} output tok/s with the batch kept full, prefills included",
         f"start     {format_seconds(plan.startup_s)}",
         f"cost      {format_money(plan.usd_per_mtok)} and {plan.kwh_per_mtok:.3g} kWh per million output tokens",
+        power_line(plan.devices, plan.watts, plan.hardware),
         *token_lines(plan, subject),
         money_lines(plan.hardware),
         *(f"note: {note}" for note in plan.notes),

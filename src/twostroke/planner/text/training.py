@@ -8,7 +8,7 @@ from twostroke.core.engines import planned_only_text
 from twostroke.core.units import format_bytes, format_count, format_money, format_seconds
 from twostroke.ledger.text import align
 from twostroke.planner.choosing.size_ladder import Rung
-from twostroke.planner.text.format import memory_table, money_lines, pass_table
+from twostroke.planner.text.format import memory_table, money_lines, pass_table, power_line
 from twostroke.planner.training.plan import TrainingPlan
 
 
@@ -43,7 +43,7 @@ def training_text(plan: TrainingPlan, subject: str) -> str:
         lines.append(f"network   {format_bytes(plan.network_bytes_per_step)} of gradients a step, were there one more machine")
     else:
         lines.append(f"network   {format_bytes(plan.network_bytes_per_step)} sent by a device a step")
-    lines += [*resilience_lines(plan), *run_lines(plan)]
+    lines += [power_line(n, plan.watts, plan.hardware), *resilience_lines(plan), *run_lines(plan)]
     lines += [money_lines(plan.hardware), *(f"note: {note}" for note in (*memory_notes(plan), *plan.notes))]
     return "\n".join(lines)
 

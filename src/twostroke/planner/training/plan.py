@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from twostroke.planner.hardware.corrections import corrections_notes, learned_fa
 from twostroke.planner.hardware.device import DATASHEET_NOTE, Hardware
 from twostroke.planner.hardware.network import all_reduce_sent_bytes
 from twostroke.planner.money.cost import Cost, cost_of
+from twostroke.planner.money.power import Busy, busy_of, mean_watts
 from twostroke.planner.training.checkpointing import Resilience, resilience
 from twostroke.planner.training.communication import Traffic, across_data, shown_traffic, within_micro_batch
 from twostroke.planner.training.layout import SINGLE, Layout
@@ -70,7 +72,7 @@ class TrainingPrediction:
     model_bytes: Annotated[float, "bytes", "on disk"]
     startup_s: Annotated[float, "s", "before the first step"]
     train_time_s: Annotated[float, "s", "of the run; absent while its length is open", LeftOut]
-    energy_kwh: Annotated[float, "kWh", "of the run", LeftOut]
+    energy_kwh: Annotated[float, "kWh", "of the run, at the devices", LeftOut]
     cost_usd: Annotated[float, "$", "of the run", LeftOut]
 
 
@@ -197,6 +199,13 @@ class TrainingPlan:
         return named("peak_memory_bytes", sum(self.memory_bytes.values()), "bytes", "what is alive when backward starts")
 
     @property
+    def watts(self) -> float:
+        """Mean W of one device over a step, of the one that takes longest."""
+        waited_s = self.data_s + self.bubble_s
+        passes, exposed_s = (self.forward, self.backward), sum(t.exposed_s for t in self.traffic)
+        return step_watts(passes, self.optimizer, self.shape.grad_accumulation, waited_s, exposed_s, self.hardware)
+
+    @property
     def train_time_s(self) -> float | None:
         """Start-up and all steps; None while their number is open."""
         if not self.shape.steps:
@@ -316,8 +325,18 @@ def plan_training(
     if plan.train_time_s is not None:
         spent = plan.train_time_s if layout.n_devices == 1 else plan.wall_time_s
         assert spent is not None
-        plan = replace(plan, cost=cost_of(spent, hardware, layout.n_devices))
+        plan = replace(plan, cost=cost_of(spent, hardware, layout.n_devices, watts=plan.watts))
     return plan
+
+
+def step_watts(
+    passes: Iterable[Iterable[Work]], update: Iterable[Work], micro_batches: int, waited_s: float, exposed_s: float,
+    hardware: Hardware,
+) -> float:  # fmt: skip
+    """Mean W of one device over a step: its passes, the update, waiting for others, and collectives that nothing hides."""
+    each = (busy_of(works).times(micro_batches) for works in passes)
+    others = Busy(waited_s, 0.0, 0.0), Busy(exposed_s, 0.0, 0.0, exposed_s)
+    return mean_watts((*each, busy_of(update), *others), hardware)
 
 
 def n_nodes(layout: Layout, hardware: Hardware) -> int:
