@@ -5,7 +5,7 @@ from __future__ import annotations
 NOTHING = r"(?!)"
 SESSION = (  # command, what a shown line begins with
     ("twostroke calibrate", r"machine|products|serving|disk"),
-    ("twostroke plan train recipes/quick.toml", r"step |peak|range"),
+    ("twostroke plan train recipes/quick.toml", r"^step |^memory |^rate "),
     ("twostroke train recipes/quick.toml", r"trained|held out| +predicted|time|speed|peak"),
     ('twostroke generate runs/quick --prompt "def " --max-tokens 24 --temperature 0.8 --seed 1', NOTHING),
     ("twostroke quantize runs/quick/model runs/quick-int8", r"runs/quick-int8"),

@@ -75,7 +75,8 @@ def test_experts_over_more_devices_than_tensor(plan: Run) -> None:
         (("--tensor", "2", "--slo-tpot-ms", "0.1", "--rate", "1"), "no number of replicas"),
         (("--scheme", "int3"), "int3"),
         (("--kv-dtype", "int4"), "--kv-dtype int4"),
-        (("--tensor", "1"), "--tensor"),
+        (("--tensor", "1"), "DOES NOT FIT: bf16 weights take 131 GiB"),
+        (("--tensor", "1"), "Would fit: --tp 2; or --scheme fp8."),
     ],
 )
 def test_what_cannot_be_planned_gets_a_sentence(plan: Run, options: tuple[str, ...], words: str) -> None:

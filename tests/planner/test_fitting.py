@@ -44,7 +44,7 @@ def test_it_fits_and_says_what_to_type(saving: dict[str, object], words: str) ->
     assert change.memory_bytes <= machine.memory_bytes
     assert change.memory_bytes == needed(SPEC, change.shape, change.layout)
     assert change.step_time_s == plan_training(SPEC, change.shape, machine, change.layout).step_time_s
-    assert change.sentence.startswith("the smallest change")
+    assert change.sentence.startswith("The smallest change")
 
 
 def test_sharding_over_ranks_that_are_there_comes_before_more_devices(assets: Path) -> None:

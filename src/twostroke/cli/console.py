@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,11 @@ REUSED = "reused"
 
 Advance = Callable[..., None]
 """``advance(done, note)``: how many units are done in all, and a few words shown beside the bar."""
+
+
+def terminal_width() -> int:
+    """Columns for a wide table: the terminal's, from 80 to 120; 120 into a file or a pipe."""
+    return min(120, max(80, shutil.get_terminal_size((120, 24)).columns))
 
 
 def emit(document: object, text: str, as_json: bool) -> None:

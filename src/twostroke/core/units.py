@@ -18,7 +18,7 @@ def format_bytes(n_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``0.00042`` → ``420 µs``, ``93`` → ``1 min 33 s``, ``90000`` → ``1 d 1.0 h``."""
+    """``0.00042`` → ``420 µs``, ``93`` → ``1 min 33 s``, ``90000`` → ``1 d 1.0 h``, ``1e6`` → ``11.6 d``."""
     if seconds < 0:
         return f"-{format_seconds(-seconds)}"
     if seconds < 1e-3:
@@ -31,7 +31,9 @@ def format_seconds(seconds: float) -> str:
         return f"{int(seconds // 60)} min {int(seconds % 60)} s"
     if seconds < 86400:
         return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
-    return f"{int(seconds // 86400)} d {seconds % 86400 / 3600:.1f} h"
+    if seconds < 864_000:
+        return f"{int(seconds // 86400)} d {seconds % 86400 / 3600:.1f} h"
+    return f"{seconds / 86400:.3g} d" if seconds < 86_400_000 else f"{seconds / 86400:,.0f} d"
 
 
 def format_count(n: float) -> str:
@@ -40,6 +42,11 @@ def format_count(n: float) -> str:
         if abs(n) >= bound:
             return f"{n / bound:.3g}{suffix}"
     return f"{n:.3g}"
+
+
+def format_parameters(n: float) -> str:
+    """``8_030_261_248`` → ``8.03B``: as models are called, with B for 10⁹ where a count has G."""
+    return format_count(n).replace("G", "B")
 
 
 def format_flop_rate(flop_per_s: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import typer
@@ -27,7 +28,7 @@ from twostroke.cli.plan.subject import (
     read_subject,
     serving_shape,
 )
-from twostroke.core.errors import ConfigError
+from twostroke.core.errors import CapacityError, ConfigError
 
 TRAIN_WAYS = ("data", "zero", "tensor", "pipeline", "interleave", "expert")
 SERVE_WAYS = ("tensor", "pipeline", "expert")
@@ -75,11 +76,13 @@ def compare(
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Training beside prefill beside decode: passes, memory, work, bounds, latency, network, storage, energy, money."""
-    from twostroke.planner.choosing.comparison import compare as compare_phases
-    from twostroke.planner.choosing.comparison import merge_measured
+    from twostroke.planner.choosing.comparison import compare_plans, merge_measured
+    from twostroke.planner.choosing.fitting import remedy_for
+    from twostroke.planner.choosing.serving_fits import fitting_plan
     from twostroke.planner.hardware.tables import load_hardware
     from twostroke.planner.text.comparison import comparison_text
     from twostroke.planner.training.layout import Layout
+    from twostroke.planner.training.plan import plan_training
     from twostroke.planner.training.shape import TrainingShape
     from twostroke.planner.truth.document import plan_document
 
@@ -98,7 +101,10 @@ def compare(
         output_tokens,
         **_ways("--serve-layout", serve_layout, SERVE_WAYS),
     )
-    table = compare_phases(found.spec, shape, serving, machine, found.name, layout, served_on)
+    training = plan_training(found.spec, shape, machine, layout)
+    training = dataclasses.replace(training, notes=(*training.notes, *found.notes))
+    remedy = "" if training.fits else remedy_for(found.spec, shape, machine, layout)
+    table = compare_plans(training, fitting_plan(found.spec, serving, served_on), found.name)
     if train_run or serve_run:
         from twostroke.ledger.store import Ledger  # only here, because importing sqlite3 takes a tenth of a plan's time
 
@@ -108,7 +114,11 @@ def compare(
         for run_id in serve_run:
             served |= ledger.get(run_id).measurement
         table = merge_measured(table, trained, served)
-    document, text = plan_document("compare", table), comparison_text(table)
+    document, text = plan_document("compare", table), comparison_text(table, remedy)
+    if remedy:
+        document["notes"] = [*document["notes"], remedy]
     if explain:
         document, text = with_terms(document, text, table)
     emit(document, text, as_json)
+    if not training.fits:
+        raise typer.Exit(CapacityError.exit_code)

@@ -85,10 +85,10 @@ def crossover(
 ) -> None:
     """The day and the token at which serving has cost more than training, what 10% saved is worth, an API's price beside it."""
     from twostroke.planner.choosing.crossover import Demand, Energy, PaidByRequest, Serving, own_serving, plan_crossover
+    from twostroke.planner.choosing.serving_fits import fitting_plan
     from twostroke.planner.hardware.tables import load_hardware
     from twostroke.planner.money.api_prices import api_price, nearest_api
     from twostroke.planner.money.cost import ProjectInputs, project_cost
-    from twostroke.planner.serving.plan import plan_serving
     from twostroke.planner.text.crossover import crossover_text, terms_lines
     from twostroke.planner.truth.document import plan_document
 
@@ -129,7 +129,7 @@ def crossover(
                 expert=expert,
             )
             served_on = load_hardware(hardware, "serve")
-            planned = plan_serving(found.spec, shape, served_on)
+            planned = fitting_plan(found.spec, shape, served_on)
             own = own_serving(planned, terms, utilisation, years)
             prompt_tokens, output_tokens = planned.shape.prompt_tokens, planned.shape.output_tokens
             replica = own.by_replica
@@ -140,7 +140,7 @@ def crossover(
             serving = own.by_replica if always_on else own.by_request
             document |= {"worked_hour": own.worked, "utilisation": utilisation, "token_prices": own.tokens}
             lines = terms_lines(own, served_on)
-        lines += notes
+        notes += found.notes
     if always_on and replica is None:
         raise ConfigError("--always-on needs a replica's speed, which --usd-per-request does not tell. Name a model instead.")
     prompt_tokens, output_tokens = prompt_tokens or 512, output_tokens or 128
@@ -152,7 +152,7 @@ def crossover(
     )
     document, text = (
         document | plan_document("crossover", plan) | {"notes": notes},
-        crossover_text(plan, document["subject"], lines),
+        crossover_text(plan, document["subject"], lines, notes),
     )
     if explain:
         document, text = with_terms(document, text, plan)
@@ -189,9 +189,9 @@ def _training_cost(
     planned = run.cost
     assert planned is not None  # it has steps
     notes = []
-    if run.peak_memory_bytes > machine.memory_bytes:
+    if not run.fits:
         notes.append(
-            f"note: the run needs {format_bytes(run.peak_memory_bytes)} a device and {machine.label} has "
+            f"the run DOES NOT FIT: it takes {format_bytes(run.peak_memory_bytes)} a device, and {machine.label} has "
             f"{format_bytes(machine.memory_bytes)}: its price is of its work alone. `plan search` finds layouts that fit; "
             "give their price as --training-usd."
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from twostroke.cli.console import JSON_HELP, emit
+from twostroke.cli.console import JSON_HELP, emit, terminal_width
 from twostroke.cli.plan.subject import OUTPUT, PROMPT, SETTINGS, SUBJECT_HELP, read_subject, serving_shape
 from twostroke.core.optimizers import CHOICES
 
@@ -106,7 +106,8 @@ def search(
     if all(done.winner is None for done in searches):
         raise CapacityError(" ".join(nothing_found(done) for done in searches))
     document = plan_document("search", {"subject": found.name, "searches": {done.phase: done for done in searches}})
-    texts = [*(search_text(done, found.name, top) for done in searches), verdict_text(searches)]
+    width = terminal_width()
+    texts = [*(search_text(done, found.name, top, width) for done in searches), verdict_text(searches, width)]
     emit(document, "\n\n".join(filter(None, texts)), as_json)
 
 

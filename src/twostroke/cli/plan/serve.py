@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit
@@ -63,11 +65,10 @@ def serve(
 ) -> None:
     """Memory, time to first token, time per token, throughput at an SLO, replicas, energy and money of serving."""
     from twostroke.core.errors import ConfigError
+    from twostroke.planner.choosing.serving_fits import fitting_plan
     from twostroke.planner.hardware.tables import load_hardware
-    from twostroke.planner.serving.plan import plan_serving
     from twostroke.planner.serving.shape import Speculation
     from twostroke.planner.serving.under_load import Slo, latency_table, load_of
-    from twostroke.planner.text.format import intervals_text
     from twostroke.planner.text.serving import load_text, loaded_text, serving_text
     from twostroke.planner.truth.document import plan_document
     from twostroke.planner.truth.intervals import low_by_of, predict_with_intervals
@@ -85,17 +86,18 @@ def serve(
         expert=expert, engine=engine, prefix_hit_share=prefix_hit_share,
         speculation=Speculation.parse(speculate) if speculate else None,
     )  # fmt: skip
-    planned = plan_serving(found.spec, shape, machine)
+    planned = fitting_plan(found.spec, shape, machine)
+    planned = dataclasses.replace(planned, notes=(*planned.notes, *found.notes))
     intervals = predict_with_intervals(planned.prediction(), machine, "serve")
     table = latency_table(planned)
     document = {"subject": found.name, **plan_document("serve", planned), "intervals": intervals, "latency_table": table}
-    ranges = intervals_text(intervals, low_by_of(machine, "serve"))
-    text = f"{serving_text(planned, found.name)}\n{ranges}\n\n{loaded_text(planned, table)}"
+    under_load = [loaded_text(planned, table)]
     if slo_ttft_ms or slo_tpot_ms or rate:
         slo = Slo(slo_ttft_ms / 1e3 if slo_ttft_ms else None, slo_tpot_ms / 1e3 if slo_tpot_ms else None)
         load = load_of(planned, slo, rate, disaggregate)
         document["load"] = load
-        text = f"{text}\n\n{load_text(load)}"
+        under_load.insert(0, load_text(load))
+    text = serving_text(planned, found.name, intervals, low_by_of(machine, "serve"), "\n\n".join(under_load))
     if explain:
         document, text = with_terms(document, text, planned)
     emit(document, text, as_json)

@@ -19,7 +19,7 @@ from twostroke.cli.plan.subject import (
     TRAIN_TOKENS,
     read_subject,
 )
-from twostroke.core.errors import ConfigError
+from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.core.optimizers import CHOICES
 
 Number = TypeVar("Number", int, float)
@@ -81,9 +81,8 @@ def train(
     A recipe brings its own shape; the options from --batch-size to --logits are for a bare model. Memory, time and traffic are
     one device's, rate and money the whole job's.
     """
-    from twostroke.planner.choosing.fitting import smallest_change
+    from twostroke.planner.choosing.fitting import remedy_for
     from twostroke.planner.hardware.tables import load_hardware
-    from twostroke.planner.text.format import intervals_text
     from twostroke.planner.text.training import candidates_text, training_text
     from twostroke.planner.training.layout import Layout
     from twostroke.planner.training.plan import plan_training
@@ -127,23 +126,19 @@ def train(
         shape = dataclasses.replace(shape, steps=-(-int(tokens) // (shape.tokens_per_step * layout.data)))
     planned = plan_training(found.spec, shape, machine, layout, _or_none("mtbf-hours", mtbf_hours))
     planned = dataclasses.replace(planned, notes=(*planned.notes, *found.notes))
-    if planned.peak_memory_bytes > machine.memory_bytes:
-        change = smallest_change(found.spec, shape, machine, layout)
-        planned = dataclasses.replace(planned, notes=(*planned.notes, change.sentence if change else NOTHING_FITS))
+    remedy = "" if planned.fits else remedy_for(found.spec, shape, machine, layout)
     intervals = predict_with_intervals(planned.prediction(), machine, "train")
     document = {"subject": found.name, **plan_document("train", planned), "intervals": intervals, "ranking": found.ranking}
-    ranges = intervals_text(intervals, low_by_of(machine, "train"))
-    text = f"{training_text(planned, found.name)}\n{ranges}"
+    if remedy:
+        document["notes"] = [*document["notes"], remedy]
+    text = training_text(planned, found.name, intervals, low_by_of(machine, "train"), remedy)
     if found.ranking:
         text = f"{candidates_text(found.ranking)}\n\n{text}"
     if explain:
         document, text = with_terms(document, text, planned)
     emit(document, text, as_json)
-
-
-NOTHING_FITS = (
-    "no number of devices, sharded so and recomputing everything, makes it fit: shorten the sequence or use adapters."
-)
+    if not planned.fits:
+        raise typer.Exit(CapacityError.exit_code)
 
 
 def _of_fsdp(ranks: int, data: int, zero: int) -> tuple[int, int]:

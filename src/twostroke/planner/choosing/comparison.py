@@ -316,7 +316,7 @@ def _pass_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableRow]:
     micro = f"{n} × (fwd + bwd) + update" if n > 1 else "fwd + bwd + update"
     forward = training.forward_s, serving.ttft_s, serving.tpot_s
     return [
-        _given("passes", "passes in a step", micro, "fwd, whole prompt", "fwd, 1 token each"),
+        _given("passes", "passes in a step", micro, "fwd, whole prompt", "fwd, one token"),
         _given("passes", "weights", "updated each step", "read-only", "read-only"),
         _row("passes", "forward", "s", *forward, name=("forward_s", "prefill_s", "decode_step_s")),
         _row("passes", "backward", "s", training.backward_s, name="backward_s"),
@@ -432,7 +432,7 @@ def _move_and_store_rows(training: TrainingPlan, serving: ServingPlan) -> list[T
     files = "checkpoint_bytes", "model_bytes", "model_bytes"
     return [
         *rows,
-        _row("network", "to one more machine", "bytes", moved, cache, note=("gradients", "KV a request", "")),
+        _row("network", "to one more machine", "bytes", moved, cache, note=("gradients", "KV cache", "")),
         _row("network", "which would take", "s", *taking),
         _row("storage", "on disk", "bytes", *stored, name=files, note=("checkpoint", "model", "model")),
     ]

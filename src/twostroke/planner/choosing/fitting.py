@@ -29,9 +29,20 @@ class Change:
     @property
     def sentence(self) -> str:
         return (
-            f"the smallest change that makes it fit: {self.words} ({format_bytes(self.memory_bytes)} a device, "
+            f"The smallest change that makes it fit: {self.words} ({format_bytes(self.memory_bytes)} a device, "
             f"{format_seconds(self.step_time_s)} a step)."
         )
+
+
+NOTHING_FITS = (
+    "No number of devices, sharded so and recomputing everything, makes it fit: shorten the sequence or use adapters."
+)
+
+
+def remedy_for(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> str:
+    """What to do about a run that does not fit, in a sentence."""
+    change = smallest_change(spec, shape, hardware, layout)
+    return change.sentence if change else NOTHING_FITS
 
 
 def smallest_change(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> Change | None:

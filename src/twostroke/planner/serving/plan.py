@@ -13,6 +13,7 @@ from twostroke.core.named import letter, named, within
 from twostroke.core.policy import logits_bytes
 from twostroke.core.schemes import MIXED, NATIVE, PLANNED, TORCH_HELD, scheme_of
 from twostroke.core.spec import ModelSpec
+from twostroke.core.units import format_bytes
 from twostroke.planner.hardware.corrections import corrections_notes, learned_factor
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.money.cost import Cost, TokenPrices, cost_of, energy_kwh, token_prices, usd_per_million_tokens
@@ -316,9 +317,10 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
     if room < one:
         each = f" on each of {shape.placement.devices} devices" if shape.placement.devices > 1 else ""
         raise CapacityError(
-            f"{shape.scheme} weights take {weights / 1e9:.1f} GB and one request's KV cache {one / 1e9:.2f} GB{each}; "
-            f"{hardware.label} has {hardware.memory_bytes / 1e9:.1f} GB, of which {(room + weights) / 1e9:.1f} GB may be used. "
-            "Use a smaller type, a shorter context, more memory or more devices (--tensor)."
+            f"DOES NOT FIT: {shape.scheme} weights take {format_bytes(weights)} and one request's KV cache "
+            f"{format_bytes(one)}{each}, and {hardware.label} has {format_bytes(hardware.memory_bytes)}, of which "
+            f"{format_bytes(room + weights)} may be used. "
+            "Use a smaller type, a shorter context, more memory or more devices."
         )
     page, pages = engine.page_bytes(), engine.cache_pages()
     notes = list(spec.notes)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 
 from twostroke.core.units import format_count
-from twostroke.ledger.text import WIDTH, align
+from twostroke.ledger.text import align
 from twostroke.planner.choosing.comparison import COLUMNS, Cell, Column, Comparison
-from twostroke.planner.text.format import format_quantity
+from twostroke.planner.text.format import (
+    fits_lines,
+    footnotes,
+    format_intensity,
+    format_quantity,
+    notes_lines,
+    wrapped,
+)
 
 _MARKS = {"datasheet": " datasheet", "assumed": " assumed"}
 
@@ -26,7 +32,7 @@ def _main_block(comparison: Comparison, has_measured: bool) -> list[list[str] | 
     rows: list[list[str] | None] = []
     section = ""
     for row in comparison.rows:
-        if row.section.startswith("component"):
+        if row.section.startswith("component") or not any(cell.value or cell.measured for cell in row.cells.values()):
             continue
         if section and row.section != section:
             rows.append(None)
@@ -42,41 +48,52 @@ def _main_block(comparison: Comparison, has_measured: bool) -> list[list[str] | 
     return rows
 
 
-def _component_block(comparison: Comparison) -> list[list[str] | None]:
-    """One line a component: share of the time, intensity, bound, and the batch from which arithmetic is the bound."""
+def _component_facts(comparison: Comparison) -> dict[str, dict[str, Mapping[Column, Cell]]]:
+    """Component → what is said of it → cells."""
     found: dict[str, dict[str, Mapping[Column, Cell]]] = {}
     for row in comparison.rows:
         if row.section.startswith("component"):
             component, _, what = row.label.partition(": ")
             found.setdefault(component, {})[what] = row.cells
+    return found
+
+
+def _bounds_block(comparison: Comparison) -> list[list[str] | None]:
+    """One line a component: its share of the time, and what bounds it."""
     rows: list[list[str] | None] = []
-    for component, facts in found.items():
+    for component, facts in _component_facts(comparison).items():
         line = [component]
         for column in COLUMNS:
             cell = facts["bound"].get(column)
-            if cell is None:
-                line += ["–", "", "", ""]
-                continue
-            flip = facts["arithmetic-bound"][column].value
-            line += [
-                _share(facts["share of the step"][column].value),
-                format_quantity(facts["intensity"][column].value, ""),
-                str(cell.value),
-                format_count(flip) if isinstance(flip, int | float) else "never",
-            ]
+            line += ["–", ""] if cell is None else [_share(facts["share of the step"][column].value), str(cell.value)]
         rows.append(line)
     return rows
+
+
+def _flips_block(comparison: Comparison) -> list[list[str] | None]:
+    """One line a component: its FLOP for each byte, and the batch from which arithmetic is its bound."""
+    rows: list[list[str] | None] = []
+    for component, facts in _component_facts(comparison).items():
+        line = [component]
+        for column in COLUMNS:
+            cell = facts["intensity"].get(column)
+            flip = facts["arithmetic-bound"].get(column)
+            if cell is None or flip is None:
+                line += ["–", "–"]
+                continue
+            line += [format_intensity(float(cell.value or 0)).removesuffix(" FLOP/B"), _flip_cell(flip.value)]
+        rows.append(line)
+    return rows
+
+
+def _flip_cell(value: float | str | None) -> str:
+    return format_count(value) if isinstance(value, int | float) else "never"
 
 
 def _share(value: float | str | None) -> str:
     """Whole percents, and one digit below ten: a component's part of the time is not known better."""
     percent = 100 * float(value or 0)
     return f"{percent:.0f}%" if percent >= 9.95 else f"{percent:.1f}%" if percent >= 0.05 else "<0.1%"
-
-
-def _wrapped(lines: Sequence[str]) -> list[str]:
-    """Sentences at ``WIDTH``, continued with an indent."""
-    return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False)]
 
 
 def _ruled(rows: Sequence[list[str] | None], right: Sequence[int] = ()) -> list[str]:
@@ -116,34 +133,45 @@ def _flip(batch: float | None) -> str:
     return "never" if batch is None else format_count(batch) if batch >= 1000 else f"{batch:.0f}"
 
 
-def comparison_text(comparison: Comparison) -> str:
-    """The table: training, prefill and decode, predicted, and measured beside it once there is any. For 120 columns."""
+def comparison_text(comparison: Comparison, remedy: str = "") -> str:
+    """The table: training, prefill and decode, predicted, and measured beside it once there is any; first, if training does not
+    fit, that and the ``remedy``. In 80 columns; in 120 with measurements."""
+    training, serving = comparison.training, comparison.serving
     has_measured = any(cell.measured is not None for row in comparison.rows for cell in row.cells.values())
     head, under = [""], [""]
     for title in ("TRAINING", "PREFILL", "DECODE"):
         head += [title, ""] if has_measured else [title]
         under += ["predicted", "measured"] if has_measured else ["predicted"]
-    body = _ruled([head, under, None, *_main_block(comparison, has_measured), None])
-
-    head, under = ["component"], [""]
-    for title, unit in (("TRAINING", "seqs."), ("PREFILL", "tokens"), ("DECODE", "reqs.")):
-        head += [title, "", "", "from"]
-        under += ["time", "FLOP/B", "bound", unit]
-    components = _ruled([head, under, None, *_component_block(comparison), None], right=(1, 2, 4, 5, 6, 8, 9, 10, 12))
-
-    served = comparison.crossover_served_tokens
-    if comparison.training.cost is None:
-        crossover = "crossover: give the run's length (--steps) to see after how many served tokens serving has cost more"
-    else:
-        crossover = f"crossover: serving has cost more than training after {format_count(served)} served tokens (predicted)"
-        if comparison.measured_crossover_served_tokens is not None:
-            crossover += f", {format_count(comparison.measured_crossover_served_tokens)} (from measured times)"
-    subject = f"{comparison.subject} on {comparison.hardware.label}; rates {comparison.hardware.basis}"
-    below = [
-        "from: sequences of a pass, prompt tokens and requests from which arithmetic bounds that component",
-        *flip_lines(comparison),
-        crossover,
-        *comparison.assumptions,
-        *(f"note: {note}" for note in comparison.notes),
+    top = [
+        *fits_lines(training.peak_memory_bytes, training.layout.n_devices, training.hardware, remedy),
+        *wrapped([f"{comparison.subject} on {comparison.hardware.label} (rates {comparison.hardware.basis})"]),
     ]
-    return "\n".join([*_wrapped([subject]), *body, *components, *_wrapped(below)])
+    body = _ruled([head, under, None, *_main_block(comparison, has_measured), None])
+    blocks = [*bounds_lines(comparison), "", *batch_lines(comparison), "", *wrapped(flip_lines(comparison))]
+    below = "\n".join([*top, *body, *notes_lines(comparison.notes), *wrapped([crossover_line(comparison)])])
+    alone = serving.devices == training.layout.n_devices == 1
+    whose = [] if alone else wrapped(["memory, traffic and waits are per device; rates, energy and money of all together"])
+    return "\n\n".join(["\n".join([below, *whose]), "\n".join(blocks), footnotes(comparison.assumptions)])
+
+
+def bounds_lines(comparison: Comparison) -> list[str]:
+    """The table of what bounds each component."""
+    head = ["share of time, bound", "TRAINING", "", "PREFILL", "", "DECODE", ""]
+    return _ruled([head, None, *_bounds_block(comparison)], right=(1, 3, 5))
+
+
+def batch_lines(comparison: Comparison) -> list[str]:
+    """The table of the batch at which each component's bound becomes arithmetic."""
+    head = ["FLOP per byte, and"] + [title for name in ("TRAINING", "PREFILL", "DECODE") for title in (name, "")]
+    under = ["arithmetic-bound from", "", "sequences", "", "tokens", "", "requests"]
+    return _ruled([head, under, None, *_flips_block(comparison)], right=tuple(range(1, 7)))
+
+
+def crossover_line(comparison: Comparison) -> str:
+    """After how many served tokens serving has cost more than training."""
+    if comparison.training.cost is None:
+        return "crossover: give the run's length (--steps) to see after how many served tokens serving has cost more"
+    served = format_count(comparison.crossover_served_tokens)
+    measured = comparison.measured_crossover_served_tokens
+    also = "" if measured is None else f", {format_count(measured)} (from measured times)"
+    return f"crossover: serving has cost more than training after {served} served tokens (predicted){also}"

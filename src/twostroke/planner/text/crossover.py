@@ -9,6 +9,7 @@ from twostroke.ledger.text import align
 from twostroke.planner.choosing.crossover import DAYS_PER_MONTH, Crossover, OwnServing, PaidByReplica
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.money.cost import excluded_power, rent_and_power
+from twostroke.planner.text.format import footnotes, notes_lines, wrapped
 
 
 def format_days(day: float | None) -> str:
@@ -19,35 +20,50 @@ def format_days(day: float | None) -> str:
     return f"day {day:,.3g}" if months < 1 else f"day {day:,.0f} ({months:.3g} months)"
 
 
-def crossover_text(plan: Crossover, subject: str, sources: Sequence[str] = ()) -> str:
-    """The two bills, where they meet, what a tenth is worth, the API beside it; ``sources`` of prices go last."""
+def crossover_text(plan: Crossover, subject: str, sources: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
+    """Where the bills meet, what a tenth is worth, the API beside it; then the bills, and ``sources`` of prices last."""
     demand, months = plan.demand, f"{plan.horizon_months:g} months"
     growth = f", growing {100 * demand.growth_per_month:g}% a month" if demand.growth_per_month else ""
     tokens = demand.requests_per_day * demand.tokens_per_request
-    lines = [
+    head = [
         f"Training and serving {subject} (everything below is predicted)",
         f"demand: {format_count(demand.requests_per_day)} requests a day of "
         f"{demand.prompt_tokens:,} + {demand.output_tokens:,} tokens ({format_count(tokens)} tokens a day){growth}",
-        "",
-        align(
-            [
-                ["training, once", ""],
-                *([f"  {name}", format_money(usd)] for name, usd in plan.training.items.items()),
-                ["  in all", format_money(plan.training.usd)],
-                [f"serving, {months}", format_money(plan.serving_usd)],
-                *_serving_rows(plan),
-            ],
-            right=(1,),
-        ),
-        "",
+    ]
+    results = [
         f"crossover: {_crossover(plan)}",
         f"10% saved: {format_money(plan.saved_usd.training)} of training, once; "
         f"{format_money(plan.saved_usd.serving)} of serving in {months}",
         *_energy_lines(plan),
         *_api_lines(plan),
-        *sources,
     ]
-    return "\n".join(lines)
+    bills = align(
+        [
+            ["training, once", ""],
+            *([f"  {name}", format_money(usd)] for name, usd in plan.training.items.items() if usd or name == "final run"),
+            ["  in all", format_money(plan.training.usd)],
+            [f"serving, {months}", format_money(plan.serving_usd)],
+            *_serving_rows(plan),
+        ],
+        right=(1,),
+    )
+    absent = [name for name, usd in plan.training.items.items() if not usd and name != "final run"]
+    left_out = wrapped([f"not given, so $0: {', '.join(absent)}"]) if absent else []
+    parts = [[*wrapped(head), *notes_lines(notes)], wrapped(results), [bills, *left_out]]
+    if sources or plan.api or plan.energy:
+        parts.append([footnotes([*sources, *_source_lines(plan)])])
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def _source_lines(plan: Crossover) -> list[str]:
+    """Where the grid's CO₂ and the API's price are from."""
+    lines = []
+    if plan.energy is not None:
+        grid = plan.energy.grid
+        lines.append(f"CO2 {grid.kind}: {grid.value:g} kg/kWh ({grid.source}; {grid.date})")
+    if plan.api is not None:
+        lines.append(f"API price listed: {plan.api.price.source}; {plan.api.price.date}")
+    return lines
 
 
 def terms_lines(own: OwnServing, machine: Hardware) -> list[str]:
@@ -55,7 +71,6 @@ def terms_lines(own: OwnServing, machine: Hardware) -> list[str]:
     usd = own.worked.usd_per_hour
     parts = ", ".join(f"{name} {format_money(value)}" for name, value in own.worked.parts.items())
     return [
-        "",
         f"tokens: {format_money(own.tokens.input_usd_per_mtok)} a million in (prefill), "
         f"{format_money(own.tokens.output_usd_per_mtok)} out (decode), at {100 * own.utilisation:g}% use (assumed)",
         f"device {own.worked.terms}: {format_money(usd.value)} for an hour's work ({parts})",
@@ -90,18 +105,15 @@ def _crossover(plan: Crossover) -> str:
 
 
 def _energy_lines(plan: Crossover) -> list[str]:
-    energy, served = plan.energy, plan.serving_kwh
-    if energy is None or served is None:
-        return []
     bill = plan.energy_bill
-    assert bill is not None
+    if bill is None:
+        return []
     phases = [
         ("to train", bill.training_kwh, bill.training_co2_kg),
         (f"to serve {plan.horizon_months:g} months", bill.serving_kwh, bill.serving_co2_kg),
     ]
     used = ", ".join(f"{_amount(kwh)} kWh ({_amount(co2)} kg CO2) {what}" for what, kwh, co2 in phases)
-    grid = energy.grid
-    return [f"energy: {used}; {grid.value:g} kg/kWh {grid.kind} ({grid.source}; {grid.date})"]
+    return [f"energy: {used}"]
 
 
 def _amount(value: float) -> str:
@@ -120,11 +132,9 @@ def _api_lines(plan: Crossover) -> list[str]:
         "a day pay one replica of one's own"
     )
     return [
-        "",
         f"API: {price.model} ({price.vendor}) asks ${price.input_usd_per_mtok:g} and ${price.output_usd_per_mtok:g} "
         "a million tokens in and out: "
         f"{format_money(api.usd_per_request)} a request, {format_money(api.horizon_usd)} in {plan.horizon_months:g} months",
         f"break-even: {break_even}",
         f"training repaid against the API: {format_days(api.repaid_day)}",
-        f"API price listed: {price.source}; {price.date}",
     ]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from twostroke.core.units import format_bytes, format_count, format_money, format_seconds
 from twostroke.ledger.text import align, format_interval
@@ -12,6 +12,15 @@ from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.tables import price
 from twostroke.planner.money.cost import excluded_power, price_line, rent_and_power
 from twostroke.planner.work.component import Work
+
+WIDTH = 80
+"""Longest line of a plan's text, in columns: of a terminal as it opens."""
+
+LEAST_NOTE = 12
+"""Columns that a table's last cell has at least, before it makes the table wider instead."""
+
+LEAST_LOW_BY = 0.005
+"""Share below which a busy calibration is not worth a sentence: it would say 0%."""
 
 
 def format_quantity(value: float | str | None, unit: str) -> str:
@@ -39,6 +48,36 @@ def format_quantity(value: float | str | None, unit: str) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
+def format_intensity(flop_per_byte: float) -> str:
+    """``1,523 FLOP/B``; a dash for what computes nothing."""
+    if not flop_per_byte:
+        return "–"
+    return f"{flop_per_byte:,.0f} FLOP/B" if flop_per_byte >= 100 else f"{flop_per_byte:.2g} FLOP/B"
+
+
+def fits_lines(peak_bytes: float, n_devices: int, hardware: Hardware, remedy: str) -> list[str]:
+    """The first lines of a plan that its device cannot hold, with what would fit; nothing for one that fits."""
+    if peak_bytes <= hardware.memory_bytes:
+        return []
+    return [*wrapped([f"DOES NOT FIT: {needs_text(peak_bytes, n_devices, hardware)}", remedy]), ""]
+
+
+def needs_text(peak_bytes: float, n_devices: int, hardware: Hardware) -> str:
+    each = f" on each of {n_devices:,} devices" if n_devices > 1 else ""
+    return f"it takes {format_bytes(peak_bytes)}{each}, and {hardware.label} has {format_bytes(hardware.memory_bytes)}."
+
+
+def on_text(n_devices: int, hardware: Hardware) -> str:
+    """``8 × NVIDIA H100 SXM 80 GB``; of one device its name alone."""
+    return f"{n_devices:,} × {hardware.label}" if n_devices > 1 else hardware.label
+
+
+def rent_text(n_devices: int, hardware: Hardware) -> str:
+    """``8 × $2.95 an hour``."""
+    each = f"${hardware.usd_per_hour.value:.4g} an hour"
+    return f"{n_devices:,} × {each}" if n_devices > 1 else each
+
+
 def memory_table(terms: Mapping[str, float], peak: float) -> str:
     """Terms above zero and their peak."""
     rows = [[name, format_bytes(value)] for name, value in terms.items() if value]
@@ -51,14 +90,8 @@ def pass_table(passes: Mapping[str, Sequence[Work]]) -> str:
     for title, works in passes.items():
         for i, w in enumerate(works):
             name = title if i == 0 else ""
-            rows.append([name, w.component, format_seconds(w.seconds), w.bound, f"{w.intensity:.3g} FLOP/B"])
+            rows.append([name, w.component, format_seconds(w.seconds), w.bound, format_intensity(w.intensity)])
     return align(rows, right=(2, 4))
-
-
-def power_line(n_devices: int, watts: float, hardware: Hardware) -> str:
-    """What the devices draw on average, and the most that they may."""
-    each = f"{watts:,.3g} W of at most {hardware.watts.value:,.4g}"
-    return f"power     {each}" if n_devices == 1 else f"power     {n_devices} × {each}"
 
 
 def money_lines(hardware: Hardware) -> str:
@@ -68,31 +101,91 @@ def money_lines(hardware: Hardware) -> str:
     return "\n".join([*rent_and_power(hardware), excluded_power(hardware), emitted])
 
 
-HEADLINES = {  # ledger name: what it is called in a plan
-    "step_time_s": "step",
-    "train_tok_per_s": "rate",
-    "train_time_s": "run",
-    "ttft_s": "TTFT",
-    "tpot_s": "TPOT",
-    "output_tok_per_s": "rate",
-    "peak_memory_bytes": "peak",
-}
+def wrapped(lines: Iterable[str], indent: str = "  ", width: int = WIDTH) -> list[str]:
+    """Sentences at ``width``, continued with an indent; a path that is longer stays whole."""
+    wrap = textwrap.TextWrapper(width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+    return [part for line in lines for part in wrap.wrap(line)]
 
 
-def intervals_text(intervals: Mapping[str, Mapping[str, Any]], low_by: float = 0.0) -> str:
-    """``range     step 65.2 ms [59–92.5], …``: the numbers that a decision rests on, as ``with_intervals`` returns them, and
-    whether the width of any is assumed; ``low_by`` as ``intervals.low_by_of`` returns it. Empty where none was predicted."""
-    shown = {name: intervals[name] for name in HEADLINES if intervals.get(name, {}).get("value") is not None}
+def footnotes(lines: Iterable[str]) -> str:
+    """Prices, powers and their sources: what a reader looks up once, below everything else."""
+    return "\n".join(["sources", *wrapped((f"  {line}" for line in lines), "    ")])
+
+
+def notes_lines(notes: Iterable[str]) -> list[str]:
+    return wrapped(f"note: {note}" for note in notes)
+
+
+class Result(NamedTuple):
+    """A line of a plan's results. ``name`` is the ledger's, under which the interval stands; ``value`` in words where it has no
+    such name; ``note`` says whose number it is."""
+
+    label: str
+    name: str | None = None
+    value: str = ""
+    note: str = ""
+
+
+Intervals = Mapping[str, Mapping[str, Any]]
+"""Ledger name → what ``truth.intervals.with_intervals`` returns for it."""
+
+NO_INTERVALS: Intervals = {}
+
+
+def power_result(n_devices: int, watts: float, hardware: Hardware) -> Result:
+    """What the devices draw on average, and the most that they may."""
+    each = f"{watts:,.3g} W"
+    most = f"at most {hardware.watts.value:,.4g} W{' each' if n_devices > 1 else ''}"
+    return Result("power", None, f"{n_devices:,} × {each}" if n_devices > 1 else each, most)
+
+
+def results_table(results: Sequence[Result], intervals: Intervals, low_by: float = 0.0) -> str:
+    """Each result with its interval and its note, then what the intervals mean and whether their widths were measured."""
+    rows = [["", "predicted", "90% range" if _ranged(results, intervals) else "", ""]]
+    for result in results:
+        value, ends = _value_and_ends(result, intervals)
+        rows.append([result.label, value, ends, result.note])
+    if not any(row[2] for row in rows):
+        rows = [[label, value, note] for label, value, _, note in rows]
+    return "\n".join([with_wrapped_notes(rows), *wrapped(_range_sentences(results, intervals, low_by), "")])
+
+
+def _ranged(results: Sequence[Result], intervals: Intervals) -> dict[str, Mapping[str, Any]]:
+    """Label → interval of those results that have one."""
+    return {r.label: i for r in results if r.name and (i := intervals.get(r.name, {})).get("value") is not None}
+
+
+def _value_and_ends(result: Result, intervals: Intervals) -> tuple[str, str]:
+    found = intervals.get(result.name or "", {})
+    if found.get("value") is None:
+        return result.value, ""
+    text = format_interval(result.name or "", found["value"], found["low"], found["high"])
+    value, _, ends = text.partition(" [")
+    return value, f"[{ends}" if ends else ""
+
+
+def with_wrapped_notes(rows: Sequence[Sequence[str]], right: Sequence[int] = (), gap: str = "  ", width: int = WIDTH) -> str:
+    """Aligned rows, of which the last cell goes on below itself beyond ``width``."""
+    taken = sum(max(len(row[i]) for row in rows) + len(gap) for i in range(len(rows[0]) - 1))
+    spread: list[Sequence[str]] = []
+    for row in rows:
+        notes = wrapped([row[-1]], "", max(LEAST_NOTE, width - taken)) or [""]
+        spread += [[*row[:-1], notes[0]], *([*[""] * (len(row) - 1), more] for more in notes[1:])]
+    return align(spread, right, gap)
+
+
+def _range_sentences(results: Sequence[Result], intervals: Intervals, low_by: float) -> list[str]:
+    """What the ranges promise, and what made them wide."""
+    shown = _ranged(results, intervals)
     if not shown:
-        return ""
-    numbers = [f"{HEADLINES[name]} {format_interval(name, i['value'], i['low'], i['high'])}" for name, i in shown.items()]
-    assumed = [HEADLINES[name] for name, i in shown.items() if i["width"] != "measured"]
+        return []
+    assumed = [label for label, i in shown.items() if i["width"] != "measured"]
     widths = "measured" if not assumed else "assumed" if len(assumed) == len(shown) else f"assumed for {', '.join(assumed)}"
     level = next(iter(shown.values()))["level"]
-    text = f"{', '.join(numbers)}; {100 * level:.0f}% of measurements should fall inside (widths {widths})"
-    if low_by > 0:
-        text += (
-            f"; this machine was busy when it was calibrated: its rates may read {100 * low_by:.0f}% low, and times may come "
-            "out shorter by as much. `twostroke calibrate` on an idle machine narrows this"
+    found = [f"range: {100 * level:.0f}% of measurements should fall inside it; widths {widths}."]
+    if low_by >= LEAST_LOW_BY:
+        found.append(
+            f"This machine was busy when it was calibrated: its rates may read {100 * low_by:.0f}% low, and times may come out "
+            "shorter by as much. `twostroke calibrate` on an idle machine narrows this."
         )
-    return textwrap.fill(text, 118, initial_indent="range     ", subsequent_indent=" " * 10, break_on_hyphens=False)
+    return found

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
 from twostroke.core.units import format_bytes, format_count, format_money, format_seconds
-from twostroke.ledger.text import WIDTH, align
+from twostroke.ledger.text import WIDTH
 from twostroke.planner.choosing.candidates import Behind, Candidate, DeviceResult, Miss
 from twostroke.planner.choosing.interconnect import LinkFinding
 from twostroke.planner.choosing.search import Search, TrainWork
-from twostroke.planner.text.format import format_quantity
+from twostroke.planner.text.format import format_quantity, with_wrapped_notes, wrapped
 
 PHASE_WORDS = {"serve": "serving", "train": "training"}
 
@@ -130,10 +129,8 @@ def _amount(value: float, miss: Miss) -> str:
     return f"{value:,.0f}" if miss.unit == "devices" else format_quantity(value, miss.unit)
 
 
-def _spent(candidate: Candidate, objective: str) -> str:
-    """$ an hour, or in a search for little energy kWh."""
-    if objective != "energy":
-        return format_money(candidate.usd_per_hour)
+def _spent(candidate: Candidate) -> str:
+    """kWh, in a search for little energy."""
     kwh = candidate.score("energy")
     return format_count(kwh) if kwh >= 1000 else f"{kwh:.3g}"
 
@@ -146,45 +143,49 @@ def _cells(candidate: Candidate, objective: str) -> list[str]:
         found.append(format_count(values["output_tok_per_s"]))
         cost = _rate_usd(values["cost_per_mtok_usd"])
     else:
-        recomputed = {"none": "–", "selective": "some", "full": "all"}[candidate.settings["checkpointing"]]
-        found = [recomputed, format_quantity(values["mfu"], "share"), format_count(values["train_time_s"] / 86400)]
+        found = [format_quantity(values["mfu"], "share"), format_count(values["train_time_s"] / 86400)]
         cost = format_money(values["cost_usd"])
-    chosen = [candidate.device, candidate.layout_text, candidate.precision, str(candidate.batch)]
-    return [*chosen, *found, _spent(candidate, objective), cost]
+    chosen = [candidate.device, candidate.layout_text, candidate.precision, _batch(candidate)]
+    return [*chosen, *found, *([_spent(candidate)] if objective == "energy" else []), cost]
+
+
+def _batch(candidate: Candidate) -> str:
+    """Requests together; of training the sequences of a pass, with a word where backward computes again."""
+    again = {"selective": " some", "full": " all"}.get(candidate.settings.get("checkpointing", ""), "")
+    return f"{candidate.batch}{again}"
 
 
 HEADS = {
-    "train": ["device", "devices", "type", "micro", "again", "MFU", "days", "$/h", "$ run"],
-    "serve": ["device", "devices", "weights", "batch", "TTFT", "TPOT", "tok/s", "$/h", "$/Mtok"],
+    "train": ["device", "devices", "type", "micro", "MFU", "days", "$ run"],
+    "serve": ["device", "devices", "type", "batch", "TTFT", "TPOT", "tok/s", "$/Mtok"],
 }
-RIGHT = (3, 4, 5, 6, 7, 8, 9)
 
 
-def best_table(search: Search, top: int) -> list[str]:
+def best_table(search: Search, top: int, width: int = WIDTH) -> list[str]:
     """The best candidate of each device, and the product of factors by which it is behind the winner."""
     head = HEADS[search.phase]
     found = [r for r in search.results if r.best is not None]
     if search.objective == "energy":
-        head = [{"$/h": "kWh/Mtok" if search.phase == "serve" else "kWh"}.get(word, word) for word in head]
+        head = [*head[:-1], "kWh/Mtok" if search.phase == "serve" else "kWh", head[-1]]
     rows = [[*head, "behind", "because"]]
     for result in found[:top]:
         if result.best is None or result.behind is None:
             continue
         why = ["best", ""] if result.best is search.winner else [_behind_ratio(result.behind.ratio), behind_text(result.behind)]
         rows.append([*_cells(result.best, search.objective), *why])
-    lines = align(rows, RIGHT, gap=" ").split("\n")
+    lines = with_wrapped_notes(rows, range(3, len(head) + 1), " ", width).split("\n")
     if len(found) > top:
         lines.append(f"… and {len(found) - top} more that keep every limit (--top {len(found)} shows them)")
     return lines
 
 
-def missed_table(search: Search, top: int) -> list[str]:
+def missed_table(search: Search, top: int, width: int = WIDTH) -> list[str]:
     """Devices of which nothing keeps the limits, each with its nearest miss."""
     found = [r for r in search.results if r.best is None and r.nearest is not None]
     if not found:
         return []
     rows = [[r.device, _nearest(r)] for r in found[:top]]
-    lines = ["out, with the nearest miss of each:", *align(rows).split("\n")]
+    lines = ["out, with the nearest miss of each:", *with_wrapped_notes(rows, width=width).split("\n")]
     if len(found) > top:
         lines.append(f"… and {len(found) - top} more devices")
     return lines
@@ -199,7 +200,7 @@ def _nearest(result: DeviceResult) -> str:
     return f"{candidate.layout_text}, {candidate.precision}{batch}: {miss_text(first)}"
 
 
-def reason_table(search: Search) -> list[str]:
+def reason_table(search: Search, width: int = WIDTH) -> list[str]:
     """How many lost for which reason, and on which devices most of them."""
     counts: dict[tuple[str, str], Counter[str]] = {}
     for result in search.results:
@@ -211,32 +212,33 @@ def reason_table(search: Search) -> list[str]:
     for (words, kind), devices in sorted(counts.items(), key=lambda item: (item[0][1] != "misses a limit", -item[1].total())):
         most = ", ".join(f"{device} {n:,}" for device, n in devices.most_common(3))
         rows.append([words, kind, f"{devices.total():,}", most + (", …" if len(devices) > 3 else "")])
-    return align(rows, (2,)).split("\n")
+    return with_wrapped_notes(rows, (2,), width=width).split("\n")
 
 
-def link_lines(findings: Sequence[LinkFinding], top: int = 6) -> list[str]:
+def link_lines(findings: Sequence[LinkFinding], top: int = 6, width: int = WIDTH) -> list[str]:
     """The interconnect: what it costs, what of it this work uses, and whether the rest of the device is worth its price."""
     if not findings:
         return []
     plain, link = findings[0].plain, findings[0].plain_link_bytes_per_s / 1e9
     lines = [f"interconnect: against {plain.device} (link {link:.3g} GB/s), the cheapest a token without NVLink or its like"]
-    rows = [["device", "link", "used", "dearer by", "of it idle link", "worth here", "asked", f"against {plain.device}"]]
+    rows = [["device", "link", "used", "dearer by", "idle link", "worth here", "asked", "its cost"]]
     for finding in findings[:top]:
         link_used = [f"{finding.rich_link_bytes_per_s / 1e9:.3g} GB/s", format_quantity(finding.link_use, "share")]
-        dearer = [f"{_signed_usd(finding.difference_usd)}/h", f"{format_money(finding.idle_usd)}/h assumed"]
+        dearer = [f"{_signed_usd(finding.difference_usd)}/h", f"{format_money(finding.idle_usd)}/h"]
         worth = [f"{format_money(finding.break_even_usd)}/h", f"{format_money(finding.price_usd)}/h"]
         rows.append([finding.device, *link_used, *dearer, *worth, _verdict(finding)])
-    return [
-        *lines,
-        *align(rows, (1, 2, 3, 4, 5, 6)).split("\n"),
-        "idle link: its part of the price difference, split by the logarithms of capacity, bandwidth, arithmetic and link;",
-        f"worth here: the price an hour at which the work costs as much as on {plain.device}; more is lost money",
+    below = [
+        "idle link (assumed): its part of the price difference, split by the logarithms of capacity, bandwidth, arithmetic and "
+        f"link; worth here: the price an hour at which the work costs as much as on {plain.device}; more is lost money; its "
+        f"cost: against that of {plain.device}"
     ]
+    table = with_wrapped_notes(rows, (1, 2, 3, 4, 5, 6), width=width).split("\n")
+    return [*wrapped(lines, width=width), *table, *wrapped(below, width=width)]
 
 
 def _verdict(finding: LinkFinding) -> str:
     """Whether the dearer device pays for itself in this work, with or without the use of its link."""
-    return f"{finding.cost_ratio:.2f}× the cost{', overpaid' if finding.wasted else ''}"
+    return f"{finding.cost_ratio:.2f}×{', overpaid' if finding.wasted else ''}"
 
 
 def workload_text(search: Search) -> str:
@@ -271,7 +273,7 @@ NOTES = {
         "shares of a datasheet's rates are fitted to NVIDIA's devices; on others well-kept software is assumed.",
     ),
     "train": (
-        "micro: sequences of a pass on one rank; again: what backward computes a second time (checkpointing).",
+        "micro: sequences of a pass on one rank; some or all: what backward computes a second time (checkpointing).",
         "shares of a datasheet's rates are assumed alike for every vendor: software that lags reaches less.",
         "by $ or kWh alone a slow run is as good as a fast one: --days bounds it.",
     ),
@@ -281,28 +283,29 @@ NOTES = {
 POWER_NOTE = "energy is what the devices draw at the work they do; their hosts, cooling and supply (PUE) are not in it."
 
 
-def search_text(search: Search, subject: str, top: int = 12) -> str:
-    """One phase's search at most 120 columns wide; one that found nothing is the sentence that says so. Every number is
-    predicted but prices (see ``--json`` for their sources)."""
+def search_text(search: Search, subject: str, top: int = 12, width: int = WIDTH) -> str:
+    """One phase's search in ``width`` columns; one that found nothing is the sentence that says so. Every number is predicted
+    but prices (see ``--json`` for their sources)."""
     phase = PHASE_WORDS[search.phase].upper()
     if search.winner is None:
-        return "\n".join(textwrap.wrap(f"{phase} {subject}: {nothing_found(search)}", WIDTH))
-    lines = [
-        *textwrap.wrap(f"{phase} {subject}: {workload_text(search)}", WIDTH, break_long_words=False, break_on_hyphens=False),
+        return "\n".join(wrapped([f"{phase} {subject}: {nothing_found(search)}"], "", width))
+    head = [
+        f"{phase} {subject}: {workload_text(search)}",
         f"by {OBJECTIVE_WORDS[search.phase, search.objective]}; limits: {limits_text(search)}",
         f"{search.enumerated:,} candidates: {search.out_of_memory:,} pruned by memory before any timing, "
         f"{search.timed:,} timed, {search.kept:,} keep every limit",
         "all numbers predicted, from datasheets and assumed efficiencies where not measured; prices listed or assumed",
-        "",
-        *best_table(search, top),
     ]
-    for block in (missed_table(search, top), ["", *reason_table(search)], link_lines(search.links)):
+    lines = [*wrapped(head, "  ", width), "", *best_table(search, top, width)]
+    tables = missed_table(search, top, width), ["", *reason_table(search, width)], link_lines(search.links, width=width)
+    for block in tables:
         lines += ["", *block] if block and block[0] else block
     power = (POWER_NOTE,) if search.objective == "energy" else ()
-    return "\n".join([*lines, "", *(f"note: {note}" for note in (*NOTES[search.phase], *power, *search.notes))])
+    notes = (f"note: {note}" for note in (*NOTES[search.phase], *power, *search.notes))
+    return "\n".join([*lines, "", *wrapped(notes, "  ", width)])
 
 
-def verdict_text(searches: Sequence[Search]) -> str:
+def verdict_text(searches: Sequence[Search], width: int = WIDTH) -> str:
     """What each phase wants, side by side; empty where there are not two winners."""
     winners = [search.winner for search in searches if search.winner is not None]
     if len(winners) < 2:
@@ -313,7 +316,7 @@ def verdict_text(searches: Sequence[Search]) -> str:
         bound = f"is bound by {winner.bound}" if winner.bound != "launch" else "is bound by starting operations"
         what = f"{winner.label} ({winner.layout_text}; {winner.precision})"
         words.append(f"{PHASE_WORDS[winner.phase]} wants {what}: it {bound} and {links}")
-    return "\n".join(textwrap.wrap(f"{words[0][0].upper()}{'; '.join(words)[1:]}.", WIDTH))
+    return "\n".join(wrapped([f"{words[0][0].upper()}{'; '.join(words)[1:]}."], "", width))
 
 
 def nothing_found(search: Search) -> str:

@@ -3,42 +3,92 @@
 from __future__ import annotations
 
 from twostroke.core.engines import planned_only_text
-from twostroke.core.units import format_bytes, format_money, format_seconds
+from twostroke.core.units import format_bytes, format_count, format_money, format_parameters, format_seconds
 from twostroke.ledger.text import align
 from twostroke.planner.money.api_prices import nearest_api
 from twostroke.planner.serving.plan import ServingPlan
 from twostroke.planner.serving.under_load import AtRate, LatencyTable, Load, Service
-from twostroke.planner.text.format import memory_table, money_lines, pass_table, power_line
+from twostroke.planner.text.format import (
+    NO_INTERVALS,
+    Intervals,
+    Result,
+    footnotes,
+    memory_table,
+    money_lines,
+    notes_lines,
+    on_text,
+    pass_table,
+    power_result,
+    rent_text,
+    results_table,
+    wrapped,
+)
 
 
-def serving_text(plan: ServingPlan, subject: str) -> str:
-    """``twostroke plan serve``: all predicted."""
+def serving_text(
+    plan: ServingPlan, subject: str, intervals: Intervals = NO_INTERVALS, low_by: float = 0.0, under_load: str = ""
+) -> str:
+    """``twostroke plan serve``: results first, then ``under_load``, how they come about, and where prices are from."""
+    parts = (head_text(plan, subject), results_text(plan, intervals, low_by), under_load, how_text(plan))
+    return "\n\n".join(
+        [*filter(None, parts), footnotes([*token_lines(plan, subject), *money_lines(plan.hardware).split("\n")])]
+    )
+
+
+def head_text(plan: ServingPlan, subject: str) -> str:
+    """What is served, on what, to whom."""
     shape = plan.shape
-    lines = [
-        f"Serving {subject} on {plan.hardware.label} (rates {plan.hardware.basis}; everything below is predicted)",
-        f"{plan.parameters.total:,} parameters, {shape.scheme} weights, {shape.cache_dtype} KV cache; batch {shape.batch}, "
-        f"prompt {shape.prompt_tokens}, output {shape.output_tokens} tokens",
-        *([planned_only_text(plan.planned_only)] if plan.planned_only else []),
-        "",
-        "memory",
-        memory_table(plan.memory_bytes, plan.peak_memory_bytes),
-        f"KV cache: {format_bytes(plan.kv_bytes_per_token)} a token, {plan.pages:,} pages of 16 tokens; "
-        f"the memory holds {plan.largest_batch:,} such requests",
-        "",
-        pass_table({"prefill": plan.prefill, "decode": plan.decode}),
-        "",
-        f"TTFT      {format_seconds(plan.ttft_s)} ({plan.prefill_tok_per_s:,.0f} prompt tok/s)",
-        f"TPOT      {format_seconds(plan.tpot_s)} at batch {shape.batch} ({plan.decode_tok_per_s:,.0f} tok/s together)",
-        f"answer    {format_seconds(plan.e2e_s)} from request to last token",
-        f"rate      {plan.output_tok_per_s:,.0f} output tok/s with the batch kept full, prefills included",
-        f"start     {format_seconds(plan.startup_s)}",
-        f"cost      {format_money(plan.usd_per_mtok)} and {plan.kwh_per_mtok:.3g} kWh per million output tokens",
-        power_line(plan.devices, plan.watts, plan.hardware),
-        *token_lines(plan, subject),
-        money_lines(plan.hardware),
-        *(f"note: {note}" for note in plan.notes),
-    ]
-    return "\n".join(lines)
+    users = f"{shape.batch} requests at once" if shape.batch > 1 else "one request at a time"
+    return "\n".join(
+        wrapped(
+            [
+                f"Serving {subject} on {on_text(plan.devices, plan.hardware)}",
+                f"{format_parameters(plan.parameters.total)} parameters, {shape.scheme} weights, {shape.cache_dtype} KV cache; "
+                f"{users}, each a prompt of {shape.prompt_tokens:,} and an answer of {shape.output_tokens:,} tokens",
+                *([planned_only_text(plan.planned_only)] if plan.planned_only else []),
+            ]
+        )
+    )
+
+
+def results_text(plan: ServingPlan, intervals: Intervals, low_by: float) -> str:
+    """What a reader decides by, with intervals, and what qualifies them."""
+    shape, machine = plan.shape, plan.hardware
+    n = f", all {plan.devices} devices" if plan.devices > 1 else ""
+    per_device = " per device" if plan.devices > 1 else ""
+    results = [
+        Result("first token (TTFT)", "ttft_s", format_seconds(plan.ttft_s), "of an idle server"),
+        Result("next token (TPOT)", "tpot_s", format_seconds(plan.tpot_s), f"with {shape.batch} at once"),
+        Result("whole answer", "e2e_s", format_seconds(plan.e2e_s), "from request to last token"),
+        Result(
+            "output", "output_tok_per_s", f"{format_count(plan.output_tok_per_s)} tok/s", f"{shape.batch} kept at work{n}"
+        ),
+        Result(
+            f"memory{per_device}", "peak_memory_bytes", format_bytes(plan.peak_memory_bytes),
+            f"of {format_bytes(machine.memory_bytes)}; room for {plan.largest_batch:,} such requests",
+        ),
+        Result("start", "startup_s", format_seconds(plan.startup_s), "until the first request"),
+        Result(
+            "$ per 1M tokens out", "cost_per_mtok_usd", format_money(plan.usd_per_mtok),
+            f"never idle, at {rent_text(plan.devices, machine)}",
+        ),
+        Result("energy of these", "energy_per_mtok_kwh", f"{plan.kwh_per_mtok:.3g} kWh", "of the devices alone"),
+        power_result(plan.devices, plan.watts, machine),
+    ]  # fmt: skip
+    return "\n".join([results_table(results, intervals, low_by), *notes_lines(plan.notes)])
+
+
+def how_text(plan: ServingPlan) -> str:
+    """Memory by term, and the time of each component."""
+    return "\n".join(
+        [
+            f"memory{' of each device' if plan.devices > 1 else ''}",
+            memory_table(plan.memory_bytes, plan.peak_memory_bytes),
+            *wrapped([f"KV cache: {format_bytes(plan.kv_bytes_per_token)} a token, {plan.pages:,} pages of 16 tokens"]),
+            "",
+            pass_table({"prefill": plan.prefill, "decode": plan.decode}),
+        ]
+    )
 
 
 def token_lines(plan: ServingPlan, subject: str) -> list[str]:
@@ -72,14 +122,17 @@ def loaded_text(plan: ServingPlan, table: LatencyTable) -> str:
             f"fast as plain steps of {format_seconds(plan.step_s)}, {shape.speculation.operations:.3g} times the arithmetic "
             "(α, c assumed)"
         )
-    return "\n".join([*lines, "", "predicted TTFT of a prompt alone, TPOT by batch, by tokens of context:", _table(table)])
+    return "\n".join(
+        [*wrapped(lines), "", "predicted TTFT of a prompt alone, TPOT by batch, by tokens of context", _table(table)]
+    )
 
 
 def _table(table: LatencyTable) -> str:
     rows = [["", *(f"{c:,}" for c in table.contexts)], ["TTFT", *(format_seconds(s) for s in table.ttft_s)]]
     for batch, values in table.rows:
-        rows.append([f"TPOT, batch {batch}", *("no memory" if v is None else format_seconds(v) for v in values)])
-    return align(rows, right=tuple(range(1, len(table.contexts) + 1)))
+        rows.append([f"TPOT, batch {batch}", *("–" if v is None else format_seconds(v) for v in values)])
+    full = ["–: more than the memory holds"] if any(v is None for _, values in table.rows for v in values) else []
+    return "\n".join([align(rows, right=tuple(range(1, len(table.contexts) + 1))), *full])
 
 
 def load_text(load: Load) -> str:
@@ -103,7 +156,7 @@ def load_text(load: Load) -> str:
             f"TTFT {format_seconds(pools.ttft_s)}, TPOT {format_seconds(pools.tpot_s)}; "
             f"{format_bytes(pools.transfer_bytes)} of cache a request, sent in {format_seconds(pools.transfer_s)}"
         )
-    return "\n".join(f"predicted {line}" for line in lines)
+    return "\n".join(wrapped(f"predicted {line}" for line in lines))
 
 
 def _service(service: Service) -> list[str]:

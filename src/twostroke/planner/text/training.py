@@ -5,47 +5,131 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from twostroke.core.engines import planned_only_text
-from twostroke.core.units import format_bytes, format_count, format_money, format_seconds
+from twostroke.core.units import format_bytes, format_count, format_money, format_parameters, format_seconds
 from twostroke.ledger.text import align
 from twostroke.planner.choosing.size_ladder import Rung
-from twostroke.planner.text.format import memory_table, money_lines, pass_table, power_line
+from twostroke.planner.text.format import (
+    NO_INTERVALS,
+    Intervals,
+    Result,
+    fits_lines,
+    footnotes,
+    memory_table,
+    money_lines,
+    notes_lines,
+    on_text,
+    pass_table,
+    power_result,
+    rent_text,
+    results_table,
+    with_wrapped_notes,
+    wrapped,
+)
 from twostroke.planner.training.plan import TrainingPlan
 
 
-def training_text(plan: TrainingPlan, subject: str) -> str:
-    """``twostroke plan train``: all predicted."""
+def training_text(
+    plan: TrainingPlan, subject: str, intervals: Intervals = NO_INTERVALS, low_by: float = 0.0, remedy: str = ""
+) -> str:
+    """``twostroke plan train``: whether it fits and ``remedy``, results, how they come about, and where prices are from."""
+    head = [*fits_lines(plan.peak_memory_bytes, plan.layout.n_devices, plan.hardware, remedy), *head_lines(plan, subject)]
+    parts = ("\n".join(head), results_text(plan, intervals, low_by), how_text(plan), footnotes(source_lines(plan)))
+    return "\n\n".join(parts)
+
+
+def head_lines(plan: TrainingPlan, subject: str) -> list[str]:
+    """What is trained, on what, by what step."""
     shape, layout, n = plan.shape, plan.layout, plan.layout.n_devices
-    devices = f"{n:,} × " if n > 1 else ""
-    lines = [
-        f"Training {subject} on {devices}{plan.hardware.label} (rates {plan.hardware.basis}; everything below is predicted)",
-        f"{plan.parameters.total:,} parameters; batch {shape.batch_size} × {shape.sequence_length} × {shape.grad_accumulation}"
-        f"{f' × {layout.data} ranks' if layout.data > 1 else ''}, {shape.dtype}, {shape.optimizer}, "
-        f"{'compiled' if shape.compile else 'eager'}",
-        *shape_lines(plan),
-        *([planned_only_text(plan.planned_only)] if plan.planned_only else []),
-        "",
-        "memory" if n == 1 else "memory of the device that holds most",
-        memory_table(_with_masters_apart(plan), plan.peak_memory_bytes),
-        "",
-        pass_table({"forward": plan.forward, "backward": plan.backward, "update": plan.optimizer}),
-        "",
-        *traffic_lines(plan),
-        f"step      {format_seconds(plan.step_time_s)}: forward {format_seconds(plan.forward_s)}, backward "
-        f"{format_seconds(plan.backward_s)}, optimizer {format_seconds(plan.optimizer_s)}, data {format_seconds(plan.data_s)}"
-        + (f", waiting for traffic {format_seconds(plan.communication_s)}" if plan.traffic else "")
-        + (f", bubble {format_seconds(plan.bubble_s)}" if plan.bubble_s else ""),
-        f"rate      {plan.tok_per_s:,.0f} tok/s, MFU {100 * plan.mfu:.1f}%"
-        + (f", HFU {100 * plan.hfu:.1f}% with what is computed again" if plan.recomputed_flops_per_token else ""),
-        f"work      {format_count(plan.flops_per_token)} FLOP and {format_bytes(plan.bytes_per_token)} moved a token",
-        f"disk      checkpoint {format_bytes(plan.checkpoint_bytes)}, model {format_bytes(plan.model_bytes)}",
+    passes = f" × {shape.grad_accumulation} passes" if shape.grad_accumulation > 1 else ""
+    ranks = f" × {layout.data} ranks" if layout.data > 1 else ""
+    return wrapped(
+        [
+            f"Training {subject} on {on_text(n, plan.hardware)}",
+            f"{format_parameters(plan.parameters.total)} parameters, {shape.dtype}, {shape.optimizer}, "
+            f"{'compiled' if shape.compile else 'eager'}; a step of {shape.batch_size} × {shape.sequence_length:,} tokens"
+            f"{passes}{ranks}",
+            *shape_lines(plan),
+            *([planned_only_text(plan.planned_only)] if plan.planned_only else []),
+        ]
+    )
+
+
+def results_text(plan: TrainingPlan, intervals: Intervals, low_by: float) -> str:
+    """What a reader decides by, with intervals, and what qualifies them."""
+    n, machine = plan.layout.n_devices, plan.hardware
+    together = f"all {n:,} devices together" if n > 1 else ""
+    memory = "memory per device" if n > 1 else "memory"
+    recomputed = f"; HFU {100 * plan.hfu:.1f}% with what is computed again" if plan.recomputed_flops_per_token else ""
+    results = [
+        Result("step", "step_time_s", format_seconds(plan.step_time_s), f"{format_count(plan.tokens_per_step)} tokens"),
+        Result("rate", "train_tok_per_s", f"{format_count(plan.tok_per_s)} tok/s", together),
+        Result("share of peak", None, f"MFU {100 * plan.mfu:.1f}%", f"model FLOP ÷ peak{recomputed}"),
+        Result(memory, "peak_memory_bytes", format_bytes(plan.peak_memory_bytes), f"of {format_bytes(machine.memory_bytes)}"),
+        power_result(n, plan.watts, machine),
+        *run_results(plan),
+    ]
+    return "\n".join([results_table(results, intervals, low_by), *notes_lines(plan.notes)])
+
+
+def run_results(plan: TrainingPlan) -> list[Result]:
+    """The whole run, where its length is known."""
+    if plan.cost is None or plan.wall_time_s is None or plan.train_time_s is None:
+        return []
+    n, tokens = plan.layout.n_devices, format_count(plan.shape.steps * plan.tokens_per_step)
+    hours = format_count(plan.wall_time_s / 3600 * n)
+    failures = (
+        f"; {format_seconds(plan.wall_time_s)} with failures, {hours} device-hours, which money and energy are of"
+        if n > 1
+        else ""
+    )
+    found = plan.cost
+    return [
+        Result(
+            "run", "train_time_s", format_seconds(plan.train_time_s), f"{plan.shape.steps:,} steps, {tokens} tokens{failures}"
+        ),
+        Result("money", "cost_usd", format_money(found.usd), f"at {rent_text(n, plan.hardware)}"),
+        Result("energy", "energy_kwh", f"{found.energy_kwh:,.3g} kWh", f"{found.co2_kg:,.3g} kg CO2"),
+    ]
+
+
+def how_text(plan: TrainingPlan) -> str:
+    """Memory by term, the time of each component and what makes up a step."""
+    n = plan.layout.n_devices
+    waits = [
+        f"{name} {format_seconds(seconds)}"
+        for name, seconds in (("waiting for traffic", plan.communication_s), ("bubble", plan.bubble_s))
+        if (plan.traffic if name == "waiting for traffic" else seconds)
     ]
     if n == 1:
-        lines.append(f"network   {format_bytes(plan.network_bytes_per_step)} of gradients a step, were there one more machine")
+        network = f"network   {format_bytes(plan.network_bytes_per_step)} of gradients a step, were there one more machine"
     else:
-        lines.append(f"network   {format_bytes(plan.network_bytes_per_step)} sent by a device a step")
-    lines += [power_line(n, plan.watts, plan.hardware), *resilience_lines(plan), *run_lines(plan)]
-    lines += [money_lines(plan.hardware), *(f"note: {note}" for note in (*memory_notes(plan), *plan.notes))]
-    return "\n".join(lines)
+        network = f"network   {format_bytes(plan.network_bytes_per_step)} sent by a device a step"
+    step = (
+        f"step      {format_seconds(plan.step_time_s)}: forward {format_seconds(plan.forward_s)}, backward "
+        f"{format_seconds(plan.backward_s)}, optimizer {format_seconds(plan.optimizer_s)}, data {format_seconds(plan.data_s)}"
+    )
+    lines = [
+        ", ".join([step, *waits]),
+        f"work      {format_count(plan.flops_per_token)} FLOP and {format_bytes(plan.bytes_per_token)} moved a token",
+        f"disk      checkpoint {format_bytes(plan.checkpoint_bytes)}, model {format_bytes(plan.model_bytes)}",
+        network,
+        *resilience_lines(plan),
+    ]
+    return "\n".join(
+        [
+            "memory" if n == 1 else f"memory of the device that holds most (of {n:,})",
+            memory_table(_with_masters_apart(plan), plan.peak_memory_bytes),
+            "",
+            pass_table({"forward": plan.forward, "backward": plan.backward, "update": plan.optimizer}),
+            "",
+            *traffic_lines(plan),
+            *wrapped(lines, " " * 10),
+        ]
+    )
+
+
+def source_lines(plan: TrainingPlan) -> list[str]:
+    return [*([link_line(plan)] if plan.traffic else []), *money_lines(plan.hardware).split("\n")]
 
 
 def shape_lines(plan: TrainingPlan) -> list[str]:
@@ -79,12 +163,11 @@ def traffic_lines(plan: TrainingPlan) -> list[str]:
     """A table of what a device sends in a step; nothing for one device."""
     if not plan.traffic:
         return []
-    rows = [["traffic", "", "ranks", "bursts", "each", "sent", "time", "waited", "overlap"]]
+    rows = [["traffic", "", "bursts", "sent", "time", "waited", "overlap"]]
     for t in plan.traffic:
-        sent = [f"{t.bursts:,.0f}", format_bytes(t.burst_bytes), format_bytes(t.sent_bytes)]
-        times = [format_seconds(t.seconds), format_seconds(t.exposed_s)]
-        rows.append([t.parallel, t.what, f"{t.n_ranks:,}", *sent, *times, t.overlap])
-    return [align(rows, right=(2, 3, 4, 5, 6, 7)), link_line(plan), ""]
+        sent, times = format_bytes(t.sent_bytes), [format_seconds(t.seconds), format_seconds(t.exposed_s)]
+        rows.append([f"{t.parallel} {t.n_ranks:,}", t.what, f"{t.bursts:,.0f}", sent, *times, t.overlap])
+    return [with_wrapped_notes(rows, right=(2, 3, 4, 5), gap=" "), ""]
 
 
 def link_line(plan: TrainingPlan) -> str:
@@ -107,33 +190,6 @@ def resilience_lines(plan: TrainingPlan) -> list[str]:
         f"failures  one in {format_seconds(found.mtbf_s)} ({found.mtbf_kind}: {found.mtbf_device_hours:,.0f} device-hours); a "
         f"checkpoint takes {format_seconds(found.checkpoint_s)}: write one every {format_seconds(found.interval_s)} "
         f"(Daly; Young {format_seconds(found.young_s)}); {100 * found.lost_share:.2g}% of the time is lost"
-    ]
-
-
-def run_lines(plan: TrainingPlan) -> list[str]:
-    """The whole run, where its length is known."""
-    if plan.cost is None or plan.wall_time_s is None or plan.train_time_s is None:
-        return []
-    tokens = plan.shape.steps * plan.tokens_per_step
-    lines = [
-        f"run       {plan.shape.steps:,} steps, {format_count(tokens)} tokens, {format_seconds(plan.train_time_s)}, "
-        f"{plan.cost.energy_kwh:,.3g} kWh, {plan.cost.co2_kg:,.3g} kg CO2, {format_money(plan.cost.usd)}"
-    ]
-    if plan.layout.n_devices > 1:
-        lines.append(
-            f"          {plan.wall_time_s / 86_400:,.1f} days with failures, "
-            f"{plan.wall_time_s / 3600 * plan.layout.n_devices:,.0f} device-hours; energy and money are of these"
-        )
-    return lines
-
-
-def memory_notes(plan: TrainingPlan) -> list[str]:
-    """A line where the plan does not fit the machine."""
-    if plan.peak_memory_bytes <= plan.hardware.memory_bytes:
-        return []
-    return [
-        f"this does not fit: it takes {format_bytes(plan.peak_memory_bytes)}, "
-        f"and the device has {format_bytes(plan.hardware.memory_bytes)}."
     ]
 
 

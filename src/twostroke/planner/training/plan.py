@@ -90,8 +90,8 @@ class TrainingPlan:
     longest; ``works`` hold the three passes by component."""
 
     DOCUMENT = (
-        "model shape layout hardware parameters trained_parameters planned_only prediction memory_bytes masters_bytes passes "
-        "communication communication_s bubble_s tokens_per_step hfu wall_time_s flops_per_token bytes_per_token "
+        "model shape layout hardware parameters trained_parameters planned_only prediction fits memory_bytes masters_bytes "
+        "passes communication communication_s bubble_s tokens_per_step hfu wall_time_s flops_per_token bytes_per_token "
         "network_bytes_per_step resilience cost notes"
     )
 
@@ -204,6 +204,10 @@ class TrainingPlan:
         waited_s = self.data_s + self.bubble_s
         passes, exposed_s = (self.forward, self.backward), sum(t.exposed_s for t in self.traffic)
         return step_watts(passes, self.optimizer, self.shape.grad_accumulation, waited_s, exposed_s, self.hardware)
+
+    @property
+    def fits(self) -> Annotated[bool, "whether the device that holds most can hold it"]:
+        return self.peak_memory_bytes <= self.hardware.memory_bytes
 
     @property
     def train_time_s(self) -> float | None:
