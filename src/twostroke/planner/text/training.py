@@ -59,11 +59,12 @@ def results_text(plan: TrainingPlan, intervals: Intervals, low_by: float) -> str
     n, machine = plan.layout.n_devices, plan.hardware
     together = f"all {n:,} devices together" if n > 1 else ""
     memory = "memory per device" if n > 1 else "memory"
-    recomputed = f"; HFU {100 * plan.hfu:.1f}% with what is computed again" if plan.recomputed_flops_per_token else ""
+    again = [Result("", None, f"HFU {100 * plan.hfu:.1f}%", "with what is computed again")]
     results = [
         Result("step", "step_time_s", format_seconds(plan.step_time_s), f"{format_count(plan.tokens_per_step)} tokens"),
         Result("rate", "train_tok_per_s", f"{format_count(plan.tok_per_s)} tok/s", together),
-        Result("share of peak", None, f"MFU {100 * plan.mfu:.1f}%", f"model FLOP ÷ peak{recomputed}"),
+        Result("share of peak", None, f"MFU {100 * plan.mfu:.1f}%", "model FLOP ÷ peak"),
+        *(again if plan.recomputed_flops_per_token else []),
         Result(memory, "peak_memory_bytes", format_bytes(plan.peak_memory_bytes), f"of {format_bytes(machine.memory_bytes)}"),
         power_result(n, plan.watts, machine),
         *run_results(plan),
@@ -76,17 +77,12 @@ def run_results(plan: TrainingPlan) -> list[Result]:
     if plan.cost is None or plan.wall_time_s is None or plan.train_time_s is None:
         return []
     n, tokens = plan.layout.n_devices, format_count(plan.shape.steps * plan.tokens_per_step)
-    hours = format_count(plan.wall_time_s / 3600 * n)
-    failures = (
-        f"; {format_seconds(plan.wall_time_s)} with failures, {hours} device-hours, which money and energy are of"
-        if n > 1
-        else ""
-    )
+    hours = f"{format_count(plan.wall_time_s / 3600 * n)} device-hours; money and energy are of these"
+    failures = [Result("with failures", None, format_seconds(plan.wall_time_s), hours)] if n > 1 else []
     found = plan.cost
     return [
-        Result(
-            "run", "train_time_s", format_seconds(plan.train_time_s), f"{plan.shape.steps:,} steps, {tokens} tokens{failures}"
-        ),
+        Result("run", "train_time_s", format_seconds(plan.train_time_s), f"{plan.shape.steps:,} steps, {tokens} tokens"),
+        *failures,
         Result("money", "cost_usd", format_money(found.usd), f"at {rent_text(n, plan.hardware)}"),
         Result("energy", "energy_kwh", f"{found.energy_kwh:,.3g} kWh", f"{found.co2_kg:,.3g} kg CO2"),
     ]
