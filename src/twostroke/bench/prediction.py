@@ -12,6 +12,7 @@ from twostroke.core.distribution import Distribution, percentile
 from twostroke.core.policy import PAGE_TOKENS
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.serving.http import added_by_http
 from twostroke.planner.serving.load import closed_loop
 from twostroke.planner.serving.memory import page_bytes
 from twostroke.planner.serving.plan import ServingPlan, plan_serving
@@ -49,23 +50,24 @@ def predict_load(spec: ModelSpec, load: LoadSpec, shape: ServingShape, hardware:
     which replace those of ``shape``.
 
     TTFT, TPOT and E2E are those of the planner's model of waiting (``serving.load``); output tokens/s = B·n ÷ E2E with n output
-    tokens. The time of HTTP is not included.
+    tokens. HTTP adds to each what calibration measured of it.
     """
     found = _at_rate(spec, load, shape, hardware)
     batch = _in_flight(load, found)
     plan = _plan(spec, load, shape, batch, hardware)
-    n = plan.shape.output_tokens
+    n, http = plan.shape.output_tokens, added_by_http(hardware, batch)
     if found is None:
         lengths = load.output_tokens[1] - load.output_tokens[0] + 1
-        ttft, tpot, e2e = closed_loop(plan.steps, batch, lengths, load.n_requests)
-        output_tok_per_s = batch * n / e2e
+        steps = plan.steps._replace(step_s=plan.steps.step_s + http.step_s)
+        ttft, tpot, e2e = closed_loop(steps, batch, lengths, load.n_requests)
+        output_tok_per_s = batch * n / (e2e + http.request_s)
     else:
         ttft, tpot, e2e = found.ttft_s, found.tpot_s, found.e2e_s
         output_tok_per_s = found.rate_per_s * n
     values = {
         "concurrency": float(batch),
-        "ttft_s": ttft,
-        "e2e_s": e2e,
+        "ttft_s": ttft + http.request_s,
+        "e2e_s": e2e + http.request_s,
         "output_tok_per_s": output_tok_per_s,
         "prefill_s": plan.ttft_s,
         "prefill_tok_per_s": plan.prefill_tok_per_s,

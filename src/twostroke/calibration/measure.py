@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 import torch
 
 from twostroke.calibration.bandwidth import WORKING_SETS_BYTES, measure_read_bandwidth, working_sets
+from twostroke.calibration.beside_steps import measure_beside_steps
 from twostroke.calibration.collectives import is_launched, measure_between_processes, measure_in_launched_group
 from twostroke.calibration.launches import measure_launches
 from twostroke.calibration.native_rates import (
@@ -231,6 +232,8 @@ def calibrate(
         link = measure_between_processes(n_ranks, device)
     engines: tuple[Engine, ...] = (only,) if only else ENGINES
     low_by: dict[str, float] = dict.fromkeys(engines, clock.low_by_share)
+    tell(0.99, "text, weights, sampling and HTTP")
+    beside = measure_beside_steps(clock, device == "cpu" and only != "train", serves_natively and extent.whole_steps)
     tell(1.0, "done")
 
     profile = MachineProfile(
@@ -256,6 +259,7 @@ def calibrate(
         network=network,
         conditions=Conditions(clock.disturbed_share, low_by, clock.elapsed_s),
         engines=engines,
+        **beside,
     )
     profile = with_fitted_prices(profile)
     stored = load_profile(device=device) if only else None
@@ -275,6 +279,8 @@ def merged(before: MachineProfile, now: MachineProfile) -> MachineProfile:
         training=trained.training,
         native=served.native,
         crossovers=served.crossovers,
+        sampling=served.sampling,
+        http=served.http,
         link=now.link or before.link,
         network=now.network or before.network,
         conditions=replace(now.conditions, low_by_share=before.conditions.low_by_share | now.conditions.low_by_share),

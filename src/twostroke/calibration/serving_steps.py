@@ -39,7 +39,7 @@ class Engines:
     def get(self, spec: ModelSpec, scheme: str) -> EngineCore:
         key = (spec, scheme)
         if key not in self._engines:
-            directory = self._folder / f"e{spec.d_model}-l{spec.n_layers}"
+            directory = self.directory(spec)
             if not directory.is_dir():
                 decoder = Decoder(spec)
                 initialise(decoder, 0)
@@ -47,6 +47,10 @@ class Engines:
             n_bytes = 2 * spec.n_layers * spec.d_model * int(scheme_of(scheme).kept_bytes) * CACHE_TOKENS
             self._engines[key] = EngineCore(directory, EngineSettings(dtype=scheme, kv_cache_bytes=n_bytes))
         return self._engines[key]
+
+    def directory(self, spec: ModelSpec) -> Path:
+        """Where the model of ``spec`` lies."""
+        return self._folder / f"e{spec.d_model}-l{spec.n_layers}"
 
 
 class Prompts:

@@ -74,6 +74,7 @@ def bench_serve(
     from twostroke.core.families import read_spec
     from twostroke.planner.truth.recording import recording
     from twostroke.quantization.held import serving_shape
+    from twostroke.scheduling.sampling_params import SamplingParams
 
     if endpoint not in ("completions", "chat"):
         raise ConfigError(f"--endpoint {endpoint!r} is not known. Use completions or chat.")
@@ -121,7 +122,8 @@ def bench_serve(
         inputs: dict[str, Any] = {"url": url, "scheme": None}
         plan = None
         if directory is not None and spec is not None:
-            shape = serving_shape(directory, spec, engine)
+            sampling = SamplingParams(temperature=temperature).kinds
+            shape = serving_shape(directory, spec, engine, sampling=sampling)
             inputs |= {"scheme": shape.scheme, "in_int8": shape.in_int8}
             plan = functools.partial(_planned_load, spec, load, shape)
         tokenizer = None

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from twostroke.cli.console import JSON_HELP, emit, progress
+from twostroke.cli.console import JSON_HELP, emit, log, progress
 from twostroke.core.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from twostroke.core.data_recipe import DataRecipe
+    from twostroke.planner.truth.recording import Planned
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Prepare text into token shards, and look at them.")
 
@@ -59,6 +65,7 @@ def prepare(
     """Tokenise text into memory-mapped shards with a held-out part. Shards of the same text and options are reused."""
     from twostroke.core.recipe import data_recipe_from_dict
     from twostroke.data.prepare import prepare as prepare_data
+    from twostroke.planner.truth.recording import recording
 
     recipe = data_recipe_from_dict(
         {
@@ -81,8 +88,19 @@ def prepare(
             "max_mean_word": max_mean_word,
         }
     )
-    with progress("preparing data", 1.0) as advance:
-        prepared = prepare_data(recipe, progress=advance, out=out)
+    notes: list[str] = []
+    with recording("prepare", ", ".join(sources), vars(recipe), functools.partial(_planned, recipe), log) as run:
+        began = time.perf_counter()
+        with progress("preparing data", 1.0) as advance:
+
+            def tell(done: float, note: str) -> None:
+                notes.append(note)
+                advance(done, note)
+
+            prepared = prepare_data(recipe, progress=tell, out=out)
+        seconds = time.perf_counter() - began
+        is_made = notes[-1] != "reused"
+        run.measure({"prepare_s" if is_made else "reused_s": seconds}, why={"prepare_s": "the data was there already."})
     if verify:
         prepared.verify()
     document: dict[str, Any] = {
@@ -95,8 +113,28 @@ def prepare(
         "n_heldout_bytes": prepared.n_heldout_bytes,
         "n_heldout_documents": prepared.n_heldout_documents,
         "report": prepared.report,
+        "run_id": run.run_id,
+        "prediction": run.prediction,
+        "elapsed_s": seconds,
     }
     emit(document, _text(document, prepared.holds_conversations), as_json)
+
+
+def _planned(recipe: DataRecipe) -> Planned:
+    """Seconds of making text of the sources' size anew. Conversations are few, and their templates are not priced."""
+    from twostroke.core.errors import ConfigError
+    from twostroke.data.sources import find_documents
+    from twostroke.planner.hardware.tables import load_hardware
+    from twostroke.planner.training.preparing import prepare_s
+    from twostroke.planner.truth.recording import Planned
+
+    hardware = load_hardware("this", "train")
+    if hardware.text is None or recipe.layout != "text":
+        raise ConfigError("preparing such text was not measured on this machine. Run `twostroke calibrate`.")
+    sources = find_documents((*recipe.sources, *recipe.held_out), recipe.text_key)
+    vocab_size = recipe.vocab_size if recipe.tokenizer is None else None
+    held_out = 0.0 if recipe.held_out else recipe.held_out_fraction
+    return Planned({"prepare_s": prepare_s(hardware.text, sources.n_file_bytes, vocab_size, held_out)}, hardware)
 
 
 @app.command()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from twostroke.evaluation.results import TaskResult
     from twostroke.evaluation.scorer import Scorer
     from twostroke.evaluation.task import Task
+    from twostroke.planner.truth.recording import Planned
 
 app = typer.Typer(add_completion=False)
 
@@ -76,7 +79,9 @@ def evaluate(
         "formats": scorer.formats,
     }
     lines: list[str] = []
-    with recording("evaluate", directory.resolve().name, inputs, None, log) as run:
+    is_planned = text is not None and not (text.prepared is not None and text.prepared.holds_conversations)
+    plan = functools.partial(_planned, directory, scorer, text, context, stride) if text is not None and is_planned else None
+    with recording("evaluate", directory.resolve().name, inputs, plan, log) as run:
         if text is not None:
             log(f"scoring {directory} on {text.name}")
             with progress("scoring", 1.0) as advance:
@@ -90,14 +95,14 @@ def evaluate(
     if results:
         lines += [*([""] if lines else []), *task_table(results)]
         lines.append(f"{scorer.engine} engine, {scorer.formats}, {format_seconds(elapsed_s)}")
-    document |= {"tasks": results, "elapsed_s": elapsed_s, "run_id": run.run_id}
+    document |= {"tasks": results, "elapsed_s": elapsed_s, "run_id": run.run_id, "prediction": run.prediction}
     emit(document, "\n".join(lines), as_json)
 
 
 def _score_text(
     scorer: Scorer, text: HeldOutText, directory: Path, context: int | None, stride: int | None, advance: Any
 ) -> tuple[dict[str, Any], list[str]]:
-    from twostroke.evaluation.bits import bits_per_byte, check_context, default_context
+    from twostroke.evaluation.bits import bits_per_byte, check_context, default_context, xz_of
     from twostroke.evaluation.conversations import answer_nats
 
     if text.prepared is not None and text.prepared.holds_conversations:
@@ -109,13 +114,44 @@ def _score_text(
             f"answers        {score.nats_per_token:.4f} nats a token measured, perplexity {score.perplexity:.3f}",
             f"conversations  {score.n_conversations} held out{cut}, {score.n_tokens} tokens of answers, {scorer.formats}",
         ]
-    result = bits_per_byte(scorer, text, ctx=context, stride=stride, tokenizer_path=directory, progress=advance)
+    began = time.perf_counter()
+    result = bits_per_byte(scorer, text, ctx=context, stride=stride, tokenizer_path=directory, progress=advance, with_xz=False)
+    rate = result.n_tokens / (time.perf_counter() - began)
+    result = replace(result, xz_bits_per_byte=xz_of(text))
     windows = f"context {result.context}, stride {result.stride}, {scorer.formats}"
-    return plain(result), [
+    return {**plain(result), "scored_tok_per_s": rate}, [
         f"bits per byte  {result.bits_per_byte:.4f} measured (xz -9: {result.xz_bits_per_byte:.4f})",
         f"perplexity     {result.perplexity:.3f} a token, {result.nats_per_token:.4f} nats",
         f"text           {format_bytes(result.n_bytes)}, {result.n_tokens} tokens, {windows}",
+        f"rate           {rate:,.0f} tokens/s",
     ]
+
+
+def _planned(directory: Path, scorer: Scorer, text: HeldOutText, context: int | None, stride: int | None) -> Planned:
+    """The rate at which tokens get their score: ``stride`` of each ``context`` that the decoder computes. The inference engine
+    computes again only what lies before in the document that a window begins in, half of one on average."""
+    from twostroke.core.engine_settings import EngineSettings
+    from twostroke.evaluation.bits import default_context, default_stride
+    from twostroke.planner.hardware.tables import load_hardware
+    from twostroke.planner.serving.scoring import engine_token_s
+    from twostroke.planner.training.scoring import decoder_token_s
+    from twostroke.planner.truth.recording import Planned
+    from twostroke.quantization.held import serving_shape
+
+    context = context or default_context(scorer)
+    stride = stride or default_stride(context)
+    again = context - stride
+    if scorer.engine == "decoder":
+        hardware = load_hardware("this", "train")
+        token_s = decoder_token_s(scorer.spec, scorer.dtype, hardware, context)
+    else:
+        hardware = load_hardware("this", "serve")
+        prepared = text.prepared
+        document = context if prepared is None else prepared.n_heldout_tokens // max(1, prepared.n_heldout_documents)
+        again = min(again, document // 2)
+        shape = serving_shape(directory, scorer.spec, EngineSettings(dtype=scorer.dtype))
+        token_s = engine_token_s(scorer.spec, shape, hardware, min(context, max(1, document)))
+    return Planned({"scored_tok_per_s": stride / (stride + again) / token_s}, hardware)
 
 
 def run_tasks(scorer: Scorer, tasks: Sequence[Task], limit: int | None) -> list[TaskResult]:

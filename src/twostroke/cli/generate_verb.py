@@ -223,6 +223,7 @@ def _planned(directory: Path, prompts: Sequence[str], params: SamplingParams, en
         answers=params.n,
         prompt_tokens=n_prompt,
         output_tokens=max(1, min(params.max_tokens, longest - n_prompt)),
+        sampling=params.kinds,
     )
     plan = plan_serving(spec, shape, hardware)
     ttft_s, _, e2e_s = closed_loop(plan.steps, shape.prompts, requests=shape.prompts)  # all come at once

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ from twostroke.core.schemes import DEFAULT_WRITTEN, WRITTEN, written_scheme
 from twostroke.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from twostroke.core.spec import ModelSpec
+    from twostroke.planner.truth.recording import Planned
     from twostroke.quantization.fitting import Fitted
 
 app = typer.Typer(add_completion=False)
@@ -55,16 +58,24 @@ def quantize(
         raise ConfigError(
             f"--calibration and --max-kl fit the rounding of groups. Use them with --scheme {grouped}, without --nearest."
         )
+    from twostroke.core.families import read_spec
+    from twostroke.planner.truth.recording import recording
     from twostroke.quantization.convert import quantize_model
 
-    began = time.perf_counter()
-    fitted = None if nearest or chosen.group is None else _fitted(source, calibration, chosen.group, max_kl)
-    with progress(f"quantising {source}", 1.0) as advance:
-        report = quantize_model(source, directory, scheme, replace, advance, fitted)
+    group = None if nearest else chosen.group
+    spec = read_spec(source)
+    inputs = {"model": str(source), "scheme": scheme, "nearest": nearest, "max_kl": max_kl}
+    with recording("quantize", directory.resolve().name, inputs, functools.partial(_planned, spec, scheme, group), log) as run:
+        began = time.perf_counter()
+        fitted = None if group is None else _fitted(source, calibration, group, max_kl)
+        with progress(f"quantising {source}", 1.0) as advance:
+            report = quantize_model(source, directory, scheme, replace, advance, fitted)
+        measured = {"quantize_s": time.perf_counter() - began, "model_bytes": float(report.bytes)}
+        run.measure(measured)
     in_int8 = f" ({report.n_int8_matrices} of them in {chosen.beside})" if report.n_int8_matrices else ""
     lines = [
         f"{directory}: {report.n_matrices} matrices in {report.scheme}{in_int8}, {format_bytes(report.bytes)} instead of "
-        f"{format_bytes(report.source_bytes)}, in {format_seconds(time.perf_counter() - began)}.",
+        f"{format_bytes(report.source_bytes)}, in {format_seconds(measured['quantize_s'])}.",
         f"Rounding: {100 * report.relative_error:.2f}% of the weights' norm; worst in {report.worst}, "
         f"{100 * report.worst_relative_error:.2f}% (measured). `twostroke compare {model} {directory}` says what it costs.",
     ]
@@ -73,7 +84,22 @@ def quantize(
             f"Fitted to {report.fitted_to_tokens} tokens; on {report.judged_tokens} others of the same text perplexity "
             f"× {report.perplexity_ratio:.4f}, KL {report.kl_nats:.4f} nats a token (measured, activations not rounded)."
         )
-    emit({"model": str(source), "directory": str(directory), **plain(report)}, "\n".join(lines), as_json)
+    run_document = {"run_id": run.run_id, "prediction": run.prediction, "measurement": measured}
+    emit({"model": str(source), "directory": str(directory), **plain(report), **run_document}, "\n".join(lines), as_json)
+
+
+def _planned(spec: ModelSpec, scheme: str, group: int | None) -> Planned:
+    """The time on this machine, and bytes on disk of a model none of whose matrices is held in more bits."""
+    from twostroke.planner.hardware.tables import load_hardware
+    from twostroke.planner.training.quantising import quantise_s
+    from twostroke.planner.truth.recording import Planned
+    from twostroke.planner.work.weights import mixed_weights_bytes
+    from twostroke.quantization.calibration_text import text_size
+
+    hardware = load_hardware("this", "train")
+    tokens = (0, 1) if group is None else text_size(spec)
+    values = {"quantize_s": quantise_s(spec, scheme, hardware, *tokens)}
+    return Planned(values | {"model_bytes": mixed_weights_bytes(spec, written_scheme(scheme).name, ())}, hardware)
 
 
 def _fitted(source: Path, calibration: list[str], group: int, max_kl: float | None) -> Fitted:

@@ -132,6 +132,18 @@ def default_pages(
     return max(1, min(wanted, int(available_bytes // page_bytes)))
 
 
+LOGITS_AT_ONCE = 2**25
+"""Logits that exist at once while tokens are scored: 128 MiB of fp32, and as much again for their logarithms."""
+
+SCORED_TOKENS_PER_PASS = 8192
+"""Tokens of a pass of the decoder that scores."""
+
+
+def scored_rows(vocab_size: int, token_budget: int = TOKEN_BUDGET) -> int:
+    """Rows of a step that scores: each may have logits, which limit them to 220 at a vocabulary of 152,000."""
+    return max(1, min(token_budget, LOGITS_AT_ONCE // vocab_size))
+
+
 PREFILL_QUERIES = 128
 """Query tokens that the torch runner's attention takes at once: a causal chunk in blocks skips the keys after each block's
 end."""

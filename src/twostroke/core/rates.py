@@ -155,6 +155,51 @@ class NativeRates:
     prices: tuple[StepPrices, ...] = ()
 
 
+# -- beside the engines' steps ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TextRates:
+    """Preparing text. Seconds a byte: reading it and looking for duplicates, training a tokenizer on it (and of that, for each
+    entry of the vocabulary), tokenising and writing it."""
+
+    read_byte_s: float
+    train_byte_s: float
+    merge_byte_s: float
+    encode_byte_s: float
+
+
+@dataclass(frozen=True)
+class WeightRates:
+    """Weights outside of steps, on all threads: elements/s that go to their nearest codes by written scheme, that are packed
+    from bf16 by the library's product, and that are rounded with compensation; bytes/s of a copy into new memory."""
+
+    rounded_per_s: dict[str, float] = field(default_factory=dict)
+    packed_per_s: dict[str, float] = field(default_factory=dict)
+    compensated_per_s: float | None = None
+    copied_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class SamplingRate:
+    """What choosing tokens takes beyond taking the largest logit, if requests ask for ``kind``: a call, each of its rows, each
+    logit of a row."""
+
+    kind: str
+    call_s: float
+    row_s: float
+    logit_s: float
+
+
+@dataclass(frozen=True)
+class HttpRates:
+    """What HTTP adds to the engine: seconds of a request before its first token, of a step, and of each answer in it."""
+
+    request_s: float
+    step_s: float
+    answer_s: float
+
+
 # -- what runs taught -----------------------------------------------------------------------------------------------------
 
 
@@ -198,3 +243,7 @@ class Measurements:
     crossovers: Crossovers = field(default_factory=Crossovers)
     conditions: Conditions = field(default_factory=Conditions)
     corrections: Corrections = field(default_factory=Corrections)
+    text: TextRates | None = None
+    weights: WeightRates = field(default_factory=WeightRates)
+    sampling: tuple[SamplingRate, ...] = ()
+    http: HttpRates | None = None

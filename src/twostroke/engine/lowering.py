@@ -84,7 +84,7 @@ class _Lowering:
             return self._torch_matrix(read(), held, vector)
 
         def pack() -> NativeMatrix:
-            return _packed(read(), held, vector)
+            return packed_matrix(read(), held, vector)
 
         return pack() if self.packed is None else self.packed.matrix(pack, self._due(name, held, rows), vector)
 
@@ -194,7 +194,7 @@ class _Lowering:
         return (*ops, self.norm("final_norm"), p.LmHead(head))
 
 
-def _packed(weight: Tensor | Codes, scheme: Scheme, bias: Tensor | None) -> NativeMatrix:
+def packed_matrix(weight: Tensor | Codes, scheme: Scheme, bias: Tensor | None) -> NativeMatrix:
     """The matrix in the library's format. Codes stay codes if the library multiplies them; else their values are packed."""
     if scheme.quantised and not scheme.computes_in_codes:
         weight = (weight if isinstance(weight, Codes) else quantize(weight, scheme)).values()

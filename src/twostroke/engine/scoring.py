@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from twostroke.core.errors import CapacityError, EngineError, InputError
+from twostroke.core.policy import scored_rows
 from twostroke.engine.core import EngineCore
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.scheduling.scheduler import ScheduledStep
-
-LOGITS_AT_ONCE = 2**25
-"""Logits that exist at once while tokens are scored: 128 MiB of fp32, and as much again for their logarithms."""
 
 TokenScores = tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]
 """−ln p of each scored token, and whether it was the most probable one."""
@@ -60,8 +58,7 @@ def token_scores(
     results: list[TokenScores] = [_empty()] * len(sequences)
     waiting = deque(i for i, (ids, first) in enumerate(sequences) if first < len(ids))
     n_total = n_left = sum(len(sequences[i][0]) - 1 for i in waiting)
-    # Each row that is computed may be scored, so the logits limit the rows: 220 at a vocabulary of 152,000.
-    budget = max(1, min(config.token_budget, LOGITS_AT_ONCE // engine.spec.vocab_size))
+    budget = scored_rows(engine.spec.vocab_size, config.token_budget)
     slots = list(range(config.max_running - 1, -1, -1))
     running: list[_Open] = []
     try:

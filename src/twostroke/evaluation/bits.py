@@ -19,10 +19,11 @@ import torch.nn.functional as F
 
 from twostroke.core.aside import write_text
 from twostroke.core.errors import DataError, InputError, TwostrokeError
+from twostroke.core.policy import SCORED_TOKENS_PER_PASS
 from twostroke.data.packing import document_layout
 from twostroke.data.shards import PreparedData
 from twostroke.data.tokenizer import eos_id_of, load_tokenizer
-from twostroke.evaluation.decoder_pass import TOKENS_PER_PASS, in_eval_mode, score_rows
+from twostroke.evaluation.decoder_pass import in_eval_mode, score_rows
 from twostroke.evaluation.held_out import HeldOutText, Tokens, held_out_at, held_out_of, tokenize
 from twostroke.evaluation.stream import stream_nats
 
@@ -98,7 +99,7 @@ def token_nats(
     length = min(context, n_targets)
     starts = [*range(0, n_targets - length, stride), n_targets - length]
     after_end = np.concatenate(([True], ids[:-1] == eos_id))  # tokens that begin a document
-    rows_per_pass = max(1, TOKENS_PER_PASS // length)
+    rows_per_pass = max(1, SCORED_TOKENS_PER_PASS // length)
     scored_to = 1  # tokens before this index have their score
     with in_eval_mode(model):
         for first in range(0, len(starts), rows_per_pass):

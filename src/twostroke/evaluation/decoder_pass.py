@@ -12,9 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twostroke.engine.scoring import LOGITS_AT_ONCE
-
-TOKENS_PER_PASS = 8192
+from twostroke.core.policy import LOGITS_AT_ONCE
 
 Scored = TypeVar("Scored")
 

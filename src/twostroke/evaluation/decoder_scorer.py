@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from twostroke.core.errors import InputError, TwostrokeError
+from twostroke.core.policy import SCORED_TOKENS_PER_PASS
 from twostroke.data.tokenizer import load_tokenizer
 from twostroke.engine.detokenize import IncrementalDetokenizer
 from twostroke.engine.scoring import TokenScores, check_ids, scores_of
-from twostroke.evaluation.decoder_pass import TOKENS_PER_PASS, in_eval_mode, score_rows
+from twostroke.evaluation.decoder_pass import in_eval_mode, score_rows
 from twostroke.evaluation.scorer import Progress
 from twostroke.model.decoder import Decoder
 from twostroke.quantization.load import load_decoder
@@ -51,7 +52,7 @@ class DecoderScorer:
             begin = 0
             while begin < len(order):
                 length = len(sequences[order[begin]][0]) - 1
-                chosen = order[begin : begin + max(1, TOKENS_PER_PASS // length)]
+                chosen = order[begin : begin + max(1, SCORED_TOKENS_PER_PASS // length)]
                 begin += len(chosen)
                 for i, scores in zip(chosen, self._pass([sequences[i] for i in chosen]), strict=True):
                     results[i] = scores

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError, TwostrokeError, did_you_mean
@@ -32,8 +32,8 @@ BUSY_TIMEOUT_S = 30.0
 CHECKED_BYTES = 64 * 2**20
 """Up to this size, a ``Ledger`` checks the whole file before it first reads or writes it."""
 
-Kind = Literal["train", "serve", "bench", "generate", "calibrate", "evaluate"]
-KINDS: tuple[Kind, ...] = ("train", "serve", "bench", "generate", "calibrate", "evaluate")
+Kind = Literal["train", "serve", "bench", "generate", "calibrate", "evaluate", "prepare", "quantize"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 STATUSES = ("finished", "interrupted", "failed", "partial")
 
 _SCHEMA = (

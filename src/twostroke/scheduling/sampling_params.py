@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from twostroke.core.errors import InputError
+from twostroke.core.sampling_kinds import DRAWN, FILTERED, LOGPROBS, PENALTIES, SAMPLING_KINDS
 
 MAX_LOGPROBS = 20
 """Most alternatives that a request may ask for at each token (OpenAI's bound). They cost a sort of the vocabulary and
@@ -131,6 +132,18 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Those of ``SAMPLING_KINDS`` that a plan prices."""
+        filtered = self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+        asked = {
+            DRAWN: not self.greedy and not filtered,
+            FILTERED: not self.greedy and filtered,
+            PENALTIES: self.has_penalties,
+            LOGPROBS: self.logprobs is not None,
+        }
+        return tuple(kind for kind in SAMPLING_KINDS if asked[kind])
 
     @property
     def has_penalties(self) -> bool:

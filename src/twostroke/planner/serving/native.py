@@ -29,6 +29,7 @@ from twostroke.planner.serving.native_products import (
     native_read_bytes,
     native_weights_bytes,
 )
+from twostroke.planner.serving.sampling import choosing_s
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.serving.strategy import Chunk, Step, Strategy
 from twostroke.planner.work.component import Work, bound_of, merge, total_seconds
@@ -324,7 +325,9 @@ class Native(Strategy):
         walking_s = around("walking", largest(attention_s, reading_s), source)
         works.append(Work("attention", flop, kv_bytes, attention_s, reading_s, 0.0, walking_s))
         sampling_s = around("scheduling", seconds("step") + seconds("row"), "scheduling and sampling, rows handed on")
-        works.append(Work.limited("head", 0.0, 0.0, 0.0, 0.0, sampling_s))
+        rows = self.shape.batch if phase == "decode" else 1
+        choosing = choosing_s(self.shape, self.hardware, rows, self.spec.vocab_size) if self.shape.sampling else 0.0
+        works.append(Work.limited("head", 0.0, 0.0, 0.0, 0.0, sampling_s + choosing))
         return works
 
     def _price(self, phase: Phase, unit: str) -> float:

@@ -10,6 +10,7 @@ from twostroke.core.checks import check_whole
 from twostroke.core.errors import ConfigError
 from twostroke.core.named import named
 from twostroke.core.policy import PAGE_TOKENS
+from twostroke.core.sampling_kinds import SAMPLING_KINDS
 from twostroke.core.schemes import CACHES, WEIGHTS, scheme_of
 
 ENGINES = ("any", "vllm", "trtllm", "sglang")
@@ -63,6 +64,9 @@ class ServingShape:
     engine: Annotated[str, "whose step and launch times are taken: any, vllm, trtllm or sglang"] = "any"
     answers: Annotated[int, "of the batch that are to one prompt, which is computed once"] = 1
     in_int8: Annotated[tuple[str, ...], "matrices of an int4 directory that it holds in int8, each as layer.product"] = ()
+    sampling: Annotated[
+        tuple[str, ...], "what choosing tokens asks beyond the largest logit: " + ", ".join(SAMPLING_KINDS)
+    ] = ()
 
     def __post_init__(self) -> None:
         for name in ("batch", "prompt_tokens", "output_tokens", "tensor", "pipeline", "expert", "answers"):
@@ -78,6 +82,9 @@ class ServingShape:
             )
         if self.kv_dtype not in CACHE_DTYPES:
             raise ConfigError(f"kv_dtype={self.kv_dtype!r} is not a type of KV cache. Use one of {', '.join(CACHE_DTYPES)}.")
+        unknown = [kind for kind in self.sampling if kind not in SAMPLING_KINDS]
+        if unknown:
+            raise ConfigError(f"sampling={unknown[0]!r} is not a way to choose. Use some of {', '.join(SAMPLING_KINDS)}.")
         if not 0 <= self.prefix_hit_share < 1:
             raise ConfigError(
                 f"prefix_hit_share={self.prefix_hit_share} must be at least 0 and below 1: the last token is new."

@@ -94,6 +94,9 @@ _QUANTITIES: dict[str, tuple[str, str | None, int]] = {
     "cost_per_mtok_usd": ("output", "serve", _TIME),
     "e2e_s": ("output", "serve", _TIME),
     "concurrency": ("concurrency", "serve", _TIME),
+    "prepare_s": ("prepare", None, _TIME),
+    "quantize_s": ("quantize", None, _TIME),
+    "scored_tok_per_s": ("scoring", None, _RATE),
 }
 
 
@@ -210,7 +213,9 @@ def corrected(prior: Range, residuals: Sequence[float]) -> Range:
     return replace(prior, low=prior.low - q, high=prior.high + q, kind="measured", n=n, source="this machine's own runs")
 
 
-_TIMED = frozenset({"step", "pass", "data", "startup", "run_time", "ttft", "prefill", "decode", "output"})
+_TIMED = frozenset(
+    {"step", "pass", "data", "startup", "run_time", "ttft", "prefill", "decode", "output", "prepare", "quantize", "scoring"}
+)
 """Quantities that stand on measured rates, which a busy machine makes low."""
 
 

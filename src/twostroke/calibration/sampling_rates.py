@@ -1,0 +1,63 @@
+"""Measures what choosing tokens takes beyond taking the largest logit: draws, filters, penalties, log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from twostroke.calibration.timing import Clock
+from twostroke.core.rates import SamplingRate
+from twostroke.core.sampling_kinds import DRAWN, FILTERED, LOGPROBS, PENALTIES
+from twostroke.engine.sampler import sample
+from twostroke.scheduling.request import Request
+from twostroke.scheduling.sampling_params import SamplingParams
+
+PARAMS = {
+    DRAWN: SamplingParams(temperature=0.8),
+    FILTERED: SamplingParams(temperature=0.8, top_p=0.95),
+    PENALTIES: SamplingParams(temperature=0.0, repetition_penalty=1.1, frequency_penalty=0.1),
+    LOGPROBS: SamplingParams(temperature=0.0, logprobs=5),
+}
+GREEDY = SamplingParams(temperature=0.0)
+
+FEW, MANY = 4096, 32768
+ROWS = 8
+SPREAD = 3.0
+"""Standard deviation of the logits: a trained model's few likely tokens reach top-p; at 1, thousands of tokens do not."""
+
+
+@dataclass(frozen=True)
+class Three:
+    """Seconds of one row of few logits, of ``ROWS`` such rows, and of ``ROWS`` rows of many logits."""
+
+    one: float
+    several: float
+    wide: float
+
+    def rate(self, kind: str) -> SamplingRate:
+        """call + rows·(row + logits·logit) through the three. Noise below nothing is nothing."""
+        logit_s = max(0.0, (self.wide - self.several) / (ROWS * (MANY - FEW)))
+        row_s = max(0.0, (self.several - self.one) / (ROWS - 1) - FEW * logit_s)
+        return SamplingRate(kind, max(0.0, self.one - row_s - FEW * logit_s), row_s, logit_s)
+
+
+def measure_sampling(clock: Clock) -> Iterator[SamplingRate]:
+    """A rate for each kind, the greedy choice of the same rows taken off."""
+    for kind, params in PARAMS.items():
+        found = [_beyond_greedy_s(clock, params, *size) for size in ((1, FEW), (ROWS, FEW), (ROWS, MANY))]
+        yield Three(*found).rate(kind)
+
+
+def _beyond_greedy_s(clock: Clock, params: SamplingParams, n_rows: int, n_logits: int) -> float:
+    logits = SPREAD * torch.randn(n_rows, n_logits, generator=torch.Generator().manual_seed(0))
+    return max(0.0, clock.best_s(_choosing(logits, params)) - clock.best_s(_choosing(logits, GREEDY)))
+
+
+@torch.inference_mode()
+def _choosing(logits: torch.Tensor, params: SamplingParams) -> Callable[[], object]:
+    requests = [Request(f"r{i}", list(range(64)), params) for i in range(len(logits))]
+    largest = logits.max(dim=1)
+    known, seeds = (largest.values, largest.indices), [0] * len(logits)
+    return lambda: sample(logits, requests, seeds, known, torch.get_num_threads())
