@@ -9,10 +9,8 @@ from twostroke.planner.serving.shape import ServingShape
 
 def choosing_s(shape: ServingShape, hardware: Hardware, rows: float, vocabulary: int) -> float:
     """A call for each kind that ``shape`` asks for, on ``rows`` rows of logits; 0 where it was not measured."""
-    asked = [rate for rate in hardware.sampling if rate.kind in shape.sampling]
-    seconds = sum(
-        letter("call", rate.call_s)
-        + rows * (letter("row", rate.row_s) + letter("V", vocabulary) * letter("logit", rate.logit_s))
-        for rate in asked
-    )
+    seconds = 0.0
+    for rate in (rate for rate in hardware.sampling if rate.kind in shape.sampling):
+        row_s = letter("row", rate.row_s) + letter("V", vocabulary) * letter("logit", rate.logit_s)
+        seconds = seconds + letter("call", rate.call_s) + rows * row_s
     return named("choosing_s", seconds, "s", "draws, filters, penalties and log-probabilities, as calibrated", "measured")

@@ -64,9 +64,7 @@ class ServingShape:
     engine: Annotated[str, "whose step and launch times are taken: any, vllm, trtllm or sglang"] = "any"
     answers: Annotated[int, "of the batch that are to one prompt, which is computed once"] = 1
     in_int8: Annotated[tuple[str, ...], "matrices of an int4 directory that it holds in int8, each as layer.product"] = ()
-    sampling: Annotated[
-        tuple[str, ...], "what choosing tokens asks beyond the largest logit: " + ", ".join(SAMPLING_KINDS)
-    ] = ()
+    sampling: Annotated[tuple[str, ...], "what choosing tokens asks beyond the largest logit, as drawn"] = ()
 
     def __post_init__(self) -> None:
         for name in ("batch", "prompt_tokens", "output_tokens", "tensor", "pipeline", "expert", "answers"):

@@ -16,7 +16,7 @@ STREAMS = 2
 """Activations of the exact and of the rounded model, computed side by side."""
 
 EXPECTED_PASSES = 2.0
-"""Times that the model is rounded: once if its loss is small, three times if single matrices go to int8. Nobody knows before."""
+"""Times that the model is rounded: once if its loss is small, three times if single matrices go to int8."""
 
 
 def quantise_s(spec: ModelSpec, scheme: str, hardware: Hardware, fitted_tokens: int = 0, row_tokens: int = 1) -> float:

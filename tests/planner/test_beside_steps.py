@@ -1,0 +1,96 @@
+"""What surrounds steps is planned from measured rates: preparing, quantising, scoring, choosing tokens, HTTP."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from machines import machine, native, small_llama
+from twostroke.core.errors import ConfigError
+from twostroke.core.rates import HttpRates, SamplingRate, TextRates, WeightRates
+from twostroke.core.sampling_kinds import LOGPROBS, PENALTIES, SAMPLING_KINDS
+from twostroke.planner.serving.http import added_by_http
+from twostroke.planner.serving.plan import plan_serving
+from twostroke.planner.serving.scoring import engine_token_s
+from twostroke.planner.serving.shape import ServingShape
+from twostroke.planner.training.preparing import prepare_s
+from twostroke.planner.training.quantising import EXPECTED_PASSES, quantise_s
+from twostroke.planner.training.scoring import decoder_token_s
+from twostroke.scheduling.sampling_params import SamplingParams
+
+RATES = tuple(SamplingRate(kind, 1e-4, 1e-5, 1e-9) for kind in SAMPLING_KINDS)
+WEIGHTS = WeightRates({"int8": 1e9, "int4": 1e8}, {}, 1e7, 1e9)
+
+
+def test_penalties_and_logprobs_take_a_call_and_a_row_and_a_logit_each_in_every_decode_step() -> None:
+    spec, hardware = small_llama(), native(sampling=RATES)
+    asked = ServingShape(batch=8, prompt_tokens=64, output_tokens=8, sampling=(PENALTIES, LOGPROBS))
+    plain = plan_serving(spec, replace(asked, sampling=()), hardware)
+    more = plan_serving(spec, asked, hardware).tpot_s - plain.tpot_s
+    assert more == pytest.approx(2 * (1e-4 + 8 * (1e-5 + spec.vocab_size * 1e-9)))
+    assert plan_serving(spec, asked, hardware).ttft_s > plain.ttft_s
+
+
+def test_a_machine_that_did_not_measure_sampling_plans_it_as_nothing() -> None:
+    asked = ServingShape(batch=2, prompt_tokens=64, output_tokens=8, sampling=(PENALTIES,))
+    found = [plan_serving(small_llama(), shape, native()).tpot_s for shape in (asked, replace(asked, sampling=()))]
+    assert found[0] == found[1]
+
+
+def test_an_unknown_way_to_choose_is_refused() -> None:
+    with pytest.raises(ConfigError, match="beam"):
+        ServingShape(sampling=("beam",))
+
+
+@pytest.mark.parametrize(
+    ("params", "kinds"),
+    [
+        (SamplingParams(temperature=0.0, top_p=0.5), ()),
+        (SamplingParams(temperature=0.7), ("drawn",)),
+        (SamplingParams(temperature=0.7, top_k=5), ("filtered",)),
+        (SamplingParams(temperature=0.0, frequency_penalty=0.1, logprobs=0), ("penalties", "logprobs")),
+    ],
+)
+def test_a_request_asks_for_what_its_parameters_say(params: SamplingParams, kinds: tuple[str, ...]) -> None:
+    assert params.kinds == kinds
+
+
+def test_http_adds_to_a_request_once_and_to_a_step_by_its_answers() -> None:
+    hardware = native(http=HttpRates(3e-3, 1e-4, 1e-5))
+    assert added_by_http(hardware, 4) == pytest.approx((3e-3, 1.4e-4))
+    assert added_by_http(native(), 4) == (0.0, 0.0)
+
+
+def test_scoring_computes_the_head_for_every_token_of_a_prompt() -> None:
+    spec, hardware = small_llama(), native()
+    shape = ServingShape(prompt_tokens=512, output_tokens=1)
+    prompt_s = plan_serving(spec, shape, hardware).ttft_s
+    head_s = 511 * 2 * spec.vocab_size * spec.d_model / 1e12  # all but the row that a prompt samples from
+    assert 512 * engine_token_s(spec, shape, hardware, 512) >= prompt_s + 0.9 * head_s
+
+
+def test_the_decoder_scores_at_the_rate_of_its_forward_pass() -> None:
+    """Twice the layers take nearly twice as long: head and embedding are there once."""
+    few, many = (decoder_token_s(small_llama(n_layers=n), "fp32", machine(), 512) for n in (4, 8))
+    assert 1.2 * few < many < 2 * few
+
+
+def test_preparing_trains_a_tokenizer_only_if_there_is_none() -> None:
+    rates = TextRates(1e-8, 2e-7, 1e-11, 3e-7)
+    assert prepare_s(rates, 1e6, None) == pytest.approx(1e6 * 3.1e-7)
+    assert prepare_s(rates, 1e6, 4096, 0.1) == pytest.approx(1e6 * (3.1e-7 + 0.9 * (2e-7 + 4096e-11)))
+
+
+def test_quantising_rounds_every_weight_or_fits_groups_to_text() -> None:
+    spec, hardware = small_llama(), machine(weights=WEIGHTS)
+    nearest = quantise_s(spec, "int4", hardware)
+    assert quantise_s(spec, "int8", hardware) < nearest
+    fitted = quantise_s(spec, "int4", hardware, 8192, 512)
+    forwards_s = 2 * 8192 * decoder_token_s(spec, "fp32", hardware, 512)
+    assert fitted > nearest + EXPECTED_PASSES * forwards_s
+
+
+def test_quantising_to_what_was_not_measured_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no rate of rounding to fp8"):
+        quantise_s(small_llama(), "fp8", machine(weights=WEIGHTS))
