@@ -34,7 +34,7 @@ def test_prepare_reports_what_it_found(folder: Path, capsys: pytest.CaptureFixtu
     code, out, err = run(capsys, "data", "prepare", str(folder), "--vocab-size", "280", "--json")
     document = json.loads(out)
     assert code == 0
-    assert err.startswith("preparing data ...")
+    assert "preparing data ..." in err
     prepared = open_prepared(document["directory"], verify=True)
     assert document["n_train_tokens"] == prepared.n_train_tokens
     assert document["report"]["invalid_utf8_bytes"] == 1

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="the native library wa
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(packed_cache, "LEAST_BYTES", 0)
+    monkeypatch.setattr(packed_cache, "LEAST_KEPT_PACKED_BYTES", 0)
     write = packed_cache._write
     monkeypatch.setattr(packed_cache.threading, "Thread", _AtOnce)
     assert packed_cache._write is write

@@ -65,6 +65,7 @@ def prepare(
     """Tokenise text into memory-mapped shards with a held-out part. Shards of the same text and options are reused."""
     from twostroke.core.recipe import data_recipe_from_dict
     from twostroke.data.prepare import prepare as prepare_data
+    from twostroke.data.sources import find_documents
     from twostroke.planner.truth.recording import recording
 
     recipe = data_recipe_from_dict(
@@ -88,8 +89,11 @@ def prepare(
             "max_mean_word": max_mean_word,
         }
     )
+    text = find_documents((*recipe.sources, *recipe.held_out), text_key)  # refuses what is not there before anything is told
     notes: list[str] = []
-    with recording("prepare", ", ".join(sources), vars(recipe), functools.partial(_planned, recipe), log) as run:
+    with recording(
+        "prepare", ", ".join(sources), vars(recipe), functools.partial(_planned, recipe, text.n_file_bytes), log
+    ) as run:
         began = time.perf_counter()
         with progress("preparing data", 1.0) as advance:
 
@@ -120,10 +124,9 @@ def prepare(
     emit(document, _text(document, prepared.holds_conversations), as_json)
 
 
-def _planned(recipe: DataRecipe) -> Planned:
-    """Seconds of making text of the sources' size anew. Conversations are few, and their templates are not priced."""
+def _planned(recipe: DataRecipe, n_bytes: int) -> Planned:
+    """Seconds of preparing ``n_bytes`` of text anew. Conversations are few, and their templates are not priced."""
     from twostroke.core.errors import ConfigError
-    from twostroke.data.sources import find_documents
     from twostroke.planner.hardware.tables import load_hardware
     from twostroke.planner.training.preparing import prepare_s
     from twostroke.planner.truth.recording import Planned
@@ -131,10 +134,9 @@ def _planned(recipe: DataRecipe) -> Planned:
     hardware = load_hardware("this", "train")
     if hardware.text is None or recipe.layout != "text":
         raise ConfigError("preparing such text was not measured on this machine. Run `twostroke calibrate`.")
-    sources = find_documents((*recipe.sources, *recipe.held_out), recipe.text_key)
     vocab_size = recipe.vocab_size if recipe.tokenizer is None else None
     held_out = 0.0 if recipe.held_out else recipe.held_out_fraction
-    return Planned({"prepare_s": prepare_s(hardware.text, sources.n_file_bytes, vocab_size, held_out)}, hardware)
+    return Planned({"prepare_s": prepare_s(hardware.text, n_bytes, vocab_size, held_out)}, hardware)
 
 
 @app.command()

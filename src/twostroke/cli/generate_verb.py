@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 
-UNMEASURED = {"e2e_s": "an answer ended before --max-tokens: less work than was predicted."} | dict.fromkeys(
+STARTS = dict.fromkeys(("startup_s", "warm_startup_s"), "a start either packs the weights or finds them packed.")
+UNMEASURED = {**STARTS, "e2e_s": "an answer ended before --max-tokens: less work than was predicted."} | dict.fromkeys(
     ("tpot_s", "decode_tok_per_s", "prefill_tok_per_s"), "no step of its kind was computed."
 )
 """Reasons for which a predicted number is not measured."""
@@ -170,7 +171,7 @@ def _measured(
     stats = llm.stats()
     output_tokens = sum(output.metrics.output_tokens for output in outputs)
     values: dict[str, float] = {
-        "startup_s": startup_s,
+        "warm_startup_s" if llm.engine.loaded_packed else "startup_s": startup_s,
         "ttft_s": statistics.median(output.metrics.ttft_s for output in outputs),
         "prompt_tokens": stats.prompt_tokens,
         "output_tokens": output_tokens,
@@ -194,7 +195,8 @@ def _speed(stats: EngineStats, measured: Mapping[str, float], rates: Achieved, d
     """A few lines: start, then each phase with its tokens/s and how near it came to the machine's limits."""
     from twostroke.cli.rates import phase_text, without_limits
 
-    lines = [f"start    {format_seconds(measured['startup_s'])}, weights {format_bytes(weights_bytes)} {dtype}"]
+    startup_s = measured.get("startup_s") or measured["warm_startup_s"]
+    lines = [f"start    {format_seconds(startup_s)}, weights {format_bytes(weights_bytes)} {dtype}"]
     lines += [phase_text(name, phase, rates.product) for name, phase in (("prefill", rates.prefill), ("decode", rates.decode))]
     if stats.mixed_steps:
         lines.append(f"mixed    {stats.mixed_tokens} tokens in steps of both kinds, {format_seconds(stats.mixed_s)}")

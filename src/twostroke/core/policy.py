@@ -132,6 +132,9 @@ def default_pages(
     return max(1, min(wanted, int(available_bytes // page_bytes)))
 
 
+LEAST_KEPT_PACKED_BYTES = 32 * 2**20
+"""A smaller model is packed so fast at every start that a file of its packed weights is not worth it."""
+
 LOGITS_AT_ONCE = 2**25
 """Logits that exist at once while tokens are scored: 128 MiB of fp32, and as much again for their logarithms."""
 

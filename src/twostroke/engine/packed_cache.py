@@ -31,13 +31,11 @@ import numpy.typing as npt
 
 from twostroke.core.errors import ConfigError
 from twostroke.core.paths import packed_dir
+from twostroke.core.policy import LEAST_KEPT_PACKED_BYTES
 from twostroke.core.private_folder import PrivateFolder, private_folder
 from twostroke.engine.memory import return_freed_memory
 from twostroke.kernels.native_library import library
 from twostroke.kernels.native_matrix import NativeMatrix
-
-LEAST_BYTES = 32 * 2**20
-"""A smaller model is packed so fast that a file is not worth it."""
 
 MAX_FILES = 16
 MAX_BYTES = 64 * 2**30
@@ -175,7 +173,7 @@ class PackedCache:
         else:
             return_freed_memory()
         made, self._made = self._made, []
-        if was_read or self.key is None or sum(m.packed_bytes for m in made) < LEAST_BYTES:
+        if was_read or self.key is None or sum(m.packed_bytes for m in made) < LEAST_KEPT_PACKED_BYTES:
             return None
         thread = threading.Thread(target=_write, args=(self.key, made), name="packed-weights")
         thread.start()

@@ -438,6 +438,7 @@ def load_model(args: argparse.Namespace) -> tuple[Engine, wire.Ready]:
         weights_bytes=core.weights_bytes,
         kv_cache_bytes=core.kv_cache_bytes,
         load_s=time.perf_counter() - began,
+        loaded_packed=core.loaded_packed,
     )
     return core, ready
 

@@ -75,7 +75,7 @@ class ServeRecord:
 
     def started(self, ready: wire.Ready, startup_s: float) -> None:
         values = {
-            "startup_s": startup_s,
+            "warm_startup_s" if ready.loaded_packed else "startup_s": startup_s,
             "weights_bytes": ready.weights_bytes,
             "kv_cache_bytes": ready.kv_cache_bytes,
             "model_bytes": sum(file.stat().st_size for file in self._directory.glob("*.safetensors")),

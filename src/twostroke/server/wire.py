@@ -91,6 +91,7 @@ class Ready(msgspec.Struct, tag="ready", forbid_unknown_fields=True):
     weights_bytes: int
     kv_cache_bytes: int
     load_s: float
+    loaded_packed: bool = False
 
 
 class Tokens(msgspec.Struct, tag="tokens"):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from twostroke.core.matrices import Matrix, block_matrices, head_matrix, layer_kinds, pair_flops, qkv_rows
 from twostroke.core.named import largest, letter, named, smallest
-from twostroke.core.policy import TOKEN_BUDGET
+from twostroke.core.policy import LEAST_KEPT_PACKED_BYTES, TOKEN_BUDGET
 from twostroke.core.rates import Phase
 from twostroke.core.schemes import scheme_of
 from twostroke.core.spec import ModelSpec
@@ -34,7 +34,8 @@ from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.serving.strategy import Chunk, Step, Strategy
 from twostroke.planner.work.component import Work, bound_of, merge, total_seconds
 from twostroke.planner.work.flops import elementwise_elements, visible_pairs
-from twostroke.planner.work.weights import kv_bytes_per_token
+from twostroke.planner.work.params import count_parameters
+from twostroke.planner.work.weights import kv_bytes_per_token, mixed_weights_bytes
 
 
 def product_work(product: Matrix, name: str, rows: int, working_set: float, hardware: Hardware) -> Work:
@@ -139,6 +140,24 @@ class Native(Strategy):
 
     def process_bytes(self) -> float:
         return super().process_bytes() + letter("engine", ENGINE_BYTES)
+
+    # -- start
+
+    def load_s(self) -> float:
+        """Packed weights from the file that a first start wrote; a small model has none and is packed anew."""
+        is_kept = self.weights_bytes() >= LEAST_KEPT_PACKED_BYTES
+        return super().load_s() if is_kept else self.first_load_s()
+
+    def first_load_s(self) -> float:
+        """Reading the stored weights, packing every matrix for the library and, of what is kept, writing it."""
+        hardware, packed = self.hardware, self.weights_bytes()
+        reading = hardware.disk_cached_read_bytes_per_s or hardware.disk_write_bytes_per_s
+        stored = mixed_weights_bytes(self.spec, self.stored_scheme, self.shape.in_int8)
+        writing_s = packed / hardware.disk_write_bytes_per_s if packed >= LEAST_KEPT_PACKED_BYTES else 0.0
+        elements = count_parameters(self.spec).in_products
+        rate = hardware.weights.packed_per_s.get(scheme_of(self.shape.scheme).family)
+        packing_s = elements / letter("packing", rate) if rate else 0.0
+        return named("first_load_s", stored / reading + packing_s + writing_s, "s", "reading, packing and keeping the weights")
 
     # -- time
 

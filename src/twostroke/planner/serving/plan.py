@@ -55,7 +55,8 @@ class ServingPrediction:
     kv_cache_bytes: Annotated[float, "bytes", "that are set aside"]
     peak_memory_bytes: Annotated[float, "bytes"]
     model_bytes: Annotated[float, "bytes", "on disk"]
-    startup_s: Annotated[float, "s", "before the first request"]
+    startup_s: Annotated[float, "s", "before the first request, at a first start"]
+    warm_startup_s: Annotated[float, "s", "the same, once an earlier start has packed the weights"]
     energy_per_mtok_kwh: Annotated[float, "kWh", "per million output tokens, at the devices"]
     cost_per_mtok_usd: Annotated[float, "$", "per million output tokens"]
 
@@ -100,6 +101,7 @@ class ServingPlan:
     decode_flops_per_token: Annotated[float, "FLOP", "of an output token"]
     model_bytes: float
     startup_s: float
+    warm_startup_s: float
     cost_per_hour: Annotated[Cost, "of all devices of one copy, kept busy"]
     prompt_busy: Busy  # a prompt alone
     step_busy: Busy  # a step of the batch
@@ -361,9 +363,9 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
     )
     logits = logits_bytes(spec.vocab_size, shape.sampled_rows)
     drawn = "a step's logits in fp32: a row for each token that is drawn or checked"
-    reading = hardware.disk_cached_read_bytes_per_s or hardware.disk_write_bytes_per_s
-    load, importing = weights / letter("reading", reading), letter("importing", hardware.process.torch_import_s)
+    importing = letter("importing", hardware.process.torch_import_s)
     starting = learned_factor(hardware, "serve_startup")
+    first_start_s, warm_start_s = (starting * (importing + load_s) for load_s in (engine.first_load_s(), engine.load_s()))
     once, later = prefill_flops(spec, shape.prompt_tokens) / shape.prompt_tokens, decode_flops(spec, shape.context)
     return ServingPlan(
         spec=spec,
@@ -386,7 +388,8 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
         prefill_flops_per_token=named("prefill_flops_per_token", once, "FLOP", "the head for the last token only"),
         decode_flops_per_token=named("decode_flops_per_token", later, "FLOP", "one new token at the mean context"),
         model_bytes=mixed_weights_bytes(spec, engine.stored_scheme, shape.in_int8),
-        startup_s=named("startup_s", starting * (importing + load), "s", "importing torch, and reading the weights"),
+        startup_s=named("startup_s", first_start_s, "s", "importing torch, and reading and packing the weights"),
+        warm_startup_s=named("warm_startup_s", warm_start_s, "s", "importing torch, and reading the weights"),
         cost_per_hour=cost_of(3600.0, hardware, shape.placement.devices, watts=watts),
         prompt_busy=prompt,
         step_busy=step,

@@ -110,6 +110,17 @@ class Strategy(ABC):
         """The process at rest."""
         return letter("process", self.hardware.process.resident_bytes)
 
+    # -- start
+
+    def load_s(self) -> float:
+        """Reading the weights, from the page cache where that rate is known."""
+        reading = self.hardware.disk_cached_read_bytes_per_s or self.hardware.disk_write_bytes_per_s
+        return self.weights_bytes() / letter("reading", reading)
+
+    def first_load_s(self) -> float:
+        """The same at a first start, which may have to prepare them."""
+        return self.load_s()
+
     # -- time
 
     @abstractmethod

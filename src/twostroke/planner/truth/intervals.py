@@ -80,6 +80,7 @@ _QUANTITIES: dict[str, tuple[str, str | None, int]] = {
     "optimizer_s": ("pass", "train", _TIME),
     "data_s": ("data", "train", _TIME),
     "startup_s": ("startup", None, _TIME),
+    "warm_startup_s": ("startup", None, _TIME),
     "train_time_s": ("run_time", "train", _TIME),
     "energy_kwh": ("run_time", "train", _TIME),
     "cost_usd": ("run_time", "train", _TIME),
