@@ -15,7 +15,9 @@ HEADLINES: dict[str, tuple[str, ...]] = {
     "train": ("step_time_s",),
     "generate": ("tpot_s",),
     "bench": ("tpot_s", "decode_step_s", "ttft_s", "output_tok_per_s"),
-    "evaluate": ("decode_tok_per_s",),
+    "evaluate": ("decode_tok_per_s", "scored_tok_per_s"),
+    "prepare": ("prepare_s",),
+    "quantize": ("quantize_s",),
 }
 """Kind of run → the predicted numbers that a person reads first."""
 
