@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from claims import memory, money, service, work
-from claims.claim import Case, Claim, quantity
+from claims import memory, money, scale, service, work
+from claims.claim import Case, Claim, Figure, quantity
 from measured import grid
 
 CLAIMS: tuple[Callable[[], Claim], ...] = (
@@ -36,6 +36,18 @@ CLAIMS: tuple[Callable[[], Claim], ...] = (
     money.hardware_to_buy,
     money.inference_chips,
     service.quicker_answers,
+    memory.kept_activations,
+    memory.card_to_fine_tune,
+    scale.serving_cards,
+    scale.seven_billion_devices,
+    work.training_bandwidth,
+    scale.frontier_run,
+    scale.assistant_day,
+    scale.carbon,
+    memory.adapters_save,
+    scale.tenth_of_serving,
+    scale.lifetime,
+    scale.tail_latency,
 )
 
 HEAD = """# Rules of thumb, computed
@@ -46,8 +58,11 @@ while the page is out of date.
 
 GB is 10⁹ bytes. N is the number of parameters; the other letters are those of [notation](notation.md). Every number is
 *predicted* from published shapes, from vendors' *datasheet* figures times shares that are fitted to public measured tables or
-*assumed*, and from *listed* or *assumed* prices: expect the right order of times and money, and exact bytes. A second table
-below a claim holds what a committed run *measured* of it, on a small model and two cores.
+*assumed*, and from *listed* or *assumed* prices: expect the right order of times and money, and exact bytes. Where a committed
+run *measured* a claim, on a small model and two cores, its raw results judge it beside the prediction.
+
+A figure **holds** if all that was found lies in the range that it is held to, **breaks** if none does, and else holds under
+conditions; a claim does what its figures do.
 `twostroke plan … --explain` shows how each is made.
 """
 
@@ -58,26 +73,42 @@ def all_claims() -> tuple[Claim, ...]:
 
 def claim_section(claim: Claim) -> str:
     """One claim as Markdown."""
-    verdict = {"holds when": "holds under conditions", "measure": "to be measured"}.get(claim.verdict, claim.verdict)
+    verdict = WORDS.get(claim.verdict, claim.verdict)
     lines = [
         f"## {claim.title}",
         "",
-        f"Stated: {'; '.join(claim.stated)}.",
+        grid(("as it is stated", "held to", "found", "judged"), [_judged(figure, claim) for figure in claim.figures]),
         "",
-        f"Assumed: {'; '.join(claim.assumptions)}.",
-        "",
-        _table(claim.cases, "case", "predicted", "from"),
-        "",
-        f"**Verdict: {verdict}.**",
+        f"**Verdict: {verdict}.** Assumed: {'; '.join(claim.assumptions)}.",
         "",
         f"- *{'Holds when' if claim.verdict == 'holds when' else 'Holds'}*: {claim.holds}",
         f"- *Breaks*: {claim.breaks}",
     ]
     if claim.decided_by:
-        lines.append(f"- *Measured by*: {claim.decided_by}")
+        lines.append(f"- *For another model or machine*: {claim.decided_by}")
+    lines += ["", _table(claim.cases, "case", "predicted", "from")]
     if claim.measured:
         lines += ["", _table(claim.measured, "on two cores", "measured", "run")]
     return "\n".join(lines)
+
+
+WORDS = {"holds when": "holds under conditions", "not judged": "judged by no plan and no run"}
+
+
+def _judged(figure: Figure, claim: Claim) -> tuple[str, str, str, str]:
+    """A figure with the range of what was found: measured where a run says it, else predicted."""
+    if not figure.cases:
+        return figure.stated, figure.asked, "", WORDS["not judged"]
+    n_inside, n = sum(figure.inside), len(figure.cases)
+    judged = WORDS.get(figure.verdict, figure.verdict) + (f" ({n_inside} of {n})" if 0 < n_inside < n else "")
+    found = []
+    for kind, is_measured in (("predicted", False), ("measured", True)):
+        cases = [case for case in figure.cases if (case in claim.measured) == is_measured]
+        if cases:
+            least, most = (pick_by(cases, key=lambda case: case.value) for pick_by in (min, max))
+            ends = dict.fromkeys((quantity(least.value, least.unit), quantity(most.value, most.unit)))
+            found.append(f"{' to '.join(ends)} *{kind}*")
+    return figure.stated, figure.asked, "; ".join(found), judged
 
 
 def _table(cases: tuple[Case, ...], *head: str) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Verdict = Literal["holds", "holds when", "breaks", "measure"]
-"""``holds when``: under the assumptions named; ``measure``: no plan decides it, and ``decided_by`` says what does."""
+Verdict = Literal["holds", "holds when", "breaks", "not judged"]
+"""``holds when``: for some of the cases; ``not judged``: neither a plan nor a run decides it."""
 
 Unit = Literal[
     "GB", "x", "share", "s", "ms", "tokens", "requests", "usd", "usd/Mtok", "days", "kB", "tok/s", "B/parameter", "count"
@@ -25,25 +26,74 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Figure:
+    """One stated figure and what judges it: it holds for a case whose value lies in [``low``, ``high``]. ``asked`` says in
+    words what the cases are held against. Without cases it is not judged."""
+
+    stated: str
+    asked: str
+    low: float
+    high: float
+    cases: tuple[Case, ...]
+
+    @property
+    def inside(self) -> tuple[bool, ...]:
+        return tuple(self.low <= case.value <= self.high for case in self.cases)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of its cases: all inside, some, or none."""
+        if not self.cases:
+            return "not judged"
+        return "holds" if all(self.inside) else "holds when" if any(self.inside) else "breaks"
+
+
+def verdict_of(figures: Sequence[Figure]) -> Verdict:
+    """``holds`` if every figure that is judged holds, ``breaks`` if each breaks, else ``holds when``."""
+    found = {figure.verdict for figure in figures} - {"not judged"}
+    if not found:
+        return "not judged"
+    return next(iter(found)) if len(found) == 1 else "holds when"
+
+
+def about(value: float, share: float = 0.1) -> tuple[float, float]:
+    """The range that a figure "about ``value``" is held to."""
+    return value * (1 - share), value * (1 + share)
+
+
+@dataclass(frozen=True)
 class Claim:
-    """``stated`` are the short figures as they are repeated; ``cases`` the planner's numbers; ``holds`` and ``breaks``
-    sentences with the computed boundary; ``decided_by`` the command that measures what a plan cannot say; ``measured`` what
-    committed runs found."""
+    """``cases`` are the planner's numbers, ``measured`` what committed runs found, ``figures`` the claim as it is repeated,
+    each part with the cases that judge it; ``holds`` and ``breaks`` are sentences with the computed boundary; ``decided_by``
+    the command that computes or measures it for another model and machine.
+    """
 
     name: str
     title: str
-    stated: tuple[str, ...]
     assumptions: tuple[str, ...]
     cases: tuple[Case, ...]
-    verdict: Verdict
+    figures: tuple[Figure, ...]
     holds: str
     breaks: str
     decided_by: str = ""
     measured: tuple[Case, ...] = ()
 
+    @property
+    def stated(self) -> tuple[str, ...]:
+        return tuple(figure.stated for figure in self.figures)
+
+    @property
+    def verdict(self) -> Verdict:
+        return verdict_of(self.figures)
+
     def __getitem__(self, name: str) -> float:
         """The number of a case."""
         return next(case.value for case in self.cases if case.name == name)
+
+
+def pick(cases: Sequence[Case], *names: str) -> tuple[Case, ...]:
+    """The cases of those names, in that order."""
+    return tuple(next(case for case in cases if case.name == name) for name in names)
 
 
 def quantity(value: float, unit: Unit) -> str:

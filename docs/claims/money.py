@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
-from claims.claim import Case, Claim
+from claims.claim import Case, Claim, Figure, about, pick
 from claims.subjects import GB, LLAMA_3B, LLAMA_8B, LLAMA_70B, device, n_parameters
 from twostroke.core.errors import CapacityError
 from twostroke.core.spec import ModelSpec
@@ -75,6 +76,7 @@ def training_throughput() -> Claim:
         Case("saved_days", "days that 10% more throughput saves", days * (1 - 1 / 1.1), "days", "T·(1 − 1/1.1)"),
         Case("saved_usd", "money it saves", usd * (1 - 1 / 1.1), "usd", "C·(1 − 1/1.1)"),
         Case("fine_hours", "fine-tuning 8B on 10⁸ tokens, 8 H100: hours", fine_days * 24, "count", "the same arithmetic"),
+        Case("fine_days", "days that 10% saves there", fine_days * (1 - 1 / 1.1), "days", "T·(1 − 1/1.1)"),
         Case("fine_saved", "money that 10% saves there", fine_usd * (1 - 1 / 1.1), "usd", "C·(1 − 1/1.1)"),
         Case("boundary", "run whose 10% are 1,000 $", 1_000 / (1 - 1 / 1.1), "usd", "1,000 ÷ (1 − 1/1.1)"),
         Case("two_days", "28 instead of 30 days on the same 1,024 devices", month * (1 - slow), "usd", "2·24·1,024·$/h"),
@@ -82,15 +84,19 @@ def training_throughput() -> Claim:
     return Claim(
         "training_throughput",
         "Training throughput",
-        ("10% saves days and thousands of dollars", "28 or 30 days does not matter"),
         (f"{100 * MFU:.0f}% MFU assumed; H100 SXM at its listed price",),
         cases,
-        "holds when",
+        (
+            Figure("10% saves days", "at least one", 1, math.inf, pick(cases, "saved_days", "fine_days")),
+            Figure("10% saves thousands of dollars", "at least 1,000", 1000, math.inf, pick(cases, "saved_usd", "fine_saved")),
+            Figure("28 or 30 days does not matter", "at most 1,000 dollars", 0, 1000, pick(cases, "two_days")),
+        ),
         f"the run costs more than 11,000 $: 8B on 15·10¹² tokens saves {cases[2].value:.1f} days and "
         f"{cases[3].value / 1e3:,.0f} k$.",
-        f"A fine-tuning of {cases[4].value:.1g} hours saves {cases[5].value:.2g} $. And two days of thirty are 7%: on the "
+        f"A fine-tuning of {24 * fine_days:.1g} hours saves {fine_usd * (1 - 1 / 1.1):.2g} $. And two days of thirty are "
+        "7%: on the "
         "machine of "
-        f"the first sentence {cases[7].value / 1e3:,.0f} k$, so the two sentences contradict each other.",
+        f"the first sentence {month * (1 - slow) / 1e3:,.0f} k$, so the two sentences contradict each other.",
     )
 
 
@@ -106,6 +112,7 @@ def cost() -> Claim:
     alone = served("mi300x", LLAMA_70B, 1)
     cases = (
         Case("seventy_2t", "70B on 2·10¹² tokens", 2e12 * per_token, "usd", f"D·FLOP ÷ (π·{MFU}) · $/h"),
+        Case("seventy_5t", "70B on 5·10¹² tokens", 5e12 * per_token, "usd", "the same"),
         Case("seventy_15t", "70B on 15·10¹² tokens", 15e12 * per_token, "usd", "the same"),
         Case("tokens_2m", "tokens for 2 M$", 2e6 / per_token, "tokens", "2·10⁶ ÷ $ a token"),
         Case("tokens_10m", "tokens for 10 M$", 10e6 / per_token, "tokens", "10⁷ ÷ $ a token"),
@@ -140,28 +147,37 @@ def cost() -> Claim:
         "cost",
         "Cost of training and of a query",
         (
-            "70B training 2–10 M$",
-            "GPT-4 100–200 M$",
-            "a query $0.001–0.01",
-            "a billion queries a day at $0.001: 1 M$ a day",
-            "a 5 M$ model with 10 G queries: 10–50 M$ a year",
-        ),
-        (
             f"rent at listed prices, {100 * MFU:.0f}% MFU, final run only",
             f"serving busy {100 * UTILISATION:.0f}% of the time",
             "GPT-4's compute is Epoch AI's estimate",
         ),
         cases,
-        "holds when",
-        f"70B sees {cases[2].value / 1e12:.2g} to {cases[3].value / 1e12:.2g}·10¹² tokens. GPT-4's order needs "
+        (
+            Figure(
+                "70B training 2–10 M$", "dollars", 2000000.0, 10000000.0, pick(cases, "seventy_2t", "seventy_5t", "seventy_15t")
+            ),
+            Figure("GPT-4 100–200 M$", "dollars", 100000000.0, 200000000.0, pick(cases, "gpt4", "gpt4_dear")),
+            Figure("a query $0.001–0.01", "dollars", 0.001, 0.01, pick(cases, "query_small", "query_large", "query_alone")),
+            Figure(
+                "a billion queries a day at $0.001: 1 M$ a day", "within a tenth", *about(1000000.0), pick(cases, "billion_day")
+            ),
+            Figure(
+                "a 5 M$ model with 10 G queries: 10–50 M$ a year",
+                "dollars",
+                10000000.0,
+                50000000.0,
+                pick(cases, "ten_billion_low", "ten_billion_high"),
+            ),
+        ),
+        f"70B sees {2 / per_token / 1e6:.2g} to {10 / per_token / 1e6:.2g}·10¹² tokens. GPT-4's order needs "
         f"{gpt4_hours / 1e6:.2g} M A100-hours at {a100_usd:.2g} to {A100_USD_2022:g} $. "
-        f"A query to 70B costs ${cases[7].value:.2g} in a batch of "
+        f"A query to 70B costs ${query_usd(large):.2g} in a batch of "
         "16. The "
         "last two are products of their own inputs.",
-        f"70B on 15·10¹² tokens, as models of that size are trained now, costs {cases[1].value / 1e6:.2g} M$ at "
-        f"${hardware.usd_per_hour.value:.3g} an hour. A query to 8B costs ${cases[6].value:.1g}, below the range; one "
+        f"70B on 15·10¹² tokens, as models of that size are trained now, costs {15e12 * per_token / 1e6:.2g} M$ at "
+        f"${hardware.usd_per_hour.value:.3g} an hour. A query to 8B costs ${query_usd(small):.1g}, below the range; one "
         "request at a "
-        f"time on 70B costs ${cases[8].value:.2g}, above it.",
+        f"time on 70B costs ${query_usd(alone):.2g}, above it.",
     )
 
 
@@ -202,10 +218,24 @@ def crossover() -> Claim:
     return Claim(
         "crossover",
         "When serving has cost more than training",
-        ("cumulative inference cost passes training within months", "10% of a recurring cost against 10% of a one-time cost"),
         (f"rent at listed prices; 1,000 + 500 tokens a query, 32 at once, busy {100 * UTILISATION:.0f}% of the time",),
         cases,
-        "holds when",
+        (
+            Figure(
+                "cumulative inference cost passes training within months",
+                "at most a year, in days",
+                0,
+                365,
+                pick(cases, "stated_days", "million_days"),
+            ),
+            Figure(
+                "10% of a recurring cost against 10% of a one-time cost",
+                "worth more than 10% of training",
+                cases[7].value,
+                math.inf,
+                pick(cases, "ten_serving"),
+            ),
+        ),
         f"the model is used enough: {cases[3].value / 1e6:.2g} M queries a day for this 8B model; then 10% off serving is "
         "worth "
         f"{cases[6].value / cases[7].value:.2g}× 10% off training in three years. A fine-tuned model crosses after "
@@ -227,6 +257,7 @@ def hidden_costs() -> Claim:
         storage_months=12,
     )
     project = project_cost(run, inputs)
+    rest, large = project.usd - run * (1 + inputs.repeated_runs), training_usd(LLAMA_8B, 15e12)
     hardware = device("h100-sxm")
     hours = run / hardware.usd_per_hour.value
     bought, pue = bought_rate(hardware), pue_of(hardware)
@@ -239,6 +270,8 @@ def hidden_costs() -> Claim:
             if name != "final run" and value
         ),
         Case("share", "the final run's share of it all", run / project.usd, "share", "run ÷ sum"),
+        Case("others", "what is no device's hour, of it all", rest / project.usd, "share", "all but runs ÷ sum"),
+        Case("others_large", "the same for 8B on 15·10¹² tokens", rest / (rest + 3 * large), "share", "the same"),
         Case("kwh", f"energy of the final run at PUE {pue.value:g}: MWh", kwh / 1000, "count", "h·W·PUE"),
         Case(
             "co2", f"its CO₂ at {grid.value:g} kg a kWh: tonnes", co2_kg(kwh, grid.value) / 1000, "count", f"kWh·{grid.value:g}"
@@ -255,13 +288,22 @@ def hidden_costs() -> Claim:
     return Claim(
         "hidden_costs",
         "Hidden costs of training",
-        ("people, data acquisition and cleaning", "repeated runs (sweeps, ablations)", "depreciation, energy, CO₂"),
         (
             f"{inputs.people_months:g} person-months, {inputs.repeated_runs:g} runs' worth of sweeps, "
             f"{(inputs.data_acquisition_usd + inputs.data_cleaning_usd) / 1e3:g} k$ of data: inputs, not truths",
         ),
         cases,
-        "holds when",
+        (
+            Figure(
+                "people, data acquisition and cleaning",
+                "at least half of it all",
+                0.5,
+                1,
+                pick(cases, "others", "others_large"),
+            ),
+            Figure("repeated runs (sweeps, ablations)", "at least the final run", run, math.inf, pick(cases, "repeated_runs")),
+            Figure("depreciation, energy, CO₂", "rent holds the first two", 0, 0, ()),
+        ),
         f"runs are small: the final run is {100 * run / project.usd:.0f}% of this project, and people are most of it.",
         f"From runs of about {(project.usd - run * (1 + inputs.repeated_runs)) / 1e6:.2g} M$ on, the devices' hours are "
         "what counts. "
@@ -293,20 +335,36 @@ def networks() -> Claim:
         Case("text", "text of one query and its answer", text / 1e3, "kB", "1,500 tokens of 4 bytes"),
         Case("kv", "KV of its 1,000 prompt tokens, if decoded elsewhere", 1000 * kv / GB, "GB", f"1,000·{kv:,.0f}"),
         Case("kv_ratio", "KV over text", 1000 * kv / text, "x", "KV ÷ text"),
+        Case("kv_alone", "the same where one device computes the prompt and the answer", 0.0, "x", "no KV moves"),
         Case("text_rate", "text a busy server sends and receives a second", rate * text / 1e3, "kB", f"{rate:.2g} queries/s"),
         Case("kv_rate", "KV it would send a second", rate * 1000 * kv / GB, "GB", f"{rate:.2g} queries/s · KV"),
     )
     return Claim(
         "networks",
         "What crosses the network",
-        ("training bursts in lockstep (batches out, gradients back)", "inference follows requests; KV transfers dominate"),
         ("Llama 3.1 8B in bf16; data parallel over 64 machines; prompt 1,000, output 500",),
         cases,
-        "holds when",
+        (
+            Figure(
+                "training bursts in lockstep (batches out, gradients back)",
+                "gradients over batch",
+                1.01,
+                math.inf,
+                pick(cases, "ratio"),
+            ),
+            Figure(
+                "inference follows requests; KV transfers dominate",
+                "KV over text",
+                1.01,
+                math.inf,
+                pick(cases, "kv_ratio", "kv_alone"),
+            ),
+        ),
         f"training has more than one rank: {cases[1].value:.3g} GB each step, all ranks at once, {cases[2].value:,.0f} "
         "times the batch. KV dominates "
         "inference where prefill and decode are apart, or prefixes are fetched.",
-        f"A server by itself sends text: {cases[7].value:.2g} kB a second. With prefill and decode on one device no KV moves; "
+        f"A server by itself sends text: {rate * text / 1e3:.2g} kB a second. With prefill and decode on one "
+        "device no KV moves; "
         "with tensor parallelism its all-reduces do.",
     )
 
@@ -345,20 +403,49 @@ def hardware_to_buy() -> Claim:
         Case(
             "h100", "H100 SXM: output of 8B", h100.usd_per_mtok, "usd/Mtok", f"${h100.hardware.usd_per_hour.value:.3g} an hour"
         ),
+        Case(
+            "link_gain",
+            "64 ranks' gradients of 8B at the network's rate over the fast link's",
+            ring_all_reduce_s(2 * n_parameters(LLAMA_8B), 64, compute.network)
+            / ring_all_reduce_s(2 * n_parameters(LLAMA_8B), 64, compute.link),
+            "x",
+            "ring all-reduces, H100's datasheet",
+        ),
+        Case(
+            "rich_ratio", "price of a token, A100 SXM over PCIe", rich.usd_per_mtok / plain.usd_per_mtok, "x", "$/Mtok ÷ $/Mtok"
+        ),
+        Case("h100_ratio", "the same, H100 SXM over L40S", h100.usd_per_mtok / l40s.usd_per_mtok, "x", "the same"),
         Case("l40s", "L40S, no fast link", l40s.usd_per_mtok, "usd/Mtok", f"${l40s.hardware.usd_per_hour.value:.3g} an hour"),
     )
     excess = rich.hardware.usd_per_hour.value - break_even
     return Claim(
         "hardware_to_buy",
         "Which hardware for which phase",
-        (
-            "training wants FLOPs and interconnect",
-            "inference wants memory bandwidth and capacity",
-            "buying interconnect for single-model inference is the common expensive mistake",
-        ),
         ("Llama 3.1 8B in bf16 on one device, 1,000 + 500 tokens, 32 requests, listed prices",),
         cases,
-        "holds when",
+        (
+            Figure(
+                "training wants FLOPs and interconnect",
+                "seconds of a step's gradients between machines over those in a node",
+                1.01,
+                math.inf,
+                pick(cases, "link_gain"),
+            ),
+            Figure(
+                "inference wants memory bandwidth and capacity",
+                "tokens a second gained by bandwidth alone",
+                1.1,
+                math.inf,
+                pick(cases, "decode_gain"),
+            ),
+            Figure(
+                "buying interconnect for single-model inference is the common expensive mistake",
+                "dearer a token with it",
+                1.01,
+                math.inf,
+                pick(cases, "rich_ratio", "h100_ratio"),
+            ),
+        ),
         f"decode is what is bought: H200 has {cases[1].value:.2g}× the bandwidth and {same:.2g}× the arithmetic of H100, "
         "and decodes "
         f"{more:.2g}× as fast. On one device a fast link is unused: it makes the A100 with NVLink cost ${abs(excess):.2g} "
@@ -427,13 +514,12 @@ def inference_chips() -> Claim:
     return Claim(
         "inference_chips",
         "Inference-only chips",
-        ("3–10× better cost-efficiency",),
         (
             "Llama 3.2 3B in bf16, 1,000 + 500 tokens, 32 requests, one device, never idle; prices as in the planner's table",
             "datasheet rates times the same shares for all, which favours new chips",
         ),
         cases,
-        "breaks" if max(ratios) < 3 else "holds when",
+        (Figure("3–10× better cost-efficiency", "times as cheap a token", 3, 10, pick(cases, "best")),),
         f"a chip reads three times the bytes per $: the best here reads {cases[-2].value:.2g}×."
         if max(ratios) >= 3
         else f"the price falls: Inferentia2 would be 3× better at ${cases[-1].value:.2g} an hour.",

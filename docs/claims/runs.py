@@ -1,38 +1,60 @@
-"""What committed benchmark runs say of a claim: the runs, and the readers, are those of ``docs/measured.py``."""
+"""What committed benchmark runs say of a claim: their raw JSON, read when the page is made."""
 
 from __future__ import annotations
 
-import re
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
 
 from claims.claim import Case, Unit
-from measured import BENCHMARKS, INFERENCE_RUNS, QUALITY_RUNS, Row, number, tables
+from measured import BENCHMARKS, INFERENCE_RUNS, PLANNER_RUN, QUALITY_RUNS, TRAINING_RUN
 
 SMALL, LARGE = "smollm-135m", "tinyllama-1.1b"
 SIZES = {SMALL: "135M", LARGE: "1.1B"}
+
+OVERLOAD_RUNS = {
+    "EPYC": "robustness/runs/2026-11-22-2-core-epyc-zen4-5b16e36",
+    "Xeon": "robustness/runs/2026-11-22-2-core-xeon-amx-3f2da19",
+}
+
+
+@lru_cache(maxsize=16)
+def lines(run: str) -> list[dict[str, Any]]:
+    """``raw.jsonl`` of a run."""
+    return [json.loads(line) for line in (BENCHMARKS / run / "raw.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def document(run: str) -> dict[str, Any]:
+    """``raw.json`` of a run."""
+    found: dict[str, Any] = json.loads((BENCHMARKS / run / "raw.json").read_text(encoding="utf-8"))
+    return found
 
 
 def _case(what: str, value: float, unit: Unit, run: str, name: str) -> Case:
     return Case(what, what, value, unit, f"[{name}](../benchmarks/{run})")
 
 
-def _row(rows: list[Row], key: str, value: str) -> Row:
-    return next(row for row in rows if row[key] == value)
+# -- inference ------------------------------------------------------------------------------------------------------------
 
 
-def _rate(run: str, model: str, engine: str, column: str) -> float:
-    """Tokens a second of a cell. Raises ValueError for one that failed."""
-    found = number(_row(tables(run)[model], "engine", engine)[column])
-    if found is None:
-        raise ValueError(f"{run}: {engine} has no {column} of {model}. Take another cell or another run.")
-    return found
+def _median(run: str, model: str, engine: str, name: str) -> float:
+    """Of quantity ``name`` of one engine ("twostroke bf16"), over all repeats of all rounds. Raises ValueError without any."""
+    rows = (row for row in lines(run) if row["shape"] == model and f"{row['engine']} {row['variant']}" == engine)
+    values = [value for row in rows for value in row.get(name, ())]
+    if not values:
+        raise ValueError(f"{run}: {engine} has no {name} of {model}. Take another cell or another run.")
+    return statistics.median(values)
 
 
-def speed_ups(model: str, of: str, over: str, column: str, what: str) -> tuple[Case, ...]:
+def speed_ups(model: str, of: str, over: str, name: str, what: str) -> tuple[Case, ...]:
     """Tokens a second of engine ``of`` ÷ those of ``over``, on each processor."""
     return tuple(
         _case(
             f"{SIZES[model]}: {what}, {machine}",
-            _rate(run, model, of, column) / _rate(run, model, over, column),
+            _median(run, model, of, name) / _median(run, model, over, name),
             "x",
             run,
             machine,
@@ -43,11 +65,11 @@ def speed_ups(model: str, of: str, over: str, column: str, what: str) -> tuple[C
 
 def batching(model: str, batch: int) -> tuple[Case, ...]:
     """Tokens a second of ``batch`` requests ÷ those of one, of our engine in bf16, on each processor."""
-    engine, column = "twostroke bf16", f"decode {batch}"
+    engine = "twostroke bf16"
     return tuple(
         _case(
             f"{SIZES[model]}: tokens a second of {batch} requests over one, {machine}",
-            _rate(run, model, engine, column) / _rate(run, model, engine, "decode 1"),
+            _median(run, model, engine, f"decode_{batch}_tok_per_s") / _median(run, model, engine, "decode_1_tok_per_s"),
             "x",
             run,
             machine,
@@ -56,21 +78,172 @@ def batching(model: str, batch: int) -> tuple[Case, ...]:
     )
 
 
-def aim(name: str, what: str) -> Case:
-    """A percentage of our engine in bf16 beside an aim of the Xeon's run, as a share of one."""
+def share_of(name: str, what: str) -> Case:
+    """A share that the Xeon's run has of our engine in bf16."""
     run = INFERENCE_RUNS["Xeon"]
-    found = re.search(
-        rf"\| {re.escape(name)} \| bf16 \| ([\d.]+)%", (BENCHMARKS / run / "summary.md").read_text(encoding="utf-8")
+    return _case(f"{SIZES[SMALL]}: {what}", _median(run, SMALL, "twostroke bf16", name), "share", run, "Xeon")
+
+
+def prefix_gain() -> Case:
+    """Cold TTFT over that of a prompt of which 2,000 tokens are cached."""
+    left = share_of("prefix_hit_share", "")
+    return replace(
+        left, name="prefix", what="135M: first token, a cached prefix of 2,000 over none", value=1 / left.value, unit="x"
     )
-    assert found is not None, name
-    return _case(f"{SIZES[SMALL]}: {what}", float(found[1]) / 100, "share", run, "Xeon")
+
+
+def cache_gains() -> tuple[Case, ...]:
+    """What a token costs if its 512 tokens of context are computed again, over a decode step: 512 ÷ prefill rate · decode
+    rate."""
+    return tuple(
+        _case(
+            f"{SIZES[model]}: time saved for token 512, {machine}",
+            512
+            / _median(run, model, "twostroke bf16", "prefill_512_tok_per_s")
+            * _median(run, model, "twostroke bf16", "decode_1_tok_per_s"),
+            "x",
+            run,
+            machine,
+        )
+        for model in (SMALL, LARGE)
+        for machine, run in INFERENCE_RUNS.items()
+    )
+
+
+def tails() -> tuple[Case, ...]:
+    """p99 ÷ median of the time of an answer with 32 and 128 clients, the median over repeats."""
+    return tuple(
+        _case(
+            f"{clients} clients of a small model: p99 over the median answer, {machine}",
+            statistics.median(row["answer_p99_s"] / row["answer_p50_s"] for row in found),
+            "x",
+            run,
+            machine,
+        )
+        for machine, run in OVERLOAD_RUNS.items()
+        for clients in (32, 128)
+        if (found := [row for row in document(run)["overload"] if row["clients"] == clients])
+    )
+
+
+# -- quality --------------------------------------------------------------------------------------------------------------
 
 
 def losses(scheme: str, what: str) -> tuple[Case, ...]:
     """Perplexity over bf16's, less one, of each judged model."""
-    found = []
-    for model, run in QUALITY_RUNS.items():
-        ratio = number(_row(next(iter(tables(run).values())), "scheme", scheme)["perplexity ratio (95%)"])
-        assert ratio is not None
-        found.append(_case(f"perplexity lost by {what}, {model}", ratio - 1, "share", run, "run"))
+    return tuple(
+        _case(
+            f"perplexity lost by {what}, {model}",
+            next(row["perplexity_ratio"] for row in document(run)["schemes"] if row["scheme"] == scheme) - 1,
+            "share",
+            run,
+            "run",
+        )
+        for model, run in QUALITY_RUNS.items()
+    )
+
+
+# -- training -------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def _trained() -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in lines(PLANNER_RUN) if row["phase"] == "train"}
+
+
+def trained(name: str, what: str, unit: Unit, of: Callable[[dict[str, float]], float]) -> Case:
+    """``of`` what was measured of one training configuration."""
+    return _case(f"{what} ({name})", of(_trained()[name]["measured"]), unit, PLANNER_RUN, "EPYC")
+
+
+FULL_STEPS = ("llama-384", "llama-768", "llama-1024", "grouped-512", "deep-192")
+"""Compiled steps with AdamW, of models from 6 to 47 M parameters."""
+
+
+def backward_ratios() -> tuple[Case, ...]:
+    return tuple(
+        trained(name, "backward over forward", "x", lambda m: m["backward_s"] / m["forward_s"])
+        for name in (*FULL_STEPS, "head-heavy", "eager-256")
+    )
+
+
+def backward_shares() -> tuple[Case, ...]:
+    return tuple(
+        trained(name, "backward's share of a step", "share", lambda m: m["backward_s"] / m["step_time_s"])
+        for name in FULL_STEPS
+    )
+
+
+def update_shares() -> tuple[Case, ...]:
+    return tuple(
+        trained(name, "the update's share of a step", "share", lambda m: m["optimizer_s"] / m["step_time_s"])
+        for name in (*FULL_STEPS, "qwen3-320-muon")
+    )
+
+
+def activations_over_model() -> tuple[Case, ...]:
+    """(bf16 weights + what backward keeps) ÷ bf16 weights."""
+    return tuple(
+        trained(name, "weights and kept activations over weights", "x", lambda m: 1 + m["activations_bytes"] / m["model_bytes"])
+        for name in FULL_STEPS
+    )
+
+
+PRECISION_PAIRS = (("llama-256-t256", "fp32-256"), ("eager-256", "eager-fp32"))
+"""The same model and sequence in bf16 and in fp32, compiled and eager; twice the sequences in bf16, so a token is compared."""
+
+
+def _tokens(name: str) -> float:
+    case = _trained()[name]["case"]
+    return float(case["batch_size"] * case["sequence_length"] * case["grad_accumulation"])
+
+
+def _per_token(name: str, quantity: str) -> float:
+    return float(_trained()[name]["measured"][quantity]) / _tokens(name)
+
+
+def precision_speeds() -> tuple[Case, ...]:
+    return tuple(
+        _case(
+            f"time of a token in fp32 over bf16 ({low})",
+            _per_token(high, "step_time_s") / _per_token(low, "step_time_s"),
+            "x",
+            PLANNER_RUN,
+            "EPYC",
+        )
+        for low, high in PRECISION_PAIRS
+    )
+
+
+def precision_memory() -> tuple[Case, ...]:
+    return tuple(
+        _case(
+            f"activations of a token in bf16 over fp32 ({low})",
+            _per_token(low, "activations_bytes") / _per_token(high, "activations_bytes"),
+            "share",
+            PLANNER_RUN,
+            "EPYC",
+        )
+        for low, high in PRECISION_PAIRS
+    )
+
+
+def _peer_row(row: str, engine: str) -> dict[str, Any]:
+    return next(one for one in lines(TRAINING_RUN) if one.get("row") == row and one.get("engine") == engine)
+
+
+def _rate(one: dict[str, Any]) -> float:
+    return statistics.median(n / s for n, s in zip(one["tokens"], one["step_time_s"], strict=True))
+
+
+def adapters() -> tuple[Case, ...]:
+    """LoRA and QLoRA beside full training of the same 50M model: time of a token and peak memory beyond the process."""
+    full, found = _peer_row("50M-fixed", "twostroke"), []
+    for engine in ("LoRA", "QLoRA"):
+        one = _peer_row("lora", f"twostroke {engine}")
+        held = [row["peak_bytes"] - row["baseline_bytes"] for row in (one, full)]
+        found.append(
+            _case(f"50M: time of a token, {engine} over full", _rate(full) / _rate(one), "share", TRAINING_RUN, "EPYC")
+        )
+        found.append(_case(f"50M: memory, {engine} over full", held[0] / held[1], "share", TRAINING_RUN, "EPYC"))
     return tuple(found)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
-from claims.claim import Case, Claim
-from claims.runs import LARGE, SMALL, aim, batching, speed_ups
+from claims.claim import Case, Claim, Figure, pick
+from claims.runs import LARGE, SMALL, batching, prefix_gain, speed_ups
 from claims.subjects import DEVICE, GB, LLAMA_3B, LLAMA_8B, LLAMA_70B, checkpoint_bytes_per_parameter, device, n_parameters
 from claims.work import serving
 from twostroke.planner.serving.plan import plan_serving
@@ -38,6 +39,8 @@ def batch_sizes() -> Claim:
         Case("usd_8", "at 8", usd(8), "usd/Mtok", "the same"),
         Case("usd_32", "at 32", usd(32), "usd/Mtok", "the same"),
         Case("usd_128", "at 128", usd(128), "usd/Mtok", "the same"),
+        Case("ratio_8", "price at 8 over that at 128", usd(8) / usd(128), "x", "$/Mtok ÷ $/Mtok"),
+        Case("ratio_32", "price at 32 over that at 128", usd(32) / usd(128), "x", "the same"),
         Case(
             "most",
             "requests of 1,280 tokens that fit",
@@ -56,14 +59,18 @@ def batch_sizes() -> Claim:
     return Claim(
         "batch_sizes",
         "Batch sizes",
-        ("training 32–512 and up to tens of thousands", "interactive 1–4, API 8–32, offline 32–128"),
         ("Llama 3.1 8B in bf16 on one H100 SXM (datasheet), prompt 1,024, output 256",),
         cases,
-        "holds when",
+        (
+            Figure("training 32–512 and up to tens of thousands", "the loss decides it, which no plan knows", 0, 0, ()),
+            Figure("interactive 1–4", "what a limit of 20 ms a token allows", 1, 4, pick(cases, "slo")),
+            Figure("API 8–32", "price at most 1.5 times that of 128", 0, 1.5, pick(cases, "ratio_8", "ratio_32")),
+            Figure("offline 32–128", "what the memory holds", 32, 128, pick(cases, "most")),
+        ),
         f"a token may take some milliseconds: 1 to 32 requests cost {cases[0].value:.2g} to {cases[1].value:.2g} ms a "
         "token and "
         f"{cases[3].value / cases[5].value:.0f}× less money. Small interactive batches come from few users, not from latency.",
-        f"Memory would hold {cases[7].value:,.0f} such requests and a limit of 20 ms allows {cases[8].value:,.0f}: "
+        f"Memory would hold {one.largest_batch:,} such requests and a limit of 20 ms allows {cases[-1].value:,.0f}: "
         "batches of 8–32 "
         "leave most of this device unused. How many sequences training may take is decided by its loss (the critical batch), "
         "which no plan of time and memory knows.",
@@ -97,6 +104,8 @@ def latency_targets() -> Claim:
         Case("answer", "answer of 500 tokens among 32 requests, 8B", plan.e2e_s, "s", "TTFT + 499·TPOT"),
         Case("first_70b", "first token, 70B on one MI300X, prompt 1,024", big.ttft_s, "s", "prefill plan"),
         Case("rate_70b", "tokens a second of one request, 70B on one MI300X", 1 / big.tpot_s, "tok/s", "1 ÷ TPOT"),
+        Case("first_8b", "first token among 32 requests, 8B, prompt 1,024", plan.ttft_s, "s", "prefill plan"),
+        Case("rate_8b", "tokens a second of each of 32 requests, 8B", 1 / plan.tpot_s, "tok/s", "1 ÷ TPOT"),
         Case("answer_70b", "answer of 500 tokens, 70B on one MI300X", big.e2e_s, "s", "TTFT + 499·TPOT"),
         Case("tokens_30s", "tokens that 20 tokens/s give in 30 s", 600.0, "tokens", "20·30"),
         Case("rate_70b_four", "the same on four H100, tensor parallel", 1 / four.tpot_s, "tok/s", "1 ÷ TPOT"),
@@ -104,14 +113,17 @@ def latency_targets() -> Claim:
     return Claim(
         "latency_targets",
         "Latency targets",
-        ("first token < 1–2 s", "20–50 tokens/s", "whole answer < 10–30 s"),
         ("bf16, datasheet rates, an idle server: waiting comes on top (twostroke plan serve --rate)",),
         cases,
-        "holds when",
+        (
+            Figure("first token < 1–2 s", "seconds", 0, 2, pick(cases, "first_8b", "first_70b")),
+            Figure("20–50 tokens/s", "at least 20", 20, math.inf, pick(cases, "rate_70b", "rate_70b_four", "rate_8b")),
+            Figure("whole answer < 10–30 s", "seconds for 500 tokens", 0, 30, pick(cases, "answer", "answer_70b")),
+        ),
         f"8B: prompts up to {prompt:,} tokens start within 1 s on an H100 and {batch:,} requests get 20 tokens/s each. "
         "The targets "
         "agree with one another up to 600 tokens of answer.",
-        f"A 70B model on one device gives {cases[4].value:.2g} tokens/s at best in bf16: it needs several devices, or "
+        f"A 70B model on one device gives {1 / big.tpot_s:.2g} tokens/s at best in bf16: it needs several devices, or "
         "fewer bits, "
         f"for 50 (four H100: {1 / four.tpot_s:.2g}). At 20 tokens/s an answer of more than 600 tokens misses 30 s.",
     )
@@ -130,6 +142,16 @@ def inference_engines() -> Claim:
     int8_eager = max(serving("int8").tpot_s, eager_s * spec.n_layers)
     batched = serving(batch=8).output_tok_per_s / one.output_tok_per_s
     mean, longest = 256, 1024
+    measured = (
+        *speed_ups(
+            SMALL, "twostroke bf16", "transformers bf16", "decode_1_tok_per_s", "one request, Twostroke over transformers"
+        ),
+        *speed_ups(SMALL, "vllm bf16", "transformers bf16", "decode_1_tok_per_s", "one request, vLLM over transformers"),
+        *speed_ups(
+            SMALL, "twostroke bf16", "transformers bf16", "decode_32_tok_per_s", "32 requests, Twostroke over transformers"
+        ),
+        *speed_ups(SMALL, "vllm bf16", "transformers bf16", "decode_32_tok_per_s", "32 requests, vLLM over transformers"),
+    )
     cases = (
         Case(
             "launches",
@@ -158,24 +180,18 @@ def inference_engines() -> Claim:
     return Claim(
         "inference_engines",
         "Inference engines over naive PyTorch",
-        ("2–5× faster",),
         (
             f"H100 SXM datasheet; {EAGER_OPERATORS} operators a layer, {1e6 * EAGER_OPERATOR_S:g} µs each when started from "
             "Python (assumed)",
         ),
         cases,
-        "measure",
+        (Figure("2–5× over naive PyTorch", "times as fast as transformers", 2, 5, measured),),
         "The gain is a product of three: operators started one by one, answers waiting for the longest of a static batch, and "
         f"requests served one at a time. 2–5× is the static batch alone ({cases[4].value:.0f}× here).",
         f"One request of a large model gains little ({cases[0].value:.2g}×: reading the weights is the time); many requests "
         f"against a loop over them gain more ({cases[3].value:.2g}× with 8).",
         decided_by="twostroke bench offline, and benchmarks/ beside other engines",
-        measured=(
-            *speed_ups(SMALL, "twostroke bf16", "transformers bf16", "decode 1", "one request, Twostroke over transformers"),
-            *speed_ups(SMALL, "vllm bf16", "transformers bf16", "decode 1", "one request, vLLM over transformers"),
-            *speed_ups(SMALL, "twostroke bf16", "transformers bf16", "decode 32", "32 requests, Twostroke over transformers"),
-            *speed_ups(SMALL, "vllm bf16", "transformers bf16", "decode 32", "32 requests, vLLM over transformers"),
-        ),
+        measured=measured,
     )
 
 
@@ -242,13 +258,33 @@ def quicker_answers() -> Claim:
             f"at most: 1 ÷ {layer_share:g}, the head unchanged",
         ),
     )
+    hits = (prefix_gain(),)
     return Claim(
         "quicker_answers",
         "Speculation, distillation, caching, early exit",
-        ("lower latency and cost a request",),
         ("Llama 3.1 8B on one H100 SXM where nothing else is said; acceptance and draft cost assumed",),
         cases,
-        "holds when",
+        (
+            Figure(
+                "lower latency and cost a request",
+                "times as fast or as cheap",
+                1.01,
+                math.inf,
+                (
+                    *pick(
+                        cases,
+                        "speculation",
+                        "loaded",
+                        "distillation",
+                        "distillation_latency",
+                        "caching",
+                        "whole_answer",
+                        "early_exit",
+                    ),
+                    *hits,
+                ),
+            ),
+        ),
         f"Speculation: few requests and at least {100 * break_even:.0f}% accepted. Distillation: always, by the ratio of "
         "weights "
         f"({cases[4].value:.2g}×), if the small model is good enough. Caching: prompts share a prefix "
@@ -258,11 +294,7 @@ def quicker_answers() -> Claim:
         f"{100 * (1 - 1 / cases[7].value):.2g}% off the whole answer. Early exit saves at most the layers left out; what "
         "it does to quality must be measured.",
         decided_by="twostroke bench serve with and without speculation; twostroke compare TEACHER STUDENT for quality",
-        measured=(
-            aim(
-                "prefix hit of 2,000 tokens, share of its cold TTFT", "time to the first token left by a cached prefix of 2,000"
-            ),
-        ),
+        measured=hits,
     )
 
 
@@ -293,10 +325,18 @@ def disk_contents() -> Claim:
     return Claim(
         "disk_contents",
         "Disk",
-        ("training: optimizer state", "inference: KV for reuse"),
         ("Llama 3.1 8B; KV in bf16; one H100 SXM",),
         cases,
-        "holds when",
+        (
+            Figure("training: optimizer state", "most of a checkpoint", 0.5, 1, pick(cases, "state")),
+            Figure(
+                "inference: KV for reuse",
+                "GB/s at most what one disk is assumed to give",
+                0,
+                disk / GB,
+                pick(cases, "break_even"),
+            ),
+        ),
         f"a run may fail: {100 * moments / kept:.0f}% of a checkpoint are the optimizer's state, "
         f"{checkpoint / model:.2g}× the model in all.",
         f"KV on disk pays only where the store reads more than {cases[5].value:.2g} GB/s a device: below, computing the "

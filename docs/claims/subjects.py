@@ -14,7 +14,11 @@ from twostroke.planner.work.params import count_parameters
 LLAMA_3B = ModelSpec("llama", 128256, 28, 3072, 24, 8, 128, 8192, 131072, tied_embeddings=True)
 LLAMA_8B = ModelSpec("llama", 128256, 32, 4096, 32, 8, 128, 14336, 131072)
 LLAMA_70B = ModelSpec("llama", 128256, 80, 8192, 64, 8, 128, 28672, 131072)
-"""Llama 3.2 3B, 3.1 8B and 3.1 70B: their published config.json (arXiv 2407.21783, table 3)."""
+LLAMA_405B = ModelSpec("llama", 128256, 126, 16384, 128, 8, 128, 53248, 131072)
+"""Llama 3.2 3B, 3.1 8B, 70B and 405B: their published config.json (arXiv 2407.21783, table 3)."""
+
+LLAMA_2_7B = ModelSpec("llama", 32000, 32, 4096, 32, 32, 128, 11008, 4096)
+"""Llama 2 7B (arXiv 2307.09288): 184,320 A100-hours on 2·10¹² tokens, table 2."""
 
 GB = 1e9
 DEVICE = "h100-sxm"

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
-from claims.claim import Case, Claim
-from claims.runs import LARGE, aim, losses, speed_ups
+from claims.claim import Case, Claim, Figure, about, pick
+from claims.runs import (
+    LARGE,
+    backward_ratios,
+    backward_shares,
+    cache_gains,
+    losses,
+    precision_memory,
+    precision_speeds,
+    share_of,
+    speed_ups,
+    update_shares,
+)
 from claims.subjects import (
     DEVICE,
     GB,
@@ -72,16 +84,13 @@ def every_token_reads_the_weights() -> Claim:
     return Claim(
         "every_token_reads_the_weights",
         "Each generated token reads all the weights",
-        ("70B in fp16: 140 GB a token",),
         ("Llama 3.1 70B; H100 SXM datasheet",),
         cases,
-        "holds when",
+        (Figure("70B in fp16: 140 GB a token", "within a tenth", *about(140), pick(cases, "one", "batch")),),
         "one request decodes alone, in a dense model.",
         f"A step reads them once for all its requests: 64 share {cases[0].value:.0f} GB, {cases[2].value:.2g} GB each. From "
         f"{cases[4].value:.0f} requests of 8,192 tokens on, KV is read more than the weights. Experts: only those picked.",
-        measured=(
-            aim("share of the bandwidth limit, decode 1", "bandwidth reached by one request's decode, weights and cache"),
-        ),
+        measured=(share_of("decode_1_read_share", "bandwidth reached by one request's decode, weights and cache"),),
     )
 
 
@@ -135,10 +144,13 @@ def decode_bound() -> Claim:
     return Claim(
         "decode_bound",
         "What bounds decode",
-        ("FFN is compute-bound, attention memory-bound", "memory-bound, not compute-bound"),
         ("Llama 3.1 8B in bf16 on one H100 SXM, datasheet rates times fitted shares", "prompt 1,024, output 256"),
         cases,
-        "holds when",
+        (
+            Figure("FFN is compute-bound", "within a batch of 32", 1, 32, pick(cases, "mlp")),
+            Figure("attention memory-bound", "never turns", 0, 0, pick(cases, "attention")),
+            Figure("memory-bound, not compute-bound", "beyond a batch of 32", 32, math.inf, pick(cases, "mlp")),
+        ),
         f"Decode is memory-bound below {cases[1].value:,.0f} requests. From there on the first sentence is right: the MLP is "
         "bound by arithmetic and attention over the cache never is, since each request reads its own keys "
         f"({intensity:.2g} FLOP a byte against {ridge:.0f}).",
@@ -173,10 +185,17 @@ def prefill_bound() -> Claim:
     return Claim(
         "prefill_bound",
         "What bounds prefill",
-        ("compute-bound, parallel over tokens",),
         ("Llama 3.1 8B in bf16 on one H100 SXM, datasheet rates times fitted shares",),
         cases,
-        "holds when",
+        (
+            Figure(
+                "compute-bound, parallel over tokens",
+                "from at most 1,024 prompt tokens on",
+                0,
+                1024,
+                pick(cases, "mlp", "attention"),
+            ),
+        ),
         f"a step has at least {cases[0].value:,.0f} prompt tokens, of one request or of several.",
         f"Below that the weights are read for too few tokens: 64 take {cases[2].value:.2g} ms, about a decode step's "
         f"{cases[3].value:.2g} ms. Norms and the embedding are bound by memory at any length.",
@@ -184,7 +203,7 @@ def prefill_bound() -> Claim:
 
 
 def backward_pass() -> Claim:
-    plan = training()
+    plan, ratios, shares = training(), backward_ratios(), backward_shares()
     ratio = plan.backward_s / plan.forward_s
     share = plan.backward_s / plan.step_time_s
     accumulated = plan.backward_s * 8 / ((plan.forward_s + plan.backward_s) * 8 + plan.optimizer_s)
@@ -200,13 +219,19 @@ def backward_pass() -> Claim:
     return Claim(
         "backward_pass",
         "The backward pass",
-        ("the main cost of a step", "about twice the forward"),
         ("Llama 3.1 8B, 4 sequences of 2,048 tokens, mixed bf16, one H100 SXM's rates",),
         cases,
-        "holds",
+        (
+            Figure(
+                "the main cost of a step", "at least half of it", 0.5, 1, (*pick(cases, "share", "share_accumulated"), *shares)
+            ),
+            Figure("about twice the forward", "times its time", 1.6, 2.4, (*pick(cases, "time"), *ratios)),
+            Figure("as much as the forward, sometimes more", "at least its time", 1, math.inf, (*pick(cases, "time"), *ratios)),
+        ),
         f"Two products where forward has one: {ratio:.2g}× the time, {100 * share:.0f}% of the step.",
         "With full recomputation it is three times the forward; with few tokens a step the optimizer, which does not shrink "
-        "with the batch, is the main cost.",
+        "with the batch, is the main cost. Eager steps and small models with a large vocabulary come down to once the forward.",
+        measured=(*ratios, *shares),
     )
 
 
@@ -273,15 +298,18 @@ def optimizer_step() -> Claim:
     return Claim(
         "optimizer_step",
         "The optimizer step",
-        ("memory-bound", "fusing reads and writes less"),
         ("Llama 3.1 8B, AdamW with fp32 state, one H100 SXM's datasheet",),
         cases,
-        "holds",
+        (
+            Figure("memory-bound", "FLOP a byte below the ridge", 0, ridge, pick(cases, "intensity")),
+            Figure("fusing reads and writes less", "times less", 1.01, math.inf, pick(cases, "saving")),
+        ),
         f"{cases[0].value:.2g} FLOP a byte against {ridge:.0f}; a fused update moves a third of the bytes of single "
         "operations.",
         f"It matters up to some thousands of tokens a step: at {equal:,.0f} it takes as long as forward and backward together. "
         "Muon is the exception: its Newton–Schulz products are arithmetic.",
         decided_by="twostroke calibrate (adamw_bytes_per_s of this machine)",
+        measured=update_shares(),
     )
 
 
@@ -290,7 +318,7 @@ def kv_cache() -> Claim:
         """FLOP of one new token when everything before it is computed again."""
         return prefill_flops(LLAMA_8B, n)
 
-    kv = kv_bytes_per_token(LLAMA_8B)
+    kv, gains = kv_bytes_per_token(LLAMA_8B), cache_gains()
     cases = (
         Case(
             "gain_1k",
@@ -326,19 +354,33 @@ def kv_cache() -> Claim:
     return Claim(
         "kv_cache",
         "The KV cache",
-        ("O(n) instead of O(n²) work a token", "grows with length", "input in prefill, output in decode"),
         ("Llama 3.1 8B in bf16",),
         cases,
-        "holds when",
+        (
+            Figure(
+                "O(n) instead of O(n²) work a token",
+                "n times less, to a quarter: 1,024 tokens",
+                768,
+                1280,
+                pick(cases, "gain_1k"),
+            ),
+            Figure("the same in time", "n times less, to a quarter: 512 tokens", 384, 640, gains),
+            Figure("grows with length", "work of a token at 32,768 over 1,024", 1.01, math.inf, pick(cases, "growth")),
+        ),
         "attention alone is counted: with the cache a token's attention grows with n, without it with n². It fills with the "
         "prompt at once and by one token a step.",
         "A token's whole work is 2·N + 4·L·H·D·n: without the cache it is about n times a decoded token's, since the products "
-        f"dominate below {cases[3].value:,.0f} tokens. A sliding window stops the growth.",
+        f"dominate below {cases[3].value:,.0f} tokens. In time it gains far less than in FLOP, since a decode "
+        "step waits for the "
+        f"weights: {min(g.value for g in gains):.2g} to {max(g.value for g in gains):.2g}× at 512 tokens. A "
+        "sliding window stops "
+        "the growth.",
+        measured=gains,
     )
 
 
 def mixed_precision() -> Claim:
-    fp32, bf16 = training("fp32"), training("bf16")
+    fp32, bf16, speeds, kept = training("fp32"), training("bf16"), precision_speeds(), precision_memory()
     a32 = fp32.memory_bytes["activations"]
     a16 = bf16.memory_bytes["activations"]
     mixed, full = state_bytes_per_parameter("bf16"), state_bytes_per_parameter("fp32")
@@ -382,17 +424,19 @@ def mixed_precision() -> Claim:
     return Claim(
         "mixed_precision",
         "Mixed precision",
-        ("2× speed, 50% memory against fp32",),
         ("Llama 3.1 8B, 4 sequences of 2,048 tokens, AdamW with fp32 masters; fp32 outside the tensor cores",),
         cases,
-        "breaks",
-        f"Activations halve ({100 * a16 / a32:.0f}%), and so does everything in pure bf16. 2× is where bf16 products run "
-        "at twice "
-        "the fp32 rate, as on many CPUs.",
+        (
+            Figure("2× speed against fp32", "times", 1.7, 2.3, (*pick(cases, "speed"), *speeds)),
+            Figure("50% memory", "share of fp32's", 0.45, 0.55, (*pick(cases, "activations", "state", "total"), *kept)),
+        ),
+        f"Activations halve ({100 * a16 / a32:.0f}%), and so does everything in pure bf16. Two cores with bf16 products take "
+        f"{min(s.value for s in speeds):.2g} to {max(s.value for s in speeds):.2g}× as long in fp32.",
         f"Weights, masters, gradients and moments do not shrink: {100 * state:.0f}%. On a device with tensor cores the "
         "products are "
         f"{cases[1].value:.2g}× faster and the step {cases[0].value:.2g}×.",
         decided_by="twostroke calibrate (fp32 and bf16 rates), then twostroke plan train with --dtype fp32 and bf16",
+        measured=(*speeds, *kept),
     )
 
 
@@ -400,9 +444,15 @@ def low_precision_weights() -> Claim:
     base = weights_bytes(LLAMA_8B, "bf16")
     int8, int4 = weights_bytes(LLAMA_8B, "int8"), weights_bytes(LLAMA_8B, "int4")
     n = n_parameters(LLAMA_8B)
+    seventy = weights_bytes(LLAMA_70B, "bf16")
+    lost_8, lost_4 = losses("int8 (W8A8)", "int8 (W8A8)"), losses("int4, nearest, groups of 64", "int4, rounded to the nearest")
+    lost_4 += losses("int4 alone, fitted, groups of 64", "int4 alone, fitted")
+    lost_4 += losses("int4 as `quantize` makes it", "int4 as `quantize` makes it, some matrices in int8")
     cases = (
         Case("int8", "int8 against bf16", base / int8, "x", f"{base / GB:.3g} GB ÷ {int8 / GB:.3g} GB"),
         Case("int4", "int4 against bf16", base / int4, "x", f"{base / GB:.3g} GB ÷ {int4 / GB:.3g} GB"),
+        Case("int8_70b", "70B: int8 against bf16", seventy / weights_bytes(LLAMA_70B, "int8"), "x", "the same"),
+        Case("int4_70b", "70B: int4 against bf16", seventy / weights_bytes(LLAMA_70B, "int4"), "x", "the same"),
         Case("int8_bits", "bits a parameter of int8 as stored", 8 * int8 / n, "count", "8·bytes ÷ N"),
         Case("int4_bits", "bits a parameter of int4 as stored", 8 * int4 / n, "count", "8·bytes ÷ N"),
         Case(
@@ -419,21 +469,74 @@ def low_precision_weights() -> Claim:
     return Claim(
         "low_precision_weights",
         "int8 and int4 weights",
-        ("2× and 4× less memory", "< 1% and 2–5% perplexity loss"),
         ("Llama 3.1 8B; scales counted; embedding and head stay in bf16", "one H100 SXM, datasheet"),
         cases,
-        "measure",
+        (
+            Figure("int8: 2× less memory", "within a tenth", *about(2), pick(cases, "int8", "int8_70b")),
+            Figure("int4: 4× less memory", "within a tenth", *about(4), pick(cases, "int4", "int4_70b")),
+            Figure("int8: < 1% perplexity loss", "share lost", -1, 0.01, lost_8),
+            Figure("int4: 2–5% perplexity loss", "share lost", 0.02, 0.05, lost_4),
+        ),
         f"Memory: {cases[0].value:.3g}× and {cases[1].value:.3g}× with scales and the layers that stay in 16 bits; the larger "
         "the model, the nearer to 2 and 4.",
-        f"Speed follows only while weights are what is read: {cases[4].value:.2g}× for one request, {cases[5].value:.2g}× "
+        f"Speed follows only while weights are what is read: {cases[6].value:.2g}× for one request, {cases[7].value:.2g}× "
         "for 64 "
-        "long ones, whose KV is read in full. The loss of quality is no arithmetic of shapes.",
+        "long ones, whose KV is read in full. int4 loses what the model and the rounding make of it: "
+        f"{100 * min(c.value for c in lost_4):.2g} to {100 * max(c.value for c in lost_4):.2g}% here.",
         decided_by="twostroke quantize, then twostroke compare MODEL QUANTISED (bits per byte on held-out text, pass or fail)",
         measured=(
-            *losses("int8 (W8A8)", "int8 (W8A8)"),
-            *losses("int4 as `quantize` makes it", "int4 as `quantize` makes it"),
-            *speed_ups(LARGE, "twostroke int8", "twostroke bf16", "decode 1", "decode of one request, int8 over bf16"),
-            *speed_ups(LARGE, "twostroke int4-head8", "twostroke bf16", "decode 1", "the same, int4 with its head in int8"),
-            *speed_ups(LARGE, "twostroke int8", "twostroke bf16", "decode 16", "decode of 16 requests, int8 over bf16"),
+            *lost_8,
+            *lost_4,
+            *speed_ups(
+                LARGE, "twostroke int8", "twostroke bf16", "decode_1_tok_per_s", "decode of one request, int8 over bf16"
+            ),
+            *speed_ups(
+                LARGE, "twostroke int4-head8", "twostroke bf16", "decode_1_tok_per_s", "the same, int4 with its head in int8"
+            ),
+            *speed_ups(
+                LARGE, "twostroke int8", "twostroke bf16", "decode_16_tok_per_s", "decode of 16 requests, int8 over bf16"
+            ),
         ),
+    )
+
+
+def training_bandwidth() -> Claim:
+    plan, hardware = training(), device(DEVICE)
+    rate, passes = hardware.peak("bf16") * 0.4, plan.forward_s + plan.backward_s
+    moved = plan.bytes_per_token * plan.shape.tokens_per_step
+    update, tokens = plan.optimizer[0], plan.shape.tokens_per_step
+
+    def needed(n: float) -> float:
+        """Bytes a second that keep 40% of the arithmetic busy with ``n`` tokens a step: the update's bytes, and a token's."""
+        seconds = n * plan.flops_per_token / rate
+        return (update.bytes + n * (moved - update.bytes) / tokens) / seconds / 1e12
+
+    cases = (
+        Case(
+            "large",
+            "TB/s for 65,536 tokens a step at 40% MFU",
+            needed(65536),
+            "count",
+            "(update + tokens · bytes) ÷ time of the FLOP",
+        ),
+        Case("middle", "the same, 8,192 tokens a step", needed(8192), "count", "the same"),
+        Case("small", "the same, 1,024 tokens a step", needed(1024), "count", "the same"),
+        Case("device", "TB/s of an H100", hardware.read_bandwidth[0].bytes_per_s / 1e12, "count", "datasheet"),
+        Case(
+            "update",
+            "the update's share of a step of 8,192 tokens",
+            plan.optimizer_s / plan.step_time_s,
+            "share",
+            f"{passes:.3g} s are passes",
+        ),
+    )
+    return Claim(
+        "training_bandwidth",
+        "Memory bandwidth that training needs",
+        ("Llama 3.1 8B on one H100's rates, AdamW with fp32 state; bytes as the plan counts them",),
+        cases,
+        (Figure("training needs > 3 TB/s", "TB/s", 3, math.inf, pick(cases, "large", "middle", "small")),),
+        f"a device takes few tokens a step: at 1,024 the update alone asks for {cases[2].value:.2g} TB/s.",
+        f"With 8,192 tokens {cases[1].value:.2g} TB/s keep up with 40% of the arithmetic, with 65,536 {cases[0].value:.2g}.",
+        decided_by="twostroke plan train MODEL (bytes moved a token)",
     )

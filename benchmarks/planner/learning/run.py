@@ -75,7 +75,7 @@ AFTER: tuple[Trained | Served, ...] = (
 
 def twostroke(*arguments: str) -> str:
     command = [sys.executable, "-m", "twostroke.cli.main", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-3000:]}")
     return done.stdout
@@ -101,9 +101,15 @@ def do(case: Trained | Served, work: Path) -> None:
 
 
 def all_of(cases: Sequence[Trained | Served], work: Path) -> None:
+    """Each command once: a file beside the work says which are done."""
+    done = work / "done.txt"
+    before = done.read_text(encoding="utf-8").splitlines() if done.is_file() else []
     for i, case in enumerate(cases):
-        print(f"{i + 1}/{len(cases)} {case}", file=sys.stderr)
-        do(case, work)
+        if str(case) not in before:
+            print(f"{i + 1}/{len(cases)} {case}", file=sys.stderr)
+            do(case, work)
+            with done.open("a", encoding="utf-8") as file:
+                file.write(f"{case}\n")
 
 
 def _row(run: Run) -> dict[str, Any]:
@@ -151,14 +157,20 @@ def main() -> None:
     arguments = parser.parse_args()
     out, work = arguments.out.resolve(), arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    if Ledger().runs(limit=1):
+    if Ledger().runs(limit=1) and not (work / "done.txt").is_file():
         parser.error("the ledger of this home has runs already. Set TWOSTROKE_HOME to one with a profile and no ledger.")
     first = [*LEARNT_FROM]
     random.Random(SEED).shuffle(first)
     all_of([*BASES, *first], work)
-    learnt_from = {run.run_id for run in Ledger().runs()}
-    printed = json.loads(twostroke("ledger", "fit", "--json"))["fits"]
-    text = twostroke("ledger", "fit")
+    if not (work / "learnt.json").is_file():
+        fitted = {
+            "fits": json.loads(twostroke("ledger", "fit", "--json"))["fits"],
+            "text": twostroke("ledger", "fit"),
+            "from": [run.run_id for run in Ledger().runs()],
+        }
+        (work / "learnt.json").write_text(json.dumps(fitted), encoding="utf-8")
+    fitted = json.loads((work / "learnt.json").read_text(encoding="utf-8"))
+    printed, text, learnt_from = fitted["fits"], fitted["text"], set(fitted["from"])
     all_of(AFTER, work)
     runs = Ledger().runs()[::-1]
     out.mkdir(parents=True, exist_ok=True)
