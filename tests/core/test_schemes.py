@@ -23,6 +23,8 @@ def test_a_row_names_rows_and_formats_that_there_are(row: Scheme) -> None:
     assert row.here.own is None
     assert row.here.native == row.native
     assert row.kept in CACHES
+    assert {row.head, *(of for _, of, _ in row.mix)} <= {None, *SCHEMES}
+    assert all(0 < share <= 1 for _, _, share in row.mix)
 
 
 def test_a_name_that_is_no_scheme_is_told_which_there_are() -> None:
@@ -35,8 +37,32 @@ def test_a_name_that_is_no_scheme_is_told_which_there_are() -> None:
     assert published_schemes(["awq"]) == ()
 
 
-def test_at_most_six_files_name_a_quantised_scheme() -> None:
-    """Docstrings and the claims of other papers apart. A new scheme is a row, and what makes its codes."""
+def test_names_are_found_as_people_type_them() -> None:
+    assert scheme_of("q4_k_m") is SCHEMES["Q4_K_M"]
+    assert scheme_of("F16") is SCHEMES["fp16"]
+    assert scheme_of("BF16") is SCHEMES["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        ("Q4_0", 4.5),
+        ("Q4_1", 5.0),
+        ("Q5_0", 5.5),
+        ("Q5_1", 6.0),
+        ("Q8_0", 8.5),
+        ("Q4_K_M", 4.5),
+        ("Q5_K_M", 5.5),
+        ("Q6_K", 6.5625),
+    ],
+)
+def test_a_block_of_ggufs_takes_the_bits_that_ggml_gives_it(name: str, bits: float) -> None:
+    assert 8 * SCHEMES[name].matrix_bytes(64, 1024) / (64 * 1024) == bits
+
+
+def test_at_most_seven_files_name_a_quantised_scheme() -> None:
+    """Docstrings and the claims of other papers apart. A new scheme is a row, and what makes its codes or,
+    as GGUF's, reads them."""
     name = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, QUANTISED))})(?![\w-])")
     found = set()
     for file in SOURCE.rglob("*.py"):
@@ -47,4 +73,4 @@ def test_at_most_six_files_name_a_quantised_scheme() -> None:
         texts = (n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in prose)
         if any(isinstance(text, str) and name.search(text) for text in texts):
             found.add(str(file.relative_to(SOURCE)))
-    assert len(found) <= 6, sorted(found)
+    assert len(found) <= 7, sorted(found)

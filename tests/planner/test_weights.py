@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,20 @@ def test_every_scheme_holds_every_published_model(assets: Path) -> None:
         spec = read_spec(file)
         full = weights_bytes(spec, "bf16")
         assert all(0.25 * full < weights_bytes(spec, scheme) <= 2 * full for scheme in PLANNED)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "gigabytes"),
+    [("Q4_0", 4.66), ("Q4_K_S", 4.69), ("Q4_K_M", 4.92), ("Q5_K_M", 5.73), ("Q6_K", 6.60), ("Q8_0", 8.54)],
+)
+def test_llama_3_8b_takes_what_its_gguf_files_take(assets: Path, scheme: str, gigabytes: float) -> None:
+    """Sizes of the published files (bartowski/Meta-Llama-3-8B-Instruct-GGUF), which hold 8 MB of vocabulary beside."""
+    spec = read_spec(assets / "configs/hf/Meta-Llama-3-8B.json")
+    assert weights_bytes(spec, scheme) == pytest.approx(gigabytes * 1e9, rel=0.004)
+
+
+def test_a_tied_head_is_held_once_in_the_heads_own_type(assets: Path) -> None:
+    spec = read_spec(assets / "configs/hf/Meta-Llama-3-8B.json")
+    tied = dataclasses.replace(spec, tied_embeddings=True)
+    table = spec.vocab_size * spec.d_model
+    assert weights_bytes(spec, "Q4_K_M") - weights_bytes(tied, "Q4_K_M") == pytest.approx(table * 4.5 / 8)

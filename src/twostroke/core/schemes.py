@@ -83,6 +83,9 @@ class Scheme:
     and for many. Calibration measures whole native steps where it is ``stepped``. ``beside`` names the scheme that a
     directory may hold single matrices in instead. ``disk`` is its layout, ``own`` the row that it stands for in the engine.
     ``label`` is what a comparison's table calls it, where that is not its name.
+
+    A GGUF file quantises the embedding as well, and the output head in a type of its own, the row ``head`` (None: both stay in
+    ``kept``). ``mix`` holds (part of a matrix, row, share of layers) for parts that some layers hold in another row.
     """
 
     name: str
@@ -103,6 +106,8 @@ class Scheme:
     disk: DiskLayout | None = None
     own: str | None = None
     label: str = ""
+    head: str | None = None
+    mix: tuple[tuple[str, str, float], ...] = ()
 
     @property
     def element_bytes(self) -> float:
@@ -157,6 +162,12 @@ class Scheme:
         """Bytes of an (n, k) matrix with its scales."""
         return self.element_bytes * (n * k) + self.scale_bytes * self.scales(n, k)
 
+    def part_bytes(self, part: str, n: int, k: int) -> float:
+        """The same of a part of the blocks' matrices by its name, over all layers on average."""
+        share = sum(of for name, _, of in self.mix if name == part)
+        others = sum(of * SCHEMES[row].matrix_bytes(n, k) for name, row, of in self.mix if name == part)
+        return (1 - share) * self.matrix_bytes(n, k) + others
+
 
 def _fours(group: int) -> Scheme:
     """Ours, as `twostroke quantize` writes it: a group has an fp32 scale and a 4-bit zero point."""
@@ -164,6 +175,19 @@ def _fours(group: int) -> Scheme:
         f"int4-g{group}", "int4", 4.5, group=group,
         planned=False, native="int4", torch=("packed_bf16",), beside="int8", disk=PACK_QUANTIZED,
     )  # fmt: skip
+
+
+def _gguf(
+    name: str, element: str, scale_bytes: float, group: int, head: str = "Q6_K", mix: tuple[tuple[str, str, float], ...] = ()
+) -> Scheme:
+    """llama.cpp's, by ggml's block (ggml-common.h): ``group`` weights with ``scale_bytes`` beside their codes. The head is in
+    Q6_K, in the same type where that is wider (llama.cpp, ``llama_tensor_get_type``)."""
+    return Scheme(name, element, scale_bytes, group=group, activations="fp16", head=head, mix=mix)
+
+
+_HALF_WIDER = (("v", "Q6_K", 0.5), ("down", "Q6_K", 0.5))
+"""``use_more_bits``: of a file type _M the first and last eighth of layers and every third between hold values and the way
+down in Q6_K, which is half of them. What llama.cpp does apart for 70B's values and experts' keys, 0.1% of the bytes, is not."""
 
 
 _ROWS = (
@@ -207,6 +231,17 @@ _ROWS = (
         "nvfp4", "fp4", 1.0, group=16,
         activations="fp4", products=("fp4", "fp8", "bf16"), published=("NVFP4", "W4A16_NVFP4"),
     ),
+    # GGUF's: 8.5, 4.5, 5, 5.5 and 6 bits a weight in blocks of 32; super-blocks of 256 have 4.5, 5.5 and 6.56.
+    _gguf("Q8_0", "int8", 2.0, 32, head="Q8_0"),
+    _gguf("Q4_0", "int4", 2.0, 32),
+    _gguf("Q4_1", "int4", 4.0, 32),
+    _gguf("Q5_0", "int5", 2.0, 32),
+    _gguf("Q5_1", "int5", 4.0, 32),
+    _gguf("Q6_K", "int6", 18.0, 256),
+    _gguf("Q5_K_M", "int5", 16.0, 256, mix=_HALF_WIDER),
+    _gguf("Q5_K_S", "int5", 16.0, 256),
+    _gguf("Q4_K_M", "int4", 16.0, 256, mix=_HALF_WIDER),
+    _gguf("Q4_K_S", "int4", 16.0, 256, mix=(("v", "Q5_K_S", 0.125), ("down", "Q5_K_S", 0.125))),
 )  # fmt: skip
 
 SCHEMES: dict[str, Scheme] = {row.name: row for row in _ROWS}
@@ -247,8 +282,14 @@ NATIVE_PRODUCTS: dict[str, tuple[str, int]] = {
 """Product of the native library → its format, and its inputs that share a scale (0: no groups)."""
 
 
+_SPELLINGS = {name.casefold(): name for name in SCHEMES} | {"f16": "fp16", "f32": "fp32"}
+"""As people type them: GGUF's names in small letters, llama.cpp's names of plain types."""
+
+
 def scheme_of(name: str) -> Scheme:
-    """The scheme called ``name``; ConfigError for another name."""
+    """The scheme called ``name``, in whatever letters; ConfigError for another name."""
+    if name not in SCHEMES:
+        name = _SPELLINGS.get(str(name).casefold(), name)
     if name not in SCHEMES:
         raise ConfigError(f"scheme={name!r} is not a way to hold weights. Use one of {', '.join(SCHEMES)}.")
     return SCHEMES[name]

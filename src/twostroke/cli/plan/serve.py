@@ -29,7 +29,9 @@ PIPELINE = typer.Option(1, "--pp", "--pipeline", help="Stages of layers, each on
 EXPERT = typer.Option(
     1, "--ep", "--expert", help="Devices that share the experts; above --tensor, attention is data-parallel over them."
 )
-ENGINE = typer.Option("any", help="Engine whose step times are taken on a datasheet's device: any, vllm, trtllm or sglang.")
+ENGINE = typer.Option(
+    "any", help="Engine whose step times are taken on a datasheet's device: any, vllm, trtllm, sglang or llama.cpp."
+)
 PREFIX_HITS = typer.Option(0.0, "--prefix-hits", help="Share of a prompt's tokens that are in the cache already, 0 to 1.")
 SPECULATE = typer.Option("", metavar="γ,α,c", help="Speculation: tokens drafted, share accepted, a draft's time ÷ a step's.")
 SLO_TTFT = typer.Option(0.0, "--slo-ttft-ms", help="Highest mean time to the first token, in ms.")

@@ -13,7 +13,7 @@ from twostroke.core.documents import read_object
 from twostroke.core.engines import CACHE_CHOICES, WEIGHT_CHOICES
 from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.optimizers import CHOICES
-from twostroke.core.schemes import SCHEMES
+from twostroke.core.schemes import SCHEMES, scheme_of
 
 if TYPE_CHECKING:
     from twostroke.core.recipe import TrainRecipe
@@ -65,7 +65,7 @@ class Subject:
 
     def scheme(self, asked: str) -> str:
         """``asked``, or the scheme that "auto" means here: the checkpoint's own, bf16 where it is plain."""
-        return (self.held.scheme if self.held else self.published or "bf16") if asked == "auto" else asked
+        return (self.held.scheme if self.held else self.published or "bf16") if asked == "auto" else scheme_of(asked).name
 
     def in_int8(self, asked: str) -> tuple[str, ...]:
         """Matrices that a directory of int4 holds in int8, if it is planned as it is."""

@@ -23,9 +23,8 @@ from dataclasses import dataclass
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.matrices import LayerKind, head_matrix, layer_kinds
 from twostroke.core.policy import LOSS_CHUNK_ROWS
-from twostroke.core.schemes import scheme_of
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.work.weights import experts_touched, matrix_bytes
+from twostroke.planner.work.weights import experts_touched, head_bytes, matrix_bytes
 
 LARGEST_BATCH = 2**20
 """Batches beyond this count as never."""
@@ -76,11 +75,6 @@ def weights_of(spec: ModelSpec, kind: LayerKind, component: str, scheme: str, to
             copies = experts_touched(product.copies, product.active, tokens) if product.copies > 1 else 1.0
             read += copies * matrix_bytes(spec, product, scheme)
     return read
-
-
-def head_bytes(spec: ModelSpec, scheme: str) -> float:
-    """The head stays in 16 bits under every scheme but fp32."""
-    return head_matrix(spec).weights * scheme_of(scheme).kept_bytes
 
 
 def multiplied(kind: LayerKind, component: str) -> float:

@@ -19,6 +19,7 @@ from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.money.cost import Cost, TokenPrices, cost_of, energy_kwh, token_prices, usd_per_million_tokens
 from twostroke.planner.money.power import Busy, mean_watts
 from twostroke.planner.serving.datasheet import Datasheet
+from twostroke.planner.serving.llama_cpp import LlamaCpp
 from twostroke.planner.serving.load import Latency, Steps, closed_loop
 from twostroke.planner.serving.memory import kv_bytes_on_device, largest_batch, request_kv_bytes, request_pages
 from twostroke.planner.serving.native import Native
@@ -243,6 +244,8 @@ class ServingPlan:
 def strategy_of(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Strategy:
     """The engine whose steps are planned. Our own computes on the CPU, on one device, dense models of equal layers; where that
     was calibrated it is the native engine, or the torch runner on a machine without it."""
+    if shape.engine == "llama.cpp" and hardware.basis == "datasheet":
+        return LlamaCpp(spec, shape, hardware)
     plain = spec.moe is None and spec.mla is None and spec.global_attention is None
     if not (hardware.is_calibrated_cpu and plain and shape.placement.devices == 1 and shape.scheme in served_schemes(hardware)):
         return Datasheet(spec, shape, hardware)

@@ -13,8 +13,8 @@ from twostroke.core.policy import PAGE_TOKENS
 from twostroke.core.sampling_kinds import SAMPLING_KINDS
 from twostroke.core.schemes import CACHES, WEIGHTS, scheme_of
 
-ENGINES = ("any", "vllm", "trtllm", "sglang")
-"""Engines that the constants were fitted to; "any" takes their mean."""
+ENGINES = ("any", "vllm", "trtllm", "sglang", "llama.cpp")
+"""Engines that have constants; "any" takes the mean of those of data centres."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ServingShape:
     expert: Annotated[int, "devices that share the experts; above `tensor` it spreads them over more"] = 1
     prefix_hit_share: Annotated[float, "share of a prompt that is cached already"] = 0.0
     speculation: Annotated[Speculation | None, "drafting, where it is used"] = None
-    engine: Annotated[str, "whose step and launch times are taken: any, vllm, trtllm or sglang"] = "any"
+    engine: Annotated[str, "whose step and launch times are taken: any, vllm, trtllm, sglang or llama.cpp"] = "any"
     answers: Annotated[int, "of the batch that are to one prompt, which is computed once"] = 1
     in_int8: Annotated[tuple[str, ...], "matrices of an int4 directory that it holds in int8, each as layer.product"] = ()
     sampling: Annotated[tuple[str, ...], "what choosing tokens asks beyond the largest logit, as drawn"] = ()

@@ -34,7 +34,7 @@ from twostroke.planner.hardware.device import (
 from twostroke.planner.hardware.network import all_to_all_s, ring_all_reduce_s, send_s
 from twostroke.planner.money.power import Busy
 from twostroke.planner.serving.shape import ENGINES, Placement
-from twostroke.planner.work.weights import matrix_bytes
+from twostroke.planner.work.weights import head_bytes, matrix_bytes
 
 EFFICIENCIES_FILE = Path(__file__).parent / "efficiencies.toml"
 
@@ -397,11 +397,11 @@ def one_pass(
         exchanges += 2 * count if groups > 1 and shard.expert_bytes else 0
     head = head_matrix(spec)
     sampled = here * checked + prompts * (1.0 if prompt_tokens else 0.0)
-    head_bytes = head.weights * scheme_of(scheme).kept_bytes / placement.tensor
+    head_read = head_bytes(spec, scheme) / placement.tensor
     head_flops = 2.0 * sampled * head.weights / placement.tensor
     products = (
         *(Part(name, flops, n_bytes, flops / peak, n_bytes / bandwidth) for name, (n_bytes, flops) in sums.items()),
-        Part("head", head_flops, head_bytes, head_flops / plain, head_bytes / bandwidth),
+        Part("head", head_flops, head_read, head_flops / plain, head_read / bandwidth),
     )
     width = scheme_of(scheme).kept_bytes
     moe = spec.moe

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from twostroke.core.dtypes import bytes_of
-from twostroke.core.matrices import LayerKind, Matrix, block_matrices, layer_kinds
+from twostroke.core.matrices import LayerKind, Matrix, block_matrices, head_matrix, layer_kinds
 from twostroke.core.named import letter, named
 from twostroke.core.schemes import CACHES, Scheme, scheme_of
 from twostroke.core.spec import ModelSpec
@@ -24,22 +24,43 @@ def matrix_bytes(spec: ModelSpec, product: Matrix, scheme: str) -> float:
     """Bytes of one copy of the matrix of ``product`` under ``scheme``, its scales included, its bias not."""
     how = scheme_of(scheme)
     if quantises(how, product, spec.moe is not None) or not how.quantised:
-        return how.matrix_bytes(product.n, product.k)
+        if not how.mix:
+            return how.matrix_bytes(product.n, product.k)
+        return sum(how.part_bytes(part.rpartition("_")[2], n, product.k) for part, n in product.parts)
     return how.kept_bytes * product.weights
+
+
+def head_bytes(spec: ModelSpec, scheme: str) -> float:
+    """Bytes of the output head: 16 bits a weight under every scheme but fp32 and GGUF's, which quantise it too."""
+    how, head = scheme_of(scheme), head_matrix(spec)
+    return how.kept_bytes * head.weights if how.head is None else scheme_of(how.head).matrix_bytes(head.n, head.k)
+
+
+def embedding_bytes(spec: ModelSpec, scheme: str) -> float:
+    """Bytes of the table of embeddings, of which a token looks one row up; a tied one is held as the head."""
+    how, table = scheme_of(scheme), head_matrix(spec)
+    if how.head is None:
+        return how.kept_bytes * count_parameters(spec).embedding
+    return head_bytes(spec, scheme) if spec.tied_embeddings else how.matrix_bytes(table.n, table.k)
 
 
 @lru_cache(maxsize=1024)
 def weights_bytes(spec: ModelSpec, scheme: str) -> float:
     """Bytes of the weights that an engine holds under ``scheme``, all experts included.
 
-    Σ_matrices copies·(element bytes·n·k + scale bytes·blocks) + 2·(every other parameter); without quantisation w·N.
+    Σ_matrices copies·(element bytes·n·k + scale bytes·blocks) + 2·(every other parameter); without quantisation w·N. GGUF
+    quantises embedding and head too: Llama-3-8B takes 4.92 GB in Q4_K_M, as its file does.
     ``core.schemes`` says what each name means. (An int8 weight counted as half a byte is a known mistake of other calculators.)
     gpt-oss-20b takes 12.8 GiB and gpt-oss-120b 60.8 GiB in mxfp4, as their model card says (tests/planner/test_weights.py).
     """
     how, parameters = scheme_of(scheme), count_parameters(spec)
     if not how.quantised:
         return letter("w", how.element_bytes) * parameters.total
-    return matrices_bytes(spec, scheme) + how.kept_bytes * (parameters.total - parameters.block_matrices)
+    if how.head is None:
+        return matrices_bytes(spec, scheme) + how.kept_bytes * (parameters.total - parameters.block_matrices)
+    rest = parameters.total - parameters.block_matrices - parameters.embedding - parameters.head
+    ends = embedding_bytes(spec, scheme) + (0.0 if spec.tied_embeddings else head_bytes(spec, scheme))
+    return matrices_bytes(spec, scheme) + ends + how.kept_bytes * rest
 
 
 @lru_cache(maxsize=1024)
