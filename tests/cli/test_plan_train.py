@@ -88,6 +88,10 @@ def test_a_plan_that_does_not_fit_says_so_and_what_would(capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
+        (("--steps", "1" + 23 * "0"), "must be at most 1,000,000,000,000,000"),
+        (("--tokens", "1e300"), "--tokens=1e+300 must be from 1 to 1e+15"),
+        (("--dp", "100000000"), "must be at most 1,048,576"),
+        (("--fsdp", "8", "--dp", "2"), "stands for --data-parallel 8 --zero 3"),
         (("--tensor", "3"), "--tensor 3 must divide n_heads=4. Use 1, 2 or 4"),
         (("--pipeline", "5"), "--pipeline 5 must divide n_layers=6"),
         (("--zero", "3"), "--data-parallel 1"),
@@ -125,3 +129,12 @@ def test_options_that_a_recipe_would_overrule_are_refused(capsys: pytest.Capture
     code, _, err = run(capsys, str(path), "--hardware", "l4", "--batch-size", "3")
     assert code == 2
     assert "--set train.batch_size" in err
+
+
+def test_fsdp_is_data_parallel_with_zero_3_and_short_names_are_the_long_ones(
+    capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    long = ("--data-parallel", "8", "--zero", "3", "--tensor", "2")
+    plans = [run(capsys, model, "--hardware", "h100", *way, "--json") for way in (long, ("--fsdp", "8", "--tp", "2"))]
+    assert plans[0] == plans[1]
+    assert json.loads(plans[0][1])["layout"]["n_devices"] == 16

@@ -14,11 +14,11 @@ from twostroke.core.errors import ConfigError
 @pytest.mark.parametrize(
     ("check", "passes", "refused"),
     [
-        (check_whole, [1, 7], [0, -1, 1.0, True, "1", None]),
-        (check_limit, [None, 1e-9, 5], [0, -1.0, math.inf, math.nan]),
+        (check_whole, [1, 7], [0, -1, 1.0, True, "1", None, 10**16]),
+        (check_limit, [None, 1e-9, 5], [0, -1.0, math.inf, math.nan, 1e300]),
         (check_share, [1e-9, 1], [0, 1.01, math.nan]),
-        (check_amount, [0, 2.5], [-1e-9, math.inf, math.nan]),
-        (check_positive, [1e-9, 3], [0, -1, math.inf, math.nan]),
+        (check_amount, [0, 2.5], [-1e-9, math.inf, math.nan, 1e300]),
+        (check_positive, [1e-9, 3], [0, -1, math.inf, math.nan, 1e300]),
         (check_count, [1, 9], [0, -3]),
     ],
 )

@@ -51,9 +51,7 @@ class RopeSpec:
 def _check_sizes(owner: str, values: Mapping[str, Any], least: int = 1) -> None:
     """ConfigError for the first value that is not a whole number from ``least`` to ``MAX_SIZE``."""
     for name, value in values.items():
-        check_whole(f"{owner}{name}", value, least)
-        if value > MAX_SIZE:
-            raise ConfigError(f"{owner}{name}={value} must be at most {MAX_SIZE}.")
+        check_whole(f"{owner}{name}", value, least, MAX_SIZE)
 
 
 def _check_heads(owner: str, n_kv_heads: int, n_heads: int) -> None:
@@ -232,9 +230,7 @@ class ModelSpec:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "n_layers", "d_model", "n_heads", "n_kv_heads", "head_dim", "d_ff", "max_positions"):
             value, most = getattr(self, name), MAX_LAYERS if name == "n_layers" else MAX_SIZE
-            check_whole(name, value)
-            if value > most:
-                raise ConfigError(f"{name}={value} must be at most {most}.")
+            check_whole(name, value, most=most)
         _check_heads("", self.n_kv_heads, self.n_heads)
         if self.positions == "rope" and self.mla is None and self.head_dim % 2:
             raise ConfigError(f"head_dim={self.head_dim} must be even for rotary positions. Use {self.head_dim + 1}.")

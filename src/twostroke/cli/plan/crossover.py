@@ -24,6 +24,7 @@ from twostroke.cli.plan.subject import (
     read_subject,
     serving_shape,
 )
+from twostroke.core.checks import MOST_WHOLE
 from twostroke.core.errors import ConfigError
 from twostroke.core.units import format_bytes
 
@@ -177,8 +178,8 @@ def _training_cost(
     from twostroke.planner.training.plan import plan_training
     from twostroke.planner.training.shape import TrainingShape
 
-    if not (math.isfinite(tokens) and tokens >= 0):
-        raise ConfigError(f"--tokens={tokens:g} must be a finite number that is not negative.")
+    if not 0 <= tokens <= MOST_WHOLE:
+        raise ConfigError(f"--tokens={tokens:g} must be from 0 to {MOST_WHOLE:g}.")
     shape = found.shape or TrainingShape(batch_size, sequence_length, steps=steps)
     layout = Layout(data=devices, zero=3 if devices > 1 else 0)
     if tokens:

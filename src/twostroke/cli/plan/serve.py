@@ -37,6 +37,8 @@ SPECULATE = typer.Option("", metavar="γ,α,c", help="Speculation: tokens drafte
 SLO_TTFT = typer.Option(0.0, "--slo-ttft-ms", help="Highest mean time to the first token, in ms.")
 SLO_TPOT = typer.Option(0.0, "--slo-tpot-ms", help="Highest mean time per output token, in ms.")
 RATE = typer.Option(0.0, help="Requests a second to be served: how many replicas that takes.")
+MOST_SLO_MS = 1e9
+"""Eleven days."""
 DISAGGREGATE = typer.Option(False, "--disaggregate", help="Also plan --rate with prefill and decode on machines of their own.")
 
 
@@ -70,16 +72,17 @@ def serve(
     from twostroke.planner.choosing.serving_fits import fitting_plan
     from twostroke.planner.hardware.tables import load_hardware
     from twostroke.planner.serving.shape import Speculation
-    from twostroke.planner.serving.under_load import Slo, latency_table, load_of
+    from twostroke.planner.serving.under_load import MOST_REQUESTS_PER_S, Slo, latency_table, load_of
     from twostroke.planner.text.serving import load_text, loaded_text, serving_text
     from twostroke.planner.truth.document import plan_document
     from twostroke.planner.truth.intervals import low_by_of, predict_with_intervals
 
     if disaggregate and not rate:
         raise ConfigError("--disaggregate sizes two pools for a rate. Give --rate, in requests/s.")
-    for name, value in (("--rate", rate), ("--slo-ttft-ms", slo_ttft_ms), ("--slo-tpot-ms", slo_tpot_ms)):
-        if not 0 <= value < float("inf"):
-            raise ConfigError(f"{name}={value:g} must be above 0 and finite. Leave it out for none.")
+    slos = (("--slo-ttft-ms", slo_ttft_ms, MOST_SLO_MS), ("--slo-tpot-ms", slo_tpot_ms, MOST_SLO_MS))
+    for name, value, most in (("--rate", rate, MOST_REQUESTS_PER_S), *slos):
+        if not 0 <= value <= most:
+            raise ConfigError(f"{name}={value:g} must be above 0 and at most {most:g}. Leave it out for none.")
     machine = load_hardware(hardware, "serve")
     found = read_subject(subject, settings, machine)
     shape = serving_shape(

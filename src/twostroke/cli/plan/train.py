@@ -19,6 +19,7 @@ from twostroke.cli.plan.subject import (
     TRAIN_TOKENS,
     read_subject,
 )
+from twostroke.core.checks import MOST_WHOLE
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.core.optimizers import CHOICES
 
@@ -103,8 +104,10 @@ def train(
         expert,
         _or_none("devices-per-node", devices_per_node),
     )
-    if not (tokens == 0 or 1 <= tokens < float("inf")) or (tokens and steps):
-        raise ConfigError(f"--tokens={tokens:g} and --steps={steps}: give one of them, at least 1.")
+    if tokens and steps:
+        raise ConfigError(f"--tokens={tokens:g} and --steps={steps}: give one of them.")
+    if not (tokens == 0 or 1 <= tokens <= MOST_WHOLE):
+        raise ConfigError(f"--tokens={tokens:g} must be from 1 to {MOST_WHOLE:g}.")
     found = read_subject(subject, settings, machine, train_tokens)
     if found.shape is not None:
         _refuse_shape_options(context, subject)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Annotated, Any
 
-from twostroke.core.checks import check_count, check_limit
+from twostroke.core.checks import MOST_WHOLE, check_count, check_limit
 from twostroke.core.described import As
 from twostroke.core.errors import ConfigError
 from twostroke.core.optimizers import CHOICES
@@ -29,6 +29,7 @@ from twostroke.planner.serving.load import Steps, closed_loop
 from twostroke.planner.serving.memory import batch_pages
 from twostroke.planner.serving.plan import served_schemes, strategy_of
 from twostroke.planner.serving.shape import ServingShape
+from twostroke.planner.serving.under_load import MOST_REQUESTS_PER_S
 from twostroke.planner.training.checkpointing import resilience
 from twostroke.planner.training.layout import Layout
 from twostroke.planner.training.memory import PRECISIONS, snapshot_bytes, state_bytes
@@ -101,10 +102,6 @@ class TrainLimits:
             check_limit(name, value)
 
 
-MOST_REQUESTS_PER_S = 1e12
-"""More than a hundred a second for every person on earth. Far beyond it a float cannot count replicas one by one."""
-
-
 @dataclass(frozen=True)
 class ServeWork:
     """What is to be served. ``requests_per_s`` = 0: one replica, kept full; above it, as many replicas as that rate needs."""
@@ -131,8 +128,8 @@ class TrainWork:
 
     def __post_init__(self) -> None:
         for name in ("tokens", "sequence_length", "batch_tokens"):
-            if not 1 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name}={getattr(self, name):g} must be at least 1 and finite.")
+            if not 1 <= getattr(self, name) <= MOST_WHOLE:
+                raise ConfigError(f"{name}={getattr(self, name):g} must be from 1 to {MOST_WHOLE:g}.")
         if self.batch_tokens % self.sequence_length:
             nearest = max(1, round(self.batch_tokens / self.sequence_length)) * self.sequence_length
             raise ConfigError(

@@ -28,6 +28,10 @@ CLOSE = 1e-6
 """Relative change at which an iteration is done."""
 
 
+MOST_REQUESTS_PER_S = 1e12
+"""More than a hundred a second for every person on earth. Far beyond it a float cannot count replicas one by one."""
+
+
 @dataclass(frozen=True)
 class Slo:
     """Limits that the mean TTFT and TPOT keep to; None is no limit. Raises ConfigError for limits that are not above 0."""

@@ -14,6 +14,9 @@ from twostroke.planner.hardware.device import Hardware, Link
 
 ZERO_STAGES = (0, 1, 2, 3)
 
+MOST_RANKS = 2**20
+"""Of one kind of parallelism: forty times the largest cluster that a published run used."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -37,7 +40,7 @@ class Layout:
     def __post_init__(self) -> None:
         counts = ("data", "tensor", "pipeline", "interleave", "expert")
         for name in counts if self.devices_per_node is None else (*counts, "devices_per_node"):
-            check_whole(name, getattr(self, name))
+            check_whole(name, getattr(self, name), most=MOST_RANKS)
         if isinstance(self.zero, bool) or self.zero not in ZERO_STAGES:
             raise ConfigError(f"zero={self.zero!r} must be 0 (DDP), 1, 2 or 3 (FSDP2).")
         if self.zero and self.data == 1:
