@@ -19,7 +19,7 @@ from twostroke.planner.choosing.size_ladder import Rung
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.money.cost import Cost, DeviceRate, TokenPrices
 from twostroke.planner.serving.plan import ServingPlan
-from twostroke.planner.serving.under_load import LatencyTable, Load
+from twostroke.planner.serving.under_load import LatencyTable, Load, Loaded
 from twostroke.planner.training.plan import TrainingPlan
 from twostroke.planner.truth.document import PLAN_SCHEMA, Kind
 from twostroke.planner.truth.intervals import Interval
@@ -47,6 +47,9 @@ class Serve:
 
     intervals: Annotated[dict[str, Interval], "each prediction with its range"]
     latency_table: Annotated[LatencyTable, "around the plan's own batch and context"]
+    simulated: Annotated[
+        Loaded, "users who each ask again when answered, as many as the batch; not with --no-simulation", LeftOut
+    ]
     load: Annotated[Load, "with --rate or a limit", LeftOut]
 
 

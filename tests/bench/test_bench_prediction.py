@@ -11,12 +11,13 @@ import pytest
 from machines import native, small_llama
 from twostroke.bench.definitions import RequestRecord, summarise
 from twostroke.bench.load import LoadSpec
-from twostroke.bench.prediction import latency_quantiles, measured_values, predict_load
+from twostroke.bench.prediction import MOST_SIMULATED, latency_quantiles, measured_values, predict_load, workload_of
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.choosing.search import ServeWork, Space, search_serving
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.serving.plan import plan_serving
 from twostroke.planner.serving.shape import ServingShape
+from twostroke.planner.serving.under_load import Server
+from twostroke.planner.serving.workload import TURNAROUND_S
 
 SPEC = ModelSpec("llama", 32_000, 16, 1024, 16, 4, 64, 4096, 4096)
 HARDWARE = load_hardware("a100-sxm-80gb")
@@ -28,30 +29,52 @@ def load(**changes: Any) -> LoadSpec:
 
 def test_a_lone_user_is_the_planners_idle_server() -> None:
     plan = plan_serving(SPEC, ServingShape(batch=1, prompt_tokens=200, output_tokens=50), HARDWARE)
-    predicted = predict_load(SPEC, load(users=1), ServingShape("bf16"), HARDWARE)
+    lone = load(users=1, prompt_tokens=(200, 200))
+    predicted = predict_load(SPEC, lone, ServingShape("bf16"), HARDWARE)
     for name in ("ttft_s", "tpot_s", "e2e_s", "prefill_tok_per_s", "decode_tok_per_s"):
-        assert predicted[name] == pytest.approx(getattr(plan, name)), name
-    assert predicted["output_tok_per_s"] == pytest.approx(50 / plan.e2e_s)
+        assert predicted[name] == pytest.approx(getattr(plan, name), rel=1e-3), name
+    assert predicted["output_tok_per_s"] == pytest.approx(50 / (plan.e2e_s + TURNAROUND_S), rel=1e-3)
 
 
 def test_times_of_a_closed_loop_are_consistent() -> None:
     p = predict_load(SPEC, load(users=8), ServingShape("bf16"), HARDWARE)
-    assert p["concurrency"] == 8
-    assert p["e2e_s"] == pytest.approx(p["ttft_s"] + 49 * p["tpot_s"])
+    assert p["concurrency"] == pytest.approx(8, rel=0.03)  # users come again after a millisecond, and stop at the end
+    assert p["e2e_s"] == pytest.approx(p["ttft_s"] + 49 * p["tpot_s"], rel=0.02)
     # Little's law: requests in flight = rate · time in the system.
-    assert p["output_tok_per_s"] / 50 * p["e2e_s"] == pytest.approx(8)
+    assert p["output_tok_per_s"] / 50 * p["e2e_s"] == pytest.approx(8, rel=0.05)
 
 
-def test_plan_search_and_bench_expect_the_same_wait_of_the_same_users() -> None:
+def test_plan_and_bench_expect_the_same_of_the_same_users() -> None:
     """The plan once had 2.5 ms where bench had 7.2 and 7.1 were measured."""
     plan = plan_serving(SPEC, ServingShape(batch=8, prompt_tokens=64, output_tokens=64), HARDWARE)
     p = predict_load(SPEC, load(users=8, prompt_tokens=(64, 64), output_tokens=(64, 64)), ServingShape("bf16"), HARDWARE)
-    assert plan.loaded == (p["ttft_s"], p["tpot_s"], p["e2e_s"])
-    space = Space((HARDWARE,), 1, ("bf16",), (8,))
-    winner = search_serving(SPEC, ServeWork(64, 64), space).winner
-    assert winner is not None
-    found = tuple(winner.values[name] for name in ("loaded_ttft_s", "loaded_tpot_s", "e2e_s"))
-    assert found == pytest.approx(plan.loaded)
+    server = Server(plan)
+    found = server.serve(server.closed_loop())
+    assert (p["ttft_s"], p["tpot_s"], p["e2e_s"]) == pytest.approx(
+        (found.ttft_s.median, found.tpot_s.median, found.e2e_s.median), rel=0.01
+    )
+
+
+def test_a_load_is_simulated_with_its_own_arrivals_lengths_and_number() -> None:
+    closed = workload_of(load(users=4, n_requests=7))
+    assert (closed.users, len(closed.arrivals)) == (4, 7)
+    assert {arrival.output_tokens for arrival in closed.arrivals} == {50}
+    assert all(100 <= arrival.prompt_tokens <= 300 for arrival in closed.arrivals)
+    opened = workload_of(load(request_rate=20.0, max_concurrency=3))
+    assert (opened.users, opened.cap) == (None, 3)
+    assert opened.arrivals[-1].at_s == pytest.approx(50, rel=0.1)
+    at_once = workload_of(load(request_rate=math.inf, n_requests=10**6))
+    assert {arrival.at_s for arrival in at_once.arrivals} == {0.0}
+    assert len(at_once.arrivals) == MOST_SIMULATED
+
+
+def test_percentiles_are_predicted_by_the_names_that_are_measured() -> None:
+    predicted = predict_load(SPEC, load(users=8, n_requests=100), ServingShape("bf16"), HARDWARE)
+    records = [RequestRecord(i, i, i, (i + 1.0, i + 2.0, i + 3.0), i + 3.0, 10, 3) for i in range(4)]
+    measured = measured_values(summarise(records), records)
+    assert set(measured) <= set(predicted)
+    for name in ("ttft", "tpot", "itl", "e2e"):
+        assert predicted[f"{name}_median_s"] <= predicted[f"{name}_p90_s"] <= predicted[f"{name}_p99_s"]
 
 
 def test_a_longer_load_brings_more_of_the_cache_into_memory_until_it_is_full() -> None:
@@ -76,10 +99,11 @@ def test_an_open_loops_concurrency_follows_littles_law_within_its_cap() -> None:
         return predict_load(SPEC, load(**changes), ServingShape("bf16"), HARDWARE)
 
     alone = predicted(users=1)["e2e_s"]
-    assert predicted(request_rate=0.1 / alone)["concurrency"] == 1
+    assert predicted(request_rate=0.1 / alone)["concurrency"] == pytest.approx(0.1, rel=0.1)
     assert 4 <= predicted(request_rate=4 / alone)["concurrency"] < 64
-    assert predicted(request_rate=math.inf, max_concurrency=16)["concurrency"] == 16
-    assert predicted(request_rate=math.inf, n_requests=5)["concurrency"] == 5
+    assert predicted(request_rate=math.inf, max_concurrency=16)["concurrency"] == pytest.approx(16, rel=0.03)
+    at_once = predicted(request_rate=math.inf, n_requests=5, prompt_tokens=(200, 200))
+    assert at_once["concurrency"] == pytest.approx(5)
 
 
 def test_measured_values_have_the_predictions_names_and_no_gaps() -> None:

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from twostroke.core.errors import ConfigError
-from twostroke.planner.serving.load import erlang_c, several_servers_wait_s, stepped_server_wait_s, utilisation
+from twostroke.planner.serving.load import erlang_c, several_servers_wait_s, utilisation
 
 
 def simulated_wait_s(rate: float, draw_service: object, servers: int, n: int = 40_000) -> float:
@@ -23,20 +23,6 @@ def simulated_wait_s(rate: float, draw_service: object, servers: int, n: int = 4
         waited += start - now
         heapq.heappush(free, start + draw_service(rng))  # type: ignore[operator]
     return waited / n
-
-
-def simulated_stepped_response_s(rate: float, step: float, added: float, n: int = 40_000) -> float:
-    """Mean time until the step that takes a request ends; each step takes all that have arrived."""
-    rng = random.Random(7)
-    now, clock, responses = rng.expovariate(rate), 0.0, []
-    while len(responses) < n:
-        taken = []
-        while now <= clock:
-            taken.append(now)
-            now += rng.expovariate(rate)
-        clock += step + added * len(taken)
-        responses += [clock - arrived for arrived in taken]
-    return sum(responses) / len(responses)
 
 
 @pytest.mark.parametrize("busy", [0.3, 0.6, 0.8])
@@ -57,13 +43,6 @@ def test_several_servers_wait_as_simulated(servers: int, busy: float) -> None:
     assert several_servers_wait_s(busy * servers, 1.0, servers, 0.0) == pytest.approx(constant, rel=0.25)
 
 
-@pytest.mark.parametrize(("busy", "step"), [(0.1, 1.0), (0.3, 0.2), (0.5, 1.0), (0.5, 0.05), (0.7, 1.0)])
-def test_a_server_that_works_in_steps_responds_as_simulated(busy: float, step: float) -> None:
-    # 10%: the formula leaves out that long steps follow long ones
-    exact = simulated_stepped_response_s(busy / 0.4, step, 0.4)
-    assert stepped_server_wait_s(busy / 0.4, step, 0.4) + step + 0.4 == pytest.approx(exact, rel=0.1)
-
-
 def test_erlang_c_gives_textbook_values() -> None:
     assert erlang_c(0.5, 1) == pytest.approx(0.5)  # M/M/1: the probability of waiting is ρ
     assert erlang_c(2.0, 3) == pytest.approx(4 / 9)  # by hand: (8/6·3)/(1+2+2+4) = 4/9
@@ -71,12 +50,11 @@ def test_erlang_c_gives_textbook_values() -> None:
 
 
 def test_a_load_that_is_not_carried_waits_forever() -> None:
-    assert stepped_server_wait_s(2.0, 0.1, 0.5) == math.inf
     assert several_servers_wait_s(8.0, 0.5, 4) == math.inf
 
 
 @pytest.mark.parametrize(
-    "wrong", [lambda: utilisation(-1.0, 1.0), lambda: erlang_c(1.0, 0), lambda: stepped_server_wait_s(1.0, -1.0, 0.1),
+    "wrong", [lambda: utilisation(-1.0, 1.0), lambda: erlang_c(1.0, 0),
               lambda: several_servers_wait_s(float("nan"), 1.0, 1), lambda: utilisation(1.0, 1.0, 0)],
 )  # fmt: skip
 def test_impossible_queues_are_refused(wrong: object) -> None:

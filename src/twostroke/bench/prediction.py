@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from twostroke.bench.definitions import LoadSummary, RequestRecord
@@ -13,69 +13,66 @@ from twostroke.core.policy import PAGE_TOKENS
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.serving.http import added_by_http
-from twostroke.planner.serving.load import closed_loop
 from twostroke.planner.serving.memory import page_bytes
 from twostroke.planner.serving.plan import ServingPlan, plan_serving
 from twostroke.planner.serving.shape import ServingShape
-from twostroke.planner.serving.under_load import AtRate, at_rate
-
-MAX_BATCH = 1024
+from twostroke.planner.serving.under_load import Server
+from twostroke.planner.serving.workload import Uniform, Workload
 
 QUANTILE_PERCENTS = (*(2.5 * i for i in range(40)), 99.0, 100.0)
 """Percents at which the ledger keeps the distribution of a latency. They are enough to draw it for any number of requests."""
 
 
-def _in_flight(load: LoadSpec, found: AtRate | None) -> int:
-    """Requests in flight at once. In a closed loop they are its users, in an open loop rate · E2E (Little's law), but at least
-    1 and at most the cap and the number of requests."""
-    return _most(load) if found is None else max(1, round(found.rate_per_s * found.e2e_s))
+MOST_SIMULATED = 4000
+"""Requests of a load that are simulated: a longer one goes on as it went, and takes longer than two seconds to simulate."""
 
 
-def _most(load: LoadSpec) -> int:
-    return min(load.n_requests, load.users or load.max_concurrency or MAX_BATCH, MAX_BATCH)
-
-
-def _at_rate(spec: ModelSpec, load: LoadSpec, shape: ServingShape, hardware: Hardware) -> AtRate | None:
-    """The server at the rate of an open loop. None for a closed loop, for a load that sends all at once, and if requests come
-    faster than the server or the load's cap can take them: then as many as allowed are always in flight, as in a closed
-    loop."""
-    if load.users is not None or load.request_rate is None or math.isinf(load.request_rate):
-        return None
-    found = at_rate(_plan(spec, load, shape, 1, hardware), load.request_rate)
-    return found if found is not None and found.rate_per_s * found.e2e_s <= _most(load) else None
+def workload_of(load: LoadSpec) -> Workload:
+    """Requests with the arrivals, lengths and number of ``load``: of the same distributions, drawn anew, because
+    ``plan_requests`` draws a prompt's words from the same stream."""
+    n, lengths = min(load.n_requests, MOST_SIMULATED), (Uniform(*load.prompt_tokens), Uniform(*load.output_tokens))
+    if load.users is not None:
+        return Workload.closed(load.users, n, *lengths, seed=load.seed)
+    rate, cap = load.request_rate or math.inf, load.max_concurrency
+    return Workload.open(rate, n, *lengths, burstiness=load.burstiness, cap=cap, seed=load.seed)
 
 
 def predict_load(spec: ModelSpec, load: LoadSpec, shape: ServingShape, hardware: Hardware) -> dict[str, float]:
-    """Predicted values by ledger names, for the load's mean lengths and expected concurrency B,
-    which replace those of ``shape``.
+    """Predicted values by ledger names, for the load's lengths, arrivals and number of requests, which replace those of
+    ``shape``.
 
-    TTFT, TPOT and E2E are those of the planner's model of waiting (``serving.load``); output tokens/s = B·n ÷ E2E with n output
-    tokens. HTTP adds to each what calibration measured of it.
+    Latencies and rates come from simulating the very load (``serving.simulation``); a prompt alone and a step are those of the
+    mean lengths and of the requests that are in flight on average. HTTP adds what calibration measured of it to every step and
+    before every first token.
     """
-    found = _at_rate(spec, load, shape, hardware)
-    batch = _in_flight(load, found)
-    plan = _plan(spec, load, shape, batch, hardware)
-    n, http = plan.shape.output_tokens, added_by_http(hardware, batch)
-    if found is None:
-        lengths = load.output_tokens[1] - load.output_tokens[0] + 1
-        steps = plan.steps._replace(step_s=plan.steps.step_s + http.step_s)
-        ttft, tpot, e2e = closed_loop(steps, batch, lengths, load.n_requests)
-        output_tok_per_s = batch * n / (e2e + http.request_s)
-    else:
-        ttft, tpot, e2e = found.ttft_s, found.tpot_s, found.e2e_s
-        output_tok_per_s = found.rate_per_s * n
+    alone = _plan(spec, load, shape, 1, hardware)
+    workload, http = workload_of(load), added_by_http(hardware, 1).request_s
+    found = Server(alone, http=True).serve(replace(workload, turnaround_s=max(workload.turnaround_s, http)))
+    plan = _plan(spec, load, shape, max(1, round(found.concurrency)), hardware)
     values = {
-        "concurrency": float(batch),
-        "ttft_s": ttft + http.request_s,
-        "e2e_s": e2e + http.request_s,
-        "output_tok_per_s": output_tok_per_s,
+        "concurrency": found.concurrency,
+        "output_tok_per_s": found.output_tok_per_s,
+        "requests_per_s": found.requests_per_s,
         "prefill_s": plan.ttft_s,
         "prefill_tok_per_s": plan.prefill_tok_per_s,
         "decode_step_s": plan.tpot_s,
         "decode_tok_per_s": plan.decode_tok_per_s,
+        **_latency_values({name: getattr(found, f"{name}_s") for name in LATENCIES}),
     }
     values["peak_memory_bytes"] = _peak_memory_bytes(plan, load)
-    return values | ({"tpot_s": tpot} if n > 1 else {})
+    return values
+
+
+LATENCIES = ("ttft", "tpot", "itl", "e2e")
+
+
+def _latency_values(latencies: Mapping[str, Distribution]) -> dict[str, float]:
+    """Percentiles by ledger names; ``ttft_s``, ``tpot_s`` and ``e2e_s`` are medians. What is not known is left out."""
+    values = {
+        f"{name}_{p}_s": getattr(latency, p) for name, latency in latencies.items() for p in ("median", "p90", "p95", "p99")
+    }
+    values |= {f"{name}_s": values[f"{name}_median_s"] for name in ("ttft", "tpot", "e2e")}
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def _peak_memory_bytes(plan: ServingPlan, load: LoadSpec) -> float:
@@ -106,10 +103,7 @@ def measured_values(summary: LoadSummary, records: Sequence[RequestRecord]) -> d
         "requests_per_s": summary.requests_per_s,
         **summary.engine,
     }
-    for name in ("ttft", "tpot", "itl", "e2e"):
-        latency: Distribution = getattr(summary, f"{name}_s")
-        values |= {f"{name}_{p}_s": getattr(latency, p) for p in ("median", "p90", "p95", "p99")}
-    values |= {f"{name}_s": values[f"{name}_median_s"] for name in ("ttft", "tpot", "e2e")}
+    values |= _latency_values({name: getattr(summary, f"{name}_s") for name in LATENCIES})
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 import time
@@ -208,8 +209,9 @@ def _planned(directory: Path, prompts: Sequence[str], params: SamplingParams, en
     from twostroke.core.families import read_spec
     from twostroke.data.tokenizer import load_tokenizer
     from twostroke.planner.hardware.tables import load_hardware
-    from twostroke.planner.serving.load import closed_loop
     from twostroke.planner.serving.plan import plan_serving
+    from twostroke.planner.serving.under_load import Server
+    from twostroke.planner.serving.workload import Workload
     from twostroke.planner.truth.recording import Planned
     from twostroke.quantization.held import serving_shape
 
@@ -228,6 +230,7 @@ def _planned(directory: Path, prompts: Sequence[str], params: SamplingParams, en
         sampling=params.kinds,
     )
     plan = plan_serving(spec, shape, hardware)
-    ttft_s, _, e2e_s = closed_loop(plan.steps, shape.prompts, requests=shape.prompts)  # all come at once
-    together = {"ttft_s": ttft_s, "e2e_s": e2e_s, "output_tok_per_s": shape.batch * shape.output_tokens / e2e_s}
+    at_once = Workload.open(math.inf, shape.prompts, shape.prompt_tokens, shape.output_tokens, answers=shape.answers)
+    found = Server(plan).serve(at_once)
+    together = {"ttft_s": found.ttft_s.median, "e2e_s": found.e2e_s.median, "output_tok_per_s": found.output_tok_per_s}
     return Planned({**plan.prediction(), **together}, hardware, {"shape": vars(shape)})

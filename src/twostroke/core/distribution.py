@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 
@@ -25,18 +26,22 @@ def percentile(values: Iterable[float], percent: float) -> float:
 class Distribution:
     """Mean and percentiles of one latency, in seconds, over ``n`` values."""
 
-    n: int
-    mean: float
-    median: float
-    p90: float
-    p95: float
-    p99: float
+    n: Annotated[int, "values"]
+    mean: Annotated[float, float | None, "s", "mean; null without values"]
+    median: Annotated[float, float | None, "s", "half are below it"]
+    p90: Annotated[float, float | None, "s", "90% are below it"]
+    p95: Annotated[float, float | None, "s", "95% are below it"]
+    p99: Annotated[float, float | None, "s", "99% are below it"]
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Distribution:
         mean = sum(values) / len(values) if values else math.nan
         ordered = sorted(values)
         return cls(len(values), mean, *(percentile(ordered, p) for p in PERCENTILES))
+
+    def later(self, seconds: float) -> Distribution:
+        """The same with ``seconds`` more of each value."""
+        return Distribution(self.n, *(value + seconds for value in (self.mean, self.median, self.p90, self.p95, self.p99)))
 
     @classmethod
     def of_counted(cls, counts: Iterable[tuple[float, int]]) -> Distribution:

@@ -90,6 +90,7 @@ def crossover(
     from twostroke.planner.hardware.tables import load_hardware
     from twostroke.planner.money.api_prices import api_price, nearest_api
     from twostroke.planner.money.cost import ProjectInputs, project_cost
+    from twostroke.planner.serving.under_load import Server
     from twostroke.planner.text.crossover import crossover_text, terms_lines
     from twostroke.planner.truth.document import plan_document
 
@@ -131,7 +132,9 @@ def crossover(
             )
             served_on = load_hardware(hardware, "serve")
             planned = fitting_plan(found.spec, shape, served_on)
-            own = own_serving(planned, terms, utilisation, years)
+            server = Server(planned)
+            simulated = server.serve(server.closed_loop())
+            own = own_serving(planned, terms, utilisation, years, simulated.output_tok_per_s)
             prompt_tokens, output_tokens = planned.shape.prompt_tokens, planned.shape.output_tokens
             replica = own.by_replica
             if "training_cost" in document:

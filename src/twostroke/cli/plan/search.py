@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 A_YEAR = 365.0
 """Days that a run may take by default. A machine that needs more is the wrong one, however cheap."""
 
+SIMULATED = 20
+"""Of the ways to serve, so many of the best by formulas have their latency simulated."""
+
 TERMS = {"on-demand": "on demand", "spot": "spot", "bought": "bought"}
 
 
@@ -45,6 +48,9 @@ def search(
     days: float = typer.Option(A_YEAR, help="Training: most days of the run."),
     budget_usd: float = typer.Option(None, help="Training: most $ of the run."),
     top: int = typer.Option(12, help="Devices to show; --json has all."),
+    simulation: bool = typer.Option(
+        True, "--simulation/--no-simulation", help=f"Simulate the users of the {SIMULATED} best ways to serve."
+    ),
     settings: list[str] = SETTINGS,
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
@@ -102,7 +108,8 @@ def search(
         shape = serving_shape(found, "bf16", 1, prompt_tokens, output_tokens)
         limits = ServeLimits(_seconds(slo_ttft_ms), _seconds(slo_tpot_ms), usd_per_mtok, usd_per_hour)
         asked = ServeWork(shape.prompt_tokens, shape.output_tokens, requests_per_s)
-        searches.append(search_serving(found.spec, asked, space, limits, objective))
+        n_simulated = SIMULATED if simulation else 0
+        searches.append(search_serving(found.spec, asked, space, limits, objective, n_simulated))
     if all(done.winner is None for done in searches):
         raise CapacityError(" ".join(nothing_found(done) for done in searches))
     document = plan_document("search", {"subject": found.name, "searches": {done.phase: done for done in searches}})

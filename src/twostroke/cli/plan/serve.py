@@ -39,6 +39,8 @@ SLO_TPOT = typer.Option(0.0, "--slo-tpot-ms", help="Highest mean time per output
 RATE = typer.Option(0.0, help="Requests a second to be served: how many replicas that takes.")
 MOST_SLO_MS = 1e9
 """Eleven days."""
+SPREAD = typer.Option(0.0, help="Share by which prompts and answers vary around their lengths, 0 to 1; simulated load only.")
+SIMULATION = typer.Option(True, "--simulation/--no-simulation", help="Simulate --batch users who ask again when answered.")
 DISAGGREGATE = typer.Option(False, "--disaggregate", help="Also plan --rate with prefill and decode on machines of their own.")
 
 
@@ -64,6 +66,8 @@ def serve(
     slo_tpot_ms: float = SLO_TPOT,
     rate: float = RATE,
     disaggregate: bool = DISAGGREGATE,
+    spread: float = SPREAD,
+    simulation: bool = SIMULATION,
     explain: bool = EXPLAIN,
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
@@ -72,13 +76,23 @@ def serve(
     from twostroke.planner.choosing.serving_fits import fitting_plan
     from twostroke.planner.hardware.tables import load_hardware
     from twostroke.planner.serving.shape import Speculation
-    from twostroke.planner.serving.under_load import MOST_REQUESTS_PER_S, Slo, latency_table, load_of
+    from twostroke.planner.serving.under_load import (
+        MOST_REQUESTS_PER_S,
+        Server,
+        Slo,
+        Stretch,
+        latency_table,
+        load_of,
+        simulated,
+    )
     from twostroke.planner.text.serving import load_text, loaded_text, serving_text
     from twostroke.planner.truth.document import plan_document
     from twostroke.planner.truth.intervals import low_by_of, predict_with_intervals
 
     if disaggregate and not rate:
         raise ConfigError("--disaggregate sizes two pools for a rate. Give --rate, in requests/s.")
+    if not simulation and (rate or slo_ttft_ms or slo_tpot_ms):
+        raise ConfigError("--no-simulation leaves nothing that answers --rate or an SLO. Leave one of them out.")
     slos = (("--slo-ttft-ms", slo_ttft_ms, MOST_SLO_MS), ("--slo-tpot-ms", slo_tpot_ms, MOST_SLO_MS))
     for name, value, most in (("--rate", rate, MOST_REQUESTS_PER_S), *slos):
         if not 0 <= value <= most:
@@ -96,10 +110,15 @@ def serve(
     intervals = predict_with_intervals(planned.prediction(), machine, "serve")
     table = latency_table(planned)
     document = {"subject": found.name, **plan_document("serve", planned), "intervals": intervals, "latency_table": table}
-    under_load = [loaded_text(planned, table)]
+    users = None
+    if simulation:
+        server = Server(planned)
+        users = simulated(server, server.closed_loop(spread), *Stretch.ends(intervals))
+        document |= {"loaded": users.medians, "simulated": users}
+    under_load = [loaded_text(planned, users, table)]
     if slo_ttft_ms or slo_tpot_ms or rate:
         slo = Slo(slo_ttft_ms / 1e3 if slo_ttft_ms else None, slo_tpot_ms / 1e3 if slo_tpot_ms else None)
-        load = load_of(planned, slo, rate, disaggregate)
+        load = load_of(planned, slo, rate, disaggregate, spread)
         document["load"] = load
         under_load.insert(0, load_text(load))
     text = serving_text(planned, found.name, intervals, low_by_of(machine, "serve"), "\n\n".join(under_load))

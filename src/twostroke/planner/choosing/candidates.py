@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -209,6 +209,26 @@ def choose(candidates: Iterable[Candidate], objective: Objective) -> tuple[list[
     place = {id(c): i for i, c in enumerate(feasible)}
     results.sort(key=lambda r: (0, place[id(r.best)]) if r.best else (1, *_miss_order(r.nearest)) if r.nearest else (2,))
     return results, feasible
+
+
+MOST_ROUNDS = 3
+"""Times that further candidates are simulated because those before turned out to miss a limit."""
+
+
+def with_simulated_best(
+    candidates: Sequence[Candidate], objective: Objective, n: int, simulated: Callable[[Candidate], Candidate]
+) -> list[Candidate]:
+    """``candidates`` with the ``n`` best as ``simulated`` finds them. Where the best one left was not among them, the next
+    ``n`` are simulated too."""
+    left, done = list(candidates), set[int]()
+    for _ in range(MOST_ROUNDS):
+        ranked = sorted((i for i, c in enumerate(left) if not c.misses), key=lambda i: left[i].order(objective))
+        if not ranked or ranked[0] in done:
+            break
+        for i in [i for i in ranked[:n] if i not in done]:
+            left[i] = simulated(left[i])
+            done.add(i)
+    return left
 
 
 def reliefs(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:

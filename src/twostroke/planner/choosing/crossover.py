@@ -360,8 +360,11 @@ class OwnServing:
     tokens: TokenPrices
 
 
-def own_serving(plan: ServingPlan, terms: Terms, utilisation: float, years: float | None = None) -> OwnServing:
-    """The plan's replica, its batch kept full while it works, on ``terms``: $ = device hours of work · $ of a worked hour.
+def own_serving(
+    plan: ServingPlan, terms: Terms, utilisation: float, years: float | None = None, output_tok_per_s: float | None = None
+) -> OwnServing:
+    """The plan's replica on ``terms``, its batch kept full while it works, at ``output_tok_per_s`` where that was simulated:
+    $ = device hours of work · $ of a worked hour.
 
     Rented devices are paid while idle: worked hour = rate / utilisation. Bought ones wear out by the year and draw power by
     use. Raises ConfigError for a utilisation out of range.
@@ -374,7 +377,7 @@ def own_serving(plan: ServingPlan, terms: Terms, utilisation: float, years: floa
         usd = replace(paid.usd_per_hour, value=paid.usd_per_hour.value / utilisation)
         worked = DeviceRate(terms, usd, {**paid.parts, "idle": usd.value - paid.usd_per_hour.value})
     replica_usd_per_hour = plan.devices * worked.usd_per_hour.value
-    request_s = plan.shape.output_tokens / plan.output_tok_per_s
+    request_s = plan.shape.output_tokens / (output_tok_per_s or plan.output_tok_per_s)
     usd_per_request = replica_usd_per_hour * request_s / 3600
     requests_per_day = SECONDS_PER_DAY * utilisation / request_s
     return OwnServing(

@@ -20,14 +20,24 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.optimizers import CHOICES
 from twostroke.core.schemes import PLANNED, SEARCHED, scheme_of
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.choosing.candidates import Candidate, DeviceResult, Miss, Objective, Phase, choose, nearest_miss, reliefs
+from twostroke.planner.choosing.candidates import (
+    Candidate,
+    DeviceResult,
+    Miss,
+    Objective,
+    Phase,
+    choose,
+    nearest_miss,
+    reliefs,
+    with_simulated_best,
+)
 from twostroke.planner.choosing.interconnect import LinkFinding, blame_idle_links, link_findings
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.money.cost import energy_kwh, rent_usd, usd_per_million_tokens
 from twostroke.planner.money.power import Busy, mean_watts
 from twostroke.planner.serving.load import Steps, closed_loop
 from twostroke.planner.serving.memory import batch_pages
-from twostroke.planner.serving.plan import served_schemes, strategy_of
+from twostroke.planner.serving.plan import plan_serving, served_schemes, strategy_of
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.serving.under_load import MOST_REQUESTS_PER_S
 from twostroke.planner.training.checkpointing import resilience
@@ -213,9 +223,11 @@ class Search:
 
 
 def search_serving(
-    spec: ModelSpec, work: ServeWork, space: Space, limits: ServeLimits = ServeLimits(), objective: Objective = "cost"
-) -> Search:
-    """Rank every way to serve ``spec``. Raises ConfigError for impossible inputs; a search that finds nothing has no winner."""
+    spec: ModelSpec, work: ServeWork, space: Space, limits: ServeLimits = ServeLimits(), objective: Objective = "cost",
+    simulated: int = 0,
+) -> Search:  # fmt: skip
+    """Rank every way to serve ``spec`` by formulas; the ``simulated`` best then have the latencies of a simulated load, and may
+    miss a limit by them. Raises ConfigError for impossible inputs; a search that finds nothing has no winner."""
     if work.prompt_tokens + work.output_tokens > spec.max_positions:
         raise ConfigError(
             f"prompt_tokens={work.prompt_tokens} and output_tokens={work.output_tokens} make "
@@ -223,7 +235,33 @@ def search_serving(
         )
     _check_precisions(space, PLANNED, "a way to hold weights")
     candidates = list(_serve_candidates(spec, work, space, limits))
+    if simulated:
+        by_name = {machine.name: machine for machine in space.machines}
+        candidates = with_simulated_best(
+            candidates, objective, simulated, lambda c: _simulated(spec, work, by_name[c.device], limits, c)
+        )
     return _ranked("serve", objective, work, limits, space, candidates)
+
+
+SEARCH_ROUNDS = 2
+"""Answers of each user that are reported where many layouts are simulated."""
+
+
+def _simulated(spec: ModelSpec, work: ServeWork, machine: Hardware, limits: ServeLimits, one: Candidate) -> Candidate:
+    """``one`` with the latencies that its users find in a simulation, and the limits that it misses by them."""
+    from twostroke.planner.serving.under_load import Server  # brings the scheduler, which most searches do without
+
+    layout = {name: one.layout.get(name, 1) for name in ("tensor", "pipeline", "expert")}
+    shape = ServingShape(one.precision, one.batch, work.prompt_tokens, work.output_tokens, **layout)
+    server = Server(plan_serving(spec, shape, machine))
+    found = server.serve(server.closed_loop(rounds=SEARCH_ROUNDS))
+    latency = {"loaded_ttft_s": found.ttft_s.median, "e2e_s": found.e2e_s.median}
+    latency |= {"loaded_tpot_s": found.tpot_s.median} if found.tpot_s.n else {}
+    values = one.values | latency
+    missed = _misses(
+        (("ttft", values["loaded_ttft_s"], limits.ttft_s, "s"), ("tpot", values["loaded_tpot_s"], limits.tpot_s, "s"))
+    )
+    return replace(one, values=values, misses=missed)
 
 
 def serve_placements(spec: ModelSpec, max_devices: int, devices_per_node: int) -> tuple[tuple[int, int, int], ...]:

@@ -1,8 +1,7 @@
-"""How long a request waits beside others: the one model that plans, searches, explanations and ``bench`` ask.
+"""How long a request waits beside others, by formulas: what ranks thousands of layouts and says where to simulate.
 
-There are two kinds of load. In a closed loop each of B users asks again when answered; in an open one requests arrive by
-chance at a rate. All formulas are arithmetic on the seconds of steps, which the planner has from a calibration or a datasheet.
-They are held against a simulated engine in tests/planner/test_load.py.
+All are arithmetic on the seconds of steps, which the planner has from a calibration or a datasheet. What a plan says of a load
+comes from ``serving.simulation``, which they are held against in tests/planner/test_load.py.
 """
 
 from __future__ import annotations
@@ -49,15 +48,12 @@ class Latency(NamedTuple):
     e2e_s: Annotated[float, "s", "of a whole answer"]
 
 
-def closed_loop(steps: Steps, users: int, lengths: int = 1, requests: float = math.inf) -> Latency:
-    """Median latency of a request beside those of ``users`` − 1 others, who each ask again when answered.
+def closed_loop(steps: Steps, users: int) -> Latency:
+    """Latency of a request beside those of ``users`` − 1 others, who each ask again when answered, all answers equally long.
 
-    A request comes when another has ended. Where all answers are equally long (``lengths`` = 1), the g prompts of one step end
-    together again and come together: with A = ``Steps.prompt_s`` they take g·A, and for the share 1 − g/B that has others
-    decoding beside it there is waiting w = 2·T, the step that it comes in and its own. At random it finds q = (B − 1)/n others
-    ending in its own and in the last step: X·(1 + 2·q), and w = 2·T. Answers of W different ``lengths`` end together with
-    probability 1/W. In a load of less than two waves of ``requests`` most come at once, and half of them go first:
-    (B/g + 1)/2 groups of g·P.
+    A request comes when another has ended. The g prompts of one step end together again and come together: with
+    A = ``Steps.prompt_s`` they take g·A, and for the share 1 − g/B that has others decoding beside it there is waiting w = 2·T,
+    the step that it comes in and its own.
 
     TTFT is these prompts and w. A request takes every user's prompt once and n − 1 steps: E2E = B·A + w + (n − 1)·T, and
     TPOT = (E2E − TTFT)/(n − 1). Alone TTFT = P, TPOT = T.
@@ -67,13 +63,8 @@ def closed_loop(steps: Steps, users: int, lengths: int = 1, requests: float = ma
         ttft_s, e2e_s = steps.prefill_s, steps.prefill_s + later * step_s
         return Latency(_loaded("ttft_s", ttft_s), _loaded("tpot_s", step_s), _loaded("e2e_s", e2e_s))
     together, prompt_s = letter("g", steps.together(users)), steps.prompt_s(users)
-    if requests < 2 * users:
-        waited_s, prompts_s = 0.0, (users / together + 1) / 2 * together * steps.prefill_s
-    else:
-        waited_s = 2 * step_s * (1 - together / users / lengths)
-        by_chance = steps.added_s * (1 + 2 * (users - 1) / steps.output_tokens)
-        prompts_s = by_chance + (together * prompt_s - by_chance) / lengths
-    ttft_s = _loaded("ttft_s", waited_s + prompts_s)
+    waited_s = 2 * step_s * (1 - together / users)
+    ttft_s = _loaded("ttft_s", waited_s + together * prompt_s)
     e2e_s = _loaded("e2e_s", waited_s + users * prompt_s + later * step_s)
     return Latency(ttft_s, _loaded("tpot_s", (e2e_s - ttft_s) / later if later else step_s), e2e_s)
 
@@ -87,17 +78,6 @@ _MEANING = {
 
 def _loaded(which: str, seconds: float) -> float:
     return named(f"loaded_{which}", seconds, "s", _MEANING[which], section="load")
-
-
-def open_loop_first_token(steps: Steps, rate_per_s: float, decoding: float = 1.0) -> tuple[float, float]:
-    """(mean wait, mean TTFT) of requests that arrive by chance at ``rate_per_s``; ``decoding`` is the share of time in which
-    others decode.
-
-    Wait until the own step begins: ``stepped_server_wait_s``, with a step of T in that share of time. Then the own
-    step with the prompt in it, T + X, or P where nothing decodes.
-    """
-    wait_s = stepped_server_wait_s(rate_per_s, decoding * steps.step_s, steps.added_s)
-    return wait_s, wait_s + decoding * (steps.step_s + steps.added_s) + (1 - decoding) * steps.prefill_s
 
 
 POISSON_SCV = 1.0
@@ -138,21 +118,3 @@ def several_servers_wait_s(
     if busy >= 1:
         return math.inf
     return erlang_c(rate_per_s * service_s, servers) * service_s / (servers * (1 - busy)) * (arrival_scv + service_scv) / 2
-
-
-def stepped_server_wait_s(rate_per_s: float, step_s: float, added_s: float) -> float:
-    """Mean time that a Poisson arrival takes beyond step + added of its own, at a server that works in steps of
-    step + N · added seconds, N being the requests that arrived during the step before (gated service); ∞ for
-    ρ = rate · added ≥ 1.
-
-    Steps last L with mean T ÷ (1 − ρ) and variance X²·λ·mean; an arrival meets m = E[L²]/E[L] = mean + λ·X². It waits for
-    half of that and for those who arrived in it and go into the same step, on average λ·m·X in all: m/2 + ρ·m. The variance
-    leaves out that long steps follow long ones, so waits near ρ = 1 are longer than this.
-    """
-    check_amount("step_s", step_s)
-    check_amount("added_s", added_s)
-    busy = utilisation(rate_per_s, added_s)
-    if busy >= 1:
-        return math.inf
-    met = step_s / (1 - busy) + rate_per_s * added_s**2
-    return met / 2 + busy * met

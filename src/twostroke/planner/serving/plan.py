@@ -167,7 +167,8 @@ class ServingPlan:
 
     @property
     def loaded(self) -> Annotated[Latency, "latency beside other users"]:
-        """Of ``batch`` users who each ask again when answered, all answers equally long: ``load.closed_loop``."""
+        """Of ``batch`` users who each ask again when answered, all answers equally long, by formulas: ``load.closed_loop``.
+        ``plan serve`` puts the simulation's medians in its place."""
         return closed_loop(self.steps, self.shape.prompts)
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import Annotated
 
@@ -31,22 +31,25 @@ TOKEN = 0
 
 @dataclass(frozen=True)
 class Simulated:
-    """What came of a workload, without its warm-up."""
+    """What came of a workload: latencies of the requests that are reported, rates of all while those are served."""
 
-    n_requests: Annotated[int, "requests, without the warm-up"]
+    n_requests: Annotated[int, "answers that are reported: without those that warm up and cool down"]
     ttft_s: Annotated[Distribution, "s", "to the first token"]
-    tpot_s: Annotated[Distribution, "s", "between tokens, mean of each request"]
+    tpot_s: Annotated[Distribution, "s", "between tokens, the mean of each request"]
     itl_s: Annotated[Distribution, "s", "between tokens, all gaps"]
     e2e_s: Annotated[Distribution, "s", "to the last token"]
-    duration_s: Annotated[float, "s", "from the first arrival to the last token"]
-    requests_per_s: Annotated[float, "requests/s", "completed ÷ duration"]
-    output_tok_per_s: Annotated[float, "tok/s", "output tokens ÷ duration"]
+    wait_s: Annotated[Distribution, "s", "before a prompt is begun"]
+    duration_s: Annotated[float, "s", "from the first reported arrival to the last reported token"]
+    requests_per_s: Annotated[float, "answers that end, a second"]
+    output_tok_per_s: Annotated[float, "tok/s", "of all answers"]
     concurrency: Annotated[float, "requests in flight, on average"]
     peak_concurrency: Annotated[int, "most requests in flight at one moment"]
-    busy_share: Annotated[float, "share of the time in which a step ran"]
-    steps: Annotated[int, "steps of the engine, the warm-up's with them"]
-    preemptions: Annotated[int, "requests that lost their pages and were computed again"]
-    prefix_hit_share: Annotated[float, "share of prompt tokens that the cache held"]
+    decoding: Annotated[float, "requests that decode, on average"]
+    prompt_share: Annotated[float, "share of the time in which a step holds a prompt"]
+    busy_share: Annotated[float, "share of the time in which a step runs"]
+    steps: Annotated[int, "steps"]
+    preemptions: Annotated[int, "times that a request lost its pages and was computed again, of all requests"]
+    prefix_hit_share: Annotated[float, "share of prompt tokens that the cache held, of all requests"]
 
 
 class CountedPages(PagePool):
@@ -73,13 +76,14 @@ class CountedPages(PagePool):
 
 @dataclass
 class _Served:
-    """One request as it goes through: when it came and was due, when its first and its last known token came."""
+    """One request as it goes through: when it came and was due, was begun, when its first and its last known token came."""
 
     index: int
     number: int
     reported: bool
     came_s: float
     due_s: float
+    begun_s: float = math.nan
     first_s: float = math.nan
     last_s: float = math.nan
     decodes: bool = False
@@ -87,27 +91,34 @@ class _Served:
 
 @dataclass
 class _Times:
-    """What is reported of requests and steps."""
+    """What is reported of requests."""
 
     ttft: list[float] = field(default_factory=list)
     tpot: list[float] = field(default_factory=list)
     e2e: list[float] = field(default_factory=list)
+    wait: list[float] = field(default_factory=list)
     itl: Counter[float] = field(default_factory=Counter)
-    output_tokens: int = 0
-    steps: int = 0
-    began_s: float = math.inf
-    ended_s: float = 0.0
-    in_flight_s: float = 0.0
 
-    def add(self, served: _Served, now_s: float, request: Request) -> None:
+    def add(self, served: _Served, now_s: float, n_output: int) -> None:
         self.ttft.append(served.first_s - served.due_s)
         self.e2e.append(now_s - served.due_s)
-        if request.n_output > 1:
-            self.tpot.append((now_s - served.first_s) / (request.n_output - 1))
-        self.output_tokens += request.n_output
-        self.in_flight_s += now_s - served.came_s
-        self.began_s = min(self.began_s, served.due_s)
-        self.ended_s = max(self.ended_s, now_s)
+        self.wait.append(served.begun_s - served.due_s)
+        if n_output > 1:
+            self.tpot.append((now_s - served.first_s) / (n_output - 1))
+
+
+@dataclass
+class _Sums:
+    """What has been since the start; the difference of two of them is what is reported."""
+
+    at_s: float = 0.0
+    in_flight_s: float = 0.0
+    decoding_s: float = 0.0
+    prompts_s: float = 0.0
+    busy_s: float = 0.0
+    tokens: int = 0
+    ended: int = 0
+    steps: int = 0
 
 
 def simulate(
@@ -146,7 +157,7 @@ class _Run:
         self.workload, self.step_seconds = workload, step_seconds
         self.scheduler = policy.scheduler(config, pool)
         self.params: dict[int, SamplingParams] = {}
-        self.now = self.busy_s = 0.0
+        self.now = 0.0
         # arrivals
         self.places, self.next = workload.places, 0  # free places, the first arrival without one
         self.due: list[tuple[float, int]] = []  # a heap of those that have a place, by the time that they come
@@ -161,6 +172,8 @@ class _Run:
         self.last_decode_s = 0.0
         # results
         self.times = _Times()
+        self.sums = _Sums()
+        self.began, self.ended = _Sums(), _Sums()
         self.peak = 0
         self._take_places(0.0)
 
@@ -179,12 +192,15 @@ class _Run:
         """Hand the scheduler what has come. More than it has slots for would only lie there."""
         while self.due and self.due[0][0] <= self.now:
             self.waiting.append(heappop(self.due))
+            self.sums.in_flight_s += self.now - self.waiting[-1][0]  # it came during the last step
         self.peak = max(self.peak, len(self.answers_left) + len(self.waiting))
         while self.waiting and self.scheduler.n_waiting <= self.scheduler.config.max_running:
             self._add(*self.waiting.popleft())
 
     def _add(self, came_s: float, index: int) -> None:
         arrival, workload, config = self.workload.arrivals[index], self.workload, self.scheduler.config
+        if index == workload.warmup:
+            self.began = replace(self.sums)
         n_tokens = arrival.output_tokens
         params = self.params.setdefault(n_tokens, SamplingParams(max_tokens=n_tokens, ignore_eos=True))
         original = None
@@ -195,7 +211,7 @@ class _Run:
             self.scheduler.add(request)
             due_s = came_s if workload.users else arrival.at_s
             self.n_added += 1
-            self.served[request.id] = _Served(index, self.n_added, index >= workload.warmup, came_s, due_s)
+            self.served[request.id] = _Served(index, self.n_added, workload.reports(index), came_s, due_s)
             original = original or request
         self.answers_left[index] = arrival.answers
 
@@ -207,12 +223,16 @@ class _Run:
             if not self.scheduler.has_work:
                 if not self.due:
                     return self._result()
+                self._wait(self.due[0][0] - self.now)
                 self.now = self.due[0][0]
                 continue
             n_steps = 0 if one_by_one or self.pending else self.scheduler.steady_steps()
             ended = self._steady(n_steps) if n_steps > 1 else self._step()
+            before = len(self.times.e2e)
             for request in ended:
                 self._end(request)
+            if len(self.times.e2e) > before:
+                self.ended = replace(self.sums)
 
     def _step(self) -> list[Request]:
         step = self.scheduler.schedule()
@@ -220,6 +240,10 @@ class _Run:
             self._leave(name)
         n, tokens = step.n_decodes, sum(step.starts[: step.n_decodes])
         prompts = range(n, len(step.requests))
+        for i in prompts:
+            served = self.served[step.requests[i].id]
+            if math.isnan(served.begun_s):
+                served.begun_s = self.now
         chunks = [Chunk(step.starts[i], step.counts[i], step.samples(i)) for i in prompts]
         self._pass(n, tokens, chunks)
         sampled = self._tokens(step.requests)
@@ -257,9 +281,13 @@ class _Run:
         if not n and not chunks:
             return
         seconds = self.step_seconds(n, tokens / n if n else 0.0, chunks)
-        self.now += seconds
-        self.busy_s += seconds
-        self.times.steps += 1
+        self._wait(seconds)
+        sums = self.sums
+        sums.busy_s += seconds
+        sums.decoding_s += n * seconds
+        sums.prompts_s += seconds if chunks else 0.0
+        sums.tokens += n + sum(chunk.samples for chunk in chunks)
+        sums.steps += 1
         if n:
             gaps, older = self.times.itl, self.n_decoding
             for at_s, count in self.fresh.items():
@@ -268,6 +296,11 @@ class _Run:
             gaps[self.now - self.last_decode_s] += older
             self.fresh.clear()
             self.last_decode_s = self.now
+
+    def _wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.sums.at_s = self.now
+        self.sums.in_flight_s += seconds * (len(self.answers_left) + len(self.waiting))
 
     # -- what happens to a request
 
@@ -300,8 +333,9 @@ class _Run:
     def _end(self, request: Request) -> None:
         served, times = self._leave(request.id), self.times
         del self.served[request.id]
+        self.sums.ended += 1
         if served.reported:
-            times.add(served, self.now, request)
+            times.add(served, self.now, request.n_output)
         self.answers_left[served.index] -= 1
         if not self.answers_left[served.index]:
             del self.answers_left[served.index]
@@ -309,21 +343,24 @@ class _Run:
             self._take_places(self.now + (self.workload.turnaround_s if self.workload.users else 0.0))
 
     def _result(self) -> Simulated:
-        times, scheduler = self.times, self.scheduler
-        duration_s = times.ended_s - times.began_s
+        times, scheduler, began, ended = self.times, self.scheduler, self.began, self.ended
+        duration_s = ended.at_s - began.at_s
         return Simulated(
             n_requests=len(times.e2e),
             ttft_s=Distribution.of(times.ttft),
             tpot_s=Distribution.of(times.tpot),
             itl_s=Distribution.of_counted((gap, n) for gap, n in times.itl.items() if n),
             e2e_s=Distribution.of(times.e2e),
+            wait_s=Distribution.of(times.wait),
             duration_s=duration_s,
-            requests_per_s=len(times.e2e) / duration_s,
-            output_tok_per_s=times.output_tokens / duration_s,
-            concurrency=times.in_flight_s / duration_s,
+            requests_per_s=(ended.ended - began.ended) / duration_s,
+            output_tok_per_s=(ended.tokens - began.tokens) / duration_s,
+            concurrency=(ended.in_flight_s - began.in_flight_s) / duration_s,
             peak_concurrency=self.peak,
-            busy_share=self.busy_s / self.now,
-            steps=times.steps,
+            decoding=(ended.decoding_s - began.decoding_s) / duration_s,
+            prompt_share=(ended.prompts_s - began.prompts_s) / duration_s,
+            busy_share=(ended.busy_s - began.busy_s) / duration_s,
+            steps=ended.steps - began.steps,
             preemptions=scheduler.n_preemptions,
             prefix_hit_share=scheduler.n_prefix_hit_tokens / max(1, scheduler.n_prompt_tokens),
         )

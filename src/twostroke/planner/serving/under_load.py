@@ -1,27 +1,35 @@
 """A served model under load: what a request rate does to latency, the rate that keeps to an SLO, replicas, separated pools.
 
-One copy of the model computes steps. A step takes T(b) for b decoding requests, and X more when a prompt is computed beside it.
-At a rate λ the prompts take the share ρ = λ·X of all time, so that
+Latency is simulated: the scheduler on the plan's step times (``serving.simulation``). Closed formulas only say where to look. A
+step takes T(b) for b decoding requests, and X more when a prompt is computed beside it. At a rate λ prompts take the share
+ρ = λ·X of all time, so that
 
     TPOT = T(b) ÷ (1 − ρ),   b = λ·(output − 1)·TPOT   (Little's law)
 
-Waiting for the first token is ``serving.load``'s. All prompts and answers have the plan's lengths; where they vary, waits are
-longer. Held against a simulated server in tests/planner/test_serving_load.py.
+All prompts and answers have the plan's lengths, or vary around them by the share ``spread``; requests of a rate come by chance.
+The formulas are held against the simulation in tests/planner/test_serving_load.py.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, NamedTuple
 
 from twostroke.core.checks import check_limit
+from twostroke.core.described import LeftOut
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.planner.money.cost import usd_per_million_tokens
-from twostroke.planner.serving.load import closed_loop, open_loop_first_token, several_servers_wait_s
+from twostroke.planner.serving.http import added_by_http
+from twostroke.planner.serving.load import Latency, closed_loop, several_servers_wait_s
 from twostroke.planner.serving.plan import ServingPlan, strategy_of
+from twostroke.planner.serving.policies import Policy, policy_of
+from twostroke.planner.serving.simulation import Simulated, simulate
+from twostroke.planner.serving.step_table import StepTable
+from twostroke.planner.serving.strategy import Chunk
+from twostroke.planner.serving.workload import Lengths, Uniform, Workload
 
 MAX_SAMPLED_BATCH = 2**14
 CLOSE = 1e-6
@@ -43,21 +51,144 @@ class Slo:
         for name, value in vars(self).items():
             check_limit(name, value)
 
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing is asked."""
+        return self.ttft_s is None and self.tpot_s is None
+
     def met(self, ttft_s: float, tpot_s: float) -> bool:
         return (self.ttft_s is None or ttft_s <= self.ttft_s) and (self.tpot_s is None or tpot_s <= self.tpot_s)
 
 
+# -- simulating a plan ----------------------------------------------------------------------------------------------------
+
+
+class Stretch(NamedTuple):
+    """Factors of steps that only decode and of steps with prompts: the ends of a plan's intervals."""
+
+    decode: float = 1.0
+    prompts: float = 1.0
+
+    @classmethod
+    def ends(cls, intervals: Mapping[str, Mapping[str, float]]) -> tuple[Stretch, Stretch]:
+        """(shortest, longest) from a plan's intervals by ledger name."""
+        decode, prompts = intervals["tpot_s"], intervals["prefill_tok_per_s"]
+        return (
+            cls(decode["low"] / decode["value"], prompts["value"] / prompts["high"]),
+            cls(decode["high"] / decode["value"], prompts["value"] / prompts["low"]),
+        )
+
+
+class Server:
+    """One copy of the planned model: its steps, worked out once for any number of workloads. ``http``: reached by HTTP, which
+    adds to each step and before each first token what calibration measured of it."""
+
+    def __init__(self, plan: ServingPlan, http: bool = False) -> None:
+        self.plan, self.http = plan, http
+        strategy = strategy_of(plan.spec, plan.shape, plan.hardware)
+        self.policy: Policy = policy_of("twostroke" if plan.hardware.is_calibrated_cpu else plan.shape.engine)
+        self.steps = StepTable(strategy.step_seconds)
+        self.speed_up = plan.step_s / plan.tpot_s  # of speculation
+
+    def serve(self, workload: Workload, stretch: Stretch = Stretch()) -> Simulated:
+        """What ``workload`` finds there."""
+
+        def seconds(decoding: int, context: float, chunks: Sequence[Chunk]) -> float:
+            beside_s = added_by_http(plan.hardware, decoding).step_s if self.http else 0.0
+            if not chunks:
+                return stretch.decode / self.speed_up * self.steps(decoding, context, ()) + beside_s
+            return stretch.prompts * self.steps(decoding, context, chunks) + beside_s
+
+        plan = self.plan
+        found = simulate(workload, self.policy, seconds, plan.pages, window=plan.spec.window_of_every_layer)
+        before_s = added_by_http(plan.hardware, 0).request_s if self.http else 0.0
+        return replace(found, ttft_s=found.ttft_s.later(before_s), e2e_s=found.e2e_s.later(before_s))
+
+    def lengths(self, spread: float) -> tuple[Lengths, Lengths]:
+        """Of prompts and answers: the plan's, each from (1 − spread) to (1 + spread) times as long. Raises ConfigError."""
+        if not 0 <= spread < 1:
+            raise ConfigError(f"spread={spread:g} must be at least 0 and below 1: a share of the length.")
+        shape = self.plan.shape
+        longest = shape.max_model_len or self.plan.spec.max_positions
+        share = min(spread, longest / (shape.prompt_tokens + shape.output_tokens) - 1)  # the longest pair fits
+        prompts, outputs = (
+            Uniform(max(1, n - int(share * n)), n + int(share * n)) for n in (shape.prompt_tokens, shape.output_tokens)
+        )
+        return prompts, outputs
+
+    def closed_loop(self, spread: float = 0.0, rounds: int = 0) -> Workload:
+        """The plan's users, who each ask again when answered; ``rounds`` (default: ``ROUNDS``) answers of each are reported."""
+        shape = self.plan.shape
+        users, prompts, outputs = shape.prompts, *self.lengths(spread)
+        n = max(users, min((rounds or ROUNDS) * users, MOST_REQUESTS - 2 * users))
+        return Workload.closed(
+            users, n + 2 * users, prompts, outputs, warmup=users, cooldown=users, answers=shape.answers,
+            shared_prefix=shape.hit_tokens,
+        )  # fmt: skip
+
+    def at_rate(self, rate_per_s: float, in_flight: float, spread: float = 0.0, n: int = 0) -> Workload:
+        """Requests that come by chance, about ``in_flight`` of them at a time."""
+        shape, (prompts, outputs) = self.plan.shape, self.lengths(spread)
+        filling = min(MOST_REQUESTS, math.ceil(1.2 * in_flight) + 20)
+        return Workload.open(
+            rate_per_s, (n or RATE_REQUESTS) + 2 * filling, prompts, outputs, warmup=filling, cooldown=filling,
+            shared_prefix=shape.hit_tokens, seed=1,
+        )  # fmt: skip
+
+
+ROUNDS = 6
+"""Answers that each user gets of those that are reported."""
+
+RATE_REQUESTS = 1000
+"""Requests that are reported at a rate: the mean of waits that are as long as they vary is then known within 3%."""
+
+SEARCH_REQUESTS = 200
+"""The same while a rate is searched."""
+
+MOST_REQUESTS = 4000
+"""Most requests of one simulation of a plan, half a second of them."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A simulated load, and the same with all steps as fast and as slow as the plan's intervals end."""
+
+    expected: Annotated[Simulated, "at the predicted step times"]
+    fast: Annotated[Simulated, "with the shortest step times of the intervals"]
+    slow: Annotated[Simulated, "with the longest"]
+
+    @property
+    def medians(self) -> Latency:
+        """What a user mostly finds."""
+        found = self.expected
+        tpot_s = found.tpot_s.median if found.tpot_s.n else 0.0
+        return Latency(found.ttft_s.median, tpot_s, found.e2e_s.median)
+
+
+def simulated(server: Server, workload: Workload, fast: Stretch, slow: Stretch) -> Loaded:
+    """``workload`` at the expected step times and at both ends of their intervals."""
+    expected, *ends = (server.serve(workload, stretch) for stretch in (Stretch(), fast, slow))
+    return Loaded(expected, *ends)
+
+
 @dataclass(frozen=True)
 class AtRate:
-    """One copy at a request rate."""
+    """One copy at a request rate, simulated."""
 
     rate_per_s: Annotated[float, "requests a second"]
     batch: Annotated[float, "requests that decode together, on average"]
-    prefill_utilisation: Annotated[float, "share of the time that prompts take"]
+    prefill_utilisation: Annotated[float, "share of the time in which a step holds a prompt"]
     wait_s: Annotated[float, "s", "before a prompt is begun, on average"]
     ttft_s: Annotated[float, "s", "to the first token, on average"]
     tpot_s: Annotated[float, "s", "between tokens, on average"]
     e2e_s: Annotated[float, "s", "of a whole answer, on average"]
+    simulated: Annotated[Simulated | None, "all of it", LeftOut] = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, rate_per_s: float, found: Simulated) -> AtRate:
+        tpot_s = found.tpot_s.mean if found.tpot_s.n else 0.0
+        means = found.wait_s.mean, found.ttft_s.mean, tpot_s, found.e2e_s.mean
+        return cls(rate_per_s, found.decoding, found.prompt_share, *means, found)
 
 
 def step_of_batch(plan: ServingPlan) -> Callable[[float], float]:
@@ -76,12 +207,9 @@ def step_of_batch(plan: ServingPlan) -> Callable[[float], float]:
     return of
 
 
-def at_rate(plan: ServingPlan, rate_per_s: float, step: Callable[[float], float] | None = None) -> AtRate | None:
-    """One copy at ``rate_per_s``; None where it cannot carry it: prompts alone take all the time, or more requests decode at
-    once than the memory holds. Raises ConfigError for a rate that is not above 0."""
-    if not 0 < rate_per_s < math.inf:
-        raise ConfigError(f"rate={rate_per_s:g} requests/s must be above 0 and finite.")
-    step = step or step_of_batch(plan)
+def carried(plan: ServingPlan, rate_per_s: float, step: Callable[[float], float]) -> tuple[float, float] | None:
+    """(requests that decode, TPOT) at ``rate_per_s`` by the formulas above; None where one copy cannot carry it: prompts alone
+    take all the time, or more requests decode at once than the memory holds."""
     busy = rate_per_s * plan.added_by_a_prompt_s
     if busy >= 1:
         return None
@@ -92,31 +220,62 @@ def at_rate(plan: ServingPlan, rate_per_s: float, step: Callable[[float], float]
         if wanted > plan.largest_batch:
             return None
         if wanted <= batch * (1 + CLOSE):
-            break
+            return wanted, tpot
         batch = wanted
         tpot = step(batch) / (1 - busy)
-    decoding = min(1.0, wanted)  # share of time in which anything decodes, while that is little
-    wait, ttft = open_loop_first_token(plan.steps._replace(step_s=step(batch)), rate_per_s, decoding)
-    return AtRate(rate_per_s, wanted, busy, wait, ttft, tpot, ttft + later * tpot)
 
 
-def largest_rate(plan: ServingPlan, slo: Slo, step: Callable[[float], float] | None = None) -> AtRate | None:
-    """The highest rate that one copy carries within the SLO, by bisection; None where it is not met even alone."""
-    step = step or step_of_batch(plan)
+def at_rate(
+    plan: ServingPlan, rate_per_s: float, step: Callable[[float], float] | None = None, server: Server | None = None,
+    spread: float = 0.0, n: int = 0,
+) -> AtRate | None:  # fmt: skip
+    """One copy at ``rate_per_s``, simulated; None where it cannot carry it (``carried``). Raises ConfigError for a rate that is
+    not above 0."""
+    if not 0 < rate_per_s < math.inf:
+        raise ConfigError(f"rate={rate_per_s:g} requests/s must be above 0 and finite.")
+    found = carried(plan, rate_per_s, step or step_of_batch(plan))
+    if found is None:
+        return None
+    server = server or Server(plan)
+    return AtRate.of(rate_per_s, server.serve(server.at_rate(rate_per_s, found[0], spread, n)))
+
+
+SEARCH_STEPS = 6
+"""Bisections of a rate: it is found within 1/64 of the highest that is carried at all."""
+
+
+def largest_rate(
+    plan: ServingPlan, slo: Slo, step: Callable[[float], float] | None = None, server: Server | None = None,
+    spread: float = 0.0,
+) -> AtRate | None:  # fmt: skip
+    """The highest rate that one copy carries within the SLO; None where it is not met even alone. Formulas say what is carried
+    at all and keeps to the TPOT; below that the simulation is bisected."""
+    step, server = step or step_of_batch(plan), server or Server(plan)
     if not slo.met(plan.ttft_s, step(1.0)):
         return None
-    # Nothing is carried beyond prompts that fill all time, nor beyond the largest batch of steps that hold no prompt.
-    later = max(1, plan.shape.output_tokens - 1)
-    high = min(1 / plan.added_by_a_prompt_s if plan.added_by_a_prompt_s else math.inf, plan.largest_batch / (later * step(1.0)))
-    low, found = 0.0, None
-    for _ in range(40):
+    high = _highest_carried(plan, slo, step)
+    low, found = 0.0, at_rate(plan, high, step, server, spread, SEARCH_REQUESTS) if slo.is_free else None
+    for _ in range(0 if slo.is_free else SEARCH_STEPS):
         middle = (low + high) / 2
-        there = at_rate(plan, middle, step)
+        there = at_rate(plan, middle, step, server, spread, SEARCH_REQUESTS)
         if there is not None and slo.met(there.ttft_s, there.tpot_s):
             low, found = middle, there
         else:
             high = middle
     return found
+
+
+def _highest_carried(plan: ServingPlan, slo: Slo, step: Callable[[float], float]) -> float:
+    """The highest rate that is carried within the SLO's TPOT by the formulas. Nothing is carried beyond prompts that fill all
+    time, nor beyond the largest batch of steps that hold no prompt."""
+    later = max(1, plan.shape.output_tokens - 1)
+    low = 0.0
+    high = min(1 / plan.added_by_a_prompt_s if plan.added_by_a_prompt_s else math.inf, plan.largest_batch / (later * step(1.0)))
+    for _ in range(40):
+        middle = (low + high) / 2
+        found = carried(plan, middle, step)
+        low, high = (middle, high) if found is not None and slo.met(0.0, found[1]) else (low, middle)
+    return low
 
 
 def largest_batch_within(
@@ -151,19 +310,20 @@ class Service:
     usd_per_mtok: Annotated[float, "$", "per million output tokens"]
 
 
-def replicas_for(plan: ServingPlan, rate_per_s: float, slo: Slo) -> Service:
-    """Copies for ``rate_per_s``, so that each keeps to the SLO. Raises CapacityError where no number of them can."""
-    step = step_of_batch(plan)
-    best = largest_rate(plan, slo, step)
+def replicas_for(
+    plan: ServingPlan, rate_per_s: float, slo: Slo, best: AtRate | None, step: Callable[[float], float], server: Server,
+    spread: float = 0.0,
+) -> Service:  # fmt: skip
+    """Copies for ``rate_per_s``, so that each keeps to the SLO; ``best`` is the ``largest_rate`` of one. Raises CapacityError
+    where no number of them can."""
     if best is None:
         alone = f"TTFT {1e3 * plan.ttft_s:.3g} ms and TPOT {1e3 * step(1.0):.3g} ms"
         raise CapacityError(
             f"one request alone takes {alone}: no number of replicas meets the SLO. Use --tensor, or allow more."
         )
-    free = slo.ttft_s is None and slo.tpot_s is None
-    capacity = best.rate_per_s * (MOST_UTILISED if free else 1.0)
+    capacity = best.rate_per_s * (MOST_UTILISED if slo.is_free else 1.0)
     replicas = max(1, math.ceil(rate_per_s / capacity * (1 - CLOSE)))
-    each = at_rate(plan, rate_per_s / replicas, step) or best
+    each = at_rate(plan, rate_per_s / replicas, step, server, spread) or best
     devices = replicas * plan.devices
     usd = devices * plan.hardware.usd_per_hour.value
     output_tok_per_s = rate_per_s * plan.shape.output_tokens
@@ -202,14 +362,15 @@ class Load:
     pools: Annotated[Disaggregation | None, "the same with prefill and decode apart"]
 
 
-def load_of(plan: ServingPlan, slo: Slo, rate_per_s: float = 0.0, separated: bool = False) -> Load:
+def load_of(plan: ServingPlan, slo: Slo, rate_per_s: float = 0.0, separated: bool = False, spread: float = 0.0) -> Load:
     """``largest_rate`` and ``largest_batch_within``; with a rate also replicas, and pools where they are asked for."""
-    step = step_of_batch(plan)
+    step, server = step_of_batch(plan), Server(plan)
+    best = largest_rate(plan, slo, step, server, spread)
     return Load(
         slo,
-        largest_rate(plan, slo, step),
+        best,
         None if slo.tpot_s is None else largest_batch_within(plan, slo.tpot_s, step),
-        replicas_for(plan, rate_per_s, slo) if rate_per_s else None,
+        replicas_for(plan, rate_per_s, slo, best, step, server, spread) if rate_per_s else None,
         pools_for(plan, rate_per_s, slo) if rate_per_s and separated else None,
     )
 

@@ -82,13 +82,14 @@ class Arrival(NamedTuple):
 @dataclass(frozen=True)
 class Workload:
     """Requests in order. ``users``: of a closed loop, who ask again ``turnaround_s`` after the last token; None for an open
-    one. ``cap``: most requests that an open loop's client has in flight. The first ``warmup`` requests are left out of what is
-    reported. Raises ConfigError."""
+    one. ``cap``: most requests that an open loop's client has in flight. The first ``warmup`` and the last ``cooldown`` of them
+    are served and left out of what is reported. Raises ConfigError."""
 
     arrivals: tuple[Arrival, ...]
     users: int | None = None
     cap: int | None = None
     warmup: int = 0
+    cooldown: int = 0
     block_tokens: int = TRACE_BLOCK_TOKENS
     turnaround_s: float = TURNAROUND_S
 
@@ -97,11 +98,16 @@ class Workload:
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name))
         check_whole("warmup", self.warmup, 0)
+        check_whole("cooldown", self.cooldown, 0)
         check_amount("turnaround_s", self.turnaround_s)
-        if self.warmup >= len(self.arrivals):
+        if self.warmup + self.cooldown >= len(self.arrivals):
             raise ConfigError(
-                f"warmup={self.warmup} leaves nothing of {len(self.arrivals)} requests. Use fewer, or more requests."
+                f"warmup={self.warmup} and cooldown={self.cooldown} leave nothing of {len(self.arrivals)} requests. Use less."
             )
+
+    def reports(self, index: int) -> bool:
+        """Whether the request is one of those that are reported."""
+        return self.warmup <= index < len(self.arrivals) - self.cooldown
 
     @property
     def places(self) -> int:
@@ -110,20 +116,20 @@ class Workload:
 
     @classmethod
     def closed(
-        cls, users: int, n_requests: int, prompt: int | Lengths, output: int | Lengths, *, warmup: int = 0, answers: int = 1,
-        shared_prefix: int = 0, turnaround_s: float = TURNAROUND_S, seed: int = 0,
+        cls, users: int, n_requests: int, prompt: int | Lengths, output: int | Lengths, *, warmup: int = 0, cooldown: int = 0,
+        answers: int = 1, shared_prefix: int = 0, turnaround_s: float = TURNAROUND_S, seed: int = 0,
     ) -> Workload:  # fmt: skip
         """``users`` who each ask again when answered, ``n_requests`` in all. Every prompt begins with the same
         ``shared_prefix`` tokens."""
         rng, prompts, outputs = random.Random(seed), lengths_of(prompt), lengths_of(output)
         blocks = (0,) if shared_prefix else ()
         drawn = tuple(Arrival(0.0, prompts.draw(rng), outputs.draw(rng), blocks, answers) for _ in range(n_requests))
-        return cls(drawn, users, None, warmup, shared_prefix or TRACE_BLOCK_TOKENS, turnaround_s)
+        return cls(drawn, users, None, warmup, cooldown, shared_prefix or TRACE_BLOCK_TOKENS, turnaround_s)
 
     @classmethod
     def open(
         cls, rate_per_s: float, n_requests: int, prompt: int | Lengths, output: int | Lengths, *, burstiness: float = 1.0,
-        cap: int | None = None, warmup: int = 0, answers: int = 1, shared_prefix: int = 0, seed: int = 0,
+        cap: int | None = None, warmup: int = 0, cooldown: int = 0, answers: int = 1, shared_prefix: int = 0, seed: int = 0,
     ) -> Workload:  # fmt: skip
         """Gaps ~ Gamma(shape = ``burstiness``, scale = 1/(rate · burstiness)): 1 is Poisson, less comes in bursts. A rate of
         inf sends all at once."""
@@ -136,7 +142,7 @@ class Workload:
             if i and rate_per_s != math.inf:
                 at += rng.gammavariate(burstiness, 1 / (rate_per_s * burstiness))
             drawn.append(Arrival(at, prompts.draw(rng), outputs.draw(rng), blocks, answers))
-        return cls(tuple(drawn), None, cap, warmup, shared_prefix or TRACE_BLOCK_TOKENS)
+        return cls(tuple(drawn), None, cap, warmup, cooldown, shared_prefix or TRACE_BLOCK_TOKENS)
 
     @classmethod
     def of_trace(cls, rows: Iterable[Mapping[str, Any]], speed: float = 1.0, warmup: int = 0) -> Workload:

@@ -7,7 +7,7 @@ from twostroke.core.units import format_bytes, format_count, format_money, forma
 from twostroke.ledger.text import align
 from twostroke.planner.money.api_prices import nearest_api
 from twostroke.planner.serving.plan import ServingPlan
-from twostroke.planner.serving.under_load import AtRate, LatencyTable, Load, Service
+from twostroke.planner.serving.under_load import AtRate, LatencyTable, Load, Loaded, Service
 from twostroke.planner.text.format import (
     NO_INTERVALS,
     Intervals,
@@ -106,25 +106,42 @@ def token_lines(plan: ServingPlan, subject: str) -> list[str]:
     return lines
 
 
-def loaded_text(plan: ServingPlan, table: LatencyTable) -> str:
-    """What every plan says of its users beside each other, and the table of TTFT and TPOT."""
-    shape, loaded = plan.shape, plan.loaded
-    lines = (
-        [f"predicted for {shape.batch} users who each ask again at once:"] if shape.batch > 1 else ["predicted for one user:"]
-    )
-    lines.append(
-        f"TTFT {format_seconds(loaded.ttft_s)}, waiting included; TPOT {format_seconds(loaded.tpot_s)} with the "
-        f"prompts of others; answer {format_seconds(loaded.e2e_s)}"
-    )
+def loaded_text(plan: ServingPlan, users: Loaded | None, table: LatencyTable) -> str:
+    """What every plan says of its users beside each other (nothing where they were not simulated), and the table of TTFT and
+    TPOT."""
+    shape = plan.shape
+    lines = [] if users is None else _users_lines(shape.prompts, users)
     if shape.speculation is not None:
-        lines.append(
+        sentence = (
             f"speculation: {shape.speculation.tokens_per_step:.3g} tokens a check, {plan.step_s / plan.tpot_s:.3g} times as "
             f"fast as plain steps of {format_seconds(plan.step_s)}, {shape.speculation.operations:.3g} times the arithmetic "
             "(α, c assumed)"
         )
-    return "\n".join(
-        [*wrapped(lines), "", "predicted TTFT of a prompt alone, TPOT by batch, by tokens of context", _table(table)]
+        lines += wrapped([sentence])
+    lines += [""] if lines else []
+    return "\n".join([*lines, "predicted TTFT of a prompt alone, TPOT by batch, by tokens of context", _table(table)])
+
+
+def _users_lines(n: int, users: Loaded) -> list[str]:
+    """Latencies of ``n`` users by percentile; of the median also what it is where steps take as little and as long as their
+    intervals say."""
+    found = users.expected
+    who = f"{n} users who each ask again at once" if n > 1 else "one user"
+    rows = [["", "median", "p90", "p99", "median, steps at their ends"]]
+    for title, name in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("ITL", "itl_s"), ("answer", "e2e_s")):
+        at, low, high = (getattr(each, name) for each in (found, users.fast, users.slow))
+        if at.n:
+            ends = f"{format_seconds(low.median)} to {format_seconds(high.median)}"
+            rows.append([title, *map(format_seconds, (at.median, at.p90, at.p99)), ends])
+    rate = (
+        f"{found.output_tok_per_s:,.0f} output tok/s; {found.decoding:.3g} requests decode on average; prompts are in steps of "
+        f"{found.prompt_share:.0%} of the time" + (f"; {found.preemptions} preemptions" if found.preemptions else "")
     )
+    return [
+        *wrapped([f"predicted for {who} ({found.n_requests:,} answers, simulated, waiting included):"]),
+        align(rows, right=(1, 2, 3)),
+        *wrapped([rate]),
+    ]
 
 
 def _table(table: LatencyTable) -> str:
@@ -170,6 +187,11 @@ def _service(service: Service) -> list[str]:
 
 def _at(found: AtRate) -> str:
     return (
-        f"TTFT {format_seconds(found.ttft_s)} ({format_seconds(found.wait_s)} of it waiting), "
-        f"TPOT {format_seconds(found.tpot_s)}, batch {found.batch:.3g}, prompts {found.prefill_utilisation:.0%} of the time"
+        f"TTFT {format_seconds(found.ttft_s)} ({format_seconds(found.wait_s)} of it waiting){_p99(found)}, "
+        f"TPOT {format_seconds(found.tpot_s)}, batch {found.batch:.3g}, prompts in steps of {found.prefill_utilisation:.0%} of "
+        "the time"
     )
+
+
+def _p99(found: AtRate) -> str:
+    return "" if found.simulated is None else f", p99 {format_seconds(found.simulated.ttft_s.p99)}"

@@ -98,6 +98,12 @@ _QUANTITIES: dict[str, tuple[str, str | None, int]] = {
     "prepare_s": ("prepare", None, _TIME),
     "quantize_s": ("quantize", None, _TIME),
     "scored_tok_per_s": ("scoring", None, _RATE),
+    "requests_per_s": ("output", "serve", _RATE),
+}
+_QUANTITIES |= {
+    f"{latency}_{percentile}_s": _QUANTITIES[of]
+    for latency, of in (("ttft", "ttft_s"), ("tpot", "tpot_s"), ("itl", "tpot_s"), ("e2e", "e2e_s"))
+    for percentile in ("median", "p90", "p95", "p99")
 }
 
 
