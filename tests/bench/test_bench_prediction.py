@@ -12,6 +12,7 @@ from machines import native, small_llama
 from twostroke.bench.definitions import RequestRecord, summarise
 from twostroke.bench.load import LoadSpec
 from twostroke.bench.prediction import MOST_SIMULATED, latency_quantiles, measured_values, predict_load, workload_of
+from twostroke.core.rates import HttpRates
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.serving.plan import plan_serving
@@ -125,3 +126,14 @@ def test_quantiles_of_a_load_span_what_was_measured() -> None:
     assert (kept["ttft_s"][0], kept["ttft_s"][20], kept["ttft_s"][-1]) == (1.0, 3.0, 5.0)  # of 1, 2, 3, 4, 5
     assert len(kept["itl_s"]) == len(kept["percent"])
     assert latency_quantiles([]) == {}
+
+
+def test_http_is_in_each_step_and_before_the_first_token() -> None:
+    beside = HttpRates(request_s=0.5, step_s=1e-3, answer_s=1e-4)
+    engine, served = (
+        predict_load(small_llama(), load(users=4, n_requests=200), ServingShape("bf16"), machine)
+        for machine in (native(), native(http=beside))
+    )
+    assert served["ttft_s"] > engine["ttft_s"] + 0.5
+    assert served["tpot_s"] == pytest.approx(engine["tpot_s"] + 1.1e-3, rel=0.3)  # fewer than four decode: users come later
+    assert served["decode_step_s"] < served["tpot_s"]

@@ -31,3 +31,9 @@ def test_counted_values_are_so_many_equal_ones(counts: list[tuple[float, int]]) 
     found = Distribution.of_counted(counts)
     expected = Distribution.of([value for value, n in counts for _ in range(n)])
     assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(expected), rel=1e-9, abs=1e-6, nan_ok=True)
+
+
+def test_a_later_distribution_has_its_seconds_more() -> None:
+    found = Distribution.of([1.0, 2.0, 4.0]).later(0.5)
+    assert found == Distribution.of([1.5, 2.5, 4.5])
+    assert math.isnan(Distribution.of([]).later(1.0).mean)

@@ -47,7 +47,7 @@ def predict_load(spec: ModelSpec, load: LoadSpec, shape: ServingShape, hardware:
     """
     alone = _plan(spec, load, shape, 1, hardware)
     workload, http = workload_of(load), added_by_http(hardware, 1).request_s
-    found = Server(alone, http=True).serve(replace(workload, turnaround_s=max(workload.turnaround_s, http)))
+    found = Server(alone, http=True).serve(replace(workload, turnaround_s=http or workload.turnaround_s))
     plan = _plan(spec, load, shape, max(1, round(found.concurrency)), hardware)
     values = {
         "concurrency": found.concurrency,
