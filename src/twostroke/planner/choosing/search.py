@@ -251,8 +251,10 @@ def _simulated(spec: ModelSpec, work: ServeWork, machine: Hardware, limits: Serv
     """``one`` with the latencies that its users find in a simulation, and the limits that it misses by them."""
     from twostroke.planner.serving.under_load import Server  # brings the scheduler, which most searches do without
 
-    layout = {name: one.layout.get(name, 1) for name in ("tensor", "pipeline", "expert")}
-    shape = ServingShape(one.precision, one.batch, work.prompt_tokens, work.output_tokens, **layout)
+    tensor, pipeline, expert = (one.layout.get(name, 1) for name in ("tensor", "pipeline", "expert"))
+    shape = ServingShape(
+        one.precision, one.batch, work.prompt_tokens, work.output_tokens, tensor=tensor, pipeline=pipeline, expert=expert
+    )
     server = Server(plan_serving(spec, shape, machine))
     found = server.serve(server.closed_loop(rounds=SEARCH_ROUNDS))
     latency = {"loaded_ttft_s": found.ttft_s.median, "e2e_s": found.e2e_s.median}

@@ -120,7 +120,7 @@ class Server:
         """The plan's users, who each ask again when answered; ``rounds`` (default: ``ROUNDS``) answers of each are reported."""
         shape = self.plan.shape
         users, prompts, outputs = shape.prompts, *self.lengths(spread)
-        n = max(users, min((rounds or ROUNDS) * users, MOST_REQUESTS - 2 * users))
+        n = max(users, min((rounds or ROUNDS) * users, MOST_SIMULATED - 2 * users))
         return Workload.closed(
             users, n + 2 * users, prompts, outputs, warmup=users, cooldown=users, answers=shape.answers,
             shared_prefix=shape.hit_tokens,
@@ -129,7 +129,7 @@ class Server:
     def at_rate(self, rate_per_s: float, in_flight: float, spread: float = 0.0, n: int = 0) -> Workload:
         """Requests that come by chance, about ``in_flight`` of them at a time."""
         shape, (prompts, outputs) = self.plan.shape, self.lengths(spread)
-        filling = min(MOST_REQUESTS, math.ceil(1.2 * in_flight) + 20)
+        filling = min(MOST_SIMULATED, math.ceil(1.2 * in_flight) + 20)
         return Workload.open(
             rate_per_s, (n or RATE_REQUESTS) + 2 * filling, prompts, outputs, warmup=filling, cooldown=filling,
             shared_prefix=shape.hit_tokens, seed=1,
@@ -145,7 +145,7 @@ RATE_REQUESTS = 1000
 SEARCH_REQUESTS = 200
 """The same while a rate is searched."""
 
-MOST_REQUESTS = 4000
+MOST_SIMULATED = 4000
 """Most requests of one simulation of a plan, half a second of them."""
 
 
