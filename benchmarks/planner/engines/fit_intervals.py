@@ -1,7 +1,5 @@
 """Writes ``planner/truth/intervals.toml`` from the residuals of a run: the widths that predictions carry from then on.
 
-The run's TTFT is that of an idle engine, so it tells of prefills; a server's has waiting and HTTP in it and stays as it is.
-
     python benchmarks/planner/engines/fit_intervals.py RUN/raw.jsonl --source "benchmarks/planner/engines, 2026-11-21"
 
 A coverage that is quoted must be of a later run.
@@ -27,6 +25,9 @@ from twostroke.planner.truth.intervals import (
     read_ranges,
     residuals_by_kind,
 )
+
+UNFITTED = ("train_tok_per_s", "prefill_tok_per_s", "decode_tok_per_s", "weights_bytes_in_transformers")
+"""Names that say again what others of the same run do."""
 
 LEAST_FOR_QUANTILES = 19
 """Fewest residuals whose two tails of 5% each are order statistics: ⌊(n + 1)·0.05⌋ ≥ 1."""
@@ -81,15 +82,20 @@ def _entry(key: tuple[str, str, str], one: Range) -> str:
 
 
 def pairs_of_run(raw: Path) -> list[Pair]:
-    """Every scored prediction of the run with its measurement. Quantities that a rate and a time share are taken once."""
+    """Every scored prediction on a measured basis with its measurement. Quantities that a rate and a time share are taken once.
+    Two measurements of one configuration are not independent: they count as one run. An idle engine's TTFT is a prefill; a
+    server's has waiting in it, and TTFT and throughput over HTTP keep their names."""
     found = []
     for line in raw.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
         for name, predicted in record["predicted"].items():
             measured = record["measured"].get(name)
-            if measured and not name.endswith(("_tok_per_s", "_in_transformers")):
-                name = "prefill_s" if name == "ttft_s" else name
-                found.append(Pair(name, predicted["value"], measured, "measured", record["phase"], run=record["name"]))
+            if not measured or predicted.get("basis", "measured") != "measured" or name in UNFITTED:
+                continue
+            over_http = record["phase"] == "http"
+            name = "prefill_s" if name == "ttft_s" and not over_http else name
+            phase = "train" if record["phase"] == "train" else "serve"
+            found.append(Pair(name, predicted["value"], measured, "measured", phase, run=record["name"]))
     return found
 
 

@@ -1,9 +1,10 @@
 """Freezes a prediction for every configuration, runs it with the real engines, and scores the one against the other.
 
-    python benchmarks/planner/engines/run.py --out benchmarks/planner/engines/runs/<date>-<machine>-<commit>
+    python benchmarks/planner/engines/run.py --work WORK --out benchmarks/planner/engines/runs/<date>-<machine>-<commit>
 
 Uses the profile of ``twostroke calibrate`` in ``TWOSTROKE_HOME``; ``--calibrate`` makes one. Interrupted, it goes on where
-it stopped: every finished configuration is a line of ``raw.jsonl``. A configuration that other programs disturbed is repeated.
+it stopped: every finished configuration is a line of ``raw.jsonl``. ``--pairs`` measures all of them a second time, after all
+others, so that each has its own repeatability.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,15 +26,19 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from configurations import SERVING, TRAINING, ServedModel, ServingCase, TrainingCase  # noqa: E402
+from configurations import SERVING, TRAINING, ServingCase, TrainingCase  # noqa: E402
+from models import model_directory, recipe_of, served_directory  # noqa: E402
 from score import summary  # noqa: E402
 
-TRIES = 3
+TRIES = 2
 MOST_DISTURBED = 0.34
 """A run of whose steps more were disturbed is repeated, up to ``TRIES`` times, and the least disturbed one is kept."""
 
-TRAIN_SECONDS = 12.0
-LEAST_STEPS, MOST_STEPS = 12, 60
+TRAIN_SECONDS = 5.0
+LEAST_STEPS, MOST_STEPS = 10, 40
+
+REQUESTS = 48
+"""Of a load over HTTP."""
 
 TRANSFORMERS = "weights_bytes_in_transformers"
 """The same prediction as ``weights_bytes``, held against what transformers takes for the model."""
@@ -43,8 +49,9 @@ SCORED = {
         "peak_memory_bytes", "step_time_s", "forward_s", "backward_s", "optimizer_s", "train_tok_per_s",
     ),
     "serve": ("weights_bytes", TRANSFORMERS, "kv_cache_bytes", "ttft_s", "tpot_s", "prefill_tok_per_s", "decode_tok_per_s"),
+    "http": ("ttft_s", "tpot_s", "e2e_s", "decode_step_s", "output_tok_per_s", "startup_s", "warm_startup_s"),
 }  # fmt: skip
-"""Start-up and run time depend on how warm the compile cache is: they are in the raw data and not scored."""
+"""Start-up and run time of training depend on how warm the compile cache is: they are in the raw data and not scored."""
 
 
 def _run(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
@@ -55,67 +62,57 @@ def _run(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
     return record
 
 
-def _recipe(case: TrainingCase, folder: Path) -> Path:
-    """The run as a recipe. ``head_dim`` is the width over the heads, as everywhere here."""
-    path = folder / f"{case.name}.toml"
-    path.write_text(
-        f'method = "pretrain"\noutput = "{folder / case.name}"\n[model]\nfamily = "{case.family}"\nn_layers = {case.n_layers}\n'
-        f"d_model = {case.d_model}\nn_heads = {case.n_heads}\nn_kv_heads = {case.n_kv_heads}\nd_ff = {case.feed_forward}\n"
-        f'[data]\nsources = ["stdlib"]\nvocab_size = {case.vocab_size}\n[train]\nsteps = 1\nbatch_size = {case.batch_size}\n'
-        f"sequence_length = {case.sequence_length}\ngrad_accumulation = {case.grad_accumulation}\n"
-        f'dtype = "{case.dtype}"\noptimizer = "{case.optimizer}"\ncompile = {str(case.compile).lower()}\n',
-        encoding="utf-8",
-    )
-    return path
-
-
 def _steps(recipe: Path) -> int:
     """So many that they take ``TRAIN_SECONDS`` if the prediction is right."""
-    from twostroke.core.recipe import read_recipe, spec_from_recipe
+    from twostroke.core.recipe import read_recipe
     from twostroke.planner.hardware.tables import load_hardware
     from twostroke.planner.training.plan import plan_training
     from twostroke.planner.training.shape import TrainingShape
 
     parsed = read_recipe(recipe)
-    spec = spec_from_recipe(parsed.model, parsed.data.vocab_size, parsed.train.sequence_length)
-    plan = plan_training(spec, TrainingShape.from_settings(parsed.train), load_hardware("this", "train"))
+    shape = TrainingShape.from_settings(parsed.train)
+    plan = plan_training(_spec_of(parsed), shape, load_hardware("this", "train"))
     return max(LEAST_STEPS, min(MOST_STEPS, round(TRAIN_SECONDS / plan.step_time_s)))
 
 
-def train(case: TrainingCase, folder: Path, environment: dict[str, str], attempt: int) -> dict[str, Any]:
-    recipe = _recipe(case, folder)
-    output = folder / f"{case.name}-{attempt}-{time.time_ns()}"
-    settings = [f"train.steps={_steps(recipe)}", f"output={output}"]
-    return _run([sys.executable, "train_one.py", str(recipe), *settings], environment)
+def _spec_of(recipe: Any) -> Any:
+    from twostroke.core.families import read_spec
+    from twostroke.core.recipe import spec_from_recipe
+
+    if recipe.model.init_from is not None:
+        return read_spec(recipe.model.init_from)
+    return spec_from_recipe(recipe.model, recipe.data.vocab_size, recipe.train.sequence_length)
 
 
-def _model(model: ServedModel, folder: Path) -> Path:
-    """The model's directory, made where it is not there yet."""
-    directory = folder / "models" / model.name
-    if not directory.is_dir():
-        from twostroke.core.recipe import ModelRecipe, spec_from_recipe
-        from twostroke.model.decoder import Decoder
-        from twostroke.model.initialise import initialise
-        from twostroke.model.save import save_model
-
-        recipe = ModelRecipe(
-            family=model.family, n_layers=model.n_layers, d_model=model.d_model, n_heads=model.n_heads,
-            n_kv_heads=model.n_kv_heads, d_ff=model.feed_forward, max_positions=model.max_positions,
-        )  # fmt: skip
-        decoder = Decoder(spec_from_recipe(recipe, model.vocab_size, model.max_positions))
-        initialise(decoder, 0)
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        save_model(decoder, decoder.spec, directory, "bf16")
-    return directory
+def train(case: TrainingCase, folder: Path, environment: dict[str, str]) -> dict[str, Any]:
+    recipe = recipe_of(case, folder)
+    output = folder / "runs" / f"{case.name}-{time.time_ns()}"
+    return _run([sys.executable, "train_one.py", str(recipe), f"train.steps={_steps(recipe)}", f"output={output}"], environment)
 
 
 def serve(case: ServingCase, folder: Path, environment: dict[str, str]) -> dict[str, Any]:
-    numbers = map(str, (case.batch, case.prompt_tokens, case.output_tokens))
-    directory = str(_model(case.model, folder))
-    found = _run([sys.executable, "serve_one.py", directory, case.scheme, *numbers], environment)
-    if case.scheme != "int8":
-        found["measured"][TRANSFORMERS] = _transformers_bytes(directory, case.scheme)
-    return found
+    from twostroke.core.paths import model_directory as of_run
+
+    directory = of_run(served_directory(case, folder, environment))
+    if case.over_http:
+        return _over_http(case, directory, environment)
+    described = json.dumps(dataclasses.asdict(case) | {"name": case.name})
+    return _run([sys.executable, "serve_one.py", str(directory), described], environment)
+
+
+def _over_http(case: ServingCase, directory: Path, environment: dict[str, str]) -> dict[str, Any]:
+    """`twostroke bench serve`, and of the server's own run what starting took. Its predictions join the load's."""
+    from twostroke.ledger.store import Ledger
+
+    command = [sys.executable, "-m", "twostroke.cli.main", "bench", "serve", str(directory), "--json", "--dtype", case.scheme]
+    command += ["--users", str(case.batch), "--requests", str(REQUESTS), "--prompt-tokens", str(case.prompt_tokens)]
+    command += ["--output-tokens", str(case.output_tokens)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=True)
+    found = json.loads(done.stdout)
+    server = Ledger().get(found["server"]["run_id"])
+    starts = {name: value for name, value in server.measurement.items() if name.endswith("startup_s")}
+    predicted = {name: value for name, value in server.prediction.items() if name.endswith("startup_s")}
+    return {"run_id": found["run_id"], "measured": found["measurement"] | starts, "also": predicted, "disturbed_share": 0.0}
 
 
 @lru_cache
@@ -125,29 +122,58 @@ def _transformers_bytes(directory: str, dtype: str) -> float:
     return float(done.stdout.split()[-1])
 
 
-def _done(raw: Path) -> dict[str, dict[str, Any]]:
+def _done(raw: Path) -> dict[tuple[str, int], dict[str, Any]]:
     if not raw.is_file():
         return {}
-    return {r["name"]: r for r in map(json.loads, raw.read_text(encoding="utf-8").splitlines())}
+    records = map(json.loads, raw.read_text(encoding="utf-8").splitlines())
+    return {(record["name"], record["round"]): record for record in records}
 
 
-def _cases(only: str, names: Iterable[str]) -> Iterable[tuple[str, TrainingCase | ServingCase]]:
-    wanted = set(names)
-    for phase, cases in (("train", TRAINING), ("serve", SERVING)):
-        for case in cases:
-            if only in ("both", phase) and (not wanted or case.name in wanted):
-                yield phase, case
+def phase_of(case: TrainingCase | ServingCase) -> str:
+    if isinstance(case, TrainingCase):
+        return "train"
+    return "http" if case.over_http else "serve"
+
+
+def chosen(pattern: str) -> Iterator[tuple[str, TrainingCase | ServingCase]]:
+    """(phase, case) of those whose "phase/name" ``pattern`` is found in."""
+    for case in (*TRAINING, *SERVING):
+        phase = phase_of(case)
+        if re.search(pattern, f"{phase}/{case.name}"):
+            yield phase, case
+
+
+def measured(phase: str, case: TrainingCase | ServingCase, folder: Path, environment: dict[str, str]) -> dict[str, Any]:
+    """The least disturbed of up to ``TRIES`` runs of ``case``, with what was predicted."""
+    from twostroke.ledger.store import Ledger
+
+    best: dict[str, Any] | None = None
+    for _ in range(TRIES):
+        began = time.time()
+        one = train(case, folder, environment) if isinstance(case, TrainingCase) else serve(case, folder, environment)
+        one["wall_s"] = time.time() - began
+        if best is None or one["disturbed_share"] < best["disturbed_share"]:
+            best = one
+        if best["disturbed_share"] <= MOST_DISTURBED:
+            break
+    assert best is not None
+    predicted = Ledger().get(best["run_id"]).prediction | best.pop("also", {})
+    if TRANSFORMERS in best["measured"]:
+        predicted[TRANSFORMERS] = predicted["weights_bytes"]
+    kept = {name: predicted[name] for name in SCORED[phase] if name in predicted}
+    return {"phase": phase, "name": case.name, "case": dataclasses.asdict(case), **best, "predicted": kept}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="Folder of this run's results.")
     parser.add_argument("--work", type=Path, required=True, help="Folder for models, recipes and runs; kept, may be large.")
-    parser.add_argument("--only", choices=("both", "train", "serve"), default="both")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="Regular expression in phase/name, as ^serve/ or muon.")
+    parser.add_argument("--pairs", action="store_true", help="Measure every configuration a second time, after all others.")
+    parser.add_argument("--transformers", action="store_true", help="Also load plain models in transformers, for their bytes.")
     parser.add_argument("--calibrate", action="store_true", help="Calibrate this machine first.")
-    parser.add_argument("names", nargs="*", help="Only these configurations.")
-    arguments = parser.parse_args()
-    out, folder = arguments.out.resolve(), arguments.work.resolve()
+    given = parser.parse_args()
+    out, folder = given.out.resolve(), given.work.resolve()
     out.mkdir(parents=True, exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TWOSTROKE_HOME", str(folder / "home"))
@@ -155,41 +181,28 @@ def main() -> None:
 
     limit_spinning(os.environ)
     environment = dict(os.environ)
-    if arguments.calibrate:
+    if given.calibrate:
         subprocess.run([sys.executable, "-m", "twostroke.cli.main", "calibrate"], check=True, env=environment)
-    from twostroke.ledger.store import Ledger
 
     raw = out / "raw.jsonl"
     done = _done(raw)
-    for phase, case in _cases(arguments.only, arguments.names):
-        if case.name in done:
-            continue
-        best: dict[str, Any] | None = None
-        for attempt in range(TRIES):
-            began = time.time()
-            if isinstance(case, TrainingCase):
-                found = train(case, folder, environment, attempt)
-            else:
-                found = serve(case, folder, environment)
-            found["wall_s"] = time.time() - began
-            if best is None or found["disturbed_share"] < best["disturbed_share"]:
-                best = found
-            if best["disturbed_share"] <= MOST_DISTURBED:
-                break
-        assert best is not None
-        predicted = Ledger().get(best["run_id"]).prediction
-        predicted[TRANSFORMERS] = predicted["weights_bytes"]
-        record = {
-            "phase": phase,
-            "name": case.name,
-            "case": dataclasses.asdict(case),
-            **best,
-            "predicted": {name: predicted[name] for name in SCORED[phase] if name in predicted},
-        }
-        with raw.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-        done[case.name] = record
-        print(_line(record), file=sys.stderr, flush=True)
+    for number in range(1, 3 if given.pairs else 2):
+        for phase, case in chosen(given.only):
+            if (case.name, number) in done:
+                continue
+            try:
+                record = {"round": number, **measured(phase, case, folder, environment)}
+            except (RuntimeError, subprocess.SubprocessError, OSError) as error:
+                print(f"{case.name}: {error}", file=sys.stderr, flush=True)
+                continue  # another start tries it again
+            if given.transformers and isinstance(case, ServingCase) and case.scheme in ("bf16", "fp32") and number == 1:
+                size = _transformers_bytes(str(model_directory(case.sizes, folder)), case.scheme)
+                record["measured"][TRANSFORMERS] = size
+                record["predicted"][TRANSFORMERS] = record["predicted"]["weights_bytes"]
+            with raw.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+            done[case.name, number] = record
+            print(_line(record), file=sys.stderr, flush=True)
     (out / "versions.json").write_text(json.dumps(_versions(), indent=1) + "\n", encoding="utf-8")
     text = summary(list(done.values()))
     (out / "summary.md").write_text(text, encoding="utf-8")
@@ -197,7 +210,7 @@ def main() -> None:
 
 
 def _line(record: dict[str, Any]) -> str:
-    parts = [f"{record['name']:32}"]
+    parts = [f"{record['round']} {record['name']:40} {record['wall_s']:5.1f} s"]
     for name in ("peak_memory_bytes", "step_time_s", "weights_bytes", "kv_cache_bytes", "ttft_s", "tpot_s"):
         if name in record["predicted"] and name in record["measured"]:
             predicted, measured = record["predicted"][name]["value"], record["measured"][name]

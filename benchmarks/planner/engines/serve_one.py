@@ -13,14 +13,18 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 from allocated import allocated_bytes
+from configurations import SAMPLING
 
-REPEATS = 9
+REPEATS, REPEATS_OF_LONG = 9, 4
+LONG_PROMPT = 1024
 DISTURBED_SHARE = 0.02
 
 
-def main(directory: str, scheme: str, batch: int, prompt_tokens: int, output_tokens: int) -> None:
+def main(directory: str, case: dict[str, Any]) -> None:
     import psutil
     import torch
 
@@ -31,33 +35,35 @@ def main(directory: str, scheme: str, batch: int, prompt_tokens: int, output_tok
     from twostroke.ledger.store import Ledger
     from twostroke.planner.hardware.tables import load_hardware
     from twostroke.planner.serving.plan import plan_serving, request_kv_bytes
-    from twostroke.planner.serving.shape import ServingShape
     from twostroke.planner.truth.intervals import predict_with_intervals
     from twostroke.planner.work.weights import kv_bytes_per_token
+    from twostroke.quantization.held import serving_shape
     from twostroke.scheduling.sampling_params import SamplingParams
 
     spec = read_spec(directory)
-    shape = ServingShape(scheme=scheme, batch=batch, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
-    cache = int((batch + 2) * request_kv_bytes(spec, shape)) * 2
-    shape = ServingShape(
-        scheme=scheme, batch=batch, prompt_tokens=prompt_tokens, output_tokens=output_tokens, kv_cache_bytes=cache
-    )
+    scheme, batch, prompt_tokens, output_tokens = (case[k] for k in ("scheme", "batch", "prompt_tokens", "output_tokens"))
+    formats = {name: case[name] for name in ("head_dtype", "kv_dtype")}
+    longest = prompt_tokens + output_tokens + 64  # for all engines: tables grow with it
+    settings = EngineSettings(dtype=scheme, runner=case["runner"], max_model_len=longest, **formats)
+    params = {"temperature": 0.0} | {k: v for kind in case["sampling"] for k, v in SAMPLING[kind].items()}
+    asked = {"batch": batch, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
+    asked["sampling"] = SamplingParams(**params).kinds
+    cache = int((batch + 2) * request_kv_bytes(spec, serving_shape(directory, spec, settings, **asked))) * 2
+    shape = serving_shape(directory, spec, replace(settings, kv_cache_bytes=cache), **asked)
     hardware = load_hardware("this", "serve")
+    if case["runner"] == "torch":  # as on a machine without the native library
+        hardware = replace(hardware, native=None)
     plan = plan_serving(spec, shape, hardware)
     values = plan.prediction()
     names = ("weights_bytes", "kv_cache_bytes", "ttft_s", "tpot_s", "decode_tok_per_s", "prefill_tok_per_s", "startup_s")
     ledger = Ledger()
     frozen = predict_with_intervals({name: values[name] for name in names}, hardware, "serve", ledger)
-    inputs = {"model": directory, "scheme": scheme, "batch": batch, "prompt": prompt_tokens, "output": output_tokens}
-    run_id = ledger.freeze("bench", f"{directory} {scheme} batch {batch} prompt {prompt_tokens}", inputs, frozen)
-
-    longest = prompt_tokens + output_tokens + 64  # for all engines: tables grow with it
+    run_id = ledger.freeze("bench", case["name"], {"model": directory, **case}, frozen)
 
     def made(kv_cache_bytes: int) -> tuple[EngineCore, int]:
         gc.collect()
         before = allocated_bytes()
-        config = EngineSettings(dtype=scheme, kv_cache_bytes=kv_cache_bytes, max_model_len=longest)
-        engine = EngineCore(directory, config)
+        engine = EngineCore(directory, replace(settings, kv_cache_bytes=kv_cache_bytes))
         gc.collect()
         return engine, allocated_bytes() - before
 
@@ -76,7 +82,7 @@ def main(directory: str, scheme: str, batch: int, prompt_tokens: int, output_tok
     def add(n_output: int) -> str:
         tokens = torch.randint(0, spec.vocab_size, (prompt_tokens,), generator=generator).tolist()
         name = f"r{next(numbers)}"
-        engine.add_request(name, tokens, SamplingParams(max_tokens=n_output, ignore_eos=True, temperature=0.0))
+        engine.add_request(name, tokens, SamplingParams(max_tokens=n_output, ignore_eos=True, **params))
         return name
 
     def timed(run: Callable[[], int], repeats: int) -> tuple[float, float]:
@@ -99,7 +105,7 @@ def main(directory: str, scheme: str, batch: int, prompt_tokens: int, output_tok
             engine.step()
         return 1
 
-    ttft_s, ttft_disturbed = timed(first_token, REPEATS)
+    ttft_s, ttft_disturbed = timed(first_token, REPEATS if prompt_tokens <= LONG_PROMPT else REPEATS_OF_LONG)
 
     def decode() -> int:
         steps = 0
@@ -135,5 +141,4 @@ def main(directory: str, scheme: str, batch: int, prompt_tokens: int, output_tok
 
 
 if __name__ == "__main__":
-    model, weights, *numbers_ = sys.argv[1:]
-    main(model, weights, *map(int, numbers_))
+    main(sys.argv[1], json.loads(sys.argv[2]))
