@@ -1,13 +1,12 @@
 """One serving configuration of the real engine; prints as JSON what was predicted, measured and disturbed.
 
-Memory is the C library's count of allocated bytes: around loading with a cache of one page for the weights, and around making
-a second engine with the planned cache for the KV pool (their difference). Times are of whole calls of the engine: TTFT from
-adding a request to an idle engine to its first token, TPOT of decode steps with the whole batch.
+Memory is what the engine counts of the matrices and the pool that it made: the library maps both in pages of its own, which
+the C library does not count. Times are of whole calls of the engine: TTFT from adding a request to an idle engine to its first
+token, TPOT of decode steps with the whole batch.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import statistics
 import sys
@@ -16,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from allocated import allocated_bytes
 from configurations import SAMPLING
 
 REPEATS, REPEATS_OF_LONG = 9, 4
@@ -36,7 +34,6 @@ def main(directory: str, case: dict[str, Any]) -> None:
     from twostroke.planner.hardware.tables import load_hardware
     from twostroke.planner.serving.plan import plan_serving, request_kv_bytes
     from twostroke.planner.truth.intervals import predict_with_intervals
-    from twostroke.planner.work.weights import kv_bytes_per_token
     from twostroke.quantization.held import serving_shape
     from twostroke.scheduling.sampling_params import SamplingParams
 
@@ -60,21 +57,8 @@ def main(directory: str, case: dict[str, Any]) -> None:
     frozen = predict_with_intervals({name: values[name] for name in names}, hardware, "serve", ledger)
     run_id = ledger.freeze("bench", case["name"], {"model": directory, **case}, frozen)
 
-    def made(kv_cache_bytes: int) -> tuple[EngineCore, int]:
-        gc.collect()
-        before = allocated_bytes()
-        engine = EngineCore(directory, replace(settings, kv_cache_bytes=kv_cache_bytes))
-        gc.collect()
-        return engine, allocated_bytes() - before
-
-    made(cache)  # what the first of its kind leaves behind: thread pools, caches of the matrix library
-    one = int(kv_bytes_per_token(spec, shape.cache_dtype)) * (longest + 16)
-    small, with_little = made(one)
-    little = small.kv_cache_bytes
-    del small
-    engine, with_all = made(cache)
+    engine = EngineCore(directory, replace(settings, kv_cache_bytes=cache))
     ready_s = time.time() - psutil.Process().create_time()
-    kv = with_all - with_little + little
 
     generator = torch.Generator().manual_seed(0)
     numbers = iter(range(10**9))
@@ -128,8 +112,8 @@ def main(directory: str, case: dict[str, Any]) -> None:
     tpot_s = statistics.median(seconds for seconds, _ in found)
     tpot_disturbed = statistics.mean(share for _, share in found)
     measured = {
-        "weights_bytes": float(with_little - little),
-        "kv_cache_bytes": float(kv),
+        "weights_bytes": float(engine.weights_bytes),
+        "kv_cache_bytes": float(engine.kv_cache_bytes),
         "ttft_s": ttft_s,
         "tpot_s": tpot_s,
         "decode_tok_per_s": batch / tpot_s,
