@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable
 
 from claims import memory, money, scale, service, work
@@ -95,6 +97,16 @@ def claim_section(claim: Claim) -> str:
 WORDS = {"holds when": "holds under conditions", "not judged": "judged by no plan and no run"}
 
 
+def _count(claim: Claim) -> str:
+    """How many of a claim's figures hold, hold in part and break."""
+    found = Counter(figure.verdict for figure in claim.figures)
+    words = {"holds": ("holds", "hold"), "holds when": ("in part", "in part"), "breaks": ("breaks", "break")}
+    counts = [
+        f"{found[verdict]} {one if found[verdict] == 1 else many}" for verdict, (one, many) in words.items() if found[verdict]
+    ]
+    return ", ".join(counts) or "not judged"
+
+
 def _judged(figure: Figure, claim: Claim) -> tuple[str, str, str, str]:
     """A figure with the range of what was found: measured where a run says it, else predicted."""
     if not figure.cases:
@@ -108,7 +120,18 @@ def _judged(figure: Figure, claim: Claim) -> tuple[str, str, str, str]:
             least, most = (pick_by(cases, key=lambda case: case.value) for pick_by in (min, max))
             ends = dict.fromkeys((quantity(least.value, least.unit), quantity(most.value, most.unit)))
             found.append(f"{' to '.join(ends)} *{kind}*")
-    return figure.stated, figure.asked, "; ".join(found), judged
+    return figure.stated, f"{figure.asked}: {_range(figure)}", "; ".join(found), judged
+
+
+def _range(figure: Figure) -> str:
+    """What a figure is held to, in the unit of its cases."""
+    unit = figure.cases[0].unit
+    low, high = quantity(figure.low, unit), quantity(figure.high, unit) if figure.high < math.inf else ""
+    if not high:
+        return f"at least {low}"
+    if figure.low == figure.high:
+        return low
+    return f"at most {high}" if figure.low <= 0 else f"{low} to {high}"
 
 
 def _table(cases: tuple[Case, ...], *head: str) -> str:
@@ -119,7 +142,7 @@ def page() -> str:
     """``docs/claims.md``: a table of verdicts, then each claim."""
     claims = all_claims()
     verdicts = "\n".join(
-        f"| [{c.title}](#{c.title.lower().replace(',', '').replace(' ', '-')}) | {c.verdict} |" for c in claims
+        f"| [{c.title}](#{c.title.lower().replace(',', '').replace(' ', '-')}) | {_count(c)} |" for c in claims
     )
-    overview = f"| claim | verdict |\n|---|---|\n{verdicts}\n"
+    overview = f"| claim | its figures |\n|---|---|\n{verdicts}\n"
     return "\n".join([HEAD, overview, "\n\n".join(map(claim_section, claims))]) + "\n"
