@@ -67,7 +67,7 @@ def test_the_text_says_on_what_the_bound_depends(capsys: pytest.CaptureFixture[s
         (("--train-layout", "tensor=3"), ("tensor=3", "must divide n_heads=16")),
         (("--serve-layout", "data=2"), ("data=2", "tensor, pipeline, expert")),
         (("--serve-layout", "tensor=0"), ("tensor=0", "at least 1")),
-        (("--checkpointing", "some"), ("some", "none, selective, full")),
+        (("--checkpointing", "some"), ("some", "none, selective, selective_op, full")),
     ],
 )
 def test_bad_layouts_are_a_sentence_and_exit_2(

@@ -178,7 +178,7 @@ def test_measurements_of_the_ledger_go_beside(capsys: pytest.CaptureFixture[str]
         (("train", "{model}", "--hardware", "h10"), "Did you mean 'h100'"),
         (("train", "{model}"), "twostroke calibrate"),
         (("train", "{model}", "--hardware", "l4", "--batch-size", "-1"), "--batch-size -1"),
-        (("train", "{model}", "--hardware", "l4", "--dtype", "fp8"), "fp8"),
+        (("train", "{model}", "--hardware", "l4", "--dtype", "int8"), "int8"),
         (("train", "{model}", "--hardware", "l4", "--set", "a=1"), "--set needs a recipe"),
         (("train", "nowhere", "--hardware", "l4"), "does not exist"),
         (("train", "nowhere.toml", "--hardware", "l4"), "does not exist"),

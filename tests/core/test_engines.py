@@ -27,7 +27,7 @@ from twostroke.planner.training.memory import PRECISIONS
 from twostroke.planner.training.plan import plan_training
 from twostroke.planner.training.shape import CHECKPOINTING, LOGITS, METHODS, TrainingShape
 
-CPU = load_hardware("epyc-9654")
+CPU, B200 = load_hardware("epyc-9654"), load_hardware("b200")
 
 
 def refused(make: Any, *args: Any, **options: Any) -> bool:
@@ -52,7 +52,7 @@ def recipe(**train: str) -> None:
     ],
 )
 def test_training_is_planned_only_where_a_recipe_is_refused(key: str, asked: str, values: tuple[str, ...]) -> None:
-    plans = {value: plan_training(small_llama(), TrainingShape(**{asked: value}), CPU) for value in values}  # type: ignore[arg-type]
+    plans = {value: plan_training(small_llama(), TrainingShape(**{asked: value}), B200) for value in values}  # type: ignore[arg-type]
     assert {v for v, plan in plans.items() if plan.planned_only} == {v for v in values if refused(recipe, **{key: v})}
 
 

@@ -34,8 +34,15 @@ def sent(p: TrainingPlan, parallel: str) -> float:
 @pytest.mark.parametrize(("zero", "elements"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_data_parallel_volume_is_two_or_three_elements_a_parameter(zero: int, elements: int) -> None:
     """Section 7 of arXiv 1910.02054, in 16 bits and for many ranks."""
-    ranks = 1024
-    assert sent(plan(Layout(data=ranks, zero=zero)), "data") == pytest.approx(elements * 2 * N * (ranks - 1) / ranks)
+    p = plan(Layout(data=1024, zero=zero), gradient_bits=16)
+    assert sent(p, "data") == pytest.approx(elements * 2 * N * 1023 / 1024)
+
+
+def test_fsdp2_reduces_in_fp32_and_any_job_in_as_many_bits_as_asked() -> None:
+    for layout, bits, each in (
+        (Layout(data=8, zero=3), 0, 2 * 2 + 4), (Layout(data=8, zero=3), 8, 2 * 2 + 1), (Layout(data=8), 4, 2 * 0.5)
+    ):  # fmt: skip
+        assert sent(plan(layout, gradient_bits=bits), "data") == pytest.approx(each * N * 7 / 8)
 
 
 def test_accumulation_multiplies_what_is_sent_each_micro_batch_and_nothing_else() -> None:

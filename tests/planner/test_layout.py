@@ -39,8 +39,8 @@ def test_combinations_that_mean_nothing_are_refused(wrong: dict[str, object], na
     ("layout", "sentence"),
     [
         (Layout(tensor=3), r"tensor=3 must divide n_heads=4. Use 1, 2 or 4"),
-        (Layout(pipeline=5), r"pipeline=5 must divide n_layers=6 \(or n_layers \+ 2\). Use 1, 2, 3, 4 or 6"),
-        (Layout(pipeline=3, interleave=3), r"pipeline=3 · interleave=3 must divide"),
+        (Layout(pipeline=9), r"pipeline=9 makes more chunks than n_layers=6, embedding and head. Use at most 8"),
+        (Layout(pipeline=3, interleave=3), r"pipeline=3 · interleave=3 makes more chunks than n_layers=6"),
         (Layout(data=2, expert=2), "dense"),
     ],
 )

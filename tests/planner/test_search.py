@@ -12,6 +12,7 @@ import pytest
 from machines import machine as calibrated_machine
 from machines import small_llama
 from twostroke.core.described import plain
+from twostroke.core.engines import RECOMPUTATIONS
 from twostroke.core.errors import ConfigError
 from twostroke.core.spec import ModelSpec, MoeSpec
 from twostroke.planner.choosing.candidates import OBJECTIVES, Objective
@@ -35,7 +36,7 @@ from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.text.search import nothing_found, search_text, verdict_text
 from twostroke.planner.training.layout import Layout
 from twostroke.planner.training.plan import plan_training
-from twostroke.planner.training.shape import CHECKPOINTING, TrainingShape
+from twostroke.planner.training.shape import TrainingShape
 
 SERVED = ServeWork(prompt_tokens=512, output_tokens=128)
 
@@ -223,7 +224,7 @@ def test_the_training_winner_is_what_planning_each_by_itself_finds() -> None:
     steps = -(-int(TRAINED.tokens) // TRAINED.batch_tokens)
     for machine, n_devices in itertools.product(those, (1, 2, 4)):
         layouts = train_layouts(spec, n_devices, machine.devices_per_node)
-        for layout, micro, policy in itertools.product(layouts, MICRO_BATCHES, CHECKPOINTING):
+        for layout, micro, policy in itertools.product(layouts, MICRO_BATCHES, RECOMPUTATIONS):
             shape = TrainingShape(micro, 4096, 64 // (layout.data * micro), steps=steps, checkpointing=policy)
             plan = plan_training(spec, shape, machine, layout)
             if plan.peak_memory_bytes <= machine.memory_bytes:

@@ -176,12 +176,12 @@ def test_checkpointing_orders_memory_and_time(assets: Path) -> None:
     assert 1.25 < plans[2].hfu / plans[2].mfu < 4 / 3  # the head is not computed again
 
 
-def test_whole_logits_take_six_bytes_each_and_chunks_hardly_any() -> None:
+def test_whole_logits_take_fourteen_bytes_each_and_chunks_hardly_any() -> None:
     spec = small_llama(vocab_size=128_256)
     shape = TrainingShape(2, 8192)
     whole = training_memory(spec, dataclasses.replace(shape, logits="whole"), load_hardware("h100"))
     chunked = training_memory(spec, shape, load_hardware("h100"))
-    assert whole["loss"] == 6 * 2 * 8192 * 128_256
+    assert whole["loss"] == (2 + 3 * 4) * 2 * 8192 * 128_256
     assert chunked["loss"] < whole["loss"] / 8
 
 
@@ -189,7 +189,7 @@ def test_whole_logits_take_six_bytes_each_and_chunks_hardly_any() -> None:
     ("layout", "sentence"),
     [
         (Layout(tensor=3), "tensor=3 must divide n_heads=4"),
-        (Layout(pipeline=4, data=2), "pipeline=4"),
+        (Layout(pipeline=8, data=2), "pipeline=8"),
         (Layout(data=2, expert=2), "dense"),
     ],
 )

@@ -1,14 +1,16 @@
-"""Training plans from datasheets against what others measured and published. Nothing here was fitted to these figures: product
-rates are 0.7 of the datasheet's peak, attention 0.4, links 0.7, elementwise kernels as public timings have them.
+"""Training plans from datasheets against what others measured and published. Nothing here was fitted to these figures: products
+reach what Vidur's product times do (0.72 of the peak on A100, 0.71 on H100), attention what FlashAttention's papers say, links
+0.7, elementwise kernels as public timings have them, eager ones by the bytes that single operators move.
 
 What comes out (this file prints nothing; the tolerances are the errors, rounded up):
 
 - Megatron-LM on A100 (Korthikanti et al., arXiv 2205.05198, table 5), 8 configurations from 22B to 1T: mean absolute error
-  5.6%, worst 13% (22B on 8 GPUs, where launch gaps between small kernels are a larger part than the datasheet's model knows).
-- Llama 3 405B on 8,192 and 16,384 H100 (arXiv 2407.21783, table 4): 8% too fast, and its device-hours 11% too few.
-- torchtitan FSDP2 on 64 A100: 70B 1%, 8B 15% too fast; its memory on 8 and 128 H100 within 3%.
-- MPT with FSDP under eager PyTorch on H100 (llm-foundry): 10% to 36% of time missing. Eager kernels are not fused, and a
-  datasheet says nothing of it; calibration would.
+  under 6%, worst 15% (22B on 8 GPUs, where launch gaps between small kernels are a larger part than a datasheet knows).
+- Llama 3 405B on 8,192 and 16,384 H100 (arXiv 2407.21783, table 4): 9% too fast, and its device-hours 12% too few.
+- torchtitan FSDP2 on 64 A100, eager: 70B 2%, 8B 6% too fast; its memory on 8 and 128 H100 within 3%.
+- MPT with FSDP under eager PyTorch on H100 (llm-foundry): up to 40% of time missing.
+
+The table of benchmarks/planner/training_published has more of them, row by row.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ def megatron_plan(row: Megatron, checkpointing: str) -> TrainingPlan:
 
 @pytest.mark.parametrize("row", MEGATRON, ids=lambda row: row.name)
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
-def test_megatron_steps_on_a100_are_within_14_percent(row: Megatron, checkpointing: str) -> None:
+def test_megatron_steps_on_a100_are_within_15_percent(row: Megatron, checkpointing: str) -> None:
     measured = row.full_s if checkpointing == "full" else row.selective_s
-    assert megatron_plan(row, checkpointing).step_time_s == pytest.approx(measured, rel=0.14)
+    assert megatron_plan(row, checkpointing).step_time_s == pytest.approx(measured, rel=0.15)
 
 
 def test_megatron_steps_on_a100_are_within_6_percent_on_average() -> None:
@@ -106,12 +108,12 @@ def test_llama_3_1_405b_took_31_million_device_hours(assets: Path) -> None:
 
 @pytest.mark.parametrize(
     ("config", "checkpointing", "tok_per_s", "tolerance"),
-    [("8B", "selective", 2973, 0.16), ("70B", "full", 331, 0.03)],
+    [("8B", "selective", 2973, 0.06), ("70B", "full", 331, 0.02)],
 )
 def test_fsdp2_on_64_a100(assets: Path, config: str, checkpointing: str, tok_per_s: float, tolerance: float) -> None:
-    """torchtitan docs/performance.md (2024): local batch 1 of 8,192 tokens, tokens a second and GPU."""
+    """torchtitan docs/performance.md (2024): local batch 1 of 8,192 tokens, tokens a second and GPU, eager."""
     spec = read_spec(assets / f"configs/hf/meta-llama--Meta-Llama-3.1-{config}_config.json")
-    shape = TrainingShape(1, 8192, checkpointing=checkpointing, logits="whole")
+    shape = TrainingShape(1, 8192, compile=False, checkpointing=checkpointing, logits="whole")
     plan = plan_training(spec, shape, load_hardware("a100-sxm-80gb"), Layout(data=64, zero=3))
     assert plan.tok_per_s / 64 == pytest.approx(tok_per_s, rel=tolerance)
 
@@ -190,6 +192,7 @@ def test_qlora_brings_65b_onto_one_48_gb_gpu_and_lora_does_not() -> None:
     qlora = plan_training(spec, shape, l40s)
     assert 33e9 < qlora.peak_memory_bytes < 48e9
     ours = plan_training(spec, dataclasses.replace(shape, dtype="bf16"), l40s)
-    assert ours.peak_memory_bytes - qlora.peak_memory_bytes == pytest.approx((20 - 8) * qlora.trained_parameters)
+    more = (ours.peak_memory_bytes - qlora.peak_memory_bytes) / qlora.trained_parameters
+    assert 20 - 8 <= more <= 20 - 6  # gradients in bf16 come as activations go, those in fp32 stay
     lora = plan_training(spec, dataclasses.replace(shape, method="lora"), l40s)
     assert lora.peak_memory_bytes > 2.5 * 48e9

@@ -39,12 +39,16 @@ SHAPE_OPTIONS = (
     "lora_targets",
     "checkpointing",
     "logits",
+    "optimizer_in_backward",
+    "offload_activations",
+    "offload_optimizer",
+    "gradient_bits",
 )
 """Options whose values a recipe has itself."""
 
 
 def train(
-    context: typer.Context,
+    call: typer.Context,
     subject: str = typer.Argument(metavar="RECIPE|MODEL", help=SUBJECT_HELP),
     hardware: str = HARDWARE,
     settings: list[str] = SETTINGS,
@@ -52,7 +56,7 @@ def train(
     batch_size: int = typer.Option(16, help="Sequences in one forward and backward of one data-parallel rank."),
     sequence_length: int = SEQUENCE_LENGTH,
     grad_accumulation: int = typer.Option(1, help="Forward and backward passes per update: micro-batches in a pipeline."),
-    dtype: str = typer.Option("bf16", help="fp32, bf16 (mixed), fp16 (mixed) or pure_bf16."),
+    dtype: str = typer.Option("bf16", help="fp32, bf16, fp16 (mixed), pure_bf16; fp8, mxfp8, nvfp4 (blocks' products)."),
     optimizer: str = typer.Option("adamw", help=f"{CHOICES}."),
     eager: bool = EAGER,
     steps: int = STEPS,
@@ -60,8 +64,14 @@ def train(
     method: str = typer.Option("full", help="full, lora or qlora."),
     lora_rank: int = typer.Option(16, help="Rank of the adapters."),
     lora_targets: str = typer.Option("all-linear", help="Matrices with an adapter, as q_proj,v_proj."),
-    checkpointing: str = typer.Option("none", help="What backward computes again: none, selective (elementwise work) or full."),
+    checkpointing: str = typer.Option(
+        "none", help="What backward computes again: none, selective (elementwise work), selective_op or full."
+    ),
     logits: str = typer.Option("chunked", help="chunked, or whole for a loss that takes a micro-batch's logits at once."),
+    optimizer_in_backward: bool = typer.Option(False, help="Each gradient is used and freed as soon as it is there."),
+    offload_activations: bool = typer.Option(False, help="What layers keep for backward waits in the host's memory."),
+    offload_optimizer: bool = typer.Option(False, help="The optimizer's state stays in the host's memory, updated there."),
+    gradient_bits: int = typer.Option(0, help="Bits in which a gradient is sent, as 8; without it, as it is held."),
     data: int = typer.Option(1, "--dp", "--data-parallel", help="Ranks that each read their own part of the batch."),
     zero: int = typer.Option(
         0, help="What they share out: 0 nothing (DDP), 1 optimizer, 2 gradients too, 3 weights too (FSDP2)."
@@ -72,6 +82,7 @@ def train(
     pipeline: int = typer.Option(1, "--pp", "--pipeline", help="Stages of layers."),
     interleave: int = typer.Option(1, help="Chunks of layers that a stage holds."),
     expert: int = typer.Option(1, "--ep", "--expert", help="Devices that share a layer's experts."),
+    context: int = typer.Option(1, "--cp", "--context", help="Devices that share each sequence (ring attention)."),
     devices_per_node: int = typer.Option(0, help="Devices that the fast link joins; without it, the hardware's own number."),
     mtbf_hours: float = typer.Option(0.0, help="Hours between failures of one device; without it, 50,676 (Llama 3's H100)."),
     explain: bool = EXPLAIN,
@@ -103,6 +114,7 @@ def train(
         interleave,
         expert,
         _or_none("devices-per-node", devices_per_node),
+        context,
     )
     if tokens and steps:
         raise ConfigError(f"--tokens={tokens:g} and --steps={steps}: give one of them.")
@@ -110,7 +122,7 @@ def train(
         raise ConfigError(f"--tokens={tokens:g} must be from 1 to {MOST_WHOLE:g}.")
     found = read_subject(subject, settings, machine, train_tokens)
     if found.shape is not None:
-        _refuse_shape_options(context, subject)
+        _refuse_shape_options(call, subject)
     shape = found.shape or TrainingShape(
         batch_size,
         sequence_length,
@@ -124,6 +136,10 @@ def train(
         tuple(name.strip() for name in lora_targets.split(",") if name.strip()),
         checkpointing,
         logits,
+        optimizer_in_backward,
+        offload_activations,
+        offload_optimizer,
+        gradient_bits,
     )
     if tokens:
         shape = dataclasses.replace(shape, steps=-(-int(tokens) // (shape.tokens_per_step * layout.data)))

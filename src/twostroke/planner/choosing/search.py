@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 from twostroke.core.checks import MOST_WHOLE, check_count, check_limit
 from twostroke.core.described import As
+from twostroke.core.engines import RECOMPUTATIONS
 from twostroke.core.errors import ConfigError
 from twostroke.core.optimizers import CHOICES
 from twostroke.core.schemes import PLANNED, SEARCHED, scheme_of
@@ -56,7 +57,7 @@ from twostroke.planner.training.plan import (
     step_watts,
     training_memory,
 )
-from twostroke.planner.training.shape import CHECKPOINTING, TrainingShape
+from twostroke.planner.training.shape import TrainingShape
 from twostroke.planner.work.component import bound_of, total_seconds
 from twostroke.planner.work.flops import training_flops_per_token
 from twostroke.planner.work.params import count_parameters
@@ -484,7 +485,7 @@ def _train_candidates(spec: ModelSpec, work: TrainWork, space: Space, limits: Tr
                 continue
             for n_devices in space.counts(machine):
                 layouts = train_layouts(spec, n_devices, machine.devices_per_node)
-                for layout, micro, checkpointing in itertools.product(layouts, micro_batches, CHECKPOINTING):
+                for layout, micro, checkpointing in itertools.product(layouts, micro_batches, RECOMPUTATIONS):
                     shape = shape_of(dtype, micro, layout.data, checkpointing)
                     if shape is None:
                         continue

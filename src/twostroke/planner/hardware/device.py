@@ -129,6 +129,9 @@ class Hardware(Measurements):
     usd_per_hour: Annotated[Price, "rent of one device, $ an hour"]
     place: Annotated[Literal["desk", "data centre"], "where such devices stand: data centre, desk …"] = "desk"
     host_watts: Annotated[Price | None, "most that a device's share of its server draws beside it, W; null: not known"] = None
+    sustained: Annotated[
+        dict[str, float], "share of the peak that training's large products sustain, by type, and attention"
+    ] = field(default_factory=dict)
     facts: Annotated[dict[str, Fact], "every number of the device's file; empty for a calibrated machine"] = field(
         default_factory=dict
     )

@@ -187,6 +187,7 @@ def _from_datasheet(name: str, table: dict[str, Any]) -> Hardware:
         usd_per_hour=hourly_price(name, cores),
         place=table["place"],
         host_watts=_watts(host) if host else None,
+        sustained={key.partition(".")[2]: f.value for key, f in facts.items() if key.startswith("sustained_share.")},
         facts=facts,
     )
 

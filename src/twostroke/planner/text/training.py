@@ -141,6 +141,7 @@ def shape_lines(plan: TrainingPlan) -> list[str]:
         parts.append("whole logits")
     if layout.n_devices > 1:
         cuts = {"data": layout.data, "tensor": layout.tensor, "pipeline": layout.pipeline, "expert": layout.expert}
+        cuts |= {"context": layout.context}
         words = [f"{name} {count}" for name, count in cuts.items() if count > 1]
         words += [f"ZeRO-{layout.zero}"] if layout.zero else []
         words += [f"interleaved {layout.interleave}"] if layout.interleave > 1 else []

@@ -10,12 +10,13 @@ from typing import Annotated
 
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.matrices import layer_kinds
-from twostroke.core.named import largest, letter, named, records
+from twostroke.core.named import largest, letter, named, records, smallest
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import network
 from twostroke.planner.hardware.device import Hardware, Link
 from twostroke.planner.training.layout import Layout, group_link
-from twostroke.planner.training.memory import PRECISIONS, gradient_bytes_per_parameter
+from twostroke.planner.training.memory import FP32, PRECISIONS, gradient_bytes_per_parameter
+from twostroke.planner.training.passes import attention_work
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.planner.training.sharding import Held, Stage
 
@@ -28,7 +29,7 @@ BUCKET_PARAMETERS = 40_000_000
 class Traffic:
     """One kind of collective in one optimizer step."""
 
-    parallel: Annotated[str, "data, tensor, pipeline or expert"]
+    parallel: Annotated[str, "data, tensor, context, pipeline, expert or host"]
     what: Annotated[str, "the collective"]
     n_ranks: Annotated[int, "ranks that take part"]
     bursts: Annotated[float, "messages of a step"]
@@ -43,6 +44,10 @@ class Traffic:
         """Seconds of ``hidden_s`` that are left for other traffic to hide in, where this one comes ``times`` a step."""
         return max(0.0, hidden_s - self.seconds / times)
 
+
+COLLECTIVES_SLOW_BY = 0.2
+"""Share of its own time by which a hidden collective delays an accelerator's products: NCCL takes up to 32 of an H100's 132
+multiprocessors, and bandwidth of the memory beside them."""
 
 RING = "ring, Patarasuk and Yuan 2009"
 
@@ -90,20 +95,57 @@ def within_micro_batch(
         once_s = network.ring_all_reduce_s(hidden, layout.tensor, link)
         sent = network.all_reduce_sent_bytes(hidden, layout.tensor)
         found.append(_waited_for("tensor", what, layout.tensor, link, n_micro * passes * per_pass, hidden, sent, once_s))
+    if layout.context > 1:
+        found.append(_ring_attention(spec, shape, hardware, layout, share, passes))
     if layout.expert > 1 and spec.moe is not None:
         moe_layers = share * sum(count for kind, count in layer_kinds(spec) if kind.mlp == "moe")
         routed = hidden * spec.moe.top_k / layout.sequence_cut
         link, bursts = group_link(layout, hardware, layout.expert), n_micro * passes * 2 * moe_layers
-        once_s = network.all_to_all_s(routed, layout.expert, link)
+        once_s = all_to_all_s(routed, layout, hardware)
         sent = network.gather_sent_bytes(routed, layout.expert)
         found.append(_waited_for("expert", "all-to-all", layout.expert, link, bursts, routed, sent, once_s))
     if layout.pipeline > 1:
         message = hidden / layout.tensor  # each of the tensor group sends its part, and they gather at the other end
-        link = group_link(layout, hardware, layout.pipeline, layout.tensor * layout.data)
+        link = group_link(layout, hardware, layout.pipeline, layout.tensor * layout.replicas)
         what, bursts = "send to the next stage, and back", n_micro * 2 * layout.interleave
         once_s = network.send_s(message, link)
         found.append(_waited_for("pipeline", what, layout.pipeline, link, bursts, message, message, once_s))
     return found
+
+
+def all_to_all_s(n_bytes: float, layout: Layout, hardware: Hardware) -> float:
+    """Seconds of an all-to-all among the experts' devices. What goes to other nodes leaves each device by its own port, and the
+    rest goes beside it. A token that several experts of another node ask for crosses once for each."""
+    node = min(layout.expert, layout.devices_per_node or hardware.devices_per_node)
+    inside_s = network.all_to_all_s(n_bytes * node / layout.expert, node, hardware.link) if node > 1 else 0.0
+    if node == layout.expert:
+        return inside_s
+    across = n_bytes * (layout.expert - node) / layout.expert
+    return largest(inside_s, network.send_s(across, hardware.network) + (layout.expert // node - 2) * hardware.network.alpha_s)
+
+
+def _ring_attention(
+    spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout, share: float, passes: int
+) -> Traffic:
+    """Keys and values that go round the ranks of a sequence, (c−1)/c·w·(k and v of all its tokens) a layer forward and, with
+    their gradients, twice that backward (Liu et al., arXiv 2310.01889), behind the attention of what is there."""
+    c, n_micro = layout.context, shape.grad_accumulation
+    shape = replace(shape, dtype=shape.compute_dtype)
+    link = group_link(layout, hardware, c, layout.tensor)
+    sent = seconds = exposed = bursts = message = 0.0
+    for kind, count in layer_kinds(spec):
+        message = (
+            bytes_of(shape.compute_dtype) * shape.tokens_per_pass * kind.n_kv_heads * (kind.qk_dim + kind.v_dim) / layout.tensor
+        )
+        for backward, times in ((False, passes - 1), (True, 1)):
+            n = n_micro * share * count * times
+            ring_s = (2 if backward else 1) * (c - 1) * network.send_s(message, link)
+            attends_s = attention_work(spec, shape, hardware, kind, layout.tensor, backward).seconds
+            seconds, exposed = seconds + n * ring_s, exposed + n * largest(0.0, ring_s - attends_s)
+            sent += n * (2 if backward else 1) * (c - 1) * message
+            bursts += n * (c - 1)
+    what, overlap = "keys and values round the sequence", "behind attention over what is there"
+    return Traffic("context", what, c, bursts, message, sent, seconds, exposed, overlap, link.kind)
 
 
 _WAITING = {
@@ -132,12 +174,15 @@ def across_data(
     they follow, gathers behind the pass they serve. What is longer than that pass, and one burst, is exposed. The bandwidth of
     memory that traffic takes from the products is not counted.
     """
-    if layout.data == 1:
+    if layout.replicas == 1:
         return []
     precision, n_micro = PRECISIONS[shape.dtype], shape.grad_accumulation
-    gradient = letter("gradient", gradient_bytes_per_parameter(shape.dtype, False, n_micro))
+    held = gradient_bytes_per_parameter(shape.dtype, False, n_micro)
+    if layout.zero == 3 and precision.master and hardware.accelerator:
+        held = FP32  # FSDP2's trainers reduce in it, whatever backward leaves
+    gradient = letter("gradient", shape.gradient_bits / 8 or held)
     forward_s, backward_s = letter("hidden", forward_s), letter("hidden", backward_s)
-    groups = [(_Group.of(layout, hardware, layout.data, layout.tensor, ""), part.trained, part.frozen_bytes)]
+    groups = [(_Group.of(layout, hardware, layout.replicas, layout.tensor, ""), part.trained, part.frozen_bytes)]
     if part.trained_experts or part.frozen_expert_bytes:
         group = _Group.of(layout, hardware, layout.expert_data, layout.expert_cut, " of experts")
         groups.append((group, part.trained_experts, part.frozen_expert_bytes))
@@ -174,10 +219,12 @@ class _Group:
     ranks: int
     link: Link
     suffix: str
+    slows: float = 0.0
 
     @classmethod
     def of(cls, layout: Layout, hardware: Hardware, ranks: int, stride: int, suffix: str) -> _Group:
-        return cls(ranks, group_link(layout, hardware, ranks, stride), suffix)
+        slows = letter("slows", COLLECTIVES_SLOW_BY) if hardware.accelerator else 0.0
+        return cls(ranks, group_link(layout, hardware, ranks, stride), suffix, slows)
 
     def all_reduced(self, whole: float, bursts: float, hidden_s: float) -> Traffic:
         once = network.ring_all_reduce_s(whole / bursts, self.ranks, self.link)
@@ -205,7 +252,7 @@ class _Group:
             burst_bytes=whole / bursts,
             sent_bytes=times * sent,
             seconds=times * bursts * once_s,
-            exposed_s=times * largest(once_s, bursts * once_s - hidden_s),
+            exposed_s=times * largest(once_s, bursts * once_s - hidden_s + self.slows * smallest(bursts * once_s, hidden_s)),
             overlap=f"behind {behind}, all but one burst",
             link_kind=self.link.kind,
         )

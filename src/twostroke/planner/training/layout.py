@@ -36,14 +36,15 @@ class Layout:
     interleave: Annotated[int, "chunks of layers that a stage holds"] = 1
     expert: Annotated[int, "devices of the data·tensor plane that share each layer's experts"] = 1
     devices_per_node: Annotated[int | None, "devices of a node; null: as the hardware says"] = None
+    context: Annotated[int, "devices that share each sequence (ring attention)"] = 1
 
     def __post_init__(self) -> None:
-        counts = ("data", "tensor", "pipeline", "interleave", "expert")
+        counts = ("data", "tensor", "pipeline", "interleave", "expert", "context")
         for name in counts if self.devices_per_node is None else (*counts, "devices_per_node"):
             check_whole(name, getattr(self, name), most=MOST_RANKS)
         if isinstance(self.zero, bool) or self.zero not in ZERO_STAGES:
             raise ConfigError(f"zero={self.zero!r} must be 0 (DDP), 1, 2 or 3 (FSDP2).")
-        if self.zero and self.data == 1:
+        if self.zero and self.replicas == 1:
             raise ConfigError(
                 f"zero={self.zero} shards over data-parallel ranks, and data=1 has none. Raise data or use zero=0."
             )
@@ -56,17 +57,20 @@ class Layout:
                 f"zero={self.zero} with pipeline={self.pipeline} would gather or reduce once a micro-batch. Use zero=0 or 1, "
                 "or pipeline=1."
             )
-        if (self.data * self.tensor) % self.expert:
-            raise ConfigError(
-                f"expert={self.expert} must divide data·tensor={self.data * self.tensor}. "
-                f"Use {_divisors(self.data * self.tensor)}."
-            )
+        plane = self.replicas * self.tensor
+        if plane % self.expert:
+            raise ConfigError(f"expert={self.expert} must divide data·tensor={plane}. Use {_divisors(plane)}.")
         if self.expert % self.tensor and self.tensor % self.expert:
             raise ConfigError(f"expert={self.expert} must divide tensor={self.tensor} or be a multiple of it.")
 
     @property
-    def n_devices(self) -> Annotated[int, "data · tensor · pipeline"]:
-        return self.data * self.tensor * self.pipeline
+    def replicas(self) -> int:
+        """Ranks that hold the same parameters before ZeRO divides them: those of a sequence hold what replicas hold."""
+        return self.data * self.context
+
+    @property
+    def n_devices(self) -> Annotated[int, "data · context · tensor · pipeline"]:
+        return self.replicas * self.tensor * self.pipeline
 
     @property
     def sequence_cut(self) -> int:
@@ -81,18 +85,18 @@ class Layout:
     @property
     def expert_data(self) -> int:
         """Devices of the data·tensor plane that hold the same part of the same experts."""
-        return self.data * self.tensor // self.expert_cut
+        return self.replicas * self.tensor // self.expert_cut
 
     def shared_by(self, zero: int) -> tuple[int, int]:
         """How many ranks share what ZeRO divides from stage ``zero`` on: everything but experts, and experts."""
-        return (self.data, self.expert_data) if self.zero >= zero else (1, 1)
+        return (self.replicas, self.expert_data) if self.zero >= zero else (1, 1)
 
     def check(self, spec: ModelSpec) -> None:
         """Raise ConfigError, naming what may be used, if ``spec`` cannot be cut so.
 
         ``tensor`` must divide the query heads and the MLP's width, and divide the key-value heads or be a multiple of them
-        (each is then held by several devices). pipeline·interleave must divide L, or L + 2: then the first and the last chunk,
-        which also hold embedding and head, have one layer less (the Llama 3 report, arXiv 2407.21783, section 3.3.2).
+        (each is then held by several devices). pipeline·interleave chunks may be uneven (``sharding.stages``), but of L layers,
+        embedding and head each chunk holds something.
         """
         _check(self, spec)
 
@@ -107,10 +111,11 @@ def _check(layout: Layout, spec: ModelSpec) -> None:
         choices = [n for n in _divisors_of(spec.n_heads) if not _not_divided(spec, n, layout.expert)]
         raise ConfigError(f"tensor={layout.tensor} must divide {not_divided[0]}. Use {_one_of(choices)}.")
     chunks = layout.pipeline * layout.interleave
-    if spec.n_layers % chunks and (spec.n_layers + 2) % chunks:
+    if chunks > spec.n_layers + 2:
         words = f"pipeline={layout.pipeline}" + (f" · interleave={layout.interleave}" if layout.interleave > 1 else "")
-        choices = sorted({d for n in (spec.n_layers, spec.n_layers + 2) for d in _divisors_of(n) if d <= spec.n_layers})
-        raise ConfigError(f"{words} must divide n_layers={spec.n_layers} (or n_layers + 2). Use {_one_of(choices)}.")
+        raise ConfigError(
+            f"{words} makes more chunks than n_layers={spec.n_layers}, embedding and head. Use at most {spec.n_layers + 2}."
+        )
     if layout.expert > 1:
         if spec.moe is None:
             raise ConfigError(f"expert={layout.expert} needs a mixture of experts, and this model is dense. Use expert=1.")

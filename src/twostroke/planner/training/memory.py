@@ -39,9 +39,12 @@ PRECISIONS = {
     "bf16": Precision(2, 4, 2, 4),
     "fp16": Precision(2, 4, 2, 4),
     "pure_bf16": Precision(2, 0, 2, 2),
+    "fp8": Precision(2, 4, 2, 4),
+    "mxfp8": Precision(2, 4, 2, 4),
+    "nvfp4": Precision(2, 4, 2, 4),
 }
 """Training types by name. bf16 and fp16 are mixed precision (Micikevicius et al., arXiv 1710.03740); pure_bf16 keeps nothing in
-fp32, its optimizer's state included."""
+fp32, its optimizer's state included; the last three multiply in a narrower type what they hold as bf16 does."""
 
 
 def snapshot_bytes(dtype: str, trained: float, optimizer: float) -> float:
@@ -146,7 +149,7 @@ class ActivationPolicy:
 
     @property
     def selective(self) -> bool:
-        return self.checkpointing == "selective"
+        return self.checkpointing.startswith("selective")
 
     @property
     def attends_explicitly(self) -> bool:
@@ -175,6 +178,10 @@ def kept_by_layer(spec: ModelSpec, kind: LayerKind, policy: ActivationPolicy) ->
     w, width, norms, rms = policy.w, spec.d_model, spec.departures.norms_per_block, spec.norm == "rmsnorm"
     if policy.checkpointing == "full":
         kept = w * width / policy.sequence_cut
+    elif policy.checkpointing == "selective_op":
+        saved = w * sum(n for n, _, is_saved in saved_products(kind) if is_saved)
+        attended = w * kind.n_heads * kind.v_dim + FP32 * kind.n_heads
+        kept = w * width / policy.sequence_cut + (saved + attended) / policy.tensor
     else:
         around = w * norms * width  # the residual stream where each norm reads it
         if not policy.selective:
@@ -187,6 +194,14 @@ def kept_by_layer(spec: ModelSpec, kind: LayerKind, policy: ActivationPolicy) ->
         kept = around / policy.sequence_cut + (attention / policy.tensor + mlp / policy.tensor)
     source = "what autograd keeps (after Korthikanti et al., arXiv 2205.05198) of one token in one layer"
     return named("kept_bytes_a_token", kept, "bytes", source)
+
+
+def saved_products(kind: LayerKind) -> list[tuple[int, int, bool]]:
+    """(outputs, inputs, whether its result is kept) of each product of a layer that is no expert's, in the order of forward:
+    torchtitan's selective checkpointing "op" keeps the first, the third, … of a block, and none of a grouped product
+    (distributed/activation_checkpoint.py)."""
+    parts = [(n, m.k) for m in kind.matrices if m.split != "expert" for _, n in m.parts]
+    return [(n, k, number % 2 == 0) for number, (n, k) in enumerate(parts)]
 
 
 _ATTENTION_INPUTS = ("qkv", "q", "q_a", "kv_a")
@@ -262,16 +277,21 @@ def around_blocks_bytes(spec: ModelSpec, policy: ActivationPolicy) -> float:
     return around + (0.0 if needs_no_mask else w * policy.sequence_length)
 
 
+WHOLE_LOGITS_IN_FP32 = 3
+"""Tensors as large as the logits that torch's cross-entropy holds in fp32 at once: the log-softmax that it saved, the gradient
+that arrives at it and the one that leaves it."""
+
+
 def loss_bytes(spec: ModelSpec, n_tokens: int, logits: str, policy: ActivationPolicy) -> float:
     """Bytes that the loss takes while it runs, for ``n_tokens`` on one rank that holds the whole head.
 
     Chunked logits: one chunk's logits and their gradient in the working type (eager: also five fp32 copies and a mask), and
     where the head is trained its gradient summed in fp32 beside one chunk's share of it, V·E·(4 + w). Whole logits: the working
-    type, and fp32 for the softmax, (w + 4)·V a token (Korthikanti et al., arXiv 2205.05198, section 4.3 count the fp32 alone).
+    type, and when backward begins in fp32 the log-softmax, its gradient and the logits' gradient, (w + 3·4)·V a token.
     """
     w = policy.w
     if logits == "whole":
-        return n_tokens * spec.vocab_size * (w + FP32)
+        return n_tokens * spec.vocab_size * (w + WHOLE_LOGITS_IN_FP32 * FP32)
     chunk = letter("chunk", loss_chunk_rows(n_tokens))
     per_logit = 2 * w + (0.0 if policy.compiled else 5 * FP32 + 1)
     of_head = 0.0 if policy.frozen else spec.vocab_size * spec.d_model * (FP32 + w)

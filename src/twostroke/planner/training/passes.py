@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from twostroke.core.dtypes import bytes_of
@@ -11,13 +12,20 @@ from twostroke.core.optimizers import OPTIMIZERS
 from twostroke.core.policy import NEWTON_SCHULZ_STEPS, attends_explicitly, loss_chunk_rows
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import (
-    ASSUMED_ATTENTION_EFFICIENCY,
     ASSUMED_BANDWIDTH_EFFICIENCY,
-    ASSUMED_PRODUCT_EFFICIENCY,
     Hardware,
 )
+from twostroke.planner.training import datasheet_rates
+from twostroke.planner.training.datasheet_rates import LOW_PRECISIONS
 from twostroke.planner.training.layout import SINGLE, Layout
-from twostroke.planner.training.memory import FP32, PRECISIONS, keys_walked, nf4_bytes_per_weight, state_bytes
+from twostroke.planner.training.memory import (
+    FP32,
+    PRECISIONS,
+    keys_walked,
+    nf4_bytes_per_weight,
+    saved_products,
+    state_bytes,
+)
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.planner.training.sharding import RankLayer, RankProduct, head_on_rank, stage_held, stages
 from twostroke.planner.work.component import Work
@@ -25,34 +33,40 @@ from twostroke.planner.work.flops import elementwise_elements, mean_keys
 
 
 def _w(dtype: str) -> float:
-    return letter("w", bytes_of(dtype))
+    return letter("w", bytes_of("bf16" if dtype in LOW_PRECISIONS else dtype))
 
 
-def product_forward(product: Matrix, rows: int, dtype: str, hardware: Hardware) -> Work:
-    """(rows, k) × (k, n): 2·rows·n·k FLOP."""
-    return _products(product, rows, dtype, hardware, (rows, product.n, product.k))
+def product_forward(product: Matrix, rows: int, dtype: str, hardware: Hardware, calls: int = 1) -> Work:
+    """(rows, k) × (k, n): 2·rows·n·k FLOP; ``calls`` matrices in a row."""
+    return _products(product, rows, dtype, hardware, calls, (rows, product.n, product.k))
 
 
-def input_gradient(product: Matrix, rows: int, dtype: str, hardware: Hardware) -> Work:
+def input_gradient(product: Matrix, rows: int, dtype: str, hardware: Hardware, calls: int = 1) -> Work:
     """Backward of a frozen matrix: the input's gradient alone, (rows, n) × (n, k)."""
-    return _products(product, rows, dtype, hardware, (rows, product.k, product.n))
+    return _products(product, rows, dtype, hardware, calls, (rows, product.k, product.n))
 
 
-def product_backward(product: Matrix, rows: int, dtype: str, hardware: Hardware) -> Work:
+def product_backward(product: Matrix, rows: int, dtype: str, hardware: Hardware, calls: int = 1) -> Work:
     """Two products: the input's gradient (rows, n) × (n, k) and the weight's (n, rows) × (rows, k); 4·rows·n·k FLOP."""
-    return _products(product, rows, dtype, hardware, (rows, product.k, product.n), (product.n, product.k, rows))
+    return _products(product, rows, dtype, hardware, calls, (rows, product.k, product.n), (product.n, product.k, rows))
 
 
-def _products(product: Matrix, rows: int, dtype: str, hardware: Hardware, *shapes: tuple[int, int, int]) -> Work:
+def _products(product: Matrix, rows: int, dtype: str, hardware: Hardware, calls: int, *shapes: tuple[int, int, int]) -> Work:
     """Products over one matrix, each of which reads both operands and writes the result once: w·(rows·k + k·n + rows·n) bytes.
     A measured rate already holds that traffic; a datasheet's does not, and the larger limit counts."""
     flops = 2.0 * len(shapes) * rows * product.weights
-    moved = len(shapes) * (_w(dtype) * (rows * product.k + product.weights + rows * product.n))
-    seconds = sum(hardware.product_s(dtype, m, n, k) for m, n, k in shapes)
+    operands = rows * product.k + product.weights
+    moved = len(shapes) * (_w(dtype) * (operands + rows * product.n))
     memory_s, launch_s = moved / hardware.bandwidth(moved), len(shapes) * hardware.linear_launch_s
     if hardware.basis == "measured":
-        return Work(product.component, flops, moved, seconds, memory_s, launch_s, seconds + launch_s)
-    return Work.limited(product.component, flops, moved, seconds, memory_s, launch_s)
+        seconds = sum(hardware.product_s(dtype, m, n, k) for m, n, k in shapes)
+        once = Work(product.component, flops, moved, seconds, memory_s, launch_s, seconds + launch_s)
+        return once.times(calls) if calls > 1 else once
+    seconds = sum(datasheet_rates.product_s(hardware, dtype, m, n, k, calls) for m, n, k in shapes)
+    work = Work.limited(product.component, calls * flops, calls * moved, seconds, calls * memory_s, launch_s)
+    cast = calls * (operands + (rows * product.n if len(shapes) > 1 else 0))
+    casting = datasheet_rates.cast_s(hardware, dtype, cast)
+    return replace(work, seconds=work.seconds + casting) if casting else work
 
 
 def attention_work(
@@ -110,8 +124,8 @@ timings of Llama-2 7B and 70B on A100 and H100 at 2,048 tokens and more (microso
 norms 0.34, residual sums 0.93 (together 0.53 by their bytes), rotation 0.45, gated activation 0.52."""
 
 
-def _assumed_rate(hardware: Hardware, component: str, moved: float) -> float:
-    if hardware.kind == "cpu" or hardware.basis == "measured":
+def _assumed_rate(hardware: Hardware, component: str, moved: float, unfused: bool) -> float:
+    if hardware.kind == "cpu" or hardware.basis == "measured" or unfused:
         return hardware.bandwidth(moved)
     return hardware.bandwidth(moved) / ASSUMED_BANDWIDTH_EFFICIENCY * ASSUMED_ELEMENTWISE_SHARE[component]
 
@@ -124,11 +138,14 @@ def elementwise(
     direction = "backward" if backward else "forward"
     measured = block_rate(hardware, shape.dtype, shape.mode, direction)
     elements, flops = elementwise_counts(spec, layer, layout.tensor, layout.sequence_cut, backward)
+    unfused = hardware.accelerator is not None and not shape.compile
+    if unfused:
+        elements = {part: count * datasheet_rates.EAGER_PASSES[part][backward] for part, count in elements.items()}
     launch_s = LAUNCHES_PER_BLOCK[shape.mode] * (2 if backward else 1) * hardware.op_launch_s / len(elements)
     works = []
     for component, count in elements.items():
         moved = shape.tokens_per_pass * count * _w(shape.dtype)
-        rate = letter("rate", measured or 0.0) or _assumed_rate(hardware, component, moved)
+        rate = letter("rate", measured or 0.0) or _assumed_rate(hardware, component, moved, unfused)
         work = Work.limited(component, shape.tokens_per_pass * flops[component], moved, 0.0, moved / rate, launch_s)
         works.append(work.called(f"{component}_elementwise", "one layer: its bytes at the rate of fused kernels"))
     if spec.qk_norm:
@@ -151,14 +168,15 @@ def loss_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, tensor:
     head, tokens = head_on_rank(spec, tensor), shape.tokens_per_pass
     rows = letter("chunk", loss_chunk_rows(tokens)) if shape.logits == "chunked" else tokens
     n_chunks = -(-tokens // rows)
-    source, mark = _rate_source(hardware, shape.dtype)
-    w = _w(shape.dtype)
+    dtype = "bf16" if shape.dtype in LOW_PRECISIONS else shape.dtype
+    source, mark = _rate_source(hardware, dtype)
+    w = _w(dtype)
     if backward and shape.method != "full":
-        return [input_gradient(head, rows, shape.dtype, hardware).called("head_chunk", source, mark).times(n_chunks)]
+        return [input_gradient(head, rows, dtype, hardware).called("head_chunk", source, mark).times(n_chunks)]
     if backward:
         moved = n_chunks * head.weights * (2 * w + 8)
         summing = Work.limited("head", 0.0, moved, 0.0, moved / hardware.bandwidth(moved), n_chunks * hardware.op_launch_s)
-        product = product_backward(head, rows, shape.dtype, hardware).called("head_chunk", source, mark)
+        product = product_backward(head, rows, dtype, hardware).called("head_chunk", source, mark)
         summing = summing.called("head_summing", "fp32 sum of the weight's gradient, a chunk at a time")
         return [product.times(n_chunks), summing]
     logits = 1.0 * tokens * head.n
@@ -167,7 +185,7 @@ def loss_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, tensor:
     rate = letter("rate", rates.get(shape.mode) or rates.get("eager") or 0.0)
     seconds = logits / rate if rate else moved / hardware.bandwidth(moved)
     entropy = Work.limited("head", 0.0, moved, 0.0, seconds, n_chunks * hardware.op_launch_s)
-    product = product_forward(head, rows, shape.dtype, hardware).called("head_chunk", source, mark)
+    product = product_forward(head, rows, dtype, hardware).called("head_chunk", source, mark)
     return [product.times(n_chunks), entropy.called("cross_entropy", "of all logits, with their gradient")]
 
 
@@ -280,7 +298,7 @@ def _rate_source(hardware: Hardware, dtype: str) -> tuple[str, Mark]:
         return "", "predicted"
     if hardware.basis == "measured":
         return f"{dtype} rate measured on this machine, between calibrated shapes", "measured"
-    return f"datasheet's {dtype} peak × {ASSUMED_PRODUCT_EFFICIENCY} assumed", "datasheet"
+    return f"share of the datasheet's {dtype} peak that large products sustain", "datasheet"
 
 
 def layer_works(
@@ -290,36 +308,56 @@ def layer_works(
     works = []
     trains_matrices = shape.method == "full"
     for part in layer.products:
-        rows = max(1, round(shape.tokens_per_pass * part.rows_per_token))
+        rows = rows_of(shape, part)
         source, mark = _rate_source(hardware, shape.dtype)
         if not backward:
-            once = product_forward(part.product, rows, shape.dtype, hardware)
+            work = product_forward(part.product, rows, shape.dtype, hardware, part.calls)
         elif trains_matrices:
-            once = product_backward(part.product, rows, shape.dtype, hardware)
+            work = product_backward(part.product, rows, shape.dtype, hardware, part.calls)
         else:
-            once = input_gradient(part.product, rows, shape.dtype, hardware)
-        once = once.called(part.product.name, f"one layer; {source}", mark)
-        works.append(once.times(part.calls) if part.calls > 1 else once)
+            work = input_gradient(part.product, rows, shape.dtype, hardware, part.calls)
+        works.append(work.called(part.product.name, f"one layer; {source}", mark))
         if not trains_matrices:
             works += adapter_works(part, shape, hardware, rows, backward)
             if shape.method == "qlora":
                 works.append(dequantising(part, shape, hardware))
     attention = attention_work(spec, shape, hardware, layer.kind, layout.tensor, backward)
     works.append(attention.called("attention_walk", "one layer: keys that the kernel walks, or moving q, k, v and the output"))
+    if hardware.accelerator is not None and any(part.is_expert for part in layer.products):
+        works.append(datasheet_rates.routing_work(spec, shape, hardware, layout, backward))
     return works + elementwise(spec, shape, hardware, layer, layout, backward)
 
 
-def recomputed_works(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layer: RankLayer, layout: Layout) -> list[Work]:
-    """What backward computes again of one layer: nothing; elementwise work, and explicit attention (selective); everything."""
-    if shape.checkpointing == "full":
+def recomputed_works(
+    spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layer: RankLayer, layout: Layout, recomputation: str
+) -> list[Work]:
+    """What backward computes again of one layer: nothing; elementwise work and explicit attention (selective), every
+    second product with it (selective_op); everything."""
+    if recomputation == "full":
         with within("recomputed"):
             return layer_works(spec, shape, hardware, layer, layout, False)
-    if shape.checkpointing == "selective":
+    if recomputation.startswith("selective"):
         works = elementwise(spec, shape, hardware, layer, layout, False)
+        if recomputation == "selective_op":
+            works += products_again(shape, hardware, layer, layout.tensor)
         if attends_explicitly(hardware.kind, shape.dtype, shape.sequence_length):
             works.append(attention_work(spec, shape, hardware, layer.kind, layout.tensor, False))
         return works
     return []
+
+
+def products_again(shape: TrainingShape, hardware: Hardware, layer: RankLayer, tensor: int) -> list[Work]:
+    """The products whose results were not kept (``saved_products``), and those of experts."""
+    of_experts = [
+        product_forward(p.product, rows_of(shape, p), shape.dtype, hardware, p.calls) for p in layer.products if p.is_expert
+    ]
+    again = [Matrix("mlp", "again", -(-n // tensor), k) for n, k, is_saved in saved_products(layer.kind) if not is_saved]
+    return of_experts + [product_forward(matrix, shape.tokens_per_pass, shape.dtype, hardware) for matrix in again]
+
+
+def rows_of(shape: TrainingShape, part: RankProduct) -> int:
+    """Rows that a product of one rank has in a micro-batch."""
+    return max(1, round(shape.tokens_per_pass * part.rows_per_token))
 
 
 def training_attention_rate(hardware: Hardware, dtype: str, mode: str, direction: str, sequence_length: int) -> float:
@@ -334,7 +372,7 @@ def training_attention_rate(hardware: Hardware, dtype: str, mode: str, direction
     block = hardware.training.block(dtype, mode, direction) or hardware.training.block(dtype, "eager", direction)
     if block is not None:
         return letter("rate", block.attention_flop_per_s)
-    return 2 * ASSUMED_ATTENTION_EFFICIENCY * hardware.peak(dtype)
+    return 2 * datasheet_rates.attention_rate(hardware, "bf16" if dtype in LOW_PRECISIONS else dtype)
 
 
 def block_rate(hardware: Hardware, dtype: str, mode: str, direction: str) -> float | None:

@@ -20,10 +20,20 @@ from twostroke.planner.money.cost import Cost, cost_of
 from twostroke.planner.money.power import Busy, busy_of, mean_watts
 from twostroke.planner.training.checkpointing import Resilience, resilience
 from twostroke.planner.training.communication import Traffic, across_data, shown_traffic, within_micro_batch
+from twostroke.planner.training.datasheet_rates import peak_type
 from twostroke.planner.training.layout import SINGLE, Layout
 from twostroke.planner.training.memory import FP32, PRECISIONS, snapshot_bytes, state_bytes
+from twostroke.planner.training.offload import activations_s
 from twostroke.planner.training.shape import TrainingShape
-from twostroke.planner.training.sharding import rank_state_bytes, stage_held, stages, training_memory
+from twostroke.planner.training.sharding import (
+    Stage,
+    rank_shape,
+    rank_state_bytes,
+    sent_to_host_bytes,
+    stage_held,
+    stages,
+    training_memory,
+)
 from twostroke.planner.training.stage_times import StageTime, rate_dtype, stage_time, update_work
 from twostroke.planner.work.component import Work, shown, total_seconds
 from twostroke.planner.work.flops import attention_flops_per_token, training_flops_per_token
@@ -177,13 +187,13 @@ class TrainingPlan:
         return engines.not_trained(
             self.spec, method=shape.method, dtype=shape.dtype, optimizer=shape.optimizer, recomputation=shape.checkpointing,
             logits=shape.logits, devices=self.layout.n_devices, accelerator=accelerator,
-        )  # fmt: skip
+        ) + shape.planned_only  # fmt: skip
 
     @property
     def mfu(self) -> float:
         """Model FLOP a second over the peaks of all devices."""
         dtype = rate_dtype(self.shape, self.hardware)
-        peak = self.hardware.peak(dtype) * self.layout.n_devices
+        peak = self.hardware.peak(peak_type(dtype)) * self.layout.n_devices
         source = f"π: {self.hardware.basis} rate of {dtype} products"
         return named("MFU", self.flops_per_token * self.tok_per_s / peak, "share", source, section="time")
 
@@ -241,16 +251,30 @@ def step_traffic(
     spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout, time: StageTime
 ) -> tuple[Traffic, ...]:
     """Everything a rank of the slowest stage sends in a step."""
-    if layout.n_devices == 1:
+    if layout.n_devices == 1 and not shape.offload_activations:
         return ()
-    part = stage_held(spec, shape, layout, time.stage)
+    part, shape = stage_held(spec, shape, layout, time.stage), rank_shape(shape, layout)
     forward_s, backward_s = total_seconds(time.forward), total_seconds(time.backward)
     return shown_traffic(
         (
             *within_micro_batch(spec, shape, hardware, layout, time.stage),
             *across_data(shape, hardware, layout, part, time.stage.n_layers, forward_s, backward_s),
+            *to_host(spec, shape, hardware, layout, time.stage, forward_s, backward_s),
         )
     )
+
+
+def to_host(
+    spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout, stage: Stage, forward_s: float, backward_s: float
+) -> list[Traffic]:
+    """Activations that wait in the host's memory, once out and once back each micro-batch."""
+    if not shape.offload_activations:
+        return []
+    there = sent_to_host_bytes(spec, shape, hardware, layout, stage)
+    n_micro, (seconds, exposed) = shape.grad_accumulation, activations_s(there, forward_s, backward_s)
+    what, overlap = "activations to the host and back", "behind forward and backward"
+    bursts, each = 2 * n_micro * stage.n_layers, there / max(stage.n_layers, 1)
+    return [Traffic("host", what, 1, bursts, each, n_micro * there, n_micro * seconds, n_micro * exposed, overlap, "assumed")]
 
 
 def bubble_of(shape: TrainingShape, layout: Layout, time: StageTime, traffic: tuple[Traffic, ...]) -> float:
@@ -276,7 +300,7 @@ def plan_training(
     if shape.targets:
         check_targets(spec, shape.targets)
     parameters = count_parameters(spec)
-    hardware.peak(rate_dtype(shape, hardware))
+    hardware.peak(peak_type(rate_dtype(shape, hardware)))
     time = stage_time(spec, shape, hardware, layout)
     update = (update_work(spec, shape, hardware, layout),)
     traffic = step_traffic(spec, shape, hardware, layout, time)
@@ -309,7 +333,7 @@ def plan_training(
         data_s=named("data_s", data_s, "s", "cutting and packing a replica's batch", "assumed"),
         startup_s=startup_s(shape, hardware),
         flops_per_token=flops_per_token(spec, shape),
-        bytes_per_token=moved / shape.tokens_per_step * layout.tensor * layout.pipeline,
+        bytes_per_token=moved / shape.tokens_per_step * layout.context * layout.tensor * layout.pipeline,
         checkpoint_bytes=stored,
         model_bytes=named("model_bytes", finished, "bytes", "the finished model on disk", section="storage"),
         network_bytes_per_step=sum(t.sent_bytes for t in traffic)

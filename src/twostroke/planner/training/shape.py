@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from twostroke.core import engines
 from twostroke.core.checks import check_whole
+from twostroke.core.described import LeftOut
 from twostroke.core.errors import ConfigError
 from twostroke.core.matrices import ALL_LINEAR
 from twostroke.core.named import letter, named
 from twostroke.core.optimizers import CHOICES, OPTIMIZERS
 from twostroke.core.policy import rows_at_once
+from twostroke.planner.training.datasheet_rates import LOW_PRECISIONS
 from twostroke.planner.training.memory import PRECISIONS
 
 if TYPE_CHECKING:
@@ -20,7 +22,12 @@ if TYPE_CHECKING:
 METHODS = tuple(method for method in engines.METHODS if method != "pretrain")
 """Fresh weights or another model's, "full" trains all of them."""
 
-CHECKPOINTING = engines.RECOMPUTATIONS
+CHECKPOINTING = ("none", "selective", "selective_op", "full")
+"""What backward computes again, from nothing to everything: *selective* elementwise work, *selective_op*, as torchtitan's
+selective checkpointing "op", every second product beside it. Our engines do all but that (``engines.RECOMPUTATIONS``)."""
+
+GRADIENT_BITS = (0, 1, 4, 8, 16)
+"""1-bit Adam (arXiv 2102.02888), ZeRO++ and SDP4Bit (arXiv 2306.10209, 2410.15526), fp8 and bf16 reductions."""
 
 LOGITS = ("chunked", "whole")
 
@@ -34,15 +41,20 @@ class TrainingShape:
     batch_size: Annotated[int, "sequences of one pass of a replica"] = 16
     sequence_length: Annotated[int, "tokens of a sequence"] = 512
     grad_accumulation: Annotated[int, "passes of one update"] = 1
-    dtype: Annotated[str, "bf16, fp16, fp32 or pure_bf16"] = "bf16"
+    dtype: Annotated[str, "bf16, fp16, fp32, pure_bf16, or blocks multiplied in fp8, mxfp8 or nvfp4"] = "bf16"
     optimizer: Annotated[str, CHOICES] = "adamw"
     compile: Annotated[bool, "torch.compile"] = True
     steps: Annotated[int, "updates; 0 leaves the length of the run open"] = 0
     method: Annotated[str, "full, lora (adapters beside the frozen base) or qlora (beside a base in NF4)"] = "full"
     lora_rank: Annotated[int, "rank of adapters"] = 16
     lora_targets: Annotated[tuple[str, ...], "matrices that get one"] = (ALL_LINEAR,)
-    checkpointing: Annotated[str, "what backward computes again: none, selective or full"] = "none"
+    checkpointing: Annotated[str, "what backward computes again: none, selective, selective_op or full"] = "none"
     logits: Annotated[str, "how the loss takes them: chunked or whole"] = "chunked"
+    optimizer_in_backward: Annotated[bool, "each gradient is used and freed as soon as it is there"] = False
+    offload_activations: Annotated[bool, "what layers keep for backward waits in the host's memory"] = False
+    offload_optimizer: Annotated[bool, "masters and moments stay in the host's memory, whose processor updates them"] = False
+    gradient_bits: Annotated[int, "bits in which a gradient is sent to other ranks; 0: as it is held"] = 0
+    sequence_ranks: Annotated[int, "ranks that share each sequence, where a rank is planned", LeftOut] = 1
     snapshot: Annotated[bool, "checkpoints are copied in memory and written in the background"] = False
     average: Annotated[bool, "a running average of the weights is kept in fp32"] = False
 
@@ -58,8 +70,29 @@ class TrainingShape:
         ):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not {kind}. Use one of {', '.join(choices)}.")
+        if self.gradient_bits not in GRADIENT_BITS:
+            words = ", ".join(map(str, GRADIENT_BITS))
+            raise ConfigError(
+                f"gradient_bits={self.gradient_bits!r} is not a width that gradients are sent in. Use one of {words}."
+            )
+        if self.optimizer_in_backward and self.grad_accumulation > 1:
+            raise ConfigError(
+                f"optimizer_in_backward frees each gradient, and grad_accumulation={self.grad_accumulation} adds several up. "
+                "Use grad_accumulation=1."
+            )
         if not self.lora_targets:
             raise ConfigError(f"lora_targets is empty. Name matrices, as q_proj, or {ALL_LINEAR}.")
+
+    @property
+    def planned_only(self) -> tuple[str, ...]:
+        """Options of it that our trainer does not have, in words."""
+        options = {
+            "the optimizer in backward": self.optimizer_in_backward,
+            "activations in host memory": self.offload_activations,
+            "the optimizer in host memory": self.offload_optimizer,
+            f"gradients sent in {self.gradient_bits} bits": bool(self.gradient_bits),
+        }
+        return tuple(name for name, asked in options.items() if asked)
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -68,8 +101,8 @@ class TrainingShape:
 
     @property
     def tokens_per_pass(self) -> int:
-        """Tokens of one forward and backward: B·T."""
-        tokens = self.batch_size * self.sequence_length
+        """Tokens of one forward and backward: B·T, under context parallel a rank's share of them."""
+        tokens = -(-self.batch_size * self.sequence_length // self.sequence_ranks)
         return named("tokens_per_pass", tokens, "tokens", "of one replica, as asked for", "given")
 
     def tokens_at_once(self, device_kind: str, n_devices: int) -> int:
@@ -92,8 +125,8 @@ class TrainingShape:
 
     @property
     def compute_dtype(self) -> str:
-        """The type of forward and backward: pure bf16 computes in bf16."""
-        return "bf16" if self.dtype == "pure_bf16" else self.dtype
+        """The type of forward and backward: pure bf16 computes in bf16, and what narrower types multiply is held in it."""
+        return "bf16" if self.dtype in ("pure_bf16", *LOW_PRECISIONS) else self.dtype
 
     @classmethod
     def from_settings(cls, settings: Any, steps: int | None = None) -> TrainingShape:

@@ -30,6 +30,7 @@ from twostroke.planner.training.memory import (
     snapshot_bytes,
     state_bytes,
 )
+from twostroke.planner.training.offload import kept_on_device
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.planner.work.params import check_targets, count_parameters, targeted
 
@@ -133,16 +134,21 @@ class Stage:
 
 @lru_cache(maxsize=4096)
 def stages(n_layers: int, pipeline: int, interleave: int) -> tuple[Stage, ...]:
-    """The stages that can be the fullest or the slowest: the first, the second where the first has fewer layers, the last."""
+    """The stages that can be the fullest or the slowest: the first, the second where the ends have fewer layers, the last.
+
+    Chunks have ⌈L/(p·v)⌉ layers. Where that is more than there are, the last and the first, which also hold head and embedding,
+    have fewer (the Llama 3 report, arXiv 2407.21783, section 3.3.2; DeepSeek-V3's 61 layers), and then others.
+    """
     if pipeline == 1:
         return (Stage(0, n_layers, first=True, last=True),)
-    if n_layers % (pipeline * interleave) == 0:
-        each = _layers_here(n_layers / pipeline)
-        return Stage(0, each, True, False), Stage(pipeline - 1, each, False, True)
-    each = (n_layers + 2) / pipeline
-    less = _layers_here(each - 1)
-    ends = (Stage(0, less, True, False), Stage(pipeline - 1, less, False, True))
-    return ends if pipeline == 2 else (ends[0], Stage(1, _layers_here(each), False, False), ends[1])
+    each = -(-n_layers // (pipeline * interleave)) * interleave
+    lacking = each * pipeline - n_layers
+    at_first, at_last = min(lacking // 2, each), min(lacking - lacking // 2, each)
+    ends = (
+        Stage(0, _layers_here(each - at_first), True, False),
+        Stage(pipeline - 1, _layers_here(each - at_last), False, True),
+    )
+    return ends if pipeline == 2 or not lacking else (ends[0], Stage(1, _layers_here(each), False, False), ends[1])
 
 
 def _layers_here(n_layers: float) -> float:
@@ -152,7 +158,8 @@ def _layers_here(n_layers: float) -> float:
 @dataclass(frozen=True)
 class Held:
     """Parameters of one stage on one rank before ZeRO divides them. ``trained`` and ``frozen_bytes`` are alike on every data
-    rank, those of experts on ``Layout.expert_data`` ranks. ``layer`` is the parameters of its largest layer."""
+    rank, those of experts on ``Layout.expert_data`` ranks. ``layer`` is the trained parameters of its largest layer, ``ends``
+    those of the head."""
 
     trained: float
     trained_experts: float
@@ -162,7 +169,9 @@ class Held:
     frozen_expert_bytes: float
     layer: float
     layer_bytes: float
+    head_bytes: float
     embedding_bytes: float
+    ends: float
 
     def trained_of(self, ranks: tuple[int, int]) -> float:
         """Trained parameters of one rank where ``ranks`` share them (``Layout.shared_by``)."""
@@ -221,7 +230,9 @@ def held(
         frozen_expert_bytes=frozen_experts,
         layer=layer,
         layer_bytes=of_matrices * most,
+        head_bytes=working * head_matrix(spec).weights / tensor,
         embedding_bytes=working * (counts.embedding + counts.head) / tensor,
+        ends=head_matrix(spec).weights / tensor if method == "full" else 0.0,
     )
 
 
@@ -254,14 +265,25 @@ def _adapted(spec: ModelSpec, targets: tuple[str, ...]) -> tuple[frozenset[str],
     return names, max(sum(len(outputs) for _, outputs in layer) for layer in layers)
 
 
+def rank_shape(shape: TrainingShape, layout: Layout) -> TrainingShape:
+    """``shape`` as one rank computes it: its part of each sequence."""
+    return shape if layout.context == shape.sequence_ranks else replace(shape, sequence_ranks=layout.context)
+
+
 def activation_policy(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> ActivationPolicy:
     """What a rank keeps: everything, or beside a frozen base the inputs and narrow products of adapters."""
     dtype = shape.compute_dtype
     inputs_of, n_adapters = _adapted(spec, shape.targets) if shape.targets else (None, 0)
     return ActivationPolicy(
         dtype, shape.compile, shape.sequence_length, attention_device(hardware, spec, dtype),
-        layout.tensor, layout.sequence_cut, shape.checkpointing, inputs_of, shape.lora_rank * n_adapters,
+        layout.tensor, layout.sequence_cut, recomputation_of(shape, layout), inputs_of, shape.lora_rank * n_adapters,
     )  # fmt: skip
+
+
+def recomputation_of(shape: TrainingShape, layout: Layout) -> str:
+    """``shape.checkpointing``, of which *selective* is per operation in a job over FSDP2: what torchtitan, the trainer of such
+    jobs, does under that name."""
+    return "selective_op" if shape.checkpointing == "selective" and layout.zero == 3 else shape.checkpointing
 
 
 def training_memory(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout = SINGLE) -> dict[str, float]:
@@ -274,6 +296,7 @@ def training_memory(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, l
     layout.check(spec)
     if shape.targets:
         check_targets(spec, shape.targets)
+    shape = rank_shape(shape, layout)
     found = [
         _stage_terms(spec, shape, hardware, layout, stage) | {"process": process_bytes(shape, hardware)}
         for stage in stages(spec.n_layers, layout.pipeline, layout.interleave)
@@ -294,6 +317,10 @@ def rank_state_bytes(shape: TrainingShape, layout: Layout, part: Held) -> dict[s
     if shape.average:
         optimizer += FP32 * (part.trained + part.trained_experts)
     gradients = gradient * part.trained_of(gradient_ranks)
+    if shape.optimizer_in_backward:
+        gradients = smallest(gradients, gradient * largest(part.layer, part.ends))
+    if shape.offload_optimizer:
+        masters = optimizer = 0.0
     masters = named("masters_bytes", masters, "bytes", "fp32 masters; ZeRO, arXiv 1910.02054, section 3, divides them")
     return {
         "weights": _term("weights", working + frozen + masters),
@@ -332,6 +359,8 @@ def _stage_terms(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layo
     state = rank_state_bytes(shape, layout, part)
     tokens = shape.tokens_at_once(hardware.kind, layout.n_devices)
     activations, recomputed = _stage_activations(spec, shape, layout, stage, policy, tokens)
+    if shape.offload_activations and stage.n_layers:
+        activations = kept_on_device(activations, stage.n_layers)
     loss = loss_bytes(spec, tokens, shape.logits, policy) / layout.tensor if stage.last else 0.0
     beside = letter("beside", backward_gradient_bytes(shape.dtype)) * (part.trained + part.trained_experts)
     activations, recomputed = _term("activations", activations), _term("recomputed", recomputed)
@@ -349,13 +378,65 @@ def _stage_terms(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layo
     if shape.snapshot and hardware.kind != "gpu":  # a GPU's copy is in the host's memory
         copied = snapshot_bytes(shape.dtype, part.trained + part.trained_experts, state["optimizer"])
         terms["snapshot"] = _term("snapshot", copied)
-    if layout.zero == 3:
-        gathered = 2 * part.layer_bytes + part.embedding_bytes + PRECISIONS[shape.dtype].gradient * part.layer
+    on_accelerator = hardware.accelerator is not None
+    gathered = gathered_bytes(spec, shape, layout, part, tokens, policy.w, on_accelerator)
+    if gathered:
         terms["gathered"] = _term("gathered", gathered)
     if shape.method == "qlora":
-        matrices = [p.product.weights for layer in rank_layers(spec, layout.tensor, layout.expert) for p in layer.products]
-        terms["dequantised"] = _term("dequantised", policy.w * max(matrices))
-    return terms
+        terms["dequantised"] = _term("dequantised", policy.w * largest_matrix(spec, layout, on_accelerator))
+    whole_rows = 2 * policy.w * tokens * spec.d_model if layout.sequence_cut > 1 else 0.0  # the head's input and its gradient
+    return _at_peak(terms, shape, layout, stage, part, whole_rows) if on_accelerator else terms
+
+
+def largest_matrix(spec: ModelSpec, layout: Layout, as_on_disk: bool) -> float:
+    """Weights of the largest matrix that QLoRA expands at once: our engine's are packed, others hold each by itself."""
+    products = [p.product for layer in rank_layers(spec, layout.tensor, layout.expert) for p in layer.products]
+    return max(p.weights / (len(p.parts) if as_on_disk else 1) for p in products)
+
+
+TENSOR_PARALLEL_COPIES = 4
+"""Whole sequences that tensor parallel holds in the layer being computed: the gathered inputs of attention and of the MLP, one
+result before it is scattered and its gradient."""
+
+
+def gathered_bytes(
+    spec: ModelSpec, shape: TrainingShape, layout: Layout, part: Held, tokens: float, w: float, on_accelerator: bool
+) -> float:
+    """What is whole for the moment: under ZeRO-3 this layer, the next and one layer's gradient, in fp32 too where it is reduced
+    in it, and on a CPU embedding and head; under tensor parallel with sequences cut, sequences of the layer being computed."""
+    gathered = 0.0
+    if layout.zero == 3:
+        precision = PRECISIONS[shape.dtype]
+        reduced = FP32 if precision.master and on_accelerator else 0.0
+        gathered = 2 * part.layer_bytes + (precision.gradient + reduced) * part.layer
+        gathered += 0.0 if on_accelerator else part.embedding_bytes
+    if on_accelerator and layout.sequence_cut > 1:
+        gathered += TENSOR_PARALLEL_COPIES * w * tokens * spec.d_model
+    return gathered
+
+
+def _at_peak(
+    terms: dict[str, float], shape: TrainingShape, layout: Layout, stage: Stage, part: Held, whole_rows: float
+) -> dict[str, float]:
+    """``terms`` as far as an accelerator holds them at one moment, of three: the loss, with the head and its ``whole_rows``
+    gathered; the first layer that backward takes; its end, when activations have gone and gradients are there. The allocator
+    reuses what one moment leaves for the next. Gradients stay if several micro-batches or replicas add to them, or if the
+    optimizer reads an fp32 sum.
+    """
+    layer = sum(terms.get(name, 0.0) for name in ("recomputed", "gathered", "dequantised"))
+    head = part.head_bytes if layout.zero == 3 and stage.last else 0.0
+    head += whole_rows if stage.last else 0.0
+    loss = largest(terms["loss"] + head - layer, 0.0)
+    stays = shape.grad_accumulation > 1 or layout.replicas > 1 or PRECISIONS[shape.dtype].master
+    made = terms["gradients"]
+    gradients = made if stays else largest(0.0, made - terms["activations"] - loss)
+    return terms | {"loss": loss, "gradients": _term("gradients", gradients)}
+
+
+def sent_to_host_bytes(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout, stage: Stage) -> float:
+    """Bytes of one micro-batch's activations on a stage that wait in the host's memory."""
+    policy = activation_policy(spec, shape, hardware, layout)
+    return shape.tokens_per_pass * stage.n_layers * _kept_per_token(spec, policy)[0]
 
 
 def _stage_activations(

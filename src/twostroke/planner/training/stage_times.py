@@ -11,15 +11,27 @@ from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.anchors import layer_and_around, ratio_at, training_anchors
 from twostroke.planner.hardware.corrections import learned_factor
 from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.training.datasheet_rates import LOW_PRECISIONS
 from twostroke.planner.training.layout import SINGLE, Layout
+from twostroke.planner.training.offload import update_s
 from twostroke.planner.training.passes import layer_works, loss_work, optimizer_work, recomputed_works, setup_work
 from twostroke.planner.training.shape import TrainingShape
-from twostroke.planner.training.sharding import Stage, anchor_shape, rank_layers, stages
+from twostroke.planner.training.sharding import (
+    Stage,
+    anchor_shape,
+    rank_layers,
+    rank_shape,
+    recomputation_of,
+    stage_held,
+    stages,
+)
 from twostroke.planner.work.component import Work, merge, total_seconds
 
 
 def rate_dtype(shape: TrainingShape, hardware: Hardware) -> str:
     """The type whose rates apply: fp16 runs at bf16's on every device that lists only that one."""
+    if shape.dtype in LOW_PRECISIONS:
+        return shape.dtype
     if shape.dtype == "fp16" and "fp16" not in hardware.peak_flop_per_s:
         return "bf16"
     return shape.compute_dtype
@@ -94,6 +106,9 @@ def _measured_ratios(like: TrainingShape, hardware: Hardware) -> dict[int, Ancho
 def update_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> Work:
     """The optimizer's update, held to the anchors. What Muon adds to one was not part of them."""
     work = optimizer_work(spec, shape, hardware, layout).stretched(learned_factor(hardware, "update"))
+    if shape.offload_optimizer:
+        part = stage_held(spec, shape, layout, stages(spec.n_layers, layout.pipeline, layout.interleave)[-1])
+        return replace(work, seconds=update_s(shape, part.trained_of(layout.shared_by(1))))
     return work if shape.optimizer == "muon" else work.stretched(anchor_ratios(spec, shape, hardware).update)
 
 
@@ -147,7 +162,7 @@ def passes_of(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout:
             for layer in rank_layers(spec, layout.tensor, layout.expert, shape.targets):
                 works = layer_works(spec, shape, hardware, layer, layout, backward)
                 if backward:
-                    works += recomputed_works(spec, shape, hardware, layer, layout)
+                    works += recomputed_works(spec, shape, hardware, layer, layout, recomputation_of(shape, layout))
                 found.append((tuple(works), layer.count))
             loss[direction] = tuple(loss_work(spec, shape, hardware, layout.tensor, backward))
             setup[direction] = tuple(setup_work(spec, shape, hardware, backward))
@@ -157,7 +172,7 @@ def passes_of(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout:
 
 def stage_time(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> StageTime:
     """The passes, held to the anchors, and put on the stages as often as each has its layers."""
-    shape = replace(shape, dtype=rate_dtype(shape, hardware))
+    shape = rank_shape(replace(shape, dtype=rate_dtype(shape, hardware)), layout)
     passes = passes_of(spec, shape, hardware, layout).held_to(anchor_ratios(spec, shape, hardware))
     passes = passes.held_to(learned_ratios(hardware))
     whole = stages(spec.n_layers, layout.pipeline, layout.interleave)
