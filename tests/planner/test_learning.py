@@ -173,6 +173,15 @@ def test_a_few_configurations_are_not_enough_and_one_again_and_again_is_not_eith
         assert all("too few" in one.why for one in fit(runs, here).quantities)
 
 
+def test_start_up_is_learnt_although_the_same_is_planned_of_every_model(here: MachineProfile) -> None:
+    def slow_to_start(n: int) -> Run:
+        run = trained(here, n, {})
+        values = run.measurements[0].values | {"startup_s": 1.5 * planned(hardware_from_profile(here), n)["startup_s"]}
+        return dataclasses.replace(run, measurements=(dataclasses.replace(run.measurements[0], values=values),))
+
+    assert adopted([slow_to_start(n) for n in range(20)], here)["train_startup"] == pytest.approx(1.5, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -203,10 +212,12 @@ def test_fitting_again_after_a_correction_finds_the_same_and_counts_nothing_twic
 def test_a_run_restated_is_what_the_plan_would_have_said(here: MachineProfile) -> None:
     factors = {"update": 1.7, "forward": 0.8, "train_startup": 1.4, "data": 3.0}
     run, corrected = trained(here, 3, {}), trained(here, 3, {}, factors=factors)
-    exact = ("forward_s", "optimizer_s", "step_time_s", "train_tok_per_s", "mfu", "startup_s", "train_time_s", "energy_kwh")
+    exact = ("forward_s", "optimizer_s", "step_time_s", "train_tok_per_s", "mfu", "startup_s", "train_time_s")
     found = restated(run, factors)
+    # Power goes with what each part keeps busy, so energy goes with time only nearly.
+    assert found["energy_kwh"] == pytest.approx(corrected.prediction["energy_kwh"], rel=0.05)
     assert {name: found[name] for name in exact} == pytest.approx({name: corrected.prediction[name] for name in exact})
-    assert restated(corrected, {}) == pytest.approx({name: run.prediction[name] for name in found})
+    assert restated(corrected, {}) == pytest.approx({name: run.prediction[name] for name in found}, rel=0.05)
     assert found["weights_bytes"] == run.prediction["weights_bytes"]
 
 
@@ -262,7 +273,7 @@ def test_fit_stores_what_helps_says_so_in_plans_and_is_undone(here: MachineProfi
     assert any(stored.corrections.fitted_at in note for note in notes)
     code, text, _ = command(capsys, "ledger", "fit", "--undo")
     assert code == 0
-    assert stored.corrections.fitted_at in text
+    assert "removed the corrections of 20" in text
     undone = load_profile()
     assert undone is not None
     assert undone.corrections == Corrections()

@@ -154,6 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="Folder of this run's results.")
     parser.add_argument("--work", type=Path, required=True, help="Folder for recipes and runs; kept.")
+    parser.add_argument("--summary", action="store_true", help="Write what there is by now, without the runs that are left.")
     arguments = parser.parse_args()
     out, work = arguments.out.resolve(), arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
@@ -171,7 +172,8 @@ def main() -> None:
         (work / "learnt.json").write_text(json.dumps(fitted), encoding="utf-8")
     fitted = json.loads((work / "learnt.json").read_text(encoding="utf-8"))
     printed, text, learnt_from = fitted["fits"], fitted["text"], set(fitted["from"])
-    all_of(AFTER, work)
+    if not arguments.summary:
+        all_of(AFTER, work)
     runs = Ledger().runs()[::-1]
     out.mkdir(parents=True, exist_ok=True)
     profile = load_profile()

@@ -114,10 +114,10 @@ def fit(
     documents, stored = [], []
     for one in fits:
         corrected = one.corrected
-        written = save_profile(corrected) if corrected.corrections != one.profile.corrections else None
+        written = save_profile(corrected)
         documents.append({
             "device": one.profile.device, "quantities": one.quantities, "totals": one.totals, "left_out": one.left_out,
-            "corrections": corrected.corrections, "profile": None if written is None else str(written),
+            "corrections": corrected.corrections, "profile": str(written),
         })  # fmt: skip
         n = len(corrected.corrections.learned)
         stored.append(

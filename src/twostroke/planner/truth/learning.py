@@ -5,8 +5,8 @@ Calibration measures a machine's constants one by one; whole runs say what they 
 
     r = ln(measured time / time planned by calibration alone).
 
-What was planned under earlier corrections is divided by them first, so that no correction is counted twice. Runs of which the
-same was planned are one configuration; it counts once, with the mean of its runs. Then
+What was planned under earlier corrections is divided by them first, so that no correction is counted twice. Runs of whose
+phase the same was planned are one configuration; it counts once, with the mean of its runs. Then
 
     factor = exp(Σ w·r / (Σ w + k)),    w = 2^(−age / HALF_LIFE_RUNS)·(1 − waited),    k = max(1, σ² / τ²).
 
@@ -181,14 +181,25 @@ def residuals_of(runs: Iterable[Run], name: str, factors: Mapping[str, float]) -
 
 
 def lessons_of(runs: Sequence[Run], quantity: Quantity) -> list[Lesson]:
-    """Of ``runs``, oldest first. A run is of one configuration with those of which the same was planned."""
+    """Of ``runs``, oldest first."""
     name = quantity.ledger_names[0]
     found = residuals_of((run for run in runs if phase_of(run) == quantity.phase), name, {})
     lessons = []
     for age, (run, residual) in zip(range(len(found) - 1, -1, -1), found, strict=True):
         quiet = 1.0 - min(1.0, max(0.0, number_of(run.measurement.get(WAITED)) or 0.0))
-        lessons.append(Lesson(residual, 2.0 ** (-age / HALF_LIFE_RUNS) * quiet, f"{restated(run, {})[name]:.6g}"))
+        lessons.append(Lesson(residual, 2.0 ** (-age / HALF_LIFE_RUNS) * quiet, _configuration(run)))
     return lessons
+
+
+def _configuration(run: Run) -> str:
+    """What calibration alone plans of every quantity: the same for two runs of the same work, however long they are."""
+    planned = restated(run, {})
+    return " ".join(
+        f"{planned.get(name, 0.0):.6g}"
+        for quantity in QUANTITIES
+        if quantity.phase == phase_of(run)
+        for name in quantity.ledger_names
+    )
 
 
 def factor_of(lessons: Iterable[Lesson], prior: Range) -> float:
