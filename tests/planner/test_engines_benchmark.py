@@ -96,7 +96,7 @@ def test_a_miss_within_what_the_machine_repeats_is_told_apart() -> None:
 def test_the_summary_says_how_wide_decode_intervals_are_and_how_many_hold() -> None:
     text = score.summary([record("a", 1.0, 1.1, width=1.5), record("b", 1.0, 2.0, width=1.5)])
     assert "factor of 1.50 (median; aim 1.35, missed)" in text
-    assert "Inside their intervals: 50.0% of 2 (aim 85 to 95%, missed)" in text
+    assert "Interval coverage over all predictions: 50.0% of 2 (aim 85 to 95%, missed)" in text
 
 
 def test_the_scripts_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

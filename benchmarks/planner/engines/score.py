@@ -127,7 +127,7 @@ def _coverage(table: Table) -> list[str]:
     share, widths = statistics.mean(inside), [row.width for row in table.get(("serve", "tpot_s"), ()) if row.width is not None]
     met = "met" if COVERAGE[0] <= share <= COVERAGE[1] else "missed"
     aim = f"aim {100 * COVERAGE[0]:g} to {100 * COVERAGE[1]:g}%, {met}"
-    lines = [f"Inside their intervals: {100 * share:.1f}% of {len(inside)} ({aim})."]
+    lines = [f"Interval coverage over all predictions: {100 * share:.1f}% of {len(inside)} ({aim})."]
     if widths:
         width = statistics.median(widths)
         met = "met" if width <= WIDEST_DECODE else "missed"
