@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from twostroke.core.units import format_bytes, format_count, format_money, format_seconds
+from twostroke.core.units import (
+    format_bytes,
+    format_count,
+    format_energy,
+    format_mass,
+    format_money,
+    format_parameters,
+    format_seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -24,6 +32,8 @@ def test_bytes(value: float, text: str) -> None:
         (93, "1 min 33 s"),
         (3700, "1 h 1 min"),
         (90000, "1 d 1.0 h"),
+        (1e6, "11.6 d"),
+        (1e9, "11,574 d"),
         (-2, "-2 s"),
     ],
 )
@@ -41,3 +51,12 @@ def test_counts(value: float, text: str) -> None:
 )
 def test_money(value: float, text: str) -> None:
     assert format_money(value) == text
+
+
+def test_energy_and_mass_are_shown_in_units_that_need_no_exponent() -> None:
+    assert [format_energy(kwh) for kwh in (12.0, 0.0012, 4.9e-5)] == ["12 kWh", "1.2 Wh", "49 mWh"]
+    assert [format_mass(kg) for kg in (15.6, 0.0012, 2.2e-5)] == ["15.6 kg", "1.2 g", "22 mg"]
+
+
+def test_parameters_are_counted_as_models_are_called() -> None:
+    assert [format_parameters(n) for n in (8_030_261_248, 1_026_408_232_448, 596_049_920)] == ["8.03B", "1.03T", "596M"]

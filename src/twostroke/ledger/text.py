@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from twostroke.core.units import format_bytes, format_count, format_flop_rate, format_money, format_seconds
+from twostroke.core.units import format_bytes, format_count, format_energy, format_flop_rate, format_money, format_seconds
 from twostroke.ledger.attribution import Attribution, PooledShare
 from twostroke.ledger.scoring import Row, Score, compare
 
@@ -42,7 +42,7 @@ def format_value(name: str, value: float | None) -> str:
     if name.endswith("_usd"):
         return format_money(value)
     if name.endswith("_kwh"):
-        return f"{value:.3g} kWh"
+        return format_energy(value)
     if name.endswith("_s"):
         return format_seconds(value)
     if name == "mfu" or name.endswith("_fraction"):

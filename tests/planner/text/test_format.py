@@ -10,6 +10,7 @@ from twostroke.planner.text.format import (
     format_intensity,
     results_table,
     with_wrapped_notes,
+    wrapped,
 )
 from twostroke.planner.truth.intervals import with_intervals
 
@@ -63,3 +64,8 @@ def test_what_does_not_fit_is_said_first_with_the_remedy_and_nothing_of_what_fit
 
 def test_an_intensity_has_no_more_digits_than_are_known() -> None:
     assert [format_intensity(value) for value in (0, 0.2314, 7.27, 999.6)] == ["–", "0.23 FLOP/B", "7.3 FLOP/B", "1,000 FLOP/B"]
+
+
+def test_a_line_never_ends_between_a_number_and_its_unit() -> None:
+    text = "\n".join(wrapped([f"{'x' * 74} 102 ms", f"{'x' * 72} 1.5 GiB"]))
+    assert text.split("\n") == ["x" * 74, "  102 ms", "x" * 72, "  1.5 GiB"]

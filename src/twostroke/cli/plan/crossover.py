@@ -115,7 +115,7 @@ def crossover(
         machine = load_hardware(hardware, "train" if training_usd is None else "serve")
         found = read_subject(subject, settings, machine)
         vendor = vendor or nearest_api(found.name)
-        document["hardware"] = machine
+        document |= {"subject": found.name, "hardware": machine}
         if training_usd is None:
             spent, notes = _training_cost(found, machine, terms, years, tokens, steps, data, batch_size, sequence_length)
             training_usd, document["training_cost"] = spent.usd, spent

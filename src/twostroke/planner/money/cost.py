@@ -87,7 +87,7 @@ def price_line(what: str, given: Price, amount: str) -> str:
 def rent_and_power(hardware: Hardware) -> tuple[str, str]:
     """A line for the price and one for the limits of power that plans on ``hardware`` assume."""
     usd, watts, idle = hardware.usd_per_hour, hardware.watts, hardware.idle_watts
-    limits = f"at most {watts.value:.4g} W, idle {idle.value:.4g} W {idle.kind}"
+    limits = f"at most {watts.value:.4g} W, idle {idle.value:.3g} W {idle.kind}"
     return price_line("price", usd, f"${usd.value:.4g} an hour"), price_line("power", watts, limits)
 
 

@@ -8,6 +8,7 @@ from twostroke.core.units import format_count
 from twostroke.ledger.text import align
 from twostroke.planner.choosing.comparison import COLUMNS, Cell, Column, Comparison
 from twostroke.planner.text.format import (
+    LAUNCH,
     fits_lines,
     footnotes,
     format_intensity,
@@ -157,7 +158,9 @@ def comparison_text(comparison: Comparison, remedy: str = "") -> str:
 def bounds_lines(comparison: Comparison) -> list[str]:
     """The table of what bounds each component."""
     head = ["share of time, bound", "TRAINING", "", "PREFILL", "", "DECODE", ""]
-    return _ruled([head, None, *_bounds_block(comparison)], right=(1, 3, 5))
+    rows = _bounds_block(comparison)
+    starting = any("launch" in row for row in rows if row)
+    return [*_ruled([head, None, *rows], right=(1, 3, 5)), *([LAUNCH] if starting else [])]
 
 
 def batch_lines(comparison: Comparison) -> list[str]:

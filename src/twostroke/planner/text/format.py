@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from twostroke.core.units import format_bytes, format_count, format_money, format_seconds
+from twostroke.core.units import format_bytes, format_count, format_energy, format_money, format_seconds
 from twostroke.ledger.text import align, format_interval
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.tables import price
@@ -16,11 +17,18 @@ from twostroke.planner.work.component import Work
 WIDTH = 80
 """Longest line of a plan's text, in columns: of a terminal as it opens."""
 
+LAUNCH = "launch: starting the operations takes longer than their work"
+
 LEAST_NOTE = 12
 """Columns that a table's last cell has at least, before it makes the table wider instead."""
 
 LEAST_LOW_BY = 0.005
 """Share below which a busy calibration is not worth a sentence: it would say 0%."""
+
+
+_HARD_SPACE = "\u00a0"
+_UNIT = re.compile(r"(?<=\d) (?=(?:µs|ms|s|min|h|d|[KMGT]iB|B|GB|GB/s|W|k?Wh|mWh|tok/s|tokens)\b)")
+"""The space between a number and its unit, at which no line ends."""
 
 
 def format_quantity(value: float | str | None, unit: str) -> str:
@@ -38,7 +46,7 @@ def format_quantity(value: float | str | None, unit: str) -> str:
     if unit == "share":
         return f"{100 * value:.3g}%"
     if unit == "kWh":
-        return f"{value:.3g} kWh" if value >= 0.1 else f"{1000 * value:.3g} Wh"
+        return format_energy(value)
     if unit == "FLOP/B":
         return f"{value:.3g} FLOP/B"
     if unit in ("tok/s", "tokens"):
@@ -80,7 +88,7 @@ def rent_text(n_devices: int, hardware: Hardware) -> str:
 
 def memory_table(terms: Mapping[str, float], peak: float) -> str:
     """Terms above zero and their peak."""
-    rows = [[name, format_bytes(value)] for name, value in terms.items() if value]
+    rows = [[name.replace("kv_", "KV ").replace("_", " "), format_bytes(value)] for name, value in terms.items() if value]
     return align([*rows, ["peak", format_bytes(peak)]], right=(1,))
 
 
@@ -91,7 +99,8 @@ def pass_table(passes: Mapping[str, Sequence[Work]]) -> str:
         for i, w in enumerate(works):
             name = title if i == 0 else ""
             rows.append([name, w.component, format_seconds(w.seconds), w.bound, format_intensity(w.intensity)])
-    return align(rows, right=(2, 4))
+    starting = any(work.bound == "launch" for works in passes.values() for work in works)
+    return "\n".join([align(rows, right=(2, 4)), *([LAUNCH] if starting else [])])
 
 
 def money_lines(hardware: Hardware) -> str:
@@ -104,12 +113,12 @@ def money_lines(hardware: Hardware) -> str:
 def wrapped(lines: Iterable[str], indent: str = "  ", width: int = WIDTH) -> list[str]:
     """Sentences at ``width``, continued with an indent; a path that is longer stays whole."""
     wrap = textwrap.TextWrapper(width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
-    return [part for line in lines for part in wrap.wrap(line)]
+    return [part.replace(_HARD_SPACE, " ") for line in lines for part in wrap.wrap(_UNIT.sub(_HARD_SPACE, line))]
 
 
 def footnotes(lines: Iterable[str]) -> str:
     """Prices, powers and their sources: what a reader looks up once, below everything else."""
-    return "\n".join(["sources", *wrapped((f"  {line}" for line in lines), "    ")])
+    return "\n".join(["sources", *wrapped((f"  {' '.join(line.split())}" for line in lines), "    ")])
 
 
 def notes_lines(notes: Iterable[str]) -> list[str]:
@@ -180,7 +189,10 @@ def _range_sentences(results: Sequence[Result], intervals: Intervals, low_by: fl
     if not shown:
         return []
     assumed = [label for label, i in shown.items() if i["width"] != "measured"]
-    widths = "measured" if not assumed else "assumed" if len(assumed) == len(shown) else f"assumed for {', '.join(assumed)}"
+    measured = [label for label in shown if label not in assumed]
+    widths = "measured" if not assumed else f"assumed for {', '.join(assumed)}"
+    if len(measured) < len(assumed):
+        widths = f"assumed, but measured for {', '.join(measured)}" if measured else "assumed"
     level = next(iter(shown.values()))["level"]
     found = [f"range: {100 * level:.0f}% of measurements should fall inside it; widths {widths}."]
     if low_by >= LEAST_LOW_BY:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from twostroke.core.engines import planned_only_text
-from twostroke.core.units import format_bytes, format_count, format_money, format_parameters, format_seconds
+from twostroke.core.units import format_bytes, format_count, format_energy, format_money, format_parameters, format_seconds
 from twostroke.ledger.text import align
 from twostroke.planner.money.api_prices import nearest_api
 from twostroke.planner.serving.plan import ServingPlan
@@ -72,7 +72,7 @@ def results_text(plan: ServingPlan, intervals: Intervals, low_by: float) -> str:
             "$ per 1M tokens out", "cost_per_mtok_usd", format_money(plan.usd_per_mtok),
             f"never idle, at {rent_text(plan.devices, machine)}",
         ),
-        Result("energy of these", "energy_per_mtok_kwh", f"{plan.kwh_per_mtok:.3g} kWh", "of the devices alone"),
+        Result("energy of these", "energy_per_mtok_kwh", format_energy(plan.kwh_per_mtok), "of the devices alone"),
         power_result(plan.devices, plan.watts, machine),
     ]  # fmt: skip
     return "\n".join([results_table(results, intervals, low_by), *notes_lines(plan.notes)])
@@ -173,16 +173,21 @@ def load_text(load: Load) -> str:
             f"TTFT {format_seconds(pools.ttft_s)}, TPOT {format_seconds(pools.tpot_s)}; "
             f"{format_bytes(pools.transfer_bytes)} of cache a request, sent in {format_seconds(pools.transfer_s)}"
         )
-    return "\n".join(wrapped(f"predicted {line}" for line in lines))
+    return "\n".join(["predicted for the load asked for:", *wrapped(lines)])
 
 
 def _service(service: Service) -> list[str]:
     return [
-        f"{service.rate_per_s:.4g} requests/s: {service.replicas} replicas on {service.devices} devices, "
+        f"{service.rate_per_s:.4g} requests/s: {_counted(service.replicas, 'replica')} on "
+        f"{_counted(service.devices, 'device')}, "
         f"{service.concurrency:,.0f} requests in flight; each {_at(service.each)}",
-        f"that costs {format_money(service.usd_per_hour)} an hour, {format_money(service.usd_per_mtok)} per million output "
+        f"these cost {format_money(service.usd_per_hour)} an hour, {format_money(service.usd_per_mtok)} per million output "
         "tokens",
     ]
+
+
+def _counted(n: int, what: str) -> str:
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
 def _at(found: AtRate) -> str:

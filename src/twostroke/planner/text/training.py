@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from twostroke.core.engines import planned_only_text
-from twostroke.core.units import format_bytes, format_count, format_money, format_parameters, format_seconds
+from twostroke.core.units import (
+    format_bytes,
+    format_count,
+    format_energy,
+    format_mass,
+    format_money,
+    format_parameters,
+    format_seconds,
+)
 from twostroke.ledger.text import align
 from twostroke.planner.choosing.size_ladder import Rung
 from twostroke.planner.text.format import (
@@ -84,7 +92,7 @@ def run_results(plan: TrainingPlan) -> list[Result]:
         Result("run", "train_time_s", format_seconds(plan.train_time_s), f"{plan.shape.steps:,} steps, {tokens} tokens"),
         *failures,
         Result("money", "cost_usd", format_money(found.usd), f"at {rent_text(n, plan.hardware)}"),
-        Result("energy", "energy_kwh", f"{found.energy_kwh:,.3g} kWh", f"{found.co2_kg:,.3g} kg CO2"),
+        Result("energy", "energy_kwh", format_energy(found.energy_kwh), f"{format_mass(found.co2_kg)} CO2"),
     ]
 
 
