@@ -143,9 +143,11 @@ def test_ranks_of_a_sequence_share_its_tokens_and_pass_keys_and_values_round() -
 
 
 def test_experts_of_other_nodes_are_reached_by_each_devices_own_port(assets: Path) -> None:
+    """A row crosses once for both experts of the other node; 4,096 of 2,048 elements at 0.7 of 50 GB/s take 0.48 ms."""
     spec, h100 = read_spec(assets / "configs/hf/Qwen--Qwen3-30B-A3B_config.json"), load_hardware("h100")
     inside, across = (
         plan_training(spec, TrainingShape(1, 4096), h100, Layout(data=16, zero=1, expert=expert)) for expert in (8, 16)
     )
-    seconds = [next(t.seconds for t in p.traffic if t.parallel == "expert") for p in (inside, across)]
-    assert seconds[1] > 3 * seconds[0]
+    once = [next(t.seconds / t.bursts for t in p.traffic if t.parallel == "expert") for p in (inside, across)]
+    assert once[0] < 0.4e-3
+    assert once[1] == pytest.approx(4096 * 2048 * 2 * (1 - 0.5**8) / 35e9, rel=0.02)  # and the first byte

@@ -101,7 +101,7 @@ def within_micro_batch(
         moe_layers = share * sum(count for kind, count in layer_kinds(spec) if kind.mlp == "moe")
         routed = hidden * spec.moe.top_k / layout.sequence_cut
         link, bursts = group_link(layout, hardware, layout.expert), n_micro * passes * 2 * moe_layers
-        once_s = all_to_all_s(routed, layout, hardware)
+        once_s = all_to_all_s(routed, spec.moe.top_k, layout, hardware)
         sent = network.gather_sent_bytes(routed, layout.expert)
         found.append(_waited_for("expert", "all-to-all", layout.expert, link, bursts, routed, sent, once_s))
     if layout.pipeline > 1:
@@ -113,14 +113,19 @@ def within_micro_batch(
     return found
 
 
-def all_to_all_s(n_bytes: float, layout: Layout, hardware: Hardware) -> float:
-    """Seconds of an all-to-all among the experts' devices. What goes to other nodes leaves each device by its own port, and the
-    rest goes beside it. A token that several experts of another node ask for crosses once for each."""
+def all_to_all_s(n_bytes: float, top_k: int, layout: Layout, hardware: Hardware) -> float:
+    """Seconds of an all-to-all of ``top_k`` rows a token among the experts' devices.
+
+    What goes to other nodes leaves each device by its own port: one row for each of m nodes that a token's experts are on,
+    (m − 1)·(1 − (1 − 1/m)^k) of them if experts are picked evenly: DeepEP and HybridEP spread a row inside the node
+    that it has reached. A plain all-to-all sends one for each expert.
+    """
     node = min(layout.expert, layout.devices_per_node or hardware.devices_per_node)
-    inside_s = network.all_to_all_s(n_bytes * node / layout.expert, node, hardware.link) if node > 1 else 0.0
+    inside_s = network.all_to_all_s(n_bytes, node, hardware.link) if node > 1 else 0.0
     if node == layout.expert:
         return inside_s
-    across = n_bytes * (layout.expert - node) / layout.expert
+    nodes = layout.expert / node
+    across = n_bytes / top_k * (nodes - 1) * (1 - (1 - 1 / nodes) ** top_k)
     return largest(inside_s, network.send_s(across, hardware.network) + (layout.expert // node - 2) * hardware.network.alpha_s)
 
 
