@@ -67,5 +67,5 @@ def test_an_intensity_has_no_more_digits_than_are_known() -> None:
 
 
 def test_a_line_never_ends_between_a_number_and_its_unit() -> None:
-    text = "\n".join(wrapped([f"{'x' * 74} 102 ms", f"{'x' * 72} 1.5 GiB"]))
-    assert text.split("\n") == ["x" * 74, "  102 ms", "x" * 72, "  1.5 GiB"]
+    text = "\n".join(wrapped([f"{'x' * 74} 102 ms", f"{'x' * 73} 1.5 GiB"]))
+    assert text.split("\n") == ["x" * 74, "  102 ms", "x" * 73, "  1.5 GiB"]

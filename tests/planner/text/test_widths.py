@@ -35,7 +35,7 @@ TRAINED = [("Qwen/Qwen3-0.6B", "h100", 1), ("meta-llama/Llama-3.1-8B", "h100", 8
 def test_a_serving_plan_keeps_to_80_columns(name: str, device: str, tensor: int) -> None:
     plan = served(name, device, tensor)
     intervals = with_intervals(plan.prediction(), "datasheet", "serve")
-    text = serving_text(plan, name, intervals, under_load=loaded_text(plan, latency_table(plan)))
+    text = serving_text(plan, name, intervals, under_load=loaded_text(plan, None, latency_table(plan)))
     assert max(map(len, text.split("\n"))) <= 80
 
 
