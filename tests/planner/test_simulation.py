@@ -63,7 +63,8 @@ def test_steps_taken_at_once_give_what_they_give_one_by_one(
     )
     assert_equal(at_once, one_by_one)
     reported = workload.arrivals[workload.warmup :]
-    assert at_once.n_requests == sum(arrival.answers for arrival in reported)
+    assert at_once.n_requests == len(reported)
+    assert at_once.tpot_s.n == sum(arrival.answers for arrival in reported if arrival.output_tokens > 1)
     assert at_once.itl_s.n == sum(arrival.answers * (arrival.output_tokens - 1) for arrival in reported)
 
 
@@ -115,6 +116,13 @@ def test_whole_prompts_wait_for_room_and_a_reserved_cache_never_preempts() -> No
     assert reserved.ttft_s.median > ours.ttft_s.median
 
 
+def test_a_whole_prompt_as_long_as_the_budget_runs_beside_those_that_decode() -> None:
+    found = simulate(Workload.closed(8, 40, 8192, 100), policy_of("trtllm"), seconds, PAGES)
+    alone = seconds(0, 0, [Chunk(0, 8192)])
+    assert found.ttft_s.p99 < 10 * alone
+    assert found.decoding > 2
+
+
 def test_slots_bound_how_many_run() -> None:
     workload = Workload.open(math.inf, 12, 100, 50)
     found = simulate(workload, policy_of("llama.cpp"), seconds, PAGES)
@@ -139,7 +147,9 @@ def test_blocks_of_a_trace_are_found_again() -> None:
 
 def test_answers_to_one_prompt_compute_it_once() -> None:
     found = simulate(Workload.closed(1, 1, 160, 10, answers=4), policy_of("twostroke"), seconds, PAGES)
-    assert found.n_requests == 4
+    assert found.n_requests == 1
+    assert found.tpot_s.n == 4
+    assert found.ttft_s.median == pytest.approx(seconds(0, 0, [Chunk(0, 160)]))
     assert found.prefix_hit_share == pytest.approx(3 * 159 / (4 * 160))
 
 

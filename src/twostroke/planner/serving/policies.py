@@ -39,7 +39,13 @@ class ReservingScheduler(Scheduler):
 
 
 class WholePrompts(ReservingScheduler):
-    """A prompt that does not fit beside the step's other tokens waits for the next. Only one that no step holds is cut."""
+    """A prompt that does not fit beside the step's other prompts waits for the next. Only one that no step holds is cut.
+
+    Decoding requests take nothing from the budget: servers are set up with room for them beside the longest prompt, because a
+    prompt of ``max_num_tokens`` would else wait until nothing decodes."""
+
+    def _prompt_budget(self, n_decodes: int) -> int:
+        return self.config.token_budget
 
     def _chunk(self, n_left: int, budget: int) -> int:
         if n_left <= budget:

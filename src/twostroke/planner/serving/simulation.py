@@ -33,14 +33,14 @@ TOKEN = 0
 class Simulated:
     """What came of a workload: latencies of the requests that are reported, rates of all while those are served."""
 
-    n_requests: Annotated[int, "answers that are reported: without those that warm up and cool down"]
-    ttft_s: Annotated[Distribution, "s", "to the first token"]
-    tpot_s: Annotated[Distribution, "s", "between tokens, the mean of each request"]
+    n_requests: Annotated[int, "requests that are reported: without those that warm up and cool down"]
+    ttft_s: Annotated[Distribution, "s", "to the first token of a prompt's first answer"]
+    tpot_s: Annotated[Distribution, "s", "between tokens, the mean of each answer"]
     itl_s: Annotated[Distribution, "s", "between tokens, all gaps"]
-    e2e_s: Annotated[Distribution, "s", "to the last token"]
+    e2e_s: Annotated[Distribution, "s", "to the last token of all answers to a prompt"]
     wait_s: Annotated[Distribution, "s", "before a prompt is begun"]
     duration_s: Annotated[float, "s", "from the first reported arrival to the last reported token"]
-    requests_per_s: Annotated[float, "answers that end, a second"]
+    requests_per_s: Annotated[float, "requests that end, a second"]
     output_tok_per_s: Annotated[float, "tok/s", "of all answers"]
     concurrency: Annotated[float, "requests in flight, on average"]
     peak_concurrency: Annotated[int, "most requests in flight at one moment"]
@@ -75,15 +75,22 @@ class CountedPages(PagePool):
 
 
 @dataclass
-class _Served:
-    """One request as it goes through: when it came and was due, was begun, when its first and its last known token came."""
+class _Group:
+    """All answers to one prompt: how many are not done, when it was due, begun, and had a first token."""
 
-    index: int
-    number: int
+    left: int
     reported: bool
-    came_s: float
     due_s: float
     begun_s: float = math.nan
+    first_s: float = math.nan
+
+
+@dataclass
+class _Served:
+    """One answer as it goes through: when its first and its last known token came."""
+
+    group: _Group
+    number: int
     first_s: float = math.nan
     last_s: float = math.nan
     decodes: bool = False
@@ -99,12 +106,10 @@ class _Times:
     wait: list[float] = field(default_factory=list)
     itl: Counter[float] = field(default_factory=Counter)
 
-    def add(self, served: _Served, now_s: float, n_output: int) -> None:
-        self.ttft.append(served.first_s - served.due_s)
-        self.e2e.append(now_s - served.due_s)
-        self.wait.append(served.begun_s - served.due_s)
-        if n_output > 1:
-            self.tpot.append((now_s - served.first_s) / (n_output - 1))
+    def add(self, group: _Group, now_s: float) -> None:
+        self.ttft.append(group.first_s - group.due_s)
+        self.e2e.append(now_s - group.due_s)
+        self.wait.append(group.begun_s - group.due_s)
 
 
 @dataclass
@@ -164,7 +169,7 @@ class _Run:
         self.waiting: deque[tuple[float, int]] = deque()  # have come, and the scheduler would only queue them
         self.n_added = 0
         self.served: dict[str, _Served] = {}  # unfinished requests in the scheduler
-        self.answers_left: dict[int, int] = {}
+        self.n_groups = 0  # unfinished prompts in the scheduler
         self.pending: dict[str, tuple[Request, int]] = {}  # prompts under way, with their tokens so far
         # tokens
         self.n_decoding = 0  # reported requests that have a token and are not done
@@ -193,7 +198,7 @@ class _Run:
         while self.due and self.due[0][0] <= self.now:
             self.waiting.append(heappop(self.due))
             self.sums.in_flight_s += self.now - self.waiting[-1][0]  # it came during the last step
-        self.peak = max(self.peak, len(self.answers_left) + len(self.waiting))
+        self.peak = max(self.peak, self.n_groups + len(self.waiting))
         while self.waiting and self.scheduler.n_waiting <= self.scheduler.config.max_running:
             self._add(*self.waiting.popleft())
 
@@ -201,19 +206,25 @@ class _Run:
         arrival, workload, config = self.workload.arrivals[index], self.workload, self.scheduler.config
         if index == workload.warmup:
             self.began = replace(self.sums)
-        n_tokens = arrival.output_tokens
-        params = self.params.setdefault(n_tokens, SamplingParams(max_tokens=n_tokens, ignore_eos=True))
+        params = self._params(arrival.output_tokens)
+        due_s = came_s if workload.users else arrival.at_s
+        group = _Group(arrival.answers, workload.reports(index), due_s)
         original = None
         for answer in range(arrival.answers):
             request = Request(f"{index}.{answer}", [TOKEN] * arrival.prompt_tokens, params, fork_of=original)
             if config.prefix_cache:
                 request.page_keys = _page_keys(arrival, index, workload.block_tokens, config.page_tokens)
             self.scheduler.add(request)
-            due_s = came_s if workload.users else arrival.at_s
             self.n_added += 1
-            self.served[request.id] = _Served(index, self.n_added, workload.reports(index), came_s, due_s)
+            self.served[request.id] = _Served(group, self.n_added)
             original = original or request
-        self.answers_left[index] = arrival.answers
+        self.n_groups += 1
+
+    def _params(self, n_tokens: int) -> SamplingParams:
+        """Of an answer of ``n_tokens``: made once, because they are checked."""
+        if n_tokens not in self.params:
+            self.params[n_tokens] = SamplingParams(max_tokens=n_tokens, ignore_eos=True)
+        return self.params[n_tokens]
 
     # -- steps
 
@@ -241,9 +252,9 @@ class _Run:
         n, tokens = step.n_decodes, sum(step.starts[: step.n_decodes])
         prompts = range(n, len(step.requests))
         for i in prompts:
-            served = self.served[step.requests[i].id]
-            if math.isnan(served.begun_s):
-                served.begun_s = self.now
+            group = self.served[step.requests[i].id].group
+            if math.isnan(group.begun_s):
+                group.begun_s = self.now
         chunks = [Chunk(step.starts[i], step.counts[i], step.samples(i)) for i in prompts]
         self._pass(n, tokens, chunks)
         sampled = self._tokens(step.requests)
@@ -300,7 +311,7 @@ class _Run:
     def _wait(self, seconds: float) -> None:
         self.now += seconds
         self.sums.at_s = self.now
-        self.sums.in_flight_s += seconds * (len(self.answers_left) + len(self.waiting))
+        self.sums.in_flight_s += seconds * (self.n_groups + len(self.waiting))
 
     # -- what happens to a request
 
@@ -308,12 +319,15 @@ class _Run:
         """A token at the end of a prompt: its first, or one more after it was preempted."""
         self.pending.pop(request.id, None)
         served = self.served[request.id]
+        reported = served.group.reported
         if math.isnan(served.first_s):
             served.first_s = self.now
-        elif served.reported:
+            if math.isnan(served.group.first_s):
+                served.group.first_s = self.now
+        elif reported:
             self.times.itl[self.now - served.last_s] += 1
         served.last_s = self.now
-        if served.reported:
+        if reported:
             served.decodes = True
             self.n_decoding += 1
             self.fresh[self.now] += 1
@@ -333,14 +347,18 @@ class _Run:
     def _end(self, request: Request) -> None:
         served, times = self._leave(request.id), self.times
         del self.served[request.id]
+        group, n = served.group, request.n_output
+        if group.reported and n > 1:
+            times.tpot.append((self.now - served.first_s) / (n - 1))
+        group.left -= 1
+        if group.left:
+            return
+        self.n_groups -= 1
         self.sums.ended += 1
-        if served.reported:
-            times.add(served, self.now, request.n_output)
-        self.answers_left[served.index] -= 1
-        if not self.answers_left[served.index]:
-            del self.answers_left[served.index]
-            self.places += 1
-            self._take_places(self.now + (self.workload.turnaround_s if self.workload.users else 0.0))
+        if group.reported:
+            times.add(group, self.now)
+        self.places += 1
+        self._take_places(self.now + (self.workload.turnaround_s if self.workload.users else 0.0))
 
     def _result(self) -> Simulated:
         times, scheduler, began, ended = self.times, self.scheduler, self.began, self.ended
