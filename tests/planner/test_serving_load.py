@@ -127,7 +127,7 @@ def test_the_largest_rate_is_at_the_edge_of_its_slo(plan: ServingPlan, slo: Slo)
     found = largest_rate(plan, slo)
     assert found is not None
     assert slo.met(found.ttft_s, found.tpot_s)
-    beyond = at_rate(plan, 1.1 * found.rate_per_s)  # bisected to 1/64, and by fewer requests
+    beyond = at_rate(plan, 1.25 * found.rate_per_s)  # bisected to 1/32, and 150 requests tell a mean within a tenth
     assert beyond is None or not slo.met(beyond.ttft_s, beyond.tpot_s)
 
 
