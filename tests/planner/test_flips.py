@@ -14,7 +14,7 @@ from twostroke.planner.choosing.comparison import analytic_flips, balance_of, co
 from twostroke.planner.choosing.flips import decoding, flip_point, last_context, prefilling, training
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.tables import load_hardware
-from twostroke.planner.serving import datasheet
+from twostroke.planner.serving import datasheet, step_time
 from twostroke.planner.serving.plan import plan_serving
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.serving.step_time import Efficiencies, efficiencies_of
@@ -30,11 +30,14 @@ def llama_8b() -> ModelSpec:
 
 @pytest.fixture
 def no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serving's fitted costs of starting and scheduling, set to nothing."""
+    """Serving's fitted costs of starting and scheduling, set to nothing; experts' products are like any other."""
 
     def rates(hardware: Hardware, engine: str = "any") -> Efficiencies:
-        return replace(efficiencies_of(hardware, engine), operator_s=0.0, step_s=0.0, request_s=0.0, message_s=0.0)
+        found = efficiencies_of(hardware, engine)
+        plain = found.arithmetic_share * found.fp8_share
+        return replace(found, operator_s=0.0, step_s=0.0, request_s=0.0, reduce_s=0.0, grouped_share=plain)
 
+    monkeypatch.setattr(step_time, "TILE_ROWS", 0)
     monkeypatch.setattr(datasheet, "efficiencies_of", rates)
 
 

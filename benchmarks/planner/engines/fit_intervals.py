@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from twostroke.core.errors import ConfigError
@@ -61,13 +61,19 @@ def fit_intervals(rows: Iterable[Pair], source: str = "benchmarks/planner/engine
     for key, found in residuals_by_kind(rows).items():
         if key[0] != "other":
             ranges[key] = fitted_range(found, source)
+    return intervals_text(ranges)
+
+
+def intervals_text(ranges: Mapping[tuple[str, str, str], Range]) -> str:
+    """``intervals.toml`` of these ranges."""
     return _HEADER + "".join(_entry(key, one) for key, one in sorted(ranges.items()))
 
 
 _HEADER = f"""\
 # Ranges of ln(measured / predicted) that hold {100 * LEVEL:.0f}% of measurements: predicted · e^low to predicted · e^high.
 # Rates share the range of their time. kind = "measured": order statistics of n residuals; "assumed": chosen, for the reason
-# in source, until enough were measured. Written by benchmarks/planner/engines/fit_intervals.py.
+# in source, until enough were measured. Written by benchmarks/planner/engines/fit_intervals.py and, of datasheet devices that
+# serve, benchmarks/planner/public_tables/fit.py.
 level = {LEVEL}
 """
 

@@ -34,7 +34,7 @@ class Datasheet(Strategy):
                 "this engine was not measured in such a shape: the machine's rates, with nothing lost between operations."
             )
         else:
-            self.note = _rate_note(hardware)
+            self.note = _rate_note(hardware, shape.engine, spec.moe is not None)
 
     def weights_bytes(self) -> float:
         return weights_on_device(self.spec, self.shape)
@@ -94,7 +94,7 @@ class Datasheet(Strategy):
         with within("mixed"):
             mixed = self.decode_pass(batch, prompt=True).seconds(self.rates)
             mixed = named("step_s", mixed, "s", "a step with a prompt")
-        return self.rates.interference * named("prompt_beside_s", max(0.0, mixed - step_s), "s", "what a prompt adds to a step")
+        return named("prompt_beside_s", max(0.0, mixed - step_s), "s", "what a prompt adds to a step")
 
     def check_s(self) -> float | None:
         if self.shape.speculation is None:
@@ -106,13 +106,14 @@ class Datasheet(Strategy):
 
     def _works(self, once: Pass) -> tuple[Work, ...]:
         """A pass by component. Collectives are shared by attention and MLP, each of which ends in one; scheduling and sampling
-        stand with the head. Norms move their bytes within what products were fitted to, so only their launches count."""
+        stand with the head. What is moved beside products stands with the norms."""
         rates = self.rates
         network = once.network_s(rates) / 2
         norms, attention, mlp = (count * rates.operator_s for count in once.operators)
         launches = {"attention": attention + network, "mlp": mlp + network, "head": once.around_s(rates)}
-        works = [Work.limited("norms", 0.0, 0.0, 0.0, 0.0, norms)]
-        works += [self._work_of(part, once, launches[part.component]) for part in once.products]
+        moved = once.moved_s(rates)
+        works = [Work("norms", 0.0, 0.0, 0.0, moved, norms, moved + norms)]
+        works += [self._work_of(part, once, launches.pop(part.component, 0.0)) for part in once.products]
         for part, seconds in ((once.cache, once.cache_s(rates)), (once.prompts, once.prompts_s(rates))):
             if seconds:
                 arithmetic, memory = part.arithmetic_s / rates.attention_share, part.memory_s / rates.cache_bandwidth_share
@@ -120,31 +121,30 @@ class Datasheet(Strategy):
         return merge(works)
 
     def _work_of(self, part: Part, once: Pass, launch_s: float) -> Work:
-        rates = self.rates
-        arithmetic, memory = part.arithmetic_s / rates.arithmetic(once.dtype), part.memory_s / rates.product_bandwidth_share
-        return Work(
-            part.component, part.flops, part.n_bytes, arithmetic, memory, launch_s, once.product_s(part, rates) + launch_s
-        )
+        arithmetic, memory = once.limits(part, self.rates)
+        seconds = once.product_s(part, self.rates) + launch_s
+        return Work(part.component, part.flops, part.n_bytes, arithmetic, memory, launch_s, seconds)
 
     def _bound(self, once: Pass) -> str:
         """Which limit most of a step would take alone: memory, arithmetic, or starting operations."""
         rates = self.rates
-        memory = sum(p.memory_s for p in once.products) / rates.product_bandwidth_share
-        arithmetic = sum(p.arithmetic_s for p in once.products) / rates.arithmetic(once.dtype)
+        arithmetic, memory = map(sum, zip(*(once.limits(part, rates) for part in once.products), strict=True))
         limits = {
-            "memory": memory + once.cache.memory_s / rates.cache_bandwidth_share,
+            "memory": memory + once.cache.memory_s / rates.cache_bandwidth_share + once.moved_s(rates),
             "arithmetic": arithmetic + once.cache.arithmetic_s / rates.attention_share,
             "launch": once.starts_s(rates) + once.around_s(rates),
         }
         return max(limits, key=lambda name: limits[name])
 
 
-def _rate_note(hardware: Hardware) -> str:
+def _rate_note(hardware: Hardware, engine: str, experts: bool) -> str:
     """How far a datasheet plan is to be trusted: the error on models that the fit had not seen, where that was measured."""
-    error = efficiencies_table()["unseen_model_error"].get(hardware.name)
-    if error is None:
+    table = efficiencies_table()
+    if hardware.name not in table["measured_on"]:
         return DATASHEET_NOTE
+    error = table["unseen_model_error"][engine]["experts" if experts else "dense"]
+    what, which = ("models with experts" if experts else "dense models"), ("" if engine == "any" else f" under {engine}")
     return (
-        "rates are the datasheet's times shares fitted to public measurements; on models that the fit had not seen, the "
-        f"median error of TPOT on this device was {error:.0%}."
+        "rates are the datasheet's times shares fitted to public measurements; on "
+        f"{what}{which} that the fit had not seen, the median error of TPOT was {error:.0%}."
     )

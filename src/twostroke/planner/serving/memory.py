@@ -88,7 +88,7 @@ def weights_on_device(spec: ModelSpec, shape: ServingShape) -> float:
     stages = smallest(at.pipeline, spec.n_layers)
     layers = -(-spec.n_layers // stages) / spec.n_layers
     ends = rest / at.tensor / (1 if stages == 1 or spec.tied_embeddings else 2)
-    held = layers * device_bytes(spec, shape.scheme, at.tensor, at.stage_devices) + ends
+    held = layers * device_bytes(spec, shape.scheme, at) + ends
     source = "one device: matrices cut by tensor parallel, whole experts spread, layers by stage; embedding or head at an end"
     return named("weights_bytes", held, "bytes", source)
 

@@ -20,7 +20,8 @@ ENGINES = ("any", "vllm", "trtllm", "sglang", "llama.cpp")
 @dataclass(frozen=True)
 class Placement:
     """How one model is laid over devices for serving: ``tensor`` · ``pipeline`` hold one copy; with ``expert`` > tensor,
-    attention runs in expert/tensor groups that each serve their share of the requests (data-parallel attention)."""
+    attention runs in expert/tensor groups that each serve their share of the requests (data-parallel attention). ``expert``
+    devices hold different experts; where a stage has more, each expert is cut over as many as there are for it."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -33,6 +34,16 @@ class Placement:
     @property
     def attention_groups(self) -> int:
         return self.stage_devices // self.tensor
+
+    @property
+    def expert_ranks(self) -> int:
+        """Devices that hold different experts; 1: every device has its slice of all."""
+        return math.gcd(self.expert, self.stage_devices)
+
+    @property
+    def expert_slices(self) -> int:
+        """Devices that an expert is cut over."""
+        return self.stage_devices // self.expert_ranks
 
     @property
     def devices(self) -> int:
@@ -92,7 +103,7 @@ class ServingShape:
 
     @property
     def placement(self) -> Placement:
-        return Placement(self.tensor, self.pipeline, max(self.tensor, self.expert))
+        return Placement(self.tensor, self.pipeline, self.expert)
 
     @property
     def prompts(self) -> int:

@@ -3,7 +3,8 @@ shares of those rates that measured engines reach (``efficiencies.toml``).
 
 A step computes decode tokens of many requests and, beside them, part of a prompt. Its time on the slowest device is
 
-    Σ_products (memory³ + arithmetic³)^⅓ + cache + prompt attention + operators + collectives + step + requests·request
+    Σ_products (memory³ + arithmetic³)^⅓ + max(experts' memory, experts' tiles) + cache + prompt attention + elementwise
+    + operators + collectives + step + requests·request
 
 with memory = weight bytes ÷ (bandwidth · share), arithmetic = 2·rows·weights ÷ (peak · share). The fit and its errors on
 models, batch sizes and tensor-parallel degrees that it had not seen are in benchmarks/planner/public_tables.
@@ -11,17 +12,18 @@ models, batch sizes and tensor-parallel degrees that it had not seen are in benc
 
 from __future__ import annotations
 
+import math
 import tomllib
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError, CorruptFileError, did_you_mean
 from twostroke.core.matrices import LayerKind, Matrix, head_matrix, layer_kinds
-from twostroke.core.named import Mark, inputs, largest, letter, named, records, smallest
+from twostroke.core.named import Mark, inputs, largest, letter, named, records, smallest, square_root
 from twostroke.core.schemes import scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import (
@@ -31,7 +33,7 @@ from twostroke.planner.hardware.device import (
     Hardware,
     Link,
 )
-from twostroke.planner.hardware.network import all_to_all_s, ring_all_reduce_s, send_s
+from twostroke.planner.hardware.network import all_reduce_sent_bytes, gather_sent_bytes
 from twostroke.planner.money.power import Busy
 from twostroke.planner.serving.shape import ENGINES, Placement
 from twostroke.planner.work.weights import head_bytes, matrix_bytes
@@ -45,14 +47,35 @@ combination, out; gate and up, activation, down. An all-reduce adds none: engine
 QUANTISING_OPERATORS = {"attention": 2, "mlp": 2}
 """More of them where activations are quantised before each of the four products."""
 
-MOE_OPERATORS = {"mlp": 6}
-"""More of them in a layer of experts: router, choice, ordering, gathering, their activation apart, weighting."""
+MOE_OPERATORS = {"mlp": 7}
+"""More of them in a layer of experts: router, choice, ordering, gathering, quantising or activation apart, weighting,
+summing."""
 
-LATENT_OPERATORS = {"attention": 4}
-"""More of them under latent attention: compressing and rebuilding queries and keys, two norms."""
+LATENT_OPERATORS = {"attention": 10}
+"""More of them under latent attention: two compressions with their norms, rebuilding queries, folding keys and values in and
+out, rotary turn and cache write apart, quantising before each."""
+
+INDEX_OPERATORS = {"attention": 12}
+"""More of them where an indexer chooses the keys: its queries, keys and weights, their norm, turn, transform and quantising,
+its own cache, scores, the choice and the translation of what was chosen into pages."""
 
 EDGE = 3.0
 """Exponent p of (memory^p + arithmetic^p)^(1/p): a roofline whose corner is rounded as kernels round it."""
+
+TILE_ROWS = 128
+"""Rows of a tile of the grouped products of experts on Hopper and Blackwell (wgmma's two warp groups, tcgen05): the last tile
+of every expert that is needed is half empty on average, and costs as much as a full one."""
+
+EXPERT_SKEW = 1.0
+"""Squared coefficient of variation of how often experts are chosen. 0 would be all equally often; 1 was chosen among 0, 0.5
+and 1 on the public table, whose prompts are random tokens."""
+
+ELEMENTWISE = {"norm": 8, "activation": 3, "gathered": 4}
+"""Numbers of 2 bytes that are read and written for each number of a row: two norms with their sums (x and residual in and out);
+gate and up in, their product out; a token's rows copied to its experts and their results back."""
+
+QUANTISED_BYTES = 3
+"""Bytes moved for each number that a product takes in quantised: 2 read, 1 written."""
 
 
 # -- the shares that engines reach ----------------------------------------------------------------------------------------
@@ -63,22 +86,32 @@ class Efficiencies:
     """What an engine reaches on one generation of accelerators. Shares are of the datasheet's rate; times are seconds."""
 
     product_bandwidth_share: float
+    fp4_bandwidth_share: float  # of product_bandwidth_share
     cache_bandwidth_share: float
+    elementwise_share: float  # of the bandwidth
     arithmetic_share: float  # bf16
     fp8_share: float  # of arithmetic_share
     fp4_share: float  # of arithmetic_share
+    grouped_share: float  # of the peak, for tiles of experts' products
+    fp4_grouped_factor: float  # of grouped_share: kernels of 4 bits fill smaller tiles
     attention_share: float  # of the bf16 peak, for the causal half
     link_share: float
-    message_s: float  # α of one message of a ring inside a node
+    reduce_s: float  # a small all-reduce inside a node, of any number of devices
     operator_s: float
     step_s: float
     request_s: float
-    interference: float  # share of other requests' prefills that a request's decoding waits for
 
-    def arithmetic(self, dtype: str) -> float:
+    def arithmetic(self, width: float) -> float:
         """The share of a type's peak: types of a byte and of half a byte have factors of their own."""
-        w = bytes_of(dtype)
-        return self.arithmetic_share * (self.fp8_share if w == 1.0 else self.fp4_share if w == 0.5 else 1.0)
+        return self.arithmetic_share * (self.fp8_share if width == 1.0 else self.fp4_share if width == 0.5 else 1.0)
+
+    def bandwidth(self, width: float) -> float:
+        """The share of the bandwidth at which weights are read."""
+        return self.product_bandwidth_share * (self.fp4_bandwidth_share if width == 0.5 else 1.0)
+
+    def grouped(self, width: float) -> float:
+        """The share of a type's peak that tiles of experts' products reach."""
+        return self.grouped_share * (self.fp4_grouped_factor if width == 0.5 else 1.0)
 
 
 @lru_cache(maxsize=1)
@@ -106,6 +139,13 @@ def efficiencies(engine: str = "any", device: str = "") -> Efficiencies:
     return Efficiencies(**values)
 
 
+def is_fitted(hardware: Hardware) -> bool:
+    """Whether engines were measured on ``hardware`` or on another device of its generation's table."""
+    table = efficiencies_table()
+    alike = (table["measured_on"], *(generation["devices"] for generation in table["generation"].values()))
+    return hardware.basis == "datasheet" and any(hardware.name in devices for devices in alike)
+
+
 # -- what one device holds and does ---------------------------------------------------------------------------------------
 
 
@@ -118,8 +158,13 @@ class Shard:
     attention_elements: float
     mlp_bytes: float  # dense or shared MLP and router
     mlp_elements: float
-    expert_bytes: float  # all experts that are held here
-    expert_elements: float  # of the experts one token passes, spread evenly
+    row_bytes: float  # moved beside products for each token
+    experts: float  # experts of which this device holds all or a slice
+    expert_ranks: int  # devices that hold different ones
+    expert_bytes: float  # of one of them, here
+    expert_elements: float
+    expert_row_bytes: float  # moved beside products for each token of each expert
+    top_k: int
     idle_share: float  # 1 − top_k/experts: probability that one token passes a given expert by; 1 without experts
     cache_elements: float  # per token, always read
     index_elements: float  # per token, read to choose keys
@@ -129,14 +174,53 @@ class Shard:
     top_keys: int | None
     operators: tuple[int, int, int]  # of norms, attention, mlp
 
+    @property
+    def block_bytes(self) -> float:
+        """Bytes of one layer's matrices."""
+        return self.attention_bytes + self.mlp_bytes + self.experts * self.expert_bytes
+
     def touched(self, tokens: float) -> float:
-        """Expected share of experts that ``tokens`` tokens need: 1 − (1 − top_k/E)^tokens, choices taken as independent."""
-        return 1.0 - self.idle_share**tokens if self.expert_bytes else 0.0
+        """Expected share of experts that ``tokens`` tokens need. The first needs top_k/E of them. Were all chosen equally
+        often, the others would leave out (1 − top_k/E)^(tokens − 1) = e^−λ of the rest; with popularity spread as a gamma
+        distribution of squared variation c they leave out (1 + c·λ)^(−1/c)."""
+        if not self.experts:
+            return 0.0
+        if not self.idle_share or tokens <= 1:
+            return smallest(1.0, tokens) * (1.0 - self.idle_share)
+        meetings = -(tokens - 1) * math.log(self.idle_share)
+        return 1.0 - self.idle_share * (1.0 + EXPERT_SKEW * meetings) ** (-1 / EXPERT_SKEW)
+
+    def busiest(self, tokens: float) -> tuple[float, float]:
+        """(experts needed, tokens computed by them) on the device that has most of either, with ``tokens`` in all."""
+        if not self.experts:
+            return 0.0, 0.0
+        share, most = self.touched(tokens), normal_maximum(self.expert_ranks)
+        needed = smallest(self.experts, self.experts * share + most * square_root(self.experts * share * (1 - share)))
+        mean = tokens * self.top_k / self.expert_ranks
+        load = smallest(tokens * self.top_k, mean + most * square_root(mean * (1 - 1 / self.expert_ranks)))
+        return needed, load
 
     def keys(self, context: float) -> float:
         """Keys that a new token reads with ``context`` before it."""
         found = smallest(context, self.window or context)
         return smallest(found, self.top_keys or found)
+
+
+@lru_cache(maxsize=64)
+def normal_maximum(n: int) -> float:
+    """Expected largest of ``n`` standard normal numbers: Φ⁻¹((n − 3/8)/(n + 1/4)) (Blom 1958); 0 for one."""
+    return NormalDist().inv_cdf((n - 0.375) / (n + 0.25)) if n > 1 else 0.0
+
+
+def _row_bytes(matrices: tuple[Matrix, ...], width: int, tensor: int, quantised: bool) -> float:
+    """Bytes that norms, rotary turn, activation and quantising move for one token; experts' are counted apart."""
+    numbers = 2.0 * ELEMENTWISE["norm"] * width
+    for p in matrices:
+        if p.split == "expert":
+            continue
+        taken, given = (p.k / tensor, p.n) if p.split == "row" else (p.k, p.n * _share(p, tensor, 1))
+        numbers += 2 * given + (QUANTISED_BYTES * taken if quantised else 0)
+    return numbers
 
 
 def _share(product: Matrix, tensor: int, expert_devices: int) -> float:
@@ -145,61 +229,72 @@ def _share(product: Matrix, tensor: int, expert_devices: int) -> float:
     return 1 / expert_devices if product.split == "expert" else 1 / tensor
 
 
-def _shard(spec: ModelSpec, kind: LayerKind, count: int, scheme: str, tensor: int, expert_devices: int) -> Shard:
+def _operators(kind: LayerKind, quantised: bool) -> tuple[int, int, int]:
+    """Kernels of one layer, by what the comparison table calls norms, attention and MLP."""
+    counts = dict(LAYER_OPERATORS)
+    more = [QUANTISING_OPERATORS] if quantised else []
+    more += [MOE_OPERATORS] if kind.mlp == "moe" else []
+    more += [LATENT_OPERATORS] if kind.latent_dim is not None else []
+    more += [INDEX_OPERATORS] if kind.index_dim else []
+    for group in more:
+        for component, count in group.items():
+            counts[component] += count
+    return counts["norms"], counts["attention"], counts["mlp"]
+
+
+def _shard(spec: ModelSpec, kind: LayerKind, count: int, scheme: str, at: Placement) -> Shard:
     read = {"attention": 0.0, "mlp": 0.0, "expert": 0.0}
     passed = dict(read)
-    idle = 1.0
+    tensor, quantised = at.tensor, bytes_of(scheme_of(scheme).products[0]) < 2
+    experts, top_k, inner = 0, 0, 0
     for p in kind.matrices:
-        name, share = p.component, _share(p, tensor, expert_devices)
-        if p.split == "expert":
-            name, idle = "expert", 1 - p.active / p.copies
         source = f"of a layer, in {scheme} with its scales"
         held = named(f"{p.name}_bytes", p.copies * matrix_bytes(spec, p, scheme), "bytes", source)
-        read[name] += held * share
-        passed[name] += p.active * p.weights * share
+        if p.split == "expert":
+            experts, top_k, inner = p.copies, p.active, p.k
+            read["expert"] += held / p.copies / at.expert_slices
+            passed["expert"] += p.weights / at.expert_slices
+            continue
+        read[p.component] += held * _share(p, tensor, 1)
+        passed[p.component] += p.active * p.weights * _share(p, tensor, 1)
     latent = kind.latent_dim
     # One latent vector a token serves all heads, so every device keeps it whole.
     divided, kept = (min(tensor, kind.n_kv_heads), 0) if latent is None else (1, kind.index_dim)
-    cached = (kind.kv_elements - kept) / divided
-    pair, decode_pair = kind.flops_per_key / tensor, kind.decode_flops_per_key / tensor
-    counts = dict(LAYER_OPERATORS)
-    more = [QUANTISING_OPERATORS] if bytes_of(scheme_of(scheme).products[0]) < 2 else []
-    more += [MOE_OPERATORS] if kind.mlp == "moe" else []
-    more += [LATENT_OPERATORS] if latent is not None else []
-    for group in more:
-        for component, count_more in group.items():
-            counts[component] += count_more
+    expert_row = 2.0 * (ELEMENTWISE["gathered"] * spec.d_model + ELEMENTWISE["activation"] * inner / at.expert_slices)
     return Shard(
         count=count,
         attention_bytes=read["attention"],
         attention_elements=passed["attention"],
         mlp_bytes=read["mlp"],
         mlp_elements=passed["mlp"],
+        row_bytes=_row_bytes(kind.matrices, spec.d_model, tensor, quantised),
+        experts=experts / at.expert_ranks,
+        expert_ranks=at.expert_ranks,
         expert_bytes=read["expert"],
         expert_elements=passed["expert"],
-        idle_share=idle,
-        cache_elements=cached,
+        expert_row_bytes=expert_row if experts else 0.0,
+        top_k=top_k,
+        idle_share=1 - top_k / experts if experts else 1.0,
+        cache_elements=(kind.kv_elements - kept) / divided,
         index_elements=float(kind.index_dim),
-        prefill_pair_flops=pair,
-        decode_pair_flops=decode_pair,
+        prefill_pair_flops=kind.flops_per_key / tensor,
+        decode_pair_flops=kind.decode_flops_per_key / tensor,
         window=kind.window,
         top_keys=kind.top_keys,
-        operators=(counts["norms"], counts["attention"], counts["mlp"]),
+        operators=_operators(kind, quantised),
     )
 
 
 @lru_cache(maxsize=1024)
-def shards(spec: ModelSpec, scheme: str, tensor: int, expert_devices: int) -> tuple[Shard, ...]:
+def shards(spec: ModelSpec, scheme: str, at: Placement) -> tuple[Shard, ...]:
     """Every kind of layer as one device sees it. Raises ConfigError for an unknown scheme."""
-    return tuple(_shard(spec, kind, count, scheme, tensor, expert_devices) for kind, count in layer_kinds(spec))
+    return tuple(_shard(spec, kind, count, scheme, at) for kind, count in layer_kinds(spec))
 
 
 @lru_cache(maxsize=1024)
-def device_bytes(spec: ModelSpec, scheme: str, tensor: int, expert_devices: int) -> float:
+def device_bytes(spec: ModelSpec, scheme: str, at: Placement) -> float:
     """Bytes of block matrices on one device, before pipeline parallelism divides the layers."""
-    return sum(
-        s.count * (s.attention_bytes + s.mlp_bytes + s.expert_bytes) for s in shards(spec, scheme, tensor, expert_devices)
-    )
+    return sum(s.count * s.block_bytes for s in shards(spec, scheme, at))
 
 
 # -- one pass at the datasheet's rates ------------------------------------------------------------------------------------
@@ -214,39 +309,63 @@ def compute_dtype(scheme: str, hardware: Hardware) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """A component's share of a pass at ideal rates: products that read ``n_bytes`` and do ``flops``."""
+    """A component's share of a pass at ideal rates: products that read ``n_bytes`` and do ``flops``. ``width`` is the size of
+    what is multiplied; ``grouped`` products are experts', whose last tiles' empty rows take ``padding_s`` more."""
 
     component: str
     flops: float
     n_bytes: float
     arithmetic_s: float
     memory_s: float
+    width: float = 2.0
+    grouped: bool = False
+    padding_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Network:
+    """Collectives of a pass: how many there are whose start is fitted (inside a node, over a fast link), seconds that the
+    starts of others take, and seconds of what is sent at the link's own rate."""
+
+    fitted_starts: float = 0.0
+    starts_s: float = 0.0
+    sending_s: float = 0.0
+    source: str = ""
+
+    def seconds(self, rates: Efficiencies) -> float:
+        return self.fitted_starts * rates.reduce_s + self.starts_s + self.sending_s / rates.link_share
+
+
+def collectives(count: float, messages: int, sent_bytes: float, link: Link, steps: float = 1.0) -> Network:
+    """``count`` collectives, each of ``messages`` one after another and ``sent_bytes`` of each rank, in so many ``steps``.
+    Over a fast link engines have kernels of their own, which all ranks join at once."""
+    if not count:
+        return Network()
+    sending_s, source = count * sent_bytes / link.bytes_per_s, f"over a {link.kind} link: {link.source}"
+    if link.is_fast and link.kind != "measured":
+        return Network(count * steps, 0.0, sending_s, source)
+    return Network(0.0, count * steps * messages * link.alpha_s, sending_s, source)
 
 
 @dataclass(frozen=True)
 class Pass:
     """One pass over all layers on the slowest device at the datasheet's rates: ``products``, reading the ``cache``, attention
-    of ``prompts``; ``reduces`` all-reduces of ``reduced_bytes`` among ``tensor`` devices, ``exchanges`` all-to-alls, ``sends``
-    from stage to stage."""
+    of ``prompts``, ``elementwise_s`` of what is moved beside products; all-reduces in a tensor group, all-to-alls of experts,
+    and sends from stage to stage."""
 
     products: tuple[Part, ...]
     cache: Part
     prompts: Part
+    elementwise_s: float
     operators: tuple[float, float, float]  # of norms, attention, mlp
     steps: float
     requests: float
-    tensor: int
-    reduces: int
-    reduced_bytes: float
-    exchanges: int
-    exchanged_bytes: float
-    exchange_devices: int
-    sends: int
-    sent_bytes: float
-    dtype: str
-    link: Link
-    far_link: Link
+    reduces: Network
+    exchanges: Network
+    sends: Network
     basis: str = "datasheet"
+
+    longest = staticmethod(largest)
 
     def named(self, what: str, seconds: float, source: str) -> float:
         """``seconds`` of a part of the pass."""
@@ -255,47 +374,53 @@ class Pass:
         mark: Mark = "measured" if self.basis == "measured" else "datasheet"
         return named(f"{what}_s", seconds, "s", f"{source}; {_RATES[mark]}", mark)
 
+    def limits(self, part: Part, rates: Efficiencies) -> tuple[float, float]:
+        """(arithmetic, memory) seconds of products alone. Empty rows of tiles count as memory: like the weights that they wait
+        for they grow with the experts that are needed, not with tokens."""
+        if not part.grouped:
+            return part.arithmetic_s / rates.arithmetic(part.width), part.memory_s / rates.bandwidth(part.width)
+        reached = rates.grouped(part.width)
+        memory = self.longest(part.memory_s / rates.product_bandwidth_share, part.padding_s / reached)
+        return part.arithmetic_s / reached, memory
+
     def product_s(self, part: Part, rates: Efficiencies) -> float:
-        """(memory^p + arithmetic^p)^(1/p) of one component's products."""
-        memory = part.memory_s / rates.product_bandwidth_share
-        arithmetic = part.arithmetic_s / rates.arithmetic(self.dtype)
+        """(memory^p + arithmetic^p)^(1/p) of one component's products; of experts' the longer of reading and whole tiles."""
+        if part.grouped:
+            return self.grouped_s(part, rates)
+        arithmetic, memory = self.limits(part, rates)
         if records():
             memory = self.named(f"{part.component}_reading", memory, "weights of all layers, each read once")
             arithmetic = self.named(f"{part.component}_arithmetic", arithmetic, "FLOP of all layers")
-        seconds = memory + arithmetic
-        if memory and arithmetic:
-            big, small = (memory, arithmetic) if memory > arithmetic else (arithmetic, memory)
-            p = letter("p", EDGE)
-            seconds = big * (1 + (small / big) ** p) ** (1 / p)
-        source = "the longer of both, the corner between them rounded"
-        return named(f"{part.component}_products_s", seconds, "s", source)
+        p = letter("p", EDGE)
+        seconds = (memory**p + arithmetic**p) ** (1 / p)
+        return named(f"{part.component}_products_s", seconds, "s", "the longer of both, the corner between them rounded")
+
+    def grouped_s(self, part: Part, rates: Efficiencies) -> float:
+        """Products of experts: reading those that are needed, or computing their tiles."""
+        memory = part.memory_s / rates.product_bandwidth_share
+        tiles = (part.arithmetic_s + part.padding_s) / rates.grouped(part.width)
+        if records():
+            memory = self.named("experts_reading", memory, "weights of the experts that are needed, each read once")
+            tiles = self.named("experts_tiles", tiles, "FLOP of all layers, the last tile of each expert half empty")
+        return named("experts_products_s", self.longest(memory, tiles), "s", "the longer of both")
 
     def cache_s(self, rates: Efficiencies) -> float:
-        seconds = largest(self.cache.memory_s / rates.cache_bandwidth_share, self.cache.arithmetic_s / rates.attention_share)
-        return self.named("cache", seconds, "attention over keys that are cached")
+        memory, arithmetic = self.cache.memory_s / rates.cache_bandwidth_share, self.cache.arithmetic_s / rates.attention_share
+        return self.named("cache", self.longest(memory, arithmetic), "attention over keys that are cached")
 
     def prompts_s(self, rates: Efficiencies) -> float:
         return self.named("prompt_attention", self.prompts.arithmetic_s / rates.attention_share, "attention over new keys")
 
+    def moved_s(self, rates: Efficiencies) -> float:
+        """Norms, activations, quantising and what else only moves numbers."""
+        source = "numbers that are read and written beside products"
+        return self.named("elementwise", self.elementwise_s / rates.elementwise_share, source)
+
     def network_s(self, rates: Efficiencies) -> float:
-        """Collectives and sends. Inside a node α is the fitted one, of an engine's own all-reduce in a captured graph; a
-        library's is several times that. Between nodes it is the hardware's."""
-        seconds = 0.0
-        near = self.tensor > 1 or self.exchange_devices > 1
-        if near and self.reduces:
-            once = ring_all_reduce_s(self.reduced_bytes, self.tensor, scaled_link(self.link, rates))
-            seconds += named(
-                "reduces_s", self.reduces * once, "s", f"all-reduces over a {self.link.kind} link: {self.link.source}"
-            )
-        if self.exchanges:
-            once = all_to_all_s(self.exchanged_bytes, self.exchange_devices, scaled_link(self.link, rates))
-            source = f"all-to-alls over a {self.link.kind} link: {self.link.source}"
-            seconds += named("exchanges_s", self.exchanges * once, "s", source)
-        if self.sends:
-            once = send_s(self.sent_bytes, scaled_link(self.far_link, rates))
-            source = f"from stage to stage over a {self.far_link.kind} link: {self.far_link.source}"
-            seconds += named("sends_s", self.sends * once, "s", source)
-        return seconds
+        """Collectives and sends. Over a fast link the start is the fitted one, of an engine's own all-reduce in a captured
+        graph; a library's is several times that. Between nodes it is the hardware's."""
+        kinds = (("reduces", self.reduces), ("exchanges", self.exchanges), ("sends", self.sends))
+        return sum(named(f"{name}_s", one.seconds(rates), "s", one.source) for name, one in kinds if one.source)
 
     def starts_s(self, rates: Efficiencies) -> float:
         return sum(self.operators) * rates.operator_s
@@ -306,20 +431,18 @@ class Pass:
 
     def seconds(self, rates: Efficiencies) -> float:
         products = sum(self.product_s(part, rates) for part in self.products)
-        whole = products + self.cache_s(rates) + self.prompts_s(rates) + self.starts_s(rates)
-        return whole + self.network_s(rates) + self.around_s(rates)
+        attention = self.cache_s(rates) + self.prompts_s(rates)
+        return products + attention + self.moved_s(rates) + self.starts_s(rates) + self.network_s(rates) + self.around_s(rates)
 
     def busy(self, rates: Efficiencies) -> Busy:
         """What the pass keeps busy. The time that grows with requests counts as reading: tables put on requests what kernels
         do for each row beside the products (logits, sampling, activations), and devices draw that much while it lasts."""
-        reading = self._sum(lambda part: part.memory_s, rates.product_bandwidth_share, rates.cache_bandwidth_share)
-        computing = self._sum(lambda part: part.arithmetic_s, rates.arithmetic(self.dtype), rates.attention_share)
-        rows_s = self.requests * rates.request_s
-        return Busy(self.seconds(rates), reading + rows_s, computing, self.network_s(rates))
-
-    def _sum(self, of: Callable[[Part], float], products_share: float, attention_share: float) -> float:
-        """Seconds of a limit over all parts, each at its share of the datasheet's rate."""
-        return sum(map(of, self.products)) / products_share + (of(self.cache) + of(self.prompts)) / attention_share
+        limits = [self.limits(part, rates) for part in self.products]
+        attention_s = (self.cache.arithmetic_s + self.prompts.arithmetic_s) / rates.attention_share
+        computing_s = sum(arithmetic for arithmetic, _ in limits) + attention_s
+        cache_s, rows_s = self.cache.memory_s / rates.cache_bandwidth_share, self.requests * rates.request_s
+        reading_s = sum(memory for _, memory in limits) + cache_s + self.moved_s(rates) + rows_s
+        return Busy(self.seconds(rates), reading_s, computing_s, self.network_s(rates))
 
 
 _RATES = {
@@ -328,12 +451,51 @@ _RATES = {
 }
 
 
-def scaled_link(link: Link, rates: Efficiencies) -> Link:
-    """``link`` as collectives of serving engines find it: the fitted α on a fast one, the fitted share of its rate."""
-    if link.kind == "measured":
-        return link
-    alpha = min(link.alpha_s, rates.message_s) if link.is_fast else link.alpha_s
-    return Link(alpha, link.bytes_per_s * rates.link_share, "measured", link.source)  # nothing else is taken off
+@dataclass
+class _Sums:
+    """What the layers of a pass add up to on one device."""
+
+    attention: float = 0.0  # bytes
+    attention_flops: float = 0.0
+    mlp: float = 0.0
+    mlp_flops: float = 0.0
+    experts: float = 0.0
+    experts_flops: float = 0.0
+    padding_flops: float = 0.0
+    moved: float = 0.0
+    cache: float = 0.0
+    cache_flops: float = 0.0
+    prompt_flops: float = 0.0
+    norms: int = 0
+    turning: int = 0
+    mlps: int = 0
+    reduces: int = 0
+    exchanges: int = 0
+
+    def add(self, shard: Shard, rows: float, everywhere: float, tile: int) -> None:
+        """A kind of layer with ``rows`` tokens on the device and ``everywhere`` in all; experts' products are in tiles of
+        ``tile`` rows."""
+        count = shard.count
+        needed, load = shard.busiest(everywhere)
+        self.attention += count * shard.attention_bytes
+        self.attention_flops += count * 2.0 * rows * shard.attention_elements
+        self.mlp += count * shard.mlp_bytes
+        self.mlp_flops += count * 2.0 * rows * shard.mlp_elements
+        self.experts += count * needed * shard.expert_bytes
+        self.experts_flops += count * 2.0 * load * shard.expert_elements
+        self.padding_flops += count * needed * tile * shard.expert_elements
+        self.moved += count * (rows * shard.row_bytes + load * shard.expert_row_bytes)
+        self.norms += count * shard.operators[0]
+        self.turning += count * shard.operators[1]
+        self.mlps += count * shard.operators[2]
+
+
+def _prompt_pairs(shard: Shard, pairs: float, fresh: float, prompt_tokens: float) -> float:
+    """Pairs of a new token with one before it, of ``pairs`` in all, that a layer computes within its reach."""
+    reach = shard.window or shard.top_keys
+    if reach is None or reach >= prompt_tokens:
+        return pairs
+    return fresh * smallest(pairs / fresh, reach - reach**2 / (2 * prompt_tokens))
 
 
 def one_pass(
@@ -354,8 +516,8 @@ def one_pass(
     which ``hit_tokens`` are in the cache already, asks of the slowest device. ``checked`` tokens of each decoding request go
     through at once (speculation); ``cache_bytes`` is the size of a cached element.
 
-    Stages of a pipeline work one after another on 1/pipeline of the requests each, so a token's time is the sum over all
-    layers and sends.
+    Attention groups share requests and prompts evenly; the group with a prompt more is the slowest. Stages of a pipeline work
+    one after another on 1/pipeline of the requests each, so a token's time is the sum over all layers and sends.
     """
     dtype = compute_dtype(scheme, hardware)
     bandwidth, peak = hardware.read_bandwidth[0].bytes_per_s, hardware.peak_flop_per_s[dtype]
@@ -363,73 +525,82 @@ def one_pass(
         bandwidth = hardware.read_bandwidth[-1].bytes_per_s
     plain = letter("π_bf16", hardware.peak_flop_per_s.get("bf16", hardware.peak_flop_per_s.get("fp32", peak)))
     bandwidth, peak = letter("β", bandwidth), letter("π", peak)
-    groups, stage = placement.attention_groups, placement.stage_devices
+    tensor, groups = placement.tensor, placement.attention_groups
     here = decoding / placement.pipeline / groups  # requests that one attention group has in a micro-batch
-    fresh = prompts * (prompt_tokens - hit_tokens)
-    rows = here * checked + fresh  # a prompt is one group's; the others wait for it in the experts' exchange
-    everywhere = rows if groups == 1 else here * checked * groups + fresh
-    sums = {"attention": [0.0, 0.0], "mlp": [0.0, 0.0]}
-    cache_read = cache_flops = prompt_flops = 0.0
-    norms = turning = mlps = 0  # kernels
-    reduces = exchanges = 0
-    pairs = prompts * (prompt_tokens - hit_tokens) * (prompt_tokens + hit_tokens) / 2
-    for shard in shards(spec, scheme, placement.tensor, stage):
-        count = shard.count
-        attention, mlp = sums["attention"], sums["mlp"]
-        attention[0] += count * shard.attention_bytes
-        attention[1] += count * 2.0 * rows * shard.attention_elements
-        mlp[0] += count * (shard.mlp_bytes + shard.touched(everywhere) * shard.expert_bytes)
-        mlp[1] += count * 2.0 * (rows * shard.mlp_elements + everywhere * shard.expert_elements)
-        keys = shard.keys(context)
-        cache_read += count * here * (keys * shard.cache_elements + context * shard.index_elements)
-        cache_flops += count * here * checked * keys * shard.decode_pair_flops
+    new = prompt_tokens - hit_tokens
+    mine = largest(smallest(prompts, 1.0), prompts / groups) if groups > 1 else prompts  # prompts of the group that has most
+    fresh = mine * new
+    rows = here * checked + fresh
+    everywhere = rows if groups == 1 else here * checked * groups + prompts * new
+    pairs = mine * new * (prompt_tokens + hit_tokens) / 2
+    fitted = hardware.kind == "gpu" and hardware.basis != "measured"  # else nothing is lost between products
+    sums, tile = _Sums(), TILE_ROWS if fitted else 0
+    for shard in shards(spec, scheme, placement):
+        count, keys = shard.count, shard.keys(context)
+        sums.add(shard, rows, everywhere, tile)
+        sums.cache += count * here * (keys * shard.cache_elements + context * shard.index_elements)
+        sums.cache_flops += count * here * checked * keys * shard.decode_pair_flops
         if pairs:
-            reach = shard.window or shard.top_keys
-            mean = pairs / fresh
-            used = (
-                pairs if reach is None or reach >= prompt_tokens else fresh * min(mean, reach - reach**2 / (2 * prompt_tokens))
-            )
-            prompt_flops += count * used * shard.prefill_pair_flops
-        norms += count * shard.operators[0]
-        turning += count * shard.operators[1]
-        mlps += count * shard.operators[2]
-        reduces += 2 * count if placement.tensor > 1 else 0
-        exchanges += 2 * count if groups > 1 and shard.expert_bytes else 0
+            sums.prompt_flops += count * _prompt_pairs(shard, pairs, fresh, prompt_tokens) * shard.prefill_pair_flops
+        spread = groups > 1 and shard.experts > 0  # their tokens come and go by all-to-alls instead of ending in an all-reduce
+        sums.reduces += (1 if spread else 2) * count if tensor > 1 else 0
+        sums.exchanges += 2 * count if spread else 0
     head = head_matrix(spec)
-    sampled = here * checked + prompts * (1.0 if prompt_tokens else 0.0)
-    head_read = head_bytes(spec, scheme) / placement.tensor
-    head_flops = 2.0 * sampled * head.weights / placement.tensor
+    sampled = here * checked + (mine if prompt_tokens else 0.0)
+    head_read = head_bytes(spec, scheme) / tensor
+    head_flops = 2.0 * sampled * head.weights / tensor
+    read, w = sums.cache * cache_bytes, bytes_of(dtype)
     products = (
-        *(Part(name, flops, n_bytes, flops / peak, n_bytes / bandwidth) for name, (n_bytes, flops) in sums.items()),
+        Part("attention", sums.attention_flops, sums.attention, sums.attention_flops / peak, sums.attention / bandwidth, w),
+        Part("mlp", sums.mlp_flops, sums.mlp, sums.mlp_flops / peak, sums.mlp / bandwidth, w),
+        Part(
+            "mlp",
+            sums.experts_flops,
+            sums.experts,
+            sums.experts_flops / peak,
+            sums.experts / bandwidth,
+            w,
+            grouped=True,
+            padding_s=sums.padding_flops / peak,
+        ),
         Part("head", head_flops, head_read, head_flops / plain, head_read / bandwidth),
     )
-    width = scheme_of(scheme).kept_bytes
-    moe = spec.moe
+    near, far = hardware.link_for(placement.stage_devices), hardware.link_for(placement.devices)
+    row_bytes, stage = rows * spec.d_model * scheme_of(scheme).kept_bytes, placement.stage_devices
+    copies = smallest(spec.moe.top_k, stage) if spec.moe else 1
+    reduced, exchanged = all_reduce_sent_bytes(row_bytes, tensor), gather_sent_bytes(row_bytes * copies / tensor, stage)
     return Pass(
-        products=products,
-        cache=Part(
-            "attention", cache_flops, cache_read * cache_bytes, cache_flops / plain, cache_read * cache_bytes / bandwidth
-        ),
-        prompts=Part("attention", prompt_flops, 0.0, prompt_flops / plain, 0.0),
-        operators=(norms * steps, turning * steps, mlps * steps + exchanges),
+        products=tuple(part for part in products if part.n_bytes),
+        cache=Part("attention", sums.cache_flops, read, sums.cache_flops / plain, read / bandwidth),
+        prompts=Part("attention", sums.prompt_flops, 0.0, sums.prompt_flops / plain, 0.0),
+        elementwise_s=sums.moved / bandwidth if fitted else 0.0,
+        operators=(sums.norms * steps, sums.turning * steps, sums.mlps * steps),
         steps=steps,
         requests=decoding / groups,
-        tensor=placement.tensor,
-        reduces=reduces,
-        reduced_bytes=rows * spec.d_model * width,
-        exchanges=exchanges,
-        exchanged_bytes=rows * spec.d_model * width * (moe.top_k if moe else 1) / max(1, placement.tensor),
-        exchange_devices=stage,
-        sends=placement.pipeline - 1,
-        sent_bytes=rows * spec.d_model * width,
-        dtype=dtype,
-        link=hardware.link_for(stage),
-        far_link=hardware.link_for(placement.devices),
+        reduces=collectives(sums.reduces, 2 * (tensor - 1), reduced, near, steps),
+        exchanges=collectives(sums.exchanges, stage - 1, exchanged, near, steps),
+        sends=collectives(placement.pipeline - 1, 1, row_bytes, far),
         basis=hardware.basis,
     )
 
 
-MEASURED = Efficiencies(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0)
+MEASURED = Efficiencies(
+    product_bandwidth_share=1.0,
+    fp4_bandwidth_share=1.0,
+    cache_bandwidth_share=1.0,
+    elementwise_share=1.0,
+    arithmetic_share=1.0,
+    fp8_share=1.0,
+    fp4_share=1.0,
+    grouped_share=1.0,
+    fp4_grouped_factor=1.0,
+    attention_share=1.0,
+    link_share=1.0,
+    reduce_s=0.0,
+    operator_s=0.0,
+    step_s=0.0,
+    request_s=0.0,
+)
 """A calibrated machine's rates are what it reaches already."""
 
 CPU = replace(
@@ -437,6 +608,7 @@ CPU = replace(
     product_bandwidth_share=ASSUMED_BANDWIDTH_EFFICIENCY,
     cache_bandwidth_share=ASSUMED_BANDWIDTH_EFFICIENCY,
     arithmetic_share=ASSUMED_PRODUCT_EFFICIENCY,
+    grouped_share=ASSUMED_PRODUCT_EFFICIENCY,
     attention_share=ASSUMED_ATTENTION_EFFICIENCY,
 )
 """A CPU that is known by its datasheet: assumed shares, no graph of captured kernels whose times could be fitted."""

@@ -58,6 +58,13 @@ RATES = "rates"
 """Basis of predictions from a calibrated machine's rates where no whole step of the engine was measured. What is not listed for
 it in the file has the range of a measured one: memory does not hang on rates."""
 
+SERVED, EXPERTS = "served", "experts"
+"""Bases of serving predictions on devices whose engines were measured publicly, of dense models and of those with experts, of
+which less is known. What is not listed for them has a datasheet's range."""
+
+FALLS_TO = {RATES: "measured", SERVED: "datasheet", EXPERTS: "datasheet"}
+"""Basis → the one whose ranges hold for what is not listed."""
+
 EXACT = frozenset({"parameters", "steps", "batch", "users", "devices"})
 """Counts that are what they are by definition: no width."""
 
@@ -114,7 +121,11 @@ class Interval:
     low: Annotated[float, "lower end", LeftOut]
     high: Annotated[float, "upper end", LeftOut]
     level: Annotated[float, "share of measurements that the range is to hold", LeftOut]
-    basis: Annotated[str, "measured, rates (of a calibrated machine, no whole steps) or datasheet", LeftOut]
+    basis: Annotated[
+        str,
+        "measured, rates (of a calibrated machine, no whole steps), datasheet; served or experts: of publicly measured engines",
+        LeftOut,
+    ]
     width: Annotated[str, "where the range's width comes from", LeftOut]
 
 
@@ -181,7 +192,7 @@ def read_ranges(path: Path = FILE) -> dict[tuple[str, str, str], Range]:
 def range_of(quantity: str, basis: str, phase: str) -> Range:
     """The range of one kind of prediction: of its phase, of any phase, or the one for what is not listed."""
     ranges = read_ranges()
-    bases = (RATES, "measured") if basis == RATES else (basis,)
+    bases = (basis, FALLS_TO[basis]) if basis in FALLS_TO else (basis,)
     for key in (*((quantity, one, of) for one in bases for of in (phase, "any")), ("other", bases[-1], "any")):
         if key in ranges:
             return ranges[key]
@@ -324,19 +335,25 @@ def own_pairs(
 
 
 def predict_with_intervals(
-    prediction: Mapping[str, Any], hardware: Hardware | None, phase: str, ledger: Ledger | None = None
+    prediction: Mapping[str, Any], hardware: Hardware | None, phase: str, ledger: Ledger | None = None, experts: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """``with_intervals`` on ``hardware``, corrected by this machine's own runs where it is the machine that was calibrated."""
-    basis = basis_of(hardware, phase)
+    """``with_intervals`` on ``hardware``, corrected by this machine's own runs where it is the machine that was calibrated.
+    ``experts``: whether the model has any."""
+    basis = basis_of(hardware, phase, experts)
     factors = hardware.corrections.factors if hardware is not None else {}
-    own = own_pairs(ledger, factors=factors) if prediction and basis != "datasheet" else ()
+    own = own_pairs(ledger, factors=factors) if prediction and FALLS_TO.get(basis, basis) != "datasheet" else ()
     return with_intervals(prediction, basis, phase, own, low_by_of(hardware, phase))
 
 
-def basis_of(hardware: Hardware | None, phase: str) -> str:
-    """What predictions of ``phase`` on ``hardware`` stand on: its basis, or ``RATES`` where our engine serves by torch."""
+def basis_of(hardware: Hardware | None, phase: str, experts: bool = False) -> str:
+    """What predictions of ``phase`` on ``hardware`` stand on: its basis, ``RATES`` where our engine serves by torch,
+    ``SERVED`` or ``EXPERTS`` where public tables have engines on such a device."""
+    from twostroke.planner.serving.step_time import is_fitted  # only here: training needs no serving
+
     if hardware is None:
         return "measured"
+    if phase == "serve" and is_fitted(hardware):
+        return EXPERTS if experts else SERVED
     return RATES if phase == "serve" and hardware.serves_by_torch else hardware.basis
 
 
