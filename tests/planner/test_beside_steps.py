@@ -14,9 +14,11 @@ from twostroke.planner.serving.http import added_by_http
 from twostroke.planner.serving.plan import plan_serving
 from twostroke.planner.serving.scoring import engine_token_s
 from twostroke.planner.serving.shape import ServingShape
+from twostroke.planner.training.plan import TrainingPlan, plan_training
 from twostroke.planner.training.preparing import prepare_s
 from twostroke.planner.training.quantising import EXPECTED_PASSES, quantise_s
 from twostroke.planner.training.scoring import decoder_token_s
+from twostroke.planner.training.shape import TrainingShape
 from twostroke.scheduling.sampling_params import SamplingParams
 
 RATES = tuple(SamplingRate(kind, 1e-4, 1e-5, 1e-9) for kind in SAMPLING_KINDS)
@@ -94,3 +96,19 @@ def test_quantising_rounds_every_weight_or_fits_groups_to_text() -> None:
 def test_quantising_to_what_was_not_measured_is_refused() -> None:
     with pytest.raises(ConfigError, match="no rate of rounding to fp8"):
         quantise_s(small_llama(), "fp8", machine(weights=WEIGHTS))
+
+
+def test_steps_wait_for_a_copy_of_each_checkpoint_before_the_last_and_for_the_disk_without_a_background() -> None:
+    hardware = machine(weights=WEIGHTS)
+
+    def planned(**changes: object) -> TrainingPlan:
+        return plan_training(small_llama(), TrainingShape(steps=100, **changes), hardware)  # type: ignore[arg-type]
+
+    never, often = planned(), planned(checkpoint_every=10, snapshot=True)
+    assert never.checkpoint_wait_s is None
+    assert "checkpoint_wait_s" not in never.prediction()
+    size = often.checkpoint_bytes
+    assert often.checkpoint_wait_s == pytest.approx(size / 1e9 + 8 * 2 * size / hardware.bandwidth(2 * size))
+    assert often.train_time_s == pytest.approx(never.train_time_s + often.checkpoint_wait_s)
+    at_once = planned(checkpoint_every=10)
+    assert at_once.checkpoint_wait_s == pytest.approx(9 * size / hardware.disk_write_bytes_per_s)

@@ -52,6 +52,8 @@ def finish(run: RunState) -> TrainingResult:
     if checkpoint is not None:
         measured["checkpoint_bytes"] = directory_bytes(checkpoint)
     measured["model_bytes"] = directory_bytes(run.inputs.directory.model, "*.safetensors")
+    if run.inputs.recipe.train.checkpoint_every:
+        measured["checkpoint_wait_s"] = run.saver.waited_s
     records = run.step_log.read()
     last: dict[str, Any] = next((r for r in reversed(records) if r.get("loss") is not None), {})
     summary = {

@@ -83,12 +83,20 @@ class CheckpointSaver:
         self._failure: BaseException | None = None
         self._n_failed, self._left_out = 0, 0
         self._said_at = -math.inf
+        self.waited_s = 0.0  # of the steps, for ``begin``
 
     def begin(self, capture: Callable[[], Checkpoint], wait: bool) -> None:
         """Write a checkpoint of the current state while training goes on. Errors of the disk are logged and not raised.
 
         Where the one before is still being written, ``wait`` for it, or leave this one out and say so.
         """
+        began = time.perf_counter()
+        try:
+            self._begin(capture, wait)
+        finally:
+            self.waited_s += time.perf_counter() - began
+
+    def _begin(self, capture: Callable[[], Checkpoint], wait: bool) -> None:
         if wait:
             self.settle()
         self.poll()

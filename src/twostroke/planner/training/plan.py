@@ -80,6 +80,7 @@ class TrainingPrediction:
     activations_bytes: Annotated[float, "bytes"]
     checkpoint_bytes: Annotated[float, "bytes", "on disk"]
     model_bytes: Annotated[float, "bytes", "on disk"]
+    checkpoint_wait_s: Annotated[float, "s", "of the run's steps for checkpoints before the last", LeftOut]
     startup_s: Annotated[float, "s", "before the first step"]
     train_time_s: Annotated[float, "s", "of the run; absent while its length is open", LeftOut]
     energy_kwh: Annotated[float, "kWh", "of the run, at the devices", LeftOut]
@@ -224,8 +225,26 @@ class TrainingPlan:
         """Start-up and all steps; None while their number is open."""
         if not self.shape.steps:
             return None
-        seconds = self.startup_s + self.shape.steps * self.step_time_s
-        return named("train_time_s", seconds, "s", "importing and compiling, then all steps")
+        seconds = self.startup_s + self.shape.steps * self.step_time_s + (self.checkpoint_wait_s or 0.0)
+        return named("train_time_s", seconds, "s", "importing and compiling, then all steps and their checkpoints")
+
+    @property
+    def checkpoint_wait_s(self) -> float | None:
+        """What steps wait for checkpoints before the last: a copy in memory each, the first into new memory, or the disk where
+        nothing is written in the background. Hashing and writing beside the steps is left out. None without any."""
+        every, hardware = self.shape.checkpoint_every, self.hardware
+        n_written = (self.shape.steps - 1) // every if every else 0
+        if n_written < 1:
+            return None
+        size = self.checkpoint_bytes
+        if not self.shape.snapshot:
+            each_s = first_s = size / letter("writing", hardware.disk_write_bytes_per_s)
+        else:
+            each_s = 2.0 * size / hardware.bandwidth(2.0 * size)
+            copied = hardware.weights.copied_bytes_per_s
+            first_s = size / letter("copying", copied) if copied else each_s
+        seconds = first_s + letter("more", n_written - 1) * each_s
+        return named("checkpoint_wait_s", seconds, "s", "copies of weights and optimizer in memory", section="storage")
 
     @property
     def wall_time_s(self) -> Annotated[float | None, "s", "of the run with failures; null while its length is open"]:

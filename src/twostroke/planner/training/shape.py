@@ -56,6 +56,7 @@ class TrainingShape:
     gradient_bits: Annotated[int, "bits in which a gradient is sent to other ranks; 0: as it is held"] = 0
     sequence_ranks: Annotated[int, "ranks that share each sequence, where a rank is planned", LeftOut] = 1
     snapshot: Annotated[bool, "checkpoints are copied in memory and written in the background"] = False
+    checkpoint_every: Annotated[int, "updates between checkpoints; 0: none before the last"] = 0
     average: Annotated[bool, "a running average of the weights is kept in fp32"] = False
 
     def __post_init__(self) -> None:
@@ -140,6 +141,7 @@ class TrainingShape:
             compile=settings.compile,
             steps=settings.steps if steps is None else steps,
             snapshot=settings.checkpoint_every > 0 and settings.checkpoint_in_background,
+            checkpoint_every=settings.checkpoint_every,
             average=settings.ema_decay > 0,
             checkpointing=settings.activation_checkpointing,
         )
