@@ -132,6 +132,7 @@ class Hardware(Measurements):
     sustained: Annotated[
         dict[str, float], "share of the peak that training's large products sustain, by type, and attention"
     ] = field(default_factory=dict)
+    lent_share: Annotated[float, "share of a memory shared with the processor that the system lends the GPU; 1: its own"] = 1.0
     facts: Annotated[dict[str, Fact], "every number of the device's file; empty for a calibrated machine"] = field(
         default_factory=dict
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from twostroke.core.profile import (
 from twostroke.core.rates import Engine, Measurements
 from twostroke.planner.hardware.corrections import in_use
 from twostroke.planner.hardware.device import Fact, Hardware, Link, NodeLink, Price
+from twostroke.planner.hardware.names import count_in, device_meant
 
 HARDWARE_DIR = Path(__file__).parent / "devices"
 
@@ -54,6 +56,14 @@ ASSUMED_NETWORK_ALPHA_S = 3e-5
 
 IDLE_SHARE = 0.17
 """Of a device's limit, what it draws ready and without work where its file does not say: an H100's 120 of 700 W."""
+
+LENT = {"macOS": ((36 * 2**30, 3 / 4), (0, 2 / 3)), "AMD": ((0, 3 / 4),)}
+"""Of a memory that processor and GPU share, what the GPU may hold: (from so many bytes on, share). macOS's default
+(``iogpu.wired_limit_mb`` raises it) as llama.cpp logs ``recommendedMaxWorkingSetSize``: 21.3 of 32 GB, 27 of 36, 48 of 64,
+144 of 192. AMD's variable graphics memory: 96 of 128 GB at most."""
+
+SAME_SIZE = 0.08
+"""By how much a size in GB may differ from the memory in bytes and mean the same: 80 GB and 80 GiB, what ECC takes."""
 
 LEAST_NET_SHARE = 0.3
 """Of a measured product's time, what is at least left for the product itself when its launch is taken off."""
@@ -125,11 +135,23 @@ def load_hardware(name: str = "this", engine: Engine | None = None, device: str 
         return hardware_from_profile(profile)
     wanted = "-".join(name.lower().replace("_", " ").split())
     path = HARDWARE_DIR / f"{wanted}.toml"
-    if not _PLAIN_NAME.fullmatch(wanted) or not path.exists():
-        path = HARDWARE_DIR / f"{hardware_aliases().get(wanted, '')}.toml"
-    if not path.exists():
+    if _PLAIN_NAME.fullmatch(wanted) and path.exists():
+        return _from_datasheet(wanted, _read_toml(path))
+    counted, meant = count_in(name), device_meant(name, _all_names())
+    if counted is not None and meant is None:
+        n, device = counted
+        raise ConfigError(
+            f"hardware {name!r} names {n} devices, and this option one kind. Use {device!r}, with --tensor {n} or "
+            f"--pipeline {n} for serving, --data-parallel {n} for training, --max-devices {n} for a search."
+        )
+    if meant is None:
         raise ConfigError(f"hardware {name!r} is not known. {_near_matches(wanted)}")
-    return _from_datasheet(path.stem, _read_toml(path))
+    return _from_datasheet(meant.device, _read_toml(HARDWARE_DIR / f"{meant.device}.toml"), meant.memory_gib)
+
+
+def _all_names() -> dict[str, str]:
+    """Names and aliases → names."""
+    return {name: name for name in hardware_names()} | hardware_aliases()
 
 
 def _near_matches(wanted: str) -> str:
@@ -157,8 +179,15 @@ def _facts(table: dict[str, Any]) -> dict[str, Fact]:
     return facts
 
 
-def _from_datasheet(name: str, table: dict[str, Any]) -> Hardware:
+def _from_datasheet(name: str, table: dict[str, Any], memory_gib: int = 0) -> Hardware:
+    """``memory_gib``: a size that was named, 0 for the file's own. Raises ConfigError for one that it is not sold with."""
     facts = _facts(table)
+    memory_bytes, label = facts["memory_bytes"].value, table["label"]
+    if memory_gib and not math.isclose(memory_gib * 2.0**30, memory_bytes, rel_tol=SAME_SIZE):
+        sizes = table.get("memory_gib", [round(memory_bytes / 2**30)])
+        if memory_gib not in sizes:
+            raise ConfigError(f"{label} is not sold with {memory_gib} GB. It has {' or '.join(map(str, sizes))}.")
+        memory_bytes, label = memory_gib * 2.0**30, re.sub(r"\d+ GB$", f"{memory_gib} GB", label)
     kind = table["kind"]
     cores = int(table.get("n_cores", 1))
     peaks = {key.partition(".")[2]: f.value for key, f in facts.items() if key.startswith("peak_flop_per_s.")}
@@ -168,12 +197,15 @@ def _from_datasheet(name: str, table: dict[str, Any]) -> Hardware:
     network = _link(facts, "network")
     return Hardware(
         name=name,
-        label=table["label"],
+        label=label,
         kind=kind,
         basis="datasheet",
         n_cores=cores,
-        memory_bytes=facts["memory_bytes"].value,
-        read_bandwidth=(BandwidthPoint(int(facts["memory_bytes"].value), facts["read_bandwidth_bytes_per_s"].value),),
+        memory_bytes=memory_bytes,
+        lent_share=next((share for least, share in LENT[table["lent_by"]] if memory_bytes >= least), 1.0)
+        if "lent_by" in table
+        else 1.0,
+        read_bandwidth=(BandwidthPoint(int(memory_bytes), facts["read_bandwidth_bytes_per_s"].value),),
         matmul=(),
         peak_flop_per_s=peaks,
         op_launch_s=ASSUMED_LAUNCH_S[kind],
@@ -280,14 +312,11 @@ def _without_launch(point: MatmulPoint, profile: MachineProfile) -> MatmulPoint:
 
 
 def _datasheet_of_gpu(gpus: Sequence[str]) -> Hardware | None:
-    """The device whose name or alias has the most words of an accelerator's own name, as ``nvidia-smi`` writes it; None where
-    no name's words all occur. "NVIDIA A100-SXM4-80GB" is a100-sxm-80gb and not a10."""
-    names = {name: name for name in hardware_names()} | hardware_aliases()
+    """The datasheet of the first accelerator that is known by its own name, as ``nvidia-smi`` writes it; None without."""
     for gpu in gpus:
-        words = set(re.findall(r"[a-z0-9]+", re.sub(r"sxm\d", "sxm", gpu.lower())))
-        fitting = [name for name in names if set(name.split("-")) <= words]
-        if fitting:
-            return load_hardware(names[max(fitting, key=lambda name: len(name.split("-")))])
+        meant = device_meant(gpu, _all_names())
+        if meant is not None:
+            return load_hardware(meant.device)
     return None
 
 

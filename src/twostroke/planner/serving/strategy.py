@@ -78,7 +78,8 @@ class Strategy(ABC):
     def room_for_kv(self) -> float:
         """Bytes left for the KV cache: utilisation · memory − weights − the process at rest. May be negative."""
         hardware = self.hardware
-        share = letter("share", GPU_MEMORY_UTILISATION if hardware.kind == "gpu" else CPU_MEMORY_UTILISATION)
+        most = min(GPU_MEMORY_UTILISATION, hardware.lent_share) if hardware.kind == "gpu" else CPU_MEMORY_UTILISATION
+        share = letter("share", most)
         held, process = self.weights_bytes(), letter("process", hardware.process.resident_bytes)
         source = f"{hardware.label}: memory {hardware.basis}, share assumed"
         return named("room_for_kv_bytes", share * hardware.memory_bytes - held - process, "bytes", source, "assumed")
