@@ -117,7 +117,7 @@ def test_explicit_attention_equals_the_fused_one_forward_and_backward(n_tokens: 
     upstream = torch.randn(q.shape, generator=generator)
     results = []
     for attend in (
-        lambda: explicit_attention(q, k, v, mask, dropout=0.0),
+        lambda: explicit_attention(q, k, v, mask, dropped=0.0),
         lambda: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True),
     ):
         mixed = attend()

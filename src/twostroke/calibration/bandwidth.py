@@ -10,7 +10,7 @@ from twostroke.calibration.timing import Clock
 from twostroke.core.profile import BandwidthPoint
 from twostroke.core.units import MIB
 
-WORKING_SETS_BYTES = tuple(n * MIB for n in (8, 32, 64, 128, 256, 512, 1024, 2048, 4096))
+WORKING_SETS_BYTES = tuple(n * MIB for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096))
 
 MANY_BYTES = 256 * MIB
 """Beyond every cache, where all readers wait for memory alike."""

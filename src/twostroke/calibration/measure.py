@@ -17,6 +17,7 @@ from twostroke.calibration.native_rates import (
     NATIVE_ROWS,
     NATIVE_WORKING_SET_BYTES,
     measure_native_bandwidth,
+    measure_native_passes,
     measure_native_peak,
     measure_native_products,
 )
@@ -25,6 +26,7 @@ from twostroke.calibration.operations import measure_flash_limit
 from twostroke.calibration.process import measure_disk, measure_fresh_process
 from twostroke.calibration.products import (
     CLASSES,
+    SMALL_CLASSES,
     DEEP_CLASSES,
     ENGINE_ROWS,
     PEAK_SIDE,
@@ -70,7 +72,7 @@ from twostroke.core.schemes import NATIVE_PRODUCTS, W8, W8A8
 from twostroke.core.units import MIB
 from twostroke.kernels import training_attention
 from twostroke.kernels.native_library import library
-from twostroke.planner.hardware.anchors import COMPILED_ANCHORS, EAGER_ANCHORS
+from twostroke.planner.hardware.anchors import ADAPTER_ANCHOR, COMPILED_ANCHORS, EAGER_ANCHORS
 
 Progress = Callable[[float, str], None]
 """``progress(done, note)``: the share done, 0 to 1, and a few words on what is being measured."""
@@ -86,6 +88,7 @@ class Extent:
     training_rows: tuple[int, ...] = TRAINING_ROWS
     engine_rows: tuple[int, ...] = ENGINE_ROWS
     classes: tuple[tuple[int, int], ...] = CLASSES
+    small_classes: tuple[tuple[int, int], ...] = SMALL_CLASSES
     deep_classes: tuple[tuple[int, int], ...] = DEEP_CLASSES
     training_schemes: tuple[str, ...] = TRAINING_SCHEMES
     engine_schemes: tuple[str, ...] = (W8, W8A8)
@@ -106,6 +109,7 @@ SMALL = Extent(
     training_rows=(16, 32),
     engine_rows=(1, 16),
     classes=((64, 64),),
+    small_classes=(),
     deep_classes=((64, 128),),
     native_classes=((64, 64),),
     native_rows=(1, 16),
@@ -219,8 +223,11 @@ def calibrate(
     crossovers = Crossovers() if limit is None else Crossovers(int8_weight_only_max_macs=limit)
     native = None
     if serves_natively:
+        passes = tuple(measure_native_passes(clock, extent.native_schemes)) if extent.whole_steps else ()
         steps = measure_native_steps(clock, lambda done, note: tell(0.86 + 0.14 * done, note)) if extent.whole_steps else ()
-        native = NativeRates(float(NATIVE_WORKING_SET_BYTES), tuple(steps))
+        native = NativeRates(
+            float(NATIVE_WORKING_SET_BYTES), tuple(steps), passes=passes, n_threads=torch.get_num_threads() if passes else 1
+        )
     elif device == "cpu" and not is_native and only != "train":
         tell(0.86, "attention of the engine")
         crossovers = replace(crossovers, flash_max_scores=measure_flash_limit(clock))
@@ -295,7 +302,7 @@ def _measure_training(clock: Clock, extent: Extent, rates: TrainingRates, tell: 
     blocks: list[BlockRates] = []
     steps: list[TrainingStep] = []
     compile_s = None
-    narrow, wide = COMPILED_ANCHORS
+    smallest, narrow, wide = COMPILED_ANCHORS
     tell(0.0, "compiler")
     is_compiled = extent.compile and start_compiler(clock.device)
     if is_compiled and extent.whole_steps:
@@ -306,8 +313,11 @@ def _measure_training(clock: Clock, extent: Extent, rates: TrainingRates, tell: 
         tell(0.35, "one transformer block, bf16 compiled")
         blocks += measure_block(clock, extent.block, "bf16", "compiled")
         if extent.whole_steps:
-            tell(0.55, f"training steps of width {wide.width}")
-            steps += measure_steps(clock, wide, "bf16", "compiled")
+            for share, anchor in ((0.45, smallest), (0.5, wide)):
+                tell(share, f"training steps of width {anchor.width}")
+                steps += measure_steps(clock, anchor, "bf16", "compiled")
+            tell(0.6, "training steps of adapters")
+            steps += measure_steps(clock, ADAPTER_ANCHOR, "bf16", "compiled", "lora")
     for i, dtype in enumerate(("bf16", "fp32")):
         tell(0.75 + 0.1 * i, f"eager training, {dtype}")
         if extent.whole_steps:
@@ -341,7 +351,7 @@ def _measure_products(
     points: list[MatmulPoint] = []
     peaks: dict[str, float] = {}
     training = extent.training_schemes
-    plan = [(s, n, k, extent.training_rows) for s in training for n, k in (*extent.classes, *extent.deep_classes)]
+    plan = [(s, n, k, extent.training_rows) for s in training for n, k in (*extent.small_classes, *extent.classes, *extent.deep_classes)]
     plan += [(s, n, k, extent.engine_rows) for s in engine for n, k in extent.classes]
     for i, (scheme, n, k, rows) in enumerate(plan):
         tell(0.7 * i / len(plan), f"{scheme} products, {n}×{k}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -10,6 +11,7 @@ import torch
 
 from twostroke.calibration.timing import Clock
 from twostroke.core.profile import BandwidthPoint, MatmulPoint
+from twostroke.core.rates import NativePass
 from twostroke.core.schemes import NATIVE_FORMATS, NATIVE_PRODUCTS, NATIVE_STEPS, scheme_of
 from twostroke.core.units import MIB
 from twostroke.kernels.native_library import library
@@ -91,7 +93,7 @@ def product_pass(scheme: str, m: int, n: int, k: int, memory: Memory, working_se
     the outputs of each matrix if the rows are few, with a barrier after each matrix; of many rows each thread takes chunks
     through all matrices.
     """
-    lib = _ready()
+    lib = library()
     assert lib is not None
     name, group = NATIVE_PRODUCTS[scheme]
     code = LIBRARY_FORMATS[name]
@@ -115,6 +117,39 @@ def product_pass(scheme: str, m: int, n: int, k: int, memory: Memory, working_se
         return float(lib.ts_pass_seconds(matrices, count, rows, y.data_ptr(), prefetch_bytes, chunk, 1)) / count
 
     return run
+
+
+CACHED_BYTES = 4 * MIB
+"""A working set that the last cache holds, and much of it the cache of each core."""
+
+CACHED_CLASSES = ((128, 128), *NATIVE_CLASSES[:-1])
+FEW_CACHED_CLASSES = ((128, 128), (512, 512))
+CACHED_ROWS = (1, 4, 16, 64, 512)
+ONE_THREAD_ROWS = (1, 4, 16, 64)
+
+
+def measure_native_passes(clock: Clock, schemes: Sequence[str]) -> Iterator[NativePass]:
+    """What plans of small models stand on: products in cache on all threads, and those of one thread in cache and over
+    ``NATIVE_WORKING_SET_BYTES``. No points without the library."""
+    lib = _ready()
+    if lib is None:
+        return
+    memory, everything = Memory(lib, NATIVE_WORKING_SET_BYTES), lib.ts_threads()
+    sets = [(everything, CACHED_BYTES, CACHED_ROWS)]
+    if everything > 1:
+        sets += [(1, CACHED_BYTES, ONE_THREAD_ROWS), (1, NATIVE_WORKING_SET_BYTES, ONE_THREAD_ROWS)]
+    try:
+        for n_threads, working_set, rows in sets:
+            lib.ts_set_threads(n_threads)
+            for scheme, (n, k), m in itertools.product(schemes, CACHED_CLASSES, rows):
+                if scheme not in MEASURED_WHOLE and (n, k) not in FEW_CACHED_CLASSES:
+                    continue
+                run = product_pass(scheme, m, n, k, memory, working_set)
+                run()
+                seconds = clock.least_s(run, seconds=0.01, least=3)
+                yield NativePass(scheme, n_threads, float(working_set), m, n, k, 2.0 * m * n * k / seconds)
+    finally:
+        lib.ts_set_threads(everything)
 
 
 def measure_native_products(

@@ -18,13 +18,16 @@ from twostroke.core.units import MIB
 from twostroke.kernels.features import has_int8_weight_only, has_w8a8_linear
 from twostroke.kernels.matrix import Int8Matrix
 
-TRAINING_ROWS = (256, 4096)
+TRAINING_ROWS = (8, 256, 4096)
 ENGINE_ROWS = (1, 4, 16, 64, 256, 1024)
 
 TRAINING_SCHEMES = ("fp32", "bf16")
 
 CLASSES: tuple[tuple[int, int], ...] = ((384, 384), (1536, 384), (4096, 384), (384, 1024), (2048, 2048), (4096, 4096))
 """(n, k) of weights: small and square, wide, a small vocabulary, narrow with a long sum, and two larger than the cache."""
+
+SMALL_CLASSES: tuple[tuple[int, int], ...] = ((128, 128), (8, 128), (128, 8))
+"""The same of a narrow model, and of adapters: what starting a product costs is in their rates."""
 
 DEEP_CLASSES: tuple[tuple[int, int], ...] = ((384, 8192), (1024, 8192))
 """(n, k) where k is a number of tokens: the product that makes a weight's gradient, with the left operand transposed."""

@@ -16,12 +16,14 @@ from dataclasses import replace
 import torch
 
 from twostroke.calibration.timing import DISTURBED_SHARE, Clock, Window
+from twostroke.core.matrices import ALL_LINEAR
 from twostroke.core.rates import Mode, TrainingStep
 from twostroke.core.train_settings import TrainSettings
 from twostroke.data.loader import Batch
+from twostroke.model.adapters import AdapterSettings, attach_adapters
 from twostroke.model.decoder import Decoder
 from twostroke.model.initialise import initialise
-from twostroke.planner.hardware.anchors import VOCABULARY, TrainingAnchor
+from twostroke.planner.hardware.anchors import ADAPTER_DROPOUT, ADAPTER_RANK, VOCABULARY, TrainingAnchor
 from twostroke.training.clock import StepClock
 from twostroke.training.memory import peak_memory_bytes, reset_peak
 from twostroke.training.optimizers import Optimizers
@@ -46,35 +48,44 @@ def _batch(anchor: TrainingAnchor, device: torch.device) -> Batch:
     return Batch(tokens=tokens, targets=tokens.roll(-1, 1), positions=positions, documents=documents, n_valid=tokens.numel())
 
 
-def _training_step(anchor: TrainingAnchor, n_layers: int, dtype: str, mode: str, device: torch.device) -> TrainStep:
+def _training_step(
+    anchor: TrainingAnchor, n_layers: int, dtype: str, mode: str, device: torch.device, method: str = "full"
+) -> TrainStep:
     settings, spec = TrainSettings(batch_size=anchor.batch_size, sequence_length=anchor.sequence_length), anchor.spec(n_layers)
     decoder = Decoder(spec, device=str(device))
     initialise(decoder, 0)
+    if method != "full":
+        settings_of_adapters = AdapterSettings(ADAPTER_RANK, 2.0 * ADAPTER_RANK, (ALL_LINEAR,), ADAPTER_DROPOUT)
+        attach_adapters(decoder, spec, settings_of_adapters, seed=0)
     decoder.train()
     masters = MasterWeights(decoder, torch.bfloat16 if dtype == "bf16" else torch.float32)
     optimizers = Optimizers(masters, spec, settings)
     return TrainStep(decoder, masters, optimizers, settings.clip_norm, mode == "compiled", lambda line: None)
 
 
-def measure_steps(clock: Clock, anchor: TrainingAnchor, dtype: str, mode: Mode) -> list[TrainingStep]:
+def measure_steps(
+    clock: Clock, anchor: TrainingAnchor, dtype: str, mode: Mode, method: str = "full"
+) -> list[TrainingStep]:
     """``measure_depth`` of both depths, the shallow one first; nothing if compiling does not work. The second depth compiles
     nothing, because all layers share one graph."""
     found: list[TrainingStep] = []
     for n_layers in (anchor.shallow, anchor.deep):
-        step = measure_depth(clock, anchor, n_layers, dtype, mode)
+        step = measure_depth(clock, anchor, n_layers, dtype, mode, method)
         if step is None:
             break
         found.append(step)
     return found
 
 
-def measure_depth(clock: Clock, anchor: TrainingAnchor, n_layers: int, dtype: str, mode: Mode) -> TrainingStep | None:
+def measure_depth(
+    clock: Clock, anchor: TrainingAnchor, n_layers: int, dtype: str, mode: Mode, method: str = "full"
+) -> TrainingStep | None:
     """The median of each part over undisturbed steps, and the first step; None if compiling does not work.
 
     It takes medians, because a run's own steps are scored by their median, and the shortest step is a lucky one.
     """
     place = torch.device(clock.device)
-    step, laps, batch = _training_step(anchor, n_layers, dtype, mode, place), StepClock(place), _batch(anchor, place)
+    step, laps, batch = _training_step(anchor, n_layers, dtype, mode, place, method), StepClock(place), _batch(anchor, place)
     laps.start()
     step([batch], 1.0, laps)
     first_s, _ = laps.finish()
@@ -101,7 +112,7 @@ def measure_depth(clock: Clock, anchor: TrainingAnchor, n_layers: int, dtype: st
     clock.count(shares)
     steady = clean or disturbed
     forward, backward, optimizer = (statistics.median(p[part] for p in steady) for part in ("forward", "backward", "optimizer"))
-    return TrainingStep(anchor.width, n_layers, dtype, mode, forward, backward, optimizer, first_s)
+    return TrainingStep(anchor.width, n_layers, dtype, mode, forward, backward, optimizer, first_s, method=method)
 
 
 def with_peak(steps: list[TrainingStep], anchor: TrainingAnchor, device: str) -> list[TrainingStep]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -295,15 +296,35 @@ def measure_optimizers(clock: Clock, size: BlockSize, rates: TrainingRates) -> T
         torch._foreach_copy_(working, [p.detach() for p in master])
 
     adamw_rate = optimizer_bytes_moved(n_elements, "bf16") / clock.best_s(update, seconds=0.2)
-    block = master[: len(shapes)]
-    n_elements = sum(p.numel() for p in block)
-    muon = torch.optim.Muon(block, lr=1e-4, adjust_lr_fn="original")
-    whole_s = clock.best_s(muon.step, seconds=0.2)
+    element_per_s, matrix_s = _muon_rates(clock, shapes)
+    return replace(rates, adamw_bytes_per_s=adamw_rate, muon_element_per_s=element_per_s, muon_matrix_s=matrix_s)
+
+
+MUON_BLOCKS = 4
+MUON_SHARE = 0.5
+"""The smaller matrices that Muon is timed on are so much narrower and shorter."""
+
+
+def _muon_rates(clock: Clock, shapes: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """(elements per second, seconds of a matrix) of what Muon does beyond its products: the line through the matrices of
+    ``MUON_BLOCKS`` blocks and smaller ones."""
+    smaller = [(int(MUON_SHARE * n), int(MUON_SHARE * k)) for n, k in shapes]
+    small_s, large_s = (_muon_rest_s(clock, which * MUON_BLOCKS) for which in (smaller, list(shapes)))
+    n_matrices, n_elements = MUON_BLOCKS * len(shapes), MUON_BLOCKS * sum(n * k for n, k in shapes)
+    fixed_s, element_s = straight_line(MUON_SHARE**2 * n_elements, n_elements, small_s, large_s)
+    return 1 / element_s, fixed_s / n_matrices
+
+
+def _muon_rest_s(clock: Clock, shapes: Sequence[tuple[int, int]]) -> float:
+    """Seconds of a Muon step on matrices of ``shapes`` without its products, each timed by itself."""
+    block = [nn.Parameter(torch.randn(*shape, device=clock.device)) for shape in shapes]
+    for parameter in block:
+        parameter.grad = torch.zeros_like(parameter)
+    whole_s = clock.best_s(torch.optim.Muon(block, lr=1e-4, adjust_lr_fn="original").step, seconds=0.2)
     products_s = 0.0
-    for rows, columns in shapes:
-        for m, n, k in newton_schulz_products(rows, columns):
+    for (rows, columns), count in Counter(shapes).items():
+        for (m, n, k), times in Counter(newton_schulz_products(rows, columns)).items():
             x = torch.randn(m, k, device=clock.device).to(torch.bfloat16)
             y = torch.randn(k, n, device=clock.device).to(torch.bfloat16)
-            products_s += clock.best_s(lambda x=x, y=y: x @ y, seconds=0.01, least=3)  # type: ignore[misc]
-    muon_rate = n_elements / max(whole_s - products_s, LEAST_SHARE * whole_s)
-    return replace(rates, adamw_bytes_per_s=adamw_rate, muon_element_per_s=muon_rate)
+            products_s += count * times * clock.best_s(lambda x=x, y=y: x @ y, seconds=0.02, least=3)  # type: ignore[misc]
+    return max(whole_s - products_s, LEAST_SHARE * whole_s)

@@ -42,6 +42,10 @@ class Crossovers:
     one_thread_max_flop: float = 1e8
     one_thread_max_bytes: float = 8e7
 
+    def takes_one_thread(self, weights_bytes: float, flop: float) -> bool:
+        """Whether an engine step that reads ``weights_bytes`` and computes ``flop`` in its blocks runs on one thread."""
+        return weights_bytes <= self.one_thread_max_bytes and flop <= self.one_thread_max_flop
+
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not value >= 0:

@@ -80,6 +80,7 @@ class TrainingStep:
     optimizer_s: float
     first_step_s: float
     peak_bytes: float | None = None
+    method: str = "full"
 
     def direction_s(self, direction: str) -> float:
         return self.forward_s if direction == "forward" else self.backward_s
@@ -92,7 +93,8 @@ class TrainingStep:
 @dataclass(frozen=True)
 class TrainingRates:
     """What training runs beside plain products. ``cross_entropy_logit_per_s`` is by mode; ``setup_…`` is what surrounds the
-    blocks, ``muon_element_per_s`` what Muon takes beyond its products; ``block_compile_s`` compiles one block both ways."""
+    blocks, ``muon_element_per_s`` and ``muon_matrix_s`` what Muon takes beyond its products; ``block_compile_s`` compiles one
+    block both ways."""
 
     attends_natively: bool = False
     blocks: tuple[BlockRates, ...] = ()
@@ -104,14 +106,15 @@ class TrainingRates:
     mask_element_per_s: float | None = None
     adamw_bytes_per_s: float | None = None
     muon_element_per_s: float | None = None
+    muon_matrix_s: float = 0.0
 
     def block(self, dtype: str, mode: str, direction: str) -> BlockRates | None:
         wanted = (dtype, mode, direction)
         return next((b for b in self.blocks if (b.dtype, b.mode, b.direction) == wanted), None)
 
-    def step(self, width: int, n_layers: int, dtype: str, mode: str) -> TrainingStep | None:
-        wanted = (width, n_layers, dtype, mode)
-        return next((s for s in self.steps if (s.width, s.n_layers, s.dtype, s.mode) == wanted), None)
+    def step(self, width: int, n_layers: int, dtype: str, mode: str, method: str = "full") -> TrainingStep | None:
+        wanted = (width, n_layers, dtype, mode, method)
+        return next((s for s in self.steps if (s.width, s.n_layers, s.dtype, s.mode, s.method) == wanted), None)
 
 
 # -- serving --------------------------------------------------------------------------------------------------------------
@@ -134,25 +137,47 @@ class NativeStep:
 @dataclass(frozen=True)
 class StepPrices:
     """Seconds of one unit of what a native step does beside its products, as fitted to whole steps; 0: the fit found none.
-    ``attention`` is a FLOP of a prompt's, ``key`` a number of the keys and values that a decode step walks."""
+    ``barrier`` is a layer of a step on several threads, ``attention`` a FLOP of a prompt's, ``key`` a number of the keys and
+    values that a decode step walks, ``far_key`` what one more takes that comes from memory; threads share elements, FLOP and
+    keys."""
 
     phase: Phase
     scheme: str
     step_s: float = 0.0
     layer_s: float = 0.0
+    barrier_s: float = 0.0
     element_s: float = 0.0
     attention_s: float = 0.0
     row_s: float = 0.0
     key_s: float = 0.0
+    far_key_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class NativePass:
+    """Rate of one packed (m, k) × (k, n) product in passes over ``working_set_bytes`` of such matrices by ``n_threads``."""
+
+    scheme: str
+    n_threads: int
+    working_set_bytes: float
+    m: int
+    n: int
+    k: int
+    flop_per_s: float
 
 
 @dataclass(frozen=True)
 class NativeRates:
-    """The native engine beside its products, which were measured in passes over ``working_set_bytes`` of weights."""
+    """The native engine beside the products of all threads over ``working_set_bytes`` of weights, which are among a profile's
+    others. ``passes`` are products in cache, and those of one thread. ``crowding`` says how many times its own bytes a step's
+    working set counts against the cache, which it shares with all that the engine and other programs touch meanwhile."""
 
     working_set_bytes: float
     steps: tuple[NativeStep, ...] = ()
     prices: tuple[StepPrices, ...] = ()
+    passes: tuple[NativePass, ...] = ()
+    n_threads: int = 1
+    crowding: float = 1.0
 
 
 # -- beside the engines' steps ----------------------------------------------------------------------------------------------

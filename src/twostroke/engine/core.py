@@ -304,11 +304,8 @@ class EngineCore:
     def _threads_for(self, step: ScheduledStep) -> int:
         """One for a small step, unless the settings name a number. ``Crossovers`` has the measurements: a row of 6M parameters
         takes 1.28 ms on one thread and 1.25 on two, but 1.17 and 1.84 while other programs use the cores."""
-        crossovers = self.plan.crossovers
-        small = (
-            self._meter.weights_bytes <= crossovers.one_thread_max_bytes
-            and step.n_tokens * self._meter.row_flop <= crossovers.one_thread_max_flop
-        )
+        flop = step.n_tokens * self._meter.row_flop
+        small = self.plan.crossovers.takes_one_thread(self._meter.weights_bytes, flop)
         return 1 if small and self.settings.n_threads is None else self.n_threads
 
     def _count(self, step: ScheduledStep, n_output: int, n_failed: int, seconds: float) -> None:

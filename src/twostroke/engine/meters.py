@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from twostroke.core.matrices import block_matrices, head_matrix, pair_flops
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.work.flops import visible_pairs
+from twostroke.planner.work.flops import row_flop, visible_pairs
 
 
 class StepMeter:
@@ -22,9 +22,8 @@ class StepMeter:
         self.window = spec.sliding_window or 0
         self.n_windowed = spec.n_layers - self.n_full
         self.attention_flop = pair_flops(spec)
-        qkv, *after = (matrix.weights for matrix in block_matrices(spec))
-        # Only the rows that a token is sampled from go on after the last attention.
-        self.row_flop = 2 * (spec.n_layers * qkv + (spec.n_layers - 1) * sum(after))
+        _, *after = (matrix.weights for matrix in block_matrices(spec))
+        self.row_flop = row_flop(spec)
         self.sampled_flop = 2 * (sum(after) + head_matrix(spec).weights)
 
     def bytes_read(self, starts: Sequence[int], counts: Sequence[int]) -> int:

@@ -20,6 +20,7 @@ from twostroke.core.families import layout
 from twostroke.core.matrices import ALL_LINEAR
 from twostroke.core.policy import NF4_BLOCK
 from twostroke.core.spec import ModelSpec
+from twostroke.kernels.dropout import dropout
 from twostroke.kernels.nf4 import Nf4Matrix, dequantize_nf4, nf4_linear, quantize_nf4
 
 PEFT_PREFIX = "base_model.model."
@@ -82,8 +83,7 @@ class LowRank(nn.Module):
         self.scale, self.dropout = scale, dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.dropout(x, self.dropout, self.training) if self.dropout > 0 else x
-        return F.linear(F.linear(x, self.a), self.b) * self.scale
+        return F.linear(F.linear(dropout(x, self.dropout, self.training), self.a), self.b) * self.scale
 
 
 class Nf4Linear(nn.Module):

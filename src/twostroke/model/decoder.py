@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from twostroke.core.errors import InputError
 from twostroke.core.spec import ModelSpec
+from twostroke.kernels.dropout import dropout
 from twostroke.model.attention import (
     Attention,
     attends_natively,
@@ -73,7 +74,7 @@ class Block(nn.Module):
         return residual + self._drop(self.mlp(self.mlp_norm(residual)))
 
     def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.residual_dropout, self.training) if self.residual_dropout > 0 else x
+        return dropout(x, self.residual_dropout, self.training)
 
 
 class Decoder(nn.Module):
@@ -131,8 +132,7 @@ class Decoder(nn.Module):
                     "Shorten it."
                 )
             residual = residual + self.position_embed(positions)
-            if self.spec.dropout > 0:
-                residual = F.dropout(residual, self.spec.dropout, self.training)
+            residual = dropout(residual, self.spec.dropout, self.training)
         else:
             rope = rope_tables(self.spec, positions)
         # Layers with the same window share one mask, which is built once a forward pass.

@@ -52,7 +52,7 @@ def ratio_at(ratios: Ratios, width: float, rows: float) -> float:
 # -- models that are run -------------------------------------------------------------------------------------------------
 
 HEAD_DIM = 64
-D_FF = {256: 704, 768: 2048}
+D_FF = {128: 384, 256: 704, 768: 2048}
 """Width → feed-forward width of the models that are run."""
 
 MAX_POSITIONS = 2048
@@ -84,7 +84,10 @@ class TrainingAnchor:
         return spec.with_(max_positions=self.sequence_length)
 
 
-COMPILED_ANCHORS = (TrainingAnchor(256, 2, 6, 4), TrainingAnchor(768, 1, 3, 2))
+COMPILED_ANCHORS = (TrainingAnchor(128, 2, 6, 4, 256), TrainingAnchor(256, 2, 6, 4), TrainingAnchor(768, 1, 3, 2))
+ADAPTER_ANCHOR, ADAPTER_RANK, ADAPTER_DROPOUT = TrainingAnchor(128, 1, 3, 4, 128), 8, 0.05
+"""A step of LoRA on every matrix, compiled in bf16: so small that starting its many narrow operations is most of it."""
+
 EAGER_ANCHORS = (TrainingAnchor(256, 1, 3, 2),)
 """Eager steps are what a machine without a compiler takes: one anchor, and a small one, since each takes twice as long."""
 
@@ -108,8 +111,8 @@ def layer_and_around(anchor: TrainingAnchor, shallow_s: float, deep_s: float) ->
 
 CONTEXT, LONG_CONTEXT = 128, 1024
 UNITS: dict[Phase, tuple[str, ...]] = {
-    "prefill": ("step", "layer", "element", "attention"),
-    "decode": ("step", "row", "layer", "element", "key"),
+    "prefill": ("step", "layer", "barrier", "element", "attention"),
+    "decode": ("step", "row", "layer", "barrier", "element", "key", "far_key"),
 }
 
 
@@ -126,7 +129,8 @@ class NativeAnchor:
 
     @property
     def spec(self) -> ModelSpec:
-        return anchor_spec(self.width, self.n_layers, 2 * VOCABULARY, n_kv_heads=self.width // HEAD_DIM // 2)
+        n_kv_heads = max(1, self.width // HEAD_DIM // 2)
+        return anchor_spec(self.width, self.n_layers, 2 * VOCABULARY, n_kv_heads)
 
     def taking(self, scheme: str, seconds: float) -> NativeStep:
         """Its row in a profile."""
@@ -137,15 +141,19 @@ class NativeAnchor:
         return next((step.seconds for step in rates.steps if step == self.taking(scheme, step.seconds)), None)
 
 
-NARROW, WIDE = (256, 8), (768, 6)
+SMALLEST, NARROW, WIDE = (128, 4), (256, 8), (768, 6)
 SHALLOW = (256, 2)
 
 PREFILL_ANCHORS = (
+    *(NativeAnchor("prefill", *SMALLEST, n) for n in (16, 128)),
     *(NativeAnchor("prefill", *model, n) for model in (NARROW, WIDE) for n in (16, 128, 512)),
     NativeAnchor("prefill", *NARROW, 1536),
     NativeAnchor("prefill", *SHALLOW, 128),
 )
 DECODE_ANCHORS = (
+    *(NativeAnchor("decode", *SMALLEST, n, CONTEXT) for n in (1, 4, 32)),
+    NativeAnchor("decode", *SMALLEST, 4, LONG_CONTEXT),
+    NativeAnchor("decode", *NARROW, 4, CONTEXT),
     *(NativeAnchor("decode", *model, n, CONTEXT) for model in (NARROW, WIDE) for n in (1, 8, 32)),
     *(NativeAnchor("decode", *SHALLOW, n, CONTEXT) for n in (1, 8)),
     *(NativeAnchor("decode", *NARROW, n, LONG_CONTEXT) for n in (1, 8)),

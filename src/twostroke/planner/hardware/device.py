@@ -7,6 +7,7 @@ calibrated profile (marked *measured*).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -14,7 +15,7 @@ from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError
 from twostroke.core.named import Mark, largest, letter, named, records
 from twostroke.core.profile import BandwidthPoint, MatmulPoint
-from twostroke.core.rates import Measurements, NativeRates
+from twostroke.core.rates import Measurements, NativePass, NativeRates
 from twostroke.planner.hardware.anchors import interpolate_log
 
 Kind = Literal["measured", "predicted", "datasheet", "assumed"]
@@ -105,6 +106,24 @@ class NodeLink(Link):
         return self.bytes_per_s > SLOT_BYTES_PER_S
 
 
+def rate_at(points: Iterable[MatmulPoint | NativePass], m: int, n: int, k: int) -> float:
+    """FLOP/s of (m, k) × (k, n) between measured points: within each class (n, k) log-rate is interpolated in log m; classes
+    are then averaged with weights 1/d⁴, d the distance in (log n, log k)."""
+    classes: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for p in points:
+        classes.setdefault((p.n, p.k), []).append((p.m, p.flop_per_s))
+    total = weights = 0.0
+    for (class_n, class_k), line in classes.items():
+        distance = math.log(n / class_n) ** 2 + math.log(k / class_k) ** 2
+        log_rate = math.log(interpolate_log(sorted(line), m))
+        if distance < 1e-9:
+            return math.exp(log_rate)
+        weight = 1 / distance**2
+        total += weight * log_rate
+        weights += weight
+    return math.exp(total / weights)
+
+
 @dataclass(frozen=True, eq=False)  # by identity, so that what is derived from one can be cached
 class Hardware(Measurements):
     """What a plan needs to know of one machine (or one accelerator). Rates are for the whole device."""
@@ -172,27 +191,14 @@ class Hardware(Measurements):
     def product_rate(self, scheme: str, m: int, n: int, k: int) -> float:
         """FLOP/s of an (m, k) × (k, n) product while its operands are in cache or m is large.
 
-        Measured machines: within each calibrated class (n, k), log-rate is interpolated in log m; classes are then
-        averaged with weights 1/d⁴, d the distance in (log n, log k). Datasheets: peak times an assumed efficiency.
+        Measured machines: ``rate_at``. Datasheets: peak times an assumed efficiency.
         """
         points = [p for p in self.matmul if p.scheme == scheme]
         if not points:
             if self.basis == "measured":
                 return self.peak(scheme)
             return self.peak(scheme) * ASSUMED_PRODUCT_EFFICIENCY
-        classes: dict[tuple[int, int], list[tuple[float, float]]] = {}
-        for p in points:
-            classes.setdefault((p.n, p.k), []).append((p.m, p.flop_per_s))
-        total = weights = 0.0
-        for (class_n, class_k), line in classes.items():
-            distance = math.log(n / class_n) ** 2 + math.log(k / class_k) ** 2
-            log_rate = math.log(interpolate_log(sorted(line), m))
-            if distance < 1e-9:
-                return letter("R", math.exp(log_rate))
-            weight = 1 / distance**2
-            total += weight * log_rate
-            weights += weight
-        return letter("R", math.exp(total / weights))
+        return letter("R", rate_at(points, m, n, k))
 
     def product_s(self, scheme: str, m: int, n: int, k: int, working_set_bytes: float | None = None) -> float:
         """Seconds of one product, launch excluded: max(2·m·n·k / rate, weight bytes / bandwidth at the working set).

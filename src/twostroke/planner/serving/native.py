@@ -23,6 +23,7 @@ from twostroke.planner.money.power import busy_of
 from twostroke.planner.serving.memory import touched_pages
 from twostroke.planner.serving.native_products import (
     MANY_ROWS,
+    far_share,
     native_matrices,
     native_product_bytes,
     native_product_s,
@@ -33,16 +34,19 @@ from twostroke.planner.serving.sampling import choosing_s
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.serving.strategy import Chunk, Step, Strategy
 from twostroke.planner.work.component import Work, bound_of, merge, total_seconds
-from twostroke.planner.work.flops import elementwise_elements, visible_pairs
+from twostroke.planner.work.flops import elementwise_elements, row_flop, visible_pairs
 from twostroke.planner.work.params import count_parameters
 from twostroke.planner.work.weights import kv_bytes_per_token, mixed_weights_bytes
 
 
-def product_work(product: Matrix, name: str, rows: int, working_set: float, hardware: Hardware) -> Work:
-    """One weight matrix (or a gated pair) on ``rows`` rows: 2·rows·n·k FLOP, packed weights read once. The limits beside its
+def product_work(use: Use, working_set: float, hardware: Hardware) -> Work:
+    """One weight matrix (or a gated pair) on its rows: 2·rows·n·k FLOP, packed weights read once. The limits beside its
     seconds are the rate that many rows reach, and reading."""
+    product, name, rows = use.product, use.name, use.rows
     n_bytes = native_product_bytes(product, name)
-    seconds = sum(native_product_s(name, rows, n, k, working_set, hardware) for n, k in native_matrices(product))
+    seconds = sum(
+        native_product_s(name, rows, n, k, working_set, hardware, use.one_thread) for n, k in native_matrices(product)
+    )
     source = f"{name.removeprefix('native_')} as calibrated over W₀, of which a share is reading; β at this working set"
     seconds = named(f"{product.name}_{rows}_rows_s", seconds, "s", source, "measured")
     flop, memory_s = 2.0 * rows * product.weights, n_bytes / hardware.bandwidth(working_set)
@@ -94,12 +98,14 @@ def embedding_in_memory_bytes(spec: ModelSpec, n_tokens: float) -> float:
 
 
 class Use(NamedTuple):
-    """A weight matrix (or gated pair) held for the product ``name``, applied ``times`` over to ``rows`` rows."""
+    """A weight matrix (or gated pair) held for the product ``name``, applied ``times`` over to ``rows`` rows by one thread or by
+    all."""
 
     product: Matrix
     name: str
     rows: int
     times: int
+    one_thread: bool = False
 
 
 class Native(Strategy):
@@ -187,11 +193,13 @@ class Native(Strategy):
             return self._alone(decoding, context).decode_s()
         new, spec = sum(chunk.new for chunk in chunks), self.spec
         rows = decoding + new
+        threads = self._threads(rows)
         units = {
             "step": 1.0,
             "layer": float(spec.n_layers),
-            "element": rows * self._elements_of_a_row,
-            "attention": sum(attention_flop(spec, chunk.before, chunk.new) for chunk in chunks),
+            "barrier": float(spec.n_layers if threads > 1 else 0),
+            "element": rows * self._elements_of_a_row / threads,
+            "attention": sum(attention_flop(spec, chunk.before, chunk.new) for chunk in chunks) / threads,
         }
         priced = {unit: count * self._price("prefill", unit) for unit, count in units.items()}
         read = sum(chunk.before + chunk.new for chunk in chunks) * kv_bytes_per_token(spec, self.shape.cache_dtype)
@@ -202,9 +210,9 @@ class Native(Strategy):
             return seconds
         alone = self._alone(decoding, context)
         units = alone.units("decode")
-        rows_s, keys_s = (units[unit] * self._price("decode", unit) for unit in ("row", "key"))
+        rows_s, keys_s, far_s = (units[unit] * self._price("decode", unit) for unit in ("row", "key", "far_key"))
         reading_s = alone._cache_bytes() / self.hardware.bandwidth(alone._working_set("decode"))
-        return seconds + learned_factor(self.hardware, "decode") * (rows_s + max(keys_s, reading_s))
+        return seconds + learned_factor(self.hardware, "decode") * (rows_s + max(keys_s + far_s, reading_s))
 
     def _alone(self, decoding: int, context: float) -> Native:
         """A step in which ``decoding`` requests have ``context`` tokens before them."""
@@ -247,7 +255,8 @@ class Native(Strategy):
         units = self.units(phase)
         if phase == "prefill":
             keys = sum(start + count for start, count in chunks(shape))
-            flop, kv_bytes = units["attention"], keys * kv_bytes_per_token(spec, shape.cache_dtype)
+            flop = sum(attention_flop(spec, start, count) for start, count in chunks(shape))
+            kv_bytes = keys * kv_bytes_per_token(spec, shape.cache_dtype)
         else:
             flop, kv_bytes = shape.batch * attention_flop(spec, shape.context, 1), self._cache_bytes()
         around = self._around(phase, units, flop, kv_bytes)
@@ -258,28 +267,44 @@ class Native(Strategy):
         a row a request, whose token is looked for and handed on, and numbers of keys and values that are walked: a key head
         is read once for all its query heads."""
         spec, shape = self.spec, self.shape
+        layers, batch = spec.n_layers, shape.batch
         if phase == "prefill":
-            parts = chunks(shape)
+            parts = [(start, count, self._threads(count)) for start, count in chunks(shape)]
             return {
                 "step": len(parts),
-                "layer": len(parts) * spec.n_layers,
-                "element": spec.n_layers * sum(sum(elements_of(spec, count).values()) for _, count in parts),
-                "attention": sum(attention_flop(spec, start, count) for start, count in parts),
+                "layer": len(parts) * layers,
+                "barrier": layers * sum(threads > 1 for _, _, threads in parts),
+                "element": layers * sum(sum(elements_of(spec, count).values()) / threads for _, count, threads in parts),
+                "attention": sum(attention_flop(spec, start, count) / threads for start, count, threads in parts),
             }
+        threads = self._threads(batch)
+        keys = 2.0 * batch * layers * _keys(spec, shape) * spec.n_kv_heads * spec.head_dim / threads
         return {
             "step": 1.0,
-            "row": float(shape.batch),
-            "layer": float(spec.n_layers),
-            "element": spec.n_layers * sum(elements_of(spec, shape.batch).values()),
-            "key": 2.0 * shape.batch * spec.n_layers * _keys(spec, shape) * spec.n_kv_heads * spec.head_dim,
+            "row": float(batch),
+            "layer": float(layers),
+            "barrier": float(layers if threads > 1 else 0),
+            "element": layers * sum(elements_of(spec, batch).values()) / threads,
+            "key": keys,
+            "far_key": keys * far_share(self._working_set("decode"), self.hardware),
         }
+
+    def _threads(self, rows: int) -> int:
+        """Threads that a step of ``rows`` tokens runs on, as the engine chooses them."""
+        return 1 if self._takes_one_thread(rows) else self.hardware.native_rates.n_threads
+
+    def _takes_one_thread(self, rows: int) -> bool:
+        """Whether it is so few that one thread computes it, on a machine whose single thread was measured."""
+        rates, shape = self.hardware.native_rates, self.shape
+        weights = native_read_bytes(self.spec, shape.scheme, shape.head, shape.in_int8)
+        return rates.n_threads > 1 and self.hardware.crossovers.takes_one_thread(weights, rows * row_flop(self.spec))
 
     def products(self, phase: Phase) -> list[Work]:
         """What a phase's matrices take, and writing and reading the logits in fp32."""
         return self._products_of(self.uses(phase), self._working_set(phase))
 
     def _products_of(self, uses: list[Use], working_set: float) -> list[Work]:
-        works = [product_work(use.product, use.name, use.rows, working_set, self.hardware).times(use.times) for use in uses]
+        works = [product_work(use, working_set, self.hardware).times(use.times) for use in uses]
         sampled = sum(use.rows for use in uses if use.product.name == "head")
         logits = 8.0 * sampled * uses[-1].product.n
         return [*works, Work.limited("head", 0.0, logits, 0.0, logits / self.hardware.bandwidth(logits))]
@@ -297,23 +322,24 @@ class Native(Strategy):
 
     def _uses_of_step(self, rows: int, last_rows: int) -> list[Use]:
         """After the last layer's attention only ``last_rows`` rows go on, and through the head."""
-        spec, shape = self.spec, self.shape
+        spec, shape, alone = self.spec, self.shape, self._takes_one_thread(rows)
         found, in_int8, how = [], set(shape.in_int8), scheme_of(shape.scheme)
         beside = how if how.beside is None else scheme_of(how.beside)
         for product in block_matrices(spec):
             n_whole = spec.n_layers if product.name == "qkv" or last_rows == rows else spec.n_layers - 1
             for n_rows, those in ((rows, range(n_whole)), (last_rows, range(n_whole, spec.n_layers))):
                 n_int8 = sum(f"{layer}.{product.name}" in in_int8 for layer in those) if in_int8 else 0
-                found.append(Use(product, how.native_product, n_rows, len(those) - n_int8))
-                found.append(Use(product, beside.native_product, n_rows, n_int8))
-        found.append(Use(head_matrix(spec), scheme_of(shape.head).native_product, last_rows, 1))
+                found.append(Use(product, how.native_product, n_rows, len(those) - n_int8, alone))
+                found.append(Use(product, beside.native_product, n_rows, n_int8, alone))
+        found.append(Use(head_matrix(spec), scheme_of(shape.head).native_product, last_rows, 1, alone))
         return [use for use in found if use.rows and use.times]
 
     def _working_set(self, phase: Phase) -> float:
-        """Bytes that are read between two uses of a matrix: all weights, and in a decode step the cache."""
+        """Bytes that are read between two uses of a matrix: all weights, and in a decode step the cache; times ``crowding``."""
         shape = self.shape
         weights = native_read_bytes(self.spec, shape.scheme, shape.head, shape.in_int8)
-        return weights + self._cache_bytes() if phase == "decode" else weights
+        read = weights + self._cache_bytes() if phase == "decode" else weights
+        return letter("crowding", self.hardware.native_rates.crowding) * read
 
     def _cache_bytes(self) -> float:
         read = self.shape.batch * _keys(self.spec, self.shape) * kv_bytes_per_token(self.spec, self.shape.cache_dtype)
@@ -333,13 +359,15 @@ class Native(Strategy):
 
         shares = elements_of(self.spec, 1)
         whole = letter("all_elements", sum(shares.values()))
-        layers_s = around("layers", seconds("element") + seconds("layer"), "barriers, numbers that norms and activations pass")
+        layers_s = around(
+            "layers", seconds("element") + seconds("layer") + seconds("barrier"), "barriers, numbers that norms and activations pass"
+        )
         works = [
             Work.limited(component, 0.0, 0.0, 0.0, 0.0, layers_s * letter("elements", count) / whole)
             for component, count in shares.items()
         ]
         reading_s = kv_bytes / self.hardware.bandwidth(self._working_set(phase))
-        attention_s = seconds("attention") + seconds("key")
+        attention_s = seconds("attention") + seconds("key") + seconds("far_key")
         source = "attention: visible pairs or keys at their price, or reading"
         walking_s = around("walking", largest(attention_s, reading_s), source)
         works.append(Work("attention", flop, kv_bytes, attention_s, reading_s, 0.0, walking_s))

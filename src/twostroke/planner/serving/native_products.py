@@ -7,9 +7,10 @@ from functools import lru_cache
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.matrices import Matrix, block_matrices, head_matrix, head_norms
 from twostroke.core.named import largest, letter, named
+from twostroke.core.rates import NativePass
 from twostroke.core.schemes import NATIVE_FORMATS, NATIVE_PRODUCTS, scheme_of
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.hardware.device import Hardware, rate_at
 from twostroke.planner.work.params import count_parameters
 
 MANY_ROWS = 512
@@ -83,14 +84,42 @@ def native_weights_bytes(spec: ModelSpec, scheme: str, head: str, in_int8: tuple
     return native_read_bytes(spec, scheme, head, in_int8) + scheme_of(scheme).kept_bytes * looked_up
 
 
-def native_product_s(name: str, m: int, n: int, k: int, working_set_bytes: float, hardware: Hardware) -> float:
-    """Seconds of one packed matrix on ``m`` rows within a step that reads ``working_set_bytes``.
+@lru_cache(maxsize=256)
+def _passes(hardware: Hardware, name: str, one_thread: bool) -> tuple[list[NativePass], list[NativePass]]:
+    """What was measured of the product ``name`` beside the profile's own points: (in cache, over W₀)."""
+    rates = hardware.native_rates
+    n_threads = 1 if one_thread else rates.n_threads
+    found = [p for p in rates.passes if p.scheme == name and p.n_threads == n_threads]
+    far = rates.working_set_bytes
+    return [p for p in found if p.working_set_bytes < far], [p for p in found if p.working_set_bytes >= far]
 
-    t = 2·m·n·k / rate as measured in a pass over W₀ = ``NativeRates.working_set_bytes``; the share s = bytes/t ÷ read rate at
-    W₀ (at most 1) of it was bound by reading: t·(1 + s²·(read rate at W₀ ÷ read rate at this working set − 1)). Where reading
-    binds (s = 1) the time follows the bandwidth, where arithmetic does (s ≈ 0) it stays; never less than reading its bytes."""
-    seconds = 2.0 * m * n * k / hardware.product_rate(name, m, n, k)
+
+def native_product_s(
+    name: str, m: int, n: int, k: int, working_set_bytes: float, hardware: Hardware, one_thread: bool = False
+) -> float:
+    """Seconds of one packed matrix on ``m`` rows within a step that reads ``working_set_bytes``, on one thread or on all.
+
+    Measured are t₀ in a pass over W₀ = ``NativeRates.working_set_bytes`` and t₁ in one over W₁, which the cache holds. Between
+    and beyond them the time is t₁ + (t₀ − t₁)·``far_share``.
+    Never less than reading its bytes. Where no pass in cache was measured, t₀ is bound by reading for the share
+    s = bytes/t₀ ÷ β(W₀), at most 1, and the time is t₀·(1 + s²·(β(W₀)/β(W) − 1))."""
+    near, far = _passes(hardware, name, one_thread)
+    flop = 2.0 * m * n * k
+    seconds = flop / (letter("R", rate_at(far, m, n, k)) if far else hardware.product_rate(name, m, n, k))
     there = letter("β_0", hardware.bandwidth(hardware.native_rates.working_set_bytes))
     n_bytes, here = letter("bytes", packed_bytes(name, n, k)), hardware.bandwidth(working_set_bytes)
-    share = letter("share", min(1.0, n_bytes / seconds / there))
-    return largest(seconds * (1.0 + share**2 * (there / here - 1.0)), n_bytes / here)
+    if not near:
+        share = letter("share", min(1.0, n_bytes / seconds / there))
+        return largest(seconds * (1.0 + share**2 * (there / here - 1.0)), n_bytes / here)
+    cached_s = flop / letter("R_1", rate_at(near, m, n, k))
+    share = letter("share", far_share(working_set_bytes, hardware))
+    return largest(cached_s + share * largest(0.0, seconds - cached_s), n_bytes / here)
+
+
+def far_share(working_set_bytes: float, hardware: Hardware) -> float:
+    """How far reading at this working set is from cache to memory: (1/β(W) − 1/β(W₁)) ÷ (1/β(W₀) − 1/β(W₁)), where calibration
+    measured passes in cache and over W₀; 1 elsewhere."""
+    rates = hardware.native_rates
+    near = min((p.working_set_bytes for p in rates.passes), default=rates.working_set_bytes)
+    here, cached, there = (1.0 / hardware.bandwidth(size) for size in (working_set_bytes, near, rates.working_set_bytes))
+    return max(0.0, (here - cached) / (there - cached)) if there > cached else 1.0

@@ -263,7 +263,7 @@ def optimizer_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, la
                 arithmetic_s += count * one_s / shared
                 rest = letter("rate", hardware.training.muon_element_per_s or 0.0)
                 if rest:
-                    memory_s += count * rows * columns / rest / shared
+                    memory_s += count * (rows * columns / rest + letter("matrix_s", hardware.training.muon_matrix_s)) / shared
                 else:
                     launches += count * (3 * NEWTON_SCHULZ_STEPS + 12) / shared
     launch_s = launches * hardware.op_launch_s

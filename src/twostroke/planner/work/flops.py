@@ -3,7 +3,7 @@ Korthikanti et al. (arXiv 2205.05198); causal attention is counted as the half t
 
 from __future__ import annotations
 
-from twostroke.core.matrices import LayerKind, head_matrix, layer_kinds
+from twostroke.core.matrices import LayerKind, block_matrices, head_matrix, layer_kinds
 from twostroke.core.named import named, smallest
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.work.params import count_parameters
@@ -50,6 +50,13 @@ def training_flops_per_token(spec: ModelSpec, sequence_length: int) -> float:
     table 2; tests/planner/test_flops.py). Recomputation is excluded, as MFU asks; a sliding window shortens s.
     """
     return 6 * count_parameters(spec).in_products + 3 * attention_flops_per_token(spec, sequence_length)
+
+
+def row_flop(spec: ModelSpec) -> int:
+    """FLOP of one token's products in the blocks of a uniform dense model: after the last layer's attention only tokens that
+    are sampled from go on."""
+    qkv, *after = (matrix.weights for matrix in block_matrices(spec))
+    return 2 * (spec.n_layers * qkv + (spec.n_layers - 1) * sum(after))
 
 
 def prefill_flops(spec: ModelSpec, prompt_tokens: int) -> float:
