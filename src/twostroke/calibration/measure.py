@@ -351,7 +351,11 @@ def _measure_products(
     points: list[MatmulPoint] = []
     peaks: dict[str, float] = {}
     training = extent.training_schemes
-    plan = [(s, n, k, extent.training_rows) for s in training for n, k in (*extent.small_classes, *extent.classes, *extent.deep_classes)]
+    plan = [
+        (s, n, k, extent.training_rows)
+        for s in training
+        for n, k in (*extent.small_classes, *extent.classes, *extent.deep_classes)
+    ]
     plan += [(s, n, k, extent.engine_rows) for s in engine for n, k in extent.classes]
     for i, (scheme, n, k, rows) in enumerate(plan):
         tell(0.7 * i / len(plan), f"{scheme} products, {n}×{k}")

@@ -63,9 +63,7 @@ def _training_step(
     return TrainStep(decoder, masters, optimizers, settings.clip_norm, mode == "compiled", lambda line: None)
 
 
-def measure_steps(
-    clock: Clock, anchor: TrainingAnchor, dtype: str, mode: Mode, method: str = "full"
-) -> list[TrainingStep]:
+def measure_steps(clock: Clock, anchor: TrainingAnchor, dtype: str, mode: Mode, method: str = "full") -> list[TrainingStep]:
     """``measure_depth`` of both depths, the shallow one first; nothing if compiling does not work. The second depth compiles
     nothing, because all layers share one graph."""
     found: list[TrainingStep] = []

@@ -360,7 +360,9 @@ class Native(Strategy):
         shares = elements_of(self.spec, 1)
         whole = letter("all_elements", sum(shares.values()))
         layers_s = around(
-            "layers", seconds("element") + seconds("layer") + seconds("barrier"), "barriers, numbers that norms and activations pass"
+            "layers",
+            seconds("element") + seconds("layer") + seconds("barrier"),
+            "barriers, numbers that norms and activations pass",
         )
         works = [
             Work.limited(component, 0.0, 0.0, 0.0, 0.0, layers_s * letter("elements", count) / whole)
