@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 import torch
 
+from twostroke.calibration.adapter_rates import with_fitted_adapters
 from twostroke.calibration.bandwidth import WORKING_SETS_BYTES, measure_read_bandwidth, working_sets
 from twostroke.calibration.beside_steps import measure_beside_steps
 from twostroke.calibration.collectives import is_launched, measure_between_processes, measure_in_launched_group
@@ -26,10 +27,10 @@ from twostroke.calibration.operations import measure_flash_limit
 from twostroke.calibration.process import measure_disk, measure_fresh_process
 from twostroke.calibration.products import (
     CLASSES,
-    SMALL_CLASSES,
     DEEP_CLASSES,
     ENGINE_ROWS,
     PEAK_SIDE,
+    SMALL_CLASSES,
     TRAINING_ROWS,
     TRAINING_SCHEMES,
     measure_class,
@@ -268,7 +269,7 @@ def calibrate(
         engines=engines,
         **beside,
     )
-    profile = with_fitted_prices(profile)
+    profile = with_fitted_adapters(with_fitted_prices(profile))
     stored = load_profile(device=device) if only else None
     return profile if stored is None else merged(stored, profile)
 

@@ -135,7 +135,7 @@ def measure_native_passes(clock: Clock, schemes: Sequence[str]) -> Iterator[Nati
     if lib is None:
         return
     memory, everything = Memory(lib, NATIVE_WORKING_SET_BYTES), lib.ts_threads()
-    sets = [(everything, CACHED_BYTES, CACHED_ROWS)]
+    sets: list[tuple[int, int, tuple[int, ...]]] = [(everything, CACHED_BYTES, CACHED_ROWS)]
     if everything > 1:
         sets += [(1, CACHED_BYTES, ONE_THREAD_ROWS), (1, NATIVE_WORKING_SET_BYTES, ONE_THREAD_ROWS)]
     try:

@@ -23,7 +23,6 @@ from twostroke.planner.serving.native import anchored
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.work.component import total_seconds
 
-
 ROUNDS = 2
 """Times that each step is measured, seconds apart. The shorter counts: a burst of other work, on this machine or on its host,
 lasts longer than one measurement, and took a step of 3.2 ms for 9.5."""

@@ -27,7 +27,7 @@ from twostroke.planner.training.memory import (
     state_bytes,
 )
 from twostroke.planner.training.shape import TrainingShape
-from twostroke.planner.training.sharding import RankLayer, RankProduct, head_on_rank, stage_held, stages
+from twostroke.planner.training.sharding import RankLayer, RankProduct, head_on_rank, rank_layers, stage_held, stages
 from twostroke.planner.work.component import Work
 from twostroke.planner.work.flops import elementwise_elements, mean_keys
 
@@ -267,6 +267,10 @@ def optimizer_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, la
                 else:
                     launches += count * (3 * NEWTON_SCHULZ_STEPS + 12) / shared
     launch_s = launches * hardware.op_launch_s
+    if shape.targets:
+        layers = rank_layers(spec, layout.tensor, layout.expert, shape.targets)
+        n_adapters = sum(layer.count * sum(len(p.adapter_outputs) * p.calls for p in layer.products) for layer in layers)
+        launch_s += letter("adapters", n_adapters) * letter("adapter_s", hardware.training.adapter_update_s)
     seconds = arithmetic_s + memory_s + launch_s
     update = Work("optimizer", flops, moved, arithmetic_s, memory_s, launch_s, seconds)
     return update.called("update", "what the optimizer moves, its products, and starting its operations")
@@ -284,6 +288,11 @@ def adapter_works(part: RankProduct, shape: TrainingShape, hardware: Hardware, r
             narrow = Matrix(part.product.component, "adapter", n, k)
             work = make(narrow, rows, shape.dtype, hardware)
             works.append(work.called(f"{part.product.name}_adapter", "a narrow product of it").times(part.calls))
+    rates = hardware.training
+    each_s = letter("adapter_s", rates.adapter_backward_s if backward else rates.adapter_forward_s)
+    if each_s and part.adapter_outputs:
+        starting = Work.limited(part.product.component, 0.0, 0.0, 0.0, 0.0, len(part.adapter_outputs) * part.calls * each_s)
+        works.append(starting.called(f"{part.product.name}_adapters", "dropout, scaling, adding, starting them", "measured"))
     return works
 
 
