@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from twostroke.core.profile import MachineProfile
-from twostroke.core.rates import Direction
 from twostroke.planner.hardware.anchors import ADAPTER_ANCHOR, ADAPTER_RANK, layer_and_around
 from twostroke.planner.hardware.tables import hardware_from_profile
 from twostroke.planner.training.layout import SINGLE
 from twostroke.planner.training.passes import optimizer_work
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.planner.training.sharding import rank_layers
-from twostroke.planner.training.stage_times import anchor_ratios, passes_of
-
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+from twostroke.planner.training.stage_times import DIRECTIONS, anchor_ratios, passes_of
 
 
 def with_fitted_adapters(profile: MachineProfile) -> MachineProfile:
@@ -30,13 +27,18 @@ def with_fitted_adapters(profile: MachineProfile) -> MachineProfile:
     shape = TrainingShape(anchor.batch_size, anchor.sequence_length, method="lora", lora_rank=ADAPTER_RANK)
     planned, ratios = passes_of(spec, shape, hardware, SINGLE), anchor_ratios(spec, shape, hardware)
     n_adapters = sum(len(p.adapter_outputs) * p.calls for p in rank_layers(spec, 1, 1, shape.targets)[0].products)
-    each: dict[str, float] = {}
-    for direction in DIRECTIONS:
-        layer_s, _ = layer_and_around(anchor, shallow.direction_s(direction), deep.direction_s(direction))
-        beyond_s = layer_s / ratios.layer[direction] - planned.layer_s(direction)
-        each[f"adapter_{direction}_s"] = max(0.0, beyond_s) / n_adapters
-    update_s = deep.optimizer_s / ratios.update - optimizer_work(spec, shape, hardware).seconds
-    each["adapter_update_s"] = max(0.0, update_s) / (n_adapters * anchor.deep)
-    return replace(
-        profile, training=replace(rates, **each, adapter_compile_s=max(shallow.first_step_s - shallow.seconds, 1e-3))
+    forward_s, backward_s = (
+        max(0.0, layer_s / ratios.layer[direction] - planned.layer_s(direction)) / n_adapters
+        for direction, (layer_s, _) in (
+            (d, layer_and_around(anchor, shallow.direction_s(d), deep.direction_s(d))) for d in DIRECTIONS
+        )
     )
+    update_s = deep.optimizer_s / ratios.update - optimizer_work(spec, shape, hardware).seconds
+    fitted = replace(
+        rates,
+        adapter_forward_s=forward_s,
+        adapter_backward_s=backward_s,
+        adapter_update_s=max(0.0, update_s) / (n_adapters * anchor.deep),
+        adapter_compile_s=max(shallow.first_step_s - shallow.seconds, 1e-3),
+    )
+    return replace(profile, training=fitted)

@@ -98,8 +98,8 @@ def embedding_in_memory_bytes(spec: ModelSpec, n_tokens: float) -> float:
 
 
 class Use(NamedTuple):
-    """A weight matrix (or gated pair) held for the product ``name``, applied ``times`` over to ``rows`` rows by one thread or by
-    all."""
+    """A weight matrix (or gated pair) held for the product ``name``, applied ``times`` over to ``rows`` rows, by one thread or
+    by all."""
 
     product: Matrix
     name: str
