@@ -39,7 +39,7 @@ from twostroke.calibration.products import (
     weight_only_limit,
 )
 from twostroke.calibration.timing import Clock
-from twostroke.calibration.training_steps import measure_steps, with_peak
+from twostroke.calibration.training_steps import in_a_new_process, measure_steps
 from twostroke.calibration.transformer import (
     BlockSize,
     empty_compile_cache,
@@ -299,35 +299,44 @@ def merged(before: MachineProfile, now: MachineProfile) -> MachineProfile:
 def _measure_training(clock: Clock, extent: Extent, rates: TrainingRates, tell: Progress) -> TrainingRates:
     """``rates`` with whole steps of the anchors, compiled where a compiler works, as training does it by default, and the
     narrow one eager; then with a block and the loss by themselves, both ways. The first anchor compiles into an empty cache
-    once the compiler has started: its first step says what compiling takes, and a block of the same shape finds it there."""
+    once the compiler has started: its first step says what compiling takes."""
     blocks: list[BlockRates] = []
     steps: list[TrainingStep] = []
-    compile_s = None
-    smallest, narrow, wide = COMPILED_ANCHORS
+    compile_s = compiler_start_s = None
+    smallest, *wider = COMPILED_ANCHORS
     tell(0.0, "compiler")
     is_compiled = extent.compile and start_compiler(clock.device)
     if is_compiled and extent.whole_steps:
-        tell(0.2, f"training steps of width {narrow.width}")
-        steps += with_peak(measure_steps(clock, narrow, "bf16", "compiled"), narrow, clock.device)
-        compile_s = max(steps[0].first_step_s - steps[0].seconds, 1e-3) if steps else None
+        tell(0.1, f"training steps of width {smallest.width}")
+        found = measure_steps(clock, smallest, "bf16", "compiled")
+        compile_s = max(found[0].first_step_s - found[0].seconds, 1e-3) if found else None
+        found, compiler_start_s = in_a_new_process(found, smallest, clock.device)
+        steps += found
+        for i, anchor in enumerate(wider):
+            tell(0.25 + 0.1 * i, f"training steps of width {anchor.width}")
+            steps += measure_steps(clock, anchor, "bf16", "compiled")
     if is_compiled:
-        tell(0.35, "one transformer block, bf16 compiled")
+        tell(0.45, "one transformer block, bf16 compiled")
         blocks += measure_block(clock, extent.block, "bf16", "compiled")
         if extent.whole_steps:
-            for share, anchor in ((0.45, smallest), (0.5, wide)):
-                tell(share, f"training steps of width {anchor.width}")
-                steps += measure_steps(clock, anchor, "bf16", "compiled")
             tell(0.6, "training steps of adapters")
             steps += measure_steps(clock, ADAPTER_ANCHOR, "bf16", "compiled", "lora")
     for i, dtype in enumerate(("bf16", "fp32")):
         tell(0.75 + 0.1 * i, f"eager training, {dtype}")
         if extent.whole_steps:
             found = measure_steps(clock, EAGER_ANCHORS[0], dtype, "eager")
-            steps += with_peak(found, EAGER_ANCHORS[0], clock.device) if dtype == "bf16" else found
+            steps += in_a_new_process(found, EAGER_ANCHORS[0], clock.device)[0] if dtype == "bf16" else found
         blocks += measure_block(clock, extent.block, dtype, "eager")
     tell(0.95, "loss")
     losses = measure_loss(clock, extent.block, is_compiled)
-    return replace(rates, blocks=tuple(blocks), steps=tuple(steps), block_compile_s=compile_s, cross_entropy_logit_per_s=losses)
+    return replace(
+        rates,
+        blocks=tuple(blocks),
+        steps=tuple(steps),
+        block_compile_s=compile_s,
+        compiler_start_s=compiler_start_s,
+        cross_entropy_logit_per_s=losses,
+    )
 
 
 def _measure_native(clock: Clock, extent: Extent, tell: Progress) -> tuple[list[MatmulPoint], dict[str, float]]:

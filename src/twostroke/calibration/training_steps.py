@@ -7,6 +7,7 @@ next graph in a third of the time. The peak is that of a whole process, so it is
 from __future__ import annotations
 
 import contextlib
+import importlib
 import statistics
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from dataclasses import replace
 import torch
 
 from twostroke.calibration.timing import DISTURBED_SHARE, Clock, Window
+from twostroke.calibration.transformer import empty_compile_cache, start_compiler
 from twostroke.core.matrices import ALL_LINEAR
 from twostroke.core.rates import Mode, TrainingStep
 from twostroke.core.train_settings import TrainSettings
@@ -113,18 +115,20 @@ def measure_depth(
     return TrainingStep(anchor.width, n_layers, dtype, mode, forward, backward, optimizer, first_s, method=method)
 
 
-def with_peak(steps: list[TrainingStep], anchor: TrainingAnchor, device: str) -> list[TrainingStep]:
-    """``steps`` of ``measure_steps``. The shallow one gets its peak, measured in a new process, unless that fails or takes too
-    long."""
+def in_a_new_process(steps: list[TrainingStep], anchor: TrainingAnchor, device: str) -> tuple[list[TrainingStep], float | None]:
+    """(``steps`` of ``measure_steps``, what the first step of a new process takes beyond the first of this one). The shallow
+    step gets its peak. Both are measured in a new process with an empty compile cache, as a first run has it: a compiler that
+    has compiled leaves memory behind. As they were, and None, if that fails or takes too long."""
     if not steps:
-        return []
+        return [], None
     shallow, *others = steps
     shape = map(str, (anchor.width, anchor.shallow, anchor.deep, anchor.batch_size, anchor.sequence_length))
     command = [sys.executable, "-m", __name__, *shape, shallow.dtype, shallow.mode, device, str(torch.get_num_threads())]
-    with contextlib.suppress(OSError, ValueError, IndexError, subprocess.SubprocessError):
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError), empty_compile_cache():
         done = subprocess.run(command, capture_output=True, text=True, timeout=PEAK_TIMEOUT_S, check=True)
-        return [replace(shallow, peak_bytes=float(done.stdout.split()[-1])), *others]
-    return steps
+        first_s, peak_bytes = map(float, done.stdout.split()[-2:])
+        return [replace(shallow, peak_bytes=peak_bytes), *others], max(0.0, first_s - shallow.first_step_s)
+    return steps, None
 
 
 def _main(arguments: list[str]) -> None:
@@ -132,13 +136,22 @@ def _main(arguments: list[str]) -> None:
     torch.set_num_threads(int(n_threads))
     anchor, place = TrainingAnchor(*map(int, shape)), torch.device(device)
     laps, batch = StepClock(place), _batch(anchor, place)
+    importing_s = 0.0
+    if mode == "compiled":
+        begin = time.perf_counter()
+        importlib.import_module("torch._inductor.compile_fx")
+        importing_s = time.perf_counter() - begin
+        start_compiler(device)  # what it does once on a machine is no run's
     step = _training_step(anchor, anchor.shallow, dtype, mode, place)
+    first_s = 0.0
     for n in range(PEAK_STEPS):
-        if n == 1:  # the memory that compiling took is not a step's
+        if n == 1:  # the memory that compiling took for the moment is not a step's
             reset_peak(place)
         laps.start()
+        begin = time.perf_counter()
         step([batch], 1.0, laps)
-    print(peak_memory_bytes(place))
+        first_s = first_s or time.perf_counter() - begin
+    print(importing_s + first_s, peak_memory_bytes(place))
 
 
 if __name__ == "__main__":

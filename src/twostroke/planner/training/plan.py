@@ -419,7 +419,7 @@ def startup_s(shape: TrainingShape, hardware: Hardware) -> float:
     """Seconds before the first step: importing torch and, compiled, one block's forward and backward."""
     rates = hardware.training
     measured_s = rates.block_compile_s if shape.method == "full" else rates.adapter_compile_s or rates.block_compile_s
-    compile_s = (measured_s or ASSUMED_COMPILE_S) if shape.compile else 0.0
+    compile_s = (measured_s or ASSUMED_COMPILE_S) + (rates.compiler_start_s or 0.0) if shape.compile else 0.0
     seconds = letter("importing", hardware.process.torch_import_s) + letter("compiling", compile_s)
     seconds = learned_factor(hardware, "train_startup") * seconds
     return named("startup_s", seconds, "s", "importing torch and, compiled, one block's forward and backward")
