@@ -14,8 +14,8 @@ from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
 from twostroke.core.matrices import block_matrices
 from twostroke.core.policy import logits_bytes
-from twostroke.core.profile import MatmulPoint
-from twostroke.core.rates import StepPrices
+from twostroke.core.profile import BandwidthPoint, MatmulPoint
+from twostroke.core.rates import NativePass, StepPrices
 from twostroke.core.schemes import NATIVE, NATIVE_STEPS
 from twostroke.core.spec import ModelSpec
 from twostroke.engine.core import EngineCore
@@ -158,6 +158,35 @@ def test_a_product_follows_the_bandwidth_where_reading_binds_it_and_stays_where_
     assert native_product_s("native_int8", 1, 512, 512, 1e9, reading) == pytest.approx(n_bytes / 20e9)
     slow = native(1e9)
     assert native_product_s("native_int8", 1, 512, 512, 1e9, slow) == pytest.approx(2 * 512 * 512 / 1e9, rel=0.01)
+
+
+def test_a_products_time_goes_from_the_measured_one_in_cache_to_the_measured_one_over_memory() -> None:
+    in_cache, from_memory = 4e12, 1e12
+    passes = tuple(
+        NativePass("native_int8", n_threads, 4e6, m, 512, 512, in_cache / (3 - n_threads))
+        for n_threads in (1, 2)
+        for m in (1, 512)
+    )
+    base = native(from_memory)
+    rates = dataclasses.replace(base.native_rates, passes=passes, n_threads=2)
+    points = (BandwidthPoint(int(4e6), 200e9), BandwidthPoint(int(W0), 20e9))
+    machine = dataclasses.replace(base, native=rates, read_bandwidth=points)
+    flop = 2.0 * 512 * 512 * 512
+    times = [native_product_s("native_int8", 512, 512, 512, size, machine) for size in (1e6, 4e6, 3e7, W0)]
+    assert times[0] == times[1] == pytest.approx(flop / in_cache)
+    assert times[1] < times[2] < times[3] == pytest.approx(flop / from_memory)
+    assert native_product_s("native_int8", 512, 512, 512, 4e6, machine, one_thread=True) == pytest.approx(2 * flop / in_cache)
+
+
+def test_a_small_step_is_planned_on_one_thread_as_the_engine_takes_it() -> None:
+    passes = tuple(NativePass("native_bf16", n, 4e6, 1, 512, 512, n * 1e12) for n in (1, 2))
+    base = native()
+    rates = dataclasses.replace(base.native_rates, passes=passes, n_threads=2)
+    machine = dataclasses.replace(base, native=rates)
+    few, many = (Native(small_llama(), ServingShape(scheme="bf16", batch=b), machine) for b in (1, 64))
+    assert {use.one_thread for use in few.uses("decode")} == {True}
+    assert {use.one_thread for use in many.uses("decode")} == {False}
+    assert few.units("decode")["barrier"] == 0 < many.units("decode")["barrier"]
 
 
 def test_no_step_is_planned_faster_than_its_bytes_can_be_read() -> None:

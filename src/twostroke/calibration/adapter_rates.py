@@ -22,7 +22,7 @@ def with_fitted_adapters(profile: MachineProfile) -> MachineProfile:
     shallow, deep = steps
     if shallow is None or deep is None:
         return profile
-    plain = replace(rates, adapter_forward_s=0.0, adapter_backward_s=0.0, adapter_update_s=0.0)
+    plain = replace(rates, adapter_forward_s=None, adapter_backward_s=None, adapter_update_s=None)
     hardware, spec = hardware_from_profile(replace(profile, training=plain)), anchor.spec(anchor.deep)
     shape = TrainingShape(anchor.batch_size, anchor.sequence_length, method="lora", lora_rank=ADAPTER_RANK)
     planned, ratios = passes_of(spec, shape, hardware, SINGLE), anchor_ratios(spec, shape, hardware)

@@ -109,9 +109,9 @@ class TrainingRates:
     muon_element_per_s: float | None = None
     muon_matrix_s: float = 0.0
     compiler_start_s: float | None = None
-    adapter_forward_s: float = 0.0
-    adapter_backward_s: float = 0.0
-    adapter_update_s: float = 0.0
+    adapter_forward_s: float | None = None
+    adapter_backward_s: float | None = None
+    adapter_update_s: float | None = None
     adapter_compile_s: float | None = None
 
     def block(self, dtype: str, mode: str, direction: str) -> BlockRates | None:

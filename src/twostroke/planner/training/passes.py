@@ -270,7 +270,7 @@ def optimizer_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, la
     if shape.targets:
         layers = rank_layers(spec, layout.tensor, layout.expert, shape.targets)
         n_adapters = sum(layer.count * sum(len(p.adapter_outputs) * p.calls for p in layer.products) for layer in layers)
-        launch_s += letter("adapters", n_adapters) * letter("adapter_s", hardware.training.adapter_update_s)
+        launch_s += letter("adapters", n_adapters) * letter("adapter_s", hardware.training.adapter_update_s or 0.0)
     seconds = arithmetic_s + memory_s + launch_s
     update = Work("optimizer", flops, moved, arithmetic_s, memory_s, launch_s, seconds)
     return update.called("update", "what the optimizer moves, its products, and starting its operations")
@@ -289,7 +289,7 @@ def adapter_works(part: RankProduct, shape: TrainingShape, hardware: Hardware, r
             work = make(narrow, rows, shape.dtype, hardware)
             works.append(work.called(f"{part.product.name}_adapter", "a narrow product of it").times(part.calls))
     rates = hardware.training
-    each_s = letter("adapter_s", rates.adapter_backward_s if backward else rates.adapter_forward_s)
+    each_s = letter("adapter_s", (rates.adapter_backward_s if backward else rates.adapter_forward_s) or 0.0)
     if each_s and part.adapter_outputs:
         starting = Work.limited(part.product.component, 0.0, 0.0, 0.0, 0.0, len(part.adapter_outputs) * part.calls * each_s)
         works.append(starting.called(f"{part.product.name}_adapters", "dropout, scaling, adding, starting them", "measured"))
