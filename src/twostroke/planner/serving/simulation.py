@@ -53,7 +53,7 @@ class Simulated:
 
 
 class CountedPages(PagePool):
-    """Pages that are only counted: where no prefix is shared, it does not matter which page a request has."""
+    """Pages that are only counted: where none is found again, it does not matter which page a request has."""
 
     def __init__(self, n_pages: int) -> None:
         super().__init__(1)
@@ -140,7 +140,6 @@ def simulate(
 ) -> Simulated:
     """Serve ``workload`` on one copy of a model whose cache has ``pages``. ``max_running`` and ``token_budget`` replace the
     policy's. Raises CapacityError for a request that never fits."""
-    shared = any(arrival.blocks or arrival.answers > 1 for arrival in workload.arrivals)
     budget = token_budget or policy.token_budget
     config = SchedulerConfig(
         token_budget=budget,
@@ -149,10 +148,13 @@ def simulate(
         n_pages=pages,
         max_model_len=1 + max(a.prompt_tokens + a.output_tokens for a in workload.arrivals),
         window=window,
-        prefix_cache=shared,
     )
-    run = _Run(workload, policy, config, step_seconds, None if shared else CountedPages(pages))
-    return run.to_the_end(one_by_one)
+    if not any(arrival.blocks or arrival.answers > 1 for arrival in workload.arrivals):
+        alone = replace(config, prefix_cache=False)
+        found = _Run(workload, policy, alone, step_seconds, CountedPages(pages)).to_the_end(one_by_one)
+        if not found.preemptions:  # a preempted request finds its own pages again
+            return found
+    return _Run(workload, policy, config, step_seconds, None).to_the_end(one_by_one)
 
 
 class _Run:
