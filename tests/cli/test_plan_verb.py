@@ -234,6 +234,12 @@ def test_every_supported_config_plans_on_every_device(capsys: pytest.CaptureFixt
     assert config_from_spec(spec)["model_type"] == "llama"
 
 
+def test_a_misspelt_plan_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "plan", "serv", "x")
+    assert code == 2
+    assert "no plan 'serv'. Did you mean 'serve'?" in err
+
+
 def _cpu_s(*args: str) -> float:
     """Least processor time of five runs, after one that may write bytecode, as an installation does."""
     taken = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from functools import lru_cache
 from typing import Any
 
 import typer
@@ -43,6 +44,18 @@ class _CtrlC(Exception):
     """A KeyboardInterrupt, which Typer would end silently with exit code 130."""
 
 
+@lru_cache(maxsize=len(VERBS))
+def _command(verb: str) -> Any:
+    """The command of one verb, built once: click asks for it several times."""
+    module = importlib.import_module(f"twostroke.cli.{verb}_verb")
+    module.app.rich_markup_mode = None  # plain help: no boxes in pipes and logs, and rich stays unimported
+    command = typer.main.get_command(module.app)
+    command.name = verb
+    command.help = command.help or VERBS[verb]
+    command.short_help = VERBS[verb]
+    return command
+
+
 class VerbGroup(typer.core.TyperGroup):
     """Imports a verb's module only when that verb is asked for: `twostroke plan` must not pay for torch."""
 
@@ -50,15 +63,7 @@ class VerbGroup(typer.core.TyperGroup):
         return list(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in VERBS:
-            return None
-        module = importlib.import_module(f"twostroke.cli.{cmd_name}_verb")
-        module.app.rich_markup_mode = None  # plain help: no boxes in pipes and logs, and rich stays unimported
-        command = typer.main.get_command(module.app)
-        command.name = cmd_name
-        command.help = command.help or VERBS[cmd_name]
-        command.short_help = VERBS[cmd_name]
-        return command
+        return _command(cmd_name) if cmd_name in VERBS else None
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -106,4 +106,5 @@ def usage_sentence(error: Any, group: Any, words: Sequence[str]) -> str:
         shown = f"{given[0].flag or parameter.name} {shlex.quote(given[0].value)}" if len(given) == 1 else parameter.opts[-1]
         text = f"{shown} {rule}"
     command = error.ctx.command_path if error.ctx is not None else "twostroke"
-    return f"{text.rstrip('.')}. `{command} --help` lists what it takes."
+    stop = "" if text.endswith("?") else "."
+    return f"{text.rstrip('.')}{stop} `{command} --help` lists what it takes."
