@@ -237,3 +237,15 @@ def test_serving_by_torch_is_predicted_with_an_interval_of_its_own() -> None:
         assert wide[name]["high"] / wide[name]["low"] > 1.5 * narrow[name]["high"] / narrow[name]["low"]
     assert wide["weights_bytes"]["high"] == narrow["weights_bytes"]["high"]
     assert predict_with_intervals({"step_time_s": 1.0}, torch_only, "train")["step_time_s"]["basis"] == "measured"
+
+
+@pytest.mark.parametrize("basis", ["datasheet", "measured"])
+def test_energy_is_less_certain_than_its_time(basis: str) -> None:
+    served = with_intervals({"output_tok_per_s": 100.0, "energy_per_mtok_kwh": 1.0}, basis, "serve")
+    energy, rate = served["energy_per_mtok_kwh"], served["output_tok_per_s"]
+    assert energy["low"] < 100 / rate["high"] < 1 < 100 / rate["low"] < energy["high"]
+    parts = {"train_time_s": 110.0, "startup_s": 10.0, "step_time_s": 1.0, "energy_kwh": 110.0, "cost_usd": 110.0}
+    trained = with_intervals(parts, basis, "train")
+    assert trained["cost_usd"]["low"] == pytest.approx(trained["train_time_s"]["low"])
+    assert trained["energy_kwh"]["low"] < trained["train_time_s"]["low"]
+    assert trained["energy_kwh"]["high"] > trained["train_time_s"]["high"]

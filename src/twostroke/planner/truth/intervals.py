@@ -89,7 +89,7 @@ _QUANTITIES: dict[str, tuple[str, str | None, int]] = {
     "startup_s": ("startup", None, _TIME),
     "warm_startup_s": ("startup", None, _TIME),
     "train_time_s": ("run_time", "train", _TIME),
-    "energy_kwh": ("run_time", "train", _TIME),
+    "energy_kwh": ("energy", "train", _TIME),
     "cost_usd": ("run_time", "train", _TIME),
     "ttft_s": ("ttft", "serve", _TIME),
     "prefill_s": ("prefill", "prefill", _TIME),
@@ -98,7 +98,7 @@ _QUANTITIES: dict[str, tuple[str, str | None, int]] = {
     "decode_step_s": ("decode", "decode", _TIME),
     "decode_tok_per_s": ("decode", "decode", _RATE),
     "output_tok_per_s": ("output", "serve", _RATE),
-    "energy_per_mtok_kwh": ("output", "serve", _TIME),
+    "energy_per_mtok_kwh": ("energy", "serve", _TIME),
     "cost_per_mtok_usd": ("output", "serve", _TIME),
     "e2e_s": ("output", "serve", _TIME),
     "concurrency": ("concurrency", "serve", _TIME),
@@ -189,8 +189,22 @@ def read_ranges(path: Path = FILE) -> dict[tuple[str, str, str], Range]:
     return found
 
 
+def joined(one: Range, other: Range) -> Range:
+    """The range of a product of two predictions whose errors know nothing of each other: their ends' root of squares."""
+    kind = "measured" if one.kind == other.kind == "measured" else "assumed"
+    low, high = -math.hypot(one.low, other.low), math.hypot(one.high, other.high)
+    return Range(low, high, kind, min(one.n, other.n), f"{one.source}; {other.source}")
+
+
+_TIME_OF_ENERGY = {"train": "run_time", "serve": "output"}
+"""The time that power is multiplied with."""
+
+
 def range_of(quantity: str, basis: str, phase: str) -> Range:
-    """The range of one kind of prediction: of its phase, of any phase, or the one for what is not listed."""
+    """The range of one kind of prediction: of its phase, of any phase, or the one for what is not listed. Energy has the range
+    of its time joined with that of power."""
+    if quantity == "energy":
+        return joined(range_of(_TIME_OF_ENERGY[phase], basis, phase), range_of("power", basis, "any"))
     ranges = read_ranges()
     bases = (basis, FALLS_TO[basis]) if basis in FALLS_TO else (basis,)
     for key in (*((quantity, one, of) for one in bases for of in (phase, "any")), ("other", bases[-1], "any")):
@@ -232,7 +246,21 @@ def corrected(prior: Range, residuals: Sequence[float]) -> Range:
 
 
 _TIMED = frozenset(
-    {"step", "pass", "data", "startup", "run_time", "ttft", "prefill", "decode", "output", "prepare", "quantize", "scoring"}
+    {
+        "step",
+        "pass",
+        "data",
+        "startup",
+        "run_time",
+        "ttft",
+        "prefill",
+        "decode",
+        "output",
+        "energy",
+        "prepare",
+        "quantize",
+        "scoring",
+    }
 )
 """Quantities that stand on measured rates, which a busy machine makes low."""
 
@@ -277,7 +305,8 @@ _WHOLE_RUN = ("train_time_s", "energy_kwh", "cost_usd")
 
 
 def _whole_run(found: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The run's time from its parts, start-up and all steps, each at its own end; energy and money go with the time.
+    """The run's time from its parts, start-up and all steps, each at its own end; money goes with the time, and energy with it
+    and the power.
 
     A run of seconds is as uncertain as its start-up, one of days as its step; one range for both would be wrong for either.
     Adding the ends takes the two errors to agree, which errs to the wide side. Empty where the parts are not there.
@@ -291,11 +320,17 @@ def _whole_run(found: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
         return {}
     stretch = {end: (startup[end] + n_steps * step[end]) / whole["value"] for end in ("low", "high")}
     width = "measured" if startup["width"] == step["width"] == "measured" else "assumed"
+    whole_run = Range(math.log(stretch["low"]), math.log(stretch["high"]), width, 0, "")
+    powered = joined(whole_run, range_of("power", whole["basis"], "any"))
     return {
-        name: found[name] | {end: found[name]["value"] * factor for end, factor in stretch.items()} | {"width": width}
+        name: found[name] | _ends(found[name]["value"], powered if name == "energy_kwh" else whole_run)
         for name in _WHOLE_RUN
         if found.get(name, {}).get("value") is not None
     }
+
+
+def _ends(value: float, within: Range) -> dict[str, Any]:
+    return {"low": value * math.exp(within.low), "high": value * math.exp(within.high), "width": within.kind}
 
 
 # -- this machine's own runs ----------------------------------------------------------------------------------------------
