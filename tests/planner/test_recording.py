@@ -7,6 +7,7 @@ import pytest
 from machines import machine
 from twostroke.core.errors import ConfigError
 from twostroke.core.paths import ledger_path
+from twostroke.ledger.meter import NO_COUNTER, Counter, Meter
 from twostroke.ledger.store import Ledger
 from twostroke.planner.truth.recording import Planned, Recording, recording
 from twostroke.planner.truth.restated import WAITED
@@ -70,3 +71,46 @@ def test_a_ledger_that_cannot_be_written_is_said_and_stops_nothing() -> None:
     assert run.prediction["ttft_s"] == 0.5
     assert len(said) == 1
     assert said[0].startswith("the ledger could not be written: ")
+
+
+# -- energy and money ------------------------------------------------------------------------------------------------------
+
+
+def served() -> Planned:
+    return Planned({"output_tok_per_s": 100.0}, machine())
+
+
+def test_energy_and_money_are_predicted_with_every_rate_and_time() -> None:
+    """Two cores at 4.2 W and 0.04 $ an hour, at their limit where the plan knows no better."""
+    run = begun([], served)
+    assert run.prediction["energy_per_mtok_kwh"] == pytest.approx(8.4 * 1e4 / 3.6e6)
+    assert run.prediction["cost_per_mtok_usd"] == pytest.approx(0.08 / 3600 * 1e4)
+    assert "energy_per_mtok_kwh" in Ledger().get(run.run_id or "").prediction
+    timed = begun([], lambda: Planned({"elapsed_s": 3600.0, "energy_kwh": 0.001}, machine()))
+    assert timed.prediction["cost_usd"] == pytest.approx(0.08)
+    assert timed.prediction["energy_kwh"] == 0.001  # the plan's own
+
+
+def test_measured_energy_is_the_counters_power_times_the_measured_time() -> None:
+    joules = iter([0, 50_000_000])  # before and after
+    run = begun([], served)
+    run.meter = Meter([Counter("package-0", lambda: next(joules))])
+    with run.meter:
+        pass
+    run.meter.seconds, run.meter._counters = 10.0, [Counter("package-0", lambda: 0)]  # 50 J in 10 s
+    run.measure({"output_tok_per_s": 50.0})
+    found = Ledger().get(run.run_id or "").measurement
+    assert found["energy_per_mtok_kwh"] == pytest.approx(5.0 * 2e4 / 3.6e6)
+    assert found["cost_per_mtok_usd"] == pytest.approx(0.08 / 3600 * 2e4)
+    assert "not_measured" not in found
+
+
+def test_energy_that_no_counter_measures_is_said_in_the_run() -> None:
+    run = begun([], served)
+    run.meter = Meter([], NO_COUNTER)
+    with run.meter:
+        pass
+    run.measure({"output_tok_per_s": 50.0})
+    found = Ledger().get(run.run_id or "").measurement
+    assert found["cost_per_mtok_usd"] > 0
+    assert found["not_measured"] == {"energy_per_mtok_kwh": NO_COUNTER}

@@ -22,6 +22,7 @@ FORMULAS: dict[str, str] = {
     "prefill_tok_per_s": "batch · prompt tokens / prefill_s",
     "decode_s": "wall time of output tokens for each prompt − prefill_s, medians of the repeats",
     "decode_tok_per_s": "batch · (output tokens − 1) / decode_s",
+    "output_tok_per_s": "batch · output tokens / (prefill_s + decode_s)",
     "tpot_s": "decode_s / (output tokens − 1): one decode step of the batch",
     "…_bytes_per_s": "packed weights and KV cache that the engine's prefill or decode steps had to read / their time",
     "…_flop_per_s": "multiply-adds of products and attention in them · 2 / their time",
@@ -69,6 +70,7 @@ class OfflinePoint:
     prefill_tok_per_s: float
     decode_s: float
     decode_tok_per_s: float
+    output_tok_per_s: float
     tpot_s: float
     achieved: Achieved
 
@@ -110,6 +112,7 @@ def run_offline(
         prefill_tok_per_s=batch * spec.prompt_tokens / prefill_s,
         decode_s=decode_s,
         decode_tok_per_s=batch * n_decoded / decode_s,
+        output_tok_per_s=batch * spec.output_tokens / (prefill_s + decode_s),
         tpot_s=decode_s / n_decoded,
         achieved=achieved(llm.engine, since=before),
     )

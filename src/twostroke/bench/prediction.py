@@ -12,6 +12,7 @@ from twostroke.core.distribution import Distribution, percentile
 from twostroke.core.policy import PAGE_TOKENS
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.money.cost import bill
 from twostroke.planner.serving.http import added_by_http
 from twostroke.planner.serving.memory import page_bytes
 from twostroke.planner.serving.plan import ServingPlan, plan_serving
@@ -59,6 +60,7 @@ def predict_load(spec: ModelSpec, load: LoadSpec, shape: ServingShape, hardware:
         "decode_tok_per_s": plan.decode_tok_per_s,
         **_latency_values({name: getattr(found, f"{name}_s") for name in LATENCIES}),
     }
+    values |= bill(values, hardware, plan.devices * plan.watts, plan.devices)
     values["peak_memory_bytes"] = _peak_memory_bytes(plan, load)
     return values
 

@@ -133,11 +133,12 @@ def bench_serve(
             tokenizer = load_tokenizer(directory)
         subject = f"{directory.resolve().name if directory else url} over HTTP"
         run = stack.enter_context(recording("bench", subject, {**inputs, **engine.changed(), **plain(load)}, plan, log))
-        with progress("load", load.n_requests) as advance:
+        with progress("load", load.n_requests) as advance, run.meter:
             result = run_load(url, load, objective, key, tokenizer, progress=lambda ended, _: advance(ended, f"{ended} ended"))
         measured = measured_values(result.summary, result.records)
         why = dict.fromkeys(COUNTED, "the server has no /metrics of an engine of ours.") if not result.summary.engine else {}
         kept = {**measured, "latency_quantiles": latency_quantiles(result.records)}
+        measured = run.spent(measured) | measured
         run.measure(kept, "finished" if not result.summary.failures else "partial", why)
     if output is not None:
         result.write_raw(output)
@@ -192,8 +193,10 @@ def bench_offline(
                 functools.partial(_planned_offline, spec, shape, n),
             )
             with recording("bench", subject, inputs | {"batch": n}, plan, log) as run:
-                point = run_offline(directory, llm, offline, n, step)
+                with run.meter:
+                    point = run_offline(directory, llm, offline, n, step)
                 measured = point.values() | ({"ttft_s": point.prefill_s} if n == 1 else {})
+                measured = run.spent(measured) | measured
                 run.measure({name: value for name, value in measured.items() if name != "batch"})
             points.append(point)
             runs.append({"run_id": run.run_id, "prediction": run.prediction, "measurement": measured})
@@ -251,7 +254,8 @@ def _planned_offline(spec: ModelSpec, shape: ServingShape, batch: int) -> Planne
 
     machine = load_hardware("this", "serve")
     plan = plan_serving(spec, replace(shape, batch=batch), machine).prediction()
-    names = ["prefill_tok_per_s", "decode_tok_per_s", "tpot_s"] + (["ttft_s"] if batch == 1 else [])
+    names = ["prefill_tok_per_s", "decode_tok_per_s", "tpot_s", "output_tok_per_s", "energy_per_mtok_kwh", "cost_per_mtok_usd"]
+    names += ["ttft_s"] if batch == 1 else []
     return Planned({name: plan[name] for name in names}, machine)
 
 

@@ -84,7 +84,7 @@ def evaluate(
     with recording("evaluate", directory.resolve().name, inputs, plan, log) as run:
         if text is not None:
             log(f"scoring {directory} on {text.name}")
-            with progress("scoring", 1.0) as advance:
+            with progress("scoring", 1.0) as advance, run.meter:
                 scored, lines = _score_text(scorer, text, directory, context, stride, advance)
             document |= {"text": text.name, **scored}
         results = run_tasks(scorer, tasks, limit)

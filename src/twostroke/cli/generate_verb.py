@@ -83,9 +83,11 @@ def generate(
 
         llm = LLM(directory, **engine.changed())
         startup_s = time.perf_counter() - began
-        outputs = llm.generate(prompts, params) if as_json else _stream(llm, prompts, params)
+        with run.meter:
+            outputs = llm.generate(prompts, params) if as_json else _stream(llm, prompts, params)
         stats, rates = llm.stats(), achieved(llm.engine, hardware=run.planned.hardware)
         measured = _measured(directory, llm, rates, outputs, startup_s)
+        measured = run.spent(measured) | measured
         run.measure(measured, why=UNMEASURED)
     document: dict[str, Any] = {
         "model": str(directory),

@@ -76,7 +76,7 @@ def error_percent(predicted: float | None, measured: float | None) -> float | No
     return 100.0 * (predicted - measured) / measured
 
 
-WHOLE_RUN = frozenset({"train_time_s"})
+WHOLE_RUN = frozenset({"train_time_s", "energy_kwh", "cost_usd"})
 """Names that are predicted for a whole run. If a run was interrupted or failed, they are shown and not scored."""
 
 
@@ -101,10 +101,10 @@ def compare(run: Run) -> list[Row]:
 
 
 FOLLOWS = {
-    "energy_per_mtok_kwh": "it is computed from the assumed watts and the rate; no power meter is read.",
-    "energy_kwh": "it is computed from the assumed watts and the time; no power meter is read.",
-    "cost_per_mtok_usd": "it is computed from the assumed price and the rate; no bill is read.",
-    "cost_usd": "it is computed from the assumed price and the time; no bill is read.",
+    "energy_per_mtok_kwh": "no counter of energy was read.",
+    "energy_kwh": "no counter of energy was read.",
+    "cost_per_mtok_usd": "it follows from the measured rate, and there is none.",
+    "cost_usd": "it follows from the measured time, and there is none.",
 }
 """Why some predictions are never measured, by name."""
 

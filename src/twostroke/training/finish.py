@@ -54,6 +54,7 @@ def finish(run: RunState) -> TrainingResult:
     measured["model_bytes"] = directory_bytes(run.inputs.directory.model, "*.safetensors")
     if run.inputs.recipe.train.checkpoint_every:
         measured["checkpoint_wait_s"] = run.saver.waited_s
+    measured |= run.inputs.entry.spent(measured)
     records = run.step_log.read()
     last: dict[str, Any] = next((r for r in reversed(records) if r.get("loss") is not None), {})
     summary = {

@@ -76,6 +76,7 @@ def execute(
                 closing.callback(run.saver.close)
                 watching = Observers((*requested(inputs.recipe, inputs.log), *observers), inputs.log)
                 closing.callback(watching.close)
+                closing.enter_context(inputs.entry.meter)
                 watching.begin(run)
                 _Loop(run, on_step, evaluate, stop, should_stop or _never, began, watching).train_and_record()
             except KeyboardInterrupt:

@@ -5,8 +5,9 @@ Every price is an input with a source (``prices.toml``); a result names those it
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from twostroke.core.checks import check_amount, check_count, check_share
 from twostroke.core.described import As
@@ -203,6 +204,23 @@ def predicted_power(watts: float) -> Price:
     return Price(
         watts, "predicted", "idle, and what reading, computing and exchanging add (planner/money/power.py)", "this plan"
     )
+
+
+def bill(values: Mapping[str, Any], hardware: Hardware, watts: float | None, n_devices: int = 1) -> dict[str, float]:
+    """Money, and with ``watts`` of all devices energy, by their ledger names. They follow from ``values``: a run's from
+    ``train_time_s`` or ``elapsed_s``, a million tokens' from ``output_tok_per_s`` or ``scored_tok_per_s``. They are predicted
+    where those are, and measured where those are."""
+    found: dict[str, float] = {}
+    rate = values.get("output_tok_per_s", values.get("scored_tok_per_s"))
+    seconds = values.get("train_time_s", values.get("elapsed_s"))
+    usd_per_hour = n_devices * hardware.usd_per_hour.value
+    if rate:
+        found["cost_per_mtok_usd"] = usd_per_million_tokens(rate, usd_per_hour)
+        found |= {} if watts is None else {"energy_per_mtok_kwh": energy_kwh(1e6 / rate, watts)}
+    if seconds:
+        found["cost_usd"] = rent_usd(seconds, usd_per_hour)
+        found |= {} if watts is None else {"energy_kwh": energy_kwh(seconds, watts)}
+    return found
 
 
 # -- a training project ---------------------------------------------------------------------------------------------------

@@ -4,29 +4,38 @@
 
     with recording("bench", subject, inputs, plan, log) as run:
         ...
+        with run.meter:
+            ...                 # what the predicted energy is of
         run.measure(values)
 
-The work goes on without a prediction or without a ledger; a line says why one is missing.
+Money follows from the measured time or rate and the price; energy from them and the mean power that the machine's counters show
+while ``meter`` runs. Where it has no counter, the run says so. The work goes on without a prediction or without a ledger; a
+line says why one is missing.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
 from twostroke.core.contention import low_by, waited_s
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.profile import read_fingerprint
+from twostroke.ledger.meter import Meter, counters_of
 from twostroke.ledger.scoring import unmeasured
 from twostroke.ledger.store import Kind, Ledger
 from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.money.cost import bill
 from twostroke.planner.truth.intervals import predict_with_intervals
 from twostroke.planner.truth.restated import CORRECTIONS, WAITED
 
 Say = Callable[[str], None]
+
+ENERGY = ("energy_kwh", "energy_per_mtok_kwh")
+"""Names of energy: a run says of them why they were not measured."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +73,10 @@ class Recording:
         self.run_id, self.planned, self.ledger = run_id, planned, ledger
         self._say = say
         self._measured: set[str] = set()
+        self._reasons: dict[str, str] = {}
         self._is_measured = False
         self._began_s, self._waited_s = time.monotonic(), waited_s()
+        self.meter = Meter(*counters_of("cpu" if planned.hardware is None else planned.hardware.kind))
 
     @property
     def prediction(self) -> Mapping[str, Any]:
@@ -78,18 +89,27 @@ class Recording:
         why: Mapping[str, str] | None = None,
         notes: str | None = None,
     ) -> None:
-        """Add ``values`` to what was measured. With ``why``, reasons by name, each number that was predicted and has not been
-        measured by now gets its reason: the one there, or the ledger's own."""
+        """Add ``values`` to what was measured, and the energy and money that follow from them. With ``why``, reasons by name,
+        each number that was predicted and has not been measured by now gets its reason: the one there, or the ledger's own.
+        Energy always gets one."""
         self._is_measured = True
+        values = {**self.spent(values), **values}
         self._measured |= values.keys()
-        if why is not None:
-            values = {**values, "not_measured": unmeasured(self.prediction, self._measured, why)}
+        reasons = unmeasured(self.prediction, self._measured, {**dict.fromkeys(ENERGY, self.meter.why), **(why or {})})
+        self._reasons |= {name: reason for name, reason in reasons.items() if why is not None or name in ENERGY}
+        missing = {name: reason for name, reason in self._reasons.items() if name not in self._measured}
+        values = {**values, "not_measured": missing} if missing or why is not None else values
         if self.run_id is None:
             return
         try:
             (self.ledger or Ledger()).measure(self.run_id, {**values, **self._waited()}, status, notes)
         except (TwostrokeError, OSError) as error:
             self._say(f"the ledger could not be written: {error}")
+
+    def spent(self, values: Mapping[str, Any]) -> dict[str, float]:
+        """Measured energy and money that follow from measured ``values``; nothing without a machine whose price is known."""
+        hardware = self.planned.hardware
+        return {} if hardware is None else bill(values, hardware, self.meter.watts)
 
     def _waited(self) -> dict[str, float]:
         """The share of the run, so far, that its threads lost by waiting for a processor; nothing of a run that was not
@@ -115,6 +135,9 @@ def recording(kind: Kind, subject: str, inputs: Mapping[str, Any], plan: Callabl
         planned = Planned() if plan is None else plan()
     except TwostrokeError as error:
         say(f"no prediction: {error}")
+    if planned.hardware is not None:  # at the limit of power, where the plan does not know better
+        values = {**bill(planned.values, planned.hardware, planned.hardware.watts.value), **planned.values}
+        planned = replace(planned, values=values)
     try:
         return Recording(freeze(kind, subject, inputs, planned), planned, say)
     except (TwostrokeError, OSError) as error:
