@@ -1,6 +1,8 @@
-"""Training plans from datasheets against what others measured and published. Nothing here was fitted to these figures: products
-reach what Vidur's product times do (0.72 of the peak on A100, 0.71 on H100), attention what FlashAttention's papers say, links
-0.7, elementwise kernels as public timings have them, eager ones by the bytes that single operators move.
+"""Training plans from datasheets against what others measured and published.
+
+No constant is solved for from these figures; where a source leaves a range (the shares of A100 and H100), they chose in it.
+Products reach what Vidur's product times do (0.72 of the peak on A100, 0.71 on H100), attention what FlashAttention's papers
+say, links 0.7, elementwise kernels what public timings have, eager ones the bytes that single operators move.
 
 What comes out (this file prints nothing; the tolerances are the errors, rounded up):
 
