@@ -54,7 +54,7 @@ def test_money(value: float, text: str) -> None:
 
 
 def test_energy_and_mass_are_shown_in_units_that_need_no_exponent() -> None:
-    assert [format_energy(kwh) for kwh in (12.0, 0.0012, 4.9e-5)] == ["12 kWh", "1.2 Wh", "49 mWh"]
+    assert [format_energy(kwh) for kwh in (20_300.0, 12.0, 0.0012, 4.9e-5)] == ["20,300 kWh", "12 kWh", "1.2 Wh", "49 mWh"]
     assert [format_mass(kg) for kg in (15.6, 0.0012, 2.2e-5)] == ["15.6 kg", "1.2 g", "22 mg"]
 
 

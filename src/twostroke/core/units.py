@@ -55,11 +55,16 @@ def format_flop_rate(flop_per_s: float) -> str:
     return f"{text[:-1]} {text[-1]}FLOP/s" if text[-1].isalpha() else f"{text} FLOP/s"
 
 
+def _digits(value: float) -> str:
+    """Three digits, and whole numbers from a thousand on."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
 def format_energy(kwh: float) -> str:
     """``0.0012`` → ``1.2 Wh``: in kWh, Wh or mWh."""
     for least, unit, factor in ((0.1, "kWh", 1), (1e-4, "Wh", 1e3)):
         if abs(kwh) >= least:
-            return f"{kwh * factor:,.3g} {unit}"
+            return f"{_digits(kwh * factor)} {unit}"
     return f"{kwh * 1e6:.3g} mWh"
 
 
@@ -67,7 +72,7 @@ def format_mass(kg: float) -> str:
     """``0.0012`` → ``1.2 g``: in kg, g or mg."""
     for least, unit, factor in ((0.1, "kg", 1), (1e-4, "g", 1e3)):
         if abs(kg) >= least:
-            return f"{kg * factor:,.3g} {unit}"
+            return f"{_digits(kg * factor)} {unit}"
     return f"{kg * 1e6:.3g} mg"
 
 
