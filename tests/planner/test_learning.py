@@ -264,6 +264,9 @@ def test_fit_stores_what_helps_says_so_in_plans_and_is_undone(here: MachineProfi
     assert code == 0
     document = json.loads(out)["fits"][0]
     assert [one["quantity"] for one in document["corrections"]["learned"]] == ["update"]
+    update = next(one for one in document["quantities"] if one["quantity"] == "update")
+    assert (update["n_runs"], update["n_held_out"], update["is_adopted"]) == (20, 6, True)
+    assert update["after_percent"] < update["before_percent"]
     stored = load_profile()
     assert stored is not None
     assert stored.corrections.factors["update"] == pytest.approx(2.0, rel=0.1)

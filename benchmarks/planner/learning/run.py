@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from twostroke.core.described import plain
-from twostroke.core.profile import load_profile
+from twostroke.core.profile import load_profile, read_fingerprint
 from twostroke.ledger.code_version import code_version
 from twostroke.ledger.store import Ledger, Run
 from twostroke.planner.truth.learning import WAITED, error_percent, residuals_of
@@ -137,12 +137,12 @@ def _after_table(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
-def summary(fits: Sequence[dict[str, Any]], text: str, after: Sequence[Run]) -> str:
+def summary(fits: Sequence[dict[str, Any]], text: str, after: Sequence[Run], note: str) -> str:
     learned = [one for fit in fits for one in fit["quantities"] if one["n_runs"]]
     refused = [f"{one['quantity']} ({one['why']})" for one in learned if not one["is_adopted"]]
     worse = [t["name"] for fit in fits for t in fit["totals"] if t["after_percent"] > t["before_percent"]]
     lines = [
-        "# What a ledger taught", "", f"{platform.processor() or platform.machine()}, code {code_version()}.", "",
+        "# What a ledger taught", "", f"{read_fingerprint().cpu_model}, code {code_version()}. {note}".rstrip(), "",
         "## Held out in time", "", "```", text.strip(), "```", "",
         f"Not adopted: {'; '.join(refused) or 'nothing'}.", f"Totals that are worse than before: {', '.join(worse) or 'none'}.",
         "", "## Runs that came after, of shapes that were not among them", "", *_after_table(after), "",
@@ -155,6 +155,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="Folder of this run's results.")
     parser.add_argument("--work", type=Path, required=True, help="Folder for recipes and runs; kept.")
     parser.add_argument("--summary", action="store_true", help="Write what there is by now, without the runs that are left.")
+    parser.add_argument("--note", default="", help="A sentence for the summary: what else the machine did.")
     arguments = parser.parse_args()
     out, work = arguments.out.resolve(), arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
@@ -184,7 +185,9 @@ def main() -> None:
     }
     (out / "fit.json").write_text(json.dumps({"command": sys.argv, "versions": versions, "fits": printed}, indent=1) + "\n")
     (out / "runs.jsonl").write_text("".join(json.dumps(plain(_row(run))) + "\n" for run in runs))
-    (out / "summary.md").write_text(summary(printed, text, [run for run in runs if run.run_id not in learnt_from]))
+    (out / "summary.md").write_text(
+        summary(printed, text, [run for run in runs if run.run_id not in learnt_from], arguments.note)
+    )
     print(out / "summary.md")
 
 

@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from twostroke.core.errors import ConfigError, InputError
 from twostroke.core.profile import ENGINES, MachineProfile, load_profile, read_fingerprint
@@ -74,19 +74,21 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Judged:
-    """One quantity and what its runs say: ``factor`` is None if there were too few."""
+    """One quantity and what its runs say. ``factor``, on its time and fitted to all runs, is None if there were too few;
+    ``before_percent`` is the error of the ``n_held_out`` newest runs as calibration plans them, ``after_percent`` the same
+    corrected by the older runs. ``why``: the reason if it was not adopted."""
 
     quantity: str
-    what: Annotated[str, "in words"]
+    what: str
     phase: Engine
     n_runs: int
     n_configurations: int
-    n_held_out: Annotated[int, "newest runs that the factor was judged by"]
-    factor: Annotated[float | None, "on its time, fitted to all runs; null if there are too few"]
-    before_percent: Annotated[float | None, "%", "error of the held-out runs as calibration plans them"]
-    after_percent: Annotated[float | None, "%", "the same, corrected by the older runs"]
+    n_held_out: int
+    factor: float | None
+    before_percent: float | None
+    after_percent: float | None
     is_adopted: bool
-    why: Annotated[str, "the reason if it was not"] = ""
+    why: str = ""
 
 
 @dataclass(frozen=True)
