@@ -55,7 +55,7 @@ def read_rows(assets: Path) -> list[dict[str, Any]]:
         for what, column in (("decode", "tg_tok_per_s"), ("prompt", "pp_tok_per_s")):
             measured = float(row[column])
             range_of = with_intervals(
-                {f"{'decode' if what == 'decode' else 'prefill'}_tok_per_s": planned[what]}, "datasheet", "serve"
+                {f"{'decode' if what == 'decode' else 'prefill'}_tok_per_s": planned[what]}, "local", "serve"
             )
             (interval,) = range_of.values()
             rows.append({

@@ -107,7 +107,9 @@ def serve(
     )  # fmt: skip
     planned = fitting_plan(found.spec, shape, machine)
     planned = dataclasses.replace(planned, notes=(*planned.notes, *found.notes))
-    intervals = predict_with_intervals(planned.prediction(), machine, "serve", experts=found.spec.moe is not None)
+    intervals = predict_with_intervals(
+        planned.prediction(), machine, "serve", experts=found.spec.moe is not None, engine=engine
+    )
     table = latency_table(planned)
     document = {"subject": found.name, **plan_document("serve", planned), "intervals": intervals, "latency_table": table}
     users = None

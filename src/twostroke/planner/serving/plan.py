@@ -23,7 +23,7 @@ from twostroke.planner.serving.llama_cpp import LlamaCpp
 from twostroke.planner.serving.load import Latency, Steps, closed_loop
 from twostroke.planner.serving.memory import kv_bytes_on_device, largest_batch, request_kv_bytes, request_pages
 from twostroke.planner.serving.native import Native
-from twostroke.planner.serving.shape import ServingShape
+from twostroke.planner.serving.shape import LLAMA_CPP, ServingShape
 from twostroke.planner.serving.strategy import Strategy
 from twostroke.planner.serving.torch_runner import TorchRunner
 from twostroke.planner.work.component import Work, shown, total_seconds
@@ -245,7 +245,7 @@ class ServingPlan:
 def strategy_of(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Strategy:
     """The engine whose steps are planned. Our own computes on the CPU, on one device, dense models of equal layers; where that
     was calibrated it is the native engine, or the torch runner on a machine without it."""
-    if shape.engine == "llama.cpp" and hardware.basis == "datasheet":
+    if shape.engine == LLAMA_CPP and hardware.basis == "datasheet":
         return LlamaCpp(spec, shape, hardware)
     plain = spec.moe is None and spec.mla is None and spec.global_attention is None
     if not (hardware.is_calibrated_cpu and plain and shape.placement.devices == 1 and shape.scheme in served_schemes(hardware)):

@@ -13,7 +13,9 @@ from twostroke.core.policy import PAGE_TOKENS
 from twostroke.core.sampling_kinds import SAMPLING_KINDS
 from twostroke.core.schemes import CACHES, WEIGHTS, scheme_of
 
-ENGINES = ("any", "vllm", "trtllm", "sglang", "llama.cpp")
+LLAMA_CPP = "llama.cpp"
+
+ENGINES = ("any", "vllm", "trtllm", "sglang", LLAMA_CPP)
 """Engines that have constants; "any" takes the mean of those of data centres."""
 
 

@@ -62,7 +62,10 @@ SERVED, EXPERTS = "served", "experts"
 """Bases of serving predictions on devices whose engines were measured publicly, of dense models and of those with experts, of
 which less is known. What is not listed for them has a datasheet's range."""
 
-FALLS_TO = {RATES: "measured", SERVED: "datasheet", EXPERTS: "datasheet"}
+LOCAL = "local"
+"""Basis of llama.cpp on NVIDIA's and Apple's devices, of which there are public rows."""
+
+FALLS_TO = {RATES: "measured", SERVED: "datasheet", EXPERTS: "datasheet", LOCAL: "datasheet"}
 """Basis → the one whose ranges hold for what is not listed."""
 
 EXACT = frozenset({"parameters", "steps", "batch", "users", "devices"})
@@ -123,7 +126,7 @@ class Interval:
     level: Annotated[float, "share of measurements that the range is to hold", LeftOut]
     basis: Annotated[
         str,
-        "measured, rates (of a calibrated machine, no whole steps), datasheet; served or experts: of publicly measured engines",
+        "measured, rates (of a calibrated machine, no whole steps), datasheet; served, experts, local: of measured engines",
         LeftOut,
     ]
     width: Annotated[str, "where the range's width comes from", LeftOut]
@@ -370,23 +373,31 @@ def own_pairs(
 
 
 def predict_with_intervals(
-    prediction: Mapping[str, Any], hardware: Hardware | None, phase: str, ledger: Ledger | None = None, experts: bool = False
+    prediction: Mapping[str, Any],
+    hardware: Hardware | None,
+    phase: str,
+    ledger: Ledger | None = None,
+    experts: bool = False,
+    engine: str = "any",
 ) -> dict[str, dict[str, Any]]:
     """``with_intervals`` on ``hardware``, corrected by this machine's own runs where it is the machine that was calibrated.
-    ``experts``: whether the model has any."""
-    basis = basis_of(hardware, phase, experts)
+    ``experts``: whether the model has any; ``engine``: the one that serves."""
+    basis = basis_of(hardware, phase, experts, engine)
     factors = hardware.corrections.factors if hardware is not None else {}
     own = own_pairs(ledger, factors=factors) if prediction and FALLS_TO.get(basis, basis) != "datasheet" else ()
     return with_intervals(prediction, basis, phase, own, low_by_of(hardware, phase))
 
 
-def basis_of(hardware: Hardware | None, phase: str, experts: bool = False) -> str:
+def basis_of(hardware: Hardware | None, phase: str, experts: bool = False, engine: str = "any") -> str:
     """What predictions of ``phase`` on ``hardware`` stand on: its basis, ``RATES`` where our engine serves by torch,
-    ``SERVED`` or ``EXPERTS`` where public tables have engines on such a device."""
-    from twostroke.planner.serving.step_time import is_fitted  # only here: training needs no serving
+    ``SERVED`` or ``EXPERTS`` where public tables have engines on such a device, ``LOCAL`` where they have llama.cpp."""
+    from twostroke.planner.serving.shape import LLAMA_CPP  # only here: training needs no serving
+    from twostroke.planner.serving.step_time import is_fitted
 
     if hardware is None:
         return "measured"
+    if phase == "serve" and engine == LLAMA_CPP and hardware.basis == "datasheet":
+        return LOCAL if (hardware.accelerator or "").split()[:1] in (["NVIDIA"], ["Apple"]) else hardware.basis
     if phase == "serve" and is_fitted(hardware):
         return EXPERTS if experts else SERVED
     return RATES if phase == "serve" and hardware.serves_by_torch else hardware.basis
