@@ -8,9 +8,9 @@ import pytest
 
 from machines import machine, native, small_llama
 from twostroke.core.errors import ConfigError
-from twostroke.core.rates import HttpRates, SamplingRate, TextRates, WeightRates
+from twostroke.core.rates import HttpRates, Process, SamplingRate, TextRates, WeightRates
 from twostroke.core.sampling_kinds import LOGPROBS, PENALTIES, SAMPLING_KINDS
-from twostroke.planner.serving.http import added_by_http
+from twostroke.planner.serving.http import added_by_http, starts_over_http
 from twostroke.planner.serving.plan import plan_serving
 from twostroke.planner.serving.scoring import engine_token_s
 from twostroke.planner.serving.shape import ServingShape
@@ -62,6 +62,13 @@ def test_http_adds_to_a_request_once_and_to_a_step_by_its_answers() -> None:
     hardware = native(http=HttpRates(3e-3, 1e-4, 1e-5))
     assert added_by_http(hardware, 4) == pytest.approx((3e-3, 1.4e-4))
     assert added_by_http(native(), 4) == (0.0, 0.0)
+
+
+def test_a_server_starts_later_than_torch_is_imported() -> None:
+    planned = {"startup_s": 2.5, "warm_startup_s": 2.2}
+    measured = native(http=HttpRates(0.0, 0.0, 0.0, start_s=5.0), process=Process(2.0, 0.0))
+    assert starts_over_http(planned, measured) == pytest.approx({"startup_s": 5.5, "warm_startup_s": 5.2})
+    assert starts_over_http(planned, native()) == planned
 
 
 def test_scoring_computes_the_head_for_every_token_of_a_prompt() -> None:

@@ -44,7 +44,8 @@ def measure_http(clock: Clock) -> HttpRates | None:
         return None
     beyond = [max(0.0, one["tpot_s"] - step_s) for one, step_s in zip(served, steps, strict=True) if one is not None]
     step_s, answer_s = straight_line(FEW_USERS, MANY_USERS, *beyond)
-    return HttpRates(max(0.0, served[0]["ttft_s"] - prefill_s), max(0.0, step_s), max(0.0, answer_s))
+    start_s = min(one["startup_s"] for one in served if one is not None)
+    return HttpRates(max(0.0, served[0]["ttft_s"] - prefill_s), max(0.0, step_s), max(0.0, answer_s), start_s)
 
 
 def _served(directory: Path, users: int, home: Path) -> dict[str, float] | None:
@@ -55,7 +56,8 @@ def _served(directory: Path, users: int, home: Path) -> dict[str, float] | None:
     environment = os.environ | {"TWOSTROKE_HOME": str(home)}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True, env=environment)
-        measured: dict[str, float] = json.loads(done.stdout)["measurement"]
+        document = json.loads(done.stdout)
+        measured: dict[str, float] = document["measurement"] | {"startup_s": document["server"]["startup_s"]}
     except (OSError, ValueError, KeyError, subprocess.SubprocessError):
         return None
     return measured if {"ttft_s", "tpot_s"} <= measured.keys() else None

@@ -224,11 +224,13 @@ class SamplingRate:
 
 @dataclass(frozen=True)
 class HttpRates:
-    """What HTTP adds to the engine: seconds of a request before its first token, of a step, and of each answer in it."""
+    """What HTTP adds to the engine: seconds of a request before its first token, of a step, and of each answer in it. A server
+    of a tiny model is ready ``start_s`` after its command; None: not measured."""
 
     request_s: float
     step_s: float
     answer_s: float
+    start_s: float | None = None
 
 
 # -- what runs taught -----------------------------------------------------------------------------------------------------

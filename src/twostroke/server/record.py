@@ -13,6 +13,7 @@ from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
 from twostroke.core.families import read_config, spec_from_config
 from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.serving.http import starts_over_http
 from twostroke.planner.serving.plan import plan_serving
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.truth.recording import Planned, recording
@@ -71,7 +72,8 @@ class ServeRecord:
             raise ConfigError("max_model_len=1 leaves no room for an answer.")
         hardware = load_hardware("this", "serve")
         self._shape = shape
-        return Planned(plan_serving(spec, shape, hardware).prediction(), hardware, {"shape": plain(shape)})
+        values = plan_serving(spec, shape, hardware).prediction()
+        return Planned(values | starts_over_http(values, hardware), hardware, {"shape": plain(shape)})
 
     def started(self, ready: wire.Ready, startup_s: float) -> None:
         values = {
