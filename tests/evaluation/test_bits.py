@@ -107,7 +107,7 @@ def test_many_passes_equal_one(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = np.random.default_rng(0).integers(0, V, 300)
     model = CountingModel()
     whole = token_nats(model, ids, EOS, 16, 10)
-    monkeypatch.setattr(bits, "TOKENS_PER_PASS", 20)
+    monkeypatch.setattr(bits, "SCORED_TOKENS_PER_PASS", 20)
     monkeypatch.setattr(decoder_pass, "LOGITS_AT_ONCE", 5 * V)
     # The same sums in other batches: float32 rounding only.
     np.testing.assert_allclose(token_nats(model, ids, EOS, 16, 10), whole, rtol=1e-5)

@@ -56,7 +56,7 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
         c |= {"attention_bias": draw(st.booleans()), "use_parallel_residual": draw(st.booleans()), "rotary_pct": 0.5}
     elif family == "starcoder2":
         c |= {"use_bias": draw(st.booleans())}
-    elif family in ("deepseek_v2", "deepseek_v3", "glm_moe_dsa"):
+    elif family in ("deepseek_v2", "deepseek_v3", "glm_moe_dsa", "kimi_k2"):
         c |= routed | {
             "n_routed_experts": experts, "n_shared_experts": draw(FEW), "moe_intermediate_size": draw(WIDTH),
             "first_k_dense_replace": draw(st.integers(0, 3)), "kv_lora_rank": draw(WIDTH), "q_lora_rank": draw(WIDTH),
@@ -110,6 +110,8 @@ def test_counts_agree_with_transformers_at_any_shape(family: str, data: st.DataO
 
     config = data.draw(configs(family))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        # Kimi K2 is DeepSeek-V3 in transformers, by another name on disk.
+        theirs = config | {"model_type": "deepseek_v3"} if family == "kimi_k2" else config
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**theirs))
     tensors = {id(t): t.numel() for t in model.state_dict(keep_vars=True).values()}
     assert count_parameters(spec_from_config(config)).total == sum(tensors.values())

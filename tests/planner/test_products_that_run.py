@@ -33,6 +33,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_oss": USUAL | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "minimax_m2": USUAL | {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 4},
     "deepseek_v3": USUAL | LATENT,
+    "kimi_k2": USUAL | LATENT,
     "glm_moe_dsa": USUAL | LATENT | {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 16},
     "qwen2_moe": USUAL | {
         "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20,
@@ -79,7 +80,8 @@ def test_forward_flops_are_those_that_torch_counts(family: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = {"model_type": family, **CONFIGS[family]}
-    theirs = AutoConfig.for_model(**config)
+    # Kimi K2 is DeepSeek-V3 in transformers, by another name on disk.
+    theirs = AutoConfig.for_model(**config | ({"model_type": "deepseek_v3"} if family == "kimi_k2" else {}))
     theirs._experts_implementation = "eager"
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(theirs, attn_implementation="eager").eval()
