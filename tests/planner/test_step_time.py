@@ -13,13 +13,15 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.families import read_spec
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.tables import load_hardware
-from twostroke.planner.serving.shape import ENGINES, Placement
+from twostroke.planner.serving.plan import strategy_of
+from twostroke.planner.serving.shape import ENGINES, Placement, ServingShape
 from twostroke.planner.serving.step_time import (
     MEASURED,
     Efficiencies,
     device_bytes,
     efficiencies,
     efficiencies_of,
+    front_end_s,
     one_pass,
     shards,
 )
@@ -200,3 +202,9 @@ def test_measured_points_of_70b_fp8_are_met(
     mixed = one_pass(llama_70b, "fp8", width, at, hardware, **common, prompt_tokens=prompt)
     found = fit.token_s(step, mixed, efficiencies_of(hardware, engine), (batch - 1) / output)
     assert 1e3 * found == pytest.approx(measured_ms, rel=0.15)
+
+
+def test_a_front_end_delays_first_tokens_of_measured_engines_alone(llama_70b: ModelSpec) -> None:
+    shape = ServingShape(engine="vllm", tensor=8)
+    assert strategy_of(llama_70b, shape, H100).front_end_s == front_end_s() > 0
+    assert strategy_of(llama_70b, shape, load_hardware("rtx-4090")).front_end_s == 0

@@ -12,7 +12,15 @@ from twostroke.planner.hardware.device import DATASHEET_NOTE, Hardware
 from twostroke.planner.money.power import Busy
 from twostroke.planner.serving.memory import weights_on_device
 from twostroke.planner.serving.shape import ServingShape
-from twostroke.planner.serving.step_time import Part, Pass, efficiencies_of, efficiencies_table, one_pass
+from twostroke.planner.serving.step_time import (
+    Part,
+    Pass,
+    efficiencies_of,
+    efficiencies_table,
+    front_end_s,
+    is_fitted,
+    one_pass,
+)
 from twostroke.planner.serving.strategy import Chunk, Step, Strategy
 from twostroke.planner.work.component import Work, merge
 
@@ -35,6 +43,7 @@ class Datasheet(Strategy):
             )
         else:
             self.note = _rate_note(hardware, shape.engine, spec.moe is not None)
+            self.front_end_s = front_end_s() if is_fitted(hardware) else 0.0
 
     def weights_bytes(self) -> float:
         return weights_on_device(self.spec, self.shape)

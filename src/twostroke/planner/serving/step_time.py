@@ -139,6 +139,12 @@ def efficiencies(engine: str = "any", device: str = "") -> Efficiencies:
     return Efficiencies(**values)
 
 
+def front_end_s() -> float:
+    """Seconds between a client and an engine before a first token: HTTP, tokenising, handing over; measured TTFT less the
+    simulated."""
+    return float(efficiencies_table()["front_end_s"])
+
+
 def is_fitted(hardware: Hardware) -> bool:
     """Whether engines were measured on ``hardware`` or on another device of its generation's table."""
     table = efficiencies_table()

@@ -50,12 +50,14 @@ class Strategy(ABC):
     """How one engine serves ``spec`` as ``shape`` says on ``hardware``.
 
     ``token_budget`` is the most tokens of prompts that a step computes, ``most_pages`` the most that its cache counts (None: no
-    limit). ``note`` is what a plan says of such predictions; empty for nothing.
+    limit). ``note`` is what a plan says of such predictions; empty for nothing. ``front_end_s`` is between a client under load
+    and the first token, beside the engine's steps.
     """
 
     token_budget = TOKEN_BUDGET
     most_pages: int | None = MAX_PAGES
     note = ""
+    front_end_s = 0.0
 
     def __init__(self, spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> None:
         self.spec, self.shape, self.hardware = spec, shape, hardware

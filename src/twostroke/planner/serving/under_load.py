@@ -87,7 +87,7 @@ class Server:
         self.plan, self.http = plan, http
         strategy = strategy_of(plan.spec, plan.shape, plan.hardware)
         self.policy: Policy = policy_of("twostroke" if plan.hardware.is_calibrated_cpu else plan.shape.engine)
-        self.steps = StepTable(strategy.step_seconds)
+        self.steps, self.front_end_s = StepTable(strategy.step_seconds), strategy.front_end_s
         self.speed_up = plan.step_s / plan.tpot_s  # of speculation
 
     def serve(self, workload: Workload, stretch: Stretch = Stretch()) -> Simulated:
@@ -101,7 +101,7 @@ class Server:
 
         plan = self.plan
         found = simulate(workload, self.policy, seconds, plan.pages, window=plan.spec.window_of_every_layer)
-        before_s = added_by_http(plan.hardware, 0).request_s if self.http else 0.0
+        before_s = added_by_http(plan.hardware, 0).request_s if self.http else self.front_end_s
         return replace(found, ttft_s=found.ttft_s.later(before_s), e2e_s=found.e2e_s.later(before_s))
 
     def lengths(self, spread: float) -> tuple[Lengths, Lengths]:
@@ -251,7 +251,7 @@ def largest_rate(
     """The highest rate that one copy carries within the SLO; None where it is not met even alone. Formulas say what is carried
     at all and keeps to the TPOT; below that the simulation is bisected."""
     step, server = step or step_of_batch(plan), server or Server(plan)
-    if not slo.met(plan.ttft_s, step(1.0)):
+    if not slo.met(server.front_end_s + plan.ttft_s, step(1.0)):
         return None
     high = _highest_carried(plan, slo, step)
     low, found = 0.0, at_rate(plan, high, step, server, spread, SEARCH_REQUESTS) if slo.is_free else None
