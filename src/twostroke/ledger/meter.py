@@ -35,7 +35,7 @@ class Counter(NamedTuple):
 
 
 def rapl_counters(folder: Path = POWERCAP) -> tuple[list[Counter], str]:
-    """A counter of each processor package and of the memory beside it, and why there is none (empty where there is one).
+    """A counter of each processor package and of the memory beside it; without any, the reason instead of an empty text.
 
     Zones inside a package are part of it; "psys" holds the packages once more, and is not read.
     """
@@ -62,8 +62,8 @@ def _reader(file: Path) -> Callable[[], int]:
 
 
 def nvml_counters(library: str = "libnvidia-ml.so.1") -> tuple[list[Counter], str]:
-    """A counter of each NVIDIA GPU, by the driver's own library (``nvmlDeviceGetTotalEnergyConsumption``, Volta and later), and
-    why there is none."""
+    """A counter of each NVIDIA GPU, by the driver's own library (``nvmlDeviceGetTotalEnergyConsumption``, Volta and later);
+    without any, the reason."""
     try:
         nvml = ctypes.CDLL(library)
     except OSError:
@@ -91,7 +91,7 @@ def _nvml_reader(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> Callable[[], int
 
 
 def counters_of(kind: Literal["cpu", "gpu"]) -> tuple[list[Counter], str]:
-    """The counters of the devices that do the work, and why there is none."""
+    """The counters of the devices that do the work; without any, the reason."""
     return nvml_counters() if kind == "gpu" else rapl_counters()
 
 

@@ -103,8 +103,8 @@ def compare(run: Run) -> list[Row]:
 FOLLOWS = {
     "energy_per_mtok_kwh": "no counter of energy was read.",
     "energy_kwh": "no counter of energy was read.",
-    "cost_per_mtok_usd": "it follows from the measured rate, and there is none.",
-    "cost_usd": "it follows from the measured time, and there is none.",
+    "cost_per_mtok_usd": "it follows from the measured rate, which is missing.",
+    "cost_usd": "it follows from the measured time, which is missing.",
 }
 """Why some predictions are never measured, by name."""
 

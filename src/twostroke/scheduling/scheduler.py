@@ -270,7 +270,7 @@ class Scheduler:
         return n_steps
 
     def _waits_for_an_end(self) -> bool:
-        """Whether no waiting request can be admitted before a running one has ended: there is none, or no slot is free, or the
+        """Whether no waiting request can be admitted before a running one has ended: none waits, or no slot is free, or the
         first was found to lack pages. Among several clients another may become the first."""
         if not self._waiting:
             return True

@@ -11,7 +11,7 @@ _SILENT = frozenset({
     "gpu", "graphics", "generation", "edition", "server", "workstation", "hbm2", "hbm2e", "hbm3", "hbm3e", "macbook",
     "mac", "studio",
 })  # fmt: skip
-"""Words that tell no device from another. "laptop" is none of them: a laptop's RTX 4090 is another chip."""
+"""Words that tell no device from another. "laptop" does tell them apart: a laptop's RTX 4090 is another chip."""
 
 _SERIES = ("rtx", "rx")
 """What people leave out before a number."""

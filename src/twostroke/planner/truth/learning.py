@@ -351,7 +351,7 @@ def fit_ledger(ledger: Ledger) -> list[Fit]:
 
 
 def profiles_in_use() -> list[MachineProfile]:
-    """The profiles that plans of this machine take their phases from. Raises ConfigError if there is none."""
+    """The profiles that plans of this machine take their phases from. Raises ConfigError if nothing was calibrated."""
     found = {profile.device: profile for phase in ENGINES if (profile := load_profile(phase)) is not None}
     if not found:
         raise ConfigError(
