@@ -99,7 +99,7 @@ WORDS = {"holds when": "holds under conditions", "not judged": "judged by no pla
 
 def _count(claim: Claim) -> str:
     """How many of a claim's figures hold, hold in part and break."""
-    found = Counter(figure.verdict for figure in claim.figures)
+    found: Counter[str] = Counter(figure.verdict for figure in claim.figures)
     words = {"holds": ("holds", "hold"), "holds when": ("in part", "in part"), "breaks": ("breaks", "break")}
     counts = [
         f"{found[verdict]} {one if found[verdict] == 1 else many}" for verdict, (one, many) in words.items() if found[verdict]
