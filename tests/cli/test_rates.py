@@ -34,7 +34,7 @@ def test_a_phase_that_was_not_has_no_line() -> None:
 
 
 def test_the_table_of_the_engine_alone_has_both_shares() -> None:
-    point = OfflinePoint(1, 0.025, 5120.0, 0.05, 200.0, 0.005, Achieved(PREFILL, DECODE, "native_int8"))
+    point = OfflinePoint(1, 0.025, 5120.0, 0.05, 200.0, 190.0, 0.005, Achieved(PREFILL, DECODE, "native_int8"))
     row = offline_text([point]).splitlines()[1].split()
     assert row == ["1", "25", "ms", "5,120", "1.08T", "45%", "5", "ms", "200.0", "32.8", "82%"]
     assert point.values()["decode_read_share"] == DECODE.read_share

@@ -89,11 +89,11 @@ def prepare(
             "max_mean_word": max_mean_word,
         }
     )
-    text = find_documents((*recipe.sources, *recipe.held_out), text_key)  # refuses what is not there before anything is told
+    n_bytes = 0
+    if recipe.layout == "text":  # refuses what is not there before anything is told
+        n_bytes = find_documents((*recipe.sources, *recipe.held_out), text_key).n_file_bytes
     notes: list[str] = []
-    with recording(
-        "prepare", ", ".join(sources), vars(recipe), functools.partial(_planned, recipe, text.n_file_bytes), log
-    ) as run:
+    with recording("prepare", ", ".join(sources), vars(recipe), functools.partial(_planned, recipe, n_bytes), log) as run:
         began = time.perf_counter()
         with progress("preparing data", 1.0) as advance:
 
