@@ -37,12 +37,9 @@ def measure_native_steps(
         for i, scheme in enumerate(schemes):
             tell(i / len(schemes), f"{scheme} steps of the engine")
             engines = Engines(Path(folder))
-
-            def round_of(scheme: str = scheme, engines: Engines = engines) -> list[float]:
-                return [_seconds(clock, engines.get(a.spec, scheme), prompts, a) for a in itertools.chain(*ANCHORS.values())]
-
-            rounds = [round_of() for _ in range(ROUNDS)]
-            for anchor, *seconds in zip(itertools.chain(*ANCHORS.values()), *rounds, strict=True):
+            anchors = [*itertools.chain(*ANCHORS.values())]
+            rounds = [[_seconds(clock, engines.get(a.spec, scheme), prompts, a) for a in anchors] for _ in range(ROUNDS)]
+            for anchor, *seconds in zip(anchors, *rounds, strict=True):
                 yield anchor.taking(scheme, min(seconds))
 
 
@@ -98,9 +95,16 @@ def _equation(anchor: NativeAnchor, like: ServingShape, whole_s: float, hardware
 
 
 CROWDINGS = (1.0, 1.5, 2.0, 3.0, 4.0)
+"""Tried in turn: how many times its own bytes a working set counts against the cache."""
+
 MOST_ERROR = 0.5
+"""Share by which one step may count against a crowding: a step that was disturbed must not choose it."""
+
 TRUSTED_ERROR = 0.1
+"""Share of a step within which its error is noise: one step, measured twice, differs by as much."""
+
 REWEIGHTINGS = 6
+"""Solutions in turn, each weighted by the errors of the one before."""
 
 
 def least_squares_above_zero(equations: Sequence[Equation], names: Sequence[str]) -> dict[str, float]:
