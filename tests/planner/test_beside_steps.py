@@ -8,9 +8,10 @@ import pytest
 
 from machines import machine, native, small_llama
 from twostroke.core.errors import ConfigError
-from twostroke.core.rates import HttpRates, Process, SamplingRate, TextRates, WeightRates
+from twostroke.core.rates import FirstUses, HttpRates, Process, SamplingRate, TextRates, WeightRates
 from twostroke.core.sampling_kinds import LOGPROBS, PENALTIES, SAMPLING_KINDS
-from twostroke.planner.serving.http import added_by_http, starts_over_http
+from twostroke.planner.serving.first_answer import as_first_answers
+from twostroke.planner.serving.http import http_front_end, starts_over_http, step_beside_http_s
 from twostroke.planner.serving.plan import plan_serving
 from twostroke.planner.serving.scoring import engine_token_s
 from twostroke.planner.serving.shape import ServingShape
@@ -59,9 +60,36 @@ def test_a_request_asks_for_what_its_parameters_say(params: SamplingParams, kind
 
 
 def test_http_adds_to_a_request_once_and_to_a_step_by_its_answers() -> None:
-    hardware = native(http=HttpRates(3e-3, 1e-4, 1e-5))
-    assert added_by_http(hardware, 4) == pytest.approx((3e-3, 1.4e-4))
-    assert added_by_http(native(), 4) == (0.0, 0.0)
+    hardware = native(http=HttpRates(3e-3, 1e-4, 1e-5, handling_s=1e-3))
+    assert http_front_end(hardware) == pytest.approx((1e-3, 2e-3))
+    assert step_beside_http_s(hardware, 4) == pytest.approx(1.4e-4)
+    assert http_front_end(native()) is None
+    assert step_beside_http_s(native(), 4) == 0.0
+
+
+def test_handling_a_request_takes_no_longer_than_all_of_what_comes_before_a_first_token() -> None:
+    assert http_front_end(native(http=HttpRates(1e-3, 0.0, 0.0, handling_s=4e-3))) == pytest.approx((1e-3, 0.0))
+
+
+def test_a_first_answer_takes_longer_and_a_long_one_no_more_than_a_short_one() -> None:
+    hardware = native(first_uses=FirstUses(2e-3, 1e-3, 20, 0.0, 0.0))
+    usual = {"prefill_tok_per_s": 1000.0, "ttft_s": 0.016, "tpot_s": 1e-3, "decode_tok_per_s": 1000.0, "e2e_s": 0.116}
+    usual |= {"output_tok_per_s": 101 / 0.116, "cost_per_mtok_usd": 1.0}
+    first = as_first_answers(usual, 16, 101, hardware)
+    assert first["ttft_s"] == pytest.approx(0.018)
+    assert first["prefill_tok_per_s"] == pytest.approx(16 / 0.018)
+    assert first["tpot_s"] == pytest.approx(0.101 / 100)
+    assert first["e2e_s"] == pytest.approx(0.119)
+    assert first["output_tok_per_s"] == pytest.approx(101 / 0.119)
+    assert as_first_answers(usual, 16, 11, hardware)["tpot_s"] == pytest.approx(0.0105 / 10)  # half of the 20 tokens
+    assert as_first_answers(usual, 16, 1, hardware)["tpot_s"] == usual["tpot_s"]
+    assert as_first_answers(usual, 16, 101, native()) == usual
+
+
+def test_quantising_takes_a_start_and_a_little_for_each_layer() -> None:
+    spec = small_llama()
+    plain, first = (native(weights=WEIGHTS, **more) for more in ({}, {"first_uses": FirstUses(0.0, 0.0, 1, 0.02, 0.003)}))
+    assert quantise_s(spec, "int8", first) == pytest.approx(quantise_s(spec, "int8", plain) + 0.02 + 0.003 * spec.n_layers)
 
 
 def test_a_server_starts_later_than_torch_is_imported() -> None:

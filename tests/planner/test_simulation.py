@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twostroke.core.errors import CapacityError, ConfigError
+from twostroke.planner.serving.http import FrontEnd
 from twostroke.planner.serving.policies import POLICIES, policy_of
 from twostroke.planner.serving.simulation import simulate
 from twostroke.planner.serving.strategy import Chunk
-from twostroke.planner.serving.workload import Lognormal, Uniform, Workload
+from twostroke.planner.serving.workload import Arrival, Lognormal, Uniform, Workload
 
 PAGES = 10**5
 
@@ -51,13 +52,13 @@ def workloads(draw: st.DrawFn) -> Workload:
 
 @given(
     workloads(), st.sampled_from(sorted(POLICIES)), st.sampled_from((30, 60, 2000)), st.sampled_from((2, 8, 64)),
-    st.sampled_from((64, 512)), st.sampled_from((None, 64)),
+    st.sampled_from((64, 512)), st.sampled_from((None, 64)), st.sampled_from((None, FrontEnd(0.0, 2e-3), FrontEnd(3e-3, 1e-3))),
 )  # fmt: skip
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=160, deadline=None)
 def test_steps_taken_at_once_give_what_they_give_one_by_one(
-    workload: Workload, engine: str, pages: int, max_running: int, token_budget: int, window: int | None
+    workload: Workload, engine: str, pages: int, max_running: int, token_budget: int, window: int | None, front: FrontEnd | None
 ) -> None:
-    limits = {"max_running": max_running, "token_budget": token_budget, "window": window}
+    limits = {"max_running": max_running, "token_budget": token_budget, "window": window, "front": front}
     at_once, one_by_one = (
         simulate(workload, POLICIES[engine], seconds, pages, one_by_one=slowly, **limits) for slowly in (False, True)
     )
@@ -228,3 +229,22 @@ def test_impossible_loads_are_refused(wrong: object) -> None:
 def test_a_request_that_no_cache_holds_is_refused() -> None:
     with pytest.raises(CapacityError, match="KV-cache pages"):
         simulate(Workload.closed(1, 1, 200, 10), policy_of("vllm"), seconds, 4)
+
+
+def test_a_front_end_takes_one_request_after_another() -> None:
+    """Three requests at once, 10 ms of handling each, 5 ms on the way, steps of 1 ms. The first two have their tokens when all
+    three are handled, after 30 ms; the last comes to the engine after 35."""
+    workload = Workload.open(math.inf, 3, 8, 4)
+    found = simulate(workload, policy_of("twostroke"), lambda *_: 1e-3, PAGES, front=FrontEnd(0.010, 0.005))
+    assert found.ttft_s.median == pytest.approx(0.030)
+    assert found.ttft_s.mean == pytest.approx((0.030 + 0.030 + 0.036) / 3)
+
+
+def test_tokens_wait_while_the_front_end_handles_a_request() -> None:
+    """The first request's tokens are computed after 11 to 15 ms. Another is sent after 12.5 and handled for 10, so the last
+    three of them come after 22.5. The other's come after 23.5 to 27.5, 11 to 15 ms after it was sent."""
+    arrivals = (Arrival(0.0, 8, 5), Arrival(0.0125, 8, 5))
+    found = simulate(Workload(arrivals), policy_of("twostroke"), lambda *_: 1e-3, PAGES, front=FrontEnd(0.010, 0.0))
+    assert found.e2e_s.mean == pytest.approx((0.0225 + 0.0150) / 2)
+    assert found.tpot_s.mean == pytest.approx((0.0115 + 0.004) / 2 / 4)
+    assert found.itl_s.median == pytest.approx(0.001)

@@ -13,7 +13,7 @@ from twostroke.core.policy import PAGE_TOKENS
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.money.cost import bill
-from twostroke.planner.serving.http import added_by_http
+from twostroke.planner.serving.http import http_front_end, idle_s
 from twostroke.planner.serving.memory import page_bytes
 from twostroke.planner.serving.plan import ServingPlan, plan_serving
 from twostroke.planner.serving.shape import ServingShape
@@ -44,18 +44,21 @@ def predict_load(spec: ModelSpec, load: LoadSpec, shape: ServingShape, hardware:
 
     Latencies and rates come from simulating the very load (``serving.simulation``); a prompt alone and a step are those of the
     mean lengths and of the requests that are in flight on average. HTTP adds what calibration measured of it to every step and
-    before every first token.
+    to every request.
     """
     alone = _plan(spec, load, shape, 1, hardware)
-    workload, http = workload_of(load), added_by_http(hardware, 1).request_s
-    found = Server(alone, http=True).serve(replace(workload, turnaround_s=http or workload.turnaround_s))
+    workload = workload_of(load)
+    if http_front_end(hardware) is not None:
+        workload = replace(workload, turnaround_s=0.0)  # a user asks again at once, and what HTTP takes is simulated
+    found = Server(alone, http=True).serve(workload)
     plan = _plan(spec, load, shape, max(1, round(found.concurrency)), hardware)
+    prefill_s = plan.ttft_s + idle_s(hardware)
     values = {
         "concurrency": found.concurrency,
         "output_tok_per_s": found.output_tok_per_s,
         "requests_per_s": found.requests_per_s,
-        "prefill_s": plan.ttft_s,
-        "prefill_tok_per_s": plan.prefill_tok_per_s,
+        "prefill_s": prefill_s,
+        "prefill_tok_per_s": plan.prefill_tok_per_s * plan.ttft_s / prefill_s,
         "decode_step_s": plan.tpot_s,
         "decode_tok_per_s": plan.decode_tok_per_s,
         **_latency_values({name: getattr(found, f"{name}_s") for name in LATENCIES}),

@@ -9,64 +9,61 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-from twostroke.calibration.serving_steps import Engines, Prompts, decode_step_s, prefill_step_s
+from twostroke.calibration.serving_steps import Engines, Prompts, prefill_step_s, write_tokenizer
 from twostroke.calibration.timing import Clock
 from twostroke.calibration.transformer import straight_line
 from twostroke.core.rates import HttpRates
 from twostroke.planner.hardware.anchors import anchor_spec
 
 FEW_USERS, MANY_USERS = 1, 4
-PROMPT, OUTPUT, REQUESTS = 32, 48, 24
-WIDTH, LAYERS, VOCABULARY = 256, 2, 8192
+PROMPT, OUTPUT, REQUESTS, ROUNDS = 32, 48, 48, 2
+FULL_USERS, SHORT_OUTPUT, FULL_REQUESTS = 8, 2, 160
+"""A load that keeps the HTTP process busy with requests: what one more takes is what it does for it."""
+
+WIDTH, LAYERS, VOCABULARY = 128, 1, 8192
 SCHEME = "bf16"
 TIMEOUT_S = 60.0
 
 
 def measure_http(clock: Clock) -> HttpRates | None:
-    """HTTP's share of the first token at one user, and of the time between tokens at two numbers of users: medians of
-    ``REQUESTS`` requests less the engine's own time, threads that wait for each other's processor included. None if the server
-    cannot run here."""
+    """HTTP's share of the first token, and of the time between tokens at two numbers of users: medians of ``REQUESTS`` requests
+    less the engine's own time, in ``ROUNDS`` loads. The engine's steps are those that the server counted in the same load,
+    because a machine's speed may change before another. Handling a request takes what one more of them takes where answers are
+    short and the HTTP process is never idle. None if the server cannot run here."""
     with tempfile.TemporaryDirectory(prefix="twostroke-http-") as folder:
         place, prompts = Path(folder), Prompts()
         engines = Engines(place)
         engine = engines.get(anchor_spec(WIDTH, LAYERS, VOCABULARY, WIDTH // 128), SCHEME)
         directory = engines.directory(engine.spec)
-        _write_tokenizer(directory)
-        context = PROMPT + OUTPUT // 2
-        steps = [decode_step_s(clock, engine, prompts, users, context) for users in (FEW_USERS, MANY_USERS)]
+        write_tokenizer(directory, VOCABULARY)
         prefill_s = prefill_step_s(clock, engine, prompts, PROMPT)
         del engine, engines
-        served = [_served(directory, users, place / "home") for users in (FEW_USERS, MANY_USERS)]
-    if served[0] is None or served[1] is None:
-        return None
-    beyond = [max(0.0, one["tpot_s"] - step_s) for one, step_s in zip(served, steps, strict=True) if one is not None]
+        try:
+            loads = ((FEW_USERS, OUTPUT, REQUESTS), (MANY_USERS, OUTPUT, REQUESTS), (FULL_USERS, SHORT_OUTPUT, FULL_REQUESTS))
+            few, many, full = ([_served(directory, load, place / "home") for _ in range(ROUNDS)] for load in loads)
+        except (OSError, ValueError, KeyError, subprocess.SubprocessError):
+            return None
+    beyond = [max(0.0, median(one["tpot_s"] - one["decode_step_s"] for one in rounds)) for rounds in (few, many)]
     step_s, answer_s = straight_line(FEW_USERS, MANY_USERS, *beyond)
-    start_s = min(one["startup_s"] for one in served if one is not None)
-    return HttpRates(max(0.0, served[0]["ttft_s"] - prefill_s), max(0.0, step_s), max(0.0, answer_s), start_s)
+    request_s = max(0.0, median(one["ttft_s"] for one in few) - prefill_s)
+    start_s = min(one["startup_s"] for one in (*few, *many, *full))
+    handling_s = 1 / median(one["requests_per_s"] for one in full)
+    idle_s = max(0.0, median(one["prefill_s"] for one in (*few, *many)) - prefill_s)
+    return HttpRates(request_s, max(0.0, step_s), max(0.0, answer_s), start_s, handling_s, idle_s)
 
 
-def _served(directory: Path, users: int, home: Path) -> dict[str, float] | None:
-    """Medians of a closed loop of ``users`` on a server of its own. Its ledger is ``home``'s, which goes with the folder."""
-    lengths = ["--prompt-tokens", str(PROMPT), "--output-tokens", str(OUTPUT), "--requests", str(REQUESTS)]
+def _served(directory: Path, load: tuple[int, int, int], home: Path) -> dict[str, float]:
+    """Medians of a closed loop of so many users, tokens an answer and requests, on a server of its own with the ledger of
+    ``home``. Raises OSError, ValueError, KeyError or SubprocessError if the server cannot run, or answers nothing."""
+    users, output, requests = load
+    lengths = ["--prompt-tokens", str(PROMPT), "--output-tokens", str(output), "--requests", str(requests)]
     command = [sys.executable, "-P", "-m", "twostroke.cli.main", "bench", "serve", str(directory), "--json", *lengths]
     command += ["--users", str(users), "--dtype", SCHEME]
     environment = os.environ | {"TWOSTROKE_HOME": str(home)}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True, env=environment)
-        document = json.loads(done.stdout)
-        measured: dict[str, float] = document["measurement"] | {"startup_s": document["server"]["startup_s"]}
-    except (OSError, ValueError, KeyError, subprocess.SubprocessError):
-        return None
-    return measured if {"ttft_s", "tpot_s"} <= measured.keys() else None
-
-
-def _write_tokenizer(directory: Path) -> None:
-    """A byte-level tokenizer without merges: every byte of a prompt is a token."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(directory / "tokenizer.json"))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True, env=environment)
+    document = json.loads(done.stdout)
+    found = document["measurement"] | {"startup_s": document["server"]["startup_s"]}
+    names = ("ttft_s", "tpot_s", "prefill_s", "decode_step_s", "requests_per_s", "startup_s")
+    return {name: found[name] for name in names}

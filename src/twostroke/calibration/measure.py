@@ -197,6 +197,8 @@ def calibrate(
     write_rate, read_rate = measure_disk(extent.disk_bytes)
     training = TrainingRates(attends_natively=device == "cpu" and training_attention.is_available())
     if only != "serve":
+        if extent.compile:
+            start_compiler(device)  # in the user's own cache, so that the first run does not wait 12 s for it
         with empty_compile_cache():
             training = _measure_training(clock, extent, training, lambda done, note: tell(0.02 + 0.51 * done, note))
         tell(0.53, "around the blocks")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from twostroke.calibration.timing import DISTURBED_SHARE, Clock, Window
 from twostroke.core.engine_settings import EngineSettings
@@ -113,3 +115,14 @@ def prefill_step_s(clock: Clock, engine: EngineCore, prompts: Prompts, n_tokens:
             engine.step()
 
     return _steady_s(clock, answer)
+
+
+def write_tokenizer(directory: Path, vocabulary: int) -> None:
+    """A tokenizer without merges, for a model of up to 8,931 tokens: every letter of a prompt is one, and every id is text. A
+    token that is no whole character, or has no text, would be sent together with a later one, and could not be timed."""
+    letters = "".join(map(chr, range(33, 127)))
+    pieces = ["Ġ", *letters, *map("".join, itertools.product(letters, letters))][:vocabulary]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(pieces)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))

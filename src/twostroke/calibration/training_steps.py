@@ -38,6 +38,9 @@ WARM_UP_STEPS = 1
 SECONDS = 1.2
 """Steps repeat for so long after the warm-up, and up to three times as long until ``LEAST_STEPS`` were undisturbed."""
 
+PARTS = ("forward", "backward", "optimizer")
+SMALL_WIDTH, ROUNDS = 128, 3
+
 PEAK_STEPS = 5
 PEAK_TIMEOUT_S = 120
 
@@ -67,14 +70,22 @@ def _training_step(
 
 def measure_steps(clock: Clock, anchor: TrainingAnchor, dtype: str, mode: Mode, method: str = "full") -> list[TrainingStep]:
     """``measure_depth`` of both depths, the shallow one first; nothing if compiling does not work. The second depth compiles
-    nothing, because all layers share one graph."""
-    found: list[TrainingStep] = []
-    for n_layers in (anchor.shallow, anchor.deep):
+    nothing, because all layers share one graph. Small compiled steps, which others' programs slow for a second at a time, are
+    the mean of ``ROUNDS`` in turns."""
+    rounds = ROUNDS if mode == "compiled" and anchor.width <= SMALL_WIDTH else 1
+    found: dict[int, list[TrainingStep]] = {anchor.shallow: [], anchor.deep: []}
+    for n_layers in (*found,) * rounds:
         step = measure_depth(clock, anchor, n_layers, dtype, mode, method)
         if step is None:
             break
-        found.append(step)
-    return found
+        found[n_layers].append(step)
+    return [_mean(steps) for steps in found.values() if steps]
+
+
+def _mean(steps: list[TrainingStep]) -> TrainingStep:
+    """The first of ``steps`` with the mean times of all."""
+    times = {f"{name}_s": statistics.mean(getattr(step, f"{name}_s") for step in steps) for name in PARTS}
+    return replace(steps[0], **times)
 
 
 def measure_depth(
@@ -111,7 +122,7 @@ def measure_depth(
                 break
     clock.count(shares)
     steady = clean or disturbed
-    forward, backward, optimizer = (statistics.median(p[part] for p in steady) for part in ("forward", "backward", "optimizer"))
+    forward, backward, optimizer = (statistics.median(p[part] for p in steady) for part in PARTS)
     return TrainingStep(anchor.width, n_layers, dtype, mode, forward, backward, optimizer, first_s, method=method)
 
 

@@ -211,6 +211,7 @@ def _planned(directory: Path, prompts: Sequence[str], params: SamplingParams, en
     from twostroke.core.families import read_spec
     from twostroke.data.tokenizer import load_tokenizer
     from twostroke.planner.hardware.tables import load_hardware
+    from twostroke.planner.serving.first_answer import as_first_answers
     from twostroke.planner.serving.plan import plan_serving
     from twostroke.planner.serving.under_load import Server
     from twostroke.planner.serving.workload import Workload
@@ -235,4 +236,6 @@ def _planned(directory: Path, prompts: Sequence[str], params: SamplingParams, en
     at_once = Workload.open(math.inf, shape.prompts, shape.prompt_tokens, shape.output_tokens, answers=shape.answers)
     found = Server(plan).serve(at_once)
     together = {"ttft_s": found.ttft_s.median, "e2e_s": found.e2e_s.median, "output_tok_per_s": found.output_tok_per_s}
-    return Planned({**plan.prediction(), **together}, hardware, {"shape": vars(shape)})
+    tokens = shape.prompts * shape.prompt_tokens
+    values = as_first_answers({**plan.prediction(), **together}, tokens, shape.output_tokens, hardware)
+    return Planned(values, hardware, {"shape": vars(shape)})

@@ -223,14 +223,30 @@ class SamplingRate:
 
 
 @dataclass(frozen=True)
+class FirstUses:
+    """What a command takes the first time in a new process: the first prompt and the ``tokens`` after it beyond later ones, and
+    quantising a model: at all, and each layer of small matrices."""
+
+    prompt_s: float
+    tokens_s: float
+    tokens: int
+    quantise_s: float
+    quantise_layer_s: float
+
+
+@dataclass(frozen=True)
 class HttpRates:
-    """What HTTP adds to the engine: seconds of a request before its first token, of a step, and of each answer in it. A server
-    of a tiny model is ready ``start_s`` after its command; None: not measured."""
+    """What HTTP adds to the engine: seconds of a request before its first token where no other is under way, of a step, and of
+    each answer in it. Requests that come together are handled one after another, ``handling_s`` each. A prompt takes ``idle_s``
+    longer if the engine had nothing to do before. A server of a tiny model is ready ``start_s`` after its command; None: not
+    measured."""
 
     request_s: float
     step_s: float
     answer_s: float
     start_s: float | None = None
+    handling_s: float = 0.0
+    idle_s: float = 0.0
 
 
 # -- what runs taught -----------------------------------------------------------------------------------------------------
@@ -279,4 +295,5 @@ class Measurements:
     text: TextRates | None = None
     weights: WeightRates = field(default_factory=WeightRates)
     sampling: tuple[SamplingRate, ...] = ()
+    first_uses: FirstUses | None = None
     http: HttpRates | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 from pathlib import Path
@@ -32,13 +31,6 @@ def available_bytes() -> int:
         except (OSError, ValueError):  # no such group, or "max"
             continue
     return max(available, 0)
-
-
-def return_freed_memory() -> None:
-    """Give freed memory back to the system. glibc keeps blocks below 32 MB, and packing a model frees hundreds of megabytes."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def untouched_zeros(n_bytes: int) -> npt.NDArray[np.uint8]:

@@ -30,10 +30,10 @@ import numpy as np
 import numpy.typing as npt
 
 from twostroke.core.errors import ConfigError
+from twostroke.core.heap import return_freed_memory
 from twostroke.core.paths import packed_dir
 from twostroke.core.policy import LEAST_KEPT_PACKED_BYTES
 from twostroke.core.private_folder import PrivateFolder, private_folder
-from twostroke.engine.memory import return_freed_memory
 from twostroke.kernels.native_library import library
 from twostroke.kernels.native_matrix import NativeMatrix
 

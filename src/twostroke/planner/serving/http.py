@@ -8,17 +8,31 @@ from typing import Any, NamedTuple
 from twostroke.planner.hardware.device import Hardware
 
 
-class Added(NamedTuple):
-    """Seconds before a first token, and in each step."""
+class FrontEnd(NamedTuple):
+    """A process before the engine that handles one request after another, ``handling_s`` each. A request comes to the engine
+    ``delay_s`` later. Tokens wait meanwhile."""
 
-    request_s: float
-    step_s: float
+    handling_s: float
+    delay_s: float
 
 
-def added_by_http(hardware: Hardware, users: float) -> Added:
-    """At ``users`` answers in a step, as calibration measured it at one and at four; nothing where it was not measured."""
+def http_front_end(hardware: Hardware) -> FrontEnd | None:
+    """As calibration measured it; None where it did not."""
     rates = hardware.http
-    return Added(0.0, 0.0) if rates is None else Added(rates.request_s, rates.step_s + users * rates.answer_s)
+    if rates is None:
+        return None
+    return FrontEnd(min(rates.handling_s, rates.request_s), max(0.0, rates.request_s - rates.handling_s))
+
+
+def idle_s(hardware: Hardware) -> float:
+    """What a prompt takes longer on a server that had nothing to do, as calibration measured it; 0 where it did not."""
+    return 0.0 if hardware.http is None else hardware.http.idle_s
+
+
+def step_beside_http_s(hardware: Hardware, users: float) -> float:
+    """What a step of ``users`` answers takes longer, as calibration measured it at one and at four; 0 where it did not."""
+    rates = hardware.http
+    return 0.0 if rates is None else rates.step_s + users * rates.answer_s
 
 
 def starts_over_http(prediction: Mapping[str, Any], hardware: Hardware) -> dict[str, float]:

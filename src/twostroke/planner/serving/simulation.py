@@ -17,6 +17,7 @@ from typing import Annotated
 
 from twostroke.core.distribution import Distribution
 from twostroke.core.policy import PAGE_TOKENS
+from twostroke.planner.serving.http import FrontEnd
 from twostroke.planner.serving.policies import Policy
 from twostroke.planner.serving.strategy import Chunk, StepSeconds
 from twostroke.planner.serving.workload import Arrival, Workload
@@ -136,10 +137,12 @@ def simulate(
     token_budget: int | None = None,
     page_tokens: int = PAGE_TOKENS,
     window: int | None = None,
+    front: FrontEnd | None = None,
     one_by_one: bool = False,
 ) -> Simulated:
     """Serve ``workload`` on one copy of a model whose cache has ``pages``. ``max_running`` and ``token_budget`` replace the
-    policy's. Raises CapacityError for a request that never fits."""
+    policy's. Requests and tokens go through ``front``, None: at once. Raises CapacityError for a request that never
+    fits."""
     budget = token_budget or policy.token_budget
     config = SchedulerConfig(
         token_budget=budget,
@@ -151,24 +154,29 @@ def simulate(
     )
     if not any(arrival.blocks or arrival.answers > 1 for arrival in workload.arrivals):
         alone = replace(config, prefix_cache=False)
-        found = _Run(workload, policy, alone, step_seconds, CountedPages(pages)).to_the_end(one_by_one)
+        found = _Run(workload, policy, alone, step_seconds, CountedPages(pages), front).to_the_end(one_by_one)
         if not found.preemptions:  # a preempted request finds its own pages again
             return found
-    return _Run(workload, policy, config, step_seconds, None).to_the_end(one_by_one)
+    return _Run(workload, policy, config, step_seconds, None, front).to_the_end(one_by_one)
 
 
 class _Run:
     def __init__(
-        self, workload: Workload, policy: Policy, config: SchedulerConfig, step_seconds: StepSeconds, pool: PagePool | None
-    ) -> None:
+        self, workload: Workload, policy: Policy, config: SchedulerConfig, step_seconds: StepSeconds, pool: PagePool | None,
+        front: FrontEnd | None,
+    ) -> None:  # fmt: skip
         self.workload, self.step_seconds = workload, step_seconds
+        self.front = front or FrontEnd(0.0, 0.0)
+        self.front_free_s = 0.0
         self.scheduler = policy.scheduler(config, pool)
         self.params: dict[int, SamplingParams] = {}
         self.now = 0.0
+        self.sent_s = 0.0  # when the last step's tokens came to their clients
         # arrivals
         self.places, self.next = workload.places, 0  # free places, the first arrival without one
         self.due: list[tuple[float, int]] = []  # a heap of those that have a place, by the time that they come
-        self.waiting: deque[tuple[float, int]] = deque()  # have come, and the scheduler would only queue them
+        self.coming: deque[tuple[float, float, int]] = deque()  # sent to the front end: when they are through, sent, which
+        self.waiting: deque[tuple[float, int]] = deque()  # are through, and the scheduler would only queue them
         self.n_added = 0
         self.served: dict[str, _Served] = {}  # unfinished requests in the scheduler
         self.n_groups = 0  # unfinished prompts in the scheduler
@@ -195,12 +203,21 @@ class _Run:
             self.places -= 1
             self.next += 1
 
-    def _let_in(self) -> None:
-        """Hand the scheduler what has come. More than it has slots for would only lie there."""
+    def _receive(self) -> None:
+        """The front end takes what was sent until now, one request after another."""
         while self.due and self.due[0][0] <= self.now:
-            self.waiting.append(heappop(self.due))
-            self.sums.in_flight_s += self.now - self.waiting[-1][0]  # it came during the last step
-        self.peak = max(self.peak, self.n_groups + len(self.waiting))
+            sent_s, index = heappop(self.due)
+            self.front_free_s = max(self.front_free_s, sent_s) + self.front.handling_s
+            self.coming.append((self.front_free_s + self.front.delay_s, sent_s, index))
+            self.sums.in_flight_s += self.now - sent_s  # it came during the last step
+
+    def _let_in(self) -> None:
+        """Hand the scheduler what has come through. More than it has slots for would only lie there."""
+        self._receive()
+        while self.coming and self.coming[0][0] <= self.now:
+            _, sent_s, index = self.coming.popleft()
+            self.waiting.append((sent_s, index))
+        self.peak = max(self.peak, self.n_groups + len(self.coming) + len(self.waiting))
         while self.waiting and self.scheduler.n_waiting <= self.scheduler.config.max_running:
             self._add(*self.waiting.popleft())
 
@@ -234,10 +251,11 @@ class _Run:
         while True:
             self._let_in()
             if not self.scheduler.has_work:
-                if not self.due:
+                next_s = self._next_s()
+                if next_s == math.inf:
                     return self._result()
-                self._wait(self.due[0][0] - self.now)
-                self.now = self.due[0][0]
+                self._wait(next_s - self.now)
+                self.now = next_s
                 continue
             n_steps = 0 if one_by_one or self.pending else self.scheduler.steady_steps()
             ended = self._steady(n_steps) if n_steps > 1 else self._step()
@@ -245,7 +263,11 @@ class _Run:
             for request in ended:
                 self._end(request)
             if len(self.times.e2e) > before:
-                self.ended = replace(self.sums)
+                self.ended = replace(self.sums, at_s=self.sent_s)
+
+    def _next_s(self) -> float:
+        """When a request is sent or comes through the front end; inf after the last."""
+        return min(self.due[0][0] if self.due else math.inf, self.coming[0][0] if self.coming else math.inf)
 
     def _step(self) -> list[Request]:
         step = self.scheduler.schedule()
@@ -276,7 +298,7 @@ class _Run:
         """Up to ``n_steps`` steps in which the same requests decode, until another comes."""
         decoding = self.scheduler.decoding
         n, tokens = len(decoding), sum(request.n_computed for request in decoding)
-        until_s = self.due[0][0] if self.due else math.inf
+        until_s = self._next_s()
         taken = 0
         while taken < n_steps and (taken == 0 or self.now < until_s):
             self._pass(n, tokens + taken * n, ())
@@ -301,19 +323,21 @@ class _Run:
         sums.prompts_s += seconds if chunks else 0.0
         sums.tokens += n + sum(chunk.samples for chunk in chunks)
         sums.steps += 1
+        self._receive()
+        self.sent_s = max(self.front_free_s, self.now)
         if n:
             gaps, older = self.times.itl, self.n_decoding
             for at_s, count in self.fresh.items():
-                gaps[self.now - at_s] += count
+                gaps[self.sent_s - at_s] += count
                 older -= count
-            gaps[self.now - self.last_decode_s] += older
+            gaps[self.sent_s - self.last_decode_s] += older
             self.fresh.clear()
-            self.last_decode_s = self.now
+            self.last_decode_s = self.sent_s
 
     def _wait(self, seconds: float) -> None:
         self.now += seconds
         self.sums.at_s = self.now
-        self.sums.in_flight_s += seconds * (self.n_groups + len(self.waiting))
+        self.sums.in_flight_s += seconds * (self.n_groups + len(self.coming) + len(self.waiting))
 
     # -- what happens to a request
 
@@ -323,16 +347,16 @@ class _Run:
         served = self.served[request.id]
         reported = served.group.reported
         if math.isnan(served.first_s):
-            served.first_s = self.now
+            served.first_s = self.sent_s
             if math.isnan(served.group.first_s):
-                served.group.first_s = self.now
+                served.group.first_s = self.sent_s
         elif reported:
-            self.times.itl[self.now - served.last_s] += 1
-        served.last_s = self.now
+            self.times.itl[self.sent_s - served.last_s] += 1
+        served.last_s = self.sent_s
         if reported:
             served.decodes = True
             self.n_decoding += 1
-            self.fresh[self.now] += 1
+            self.fresh[self.sent_s] += 1
 
     def _leave(self, name: str) -> _Served:
         """It decodes no longer: it has ended, or was preempted."""
@@ -351,16 +375,17 @@ class _Run:
         del self.served[request.id]
         group, n = served.group, request.n_output
         if group.reported and n > 1:
-            times.tpot.append((self.now - served.first_s) / (n - 1))
+            times.tpot.append((self.sent_s - served.first_s) / (n - 1))
         group.left -= 1
         if group.left:
             return
         self.n_groups -= 1
         self.sums.ended += 1
+        self.sums.in_flight_s += self.sent_s - self.now
         if group.reported:
-            times.add(group, self.now)
+            times.add(group, self.sent_s)
         self.places += 1
-        self._take_places(self.now + (self.workload.turnaround_s if self.workload.users else 0.0))
+        self._take_places(self.sent_s + (self.workload.turnaround_s if self.workload.users else 0.0))
 
     def _result(self) -> Simulated:
         times, scheduler, began, ended = self.times, self.scheduler, self.began, self.ended

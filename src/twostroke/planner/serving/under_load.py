@@ -22,7 +22,7 @@ from twostroke.core.checks import check_limit
 from twostroke.core.described import LeftOut
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.planner.money.cost import usd_per_million_tokens
-from twostroke.planner.serving.http import added_by_http
+from twostroke.planner.serving.http import http_front_end, step_beside_http_s
 from twostroke.planner.serving.load import Latency, closed_loop, several_servers_wait_s
 from twostroke.planner.serving.plan import ServingPlan, strategy_of
 from twostroke.planner.serving.policies import Policy, policy_of
@@ -81,7 +81,7 @@ class Stretch(NamedTuple):
 
 class Server:
     """One copy of the planned model: its steps, worked out once for any number of workloads. ``http``: reached by HTTP, which
-    adds to each step and before each first token what calibration measured of it."""
+    adds to each step and before each first token what calibration measured of it, one request after another."""
 
     def __init__(self, plan: ServingPlan, http: bool = False) -> None:
         self.plan, self.http = plan, http
@@ -94,14 +94,15 @@ class Server:
         """What ``workload`` finds there."""
 
         def seconds(decoding: int, context: float, chunks: Sequence[Chunk]) -> float:
-            beside_s = added_by_http(plan.hardware, decoding).step_s if self.http else 0.0
+            beside_s = step_beside_http_s(plan.hardware, decoding) if self.http else 0.0
             if not chunks:
                 return stretch.decode / self.speed_up * self.steps(decoding, context, ()) + beside_s
             return stretch.prompts * self.steps(decoding, context, chunks) + beside_s
 
         plan = self.plan
-        found = simulate(workload, self.policy, seconds, plan.pages, window=plan.spec.window_of_every_layer)
-        before_s = added_by_http(plan.hardware, 0).request_s if self.http else self.front_end_s
+        front = http_front_end(plan.hardware) if self.http else None
+        found = simulate(workload, self.policy, seconds, plan.pages, window=plan.spec.window_of_every_layer, front=front)
+        before_s = 0.0 if self.http else self.front_end_s
         return replace(found, ttft_s=found.ttft_s.later(before_s), e2e_s=found.e2e_s.later(before_s))
 
     def lengths(self, spread: float) -> tuple[Lengths, Lengths]:

@@ -33,7 +33,10 @@ def quantise_s(spec: ModelSpec, scheme: str, hardware: Hardware, fitted_tokens: 
     rounding_s = parameters.block_matrices / letter("rounding", rate)
     if fitted_tokens:
         rounding_s = EXPECTED_PASSES * _pass_s(spec, hardware, fitted_tokens, row_tokens)
-    return named("quantize_s", moving_s + rounding_s + writing_s, "s", "reading, rounding and writing all weights", "measured")
+    first = hardware.first_uses
+    start_s = first.quantise_s + spec.n_layers * first.quantise_layer_s if first else 0.0
+    seconds = start_s + moving_s + rounding_s + writing_s
+    return named("quantize_s", seconds, "s", "a start, and reading, rounding and writing all weights", "measured")
 
 
 def _pass_s(spec: ModelSpec, hardware: Hardware, n_tokens: int, row_tokens: int) -> float:
