@@ -49,7 +49,10 @@ SCORED = {
         "peak_memory_bytes", "step_time_s", "forward_s", "backward_s", "optimizer_s", "train_tok_per_s",
     ),
     "serve": ("weights_bytes", TRANSFORMERS, "kv_cache_bytes", "ttft_s", "tpot_s", "prefill_tok_per_s", "decode_tok_per_s"),
-    "http": ("ttft_s", "tpot_s", "e2e_s", "decode_step_s", "output_tok_per_s", "startup_s", "warm_startup_s"),
+    "http": (
+        "ttft_s", "ttft_p90_s", "ttft_p99_s", "tpot_s", "tpot_p90_s", "itl_p90_s", "itl_p99_s", "e2e_s", "prefill_s",
+        "decode_step_s", "output_tok_per_s", "concurrency", "startup_s", "warm_startup_s",
+    ),
 }  # fmt: skip
 """Start-up and run time of training depend on how warm the compile cache is: they are in the raw data and not scored."""
 

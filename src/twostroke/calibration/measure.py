@@ -38,6 +38,7 @@ from twostroke.calibration.products import (
     measure_peak,
     weight_only_limit,
 )
+from twostroke.calibration.thread_limits import measure_thread_limits
 from twostroke.calibration.timing import Clock
 from twostroke.calibration.training_steps import in_a_new_process, measure_steps
 from twostroke.calibration.transformer import (
@@ -65,6 +66,7 @@ from twostroke.core.rates import (
     Conditions,
     Engine,
     NativeRates,
+    NativeStep,
     Process,
     TrainingRates,
     TrainingStep,
@@ -227,9 +229,13 @@ def calibrate(
     native = None
     if serves_natively:
         passes = tuple(measure_native_passes(clock, extent.native_schemes)) if extent.whole_steps else ()
-        steps = measure_native_steps(clock, lambda done, note: tell(0.86 + 0.14 * done, note)) if extent.whole_steps else ()
+        steps: tuple[NativeStep, ...] = ()
+        if extent.whole_steps:
+            tell(0.87, "one thread or all")
+            crossovers = measure_thread_limits(clock, crossovers)
+            steps = tuple(measure_native_steps(clock, crossovers, lambda done, note: tell(0.88 + 0.11 * done, note)))
         native = NativeRates(
-            float(NATIVE_WORKING_SET_BYTES), tuple(steps), passes=passes, n_threads=torch.get_num_threads() if passes else 1
+            float(NATIVE_WORKING_SET_BYTES), steps, passes=passes, n_threads=torch.get_num_threads() if passes else 1
         )
     elif device == "cpu" and not is_native and only != "train":
         tell(0.86, "attention of the engine")

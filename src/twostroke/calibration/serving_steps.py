@@ -6,12 +6,14 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from twostroke.calibration.timing import DISTURBED_SHARE, Clock, Window
+from twostroke.core.crossovers import Crossovers
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.schemes import scheme_of
 from twostroke.core.spec import ModelSpec
@@ -28,14 +30,15 @@ GROUP = 4
 LONGEST_GROUP_S = 0.03
 LEAST_GROUPS = 4
 MOST_GROUPS = 40
-SECONDS = 0.06
+SECONDS = 0.03
 
 
 class Engines:
-    """Engines on random models, made when they are asked for and kept as long as this object."""
+    """Engines on random models, made when they are asked for and kept as long as this object. They choose by ``crossovers``;
+    None: by those of the stored profile."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, crossovers: Crossovers | None = None) -> None:
+        self._folder, self._crossovers = folder, crossovers
         self._engines: dict[tuple[ModelSpec, str], EngineCore] = {}
 
     def get(self, spec: ModelSpec, scheme: str) -> EngineCore:
@@ -47,7 +50,10 @@ class Engines:
                 initialise(decoder, 0)
                 save_model(decoder, spec, directory, "bf16")
             n_bytes = 2 * spec.n_layers * spec.d_model * int(scheme_of(scheme).kept_bytes) * CACHE_TOKENS
-            self._engines[key] = EngineCore(directory, EngineSettings(dtype=scheme, kv_cache_bytes=n_bytes))
+            engine = EngineCore(directory, EngineSettings(dtype=scheme, kv_cache_bytes=n_bytes))
+            if self._crossovers is not None:
+                engine.plan = replace(engine.plan, crossovers=self._crossovers)
+            self._engines[key] = engine
         return self._engines[key]
 
     def directory(self, spec: ModelSpec) -> Path:

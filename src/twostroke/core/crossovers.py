@@ -30,7 +30,7 @@ class Crossovers:
 
     ``one_thread_max_flop``, ``one_thread_max_bytes``: an engine step below both runs on one thread, because waiting for one
     another in a hundred small operations costs two threads what they gain, and far more where others use the cores. Step time
-    on two cores, one against two threads, milliseconds::
+    on two cores, one against two threads, milliseconds (`twostroke calibrate` measures this machine's)::
 
         model, rows     6M, 1        6M, 4        6M, 16       6M, 32       12M, 1       135M, 1
         quiet           1.28 1.25    1.98 1.98    2.43 1.82    3.83 1.78    2.10 2.39    13.9 13.0

@@ -115,6 +115,9 @@ _QUANTITIES |= {
     for latency, of in (("ttft", "ttft_s"), ("tpot", "tpot_s"), ("itl", "tpot_s"), ("e2e", "e2e_s"))
     for percentile in ("median", "p90", "p95", "p99")
 }
+_QUANTITIES |= {
+    f"{of}_{percentile}_s": ("decode_tail", "serve", _TIME) for of in ("tpot", "itl") for percentile in ("p90", "p95", "p99")
+}
 
 
 class Interval:
