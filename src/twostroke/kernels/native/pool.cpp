@@ -51,8 +51,8 @@ bool spin_briefly(const Word& word, uint32_t value) {
     return false;
 }
 
-bool spin_longer(const Word& word, uint32_t value) {
-    const auto end = Clock::now() + std::chrono::duration<double>(Pool::kSpinS);
+bool spin_longer(const Word& word, uint32_t value, double seconds) {
+    const auto end = Clock::now() + std::chrono::duration<double>(seconds);
     do {
         for (int i = 0; i < 20; ++i) {
             if (word.load(std::memory_order_acquire) != value) return true;
@@ -84,10 +84,10 @@ Pool::~Pool() { stop(); }
 // Until `word` differs from `value`. `sleepers` counts those in the kernel: who changes the word wakes them if there
 // are any. Both sides order their write before their read (seq_cst), so either the sleeper sees the new word or the
 // waker sees the sleeper.
-void Pool::wait_while(Word& word, uint32_t value, Word& sleepers) {
+void Pool::wait_while(Word& word, uint32_t value, Word& sleepers, double spin_s) {
     if (spin_briefly(word, value)) return;
     move_apart();
-    if (spin_longer(word, value)) return;
+    if (spin_longer(word, value, spin_s)) return;
     sleepers.fetch_add(1);
     while (word.load() == value) sleep_while(word, value);
     sleepers.fetch_sub(1);
@@ -123,6 +123,21 @@ void Pool::move_apart() {
 #endif
 }
 
+// Those that run already lose nothing: they are on another processor, or move there.
+void Pool::wake_workers() {
+#if defined(__linux__)
+    cpu_set_t others;
+    const int here = sched_getcpu();
+    if (here >= 0 && here < CPU_SETSIZE && sched_getaffinity(0, sizeof others, &others) == 0) {
+        CPU_CLR(here, &others);
+        for (int thread = 1; CPU_COUNT(&others) > 0 && thread < n_threads_; ++thread)
+            if (const uint32_t number = number_[thread].value.load())
+                sched_setaffinity(pid_t(number), sizeof others, &others);
+    }
+#endif
+    wake_all(epoch_.value);
+}
+
 void Pool::start() {
     sigset_t all, before;  // signals are the caller's business
     sigfillset(&all);
@@ -145,6 +160,7 @@ void Pool::stop() {
     wake_all(epoch_.value);
     for (auto& worker : workers_) worker.join();
     workers_.clear();
+    for (int thread = 0; thread < kMaxThreads; ++thread) number_[thread].value = 0;  // the system gives them to others
     stopping_ = false;
 }
 
@@ -164,14 +180,18 @@ void Pool::after_fork() {
     new (&region_) std::mutex;
     for (Line* line : {&epoch_, &epoch_sleepers_, &remaining_, &caller_sleeps_, &arrived_, &phase_, &phase_sleepers_})
         line->value = 0;
+    for (int thread = 0; thread < kMaxThreads; ++thread) number_[thread].value = 0;  // they are the parent's
     stopping_ = false;
 }
 
 void Pool::work(int thread, uint32_t seen) {
     this_thread = thread;
+#if defined(__linux__)
+    number_[thread].value.store(uint32_t(syscall(SYS_gettid)));
+#endif
     note_processor();
     for (;;) {
-        wait_while(epoch_.value, seen, epoch_sleepers_.value);
+        wait_while(epoch_.value, seen, epoch_sleepers_.value, kIdleSpinS);
         ++seen;
         if (stopping_) return;
         note_processor();
@@ -193,10 +213,10 @@ void Pool::run_raw(Function function, void* argument) {
     argument_ = argument;
     remaining_.value.store(uint32_t(n_threads_ - 1));
     epoch_.value.fetch_add(1);
-    if (epoch_sleepers_.value.load()) wake_all(epoch_.value);
+    if (epoch_sleepers_.value.load()) wake_workers();
     function(argument, 0, n_threads_);
     for (uint32_t left; (left = remaining_.value.load()) != 0;)
-        wait_while(remaining_.value, left, caller_sleeps_.value);
+        wait_while(remaining_.value, left, caller_sleeps_.value, kSpinS);
 }
 
 void Pool::barrier() {
@@ -208,7 +228,7 @@ void Pool::barrier() {
         phase_.value.store(phase + 1);
         if (phase_sleepers_.value.load()) wake_all(phase_.value);
     } else {
-        wait_while(phase_.value, phase, phase_sleepers_.value);
+        wait_while(phase_.value, phase, phase_sleepers_.value, kSpinS);
     }
 }
 

@@ -1,7 +1,7 @@
 // Threads of our own, for steps of a few milliseconds made of a hundred small parallel parts.
 //
 // A region runs one function on all threads, the caller being thread 0; barrier() inside it costs well under a
-// microsecond while every thread has a core. Waiting spins for kSpinS, then sleeps in the kernel, because other
+// microsecond while every thread has a core. Waiting spins for a while, then sleeps in the kernel, because other
 // programs share the cores: an idle pool uses no processor time. After a fork the child's pool makes new threads at its
 // first region.
 //
@@ -9,6 +9,10 @@
 // program that matters less; each then waits for the other's time slice at every barrier (measured: 60 µs instead of
 // 0.3). A thread that waits and finds that it shares a processor with another of the pool moves to one that none of
 // them is on.
+//
+// A virtual machine's processor that has been idle for some milliseconds counts as taken by the host, so Linux wakes a
+// worker on the caller's own processor, where it waits for the caller's time slice (a step of 69 µs took 1,700 until
+// both threads happened to part). A worker that sleeps is therefore woken on any processor but the caller's.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -22,7 +26,10 @@ namespace ts {
 
 class Pool {
 public:
-    static constexpr double kSpinS = 50e-6;
+    // Inside a region longer than waking a thread takes (some 80 µs in a virtual machine): whoever sleeps sooner is
+    // late at the next barrier, where the others then sleep. Between regions the caller has other work.
+    static constexpr double kSpinS = 300e-6;
+    static constexpr double kIdleSpinS = 50e-6;
     static constexpr double kBetweenMovesS = 2e-3;
     static constexpr int kMaxThreads = 256;
 
@@ -62,9 +69,10 @@ private:
     void start();  // of as many threads as the system gives; n_threads_ is their number then
     void stop();
     void work(int thread, uint32_t seen);
-    void wait_while(Word& word, uint32_t value, Word& sleepers);
+    void wait_while(Word& word, uint32_t value, Word& sleepers, double spin_s);
     void note_processor();
     void move_apart();
+    void wake_workers();
 
     std::atomic<int> n_threads_;  // read by other callers while a region's first one starts threads
     int n_wanted_;
@@ -77,6 +85,7 @@ private:
     Line remaining_, caller_sleeps_;                            // a region ends
     Line arrived_, phase_, phase_sleepers_;                     // barriers
     std::unique_ptr<Line[]> processor_{new Line[kMaxThreads]};  // that each thread was last seen on, plus 1
+    std::unique_ptr<Line[]> number_{new Line[kMaxThreads]};     // the system's, of each worker; 0 before it runs
 };
 
 }  // namespace ts
