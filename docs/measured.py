@@ -269,9 +269,9 @@ def predictions() -> str:
     h100, h200 = (public[name]["median error"] for name in ("h100_sxm", "h200_sxm"))
     return (
         f"{grid(['predicted', 'configurations', 'median error', 'p90', 'aim (median)'], cells)}\n\n"
-        f"{covered[1]} of {covered[2]} measurements fell inside their 90% intervals ([run](benchmarks/{PLANNER_RUN}); torch's "
-        "engine, before the native one). On public measurements of dense models that the planner's constants were not fitted "
-        f"to, the median error of TPOT is {h100} on H100 and {h200} on H200 ({link(PUBLIC_RUN)})."
+        f"{covered[1]} of {covered[2]} measurements fell inside their 90% intervals ([run](benchmarks/{PLANNER_RUN})). On public "
+        "measurements of dense models that the planner's constants were not fitted to, the median error of TPOT is "
+        f"{h100} on H100 and {h200} on H200 ({link(PUBLIC_RUN)})."
     )
 
 

@@ -20,8 +20,8 @@ from twostroke.planner.work.flops import row_flop
 ROWS = (1, 2, 4, 8, 16, 32)
 ROUNDS = 3
 NO_FASTER = 1.4
-"""All threads count as no faster until they are by so much, because one leaves the other processors to HTTP and its clients. On
-two cores a 1.4M model's steps are 1.2 to 1.4 times as fast on both, but 8 users got 10,400 tok/s over HTTP in place of 15,900."""
+"""All threads count as no faster until they are by so much, because one leaves the other processors to HTTP and its clients.
+On two cores a 1.4M model's steps are 1.2 to 1.4 times as fast on both, but 8 users got 10,400 tok/s over HTTP, not 15,900."""
 
 
 def measure_thread_limits(clock: Clock, crossovers: Crossovers) -> Crossovers:
