@@ -25,7 +25,7 @@ QUALITY_RUNS = {
     "stories260K": "quality/runs/2026-11-22-2-core-xeon-7879001-stories260k",
 }
 CHECKPOINTS_RUN = "checkpoints/runs/2026-11-21-2-core-epyc-79aac01"
-PLANNER_RUN = "planner/engines/runs/2026-11-21-2-core-epyc-e87580a"
+PLANNER_RUN = "planner/engines/runs/2026-11-22-2-core-epyc-3567c92"
 PUBLIC_RUN = "planner/public_tables/runs/2026-11-21-2-core-cpu-e08cff4"
 
 TIE = 0.05
@@ -269,8 +269,8 @@ def predictions() -> str:
     h100, h200 = (public[name]["median error"] for name in ("h100_sxm", "h200_sxm"))
     return (
         f"{grid(['predicted', 'configurations', 'median error', 'p90', 'aim (median)'], cells)}\n\n"
-        f"{covered[1]} of {covered[2]} measurements fell inside their 90% intervals ([run](benchmarks/{PLANNER_RUN})). On public "
-        "measurements of dense models that the planner's constants were not fitted to, the median error of TPOT is "
+        f"{covered[1]} of {covered[2]} measurements fell inside their 90% intervals ([run](benchmarks/{PLANNER_RUN})). "
+        "On public measurements of dense models that the planner's constants were not fitted to, the median error of TPOT is "
         f"{h100} on H100 and {h200} on H200 ({link(PUBLIC_RUN)})."
     )
 

@@ -156,14 +156,14 @@ def trained(name: str, what: str, unit: Unit, of: Callable[[dict[str, float]], f
     return _case(f"{what} ({name})", of(_trained()[name]["measured"]), unit, PLANNER_RUN, "EPYC")
 
 
-FULL_STEPS = ("llama-384", "llama-768", "llama-1024", "grouped-512", "deep-192")
+FULL_STEPS = ("llama-384", "grouped-576-v16k", "llama-1024", "grouped-512", "deep-192")
 """Compiled steps with AdamW, of models from 6 to 47 M parameters."""
 
 
 def backward_ratios() -> tuple[Case, ...]:
     return tuple(
         trained(name, "backward over forward", "x", lambda m: m["backward_s"] / m["forward_s"])
-        for name in (*FULL_STEPS, "head-heavy", "eager-256")
+        for name in (*FULL_STEPS, "head-heavy", "eager-320")
     )
 
 
@@ -177,7 +177,7 @@ def backward_shares() -> tuple[Case, ...]:
 def update_shares() -> tuple[Case, ...]:
     return tuple(
         trained(name, "the update's share of a step", "share", lambda m: m["optimizer_s"] / m["step_time_s"])
-        for name in (*FULL_STEPS, "qwen3-320-muon")
+        for name in (*FULL_STEPS, "demo-muon")
     )
 
 
@@ -189,8 +189,8 @@ def activations_over_model() -> tuple[Case, ...]:
     )
 
 
-PRECISION_PAIRS = (("llama-256-t256", "fp32-256"), ("eager-256", "eager-fp32"))
-"""The same model and sequence in bf16 and in fp32, compiled and eager; twice the sequences in bf16, so a token is compared."""
+PRECISION_PAIRS = (("eager-320", "eager-fp32"),)
+"""The same model and sequence in bf16 and in fp32, eager; twice the sequences in bf16, so a token is compared."""
 
 
 def _tokens(name: str) -> float:

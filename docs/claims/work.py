@@ -431,7 +431,7 @@ def mixed_precision() -> Claim:
             Figure("50% memory", "share of fp32's", 0.45, 0.55, (*pick(cases, "activations", "state", "total"), *kept)),
         ),
         f"Activations halve ({100 * a16 / a32:.0f}%), and so does everything in pure bf16. Two cores with bf16 products take "
-        f"{min(s.value for s in speeds):.2g} to {max(s.value for s in speeds):.2g}× as long in fp32.",
+        f"{', '.join(f'{s.value:.2g}×' for s in speeds)} as long in fp32.",
         f"Weights, masters, gradients and moments do not shrink: {100 * state:.0f}%. On a device with tensor cores the "
         "products are "
         f"{cases[1].value:.2g}× faster and the step {cases[0].value:.2g}×.",

@@ -21,7 +21,8 @@ ROWS = (1, 2, 4, 8, 16, 32)
 ROUNDS = 3
 NO_FASTER = 1.4
 """All threads count as no faster until they are by so much, because one leaves the other processors to HTTP and its clients.
-On two cores a 1.4M model's steps are 1.2 to 1.4 times as fast on both, but 8 users got 10,400 tok/s over HTTP, not 15,900."""
+On two cores a 1.4M model's steps are 1.2 to 1.4 times as fast on both, but 8 users got 10,400 tok/s over HTTP, not 15,900. For
+the same reason the limit in FLOP is never below the default, half a millisecond of one thread."""
 
 
 def measure_thread_limits(clock: Clock, crossovers: Crossovers) -> Crossovers:
@@ -44,6 +45,7 @@ def measure_thread_limits(clock: Clock, crossovers: Crossovers) -> Crossovers:
                 if rows == 1:
                     by_bytes[float(engine.plan.step_bytes)] = faster
     flop, n_bytes = last_no_faster(by_flop.items()), last_no_faster(by_bytes.items())
+    flop = max(flop, Crossovers().one_thread_max_flop)
     return replace(crossovers, one_thread_max_flop=flop, one_thread_max_bytes=n_bytes)
 
 

@@ -339,7 +339,8 @@ def plan_training(
     data_s = learned_factor(hardware, "data") * (letter("data_token", ASSUMED_DATA_TOKEN_S) * shape.tokens_per_step)
     source = "weights as they are trained and the optimizer's state, of all ranks"
     stored = named("checkpoint_bytes", stored, "bytes", source, section="storage")
-    finished = letter("w", bytes_of("fp32" if shape.dtype == "fp32" else shape.compute_dtype)) * trained
+    keeps_masters = shape.dtype == "fp32" or shape.method != "full"  # adapters are written as they are trained
+    finished = letter("w", bytes_of("fp32" if keeps_masters else shape.compute_dtype)) * trained
     plan = TrainingPlan(
         spec=spec,
         shape=shape,
