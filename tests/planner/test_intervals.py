@@ -26,6 +26,7 @@ from twostroke.planner.truth.intervals import (
     LEAST_RUNS,
     LEVEL,
     MOST_LOW_BY,
+    NARROWEST,
     Pair,
     Range,
     corrected,
@@ -174,7 +175,7 @@ def test_what_was_fitted_is_read_back_and_the_rest_keeps_its_range(tmp_path: Pat
     ranges, before = intervals.read_ranges(file), intervals.read_ranges()
     assert set(ranges) == set(before)
     step = ranges["step", "measured", "train"]
-    assert (step.low, step.high, step.n, step.kind) == (pytest.approx(0.0), pytest.approx(0.23), 24, "measured")
+    assert (step.low, step.high, step.n, step.kind) == (-NARROWEST, pytest.approx(0.23), 24, "measured")
     unchanged = ("ttft", "measured", "serve")
     assert ranges[unchanged] == before[unchanged]
     assert tomllib.loads(file.read_text())["level"] == LEVEL
@@ -234,7 +235,7 @@ def test_serving_by_torch_is_predicted_with_an_interval_of_its_own() -> None:
     wide, narrow = (predict_with_intervals(values, hardware, "serve") for hardware in (torch_only, native()))
     assert {one["basis"] for one in wide.values()} == {"rates"}
     for name in ("tpot_s", "ttft_s"):
-        assert wide[name]["high"] / wide[name]["low"] > 1.5 * narrow[name]["high"] / narrow[name]["low"]
+        assert wide[name]["high"] / wide[name]["low"] > 1.1 * narrow[name]["high"] / narrow[name]["low"]
     assert wide["weights_bytes"]["high"] == narrow["weights_bytes"]["high"]
     assert predict_with_intervals({"step_time_s": 1.0}, torch_only, "train")["step_time_s"]["basis"] == "measured"
 

@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from twostroke.core.errors import ConfigError
@@ -60,7 +61,8 @@ def fit_intervals(rows: Iterable[Pair], source: str = "benchmarks/planner/engine
     ranges = dict(read_ranges())
     for key, found in residuals_by_kind(rows).items():
         if key[0] != "other":
-            ranges[key] = fitted_range(found, source)
+            one = fitted_range(found, source)  # and a prediction is inside its own interval
+            ranges[key] = replace(one, low=min(one.low, -NARROWEST), high=max(one.high, NARROWEST))
     return intervals_text(ranges)
 
 
