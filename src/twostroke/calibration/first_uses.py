@@ -72,7 +72,7 @@ def _answers(directory: Path) -> list[float]:
 
 def _quantised(directory: Path) -> list[float]:
     begin = time.perf_counter()
-    quantize_model(directory, directory.with_name(f"{directory.name}-int8"), "int8", replace=True)
+    quantize_model(directory, directory.with_name(f"{directory.name}-quantised"), replace=True)
     return [time.perf_counter() - begin]
 
 
