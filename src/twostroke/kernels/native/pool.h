@@ -26,8 +26,8 @@ namespace ts {
 
 class Pool {
 public:
-    // Inside a region longer than waking a thread takes (some 80 µs in a virtual machine): whoever sleeps sooner is
-    // late at the next barrier, where the others then sleep. Between regions the caller has other work.
+    // Inside a region longer than waking a thread takes (some 80 µs in a virtual machine): a thread that sleeps sooner
+    // is late at the next barrier, where the others then sleep. Between regions the caller has other work.
     static constexpr double kSpinS = 300e-6;
     static constexpr double kIdleSpinS = 50e-6;
     static constexpr double kBetweenMovesS = 2e-3;
