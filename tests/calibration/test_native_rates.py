@@ -42,20 +42,16 @@ def test_the_planners_packed_bytes_are_the_librarys(name: str, n: int, k: int) -
 @needs_library
 def test_every_format_class_and_number_of_rows_has_a_rate() -> None:
     classes, rows = ((48, 64), (33, 100)), (1, 5)
-    told: list[float] = []
-    points = list(
-        measure_native_products(Clock(effort=0.01), tuple(NATIVE_PRODUCTS), classes, rows, lambda done, _: told.append(done))
-    )
+    points = list(measure_native_products(Clock(effort=0.01), tuple(NATIVE_PRODUCTS), classes, rows))
     assert [(p.scheme, p.n, p.k, p.m) for p in points] == [
         (s, n, k, m) for s, (n, k), m in itertools.product(tuple(NATIVE_PRODUCTS), classes, rows)
     ]
     assert all(p.flop_per_s > 0 for p in points)
-    assert told == sorted(told)
 
 
 @needs_library
 def test_slow_formats_are_measured_in_two_classes_of_the_whole_table() -> None:
-    points = list(measure_native_products(Clock(effort=0.001), ("native_fp32",), NATIVE_CLASSES, (1,), lambda done, _: None))
+    points = list(measure_native_products(Clock(effort=0.001), ("native_fp32",), NATIVE_CLASSES, (1,)))
     assert {(p.n, p.k) for p in points} == {(512, 512), (2048, 2048)}
     assert NATIVE_ROWS[0] == 1
 
@@ -82,7 +78,7 @@ def test_without_the_library_there_are_no_native_rates(monkeypatch: pytest.Monke
     clock = Clock(effort=0.01)
     assert read_bytes_per_s(1e6) is None
     assert measure_native_peak(clock, "native_bf16", 128) is None
-    assert list(measure_native_products(clock, tuple(NATIVE_PRODUCTS), ((64, 64),), (1,), lambda done, _: None)) == []
+    assert list(measure_native_products(clock, tuple(NATIVE_PRODUCTS), ((64, 64),), (1,))) == []
 
 
 @given(st.lists(st.floats(0, 5), min_size=3, max_size=3))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
@@ -13,16 +13,13 @@ from twostroke.calibration.bandwidth import WORKING_SETS_BYTES, measure_read_ban
 from twostroke.calibration.beside_steps import measure_beside_steps
 from twostroke.calibration.collectives import is_launched, measure_between_processes, measure_in_launched_group
 from twostroke.calibration.launches import measure_launches
+from twostroke.calibration.moments import NativeMoments
 from twostroke.calibration.native_rates import (
     NATIVE_CLASSES,
     NATIVE_ROWS,
-    NATIVE_WORKING_SET_BYTES,
-    measure_native_bandwidth,
-    measure_native_passes,
     measure_native_peak,
-    measure_native_products,
 )
-from twostroke.calibration.native_steps import measure_native_steps, with_fitted_prices
+from twostroke.calibration.native_steps import with_fitted_prices
 from twostroke.calibration.operations import measure_flash_limit
 from twostroke.calibration.process import measure_disk, measure_fresh_process
 from twostroke.calibration.products import (
@@ -66,7 +63,6 @@ from twostroke.core.rates import (
     Conditions,
     Engine,
     NativeRates,
-    NativeStep,
     Process,
     TrainingRates,
     TrainingStep,
@@ -182,7 +178,8 @@ def calibrate(
     ``only`` "serve" or "train" leaves out what the other engine needs; the rest is taken from the stored profile of the device,
     where it has one (``merged``). On a GPU it is "train": serving computes on the CPU.
 
-    Every number is the best of several runs, since other work only ever adds time; rates are for all threads that torch uses.
+    Numbers of the native engine are medians of four moments, minutes apart; others are the best of several runs, since other
+    work only ever adds time. Rates are for all threads that torch uses.
     Raises ConfigError for a ``device`` that is not there.
     """
     extent = extent or Extent()
@@ -197,48 +194,46 @@ def calibrate(
     tell(0.0, "process and disk")  # first: a folder that cannot be written is no news after five minutes
     process = measure_fresh_process() if extent.fresh_process else Process()
     write_rate, read_rate = measure_disk(extent.disk_bytes)
+    device_memory = int(torch.cuda.get_device_properties(0).total_memory) if device == "cuda" else None
+    sizes = working_sets(device_memory or fingerprint.ram_bytes, extent.largest_working_set_bytes)
+    is_native = device == "cpu" and library() is not None
+    serves_natively = is_native and only != "train"
+    crossovers = Crossovers()
+    moments: NativeMoments | None = None
+    if is_native:
+        if serves_natively and extent.whole_steps:
+            tell(0.02, "one thread or all")
+            crossovers = measure_thread_limits(clock, crossovers)
+        moments = _native_moments(clock, extent, sizes, crossovers if serves_natively else None)
+    _take(moments, tell, 0.05)
     training = TrainingRates(attends_natively=device == "cpu" and training_attention.is_available())
     if only != "serve":
         if extent.compile:
             start_compiler(device)  # in the user's own cache, so that the first run does not wait 12 s for it
         with empty_compile_cache():
-            training = _measure_training(clock, extent, training, lambda done, note: tell(0.02 + 0.51 * done, note))
-        tell(0.53, "around the blocks")
+            training = _measure_training(clock, extent, training, lambda done, note: tell(0.14 + 0.4 * done, note))
+        tell(0.54, "around the blocks")
         training = measure_setup(clock, extent.block, training)
-        tell(0.55, "optimizers")
+    _take(moments, tell, 0.56)
+    if only != "serve":
+        tell(0.65, "optimizers")
         training = measure_optimizers(clock, extent.block, training)
-    tell(0.57, "launch costs")
+    tell(0.67, "launch costs")
     op_launch_s, linear_launch_s = measure_launches(clock)
-    device_memory = int(torch.cuda.get_device_properties(0).total_memory) if device == "cuda" else None
-    is_native = device == "cpu" and library() is not None
-    serves_natively = is_native and only != "train"
-    sizes = working_sets(device_memory or fingerprint.ram_bytes, extent.largest_working_set_bytes)
     bandwidth: list[BandwidthPoint] = []
-    for point in (measure_native_bandwidth if is_native else measure_read_bandwidth)(clock, sizes):
-        bandwidth.append(point)
-        tell(0.58 + 0.04 * len(bandwidth) / len(sizes), f"read bandwidth, {point.working_set_bytes // MIB} MiB")
+    if moments is None:
+        for point in measure_read_bandwidth(clock, sizes):
+            bandwidth.append(point)
+            tell(0.68 + 0.02 * len(bandwidth) / len(sizes), f"read bandwidth, {point.working_set_bytes // MIB} MiB")
     engine_schemes = () if is_native or only == "train" else extent.engine_schemes
-    products, peaks = _measure_products(clock, extent, engine_schemes, lambda done, note: tell(0.62 + 0.14 * done, note))
-    if serves_natively:
-        native_products, native_peaks = _measure_native(clock, extent, lambda done, note: tell(0.76 + 0.1 * done, note))
-        products += native_products
-        peaks |= native_peaks
+    products, peaks = _measure_products(clock, extent, engine_schemes, lambda done, note: tell(0.7 + 0.05 * done, note))
+    _take(moments, tell, 0.75)
     launches = {scheme: measure_launch(clock, scheme) for scheme in (*extent.training_schemes, *engine_schemes)}
     limit = weight_only_limit(products)
-    crossovers = Crossovers() if limit is None else Crossovers(int8_weight_only_max_macs=limit)
-    native = None
-    if serves_natively:
-        passes = tuple(measure_native_passes(clock, extent.native_schemes)) if extent.whole_steps else ()
-        steps: tuple[NativeStep, ...] = ()
-        if extent.whole_steps:
-            tell(0.87, "one thread or all")
-            crossovers = measure_thread_limits(clock, crossovers)
-            steps = tuple(measure_native_steps(clock, crossovers, lambda done, note: tell(0.88 + 0.11 * done, note)))
-        native = NativeRates(
-            float(NATIVE_WORKING_SET_BYTES), steps, passes=passes, n_threads=torch.get_num_threads() if passes else 1
-        )
-    elif device == "cpu" and not is_native and only != "train":
-        tell(0.86, "attention of the engine")
+    if limit is not None:
+        crossovers = replace(crossovers, int8_weight_only_max_macs=limit)
+    if device == "cpu" and not is_native and only != "train":
+        tell(0.84, "attention of the engine")
         crossovers = replace(crossovers, flash_max_scores=measure_flash_limit(clock))
     link = network = None
     if is_launched() and first:
@@ -247,9 +242,17 @@ def calibrate(
     elif n_ranks > 1:
         link = measure_between_processes(n_ranks, device)
     engines: tuple[Engine, ...] = (only,) if only else ENGINES
-    low_by: dict[str, float] = dict.fromkeys(engines, clock.low_by_share)
-    tell(0.99, "text, weights, sampling and HTTP")
+    tell(0.84, "text, weights, sampling and HTTP")
     beside = measure_beside_steps(clock, device == "cpu" and only != "train", serves_natively and extent.whole_steps)
+    _take(moments, tell, 0.9)
+    native: NativeRates | None = None
+    if moments is not None:
+        bandwidth = [*moments.bandwidth]
+        if serves_natively:
+            native = moments.rates
+            products += moments.products
+            peaks |= _native_peaks(clock, extent, moments.products)
+    low_by: dict[str, float] = dict.fromkeys(engines, clock.low_by_share)
     tell(1.0, "done")
 
     profile = MachineProfile(
@@ -347,18 +350,26 @@ def _measure_training(clock: Clock, extent: Extent, rates: TrainingRates, tell: 
     )
 
 
-def _measure_native(clock: Clock, extent: Extent, tell: Progress) -> tuple[list[MatmulPoint], dict[str, float]]:
-    peaks: dict[str, float] = {}
-    for i, scheme in enumerate(extent.native_schemes):
-        tell(0.2 * i / len(extent.native_schemes), f"{scheme.replace('_', ' ')} peak, {extent.peak_side}³")
-        peak = measure_native_peak(clock, scheme, extent.peak_side)
-        if peak is not None:
-            peaks[scheme] = peak
-    shapes = (extent.native_schemes, extent.native_classes, extent.native_rows)
-    points = list(measure_native_products(clock, *shapes, lambda done, note: tell(0.2 + 0.8 * done, note)))
-    for point in points:  # a kernel may like another shape better than the cube: a limit is the best that was seen
+def _native_moments(clock: Clock, extent: Extent, sizes: Sequence[int], crossovers: Crossovers | None) -> NativeMoments:
+    """Of reading alone without ``crossovers``, since nothing is served then."""
+    schemes = extent.native_schemes if crossovers is not None else ()
+    steps = crossovers if extent.whole_steps else None
+    return NativeMoments(clock, schemes, sizes, extent.native_classes, extent.native_rows, steps)
+
+
+def _take(moments: NativeMoments | None, tell: Progress, done: float) -> None:
+    if moments is not None:
+        tell(done, "the engine's products and steps")
+        moments.take()
+
+
+def _native_peaks(clock: Clock, extent: Extent, points: Sequence[MatmulPoint]) -> dict[str, float]:
+    """The best rate of each format that was seen: a kernel may like another shape better than the cube."""
+    cubes = {scheme: measure_native_peak(clock, scheme, extent.peak_side) for scheme in extent.native_schemes}
+    peaks = {scheme: peak for scheme, peak in cubes.items() if peak is not None}
+    for point in points:
         peaks[point.scheme] = max(peaks.get(point.scheme, 0.0), point.flop_per_s)
-    return points, peaks
+    return peaks
 
 
 @torch.inference_mode()

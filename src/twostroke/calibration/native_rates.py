@@ -126,13 +126,13 @@ CACHED_CLASSES = ((128, 128), *NATIVE_CLASSES[:-1])
 FEW_CACHED_CLASSES = ((128, 128), (512, 512))
 CACHED_ROWS = (1, 4, 16, 64, 512)
 ONE_THREAD_ROWS = (1, 4, 16, 64)
-ROUNDS = 3
+SECONDS = 0.004
+"""Of one product at one moment."""
 
 
 def measure_native_passes(clock: Clock, schemes: Sequence[str]) -> Iterator[NativePass]:
     """What plans of small models stand on: products in cache on all threads, and those of one thread in cache and over
-    ``NATIVE_WORKING_SET_BYTES``. The best of ``ROUNDS`` rounds: where a machine's two processors share one core for a second,
-    two threads are as slow as one. No points without the library."""
+    ``NATIVE_WORKING_SET_BYTES``. No points without the library."""
     lib = _ready()
     if lib is None:
         return
@@ -140,22 +140,18 @@ def measure_native_passes(clock: Clock, schemes: Sequence[str]) -> Iterator[Nati
     sets: list[tuple[int, int, tuple[int, ...]]] = [(everything, CACHED_BYTES, CACHED_ROWS)]
     if everything > 1:
         sets += [(1, CACHED_BYTES, ONE_THREAD_ROWS), (1, NATIVE_WORKING_SET_BYTES, ONE_THREAD_ROWS)]
-    best: dict[tuple[str, int, int, int, int, int], float] = {}
     try:
-        for (n_threads, working_set, rows), _ in itertools.product(sets, range(ROUNDS)):
+        for n_threads, working_set, rows in sets:
             lib.ts_set_threads(n_threads)
             for scheme, (n, k), m in itertools.product(schemes, CACHED_CLASSES, rows):
                 if scheme not in MEASURED_WHOLE and (n, k) not in FEW_CACHED_CLASSES:
                     continue
                 run = product_pass(scheme, m, n, k, memory, working_set)
                 run()
-                seconds = clock.least_s(run, seconds=0.01 / ROUNDS, least=3)
-                case = (scheme, n_threads, working_set, m, n, k)
-                best[case] = max(best.get(case, 0.0), 2.0 * m * n * k / seconds)
+                seconds = clock.least_s(run, seconds=SECONDS, least=3)
+                yield NativePass(scheme, n_threads, float(working_set), m, n, k, 2.0 * m * n * k / seconds)
     finally:
         lib.ts_set_threads(everything)
-    for (scheme, n_threads, working_set, m, n, k), rate in best.items():
-        yield NativePass(scheme, n_threads, float(working_set), m, n, k, rate)
 
 
 def measure_native_products(
@@ -163,22 +159,20 @@ def measure_native_products(
     schemes: Sequence[str],
     classes: Sequence[tuple[int, int]],
     rows: Sequence[int],
-    tell: Callable[[float, str], None],
 ) -> Iterator[MatmulPoint]:
     """A rate for each format, class and number of rows. No points without the library."""
     lib = _ready()
     if lib is None:
         return
     memory = Memory(lib, min(NATIVE_WORKING_SET_BYTES, max(MANY_ROWS_BYTES, int(NATIVE_WORKING_SET_BYTES * clock.effort))))
-    for i, scheme in enumerate(schemes):
-        tell(i / len(schemes), f"{scheme.replace('_', ' ')} products")
+    for scheme in schemes:
         for n, k in classes:
             if scheme not in MEASURED_WHOLE and len(classes) > len(FEW_CLASSES) and (n, k) not in FEW_CLASSES:
                 continue
             for m in rows:
                 run = product_pass(scheme, m, n, k, memory, MANY_ROWS_BYTES if m >= MANY_ROWS else NATIVE_WORKING_SET_BYTES)
                 run()
-                seconds = clock.least_s(run, seconds=0.02, least=3)
+                seconds = clock.least_s(run, seconds=SECONDS, least=3)
                 yield MatmulPoint(scheme=scheme, m=m, n=n, k=k, flop_per_s=2.0 * m * n * k / seconds)
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from twostroke.calibration.serving_steps import Engines, Prompts, decode_step_s, prefill_step_s
 from twostroke.calibration.timing import Clock
-from twostroke.core.crossovers import Crossovers
 from twostroke.core.profile import MachineProfile
 from twostroke.core.rates import NativeStep, StepPrices
 from twostroke.core.schemes import NATIVE_STEPS
@@ -24,25 +21,11 @@ from twostroke.planner.serving.native import anchored
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.work.component import total_seconds
 
-ROUNDS = 4
-"""Times that each step is measured, seconds apart. The shortest counts: a burst of other work, on this machine or on its host,
-lasts longer than one measurement, and took a step of 3.2 ms for 9.5. After two rounds one step in ten was still disturbed."""
 
-
-def measure_native_steps(
-    clock: Clock, crossovers: Crossovers, tell: Callable[[float, str], None], schemes: Sequence[str] = NATIVE_STEPS
-) -> Iterator[NativeStep]:
-    """Seconds of each anchor of ``planner.hardware.anchors``, in each of ``schemes``. The engine takes one thread or all by
-    ``crossovers``, as plans of the same profile do."""
-    with tempfile.TemporaryDirectory(prefix="twostroke-anchors-") as folder:
-        prompts = Prompts()
-        for i, scheme in enumerate(schemes):
-            tell(i / len(schemes), f"{scheme} steps of the engine")
-            engines = Engines(Path(folder), crossovers)
-            anchors = [*itertools.chain(*ANCHORS.values())]
-            rounds = [[_seconds(clock, engines.get(a.spec, scheme), prompts, a) for a in anchors] for _ in range(ROUNDS)]
-            for anchor, *seconds in zip(anchors, *rounds, strict=True):
-                yield anchor.taking(scheme, min(seconds))
+def measure_native_steps(clock: Clock, engines: Engines, prompts: Prompts) -> Iterator[NativeStep]:
+    """Seconds of each anchor of ``planner.hardware.anchors`` in each of ``NATIVE_STEPS``."""
+    for scheme, anchor in itertools.product(NATIVE_STEPS, itertools.chain(*ANCHORS.values())):
+        yield anchor.taking(scheme, _seconds(clock, engines.get(anchor.spec, scheme), prompts, anchor))
 
 
 def _seconds(clock: Clock, engine: EngineCore, prompts: Prompts, anchor: NativeAnchor) -> float:
