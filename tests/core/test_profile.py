@@ -54,9 +54,7 @@ def profile_for(fingerprint: Fingerprint) -> MachineProfile:
             blocks=(BlockRates("bf16", "eager", "forward", 1e11, 2e9),),
             cross_entropy_logit_per_s={"eager": 1e8},
         ),
-        native=NativeRates(
-            128e6, (NativeStep("prefill", 256, 8, 16, 0, "int8", 0.01),), (StepPrices("decode", "int8", key_s=1e-11),)
-        ),
+        native=NativeRates(128e6, (NativeStep("prefill", 256, 8, 16, 0, "int8", 0.01),), (StepPrices("decode", key_s=1e-11),)),
         network=Ring(1e-5, 1e9, 4),
     )
 
@@ -185,7 +183,7 @@ def test_numbers_of_an_earlier_release_are_read_into_their_sections() -> None:
     assert read.native == NativeRates(
         1e8,
         (NativeStep("prefill", 256, 8, 16, 0, "int8", 0.01), NativeStep("decode", 256, 8, 1, 128, "int8", 0.02)),
-        (StepPrices("decode", "int8", key_s=3e-11),),
+        (StepPrices("decode", key_s=3e-11),),
     )
     assert read.training == TrainingRates(
         attends_natively=True,

@@ -16,7 +16,7 @@ from twostroke.core.matrices import block_matrices
 from twostroke.core.policy import logits_bytes
 from twostroke.core.profile import BandwidthPoint, MatmulPoint
 from twostroke.core.rates import NativePass, StepPrices
-from twostroke.core.schemes import NATIVE, NATIVE_STEPS
+from twostroke.core.schemes import NATIVE
 from twostroke.core.spec import ModelSpec
 from twostroke.engine.core import EngineCore
 from twostroke.engine.kv_pool import token_bytes
@@ -200,7 +200,7 @@ def test_no_step_is_planned_faster_than_its_bytes_can_be_read() -> None:
 def test_what_surrounds_products_costs_its_fitted_price() -> None:
     spec = small_llama()
     plain = plan(spec, batch=3, prompt_tokens=100, output_tokens=1)
-    prices = StepPrices("decode", "bf16", step_s=1e-3, row_s=1e-4, layer_s=1e-5)
+    prices = StepPrices("decode", step_s=1e-3, row_s=1e-4, layer_s=1e-5)
     dear = plan(spec, native(prices=(prices,)), batch=3, prompt_tokens=100, output_tokens=1)
     assert dear.tpot_s - plain.tpot_s == pytest.approx(1e-3 + 3e-4 + spec.n_layers * 1e-5)
     assert dear.ttft_s == plain.ttft_s
@@ -283,9 +283,7 @@ def test_what_only_our_engine_serves_is_refused_elsewhere() -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
 def test_every_formula_gives_the_plans_number(family: str, changes: dict[str, object]) -> None:
     prices = tuple(
-        StepPrices(phase, scheme, **{f"{unit}_s": 1e-9 * (i + 1) for i, unit in enumerate(units)})
-        for phase, units in UNITS.items()
-        for scheme in NATIVE_STEPS
+        StepPrices(phase, **{f"{unit}_s": 1e-9 * (i + 1) for i, unit in enumerate(units)}) for phase, units in UNITS.items()
     )
     steps = tuple(PREFILL_ANCHORS[i].taking("int8", 0.01 * (i + 1)) for i in range(4))
     hardware = native(steps=steps, prices=prices)

@@ -13,7 +13,7 @@ from twostroke.core.policy import PAGE_TOKENS
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.money.cost import bill
-from twostroke.planner.serving.http import http_front_end, idle_s
+from twostroke.planner.serving.http import http_front_end, idle_s, step_sharing_s
 from twostroke.planner.serving.memory import page_bytes
 from twostroke.planner.serving.plan import ServingPlan, plan_serving
 from twostroke.planner.serving.shape import ServingShape
@@ -50,8 +50,11 @@ def predict_load(spec: ModelSpec, load: LoadSpec, shape: ServingShape, hardware:
     workload = workload_of(load)
     if http_front_end(hardware) is not None:
         workload = replace(workload, turnaround_s=0.0)  # a user asks again at once, and what HTTP takes is simulated
-    found = Server(alone, http=True).serve(workload)
-    plan = _plan(spec, load, shape, max(1, round(found.concurrency)), hardware)
+    server = Server(alone, http=True)
+    found = server.serve(workload)
+    users = max(1, round(found.concurrency))
+    plan = _plan(spec, load, shape, users, hardware)
+    step_s = plan.tpot_s + (step_sharing_s(hardware, users) if server.shares_processors(users) else 0.0)
     prefill_s = plan.ttft_s + idle_s(hardware)
     values = {
         "concurrency": found.concurrency,
@@ -59,8 +62,8 @@ def predict_load(spec: ModelSpec, load: LoadSpec, shape: ServingShape, hardware:
         "requests_per_s": found.requests_per_s,
         "prefill_s": prefill_s,
         "prefill_tok_per_s": plan.prefill_tok_per_s * plan.ttft_s / prefill_s,
-        "decode_step_s": plan.tpot_s,
-        "decode_tok_per_s": plan.decode_tok_per_s,
+        "decode_step_s": step_s,
+        "decode_tok_per_s": plan.decode_tok_per_s * plan.tpot_s / step_s,
         **_latency_values({name: getattr(found, f"{name}_s") for name in LATENCIES}),
     }
     values |= bill(values, hardware, plan.devices * plan.watts, plan.devices)

@@ -9,10 +9,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 
-from twostroke.calibration.serving_steps import Engines, Prompts, prefill_step_s, write_tokenizer
+import torch
+
+from twostroke.calibration.serving_steps import Engines, Prompts, decode_step_s, prefill_step_s, write_tokenizer
 from twostroke.calibration.timing import Clock
 from twostroke.calibration.transformer import straight_line
 from twostroke.core.rates import HttpRates
@@ -27,36 +30,66 @@ FEW_USERS, MANY_USERS = 1, 4
 PROMPT, OUTPUT, REQUESTS, ROUNDS = 32, 48, 48, 3
 HALVINGS = 12
 
-WIDTH, LAYERS, VOCABULARY = 128, 1, 8192
+TINY, WIDER, VOCABULARY = (128, 1), (256, 8), 8192
+"""(width, layers) of the model whose steps run on one thread and of the one whose steps run on all."""
+
+CROWD = 16
+"""Users of the wider model: so many that what HTTP takes of its steps is more than what a step differs by from second to
+second."""
+
 SCHEME = "bf16"
 TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Medians of a closed loop, in seconds; ``alone_s`` is the engine's decode step without HTTP, right before."""
+
+    ttft_s: float
+    tpot_s: float
+    prefill_s: float
+    decode_step_s: float
+    itl_p90_s: float
+    itl_p95_s: float
+    itl_p99_s: float
+    startup_s: float
+    alone_s: float = 0.0
+
+    @property
+    def late_shares(self) -> tuple[float, ...]:
+        """By what share of a step a token comes later than most at 90, 95 and 99% of the gaps."""
+        return tuple(max(0.0, itl_s / self.tpot_s - 1.0) for itl_s in (self.itl_p90_s, self.itl_p95_s, self.itl_p99_s))
 
 
 def measure_http(clock: Clock) -> HttpRates | None:
     """HTTP's share of the first token, and of the time between tokens at two numbers of users: medians of ``REQUESTS`` requests
     less the engine's own time, in ``ROUNDS`` loads. The engine's steps are those that the server counted in the same load,
     because a machine's speed may change before another. Handling a request takes what makes first tokens at the larger number
-    of users as late in a simulation of the load as they were. None if the server cannot run here."""
+    of users as late in a simulation of the load as they were. Steps on all threads share their processors with HTTP: a wider
+    model's steps are compared with the same steps without it. None if the server cannot run here."""
     with tempfile.TemporaryDirectory(prefix="twostroke-http-") as folder:
-        place, prompts = Path(folder), Prompts()
-        engines = Engines(place)
-        engine = engines.get(anchor_spec(WIDTH, LAYERS, VOCABULARY, WIDTH // 128), SCHEME)
-        directory = engines.directory(engine.spec)
-        write_tokenizer(directory, VOCABULARY)
-        prefill_s = prefill_step_s(clock, engine, prompts, PROMPT)
-        del engine, engines
+        place = Path(folder)
+        tiny, wider = (_Served(clock, place, *size) for size in (TINY, WIDER))
         try:
-            few, many = ([_served(directory, n, place / "home") for _ in range(ROUNDS)] for n in (FEW_USERS, MANY_USERS))
+            few, many = ([tiny.load(n) for _ in range(ROUNDS)] for n in (FEW_USERS, MANY_USERS))
+            crowd = [wider.load(CROWD, torch.get_num_threads()) for _ in range(ROUNDS)]
         except (OSError, ValueError, KeyError, subprocess.SubprocessError):
             return None
-    beyond = [max(0.0, median(one["tpot_s"] - one["decode_step_s"] for one in rounds)) for rounds in (few, many)]
+        prefill_s = tiny.prefill_s
+    beyond = [max(0.0, median(one.tpot_s - one.decode_step_s for one in rounds)) for rounds in (few, many)]
     step_s, answer_s = straight_line(FEW_USERS, MANY_USERS, *beyond)
-    request_s = max(0.0, median(one["ttft_s"] for one in few) - prefill_s)
-    start_s = min(one["startup_s"] for one in (*few, *many))
-    tpot_s = straight_line(FEW_USERS, MANY_USERS, *(median(one["tpot_s"] for one in rounds) for rounds in (few, many)))
-    handling_s = _handling_s(median(one["ttft_s"] for one in many), request_s, prefill_s, tpot_s)
-    idle_s = max(0.0, median(one["prefill_s"] for one in (*few, *many)) - prefill_s)
-    return HttpRates(request_s, max(0.0, step_s), max(0.0, answer_s), start_s, handling_s, idle_s)
+    request_s = max(0.0, median(one.ttft_s for one in few) - prefill_s)
+    tpot_s = straight_line(FEW_USERS, MANY_USERS, *(median(one.tpot_s for one in rounds) for rounds in (few, many)))
+    return HttpRates(
+        request_s,
+        max(0.0, step_s),
+        max(0.0, answer_s),
+        start_s=min(one.startup_s for one in (*few, *many)),
+        handling_s=_handling_s(median(one.ttft_s for one in many), request_s, prefill_s, tpot_s),
+        idle_s=max(0.0, median(one.prefill_s for one in (*few, *many)) - prefill_s),
+        shared_answer_s=max(0.0, median(one.decode_step_s - one.alone_s for one in crowd) / CROWD),
+        late_shares=tuple(median(one) for one in zip(*(load.late_shares for load in few), strict=True)),
+    )
 
 
 def _handling_s(ttft_s: float, request_s: float, prefill_s: float, step: tuple[float, float]) -> float:
@@ -75,15 +108,29 @@ def _handling_s(ttft_s: float, request_s: float, prefill_s: float, step: tuple[f
     return (least + most) / 2
 
 
-def _served(directory: Path, users: int, home: Path) -> dict[str, float]:
-    """Medians of a closed loop of ``users`` on a server of its own with the ledger of ``home``. Raises OSError, ValueError,
-    KeyError or SubprocessError if the server cannot run, or answers nothing."""
-    lengths = ["--prompt-tokens", str(PROMPT), "--output-tokens", str(OUTPUT), "--requests", str(REQUESTS)]
-    command = [sys.executable, "-P", "-m", "twostroke.cli.main", "bench", "serve", str(directory), "--json", *lengths]
-    command += ["--users", str(users), "--dtype", SCHEME]
-    environment = os.environ | {"TWOSTROKE_HOME": str(home)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True, env=environment)
-    document = json.loads(done.stdout)
-    found = document["measurement"] | {"startup_s": document["server"]["startup_s"]}
-    names = ("ttft_s", "tpot_s", "prefill_s", "decode_step_s", "startup_s")
-    return {name: found[name] for name in names}
+class _Served:
+    """A random model of ``width`` and ``n_layers`` in ``place``, reached directly and by HTTP."""
+
+    def __init__(self, clock: Clock, place: Path, width: int, n_layers: int) -> None:
+        self._clock, self._home, self._prompts = clock, place / "home", Prompts()
+        engines, spec = Engines(place), anchor_spec(width, n_layers, VOCABULARY, width // 128)
+        self._engine, self._directory = engines.get(spec, SCHEME), engines.directory(spec)
+        write_tokenizer(self._directory, VOCABULARY)
+        self.prefill_s = prefill_step_s(clock, self._engine, self._prompts, PROMPT)
+
+    def load(self, users: int, n_threads: int | None = None) -> _Load:
+        """A closed loop of ``users`` on a server of its own, with ``n_threads`` (None: as the engine chooses). Raises OSError,
+        ValueError, KeyError or SubprocessError if the server cannot run, or answers nothing."""
+        alone_s = 0.0
+        if n_threads is not None:
+            self._engine.settings = replace(self._engine.settings, n_threads=n_threads)
+            alone_s = decode_step_s(self._clock, self._engine, self._prompts, users, PROMPT + OUTPUT // 2)
+        lengths = ["--prompt-tokens", str(PROMPT), "--output-tokens", str(OUTPUT), "--requests", str(REQUESTS)]
+        command = [sys.executable, "-P", "-m", "twostroke.cli.main", "bench", "serve", str(self._directory), "--json", *lengths]
+        command += ["--users", str(users), "--dtype", SCHEME]
+        command += [] if n_threads is None else ["--threads", str(n_threads)]
+        environment = os.environ | {"TWOSTROKE_HOME": str(self._home)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True, env=environment)
+        document = json.loads(done.stdout)
+        found = document["measurement"] | {"startup_s": document["server"]["startup_s"], "alone_s": alone_s}
+        return _Load(**{field.name: found[field.name] for field in fields(_Load)})

@@ -15,7 +15,7 @@ from twostroke.core.described import plain
 from twostroke.core.documents import read_object
 from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.paths import profiles_dir
-from twostroke.core.profile_v1 import as_version_2
+from twostroke.core.profile_v1 import as_version_2, with_prices_of_phases
 from twostroke.core.rates import Engine, Measurements, Ring
 from twostroke.core.tables import build
 
@@ -139,7 +139,7 @@ class MachineProfile(Measurements):
         if version not in (1, PROFILE_VERSION):
             raise ConfigError(f"machine profile version={version!r}; this release reads 1 and {PROFILE_VERSION}.{_AGAIN}")
         try:
-            found = as_version_2(record) if version == 1 else record
+            found = with_prices_of_phases(as_version_2(record) if version == 1 else record)
             values = {key: value for key, value in found.items() if key not in _LEFT_OUT}
             measured = values.get("engines", ENGINES if values["device"] == SERVING_DEVICE else ("train",))
             values["engines"] = tuple(engine for engine in ENGINES if engine in measured)

@@ -40,6 +40,15 @@ _COMPLETE = {"training.blocks": "elementwise_bytes_per_s", "training.steps": "fi
 """A number without which a row of the section is left out."""
 
 
+def with_prices_of_phases(record: dict[str, Any]) -> dict[str, Any]:
+    """``record`` of version 2. An earlier release priced the units of a native step by scheme: the first's stand for all."""
+    native = record.get("native")
+    if not isinstance(native, dict) or not any("scheme" in row for row in native.get("prices", ())):
+        return record
+    rows = {row["phase"]: {key: value for key, value in row.items() if key != "scheme"} for row in reversed(native["prices"])}
+    return record | {"native": native | {"prices": [*rows.values()]}}
+
+
 def as_version_2(record: dict[str, Any]) -> dict[str, Any]:
     """``record`` of version 1 as one of version 2. A name that is not known was of use to no plan, and is left out."""
     new: dict[str, Any] = {key: value for key, value in record.items() if key != "extras"} | {"version": 2}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+from twostroke.core.distribution import Distribution
 from twostroke.planner.hardware.device import Hardware
 
 
@@ -33,6 +35,21 @@ def step_beside_http_s(hardware: Hardware, users: float) -> float:
     """What a step of ``users`` answers takes longer, as calibration measured it at one and at four; 0 where it did not."""
     rates = hardware.http
     return 0.0 if rates is None else rates.step_s + users * rates.answer_s
+
+
+def step_sharing_s(hardware: Hardware, users: float) -> float:
+    """What a step of ``users`` answers on all threads takes longer itself, because HTTP has their processors for a while; 0
+    where calibration did not measure it."""
+    rates = hardware.http
+    return 0.0 if rates is None else users * rates.shared_answer_s
+
+
+def with_late_tokens(gaps: Distribution, hardware: Hardware) -> Distribution:
+    """``gaps`` between tokens with the tail that HTTP and its client have even at one user."""
+    if hardware.http is None:
+        return gaps
+    p90, p95, p99 = (share * gaps.median for share in hardware.http.late_shares)
+    return replace(gaps, p90=gaps.p90 + p90, p95=gaps.p95 + p95, p99=gaps.p99 + p99)
 
 
 def starts_over_http(prediction: Mapping[str, Any], hardware: Hardware) -> dict[str, float]:

@@ -16,7 +16,7 @@ from twostroke.core.policy import LEAST_KEPT_PACKED_BYTES, TOKEN_BUDGET
 from twostroke.core.rates import Phase
 from twostroke.core.schemes import scheme_of
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.hardware.anchors import PREFILL_ANCHORS, SHALLOW, NativeAnchor, Ratios, family_of, has_steps, ratio_at
+from twostroke.planner.hardware.anchors import PREFILL_ANCHORS, SHALLOW, NativeAnchor, Ratios, has_steps, ratio_at
 from twostroke.planner.hardware.corrections import learned_factor
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.money.power import busy_of
@@ -265,7 +265,7 @@ class Native(Strategy):
     def units(self, phase: Phase) -> dict[str, float]:
         """What a phase has beside its products: steps, layers, elements, and of a prompt FLOP of attention. A decode step has
         a row a request, whose token is looked for and handed on, and numbers of keys and values that are walked: a key head
-        is read once for all its query heads."""
+        is read once for all its query heads. Numbers from memory count by their bytes."""
         spec, shape = self.spec, self.shape
         layers, batch = spec.n_layers, shape.batch
         if phase == "prefill":
@@ -279,6 +279,7 @@ class Native(Strategy):
             }
         threads = self._threads(batch)
         keys = 2.0 * batch * layers * _keys(spec, shape) * spec.n_kv_heads * spec.head_dim / threads
+        wide = kv_bytes_per_token(spec, shape.cache_dtype) / kv_bytes_per_token(spec)  # of the bf16 that is priced
         return {
             "step": 1.0,
             "row": float(batch),
@@ -286,8 +287,11 @@ class Native(Strategy):
             "barrier": float(layers if threads > 1 else 0),
             "element": layers * sum(elements_of(spec, batch).values()) / threads,
             "key": keys,
-            "far_key": keys * far_share(self._working_set("decode"), self.hardware),
+            "far_key": keys * wide * far_share(self._working_set("decode"), self.hardware),
         }
+
+    def on_all_threads(self, rows: int) -> bool:
+        return not self._takes_one_thread(rows)
 
     def _threads(self, rows: int) -> int:
         """Threads that a step of ``rows`` tokens runs on, as the engine chooses them."""
@@ -380,9 +384,8 @@ class Native(Strategy):
         return works
 
     def _price(self, phase: Phase, unit: str) -> float:
-        """Seconds of one of ``unit``, as fitted to the steps of the scheme's family (0 where the fit found none)."""
-        wanted = (phase, family_of(self.shape.scheme))
-        found = next((row for row in self.hardware.native_rates.prices if (row.phase, row.scheme) == wanted), None)
+        """Seconds of one of ``unit``, as fitted to whole steps (0 where the fit found none)."""
+        found = next((row for row in self.hardware.native_rates.prices if row.phase == phase), None)
         return 0.0 if found is None else float(getattr(found, f"{unit}_s"))
 
 

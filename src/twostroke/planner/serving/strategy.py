@@ -113,6 +113,12 @@ class Strategy(ABC):
         """The process at rest."""
         return letter("process", self.hardware.process.resident_bytes)
 
+    # -- threads
+
+    def on_all_threads(self, rows: int) -> bool:
+        """Whether a step of ``rows`` tokens runs on every processor, so that nothing runs beside it undisturbed."""
+        return True
+
     # -- start
 
     def load_s(self) -> float:

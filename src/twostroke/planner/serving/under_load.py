@@ -22,7 +22,7 @@ from twostroke.core.checks import check_limit
 from twostroke.core.described import LeftOut
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.planner.money.cost import usd_per_million_tokens
-from twostroke.planner.serving.http import http_front_end, step_beside_http_s
+from twostroke.planner.serving.http import http_front_end, step_beside_http_s, step_sharing_s, with_late_tokens
 from twostroke.planner.serving.load import Latency, closed_loop, several_servers_wait_s
 from twostroke.planner.serving.plan import ServingPlan, strategy_of
 from twostroke.planner.serving.policies import Policy, policy_of
@@ -88,13 +88,14 @@ class Server:
         strategy = strategy_of(plan.spec, plan.shape, plan.hardware)
         self.policy: Policy = policy_of("twostroke" if plan.hardware.is_calibrated_cpu else plan.shape.engine)
         self.steps, self.front_end_s = StepTable(strategy.step_seconds), strategy.front_end_s
+        self.shares_processors = strategy.on_all_threads
         self.speed_up = plan.step_s / plan.tpot_s  # of speculation
 
     def serve(self, workload: Workload, stretch: Stretch = Stretch()) -> Simulated:
         """What ``workload`` finds there."""
 
         def seconds(decoding: int, context: float, chunks: Sequence[Chunk]) -> float:
-            beside_s = step_beside_http_s(plan.hardware, decoding) if self.http else 0.0
+            beside_s = self._beside_s(decoding) if self.http else 0.0
             if not chunks:
                 return stretch.decode / self.speed_up * self.steps(decoding, context, ()) + beside_s
             return stretch.prompts * self.steps(decoding, context, chunks) + beside_s
@@ -102,8 +103,14 @@ class Server:
         plan = self.plan
         front = http_front_end(plan.hardware) if self.http else None
         found = simulate(workload, self.policy, seconds, plan.pages, window=plan.spec.window_of_every_layer, front=front)
-        before_s = 0.0 if self.http else self.front_end_s
-        return replace(found, ttft_s=found.ttft_s.later(before_s), e2e_s=found.e2e_s.later(before_s))
+        if self.http:
+            return replace(found, itl_s=with_late_tokens(found.itl_s, plan.hardware))
+        return replace(found, ttft_s=found.ttft_s.later(self.front_end_s), e2e_s=found.e2e_s.later(self.front_end_s))
+
+    def _beside_s(self, decoding: int) -> float:
+        """What HTTP adds to a step in which so many requests decode."""
+        sharing_s = step_sharing_s(self.plan.hardware, decoding) if self.shares_processors(decoding) else 0.0
+        return step_beside_http_s(self.plan.hardware, decoding) + sharing_s
 
     def lengths(self, spread: float) -> tuple[Lengths, Lengths]:
         """Of prompts and answers: the plan's, each from (1 − spread) to (1 + spread) times as long. Raises ConfigError."""
