@@ -26,6 +26,8 @@ from twostroke.calibration.products import (
     CLASSES,
     DEEP_CLASSES,
     ENGINE_ROWS,
+    FP16,
+    FP16_ROWS,
     PEAK_SIDE,
     SMALL_CLASSES,
     TRAINING_ROWS,
@@ -178,7 +180,7 @@ def calibrate(
     ``only`` "serve" or "train" leaves out what the other engine needs; the rest is taken from the stored profile of the device,
     where it has one (``merged``). On a GPU it is "train": serving computes on the CPU.
 
-    Numbers of the native engine are medians of four moments, minutes apart; others are the best of several runs, since other
+    Numbers of the native engine are medians of three moments, minutes apart; others are the best of several runs, since other
     work only ever adds time. Rates are for all threads that torch uses.
     Raises ConfigError for a ``device`` that is not there.
     """
@@ -226,14 +228,13 @@ def calibrate(
             bandwidth.append(point)
             tell(0.68 + 0.02 * len(bandwidth) / len(sizes), f"read bandwidth, {point.working_set_bytes // MIB} MiB")
     engine_schemes = () if is_native or only == "train" else extent.engine_schemes
-    products, peaks = _measure_products(clock, extent, engine_schemes, lambda done, note: tell(0.7 + 0.05 * done, note))
-    _take(moments, tell, 0.75)
+    products, peaks = _measure_products(clock, extent, engine_schemes, lambda done, note: tell(0.67 + 0.07 * done, note))
     launches = {scheme: measure_launch(clock, scheme) for scheme in (*extent.training_schemes, *engine_schemes)}
     limit = weight_only_limit(products)
     if limit is not None:
         crossovers = replace(crossovers, int8_weight_only_max_macs=limit)
     if device == "cpu" and not is_native and only != "train":
-        tell(0.84, "attention of the engine")
+        tell(0.74, "attention of the engine")
         crossovers = replace(crossovers, flash_max_scores=measure_flash_limit(clock))
     link = network = None
     if is_launched() and first:
@@ -242,7 +243,7 @@ def calibrate(
     elif n_ranks > 1:
         link = measure_between_processes(n_ranks, device)
     engines: tuple[Engine, ...] = (only,) if only else ENGINES
-    tell(0.84, "text, weights, sampling and HTTP")
+    tell(0.75, "text, weights, sampling and HTTP")
     beside = measure_beside_steps(clock, device == "cpu" and only != "train", serves_natively and extent.whole_steps)
     _take(moments, tell, 0.9)
     native: NativeRates | None = None
@@ -386,6 +387,8 @@ def _measure_products(
         for n, k in (*extent.small_classes, *extent.classes, *extent.deep_classes)
     ]
     plan += [(s, n, k, extent.engine_rows) for s in engine for n, k in extent.classes]
+    if clock.device == "cpu":
+        plan += [(FP16, n, k, FP16_ROWS) for n, k in (*extent.classes[:1], *extent.deep_classes[:1])]
     for i, (scheme, n, k, rows) in enumerate(plan):
         tell(0.7 * i / len(plan), f"{scheme} products, {n}×{k}")
         points += measure_class(clock, scheme, n, k, rows)
@@ -397,4 +400,5 @@ def _measure_products(
         peak = measure_peak(clock, scheme, side)
         if peak is not None:
             peaks[scheme] = peak
-    return points, peaks
+    halves = [point.flop_per_s for point in points if point.scheme == FP16]
+    return points, peaks | ({FP16: max(halves)} if halves else {})

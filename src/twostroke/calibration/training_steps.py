@@ -43,6 +43,9 @@ SMALL_WIDTH, ROUNDS = 128, 3
 
 PEAK_STEPS = 5
 PEAK_TIMEOUT_S = 120
+EAGER_PEAKS = 3
+"""Processes whose median counts: what the allocator keeps between eager steps took 551 to 634 MB of one step. Compiled peaks
+differ by 1%."""
 
 
 def _batch(anchor: TrainingAnchor, device: torch.device) -> Batch:
@@ -135,11 +138,15 @@ def in_a_new_process(steps: list[TrainingStep], anchor: TrainingAnchor, device: 
     shallow, *others = steps
     shape = map(str, (anchor.width, anchor.shallow, anchor.deep, anchor.batch_size, anchor.sequence_length))
     command = [sys.executable, "-m", __name__, *shape, shallow.dtype, shallow.mode, device, str(torch.get_num_threads())]
+    found: list[list[float]] = []
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError), empty_compile_cache():
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PEAK_TIMEOUT_S, check=True)
-        first_s, peak_bytes = map(float, done.stdout.split()[-2:])
-        return [replace(shallow, peak_bytes=peak_bytes), *others], max(0.0, first_s - shallow.first_step_s)
-    return steps, None
+        for _ in range(EAGER_PEAKS if shallow.mode == "eager" else 1):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=PEAK_TIMEOUT_S, check=True)
+            found.append([float(value) for value in done.stdout.split()[-2:]])
+    if not found:
+        return steps, None
+    first_s, peak_bytes = (statistics.median(values) for values in zip(*found, strict=True))
+    return [replace(shallow, peak_bytes=peak_bytes), *others], max(0.0, first_s - shallow.first_step_s)
 
 
 def _main(arguments: list[str]) -> None:

@@ -115,7 +115,8 @@ class TrainingRates:
     adapter_compile_s: float | None = None
 
     def block(self, dtype: str, mode: str, direction: str) -> BlockRates | None:
-        wanted = (dtype, mode, direction)
+        """What was measured of a block; of fp16, which is not, what bf16 takes beside its products."""
+        wanted = ("bf16" if dtype == "fp16" else dtype, mode, direction)
         return next((b for b in self.blocks if (b.dtype, b.mode, b.direction) == wanted), None)
 
     def step(self, width: int, n_layers: int, dtype: str, mode: str, method: str = "full") -> TrainingStep | None:
