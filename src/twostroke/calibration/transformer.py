@@ -9,6 +9,7 @@ is a + c·keys, because only attention grows with the keys it takes. No constant
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import tempfile
 from collections import Counter
@@ -28,6 +29,7 @@ from twostroke.model.decoder import Decoder
 from twostroke.planner.training.memory import keys_walked
 from twostroke.planner.training.passes import newton_schulz_products, optimizer_bytes_moved, setup_bytes
 from twostroke.planner.work.flops import elementwise_elements
+from twostroke.training.stochastic_rounding import Noise, RoundedUpdates
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WIDTHS = {"fp32": 4, "bf16": 2}
@@ -273,7 +275,7 @@ def measure_loss(clock: Clock, size: BlockSize, compile_it: bool) -> dict[str, f
 
 
 def measure_optimizers(clock: Clock, size: BlockSize, rates: TrainingRates) -> TrainingRates:
-    """``rates`` with AdamW's, in bytes/s of the planner's count, and with Muon's beyond its products, in elements/s.
+    """``rates`` with AdamW's, in bytes/s of the planner's count, with Muon's beyond its products and with pure bf16's, in elements/s.
 
     An AdamW update does what training does: gradients become fp32, are measured and clipped, fused AdamW runs, and the working
     copy is written. It takes the matrices of ``OPTIMIZER_BLOCKS`` blocks, because fewer would stay in the cache.
@@ -296,26 +298,46 @@ def measure_optimizers(clock: Clock, size: BlockSize, rates: TrainingRates) -> T
         torch._foreach_copy_(working, [p.detach() for p in master])
 
     adamw_rate = optimizer_bytes_moved(n_elements, "bf16") / clock.best_s(update, seconds=0.2)
-    element_per_s, matrix_s = _muon_rates(clock, shapes)
-    return replace(rates, adamw_bytes_per_s=adamw_rate, muon_element_per_s=element_per_s, muon_matrix_s=matrix_s)
+    element_per_s, matrix_s = _rates(functools.partial(_muon_rest_s, clock), shapes)
+    rounded_per_s, rounded_matrix_s = _rates(functools.partial(_rounded_s, clock), shapes)
+    return replace(
+        rates,
+        adamw_bytes_per_s=adamw_rate,
+        muon_element_per_s=element_per_s,
+        muon_matrix_s=matrix_s,
+        rounded_element_per_s=rounded_per_s,
+        rounded_matrix_s=rounded_matrix_s,
+    )
 
 
-MUON_BLOCKS = 4
-MUON_SHARE = 0.5
-"""The smaller matrices that Muon is timed on are so much narrower and shorter."""
+FEW_BLOCKS = 4
+SMALLER = 0.5
+"""The smaller matrices that an update is timed on are so much narrower and shorter."""
+
+Shapes = Sequence[tuple[int, int]]
 
 
-def _muon_rates(clock: Clock, shapes: Sequence[tuple[int, int]]) -> tuple[float, float]:
-    """(elements per second, seconds of a matrix) of what Muon does beyond its products: the line through the matrices of
-    ``MUON_BLOCKS`` blocks and smaller ones."""
-    smaller = [(int(MUON_SHARE * n), int(MUON_SHARE * k)) for n, k in shapes]
-    small_s, large_s = (_muon_rest_s(clock, which * MUON_BLOCKS) for which in (smaller, list(shapes)))
-    n_matrices, n_elements = MUON_BLOCKS * len(shapes), MUON_BLOCKS * sum(n * k for n, k in shapes)
-    fixed_s, element_s = straight_line(MUON_SHARE**2 * n_elements, n_elements, small_s, large_s)
+def _rates(seconds: Callable[[Shapes], float], shapes: Shapes) -> tuple[float, float]:
+    """(elements per second, seconds of a matrix) of an update that takes ``seconds`` on matrices of given shapes: the line
+    through those of ``FEW_BLOCKS`` blocks and smaller ones."""
+    smaller = [(int(SMALLER * n), int(SMALLER * k)) for n, k in shapes]
+    small_s, large_s = (seconds(which * FEW_BLOCKS) for which in (smaller, list(shapes)))
+    n_matrices, n_elements = FEW_BLOCKS * len(shapes), FEW_BLOCKS * sum(n * k for n, k in shapes)
+    fixed_s, element_s = straight_line(SMALLER**2 * n_elements, n_elements, small_s, large_s)
     return 1 / element_s, fixed_s / n_matrices
 
 
-def _muon_rest_s(clock: Clock, shapes: Sequence[tuple[int, int]]) -> float:
+def _rounded_s(clock: Clock, shapes: Shapes) -> float:
+    """Seconds of AdamW's update of bf16 matrices of ``shapes``, computed in fp32 and rounded stochastically."""
+    weights = [nn.Parameter(torch.randn(*shape, device=clock.device).to(torch.bfloat16)) for shape in shapes]
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    worker = torch.optim.AdamW([torch.zeros(1, 1, device=clock.device)], lr=1e-4, fused=True)
+    rounded = RoundedUpdates(torch.optim.AdamW(weights, lr=1e-4, fused=True), worker, False, Noise(torch.device(clock.device)))
+    return clock.best_s(rounded.step, seconds=0.2)
+
+
+def _muon_rest_s(clock: Clock, shapes: Shapes) -> float:
     """Seconds of a Muon step on matrices of ``shapes`` without its products, each timed by itself."""
     block = [nn.Parameter(torch.randn(*shape, device=clock.device)) for shape in shapes]
     for parameter in block:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from twostroke.core.data_recipe import REUSED
 from twostroke.core.described import plain
 from twostroke.core.units import format_seconds
 
@@ -16,9 +17,6 @@ JSON_HELP = "Print one JSON document on stdout; progress and logs go to stderr."
 
 LINE_EVERY_S = 10.0
 """If stderr is a file or a pipe, long work prints a line at most this often: a log is read afterwards."""
-
-REUSED = "reused"
-"""The note of work that was found done. A log says so however short it was."""
 
 Advance = Callable[..., None]
 """``advance(done, note)``: how many units are done in all, and a few words shown beside the bar."""

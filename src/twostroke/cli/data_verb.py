@@ -63,6 +63,7 @@ def prepare(
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Tokenise text into memory-mapped shards with a held-out part. Shards of the same text and options are reused."""
+    from twostroke.core.data_recipe import REUSED
     from twostroke.core.recipe import data_recipe_from_dict
     from twostroke.data.prepare import prepare as prepare_data
     from twostroke.data.sources import find_documents
@@ -103,7 +104,7 @@ def prepare(
 
             prepared = prepare_data(recipe, progress=tell, out=out)
         seconds = time.perf_counter() - began
-        is_made = notes[-1] != "reused"
+        is_made = notes[-1] != REUSED
         run.measure({"prepare_s" if is_made else "reused_s": seconds}, why={"prepare_s": "the data was there already."})
     if verify:
         prepared.verify()
@@ -125,18 +126,12 @@ def prepare(
 
 
 def _planned(recipe: DataRecipe, n_bytes: int) -> Planned:
-    """Seconds of preparing ``n_bytes`` of text anew. Conversations are few, and their templates are not priced."""
-    from twostroke.core.errors import ConfigError
     from twostroke.planner.hardware.tables import load_hardware
-    from twostroke.planner.training.preparing import prepare_s
+    from twostroke.planner.training.preparing import recipe_s
     from twostroke.planner.truth.recording import Planned
 
     hardware = load_hardware("this", "train")
-    if hardware.text is None or recipe.layout != "text":
-        raise ConfigError("preparing such text was not measured on this machine. Run `twostroke calibrate`.")
-    vocab_size = recipe.vocab_size if recipe.tokenizer is None else None
-    held_out = 0.0 if recipe.held_out else recipe.held_out_fraction
-    return Planned({"prepare_s": prepare_s(hardware.text, n_bytes, vocab_size, held_out)}, hardware)
+    return Planned({"prepare_s": recipe_s(recipe, n_bytes, hardware)}, hardware)
 
 
 @app.command()

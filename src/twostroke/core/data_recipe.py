@@ -13,6 +13,9 @@ STDLIB_SOURCE = "stdlib"
 
 MAX_WORKERS = 64
 
+REUSED = "reused"
+"""The note of preparing that found the shards of the same text and recipe."""
+
 
 @dataclass(frozen=True)
 class DataRecipe:

@@ -93,7 +93,8 @@ class TrainingStep:
 @dataclass(frozen=True)
 class TrainingRates:
     """What training runs beside plain products. ``cross_entropy_logit_per_s`` is by mode; ``setup_…`` is what surrounds the
-    blocks, ``muon_element_per_s`` and ``muon_matrix_s`` what Muon takes beyond its products; ``block_compile_s`` compiles one
+    blocks, ``muon_element_per_s`` and ``muon_matrix_s`` what Muon takes beyond its products, ``rounded_…`` an update
+    of pure bf16, which rounds stochastically; ``block_compile_s`` compiles one
     block both ways, ``adapter_compile_s`` one with adapters, and ``compiler_start_s`` is what a new process adds to that.
     ``adapter_forward_s``, ``…_backward_s`` and ``…_update_s`` are what one adapter takes beyond its products."""
 
@@ -108,6 +109,8 @@ class TrainingRates:
     adamw_bytes_per_s: float | None = None
     muon_element_per_s: float | None = None
     muon_matrix_s: float = 0.0
+    rounded_element_per_s: float | None = None
+    rounded_matrix_s: float = 0.0
     compiler_start_s: float | None = None
     adapter_forward_s: float | None = None
     adapter_backward_s: float | None = None

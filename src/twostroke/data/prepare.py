@@ -27,10 +27,10 @@ from typing import Any
 import tokenizers
 from tokenizers import Tokenizer
 
+from twostroke.core.data_recipe import REUSED, DataRecipe
 from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError
 from twostroke.core.paths import data_cache_dir
-from twostroke.core.recipe import DataRecipe
 from twostroke.data.selection import Selection, report_left_out, select
 from twostroke.data.shards import (
     FORMAT,
@@ -97,7 +97,7 @@ def prepare(
         _write(partial, recipe, source, held_out, inputs, key, report_progress)
 
     prepared = open_or_write(directory, key, fill)
-    report_progress(1.0, "done" if made else "reused")
+    report_progress(1.0, "done" if made else REUSED)
     return prepared
 
 

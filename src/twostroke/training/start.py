@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from twostroke.core.data_recipe import REUSED, DataRecipe
 from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError, DataError, InputError, TwostrokeError
 from twostroke.core.recipe import TrainRecipe
@@ -22,6 +23,7 @@ from twostroke.ledger.store import Ledger
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.training.plan import plan_training
+from twostroke.planner.training.preparing import recipe_s
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.planner.truth.recording import Planned, Recording, freeze
 from twostroke.planner.work.params import count_parameters
@@ -77,13 +79,15 @@ def start(
         planned = Planned(_frozen_prediction(ledger, resolved.run_id), hardware)
         entry = Recording(resolved.run_id, planned, log, ledger)
         return RunInputs(recipe, directory, resolved, prepared, entry, True, log)
-    prepared = prepare(recipe.data, progress=data_progress)
+    prepared, is_made = _prepare(recipe.data, data_progress)
     spec = resolve_spec(recipe, prepared, hardware)
     check_adapters(recipe, spec)
     steps = resolve_steps(recipe, spec, hardware)
     planned = Planned()
     if hardware is not None:
         plan = plan_training(spec, TrainingShape.from_recipe(recipe, steps), hardware)
+        if is_made:
+            plan = dataclasses.replace(plan, startup_s=plan.startup_s + _preparing_s(recipe.data, prepared, hardware))
         planned = Planned(plan.prediction(), hardware)
     else:
         log(f"no prediction and no MFU: {why_not}")
@@ -108,6 +112,27 @@ def start(
             raise InputError(f"another process has just begun a run in {directory.path}. Name another directory.")
         directory.create(recipe, resolved)
     return RunInputs(recipe, directory, resolved, prepared, Recording(run_id, planned, log, ledger), False, log)
+
+
+def _prepare(recipe: DataRecipe, progress: Callable[[float, str], None] | None) -> tuple[PreparedData, bool]:
+    """The data, and whether they were prepared now."""
+    notes: list[str] = []
+
+    def tell(done: float, note: str) -> None:
+        notes.append(note)
+        if progress is not None:
+            progress(done, note)
+
+    prepared = prepare(recipe, progress=tell)
+    return prepared, notes[-1] != REUSED
+
+
+def _preparing_s(recipe: DataRecipe, prepared: PreparedData, hardware: Hardware) -> float:
+    """What preparing is planned to take; 0 for what was not measured."""
+    try:
+        return recipe_s(recipe, prepared.report["n_train_bytes"] + prepared.n_heldout_bytes, hardware)
+    except (ConfigError, KeyError):  # conversations count their turns, not bytes
+        return 0.0
 
 
 def _hardware_of(device: torch.device) -> tuple[Hardware | None, str]:

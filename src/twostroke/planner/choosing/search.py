@@ -46,7 +46,7 @@ from twostroke.planner.training.layout import Layout
 from twostroke.planner.training.memory import PRECISIONS, snapshot_bytes, state_bytes
 from twostroke.planner.training.passes import optimizer_work
 from twostroke.planner.training.plan import (
-    ASSUMED_DATA_TOKEN_S,
+    ASSUMED_BATCH_S,
     StageTime,
     bubble_of,
     n_nodes,
@@ -543,7 +543,7 @@ class _TrainTimer:
         exposed_s = sum(t.exposed_s for t in traffic)
         works = (*passes.forward, *passes.backward)
         compute_s = shape.grad_accumulation * total_seconds(works) + update.seconds
-        step_s = compute_s + ASSUMED_DATA_TOKEN_S * shape.tokens_per_step + exposed_s + bubble_s
+        step_s = compute_s + ASSUMED_BATCH_S * shape.grad_accumulation + exposed_s + bubble_s
         watts = layout.n_devices * step_watts(
             (passes.forward, passes.backward), (update,), shape.grad_accumulation,
             step_s - compute_s - exposed_s, exposed_s, machine,

@@ -252,6 +252,10 @@ def optimizer_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, la
     if passes := OPTIMIZERS[shape.optimizer].passes:
         moved += letter("passes", passes) * FP32 * n_parameters
     memory_s = moved / (letter("rate", hardware.training.adamw_bytes_per_s or 0.0) or hardware.bandwidth(moved))
+    if is_rounded(shape, hardware):
+        n_matrices = sum(count * len(matrices_of(kind)) for kind, count in layer_kinds(spec)) / layout.n_devices
+        rest = letter("matrix_s", hardware.training.rounded_matrix_s) * n_matrices
+        memory_s = n_parameters / letter("rounded", hardware.training.rounded_element_per_s or 0.0) + rest
     flops, arithmetic_s, launches = 12.0 * n_parameters, 0.0, 12.0
     if shape.optimizer == "muon":
         shared = layout.n_devices
@@ -274,6 +278,11 @@ def optimizer_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, la
     seconds = arithmetic_s + memory_s + launch_s
     update = Work("optimizer", flops, moved, arithmetic_s, memory_s, launch_s, seconds)
     return update.called("update", "what the optimizer moves, its products, and starting its operations")
+
+
+def is_rounded(shape: TrainingShape, hardware: Hardware) -> bool:
+    """Whether an update computes in fp32 and rounds to bf16, matrix by matrix, at a rate that was measured (Muon's is not)."""
+    return shape.dtype == "pure_bf16" and shape.optimizer != "muon" and hardware.training.rounded_element_per_s is not None
 
 
 # -- a layer --------------------------------------------------------------------------------------------------------------

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from twostroke.core.data_recipe import DataRecipe
+from twostroke.core.errors import ConfigError
 from twostroke.core.named import letter, named
 from twostroke.core.rates import TextRates
+from twostroke.planner.hardware.device import Hardware
+
+
+def recipe_s(recipe: DataRecipe, n_bytes: float, hardware: Hardware) -> float:
+    """Seconds of preparing ``n_bytes`` of text anew as ``recipe`` says. Conversations are few, and their templates are not
+    priced. Raises ConfigError where such text was not measured."""
+    if hardware.text is None or recipe.layout != "text":
+        raise ConfigError("preparing such text was not measured on this machine. Run `twostroke calibrate`.")
+    vocab_size = recipe.vocab_size if recipe.tokenizer is None else None
+    held_out = 0.0 if recipe.held_out else recipe.held_out_fraction
+    return prepare_s(hardware.text, n_bytes, vocab_size, held_out)
 
 
 def prepare_s(rates: TextRates, n_bytes: float, vocab_size: int | None, held_out_share: float = 0.0) -> float:

@@ -14,7 +14,14 @@ from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.training.datasheet_rates import LOW_PRECISIONS
 from twostroke.planner.training.layout import SINGLE, Layout
 from twostroke.planner.training.offload import update_s
-from twostroke.planner.training.passes import layer_works, loss_work, optimizer_work, recomputed_works, setup_work
+from twostroke.planner.training.passes import (
+    is_rounded,
+    layer_works,
+    loss_work,
+    optimizer_work,
+    recomputed_works,
+    setup_work,
+)
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.planner.training.sharding import (
     Stage,
@@ -104,12 +111,14 @@ def _measured_ratios(like: TrainingShape, hardware: Hardware) -> dict[int, Ancho
 
 
 def update_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> Work:
-    """The optimizer's update, held to the anchors. What Muon adds to one was not part of them."""
+    """The optimizer's update, held to the anchors. What Muon adds to one, and what rounds to bf16, was not part of them."""
     work = optimizer_work(spec, shape, hardware, layout).stretched(learned_factor(hardware, "update"))
     if shape.offload_optimizer:
         part = stage_held(spec, shape, layout, stages(spec.n_layers, layout.pipeline, layout.interleave)[-1])
         return replace(work, seconds=update_s(shape, part.trained_of(layout.shared_by(1))))
-    return work if shape.optimizer == "muon" else work.stretched(anchor_ratios(spec, shape, hardware).update)
+    if shape.optimizer == "muon" or is_rounded(shape, hardware):
+        return work
+    return work.stretched(anchor_ratios(spec, shape, hardware).update)
 
 
 def learned_ratios(hardware: Hardware) -> AnchorRatios:

@@ -87,7 +87,7 @@ GLOSSARY: dict[str, str] = {
     "operator_s": "seconds to start a kernel in an engine's step",
     "scheduling": "seconds of scheduling a step",
     "sampling": "seconds of drawing a request's token",
-    "data_token": "seconds to cut and pack a token of a batch",
+    "handing_over": "seconds to take a batch that was made in the background",
     "importing": "seconds to import torch",
     "compiling": "seconds to compile a block",
     "steps": "optimizer steps of the run",

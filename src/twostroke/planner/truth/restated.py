@@ -36,7 +36,7 @@ QUANTITIES = (
     Quantity("forward", "train", ("forward_s",), "forward pass of training"),
     Quantity("backward", "train", ("backward_s",), "backward pass"),
     Quantity("update", "train", ("optimizer_s",), "optimizer's update"),
-    Quantity("data", "train", ("data_s",), "cutting and packing a batch"),
+    Quantity("data", "train", ("data_s",), "taking a batch"),
     Quantity("train_startup", "train", ("startup_s",), "importing torch and compiling"),
     Quantity("prefill", "serve", ("prefill_tok_per_s", "prefill_s", "ttft_s"), "computing a prompt"),
     Quantity("decode", "serve", ("decode_tok_per_s", "decode_step_s", "tpot_s"), "decode step"),
