@@ -275,7 +275,8 @@ def measure_loss(clock: Clock, size: BlockSize, compile_it: bool) -> dict[str, f
 
 
 def measure_optimizers(clock: Clock, size: BlockSize, rates: TrainingRates) -> TrainingRates:
-    """``rates`` with AdamW's, in bytes/s of the planner's count, with Muon's beyond its products and with pure bf16's, in elements/s.
+    """``rates`` with AdamW's, in bytes/s of the planner's count, and, in elements/s, with Muon's beyond its products and with
+    pure bf16's.
 
     An AdamW update does what training does: gradients become fp32, are measured and clipped, fused AdamW runs, and the working
     copy is written. It takes the matrices of ``OPTIMIZER_BLOCKS`` blocks, because fewer would stay in the cache.
