@@ -6,7 +6,6 @@ next graph in a third of the time. The peak is that of a whole process, so it is
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import statistics
 import subprocess
@@ -73,9 +72,9 @@ def _training_step(
 
 def measure_steps(clock: Clock, anchor: TrainingAnchor, dtype: str, mode: Mode, method: str = "full") -> list[TrainingStep]:
     """``measure_depth`` of both depths, the shallow one first; nothing if compiling does not work. The second depth compiles
-    nothing, because all layers share one graph. Small compiled steps, which others' programs slow for a second at a time, are
-    the mean of ``ROUNDS`` in turns."""
-    rounds = ROUNDS if mode == "compiled" and anchor.width <= SMALL_WIDTH else 1
+    nothing, because all layers share one graph. Small compiled steps and eager ones, which others' programs slow for a second
+    at a time, are the mean of ``ROUNDS`` in turns."""
+    rounds = ROUNDS if mode == "eager" or anchor.width <= SMALL_WIDTH else 1
     found: dict[int, list[TrainingStep]] = {anchor.shallow: [], anchor.deep: []}
     for n_layers in (*found,) * rounds:
         step = measure_depth(clock, anchor, n_layers, dtype, mode, method)
@@ -131,22 +130,32 @@ def measure_depth(
 
 def in_a_new_process(steps: list[TrainingStep], anchor: TrainingAnchor, device: str) -> tuple[list[TrainingStep], float | None]:
     """(``steps`` of ``measure_steps``, what the first step of a new process takes beyond the first of this one). The shallow
-    step gets its peak. Both are measured in a new process with an empty compile cache, as a first run has it: a compiler that
-    has compiled leaves memory behind. As they were, and None, if that fails or takes too long."""
+    step gets its peak, and an eager deep one too. They are measured in new processes with an empty compile cache, as a first
+    run has it: a compiler that has compiled leaves memory behind. As they were, and None, if that fails or takes too long."""
     if not steps:
         return [], None
     shallow, *others = steps
-    shape = map(str, (anchor.width, anchor.shallow, anchor.deep, anchor.batch_size, anchor.sequence_length))
-    command = [sys.executable, "-m", __name__, *shape, shallow.dtype, shallow.mode, device, str(torch.get_num_threads())]
+    firsts = (EAGER_PEAKS, EAGER_PEAKS) if shallow.mode == "eager" else (1,)
+    try:
+        found = [_new_processes(n, step, anchor, device) for n, step in zip(firsts, steps, strict=False)]
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return steps, None
+    with_peaks = [replace(step, peak_bytes=peak_bytes) for step, (_, peak_bytes) in zip(steps, found, strict=False)]
+    return [*with_peaks, *others[len(found) - 1 :]], max(0.0, found[0][0] - shallow.first_step_s)
+
+
+def _new_processes(n: int, step: TrainingStep, anchor: TrainingAnchor, device: str) -> tuple[float, float]:
+    """(seconds of the first step, bytes of the peak), medians of ``n`` processes. Raises OSError, ValueError or
+    SubprocessError."""
+    shape = map(str, (anchor.width, step.n_layers, anchor.deep, anchor.batch_size, anchor.sequence_length))
+    command = [sys.executable, "-m", __name__, *shape, step.dtype, step.mode, device, str(torch.get_num_threads())]
     found: list[list[float]] = []
-    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError), empty_compile_cache():
-        for _ in range(EAGER_PEAKS if shallow.mode == "eager" else 1):
+    with empty_compile_cache():
+        for _ in range(n):
             done = subprocess.run(command, capture_output=True, text=True, timeout=PEAK_TIMEOUT_S, check=True)
             found.append([float(value) for value in done.stdout.split()[-2:]])
-    if not found:
-        return steps, None
     first_s, peak_bytes = (statistics.median(values) for values in zip(*found, strict=True))
-    return [replace(shallow, peak_bytes=peak_bytes), *others], max(0.0, first_s - shallow.first_step_s)
+    return first_s, peak_bytes
 
 
 def _main(arguments: list[str]) -> None:

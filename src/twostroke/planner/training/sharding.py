@@ -297,10 +297,11 @@ def training_memory(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, l
     if shape.targets:
         check_targets(spec, shape.targets)
     shape = rank_shape(shape, layout)
-    found = [
-        _stage_terms(spec, shape, hardware, layout, stage) | {"process": process_bytes(shape, hardware)}
+    counted = [
+        _stage_terms(spec, shape, hardware, layout, stage)
         for stage in stages(spec.n_layers, layout.pipeline, layout.interleave)
     ]
+    found = [terms | {"process": process_bytes(shape, hardware, sum(terms.values()))} for terms in counted]
     return max(found, key=lambda terms: sum(terms.values()))
 
 
@@ -489,24 +490,40 @@ def loss_at_peak_bytes(
     return largest(loss - backward_gradients - letter("share", BACKWARD_SHARE) * activations / n_layers, 0.0)
 
 
-def process_bytes(shape: TrainingShape, hardware: Hardware) -> float:
-    """Resident bytes of the process beside everything that a plan counts: Python, torch, and the compiler if it compiles.
+def process_bytes(shape: TrainingShape, hardware: Hardware, counted_bytes: float) -> float:
+    """Resident bytes of the process beside the ``counted_bytes`` that a plan counts: Python, torch, and the compiler if it
+    compiles; and of eager steps what the allocator keeps of what they freed.
 
     It is the measured peak of an anchor's steps less the terms planned for them, or without an anchor what torch takes after a
-    first product (``Process.resident_bytes``). The memory of a GPU holds none of it.
+    first product (``Process.resident_bytes``). Where the peaks of two depths grow by more than was counted, so does each byte.
+    The memory of a GPU holds none of it.
     """
     if hardware.kind == "gpu":
         return 0.0
-    anchor, resident = training_anchors(shape.mode)[0], hardware.process.resident_bytes
+    anchor, resident, kept = training_anchors(shape.mode)[0], hardware.process.resident_bytes, 0.0
     for dtype in (shape.compute_dtype, "bf16"):
-        step = hardware.training.step(anchor.width, anchor.shallow, dtype, shape.mode)
-        if step is not None and step.peak_bytes is not None:
-            like, stage = anchor_shape(anchor, dtype, shape), Stage(0, anchor.shallow, first=True, last=True)
-            terms = _stage_terms(anchor.spec(anchor.shallow), like, hardware, SINGLE, stage)
-            resident = max(step.peak_bytes - sum(terms.values()), 0.0)
+        steps = (hardware.training.step(anchor.width, n, dtype, shape.mode) for n in (anchor.shallow, anchor.deep))
+        peaks = [step.peak_bytes for step in steps if step is not None and step.peak_bytes is not None]
+        if peaks:
+            like = anchor_shape(anchor, dtype, shape)
+            counted = [_anchor_bytes(anchor, n_layers, like, hardware) for n_layers in (anchor.shallow, anchor.deep)]
+            if len(peaks) == 2:
+                kept = min(max((peaks[1] - peaks[0]) / (counted[1] - counted[0]) - 1.0, 0.0), MOST_KEPT)
+            resident = max(peaks[0] - (1.0 + kept) * counted[0], 0.0)
             break
     source = "resident memory of the process beside everything counted here"
-    return named("process_bytes", letter("process", resident), "bytes", source, "measured")
+    whole = letter("process", resident) + letter("kept", kept) * letter("counted", counted_bytes)
+    return named("process_bytes", whole, "bytes", source, "measured")
+
+
+MOST_KEPT = 1.0
+"""As many bytes again as are counted: peaks that grow faster were disturbed by something else."""
+
+
+def _anchor_bytes(anchor: TrainingAnchor, n_layers: int, like: TrainingShape, hardware: Hardware) -> float:
+    """What is planned for an anchor of so many layers."""
+    stage = Stage(0, n_layers, first=True, last=True)
+    return sum(_stage_terms(anchor.spec(n_layers), like, hardware, SINGLE, stage).values())
 
 
 def anchor_shape(anchor: TrainingAnchor, dtype: str, shape: TrainingShape) -> TrainingShape:
