@@ -102,6 +102,8 @@ GLOSSARY: dict[str, str] = {
     "looked_up": "bytes of a tied embedding's file that looking tokens up brings into memory",
     "engine": "bytes that the engine keeps beside weights and cache",
     "process": "resident bytes of the process at rest",
+    "counted": "bytes of everything else in the plan",
+    "kept": "share of them again that the allocator keeps between eager steps, from the peaks of two depths",
     "bytes": "bytes of the packed matrix",
     "g": "prompts that one step computes",
     "D_kv": "rows of one head's keys and values",
