@@ -39,7 +39,7 @@ from twostroke.calibration.products import (
 )
 from twostroke.calibration.thread_limits import measure_thread_limits
 from twostroke.calibration.timing import Clock
-from twostroke.calibration.training_steps import in_a_new_process, measure_steps
+from twostroke.calibration.training_steps import COMPILED, EAGER, in_a_new_process, means, measure_steps
 from twostroke.calibration.transformer import (
     BlockSize,
     empty_compile_cache,
@@ -73,7 +73,6 @@ from twostroke.core.schemes import NATIVE_PRODUCTS, W8, W8A8
 from twostroke.core.units import MIB
 from twostroke.kernels import training_attention
 from twostroke.kernels.native_library import library
-from twostroke.planner.hardware.anchors import ADAPTER_ANCHOR, COMPILED_ANCHORS, EAGER_ANCHORS
 
 Progress = Callable[[float, str], None]
 """``progress(done, note)``: the share done, 0 to 1, and a few words on what is being measured."""
@@ -309,42 +308,42 @@ def merged(before: MachineProfile, now: MachineProfile) -> MachineProfile:
 
 
 def _measure_training(clock: Clock, extent: Extent, rates: TrainingRates, tell: Progress) -> TrainingRates:
-    """``rates`` with whole steps of the anchors, compiled where a compiler works, as training does it by default, and the
-    narrow one eager; then with a block and the loss by themselves, both ways. The first anchor compiles into an empty cache
-    once the compiler has started: its first step says what compiling takes."""
-    blocks: list[BlockRates] = []
-    steps: list[TrainingStep] = []
+    """``rates`` with whole steps of the anchors at three moments, compiled where a compiler works, as training does it by
+    default, and one eager; between them a block and the loss by themselves, both ways. The first anchor compiles into an empty
+    cache once the compiler has started: its first step says what compiling takes."""
     compile_s = compiler_start_s = None
-    smallest, *wider = COMPILED_ANCHORS
     tell(0.0, "compiler")
     is_compiled = extent.compile and start_compiler(clock.device)
-    if is_compiled and extent.whole_steps:
-        tell(0.1, f"training steps of width {smallest.width}")
-        found = measure_steps(clock, smallest, "bf16", "compiled")
-        compile_s = max(found[0].first_step_s - found[0].seconds, 1e-3) if found else None
-        found, compiler_start_s = in_a_new_process(found, smallest, clock.device)
-        steps += found
-        for i, anchor in enumerate(wider):
-            tell(0.25 + 0.1 * i, f"training steps of width {anchor.width}")
-            steps += measure_steps(clock, anchor, "bf16", "compiled")
-    if is_compiled:
-        tell(0.45, "one transformer block, bf16 compiled")
-        blocks += measure_block(clock, extent.block, "bf16", "compiled")
-        if extent.whole_steps:
-            tell(0.6, "training steps of adapters")
-            steps += measure_steps(clock, ADAPTER_ANCHOR, "bf16", "compiled", "lora")
-    for i, dtype in enumerate(("bf16", "fp32")):
-        tell(0.75 + 0.1 * i, f"eager training, {dtype}")
-        if extent.whole_steps:
-            found = measure_steps(clock, EAGER_ANCHORS[0], dtype, "eager")
-            steps += in_a_new_process(found, EAGER_ANCHORS[0], clock.device)[0] if dtype == "bf16" else found
-        blocks += measure_block(clock, extent.block, dtype, "eager")
-    tell(0.95, "loss")
+    kinds = (*(COMPILED if is_compiled else ()), *EAGER) if extent.whole_steps else ()
+    moments: list[list[TrainingStep]] = []
+
+    def take(begin: float, end: float) -> None:
+        found: list[TrainingStep] = []
+        for i, kind in enumerate(kinds):
+            tell(begin + (end - begin) * i / len(kinds), str(kind))
+            found += measure_steps(clock, kind)
+        moments.append(found)
+
+    take(0.1, 0.45)
+    blocks: list[BlockRates] = []
+    for i, (dtype, mode) in enumerate(
+        (*((("bf16", "compiled"),) if is_compiled else ()), ("bf16", "eager"), ("fp32", "eager"))
+    ):
+        tell(0.45 + 0.05 * i, f"one transformer block, {dtype} {mode}")
+        blocks += measure_block(clock, extent.block, dtype, mode)
+    take(0.6, 0.7)
+    tell(0.7, "loss")
     losses = measure_loss(clock, extent.block, is_compiled)
+    tell(0.75, "memory of new processes")
+    if is_compiled and moments[0]:
+        compile_s = max(moments[0][0].first_step_s - moments[0][0].seconds, 1e-3)
+        moments[0], compiler_start_s = in_a_new_process(moments[0], COMPILED[0], clock.device)
+    moments[0], _ = in_a_new_process(moments[0], EAGER[0], clock.device)
+    take(0.9, 1.0)
     return replace(
         rates,
         blocks=tuple(blocks),
-        steps=tuple(steps),
+        steps=tuple(means(moments)),
         block_compile_s=compile_s,
         compiler_start_s=compiler_start_s,
         cross_entropy_logit_per_s=losses,

@@ -7,11 +7,14 @@ next graph in a third of the time. The peak is that of a whole process, so it is
 from __future__ import annotations
 
 import importlib
+import itertools
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -24,7 +27,15 @@ from twostroke.data.loader import Batch
 from twostroke.model.adapters import AdapterSettings, attach_adapters
 from twostroke.model.decoder import Decoder
 from twostroke.model.initialise import initialise
-from twostroke.planner.hardware.anchors import ADAPTER_DROPOUT, ADAPTER_RANK, VOCABULARY, TrainingAnchor
+from twostroke.planner.hardware.anchors import (
+    ADAPTER_ANCHOR,
+    ADAPTER_DROPOUT,
+    ADAPTER_RANK,
+    COMPILED_ANCHORS,
+    EAGER_ANCHORS,
+    VOCABULARY,
+    TrainingAnchor,
+)
 from twostroke.training.clock import StepClock
 from twostroke.training.memory import peak_memory_bytes, reset_peak
 from twostroke.training.optimizers import Optimizers
@@ -34,11 +45,10 @@ from twostroke.training.step import TrainStep
 LEAST_STEPS = 5
 MOST_STEPS = 40
 WARM_UP_STEPS = 1
-SECONDS = 1.2
+SECONDS = 0.8
 """Steps repeat for so long after the warm-up, and up to three times as long until ``LEAST_STEPS`` were undisturbed."""
 
 PARTS = ("forward", "backward", "optimizer")
-SMALL_WIDTH, ROUNDS = 128, 3
 
 PEAK_STEPS = 5
 PEAK_TIMEOUT_S = 120
@@ -70,33 +80,52 @@ def _training_step(
     return TrainStep(decoder, masters, optimizers, settings.clip_norm, mode == "compiled", lambda line: None)
 
 
-def measure_steps(clock: Clock, anchor: TrainingAnchor, dtype: str, mode: Mode, method: str = "full") -> list[TrainingStep]:
+class Kind(NamedTuple):
+    """An anchor, and how its steps are computed."""
+
+    anchor: TrainingAnchor
+    dtype: str
+    mode: Mode
+    method: str = "full"
+
+    def __str__(self) -> str:
+        adapters = " with adapters" if self.method != "full" else ""
+        return f"{self.mode} steps of width {self.anchor.width} in {self.dtype}{adapters}"
+
+
+COMPILED = (*(Kind(a, "bf16", "compiled") for a in COMPILED_ANCHORS), Kind(ADAPTER_ANCHOR, "bf16", "compiled", "lora"))
+EAGER = tuple(Kind(EAGER_ANCHORS[0], dtype, "eager") for dtype in ("bf16", "fp32"))
+
+
+def measure_steps(clock: Clock, kind: Kind) -> list[TrainingStep]:
     """``measure_depth`` of both depths, the shallow one first; nothing if compiling does not work. The second depth compiles
-    nothing, because all layers share one graph. Small compiled steps and eager ones, which others' programs slow for a second
-    at a time, are the mean of ``ROUNDS`` in turns."""
-    rounds = ROUNDS if mode == "eager" or anchor.width <= SMALL_WIDTH else 1
-    found: dict[int, list[TrainingStep]] = {anchor.shallow: [], anchor.deep: []}
-    for n_layers in (*found,) * rounds:
-        step = measure_depth(clock, anchor, n_layers, dtype, mode, method)
-        if step is None:
-            break
-        found[n_layers].append(step)
-    return [_mean(steps) for steps in found.values() if steps]
+    nothing, because all layers share one graph."""
+    shallow = measure_depth(clock, kind, kind.anchor.shallow)
+    deep = measure_depth(clock, kind, kind.anchor.deep) if shallow is not None else None
+    return [step for step in (shallow, deep) if step is not None]
 
 
-def _mean(steps: list[TrainingStep]) -> TrainingStep:
+def means(moments: Iterable[Iterable[TrainingStep]]) -> list[TrainingStep]:
+    """Each step of the first moment with the mean times of all: a machine is faster or slower for minutes, and one moment's
+    eager layer took 13 ms where another's took 28."""
+    found: dict[tuple[object, ...], list[TrainingStep]] = {}
+    for step in itertools.chain(*moments):
+        found.setdefault((step.width, step.n_layers, step.dtype, step.mode, step.method), []).append(step)
+    return [_mean(steps) for steps in found.values()]
+
+
+def _mean(steps: Sequence[TrainingStep]) -> TrainingStep:
     """The first of ``steps`` with the mean times of all."""
     times = {f"{name}_s": statistics.mean(getattr(step, f"{name}_s") for step in steps) for name in PARTS}
     return replace(steps[0], **times)
 
 
-def measure_depth(
-    clock: Clock, anchor: TrainingAnchor, n_layers: int, dtype: str, mode: Mode, method: str = "full"
-) -> TrainingStep | None:
+def measure_depth(clock: Clock, kind: Kind, n_layers: int) -> TrainingStep | None:
     """The median of each part over undisturbed steps, and the first step; None if compiling does not work.
 
     It takes medians, because a run's own steps are scored by their median, and the shortest step is a lucky one.
     """
+    anchor, dtype, mode, method = kind
     place = torch.device(clock.device)
     step, laps, batch = _training_step(anchor, n_layers, dtype, mode, place, method), StepClock(place), _batch(anchor, place)
     laps.start()
@@ -128,20 +157,23 @@ def measure_depth(
     return TrainingStep(anchor.width, n_layers, dtype, mode, forward, backward, optimizer, first_s, method=method)
 
 
-def in_a_new_process(steps: list[TrainingStep], anchor: TrainingAnchor, device: str) -> tuple[list[TrainingStep], float | None]:
-    """(``steps`` of ``measure_steps``, what the first step of a new process takes beyond the first of this one). The shallow
-    step gets its peak, and an eager deep one too. They are measured in new processes with an empty compile cache, as a first
-    run has it: a compiler that has compiled leaves memory behind. As they were, and None, if that fails or takes too long."""
-    if not steps:
-        return [], None
-    shallow, *others = steps
-    firsts = (EAGER_PEAKS, EAGER_PEAKS) if shallow.mode == "eager" else (1,)
+def in_a_new_process(steps: Sequence[TrainingStep], kind: Kind, device: str) -> tuple[list[TrainingStep], float | None]:
+    """(``steps``, what the first step of a new process takes beyond the first of this one). The shallow step of ``kind`` gets
+    its peak, and an eager deep one too. They are measured in new processes with an empty compile cache, as a first run has it:
+    a compiler that has compiled leaves memory behind. As they were, and None, if that fails or takes too long."""
+    asked = (kind.anchor.width, kind.dtype, kind.mode, kind.method)
+    mine = [step for step in steps if (step.width, step.dtype, step.mode, step.method) == asked]
+    peaks: dict[int, float] = {}
+    longer_s: float | None = None
     try:
-        found = [_new_processes(n, step, anchor, device) for n, step in zip(firsts, steps, strict=False)]
+        for step in mine if kind.mode == "eager" else mine[:1]:
+            first_s, peaks[step.n_layers] = _new_processes(
+                EAGER_PEAKS if kind.mode == "eager" else 1, step, kind.anchor, device
+            )
+            longer_s = max(0.0, first_s - step.first_step_s) if longer_s is None else longer_s
     except (OSError, ValueError, subprocess.SubprocessError):
-        return steps, None
-    with_peaks = [replace(step, peak_bytes=peak_bytes) for step, (_, peak_bytes) in zip(steps, found, strict=False)]
-    return [*with_peaks, *others[len(found) - 1 :]], max(0.0, found[0][0] - shallow.first_step_s)
+        return [*steps], None
+    return [replace(step, peak_bytes=peaks.get(step.n_layers)) if step in mine else step for step in steps], longer_s
 
 
 def _new_processes(n: int, step: TrainingStep, anchor: TrainingAnchor, device: str) -> tuple[float, float]:

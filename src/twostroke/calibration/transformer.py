@@ -299,8 +299,8 @@ def measure_optimizers(clock: Clock, size: BlockSize, rates: TrainingRates) -> T
         torch._foreach_copy_(working, [p.detach() for p in master])
 
     adamw_rate = optimizer_bytes_moved(n_elements, "bf16") / clock.best_s(update, seconds=0.2)
-    element_per_s, matrix_s = _rates(functools.partial(_muon_rest_s, clock), shapes)
-    rounded_per_s, rounded_matrix_s = _rates(functools.partial(_rounded_s, clock), shapes)
+    element_per_s, matrix_s = _update_rates(functools.partial(_muon_rest_s, clock), shapes)
+    rounded_per_s, rounded_matrix_s = _update_rates(functools.partial(_rounded_s, clock), shapes)
     return replace(
         rates,
         adamw_bytes_per_s=adamw_rate,
@@ -318,7 +318,7 @@ SMALLER = 0.5
 Shapes = Sequence[tuple[int, int]]
 
 
-def _rates(seconds: Callable[[Shapes], float], shapes: Shapes) -> tuple[float, float]:
+def _update_rates(seconds: Callable[[Shapes], float], shapes: Shapes) -> tuple[float, float]:
     """(elements per second, seconds of a matrix) of an update that takes ``seconds`` on matrices of given shapes: the line
     through those of ``FEW_BLOCKS`` blocks and smaller ones."""
     smaller = [(int(SMALLER * n), int(SMALLER * k)) for n, k in shapes]
