@@ -50,7 +50,7 @@ def test_a_job_of_many_devices_shows_traffic_bubble_failures_and_days(capsys: py
         "reduce-scatter of gradients",
         "bubble",
     ):
-        assert words in text
+        assert words in " ".join(text.split())  # lines break where the model's path is long
     for words in ("failures  one in", "with failures", "masters", "waiting for traffic"):
         assert words in " ".join(text.split()) or words in text
 

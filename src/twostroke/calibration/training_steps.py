@@ -42,7 +42,7 @@ from twostroke.training.optimizers import Optimizers
 from twostroke.training.precision import MasterWeights
 from twostroke.training.step import TrainStep
 
-LEAST_STEPS = 5
+LEAST_STEPS = 3
 MOST_STEPS = 40
 WARM_UP_STEPS = 1
 SECONDS = 0.8

@@ -1,4 +1,4 @@
-"""``twostroke calibrate`` measures this machine for six minutes and stores its profile."""
+"""``twostroke calibrate`` measures this machine for seven minutes and stores its profile."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def calibrate(
     only: str = typer.Option(None, help="Measure only what serve or train needs (serve: half a minute) and keep the rest."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Measure this machine once (some six minutes on two cores) and store its profile, which every plan for "this" uses.
+    """Measure this machine once (some seven minutes on two cores) and store its profile, which every plan for "this" uses.
 
     Each engine is measured on the device that it computes on: training on the GPU if there is one, serving on the CPU.
 

@@ -47,7 +47,7 @@ def resolve_spec(recipe: TrainRecipe, prepared: PreparedData, hardware: Hardware
     if model.size == "auto":
         if hardware is None:
             raise ConfigError(
-                'model.size="auto" needs a profile of this machine. Run `twostroke calibrate` once (six minutes), or give '
+                'model.size="auto" needs a profile of this machine. Run `twostroke calibrate` once (seven minutes), or give '
                 "the model's sizes."
             )
         picked = pick_model(settings.budget_s, prepared.vocab_size, prepared.n_train_tokens, settings, hardware)
@@ -66,6 +66,6 @@ def resolve_steps(recipe: TrainRecipe, spec: ModelSpec, hardware: Hardware | Non
     if hardware is None:
         raise ConfigError(
             f"train.budget_s={settings.budget_s:g} is turned into steps by this machine's profile, which does not exist. "
-            "Run `twostroke calibrate` once (six minutes), or give train.steps."
+            "Run `twostroke calibrate` once (seven minutes), or give train.steps."
         )
     return steps_for_budget(spec, TrainingShape.from_recipe(recipe, steps=0), hardware, settings.budget_s)
