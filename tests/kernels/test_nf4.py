@@ -88,3 +88,26 @@ def test_product_and_gradient_are_those_of_the_decoded_matrix(double: bool, dtyp
     (theirs,) = torch.autograd.grad(reference.square().sum(), x)
     assert torch.equal(y, reference)
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch: deprecations
+def test_a_compiled_product_decodes_its_matrix_again_in_backward_and_keeps_none() -> None:
+    """A compiler that found the same operations in forward and backward kept the codes as int32 between them."""
+    up, down = quantize_nf4(random(0, 256, 192)), quantize_nf4(random(2, 192, 256))
+
+    def two_products(x: torch.Tensor) -> torch.Tensor:
+        return nf4_linear(torch.tanh(nf4_linear(x, up)), down).square()
+
+    kept: list[int] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    x = random(1, 8, 192).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = torch.compile(two_products, dynamic=False)(x)
+    assert max(kept) < 256 * 192  # codes take half a byte a weight, as int32 two
+    (found,) = torch.autograd.grad(y.sum(), x)
+    (expected,) = torch.autograd.grad(two_products(x).sum(), x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-3)  # sums of 256 fp32 products in another order

@@ -20,6 +20,7 @@ import torch
 
 from twostroke.calibration.timing import DISTURBED_SHARE, Clock, Window
 from twostroke.calibration.transformer import empty_compile_cache, start_compiler
+from twostroke.core.heap import keep_freed_memory
 from twostroke.core.matrices import ALL_LINEAR
 from twostroke.core.rates import Mode, TrainingStep
 from twostroke.core.train_settings import TrainSettings
@@ -50,11 +51,10 @@ SECONDS = 0.8
 
 PARTS = ("forward", "backward", "optimizer")
 
-PEAK_STEPS = 5
+PEAK_STEPS: dict[Mode, int] = {"compiled": 5, "eager": 25}
+"""Steps up to the peak. Eager ones free pieces of many sizes in another order each time: the peak of one step grew from 602 MB
+after five steps to 709 after twenty, and no further."""
 PEAK_TIMEOUT_S = 120
-EAGER_PEAKS = 3
-"""Processes whose median counts: what the allocator keeps between eager steps took 551 to 634 MB of one step. Compiled peaks
-differ by 1%."""
 
 
 def _batch(anchor: TrainingAnchor, device: torch.device) -> Batch:
@@ -128,6 +128,7 @@ def measure_depth(clock: Clock, kind: Kind, n_layers: int) -> TrainingStep | Non
     anchor, dtype, mode, method = kind
     place = torch.device(clock.device)
     step, laps, batch = _training_step(anchor, n_layers, dtype, mode, place, method), StepClock(place), _batch(anchor, place)
+    keep_freed_memory()  # as a run does before its steps
     laps.start()
     step([batch], 1.0, laps)
     first_s, _ = laps.finish()
@@ -167,31 +168,26 @@ def in_a_new_process(steps: Sequence[TrainingStep], kind: Kind, device: str) -> 
     longer_s: float | None = None
     try:
         for step in mine if kind.mode == "eager" else mine[:1]:
-            first_s, peaks[step.n_layers] = _new_processes(
-                EAGER_PEAKS if kind.mode == "eager" else 1, step, kind.anchor, device
-            )
+            first_s, peaks[step.n_layers] = _new_process(step, kind.anchor, device)
             longer_s = max(0.0, first_s - step.first_step_s) if longer_s is None else longer_s
     except (OSError, ValueError, subprocess.SubprocessError):
         return [*steps], None
     return [replace(step, peak_bytes=peaks.get(step.n_layers)) if step in mine else step for step in steps], longer_s
 
 
-def _new_processes(n: int, step: TrainingStep, anchor: TrainingAnchor, device: str) -> tuple[float, float]:
-    """(seconds of the first step, bytes of the peak), medians of ``n`` processes. Raises OSError, ValueError or
-    SubprocessError."""
+def _new_process(step: TrainingStep, anchor: TrainingAnchor, device: str) -> tuple[float, float]:
+    """(seconds of the first step, bytes of the peak) of a process of its own. Raises OSError, ValueError or SubprocessError."""
     shape = map(str, (anchor.width, step.n_layers, anchor.deep, anchor.batch_size, anchor.sequence_length))
-    command = [sys.executable, "-m", __name__, *shape, step.dtype, step.mode, device, str(torch.get_num_threads())]
-    found: list[list[float]] = []
+    how = (step.dtype, step.mode, step.method, device, str(torch.get_num_threads()))
+    command = [sys.executable, "-m", __name__, *shape, *how]
     with empty_compile_cache():
-        for _ in range(n):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=PEAK_TIMEOUT_S, check=True)
-            found.append([float(value) for value in done.stdout.split()[-2:]])
-    first_s, peak_bytes = (statistics.median(values) for values in zip(*found, strict=True))
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PEAK_TIMEOUT_S, check=True)
+    first_s, peak_bytes = map(float, done.stdout.split()[-2:])
     return first_s, peak_bytes
 
 
 def _main(arguments: list[str]) -> None:
-    *shape, dtype, mode, device, n_threads = arguments
+    *shape, dtype, mode, method, device, n_threads = arguments
     torch.set_num_threads(int(n_threads))
     anchor, place = TrainingAnchor(*map(int, shape)), torch.device(device)
     laps, batch = StepClock(place), _batch(anchor, place)
@@ -201,9 +197,10 @@ def _main(arguments: list[str]) -> None:
         importlib.import_module("torch._inductor.compile_fx")
         importing_s = time.perf_counter() - begin
         start_compiler(device)  # what it does once on a machine is no run's
-    step = _training_step(anchor, anchor.shallow, dtype, mode, place)
+    step = _training_step(anchor, anchor.shallow, dtype, mode, place, method)
     first_s = 0.0
-    for n in range(PEAK_STEPS):
+    keep_freed_memory()
+    for n in range(PEAK_STEPS["compiled" if mode == "compiled" else "eager"]):
         if n == 1:  # the memory that compiling took for the moment is not a step's
             reset_peak(place)
         laps.start()

@@ -15,7 +15,7 @@ import torch
 
 from twostroke.core.described import plain
 from twostroke.core.errors import CapacityError, Interrupted, TwostrokeError
-from twostroke.core.heap import return_freed_memory
+from twostroke.core.heap import keep_freed_memory, return_freed_memory
 from twostroke.core.recipe import TrainRecipe
 from twostroke.data.loader import Batch
 from twostroke.data.shards import PreparedData
@@ -124,6 +124,7 @@ class _Loop:
         steady: deque[float] = deque(maxlen=20)  # without warm-up steps, so that the estimate of the time left is realistic
         first_step = run.step
         return_freed_memory()  # 60 MB of preparing text, which would count as the steps'
+        keep_freed_memory()
         if not reset_peak(run.device):
             run.notes.append("peak_memory_bytes is that of the whole process, because this system cannot reset it")
         run.began = time.perf_counter()

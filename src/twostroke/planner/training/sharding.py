@@ -6,14 +6,15 @@ ZeRO with Adam and N ranks, Ψ parameters in mixed precision (Rajbhandari et al.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from twostroke.core.matrices import LayerKind, Matrix, head_matrix, layer_kinds
+from twostroke.core.matrices import ALL_LINEAR, LayerKind, Matrix, head_matrix, layer_kinds
 from twostroke.core.named import inputs, largest, letter, named, smallest
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.hardware.anchors import TrainingAnchor, training_anchors
+from twostroke.planner.hardware.anchors import ADAPTER_ANCHOR, ADAPTER_RANK, TrainingAnchor, training_anchors
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.training.layout import SINGLE, Layout
 from twostroke.planner.training.memory import (
@@ -500,12 +501,16 @@ def process_bytes(shape: TrainingShape, hardware: Hardware, counted_bytes: float
     """
     if hardware.kind == "gpu":
         return 0.0
-    anchor, resident, kept = training_anchors(shape.mode)[0], hardware.process.resident_bytes, 0.0
-    for dtype in (shape.compute_dtype, "bf16"):
-        steps = (hardware.training.step(anchor.width, n, dtype, shape.mode) for n in (anchor.shallow, anchor.deep))
+    resident, kept = hardware.process.resident_bytes, 0.0
+    plain = training_anchors(shape.mode)[0], "full"
+    adapted = ((ADAPTER_ANCHOR, "lora"),) if shape.mode == "compiled" and shape.targets else ()
+    for (anchor, method), dtype in itertools.product((*adapted, plain), (shape.compute_dtype, "bf16")):
+        steps = (hardware.training.step(anchor.width, n, dtype, shape.mode, method) for n in (anchor.shallow, anchor.deep))
         peaks = [step.peak_bytes for step in steps if step is not None and step.peak_bytes is not None]
         if peaks:
             like = anchor_shape(anchor, dtype, shape)
+            if method != "full":
+                like = replace(like, method=method, lora_rank=ADAPTER_RANK, lora_targets=(ALL_LINEAR,))
             counted = [_anchor_bytes(anchor, n_layers, like, hardware) for n_layers in (anchor.shallow, anchor.deep)]
             if len(peaks) == 2:
                 kept = min(max((peaks[1] - peaks[0]) / (counted[1] - counted[0]) - 1.0, 0.0), MOST_KEPT)
