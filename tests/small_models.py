@@ -51,6 +51,56 @@ SPECS: dict[str, ModelSpec] = {
     ),
 }
 
+_WINDOWS: dict[str, Any] = {"sliding_window": 9, "sliding_window_layers": (0, 2)}
+_LAYERNORM: dict[str, Any] = {"norm": "layernorm", "mlp": "gelu", "activation": "gelu", "mlp_bias": True, "attn_out_bias": True}
+_GEMMA: dict[str, Any] = {"norm_offset": True, "embedding_scale": 48**0.5, "norms_per_block": 4}
+
+FEATURES: dict[str, ModelSpec] = {
+    "gemma2": ModelSpec(
+        "gemma2", **_BASE | _WINDOWS | {"activation": "gelu_tanh", "tied_embeddings": True},
+        departures=Departures(**_GEMMA, attention_scale=0.2, attention_cap=4.0, logit_cap=12.0),
+    ),
+    "gemma3_text": ModelSpec(
+        "gemma3_text", **_BASE | _WINDOWS | {"activation": "gelu_tanh", "tied_embeddings": True}, qk_norm=True,
+        rope=RopeSpec(1e6, "linear", 8.0),
+        departures=Departures(**_GEMMA, attention_scale=0.5, windowed_rope=RopeSpec(1e4)),
+    ),
+    "phi3": ModelSpec(
+        "phi3", **_BASE | {"head_dim": 16, "d_model": 96, "n_heads": 6}, departures=Departures(rotary_dim=12),
+    ),
+    "olmo3": ModelSpec(
+        "olmo3", **_BASE | _WINDOWS, qk_norm=True,
+        rope=RopeSpec(1e4, "yarn", 4.0, original_max_positions=64, magnitude=1.1386294361119891),
+        departures=Departures(qk_norm_over_heads=True, norms_after=True, windowed_rope=RopeSpec(1e4)),
+    ),
+    "smollm3": ModelSpec("smollm3", **_BASE, departures=Departures(unrotated_layers=(1,))),
+    "granite": ModelSpec(
+        "granite", **_BASE,
+        departures=Departures(embedding_scale=3.0, attention_scale=0.25, residual_scale=0.6, logit_scale=0.5),
+    ),
+    "cohere2": ModelSpec(
+        "cohere2", **_BASE | _WINDOWS | {"norm": "layernorm", "tied_embeddings": True},
+        departures=Departures(
+            parallel_block=True, norms_per_block=1, norm_bias=False, neighbours_turn=True, logit_scale=0.5,
+            unrotated_layers=(1,),
+        ),
+    ),
+    "gpt_neox": ModelSpec(
+        "gpt_neox", **_BASE | _LAYERNORM | {"n_kv_heads": 6}, qkv_bias=True,
+        departures=Departures(parallel_block=True, rotary_dim=2),
+    ),
+    "falcon": ModelSpec(
+        "falcon", **_BASE | _LAYERNORM, qkv_bias=True, tied_embeddings=True, departures=Departures(parallel_block=True)
+    ),
+    "glm4": ModelSpec(
+        "glm4", **_BASE | {"eos_token_ids": (1, 2)}, qkv_bias=True,
+        departures=Departures(norms_per_block=4, neighbours_turn=True, rotary_dim=4),
+    ),
+}  # fmt: skip
+"""One model for what each later family adds; ``EVERY`` has them and those of ``SPECS``."""
+
+EVERY = SPECS | FEATURES
+
 
 def lively(decoder: Decoder, seed: int) -> Decoder:
     """Weights that make each part matter: large embeddings, norms away from 1 and biases away from 0.
@@ -65,16 +115,17 @@ def lively(decoder: Decoder, seed: int) -> Decoder:
             if name.endswith("bias"):
                 parameter.copy_(0.1 * noise)
             elif "norm" in name:
-                parameter.copy_(1 + 0.2 * noise)
+                parameter.copy_((0 if decoder.spec.departures.norm_offset else 1) + 0.2 * noise)
             elif name in ("embed.weight", "position_embed.weight"):
-                parameter.copy_(noise if name == "embed.weight" else 0.3 * noise)
+                scale = decoder.spec.departures.embedding_scale
+                parameter.copy_(noise / scale if name == "embed.weight" else 0.3 * noise)
             else:
                 parameter.mul_(2.0)
     return decoder.eval()
 
 
 def decoder_of(name: str, seed: int = 0, **changes: Any) -> Decoder:
-    return lively(Decoder(SPECS[name].with_(**changes)), seed)
+    return lively(Decoder(EVERY[name].with_(**changes)), seed)
 
 
 def saved(name: str, directory: Path, seed: int = 0, **changes: Any) -> tuple[Decoder, Path]:
@@ -88,17 +139,17 @@ def transformers_model(name: str, seed: int = 0) -> Any:
 
     from twostroke.core.families import config_from_spec
 
-    config = config_from_spec(SPECS[name])
+    config, away = config_from_spec(EVERY[name]), EVERY[name].departures
     kind = config.pop("model_type")
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), attn_implementation="eager").float().eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() == 2:
-                parameter.copy_(
-                    torch.randn(parameter.shape) * (1.0 if "embed" in parameter_name or "wte" in parameter_name else 0.3)
-                )
+                is_table = "embed" in parameter_name or "wte" in parameter_name
+                parameter.copy_(torch.randn(parameter.shape) * (1.0 / away.embedding_scale if is_table else 0.3))
             else:
-                parameter.copy_((0.0 if parameter_name.endswith("bias") else 1.0) + 0.2 * torch.randn(parameter.shape))
-    assert spec_from_config(config | {"model_type": kind}).family == SPECS[name].family
+                centre = 0.0 if parameter_name.endswith("bias") or away.norm_offset else 1.0
+                parameter.copy_(centre + 0.2 * torch.randn(parameter.shape))
+    assert spec_from_config(config | {"model_type": kind}).family == EVERY[name].family
     return model

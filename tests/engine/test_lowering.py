@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from small_models import SPECS, decoder_of
+from small_models import EVERY, SPECS, decoder_of
 from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.families import FAMILIES
 from twostroke.engine import batch, interpreter, kv_pool, lowering, plan
@@ -40,7 +40,7 @@ class Rig:
         self.where: list[tuple[str, int]] = []
 
     def _watch(self, op: p.Op, buffers: Buffers) -> None:
-        if isinstance(op, p.Embed | p.MlpDownAdd):
+        if isinstance(op, p.Embed) or (isinstance(op, p.OutProjectionAdd | p.MlpDownAdd) and op.ends_block):
             for place, row in zip(self.where, buffers.residual.clone(), strict=True):
                 self.hidden.setdefault(place, []).append(row)
 
@@ -73,7 +73,7 @@ def reference(decoder: Decoder, tokens: list[int]) -> tuple[list[torch.Tensor], 
     return states, logits
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("block", [128, 5])
 def test_the_plan_computes_what_the_decoder_computes_block_by_block(
     name: str, block: int, monkeypatch: pytest.MonkeyPatch

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from small_models import SPECS, decoder_of, saved
+from small_models import EVERY, SPECS, decoder_of, saved
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
+from twostroke.core.spec import RopeSpec
 from twostroke.engine.batch import BatchBuilder
 from twostroke.engine.core import EngineCore
 from twostroke.engine.interpreter import TorchInterpreter
@@ -29,6 +30,10 @@ pytestmark = pytest.mark.skipif(library() is None, reason=why_absent())
 
 PROMPTS = ([5, 9, 3, 44, 7, 8, 90, 17, 33, 2, 60, 61, 62, 1, 4, 4, 4, 12, 13, 14, 15, 16, 71], [30, 31, 32, 5, 6], [77])
 SIZES = {"max_positions": 700}
+LONGROPE = RopeSpec(
+    scaling="longrope", original_max_positions=64, magnitude=1.2, short_factors=(1.0, 1.1, 1.2, 1.3),
+    long_factors=(1.0, 1.5, 2.0, 2.5),
+)  # fmt: skip
 
 
 def long_prompt(n: int, seed: int = 0) -> list[int]:
@@ -128,7 +133,7 @@ def best_target() -> Iterator[None]:
     set_target(holding()[-1])
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("n_threads", [1, 2])
 def test_it_computes_what_the_decoder_computes_block_by_block(name: str, n_threads: int) -> None:
     """Three requests of different lengths in one mixed batch, prompts in chunks, decoded six tokens on."""
@@ -155,6 +160,10 @@ def test_it_computes_what_the_decoder_computes_block_by_block(name: str, n_threa
         ("qwen3", {"head_dim": 80}),
         ("gpt2", {"head_dim": 13}),
         ("llama", {"n_heads": 50, "n_kv_heads": 1}),
+        ("gemma3_text", {"sliding_window": 100}),
+        ("cohere2", {"sliding_window": 100}),
+        ("granite", {}),
+        ("llama", {"rope": LONGROPE}),
     ],
 )
 def test_long_prompts_are_the_decoders(name: str, changes: dict[str, Any]) -> None:
@@ -172,7 +181,7 @@ def test_long_prompts_are_the_decoders(name: str, changes: dict[str, Any]) -> No
         )  # fp32, sums of up to 620 terms in another order
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", [*SPECS, "gemma2", "granite", "glm4"])
 @pytest.mark.parametrize(
     ("weights", "kv", "limit"),
     [
@@ -206,6 +215,7 @@ def test_fp32_agrees_with_the_interpreter_to_its_own_rounding() -> None:
     ("name", "changes"),
     [
         ("llama", {"head_dim": 64}),
+        ("gemma2", {"head_dim": 64, "sliding_window": 90}),
         ("mistral", {"head_dim": 96, "sliding_window": 90}),
         ("qwen3", {"head_dim": 160}),
         ("llama", {"head_dim": 32, "n_heads": 50, "n_kv_heads": 1}),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from small_models import SPECS, transformers_model
+from small_models import EVERY, transformers_model
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.engine.core import EngineCore
 from twostroke.engine.llm import LLM
@@ -54,9 +54,9 @@ def prompts() -> list[list[int]]:
     ]
 
 
-@pytest.fixture(scope="module", params=list(SPECS))
+@pytest.fixture(scope="module", params=list(EVERY))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    model: Any = transformers_model(request.param)
+    model: Any = transformers_model(request.param, seed=2)
     directory = tmp_path_factory.mktemp("model")
     model.save_pretrained(directory)
     references = []

@@ -56,6 +56,9 @@ class CountingModel(nn.Module):
         self.head_weight = nn.Parameter(torch.eye(V))
         self.spec = SimpleNamespace(max_positions=max_positions)
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.head_weight.T
+
     def hidden(self, tokens: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
         assert not self.training
         if documents is None:

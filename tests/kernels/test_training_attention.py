@@ -69,7 +69,7 @@ def test_value_and_gradient_are_those_of_plain_attention(
     expected = plain_attention(exact, first, rope, n_heads)
     (expected_gradient,) = torch.autograd.grad(expected, exact, upstream.float())
     ours = qkv.clone().requires_grad_()
-    found = packed_attention(ours, first, rope, n_heads)
+    found = packed_attention(ours, first, rope, n_heads, ours.shape[-1] ** -0.5)
     (gradient,) = torch.autograd.grad(found, ours, upstream)
 
     assert relative_error(found.detach(), expected.detach()) < ROUNDED
@@ -86,7 +86,9 @@ def test_what_is_outside_the_document_changes_nothing() -> None:
     first = torch.where(torch.arange(200) >= 90, 90, 0).int()[None]
     changed = qkv.clone()
     changed[:, :90] = 1e4
-    assert torch.equal(packed_attention(qkv, first, None, 2)[:, 90:], packed_attention(changed, first, None, 2)[:, 90:])
+    assert torch.equal(
+        packed_attention(qkv, first, None, 2, 0.125)[:, 90:], packed_attention(changed, first, None, 2, 0.125)[:, 90:]
+    )
 
 
 def test_results_do_not_depend_on_threads_nor_on_the_other_rows() -> None:
@@ -98,12 +100,12 @@ def test_results_do_not_depend_on_threads_nor_on_the_other_rows() -> None:
     try:
         for n_threads in (1, 3):
             torch.set_num_threads(n_threads)
-            out = packed_attention(qkv, first, None, 2)
+            out = packed_attention(qkv, first, None, 2, 0.125)
             results.append((out, torch.autograd.grad(out, qkv, torch.ones_like(out))[0]))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    assert torch.equal(packed_attention(qkv[2:3], first[:1], None, 2)[0], results[0][0][2])
+    assert torch.equal(packed_attention(qkv[2:3], first[:1], None, 2, 0.125)[0], results[0][0][2])
 
 
 def test_the_operator_keeps_torchs_rules() -> None:
@@ -112,7 +114,7 @@ def test_the_operator_keeps_torchs_rules() -> None:
     angles = torch.rand(1, 40, 16)
     torch.library.opcheck(
         torch.ops.twostroke.packed_attention.default,
-        (qkv, first, angles.cos(), angles.sin(), 2),
+        (qkv, first, angles.cos(), angles.sin(), 2, 32**-0.5),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
 
@@ -120,6 +122,6 @@ def test_the_operator_keeps_torchs_rules() -> None:
 def test_other_layouts_are_refused() -> None:
     first = torch.zeros(1, 8, dtype=torch.int32)
     with pytest.raises(TypeError, match="float32"):
-        packed_attention(torch.randn(1, 8, 6, 64), first, None, 2)
+        packed_attention(torch.randn(1, 8, 6, 64), first, None, 2, 0.125)
     with pytest.raises(ValueError, match="multiple of 32"):
-        packed_attention(torch.randn(1, 8, 6, 48).bfloat16(), first, None, 2)
+        packed_attention(torch.randn(1, 8, 6, 48).bfloat16(), first, None, 2, 0.125)

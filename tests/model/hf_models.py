@@ -45,6 +45,9 @@ LLAMA3_ROPE = {
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
 
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+WINDOWED = ["sliding_attention", "full_attention", "sliding_attention"]
+
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-multi-head": {"model_type": "llama", "num_key_value_heads": 4, "tie_word_embeddings": True},
@@ -77,6 +80,89 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "olmo2": {"model_type": "olmo2"},
     "olmo2-biases-tied": {"model_type": "olmo2", "attention_bias": True, "tie_word_embeddings": True},
+    "olmo3": {"model_type": "olmo3", "sliding_window": 5, "layer_types": WINDOWED},
+    "olmo3-yarn": {
+        "model_type": "olmo3",
+        "sliding_window": 5,
+        "layer_types": WINDOWED,
+        "rope_parameters": {"full_attention": YARN_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
+    },
+    "llama-yarn-rope": {"model_type": "llama", "rope_parameters": YARN_ROPE, "head_dim": 16},
+    "llama-dynamic-rope": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        "max_position_embeddings": 24,
+    },
+    "gemma": {"model_type": "gemma", "head_dim": 16},
+    "gemma2": {
+        "model_type": "gemma2",
+        "head_dim": 16,
+        "sliding_window": 7,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3": {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 7, "layer_types": WINDOWED},
+    "gemma3-linear-rope": {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "sliding_window": 7,
+        "layer_types": WINDOWED,
+        "query_pre_attn_scalar": 24,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "phi3": {"model_type": "phi3", "pad_token_id": 0},
+    "phi3-windowed": {"model_type": "phi3", "pad_token_id": 0, "sliding_window": 6, "tie_word_embeddings": True},
+    "phi3-longrope": {
+        "model_type": "phi3",
+        "pad_token_id": 0,
+        "hidden_size": 64,
+        "original_max_position_embeddings": 16,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0, 1.1, 1.2, 1.5, 1.7, 1.9],
+            "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0],
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0, 1], "pad_token_id": 0},
+    "granite": {
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 4.0,
+    },
+    "cohere": {"model_type": "cohere"},
+    "cohere-biases": {"model_type": "cohere", "attention_bias": True, "tie_word_embeddings": False, "logit_scale": 0.5},
+    "cohere2": {"model_type": "cohere2", "sliding_window": 6, "layer_types": WINDOWED},
+    "stablelm": {"model_type": "stablelm", "hidden_size": 64, "use_qkv_bias": True},
+    "stablelm-parallel": {"model_type": "stablelm", "hidden_size": 64, "use_parallel_residual": True},
+    "starcoder2": {"model_type": "starcoder2", "sliding_window": 9},
+    "starcoder2-no-biases": {"model_type": "starcoder2", "use_bias": False, "tie_word_embeddings": False},
+    "gpt_neox": {"model_type": "gpt_neox", "hidden_size": 64},
+    "gpt_neox-in-turn": {"model_type": "gpt_neox", "hidden_size": 64, "use_parallel_residual": False, "attention_bias": False},
+    "falcon": {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 100},
+    "falcon-biases": {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 4, "bias": True},
+    "glm4": {"model_type": "glm4", "head_dim": 16, "pad_token_id": 0},
+    "exaone4": {"model_type": "exaone4", "sliding_window": 6, "layer_types": WINDOWED},
+    "exaone4-no-window": {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 3},
+    "ernie4_5": {"model_type": "ernie4_5", "head_dim": 16, "use_bias": True},
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 16, "attention_out_bias": True},
+    "gpt_neo": {
+        "model_type": "gpt_neo",
+        "num_layers": 3,
+        "num_heads": 4,
+        "attention_types": [[["global", "local", "global"], 1]],
+        "window_size": 6,
+    },
+    "gpt_bigcode": GPT2_SIZES | {"model_type": "gpt_bigcode"},
+    "gpt_bigcode-multi-head": GPT2_SIZES | {"model_type": "gpt_bigcode", "multi_query": False},
     "gpt2": {"model_type": "gpt2"},
     "gpt2-untied": {"model_type": "gpt2", "tie_word_embeddings": False, "n_inner": 70, "activation_function": "gelu"},
 }
@@ -87,7 +173,9 @@ def reference_model(case: str, seed: int = 0) -> Any:
     for attention to be far from uniform."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(**((GPT2_SIZES if case.startswith("gpt2") else SIZES) | CASES[case]))
+    config = AutoConfig.for_model(
+        **(({} if CASES[case].keys() >= GPT2_SIZES.keys() else GPT2_SIZES if case.startswith("gpt2") else SIZES) | CASES[case])
+    )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hf_models import CASES, LINEAR_ROPE, LLAMA3_ROPE, SIZES, TOLERANCE, V, random_tokens, relative_error, save_reference
 
+from small_models import FEATURES
 from twostroke.core.errors import InputError
 from twostroke.core.spec import ModelSpec, RopeSpec
 from twostroke.model.attention import attention_mask, explicit_attention, prefers_explicit
@@ -18,6 +20,11 @@ from twostroke.model.load import load_model
 from twostroke.model.rope import inverse_frequencies, rope_tables, rotate
 
 SPEC = ModelSpec("llama", V, 2, 64, 4, 2, 16, 96, 128)
+
+TRAINED = {
+    name: spec.with_(head_dim=32, departures=replace(spec.departures, attention_scale=spec.departures.attention_scale and 0.15))
+    for name, spec in FEATURES.items()
+}
 
 GPT2 = ModelSpec(
     "gpt2", V, 2, 64, 4, 4, 16, 96, 48, norm="layernorm", positions="learned", mlp="gelu", activation="gelu_tanh",
@@ -91,7 +98,7 @@ def test_rope_frequencies_are_those_of_transformers(parameters: dict[str, float]
 
     config = SIZES | {"model_type": "llama", "rope_parameters": parameters, "head_dim": 64}
     theirs = LlamaRotaryEmbedding(LlamaConfig(**config)).inv_freq
-    torch.testing.assert_close(inverse_frequencies(spec_from_config(config)), theirs, rtol=1e-7, atol=0)
+    torch.testing.assert_close(inverse_frequencies(spec_from_config(config).rope, 64), theirs, rtol=1e-7, atol=0)
 
 
 def test_rotation_depends_on_the_distance_alone_and_keeps_lengths() -> None:
@@ -117,7 +124,7 @@ def test_explicit_attention_equals_the_fused_one_forward_and_backward(n_tokens: 
     upstream = torch.randn(q.shape, generator=generator)
     results = []
     for attend in (
-        lambda: explicit_attention(q, k, v, mask, dropped=0.0),
+        lambda: explicit_attention(q, k, v, mask, dropped=0.0, scale=16**-0.5),
         lambda: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True),
     ):
         mixed = attend()
@@ -136,11 +143,13 @@ def test_explicit_attention_is_for_bf16_training_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_bf16_training_follows_fp32_in_value_and_gradient(autocast: bool) -> None:
-    tokens = random_tokens(n_tokens=100)
+@pytest.mark.parametrize("spec", [SPEC, *TRAINED.values()], ids=["llama-of-16", *TRAINED])
+def test_bf16_training_follows_fp32_in_value_and_gradient(spec: ModelSpec, autocast: bool) -> None:
+    """Heads of 32 are attended natively where the processor can, those of 16 and bounded scores are not."""
+    tokens = random_tokens(n_tokens=100) % spec.vocab_size
     positions, documents = packed([30, 70])
-    reference = Decoder(SPEC)
-    lower = Decoder(SPEC, torch.float32 if autocast else torch.bfloat16)
+    reference = Decoder(spec)
+    lower = Decoder(spec, torch.float32 if autocast else torch.bfloat16)
     losses, gradients = [], []
     for model, enabled in ((reference, False), (lower, autocast)):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
@@ -162,13 +171,16 @@ def test_bf16_training_follows_fp32_in_value_and_gradient(autocast: bool) -> Non
         (SPEC, True),
         (SPEC.with_(family="qwen3", qk_norm=True, sliding_window=9), True),
         (GPT2, True),
+        (FEATURES["gemma2"], True),
+        (FEATURES["glm4"], True),
+        (FEATURES["cohere2"], True),
     ],
-    ids=["llama", "llama-packed", "qwen3-windowed-packed", "gpt2-packed"],
+    ids=["llama", "llama-packed", "qwen3-windowed-packed", "gpt2-packed", "gemma2-packed", "glm4-packed", "cohere2-packed"],
 )
 def test_every_block_compiles_whole_and_computes_the_same(spec: ModelSpec, documents: bool) -> None:
     torch._dynamo.reset()
     model = Decoder(spec).train()
-    tokens = random_tokens(n_tokens=32)
+    tokens = random_tokens(n_tokens=32) % spec.vocab_size
     extra = [t.expand(2, -1) for t in packed([12, 20])] if documents else []
     eager = model(tokens, *extra)
     for block in model.blocks:

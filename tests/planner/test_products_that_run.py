@@ -23,7 +23,10 @@ LATENT: dict[str, Any] = {
 }  # fmt: skip
 OLD: dict[str, Any] = {"vocab_size": 40, "n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 16, "n_inner": 24}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": USUAL,
+    **dict.fromkeys(("llama", "olmo3", "smollm3", "cohere", "cohere2", "exaone4", "ernie4_5", "seed_oss", "glm4"), USUAL),
+    "stablelm": USUAL | {"partial_rotary_factor": 0.5},
+    "falcon": {k: v for k, v in USUAL.items() if k != "head_dim"}
+    | {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 24},
     "mistral": USUAL | {"sliding_window": 4},
     "qwen2": USUAL,
     "qwen3": USUAL,

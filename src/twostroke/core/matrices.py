@@ -156,10 +156,14 @@ def block(spec: ModelSpec) -> tuple[Matrix | Norm, ...]:
     """The matrices and norms of one block that the decoder builds, in the order they run."""
     (qkv, out), (up, down) = _attention(spec, spec.n_kv_heads, spec.head_dim), _mlp(spec, "", spec.d_ff)
     heads = _head_norms(spec, spec.n_kv_heads, spec.head_dim)
-    attn_norm, mlp_norm = (Norm(name, name, spec.d_model) for name in ("attn_norm", "mlp_norm"))
-    if spec.departures.norms_after:
-        return (qkv, *heads, out, attn_norm, up, down, mlp_norm)
-    return (attn_norm, qkv, *heads, out, mlp_norm, up, down)
+    names = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm")
+    before, after, attn_post, mlp_post = (Norm(name, name, spec.d_model) for name in names)
+    away = spec.departures
+    if away.norms_after:
+        return (qkv, *heads, out, before, up, down, after)
+    if away.norms_around:
+        return (before, qkv, *heads, out, attn_post, after, up, down, mlp_post)
+    return (before, qkv, *heads, out, *(() if away.one_norm else (after,)), up, down)
 
 
 def _head_norms(spec: ModelSpec, n_kv_heads: int, head_dim: int) -> tuple[Norm, ...]:
@@ -326,4 +330,9 @@ def pair_flops(spec: ModelSpec) -> int:
 
 def norm_parameters(spec: ModelSpec) -> int:
     """Elements of one norm of width E: its weight, and LayerNorm's bias."""
-    return spec.d_model * (2 if spec.norm == "layernorm" else 1)
+    return spec.d_model * (2 if has_norm_bias(spec) else 1)
+
+
+def has_norm_bias(spec: ModelSpec) -> bool:
+    """Whether norms of width E store a bias."""
+    return spec.norm == "layernorm" and spec.departures.norm_bias

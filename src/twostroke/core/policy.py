@@ -85,7 +85,8 @@ def fits_native_attention(device_kind: str, dtype: str, spec: ModelSpec) -> bool
     A whole step of 12.2M parameters (6 × 384, 16 × 512 packed tokens) took 0.93 s of two processors' time with explicit
     attention and 0.83 with the native one, which keeps no probabilities either.
     """
-    return device_kind == "cpu" and dtype == "bf16" and spec.head_dim % NATIVE_HEAD_MULTIPLE == 0 and spec.dropout == 0
+    computed = spec.head_dim % NATIVE_HEAD_MULTIPLE == 0 and spec.dropout == 0 and spec.departures.attention_cap is None
+    return device_kind == "cpu" and dtype == "bf16" and computed
 
 
 NEWTON_SCHULZ_STEPS = 5

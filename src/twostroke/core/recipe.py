@@ -228,27 +228,41 @@ def spec_from_recipe(
         raise ConfigError(
             f"train.sequence_length={sequence_length} must be at most model.max_positions={max_positions}. Raise the latter."
         )
-    shared = {"model_type": model.family, "vocab_size": vocab_size, "tie_word_embeddings": model.tied_embeddings}
-    # Explicit, where a family would otherwise put its own defaults: a tokenizer trained here has no such tokens.
-    shared |= {"bos_token_id": None, "eos_token_id": list(eos_token_ids) or None}
-    if model.family == "gpt2":
-        if kv_heads != model.n_heads or model.head_dim not in (0, model.d_model // max(1, model.n_heads)):
-            raise ConfigError(f"model.n_kv_heads={model.n_kv_heads}, model.head_dim={model.head_dim}: leave both out for gpt2.")
-        return spec_from_config(
-            shared
-            | {"n_layer": model.n_layers, "n_embd": model.d_model, "n_head": model.n_heads, "n_inner": model.d_ff}
-            | {"n_positions": max_positions}
-            | dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), model.dropout)
-        )
-    if not model.head_dim and model.d_model % model.n_heads:
+    if not model.head_dim and model.d_model % max(1, model.n_heads):
         raise ConfigError(f"model.n_heads={model.n_heads} must divide model.d_model={model.d_model}, or give model.head_dim.")
-    return spec_from_config(
-        shared
-        | {"num_hidden_layers": model.n_layers, "hidden_size": model.d_model, "intermediate_size": model.d_ff}
-        | {"num_attention_heads": model.n_heads, "num_key_value_heads": kv_heads}
-        | {"head_dim": model.head_dim or model.d_model // model.n_heads, "max_position_embeddings": max_positions}
-        | {"rms_norm_eps": 1e-5, "rope_theta": model.rope_theta, "attention_dropout": model.dropout, "sliding_window": None}
+    head_dim = model.head_dim or model.d_model // max(1, model.n_heads)
+    sizes = {
+        "n_layers": model.n_layers, "d_model": model.d_model, "d_ff": model.d_ff, "n_heads": model.n_heads,
+        "n_kv_heads": kv_heads, "max_positions": max_positions, "dropout": model.dropout,
+    }  # fmt: skip
+    spelled = {key: sizes[name] for name, keys in SPELLINGS.items() for key in keys}
+    spec = spec_from_config(
+        spelled
+        | {"model_type": model.family, "vocab_size": vocab_size, "tie_word_embeddings": model.tied_embeddings}
+        # Explicit, where a family would otherwise put its own defaults: a tokenizer trained here has no such tokens.
+        | {"bos_token_id": None, "eos_token_id": list(eos_token_ids) or None, "multi_query": kv_heads == 1}
+        | {"head_dim": head_dim, "rms_norm_eps": 1e-5, "rope_theta": model.rope_theta, "sliding_window": None}
+        # What published configs state for their own width of heads: 1/√D for any.
+        | {"query_pre_attn_scalar": head_dim, "attention_multiplier": max(1, head_dim) ** -0.5}
+        | {"new_decoder_architecture": True}
     )
+    if (spec.n_kv_heads, spec.head_dim) != (kv_heads, head_dim):
+        raise ConfigError(
+            f"model.n_kv_heads={model.n_kv_heads}, model.head_dim={model.head_dim}: leave both out for {model.family}."
+        )
+    return spec
+
+
+SPELLINGS = {
+    "n_layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "d_model": ("hidden_size", "n_embd"),
+    "d_ff": ("intermediate_size", "n_inner", "ffn_hidden_size"),
+    "n_heads": ("num_attention_heads", "n_head", "num_heads"),
+    "n_kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "max_positions": ("max_position_embeddings", "n_positions"),
+    "dropout": ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"),
+}
+"""A size → its keys in the ``config.json`` of all families."""
 
 
 def _apply_setting(table: dict[str, Any], setting: str) -> None:

@@ -11,6 +11,8 @@ from twostroke.core.checks import check_whole
 from twostroke.core.errors import ConfigError
 
 RopeScaling = Literal["none", "linear", "llama3", "dynamic", "yarn", "longrope", "by_layer"]
+ROPE_SCALINGS = frozenset(("none", "linear", "llama3", "dynamic", "yarn", "longrope"))
+"""Those whose angles are computed here."""
 Norm = Literal["rmsnorm", "layernorm"]
 Positions = Literal["rope", "learned", "alibi"]
 Mlp = Literal["swiglu", "gelu"]
@@ -26,22 +28,35 @@ MAX_SIZE = 2**31 - 1
 class RopeSpec:
     """Rotary position embedding: inverse frequencies θ^(−2i/D), optionally rescaled.
 
-    ``linear`` divides every frequency by ``factor``; ``llama3`` divides the low ones by ``factor``, keeps the high ones
-    and blends between, by wavelength against ``original_max_positions`` (Llama 3.1 release, ``rope_type: llama3``). The
-    others, of which ``by_layer`` is kinds of layer with tables of their own, are named for plans, which read no angle.
+    ``linear`` divides every frequency by ``factor``; ``dynamic`` raises θ for sequences longer than the model's positions;
+    ``llama3`` divides the low frequencies by ``factor``, keeps the high ones and blends between, by wavelength against
+    ``original_max_positions`` (Llama 3.1 release); ``yarn`` blends between dimensions that turn ``beta_fast`` and ``beta_slow``
+    times (arXiv 2309.00071); ``longrope`` divides each by a factor of its own, ``long_factors`` beyond
+    ``original_max_positions`` (arXiv 2402.13753). The last two multiply sines and cosines by ``magnitude``. ``by_layer`` is
+    named for plans, which read no angle.
     """
 
     theta: Annotated[float, "base of the frequencies"] = 10_000.0
-    scaling: Annotated[RopeScaling, "none, linear, llama3, yarn, longrope or by_layer"] = "none"
+    scaling: Annotated[RopeScaling, "none, linear, llama3, dynamic, yarn, longrope or by_layer"] = "none"
     factor: Annotated[float, "of the scaling"] = 1.0
     low_freq_factor: Annotated[float, "llama3"] = 1.0
     high_freq_factor: Annotated[float, "llama3"] = 4.0
     original_max_positions: Annotated[int, "tokens before scaling"] = 8192
+    beta_fast: Annotated[float, "yarn: turns above which a dimension is not scaled"] = 32.0
+    beta_slow: Annotated[float, "yarn: turns below which one is scaled wholly"] = 1.0
+    truncate: Annotated[bool, "yarn: the two bounds are whole dimensions"] = True
+    magnitude: Annotated[float, "yarn, longrope: of sines and cosines"] = 1.0
+    short_factors: Annotated[tuple[float, ...], "longrope: divisors up to the tokens before scaling"] = ()
+    long_factors: Annotated[tuple[float, ...], "longrope: divisors beyond them"] = ()
 
     def __post_init__(self) -> None:
-        for name in ("theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_positions"):
+        numbers = "theta factor low_freq_factor high_freq_factor original_max_positions beta_fast beta_slow magnitude"
+        for name in numbers.split():
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"rope {name}={getattr(self, name)} must be positive and finite.")
+        for name in ("short_factors", "long_factors"):
+            if not all(0 < divisor < float("inf") for divisor in getattr(self, name)):
+                raise ConfigError(f"rope {name} must be positive and finite numbers.")
         if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ConfigError(
                 f"rope high_freq_factor={self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}."
@@ -147,16 +162,27 @@ class Departures:
     """Where a model departs from Llama's block. All of it is counted; ``names`` are what the decoder does not build."""
 
     parallel_block: Annotated[bool, "attention and MLP side by side"] = False
-    norms_per_block: Annotated[int, "norms of width E"] = 2
+    norms_per_block: Annotated[int, "norms of width E: 4 are before and after each branch, 1 serves both branches"] = 2
+    norms_after: Annotated[bool, "norms of what attention and MLP add, instead of what they read"] = False
+    norm_bias: Annotated[bool, "a LayerNorm has a bias"] = True
+    norm_offset: Annotated[bool, "norms multiply by 1 + their stored weight"] = False
     final_norm: Annotated[bool, "a norm after the last block"] = True
     embedding_norm: Annotated[bool, "a norm on the embedding"] = False
     embedding_dim: Annotated[int | None, "width of the embedding where two projections join it to E"] = None
+    embedding_scale: Annotated[float, "of a token's embedding"] = 1.0
     extra_positions: Annotated[int, "rows of the position table that no token reaches"] = 0
     head_bias: Annotated[bool, "the output head has a bias"] = False
+    logit_scale: Annotated[float, "of the logits"] = 1.0
+    logit_cap: Annotated[float | None, "c of logits bounded to c·tanh(logit/c)"] = None
+    attention_scale: Annotated[float | None, "of the scores; null: 1/√D"] = None
+    attention_cap: Annotated[float | None, "c of scores bounded to c·tanh(score/c)"] = None
     attention_sinks: Annotated[bool, "a learned logit a head"] = False
+    residual_scale: Annotated[float, "of what attention and MLP add"] = 1.0
     rotary_dim: Annotated[int | None, "leading dimensions of a head that are turned; null: all"] = None
+    neighbours_turn: Annotated[bool, "an angle turns two neighbours, not one number of each half"] = False
+    unrotated_layers: Annotated[tuple[int, ...], "layers without positions"] = ()
+    windowed_rope: Annotated[RopeSpec | None, "rotary positions of windowed layers where they have their own"] = None
     qk_norm_over_heads: Annotated[bool, "one norm over all heads"] = False
-    norms_after: Annotated[bool, "norms of what attention and MLP add, instead of what they read"] = False
     layer_scale: Annotated[bool, "a stored number a layer"] = False
     without_parameters: Annotated[tuple[str, ...], "features that change what is computed and add nothing to count"] = ()
 
@@ -166,20 +192,32 @@ class Departures:
         for name in ("embedding_dim", "rotary_dim"):
             if getattr(self, name) is not None:
                 _check_sizes("", {name: getattr(self, name)})
+        for name in ("embedding_scale", "logit_scale", "logit_cap", "attention_scale", "attention_cap", "residual_scale"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"{name}={value} must be positive and finite.")
+
+    @property
+    def norms_around(self) -> bool:
+        """Whether each branch has a norm before it and another after it."""
+        return self.norms_per_block == 4
+
+    @property
+    def one_norm(self) -> bool:
+        """Whether both branches read the same norm."""
+        return self.parallel_block and self.norms_per_block == 1
 
     @property
     def names(self) -> tuple[str, ...]:
         """Each departure that is not built, in words."""
+        usual = (1, 2) if self.parallel_block else (2, 4)
         named = {
-            "parallel attention and MLP": self.parallel_block,
-            "other norms than two a block and a final one": not self.final_norm
-            or (self.norms_per_block != 2 and not self.parallel_block),
+            "other norms than two a block and a final one": not self.final_norm or self.norms_per_block not in usual,
             "a norm on the embedding": self.embedding_norm,
             "a projected embedding": self.embedding_dim is not None,
             "offset positions": self.extra_positions > 0,
             "a bias on the output head": self.head_bias,
             "attention sinks": self.attention_sinks,
-            "partial rotary positions": self.rotary_dim is not None,
             "a scale per layer": self.layer_scale,
         }
         return tuple(name for name, present in named.items() if present) + self.without_parameters
@@ -247,6 +285,18 @@ class ModelSpec:
         turned = self.departures.rotary_dim
         if turned is not None and (turned > self.head_dim or turned % 2):
             raise ConfigError(f"rotary_dim={turned} must be even and at most head_dim={self.head_dim}.")
+        for rope in (self.rope, self.departures.windowed_rope):
+            if (
+                rope is not None
+                and self.mla is None
+                and rope.short_factors + rope.long_factors
+                and ({len(rope.short_factors), len(rope.long_factors)} != {self.rotary_dim // 2})
+            ):
+                raise ConfigError(
+                    f"rope short_factors and long_factors must be {self.rotary_dim // 2} numbers each, one for each angle."
+                )
+        if not set(self.departures.unrotated_layers) <= set(range(self.n_layers)):
+            raise ConfigError(f"unrotated_layers must be among 0 to {self.n_layers - 1}.")
         if self.indexer is not None and (self.mla is None or self.mla.q_lora_rank is None):
             raise ConfigError("an indexer needs latent attention with q_lora_rank: its queries are made from that latent.")
 
@@ -262,6 +312,30 @@ class ModelSpec:
         if self.sliding_window_layers is None or layer in self.sliding_window_layers:
             return self.sliding_window
         return None
+
+    def rope_of_layer(self, layer: int) -> RopeSpec | None:
+        """The rotary positions of ``layer``; None where it has none."""
+        if self.positions != "rope" or layer in self.departures.unrotated_layers:
+            return None
+        own = self.departures.windowed_rope
+        return self.rope if own is None or self.window_of_layer(layer) is None else own
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The different rotary positions of all layers, in order of first appearance."""
+        found = (self.rope_of_layer(layer) for layer in range(self.n_layers))
+        return tuple(dict.fromkeys(rope for rope in found if rope is not None))
+
+    @property
+    def rotary_dim(self) -> int:
+        """Leading dimensions of a head that positions turn."""
+        return self.departures.rotary_dim or self.head_dim
+
+    @property
+    def attention_scale(self) -> float:
+        """What scores are multiplied with before the softmax."""
+        own = self.departures.attention_scale
+        return float(self.head_dim**-0.5) if own is None else own
 
     @property
     def window_of_every_layer(self) -> int | None:
@@ -281,7 +355,7 @@ class ModelSpec:
             "global attention of another shape": self.global_attention is not None,
             "ALiBi positions": self.positions == "alibi",
             "the ReLU activation": self.activation == "relu",
-            f"{self.rope.scaling} rotary scaling": self.rope.scaling not in ("none", "linear", "llama3"),
+            f"{self.rope.scaling} rotary scaling": self.rope.scaling not in ROPE_SCALINGS,
             f"weights stored in {self.checkpoint_scheme}": self.checkpoint_scheme is not None,
         }
         return tuple(name for name, present in named.items() if present) + self.departures.names
@@ -307,6 +381,11 @@ class ModelSpec:
             return {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
 
         given = plain(values)
+        if isinstance(given.get("departures"), Mapping):
+            own = plain(given["departures"])
+            if own.get("windowed_rope") is not None:
+                own["windowed_rope"] = RopeSpec(**plain(own["windowed_rope"]))
+            given["departures"] = own
         built = {key: parts[key](**plain(value)) for key, value in given.items() if key in parts and value is not None}
         return ModelSpec(**(given | built))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from twostroke.core.policy import PREFILL_QUERIES
 from twostroke.core.spec import ModelSpec
-from twostroke.model.rope import inverse_frequencies
+from twostroke.model.rope import angles
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.scheduler import ScheduledStep, SchedulerConfig
 
@@ -65,7 +65,7 @@ class StepBatch:
     tokens: Int[Tensor, " n"]
     positions: Int[Tensor, " n"]
     slots: Int[Tensor, " n"]
-    rotation: Complex[Tensor, "n 1 half_D"] | None
+    rotations: tuple[Complex[Tensor, "n 1 half_D"], ...]  # of each of the model's ``ropes``
     groups: dict[int | None, tuple[Group, ...]]  # by window, because layers with different windows see different keys
     sampled_rows: Int[Tensor, " sampled"] | None  # None: all rows
 
@@ -86,7 +86,7 @@ class BatchBuilder:
         self.windows = tuple({spec.window_of_layer(i) for i in range(spec.n_layers)})
         self.heads_budget = max(1, MAX_SCORES // spec.n_heads)
         self.triangles: dict[int, Tensor] = {}
-        self.frequencies = inverse_frequencies(spec) if spec.positions == "rope" else None
+        self.angles = [angles(spec, rope, config.max_model_len) for rope in spec.ropes]
 
     def build(self, step: ScheduledStep, all_rows: bool = False) -> StepBatch:
         """Tensors of ``step``. ``all_rows`` asks for logits of every row, not only of those that a token is sampled from."""
@@ -111,7 +111,7 @@ class BatchBuilder:
             tokens=torch.tensor(tokens),
             positions=positions_tensor,
             slots=torch.from_numpy(self._slots(np.repeat(slot, counts), positions)),
-            rotation=self._rotation(positions_tensor),
+            rotations=self._rotations(positions_tensor),
             groups={w: tuple(self._groups(w, starts, counts, ends, slot)) for w in self.windows},
             sampled_rows=None if whole else torch.from_numpy(ends[samples] - 1),
         )
@@ -124,7 +124,7 @@ class BatchBuilder:
             tokens=torch.tensor([r.tokens[-1] for r in requests]),
             positions=positions_tensor,
             slots=torch.from_numpy(self._slots(slot, positions)),
-            rotation=self._rotation(positions_tensor),
+            rotations=self._rotations(positions_tensor),
             groups={w: tuple(self._decode_groups(w, positions, rows, slot)) for w in self.windows},
             sampled_rows=None,
         )
@@ -134,12 +134,11 @@ class BatchBuilder:
         slots: np.ndarray = self.table[slot, page] * self.page_tokens + offset
         return slots
 
-    def _rotation(self, positions: Tensor) -> Tensor | None:
+    def _rotations(self, positions: Tensor) -> tuple[Tensor, ...]:
         """cos + i·sin of position·frequency, as complex numbers: ``model.rope.rope_tables`` computes the same angles."""
-        if self.frequencies is None:
-            return None
-        angles = positions[:, None, None].float() * self.frequencies  # (n, 1, D/2)
-        return torch.complex(angles.cos(), angles.sin())
+        at = positions[:, None, None].float()
+        turned = ((at * of.frequencies, of.magnitudes) for of in self.angles)  # (n, 1, D/2)
+        return tuple(torch.complex(by.cos() * magnitude, by.sin() * magnitude) for by, magnitude in turned)
 
     def _groups(
         self, window: int | None, starts: np.ndarray, counts: np.ndarray, ends: np.ndarray, slot: np.ndarray

@@ -122,7 +122,9 @@ class EngineCore:
         self._prompt_scores = PromptScores()
         self._counts = EngineStats(pages_total=scheduler_config.n_pages)
         self._meter = StepMeter(self.spec, self.plan.step_bytes, token_bytes(self.spec, kv_dtype))
-        if CACHES[kv_dtype].scaled and isinstance(self.pool, TiledKVPool):  # after the runner is there: it computes a prefill
+        # A bound on scores sees what the softmax does not, so keys keep what they have in common there.
+        centred = CACHES[kv_dtype].scaled and self.spec.departures.attention_cap is None
+        if centred and isinstance(self.pool, TiledKVPool):  # after the runner is there: it computes a prefill
             centre_keys(self.pool, self.scheduler, self.spec.vocab_size, self.compute)
         self.load_s = time.perf_counter() - began
 

@@ -14,6 +14,7 @@ from twostroke.engine.batch import Group, StepBatch
 from twostroke.engine.kv_pool import KVPool
 from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.kernels.attention import attention
+from twostroke.model.decoder import capped
 from twostroke.model.mlp import ACTIVATIONS
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class TorchInterpreter:
         spec = plan.spec
         self.n_heads, self.n_kv_heads, self.head_dim = spec.n_heads, spec.n_kv_heads, spec.head_dim
         self.group = spec.queries_per_kv_head
-        self.scale = spec.head_dim**-0.5
+        self.scale = spec.attention_scale
         self.dtype = torch.float32 if plan.dtype == "fp32" else torch.bfloat16
         run: dict[type, Callable[[Any, Buffers], None]] = {
             p.Embed: self._embed,
@@ -76,16 +77,21 @@ class TorchInterpreter:
 
     def _embed(self, op: p.Embed, b: Buffers) -> None:
         b.residual = F.embedding(b.batch.tokens, op.table).to(self.dtype)
+        if op.scale != 1.0:
+            b.residual *= op.scale
         if op.positions is not None:
             b.residual += F.embedding(b.batch.positions, op.positions).to(self.dtype)
 
+    @staticmethod
+    def _normed(norm: p.Norm, x: Tensor) -> Tensor:
+        if norm.weight is None:
+            return x
+        if norm.bias is None:
+            return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
+        return F.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, norm.eps)
+
     def _norm(self, op: p.Norm, b: Buffers) -> None:
-        if op.weight is None:
-            b.normed = b.residual
-        elif op.bias is None:
-            b.normed = F.rms_norm(b.residual, op.weight.shape, op.weight, op.eps)
-        else:
-            b.normed = F.layer_norm(b.residual, op.weight.shape, op.weight, op.bias, op.eps)
+        b.normed = self._normed(op, b.residual)
 
     def _qkv_projection(self, op: p.QkvProjection, b: Buffers) -> None:
         b.qkv = op.matrix(b.normed).view(b.batch.n_rows, -1, self.head_dim)  # (n, H + 2K, D)
@@ -101,12 +107,11 @@ class TorchInterpreter:
         heads.copy_(F.rms_norm(heads, (self.head_dim,), None, op.eps).mul_(op.weight))
 
     def _rope_and_cache_write(self, op: p.RopeAndCacheWrite, b: Buffers) -> None:
-        if op.rotary:
-            assert b.batch.rotation is not None
+        if op.rope is not None:
             rotated = b.qkv[:, : self.n_heads + self.n_kv_heads]
             values = rotated.float()  # the same tensor if it is fp32
             # Two neighbours are one complex number, because ``lowering.interleaved`` has reordered each head's rows.
-            torch.view_as_complex(values.view(*values.shape[:2], -1, 2)).mul_(b.batch.rotation)
+            torch.view_as_complex(values.view(*values.shape[:2], -1, 2)).mul_(b.batch.rotations[op.rope])
             if values.dtype != rotated.dtype:
                 rotated.copy_(values)
         keys_and_values = b.qkv[:, self.n_heads :].transpose(0, 1)  # (2K, n, D)
@@ -117,16 +122,16 @@ class TorchInterpreter:
         queries = b.qkv[:, : self.n_heads].view(n, self.n_kv_heads, self.group, self.head_dim)
         groups = b.batch.groups[op.window]
         if len(groups) == 1 and groups[0].keys.n_rows == n:  # all rows decode in one group: nothing to put together
-            b.attention_out = self._attend_group(op.layer, groups[0], queries).reshape(n, -1)
+            b.attention_out = self._attend_group(op, groups[0], queries).reshape(n, -1)
             return
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         for group in groups:
-            out[group.rows] = self._attend_group(op.layer, group, queries[group.rows])
+            out[group.rows] = self._attend_group(op, group, queries[group.rows])
         b.attention_out = out.view(n, -1)
 
-    def _attend_group(self, layer: int, group: Group, queries: Tensor) -> Tensor:
+    def _attend_group(self, op: p.PagedAttention, group: Group, queries: Tensor) -> Tensor:
         """(rows, K, G, D) → (rows, K, G, D)."""
-        keys = group.keys
+        keys, layer = group.keys, op.layer
         if keys.pages is None:
             k, v = self.pool.run(layer, keys.first_slot, keys.n_slots)
         else:
@@ -147,6 +152,7 @@ class TorchInterpreter:
                     self.scale,
                     self.plan.crossovers,
                     self.pool.poisoned,
+                    op.cap,
                 )
             )
         out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
@@ -157,11 +163,11 @@ class TorchInterpreter:
         if rows is not None:
             b.residual, b.attention_out = b.residual[rows], b.attention_out[rows]
 
-    @staticmethod
-    def _added(op: p.OutProjectionAdd | p.MlpDownAdd, inside: Tensor, residual: Tensor) -> Tensor:
-        if op.norm is None or op.norm.weight is None:
+    def _added(self, op: p.OutProjectionAdd | p.MlpDownAdd, inside: Tensor, residual: Tensor) -> Tensor:
+        if op.norm is None and op.scale == 1.0:
             return op.matrix(inside, residual)
-        return residual + F.rms_norm(op.matrix(inside), op.norm.weight.shape, op.norm.weight, op.norm.eps)
+        added = op.matrix(inside)
+        return residual + op.scale * (added if op.norm is None else self._normed(op.norm, added))
 
     def _out_projection_add(self, op: p.OutProjectionAdd, b: Buffers) -> None:
         b.residual = self._added(op, b.attention_out, b.residual)
@@ -179,4 +185,4 @@ class TorchInterpreter:
         b.residual = self._added(op, b.mlp_inner, b.residual)
 
     def _lm_head(self, op: p.LmHead, b: Buffers) -> None:
-        b.logits = op.matrix(b.normed).float()
+        b.logits = capped(op.matrix(b.normed).float(), op.cap)

@@ -13,7 +13,7 @@ from twostroke.core.crossovers import Crossovers
 from twostroke.core.dtypes import TORCH_NAMES
 from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.families import layout
-from twostroke.core.matrices import block_matrices, head_norms, qkv_rows
+from twostroke.core.matrices import block_matrices, has_norm_bias, head_norms, qkv_rows
 from twostroke.core.schemes import SCHEMES, TORCH_WEIGHTS, W8A8, WEIGHTS, Scheme, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.engine import plan as p
@@ -21,6 +21,8 @@ from twostroke.engine.packed_cache import Due, PackedCache
 from twostroke.kernels.codes import CODE_TYPES, Codes, quantize
 from twostroke.kernels.matrix import FloatMatrix, Int8Matrix, Matrix
 from twostroke.kernels.native_matrix import NativeMatrix, NativePair
+from twostroke.model.norm import norm_offset
+from twostroke.model.rope import by_halves
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -50,7 +52,6 @@ class _Lowering:
         self.scheme, self.head, self.native = scheme, head, native
         self.shapes = {} if packed is None else {entry.canonical: entry.shape for entry in layout(spec)}
         self.dtype = torch.float32 if native else getattr(torch, TORCH_NAMES[scheme.kept])
-        self.rotary = spec.positions == "rope"
 
     def get(self, name: str) -> Tensor:
         try:
@@ -136,62 +137,83 @@ class _Lowering:
         assert isinstance(up, NativeMatrix)
         return NativePair(gate, up)
 
-    def norm(self, name: str) -> p.Norm:
-        weight = self.vector(f"{name}.weight")
-        assert weight is not None
-        return p.Norm(weight, self.vector(f"{name}.bias", self.spec.norm == "layernorm"), self.spec.norm_eps)
+    def norm(self, name: str, scale: float = 1.0) -> p.Norm:
+        """The norm ``name``; its result times ``scale``, which weight and bias hold."""
+        weight, bias = self.get(f"{name}.weight").float() + norm_offset(self.spec), None
+        if self.spec.norm == "layernorm":
+            bias = self.get(f"{name}.bias").float() if has_norm_bias(self.spec) else torch.zeros_like(weight)
+            bias = (bias * scale).to(self.dtype)
+        return p.Norm((weight * scale).to(self.dtype), bias, self.spec.norm_eps)
 
     def embed(self) -> p.Embed:
         # A step reads a few rows of the table, so it stays in its file's format, mapped from the file.
-        return p.Embed(self.get("embed.weight"), self.get("position_embed.weight") if not self.rotary else None)
+        learned = self.spec.positions == "learned"
+        scale = self.spec.departures.embedding_scale
+        return p.Embed(self.get("embed.weight"), self.get("position_embed.weight") if learned else None, scale)
+
+    def head_order(self) -> Tensor | None:
+        """Order of a head's numbers in which the two that one angle rotates are neighbours; None if none are rotated."""
+        if not self.spec.ropes:
+            return None
+        return by_halves(torch.arange(self.spec.head_dim), self.spec)[interleaved(self.spec.head_dim)]
 
     def head_rows(self) -> Tensor | None:
         """Order of the rows of the packed projection; None if heads are not rotated."""
-        spec = self.spec
-        if not self.rotary:
+        spec, order = self.spec, self.head_order()
+        if order is None:
             return None
-        order = interleaved(spec.head_dim)
         n_rotated = spec.n_heads + spec.n_kv_heads
         rotated = (torch.arange(n_rotated)[:, None] * spec.head_dim + order).reshape(-1)
         return torch.cat((rotated, torch.arange(n_rotated * spec.head_dim, qkv_rows(spec))))
 
     def head_norms(self, block: str) -> Float[Tensor, "heads D"]:
-        spec = self.spec
-        order = interleaved(spec.head_dim) if self.rotary else torch.arange(spec.head_dim)
+        spec, order = self.spec, self.head_order()
         q, k = (self.get(f"{block}.{norm.module}.weight").view(-1, spec.head_dim) for norm in head_norms(spec))
-        return torch.cat((q.expand(spec.n_heads, -1), k.expand(spec.n_kv_heads, -1))).to(self.dtype)[:, order]
+        weight = torch.cat((q.expand(spec.n_heads, -1), k.expand(spec.n_kv_heads, -1))).to(self.dtype) + norm_offset(spec)
+        return weight if order is None else weight[:, order]
 
     def block(self, i: int) -> list[p.Op]:
-        spec, name = self.spec, f"blocks.{i}"
+        spec, name, away = self.spec, f"blocks.{i}", self.spec.departures
         qkv, out, up, down = block_matrices(spec)
-        attn_norm, mlp_norm = (self.norm(f"{name}.{norm}") for norm in ("attn_norm", "mlp_norm"))
-        after, none = spec.departures.norms_after, p.Norm(None, None, spec.norm_eps)
-        # OLMo 2 norms what attention and MLP return instead of what they read.
+        none, scale = p.Norm(None, None, spec.norm_eps), away.residual_scale
+        attn_norm = self.norm(f"{name}.attn_norm")
+        mlp_norm = attn_norm if away.one_norm else self.norm(f"{name}.mlp_norm")
+        read_by_attn, read_by_mlp, of_attn, of_mlp = attn_norm, mlp_norm, None, None
+        if away.norms_after:  # OLMo 2 norms what attention and MLP return instead of what they read
+            read_by_attn, read_by_mlp, of_attn, of_mlp = none, none, attn_norm, mlp_norm
+        elif away.norms_around:
+            of_attn, of_mlp = (self.norm(f"{name}.{norm}") for norm in ("attn_post_norm", "mlp_post_norm"))
         ops: list[p.Op] = [
-            none if after else attn_norm,
+            read_by_attn,
             p.QkvProjection(self.matrix(f"{name}.{qkv.module}", qkv.bias, self.head_rows())),
         ]
         if spec.qk_norm:
-            ops.append(p.QkNorm(self.head_norms(name), spec.norm_eps, spec.departures.qk_norm_over_heads))
-        ops += [p.RopeAndCacheWrite(i, self.rotary), p.PagedAttention(i, spec.window_of_layer(i))]
+            ops.append(p.QkNorm(self.head_norms(name), spec.norm_eps, away.qk_norm_over_heads))
+        rope = spec.rope_of_layer(i)
+        ops += [
+            p.RopeAndCacheWrite(i, None if rope is None else spec.ropes.index(rope)),
+            p.PagedAttention(i, spec.window_of_layer(i), away.attention_cap),
+        ]
         if i == spec.n_layers - 1:
             ops.append(p.GatherSampledRows())
         wide = (self.gate_up if up.packed else self.matrix)(f"{name}.{up.module}", up.bias)
-        ops += [
-            p.OutProjectionAdd(self.matrix(f"{name}.{out.module}", out.bias), attn_norm if after else None),
-            none if after else mlp_norm,
+        parallel = away.parallel_block
+        attention = p.OutProjectionAdd(self.matrix(f"{name}.{out.module}", out.bias), of_attn, scale, parallel)
+        mlp: list[p.Op] = [
+            read_by_mlp,
             p.MlpUp(wide, spec.activation, bool(up.packed)),
-            p.MlpDownAdd(self.matrix(f"{name}.{down.module}", down.bias), mlp_norm if after else None),
+            p.MlpDownAdd(self.matrix(f"{name}.{down.module}", down.bias), of_mlp, scale, not parallel),
         ]
-        return ops
+        # Beside attention the MLP comes first: the residual stream is still what both branches read.
+        return [*ops, *mlp, attention] if parallel else [*ops, attention, *mlp]
 
     def ops(self) -> tuple[p.Op, ...]:
-        spec = self.spec
+        spec, away = self.spec, self.spec.departures
         ops: list[p.Op] = [self.embed()]
         for i in range(spec.n_layers):
             ops += self.block(i)
         head = self.matrix("embed" if spec.tied_embeddings else "head", bias=False, scheme=self.head)
-        return (*ops, self.norm("final_norm"), p.LmHead(head))
+        return (*ops, self.norm("final_norm", away.logit_scale), p.LmHead(head, away.logit_cap))
 
 
 def packed_matrix(weight: Tensor | Codes, scheme: Scheme, bias: Tensor | None) -> NativeMatrix:

@@ -18,7 +18,7 @@ from twostroke.engine.native_structs import OPS, CBatch, CModel, COp
 from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.kernels.native_library import library, why_absent
 from twostroke.kernels.native_matrix import NativeMatrix, NativePair
-from twostroke.model.rope import inverse_frequencies
+from twostroke.model.rope import angles
 from twostroke.scheduling.scheduler import ScheduledStep, SchedulerConfig
 
 if TYPE_CHECKING:
@@ -50,15 +50,17 @@ class NativeRunner:
         layer = -1
         for made, op in zip(ops, plan.ops, strict=True):
             layer = op.layer if isinstance(op, p.PagedAttention) else layer
-            made.layer = layer if isinstance(op, p.MlpDownAdd) else made.layer
-        frequencies = self._hold(inverse_frequencies(spec)) if spec.positions == "rope" else None
+            made.layer = layer if isinstance(op, p.OutProjectionAdd | p.MlpDownAdd) else made.layer
+        turned = [torch.stack(angles(spec, rope, config.max_model_len)) for rope in spec.ropes]  # (2, D/2) each
+        all_angles = self._hold(torch.stack(turned)) if turned else None
         scales = [pool.key_scales.data_ptr(), pool.value_scales.data_ptr()] if pool.scaled else [None, None]
         sizes = (spec.d_model, spec.n_heads, spec.n_kv_heads, spec.head_dim, spec.d_ff, spec.vocab_size, spec.n_layers)
         places = (pool.keys.data_ptr(), pool.values.data_ptr(), *scales)
         kv_type = CACHES[pool.dtype].native
         model = CModel(
-            *sizes, frequencies, ctypes.addressof(ops), len(ops), kv_type, 0, pool.page_tokens, pool.n_slots, *places
-        )
+            *sizes, spec.attention_scale, len(turned), all_angles,
+            ctypes.addressof(ops), len(ops), kv_type, 0, pool.page_tokens, pool.n_slots, *places,
+        )  # fmt: skip
         self._step = loaded.ts_step_create(ctypes.byref(model))
         if not self._step:
             raise CapacityError("not enough memory for the native step's tables. Free some memory, or use a smaller model.")
@@ -152,6 +154,7 @@ class NativeRunner:
         made = COp(kind=kind)
         to: Any = getattr(made, member)
         if isinstance(op, p.Embed):
+            to.scale = op.scale
             to.table, to.table_type = self._table(op.table)
             if op.positions is not None:
                 to.positions, to.positions_type = self._table(op.positions)
@@ -160,19 +163,23 @@ class NativeRunner:
         elif isinstance(op, p.QkNorm):
             to.weight, to.eps, to.over_heads = self._hold(op.weight.float()), op.eps, int(op.over_heads)
         elif isinstance(op, p.RopeAndCacheWrite):
-            made.layer, to.rotary = op.layer, int(op.rotary)
+            made.layer, to.rope = op.layer, -1 if op.rope is None else op.rope
             if self.pool.scaled:
                 to.key_offset = self.pool.key_offset[op.layer].data_ptr()
         elif isinstance(op, p.PagedAttention):
-            made.layer, to.window = op.layer, op.window or 0
+            made.layer, to.window, to.cap = op.layer, op.window or 0, op.cap or 0.0
         elif not isinstance(op, p.GatherSampledRows):
             matrix: Any = op.matrix
             if not isinstance(matrix, NativeMatrix | NativePair):
                 raise ConfigError("this plan was lowered for torch. Lower it with native=True.")
             # The library has gate and up apart, so that a thread computes the same outputs of both and activates them.
             to.matrix = matrix.gate.c if isinstance(matrix, NativePair) else matrix.c
-            if isinstance(op, p.OutProjectionAdd | p.MlpDownAdd) and op.norm is not None:
-                self._norm(op.norm, to.norm)
+            if isinstance(op, p.OutProjectionAdd | p.MlpDownAdd):
+                to.scale, to.ends_block = op.scale, int(op.ends_block)
+                if op.norm is not None:
+                    self._norm(op.norm, to.norm)
+            if isinstance(op, p.LmHead):
+                to.cap = op.cap or 0.0
             if isinstance(op, p.MlpUp):
                 to.activation = _ACTIVATIONS[op.activation]
                 if isinstance(matrix, NativePair):

@@ -16,7 +16,7 @@ _I32, _I64, _F32, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, cty
 
 @mirror("Embed")
 class CEmbed(ctypes.Structure):
-    _fields_ = [("table", _POINTER), ("positions", _POINTER), ("table_type", _I32), ("positions_type", _I32)]
+    _fields_ = [("table", _POINTER), ("positions", _POINTER), ("table_type", _I32), ("positions_type", _I32), ("scale", _F32)]
 
 
 @mirror("Norm")
@@ -26,16 +26,19 @@ class CNorm(ctypes.Structure):
 
 @mirror("QkvProjection")
 class CProduct(ctypes.Structure):
-    """``LmHead`` too."""
-
     _fields_ = [("matrix", CMatrix)]
+
+
+@mirror("LmHead")
+class CLmHead(ctypes.Structure):
+    _fields_ = [("matrix", CMatrix), ("cap", _F32)]
 
 
 @mirror("OutProjectionAdd")
 class CProductAdd(ctypes.Structure):
     """``MlpDownAdd`` too."""
 
-    _fields_ = [("matrix", CMatrix), ("norm", CNorm)]
+    _fields_ = [("matrix", CMatrix), ("norm", CNorm), ("scale", _F32), ("ends_block", _I32)]
 
 
 @mirror("QkNorm")
@@ -45,12 +48,12 @@ class CQkNorm(ctypes.Structure):
 
 @mirror("RopeAndCacheWrite")
 class CRopeAndCacheWrite(ctypes.Structure):
-    _fields_ = [("key_offset", _POINTER), ("rotary", _I32)]
+    _fields_ = [("key_offset", _POINTER), ("rope", _I32)]
 
 
 @mirror("PagedAttention")
 class CPagedAttention(ctypes.Structure):
-    _fields_ = [("window", _I64)]
+    _fields_ = [("window", _I64), ("cap", _F32)]
 
 
 @mirror("GatherSampledRows")
@@ -74,7 +77,7 @@ OPS: tuple[tuple[type, str, type[ctypes.Structure]], ...] = (
     (p.OutProjectionAdd, "out_projection_add", CProductAdd),
     (p.MlpUp, "mlp_up", CMlpUp),
     (p.MlpDownAdd, "mlp_down_add", CProductAdd),
-    (p.LmHead, "lm_head", CProduct),
+    (p.LmHead, "lm_head", CLmHead),
 )
 """``TS_OPS``: each operation of the plan, its member of the union, and the member's type, in the order of ``OpKind``."""
 
@@ -93,7 +96,9 @@ class COp(ctypes.Structure):
 class CModel(ctypes.Structure):
     _fields_ = [
         *((name, _I64) for name in ("d_model", "n_heads", "n_kv_heads", "head_dim", "d_ff", "vocab_size", "n_layers")),
-        ("frequencies", _POINTER),
+        ("attention_scale", _F32),
+        ("n_ropes", _I32),
+        ("angles", _POINTER),
         ("ops", _POINTER),
         ("n_ops", _I64),
         ("kv_type", _I32),

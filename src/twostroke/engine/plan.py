@@ -20,10 +20,12 @@ from twostroke.kernels.matrix import Matrix
 
 @dataclass(frozen=True, eq=False)
 class Embed:
-    """residual ← table[token] (+ positions[position]) in the plan's dtype. The tables stay in the format of their file."""
+    """residual ← scale · table[token] (+ positions[position]) in the plan's dtype. The tables stay in the format of their
+    file."""
 
     table: Tensor
     positions: Tensor | None
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,18 +56,21 @@ class QkNorm:
 
 @dataclass(frozen=True, eq=False)
 class RopeAndCacheWrite:
-    """If ``rotary``, qkv's queries and keys ← themselves, rotated by position. Then the layer's cache ← keys and values."""
+    """qkv's queries and keys ← themselves, rotated by position with the angles ``spec.ropes[rope]``, unless it is None. Then
+    the layer's cache ← keys and values."""
 
     layer: int
-    rotary: bool
+    rope: int | None
 
 
 @dataclass(frozen=True, eq=False)
 class PagedAttention:
-    """attention_out ← attention of qkv's queries over the last ``window`` cached keys and values of their own request."""
+    """attention_out ← attention of qkv's queries over the last ``window`` cached keys and values of their own request. With
+    ``cap`` a score s becomes cap·tanh(s/cap)."""
 
     layer: int
     window: int | None
+    cap: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,10 +80,13 @@ class GatherSampledRows:
 
 @dataclass(frozen=True, eq=False)
 class OutProjectionAdd:
-    """residual ← residual + attention_out·Wᵀ + b, or with a ``norm`` residual + RMSNorm(attention_out·Wᵀ + b)."""
+    """residual ← residual + scale·(attention_out·Wᵀ + b), or with a ``norm`` residual + scale·RMSNorm(attention_out·Wᵀ + b).
+    ``ends_block``: it is the last operation of its block."""
 
     matrix: Matrix
     norm: Norm | None = None
+    scale: float = 1.0
+    ends_block: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,17 +100,21 @@ class MlpUp:
 
 @dataclass(frozen=True, eq=False)
 class MlpDownAdd:
-    """residual ← residual + mlp_inner·Wᵀ + b, or with a ``norm`` residual + RMSNorm(mlp_inner·Wᵀ + b)."""
+    """residual ← residual + scale·(mlp_inner·Wᵀ + b), or with a ``norm`` residual + scale·RMSNorm(mlp_inner·Wᵀ + b).
+    ``ends_block``: it is the last operation of its block."""
 
     matrix: Matrix
     norm: Norm | None = None
+    scale: float = 1.0
+    ends_block: bool = True
 
 
 @dataclass(frozen=True, eq=False)
 class LmHead:
-    """logits ← normed·Wᵀ in fp32."""
+    """logits ← normed·Wᵀ in fp32; with ``cap`` cap·tanh(logits/cap)."""
 
     matrix: Matrix
+    cap: float | None = None
 
 
 BlockProduct = QkvProjection | OutProjectionAdd | MlpUp | MlpDownAdd

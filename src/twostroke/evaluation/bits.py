@@ -39,6 +39,7 @@ class Scorable(Protocol):
     """The part of ``twostroke.model.decoder.Decoder`` that scoring uses."""
 
     def hidden(self, tokens: torch.Tensor, positions: Any, documents: Any) -> torch.Tensor: ...
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
     @property
     def head_weight(self) -> torch.Tensor: ...
     @property
@@ -132,7 +133,7 @@ def _row_nats(
     # Rows without document boundaries need no mask, and torch's causal kernel is faster than its masked one.
     packed = torch.from_numpy(documents).to(device) if documents.any() else None
     hidden = model.hidden(torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device), packed)
-    parts = score_rows(partial(F.cross_entropy, reduction="none"), hidden, model.head_weight, (rows, columns), targets)
+    parts = score_rows(partial(F.cross_entropy, reduction="none"), model, hidden, (rows, columns), targets)
     scored: npt.NDArray[np.float32] = torch.cat(parts).cpu().numpy() if parts else np.empty(0, dtype=np.float32)
     return scored
 

@@ -114,15 +114,15 @@ def score_answers(model: Any, prepared: PreparedData, context: int, progress: Pr
     """
     rows = max(1, _TOKENS_PER_PASS // context)
     loader = ConversationLoader(_HeldOut(prepared), rows, context, seed=0)
-    weight, total, n_tokens = model.head_weight, 0.0, 0
+    device, total, n_tokens = model.head_weight.device, 0.0, 0
     with in_eval_mode(model):
         for begin in range(0, loader.windows_per_epoch, rows):
-            batch = loader.next_batch().to(weight.device)
+            batch = loader.next_batch().to(device)
             hidden = model.hidden(batch.tokens, batch.positions, batch.documents)
             wanted = batch.targets != IGNORE_INDEX
             wanted[loader.windows_per_epoch - begin :] = False  # the last batch continues into a second epoch
             targets = batch.targets[wanted]
-            logits = F.linear(hidden[wanted], weight).float()
+            logits = model.logits(hidden[wanted]).float()
             total += float(F.cross_entropy(logits, targets, reduction="sum"))
             n_tokens += int(targets.numel())
             if progress is not None:

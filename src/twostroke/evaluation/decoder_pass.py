@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from twostroke.core.policy import LOGITS_AT_ONCE
@@ -30,16 +29,15 @@ def in_eval_mode(model: Any) -> Iterator[None]:
 
 def score_rows(
     score: Callable[[Tensor, Tensor], Scored],
+    model: Any,
     hidden: Tensor,
-    weight: Tensor,
     at: tuple[npt.NDArray[np.integer], npt.NDArray[np.integer]],
     targets: npt.NDArray[np.int64],
 ) -> list[Scored]:
-    """``score`` of (fp32 logits, targets) for ``hidden[at]``, the rows that predict ``targets``: one result for each chunk of
-    at most ``LOGITS_AT_ONCE`` logits."""
+    """``score`` of (fp32 logits, targets) for ``hidden[at]``, the rows by which ``model``, a ``Decoder``, predicts ``targets``:
+    one result for each chunk of at most ``LOGITS_AT_ONCE`` logits."""
+    weight = model.head_weight
     rows, columns, wanted = (torch.from_numpy(a).to(weight.device) for a in (*at, targets))
     chosen = hidden[rows, columns]  # (n, E)
     chunk = max(1, LOGITS_AT_ONCE // weight.shape[0])
-    return [
-        score(F.linear(chosen[i : i + chunk], weight).float(), wanted[i : i + chunk]) for i in range(0, len(targets), chunk)
-    ]
+    return [score(model.logits(chosen[i : i + chunk]).float(), wanted[i : i + chunk]) for i in range(0, len(targets), chunk)]

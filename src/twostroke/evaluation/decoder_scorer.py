@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from twostroke.core.errors import InputError, TwostrokeError
@@ -81,7 +80,7 @@ class DecoderScorer:
         weight, text = self.decoder.head_weight, ""
         for _ in range(min(max_tokens, self.longest - len(ids))):
             tokens = torch.tensor([ids], device=weight.device)
-            token = int(F.linear(self.decoder.hidden(tokens)[0, -1], weight).argmax())
+            token = int(self.decoder.logits(self.decoder.hidden(tokens)[0, -1]).argmax())
             if token in self.spec.eos_token_ids:
                 break
             ids.append(token)
@@ -101,7 +100,7 @@ class DecoderScorer:
         rows = np.repeat(np.arange(len(batch)), counts)
         columns = np.concatenate([np.arange(first - 1, len(ids) - 1) for ids, first in batch])
         targets = np.concatenate([np.asarray(ids[first:], np.int64) for ids, first in batch])
-        parts = score_rows(scores_of, hidden, weight, (rows, columns), targets)
+        parts = score_rows(scores_of, self.decoder, hidden, (rows, columns), targets)
         nats, greedy = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         if not np.isfinite(nats).all():
             raise TwostrokeError("the model's output was not finite. The weights may be damaged.")

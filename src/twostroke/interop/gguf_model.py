@@ -170,12 +170,12 @@ def _rope(file: GgufFile, metadata: _Metadata, a: str, spec: ModelSpec) -> RopeS
     if "rope_freqs.weight" not in file.tensors:
         return spec.rope
     divisors = file.read("rope_freqs.weight").float()
-    plain = inverse_frequencies(spec)
+    plain = inverse_frequencies(spec.rope, spec.head_dim)
     for factor in (8.0, 32.0):
         candidate = RopeSpec(
             spec.rope.theta, "llama3", factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
         )
-        expected = plain / inverse_frequencies(spec.with_(rope=candidate))
+        expected = plain / inverse_frequencies(candidate, spec.head_dim)
         if divisors.shape == expected.shape and torch.allclose(divisors, expected, rtol=1e-4):
             return candidate
     raise ConfigError("rope_freqs.weight holds a scaling that is not Llama 3.1's or 3.2's; it is not read from GGUF.")

@@ -24,14 +24,16 @@ def attention(
     scale: float,
     crossovers: Crossovers = DEFAULT,
     poisoned: bool = False,
+    cap: float | None = None,
 ) -> Float[Tensor, "K B T G D"]:
     """softmax(q·kᵀ·scale + mask)·v, the G query heads of a group over their one key head, by whichever kernel is faster here.
 
     ``mask`` is 0 or −∞, for the last M ≤ S keys (those before are seen by every query) and the same for all heads; every query
     must see a key. ``poisoned``: a key that is masked may be NaN, which an added mask leaves NaN; a comparison keeps it out.
+    With ``cap`` a score s becomes cap·tanh(s/cap) before the mask.
     """
-    if poisoned:
-        return explicit_attention(q, k, v, mask, scale, poisoned=True)
+    if poisoned or cap is not None:
+        return explicit_attention(q, k, v, mask, scale, poisoned, cap)
     n_kv, n_rows, n_queries = q.shape[:3]
     few = n_kv * n_rows * n_queries * k.shape[2] <= crossovers.flash_max_scores
     kernel = flash_attention if few and q.dtype == torch.bfloat16 else explicit_attention
@@ -61,6 +63,7 @@ def explicit_attention(
     mask: Float[Tensor, "#B T M"] | None,
     scale: float,
     poisoned: bool = False,
+    cap: float | None = None,
 ) -> Float[Tensor, "K B T G D"]:
     """By two batched products and a softmax. Scores of bf16 inputs are rounded to bf16.
 
@@ -74,6 +77,8 @@ def explicit_attention(
     if q.dtype == torch.bfloat16:
         keys = keys.contiguous()  # a slice of a longer run: copied 54 µs, multiplied as it is 153 (64 heads, 100 of 112 keys)
     scores = torch.bmm(folded, keys.transpose(1, 2))
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
     if mask is not None:
         last = scores.view(n_kv, n_rows, n_queries, group, n_keys)[..., n_keys - mask.shape[2] :]
         if poisoned:

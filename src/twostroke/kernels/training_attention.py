@@ -39,7 +39,7 @@ def is_available() -> bool:
     return native is not None and bool(native.ts_trains_attention())
 
 
-def _shape(qkv: Tensor, first: Tensor, cos: Tensor | None, sin: Tensor | None, n_heads: int) -> _Shape:
+def _shape(qkv: Tensor, first: Tensor, cos: Tensor | None, sin: Tensor | None, n_heads: int, scale: float) -> _Shape:
     n_rows, n_tokens, n_all, width = qkv.shape
     for name, tensor, dtype in (("qkv", qkv, torch.bfloat16), ("first", first, torch.int32)):
         if tensor.dtype != dtype or not tensor.is_contiguous():
@@ -49,7 +49,7 @@ def _shape(qkv: Tensor, first: Tensor, cos: Tensor | None, sin: Tensor | None, n
             f"head dimension {width} must be a multiple of {NATIVE_HEAD_MULTIPLE}, first {tuple(first.shape)} one per token"
         )
     shape = _Shape(
-        n_rows, n_tokens, n_heads, (n_all - n_heads) // 2, width, width**-0.5, qkv.data_ptr(), first.data_ptr(), None, None, 0
+        n_rows, n_tokens, n_heads, (n_all - n_heads) // 2, width, scale, qkv.data_ptr(), first.data_ptr(), None, None, 0
     )
     if cos is not None and sin is not None:
         if cos.dtype != torch.float32 or cos.shape != sin.shape or cos.shape[1:] != (n_tokens, width // 2):
@@ -68,19 +68,21 @@ def _library() -> ctypes.CDLL:
 
 
 @torch.library.custom_op("twostroke::packed_attention", mutates_args=())
-def _attend(qkv: Tensor, first: Tensor, cos: Tensor | None, sin: Tensor | None, n_heads: int) -> tuple[Tensor, Tensor]:
+def _attend(
+    qkv: Tensor, first: Tensor, cos: Tensor | None, sin: Tensor | None, n_heads: int, scale: float
+) -> tuple[Tensor, Tensor]:
     n_rows, n_tokens, _, width = qkv.shape
     qkv, first = qkv.contiguous(), first.contiguous()
     cos, sin = (None if t is None else t.contiguous() for t in (cos, sin))
     out = qkv.new_empty(n_rows, n_tokens, n_heads, width)
     log_sums = torch.empty(n_rows, n_heads, n_tokens, dtype=torch.float32)
-    shape = _shape(qkv, first, cos, sin, n_heads)
+    shape = _shape(qkv, first, cos, sin, n_heads, scale)
     _library().ts_attend(ctypes.byref(shape), out.data_ptr(), log_sums.data_ptr())
     return out, log_sums
 
 
 @_attend.register_fake
-def _(qkv: Tensor, first: Tensor, cos: Tensor | None, sin: Tensor | None, n_heads: int) -> tuple[Tensor, Tensor]:
+def _(qkv: Tensor, first: Tensor, cos: Tensor | None, sin: Tensor | None, n_heads: int, scale: float) -> tuple[Tensor, Tensor]:
     n_rows, n_tokens, _, width = qkv.shape
     return qkv.new_empty(n_rows, n_tokens, n_heads, width), qkv.new_empty(n_rows, n_heads, n_tokens, dtype=torch.float32)
 
@@ -92,6 +94,7 @@ def _attend_backward(
     cos: Tensor | None,
     sin: Tensor | None,
     n_heads: int,
+    scale: float,
     out: Tensor,
     log_sums: Tensor,
     gradient: Tensor,
@@ -99,7 +102,7 @@ def _attend_backward(
     qkv, first, out, log_sums, gradient = (t.contiguous() for t in (qkv, first, out, log_sums, gradient))
     cos, sin = (None if t is None else t.contiguous() for t in (cos, sin))
     qkv_gradient = torch.empty_like(qkv)
-    shape = _shape(qkv, first, cos, sin, n_heads)
+    shape = _shape(qkv, first, cos, sin, n_heads, scale)
     pointers = (t.data_ptr() for t in (out, log_sums, gradient, qkv_gradient))
     _library().ts_attend_backward(ctypes.byref(shape), *pointers)
     return qkv_gradient
@@ -112,6 +115,7 @@ def _(
     cos: Tensor | None,
     sin: Tensor | None,
     n_heads: int,
+    scale: float,
     out: Tensor,
     log_sums: Tensor,
     gradient: Tensor,
@@ -120,26 +124,26 @@ def _(
 
 
 def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    qkv, first, cos, sin, n_heads = inputs
+    qkv, first, cos, sin, n_heads, scale = inputs
     ctx.save_for_backward(qkv, first, cos, sin, *output)
-    ctx.n_heads = n_heads  # type: ignore[attr-defined]
+    ctx.of = (n_heads, scale)  # type: ignore[attr-defined]
 
 
 def _backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
     qkv, first, cos, sin, out, log_sums = ctx.saved_tensors  # type: ignore[attr-defined]
-    qkv_gradient = _attend_backward(qkv, first, cos, sin, ctx.n_heads, out, log_sums, gradients[0])  # type: ignore[attr-defined]
-    return qkv_gradient, None, None, None, None
+    qkv_gradient = _attend_backward(qkv, first, cos, sin, *ctx.of, out, log_sums, gradients[0])  # type: ignore[attr-defined]
+    return qkv_gradient, None, None, None, None, None
 
 
 _attend.register_autograd(_backward, setup_context=_keep)
 
 
-def packed_attention(qkv: Tensor, first: Tensor, rope: tuple[Tensor, Tensor] | None, n_heads: int) -> Tensor:
-    """softmax(q·kᵀ/√D)·v of (B, T, H + 2K, D) bf16 as (B, T, H, D): query t sees keys ``first[b, t]`` … t.
+def packed_attention(qkv: Tensor, first: Tensor, rope: tuple[Tensor, Tensor] | None, n_heads: int, scale: float) -> Tensor:
+    """softmax(q·kᵀ·scale)·v of (B, T, H + 2K, D) bf16 as (B, T, H, D): query t sees keys ``first[b, t]`` … t.
 
     ``first`` (B, T) int32 must not fall along a row and not exceed t. ``rope`` are cos and sin, fp32 (B or 1, T, D/2), by which
     queries and keys are turned on the way. Gradients reach ``qkv``. Proven in tests/kernels/test_training_attention.py.
     """
     cos, sin = (None, None) if rope is None else rope
-    result: Tensor = _attend(qkv, first, cos, sin, n_heads)[0]
+    result: Tensor = _attend(qkv, first, cos, sin, n_heads, scale)[0]
     return result

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ from twostroke.core.policy import NF4_BLOCK
 from twostroke.core.spec import ModelSpec
 from twostroke.kernels.dropout import dropout
 from twostroke.kernels.nf4 import Nf4Matrix, dequantize_nf4, nf4_linear, quantize_nf4
+from twostroke.model.families import stored_order
 
 PEFT_PREFIX = "base_model.model."
 
@@ -36,6 +37,7 @@ class Target:
     rows: int
     columns: int
     transposed: bool  # on disk, as GPT-2's Conv1D
+    by_group: tuple[int, int] | None = None  # on disk, as ``core.families.weights.Entry`` says
 
     @property
     def name(self) -> str:
@@ -55,7 +57,7 @@ def all_targets(spec: ModelSpec) -> Iterator[Target]:
         begin = 0
         for part in entry.parts:
             module, stored = (name.removesuffix(".weight") for name in (entry.canonical, part.name))
-            yield Target(module, stored, begin, part.rows, entry.shape[1], entry.transposed)
+            yield Target(module, stored, begin, part.rows, entry.shape[1], entry.transposed, entry.by_group)
             begin += part.rows
 
 
@@ -186,6 +188,12 @@ def peft_names(spec: ModelSpec) -> dict[str, str]:
         for ours, theirs in (("a", "lora_A"), ("b", "lora_B")):
             names[f"{target.module}.adapters.{target.name}.{ours}"] = f"{PEFT_PREFIX}{target.stored}.{theirs}.weight"
     return names
+
+
+def peft_weights(spec: ModelSpec, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Adapters by PEFT's names, their rows in the order of the stored matrices."""
+    names, groups = peft_names(spec), {f"{t.module}.adapters.{t.name}.b": t.by_group for t in all_targets(spec)}
+    return {names[name]: stored_order(groups.get(name), weight) for name, weight in weights.items()}
 
 
 def nf4_round_trip(weight: Tensor, block: int, double: bool) -> Tensor:

@@ -13,8 +13,8 @@ from twostroke.core.matrices import block_matrices, head_norms
 from twostroke.core.spec import ModelSpec
 from twostroke.kernels import training_attention
 from twostroke.kernels.dropout import dropout
-from twostroke.model.norm import RMSNorm
-from twostroke.model.rope import rotate
+from twostroke.model.norm import RMSNorm, norm_offset
+from twostroke.model.rope import by_halves, rotate, turned_by_halves
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -105,26 +105,30 @@ def explicit_attention(
     v: Float[Tensor, "B K S D"],
     mask: Float[Tensor, "#B 1 T S"],
     dropped: float,
+    scale: float,
+    cap: float | None = None,
 ) -> Float[Tensor, "B H T D"]:
-    """softmax(q·kᵀ/√D + mask)·v under a causal ``mask``, in blocks of queries that stop at the last key that a block attends
-    to.
+    """softmax(q·kᵀ·scale + mask)·v under a causal ``mask``, in blocks of queries that stop at the last key that a block attends
+    to. With ``cap`` scores are bounded to cap·tanh(score/cap) before the mask.
 
     The query heads of a group are a dimension beside their key head, so that keys and values are not copied for each.
     """
     n_rows, n_heads, n_tokens, head_dim = q.shape
     n_kv_heads = k.shape[1]
-    q = (q * head_dim**-0.5).reshape(n_rows, n_kv_heads, n_heads // n_kv_heads, n_tokens, head_dim)  # (B, K, G, T, D)
+    q = (q * scale).reshape(n_rows, n_kv_heads, n_heads // n_kv_heads, n_tokens, head_dim)  # (B, K, G, T, D)
     k, v, mask = k[:, :, None], v[:, :, None], mask[:, :, None]
     blocks = []
     for start, end in policy.query_blocks(n_tokens):
-        scores = q[..., start:end, :] @ k[..., :end, :].transpose(-1, -2) + mask[..., start:end, :end]
-        probabilities = dropout(torch.softmax(scores, dim=-1), dropped)
+        scores = q[..., start:end, :] @ k[..., :end, :].transpose(-1, -2)
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
+        probabilities = dropout(torch.softmax(scores + mask[..., start:end, :end], dim=-1), dropped)
         blocks.append(probabilities @ v[..., :end, :])
     return torch.cat(blocks, dim=-2).reshape(n_rows, n_heads, n_tokens, head_dim)
 
 
 class Attention(nn.Module):
-    """Packed query, key and value projection, rotary embedding, softmax(q·kᵀ/√D)·v, output projection.
+    """Packed query, key and value projection, rotary embedding, softmax(q·kᵀ·scale)·v, output projection.
 
     One large product is faster than three small ones; ``core.families`` joins and splits it for the files on disk.
     """
@@ -135,10 +139,11 @@ class Attention(nn.Module):
         self.dropout = spec.dropout
         qkv, out, *_ = block_matrices(spec)
         self.qkv = nn.Linear(qkv.k, qkv.n, bias=qkv.bias)
-        norms = [RMSNorm(norm.n, spec.norm_eps) for norm in head_norms(spec)]
+        norms = [RMSNorm(norm.n, spec.norm_eps, norm_offset(spec)) for norm in head_norms(spec)]
         self.q_norm = norms[0] if norms else None
         self.k_norm = norms[1] if norms else None
         self.norm_over_heads = spec.departures.qk_norm_over_heads
+        self.spec, self.scale, self.cap = spec, spec.attention_scale, spec.departures.attention_cap
         self.out = nn.Linear(out.k, out.n, bias=out.bias)
 
     def _norm_heads(self, norm: RMSNorm, heads: Float[Tensor, "B T H D"]) -> Float[Tensor, "B T H D"]:
@@ -154,23 +159,27 @@ class Attention(nn.Module):
         """An integer ``mask`` is that of ``first_visible`` and selects native attention."""
         n_rows, n_tokens, _ = x.shape
         qkv = self.qkv(x).view(n_rows, n_tokens, self.n_heads + 2 * self.n_kv_heads, self.head_dim)
-        if mask is not None and mask.dtype == torch.int32:  # the native operator splits and rotates qkv itself
-            if self.q_norm is not None and self.k_norm is not None:
-                q, k, v = qkv.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), dim=2)
-                qkv = torch.cat((self._norm_heads(self.q_norm, q), self._norm_heads(self.k_norm, k), v), dim=2)
-            return self.out(training_attention.packed_attention(qkv, mask, rope, self.n_heads).flatten(2))
+        reordered = rope is not None and not turned_by_halves(self.spec)
+        first = mask if mask is not None and mask.dtype == torch.int32 else None
+        if first is not None and not reordered and self.q_norm is None:
+            return self.out(training_attention.packed_attention(qkv, first, rope, self.n_heads, self.scale).flatten(2))
         q, k, v = qkv.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), dim=2)  # (B, T, H | K | K, D)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._norm_heads(self.q_norm, q), self._norm_heads(self.k_norm, k)
+        if reordered:
+            q, k = by_halves(q, self.spec), by_halves(k, self.spec)
+        if first is not None:  # the native operator splits and rotates qkv itself
+            qkv = torch.cat((q, k, v), dim=2)
+            return self.out(training_attention.packed_attention(qkv, first, rope, self.n_heads, self.scale).flatten(2))
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H | K | K, T, D)
         dropped = self.dropout if self.training else 0.0
-        if mask is not None and prefers_explicit(q.device, q.dtype, n_tokens, self.training):
-            weighted_values = explicit_attention(q, k, v, mask, dropped)
+        if mask is not None and (self.cap or prefers_explicit(q.device, q.dtype, n_tokens, self.training)):
+            weighted_values = explicit_attention(q, k, v, mask, dropped, self.scale, self.cap)
         else:
             # enable_gqa instead of keys and values expanded to H heads takes 118 and 276 ms instead of 138 and 332 on a CPU.
             weighted_values = F.scaled_dot_product_attention(
-                q, k, v, mask, dropped, is_causal=mask is None, enable_gqa=self.n_heads != self.n_kv_heads
+                q, k, v, mask, dropped, is_causal=mask is None, scale=self.scale, enable_gqa=self.n_heads != self.n_kv_heads
             )
         return self.out(weighted_values.transpose(1, 2).reshape(n_rows, n_tokens, self.n_heads * self.head_dim))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -40,17 +40,28 @@ class Embedding(nn.Module):
         return F.embedding(ids, self.weight)
 
 
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """``logits`` bounded to ±``cap`` by cap·tanh(logits/cap) (Gemma 2, arXiv:2408.00118, section 2), or as they are."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
 class Block(nn.Module):
-    """residual + attention(norm(residual)), then residual + mlp(norm(residual)); or with norms of what is added, residual +
-    norm(attention(residual)). No branch depends on a tensor's value, so that torch.compile makes one graph of it."""
+    """residual + attention(norm(residual)), then residual + mlp(norm(residual)).
+
+    Families move the norms, put more of them around what is added, or compute both branches from one residual. No branch
+    depends on a tensor's value, so that torch.compile makes one graph of it.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.norms_after = spec.departures.norms_after
+        away = spec.departures
+        self.norms_after, self.parallel, self.residual_scale = away.norms_after, away.parallel_block, away.residual_scale
         self.attn_norm = make_norm(spec)
         self.attn = Attention(spec)
-        self.mlp_norm = make_norm(spec)
+        self.attn_post_norm = make_norm(spec) if away.norms_around else None
+        self.mlp_norm = None if away.one_norm else make_norm(spec)
         self.mlp = make_mlp(spec)
+        self.mlp_post_norm = make_norm(spec) if away.norms_around else None
         # In transformers only GPT-2 has dropout on its residual branches. Other families have `attention_dropout` alone.
         self.residual_dropout = spec.dropout if spec.positions == "learned" else 0.0
         self.recompute: Callable[..., Tensor] | None = None  # set by training.activation_checkpointing
@@ -67,11 +78,17 @@ class Block(nn.Module):
         return self.recompute(self._compute, residual, rope, mask)
 
     def _compute(self, residual: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
-        if self.norms_after:
-            residual = residual + self._drop(self.attn_norm(self.attn(residual, rope, mask)))
-            return residual + self._drop(self.mlp_norm(self.mlp(residual)))
-        residual = residual + self._drop(self.attn(self.attn_norm(residual), rope, mask))
-        return residual + self._drop(self.mlp(self.mlp_norm(residual)))
+        attended = residual + self._added(self.attn, self.attn_norm, self.attn_post_norm, residual, rope, mask)
+        read = residual if self.parallel else attended
+        return attended + self._added(self.mlp, self.mlp_norm or self.attn_norm, self.mlp_post_norm, read)
+
+    def _added(
+        self, branch: nn.Module, norm: nn.Module, post_norm: nn.Module | None, residual: Tensor, *context: Tensor | Any
+    ) -> Tensor:
+        """What ``branch`` adds to the residual stream."""
+        x = norm(branch(residual, *context)) if self.norms_after else branch(norm(residual), *context)
+        x = x if post_norm is None else post_norm(x)
+        return self._drop(x if self.residual_scale == 1.0 else x * self.residual_scale)
 
     def _drop(self, x: Tensor) -> Tensor:
         return dropout(x, self.residual_dropout, self.training)
@@ -103,6 +120,11 @@ class Decoder(nn.Module):
             initialise(self, seed=0)
 
     @property
+    def logit_cap(self) -> float | None:
+        """What ``capped`` bounds logits to, where the family has a bound."""
+        return self.spec.departures.logit_cap
+
+    @property
     def head_weight(self) -> Float[Tensor, "V E"]:
         """The output projection, which is the embedding itself if the two are tied."""
         return self.embed.weight if self.head is None else self.head.weight
@@ -113,17 +135,16 @@ class Decoder(nn.Module):
         positions: Int[Tensor, "#B T"] | None = None,
         documents: Int[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B T E"]:
-        """The residual stream after the final norm. ``positions`` default to 0…T−1; ``documents`` number the packed documents
-        of a row, and attention stays within one. Training computes the loss from this in chunks of rows, without all logits at
-        once.
+        """The residual stream after the final norm, times what the family scales logits with. ``positions`` default to 0…T−1;
+        ``documents`` number the packed documents of a row, and attention stays within one. Training computes the loss from this
+        in chunks of rows, without all logits at once.
 
         Raises InputError if learned positions end before T.
         """
-        n_tokens = tokens.shape[1]
+        n_tokens, spec = tokens.shape[1], self.spec
         if positions is None:
             positions = torch.arange(n_tokens, device=tokens.device)[None]
-        residual = self.embed(tokens)
-        rope = None
+        residual = self.embedded(tokens)
         if self.position_embed is not None:
             if n_tokens > self.spec.max_positions:
                 raise InputError(
@@ -132,22 +153,34 @@ class Decoder(nn.Module):
                     "Shorten it."
                 )
             residual = residual + self.position_embed(positions)
-            residual = dropout(residual, self.spec.dropout, self.training)
-        else:
-            rope = rope_tables(self.spec, positions)
+            residual = dropout(residual, spec.dropout, self.training)
+        ropes = [spec.rope_of_layer(i) for i in range(spec.n_layers)]
+        tables = {rope: None if rope is None else rope_tables(spec, positions, rope) for rope in set(ropes)}
         # Layers with the same window share one mask, which is built once a forward pass.
-        windows = [self.spec.window_of_layer(i) for i in range(self.spec.n_layers)]
+        windows = [spec.window_of_layer(i) for i in range(spec.n_layers)]
         dtype = compute_dtype(residual.device, residual.dtype)
         masks: dict[int | None, Tensor | None]
         device = residual.device
-        if attends_natively(device, dtype, self.spec, self.training):
+        if attends_natively(device, dtype, spec, self.training):
             masks = {w: first_visible(n_tokens, w, documents, tokens.shape[0], device) for w in set(windows)}
         else:
-            explicit = prefers_explicit(device, dtype, n_tokens, self.training)
+            explicit = bool(spec.departures.attention_cap) or prefers_explicit(device, dtype, n_tokens, self.training)
             masks = {w: attention_mask(n_tokens, w, documents, device, dtype, explicit) for w in set(windows)}
-        for block, window in zip(self.blocks, windows, strict=True):
-            residual = block(residual, rope, masks[window])
-        return self.final_norm(residual)
+        for block, rope, window in zip(self.blocks, ropes, windows, strict=True):
+            residual = block(residual, tables[rope], masks[window])
+        return self.read_out(residual)
+
+    def embedded(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T E"]:
+        """The residual stream before positions and blocks."""
+        x: Tensor = self.embed(tokens)
+        scale = self.spec.departures.embedding_scale
+        return x if scale == 1.0 else x * scale
+
+    def read_out(self, residual: Float[Tensor, "*rows E"]) -> Float[Tensor, "*rows E"]:
+        """What the head multiplies: the final norm of the residual stream, times what the family scales logits with."""
+        x: Tensor = self.final_norm(residual)
+        scale = self.spec.departures.logit_scale
+        return x if scale == 1.0 else x * scale
 
     def forward(
         self,
@@ -156,4 +189,8 @@ class Decoder(nn.Module):
         documents: Int[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B T V"]:
         """Logits of the next token at every position."""
-        return F.linear(self.hidden(tokens, positions, documents), self.head_weight)
+        return self.logits(self.hidden(tokens, positions, documents))
+
+    def logits(self, hidden: Float[Tensor, "*rows E"]) -> Float[Tensor, "*rows V"]:
+        """Logits of what ``hidden`` or ``read_out`` returned."""
+        return capped(F.linear(hidden, self.head_weight), self.logit_cap)

@@ -28,22 +28,41 @@ def stored_name(spec: ModelSpec, name: str, present: Iterable[str]) -> str:
 
 def is_recomputed(spec: ModelSpec, name: str) -> bool:
     """True for a stored tensor that is not needed: a buffer, or a second copy of a tied embedding."""
-    return bool(_RECOMPUTED.match(name)) or (spec.tied_embeddings and name == "lm_head.weight")
+    return bool(_RECOMPUTED.match(name)) or (spec.tied_embeddings and name == f"{weight_names(spec.family).head}.weight")
 
 
 def read_entry(entry: Entry, get: Callable[[str], Tensor]) -> Tensor:
     """The canonical tensor of ``entry`` from stored tensors. A single untransposed part is returned without a copy."""
     tensors = [get(part.name).T if entry.transposed else get(part.name) for part in entry.parts]
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    return held_order(entry, tensors[0] if len(tensors) == 1 else torch.cat(tensors))
 
 
 def write_entry(entry: Entry, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """(stored name, stored tensor) for each part of ``entry``: the inverse of ``read_entry``."""
+    tensor = stored_order(entry.by_group, tensor)
     start = 0
     for part in entry.parts:
         piece = tensor[start : start + part.rows]
         yield part.name, piece.T if entry.transposed else piece
         start += part.rows
+
+
+def held_order(entry: Entry, tensor: Tensor) -> Tensor:
+    """``tensor``, the rows of ``entry`` or a number for each, from the order of the disk to the canonical one."""
+    if entry.by_group is None:
+        return tensor
+    heads = tensor.unflatten(0, (*entry.by_group, -1))
+    return torch.cat((heads[:, :-2].flatten(0, 2), heads[:, -2].flatten(0, 1), heads[:, -1].flatten(0, 1)))
+
+
+def stored_order(by_group: tuple[int, int] | None, tensor: Tensor) -> Tensor:
+    """The inverse of ``held_order`` for an entry of ``by_group``."""
+    if by_group is None:
+        return tensor
+    groups, heads = by_group
+    parts = tensor.split([groups * n * (len(tensor) // (groups * heads)) for n in (heads - 2, 1, 1)])
+    by_head = [part.unflatten(0, (groups, n, -1)) for part, n in zip(parts, (heads - 2, 1, 1), strict=True)]
+    return torch.cat(by_head, dim=1).flatten(0, 2)
 
 
 def to_canonical(spec: ModelSpec, get: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -26,17 +26,19 @@ def parameter_std(name: str, shape: torch.Size, n_layers: int) -> float:
 
 @torch.no_grad()
 def initialise(decoder: nn.Module, seed: int) -> None:
-    """Fill ``decoder`` in place: matrices from a normal distribution (``parameter_std``), biases with 0, norm weights with 1.
+    """Fill ``decoder`` in place: matrices from a normal distribution (``parameter_std``), biases with 0, norm weights with 1,
+    or with 0 where 1 is added to them.
 
     Each parameter has a generator seeded by (seed, its name) and draws in fp32 on the CPU. So its values depend neither on the
     order of construction nor on the device or the dtype.
     """
     n_layers = sum(1 for _ in decoder.get_submodule("blocks").children())
+    offsets = {name: getattr(module, "offset", 0.0) for name, module in decoder.named_modules()}
     for name, parameter in decoder.named_parameters():
         if name.endswith(".bias"):
             parameter.zero_()
         elif parameter.dim() == 1:
-            parameter.fill_(1.0)
+            parameter.fill_(1.0 - offsets[name.rpartition(".")[0]])
         else:
             digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))

@@ -17,7 +17,7 @@ from twostroke.core.families import layout, read_config
 from twostroke.core.families.weights import Entry
 from twostroke.core.schemes import DEFAULT_WRITTEN, Scheme, written_scheme
 from twostroke.kernels.codes import Codes, quantize
-from twostroke.model.families import read_entry, write_entry
+from twostroke.model.families import read_entry, stored_order, write_entry
 from twostroke.model.load import open_weights
 from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME
 from twostroke.model.save import COMPANION_FILES, require_finite, require_writable, written_aside
@@ -118,13 +118,14 @@ class _Converter:
             quantised = Codes(*self.fitted.codes[entry.canonical])
         self._count(entry, weight, quantised.values())
         codes, scale, zero = quantised
-        start = 0
+        scale, start = stored_order(entry.by_group, scale), 0
         if zero is None:
             for (name, part), stored in zip(write_entry(entry, codes), entry.parts, strict=True):
                 yield name, part.clone(memory_format=torch.contiguous_format)
                 yield scale_name(name), scale[start : start + stored.rows, None].clone()
                 start += stored.rows
             return
+        codes, zero = (stored_order(entry.by_group, tensor) for tensor in (codes, zero))
         for stored in entry.parts:
             rows = slice(start, start + stored.rows)
             yield packed_name(stored.name), pack_words(codes[rows])

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twostroke.kernels.features import has_packed_linear
@@ -178,19 +177,21 @@ class _Walk:
     def __init__(self, decoder: Decoder, n_tokens: int) -> None:
         self.decoder, spec = decoder, decoder.spec
         self.positions = torch.arange(n_tokens)[None]
-        self.rope = rope_tables(spec, self.positions) if decoder.position_embed is None else None
+        ropes = [spec.rope_of_layer(i) for i in range(spec.n_layers)]
+        self.ropes = [None if rope is None else rope_tables(spec, self.positions, rope) for rope in ropes]
         windows = [spec.window_of_layer(i) for i in range(spec.n_layers)]
-        masks = {w: attention_mask(n_tokens, w, None, torch.device("cpu"), torch.float32, False) for w in set(windows)}
+        explicit = bool(spec.departures.attention_cap)
+        masks = {w: attention_mask(n_tokens, w, None, torch.device("cpu"), torch.float32, explicit) for w in set(windows)}
         self.masks = [masks[w] for w in windows]
         self.in_bf16 = count_parameters(spec).total > LARGE_PARAMETERS and has_packed_linear(torch.bfloat16)
 
     def embed(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T E"]:
-        x: Tensor = self.decoder.embed(tokens)
+        x = self.decoder.embedded(tokens)
         return x if self.decoder.position_embed is None else x + self.decoder.position_embed(self.positions)
 
     def block(self, i: int, block: nn.Module, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.in_bf16):
-            result: Tensor = block(x, self.rope, self.masks[i])
+            result: Tensor = block(x, self.ropes[i], self.masks[i])
         return result
 
     def inputs(self, i: int, block: nn.Module, name: str, x: Float[Tensor, "B T E"]) -> Float[Tensor, "rows k"]:
@@ -236,7 +237,7 @@ def _judge(decoder: Decoder, exact: Iterator[Tensor], rounded: Iterator[Tensor],
     ids = (row for row in tokens)
     for x, y in zip(exact, rounded, strict=True):
         for one, other in zip(x, y, strict=True):
-            p, q = (F.linear(decoder.final_norm(s), decoder.head_weight).float().log_softmax(-1) for s in (one, other))
+            p, q = (decoder.logits(decoder.read_out(s)).float().log_softmax(-1) for s in (one, other))
             divergence += float((p.exp() * (p - q)).sum(dtype=torch.float64))
             targets = next(ids)[1:, None]
             worse += float((p[:-1].gather(1, targets) - q[:-1].gather(1, targets)).sum(dtype=torch.float64))

@@ -16,7 +16,7 @@ from twostroke.core.schemes import Scheme
 from twostroke.core.spec import ModelSpec
 from twostroke.kernels.codes import Codes
 from twostroke.model.decoder import Decoder
-from twostroke.model.families import read_entry
+from twostroke.model.families import held_order, read_entry
 from twostroke.model.lazy_state import LazyState
 from twostroke.model.load import load_model, load_state, torch_dtype
 from twostroke.model.safetensors_file import WeightFiles
@@ -100,12 +100,13 @@ def load_quantized(directory: Path | str, stored: Quantisation) -> tuple[ModelSp
 
 
 def _codes(entry: Entry, files: WeightFiles) -> Tensor:
-    return torch.cat([unpack_words(files.get(packed_name(part.name)), entry.shape[1]) for part in entry.parts])
+    parts = [unpack_words(files.get(packed_name(part.name)), entry.shape[1]) for part in entry.parts]
+    return held_order(entry, torch.cat(parts))
 
 
 def _zeros(entry: Entry, files: WeightFiles) -> Tensor:
     parts = [unpack_words(files.get(zero_name(part.name)).t(), part.rows).t() for part in entry.parts]
-    return torch.cat(parts).contiguous()
+    return held_order(entry, torch.cat(parts)).contiguous()
 
 
 def _stored_tensors(scheme: Scheme, entry: Entry, part: Part) -> list[tuple[str, tuple[int, ...], tuple[str, ...]]]:
@@ -125,7 +126,7 @@ def _stored_tensors(scheme: Scheme, entry: Entry, part: Part) -> list[tuple[str,
 
 
 def _scales(entry: Entry, files: WeightFiles, scheme: Scheme) -> Tensor:
-    scale = torch.cat([files.get(scale_name(part.name)).float() for part in entry.parts])
+    scale = held_order(entry, torch.cat([files.get(scale_name(part.name)).float() for part in entry.parts]))
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
         raise CorruptFileError(f"{files.directory}: scales of {entry.parts[0].name!r} must be positive and finite.")
     return scale.flatten() if scheme.group is None else scale

@@ -13,7 +13,7 @@ from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.recipe import TrainRecipe
 from twostroke.core.spec import ModelSpec
 from twostroke.model.adapter_directory import fingerprint, is_adapter_directory, save_adapters
-from twostroke.model.adapters import AdapterSettings, Nf4Linear, all_targets, attach_adapters, choose_targets, peft_names
+from twostroke.model.adapters import AdapterSettings, Nf4Linear, all_targets, attach_adapters, choose_targets, peft_weights
 from twostroke.model.decoder import Decoder
 from twostroke.model.families import to_canonical
 from twostroke.model.load import open_weights, torch_dtype
@@ -97,7 +97,5 @@ def check_base(recipe: TrainRecipe, state: Mapping[str, Any]) -> None:
 def write_adapters(recipe: TrainRecipe, spec: ModelSpec, weights: Mapping[str, Tensor], directory: Path) -> None:
     """Write the run's ``model`` directory: adapters in PEFT's layout, which every command opens as the base with them merged
     in."""
-    names = peft_names(spec)
     tokenizer = Path(recipe.data.tokenizer) if recipe.data.tokenizer is not None else _base(recipe)
-    by_peft_name = {names[name]: weight for name, weight in weights.items()}
-    save_adapters(by_peft_name, spec, adapter_settings(recipe), _base(recipe), directory, tokenizer)
+    save_adapters(peft_weights(spec, weights), spec, adapter_settings(recipe), _base(recipe), directory, tokenizer)

@@ -18,23 +18,25 @@ from torch import Tensor
 
 from twostroke.core.policy import LOSS_CHUNK_ROWS
 from twostroke.data.packing import IGNORE_INDEX
+from twostroke.model.decoder import capped
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-ChunkFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+ChunkFunction = Callable[[Tensor, Tensor, Tensor, float | None], tuple[Tensor, Tensor]]
 Lap = Callable[[str], None]
 
 
 def chunk_loss(
-    hidden: Float[Tensor, "n E"], weight: Float[Tensor, "V E"], targets: Int[Tensor, " n"]
+    hidden: Float[Tensor, "n E"], weight: Float[Tensor, "V E"], targets: Int[Tensor, " n"], cap: float | None = None
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "n V"]]:
     """The summed loss of some rows, and the gradient of their logits: softmax(z) − onehot(target), or 0 for an ignored row.
+    Where logits are bounded to ``cap`` (``model.decoder.capped``), it is that of the logits before.
 
     The product is in the dtype of ``hidden``, everything after it in fp32. Comparing indices with the target instead of
     scattering lets a compiler fuse everything: as fast at 1024 rows, and 1.3 times as fast at 4096 (two-core EPYC, V = 4096).
     """
-    logits = F.linear(hidden, weight).float()
+    logits = capped(F.linear(hidden, weight).float(), cap)
     valid = targets != IGNORE_INDEX
     log_total = logits.logsumexp(dim=-1)  # (n,)
     is_target = torch.arange(logits.shape[-1], device=logits.device)[None] == targets[:, None]  # (n, V)
@@ -42,6 +44,8 @@ def chunk_loss(
     loss = torch.where(valid, log_total - picked, 0.0).sum()
     softmax = (logits - log_total[:, None]).exp()
     gradient = torch.where(valid[:, None], softmax - is_target.float(), 0.0)
+    if cap is not None:
+        gradient = gradient * (1.0 - (logits / cap).square())
     return loss, gradient.to(hidden.dtype)
 
 
@@ -52,7 +56,14 @@ def _no_lap(name: str) -> None:
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int, function: ChunkFunction, lap: Lap
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        chunk_rows: int,
+        function: ChunkFunction,
+        lap: Lap,
+        cap: float | None,
     ) -> Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -61,7 +72,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wants_weight else None
         for begin in range(0, hidden.shape[0], chunk_rows):
             rows = slice(begin, begin + chunk_rows)
-            loss, gradient = function(hidden[rows], weight, targets[rows])
+            loss, gradient = function(hidden[rows], weight, targets[rows], cap)
             total += loss
             lap("forward")
             if hidden_gradient is not None:
@@ -83,6 +94,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
@@ -93,6 +105,7 @@ def chunked_cross_entropy(
     chunk_rows: int = LOSS_CHUNK_ROWS,
     function: ChunkFunction = chunk_loss,
     lap: Lap = _no_lap,
+    cap: float | None = None,
 ) -> Float[Tensor, ""]:
     """Σ over rows with a target of −log softmax(hidden · weightᵀ)[target], in nats, as an fp32 scalar with gradients.
 
@@ -101,5 +114,5 @@ def chunked_cross_entropy(
     copy of it. The forward pass also computes the gradients, so ``lap`` is called with "forward" and "backward" after each part
     of it. ``tests/training/test_loss.py`` compares it with plain cross-entropy.
     """
-    result: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets, chunk_rows, function, lap)
+    result: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets, chunk_rows, function, lap, cap)
     return result

@@ -42,7 +42,7 @@ def continuation(
             newest = ids[-context:]
             filling = min(-len(newest) % ROW_MULTIPLE, context - len(newest))
             tokens = torch.tensor([newest + [0] * filling], device=device)
-            logits = (decoder.hidden(tokens)[0, len(newest) - 1] @ decoder.head_weight.T).float().cpu()
+            logits = decoder.logits(decoder.hidden(tokens)[0, len(newest) - 1]).float().cpu()
             if temperature > 0:
                 chosen = int(torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=generator))
             else:

@@ -207,8 +207,8 @@ class TrainStep:
         hidden = self.decoder.hidden(batch.tokens, batch.positions, batch.documents).flatten(0, 1)  # (B·T, E)
         lap("forward")
         # In chunks, because the logits of all tokens are the largest tensor of a step (4 GiB for 16 × 512 at V = 128k).
-        rows = loss_chunk_rows(hidden.shape[0])
-        return chunked_cross_entropy(hidden, self.decoder.head_weight, batch.targets.flatten(), rows, self._chunk, lap)
+        rows, head, cap = loss_chunk_rows(hidden.shape[0]), self.decoder.head_weight, self.decoder.logit_cap
+        return chunked_cross_entropy(hidden, head, batch.targets.flatten(), rows, self._chunk, lap, cap)
 
     def activations_bytes(self, batch: Batch) -> int:
         """Bytes that the forward pass of a part of ``batch`` keeps for its backward pass. Only the random state changes."""

@@ -1,4 +1,4 @@
-"""Decoders of 2021 and 2022 with LayerNorm and plain MLPs: GPT-J, GPT-Neo, GPT-NeoX, BLOOM and OPT."""
+"""Decoders of 2021 and 2022 with LayerNorm and plain MLPs: GPT-J, GPT-Neo, GPT-NeoX, BLOOM, OPT and Falcon."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 from twostroke.core.documents import is_integer
 from twostroke.core.errors import ConfigError
-from twostroke.core.families.reader import STORED_OTHERWISE, Reader, activation
+from twostroke.core.families.llama import write_llama_like
+from twostroke.core.families.reader import ACTIVATION_NAMES, Reader, activation
 from twostroke.core.spec import Departures, ModelSpec, RopeSpec
 
 
@@ -72,8 +73,27 @@ def parse_gpt_neo(config: dict[str, Any]) -> ModelSpec:
         positions="learned", activation=activation(config.get("activation_function", "gelu_new")),
         tied_embeddings=r.flag("tie_word_embeddings", True), dropout=r.number("attention_dropout", 0.0),
         sliding_window=r.integer("window_size", 256), sliding_window_layers=_local_layers(config, n_layers),
-        departures=Departures(without_parameters=("unscaled attention",)),
+        departures=Departures(attention_scale=1.0),
     )  # fmt: skip
+
+
+def write_gpt_neo(spec: ModelSpec) -> dict[str, Any]:
+    local = ["global" if spec.window_of_layer(i) is None else "local" for i in range(spec.n_layers)]
+    return {
+        "vocab_size": spec.vocab_size,
+        "num_layers": spec.n_layers,
+        "hidden_size": spec.d_model,
+        "num_heads": spec.n_heads,
+        "intermediate_size": spec.d_ff,
+        "max_position_embeddings": spec.max_positions,
+        "layer_norm_epsilon": spec.norm_eps,
+        "activation_function": ACTIVATION_NAMES[spec.activation],
+        "window_size": spec.sliding_window,
+        "attention_types": [[local, 1]],
+        "attention_layers": local,
+        **dict.fromkeys(("attention_dropout", "resid_dropout", "embed_dropout"), spec.dropout),
+        "tie_word_embeddings": spec.tied_embeddings,
+    }
 
 
 def parse_gpt_neox(config: dict[str, Any]) -> ModelSpec:
@@ -90,10 +110,55 @@ def parse_gpt_neox(config: dict[str, Any]) -> ModelSpec:
         tied_embeddings=r.flag("tie_word_embeddings", False), dropout=r.number("attention_dropout", 0.0),
         bos_token_id=r.token_id("bos_token_id", 0), eos_token_ids=r.token_ids("eos_token_id", 2),
         departures=Departures(
-            parallel_block=r.flag("use_parallel_residual", True), rotary_dim=r.rotary_dim(width // max(1, heads), share),
-            without_parameters=STORED_OTHERWISE.without_parameters,
+            parallel_block=r.flag("use_parallel_residual", True), rotary_dim=r.rotary_dim(width // max(1, heads), share)
         ),
     )  # fmt: skip
+
+
+def write_gpt_neox(spec: ModelSpec) -> dict[str, Any]:
+    return write_llama_like(spec) | {
+        "layer_norm_eps": spec.norm_eps,
+        "attention_bias": spec.qkv_bias,
+        "use_parallel_residual": spec.departures.parallel_block,
+        "hidden_act": ACTIVATION_NAMES[spec.activation],
+        "rotary_pct": spec.rotary_dim / spec.head_dim,
+        "rotary_emb_base": spec.rope.theta,
+        "hidden_dropout": 0.0,
+    }
+
+
+def parse_falcon(config: dict[str, Any]) -> ModelSpec:
+    """Falcon 40B and 180B (``new_decoder_architecture``): attention and MLP side by side under a norm each, groups of queries.
+    Falcon-7B and Falcon2-11B store one norm under another name and are not read."""
+    r = Reader(config)
+    for key, value in (("new_decoder_architecture", True), ("alibi", False), ("num_ln_in_parallel_attn", 2)):
+        r.must_be(key, value)
+    if not r.flag("new_decoder_architecture", False):
+        raise ConfigError("config.json: only new_decoder_architecture=true (Falcon 40B and 180B) is read for falcon.")
+    width, heads, bias = r.integer("hidden_size"), r.integer("num_attention_heads"), r.flag("bias", False)
+    return _plain(
+        "falcon", r, r.layer_count("num_hidden_layers"), width, heads,
+        n_kv_heads=r.integer("num_kv_heads", heads), d_ff=r.integer("ffn_hidden_size", 4 * width),
+        max_positions=r.integer("max_position_embeddings", 2048), positions="rope", rope=r.rope(),
+        activation=activation(config.get("activation", "gelu")), qkv_bias=bias, attn_out_bias=bias, mlp_bias=bias,
+        tied_embeddings=r.flag("tie_word_embeddings", True), dropout=r.number("attention_dropout", 0.0),
+        bos_token_id=r.token_id("bos_token_id", 11), eos_token_ids=r.token_ids("eos_token_id", 11),
+        departures=Departures(parallel_block=True),
+    )  # fmt: skip
+
+
+def write_falcon(spec: ModelSpec) -> dict[str, Any]:
+    shared = {key: value for key, value in write_llama_like(spec).items() if key != "head_dim"}
+    return shared | {
+        "new_decoder_architecture": True,
+        "num_kv_heads": spec.n_kv_heads,
+        "ffn_hidden_size": spec.d_ff,
+        "layer_norm_epsilon": spec.norm_eps,
+        "activation": ACTIVATION_NAMES[spec.activation],
+        "bias": spec.qkv_bias,
+        "alibi": False,
+        "hidden_dropout": 0.0,
+    }
 
 
 def parse_bloom(config: dict[str, Any]) -> ModelSpec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from twostroke.core.errors import ConfigError
-from twostroke.core.families.reader import ACTIVATION_NAMES, STORED_OTHERWISE, Reader, activation
+from twostroke.core.families.reader import ACTIVATION_NAMES, Reader, activation
 from twostroke.core.spec import ModelSpec
 
 
@@ -69,4 +69,9 @@ def parse_gpt_bigcode(config: dict[str, Any]) -> ModelSpec:
     r = Reader(config)
     spec = parse_gpt2(config | {"activation_function": config.get("activation_function", "gelu_pytorch_tanh")})
     heads = 1 if r.flag("multi_query", True) else spec.n_heads
-    return spec.with_(family="gpt_bigcode", n_kv_heads=heads, departures=STORED_OTHERWISE)
+    return spec.with_(family="gpt_bigcode", n_kv_heads=heads)
+
+
+def write_gpt_bigcode(spec: ModelSpec) -> dict[str, Any]:
+    named = {"gelu_tanh": "gelu_pytorch_tanh"}.get(spec.activation, ACTIVATION_NAMES[spec.activation])
+    return write_gpt2(spec) | {"multi_query": spec.n_kv_heads == 1, "activation_function": named}

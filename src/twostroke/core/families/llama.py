@@ -32,6 +32,8 @@ def llama_like(
     if config.get("head_dim") is None and heads > 0 and width % heads:
         raise ConfigError(f"config.json: num_attention_heads={heads} must divide hidden_size={width}, or head_dim be given.")
     head_dim = r.integer("head_dim", width // heads if heads > 0 else 1)
+    turned = r.rotary_dim(head_dim)
+    unusual = () if turned is None else ("partial rotary positions in this family",)
     values: dict[str, Any] = {
         "family": family,
         "vocab_size": r.integer("vocab_size"),
@@ -44,7 +46,7 @@ def llama_like(
         "max_positions": r.integer("max_position_embeddings", defaults.max_positions),
         "norm_eps": r.number("rms_norm_eps", 1e-6),
         "rope": rope or r.rope(),
-        "departures": Departures(rotary_dim=r.rotary_dim(head_dim)),
+        "departures": Departures(rotary_dim=turned, without_parameters=unusual),
         "activation": activation(config.get("hidden_act", "silu")),
         "tied_embeddings": r.flag("tie_word_embeddings", False),
         "dropout": r.number("attention_dropout", 0.0),
@@ -87,6 +89,13 @@ def qwen_window(config: dict[str, Any]) -> dict[str, Any]:
     return {"sliding_window": r.integer("sliding_window", 4096), "sliding_window_layers": layers}
 
 
+def windowed_layers(r: Reader, n_layers: int, period: int) -> tuple[int, ...]:
+    """The layers that ``layer_types`` gives a window; where it is missing, all but every ``period``-th (0: none)."""
+    if r.config.get("layer_types") is None:
+        return tuple(i for i in range(n_layers) if period and (i + 1) % period)
+    return r.layers_of_kind("layer_types", "sliding_attention", n_layers, ("sliding_attention", "full_attention"))
+
+
 QWEN_DEFAULTS = Defaults(max_positions=32_768, n_kv_heads=32)
 
 
@@ -100,19 +109,36 @@ def parse_qwen3(config: dict[str, Any]) -> ModelSpec:
     return llama_like("qwen3", config, QWEN_DEFAULTS, qkv_bias=bias, attn_out_bias=bias, qk_norm=True, **qwen_window(config))
 
 
+_SCALING_KEYS = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_positions"),
+    "yarn": ("factor", "original_max_positions", "beta_fast", "beta_slow", "truncate", "magnitude"),
+    "longrope": ("original_max_positions", "short_factors", "long_factors", "magnitude"),
+}
+_SPELLED = {
+    "original_max_positions": "original_max_position_embeddings",
+    "magnitude": "attention_factor",
+    "short_factors": "short_factor",
+    "long_factors": "long_factor",
+}
+
+
+def _scaling(rope: RopeSpec) -> dict[str, Any] | None:
+    """``rope_scaling`` of a config.json; None without a scaling."""
+    if rope.scaling == "none":
+        return None
+    values = {_SPELLED.get(key, key): getattr(rope, key) for key in _SCALING_KEYS[rope.scaling]}
+    return {"rope_type": rope.scaling} | {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+def rope_parameters(rope: RopeSpec) -> dict[str, Any]:
+    """``rope_parameters`` of a config.json."""
+    return {"rope_type": "default", "rope_theta": rope.theta} | (_scaling(rope) or {})
+
+
 def write_llama_like(spec: ModelSpec) -> dict[str, Any]:
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope.theta}
-    scaling: dict[str, Any] | None = None
-    if spec.rope.scaling == "linear":
-        scaling = {"rope_type": "linear", "factor": spec.rope.factor}
-    elif spec.rope.scaling == "llama3":
-        scaling = {
-            "rope_type": "llama3",
-            "factor": spec.rope.factor,
-            "low_freq_factor": spec.rope.low_freq_factor,
-            "high_freq_factor": spec.rope.high_freq_factor,
-            "original_max_position_embeddings": spec.rope.original_max_positions,
-        }
+    share = {"partial_rotary_factor": spec.rotary_dim / spec.head_dim} if spec.departures.rotary_dim is not None else {}
     return {
         "vocab_size": spec.vocab_size,
         "num_hidden_layers": spec.n_layers,
@@ -126,10 +152,27 @@ def write_llama_like(spec: ModelSpec) -> dict[str, Any]:
         "hidden_act": ACTIVATION_NAMES[spec.activation],
         # Both spellings: readers of transformers 4's layout (vLLM, llama.cpp's converter) and of transformers 5's.
         "rope_theta": spec.rope.theta,
-        "rope_scaling": scaling,
-        "rope_parameters": rope | (scaling or {}),
+        "rope_scaling": _scaling(spec.rope),
+        "rope_parameters": rope_parameters(spec.rope) | share,
         "tie_word_embeddings": spec.tied_embeddings,
         "attention_dropout": spec.dropout,
+        **share,
+    }
+
+
+def kinds_of_layers(spec: ModelSpec) -> list[str]:
+    """``layer_types`` of a config.json."""
+    windows = (spec.window_of_layer(i) for i in range(spec.n_layers))
+    return ["full_attention" if window is None else "sliding_attention" for window in windows]
+
+
+def write_windows(spec: ModelSpec) -> dict[str, Any]:
+    """Windows by layer, and rotary positions of both kinds of layer."""
+    own = spec.departures.windowed_rope or spec.rope
+    return {
+        "sliding_window": spec.sliding_window,
+        "layer_types": kinds_of_layers(spec),
+        "rope_parameters": {"full_attention": rope_parameters(spec.rope), "sliding_attention": rope_parameters(own)},
     }
 
 
@@ -149,7 +192,7 @@ def write_qwen(spec: ModelSpec) -> dict[str, Any]:
         "use_sliding_window": any(windowed),
         "sliding_window": spec.sliding_window,
         "max_window_layers": windowed.index(True) if any(windowed) else spec.n_layers,
-        "layer_types": ["sliding_attention" if w else "full_attention" for w in windowed],
+        "layer_types": kinds_of_layers(spec),
     }
     if spec.family == "qwen3":
         config["attention_bias"] = spec.qkv_bias

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from twostroke.core.errors import ConfigError
-from twostroke.core.families.llama import Defaults, llama_like
-from twostroke.core.families.reader import STORED_OTHERWISE, Reader
+from twostroke.core.families.llama import Defaults, llama_like, write_llama_like
+from twostroke.core.families.reader import Reader
 from twostroke.core.spec import Departures, ModelSpec
 
 
@@ -31,10 +31,22 @@ def parse_phi(config: dict[str, Any]) -> ModelSpec:
 def parse_phi3(config: dict[str, Any]) -> ModelSpec:
     """Llama's block with a window; its checkpoints hold q, k, v and gate, up in one matrix each."""
     r = Reader(config)
+    scaling = r.object("rope_scaling") or r.object("rope_parameters")
+    if scaling.get("rope_type", scaling.get("type")) == "yarn":  # what older configs call it here
+        config = config | {"rope_scaling": scaling | {"rope_type": "longrope"}}
     width, heads = r.integer("hidden_size"), r.integer("num_attention_heads")
     turned = r.rotary_dim(r.integer("head_dim", width // max(1, heads)))
-    departures = Departures(rotary_dim=turned, without_parameters=STORED_OTHERWISE.without_parameters)
     return llama_like(
-        "phi3", config, Defaults(max_positions=4096, bos=1, eos=32_000), r.rope(),
-        norm_eps=r.number("rms_norm_eps", 1e-5), sliding_window=r.optional_integer("sliding_window"), departures=departures,
+        "phi3", config, Defaults(max_positions=4096, bos=1, eos=32_000),
+        norm_eps=r.number("rms_norm_eps", 1e-5), sliding_window=r.optional_integer("sliding_window"),
+        departures=Departures(rotary_dim=turned),
     )  # fmt: skip
+
+
+def write_phi3(spec: ModelSpec) -> dict[str, Any]:
+    longrope = spec.rope.scaling == "longrope"
+    return write_llama_like(spec) | {
+        "sliding_window": spec.sliding_window,
+        "pad_token_id": None,  # transformers' own is beyond a small vocabulary
+        "original_max_position_embeddings": spec.rope.original_max_positions if longrope else spec.max_positions,
+    }

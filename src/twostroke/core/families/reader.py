@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from twostroke.core.documents import MAX_INTEGER, MAX_NUMBER, is_integer, is_number
 from twostroke.core.errors import ConfigError
-from twostroke.core.spec import MAX_LAYERS, Departures, RopeSpec
+from twostroke.core.spec import MAX_LAYERS, RopeSpec
+
+MAX_FACTORS = 4096
+"""Of longrope: one for each angle of a head."""
 
 MAX_TOKEN_IDS = 1024
 """Of one key. Models in use end their answers with up to ten; each request keeps a set of them."""
@@ -99,21 +103,37 @@ class Reader:
         ids = self.token_ids(key, default)
         return ids[0] if ids else None
 
-    def rope(self, default_theta: float = 10_000.0) -> RopeSpec:
-        """Both spellings: ``rope_theta`` + ``rope_scaling`` (transformers 4) and ``rope_parameters`` (transformers 5).
-
-        Scalings that are read for a plan only keep their name and factor; the decoder refuses them.
-        """
-        parameters = self.object("rope_parameters")
+    def rope(self, default_theta: float = 10_000.0, layers: str | None = None) -> RopeSpec:
+        """Both spellings: ``rope_theta`` + ``rope_scaling`` (transformers 4) and ``rope_parameters`` (transformers 5), there of
+        the kind of ``layers`` where it names kinds."""
+        parameters = self._rope_parameters(layers)
         scaling = self.object("rope_scaling") or parameters
+        if layers is not None and parameters:
+            scaling = parameters
         theta = Reader(parameters).number("rope_theta", self.number("rope_theta", default_theta))
         kind: Any = scaling.get("rope_type") or scaling.get("type") or "default"
+        read = Reader(scaling)
         if kind == "default":
             return RopeSpec(theta=theta)
-        if kind in ("linear", "dynamic", "yarn"):
+        if kind in ("linear", "dynamic"):
             return RopeSpec(theta=theta, scaling=kind, factor=positive_scaling(scaling, "factor"))
-        if kind in ("longrope", "su"):  # factors of its own for every frequency
-            return RopeSpec(theta=theta, scaling="longrope")
+        if kind == "yarn":
+            original = self._original_positions(scaling)
+            factor = read.number("factor", self.integer("max_position_embeddings", original) / original)
+            return RopeSpec(
+                theta=theta, scaling="yarn", factor=factor, original_max_positions=original,
+                beta_fast=read.number("beta_fast", 32.0) or 32.0, beta_slow=read.number("beta_slow", 1.0) or 1.0,
+                truncate=read.flag("truncate", True), magnitude=_yarn_magnitude(read, factor),
+            )  # fmt: skip
+        if kind in ("longrope", "su"):
+            original = self._original_positions(scaling)
+            factor = read.number("factor", self.integer("max_position_embeddings", original) / original)
+            stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+            short, long = (read.positive_numbers(key) for key in ("short_factor", "long_factor"))
+            return RopeSpec(
+                theta=theta, scaling="longrope", original_max_positions=original, short_factors=short, long_factors=long,
+                magnitude=read.number("attention_factor", stretched),
+            )  # fmt: skip
         if kind == "llama3":
             return RopeSpec(
                 theta=theta,
@@ -127,6 +147,26 @@ class Reader:
             f"rope_type={kind!r:.100} is not supported. Supported: default, linear, dynamic, yarn, longrope, llama3."
         )
 
+    def _rope_parameters(self, layers: str | None) -> dict[str, Any]:
+        parameters = self.object("rope_parameters")
+        return Reader(parameters).object(layers) if layers in parameters else parameters
+
+    def _original_positions(self, scaling: dict[str, Any]) -> int:
+        """Tokens before scaling: of the scaling, else of the model, else all that it has."""
+        found = Reader(scaling).optional_integer("original_max_position_embeddings")
+        if found is None:
+            found = self.first_integer("original_max_position_embeddings", "max_position_embeddings")
+        if found < 1:
+            raise ConfigError(f"config.json: original_max_position_embeddings={found} must be at least 1.")
+        return found
+
+    def positive_numbers(self, key: str) -> tuple[float, ...]:
+        """The list of positive numbers under ``key``."""
+        values = self.config.get(key)
+        if not isinstance(values, list) or len(values) > MAX_FACTORS or not all(is_number(v) and v > 0 for v in values):
+            raise ConfigError(f"config.json: rope scaling {key} must be a list of positive numbers, at most {MAX_FACTORS}.")
+        return tuple(float(value) for value in values)
+
     def rotary_dim(self, head_dim: int, default_share: float = 1.0) -> int | None:
         """Leading dimensions of a head that positions turn, None for all: ``rotary_dim`` or ``partial_rotary_factor``."""
         share = self.number("partial_rotary_factor", default_share)
@@ -136,6 +176,17 @@ class Reader:
             raise ConfigError(f"config.json: partial_rotary_factor={share!r} must be above 0 and at most 1.")
         turned = self.integer("rotary_dim", int(head_dim * share))
         return None if turned == head_dim else turned
+
+
+def _yarn_magnitude(scaling: Reader, factor: float) -> float:
+    """What sines and cosines are multiplied with: stated, or 0.1·ln(factor) + 1 (arXiv 2309.00071, section 3.4)."""
+
+    def of(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    mscale, all_dimensions = scaling.number("mscale", 0.0), scaling.number("mscale_all_dim", 0.0)
+    usual = of(mscale) / of(all_dimensions) if mscale and all_dimensions else of(1.0)
+    return scaling.number("attention_factor", usual)
 
 
 def positive_scaling(scaling: dict[str, Any], key: str) -> float:
@@ -157,6 +208,3 @@ def activation(name: Any) -> Any:
 
 ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
 """transformers' name for each activation of ours."""
-
-STORED_OTHERWISE = Departures(without_parameters=("weights under names that are not read yet",))
-"""What keeps a model from being built that computes nothing new."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from twostroke.core.matrices import Matrix, Norm, block, head_matrix
+from twostroke.core.matrices import Matrix, Norm, block, has_norm_bias, head_matrix
 from twostroke.core.spec import ModelSpec
 
 
@@ -18,7 +18,8 @@ class WeightNames:
     """Names on disk. ``block`` has those of a layer's matrices and norms, below the layer: of a matrix as a whole where the
     family packs it alike, else of its parts. ``base`` is what a checkpoint of the bare model leaves out.
 
-    ``transposed``: matrices are stored as (inputs, outputs), as GPT-2's Conv1D does.
+    ``transposed``: matrices are stored as (inputs, outputs), as GPT-2's Conv1D does. ``qkv_by_group``: the packed projection is
+    stored group by group, the queries of a key head, its key and its value.
     """
 
     base: str
@@ -27,7 +28,9 @@ class WeightNames:
     final_norm: str
     block: Mapping[str, str]
     positions: str = ""
+    head: str = "lm_head"
     transposed: bool = False
+    qkv_by_group: bool = False
 
     def parts(self, matrix: Matrix) -> tuple[tuple[str, int], ...]:
         """(name below the layer, outputs) of what ``matrix`` is stored as; nothing where the names are not known. Experts are
@@ -81,14 +84,63 @@ GPT2_WEIGHTS = WeightNames(
     },
     transposed=True,
 )
-OLMO2_WEIGHTS = replace(
-    LLAMA_WEIGHTS,
-    block={**LLAMA_WEIGHTS.block, "attn_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
+
+GPT_BIGCODE_WEIGHTS = replace(GPT2_WEIGHTS, transposed=False, qkv_by_group=True)
+GPT_NEO_WEIGHTS = replace(
+    GPT2_WEIGHTS,
+    transposed=False,
+    block={
+        **{part: f"attn.attention.{part}_proj" for part in ("q", "k", "v", "out")},
+        **{part: name for part, name in GPT2_WEIGHTS.block.items() if part not in ("qkv", "out")},
+    },
 )
-PHI_WEIGHTS = replace(
-    LLAMA_WEIGHTS, block={**LLAMA_WEIGHTS.block, "out": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"}
+
+
+def _like_llama(**block: str) -> WeightNames:
+    return replace(LLAMA_WEIGHTS, block={**LLAMA_WEIGHTS.block, **block})
+
+
+OLMO2_WEIGHTS = _like_llama(attn_norm="post_attention_layernorm", mlp_norm="post_feedforward_layernorm")
+GEMMA2_WEIGHTS = _like_llama(
+    attn_post_norm="post_attention_layernorm", mlp_norm="pre_feedforward_layernorm", mlp_post_norm="post_feedforward_layernorm"
 )
-PHI3_WEIGHTS = replace(LLAMA_WEIGHTS, block={**LLAMA_WEIGHTS.block, "qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"})
+GLM4_WEIGHTS = _like_llama(
+    gate_up="mlp.gate_up_proj", attn_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm"
+)
+PHI_WEIGHTS = _like_llama(out="self_attn.dense", up="mlp.fc1", down="mlp.fc2")
+PHI3_WEIGHTS = _like_llama(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj")
+STARCODER2_WEIGHTS = _like_llama(up="mlp.c_fc", down="mlp.c_proj")
+GPT_NEOX_WEIGHTS = WeightNames(
+    base="gpt_neox.",
+    layer="gpt_neox.layers",
+    embed="gpt_neox.embed_in",
+    final_norm="gpt_neox.final_layer_norm",
+    head="embed_out",
+    block={
+        "qkv": "attention.query_key_value",
+        "out": "attention.dense",
+        "up": "mlp.dense_h_to_4h",
+        "down": "mlp.dense_4h_to_h",
+        "attn_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+    },
+    qkv_by_group=True,
+)
+FALCON_WEIGHTS = WeightNames(
+    base="transformer.",
+    layer="transformer.h",
+    embed="transformer.word_embeddings",
+    final_norm="transformer.ln_f",
+    block={
+        "qkv": "self_attention.query_key_value",
+        "out": "self_attention.dense",
+        "up": "mlp.dense_h_to_4h",
+        "down": "mlp.dense_4h_to_h",
+        "attn_norm": "ln_attn",
+        "mlp_norm": "ln_mlp",
+    },
+    qkv_by_group=True,
+)
 
 
 @dataclass(frozen=True)
@@ -101,13 +153,18 @@ class Part:
 
 @dataclass(frozen=True)
 class Entry:
-    """One canonical tensor and the stored tensors whose rows it is made of. ``matrix`` where it is the weight of a block's."""
+    """One canonical tensor and the stored tensors whose rows it is made of. ``matrix`` where it is the weight of a block's.
+
+    ``by_group`` (groups, heads of a group): its rows, heads of equal size, are stored group by group and held by place in the
+    group: first all but the last two heads of every group, then the last but one of each, then the last.
+    """
 
     canonical: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     transposed: bool = False
     matrix: Matrix | None = None
+    by_group: tuple[int, int] | None = None
 
     def stored_shape(self, part: Part) -> tuple[int, ...]:
         shape = (part.rows, *self.shape[1:])
@@ -120,7 +177,8 @@ def _whole(canonical: str, stored: str, *shape: int) -> Entry:
 
 def tensors(spec: ModelSpec, names: WeightNames) -> Iterator[Entry]:
     """Every tensor of a model of ``spec``, which must be buildable, canonical beside stored."""
-    kinds = ("weight", "bias") if spec.norm == "layernorm" else ("weight",)
+    kinds = ("weight", "bias") if has_norm_bias(spec) else ("weight",)
+    groups = (spec.n_kv_heads, spec.queries_per_kv_head + 2) if names.qkv_by_group else None
     yield _whole("embed.weight", f"{names.embed}.weight", spec.vocab_size, spec.d_model)
     if spec.positions == "learned":
         yield _whole("position_embed.weight", f"{names.positions}.weight", spec.max_positions, spec.d_model)
@@ -136,10 +194,10 @@ def tensors(spec: ModelSpec, names: WeightNames) -> Iterator[Entry]:
                 is_weight = kind == "weight"
                 yield Entry(
                     f"{ours}.{part.module}.{kind}", (part.n, *columns), stored,
-                    names.transposed and is_weight, part if is_weight else None,
+                    names.transposed and is_weight, part if is_weight else None, groups if part.name == "qkv" else None,
                 )  # fmt: skip
     for kind in kinds:
         yield _whole(f"final_norm.{kind}", f"{names.final_norm}.{kind}", spec.d_model)
     if not spec.tied_embeddings:
         head = head_matrix(spec)
-        yield _whole("head.weight", "lm_head.weight", head.n, head.k)
+        yield _whole("head.weight", f"{names.head}.weight", head.n, head.k)

@@ -79,6 +79,15 @@ TS_INLINE __m512 weight_of(__m512 x) {
     return _mm512_maskz_scalef_ps(counts, p, whole);
 }
 
+// Scores in powers of two, bounded to ±cap by cap·tanh(x/cap), to 17 bits of the cap.
+TS_INLINE __m512 bounded_score(__m512 x, float cap) {
+    const __m512 one = _mm512_set1_ps(1.0f);
+    const __m512 t = weight_of(_mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(-2.0f * kLog2e / cap)));
+    const __m512 size =
+        _mm512_mul_ps(_mm512_set1_ps(cap), _mm512_div_ps(_mm512_sub_ps(one, t), _mm512_add_ps(one, t)));
+    return _mm512_mask_sub_ps(size, _mm512_movepi32_mask(_mm512_castps_si512(x)), _mm512_setzero_ps(), size);
+}
+
 // Scores of one register of rows against the tiles [first, end) of a span, both even.
 TS_INLINE void score(const Workspace& work, int64_t row, const Tiles<kTilesPerSpan>& tiles, int first, int end,
                      bool fetch) {
@@ -110,19 +119,20 @@ TS_INLINE void score(const Workspace& work, int64_t row, const Tiles<kTilesPerSp
 
 // Scores of one row become weights; keys of the span outside [least, last] have none. Their maximum and sum come back.
 TS_INLINE void softmax(bool codes, const Tiles<kTilesPerSpan>& tiles, int first, int end, int64_t least, int64_t last,
-                       float* scores, uint16_t* weights, float& running_max, float& denominator) {
+                       float cap, float* scores, uint16_t* weights, float& running_max, float& denominator) {
     const __m512 none = _mm512_set1_ps(-__builtin_inff());
     __m512 largest = none;
     for (int t = first; t < end; t++) {
         __m512 x = _mm512_load_ps(scores + t * ts::kTile);
         if (codes) x = _mm512_mul_ps(x, _mm512_loadu_ps(tiles.key_scales + t * ts::kTile));
+        if (cap > 0.0f) x = bounded_score(x, cap * kLog2e);
         const int64_t low = least - t * ts::kTile, high = last - t * ts::kTile;  // lanes that count
         if (low > 0 || high < ts::kTile - 1) {
             const uint32_t from = low > 0 ? (low < 16 ? 0xffffu << low : 0u) : 0xffffu;
             const uint32_t to = high < 15 ? (high >= 0 ? 0xffffu >> (15 - high) : 0u) : 0xffffu;
             x = _mm512_mask_mov_ps(none, __mmask16(from & to), x);
             _mm512_store_ps(scores + t * ts::kTile, x);
-        } else if (codes) {
+        } else if (codes || cap > 0.0f) {
             _mm512_store_ps(scores + t * ts::kTile, x);
         }
         largest = _mm512_max_ps(largest, x);
@@ -248,8 +258,8 @@ void attend_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const ts::Atte
                     const int64_t position = task.first_position + (row + r) / task.group;
                     const int64_t last = position < end ? position : end - 1;
                     softmax(codes, tiles, from, to, task.window > 0 ? position - task.window + 1 - span : 0,
-                            last - span, work.scores + r * ts::kSpan, work.weights + r * ts::kSpan, running_max[r],
-                            denominator[r]);
+                            last - span, task.cap, work.scores + r * ts::kSpan, work.weights + r * ts::kSpan,
+                            running_max[r], denominator[r]);
                 }
                 int64_t d = 0;
                 for (; d + 64 <= D; d += 64) weighted_values<4>(work, tiles.values, from, to, d, fetch && row == 0);

@@ -171,7 +171,7 @@ int64_t attend_scratch_bytes(const ts::KvLayout& kv, int64_t group) {
 
 // One block's scores of row r become weights; its maximum, sum and what was summed so far are brought up to date.
 TS_INLINE void softmax(const ts::KvLayout& kv, const Tiles<kTilesPerBlock>& tiles, int64_t r, int64_t first,
-                       int64_t least, int64_t last, int n_tiles, Scratch& s) {
+                       int64_t least, int64_t last, int n_tiles, float cap, Scratch& s) {
     float* scores = s.scores + r * ts::kBlock;
     const Floats none = all(-__builtin_inff());
     Floats x[kTilesPerBlock];
@@ -181,6 +181,7 @@ TS_INLINE void softmax(const ts::KvLayout& kv, const Tiles<kTilesPerBlock>& tile
         if (t >= n_tiles) continue;
         x[t] = load(scores + t * ts::kTile);
         if (kv.type == ts::KvType::INT8) x[t] *= load(tiles.key_scales + t * ts::kTile);
+        if (cap > 0.0f) x[t] = bounded(x[t], cap * kLog2e);
         const int64_t position = first + t * ts::kTile;
         if (position < least || position + ts::kTile - 1 > last) {
             const Ints lane = lane_numbers();
@@ -256,7 +257,7 @@ void attend_as(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendT
             for (int64_t r = first_row; r < first_row + rows; r++) {
                 const int64_t last = task.first_position + r / task.group;
                 const int64_t least = task.window > 0 ? last - task.window + 1 : 0;
-                softmax(kv, tiles, r, block, least, last, n_tiles, s);
+                softmax(kv, tiles, r, block, least, last, n_tiles, task.cap, s);
             }
             by_rows<WeightedValues, Format>(rows, (const uint32_t*)s.weights + first_row * ts::kBlock, tiles.values,
                                             n_tiles, D, s.padded, s.sums + first_row * s.padded);

@@ -217,6 +217,13 @@ void activate(ts::Activation activation, const float* gate, const float* up, int
     }
 }
 
+void bound(float* x, int64_t n, float cap) {
+    for (int64_t i = 0; i < n; i += kLanes) {
+        const int left = n - i < kLanes ? static_cast<int>(n - i) : kLanes;
+        store_some(x + i, bounded(load_some(x + i, left), cap), left);
+    }
+}
+
 ts::Best best(const float* x, int64_t n) {
     Floats highest = all(-__builtin_inff()), odd = all(0.0f);
     Ints where = lane_numbers(), here = lane_numbers();
@@ -254,6 +261,7 @@ constexpr ts::Kernels with_elementwise(ts::Kernels k) {
     k.rope = rope;
     k.cache_write = cache_write;
     k.activate = activate;
+    k.bound = bound;
     k.best = best;
     return k;
 }

@@ -36,6 +36,7 @@ struct Kernels {
     void (*rope)(float* head, const float* cosines, const float* sines, int64_t head_dim);
     void (*cache_write)(const KvLayout&, const KvHead&, const float* key, const float* value, int64_t slot);
     void (*activate)(Activation, const float* gate, const float* up, int64_t n, float* y);
+    void (*bound)(float* x, int64_t n, float cap);  // to cap·tanh(x/cap)
     Best (*best)(const float* x, int64_t n);
 
     // Attention over the cache. task_rows: query rows (tokens × heads of a group) of one task, one token's heads at

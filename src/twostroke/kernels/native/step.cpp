@@ -24,7 +24,6 @@ Step::Step(const StepModel& model) : m_(model), ops_(model.ops, model.ops + mode
     q_width_ = m_.n_heads * m_.head_dim;
     qkv_width_ = (m_.n_heads + 2 * m_.n_kv_heads) * m_.head_dim;
     widest_ = std::max(m_.d_model, std::max(q_width_, m_.d_ff));
-    scale_ = 1.0f / std::sqrt(static_cast<float>(m_.head_dim));
     for (const StepOp& op : ops_)
         if (op.kind == OpKind::PagedAttention && list_of(op.paged_attention.window) == nullptr) {
             lists_.emplace_back();
@@ -100,7 +99,7 @@ void Step::need_memory(int n_threads) {
         kept_residual_.need(n_kept * m_.d_model);
         kept_attention_out_.need(n_kept * q_width_);
     }
-    if (m_.frequencies != nullptr) rope_.need(n_rows_ * 2 * m_.head_dim);
+    rope_.need(n_rows_ * m_.n_ropes * 2 * m_.head_dim);
     normed_.need(kFewRows * m_.d_model);
     mlp_inner_.need(kFewRows * m_.d_ff);
     up_.need(kFewRows * m_.d_ff);
@@ -148,7 +147,7 @@ void Step::work(int thread, int n_threads) {
 void Step::run_chunks(size_t begin, size_t end, Now& now) {
     const int64_t chunk = chunk_rows(now.n_rows, now.n_threads);
     std::atomic<int64_t>& claims = counters_[now.n_claims++];
-    if (begin == 0 && m_.frequencies != nullptr) barrier();  // the tables of angles
+    if (begin == 0 && m_.n_ropes > 0) barrier();  // the tables of angles
     now.shared = false;
     for (int64_t c; (c = claims.fetch_add(1, std::memory_order_relaxed)) * chunk < now.n_rows;) {
         now.first = c * chunk;

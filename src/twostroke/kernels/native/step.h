@@ -16,6 +16,7 @@ struct Embed {
     const void* table;
     const void* positions;  // null: none
     TableType table_type, positions_type;
+    float scale;  // of the table's row
 };
 struct Norm {
     const float* weight;  // (E); null: a copy
@@ -32,17 +33,20 @@ struct QkNorm {
 };
 struct RopeAndCacheWrite {
     const float* key_offset;  // (K, D), taken off the rotated keys; null: none
-    int32_t rotary;
+    int32_t rope;  // which angles; -1: none
 };
 struct PagedAttention {
     int64_t window;  // 0: none
+    float cap;       // of scores, c·tanh(score/c); 0: none
 };
 struct GatherSampledRows {
     int64_t unused;
 };
 struct OutProjectionAdd {
     Matrix matrix;
-    Norm norm;  // of what is added; weight null: none
+    Norm norm;           // of what is added; weight null: none
+    float scale;         // of what is added, after its norm
+    int32_t ends_block;  // nothing of its block comes after it
 };
 struct MlpUp {
     Matrix matrix;  // of the gate if there is `up`
@@ -52,9 +56,12 @@ struct MlpUp {
 struct MlpDownAdd {
     Matrix matrix;
     Norm norm;
+    float scale;
+    int32_t ends_block;
 };
 struct LmHead {
     Matrix matrix;
+    float cap;  // of logits; 0: none
 };
 
 // A row each: the type and its name as a member. Python numbers the kinds in this order.
@@ -101,7 +108,9 @@ auto visit(const StepOp& op, F f) {
 
 struct StepModel {
     int64_t d_model, n_heads, n_kv_heads, head_dim, d_ff, vocab_size, n_layers;
-    const float* frequencies;  // (D/2) radians a position; null: no rotary positions
+    float attention_scale;
+    int32_t n_ropes;
+    const float* angles;  // (ropes, 2, D/2): radians a position, and what sine and cosine are multiplied with
     const StepOp* ops;
     int64_t n_ops;
     int32_t kv_type, unused;

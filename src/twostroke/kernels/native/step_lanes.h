@@ -159,6 +159,13 @@ TS_INLINE Floats exp_of(Floats x) {
     return exp2_of(bounded * all(1.44269504f));
 }
 
+// cap·tanh(x/cap) by tanh|u| = (1 − e⁻²ᵘ)/(1 + e⁻²ᵘ): within 1e-6 of the cap.
+TS_INLINE Floats bounded(Floats x, float cap) {
+    const Floats t = exp2_of(magnitude(x) * all(-2.88539008f / cap));
+    const Floats y = quotient(all(cap) * (all(1.0f) - t), all(1.0f) + t);
+    return x < all(0.0f) ? -y : y;
+}
+
 // bf16 of a float, to nearest even; NaN stays NaN. The result is in the low half of each word.
 TS_INLINE Words bf16_words(Floats v) {
     const Words bits = (Words)v;

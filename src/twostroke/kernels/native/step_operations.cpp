@@ -46,18 +46,24 @@ void Step::multiply(const Now& now, const Matrix& w, const Rows& rows, float* y,
     product(w, rows, outputs.first, outputs.last, y + now.first * w.n, w.n, add);
 }
 
-// residual += rows·Wᵀ, or its norm, for which a row must be whole.
-void Step::add(const Now& now, const Matrix& w, const Norm& norm, const Rows& rows) {
-    if (norm.weight == nullptr) return multiply(now, w, rows, now.residual, true);
-    const int64_t E = m_.d_model;
-    float* const sums = now.shared ? normed_.get() : memory_[now.thread]->normed.get() - now.first * E;
-    multiply(now, w, rows, sums, false);
-    if (now.shared) barrier();
-    const Range mine = own(now, 1);
-    for (int64_t r = mine.first; r < mine.last; r++) {
-        norm_row(norm, sums + r * E, sums + r * E);
-        for (int64_t e = 0; e < E; e++) now.residual[r * E + e] += sums[r * E + e];
+// residual += rows·Wᵀ, or its norm, for which a row must be whole, or either scaled.
+template <class Op>
+void Step::add(const Op& op, Now& now, const Rows& rows) {
+    if (op.norm.weight == nullptr && op.scale == 1.0f) {
+        multiply(now, op.matrix, rows, now.residual, true);
+    } else {
+        const int64_t E = m_.d_model;
+        float* const sums = now.shared ? normed_.get() : memory_[now.thread]->normed.get() - now.first * E;
+        multiply(now, op.matrix, rows, sums, false);
+        if (now.shared) barrier();
+        const Range mine = own(now, 1);
+        for (int64_t r = mine.first; r < mine.last; r++) {
+            if (op.norm.weight != nullptr) norm_row(op.norm, sums + r * E, sums + r * E);
+            for (int64_t e = 0; e < E; e++) now.residual[r * E + e] += op.scale * sums[r * E + e];
+        }
     }
+    finish(now, true);
+    if (op.ends_block) trace(now, ops_[now.op].layer + 1, own(now, 1));
 }
 
 // Rows in the form that a matrix reads. `fill` writes row r, of k numbers, to where it is told: in memory of all
@@ -146,8 +152,7 @@ void Step::run(const PagedAttention& op, Now& now) {
 void Step::run(const GatherSampledRows&, Now& now) { gather(now); }
 
 void Step::run(const OutProjectionAdd& op, Now& now) {
-    add(now, op.matrix, op.norm, prepare(now, op.matrix.format, now.attention_out, q_width_));
-    finish(now, true);
+    add(op, now, prepare(now, op.matrix.format, now.attention_out, q_width_));
 }
 
 void Step::run(const MlpUp& op, Now& now) {
@@ -173,15 +178,17 @@ void Step::run(const MlpUp& op, Now& now) {
 void Step::run(const MlpDownAdd& op, Now& now) {
     float* const own_inner = memory_[now.thread]->mlp_inner.get();
     float* const inner = now.shared ? mlp_inner_.get() : own_inner;
-    const Rows rows = prepare(now, op.matrix.format, inner, inner, m_.d_ff, [](int64_t, float*) {});
-    add(now, op.matrix, op.norm, rows);
-    finish(now, true);
-    trace(now, ops_[now.op].layer + 1, own(now, 1));
+    add(op, now, prepare(now, op.matrix.format, inner, inner, m_.d_ff, [](int64_t, float*) {}));
 }
 
 void Step::run(const LmHead& op, Now& now) {
     const int64_t V = op.matrix.n;
     multiply(now, op.matrix, now.prepared, batch_->logits, false);
+    if (op.cap > 0.0f) {
+        const Range capped = own_outputs(now, op.matrix);
+        for (int64_t r = now.first; r < now.last; r++)
+            kernels_->bound(batch_->logits + r * V + capped.first, capped.last - capped.first, op.cap);
+    }
     if (batch_->best == nullptr) return;
     const auto keep = [&](int64_t r, const Best& found) {
         batch_->best[r] = found.value;

@@ -8,18 +8,20 @@ namespace ts {
 
 // Cosines (each twice) and sines (−, +) of every row's angles.
 void Step::rope_tables(const Now& now) {
-    if (m_.frequencies == nullptr) return;
     const int64_t D = m_.head_dim, end = share(n_rows_, now.thread + 1, now.n_threads);
-    for (int64_t r = share(n_rows_, now.thread, now.n_threads); r < end; r++) {
-        float* cosines = rope_.get() + r * 2 * D;
-        float* sines = cosines + D;
-        for (int64_t i = 0; i < D / 2; i++) {
-            const float angle = static_cast<float>(positions_[r]) * m_.frequencies[i];
-            cosines[2 * i] = cosines[2 * i + 1] = std::cos(angle);
-            sines[2 * i + 1] = std::sin(angle);
-            sines[2 * i] = -sines[2 * i + 1];
-        }
-    }  // the barrier after the embedding is the one that others wait at
+    for (int64_t rope = 0; rope < m_.n_ropes; rope++)
+        for (int64_t r = share(n_rows_, now.thread, now.n_threads); r < end; r++) {
+            const float* frequencies = m_.angles + rope * D;
+            const float* magnitudes = frequencies + D / 2;
+            float* cosines = rope_.get() + (rope * n_rows_ + r) * 2 * D;
+            float* sines = cosines + D;
+            for (int64_t i = 0; i < D / 2; i++) {
+                const float angle = static_cast<float>(positions_[r]) * frequencies[i];
+                cosines[2 * i] = cosines[2 * i + 1] = std::cos(angle) * magnitudes[i];
+                sines[2 * i + 1] = std::sin(angle) * magnitudes[i];
+                sines[2 * i] = -sines[2 * i + 1];
+            }
+        }  // the barrier after the embedding is the one that others wait at
 }
 
 void Step::trace(const Now& now, int64_t state, Range rows) {
@@ -32,6 +34,8 @@ void Step::trace(const Now& now, int64_t state, Range rows) {
 void Step::embed_row(const Embed& op, int64_t row, float* to) {
     const auto type = [](TableType t) { return static_cast<int32_t>(t); };
     kernels_->embed(op.table, type(op.table_type), batch_->tokens[row], m_.d_model, to, false);
+    if (op.scale != 1.0f)
+        for (int64_t e = 0; e < m_.d_model; e++) to[e] *= op.scale;
     if (op.positions != nullptr)
         kernels_->embed(op.positions, type(op.positions_type), positions_[row], m_.d_model, to, true);
 }
@@ -63,8 +67,8 @@ void Step::rope_and_cache_write_group(const RopeAndCacheWrite& op, int64_t layer
     const int64_t D = m_.head_dim, group = m_.n_heads / m_.n_kv_heads;
     float* qkv = qkv_.get() + row * qkv_width_;
     float* key = qkv + (m_.n_heads + k) * D;
-    if (op.rotary) {
-        const float* cosines = rope_.get() + row * 2 * D;
+    if (op.rope >= 0) {
+        const float* cosines = rope_.get() + (op.rope * n_rows_ + row) * 2 * D;
         for (int64_t head = k * group; head < (k + 1) * group; head++)
             kernels_->rope(qkv + head * D, cosines, cosines + D, D);
         kernels_->rope(key, cosines, cosines + D, D);
@@ -105,10 +109,11 @@ void Step::attend(const PagedAttention& op, int64_t layer, ThreadMemory& memory,
         a.n_tokens = static_cast<int32_t>(task.n_tokens);
         a.group = static_cast<int32_t>(group);
         a.window = op.window;
+        a.cap = op.cap;
         a.first_key = task.first_key;
         a.end_key = task.end_key;
         if (task.partial >= 0) a.partial = partials_.get() + task.partial + task.span * task.n_tokens * group * (D + 2);
-        kernels_->attend(kv_, kv_head(layer, task.kv_head), a, scale_, memory.attention.get());
+        kernels_->attend(kv_, kv_head(layer, task.kv_head), a, m_.attention_scale, memory.attention.get());
         if (task.partial >= 0 && list.left[task.joined].fetch_sub(1, std::memory_order_acq_rel) == 1) {
             list.left[task.joined].store(task.n_spans, std::memory_order_relaxed);  // for the next layer
             a.partial = partials_.get() + task.partial;

@@ -82,7 +82,8 @@ private:
     void run(const LmHead&, Now&);
     Range own(const Now&, int64_t n) const;
     Range own_outputs(const Now&, const Matrix&) const;
-    void add(const Now&, const Matrix&, const Norm&, const Rows&);
+    template <class Op>
+    void add(const Op&, Now&, const Rows&);
     void multiply(const Now&, const Matrix&, const Rows&, float* y, bool add);
     template <typename Fill>
     Rows prepare(const Now&, Format, float* shared_to, float* own_to, int64_t k, Fill);
@@ -108,7 +109,6 @@ private:
     const StepBatch* batch_ = nullptr;
     KvLayout kv_{};
     int64_t q_width_ = 0, qkv_width_ = 0, widest_ = 0, n_rows_ = 0, n_counters_ = 0;
-    float scale_ = 0.0f;
     bool alone_ = false;
     std::vector<TaskList> lists_;
     std::unique_ptr<std::atomic<int64_t>[]> counters_;  // who took which chunk or task, one for each place in the plan
