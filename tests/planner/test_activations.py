@@ -11,7 +11,7 @@ from machines import ideal_machine, small_llama
 from twostroke.core.matrices import layer_kinds
 from twostroke.core.policy import query_blocks
 from twostroke.core.rates import TrainingRates
-from twostroke.core.spec import ModelSpec, MoeSpec
+from twostroke.core.spec import Departures, ModelSpec, MoeSpec
 from twostroke.kernels import training_attention
 from twostroke.model.decoder import Decoder
 from twostroke.planner.training.memory import ActivationPolicy, _mlp_kept, keys_walked
@@ -65,6 +65,23 @@ def planned_bytes(
     return training_memory(spec, shape, computer)["activations"]
 
 
+BLOCKS = (
+    {"departures": Departures(norms_per_block=4)},
+    {"departures": Departures(norms_after=True)},
+    {"departures": Departures(parallel_block=True)},
+    {"departures": Departures(parallel_block=True, norms_per_block=1)},
+)
+"""Norms around each branch, after it; both branches from one residual, under a norm each or one."""
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("changes", BLOCKS, ids=("around", "after", "parallel", "one norm"))
+def test_eager_activations_of_other_blocks(dtype: str, changes: dict[str, object]) -> None:
+    spec = small_llama(n_layers=2, vocab_size=300, d_model=64, d_ff=192, n_heads=4, head_dim=16, **changes)
+    predicted = planned_bytes(spec, dtype, 300, False)
+    assert kept_bytes(spec, dtype, 2, 300, False) == pytest.approx(predicted, rel=TOLERANCE)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"n_kv_heads": 2}, {"tied_embeddings": False}, GPT2], ids=str)
 @pytest.mark.parametrize("length", [100, 300])
@@ -84,11 +101,15 @@ def test_activations_of_native_attention_are_exact(changes: dict[str, object], c
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch: deprecations, and .grad of tensors it looks at
-def test_compiled_activations_are_exact() -> None:
-    """One case, since compiling takes longer than all other tests here together; the one with most terms."""
+@pytest.mark.parametrize("head_dim", [16, 32])  # explicit, native
+def test_compiled_activations_are_exact(head_dim: int) -> None:
+    """One case of each attention, since compiling takes longer than all other tests here together; those with most terms."""
+    natively = head_dim == 32
+    if natively and not training_attention.is_available():
+        pytest.skip("no native attention here")
     changes = {"qk_norm": True, "n_kv_heads": 2}
-    spec = small_llama(n_layers=2, vocab_size=300, d_model=64, d_ff=192, n_heads=4, head_dim=16, **changes)
-    predicted = planned_bytes(spec, "bf16", 100, True)
+    spec = small_llama(n_layers=2, vocab_size=300, d_model=64, d_ff=192, n_heads=4, head_dim=head_dim, **changes)
+    predicted = planned_bytes(spec, "bf16", 100, True, attends_natively=natively)
     assert kept_bytes(spec, "bf16", 2, 100, True) == pytest.approx(predicted, rel=TOLERANCE)
 
 

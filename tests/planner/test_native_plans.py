@@ -9,7 +9,7 @@ import pytest
 
 from formulas import evaluate
 from machines import W0, native, small_llama
-from small_models import SPECS, saved
+from small_models import FEATURES, SPECS, saved
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
 from twostroke.core.matrices import block_matrices
@@ -59,6 +59,14 @@ def test_weights_are_those_that_the_engine_holds(tmp_path: Path, family: str, sc
     shape = ServingShape(scheme=scheme, head_dtype=head)
     assert native_read_bytes(core.spec, scheme, shape.head) == core.plan.step_bytes
     assert native_weights_bytes(core.spec, scheme, shape.head) == core.weights_bytes
+
+
+@pytest.mark.skipif(library() is None, reason=why_absent())
+@pytest.mark.parametrize("family", list(FEATURES))
+def test_weights_of_later_families_are_those_that_the_engine_holds(tmp_path: Path, family: str) -> None:
+    core = EngineCore(saved(family, tmp_path / "m")[1], EngineSettings(dtype="int8", n_threads=1, kv_cache_bytes=2**20))
+    assert native_read_bytes(core.spec, "int8", ServingShape(scheme="int8").head) == core.plan.step_bytes
+    assert native_weights_bytes(core.spec, "int8", ServingShape(scheme="int8").head) == core.weights_bytes
 
 
 @pytest.mark.skipif(library() is None, reason=why_absent())

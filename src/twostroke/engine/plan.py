@@ -136,16 +136,17 @@ class Plan:
     def step_bytes(self) -> int:
         """Bytes of weights that a step reads, however many rows it has. The embedding's rows, a few kB, are left out."""
         total = 0
+        norms: dict[int, int] = {}
         for op in self.ops:
             if isinstance(op, Product):
                 total += op.matrix.n_bytes
             norm = op.norm if isinstance(op, OutProjectionAdd | MlpDownAdd) else op
-            if isinstance(norm, Norm):
-                total += sum(t.nbytes for t in (norm.weight, norm.bias) if t is not None)
+            if isinstance(norm, Norm):  # one norm may serve both branches of a block
+                norms[id(norm)] = sum(t.nbytes for t in (norm.weight, norm.bias) if t is not None)
             elif isinstance(op, QkNorm):
                 # All query heads share one row and all key heads another, unless the norm is over all of them.
                 total += op.weight.nbytes if op.over_heads else 2 * op.weight[0].nbytes
-        return total
+        return total + sum(norms.values())
 
     @property
     def weights_bytes(self) -> int:

@@ -10,6 +10,7 @@ from twostroke.core.spec import ModelSpec
 
 
 def parse_gpt2(config: dict[str, Any]) -> ModelSpec:
+    """LayerNorm, learned positions, a plain MLP, biases everywhere."""
     r = Reader(config)
     width, heads = r.integer("n_embd"), r.integer("n_head")
     if heads < 1 or width % heads:

@@ -57,6 +57,7 @@ def llama_like(
 
 
 def parse_llama(config: dict[str, Any]) -> ModelSpec:
+    """RMSNorm before each branch, rotary positions, grouped queries, a gated MLP: what the others are told by."""
     r = Reader(config)
     bias = r.flag("attention_bias", False)
     defaults = Defaults(max_positions=2048, bos=1, eos=2)
@@ -64,6 +65,7 @@ def parse_llama(config: dict[str, Any]) -> ModelSpec:
 
 
 def parse_mistral(config: dict[str, Any]) -> ModelSpec:
+    """Llama with a window in every layer, where there is one."""
     # A missing key means transformers' default of 4096; an explicit null means no window.
     windowless = "sliding_window" in config and config["sliding_window"] is None
     window = None if windowless else Reader(config).integer("sliding_window", 4096)
@@ -100,10 +102,12 @@ QWEN_DEFAULTS = Defaults(max_positions=32_768, n_kv_heads=32)
 
 
 def parse_qwen2(config: dict[str, Any]) -> ModelSpec:
+    """Qwen 2 and 2.5: Llama with biases of query, key and value, in some releases windows in upper layers."""
     return llama_like("qwen2", config, QWEN_DEFAULTS, qkv_bias=True, **qwen_window(config))
 
 
 def parse_qwen3(config: dict[str, Any]) -> ModelSpec:
+    """Llama with QK-norm by head."""
     bias = Reader(config).flag("attention_bias", False)
     config = {"head_dim": 128} | config  # transformers' Qwen3Config default, not hidden_size / heads
     return llama_like("qwen3", config, QWEN_DEFAULTS, qkv_bias=bias, attn_out_bias=bias, qk_norm=True, **qwen_window(config))

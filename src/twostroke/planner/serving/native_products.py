@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from twostroke.core.dtypes import bytes_of
-from twostroke.core.matrices import Matrix, block_matrices, head_matrix, head_norms
+from twostroke.core.matrices import Matrix, block_matrices, has_norm_bias, head_matrix, head_norms
 from twostroke.core.named import largest, letter, named
 from twostroke.core.rates import NativePass
 from twostroke.core.schemes import NATIVE_FORMATS, NATIVE_PRODUCTS, scheme_of
@@ -59,6 +59,8 @@ def native_read_bytes(spec: ModelSpec, scheme: str, head: str, in_int8: tuple[st
     blocks = spec.n_layers * sum(each.values()) + in_int8_more_bytes(spec, scheme, in_int8)
     parameters = count_parameters(spec)
     norms = 4.0 * (parameters.norms + parameters.final_norm)
+    if spec.norm == "layernorm" and not has_norm_bias(spec):
+        norms *= 2  # the library's LayerNorm has a bias, here of zeros
     if spec.qk_norm:
         norms += 4.0 * spec.n_layers * sum(norm.n for norm in head_norms(spec))
     return blocks + norms + native_product_bytes(head_matrix(spec), scheme_of(head).native_product)

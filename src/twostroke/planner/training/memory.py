@@ -165,9 +165,9 @@ def kept_by_layer(spec: ModelSpec, kind: LayerKind, policy: ActivationPolicy) ->
     In the working type w a layer keeps the inputs of both norms and their outputs (4E), the MLP's pre-activation and its
     activated product (3F gated, 2F plain), and 4 bytes of statistics per norm row. Flash attention keeps the packed q, k, v,
     the rotated q and k where positions are rotary, its output and 4 bytes of log-sum-exp a head, and no T×T matrix; explicit
-    attention keeps ``explicit_attention_bytes``, and under QK-norm the packed q, k, v too. Eager RMSNorm also keeps its row in
-    fp32, 8 bytes an element in all with bf16, and eager SwiGLU the activated gate (F). tests/planner/test_activations.py holds
-    this to autograd's saved tensors.
+    attention keeps ``explicit_attention_bytes``. Under QK-norm, compiled, that and the native kind keep the packed q, k, v
+    too. Eager RMSNorm also keeps its row in fp32, 8 bytes an element in all with bf16, and eager SwiGLU the activated gate (F).
+    tests/planner/test_activations.py holds this to autograd's saved tensors.
 
     Norms are cut by the sequence, attention and MLP by ``tensor``. Routed experts keep, per expert passed, the token's copy,
     the pre-activation, the activated product and the output (whose product with the router's weight is differentiated).
@@ -257,7 +257,8 @@ def _attention_kept(spec: ModelSpec, kind: LayerKind, policy: ActivationPolicy) 
         rotated = kind.n_heads * kind.qk_dim + kind.n_kv_heads * kind.qk_dim if rotates else 0
         total = packed + w * (rotated + kind.n_heads * kind.v_dim) + FP32 * kind.n_heads
     if spec.qk_norm:
-        total += FP32 * (kind.n_heads + kind.n_kv_heads) + (packed if explicit and policy.compiled else 0.0)
+        joined = explicit or policy.attends_on == NATIVE_ATTENTION  # normed heads beside those that the norm read
+        total += FP32 * (kind.n_heads + kind.n_kv_heads) + (packed if joined and policy.compiled else 0.0)
         if not policy.compiled:
             total += (8.0 if policy.dtype != "fp32" else FP32) * (kind.n_heads + kind.n_kv_heads) * kind.qk_dim
     return total
