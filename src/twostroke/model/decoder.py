@@ -78,9 +78,12 @@ class Block(nn.Module):
         return self.recompute(self._compute, residual, rope, mask)
 
     def _compute(self, residual: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+        if self.mlp_norm is None:  # both branches read one norm
+            normed = self.attn_norm(residual)
+            return residual + self._scaled(self.attn(normed, rope, mask)) + self._scaled(self.mlp(normed))
         attended = residual + self._added(self.attn, self.attn_norm, self.attn_post_norm, residual, rope, mask)
         read = residual if self.parallel else attended
-        return attended + self._added(self.mlp, self.mlp_norm or self.attn_norm, self.mlp_post_norm, read)
+        return attended + self._added(self.mlp, self.mlp_norm, self.mlp_post_norm, read)
 
     def _added(
         self, branch: nn.Module, norm: nn.Module, post_norm: nn.Module | None, residual: Tensor, *context: Tensor | Any
@@ -88,6 +91,9 @@ class Block(nn.Module):
         """What ``branch`` adds to the residual stream."""
         x = norm(branch(residual, *context)) if self.norms_after else branch(norm(residual), *context)
         x = x if post_norm is None else post_norm(x)
+        return self._scaled(x)
+
+    def _scaled(self, x: Tensor) -> Tensor:
         return self._drop(x if self.residual_scale == 1.0 else x * self.residual_scale)
 
     def _drop(self, x: Tensor) -> Tensor:

@@ -184,6 +184,8 @@ def kept_by_layer(spec: ModelSpec, kind: LayerKind, policy: ActivationPolicy) ->
         kept = w * width / policy.sequence_cut + (saved + attended) / policy.tensor
     else:
         around = w * norms * width  # the residual stream where each norm reads it
+        if spec.departures.parallel_block and (policy.compiled or policy.dtype == "fp32" or not rms):
+            around -= w * (norms - 1) * width  # both norms read the same
         if not policy.selective:
             read_by_attention, read_by_mlp = (policy.keeps_input_of(*names) for names in (_ATTENTION_INPUTS, _MLP_INPUTS))
             around += w * width * (read_by_attention + (norms > 1) * read_by_mlp)
