@@ -83,8 +83,7 @@ TS_INLINE __m512 weight_of(__m512 x) {
 TS_INLINE __m512 bounded_score(__m512 x, float cap) {
     const __m512 one = _mm512_set1_ps(1.0f);
     const __m512 t = weight_of(_mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(-2.0f * kLog2e / cap)));
-    const __m512 size =
-        _mm512_mul_ps(_mm512_set1_ps(cap), _mm512_div_ps(_mm512_sub_ps(one, t), _mm512_add_ps(one, t)));
+    const __m512 size = _mm512_mul_ps(_mm512_set1_ps(cap), _mm512_div_ps(_mm512_sub_ps(one, t), _mm512_add_ps(one, t)));
     return _mm512_mask_sub_ps(size, _mm512_movepi32_mask(_mm512_castps_si512(x)), _mm512_setzero_ps(), size);
 }
 

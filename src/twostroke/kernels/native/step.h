@@ -33,7 +33,7 @@ struct QkNorm {
 };
 struct RopeAndCacheWrite {
     const float* key_offset;  // (K, D), taken off the rotated keys; null: none
-    int32_t rope;  // which angles; -1: none
+    int32_t rope;             // which angles; -1: none
 };
 struct PagedAttention {
     int64_t window;  // 0: none
