@@ -300,6 +300,18 @@ class ModelSpec:
         if self.indexer is not None and (self.mla is None or self.mla.q_lora_rank is None):
             raise ConfigError("an indexer needs latent attention with q_lora_rank: its queries are made from that latent.")
 
+    def __hash__(self) -> int:
+        """Of the fields that are compared, computed once: a plan asks caches for the same spec hundreds of times."""
+        known: int | None = self.__dict__.get("_hash")
+        if known is None:
+            known = hash(tuple(getattr(self, one.name) for one in fields(self) if one.compare))
+            object.__setattr__(self, "_hash", known)
+        return known
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the hash, which another process would compute differently."""
+        return {key: value for key, value in self.__dict__.items() if key != "_hash"}
+
     @property
     def queries_per_kv_head(self) -> int:
         """G = H / K, the size of a query group."""
