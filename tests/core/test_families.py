@@ -256,6 +256,10 @@ def test_a_model_that_a_family_cannot_describe_is_refused(family: str, changes: 
         config_from_spec(spec)
 
 
+YARN = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
+LONGROPE = {"type": "longrope", "original_max_position_embeddings": 32, "short_factor": [1.0], "long_factor": [2, 3]}
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -275,6 +279,9 @@ def test_a_model_that_a_family_cannot_describe_is_refused(family: str, changes: 
         ({"rope_scaling": {"rope_type": "ntk"}}, "rope_type='ntk' is not supported. Supported: default, linear, dynamic"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor=None must be a positive"),
         ({"rope_scaling": {"rope_type": "linear", "factor": float("inf")}}, "factor=inf must be a positive"),
+        ({"rope_theta": 1.0, "rope_scaling": YARN}, "theta=1.0 must be above 1 for yarn"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rotary_dim=2 must be above 2 for dynamic"),
+        ({"rope_scaling": LONGROPE}, "must be 1 numbers each"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5 must be above 0 and at most 1"),
         ({"hidden_act": "relu6"}, "activation 'relu6' is not supported"),
         ({"hidden_act": ["silu"]}, "is not supported"),

@@ -286,19 +286,21 @@ class ModelSpec:
         if turned is not None and (turned > self.head_dim or turned % 2):
             raise ConfigError(f"rotary_dim={turned} must be even and at most head_dim={self.head_dim}.")
         for rope in (self.rope, self.departures.windowed_rope):
-            if (
-                rope is not None
-                and self.mla is None
-                and rope.short_factors + rope.long_factors
-                and ({len(rope.short_factors), len(rope.long_factors)} != {self.rotary_dim // 2})
-            ):
-                raise ConfigError(
-                    f"rope short_factors and long_factors must be {self.rotary_dim // 2} numbers each, one for each angle."
-                )
+            if rope is not None and self.mla is None:
+                self._check_rope(rope)
         if not set(self.departures.unrotated_layers) <= set(range(self.n_layers)):
             raise ConfigError(f"unrotated_layers must be among 0 to {self.n_layers - 1}.")
         if self.indexer is not None and (self.mla is None or self.mla.q_lora_rank is None):
             raise ConfigError("an indexer needs latent attention with q_lora_rank: its queries are made from that latent.")
+
+    def _check_rope(self, rope: RopeSpec) -> None:
+        n_angles, lengths = self.rotary_dim // 2, {len(rope.short_factors), len(rope.long_factors)}
+        if lengths not in ({0}, {n_angles}):
+            raise ConfigError(f"rope short_factors and long_factors must be {n_angles} numbers each, one for each angle.")
+        if rope.scaling == "yarn" and rope.theta <= 1:
+            raise ConfigError(f"rope theta={rope.theta} must be above 1 for yarn scaling.")
+        if rope.scaling == "dynamic" and n_angles < 2:
+            raise ConfigError(f"rotary_dim={self.rotary_dim} must be above 2 for dynamic scaling.")
 
     def __hash__(self) -> int:
         """Of the fields that are compared, computed once: a plan asks caches for the same spec hundreds of times."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,7 +49,7 @@ class _Lowering:
         packed: PackedCache | None,
     ) -> None:
         self.spec, self.state, self.crossovers, self.packed = spec, state, crossovers, packed
-        self.scheme, self.head, self.native = scheme, head, native
+        self.scheme, self.head, self.native, self.ropes = scheme, head, native, spec.ropes
         self.shapes = {} if packed is None else {entry.canonical: entry.shape for entry in layout(spec)}
         self.dtype = torch.float32 if native else getattr(torch, TORCH_NAMES[scheme.kept])
 
@@ -151,15 +151,16 @@ class _Lowering:
         scale = self.spec.departures.embedding_scale
         return p.Embed(self.get("embed.weight"), self.get("position_embed.weight") if learned else None, scale)
 
+    @cached_property
     def head_order(self) -> Tensor | None:
         """Order of a head's numbers in which the two that one angle rotates are neighbours; None if none are rotated."""
-        if not self.spec.ropes:
+        if not self.ropes:
             return None
         return by_halves(torch.arange(self.spec.head_dim), self.spec)[interleaved(self.spec.head_dim)]
 
     def head_rows(self) -> Tensor | None:
         """Order of the rows of the packed projection; None if heads are not rotated."""
-        spec, order = self.spec, self.head_order()
+        spec, order = self.spec, self.head_order
         if order is None:
             return None
         n_rotated = spec.n_heads + spec.n_kv_heads
@@ -167,7 +168,7 @@ class _Lowering:
         return torch.cat((rotated, torch.arange(n_rotated * spec.head_dim, qkv_rows(spec))))
 
     def head_norms(self, block: str) -> Float[Tensor, "heads D"]:
-        spec, order = self.spec, self.head_order()
+        spec, order = self.spec, self.head_order
         q, k = (self.get(f"{block}.{norm.module}.weight").view(-1, spec.head_dim) for norm in head_norms(spec))
         weight = torch.cat((q.expand(spec.n_heads, -1), k.expand(spec.n_kv_heads, -1))).to(self.dtype) + norm_offset(spec)
         return weight if order is None else weight[:, order]
@@ -191,7 +192,7 @@ class _Lowering:
             ops.append(p.QkNorm(self.head_norms(name), spec.norm_eps, away.qk_norm_over_heads))
         rope = spec.rope_of_layer(i)
         ops += [
-            p.RopeAndCacheWrite(i, None if rope is None else spec.ropes.index(rope)),
+            p.RopeAndCacheWrite(i, None if rope is None else self.ropes.index(rope)),
             p.PagedAttention(i, spec.window_of_layer(i), away.attention_cap),
         ]
         if i == spec.n_layers - 1:

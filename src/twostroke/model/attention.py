@@ -38,6 +38,11 @@ def prefers_explicit(device: torch.device, dtype: torch.dtype, n_tokens: int, tr
     return training and policy.attends_explicitly(device.type, _name(dtype), n_tokens)
 
 
+def must_be_explicit(spec: ModelSpec, device: torch.device, dtype: torch.dtype, n_tokens: int, training: bool) -> bool:
+    """``prefers_explicit``, or scores are bounded, which SDPA cannot do."""
+    return spec.departures.attention_cap is not None or prefers_explicit(device, dtype, n_tokens, training)
+
+
 def attends_natively(device: torch.device, dtype: torch.dtype, spec: ModelSpec, training: bool) -> bool:
     """Whether training's attention is the native library's, which is faster than torch's for the shapes that it supports."""
     fits = policy.fits_native_attention(device.type, _name(dtype), spec)
@@ -175,7 +180,7 @@ class Attention(nn.Module):
             q, k = rotate(q, *rope), rotate(k, *rope)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H | K | K, T, D)
         dropped = self.dropout if self.training else 0.0
-        if mask is not None and (self.cap or prefers_explicit(q.device, q.dtype, n_tokens, self.training)):
+        if mask is not None and must_be_explicit(self.spec, q.device, q.dtype, n_tokens, self.training):
             weighted_values = explicit_attention(q, k, v, mask, dropped, self.scale, self.cap)
         else:
             # enable_gqa instead of keys and values expanded to H heads takes 118 and 276 ms instead of 138 and 332 on a CPU.

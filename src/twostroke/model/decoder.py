@@ -18,12 +18,12 @@ from twostroke.model.attention import (
     attention_mask,
     compute_dtype,
     first_visible,
-    prefers_explicit,
+    must_be_explicit,
 )
 from twostroke.model.initialise import initialise
 from twostroke.model.mlp import make_mlp
 from twostroke.model.norm import make_norm
-from twostroke.model.rope import rope_tables
+from twostroke.model.rope import tables_by_layer
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -160,8 +160,7 @@ class Decoder(nn.Module):
                 )
             residual = residual + self.position_embed(positions)
             residual = dropout(residual, spec.dropout, self.training)
-        ropes = [spec.rope_of_layer(i) for i in range(spec.n_layers)]
-        tables = {rope: None if rope is None else rope_tables(spec, positions, rope) for rope in set(ropes)}
+        ropes = tables_by_layer(spec, positions)
         # Layers with the same window share one mask, which is built once a forward pass.
         windows = [spec.window_of_layer(i) for i in range(spec.n_layers)]
         dtype = compute_dtype(residual.device, residual.dtype)
@@ -170,10 +169,10 @@ class Decoder(nn.Module):
         if attends_natively(device, dtype, spec, self.training):
             masks = {w: first_visible(n_tokens, w, documents, tokens.shape[0], device) for w in set(windows)}
         else:
-            explicit = bool(spec.departures.attention_cap) or prefers_explicit(device, dtype, n_tokens, self.training)
+            explicit = must_be_explicit(spec, device, dtype, n_tokens, self.training)
             masks = {w: attention_mask(n_tokens, w, documents, device, dtype, explicit) for w in set(windows)}
         for block, rope, window in zip(self.blocks, ropes, windows, strict=True):
-            residual = block(residual, tables[rope], masks[window])
+            residual = block(residual, rope, masks[window])
         return self.read_out(residual)
 
     def embedded(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T E"]:

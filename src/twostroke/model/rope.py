@@ -102,6 +102,13 @@ def rope_tables(
     return turned.cos() * magnitudes, turned.sin() * magnitudes
 
 
+def tables_by_layer(spec: ModelSpec, positions: Int[Tensor, "B T"]) -> list[tuple[Tensor, Tensor] | None]:
+    """``rope_tables`` for each layer, None where it has no positions to turn by. Layers with the same angles share one."""
+    ropes = [spec.rope_of_layer(i) for i in range(spec.n_layers)]
+    tables = {rope: None if rope is None else rope_tables(spec, positions, rope) for rope in set(ropes)}
+    return [tables[rope] for rope in ropes]
+
+
 def turned_by_halves(spec: ModelSpec) -> bool:
     """Whether heads are stored as ``rotate`` turns them: all dimensions, one number of each half together."""
     return spec.rotary_dim == spec.head_dim and not spec.departures.neighbours_turn

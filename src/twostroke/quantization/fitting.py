@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from twostroke.kernels.features import has_packed_linear
 from twostroke.kernels.int4 import dequantize_groups
 from twostroke.kernels.matrix import quantize_columns
-from twostroke.model.attention import attention_mask
-from twostroke.model.rope import rope_tables
+from twostroke.model.attention import attention_mask, must_be_explicit
+from twostroke.model.rope import tables_by_layer
 from twostroke.planner.work.params import count_parameters
 from twostroke.quantization.gptq import round_with_compensation
 
@@ -177,11 +177,11 @@ class _Walk:
     def __init__(self, decoder: Decoder, n_tokens: int) -> None:
         self.decoder, spec = decoder, decoder.spec
         self.positions = torch.arange(n_tokens)[None]
-        ropes = [spec.rope_of_layer(i) for i in range(spec.n_layers)]
-        self.ropes = [None if rope is None else rope_tables(spec, self.positions, rope) for rope in ropes]
+        self.ropes = tables_by_layer(spec, self.positions)
         windows = [spec.window_of_layer(i) for i in range(spec.n_layers)]
-        explicit = bool(spec.departures.attention_cap)
-        masks = {w: attention_mask(n_tokens, w, None, torch.device("cpu"), torch.float32, explicit) for w in set(windows)}
+        device, dtype = torch.device("cpu"), torch.float32
+        explicit = must_be_explicit(spec, device, dtype, n_tokens, training=False)
+        masks = {w: attention_mask(n_tokens, w, None, device, dtype, explicit) for w in set(windows)}
         self.masks = [masks[w] for w in windows]
         self.in_bf16 = count_parameters(spec).total > LARGE_PARAMETERS and has_packed_linear(torch.bfloat16)
 

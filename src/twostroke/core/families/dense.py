@@ -7,9 +7,11 @@ from typing import Any
 from twostroke.core.documents import is_integer
 from twostroke.core.errors import ConfigError
 from twostroke.core.families.llama import (
+    NO_PADDING,
     Defaults,
     kinds_of_layers,
     llama_like,
+    other_layers,
     windowed_layers,
     write_llama_like,
     write_windows,
@@ -139,13 +141,16 @@ def parse_smollm3(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_smollm3(spec: ModelSpec) -> dict[str, Any]:
-    return write_llama_like(spec) | {
-        "attention_bias": spec.qkv_bias,
-        "mlp_bias": spec.mlp_bias,
-        "use_sliding_window": False,
-        "pad_token_id": None,  # transformers' own is beyond a small vocabulary
-        "no_rope_layers": [int(i not in spec.departures.unrotated_layers) for i in range(spec.n_layers)],
-    }
+    return (
+        write_llama_like(spec)
+        | NO_PADDING
+        | {
+            "attention_bias": spec.qkv_bias,
+            "mlp_bias": spec.mlp_bias,
+            "use_sliding_window": False,
+            "no_rope_layers": [int(i not in spec.departures.unrotated_layers) for i in range(spec.n_layers)],
+        }
+    )
 
 
 # -- Command R and Command R7B --------------------------------------------------------------------------------------------
@@ -178,7 +183,7 @@ def parse_cohere2(config: dict[str, Any]) -> ModelSpec:
     r = Reader(config)
     n_layers = r.layer_count("num_hidden_layers")
     windowed = windowed_layers(r, n_layers, r.integer("sliding_window_pattern", 4))
-    unrotated = tuple(i for i in range(n_layers) if i not in set(windowed))
+    unrotated = other_layers(n_layers, windowed)
     return _cohere(
         "cohere2", config, {"unrotated_layers": unrotated}, sliding_window=r.integer("sliding_window", 4096),
         sliding_window_layers=windowed,
@@ -236,11 +241,7 @@ def parse_glm4(config: dict[str, Any]) -> ModelSpec:
 
 def write_glm4(spec: ModelSpec) -> dict[str, Any]:
     share = spec.rotary_dim / spec.head_dim
-    return write_llama_like(spec) | {
-        "attention_bias": spec.qkv_bias,
-        "partial_rotary_factor": share,
-        "pad_token_id": None,  # transformers' own is beyond a small vocabulary
-    }
+    return write_llama_like(spec) | NO_PADDING | {"attention_bias": spec.qkv_bias, "partial_rotary_factor": share}
 
 
 def parse_exaone4(config: dict[str, Any]) -> ModelSpec:
@@ -255,7 +256,7 @@ def parse_exaone4(config: dict[str, Any]) -> ModelSpec:
     if isinstance(pattern, str) and pattern != "L" * (period - 1) + "G":
         raise ConfigError(f"config.json: sliding_window_pattern={pattern!r:.100} is not supported. Supported: LLLG, or 4.")
     windowed = () if windowless else windowed_layers(r, n_layers, period)
-    unrotated = () if windowless else tuple(i for i in range(n_layers) if i not in set(windowed))
+    unrotated = () if windowless else other_layers(n_layers, windowed)
     return llama_like(
         "exaone4", config, Defaults(max_positions=2048, n_kv_heads=32, bos=0, eos=2),
         norm_eps=r.number("rms_norm_eps", 1e-5), qk_norm=True,

@@ -98,6 +98,12 @@ def windowed_layers(r: Reader, n_layers: int, period: int) -> tuple[int, ...]:
     return r.layers_of_kind("layer_types", "sliding_attention", n_layers, ("sliding_attention", "full_attention"))
 
 
+def other_layers(n_layers: int, layers: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of all that are not among ``layers``."""
+    listed = frozenset(layers)
+    return tuple(i for i in range(n_layers) if i not in listed)
+
+
 QWEN_DEFAULTS = Defaults(max_positions=32_768, n_kv_heads=32)
 
 
@@ -178,6 +184,10 @@ def write_windows(spec: ModelSpec) -> dict[str, Any]:
         "layer_types": kinds_of_layers(spec),
         "rope_parameters": {"full_attention": rope_parameters(spec.rope), "sliding_attention": rope_parameters(own)},
     }
+
+
+NO_PADDING = {"pad_token_id": None}
+"""For families whose padding token in transformers is beyond a small vocabulary, which it refuses."""
 
 
 def write_llama(spec: ModelSpec) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from twostroke.core.errors import ConfigError
-from twostroke.core.families.llama import Defaults, llama_like, write_llama_like
+from twostroke.core.families.llama import NO_PADDING, Defaults, llama_like, write_llama_like
 from twostroke.core.families.reader import Reader
 from twostroke.core.spec import Departures, ModelSpec
 
@@ -45,8 +45,11 @@ def parse_phi3(config: dict[str, Any]) -> ModelSpec:
 
 def write_phi3(spec: ModelSpec) -> dict[str, Any]:
     longrope = spec.rope.scaling == "longrope"
-    return write_llama_like(spec) | {
-        "sliding_window": spec.sliding_window,
-        "pad_token_id": None,  # transformers' own is beyond a small vocabulary
-        "original_max_position_embeddings": spec.rope.original_max_positions if longrope else spec.max_positions,
-    }
+    return (
+        write_llama_like(spec)
+        | NO_PADDING
+        | {
+            "sliding_window": spec.sliding_window,
+            "original_max_position_embeddings": spec.rope.original_max_positions if longrope else spec.max_positions,
+        }
+    )
