@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from twostroke.core.families import spec_from_config
-from twostroke.core.spec import Departures, ModelSpec, RopeSpec
+from twostroke.core.spec import Departures, ModelSpec, MoeSpec, RopeSpec
 from twostroke.model.decoder import Decoder
 from twostroke.model.initialise import initialise
 from twostroke.model.save import save_model
@@ -96,6 +96,29 @@ FEATURES: dict[str, ModelSpec] = {
         "glm4", **_BASE | {"eos_token_ids": (1, 2)}, qkv_bias=True,
         departures=Departures(norms_per_block=4, neighbours_turn=True, rotary_dim=4),
     ),
+    "mixtral": ModelSpec("mixtral", **_BASE | {"norm_eps": 1e-5}, sliding_window=11, moe=MoeSpec(5, 2, 80)),
+    "qwen2_moe": ModelSpec(
+        "qwen2_moe", **_BASE, qkv_bias=True,
+        moe=MoeSpec(6, 3, 32, n_shared_experts=1, d_shared=48, layers=(0, 2), shared_gate=True, normalised=False),
+    ),
+    "olmoe": ModelSpec(
+        "olmoe", **_BASE, qk_norm=True, moe=MoeSpec(8, 3, 80, normalised=False), departures=Departures(qk_norm_over_heads=True)
+    ),
+    "granitemoe": ModelSpec(
+        "granitemoe", **_BASE, moe=MoeSpec(5, 2, 80),
+        departures=Departures(embedding_scale=3.0, attention_scale=0.25, residual_scale=0.6, logit_scale=0.5),
+    ),
+    "glm4_moe": ModelSpec(
+        "glm4_moe", **_BASE, qk_norm=True, departures=Departures(rotary_dim=4),
+        moe=MoeSpec(
+            8, 3, 32, n_shared_experts=2, d_shared=32, layers=(1, 2), correction_bias=True, scores="sigmoid", share_scale=1.5,
+            n_groups=4, top_groups=2,
+        ),
+    ),
+    "gpt_oss": ModelSpec(
+        "gpt_oss", **_BASE | _WINDOWS | {"activation": "clamped_swish"}, qkv_bias=True, attn_out_bias=True,
+        moe=MoeSpec(6, 2, 80, router_bias=True, expert_bias=True), departures=Departures(attention_sinks=True),
+    ),
 }  # fmt: skip
 """One model for what each later family adds; ``EVERY`` has them and those of ``SPECS``."""
 
@@ -112,7 +135,7 @@ def lively(decoder: Decoder, seed: int) -> Decoder:
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("bias"):
+            if name.endswith(("bias", "sinks")):
                 parameter.copy_(0.1 * noise)
             elif "norm" in name:
                 parameter.copy_((0 if decoder.spec.departures.norm_offset else 1) + 0.2 * noise)
@@ -121,6 +144,9 @@ def lively(decoder: Decoder, seed: int) -> Decoder:
                 parameter.copy_(noise / scale if name == "embed.weight" else 0.3 * noise)
             else:
                 parameter.mul_(2.0)
+        for name, buffer in decoder.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return decoder.eval()
 
 
@@ -145,7 +171,7 @@ def transformers_model(name: str, seed: int = 0) -> Any:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), attn_implementation="eager").float().eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() >= 2 and not parameter_name.endswith("bias"):
                 is_table = "embed" in parameter_name or "wte" in parameter_name
                 parameter.copy_(torch.randn(parameter.shape) * (1.0 / away.embedding_scale if is_table else 0.3))
             else:

@@ -40,7 +40,8 @@ class Rig:
         self.where: list[tuple[str, int]] = []
 
     def _watch(self, op: p.Op, buffers: Buffers) -> None:
-        if isinstance(op, p.Embed) or (isinstance(op, p.OutProjectionAdd | p.MlpDownAdd) and op.ends_block):
+        ends = isinstance(op, p.OutProjectionAdd | p.MlpDownAdd) and op.ends_block
+        if ends or isinstance(op, p.Embed | p.ExpertsAdd):
             for place, row in zip(self.where, buffers.residual.clone(), strict=True):
                 self.hidden.setdefault(place, []).append(row)
 

@@ -48,6 +48,8 @@ LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 WINDOWED = ["sliding_attention", "full_attention", "sliding_attention"]
 
+GROUPED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_group": 4, "topk_group": 2}
+
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-multi-head": {"model_type": "llama", "num_key_value_heads": 4, "tie_word_embeddings": True},
@@ -163,6 +165,52 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "gpt_bigcode": GPT2_SIZES | {"model_type": "gpt_bigcode"},
     "gpt_bigcode-multi-head": GPT2_SIZES | {"model_type": "gpt_bigcode", "multi_query": False},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2},
+    "mixtral-windowed": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 7},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_experts": 7,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "olmoe": {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3, "pad_token_id": 0},
+    "granitemoe": {
+        "model_type": "granitemoe",
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 4.0,
+    },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        "head_dim": 16,
+        "use_qk_norm": True,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.5,
+        **GROUPED,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 7,
+        "layer_types": WINDOWED,
+        "rope_parameters": YARN_ROPE | {"truncate": False},
+    },
     "gpt2": {"model_type": "gpt2"},
     "gpt2-untied": {"model_type": "gpt2", "tie_word_embeddings": False, "n_inner": 70, "activation_function": "gelu"},
 }
@@ -184,6 +232,9 @@ def reference_model(case: str, seed: int = 0) -> Any:
                 parameter.copy_(1.0 + 0.3 * torch.randn(parameter.shape, generator=generator))
             else:
                 parameter.normal_(0.0, 0.2, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(0.0, 0.2, generator=generator)
     return model
 
 

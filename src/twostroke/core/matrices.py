@@ -48,9 +48,19 @@ class Matrix:
         return f"{_PLACES[self.component]}.{self.name}"
 
     @property
+    def chooses(self) -> bool:
+        """Whether it is a router's, a gate's or an indexer's: small, kept plain by every scheme and never adapted."""
+        return self.split == "replicated" and not self.name.endswith("_a")
+
+    @property
     def parts(self) -> tuple[tuple[str, int], ...]:
         """(name, outputs) of what it packs, or of itself: what checkpoints store, adapters target and Muon orthogonalises."""
         return self.packed or ((self.name, self.n),)
+
+    @property
+    def rows(self) -> int:
+        """copies·n, the rows of the one tensor that holds all its matrices, one after another."""
+        return self.copies * self.n
 
     @property
     def weights(self) -> int:
@@ -66,12 +76,21 @@ class Matrix:
     @property
     def biases(self) -> int:
         """Elements of the biases of all copies."""
-        return self.copies * self.n if self.bias else 0
+        return self.rows if self.bias else 0
 
 
 @dataclass(frozen=True)
 class Norm:
     """One norm of a block by its name and its place there, over ``n`` numbers."""
+
+    name: str
+    module: str
+    n: int
+
+
+@dataclass(frozen=True)
+class Vector:
+    """``n`` stored numbers of a block that are neither a norm nor a bias, by their name and their place there."""
 
     name: str
     module: str
@@ -152,18 +171,24 @@ class LayerKind:
         return sum((m.copies - m.active) * (m.weights + (m.n if m.bias else 0)) for m in self.matrices)
 
 
-def block(spec: ModelSpec) -> tuple[Matrix | Norm, ...]:
-    """The matrices and norms of one block that the decoder builds, in the order they run."""
-    (qkv, out), (up, down) = _attention(spec, spec.n_kv_heads, spec.head_dim), _mlp(spec, "", spec.d_ff)
-    heads = _head_norms(spec, spec.n_kv_heads, spec.head_dim)
+def block(spec: ModelSpec, layer: int) -> tuple[Matrix | Norm | Vector, ...]:
+    """What the block ``layer`` that the decoder builds stores, in the order it runs."""
+    qkv, out = attention_matrices(spec)
+    mlp: tuple[Matrix | Vector, ...] = mlp_matrices(spec, layer)
+    if spec.moe is not None and spec.has_experts(layer):
+        correction = (Vector("correction_bias", "mlp.correction_bias", spec.moe.n_experts),) if spec.moe.correction_bias else ()
+        mlp += correction
+    heads: tuple[Norm | Vector, ...] = _head_norms(spec, spec.n_kv_heads, spec.head_dim)
+    if spec.departures.attention_sinks:
+        heads = (*heads, Vector("sinks", "attn.sinks", spec.n_heads))
     names = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm")
     before, after, attn_post, mlp_post = (Norm(name, name, spec.d_model) for name in names)
     away = spec.departures
     if away.norms_after:
-        return (qkv, *heads, out, before, up, down, after)
+        return (qkv, *heads, out, before, *mlp, after)
     if away.norms_around:
-        return (before, qkv, *heads, out, attn_post, after, up, down, mlp_post)
-    return (before, qkv, *heads, out, *(() if away.one_norm else (after,)), up, down)
+        return (before, qkv, *heads, out, attn_post, after, *mlp, mlp_post)
+    return (before, qkv, *heads, out, *(() if away.one_norm else (after,)), *mlp)
 
 
 def _head_norms(spec: ModelSpec, n_kv_heads: int, head_dim: int) -> tuple[Norm, ...]:
@@ -175,14 +200,25 @@ def _head_norms(spec: ModelSpec, n_kv_heads: int, head_dim: int) -> tuple[Norm, 
 
 
 def block_matrices(spec: ModelSpec) -> tuple[Matrix, ...]:
-    """The weight matrices of one block, in the order they run: qkv, out, gate_up or up, down.
+    """The weight matrices of one dense block, in the order they run: qkv, out, gate_up or up, down.
 
     Of a uniform dense model; ``layer_kinds`` describes every other one too.
     """
-    return _attention(spec, spec.n_kv_heads, spec.head_dim) + _mlp(spec, "", spec.d_ff)
+    return attention_matrices(spec) + _mlp(spec, "", spec.d_ff)
 
 
-def _attention(spec: ModelSpec, n_kv_heads: int, head_dim: int, values: bool = True) -> tuple[Matrix, ...]:
+def attention_matrices(spec: ModelSpec) -> tuple[Matrix, Matrix]:
+    """The packed projection and attention's output of one block."""
+    return _attention(spec, spec.n_kv_heads, spec.head_dim)
+
+
+def mlp_matrices(spec: ModelSpec, layer: int) -> tuple[Matrix, ...]:
+    """Those of ``layer``'s MLP: gate_up or up, and down; of experts the router, expert_gate_up, expert_down, and where there
+    are shared ones shared_gate_up, shared_down and shared_gate."""
+    return _moe(spec) if spec.has_experts(layer) else _mlp(spec, "", spec.d_ff)
+
+
+def _attention(spec: ModelSpec, n_kv_heads: int, head_dim: int, values: bool = True) -> tuple[Matrix, Matrix]:
     keys = n_kv_heads * head_dim
     packed = (("q", spec.n_heads * head_dim), ("k", keys), ("v", keys))[: 3 if values else 2]
     return (

@@ -17,7 +17,9 @@ Norm = Literal["rmsnorm", "layernorm"]
 Positions = Literal["rope", "learned", "alibi"]
 Mlp = Literal["swiglu", "gelu"]
 """swiglu: gated, two matrices up and one down, whatever the activation; gelu: plain, one up and one down."""
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swish", "relu"]
+"""clamped_swish, of gated MLPs alone: min(g, 7)·σ(1.702·g)·(1 + u) of a gate g and an up u within ±7 (gpt-oss)."""
+RouterScores = Literal["softmax", "sigmoid"]
 
 MAX_LAYERS = 10_000
 MAX_SIZE = 2**31 - 1
@@ -97,12 +99,27 @@ class MoeSpec:
     ] = False
     router_scales: Annotated[bool, "a scale per router input and one per expert (Gemma 4)"] = False
     shared_gate: Annotated[bool, "one number a token weighs the shared experts (Qwen1.5-MoE)"] = False
+    scores: Annotated[RouterScores, "softmax over all experts, or sigmoid of each (DeepSeek-V3)"] = "softmax"
+    normalised: Annotated[bool, "the chosen experts' shares are divided by their sum"] = True
+    share_scale: Annotated[float, "of the shares"] = 1.0
+    n_groups: Annotated[int, "groups of experts"] = 1
+    top_groups: Annotated[int, "groups that a token's experts are chosen from (DeepSeek-V2, arXiv 2405.04434, 2.2.2)"] = 1
 
     def __post_init__(self) -> None:
-        _check_sizes("moe ", {name: getattr(self, name) for name in ("n_experts", "top_k", "d_expert")})
+        sizes = ("n_experts", "top_k", "d_expert", "n_groups", "top_groups")
+        _check_sizes("moe ", {name: getattr(self, name) for name in sizes})
         _check_sizes("moe ", {name: getattr(self, name) for name in ("n_shared_experts", "d_shared")}, least=0)
         if self.top_k > self.n_experts:
             raise ConfigError(f"moe top_k={self.top_k} must be at most n_experts={self.n_experts}.")
+        if not 0 < self.share_scale < float("inf"):
+            raise ConfigError(f"moe share_scale={self.share_scale} must be positive and finite.")
+        if self.n_experts % self.n_groups or self.top_groups > self.n_groups:
+            raise ConfigError(
+                f"moe n_groups={self.n_groups} must divide n_experts={self.n_experts}, and top_groups={self.top_groups} must be "
+                "at most n_groups."
+            )
+        if self.top_groups * (self.n_experts // self.n_groups) < self.top_k:
+            raise ConfigError(f"moe top_groups={self.top_groups} must hold top_k={self.top_k} experts.")
         if self.n_shared_experts and not self.d_shared:
             raise ConfigError(f"moe d_shared must be given where n_shared_experts={self.n_shared_experts}.")
 
@@ -217,7 +234,6 @@ class Departures:
             "a projected embedding": self.embedding_dim is not None,
             "offset positions": self.extra_positions > 0,
             "a bias on the output head": self.head_bias,
-            "attention sinks": self.attention_sinks,
             "a scale per layer": self.layer_scale,
         }
         return tuple(name for name, present in named.items() if present) + self.without_parameters
@@ -314,6 +330,10 @@ class ModelSpec:
         """Without the hash, which another process would compute differently."""
         return {key: value for key, value in self.__dict__.items() if key != "_hash"}
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether ``layer`` has experts in the place of its MLP."""
+        return self.moe is not None and (self.moe.layers is None or layer in self.moe.layers)
+
     @property
     def queries_per_kv_head(self) -> int:
         """G = H / K, the size of a query group."""
@@ -362,8 +382,11 @@ class ModelSpec:
     @property
     def unbuilt_features(self) -> tuple[str, ...]:
         """What the decoder and the engine do not compute yet, in words; empty where the model can be built."""
+        moe, away = self.moe, self.departures
         named = {
-            "mixture of experts": self.moe is not None,
+            "a scale per router input": moe is not None and moe.router_scales,
+            "experts without a gate": moe is not None and self.mlp != "swiglu",
+            "norms of what experts add": moe is not None and (away.norms_after or away.norms_around or away.parallel_block),
             "latent attention (MLA)": self.mla is not None,
             "sparse attention by an indexer": self.indexer is not None,
             "global attention of another shape": self.global_attention is not None,

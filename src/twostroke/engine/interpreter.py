@@ -15,7 +15,8 @@ from twostroke.engine.kv_pool import KVPool
 from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.kernels.attention import attention
 from twostroke.model.decoder import capped
-from twostroke.model.mlp import ACTIVATIONS
+from twostroke.model.experts import choose_experts
+from twostroke.model.mlp import ACTIVATIONS, gated
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -26,7 +27,10 @@ Run = Callable[["Buffers"], None]
 class Buffers:
     """The plan's buffers during one step (``engine.plan`` says what each holds)."""
 
-    __slots__ = ("attention_out", "batch", "logits", "mlp_inner", "normed", "qkv", "residual")
+    __slots__ = (
+        "attention_out", "batch", "chosen", "logits", "mlp_inner", "normed", "qkv", "residual", "routed", "shared_shares",
+        "shares",
+    )  # fmt: skip
 
     def __init__(self, batch: StepBatch) -> None:
         self.batch = batch
@@ -35,6 +39,10 @@ class Buffers:
         self.qkv: Any = None
         self.attention_out: Any = None
         self.mlp_inner: Any = None
+        self.routed: Any = None
+        self.chosen: Any = None
+        self.shares: Any = None
+        self.shared_shares: Any = None
         self.logits: Any = None
 
 
@@ -60,6 +68,8 @@ class TorchInterpreter:
             p.OutProjectionAdd: self._out_projection_add,
             p.MlpUp: self._mlp_up,
             p.MlpDownAdd: self._mlp_down_add,
+            p.RouteTokens: self._route_tokens,
+            p.ExpertsAdd: self._experts_add,
             p.LmHead: self._lm_head,
         }
         self._program = tuple((run[type(op)], op) for op in plan.ops)
@@ -153,6 +163,7 @@ class TorchInterpreter:
                     self.plan.crossovers,
                     self.pool.poisoned,
                     op.cap,
+                    op.sinks,
                 )
             )
         out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
@@ -174,15 +185,27 @@ class TorchInterpreter:
 
     def _mlp_up(self, op: p.MlpUp, b: Buffers) -> None:
         wide = op.matrix(b.normed)
-        activation = ACTIVATIONS[op.activation]
-        if op.gated:
-            gate, up = wide.chunk(2, dim=-1)
-            b.mlp_inner = activation(gate).mul_(up)
-        else:
-            b.mlp_inner = activation(wide)
+        b.mlp_inner = gated(op.activation)(*wide.chunk(2, dim=-1)) if op.gated else ACTIVATIONS[op.activation](wide)
+        if op.shared:
+            b.mlp_inner *= b.shared_shares
 
     def _mlp_down_add(self, op: p.MlpDownAdd, b: Buffers) -> None:
         b.residual = self._added(op, b.mlp_inner, b.residual)
+
+    def _route_tokens(self, op: p.RouteTokens, b: Buffers) -> None:
+        b.shares, b.chosen = choose_experts(op.moe, op.matrix(b.normed), op.correction)
+        b.routed = b.normed
+        if op.shared_gate is not None:
+            b.shared_shares = torch.sigmoid(op.shared_gate(b.normed))
+
+    def _experts_add(self, op: p.ExpertsAdd, b: Buffers) -> None:
+        activation, added = gated(op.activation), torch.zeros_like(b.residual)
+        for expert in b.chosen.unique().tolist():
+            rows, places = torch.where(b.chosen == expert)
+            inner = activation(*op.gate_up.of(expert)(b.routed[rows]).chunk(2, dim=-1))
+            shares = b.shares[rows, places, None].to(inner.dtype)
+            added.index_add_(0, rows, op.down.of(expert)(inner) * shares)
+        b.residual = b.residual + op.scale * added
 
     def _lm_head(self, op: p.LmHead, b: Buffers) -> None:
         b.logits = capped(op.matrix(b.normed).float(), op.cap)

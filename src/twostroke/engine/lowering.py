@@ -13,14 +13,15 @@ from twostroke.core.crossovers import Crossovers
 from twostroke.core.dtypes import TORCH_NAMES
 from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.families import layout
-from twostroke.core.matrices import block_matrices, has_norm_bias, head_norms, qkv_rows
+from twostroke.core.matrices import Matrix as Described
+from twostroke.core.matrices import attention_matrices, has_norm_bias, head_norms, mlp_matrices, qkv_rows
 from twostroke.core.schemes import SCHEMES, TORCH_WEIGHTS, W8A8, WEIGHTS, Scheme, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.engine import plan as p
 from twostroke.engine.packed_cache import Due, PackedCache
 from twostroke.kernels.codes import CODE_TYPES, Codes, quantize
-from twostroke.kernels.matrix import FloatMatrix, Int8Matrix, Matrix
-from twostroke.kernels.native_matrix import NativeMatrix, NativePair
+from twostroke.kernels.matrix import ExpertMatrices, FloatMatrix, Int8Matrix, Matrix, SeparateMatrices
+from twostroke.kernels.native_matrix import PANEL_OUTPUTS, NativeExperts, NativeMatrix, NativePair
 from twostroke.model.norm import norm_offset
 from twostroke.model.rope import by_halves
 
@@ -127,15 +128,33 @@ class _Lowering:
         assert isinstance(weight, Tensor)
         return FloatMatrix(weight.to(self.dtype), bias)
 
-    def gate_up(self, name: str, bias: bool) -> Matrix:
+    def gate_up(self, name: str, up: Described) -> Matrix:
         """Gate and up as one matrix; as two for the native library, which gives a thread the same outputs of both."""
-        if not self.native:
-            return self.matrix(name, bias)
-        width, once = self.spec.d_ff, cache(self.get)  # Hugging Face stores them apart, and joining them copies both
-        gate, up = (self.matrix(name, bias, rows, get=once) for rows in (slice(width), slice(width, 2 * width)))
+        if not self.native or not up.packed:
+            return self.matrix(name, up.bias)
+        width, once = up.n // 2, cache(self.get)  # Hugging Face stores them apart, and joining them copies both
+        gate, up_only = (self.matrix(name, up.bias, rows, get=once) for rows in (slice(width), slice(width, 2 * width)))
         assert isinstance(gate, NativeMatrix)
-        assert isinstance(up, NativeMatrix)
-        return NativePair(gate, up)
+        assert isinstance(up_only, NativeMatrix)
+        return NativePair(gate, up_only)
+
+    def experts(self, block: str, matrix: Described) -> ExpertMatrices:
+        """All experts' matrices of a kind: one tall one for the native library, which gives a thread outputs of each. Raises
+        ConfigError for a width that its panels do not divide."""
+        name = f"{block}.{matrix.module}"
+        if self.native:
+            width = matrix.n // max(1, len(matrix.packed))
+            if width % PANEL_OUTPUTS:
+                raise ConfigError(
+                    f"runner='native' needs experts whose widths are multiples of {PANEL_OUTPUTS}, and {matrix.name} has "
+                    f"{width} outputs. Use runner='torch'."
+                )
+            tall = self.matrix(name, matrix.bias)
+            assert isinstance(tall, NativeMatrix)
+            return NativeExperts(tall, matrix.copies)
+        once, n = cache(self.get), matrix.n
+        each = (self.matrix(name, matrix.bias, slice(e * n, (e + 1) * n), get=once) for e in range(matrix.copies))
+        return SeparateMatrices([*each])
 
     def norm(self, name: str, scale: float = 1.0) -> p.Norm:
         """The norm ``name``; its result times ``scale``, which weight and bias hold."""
@@ -175,7 +194,7 @@ class _Lowering:
 
     def block(self, i: int) -> list[p.Op]:
         spec, name, away = self.spec, f"blocks.{i}", self.spec.departures
-        qkv, out, up, down = block_matrices(spec)
+        qkv, out = attention_matrices(spec)
         none, scale = p.Norm(None, None, spec.norm_eps), away.residual_scale
         attn_norm = self.norm(f"{name}.attn_norm")
         mlp_norm = attn_norm if away.one_norm else self.norm(f"{name}.mlp_norm")
@@ -193,20 +212,52 @@ class _Lowering:
         rope = spec.rope_of_layer(i)
         ops += [
             p.RopeAndCacheWrite(i, None if rope is None else self.ropes.index(rope)),
-            p.PagedAttention(i, spec.window_of_layer(i), away.attention_cap),
+            p.PagedAttention(i, spec.window_of_layer(i), away.attention_cap, self.sinks(name)),
         ]
         if i == spec.n_layers - 1:
             ops.append(p.GatherSampledRows())
-        wide = (self.gate_up if up.packed else self.matrix)(f"{name}.{up.module}", up.bias)
         parallel = away.parallel_block
         attention = p.OutProjectionAdd(self.matrix(f"{name}.{out.module}", out.bias), of_attn, scale, parallel)
-        mlp: list[p.Op] = [
-            read_by_mlp,
-            p.MlpUp(wide, spec.activation, bool(up.packed)),
-            p.MlpDownAdd(self.matrix(f"{name}.{down.module}", down.bias), of_mlp, scale, not parallel),
-        ]
+        if spec.has_experts(i):
+            return [*ops, attention, *self.mixture(name, i, read_by_mlp)]
+        mlp = self.mlp(name, read_by_mlp, of_mlp, mlp_matrices(spec, i), not parallel)
         # Beside attention the MLP comes first: the residual stream is still what both branches read.
         return [*ops, *mlp, attention] if parallel else [*ops, attention, *mlp]
+
+    def sinks(self, block: str) -> Tensor | None:
+        return self.vector(f"{block}.attn.sinks", self.spec.departures.attention_sinks)
+
+    def mlp(
+        self, block: str, read: p.Norm, post_norm: p.Norm | None, matrices: tuple[Described, ...], ends: bool, shared: bool = False
+    ) -> list[p.Op]:
+        """Up and down of ``matrices``; ``shared``: each row is weighed by its share of shared experts."""
+        up, down = matrices
+        wide, spec = self.gate_up(f"{block}.{up.module}", up), self.spec
+        narrow = self.matrix(f"{block}.{down.module}", down.bias)
+        return [
+            read,
+            p.MlpUp(wide, spec.activation, bool(up.packed), shared),
+            p.MlpDownAdd(narrow, post_norm, spec.departures.residual_scale, ends),
+        ]
+
+    def mixture(self, block: str, layer: int, read: p.Norm) -> list[p.Op]:
+        """A router, the shared experts, then those that it chose."""
+        spec, scale = self.spec, self.spec.departures.residual_scale
+        assert spec.moe is not None
+        held = {matrix.name: matrix for matrix in mlp_matrices(spec, layer)}
+        plain = SCHEMES["fp32" if self.native else self.scheme.kept]
+        router, gate = (
+            self.matrix(f"{block}.{held[name].module}", held[name].bias, scheme=plain) if name in held else None
+            for name in ("router", "shared_gate")
+        )
+        assert router is not None
+        experts = [self.experts(block, held[name]) for name in ("expert_gate_up", "expert_down")]
+        correction = self.vector(f"{block}.mlp.correction_bias", spec.moe.correction_bias)
+        ops: list[p.Op] = [read, p.RouteTokens(router, spec.moe, correction, gate, experts[0])]
+        if "shared_down" in held:
+            matrices = held["shared_gate_up"], held["shared_down"]
+            ops += self.mlp(block, read, None, matrices, ends=False, shared=gate is not None)
+        return [*ops, p.ExpertsAdd(*experts, spec.activation, spec.moe.top_k, scale)]
 
     def ops(self) -> tuple[p.Op, ...]:
         spec, away = self.spec, self.spec.departures

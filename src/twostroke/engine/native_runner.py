@@ -17,14 +17,14 @@ from twostroke.engine import plan as p
 from twostroke.engine.native_structs import OPS, CBatch, CModel, COp
 from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.kernels.native_library import library, why_absent
-from twostroke.kernels.native_matrix import NativeMatrix, NativePair
+from twostroke.kernels.native_matrix import FORMATS, NativeExperts, NativeMatrix, NativePair
 from twostroke.model.rope import angles
 from twostroke.scheduling.scheduler import ScheduledStep, SchedulerConfig
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swish": 3}
 _TABLE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -50,11 +50,12 @@ class NativeRunner:
         layer = -1
         for made, op in zip(ops, plan.ops, strict=True):
             layer = op.layer if isinstance(op, p.PagedAttention) else layer
-            made.layer = layer if isinstance(op, p.OutProjectionAdd | p.MlpDownAdd) else made.layer
+            made.layer = layer if isinstance(op, p.OutProjectionAdd | p.MlpDownAdd | p.ExpertsAdd) else made.layer
         turned = [torch.stack(angles(spec, rope, config.max_model_len)) for rope in spec.ropes]  # (2, D/2) each
         all_angles = self._hold(torch.stack(turned)) if turned else None
         scales = [pool.key_scales.data_ptr(), pool.value_scales.data_ptr()] if pool.scaled else [None, None]
-        sizes = (spec.d_model, spec.n_heads, spec.n_kv_heads, spec.head_dim, spec.d_ff, spec.vocab_size, spec.n_layers)
+        widest = max((op.matrix.n_columns for op in plan.ops if isinstance(op, p.MlpDownAdd)), default=0)
+        sizes = (spec.d_model, spec.n_heads, spec.n_kv_heads, spec.head_dim, widest, spec.vocab_size, spec.n_layers)
         places = (pool.keys.data_ptr(), pool.values.data_ptr(), *scales)
         kv_type = CACHES[pool.dtype].native
         model = CModel(
@@ -168,6 +169,14 @@ class NativeRunner:
                 to.key_offset = self.pool.key_offset[op.layer].data_ptr()
         elif isinstance(op, p.PagedAttention):
             made.layer, to.window, to.cap = op.layer, op.window or 0, op.cap or 0.0
+            to.sinks = None if op.sinks is None else self._hold(op.sinks.float())
+        elif isinstance(op, p.RouteTokens):
+            self._route(op, to)
+        elif isinstance(op, p.ExpertsAdd):
+            for name, experts in (("gate_up", op.gate_up), ("down", op.down)):
+                setattr(to, name, _native(experts).matrix.c)
+            to.n_experts, to.top_k = op.gate_up.copies, op.top_k
+            to.activation, to.scale = _ACTIVATIONS[op.activation], op.scale
         elif not isinstance(op, p.GatherSampledRows):
             matrix: Any = op.matrix
             if not isinstance(matrix, NativeMatrix | NativePair):
@@ -181,10 +190,21 @@ class NativeRunner:
             if isinstance(op, p.LmHead):
                 to.cap = op.cap or 0.0
             if isinstance(op, p.MlpUp):
-                to.activation = _ACTIVATIONS[op.activation]
+                to.activation, to.shared = _ACTIVATIONS[op.activation], int(op.shared)
                 if isinstance(matrix, NativePair):
                     to.up = matrix.up.c
         return made
+
+    def _route(self, op: p.RouteTokens, to: Any) -> None:
+        assert isinstance(op.matrix, NativeMatrix)
+        to.matrix = op.matrix.c
+        if isinstance(op.shared_gate, NativeMatrix):
+            to.shared_gate = op.shared_gate.c
+        to.correction = None if op.correction is None else self._hold(op.correction.float())
+        moe = op.moe
+        to.top_k, to.n_groups, to.top_groups = moe.top_k, moe.n_groups, moe.top_groups
+        to.sigmoid, to.normalised, to.scale = int(moe.scores == "sigmoid"), int(moe.normalised), moe.share_scale
+        to.format = FORMATS[_native(op.experts).matrix.format]
 
     def _norm(self, norm: p.Norm, to: Any) -> None:
         if norm.weight is not None:
@@ -196,6 +216,12 @@ class NativeRunner:
         if table.dtype not in _TABLE_TYPES:
             table = table.float()
         return self._hold(table), _TABLE_TYPES[table.dtype]
+
+
+def _native(experts: Any) -> NativeExperts:
+    if not isinstance(experts, NativeExperts):
+        raise ConfigError("this plan was lowered for torch. Lower it with native=True.")
+    return experts
 
 
 def _sampled_rows(step: ScheduledStep) -> np.ndarray:

@@ -53,7 +53,7 @@ class CRopeAndCacheWrite(ctypes.Structure):
 
 @mirror("PagedAttention")
 class CPagedAttention(ctypes.Structure):
-    _fields_ = [("window", _I64), ("cap", _F32)]
+    _fields_ = [("sinks", _POINTER), ("window", _I64), ("cap", _F32)]
 
 
 @mirror("GatherSampledRows")
@@ -63,7 +63,30 @@ class CGatherSampledRows(ctypes.Structure):
 
 @mirror("MlpUp")
 class CMlpUp(ctypes.Structure):
-    _fields_ = [("matrix", CMatrix), ("up", CMatrix), ("activation", _I32)]
+    _fields_ = [("matrix", CMatrix), ("up", CMatrix), ("activation", _I32), ("shared", _I32)]
+
+
+@mirror("RouteTokens")
+class CRouteTokens(ctypes.Structure):
+    _fields_ = [
+        ("matrix", CMatrix),
+        ("shared_gate", CMatrix),
+        ("correction", _POINTER),
+        *((name, _I32) for name in ("format", "top_k", "n_groups", "top_groups", "sigmoid", "normalised")),
+        ("scale", _F32),
+    ]
+
+
+@mirror("ExpertsAdd")
+class CExpertsAdd(ctypes.Structure):
+    _fields_ = [
+        ("gate_up", CMatrix),
+        ("down", CMatrix),
+        ("n_experts", _I64),
+        ("top_k", _I64),
+        ("activation", _I32),
+        ("scale", _F32),
+    ]
 
 
 OPS: tuple[tuple[type, str, type[ctypes.Structure]], ...] = (
@@ -77,6 +100,8 @@ OPS: tuple[tuple[type, str, type[ctypes.Structure]], ...] = (
     (p.OutProjectionAdd, "out_projection_add", CProductAdd),
     (p.MlpUp, "mlp_up", CMlpUp),
     (p.MlpDownAdd, "mlp_down_add", CProductAdd),
+    (p.RouteTokens, "route_tokens", CRouteTokens),
+    (p.ExpertsAdd, "experts_add", CExpertsAdd),
     (p.LmHead, "lm_head", CLmHead),
 )
 """``TS_OPS``: each operation of the plan, its member of the union, and the member's type, in the order of ``OpKind``."""

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from twostroke.core.crossovers import Crossovers
 from twostroke.core.schemes import scheme_of
-from twostroke.core.spec import Activation, ModelSpec
-from twostroke.kernels.matrix import Matrix
+from twostroke.core.spec import Activation, ModelSpec, MoeSpec
+from twostroke.kernels.matrix import ExpertMatrices, Matrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,11 +66,12 @@ class RopeAndCacheWrite:
 @dataclass(frozen=True, eq=False)
 class PagedAttention:
     """attention_out ← attention of qkv's queries over the last ``window`` cached keys and values of their own request. With
-    ``cap`` a score s becomes cap·tanh(s/cap)."""
+    ``cap`` a score s becomes cap·tanh(s/cap). ``sinks`` (H) are one more score of each head, without a value."""
 
     layer: int
     window: int | None
     cap: float | None = None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,11 +92,13 @@ class OutProjectionAdd:
 
 @dataclass(frozen=True, eq=False)
 class MlpUp:
-    """mlp_inner ← activation(normed·Wᵀ + b). If ``gated``, the product is gate and up, and mlp_inner ← activation(gate)·up."""
+    """mlp_inner ← activation(normed·Wᵀ + b). If ``gated``, the product is gate and up, and mlp_inner ← activation(gate)·up. If
+    ``shared``, it is shared experts', and rows are multiplied with their ``shared_shares``."""
 
     matrix: Matrix
     activation: Activation
     gated: bool
+    shared: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +113,31 @@ class MlpDownAdd:
 
 
 @dataclass(frozen=True, eq=False)
+class RouteTokens:
+    """chosen, shares ← each row's experts and their shares (``model.experts.choose_experts``) by the logits normed·Wᵀ + b;
+    routed ← normed. With a ``shared_gate`` g, shared_shares ← σ(normed·gᵀ)."""
+
+    matrix: Matrix
+    moe: MoeSpec
+    correction: Tensor | None
+    shared_gate: Matrix | None
+    experts: ExpertMatrices
+    """Whose inputs routed is, in the form that they read."""
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertsAdd:
+    """residual ← residual + scale·Σ shares·down_e(activation(gate_e)·up_e) over the chosen experts e of each row of routed. It
+    is the last operation of its block."""
+
+    gate_up: ExpertMatrices
+    down: ExpertMatrices
+    activation: Activation
+    top_k: int
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
 class LmHead:
     """logits ← normed·Wᵀ in fp32; with ``cap`` cap·tanh(logits/cap)."""
 
@@ -119,7 +147,7 @@ class LmHead:
 
 BlockProduct = QkvProjection | OutProjectionAdd | MlpUp | MlpDownAdd
 Product = BlockProduct | LmHead
-Op = Product | Embed | Norm | QkNorm | RopeAndCacheWrite | PagedAttention | GatherSampledRows
+Op = Product | Embed | Norm | QkNorm | RopeAndCacheWrite | PagedAttention | GatherSampledRows | RouteTokens | ExpertsAdd
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,12 +162,16 @@ class Plan:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of weights that a step reads, however many rows it has. The embedding's rows, a few kB, are left out."""
+        """Bytes of weights that a step reads, however many rows it has; of experts those of one row. The embedding's rows, a
+        few kB, are left out."""
         total = 0
         norms: dict[int, int] = {}
         for op in self.ops:
-            if isinstance(op, Product):
-                total += op.matrix.n_bytes
+            total += sum(matrix.n_bytes for matrix in _matrices(op))
+            if isinstance(op, ExpertsAdd):
+                total += sum(matrix.n_bytes * op.top_k // matrix.copies for matrix in (op.gate_up, op.down))
+            elif isinstance(op, RouteTokens) and op.correction is not None:
+                total += op.correction.nbytes
             norm = op.norm if isinstance(op, OutProjectionAdd | MlpDownAdd) else op
             if isinstance(norm, Norm):  # one norm may serve both branches of a block
                 norms[id(norm)] = sum(t.nbytes for t in (norm.weight, norm.bias) if t is not None)
@@ -157,10 +189,19 @@ class Plan:
         element_bytes = int(scheme_of(self.weights).kept_bytes)
         total = self.step_bytes
         for op in self.ops:
-            if isinstance(op, Product):
-                total += op.matrix.held_bytes - op.matrix.n_bytes
+            total += sum(matrix.held_bytes - matrix.n_bytes for matrix in _matrices(op))
+            if isinstance(op, ExpertsAdd):
+                idle = (matrix.held_bytes - matrix.n_bytes * op.top_k // matrix.copies for matrix in (op.gate_up, op.down))
+                total += sum(idle)
         if not self.spec.tied_embeddings:
             total += embed.table.numel() * element_bytes
         if embed.positions is not None:
             total += embed.positions.numel() * element_bytes
         return total
+
+
+def _matrices(op: Op) -> tuple[Matrix, ...]:
+    """The matrices that every row is multiplied with."""
+    if isinstance(op, RouteTokens):
+        return (op.matrix,) if op.shared_gate is None else (op.matrix, op.shared_gate)
+    return (op.matrix,) if isinstance(op, Product) else ()

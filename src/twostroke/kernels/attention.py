@@ -25,15 +25,16 @@ def attention(
     crossovers: Crossovers = DEFAULT,
     poisoned: bool = False,
     cap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
 ) -> Float[Tensor, "K B T G D"]:
     """softmax(q·kᵀ·scale + mask)·v, the G query heads of a group over their one key head, by whichever kernel is faster here.
 
     ``mask`` is 0 or −∞, for the last M ≤ S keys (those before are seen by every query) and the same for all heads; every query
     must see a key. ``poisoned``: a key that is masked may be NaN, which an added mask leaves NaN; a comparison keeps it out.
-    With ``cap`` a score s becomes cap·tanh(s/cap) before the mask.
+    With ``cap`` a score s becomes cap·tanh(s/cap) before the mask. ``sinks`` are one more score of each head, without a value.
     """
-    if poisoned or cap is not None:
-        return explicit_attention(q, k, v, mask, scale, poisoned, cap)
+    if poisoned or cap is not None or sinks is not None:
+        return explicit_attention(q, k, v, mask, scale, poisoned, cap, sinks)
     n_kv, n_rows, n_queries = q.shape[:3]
     few = n_kv * n_rows * n_queries * k.shape[2] <= crossovers.flash_max_scores
     kernel = flash_attention if few and q.dtype == torch.bfloat16 else explicit_attention
@@ -64,6 +65,7 @@ def explicit_attention(
     scale: float,
     poisoned: bool = False,
     cap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
 ) -> Float[Tensor, "K B T G D"]:
     """By two batched products and a softmax. Scores of bf16 inputs are rounded to bf16.
 
@@ -85,5 +87,8 @@ def explicit_attention(
             last.masked_fill_(mask[:, :, None].isneginf(), float("-inf"))
         else:
             last.add_(mask[:, :, None])
-    mixed = torch.bmm(torch.softmax(scores, dim=-1), v.reshape(n_kv * n_rows, n_keys, head_dim))
+    if sinks is not None:
+        of_heads = sinks.to(scores.dtype).view(n_kv, 1, 1, group, 1).expand(n_kv, n_rows, n_queries, group, 1)
+        scores = torch.cat((scores, of_heads.reshape(*scores.shape[:2], 1)), dim=-1)
+    mixed = torch.bmm(torch.softmax(scores, dim=-1)[..., :n_keys], v.reshape(n_kv * n_rows, n_keys, head_dim))
     return mixed.view(q.shape)

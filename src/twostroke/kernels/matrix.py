@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -28,6 +29,29 @@ class Matrix(Protocol):
     """Bytes that it keeps: ``n_bytes``, and a second copy where few rows and many want the weights in another order."""
 
     def __call__(self, x: Float[Tensor, "M K"], residual: Float[Tensor, "M N"] | None = None) -> Float[Tensor, "M N"]: ...
+
+
+class ExpertMatrices(Protocol):
+    """The matrices of ``copies`` experts; ``of(e)`` is expert e's."""
+
+    copies: int
+    n_bytes: int
+    """Of all experts, each once."""
+
+    held_bytes: int
+
+    def of(self, expert: int) -> Callable[[Tensor], Tensor]: ...
+
+
+class SeparateMatrices:
+    """Experts' matrices, each by itself."""
+
+    def __init__(self, matrices: Sequence[Matrix]) -> None:
+        self.matrices, self.copies = tuple(matrices), len(matrices)
+        self.n_bytes, self.held_bytes = sum(m.n_bytes for m in matrices), sum(m.held_bytes for m in matrices)
+
+    def of(self, expert: int) -> Matrix:
+        return self.matrices[expert]
 
 
 class FloatMatrix:

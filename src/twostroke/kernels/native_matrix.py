@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 FORMATS = {name: number for number, name in enumerate(NATIVE_FORMATS)}
 """Our names, with the library's numbers."""
 
+PANEL_OUTPUTS = 16
+"""``ts::layout::kPanelOutputs``: outputs that a packed matrix holds together."""
+
 BLOCK_WEIGHTS = 2**20
 """Weights that are quantised at a time."""
 
@@ -122,21 +125,36 @@ class NativeMatrix:
         return CMatrix(FORMATS[self.format], self.group, self.n_rows, self.n_columns, self.address, bias)
 
     def __call__(self, x: Float[Tensor, "M K"], residual: Float[Tensor, "M N"] | None = None) -> Float[Tensor, "M N"]:
-        loaded = _loaded()
-        rows, m, k = x.float().contiguous(), x.shape[0], self.n_columns
-        width = loaded.ts_padded(k)
+        m, rows = len(x), self._prepared(x)
+        y = torch.empty((m, self.n_rows)) if residual is None else residual.float().clone(memory_format=torch.contiguous_format)
+        pointers = [tensor.data_ptr() for tensor in rows]
+        _loaded().ts_product(*self._shape, m, *pointers, y.data_ptr(), self.n_rows, residual is not None)
+        return y.to(x.dtype)
+
+    def outputs(self, x: Float[Tensor, "M K"], first: int, last: int) -> Float[Tensor, "M outputs"]:
+        """Outputs [first, last) of ``self(x)``; ``first`` is a multiple of ``PANEL_OUTPUTS``."""
+        m, rows = len(x), self._prepared(x)
+        y = torch.empty((m, last - first))
+        pointers, place = [tensor.data_ptr() for tensor in rows], y.data_ptr() - 4 * first  # of output 0
+        _loaded().ts_product_range(*self._shape, m, *pointers, first, last, place, last - first, False)
+        return y.to(x.dtype)
+
+    @property
+    def _shape(self) -> tuple[int | None, ...]:
+        bias = None if self.bias is None else self.bias.data_ptr()
+        return FORMATS[self.format], self.group, self.n_rows, self.n_columns, self.address, bias
+
+    def _prepared(self, x: Float[Tensor, "M K"]) -> tuple[Tensor, ...]:
+        """``ts::Rows`` of ``x``."""
+        loaded, m, k = _loaded(), len(x), self.n_columns
+        rows, width = x.float().contiguous(), loaded.ts_padded(k)
         bf16 = torch.empty((m, width), dtype=torch.int16)
         codes = torch.empty((m, width), dtype=torch.int8)
         scales = torch.empty(m)
         sums = torch.empty((m, loaded.ts_sums_per_row(k)), dtype=torch.int32)
-        buffers = [t.data_ptr() for t in (bf16, codes, scales, sums)]
-        code = FORMATS[self.format]
-        loaded.ts_prepare_rows(code, rows.data_ptr(), m, k, *buffers)
-        y = torch.empty((m, self.n_rows)) if residual is None else residual.float().clone(memory_format=torch.contiguous_format)
-        bias = None if self.bias is None else self.bias.data_ptr()
-        shape = (code, self.group, self.n_rows, k, self.address, bias)
-        loaded.ts_product(*shape, m, rows.data_ptr(), *buffers, y.data_ptr(), self.n_rows, residual is not None)
-        return y.to(x.dtype)
+        made = (bf16, codes, scales, sums)
+        loaded.ts_prepare_rows(FORMATS[self.format], rows.data_ptr(), m, k, *(tensor.data_ptr() for tensor in made))
+        return rows, *made
 
 
 def native_columns(weight: Float[Tensor, "N K"]) -> tuple[Int8[Tensor, "N K"], Float[Tensor, " N"]]:
@@ -161,6 +179,19 @@ def _in_row_blocks(quantize: Callable[[Tensor], tuple[Tensor, ...]], weight: Ten
         for all_rows, part in zip(whole, parts, strict=True):
             all_rows[start : start + n_rows] = part
     return whole
+
+
+class NativeExperts:
+    """The matrices of ``copies`` experts as one tall ``matrix``, an expert's outputs after another's. Each begins with a
+    panel."""
+
+    def __init__(self, matrix: NativeMatrix, copies: int) -> None:
+        self.matrix, self.copies = matrix, copies
+        self.n_bytes, self.held_bytes = matrix.n_bytes, matrix.held_bytes
+
+    def of(self, expert: int) -> Callable[[Tensor], Tensor]:
+        width = self.matrix.n_rows // self.copies
+        return lambda x: self.matrix.outputs(x, expert * width, (expert + 1) * width)
 
 
 class NativePair:

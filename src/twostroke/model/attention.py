@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twostroke.core import policy
-from twostroke.core.matrices import block_matrices, head_norms
+from twostroke.core.matrices import attention_matrices, head_norms
 from twostroke.core.spec import ModelSpec
 from twostroke.kernels import training_attention
 from twostroke.kernels.dropout import dropout
@@ -39,8 +39,10 @@ def prefers_explicit(device: torch.device, dtype: torch.dtype, n_tokens: int, tr
 
 
 def must_be_explicit(spec: ModelSpec, device: torch.device, dtype: torch.dtype, n_tokens: int, training: bool) -> bool:
-    """``prefers_explicit``, or scores are bounded, which SDPA cannot do."""
-    return spec.departures.attention_cap is not None or prefers_explicit(device, dtype, n_tokens, training)
+    """``prefers_explicit``, or scores are bounded or have sinks beside them, which SDPA cannot do."""
+    away = spec.departures
+    unusual = away.attention_cap is not None or away.attention_sinks
+    return unusual or prefers_explicit(device, dtype, n_tokens, training)
 
 
 def attends_natively(device: torch.device, dtype: torch.dtype, spec: ModelSpec, training: bool) -> bool:
@@ -112,9 +114,10 @@ def explicit_attention(
     dropped: float,
     scale: float,
     cap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
 ) -> Float[Tensor, "B H T D"]:
     """softmax(q·kᵀ·scale + mask)·v under a causal ``mask``, in blocks of queries that stop at the last key that a block attends
-    to. With ``cap`` scores are bounded to cap·tanh(score/cap) before the mask.
+    to. With ``cap`` scores are bounded to cap·tanh(score/cap) before the mask. A head's sink is one more score, without a value.
 
     The query heads of a group are a dimension beside their key head, so that keys and values are not copied for each.
     """
@@ -127,7 +130,11 @@ def explicit_attention(
         scores = q[..., start:end, :] @ k[..., :end, :].transpose(-1, -2)
         if cap is not None:
             scores = cap * torch.tanh(scores / cap)
-        probabilities = dropout(torch.softmax(scores + mask[..., start:end, :end], dim=-1), dropped)
+        scores = scores + mask[..., start:end, :end]
+        if sinks is not None:
+            beside = sinks.view(n_kv_heads, -1, 1, 1).to(scores.dtype).expand(*scores.shape[:-1], 1)
+            scores = torch.cat((scores, beside), dim=-1)
+        probabilities = dropout(torch.softmax(scores, dim=-1)[..., :end], dropped)
         blocks.append(probabilities @ v[..., :end, :])
     return torch.cat(blocks, dim=-2).reshape(n_rows, n_heads, n_tokens, head_dim)
 
@@ -142,13 +149,14 @@ class Attention(nn.Module):
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = spec.n_heads, spec.n_kv_heads, spec.head_dim
         self.dropout = spec.dropout
-        qkv, out, *_ = block_matrices(spec)
+        qkv, out = attention_matrices(spec)
         self.qkv = nn.Linear(qkv.k, qkv.n, bias=qkv.bias)
         norms = [RMSNorm(norm.n, spec.norm_eps, norm_offset(spec)) for norm in head_norms(spec)]
         self.q_norm = norms[0] if norms else None
         self.k_norm = norms[1] if norms else None
         self.norm_over_heads = spec.departures.qk_norm_over_heads
         self.spec, self.scale, self.cap = spec, spec.attention_scale, spec.departures.attention_cap
+        self.sinks = nn.Parameter(torch.empty(spec.n_heads)) if spec.departures.attention_sinks else None
         self.out = nn.Linear(out.k, out.n, bias=out.bias)
 
     def _norm_heads(self, norm: RMSNorm, heads: Float[Tensor, "B T H D"]) -> Float[Tensor, "B T H D"]:
@@ -181,7 +189,7 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H | K | K, T, D)
         dropped = self.dropout if self.training else 0.0
         if mask is not None and must_be_explicit(self.spec, q.device, q.dtype, n_tokens, self.training):
-            weighted_values = explicit_attention(q, k, v, mask, dropped, self.scale, self.cap)
+            weighted_values = explicit_attention(q, k, v, mask, dropped, self.scale, self.cap, self.sinks)
         else:
             # enable_gqa instead of keys and values expanded to H heads takes 118 and 276 ms instead of 138 and 332 on a CPU.
             weighted_values = F.scaled_dot_product_attention(

@@ -20,8 +20,9 @@ from twostroke.model.attention import (
     first_visible,
     must_be_explicit,
 )
+from twostroke.model.experts import ExpertsMlp
 from twostroke.model.initialise import initialise
-from twostroke.model.mlp import make_mlp
+from twostroke.model.mlp import GatedMlp, PlainMlp
 from twostroke.model.norm import make_norm
 from twostroke.model.rope import tables_by_layer
 
@@ -45,6 +46,12 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
+def make_mlp(spec: ModelSpec, layer: int) -> nn.Module:
+    if spec.has_experts(layer):
+        return ExpertsMlp(spec, layer)
+    return GatedMlp(spec) if spec.mlp == "swiglu" else PlainMlp(spec)
+
+
 class Block(nn.Module):
     """residual + attention(norm(residual)), then residual + mlp(norm(residual)).
 
@@ -52,7 +59,7 @@ class Block(nn.Module):
     depends on a tensor's value, so that torch.compile makes one graph of it.
     """
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         away = spec.departures
         self.norms_after, self.parallel, self.residual_scale = away.norms_after, away.parallel_block, away.residual_scale
@@ -60,7 +67,7 @@ class Block(nn.Module):
         self.attn = Attention(spec)
         self.attn_post_norm = make_norm(spec) if away.norms_around else None
         self.mlp_norm = None if away.one_norm else make_norm(spec)
-        self.mlp = make_mlp(spec)
+        self.mlp = make_mlp(spec, layer)
         self.mlp_post_norm = make_norm(spec) if away.norms_around else None
         # In transformers only GPT-2 has dropout on its residual branches. Other families have `attention_dropout` alone.
         self.residual_dropout = spec.dropout if spec.positions == "learned" else 0.0
@@ -116,10 +123,11 @@ class Decoder(nn.Module):
             self.embed = Embedding(spec.vocab_size, spec.d_model)
             learned = spec.positions == "learned"
             self.position_embed = Embedding(spec.max_positions, spec.d_model) if learned else None
-            self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.n_layers))
+            self.blocks = nn.ModuleList(Block(spec, i) for i in range(spec.n_layers))
             self.final_norm = make_norm(spec)
             self.head = None if spec.tied_embeddings else nn.Linear(spec.d_model, spec.vocab_size, bias=False)
-        self.to(dtype)
+        for parameter in self.parameters():  # buffers stay fp32
+            parameter.data = parameter.data.to(dtype)
         place = torch.device(device or "cpu")
         if place.type != "meta":
             self.to_empty(device=place)
@@ -129,6 +137,12 @@ class Decoder(nn.Module):
     def logit_cap(self) -> float | None:
         """What ``capped`` bounds logits to, where the family has a bound."""
         return self.spec.departures.logit_cap
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What a model directory holds, by canonical name: parameters, and buffers that are no run's own."""
+        held: dict[str, Tensor] = self.state_dict()
+        return held
 
     @property
     def head_weight(self) -> Float[Tensor, "V E"]:

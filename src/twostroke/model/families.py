@@ -33,7 +33,7 @@ def is_recomputed(spec: ModelSpec, name: str) -> bool:
 
 def read_entry(entry: Entry, get: Callable[[str], Tensor]) -> Tensor:
     """The canonical tensor of ``entry`` from stored tensors. A single untransposed part is returned without a copy."""
-    tensors = [get(part.name).T if entry.transposed else get(part.name) for part in entry.parts]
+    tensors = [get(part.name).mT if entry.transposed else get(part.name) for part in entry.parts]
     return held_order(entry, tensors[0] if len(tensors) == 1 else torch.cat(tensors))
 
 
@@ -43,12 +43,20 @@ def write_entry(entry: Entry, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     start = 0
     for part in entry.parts:
         piece = tensor[start : start + part.rows]
-        yield part.name, piece.T if entry.transposed else piece
+        if entry.copies > 1:
+            piece = piece.unflatten(0, (entry.copies, -1))
+        if entry.interleaved:
+            piece = piece.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        yield part.name, piece.mT if entry.transposed else piece
         start += part.rows
 
 
 def held_order(entry: Entry, tensor: Tensor) -> Tensor:
     """``tensor``, the rows of ``entry`` or a number for each, from the order of the disk to the canonical one."""
+    if entry.interleaved:
+        tensor = tensor.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    if entry.copies > 1:
+        tensor = tensor.flatten(0, 1)
     if entry.by_group is None:
         return tensor
     heads = tensor.unflatten(0, (*entry.by_group, -1))

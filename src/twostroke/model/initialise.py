@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 EMBEDDING_STD = 0.02
-RESIDUAL_OUTPUTS = (".attn.out.weight", ".mlp.down.weight")
+RESIDUAL_OUTPUTS = (".attn.out.weight", ".mlp.down.weight", ".mlp.expert_down.weight", ".mlp.shared_down.weight")
+ZERO_AT_FIRST = (".bias", ".sinks")
 
 
 def parameter_std(name: str, shape: torch.Size, n_layers: int) -> float:
@@ -26,8 +27,8 @@ def parameter_std(name: str, shape: torch.Size, n_layers: int) -> float:
 
 @torch.no_grad()
 def initialise(decoder: nn.Module, seed: int) -> None:
-    """Fill ``decoder`` in place: matrices from a normal distribution (``parameter_std``), biases with 0, norm weights with 1,
-    or with 0 where 1 is added to them.
+    """Fill ``decoder`` in place: matrices from a normal distribution (``parameter_std``), biases, attention sinks and buffers
+    with 0, norm weights with 1, or with 0 where 1 is added to them.
 
     Each parameter has a generator seeded by (seed, its name) and draws in fp32 on the CPU. So its values depend neither on the
     order of construction nor on the device or the dtype.
@@ -35,7 +36,7 @@ def initialise(decoder: nn.Module, seed: int) -> None:
     n_layers = sum(1 for _ in decoder.get_submodule("blocks").children())
     offsets = {name: getattr(module, "offset", 0.0) for name, module in decoder.named_modules()}
     for name, parameter in decoder.named_parameters():
-        if name.endswith(".bias"):
+        if name.endswith(ZERO_AT_FIRST):
             parameter.zero_()
         elif parameter.dim() == 1:
             parameter.fill_(1.0 - offsets[name.rpartition(".")[0]])
@@ -45,3 +46,5 @@ def initialise(decoder: nn.Module, seed: int) -> None:
             std = parameter_std(name, parameter.shape, n_layers)
             fresh = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
             parameter.copy_(fresh)
+    for buffer in decoder.buffers():
+        buffer.zero_()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -97,8 +97,16 @@ def load_model(directory: Path | str, dtype: str = "fp32", device: torch.device 
     """
     wanted = torch_dtype(dtype)
     spec, get = open_weights(directory)
-    decoder = Decoder(spec, wanted, device="meta").to_empty(device=device)
-    parameters = dict(decoder.named_parameters())
-    for name, tensor in to_canonical(spec, get):
-        parameters[name].copy_(tensor)
-    return decoder.eval()
+    return filled(Decoder(spec, wanted, device="meta"), device, to_canonical(spec, get))
+
+
+@torch.no_grad()
+def filled(decoder: Decoder, device: torch.device | str, tensors: Iterable[tuple[str, Tensor]]) -> Decoder:
+    """``decoder``, which is on device "meta", on ``device`` with ``tensors`` by canonical name."""
+    decoder = decoder.to_empty(device=device).eval()
+    for buffer in decoder.buffers():
+        buffer.zero_()
+    held = decoder.tensors
+    for name, tensor in tensors:
+        held[name].copy_(tensor)
+    return decoder

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -19,7 +20,23 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def _clamped_swish(gate: Tensor, up: Tensor) -> Tensor:
+    gate = gate.clamp(max=SWISH_LIMIT)
+    return gate * torch.sigmoid(SWISH_SLOPE * gate) * (up.clamp(-SWISH_LIMIT, SWISH_LIMIT) + 1.0)
+
+
+SWISH_LIMIT, SWISH_SLOPE = 7.0, 1.702
+"""Of ``clamped_swish`` (gpt-oss's model card, August 2025)."""
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh}
+
+
+def gated(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """(gate, up) → activation(gate)·up."""
+    if name == "clamped_swish":
+        return _clamped_swish
+    activation = ACTIVATIONS[name]
+    return lambda gate, up: activation(gate) * up
 
 
 class GatedMlp(nn.Module):
@@ -28,14 +45,14 @@ class GatedMlp(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[spec.activation]
+        self.activation = gated(spec.activation)
         *_, up, down = block_matrices(spec)
         self.gate_up = nn.Linear(up.k, up.n, bias=up.bias)
         self.down = nn.Linear(down.k, down.n, bias=down.bias)
 
     def forward(self, normed: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         gate, up = self.gate_up(normed).chunk(2, dim=-1)
-        mlp_inner = self.activation(gate) * up  # (B, T, F)
+        mlp_inner = self.activation(gate, up)  # (B, T, F)
         return self.down(mlp_inner)
 
 
@@ -52,7 +69,3 @@ class PlainMlp(nn.Module):
     def forward(self, normed: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         mlp_inner = self.activation(self.up(normed))  # (B, T, F)
         return self.down(mlp_inner)
-
-
-def make_mlp(spec: ModelSpec) -> nn.Module:
-    return GatedMlp(spec) if spec.mlp == "swiglu" else PlainMlp(spec)

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 
 from twostroke.core.aside import directory_beside, flush_to_disk, take_place
 from twostroke.core.dtypes import BYTES, TORCH_NAMES
@@ -25,6 +25,7 @@ from twostroke.core.errors import ConfigError, CorruptFileError, DataError, Inpu
 from twostroke.core.families import config_from_spec, layout
 from twostroke.core.spec import ModelSpec
 from twostroke.data.tokenizer import load_tokenizer, tokenizer_file
+from twostroke.model.decoder import Decoder
 from twostroke.model.families import from_canonical
 from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME
 
@@ -44,7 +45,7 @@ _MODEL_FILES = {
 
 
 def save_model(
-    model: nn.Module | Mapping[str, Tensor],
+    model: Decoder | Mapping[str, Tensor],
     spec: ModelSpec,
     directory: Path | str,
     dtype: str = "fp32",
@@ -65,7 +66,7 @@ def save_model(
         raise ConfigError(f"dtype={dtype!r} is not a format to save in. Use fp32, bf16 or fp16.")
     target = Path(directory)
     require_writable(target, replace)
-    state = {name: p.detach() for name, p in model.named_parameters()} if isinstance(model, nn.Module) else model
+    state = model.tensors if isinstance(model, Decoder) else model
     _check_names(spec, state)
     with written_aside(target) as aside:
         _write_json(aside / "config.json", config_from_spec(spec, TORCH_NAMES[dtype]))

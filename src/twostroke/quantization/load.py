@@ -18,7 +18,7 @@ from twostroke.kernels.codes import Codes
 from twostroke.model.decoder import Decoder
 from twostroke.model.families import held_order, read_entry
 from twostroke.model.lazy_state import LazyState
-from twostroke.model.load import load_model, load_state, torch_dtype
+from twostroke.model.load import filled, load_model, load_state, torch_dtype
 from twostroke.model.safetensors_file import WeightFiles
 from twostroke.quantization.directory import (
     Quantisation,
@@ -49,11 +49,8 @@ def load_decoder(directory: Path | str, dtype: str = "fp32", device: torch.devic
     if stored_quantisation(directory) is None:
         return load_model(directory, dtype, device)
     spec, state = load_any_state(directory)
-    decoder = Decoder(spec, torch_dtype(dtype), device="meta").to_empty(device=device)
-    with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
-            parameter.copy_(expanded(state, name))
-    return decoder.eval()
+    decoder = Decoder(spec, torch_dtype(dtype), device="meta")
+    return filled(decoder, device, ((name, expanded(state, name)) for name in decoder.tensors))
 
 
 def expanded(state: Mapping[str, Tensor], name: str) -> Tensor:

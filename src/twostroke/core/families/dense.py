@@ -89,18 +89,23 @@ def write_olmo3(spec: ModelSpec) -> dict[str, Any]:
 
 def parse_granite(config: dict[str, Any]) -> ModelSpec:
     """Llama with constant multipliers on embedding, attention, residuals and logits."""
+    return granite_like("granite", config, mlp_bias=Reader(config).flag("mlp_bias", False))
+
+
+def granite_like(family: str, config: dict[str, Any], **extra: Any) -> ModelSpec:
+    """The keys that all of IBM's families share; ``extra`` replaces or adds fields."""
     r = Reader(config)
     bias = r.flag("attention_bias", False)
     divided = r.number("logits_scaling", 1.0)
     if not divided > 0:
         raise ConfigError(f"config.json: logits_scaling={divided!r} must be positive.")
     return llama_like(
-        "granite", config, Defaults(max_positions=2048, bos=1, eos=2), qkv_bias=bias, attn_out_bias=bias,
-        mlp_bias=r.flag("mlp_bias", False),
+        family, config, Defaults(max_positions=2048, bos=1, eos=2), qkv_bias=bias, attn_out_bias=bias,
         departures=Departures(
             embedding_scale=r.number("embedding_multiplier", 1.0), attention_scale=r.number("attention_multiplier", 1.0),
             residual_scale=r.number("residual_multiplier", 1.0), logit_scale=1.0 / divided,
         ),
+        **extra,
     )  # fmt: skip
 
 

@@ -1,11 +1,13 @@
-"""Mixtures of experts on the attention of Llama: Mixtral, Qwen2- and Qwen3-MoE, GLM-4.5, gpt-oss and MiniMax-M2."""
+"""Mixtures of experts on the attention of Llama: Mixtral, Qwen2- and Qwen3-MoE, OLMoE, Granite 3 MoE, GLM-4.5, gpt-oss and
+MiniMax-M2."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from twostroke.core.errors import ConfigError
-from twostroke.core.families.llama import Defaults, llama_like
+from twostroke.core.families.dense import granite_like, write_granite
+from twostroke.core.families.llama import Defaults, kinds_of_layers, llama_like, other_layers, write_llama_like
 from twostroke.core.families.reader import Reader
 from twostroke.core.spec import Departures, ModelSpec, MoeSpec
 
@@ -20,6 +22,22 @@ def parse_mixtral(config: dict[str, Any]) -> ModelSpec:
     return llama_like(
         "mixtral", config | {"rms_norm_eps": r.number("rms_norm_eps", 1e-5)}, defaults, rope, moe=moe, sliding_window=window
     )
+
+
+def _moe_of(spec: ModelSpec) -> MoeSpec:
+    if spec.moe is None:
+        raise ConfigError(f"family={spec.family!r} has experts, and this model has none.")
+    return spec.moe
+
+
+def write_mixtral(spec: ModelSpec) -> dict[str, Any]:
+    moe = _moe_of(spec)
+    return write_llama_like(spec) | {
+        "num_local_experts": moe.n_experts,
+        "num_experts_per_tok": moe.top_k,
+        "intermediate_size": moe.d_expert,
+        "sliding_window": spec.sliding_window,
+    }
 
 
 def _sparse_layers(config: dict[str, Any]) -> tuple[int, ...] | None:
@@ -39,16 +57,22 @@ def prediction_layers_left_out(n_layers: int) -> tuple[str, ...]:
     return (f"{n_layers} multi-token-prediction layer(s) are left out",) if n_layers else ()
 
 
+def _number_of_experts(r: Reader, default: int) -> int:
+    """``num_local_experts`` or ``num_experts``: transformers 5 writes the first where 4 wrote the second."""
+    return r.integer("num_local_experts", r.integer("num_experts", default))
+
+
 def parse_qwen3_moe(config: dict[str, Any]) -> ModelSpec:
     """Experts in every ``decoder_sparse_step``-th layer that ``mlp_only_layers`` does not list; Qwen3's QK-norm."""
     r = Reader(config)
     r.must_be("use_sliding_window", False)
     bias = r.flag("attention_bias", False)
     moe = MoeSpec(
-        n_experts=r.integer("num_experts", 128),
+        n_experts=_number_of_experts(r, 128),
         top_k=r.integer("num_experts_per_tok", 8),
         d_expert=r.integer("moe_intermediate_size", 768),
         layers=_sparse_layers(config),
+        normalised=r.flag("norm_topk_prob", False),
     )
     defaults = Defaults(max_positions=32_768, n_kv_heads=4)
     return llama_like("qwen3_moe", config, defaults, r.rope(), moe=moe, qk_norm=True, qkv_bias=bias, attn_out_bias=bias)
@@ -59,16 +83,95 @@ def parse_qwen2_moe(config: dict[str, Any]) -> ModelSpec:
     r = Reader(config)
     r.must_be("use_sliding_window", False)
     moe = MoeSpec(
-        n_experts=r.integer("num_experts", 60),
+        n_experts=_number_of_experts(r, 60),
         top_k=r.integer("num_experts_per_tok", 4),
         d_expert=r.integer("moe_intermediate_size", 1408),
         n_shared_experts=1,
         d_shared=r.integer("shared_expert_intermediate_size", 5632),
         layers=_sparse_layers(config),
         shared_gate=True,
+        normalised=r.flag("norm_topk_prob", False),
     )
     defaults = Defaults(max_positions=32_768, n_kv_heads=16)
     return llama_like("qwen2_moe", config, defaults, moe=moe, qkv_bias=r.flag("qkv_bias", True))
+
+
+def write_qwen_moe(spec: ModelSpec) -> dict[str, Any]:
+    """Of both, which read what the other adds as nothing."""
+    moe = _moe_of(spec)
+    dense = [] if moe.layers is None else list(other_layers(spec.n_layers, moe.layers))
+    return write_llama_like(spec) | {
+        "num_experts": moe.n_experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.d_expert,
+        "norm_topk_prob": moe.normalised,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": dense,
+        **(
+            {"shared_expert_intermediate_size": moe.d_shared, "qkv_bias": spec.qkv_bias}
+            if spec.family == "qwen2_moe"
+            else {"attention_bias": spec.qkv_bias}
+        ),
+    }
+
+
+def parse_olmoe(config: dict[str, Any]) -> ModelSpec:
+    """Experts in every layer, shares that need not sum to 1, QK-norm over all heads together."""
+    r = Reader(config)
+    r.must_be("clip_qkv", None)
+    bias = r.flag("attention_bias", False)
+    moe = MoeSpec(
+        n_experts=_number_of_experts(r, 64),
+        top_k=r.integer("num_experts_per_tok", 8),
+        d_expert=r.integer("intermediate_size", 2048),
+        normalised=r.flag("norm_topk_prob", False),
+    )
+    return llama_like(
+        "olmoe", config, Defaults(max_positions=4096, eos=50_279), moe=moe, qkv_bias=bias, attn_out_bias=bias, qk_norm=True,
+        norm_eps=r.number("rms_norm_eps", 1e-5), departures=Departures(qk_norm_over_heads=True),
+    )  # fmt: skip
+
+
+def write_olmoe(spec: ModelSpec) -> dict[str, Any]:
+    moe = _moe_of(spec)
+    return write_llama_like(spec) | {
+        "num_experts": moe.n_experts,
+        "num_experts_per_tok": moe.top_k,
+        "intermediate_size": moe.d_expert,
+        "norm_topk_prob": moe.normalised,
+        "attention_bias": spec.qkv_bias,
+    }
+
+
+def parse_granitemoe(config: dict[str, Any]) -> ModelSpec:
+    """Granite's multipliers, experts in every layer."""
+    r = Reader(config)
+    moe = MoeSpec(r.integer("num_local_experts", 8), r.integer("num_experts_per_tok", 2), r.integer("intermediate_size"))
+    return granite_like("granitemoe", config, moe=moe)
+
+
+def write_granitemoe(spec: ModelSpec) -> dict[str, Any]:
+    moe = _moe_of(spec)
+    return write_granite(spec) | {
+        "num_local_experts": moe.n_experts,
+        "num_experts_per_tok": moe.top_k,
+        "intermediate_size": moe.d_expert,
+    }
+
+
+def routing_keys(moe: MoeSpec) -> dict[str, Any]:
+    """The keys of DeepSeek's experts, which GLM's configs have too."""
+    return {
+        "n_routed_experts": moe.n_experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.d_expert,
+        "n_shared_experts": moe.n_shared_experts,
+        "norm_topk_prob": moe.normalised,
+        "routed_scaling_factor": moe.share_scale,
+        "n_group": moe.n_groups,
+        "topk_group": moe.top_groups,
+        "num_nextn_predict_layers": 0,
+    }
 
 
 def parse_glm4_moe(config: dict[str, Any]) -> ModelSpec:
@@ -85,6 +188,11 @@ def parse_glm4_moe(config: dict[str, Any]) -> ModelSpec:
         d_shared=r.integer("moe_intermediate_size", 1408),
         layers=tuple(range(dense, n_layers)),
         correction_bias=True,
+        scores="sigmoid",
+        normalised=r.flag("norm_topk_prob", True),
+        share_scale=r.number("routed_scaling_factor", 1.0),
+        n_groups=r.integer("n_group", 1),
+        top_groups=r.integer("topk_group", 1),
     )
     left_out = r.integer("num_nextn_predict_layers", 0)
     return llama_like(
@@ -92,6 +200,16 @@ def parse_glm4_moe(config: dict[str, Any]) -> ModelSpec:
         qkv_bias=r.flag("attention_bias", False), norm_eps=r.number("rms_norm_eps", 1e-5),
         departures=Departures(rotary_dim=r.rotary_dim(head_dim, 0.5)), notes=prediction_layers_left_out(left_out),
     )  # fmt: skip
+
+
+def write_glm4_moe(spec: ModelSpec) -> dict[str, Any]:
+    moe = _moe_of(spec)
+    return write_llama_like(spec) | routing_keys(moe) | {
+        "first_k_dense_replace": 0 if moe.layers is None else spec.n_layers - len(moe.layers),
+        "use_qk_norm": spec.qk_norm,
+        "attention_bias": spec.qkv_bias,
+        "partial_rotary_factor": spec.rotary_dim / spec.head_dim,
+    }
 
 
 def parse_gpt_oss(config: dict[str, Any]) -> ModelSpec:
@@ -110,12 +228,26 @@ def parse_gpt_oss(config: dict[str, Any]) -> ModelSpec:
         router_bias=True,
         expert_bias=True,
     )
+    r.must_be("swiglu_alpha", 1.702)
+    r.must_be("swiglu_limit", 7.0)
     return llama_like(
         "gpt_oss", {"head_dim": 64} | config, Defaults(max_positions=131_072, n_kv_heads=8), r.rope(150_000.0),
-        moe=moe, qkv_bias=bias, attn_out_bias=bias, norm_eps=r.number("rms_norm_eps", 1e-5),
+        moe=moe, activation="clamped_swish", qkv_bias=bias, attn_out_bias=bias, norm_eps=r.number("rms_norm_eps", 1e-5),
         sliding_window=r.integer("sliding_window", 128), sliding_window_layers=windowed,
-        departures=Departures(attention_sinks=True, without_parameters=("clamped SwiGLU",)),
+        departures=Departures(attention_sinks=True),
     )  # fmt: skip
+
+
+def write_gpt_oss(spec: ModelSpec) -> dict[str, Any]:
+    moe = _moe_of(spec)
+    return write_llama_like(spec) | {
+        "num_local_experts": moe.n_experts,
+        "num_experts_per_tok": moe.top_k,
+        "intermediate_size": moe.d_expert,
+        "attention_bias": spec.qkv_bias,
+        "sliding_window": spec.sliding_window,
+        "layer_types": kinds_of_layers(spec),
+    }
 
 
 def parse_minimax_m2(config: dict[str, Any]) -> ModelSpec:
@@ -129,6 +261,7 @@ def parse_minimax_m2(config: dict[str, Any]) -> ModelSpec:
         top_k=r.integer("num_experts_per_tok", 8),
         d_expert=r.integer("intermediate_size"),
         correction_bias=r.flag("use_routing_bias", True),
+        scores="sigmoid",
     )
     normed = r.flag("use_qk_norm", True)
     left_out = r.integer("num_mtp_modules", 0) if r.flag("use_mtp", False) else 0

@@ -28,7 +28,7 @@ def _latent(
         qk_rope_dim=r.integer("qk_rope_head_dim"),
         v_dim=r.integer("v_head_dim"),
     )
-    width = r.integer("moe_intermediate_size")
+    width, n_groups = r.integer("moe_intermediate_size"), r.optional_integer("n_group") or 1
     moe = MoeSpec(
         n_experts=r.integer("n_routed_experts"),
         top_k=r.integer("num_experts_per_tok"),
@@ -37,6 +37,11 @@ def _latent(
         d_shared=width,
         layers=tuple(i for i in range(n_layers) if i >= dense and i % step == 0),
         correction_bias=correction_bias,
+        scores="sigmoid" if correction_bias else "softmax",
+        normalised=r.flag("norm_topk_prob", correction_bias),
+        share_scale=r.number("routed_scaling_factor", 2.5 if correction_bias else 1.0),
+        n_groups=n_groups,
+        top_groups=r.integer("topk_group", 1) if n_groups > 1 else 1,
     )
     heads, bias = r.integer("num_attention_heads"), r.flag("attention_bias", False)
     left_out = r.integer("num_nextn_predict_layers", 0)

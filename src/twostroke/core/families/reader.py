@@ -206,5 +206,5 @@ def activation(name: Any) -> Any:
     return known[name]
 
 
-ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
+ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new", "clamped_swish": "silu", "relu": "relu"}
 """transformers' name for each activation of ours."""

@@ -20,10 +20,14 @@ from twostroke.core.families.weights import (
     GPT_BIGCODE_WEIGHTS,
     GPT_NEO_WEIGHTS,
     GPT_NEOX_WEIGHTS,
+    GPT_OSS_WEIGHTS,
+    GRANITE_MOE_WEIGHTS,
     LLAMA_WEIGHTS,
+    MIXTRAL_WEIGHTS,
     OLMO2_WEIGHTS,
     PHI3_WEIGHTS,
     PHI_WEIGHTS,
+    QWEN2_MOE_WEIGHTS,
     STARCODER2_WEIGHTS,
     Entry,
     WeightNames,
@@ -75,6 +79,13 @@ FAMILIES: dict[str, Family] = {
         Family("exaone4", "Exaone4ForCausalLM", dense.parse_exaone4, dense.write_exaone4, OLMO2_WEIGHTS),
         Family("ernie4_5", "Ernie4_5ForCausalLM", dense.parse_ernie4_5, dense.write_ernie4_5),
         Family("seed_oss", "SeedOssForCausalLM", dense.parse_seed_oss, dense.write_seed_oss),
+        Family("mixtral", "MixtralForCausalLM", experts.parse_mixtral, experts.write_mixtral, MIXTRAL_WEIGHTS),
+        Family("qwen2_moe", "Qwen2MoeForCausalLM", experts.parse_qwen2_moe, experts.write_qwen_moe, QWEN2_MOE_WEIGHTS),
+        Family("qwen3_moe", "Qwen3MoeForCausalLM", experts.parse_qwen3_moe, experts.write_qwen_moe),
+        Family("olmoe", "OlmoeForCausalLM", experts.parse_olmoe, experts.write_olmoe),
+        Family("granitemoe", "GraniteMoeForCausalLM", experts.parse_granitemoe, experts.write_granitemoe, GRANITE_MOE_WEIGHTS),
+        Family("glm4_moe", "Glm4MoeForCausalLM", experts.parse_glm4_moe, experts.write_glm4_moe),
+        Family("gpt_oss", "GptOssForCausalLM", experts.parse_gpt_oss, experts.write_gpt_oss, GPT_OSS_WEIGHTS),
     )
 }
 """Families that are planned, built, trained, served and written."""
@@ -82,11 +93,6 @@ FAMILIES: dict[str, Family] = {
 PLANNED_FAMILIES: dict[str, Family] = {
     f.name: f
     for f in (
-        Family("mixtral", "MixtralForCausalLM", experts.parse_mixtral),
-        Family("qwen2_moe", "Qwen2MoeForCausalLM", experts.parse_qwen2_moe),
-        Family("qwen3_moe", "Qwen3MoeForCausalLM", experts.parse_qwen3_moe),
-        Family("glm4_moe", "Glm4MoeForCausalLM", experts.parse_glm4_moe),
-        Family("gpt_oss", "GptOssForCausalLM", experts.parse_gpt_oss),
         Family("minimax_m2", "MiniMaxM2ForCausalLM", experts.parse_minimax_m2),
         Family("deepseek_v2", "DeepseekV2ForCausalLM", latent.parse_deepseek_v2),
         Family("deepseek_v3", "DeepseekV3ForCausalLM", latent.parse_deepseek_v3),

@@ -9,8 +9,45 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from twostroke.core.matrices import Matrix, Norm, block, has_norm_bias, head_matrix
+from twostroke.core.matrices import Matrix, Norm, Vector, block, has_norm_bias, head_matrix
 from twostroke.core.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Names of a layer's experts on disk, below the layer.
+
+    ``gate``, ``up`` and ``down`` have {} for an expert's number; with ``gate_up`` one tensor (experts, outputs, inputs) holds
+    all of them, and another under ``down``. Those may be ``transposed``, (experts, inputs, outputs), with gate and up
+    ``interleaved``. ``shared`` is what comes before the shared experts' gate_proj, up_proj and down_proj. ``weight`` and
+    ``bias`` end the names of matrices.
+    """
+
+    router: str = "mlp.gate"
+    gate: str = "mlp.experts.{}.gate_proj"
+    up: str = "mlp.experts.{}.up_proj"
+    gate_up: str = ""
+    down: str = "mlp.experts.{}.down_proj"
+    shared: str = "mlp.shared_experts"
+    shared_gate: str = "mlp.shared_expert_gate"
+    correction_bias: str = "mlp.gate.e_score_correction_bias"
+    transposed: bool = False
+    interleaved: bool = False
+    weight: str = ".weight"
+    bias: str = ".bias"
+
+    def parts(self, matrix: Matrix, kind: str) -> tuple[tuple[str, int], ...]:
+        """(name, rows) of each tensor that holds a part of ``matrix``'s weight or bias, in the order of its rows."""
+        if matrix.name in ("router", "shared_gate"):
+            return ((f"{getattr(self, matrix.name)}.{kind}", matrix.n),)
+        if matrix.copies == 1:
+            return tuple((f"{self.shared}.{part.removeprefix('shared_')}_proj.{kind}", n) for part, n in matrix.parts)
+        ending = self.weight if kind == "weight" else self.bias
+        if self.gate_up:
+            name = self.down if matrix.name == "expert_down" else self.gate_up
+            return ((name + ending, matrix.rows),)
+        each = matrix.packed or (("down", matrix.n),)
+        return tuple((getattr(self, part).format(i) + ending, n) for i in range(matrix.copies) for part, n in each)
 
 
 @dataclass(frozen=True)
@@ -31,12 +68,13 @@ class WeightNames:
     head: str = "lm_head"
     transposed: bool = False
     qkv_by_group: bool = False
+    experts: ExpertNames = ExpertNames()
 
     def parts(self, matrix: Matrix) -> tuple[tuple[str, int], ...]:
         """(name below the layer, outputs) of what ``matrix`` is stored as; nothing where the names are not known. Experts are
         named as the dense MLP is."""
         name = matrix.name.removeprefix("expert_").removeprefix("shared_")
-        if matrix.split == "replicated" and not matrix.name.endswith("_a"):  # a router, or an indexer's
+        if matrix.chooses:
             return ()
         if name in self.block:
             return ((self.block[name], matrix.n),)
@@ -142,6 +180,37 @@ FALCON_WEIGHTS = WeightNames(
     qkv_by_group=True,
 )
 
+MIXTRAL_WEIGHTS = replace(
+    LLAMA_WEIGHTS,
+    experts=ExpertNames(
+        router="block_sparse_moe.gate",
+        gate="block_sparse_moe.experts.{}.w1",
+        up="block_sparse_moe.experts.{}.w3",
+        down="block_sparse_moe.experts.{}.w2",
+    ),
+)
+QWEN2_MOE_WEIGHTS = replace(LLAMA_WEIGHTS, experts=ExpertNames(shared="mlp.shared_expert"))
+GRANITE_MOE_WEIGHTS = replace(
+    LLAMA_WEIGHTS,
+    experts=ExpertNames(
+        router="block_sparse_moe.router.layer",
+        gate_up="block_sparse_moe.input_linear",
+        down="block_sparse_moe.output_linear",
+    ),
+)
+GPT_OSS_WEIGHTS = replace(
+    _like_llama(sinks="self_attn.sinks"),
+    experts=ExpertNames(
+        router="mlp.router",
+        gate_up="mlp.experts.gate_up_proj",
+        down="mlp.experts.down_proj",
+        transposed=True,
+        interleaved=True,
+        weight="",
+        bias="_bias",
+    ),
+)
+
 
 @dataclass(frozen=True)
 class Part:
@@ -157,6 +226,9 @@ class Entry:
 
     ``by_group`` (groups, heads of a group): its rows, heads of equal size, are stored group by group and held by place in the
     group: first all but the last two heads of every group, then the last but one of each, then the last.
+
+    ``copies``: the one part is a tensor of so many matrices, whose rows are held one after another. With ``interleaved`` the
+    rows of a matrix are stored by turns of its first and its second half.
     """
 
     canonical: str
@@ -165,10 +237,13 @@ class Entry:
     transposed: bool = False
     matrix: Matrix | None = None
     by_group: tuple[int, int] | None = None
+    copies: int = 1
+    interleaved: bool = False
 
     def stored_shape(self, part: Part) -> tuple[int, ...]:
-        shape = (part.rows, *self.shape[1:])
-        return shape[::-1] if self.transposed else shape
+        shape = (part.rows // self.copies, *self.shape[1:])
+        shape = shape[::-1] if self.transposed else shape
+        return shape if self.copies == 1 else (self.copies, *shape)
 
 
 def _whole(canonical: str, stored: str, *shape: int) -> Entry:
@@ -184,20 +259,49 @@ def tensors(spec: ModelSpec, names: WeightNames) -> Iterator[Entry]:
         yield _whole("position_embed.weight", f"{names.positions}.weight", spec.max_positions, spec.d_model)
     for i in range(spec.n_layers):
         ours, theirs = f"blocks.{i}", f"{names.layer}.{i}"
-        for part in block(spec):
+        for part in block(spec, i):
             if isinstance(part, Norm):
                 for kind in kinds:
                     yield _whole(f"{ours}.{part.module}.{kind}", f"{theirs}.{names.block[part.name]}.{kind}", part.n)
-                continue
-            for kind, columns in (("weight", (part.k,)), ("bias", ())) if part.bias else (("weight", (part.k,)),):
-                stored = tuple(Part(f"{theirs}.{name}.{kind}", rows) for name, rows in names.parts(part))
-                is_weight = kind == "weight"
-                yield Entry(
-                    f"{ours}.{part.module}.{kind}", (part.n, *columns), stored,
-                    names.transposed and is_weight, part if is_weight else None, groups if part.name == "qkv" else None,
-                )  # fmt: skip
+            elif isinstance(part, Vector):
+                stored = names.block.get(part.name, names.experts.correction_bias)
+                yield _whole(f"{ours}.{part.module}", f"{theirs}.{stored}", part.n)
+            elif part.copies > 1 or part.chooses or part.name.startswith("shared_"):
+                yield from _of_experts(part, names.experts, ours, theirs)
+            else:
+                yield from _of_matrix(part, names, ours, theirs, groups if part.name == "qkv" else None)
     for kind in kinds:
         yield _whole(f"final_norm.{kind}", f"{names.final_norm}.{kind}", spec.d_model)
     if not spec.tied_embeddings:
         head = head_matrix(spec)
         yield _whole("head.weight", f"{names.head}.weight", head.n, head.k)
+
+
+def _kinds(matrix: Matrix) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """(weight or bias, inputs of a row) of the tensors that ``matrix`` has."""
+    return (("weight", (matrix.k,)), ("bias", ())) if matrix.bias else (("weight", (matrix.k,)),)
+
+
+def _of_matrix(
+    matrix: Matrix, names: WeightNames, ours: str, theirs: str, by_group: tuple[int, int] | None
+) -> Iterator[Entry]:
+    for kind, columns in _kinds(matrix):
+        stored = tuple(Part(f"{theirs}.{name}.{kind}", rows) for name, rows in names.parts(matrix))
+        is_weight = kind == "weight"
+        yield Entry(
+            f"{ours}.{matrix.module}.{kind}", (matrix.n, *columns), stored,
+            names.transposed and is_weight, matrix if is_weight else None, by_group,
+        )  # fmt: skip
+
+
+def _of_experts(matrix: Matrix, names: ExpertNames, ours: str, theirs: str) -> Iterator[Entry]:
+    """Experts, shared ones, or what chooses among them."""
+    together = matrix.copies > 1 and names.gate_up != ""
+    for kind, columns in _kinds(matrix):
+        stored = tuple(Part(f"{theirs}.{name}", rows) for name, rows in names.parts(matrix, kind))
+        is_weight = kind == "weight"
+        yield Entry(
+            f"{ours}.{matrix.module}.{kind}", (matrix.rows, *columns), stored,
+            names.transposed and together and is_weight, matrix if is_weight and not matrix.chooses else None,
+            copies=matrix.copies if together else 1, interleaved=names.interleaved and together and len(matrix.packed) > 1,
+        )  # fmt: skip

@@ -39,6 +39,7 @@ struct AttendTask {
     int32_t n_tokens, group;
     int64_t window;              // 0: none
     float cap;                   // of scores; 0: none
+    const float* sinks;          // of the group's heads; null: none
     int64_t first_key, end_key;  // no row sees a key before or behind; shared out only at multiples of kSpan
     float* partial;  // null: write out; else for each span: a maximum and a sum of weights for each row, (rows, D)
                      // sums of values

@@ -283,8 +283,7 @@ void attend_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const ts::Atte
     ts::release_tmm();
     if (task.partial != nullptr) return;
     for (int64_t r = 0; r < n_rows; r++)
-        divide_by_denominator(work.total + r * D, work.total_denominator[r], D,
-                              task.out + r / task.group * task.out_stride + r % task.group * D);
+        divide_by_denominator(task, r, work.total + r * D, work.total_max[r], work.total_denominator[r], D);
 }
 
 void attend(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendTask& task, float scale, void* memory) {

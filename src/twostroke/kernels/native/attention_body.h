@@ -277,8 +277,7 @@ void attend_as(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendT
     }
     if (task.partial != nullptr) return;
     for (int64_t r = 0; r < n_rows; r++)
-        divide_by_denominator(s.total + r * s.padded, s.total_denominator[r], D,
-                              task.out + r / task.group * task.out_stride + r % task.group * D);
+        divide_by_denominator(task, r, s.total + r * s.padded, s.total_max[r], s.total_denominator[r], D);
 }
 
 void attend(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendTask& task, float scale, void* memory) {

@@ -47,7 +47,11 @@ TS_INLINE void merge_span(float* total, float& total_max, float& total_denominat
     total_max = now;
 }
 
-TS_INLINE void divide_by_denominator(const float* total, float denominator, int64_t head_dim, float* out) {
+// Row r of a task: its sums of values over its sum of weights, which its head's sink is part of.
+TS_INLINE void divide_by_denominator(const ts::AttendTask& task, int64_t r, const float* total, float running_max,
+                                     float denominator, int64_t head_dim) {
+    if (task.sinks != nullptr) denominator += exp2_of(all(task.sinks[r % task.group] * kLog2e - running_max))[0];
+    float* out = task.out + r / task.group * task.out_stride + r % task.group * head_dim;
     const Floats factor = all(1.0f / denominator);
     for (int64_t d = 0; d < head_dim; d += kLanes) {
         const int left = head_dim - d < kLanes ? static_cast<int>(head_dim - d) : kLanes;
@@ -69,7 +73,7 @@ void combine(const ts::KvLayout& kv, const ts::AttendTask& task, int64_t n_spans
             const float* span = first + i * n_rows * (D + 2);
             merge_span(total, running_max, denominator, span + 2 * n_rows + r * D, span[2 * r], span[2 * r + 1], D);
         }
-        divide_by_denominator(total, denominator, D, task.out + r / task.group * task.out_stride + r % task.group * D);
+        divide_by_denominator(task, r, total, running_max, denominator, D);
     }
 }
 

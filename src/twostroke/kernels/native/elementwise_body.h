@@ -209,11 +209,23 @@ TS_INLINE void activate_by(const float* gate, const float* up, int64_t n, float*
     }
 }
 
+// min(g, 7)·σ(1.702·g)·(1 + u) of a gate g and an up u within ±7 (gpt-oss).
+void clamped_swish(const float* gate, const float* up, int64_t n, float* y) {
+    const Floats limit = all(7.0f);
+    for (int64_t i = 0; i < n; i += kLanes) {
+        const int left = n - i < kLanes ? static_cast<int>(n - i) : kLanes;
+        const Floats g = -greater(-load_some(gate + i, left), -limit);
+        const Floats u = -greater(-greater(load_some(up + i, left), -limit), -limit);
+        store_some(y + i, quotient(g, all(1.0f) + exp_of(g * all(-1.702f))) * (u + all(1.0f)), left);
+    }
+}
+
 void activate(ts::Activation activation, const float* gate, const float* up, int64_t n, float* y) {
     switch (activation) {
         case ts::Activation::Silu: return activate_by(gate, up, n, y, [](Floats v) { return silu(v); });
         case ts::Activation::Gelu: return activate_by(gate, up, n, y, [](Floats v) { return gelu(v); });
         case ts::Activation::GeluTanh: return activate_by(gate, up, n, y, [](Floats v) { return gelu_tanh(v); });
+        case ts::Activation::ClampedSwish: return clamped_swish(gate, up, n, y);
     }
 }
 

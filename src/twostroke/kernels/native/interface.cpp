@@ -17,21 +17,6 @@
 
 using namespace ts;
 
-namespace {
-
-// Rows [first, first + n), or as many as there are.
-Rows slice(const Rows& rows, int64_t k, int64_t first, int64_t n) {
-    const auto at = [first](auto* p, int64_t stride) { return p == nullptr ? p : p + first * stride; };
-    return Rows{first + n < rows.m ? n : rows.m - first,
-                at(rows.f32, k),
-                at(rows.bf16, padded(k)),
-                at(rows.codes, padded(k)),
-                at(rows.scales, 1),
-                at(rows.sums, sums_per_row(k))};
-}
-
-}  // namespace
-
 extern "C" {
 
 // The size of a structure that Python mirrors; -1 for an unknown name.

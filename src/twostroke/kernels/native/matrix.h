@@ -42,6 +42,17 @@ struct Rows {
 static constexpr int64_t padded(int64_t k) { return (k + 31) / 32 * 32; }
 static constexpr int64_t sums_per_row(int64_t k) { return 1 + padded(k) / 32; }
 
+// Rows [first, first + n), or as many as there are, of those that a matrix of k inputs reads.
+static inline Rows slice(const Rows& rows, int64_t k, int64_t first, int64_t n) {
+    const auto at = [first](auto* p, int64_t stride) { return p == nullptr ? p : p + first * stride; };
+    return Rows{first + n < rows.m ? n : rows.m - first,
+                at(rows.f32, k),
+                at(rows.bf16, padded(k)),
+                at(rows.codes, padded(k)),
+                at(rows.scales, 1),
+                at(rows.sums, sums_per_row(k))};
+}
+
 // Quantise or round rows [first, last) of x (m, k) into the buffers that `out` points to. F32 and INT8 read x itself
 // (set Rows.f32 = x): nothing is done. Codes are round-to-nearest-even of x·(127/max|row|), scales max|row|/127, with
 // at least 1e-30 for the maximum. A row that holds a NaN or an infinity gets such a scale, so that its outputs are not

@@ -29,6 +29,11 @@ Step::Step(const StepModel& model) : m_(model), ops_(model.ops, model.ops + mode
             lists_.emplace_back();
             lists_.back().window = op.paged_attention.window;
         }
+    for (const StepOp& op : ops_)
+        if (op.kind == OpKind::RouteTokens) {
+            most_experts_ = std::max(most_experts_, op.route_tokens.matrix.n);
+            most_chosen_ = std::max<int64_t>(most_chosen_, op.route_tokens.top_k);
+        }
     n_counters_ = 2 * static_cast<int64_t>(ops_.size()) + 2;
     counters_.reset(new std::atomic<int64_t>[n_counters_]);
 }
@@ -105,12 +110,14 @@ void Step::need_memory(int n_threads) {
     up_.need(kFewRows * m_.d_ff);
     rows_.need(kFewRows, widest_);
     best_.need(kFewRows * n_threads);
+    need_expert_memory(n_rows_);
     while (static_cast<int>(memory_.size()) < n_threads) memory_.emplace_back(new ThreadMemory);
     const int64_t scratch = kernels_->attend_scratch_bytes(kv_, m_.n_heads / m_.n_kv_heads);
     for (auto& memory : memory_) {
         memory->normed.need(kChunkRows * m_.d_model);
         memory->mlp_inner.need(kChunkRows * m_.d_ff);
-        memory->up.need(kChunkRows * kMlpOutputs);
+        memory->up.need((most_chosen_ > 0 ? 2 * kExpertRows : kChunkRows) * kMlpOutputs);
+        memory->scores.need(most_experts_ * (kChunkRows + 2));
         memory->rows.need(kChunkRows, widest_);
         memory->attention.need(scratch);
     }
@@ -124,7 +131,8 @@ void Step::barrier() {
 void Step::work(int thread, int n_threads) {
     Now now{residual_.get(), attention_out_.get(), n_rows_, thread, n_threads};
     const auto needs_all = [](const StepOp& op) {
-        return op.kind == OpKind::PagedAttention || op.kind == OpKind::GatherSampledRows;
+        return op.kind == OpKind::PagedAttention || op.kind == OpKind::GatherSampledRows ||
+               op.kind == OpKind::ExpertsAdd;
     };
     rope_tables(now);
     for (size_t i = 0, end; i < ops_.size(); i = end) {

@@ -10,7 +10,7 @@ namespace ts {
 
 // The plan's operations, as plan.py describes them. An operation's structure holds what it alone knows.
 enum class TableType : int32_t { F32 = 0, BF16 = 1, F16 = 2 };
-enum class Activation : int32_t { Silu = 0, Gelu, GeluTanh };
+enum class Activation : int32_t { Silu = 0, Gelu, GeluTanh, ClampedSwish /* of a gate and an up alone */ };
 
 struct Embed {
     const void* table;
@@ -36,8 +36,9 @@ struct RopeAndCacheWrite {
     int32_t rope;             // which angles; -1: none
 };
 struct PagedAttention {
-    int64_t window;  // 0: none
-    float cap;       // of scores, c·tanh(score/c); 0: none
+    const float* sinks;  // (H), one more score of each head, without a value; null: none
+    int64_t window;      // 0: none
+    float cap;           // of scores, c·tanh(score/c); 0: none
 };
 struct GatherSampledRows {
     int64_t unused;
@@ -52,12 +53,28 @@ struct MlpUp {
     Matrix matrix;  // of the gate if there is `up`
     Matrix up;      // packed null: none
     Activation activation;
+    int32_t shared;  // rows are multiplied with their share of the shared experts
 };
 struct MlpDownAdd {
     Matrix matrix;
     Norm norm;
     float scale;
     int32_t ends_block;
+};
+struct RouteTokens {
+    Matrix matrix;            // (X, E) in F32
+    Matrix shared_gate;       // (1, E) in F32; packed null: none
+    const float* correction;  // (X), added for the choice alone; null: none
+    Format format;            // of the experts, whose rows are prepared here
+    int32_t top_k, n_groups, top_groups, sigmoid, normalised;
+    float scale;  // of the shares
+};
+struct ExpertsAdd {
+    Matrix gate_up;  // (X · 2F, E), an expert's gate before its up
+    Matrix down;     // (X · E, F)
+    int64_t n_experts, top_k;
+    Activation activation;
+    float scale;  // of what is added
 };
 struct LmHead {
     Matrix matrix;
@@ -76,6 +93,8 @@ struct LmHead {
     ROW(OutProjectionAdd, out_projection_add)    \
     ROW(MlpUp, mlp_up)                           \
     ROW(MlpDownAdd, mlp_down_add)                \
+    ROW(RouteTokens, route_tokens)               \
+    ROW(ExpertsAdd, experts_add)                 \
     ROW(LmHead, lm_head)
 
 enum class OpKind : int32_t {

@@ -34,12 +34,16 @@ Step::Range Step::own(const Now& now, int64_t n) const {
     return {share(all, now.thread, now.n_threads), share(all, now.thread + 1, now.n_threads)};
 }
 
-// The outputs that this thread computes of its rows.
-Step::Range Step::own_outputs(const Now& now, const Matrix& w) const {
-    Range outputs{0, w.n};
-    if (now.shared) share_outputs(w, now.thread, now.n_threads, outputs.first, outputs.last);
+Step::Range Step::own_outputs(const Now& now, int64_t n_outputs) {
+    Range outputs{0, n_outputs};
+    if (now.shared)
+        share_outputs(Matrix{Format::F32, 0, n_outputs, 0, nullptr, nullptr}, now.thread, now.n_threads, outputs.first,
+                      outputs.last);
     return outputs;
 }
+
+// The outputs that this thread computes of its rows.
+Step::Range Step::own_outputs(const Now& now, const Matrix& w) const { return own_outputs(now, w.n); }
 
 void Step::multiply(const Now& now, const Matrix& w, const Rows& rows, float* y, bool add) {
     const Range outputs = own_outputs(now, w);
@@ -157,7 +161,7 @@ void Step::run(const OutProjectionAdd& op, Now& now) {
 
 void Step::run(const MlpUp& op, Now& now) {
     ThreadMemory& own_memory = *memory_[now.thread];
-    const int64_t F = m_.d_ff;
+    const int64_t F = op.matrix.n;
     const Range all = own_outputs(now, op.matrix);
     // Of a chunk's rows a part of the outputs at a time: they are activated while they are in the second-level cache.
     const int64_t width = now.shared ? F : kMlpOutputs;
@@ -170,6 +174,8 @@ void Step::run(const MlpUp& op, Now& now) {
         for (int64_t r = 0; r < now.last - now.first; r++) {
             float* to = inner + r * F + n0;
             kernels_->activate(op.activation, to, op.up.packed != nullptr ? up + r * width + n0 : nullptr, n1 - n0, to);
+            if (op.shared)
+                for (int64_t i = 0; i < n1 - n0; i++) to[i] *= shared_shares_[now.first + r];
         }
     }
     finish(now, true);
@@ -178,7 +184,7 @@ void Step::run(const MlpUp& op, Now& now) {
 void Step::run(const MlpDownAdd& op, Now& now) {
     float* const own_inner = memory_[now.thread]->mlp_inner.get();
     float* const inner = now.shared ? mlp_inner_.get() : own_inner;
-    add(op, now, prepare(now, op.matrix.format, inner, inner, m_.d_ff, [](int64_t, float*) {}));
+    add(op, now, prepare(now, op.matrix.format, inner, inner, op.matrix.k, [](int64_t, float*) {}));
 }
 
 void Step::run(const LmHead& op, Now& now) {

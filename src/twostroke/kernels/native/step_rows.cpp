@@ -110,6 +110,7 @@ void Step::attend(const PagedAttention& op, int64_t layer, ThreadMemory& memory,
         a.group = static_cast<int32_t>(group);
         a.window = op.window;
         a.cap = op.cap;
+        a.sinks = op.sinks == nullptr ? nullptr : op.sinks + task.kv_head * group;
         a.first_key = task.first_key;
         a.end_key = task.end_key;
         if (task.partial >= 0) a.partial = partials_.get() + task.partial + task.span * task.n_tokens * group * (D + 2);

@@ -1,5 +1,6 @@
-// The step at work: its memory, and its operations in two files. step_operations.cpp has each of the plan's operations,
-// step_rows.cpp what they do to a row, to a group of heads or to a task of attention; step.cpp what is around them.
+// The step at work: its memory, and its operations in three files. step_operations.cpp has the plan's operations,
+// step_experts.cpp those of a mixture of experts, step_rows.cpp what they do to a row, to a group of heads or to a task
+// of attention; step.cpp what is around them.
 #pragma once
 
 #include <algorithm>
@@ -20,6 +21,7 @@ constexpr int64_t kPrivateRows =
     4;  // so few are normalised and quantised by every thread for itself: cheaper than a barrier
 constexpr int64_t kChunkRows = 256;           // most: every chunk reads a layer's weights again
 constexpr int64_t kMlpOutputs = 256;          // of a chunk's rows, gate and up by turns
+constexpr int64_t kExpertRows = 1024;         // rows, each with one of its experts, between two barriers
 constexpr int64_t kPrefetchBytes = 64 << 10;  // of the next matrix, before a thread waits for the others
 
 // Rows of a chunk that a thread takes through the operations between two attentions; 0: few rows, not cut.
@@ -30,7 +32,7 @@ inline int64_t chunk_rows(int64_t n_rows, int64_t n_threads) {
 }
 
 struct ThreadMemory {
-    Array<float> normed, mlp_inner, up;
+    Array<float> normed, mlp_inner, up, scores;
     PreparedRows rows;
     Array<uint8_t> attention;
 };
@@ -80,8 +82,22 @@ private:
     void run(const MlpUp&, Now&);
     void run(const MlpDownAdd&, Now&);
     void run(const LmHead&, Now&);
+
+    // step_experts.cpp
+    void run(const RouteTokens&, Now&);
+    void run(const ExpertsAdd&, Now&);
+    void need_expert_memory(int64_t n_rows);
+    void choose(const RouteTokens&, const float* logits, int64_t row, float* scores);
+    void sort_by_expert(const ExpertsAdd&, int64_t n_rows);
+    template <class Segment>
+    void each_segment(const ExpertsAdd&, int64_t first, int64_t last, Segment) const;
+    void up_part(const ExpertsAdd&, const Now&, const Rows& rows, int64_t expert, int64_t at);
+    void down_part(const ExpertsAdd&, const Now&, const Rows& rows, int64_t expert, int64_t first);
+
+    // step_operations.cpp
     Range own(const Now&, int64_t n) const;
     Range own_outputs(const Now&, const Matrix&) const;
+    static Range own_outputs(const Now&, int64_t n_outputs);
     template <class Op>
     void add(const Op&, Now&, const Rows&);
     void multiply(const Now&, const Matrix&, const Rows&, float* y, bool add);
@@ -117,6 +133,12 @@ private:
         partials_;
     Array<Best> best_;
     PreparedRows rows_;
+    // Of a mixture of experts. Each row has top_k pairs of an expert and its share, at row · top_k.
+    int64_t most_experts_ = 0, most_chosen_ = 0;
+    Array<float> router_logits_, shares_, shared_shares_, expert_inner_;
+    Array<int32_t> chosen_, sorted_;   // sorted_: pairs in the order of their experts
+    std::vector<int64_t> first_pair_;  // in sorted_, of each expert
+    PreparedRows routed_, gathered_, inner_rows_;
     std::vector<std::unique_ptr<ThreadMemory>> memory_;
 };
 
