@@ -32,6 +32,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "gpt_neo": {"num_layers": 3, "attention_types": [[["global", "local", "local"], 1]]},
     "stablelm": {"num_attention_heads": 4, "num_key_value_heads": 4},
     "gpt_neox": {"num_attention_heads": 4},
+    "glm4_moe": {"num_attention_heads": 8},
 }
 """What a family's defaults do not give for these sizes."""
 
@@ -156,7 +157,7 @@ def test_published_configurations_agree_with_transformers(assets: Path, name: st
 def test_an_unknown_family_names_the_near_and_the_known_ones() -> None:
     with pytest.raises(
         UnsupportedFamilyError,
-        match=r"Did you mean 'mixtral' or 'mistral'\?.*llama.*olmo2, olmo3.*seed_oss; to plan only",
+        match=r"Did you mean 'mixtral' or 'mistral'\?.*llama.*olmo2, olmo3.*seed_oss.*gpt_oss; to plan only",
     ):
         spec_from_config(small_config("mixtrl"))
 

@@ -202,6 +202,13 @@ CASES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         **GROUPED,
     },
+    "minimax_m2": {
+        "model_type": "minimax_m2",
+        "head_dim": 16,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 8,
+    },
     "gpt_oss": {
         "model_type": "gpt_oss",
         "head_dim": 16,

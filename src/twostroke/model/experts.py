@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from twostroke.core.matrices import Matrix, mlp_matrices
 from twostroke.core.spec import ModelSpec, MoeSpec
+from twostroke.kernels.grouped import grouped_linear
+from twostroke.model.attention import compute_dtype
 from twostroke.model.mlp import gated
 
 if TYPE_CHECKING:
@@ -56,10 +58,10 @@ class ExpertMatrix(nn.Module):
     def forward(
         self, x: Float[Tensor, "m k"], ends: Int[Tensor, " X"], expert: Int[Tensor, " m"]
     ) -> Float[Tensor, "m n"]:
-        """Each row times its expert's matrix. Rows are sorted by ``expert``; expert e's end before ``ends[e]``, int32."""
-        weight = self.weight.unflatten(0, (self.copies, -1)).mT  # (X, k, n)
-        y = F.grouped_mm(x, weight, offs=ends)
-        return y if self.bias is None else y + self.bias.unflatten(0, (self.copies, -1))[expert]
+        """Each row times its expert's matrix. Rows are sorted by ``expert``; expert e's end before ``ends[e]``."""
+        dtype = compute_dtype(x.device, self.weight.dtype)
+        y = grouped_linear(x.to(dtype), self.weight.unflatten(0, (self.copies, -1)).to(dtype), ends)
+        return y if self.bias is None else y + self.bias.unflatten(0, (self.copies, -1))[expert].to(dtype)
 
 
 class _AddLoss(torch.autograd.Function):
@@ -121,11 +123,10 @@ class ExpertsMlp(nn.Module):
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
         expert = flat[order]
-        ends = torch.searchsorted(expert, torch.arange(1, self.moe.n_experts + 1, device=x.device), out_int32=True)
+        ends = torch.searchsorted(expert, torch.arange(1, self.moe.n_experts + 1, device=x.device))
         gate, up = self.expert_gate_up(x[order // k], ends, expert).chunk(2, dim=-1)
         sorted_y = self.expert_down(self.activation(gate, up), ends, expert)
-        places = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=x.device))
-        return (sorted_y[places].view(*shares.shape, -1) * shares[..., None]).sum(dim=1)
+        return (sorted_y[order.argsort()].view(*shares.shape, -1) * shares[..., None]).sum(dim=1)
 
     def _with_losses(self, y: Tensor, logits: Float[Tensor, "n X"], chosen: Int[Tensor, "n k"]) -> Tensor:
         n, n_experts = logits.shape

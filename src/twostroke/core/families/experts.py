@@ -40,6 +40,10 @@ def write_mixtral(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+COUNTED = ("num_local_experts", "num_experts")
+"""transformers 5 writes the first where 4 wrote the second."""
+
+
 def _sparse_layers(config: dict[str, Any]) -> tuple[int, ...] | None:
     """Layers with experts, None for all: each ``decoder_sparse_step``-th that ``mlp_only_layers`` does not list."""
     r = Reader(config)
@@ -57,18 +61,13 @@ def prediction_layers_left_out(n_layers: int) -> tuple[str, ...]:
     return (f"{n_layers} multi-token-prediction layer(s) are left out",) if n_layers else ()
 
 
-def _number_of_experts(r: Reader, default: int) -> int:
-    """``num_local_experts`` or ``num_experts``: transformers 5 writes the first where 4 wrote the second."""
-    return r.integer("num_local_experts", r.integer("num_experts", default))
-
-
 def parse_qwen3_moe(config: dict[str, Any]) -> ModelSpec:
     """Experts in every ``decoder_sparse_step``-th layer that ``mlp_only_layers`` does not list; Qwen3's QK-norm."""
     r = Reader(config)
     r.must_be("use_sliding_window", False)
     bias = r.flag("attention_bias", False)
     moe = MoeSpec(
-        n_experts=_number_of_experts(r, 128),
+        n_experts=r.first_integer(*COUNTED, default=128),
         top_k=r.integer("num_experts_per_tok", 8),
         d_expert=r.integer("moe_intermediate_size", 768),
         layers=_sparse_layers(config),
@@ -83,7 +82,7 @@ def parse_qwen2_moe(config: dict[str, Any]) -> ModelSpec:
     r = Reader(config)
     r.must_be("use_sliding_window", False)
     moe = MoeSpec(
-        n_experts=_number_of_experts(r, 60),
+        n_experts=r.first_integer(*COUNTED, default=60),
         top_k=r.integer("num_experts_per_tok", 4),
         d_expert=r.integer("moe_intermediate_size", 1408),
         n_shared_experts=1,
@@ -121,7 +120,7 @@ def parse_olmoe(config: dict[str, Any]) -> ModelSpec:
     r.must_be("clip_qkv", None)
     bias = r.flag("attention_bias", False)
     moe = MoeSpec(
-        n_experts=_number_of_experts(r, 64),
+        n_experts=r.first_integer(*COUNTED, default=64),
         top_k=r.integer("num_experts_per_tok", 8),
         d_expert=r.integer("intermediate_size", 2048),
         normalised=r.flag("norm_topk_prob", False),
@@ -212,6 +211,10 @@ def write_glm4_moe(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+"""Where a config.json has none."""
+
+
 def parse_gpt_oss(config: dict[str, Any]) -> ModelSpec:
     """Biases everywhere, one learned sink a head, windows in every other layer (gpt-oss model card, August 2025)."""
     r = Reader(config)
@@ -221,6 +224,9 @@ def parse_gpt_oss(config: dict[str, Any]) -> ModelSpec:
     else:
         windowed = r.layers_of_kind("layer_types", "sliding_attention", n_layers, ("sliding_attention", "full_attention"))
     bias = r.flag("attention_bias", True)
+    if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
+        r = Reader(config | {"rope_scaling": _GPT_OSS_ROPE})
+    rope = r.rope(150_000.0)
     moe = MoeSpec(
         n_experts=r.integer("num_local_experts", 128),
         top_k=r.integer("num_experts_per_tok", r.integer("experts_per_token", 4)),
@@ -231,7 +237,7 @@ def parse_gpt_oss(config: dict[str, Any]) -> ModelSpec:
     r.must_be("swiglu_alpha", 1.702)
     r.must_be("swiglu_limit", 7.0)
     return llama_like(
-        "gpt_oss", {"head_dim": 64} | config, Defaults(max_positions=131_072, n_kv_heads=8), r.rope(150_000.0),
+        "gpt_oss", {"head_dim": 64} | config, Defaults(max_positions=131_072, n_kv_heads=8), rope,
         moe=moe, activation="clamped_swish", qkv_bias=bias, attn_out_bias=bias, norm_eps=r.number("rms_norm_eps", 1e-5),
         sliding_window=r.integer("sliding_window", 128), sliding_window_layers=windowed,
         departures=Departures(attention_sinks=True),
@@ -271,3 +277,17 @@ def parse_minimax_m2(config: dict[str, Any]) -> ModelSpec:
         departures=Departures(rotary_dim=r.rotary_dim(Reader(config).integer("head_dim")), qk_norm_over_heads=normed),
         notes=prediction_layers_left_out(left_out),
     )  # fmt: skip
+
+
+def write_minimax_m2(spec: ModelSpec) -> dict[str, Any]:
+    moe = _moe_of(spec)
+    return write_llama_like(spec) | {
+        "num_local_experts": moe.n_experts,
+        "num_experts_per_tok": moe.top_k,
+        "intermediate_size": moe.d_expert,
+        "use_routing_bias": moe.correction_bias,
+        "use_qk_norm": spec.qk_norm,
+        "qk_norm_type": "per_layer",
+        "scoring_func": moe.scores,
+        "rotary_dim": spec.rotary_dim,
+    }

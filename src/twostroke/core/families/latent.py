@@ -12,8 +12,15 @@ from twostroke.core.spec import IndexerSpec, MlaSpec, ModelSpec, MoeSpec
 
 
 def _latent(
-    family: str, config: dict[str, Any], defaults: Defaults, first_dense: int = 3, correction_bias: bool = True, **extra: Any
+    family: str,
+    config: dict[str, Any],
+    defaults: Defaults,
+    first_dense: int = 3,
+    correction_bias: bool = True,
+    groups: tuple[int, int] = (1, 1),
+    **extra: Any,
 ) -> ModelSpec:
+    """``groups`` are the groups of experts, and those of them that a token's are chosen from, where the config has none."""
     r = Reader(config)
     n_layers = r.layer_count("num_hidden_layers")
     dense, step = r.integer("first_k_dense_replace", first_dense), r.integer("moe_layer_freq", 1)
@@ -28,7 +35,8 @@ def _latent(
         qk_rope_dim=r.integer("qk_rope_head_dim"),
         v_dim=r.integer("v_head_dim"),
     )
-    width, n_groups = r.integer("moe_intermediate_size"), r.optional_integer("n_group") or 1
+    width, greedy = r.integer("moe_intermediate_size"), config.get("topk_method") == "greedy"
+    n_groups, top_groups = (1, 1) if greedy else (r.integer("n_group", groups[0]), r.integer("topk_group", groups[1]))
     moe = MoeSpec(
         n_experts=r.integer("n_routed_experts"),
         top_k=r.integer("num_experts_per_tok"),
@@ -41,7 +49,7 @@ def _latent(
         normalised=r.flag("norm_topk_prob", correction_bias),
         share_scale=r.number("routed_scaling_factor", 2.5 if correction_bias else 1.0),
         n_groups=n_groups,
-        top_groups=r.integer("topk_group", 1) if n_groups > 1 else 1,
+        top_groups=top_groups,
     )
     heads, bias = r.integer("num_attention_heads"), r.flag("attention_bias", False)
     left_out = r.integer("num_nextn_predict_layers", 0)
@@ -61,7 +69,7 @@ def parse_deepseek_v2(config: dict[str, Any]) -> ModelSpec:
 
 def parse_deepseek_v3(config: dict[str, Any]) -> ModelSpec:
     """arXiv 2412.19437: 671 billion parameters without the multi-token-prediction layer, which adds 14 billion on disk."""
-    return _latent("deepseek_v3", config, Defaults(max_positions=4096, bos=0, eos=1))
+    return _latent("deepseek_v3", config, Defaults(max_positions=4096, bos=0, eos=1), groups=(8, 4))
 
 
 def parse_kimi_k2(config: dict[str, Any]) -> ModelSpec:

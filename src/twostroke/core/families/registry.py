@@ -23,6 +23,7 @@ from twostroke.core.families.weights import (
     GPT_OSS_WEIGHTS,
     GRANITE_MOE_WEIGHTS,
     LLAMA_WEIGHTS,
+    MINIMAX_WEIGHTS,
     MIXTRAL_WEIGHTS,
     OLMO2_WEIGHTS,
     PHI3_WEIGHTS,
@@ -85,6 +86,7 @@ FAMILIES: dict[str, Family] = {
         Family("olmoe", "OlmoeForCausalLM", experts.parse_olmoe, experts.write_olmoe),
         Family("granitemoe", "GraniteMoeForCausalLM", experts.parse_granitemoe, experts.write_granitemoe, GRANITE_MOE_WEIGHTS),
         Family("glm4_moe", "Glm4MoeForCausalLM", experts.parse_glm4_moe, experts.write_glm4_moe),
+        Family("minimax_m2", "MiniMaxM2ForCausalLM", experts.parse_minimax_m2, experts.write_minimax_m2, MINIMAX_WEIGHTS),
         Family("gpt_oss", "GptOssForCausalLM", experts.parse_gpt_oss, experts.write_gpt_oss, GPT_OSS_WEIGHTS),
     )
 }
@@ -93,7 +95,6 @@ FAMILIES: dict[str, Family] = {
 PLANNED_FAMILIES: dict[str, Family] = {
     f.name: f
     for f in (
-        Family("minimax_m2", "MiniMaxM2ForCausalLM", experts.parse_minimax_m2),
         Family("deepseek_v2", "DeepseekV2ForCausalLM", latent.parse_deepseek_v2),
         Family("deepseek_v3", "DeepseekV3ForCausalLM", latent.parse_deepseek_v3),
         Family("kimi_k2", "DeepseekV3ForCausalLM", latent.parse_kimi_k2),

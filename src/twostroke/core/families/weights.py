@@ -189,6 +189,9 @@ MIXTRAL_WEIGHTS = replace(
         down="block_sparse_moe.experts.{}.w2",
     ),
 )
+MINIMAX_WEIGHTS = replace(
+    MIXTRAL_WEIGHTS, experts=replace(MIXTRAL_WEIGHTS.experts, correction_bias="block_sparse_moe.e_score_correction_bias")
+)
 QWEN2_MOE_WEIGHTS = replace(LLAMA_WEIGHTS, experts=ExpertNames(shared="mlp.shared_expert"))
 GRANITE_MOE_WEIGHTS = replace(
     LLAMA_WEIGHTS,
