@@ -183,8 +183,15 @@ def test_bf16_training_follows_fp32_in_value_and_gradient(spec: ModelSpec, autoc
         (FEATURES["gpt_oss"], False),
     ],
     ids=[
-        "llama", "llama-packed", "qwen3-windowed-packed", "gpt2-packed", "gemma2-packed", "glm4-packed", "cohere2-packed",
-        "glm4_moe-packed", "gpt_oss",
+        "llama",
+        "llama-packed",
+        "qwen3-windowed-packed",
+        "gpt2-packed",
+        "gemma2-packed",
+        "glm4-packed",
+        "cohere2-packed",
+        "glm4_moe-packed",
+        "gpt_oss",
     ],  # fmt: skip
 )
 def test_every_block_compiles_whole_and_computes_the_same(spec: ModelSpec, documents: bool) -> None:

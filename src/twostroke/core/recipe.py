@@ -55,6 +55,9 @@ class ModelRecipe:
     tied_embeddings: bool = True
     rope_theta: float = 10_000.0
     dropout: float = 0.0
+    n_experts: int = 8  # of a layer, in families with experts
+    top_k: int = 2  # that a token passes
+    d_expert: int = 0  # width of one; 0: d_ff
 
     def sized_as(self, spec: ModelSpec) -> ModelRecipe:
         """The sizes of ``spec``, which the planner picked; family, tying, rotary base and dropout stay the recipe's."""
@@ -234,6 +237,7 @@ def spec_from_recipe(
     sizes = {
         "n_layers": model.n_layers, "d_model": model.d_model, "d_ff": model.d_ff, "n_heads": model.n_heads,
         "n_kv_heads": kv_heads, "max_positions": max_positions, "dropout": model.dropout,
+        "n_experts": model.n_experts, "top_k": model.top_k, "d_expert": model.d_expert or model.d_ff,
     }  # fmt: skip
     spelled = {key: sizes[name] for name, keys in SPELLINGS.items() for key in keys}
     spec = spec_from_config(
@@ -261,6 +265,9 @@ SPELLINGS = {
     "n_kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "max_positions": ("max_position_embeddings", "n_positions"),
     "dropout": ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"),
+    "n_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "top_k": ("num_experts_per_tok",),
+    "d_expert": ("moe_intermediate_size", "shared_expert_intermediate_size"),
 }
 """A size → its keys in the ``config.json`` of all families."""
 

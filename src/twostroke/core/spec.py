@@ -115,8 +115,8 @@ class MoeSpec:
             raise ConfigError(f"moe share_scale={self.share_scale} must be positive and finite.")
         if self.n_experts % self.n_groups or self.top_groups > self.n_groups:
             raise ConfigError(
-                f"moe n_groups={self.n_groups} must divide n_experts={self.n_experts}, and top_groups={self.top_groups} must be "
-                "at most n_groups."
+                f"moe n_groups={self.n_groups} must divide n_experts={self.n_experts}, and top_groups={self.top_groups} "
+                "must be at most n_groups."
             )
         if self.top_groups * (self.n_experts // self.n_groups) < self.top_k:
             raise ConfigError(f"moe top_groups={self.top_groups} must hold top_k={self.top_k} experts.")

@@ -26,6 +26,9 @@ class TrainSettings:
     ``schedule``: "wsd" stays at the full rate until the last ``decay_fraction`` of the steps. ``ema_decay`` keeps a running
     average of the weights, scored beside them and written to ``model-ema``. ``activation_checkpointing`` computes again in the
     backward pass: "full" whole blocks, "selective" all but products and flash attention.
+
+    Of mixtures of experts: ``balance_weight`` and ``router_z_weight`` are those of two losses added to the router's gradient
+    (``model.experts``); where a family's routers have a correction bias, it moves by ``balance_bias_rate`` a step.
     """
 
     steps: int = 0
@@ -65,6 +68,9 @@ class TrainSettings:
     tensorboard: bool = False  # scalars into <output>/tensorboard
     sample_every: int = 0  # steps between texts that continue sample_prompts; 0: never
     sample_prompts: tuple[str, ...] = ()
+    balance_weight: float = 0.01
+    router_z_weight: float = 0.001
+    balance_bias_rate: float = 0.001
 
     @property
     def compute_dtype(self) -> str:
@@ -97,6 +103,9 @@ def check_update(settings: TrainSettings) -> None:
             raise ConfigError(f"train.{name}={getattr(t, name)} must be above 0 and finite.")
     if not 0 <= t.weight_decay < float("inf"):
         raise ConfigError(f"train.weight_decay={t.weight_decay} must be at least 0 and finite.")
+    for name in ("balance_weight", "router_z_weight", "balance_bias_rate"):
+        if not 0 <= getattr(t, name) < float("inf"):
+            raise ConfigError(f"train.{name}={getattr(t, name)} must be at least 0 and finite.")
     for name in ("beta1", "beta2", "momentum", "ema_decay", "warmup_fraction", "min_lr_ratio"):
         if not 0 <= getattr(t, name) < 1:
             raise ConfigError(f"train.{name}={getattr(t, name)} must be at least 0 and less than 1.")

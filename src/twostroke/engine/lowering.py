@@ -228,7 +228,13 @@ class _Lowering:
         return self.vector(f"{block}.attn.sinks", self.spec.departures.attention_sinks)
 
     def mlp(
-        self, block: str, read: p.Norm, post_norm: p.Norm | None, matrices: tuple[Described, ...], ends: bool, shared: bool = False
+        self,
+        block: str,
+        read: p.Norm,
+        post_norm: p.Norm | None,
+        matrices: tuple[Described, ...],
+        ends: bool,
+        shared: bool = False,
     ) -> list[p.Op]:
         """Up and down of ``matrices``; ``shared``: each row is weighed by its share of shared experts."""
         up, down = matrices
@@ -251,13 +257,13 @@ class _Lowering:
             for name in ("router", "shared_gate")
         )
         assert router is not None
-        experts = [self.experts(block, held[name]) for name in ("expert_gate_up", "expert_down")]
+        wide, narrow = (self.experts(block, held[name]) for name in ("expert_gate_up", "expert_down"))
         correction = self.vector(f"{block}.mlp.correction_bias", spec.moe.correction_bias)
-        ops: list[p.Op] = [read, p.RouteTokens(router, spec.moe, correction, gate, experts[0])]
+        ops: list[p.Op] = [read, p.RouteTokens(router, spec.moe, correction, gate, wide)]
         if "shared_down" in held:
             matrices = held["shared_gate_up"], held["shared_down"]
             ops += self.mlp(block, read, None, matrices, ends=False, shared=gate is not None)
-        return [*ops, p.ExpertsAdd(*experts, spec.activation, spec.moe.top_k, scale)]
+        return [*ops, p.ExpertsAdd(wide, narrow, spec.activation, spec.moe.top_k, scale)]
 
     def ops(self) -> tuple[p.Op, ...]:
         spec, away = self.spec, self.spec.departures

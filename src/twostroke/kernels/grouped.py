@@ -1,7 +1,7 @@
 """Products of rows with the matrices of the experts that chose them.
 
-``torch.nn.functional.grouped_mm`` wants bf16, sizes of whole 16 bytes and gradients that are dense (torch 2.13); this is a plain
-loop over experts behind one operator, so that a compiler sees no size that depends on a value.
+``torch.nn.functional.grouped_mm`` wants bf16, sizes of whole 16 bytes and gradients that are dense (torch 2.13); this is a
+plain loop over experts behind one operator, so that a compiler sees no size that depends on a value.
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ def _backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tup
 _multiply.register_autograd(_backward, setup_context=_keep)
 
 
-def grouped_linear(
-    x: Float[Tensor, "m k"], weight: Float[Tensor, "X n k"], ends: Int[Tensor, " X"]
-) -> Float[Tensor, "m n"]:
+def grouped_linear(x: Float[Tensor, "m k"], weight: Float[Tensor, "X n k"], ends: Int[Tensor, " X"]) -> Float[Tensor, "m n"]:
     """Rows up to ``ends[0]`` times the first matrix, those from there to ``ends[1]`` times the second, and so on; ``ends[-1]``
     is m. Gradients reach ``x`` and ``weight``."""
     result: Tensor = _multiply(x, weight, ends)

@@ -50,9 +50,9 @@ class Target:
 
 
 def all_targets(spec: ModelSpec) -> Iterator[Target]:
-    """Every matrix inside the blocks of a model of ``spec``, in the order of its layout."""
+    """Every matrix inside the blocks of a model of ``spec``, experts left out, in the order of its layout."""
     for entry in layout(spec):
-        if entry.matrix is None:
+        if entry.matrix is None or entry.matrix.copies > 1:
             continue
         begin = 0
         for part in entry.parts:
@@ -158,6 +158,8 @@ def attach_adapters(decoder: nn.Module, spec: ModelSpec, settings: AdapterSettin
     A is uniform within ±1/√columns, as in PEFT, from a generator seeded by (seed, name), and B is 0. Raises ConfigError for an
     unknown target.
     """
+    if settings.nf4 and spec.moe is not None:
+        raise ConfigError('method="qlora" would leave experts in 16 bits. Use method="lora".')
     chosen = {target.stored for target in choose_targets(spec, settings.targets)}
     decoder.requires_grad_(False)
     by_module: dict[str, list[Target]] = {}

@@ -117,7 +117,8 @@ def explicit_attention(
     sinks: Float[Tensor, " H"] | None = None,
 ) -> Float[Tensor, "B H T D"]:
     """softmax(q·kᵀ·scale + mask)·v under a causal ``mask``, in blocks of queries that stop at the last key that a block attends
-    to. With ``cap`` scores are bounded to cap·tanh(score/cap) before the mask. A head's sink is one more score, without a value.
+    to. With ``cap`` scores are bounded to cap·tanh(score/cap) before the mask. A head's sink is one more score, without a
+    value.
 
     The query heads of a group are a dimension beside their key head, so that keys and values are not copied for each.
     """

@@ -55,9 +55,7 @@ class ExpertMatrix(nn.Module):
         self.weight = nn.Parameter(torch.empty(matrix.rows, matrix.k))
         self.bias = nn.Parameter(torch.empty(matrix.rows)) if matrix.bias else None
 
-    def forward(
-        self, x: Float[Tensor, "m k"], ends: Int[Tensor, " X"], expert: Int[Tensor, " m"]
-    ) -> Float[Tensor, "m n"]:
+    def forward(self, x: Float[Tensor, "m k"], ends: Int[Tensor, " X"], expert: Int[Tensor, " m"]) -> Float[Tensor, "m n"]:
         """Each row times its expert's matrix. Rows are sorted by ``expert``; expert e's end before ``ends[e]``."""
         dtype = compute_dtype(x.device, self.weight.dtype)
         y = grouped_linear(x.to(dtype), self.weight.unflatten(0, (self.copies, -1)).to(dtype), ends)
@@ -86,6 +84,12 @@ class ExpertsMlp(nn.Module):
     ``z_weight``·mean(logsumexp²) (Zoph et al. 2022, arXiv:2202.08906, 2.1). ``load`` counts the choices of each expert.
     """
 
+    router: nn.Linear
+    expert_gate_up: ExpertMatrix
+    expert_down: ExpertMatrix
+    shared_gate_up: nn.Linear
+    shared_down: nn.Linear
+    shared_gate: nn.Linear
     correction_bias: Tensor | None
     load: Tensor
     loss_scale: Tensor
@@ -118,7 +122,9 @@ class ExpertsMlp(nn.Module):
             y = self._with_losses(y, logits, chosen)
         return y.view(normed.shape)
 
-    def _routed(self, x: Float[Tensor, "n E"], shares: Float[Tensor, "n k"], chosen: Int[Tensor, "n k"]) -> Float[Tensor, "n E"]:
+    def _routed(
+        self, x: Float[Tensor, "n E"], shares: Float[Tensor, "n k"], chosen: Int[Tensor, "n k"]
+    ) -> Float[Tensor, "n E"]:
         k = self.moe.top_k
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
@@ -138,4 +144,3 @@ class ExpertsMlp(nn.Module):
         balance = n_experts * (torch.softmax(logits, dim=-1).mean(dim=0) * (counts / chosen.numel())).sum()
         z = logits.logsumexp(dim=-1).square().mean()
         return _AddLoss.apply(y, n * (self.balance_weight * balance + self.z_weight * z), self.loss_scale)
-

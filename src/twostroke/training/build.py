@@ -10,12 +10,13 @@ import torch
 from twostroke.core.errors import CorruptFileError
 from twostroke.model.decoder import Decoder
 from twostroke.model.initialise import initialise
-from twostroke.model.load import load_model
+from twostroke.model.load import filled, load_model
 from twostroke.training.adapters import base_state, check_base, load_adapted
 from twostroke.training.anomalies import AnomalyLog, SpikeWatch, anchor_every
 from twostroke.training.checkpoint import Checkpoint
 from twostroke.training.conversations import make_loader
 from twostroke.training.environment import differences, environment
+from twostroke.training.experts import ExpertBalance
 from twostroke.training.optimizers import Optimizers
 from twostroke.training.parallelize import pick_device
 from twostroke.training.precision import MasterWeights
@@ -40,7 +41,7 @@ def build(inputs: RunInputs) -> RunState:
     elif recipe.model.init_from is not None and starts_new:
         decoder = load_model(recipe.model.init_from, "fp32", device)
     else:
-        decoder = Decoder(inputs.spec, device="meta").to_empty(device=device)
+        decoder = filled(Decoder(inputs.spec, device="meta"), device, ())
         if starts_new:
             initialise(decoder, recipe.seed)
     decoder.train()
@@ -66,7 +67,16 @@ def build(inputs: RunInputs) -> RunState:
         SpikeWatch(settings.spike_factor),
         AnomalyLog(inputs.directory.anomalies, log),
         saver,
-        TrainStep(decoder, masters, optimizers, settings.clip_norm, settings.compile, log, settings.activation_checkpointing),
+        TrainStep(
+            decoder,
+            masters,
+            optimizers,
+            settings.clip_norm,
+            settings.compile,
+            log,
+            settings.activation_checkpointing,
+            ExpertBalance(decoder, settings, moves_biases=not recipe.trains_adapters),
+        ),
     )
     checkpoint = reader.get() if reader is not None else None
     if checkpoint is not None:
@@ -88,7 +98,7 @@ def capture(run: RunState) -> Checkpoint:
         "loader": run.loader.state(),
         "rng": random_states(run.device),
     } | base_state(run.inputs.recipe)
-    return Checkpoint(run.masters.weights, run.optimizers.state(), state)
+    return Checkpoint(run.weights, run.optimizers.state(), state)
 
 
 def save(run: RunState) -> Path:
@@ -114,12 +124,14 @@ def restore(run: RunState, checkpoint: Checkpoint) -> None:
 
 def restore_computation(run: RunState, checkpoint: Checkpoint) -> None:
     """Restore weights, optimizer, random states and step. The loader stays where it is."""
-    missing = set(run.masters.weights) ^ set(checkpoint.weights)
+    missing = set(run.weights) ^ set(checkpoint.weights)
     if missing:
         raise CorruptFileError(
             f"the checkpoint's weights are of another model: only one of the two has {sorted(missing)[0]!r}."
         )
     run.masters.load(checkpoint.weights)
+    for name, bias in run.biases.items():
+        bias.copy_(checkpoint.weights[name])
     run.optimizers.load_state(checkpoint.optimizer)
     state = checkpoint.state
     run.step, run.tokens = int(state["step"]), int(state["tokens"])

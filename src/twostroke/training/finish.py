@@ -71,7 +71,7 @@ def finish(run: RunState) -> TrainingResult:
         "skipped_steps": sum(1 for r in records if r.get("skipped")),
         "final_loss": last.get("loss"),
         "compiled": run.train_step.is_compiled,
-        "weights_sha256": weights_sha256(run.masters.weights),
+        "weights_sha256": weights_sha256(run.weights),
         "environment": environment(run.device, run.train_step.is_compiled),
         "prediction": run.inputs.entry.prediction,
         "measurement": measured,
@@ -86,9 +86,9 @@ def _write_model(run: RunState) -> None:
     """Write the model directory, and that of the running average. Raises TwostrokeError if they cannot be written; the run can
     then be resumed at this point."""
     inputs, recipe = run.inputs, run.inputs.recipe
-    written = {inputs.directory.model: run.masters.weights}
+    written = {inputs.directory.model: run.weights}
     if run.optimizers.average is not None:
-        written[average_directory(inputs.directory)] = run.optimizers.average.averages
+        written[average_directory(inputs.directory)] = run.optimizers.average.averages | run.biases
     for directory, weights in written.items():
         try:
             if recipe.trains_adapters:

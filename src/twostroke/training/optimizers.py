@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from twostroke.core.errors import CorruptFileError
-from twostroke.core.matrices import block_matrices
+from twostroke.core.matrices import Matrix, layer_kinds
 from twostroke.core.optimizers import OPTIMIZERS
 from twostroke.core.policy import NEWTON_SCHULZ_STEPS
 from twostroke.core.spec import ModelSpec
@@ -42,8 +42,15 @@ def matrix_parts(name: str, spec: ModelSpec) -> dict[str, int]:
     Muon orthogonalises a matrix. Orthogonalising stacked q, k and v gives another and worse update than orthogonalising each
     (Jordan 2024, "Muon: An optimizer for hidden layers in neural networks").
     """
-    packed = {f".{matrix.module}.weight": matrix.packed for matrix in block_matrices(spec)}
+    packed = {f".{m.module}.weight": _parts(m) for kind, _ in layer_kinds(spec) for m in kind.matrices}
     return next((dict(parts) for module, parts in packed.items() if name.endswith(module)), {})
+
+
+def _parts(matrix: Matrix) -> tuple[tuple[str, int], ...]:
+    """(name, rows) of the matrices that one tensor holds, of experts with their number; nothing for a single one."""
+    if matrix.copies == 1:
+        return matrix.packed
+    return tuple((f"{expert}.{name}", rows) for expert in range(matrix.copies) for name, rows in matrix.parts)
 
 
 def is_block_matrix(name: str, tensor: Tensor) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from twostroke.core.recipe import TrainRecipe
 from twostroke.core.spec import ModelSpec
@@ -19,6 +20,7 @@ from twostroke.planner.training.plan import flops_per_token
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.planner.truth.recording import Recording
 from twostroke.training.anomalies import AnomalyLog, SpikeWatch
+from twostroke.training.experts import correction_biases
 from twostroke.training.optimizers import Optimizers
 from twostroke.training.precision import MasterWeights
 from twostroke.training.run_directory import Resolved, RunDirectory, StepLog
@@ -86,6 +88,16 @@ class RunState:
     startup_s: float | None = None
     last_batch: Batch | None = None
     last_result: StepResult | None = None
+
+    @property
+    def biases(self) -> dict[str, Tensor]:
+        """What a run changes beside its masters: its routers' correction biases."""
+        return {} if self.inputs.recipe.trains_adapters else correction_biases(self.decoder)
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The masters and ``biases``: what a checkpoint and the model's directory hold."""
+        return self.masters.weights | self.biases
 
     def elapsed_s(self) -> float:
         return self.elapsed_before_s + time.perf_counter() - self.began

@@ -14,6 +14,7 @@ from twostroke.data.loader import Batch
 from twostroke.model.decoder import Decoder
 from twostroke.training.activation_checkpointing import cached_bytes, checkpoint_activations
 from twostroke.training.clock import StepClock
+from twostroke.training.experts import ExpertBalance
 from twostroke.training.loss import IGNORE_INDEX, ChunkFunction, chunk_loss, chunked_cross_entropy
 from twostroke.training.memory import saved_activations_bytes
 from twostroke.training.optimizers import Optimizers
@@ -28,13 +29,15 @@ Accept = Callable[[float, float], str | None]
 @dataclass(frozen=True)
 class StepResult:
     """``loss`` is in nats per token with a target. ``grad_norm`` is before clipping; ``block_grad_norms`` has it by part of the
-    model ("embed", "blocks.0", …, "final_norm", "head"). ``skipped`` is the reason if nothing was changed, else None."""
+    model ("embed", "blocks.0", …, "final_norm", "head"). ``skipped`` is the reason if nothing was changed, else None.
+    ``expert_load`` is the largest load of an expert over the mean load, in the worst layer."""
 
     loss: float
     grad_norm: float
     n_valid: int
     skipped: str | None = None
     block_grad_norms: dict[str, float] = field(default_factory=dict)
+    expert_load: float | None = None
 
 
 class WindowAbandoned(Exception):
@@ -75,7 +78,9 @@ class TrainStep:
         compile: bool,
         log: Log,
         activation_checkpointing: str = "none",
+        experts: ExpertBalance | None = None,
     ) -> None:
+        self.experts = experts
         self.decoder, self.masters, self.optimizers, self.clip_norm = decoder, masters, optimizers, clip_norm
         self.device = next(decoder.parameters()).device
         self._log = log
@@ -136,8 +141,9 @@ class TrainStep:
             torch._foreach_mul_(list(self.masters.gradients.values()), factor)
         self.optimizers.step(learning_rate_factor)
         self.masters.update_working_copy()
+        load = None if self.experts is None else self.experts.update()
         clock.lap("optimizer")
-        return StepResult(loss, norm, n_valid, block_grad_norms=by_part)
+        return StepResult(loss, norm, n_valid, block_grad_norms=by_part, expert_load=load)
 
     def _window(
         self, batches: Sequence[Batch], n_valid: int, clock: StepClock, abandon: Callable[[], bool]
@@ -148,6 +154,8 @@ class TrainStep:
         loss_scale = 1.0 if scaler is None else scaler.scale
         share = 1.0 / max(1, n_valid)
         self.masters.zero_gradients()
+        if self.experts is not None:
+            self.experts.begin_window()
         total = torch.zeros((), dtype=torch.float32, device=self.device)  # on the device: reading it would wait for each part
         for number, batch in enumerate(batches):
             if number and abandon():  # before the first micro-batch the loop has just asked
@@ -197,6 +205,8 @@ class TrainStep:
         of batches of 16 rows of 512 tokens of Python source), the mask costs almost nothing, and a second kind of batch would
         be compiled in the middle of the run.
         """
+        if self.experts is not None:
+            self.experts.set_scale(scale)
         loss = self._loss(batch, clock.lap)
         (loss * scale).backward()
         clock.lap("backward")

@@ -203,12 +203,16 @@ def parse_glm4_moe(config: dict[str, Any]) -> ModelSpec:
 
 def write_glm4_moe(spec: ModelSpec) -> dict[str, Any]:
     moe = _moe_of(spec)
-    return write_llama_like(spec) | routing_keys(moe) | {
-        "first_k_dense_replace": 0 if moe.layers is None else spec.n_layers - len(moe.layers),
-        "use_qk_norm": spec.qk_norm,
-        "attention_bias": spec.qkv_bias,
-        "partial_rotary_factor": spec.rotary_dim / spec.head_dim,
-    }
+    return (
+        write_llama_like(spec)
+        | routing_keys(moe)
+        | {
+            "first_k_dense_replace": 0 if moe.layers is None else spec.n_layers - len(moe.layers),
+            "use_qk_norm": spec.qk_norm,
+            "attention_bias": spec.qkv_bias,
+            "partial_rotary_factor": spec.rotary_dim / spec.head_dim,
+        }
+    )
 
 
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}

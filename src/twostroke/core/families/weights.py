@@ -36,12 +36,18 @@ class ExpertNames:
     weight: str = ".weight"
     bias: str = ".bias"
 
+    def modules(self, matrix: Matrix) -> tuple[tuple[str, int], ...]:
+        """(name, outputs) of the modules of shared experts; none of routed ones, which adapters leave alone."""
+        if matrix.copies > 1:
+            return ()
+        return tuple((f"{self.shared}.{part.removeprefix('shared_')}_proj", n) for part, n in matrix.parts)
+
     def parts(self, matrix: Matrix, kind: str) -> tuple[tuple[str, int], ...]:
         """(name, rows) of each tensor that holds a part of ``matrix``'s weight or bias, in the order of its rows."""
         if matrix.name in ("router", "shared_gate"):
             return ((f"{getattr(self, matrix.name)}.{kind}", matrix.n),)
         if matrix.copies == 1:
-            return tuple((f"{self.shared}.{part.removeprefix('shared_')}_proj.{kind}", n) for part, n in matrix.parts)
+            return tuple((f"{name}.{kind}", n) for name, n in self.modules(matrix))
         ending = self.weight if kind == "weight" else self.bias
         if self.gate_up:
             name = self.down if matrix.name == "expert_down" else self.gate_up
@@ -71,11 +77,12 @@ class WeightNames:
     experts: ExpertNames = ExpertNames()
 
     def parts(self, matrix: Matrix) -> tuple[tuple[str, int], ...]:
-        """(name below the layer, outputs) of what ``matrix`` is stored as; nothing where the names are not known. Experts are
-        named as the dense MLP is."""
-        name = matrix.name.removeprefix("expert_").removeprefix("shared_")
+        """(name below the layer, outputs) of what ``matrix`` is stored as; nothing where the names are not known."""
         if matrix.chooses:
             return ()
+        if matrix.name.startswith(("expert_", "shared_")):
+            return self.experts.modules(matrix)
+        name = matrix.name
         if name in self.block:
             return ((self.block[name], matrix.n),)
         return tuple((self.block[part], n) for part, n in matrix.parts if part in self.block)
@@ -285,9 +292,7 @@ def _kinds(matrix: Matrix) -> tuple[tuple[str, tuple[int, ...]], ...]:
     return (("weight", (matrix.k,)), ("bias", ())) if matrix.bias else (("weight", (matrix.k,)),)
 
 
-def _of_matrix(
-    matrix: Matrix, names: WeightNames, ours: str, theirs: str, by_group: tuple[int, int] | None
-) -> Iterator[Entry]:
+def _of_matrix(matrix: Matrix, names: WeightNames, ours: str, theirs: str, by_group: tuple[int, int] | None) -> Iterator[Entry]:
     for kind, columns in _kinds(matrix):
         stored = tuple(Part(f"{theirs}.{name}.{kind}", rows) for name, rows in names.parts(matrix))
         is_weight = kind == "weight"
