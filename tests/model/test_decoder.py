@@ -192,7 +192,7 @@ def test_bf16_training_follows_fp32_in_value_and_gradient(spec: ModelSpec, autoc
         "cohere2-packed",
         "glm4_moe-packed",
         "gpt_oss",
-    ],  # fmt: skip
+    ],
 )
 def test_every_block_compiles_whole_and_computes_the_same(spec: ModelSpec, documents: bool) -> None:
     torch._dynamo.reset()

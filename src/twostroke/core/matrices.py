@@ -68,6 +68,11 @@ class Matrix:
         return self.n * self.k
 
     @property
+    def passed(self) -> int:
+        """active·n·k, the elements that one token is multiplied with."""
+        return self.active * self.weights
+
+    @property
     def stored(self) -> int:
         """copies·n·k, the elements of all its matrices."""
         source = "config.json: matrix" if self.copies == 1 else "config.json: matrices of all experts"
@@ -216,6 +221,16 @@ def mlp_matrices(spec: ModelSpec, layer: int) -> tuple[Matrix, ...]:
     """Those of ``layer``'s MLP: gate_up or up, and down; of experts the router, expert_gate_up, expert_down, and where there
     are shared ones shared_gate_up, shared_down and shared_gate."""
     return _moe(spec) if spec.has_experts(layer) else _mlp(spec, "", spec.d_ff)
+
+
+@lru_cache(maxsize=256)
+def block_kinds(spec: ModelSpec) -> tuple[tuple[tuple[Matrix, ...], tuple[int, ...]], ...]:
+    """The matrices of a block that our engines run, and the layers that have these: one entry, or with experts in some layers
+    alone two."""
+    found: dict[bool, list[int]] = {}
+    for layer in range(spec.n_layers):
+        found.setdefault(spec.has_experts(layer), []).append(layer)
+    return tuple((attention_matrices(spec) + mlp_matrices(spec, layers[0]), tuple(layers)) for layers in found.values())
 
 
 def _attention(spec: ModelSpec, n_kv_heads: int, head_dim: int, values: bool = True) -> tuple[Matrix, Matrix]:

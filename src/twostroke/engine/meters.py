@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from twostroke.core.matrices import block_matrices, head_matrix, pair_flops
+from twostroke.core.matrices import head_matrix, pair_flops
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.work.flops import row_flop, visible_pairs
+from twostroke.planner.work.flops import last_block_elements, row_flop, visible_pairs
 
 
 class StepMeter:
@@ -22,9 +22,8 @@ class StepMeter:
         self.window = spec.sliding_window or 0
         self.n_windowed = spec.n_layers - self.n_full
         self.attention_flop = pair_flops(spec)
-        _, *after = (matrix.weights for matrix in block_matrices(spec))
         self.row_flop = row_flop(spec)
-        self.sampled_flop = 2 * (sum(after) + head_matrix(spec).weights)
+        self.sampled_flop = 2 * (last_block_elements(spec) + head_matrix(spec).weights)
 
     def bytes_read(self, starts: Sequence[int], counts: Sequence[int]) -> int:
         """Bytes of the weights, read once, and of the keys and values that each request attends to, the new ones included."""

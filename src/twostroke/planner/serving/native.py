@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from twostroke.core.matrices import Matrix, block_matrices, head_matrix, layer_kinds, pair_flops, qkv_rows
+from twostroke.core.matrices import Matrix, block_kinds, head_matrix, layer_kinds, pair_flops, qkv_rows
 from twostroke.core.named import largest, letter, named, smallest
 from twostroke.core.policy import LEAST_KEPT_PACKED_BYTES, TOKEN_BUDGET
 from twostroke.core.rates import Phase
@@ -25,6 +25,7 @@ from twostroke.planner.serving.native_products import (
     MANY_ROWS,
     far_share,
     native_matrices,
+    native_name,
     native_product_bytes,
     native_product_s,
     native_read_bytes,
@@ -36,7 +37,7 @@ from twostroke.planner.serving.strategy import Chunk, Step, Strategy
 from twostroke.planner.work.component import Work, bound_of, merge, total_seconds
 from twostroke.planner.work.flops import elementwise_elements, row_flop, visible_pairs
 from twostroke.planner.work.params import count_parameters
-from twostroke.planner.work.weights import kv_bytes_per_token, mixed_weights_bytes
+from twostroke.planner.work.weights import experts_touched, kv_bytes_per_token, mixed_weights_bytes
 
 
 def product_work(use: Use, working_set: float, hardware: Hardware) -> Work:
@@ -98,14 +99,27 @@ def embedding_in_memory_bytes(spec: ModelSpec, n_tokens: float) -> float:
 
 
 class Use(NamedTuple):
-    """A weight matrix (or gated pair) held for the product ``name``, applied ``times`` over to ``rows`` rows, by one thread or
-    by all."""
+    """A weight matrix (or gated pair, or one expert's) held for the product ``name``, applied ``times`` over to ``rows`` rows,
+    by one thread or by all."""
 
     product: Matrix
     name: str
     rows: int
-    times: int
+    times: float
     one_thread: bool = False
+
+
+def _use(product: Matrix, name: str, rows: int, layers: int, one_thread: bool) -> Use:
+    """``product`` in so many layers; of experts those that ``rows`` tokens choose, each on its share of their rows."""
+    if product.copies == 1 or not rows:
+        return Use(product, name, rows, layers, one_thread)
+    touched = experts_touched(product.copies, product.active, rows)
+    return Use(product, name, max(1, round(rows * product.active / touched)), layers * touched, one_thread)
+
+
+def widest_mlp(spec: ModelSpec) -> int:
+    """Numbers that are activated for one token in the widest layer, of routed experts ``top_k`` of theirs."""
+    return max(sum(p.active * p.k for p in matrices if p.name.endswith("down")) for matrices, _ in block_kinds(spec))
 
 
 class Native(Strategy):
@@ -134,7 +148,7 @@ class Native(Strategy):
         """Residual stream, its norm, packed heads, attention's output and the MLP's inside of the largest step, in fp32 and in
         what products read (half as much); and the looked-up part of a tied embedding."""
         spec, shape = self.spec, self.shape
-        row = 6.0 * (2 * spec.d_model + qkv_rows(spec) + spec.n_heads * spec.head_dim + 2 * spec.d_ff)
+        row = 6.0 * (2 * spec.d_model + qkv_rows(spec) + spec.n_heads * spec.head_dim + 2 * widest_mlp(spec))
         tokens = shape.prompts * (shape.prompt_tokens - shape.hit_tokens)
         rows = largest(shape.batch, smallest(letter("budget", TOKEN_BUDGET), tokens))
         looked_up = 0.0
@@ -329,19 +343,23 @@ class Native(Strategy):
         spec, shape, alone = self.spec, self.shape, self._takes_one_thread(rows)
         found, in_int8, how = [], set(shape.in_int8), scheme_of(shape.scheme)
         beside = how if how.beside is None else scheme_of(how.beside)
-        for product in block_matrices(spec):
-            n_whole = spec.n_layers if product.name == "qkv" or last_rows == rows else spec.n_layers - 1
-            for n_rows, those in ((rows, range(n_whole)), (last_rows, range(n_whole, spec.n_layers))):
-                n_int8 = sum(f"{layer}.{product.name}" in in_int8 for layer in those) if in_int8 else 0
-                found.append(Use(product, how.native_product, n_rows, len(those) - n_int8, alone))
-                found.append(Use(product, beside.native_product, n_rows, n_int8, alone))
+        for matrices, layers in block_kinds(spec):
+            n_last = 0 if last_rows == rows else layers.count(spec.n_layers - 1)
+            for product in matrices:
+                n_whole = len(layers) - (0 if product.name == "qkv" else n_last)
+                for n_rows, those in ((rows, layers[:n_whole]), (last_rows, layers[n_whole:])):
+                    n_int8 = sum(f"{layer}.{product.name}" in in_int8 for layer in those) if in_int8 else 0
+                    found.append(_use(product, native_name(product, how), n_rows, len(those) - n_int8, alone))
+                    found.append(_use(product, beside.native_product, n_rows, n_int8, alone))
         found.append(Use(head_matrix(spec), scheme_of(shape.head).native_product, last_rows, 1, alone))
         return [use for use in found if use.rows and use.times]
 
     def _working_set(self, phase: Phase) -> float:
         """Bytes that are read between two uses of a matrix: all weights, and in a decode step the cache; times ``crowding``."""
         shape = self.shape
-        weights = native_read_bytes(self.spec, shape.scheme, shape.head, shape.in_int8)
+        # One token's experts are seldom the last one's, so all of them lie between two uses of one.
+        bytes_of_weights = native_read_bytes if self.spec.moe is None else native_weights_bytes
+        weights = bytes_of_weights(self.spec, shape.scheme, shape.head, shape.in_int8)
         read = weights + self._cache_bytes() if phase == "decode" else weights
         return letter("crowding", self.hardware.native_rates.crowding) * read
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 from functools import lru_cache
 
 from twostroke.core.dtypes import bytes_of
-from twostroke.core.matrices import Matrix, block_matrices, has_norm_bias, head_matrix, head_norms
+from twostroke.core.matrices import Matrix, block_kinds, has_norm_bias, head_matrix, head_norms
 from twostroke.core.named import largest, letter, named
 from twostroke.core.rates import NativePass
-from twostroke.core.schemes import NATIVE_FORMATS, NATIVE_PRODUCTS, scheme_of
+from twostroke.core.schemes import NATIVE_FORMATS, NATIVE_PRODUCTS, Scheme, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import Hardware, rate_at
 from twostroke.planner.work.params import count_parameters
 
 MANY_ROWS = 512
 """From so many rows on, arithmetic binds whatever the cache: the rate of so many is that of all."""
+
+ROUTER_PRODUCT = scheme_of("fp32").native_product
 
 TILE = 16
 INPUTS = 32
@@ -36,28 +38,45 @@ def packed_bytes(name: str, n: int, k: int) -> float:
 
 
 def native_matrices(product: Matrix) -> tuple[tuple[int, int], ...]:
-    """(n, k) of the matrices that the native step makes of ``product``: gate and up are two."""
-    apart = product.parts if product.name == "gate_up" else ((product.name, product.n),)
+    """(n, k) of the matrices that the native step makes of ``product``: gate and up are two. Of experts, of one of them."""
+    apart = product.parts if product.name.endswith("gate_up") else ((product.name, product.n),)
     return tuple((n, product.k) for _, n in apart)
 
 
 def native_product_bytes(product: Matrix, name: str) -> float:
-    """Packed bytes of ``product``'s matrices and their fp32 biases: what one step reads."""
-    packed = sum(packed_bytes(name, n, k) for n, k in native_matrices(product)) + 4.0 * product.biases
+    """Packed bytes of ``product``'s matrices and their fp32 biases, of experts of one of them: what one step reads."""
+    biases = product.n if product.bias else 0
+    packed = sum(packed_bytes(name, n, k) for n, k in native_matrices(product)) + 4.0 * biases
     source = f"of a layer, packed by the library as {name.removeprefix('native_')}: in tiles of {TILE} outputs, {INPUTS} inputs"
     return named(f"{product.name}_bytes", packed, "bytes", source)
 
 
+def native_name(product: Matrix, how: Scheme) -> str:
+    """The library's product of ``product`` under the scheme ``how``: routers stay in fp32."""
+    return ROUTER_PRODUCT if product.chooses else how.native_product
+
+
+@lru_cache(maxsize=1024)
+def _blocks_bytes(spec: ModelSpec, scheme: str) -> tuple[float, float]:
+    """Packed bytes of all blocks' matrices: those that one row passes, and all."""
+    how, read, held = scheme_of(scheme), 0.0, 0.0
+    for matrices, layers in block_kinds(spec):
+        for p in matrices:
+            each = len(layers) * native_product_bytes(p, native_name(p, how))
+            read, held = read + p.active * each, held + p.copies * each
+    return read, held
+
+
 @lru_cache(maxsize=1024)
 def native_read_bytes(spec: ModelSpec, scheme: str, head: str, in_int8: tuple[str, ...] = ()) -> float:
-    """Bytes of weights that one step of the native engine reads: packed matrices, those ``in_int8`` ("<layer>.<product>") so,
-    biases and norms in fp32, and the head, which is held as ``head``.
+    """Bytes of weights that one step of the native engine reads: packed matrices, of experts those of one row, those
+    ``in_int8`` ("<layer>.<product>") so, biases and norms in fp32, and the head, which is held as ``head``.
 
     It is the engine's own ``Plan.step_bytes`` (tests/planner/test_native_plans.py)."""
-    how = scheme_of(scheme)
-    each = {p.name: native_product_bytes(p, how.native_product) for p in block_matrices(spec)}
-    blocks = spec.n_layers * sum(each.values()) + in_int8_more_bytes(spec, scheme, in_int8)
+    blocks = _blocks_bytes(spec, scheme)[0] + in_int8_more_bytes(spec, scheme, in_int8)
     parameters = count_parameters(spec)
+    if spec.moe is not None and spec.moe.correction_bias:
+        blocks += 4.0 * spec.moe.n_experts * sum(map(spec.has_experts, range(spec.n_layers)))
     norms = 4.0 * (parameters.norms + parameters.final_norm)
     if spec.norm == "layernorm" and not has_norm_bias(spec):
         norms *= 2  # the library's LayerNorm has a bias, here of zeros
@@ -72,18 +91,19 @@ def in_int8_more_bytes(spec: ModelSpec, scheme: str, in_int8: tuple[str, ...]) -
     beside = how if how.beside is None else scheme_of(how.beside)
     more = {
         p.name: native_product_bytes(p, beside.native_product) - native_product_bytes(p, how.native_product)
-        for p in block_matrices(spec)
+        for matrices, _ in block_kinds(spec)
+        for p in matrices
     }
     return sum(more[name.partition(".")[2]] for name in in_int8)
 
 
 @lru_cache(maxsize=1024)
 def native_weights_bytes(spec: ModelSpec, scheme: str, head: str, in_int8: tuple[str, ...] = ()) -> float:
-    """Bytes of weights that the native engine holds: ``native_read_bytes``, learned positions and an untied embedding, of which
-    a step reads a few rows. A tied one stays in its file, beside the packed head."""
-    parameters = count_parameters(spec)
+    """Bytes of weights that the native engine holds: ``native_read_bytes``, the other experts, learned positions and an untied
+    embedding, of which a step reads a few rows. A tied one stays in its file, beside the packed head."""
+    parameters, (read, held) = count_parameters(spec), _blocks_bytes(spec, scheme)
     looked_up = parameters.positions + (0 if spec.tied_embeddings else parameters.embedding)
-    return native_read_bytes(spec, scheme, head, in_int8) + scheme_of(scheme).kept_bytes * looked_up
+    return native_read_bytes(spec, scheme, head, in_int8) + held - read + scheme_of(scheme).kept_bytes * looked_up
 
 
 @lru_cache(maxsize=256)

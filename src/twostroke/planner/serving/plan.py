@@ -8,7 +8,7 @@ from typing import Annotated
 from twostroke.core import engines
 from twostroke.core.described import As
 from twostroke.core.errors import CapacityError, ConfigError
-from twostroke.core.matrices import block_matrices
+from twostroke.core.matrices import block_kinds
 from twostroke.core.named import letter, named, within
 from twostroke.core.policy import logits_bytes
 from twostroke.core.schemes import MIXED, NATIVE, PLANNED, TORCH_HELD, scheme_of
@@ -279,7 +279,7 @@ def check_placement(spec: ModelSpec, shape: ServingShape, hardware: Hardware) ->
     if expert > tensor and expert % tensor:
         raise ConfigError(f"expert={expert} must be a multiple of tensor={tensor}, or at most as much.")
     if shape.in_int8:
-        known = {f"{layer}.{p.name}" for layer in range(spec.n_layers) for p in block_matrices(spec)}
+        known = {f"{layer}.{p.name}" for matrices, layers in block_kinds(spec) for layer in layers for p in matrices}
         unknown = sorted(set(shape.in_int8) - known)
         if unknown or scheme_of(shape.scheme).beside is None:
             raise ConfigError(

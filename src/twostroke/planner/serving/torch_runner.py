@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from twostroke.core.matrices import block_matrices
+from twostroke.core.matrices import block_kinds
 from twostroke.core.named import inputs, named
 from twostroke.core.policy import MAX_PAGES, TOKEN_BUDGET, WEIGHT_ONLY_MULTIPLE
 from twostroke.core.rates import Phase
@@ -92,6 +92,10 @@ class TorchRunner(Datasheet):
         if len(products) == 1 or not all(map(hardware.has_scheme, products)):
             return 0.0
         limit = hardware.crossovers.int8_weight_only_max_macs
-        fitting = [p for p in block_matrices(self.spec) if p.weights <= limit and p.k % WEIGHT_ONLY_MULTIPLE == 0]
-        twice = 1.0 * self.spec.n_layers * sum(p.weights for p in fitting)
+        twice = 1.0 * sum(
+            len(layers) * p.stored
+            for matrices, layers in block_kinds(self.spec)
+            for p in matrices
+            if p.weights <= limit and p.k % WEIGHT_ONLY_MULTIPLE == 0 and not p.chooses
+        )
         return named("second_copies_bytes", twice, "bytes", "int8 matrices held twice: plain for few rows, packed for many")

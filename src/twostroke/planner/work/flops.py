@@ -3,7 +3,7 @@ Korthikanti et al. (arXiv 2205.05198); causal attention is counted as the half t
 
 from __future__ import annotations
 
-from twostroke.core.matrices import LayerKind, block_matrices, head_matrix, layer_kinds
+from twostroke.core.matrices import LayerKind, block_kinds, head_matrix, layer_kinds
 from twostroke.core.named import named, smallest
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.work.params import count_parameters
@@ -53,10 +53,15 @@ def training_flops_per_token(spec: ModelSpec, sequence_length: int) -> float:
 
 
 def row_flop(spec: ModelSpec) -> int:
-    """FLOP of one token's products in the blocks of a uniform dense model: after the last layer's attention only tokens that
-    are sampled from go on."""
-    qkv, *after = (matrix.weights for matrix in block_matrices(spec))
-    return 2 * (spec.n_layers * qkv + (spec.n_layers - 1) * sum(after))
+    """FLOP of one token's products in the blocks that our engine runs: after the last layer's attention only tokens that are
+    sampled from go on."""
+    whole = sum(len(layers) * sum(m.passed for m in matrices) for matrices, layers in block_kinds(spec))
+    return 2 * (whole - last_block_elements(spec))
+
+
+def last_block_elements(spec: ModelSpec) -> int:
+    """Elements of the matrices after the last layer's attention that one token is multiplied with."""
+    return next(sum(m.passed for m in matrices[1:]) for matrices, layers in block_kinds(spec) if spec.n_layers - 1 in layers)
 
 
 def prefill_flops(spec: ModelSpec, prompt_tokens: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from twostroke.core.dtypes import bytes_of
-from twostroke.core.matrices import LayerKind, Matrix, block_matrices, head_matrix, layer_kinds
+from twostroke.core.matrices import LayerKind, Matrix, block_kinds, head_matrix, layer_kinds
 from twostroke.core.named import letter, named
 from twostroke.core.schemes import CACHES, Scheme, scheme_of
 from twostroke.core.spec import ModelSpec
@@ -77,7 +77,8 @@ def matrices_bytes(spec: ModelSpec, scheme: str) -> float:
 def mixed_weights_bytes(spec: ModelSpec, scheme: str, in_int8: tuple[str, ...]) -> float:
     """``weights_bytes`` with the matrices ``in_int8`` ("<layer>.<product>") of a dense model as its ``beside``."""
     beside = scheme_of(scheme).beside or scheme
-    extra = {p.name: matrix_bytes(spec, p, beside) - matrix_bytes(spec, p, scheme) for p in block_matrices(spec)}
+    matrices = [p for alike, _ in block_kinds(spec) for p in alike]
+    extra = {p.name: matrix_bytes(spec, p, beside) - matrix_bytes(spec, p, scheme) for p in matrices}
     more = letter("in_int8", sum(extra[name.partition(".")[2]] for name in in_int8)) if in_int8 else 0
     source = f"every parameter, as {scheme} holds it: scales for the blocks' matrices, other tensors in 16 bits"
     if not scheme_of(scheme).quantised:

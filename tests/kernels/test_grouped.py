@@ -1,0 +1,29 @@
+"""Products of experts' rows, against one product an expert."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from twostroke.kernels.grouped import grouped_linear
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_row_meets_its_experts_matrix_forward_and_backward(dtype: torch.dtype) -> None:
+    """Experts without rows, at the beginning, between and at the end, get a gradient of zero."""
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.tensor([0, 5, 0, 1, 7, 0])
+    x, weight = (torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in ((13, 12), (6, 10, 12)))
+    y = grouped_linear(x, weight, counts.cumsum(0))
+    upstream = torch.randn(y.shape, generator=generator).to(dtype)
+    found = torch.autograd.grad(y, (x, weight), upstream)
+    plain = torch.cat([rows @ matrix.t() for rows, matrix in zip(x.split(counts.tolist()), weight, strict=True)])
+    expected = torch.autograd.grad(plain, (x, weight), upstream)
+    for ours, theirs in zip((y, *found), (plain, *expected), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert not found[1][[0, 2, 5]].any()
+
+
+def test_the_operator_has_what_a_compiler_asks_of_it() -> None:
+    x, weight = torch.randn(5, 4, requires_grad=True), torch.randn(2, 3, 4, requires_grad=True)
+    torch.library.opcheck(torch.ops.twostroke.grouped_linear, (x, weight, torch.tensor([2, 5])))
