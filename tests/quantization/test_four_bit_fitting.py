@@ -27,7 +27,8 @@ from twostroke.quantization import fitting
 from twostroke.quantization.convert import quantize_model
 from twostroke.quantization.directory import Quantisation, stored_quantisation
 from twostroke.quantization.fitting import Fitted, Judgement, fit_codes
-from twostroke.quantization.load import load_any_state, load_decoder
+from twostroke.model.load import load_model
+from twostroke.quantization.load import load_any_state
 
 
 def rounded(decoder: Decoder, fitted: Fitted, group: int) -> Decoder:
@@ -161,7 +162,7 @@ def test_a_directory_of_both_formats_opens_and_computes_with_what_was_chosen(nam
         expected, scale = quantize_columns(weights[n])
         assert torch.equal(state[n], expected)
         assert torch.equal(state[n.removesuffix(".weight") + ".scale"], scale)
-    opened = load_decoder(tmp_path / "q")
+    opened = load_model(tmp_path / "q")
     for n, parameter in opened.named_parameters():
         if n in weights:
             torch.testing.assert_close(parameter, dict(rounded(decoder, fitted, 32).named_parameters())[n], rtol=0, atol=0)

@@ -12,13 +12,13 @@ from twostroke.core.schemes import SCHEMES
 from twostroke.engine.core import EngineCore
 from twostroke.engine.scoring import token_scores
 from twostroke.kernels.int4 import dequantize_groups, group_scales, round_to_groups
-from twostroke.model.load import load_state
+from twostroke.model.load import load_model, load_state
 from twostroke.model.save import save_model
 from twostroke.quantization.convert import quantize_model
 from twostroke.quantization.directory import Quantisation, quantisation_of, stored_quantisation
-from twostroke.quantization.four_bits import pack_words, unpack_words
+from twostroke.kernels.words import pack_words, unpack_words
 from twostroke.quantization.gptq import round_with_compensation
-from twostroke.quantization.load import load_any_state, load_decoder
+from twostroke.quantization.load import load_any_state
 
 
 def make(name: str, directory: Path) -> Path:
@@ -128,7 +128,7 @@ def test_a_directory_gives_back_the_codes_that_were_written(name: str, scheme: s
         assert torch.equal(found[f"{stem}.zero"], zero)
         assert torch.equal(found[tensor_name], round_to_groups(tensor, scale, zero, chosen.group))
     assert 0.02 < report.relative_error < 0.15
-    decoder = load_decoder(tmp_path / "q")
+    decoder = load_model(tmp_path / "q")
     weight = dict(decoder.named_parameters())["blocks.0.mlp.down.weight"]
     codes, scale, zero = (found[f"blocks.0.mlp.down.{part}"] for part in ("weight", "scale", "zero"))
     expected = dequantize_groups(codes, scale, zero, chosen.group)
@@ -158,6 +158,6 @@ def test_without_the_native_library_the_engine_computes_with_the_values_of_the_c
     ids = list(range(5, 25))
     ((nats, _),) = token_scores(core, [(ids, 1)])
     with torch.inference_mode():
-        exact = load_decoder(tmp_path / "q")(torch.tensor([ids]))[0].log_softmax(dim=-1)
+        exact = load_model(tmp_path / "q")(torch.tensor([ids]))[0].log_softmax(dim=-1)
     expected = [-float(exact[i, ids[i + 1]]) for i in range(len(ids) - 1)]
     assert nats.tolist() == pytest.approx(expected, abs=0.1)  # bf16 against fp32

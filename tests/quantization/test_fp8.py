@@ -20,7 +20,7 @@ from twostroke.engine.core import EngineCore
 from twostroke.engine.llm import LLM
 from twostroke.kernels.codes import LARGEST_E4M3, e4m3_columns, quantize
 from twostroke.kernels.native_library import library
-from twostroke.model.load import load_state
+from twostroke.model.load import load_model, load_state
 from twostroke.model.save import save_model
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.serving.plan import plan_serving
@@ -29,7 +29,7 @@ from twostroke.planner.work.weights import weights_bytes
 from twostroke.quantization.convert import quantize_model
 from twostroke.quantization.directory import Quantisation, stored_quantisation
 from twostroke.quantization.held import held
-from twostroke.quantization.load import load_any_state, load_decoder
+from twostroke.quantization.load import load_any_state
 from twostroke.scheduling.sampling_params import SamplingParams
 
 OURS = SCHEMES["fp8"].here
@@ -62,7 +62,7 @@ def test_a_directory_gives_back_the_codes_that_were_written(name: str, tmp_path:
     assert stored_quantisation(tmp_path / "q") == Quantisation(OURS)
     assert (report.scheme, report.bytes < 0.65 * report.source_bytes) == ("fp8", True)
     (_, state), (_, found) = load_state(source), load_any_state(tmp_path / "q")
-    decoder, n_matrices = dict(load_decoder(tmp_path / "q").named_parameters()), 0
+    decoder, n_matrices = dict(load_model(tmp_path / "q").named_parameters()), 0
     for tensor_name, tensor in state.items():
         if found[tensor_name].dtype is not torch.float8_e4m3fn:
             assert torch.equal(found[tensor_name], tensor.bfloat16())
@@ -106,7 +106,7 @@ DYNAMIC = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": Tru
 def test_a_directory_made_by_hand_is_read(activations: dict[str, Any] | None, tmp_path: Path) -> None:
     source = make("llama", tmp_path / "m")
     values = by_hand(source, tmp_path / "q", activations)
-    decoder = load_decoder(tmp_path / "q")
+    decoder = load_model(tmp_path / "q")
     assert torch.equal(decoder.get_parameter("blocks.0.mlp.down.weight"), values["model.layers.0.mlp.down_proj.weight"])
     assert LLM(tmp_path / "q", n_threads=1).engine.dtype == "fp8"
 
@@ -132,7 +132,7 @@ def test_the_engine_multiplies_what_the_codes_stand_for(name: str, runner: str, 
         pytest.skip("the native library was not built")
     source = make(name, tmp_path / "m")
     quantize_model(source, tmp_path / "q", "fp8")
-    decoder = load_decoder(tmp_path / "q")
+    decoder = load_model(tmp_path / "q")
     save_model(decoder, decoder.spec, tmp_path / "plain", "bf16")
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     made = [

@@ -124,7 +124,7 @@ def bench_serve(
         if directory is not None and spec is not None:
             sampling = SamplingParams(temperature=temperature).kinds
             shape = serving_shape(directory, spec, engine, sampling=sampling)
-            inputs |= {"scheme": shape.scheme, "in_int8": shape.in_int8}
+            inputs |= {"scheme": shape.scheme, "in_int8": shape.in_int8, "in_bf16": shape.in_bf16}
             plan = functools.partial(_planned_load, spec, load, shape)
         tokenizer = None
         if directory is not None:
@@ -176,7 +176,7 @@ def bench_offline(
     from twostroke.engine.llm import LLM
 
     llm = LLM(directory, **engine.changed())
-    inputs = {"scheme": shape.scheme, "in_int8": shape.in_int8, **engine.changed()}
+    inputs = {"scheme": shape.scheme, "in_int8": shape.in_int8, "in_bf16": shape.in_bf16, **engine.changed()}
     inputs |= {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
     points, runs = [], []
     with progress("offline", len(offline.batches) * repeats) as advance:

@@ -84,6 +84,7 @@ def quantize(
             f"Fitted to {report.fitted_to_tokens} tokens; on {report.judged_tokens} others of the same text perplexity "
             f"× {report.perplexity_ratio:.4f}, KL {report.kl_nats:.4f} nats a token (measured, activations not rounded)."
         )
+    lines += [f"Note: {note}" for note in report.notes]
     run_document = {"run_id": run.run_id, "prediction": run.prediction, "measurement": measured}
     emit({"model": str(source), "directory": str(directory), **plain(report), **run_document}, "\n".join(lines), as_json)
 

@@ -210,7 +210,7 @@ _ROWS = (
     ),
     # An fp32 scale an output. Accelerators hold weights alone so; w8a8 rounds activations too, as our engine always does.
     Scheme(
-        "int8", "int8", 4.0, published=("gptq", "awq", "W8A16"), searched=True, label="int8 × bf16",
+        "int8", "int8", 4.0, published=("gptq", "awq", "bitsandbytes", "W8A16"), searched=True, label="int8 × bf16",
         native="int8", torch=(W8, W8A8), stepped=True, disk=INT_QUANTIZED,
     ),
     Scheme("int8_weight_only", "int8", 4.0, planned=False, native="int8_weight_only"),
@@ -220,7 +220,7 @@ _ROWS = (
     ),
     # Groups of 128 inputs share an fp16 scale and a 4-bit zero point, as AWQ and GPTQ pack them: 4.16 bits a weight.
     Scheme(
-        "int4", "int4", 2.5, group=128, published=("gptq", "awq", "W4A16_AWQ", "W4A8_AWQ"), searched=True,
+        "int4", "int4", 2.5, group=128, published=("gptq", "awq", "bitsandbytes", "W4A16_AWQ", "W4A8_AWQ"), searched=True,
         native="int4", torch=("packed_bf16",), stepped=True, beside="int8", disk=PACK_QUANTIZED, own="int4-g64",
     ),
     *map(_fours, GROUPS),

@@ -278,7 +278,9 @@ class ModelSpec:
     indexer: Annotated[IndexerSpec | None, "sparse attention, where it is used"] = None
     global_attention: Annotated[GlobalAttention | None, "another shape of unwindowed layers"] = None
     departures: Annotated[Departures, "what the decoder does not build"] = Departures()
-    checkpoint_scheme: Annotated[str | None, "format of the published weights where it is quantised"] = None
+    checkpoint_scheme: Annotated[str | None, "format of the published weights where it is quantised"] = field(
+        default=None, compare=False
+    )
     notes: Annotated[tuple[str, ...], "what was left out or taken from elsewhere"] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
@@ -393,7 +395,6 @@ class ModelSpec:
             "ALiBi positions": self.positions == "alibi",
             "the ReLU activation": self.activation == "relu",
             f"{self.rope.scaling} rotary scaling": self.rope.scaling not in ROPE_SCALINGS,
-            f"weights stored in {self.checkpoint_scheme}": self.checkpoint_scheme is not None,
         }
         return tuple(name for name, present in named.items() if present) + self.departures.names
 
@@ -401,9 +402,8 @@ class ModelSpec:
         """ConfigError, naming the features, where the model can be planned and not built."""
         if not self.unbuilt_features:
             return
-        remedy = " Start from the unquantised model." if self.checkpoint_scheme else ""
         features = ", ".join(self.unbuilt_features)
-        raise ConfigError(f"model_type={self.family!r} can be planned but not built yet: {features}.{remedy}")
+        raise ConfigError(f"model_type={self.family!r} can be planned but not built yet: {features}.")
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ModelSpec:

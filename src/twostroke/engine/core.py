@@ -19,7 +19,7 @@ from twostroke.core.errors import CapacityError, ConfigError, InputError
 from twostroke.core.families import read_spec
 from twostroke.core.policy import logits_bytes
 from twostroke.core.profile import load_profile
-from twostroke.core.schemes import CACHES, scheme_of
+from twostroke.core.schemes import CACHES, SCHEMES, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.core.units import format_bytes
 from twostroke.engine.key_offset import centre_keys
@@ -35,8 +35,9 @@ from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.engine.torch_runner import TorchRunner
 from twostroke.kernels.features import has_packed_linear
 from twostroke.kernels.native_library import library
+from twostroke.model.load import load_state
+from twostroke.model.published.registry import directory_holding
 from twostroke.planner.work.weights import weights_bytes
-from twostroke.quantization.directory import stored_quantisation
 from twostroke.quantization.load import load_any_state
 from twostroke.scheduling.request import FinishReason, Request
 from twostroke.scheduling.sampling_params import SamplingParams
@@ -346,15 +347,16 @@ def _default_threads() -> int:
 def _load(directory: Path, dtype: str) -> _Loaded:
     spec = read_spec(directory)
     spec.require_buildable()
-    stored = stored_quantisation(directory)
-    if stored is not None and dtype not in ("auto", stored.scheme.family, stored.scheme.name):
-        raise ConfigError(
-            f"{directory} holds {stored.scheme.family} weights, which cannot be used as dtype={dtype!r}. "
-            "Use dtype='auto', or the unquantised model that it was made from."
-        )
-    weights = dtype
-    if stored is not None:
-        weights = stored.scheme.name
+    holding, weights = directory_holding(directory, spec), dtype
+    stored = None if holding is None or holding.scheme is None else SCHEMES[holding.scheme]
+    expands = dtype in SCHEMES and not SCHEMES[dtype].quantised
+    if stored is not None and not expands:
+        if dtype not in ("auto", stored.family, stored.name):
+            raise ConfigError(
+                f"{directory} holds {stored.family} weights, which cannot be used as dtype={dtype!r}. "
+                "Use dtype='auto', bf16 or fp32, or the unquantised model that it was made from."
+            )
+        weights = stored.name
     elif dtype == "auto":
         # bf16 only where the CPU has fast products of it (AVX-512 or newer).
         weights = "bf16" if has_packed_linear(torch.bfloat16) else "fp32"
@@ -364,7 +366,8 @@ def _load(directory: Path, dtype: str) -> _Loaded:
             f"the weights in {weights} need {format_bytes(needed)} and {format_bytes(free)} of memory is free. "
             "Use weights of fewer bits, a smaller model or a machine with more memory."
         )
-    return _Loaded(directory, spec, load_any_state(directory)[1], weights)
+    spec, state = (load_state if expands else load_any_state)(directory)
+    return _Loaded(directory, spec, state, weights)
 
 
 def _fit(spec: ModelSpec, settings: EngineSettings, kv_dtype: str) -> SchedulerConfig:

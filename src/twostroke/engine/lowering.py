@@ -51,6 +51,7 @@ class _Lowering:
     ) -> None:
         self.spec, self.state, self.crossovers, self.packed = spec, state, crossovers, packed
         self.scheme, self.head, self.native, self.ropes = scheme, head, native, spec.ropes
+        self.coded = any(name.endswith(".scale") for name in state)
         self.shapes = {} if packed is None else {entry.canonical: entry.shape for entry in layout(spec)}
         self.dtype = torch.float32 if native else getattr(torch, TORCH_NAMES[scheme.kept])
 
@@ -75,7 +76,7 @@ class _Lowering:
 
         ``get`` reads its tensors (default: from the state).
         """
-        held, vector = self._held(name, scheme or self.scheme), self.vector(f"{name}.bias", bias)
+        held, vector = scheme or self._held(name), self.vector(f"{name}.bias", bias)
         if rows is not None and vector is not None:
             vector = vector[rows]
 
@@ -90,9 +91,13 @@ class _Lowering:
 
         return pack() if self.packed is None else self.packed.matrix(pack, self._due(name, held, rows), vector)
 
-    def _held(self, name: str, scheme: Scheme) -> Scheme:
-        """``scheme``, or the one beside it if the state has codes by channel and ``scheme`` is in groups."""
-        by_channel = f"{name}.scale" in self.state and f"{name}.zero" not in self.state
+    def _held(self, name: str) -> Scheme:
+        """The plan's scheme; of a state with codes the one beside it if ``name`` has codes by channel and the plan is in groups,
+        and plain numbers if it has none."""
+        scheme, coded = self.scheme, f"{name}.scale" in self.state
+        if self.coded and not coded:
+            return SCHEMES[scheme.kept]
+        by_channel = coded and f"{name}.zero" not in self.state
         return SCHEMES[scheme.beside] if by_channel and scheme.beside is not None else scheme
 
     def _due(self, name: str, scheme: Scheme, rows: Tensor | slice | None) -> Due:

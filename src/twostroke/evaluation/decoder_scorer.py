@@ -17,7 +17,7 @@ from twostroke.engine.scoring import TokenScores, check_ids, scores_of
 from twostroke.evaluation.decoder_pass import in_eval_mode, score_rows
 from twostroke.evaluation.scorer import Progress
 from twostroke.model.decoder import Decoder
-from twostroke.quantization.load import load_decoder
+from twostroke.model.load import load_model
 
 
 class DecoderScorer:
@@ -34,7 +34,7 @@ class DecoderScorer:
 
     @classmethod
     def load(cls, directory: Path, dtype: str = "fp32", device: str = "cpu") -> DecoderScorer:
-        return cls(load_decoder(directory, dtype, device), load_tokenizer(directory))
+        return cls(load_model(directory, dtype, device), load_tokenizer(directory))
 
     @torch.no_grad()
     def token_scores(

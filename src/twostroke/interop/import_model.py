@@ -160,4 +160,4 @@ def _read_directory(directory: Path) -> SourceModel:
     found = Counter(_DTYPE_NAMES[str(tensor.dtype)] for tensor in state.values())
     dtype = next(iter(found)) if len(found) == 1 else "fp32"
     tokenizer = directory if (directory / "tokenizer.json").is_file() else None
-    return SourceModel("Hugging Face", spec, state, dtype, tokenizer)
+    return SourceModel("Hugging Face", spec, state, dtype, tokenizer, spec.notes)

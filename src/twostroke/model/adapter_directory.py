@@ -184,7 +184,9 @@ def save_adapters(
         for name, content in ((CONFIG_NAME, document), (OWN_NAME, own)):
             (aside / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         save_file({name: t.float().cpu().contiguous() for name, t in weights.items()}, aside / WEIGHTS_NAME, {"format": "pt"})
-        shutil.copyfile(base / "config.json", aside / "config.json")
+        config = read_object(base / "config.json")
+        config.pop("quantization_config", None)  # merged matrices are plain numbers, whatever the base's are
+        (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         source = tokenizer if tokenizer.is_dir() else tokenizer.parent
         for name in COMPANION_FILES:
             if (source / name).is_file():

@@ -17,13 +17,12 @@ from twostroke.model.adapter_directory import is_adapter_directory, open_merged
 from twostroke.model.decoder import Decoder
 from twostroke.model.families import is_recomputed, read_entry, stored_name, to_canonical
 from twostroke.model.lazy_state import LazyState
+from twostroke.model.published.reading import QuantisedWeights
+from twostroke.model.published.storage import FLOATS
 from twostroke.model.safetensors_file import WeightFiles
 from twostroke.model.save import save_model
 
 __all__ = ["load_model", "load_state", "save_model", "torch_dtype"]
-
-READABLE = ("F32", "F16", "BF16")
-"""Formats of stored weights that are read here. ``twostroke.quantization`` reads quantised directories."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -37,9 +36,10 @@ def torch_dtype(name: str) -> torch.dtype:
 def open_weights(directory: Path | str) -> tuple[ModelSpec, Callable[[str], Tensor]]:
     """The spec of ``directory``, and a reader of its stored tensors by family name. All names and shapes are checked first.
 
-    Raises InputError (no model there), ConfigError (an impossible or quantised configuration), CorruptFileError (a tensor that
-    is missing, unexpected or of another shape, or a file that breaks its format). It reads no weights itself. An adapter
-    directory is read as its base with the adapters merged in (``model.adapter_directory``).
+    Raises InputError (no model there), ConfigError (an impossible configuration), CorruptFileError (a tensor that is missing,
+    unexpected or of another shape, or a file that breaks its format). It reads no weights itself. An adapter directory is read
+    as its base with the adapters merged in (``model.adapter_directory``), a quantised one as the fp32 numbers that its codes
+    stand for (``model.published``), which the spec's last note says.
     """
     directory = Path(directory)
     if is_adapter_directory(directory):
@@ -48,10 +48,8 @@ def open_weights(directory: Path | str) -> tuple[ModelSpec, Callable[[str], Tens
     spec = read_spec(directory)
     spec.require_buildable()
     if config.get("quantization_config"):
-        raise ConfigError(
-            f"{directory} is quantised, and training and the decoder need unquantised weights. Give the model that it was made "
-            "from."
-        )
+        quantised = QuantisedWeights(directory)
+        return quantised.spec, quantised.get
     files = WeightFiles(directory)
     expected: set[str] = set()
     for entry in layout(spec):
@@ -67,8 +65,8 @@ def open_weights(directory: Path | str) -> tuple[ModelSpec, Callable[[str], Tens
                 raise CorruptFileError(
                     f"{directory}: tensor {name!r} has shape {list(info.shape)}, but its config.json asks for {list(shape)}."
                 )
-            if info.dtype not in READABLE:
-                raise CorruptFileError(f"{directory}: tensor {name!r} is {info.dtype}; weights must be {', '.join(READABLE)}.")
+            if info.dtype not in FLOATS:
+                raise CorruptFileError(f"{directory}: tensor {name!r} is {info.dtype}; weights must be {', '.join(FLOATS)}.")
             expected.add(name)
     unexpected = [name for name in files if name not in expected and not is_recomputed(spec, name)]
     if unexpected:

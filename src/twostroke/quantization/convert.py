@@ -12,18 +12,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from twostroke.core.errors import ConfigError, InputError
+from twostroke.core.errors import InputError
 from twostroke.core.families import layout, read_config
 from twostroke.core.families.weights import Entry
 from twostroke.core.schemes import DEFAULT_WRITTEN, Scheme, written_scheme
 from twostroke.kernels.codes import Codes, quantize
+from twostroke.kernels.words import pack_words
 from twostroke.model.families import read_entry, stored_order, write_entry
 from twostroke.model.load import open_weights
-from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME
+from twostroke.model.published.compressed_tensors import PACKED, SCALE, SHAPE, ZERO
+from twostroke.model.published.registry import module_name
+from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME, WeightFiles
 from twostroke.model.save import COMPANION_FILES, require_finite, require_writable, written_aside
-from twostroke.quantization.directory import Quantisation, packed_name, scale_name, shape_name, zero_name
+from twostroke.quantization.directory import Quantisation
 from twostroke.quantization.fitting import Fitted
-from twostroke.quantization.four_bits import pack_words
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -33,7 +35,7 @@ class QuantizeReport:
     """``source_bytes`` and ``bytes`` are of the weights as stored. ``relative_error`` is √(Σ(w − ŵ)² / Σw²) over all quantised
     matrices, ``worst`` the matrix where it is largest. Of weights that were fitted to text: how many tokens of it
     (``fitted_to_tokens``), how many matrices are held in int8 instead, and what the whole costs on text beside it
-    (``fitting.Judgement``)."""
+    (``fitting.Judgement``). ``notes`` are the source's."""
 
     scheme: str
     n_matrices: int
@@ -47,6 +49,7 @@ class QuantizeReport:
     judged_tokens: int = 0
     kl_nats: float | None = None
     perplexity_ratio: float | None = None
+    notes: tuple[str, ...] = ()
 
 
 @torch.inference_mode()
@@ -62,19 +65,17 @@ def quantize_model(
 
     Appears whole or not at all. Memory: one shard of at most 5 GB and one matrix in fp32. ``fitted``: for int4, what
     ``fitting.fit_codes`` found with the same group; else every weight goes to its nearest code.
-    Raises what ``open_weights`` does, and ConfigError (an unknown scheme, a model that is quantised already), InputError
-    (``out_directory`` holds something and ``replace`` is not set), CorruptFileError (a weight that is not finite).
-    ``progress`` hears the share done and what is next.
+    Of a model that is quantised already, the numbers that its codes stand for are rounded once more.
+    Raises what ``open_weights`` does, and ConfigError (an unknown scheme), InputError (``out_directory`` holds something and
+    ``replace`` is not set), CorruptFileError (a weight that is not finite). ``progress`` hears the share done and what is next.
     """
     chosen = written_scheme(scheme)
     source, target = Path(directory), Path(out_directory)
     config = read_config(source)
-    if config.get("quantization_config"):
-        raise ConfigError(f"{source} is quantised already. Start from the model that it was made from.")
     require_writable(target, replace)
     if target.exists() and target.resolve() == source.resolve():
         raise InputError(f"{target} is the model itself. Name another directory.")
-    converter = _Converter(source, chosen, fitted)
+    converter = _Converter(source, chosen, fitted, bool(config.get("quantization_config")))
     with written_aside(target) as aside:
         written = _write_shards(converter.tensors(progress or (lambda done, note: None)), aside)
         document = config | {"torch_dtype": "bfloat16", "quantization_config": converter.stored.config()}
@@ -87,12 +88,13 @@ def quantize_model(
 
 
 class _Converter:
-    def __init__(self, directory: Path, scheme: Scheme, fitted: Fitted | None) -> None:
+    def __init__(self, directory: Path, scheme: Scheme, fitted: Fitted | None, quantised: bool) -> None:
         self.spec, self.get = open_weights(directory)
         self.fitted = fitted
         kept = [entry for entry in layout(self.spec) if fitted is not None and entry.canonical in fitted.int8]
         self.stored, self.n_int8 = Quantisation(scheme).with_others(kept), len(kept)
-        self.source_bytes = 0
+        self.source_bytes = sum(info.n_bytes for info in WeightFiles(directory).infos.values()) if quantised else 0
+        self.counts_source = not quantised
         self.errors: dict[str, tuple[float, float]] = {}  # canonical name: Σ(w − ŵ)², Σw²
 
     def tensors(self, progress: Callable[[float, str], None]) -> Iterator[tuple[str, Tensor]]:
@@ -101,7 +103,7 @@ class _Converter:
         for i, entry in enumerate(entries):
             progress(i / len(entries), f"tensor {i + 1} of {len(entries)}")
             tensor = read_entry(entry, self.get)
-            self.source_bytes += tensor.nbytes
+            self.source_bytes += tensor.nbytes if self.counts_source else 0
             held = self.stored.of(entry)
             if held is not None:
                 yield from self._quantised(entry, tensor, held)
@@ -122,16 +124,16 @@ class _Converter:
         if zero is None:
             for (name, part), stored in zip(write_entry(entry, codes), entry.parts, strict=True):
                 yield name, part.clone(memory_format=torch.contiguous_format)
-                yield scale_name(name), scale[start : start + stored.rows, None].clone()
+                yield f"{module_name(name)}{SCALE}", scale[start : start + stored.rows, None].clone()
                 start += stored.rows
             return
         codes, zero = (stored_order(entry.by_group, tensor) for tensor in (codes, zero))
         for stored in entry.parts:
-            rows = slice(start, start + stored.rows)
-            yield packed_name(stored.name), pack_words(codes[rows])
-            yield scale_name(stored.name), scale[rows].clone()
-            yield zero_name(stored.name), pack_words(zero[rows].t()).t().contiguous()
-            yield shape_name(stored.name), torch.tensor([stored.rows, weight.shape[1]])
+            rows, module = slice(start, start + stored.rows), module_name(stored.name)
+            yield f"{module}{PACKED}", pack_words(codes[rows])
+            yield f"{module}{SCALE}", scale[rows].clone()
+            yield f"{module}{ZERO}", pack_words(zero[rows].t()).t().contiguous()
+            yield f"{module}{SHAPE}", torch.tensor([stored.rows, weight.shape[1]])
             start += stored.rows
 
     def _count(self, entry: Entry, weight: Tensor, rounded: Tensor) -> None:
@@ -144,10 +146,11 @@ class _Converter:
         whole = sum(lost for lost, _ in self.errors.values()) / max(sum(t for _, t in self.errors.values()), 1e-300)
         rounding = (len(relative), self.source_bytes, n_bytes, whole**0.5, worst, relative[worst])
         if self.fitted is None:
-            return QuantizeReport(self.stored.scheme.family, *rounding)
+            return QuantizeReport(self.stored.scheme.family, *rounding, notes=self.spec.notes)
         judged = self.fitted.judgement
         cost = () if judged is None else (judged.n_tokens, judged.kl_nats, judged.perplexity_ratio)
-        return QuantizeReport(self.stored.scheme.family, *rounding, self.n_int8, self.fitted.n_tokens, *cost)
+        counted = (self.n_int8, self.fitted.n_tokens)
+        return QuantizeReport(self.stored.scheme.family, *rounding, *counted, *cost, notes=self.spec.notes)
 
 
 def _write_shards(tensors: Iterator[tuple[str, Tensor]], directory: Path) -> int:

@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from twostroke.core.engine_settings import EngineSettings
-from twostroke.core.errors import ConfigError
-from twostroke.core.matrices import layer_kinds
+from twostroke.core.families import layout
 from twostroke.core.spec import ModelSpec
+from twostroke.model.published.registry import directory_holding
 from twostroke.planner.serving.shape import ServingShape
-from twostroke.planner.work.params import modules_of
-from twostroke.quantization.directory import Quantisation, stored_quantisation
-
-_MODULE = re.compile(r"\.(\d+)\.(.+)$")
-"""Layer and name below it of a module: ``model.layers.3.mlp.down_proj``."""
 
 
 class Held(NamedTuple):
-    """``ServingShape.scheme`` and ``ServingShape.in_int8``."""
+    """``ServingShape.scheme``, ``ServingShape.in_int8`` and ``ServingShape.in_bf16``."""
 
     scheme: str
     in_int8: tuple[str, ...] = ()
+    in_bf16: tuple[str, ...] = ()
 
 
 def held(directory: Path | str, spec: ModelSpec, dtype: str = "auto") -> Held:
-    """How the engine will hold the matrices of ``directory``: as they are stored where they are quantised, 4 bits with their
-    group, else as ``dtype``, where "auto" is bf16. Raises ConfigError for a quantisation that is not known."""
-    stored = stored_quantisation(directory)
-    if stored is None:
+    """How the engine will hold the matrices of ``directory``: as they are stored where it computes with that, else as ``dtype``,
+    where "auto" is bf16. Raises ConfigError for a quantisation that is not read."""
+    holding = directory_holding(directory, spec)
+    if holding is None or holding.scheme is None or dtype in ("bf16", "fp32"):
         return Held("bf16" if dtype == "auto" else dtype)
-    return Held(stored.scheme.name, _in_int8(stored, spec))
+    others: dict[str | None, list[str]] = {}
+    for entry in layout(spec):
+        if entry.matrix is not None and entry.canonical in holding.others:
+            layer = entry.canonical.split(".")[1]
+            others.setdefault(holding.others[entry.canonical], []).append(f"{layer}.{entry.matrix.name}")
+    return Held(holding.scheme, tuple(others.pop("int8", ())), tuple(others.pop(None, ())))
 
 
 def serving_shape(directory: Path | str, spec: ModelSpec, settings: EngineSettings, **request: Any) -> ServingShape:
@@ -45,22 +45,3 @@ def serving_shape(directory: Path | str, spec: ModelSpec, settings: EngineSettin
         max_model_len=min(settings.max_model_len or spec.max_positions, spec.max_positions),
         **request,
     )
-
-
-def _in_int8(stored: Quantisation, spec: ModelSpec) -> tuple[str, ...]:
-    """``<layer>.<product>`` of each matrix that the directory holds in int8 beside int4; the parts of one count once."""
-    if not stored.others:
-        return ()
-    product_of = {
-        module: product.name
-        for kind, _ in layer_kinds(spec)
-        for product in kind.matrices
-        for module, _ in modules_of(product, spec.family)
-    }
-    found: dict[str, None] = {}
-    for module in stored.others:
-        match = _MODULE.search(module)
-        if match is None or match[2] not in product_of:
-            raise ConfigError(f"quantization_config names {module!r}, which is not a matrix of a {spec.family} model.")
-        found[f"{match[1]}.{product_of[match[2]]}"] = None
-    return tuple(sorted(found, key=lambda name: (int(name.partition(".")[0]), name)))

@@ -41,7 +41,7 @@ def serving_shape_of(bench: Run) -> ServingShape:
         users = number_of(bench.prediction.get("concurrency")) or inputs.get("users") or inputs.get("batch") or 1
         return ServingShape(
             scheme=inputs["scheme"] or "bf16", batch=max(1, round(users)), prompt_tokens=prompt, output_tokens=output,
-            in_int8=tuple(inputs.get("in_int8", ())),
+            in_int8=tuple(inputs.get("in_int8", ())), in_bf16=tuple(inputs.get("in_bf16", ())),
         )  # fmt: skip
     except (KeyError, TypeError, ValueError, ConfigError) as error:
         raise CorruptFileError(f"run {bench.run_id} cannot be planned again: {error!r} in its inputs.") from None

@@ -59,17 +59,20 @@ class Subject:
     ranking: tuple[Rung, ...] = ()
     notes: tuple[str, ...] = ()
     held: Held | None = None
-    """How a directory that `twostroke quantize` wrote holds its matrices."""
+    """How our engine holds the matrices of a quantised directory."""
     published: str | None = None
-    """The scheme of a checkpoint that another tool quantised."""
+    """The scheme of a checkpoint that another tool quantised, on other engines."""
 
     def scheme(self, asked: str) -> str:
         """``asked``, or the scheme that "auto" means here: the checkpoint's own, bf16 where it is plain."""
         return (self.held.scheme if self.held else self.published or "bf16") if asked == "auto" else scheme_of(asked).name
 
-    def in_int8(self, asked: str) -> tuple[str, ...]:
-        """Matrices that a directory of int4 holds in int8, if it is planned as it is."""
-        return self.held.in_int8 if self.held is not None and self.scheme(asked) == self.held.scheme else ()
+    def as_held(self, asked: str) -> Held:
+        """The scheme, and the matrices that are held otherwise, if the directory is planned as it is."""
+        from twostroke.quantization.held import Held
+
+        scheme = self.scheme(asked)
+        return self.held if self.held is not None and scheme == self.held.scheme else Held(scheme)
 
 
 def _prepared_counts(recipe: TrainRecipe) -> tuple[int, int] | None:
@@ -128,8 +131,12 @@ def read_subject(text: str, settings: list[str], hardware: Hardware, train_token
     if settings:
         raise ConfigError(f"--set needs a recipe, and {text} is not a .toml file. Use the options instead, or name a recipe.")
     found = named_model(text)
-    ours = _held(found.directory, found.spec) if found.directory is not None and found.scheme is not None else None
+    # What another tool wrote, accelerators serve as it is, and our engine as it holds it.
+    here = found.spec.checkpoint_scheme is None or hardware.is_calibrated_cpu
+    ours = _held(found.directory, found.spec) if here and found.directory is not None and found.scheme is not None else None
     published, notes = (None, ()) if ours else _served_as(found.scheme, hardware)
+    if ours and found.spec.checkpoint_scheme is not None:
+        notes = (f"published in {found.scheme}: our engine holds it in {ours.scheme}.",)
     return Subject(found.name, found.spec, None, notes=notes, held=ours, published=published)
 
 
@@ -166,5 +173,5 @@ def serving_shape(
     limit = others.get("max_model_len") or found.spec.max_positions
     prompt = prompt_tokens or max(1, min(512, limit // 2, limit - output_tokens))
     output = output_tokens or max(1, min(128, limit - prompt))
-    held, in_int8 = found.scheme(scheme), found.in_int8(scheme)
-    return ServingShape(scheme=held, batch=batch, prompt_tokens=prompt, output_tokens=output, in_int8=in_int8, **others)
+    held = found.as_held(scheme)._asdict()
+    return ServingShape(**held, batch=batch, prompt_tokens=prompt, output_tokens=output, **others)

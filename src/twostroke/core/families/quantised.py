@@ -10,7 +10,7 @@ from twostroke.core.families.reader import Reader
 from twostroke.core.schemes import SCHEMES, Scheme, published_schemes
 
 OURS = "compressed-tensors"
-"""The layout that ``twostroke.quantization`` writes and reads. What it reads of it is a model that can be built."""
+"""The layout that ``twostroke.quantization`` writes."""
 
 _NUMBERS = {"int": "int", "float": "fp"}
 """compressed-tensors' types of number, as our elements begin."""
@@ -31,7 +31,9 @@ def published_scheme(config: dict[str, Any]) -> str | None:
         raise _unknown(f"of method {method!r:.100}")
     if len(found) == 1:
         return found[0].name
-    bits, names = Reader(quantised).integer("bits", 4), {int(8 * row.element_bytes): row.name for row in found}
+    read = Reader(quantised)
+    stated = 8 if read.flag("load_in_8bit", False) else 4  # bitsandbytes names no number
+    bits, names = read.first_integer("bits", "w_bit", default=stated), {int(8 * row.element_bytes): row.name for row in found}
     if bits not in names:
         supported = ", ".join(map(str, sorted(names)))
         raise ConfigError(
@@ -41,7 +43,7 @@ def published_scheme(config: dict[str, Any]) -> str | None:
 
 
 def checkpoint_scheme(config: dict[str, Any]) -> str | None:
-    """``published_scheme`` of a layout that no engine of ours reads; None where the weights are plain or in ``OURS``."""
+    """``published_scheme`` of a layout that we do not write; None where the weights are plain or in ``OURS``."""
     return None if Reader(config).object("quantization_config").get("quant_method") == OURS else published_scheme(config)
 
 

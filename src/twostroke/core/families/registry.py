@@ -200,8 +200,8 @@ def config_from_spec(spec: ModelSpec, dtype: str = "float32") -> dict[str, Any]:
 def _refuse_loss(spec: ModelSpec, written: ModelSpec) -> None:
     """ConfigError where ``written``, read back from the config.json made of ``spec``, describes another model."""
     for field in dataclasses.fields(spec):
-        if field.name in ("sliding_window", "sliding_window_layers", "notes"):
-            continue  # one window is spelled in several ways: compared by layer below; notes describe where a spec came from
+        if field.name in ("sliding_window", "sliding_window_layers") or not field.compare:
+            continue  # one window is spelled in several ways: compared by layer below; the others say where a spec came from
         if field.name == "rope" and spec.positions != "rope":
             continue
         asked, kept = getattr(spec, field.name), getattr(written, field.name)

@@ -62,7 +62,7 @@ def _fewer_bits(shape: ServingShape, hardware: Hardware) -> Iterator[tuple[str, 
     known = served_schemes(hardware) if hardware.is_calibrated_cpu else SEARCHED
     smaller = [name for name in known if scheme_of(name).element_bytes < scheme_of(shape.scheme).element_bytes]
     for name in sorted(smaller, key=lambda name: -scheme_of(name).element_bytes):
-        yield f"--scheme {name}", replace(shape, scheme=name, in_int8=())
+        yield f"--scheme {name}", replace(shape, scheme=name, in_int8=(), in_bf16=())
 
 
 def _shorter_prompts(shape: ServingShape) -> Iterator[tuple[str, ServingShape]]:

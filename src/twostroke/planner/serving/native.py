@@ -130,7 +130,7 @@ class Native(Strategy):
 
     def weights_bytes(self) -> float:
         shape = self.shape
-        packed = native_weights_bytes(self.spec, shape.scheme, shape.head, shape.in_int8)
+        packed = native_weights_bytes(self.spec, shape.scheme, shape.head, shape.others)
         multiplied = scheme_of(shape.scheme).multiplied("native")
         source = f"packed by the native library in {multiplied}, the head in {shape.head}; an embedding of its own"
         return named("weights_bytes", packed, "bytes", source)
@@ -172,7 +172,7 @@ class Native(Strategy):
         """Reading the stored weights, packing every matrix for the library and, of what is kept, writing it."""
         hardware, packed = self.hardware, self.weights_bytes()
         reading = hardware.disk_cached_read_bytes_per_s or hardware.disk_write_bytes_per_s
-        stored = mixed_weights_bytes(self.spec, self.stored_scheme, self.shape.in_int8)
+        stored = mixed_weights_bytes(self.spec, self.stored_scheme, self.shape.others)
         writing_s = packed / hardware.disk_write_bytes_per_s if packed >= LEAST_KEPT_PACKED_BYTES else 0.0
         elements = count_parameters(self.spec).in_products
         rate = hardware.weights.packed_per_s.get(scheme_of(self.shape.scheme).family)
@@ -314,7 +314,7 @@ class Native(Strategy):
     def _takes_one_thread(self, rows: int) -> bool:
         """Whether it is so few that one thread computes it, on a machine whose single thread was measured."""
         rates, shape = self.hardware.native_rates, self.shape
-        weights = native_read_bytes(self.spec, shape.scheme, shape.head, shape.in_int8)
+        weights = native_read_bytes(self.spec, shape.scheme, shape.head, shape.others)
         return rates.n_threads > 1 and self.hardware.crossovers.takes_one_thread(weights, rows * row_flop(self.spec))
 
     def products(self, phase: Phase) -> list[Work]:
@@ -341,16 +341,17 @@ class Native(Strategy):
     def _uses_of_step(self, rows: int, last_rows: int) -> list[Use]:
         """After the last layer's attention only ``last_rows`` rows go on, and through the head."""
         spec, shape, alone = self.spec, self.shape, self._takes_one_thread(rows)
-        found, in_int8, how = [], set(shape.in_int8), scheme_of(shape.scheme)
-        beside = how if how.beside is None else scheme_of(how.beside)
+        found, how = [], scheme_of(shape.scheme)
+        others = Counter((name, scheme_of(held).native_product) for name, held in shape.others)
+        kinds = dict.fromkeys(own for _, own in others)
         for matrices, layers in block_kinds(spec):
             n_last = 0 if last_rows == rows else layers.count(spec.n_layers - 1)
             for product in matrices:
                 n_whole = len(layers) - (0 if product.name == "qkv" else n_last)
                 for n_rows, those in ((rows, layers[:n_whole]), (last_rows, layers[n_whole:])):
-                    n_int8 = sum(f"{layer}.{product.name}" in in_int8 for layer in those) if in_int8 else 0
-                    found.append(_use(product, native_name(product, how), n_rows, len(those) - n_int8, alone))
-                    found.append(_use(product, beside.native_product, n_rows, n_int8, alone))
+                    apart = {own: sum(others[f"{layer}.{product.name}", own] for layer in those) for own in kinds}
+                    found.append(_use(product, native_name(product, how), n_rows, len(those) - sum(apart.values()), alone))
+                    found += [_use(product, own, n_rows, n, alone) for own, n in apart.items()]
         found.append(Use(head_matrix(spec), scheme_of(shape.head).native_product, last_rows, 1, alone))
         return [use for use in found if use.rows and use.times]
 
@@ -359,7 +360,7 @@ class Native(Strategy):
         shape = self.shape
         # One token's experts are seldom the last one's, so all of them lie between two uses of one.
         bytes_of_weights = native_read_bytes if self.spec.moe is None else native_weights_bytes
-        weights = bytes_of_weights(self.spec, shape.scheme, shape.head, shape.in_int8)
+        weights = bytes_of_weights(self.spec, shape.scheme, shape.head, shape.others)
         read = weights + self._cache_bytes() if phase == "decode" else weights
         return letter("crowding", self.hardware.native_rates.crowding) * read
 

@@ -68,12 +68,12 @@ def _blocks_bytes(spec: ModelSpec, scheme: str) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=1024)
-def native_read_bytes(spec: ModelSpec, scheme: str, head: str, in_int8: tuple[str, ...] = ()) -> float:
-    """Bytes of weights that one step of the native engine reads: packed matrices, of experts those of one row, those
-    ``in_int8`` ("<layer>.<product>") so, biases and norms in fp32, and the head, which is held as ``head``.
+def native_read_bytes(spec: ModelSpec, scheme: str, head: str, others: tuple[tuple[str, str], ...] = ()) -> float:
+    """Bytes of weights that one step of the native engine reads: packed matrices, of experts those of one row, ``others``
+    ("<layer>.<product>", scheme) in their own, biases and norms in fp32, and the head, which is held as ``head``.
 
     It is the engine's own ``Plan.step_bytes`` (tests/planner/test_native_plans.py)."""
-    blocks = _blocks_bytes(spec, scheme)[0] + in_int8_more_bytes(spec, scheme, in_int8)
+    blocks = _blocks_bytes(spec, scheme)[0] + _others_more_bytes(spec, scheme, others)[0]
     parameters = count_parameters(spec)
     if spec.moe is not None and spec.moe.correction_bias:
         blocks += 4.0 * spec.moe.n_experts * sum(map(spec.has_experts, range(spec.n_layers)))
@@ -85,25 +85,26 @@ def native_read_bytes(spec: ModelSpec, scheme: str, head: str, in_int8: tuple[st
     return blocks + norms + native_product_bytes(head_matrix(spec), scheme_of(head).native_product)
 
 
-def in_int8_more_bytes(spec: ModelSpec, scheme: str, in_int8: tuple[str, ...]) -> float:
-    """What the matrices ``in_int8`` take more than they would in ``scheme``."""
-    how = scheme_of(scheme)
-    beside = how if how.beside is None else scheme_of(how.beside)
-    more = {
-        p.name: native_product_bytes(p, beside.native_product) - native_product_bytes(p, how.native_product)
-        for matrices, _ in block_kinds(spec)
-        for p in matrices
-    }
-    return sum(more[name.partition(".")[2]] for name in in_int8)
+def _others_more_bytes(spec: ModelSpec, scheme: str, others: tuple[tuple[str, str], ...]) -> tuple[float, float]:
+    """What ``others`` take more than they would in ``scheme``: of those that one row passes, and of all."""
+    products = {p.name: p for matrices, _ in block_kinds(spec) for p in matrices}
+    usual, read, held = scheme_of(scheme).native_product, 0.0, 0.0
+    for name, how in others:
+        product = products[name.partition(".")[2]]
+        more = native_product_bytes(product, scheme_of(how).native_product) - native_product_bytes(product, usual)
+        read, held = read + product.active * more, held + product.copies * more
+    return read, held
 
 
 @lru_cache(maxsize=1024)
-def native_weights_bytes(spec: ModelSpec, scheme: str, head: str, in_int8: tuple[str, ...] = ()) -> float:
+def native_weights_bytes(spec: ModelSpec, scheme: str, head: str, others: tuple[tuple[str, str], ...] = ()) -> float:
     """Bytes of weights that the native engine holds: ``native_read_bytes``, the other experts, learned positions and an untied
     embedding, of which a step reads a few rows. A tied one stays in its file, beside the packed head."""
     parameters, (read, held) = count_parameters(spec), _blocks_bytes(spec, scheme)
+    more_read, more_held = _others_more_bytes(spec, scheme, others)
     looked_up = parameters.positions + (0 if spec.tied_embeddings else parameters.embedding)
-    return native_read_bytes(spec, scheme, head, in_int8) + held - read + scheme_of(scheme).kept_bytes * looked_up
+    rest = held + more_held - read - more_read + scheme_of(scheme).kept_bytes * looked_up
+    return native_read_bytes(spec, scheme, head, others) + rest
 
 
 @lru_cache(maxsize=256)

@@ -278,10 +278,12 @@ def check_placement(spec: ModelSpec, shape: ServingShape, hardware: Hardware) ->
         raise ConfigError(f"expert={expert} must divide n_experts={spec.moe.n_experts}.")
     if expert > tensor and expert % tensor:
         raise ConfigError(f"expert={expert} must be a multiple of tensor={tensor}, or at most as much.")
-    if shape.in_int8:
+    if shape.others:
         known = {f"{layer}.{p.name}" for matrices, layers in block_kinds(spec) for layer in layers for p in matrices}
-        unknown = sorted(set(shape.in_int8) - known)
-        if unknown or scheme_of(shape.scheme).beside is None:
+        unknown = sorted({name for name, _ in shape.others} - known)
+        if unknown and unknown[0] in shape.in_bf16:
+            raise ConfigError(f"in_bf16={unknown[0]!r} must be a matrix of the model, as 0.down.")
+        if unknown or (shape.in_int8 and scheme_of(shape.scheme).beside is None):
             raise ConfigError(
                 f"in_int8={(unknown or shape.in_int8)[0]!r} must be a matrix of the model, as 0.down, and scheme="
                 f"{shape.scheme!r} one that holds some matrices in 8 bits. Those do: {', '.join(MIXED)}."
@@ -391,7 +393,7 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
         decode=decode,
         prefill_flops_per_token=named("prefill_flops_per_token", once, "FLOP", "the head for the last token only"),
         decode_flops_per_token=named("decode_flops_per_token", later, "FLOP", "one new token at the mean context"),
-        model_bytes=mixed_weights_bytes(spec, engine.stored_scheme, shape.in_int8),
+        model_bytes=mixed_weights_bytes(spec, engine.stored_scheme, shape.others),
         startup_s=named("startup_s", first_start_s, "s", "importing torch, and reading and packing the weights"),
         warm_startup_s=named("warm_startup_s", warm_start_s, "s", "importing torch, and reading the weights"),
         cost_per_hour=cost_of(3600.0, hardware, shape.placement.devices, watts=watts),

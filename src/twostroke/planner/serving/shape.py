@@ -77,6 +77,7 @@ class ServingShape:
     engine: Annotated[str, "whose step and launch times are taken: any, vllm, trtllm, sglang or llama.cpp"] = "any"
     answers: Annotated[int, "of the batch that are to one prompt, which is computed once"] = 1
     in_int8: Annotated[tuple[str, ...], "matrices of an int4 directory that it holds in int8, each as layer.product"] = ()
+    in_bf16: Annotated[tuple[str, ...], "matrices of a quantised directory that are held as plain numbers, so named"] = ()
     sampling: Annotated[tuple[str, ...], "what choosing tokens asks beyond the largest logit, as drawn"] = ()
 
     def __post_init__(self) -> None:
@@ -102,6 +103,13 @@ class ServingShape:
             )
         if self.engine not in ENGINES:
             raise ConfigError(f"engine={self.engine!r} is not in the measured tables. Use one of {', '.join(ENGINES)}.")
+
+    @property
+    def others(self) -> tuple[tuple[str, str], ...]:
+        """(layer.product, scheme) of matrices that are not held in ``scheme``."""
+        how = scheme_of(self.scheme)
+        beside = tuple((name, how.beside or how.name) for name in self.in_int8)
+        return beside + tuple((name, how.kept) for name in self.in_bf16)
 
     @property
     def placement(self) -> Placement:

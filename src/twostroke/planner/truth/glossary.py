@@ -118,7 +118,7 @@ GLOSSARY: dict[str, str] = {
     "learned": "factor on this quantity's time that this machine's own runs taught (`twostroke ledger fit`)",
     "hidden": "seconds of work that traffic hides behind",
     "micro_batch": "seconds of an ordinary stage's micro-batch",
-    "in_int8": "bytes that matrices held in int8 take more",
+    "others": "bytes that matrices held in another scheme take more",
     "share_β4": "of share_β, for weights in fp4",
     "share_moved": "share of β that norms, activations and quantising reach",
     "share_tiles": "share of π that tiles of experts' products reach",

@@ -74,12 +74,15 @@ def matrices_bytes(spec: ModelSpec, scheme: str) -> float:
     return named("matrices_bytes", matrices, "bytes", "of all blocks")
 
 
-def mixed_weights_bytes(spec: ModelSpec, scheme: str, in_int8: tuple[str, ...]) -> float:
-    """``weights_bytes`` with the matrices ``in_int8`` ("<layer>.<product>") of a dense model as its ``beside``."""
-    beside = scheme_of(scheme).beside or scheme
-    matrices = [p for alike, _ in block_kinds(spec) for p in alike]
-    extra = {p.name: matrix_bytes(spec, p, beside) - matrix_bytes(spec, p, scheme) for p in matrices}
-    more = letter("in_int8", sum(extra[name.partition(".")[2]] for name in in_int8)) if in_int8 else 0
+def mixed_weights_bytes(spec: ModelSpec, scheme: str, others: tuple[tuple[str, str], ...]) -> float:
+    """``weights_bytes`` with ``others``, ("<layer>.<product>", scheme) of matrices that are held in another one."""
+    products = {p.name: p for alike, _ in block_kinds(spec) for p in alike}
+    each = {(p.name, how): matrix_bytes(spec, p, how) for p in products.values() for how in {scheme, *dict(others).values()}}
+    extra = 0.0
+    for name, how in others:
+        product = products[name.partition(".")[2]]
+        extra += product.copies * (each[product.name, how] - each[product.name, scheme])
+    more = letter("others", extra) if others else 0
     source = f"every parameter, as {scheme} holds it: scales for the blocks' matrices, other tensors in 16 bits"
     if not scheme_of(scheme).quantised:
         source = f"every parameter in {scheme}"

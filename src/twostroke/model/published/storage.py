@@ -1,0 +1,161 @@
+"""A stored matrix: which tensors hold it, and what they stand for. Methods differ in nothing else."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from twostroke.core.errors import ConfigError, CorruptFileError
+from twostroke.core.schemes import GROUPS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from twostroke.kernels.codes import Codes
+    from twostroke.model.safetensors_file import WeightFiles
+
+FLOATS = ("F32", "BF16", "F16")
+"""safetensors' tags of plain numbers."""
+
+MAX_GROUP = 2**20
+"""Inputs that may share a scale: more than any matrix has."""
+
+
+class Stored(NamedTuple):
+    """One tensor of a stored matrix, named by what follows the layer's name. ``shapes`` are those that may be; ``tags`` are
+    safetensors' types. ``oriented``: it lies as the family stores plain weights, transposed where those are."""
+
+    suffix: str
+    shapes: tuple[tuple[int, ...], ...]
+    tags: tuple[str, ...]
+    optional: bool = False
+    oriented: bool = False
+
+
+class Storage(ABC):
+    """A way to store a matrix of ``n`` outputs and ``k`` inputs."""
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """What it is, in words."""
+
+    @abstractmethod
+    def tensors(self, n: int, k: int) -> tuple[Stored, ...]:
+        """Every tensor of a matrix."""
+
+    @abstractmethod
+    def scheme(self, k: int) -> str | None:
+        """Our scheme that holds its codes as they are; None: it is turned into plain numbers."""
+
+    @abstractmethod
+    def read(self, matrix: StoredMatrix) -> Codes | Tensor:
+        """The codes of ``scheme``, or (n, k) numbers in fp32. Raises CorruptFileError for tensors that stand for no matrix."""
+
+
+StorageOf = Callable[[str], Storage | None]
+"""How a linear layer, by its name on disk, is stored; None: as plain numbers. Raises ConfigError."""
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """The tensors of the matrix ``module`` of ``n`` outputs and ``k`` inputs, by suffix. ``names`` has those that there are."""
+
+    files: WeightFiles
+    module: str
+    n: int
+    k: int
+    names: dict[str, str]
+    transposed: bool = False
+
+    def __contains__(self, suffix: str) -> bool:
+        return suffix in self.names
+
+    def __getitem__(self, suffix: str) -> Tensor:
+        return self.files.get(self.names[suffix])
+
+    def oriented(self, suffix: str) -> Tensor:
+        """A tensor that lies as plain weights do, as (outputs, inputs)."""
+        return self[suffix].T if self.transposed else self[suffix]
+
+    def scales(self, suffix: str, positive: bool = False) -> Tensor:
+        """Scales in fp32. Raises CorruptFileError for one that is not finite, and with ``positive`` for one that is not that."""
+        scales = self[suffix].float()
+        if not bool(scales.isfinite().all()) or (positive and not bool((scales > 0).all())):
+            raise self.error(f"scales {suffix.lstrip('._')!r} must be {'positive and ' if positive else ''}finite")
+        return scales
+
+    def groups(self, suffix: str, n_groups: int) -> Tensor:
+        """The group of each input. Raises CorruptFileError for one that there is not."""
+        groups = self[suffix].long()
+        if not bool(((groups >= 0) & (groups < n_groups)).all()):
+            raise self.error(f"{suffix.lstrip('._')!r} must be groups from 0 to {n_groups - 1}")
+        return groups
+
+    def error(self, what: str) -> CorruptFileError:
+        return CorruptFileError(f"{self.files.directory}: {what} in {self.module!r}.")
+
+
+def checked_group(group: int) -> int:
+    """``group`` inputs that share a scale, −1 for all of them. Raises ConfigError for another number."""
+    if group != -1 and not 0 < group <= MAX_GROUP:
+        raise ConfigError(f"config.json: quantization_config group_size={group} must be -1 or from 1 to {MAX_GROUP}.")
+    return group
+
+
+def n_groups(group: int, k: int) -> int:
+    """Groups of ``k`` inputs; −1 is one of all."""
+    return 1 if group == -1 else math.ceil(k / group)
+
+
+def integer_scheme(bits: int, group: int, k: int, symmetric: bool) -> str | None:
+    """Our scheme of codes with a scale for ``group`` inputs: groups of ours, or larger ones that ours divide evenly. None where
+    there is none: 8 bits are held by channel and without zero points."""
+    if n_groups(group, k) == 1:
+        return f"int4-g{GROUPS[-1]}" if bits == 4 else ("int8" if symmetric else None)
+    if bits != 4:
+        return None
+    fitting = [ours for ours in GROUPS if group % ours == 0]
+    return f"int4-g{max(fitting)}" if fitting else None
+
+
+def four_bit_codes(codes: Tensor, scales: Tensor, zeros: Tensor, group: int) -> Codes:
+    """Codes (n, k) 0…15 with scales and zero points (n, groups) as ``integer_scheme`` names them, the numbers unchanged.
+
+    A scale below 0, as AutoRound writes some, changes its sign with code → 15 − code; one of 0 stands for numbers of 0.
+    """
+    import torch
+
+    from twostroke.kernels.codes import Codes
+    from twostroke.kernels.int4 import LARGEST_CODE
+
+    k = codes.shape[1]
+    span = k if scales.shape[1] == 1 else group
+    ours = GROUPS[-1] if scales.shape[1] == 1 else max(g for g in GROUPS if group % g == 0)
+    if bool((scales <= 0).any()):
+        flipped, gone = (by.repeat_interleave(span, dim=1)[:, :k] for by in (scales < 0, scales == 0))
+        codes = torch.where(flipped, LARGEST_CODE - codes, codes)
+        zeros = torch.where(scales < 0, LARGEST_CODE - zeros, zeros)
+        codes = torch.where(gone, zeros.repeat_interleave(span, dim=1)[:, :k], codes)
+        scales = torch.where(scales == 0, 1.0, scales.abs())
+    if span != ours:
+        count = math.ceil(k / ours)
+        scales, zeros = (by.repeat_interleave(math.ceil(span / ours), dim=1)[:, :count] for by in (scales, zeros))
+    return Codes(codes, scales.contiguous(), zeros.to(torch.uint8).contiguous())
+
+
+def integer_values(codes: Tensor, scales: Tensor, zeros: Tensor, group_of_input: Tensor) -> Tensor:
+    """(code − zero)·scale of each input's group, fp32, with the inputs where they are."""
+    return (codes.float() - zeros.float()[:, group_of_input]).mul_(scales[:, group_of_input])
+
+
+def eight_bit_codes(codes: Tensor, scales: Tensor) -> Codes:
+    """Codes 0…255 around 128 with one scale an output, as int8 holds them."""
+    import torch
+
+    from twostroke.kernels.codes import Codes
+
+    return Codes((codes ^ 128).view(torch.int8), scales.flatten())
