@@ -1,7 +1,8 @@
 """Writes the generated pages: ``docs/cli.md`` from the commands' own help, the folder tree in ``README.md``, the measured
 numbers of ``README.md`` and ``CHANGELOG.md`` from the committed runs (``docs/measured.py``), ``docs/claims.md`` from
 ``docs/claims/``, ``docs/plan-schema.md`` and ``.json`` from the plans' types (``docs/plan_schema.py``), ``docs/families.md``
-from the registry of families (``docs/families.py``).
+from the registry of families (``docs/families.py``), ``docs/published.md`` from the methods of quantised checkpoints
+(``docs/published.py``).
 
 Run ``make docs`` after changing a command, the planner, a price or a device, or adding a room; a test fails while a page is
 out of date.
@@ -64,6 +65,7 @@ def generated() -> dict[Path, str]:
     """Each generated file with the text it should have."""
     sys.path.insert(0, str(ROOT / "docs"))
     import families
+    import published
     from claims.catalogue import page
     from measured import with_measured
     from plan_schema import json_schema, markdown
@@ -73,6 +75,7 @@ def generated() -> dict[Path, str]:
         ROOT / "docs" / "cli.md": help_pages(),
         ROOT / "docs" / "claims.md": page(),
         ROOT / "docs" / "families.md": families.page(),
+        ROOT / "docs" / "published.md": published.page(),
         ROOT / "docs" / "plan-schema.md": markdown(),
         ROOT / "docs" / "plan-schema.json": json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n",
         readme: with_measured(with_tree(readme.read_text())),

@@ -9,7 +9,8 @@ import pytest
 
 from real_model import make_model
 from twostroke.cli.main import main
-from twostroke.quantization.directory import stored_quantisation
+from twostroke.core.families import read_spec
+from twostroke.quantization.held import held
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +40,7 @@ def test_int4_is_fitted_to_named_text_and_says_what_it_cost(
     assert free["perplexity_ratio"] == pytest.approx(1.0, abs=0.5)
     code, out, err = quantize(capsys, model, tmp_path / "held", *text, "--max-kl", "0")
     assert code == 0, err
-    stored = stored_quantisation(tmp_path / "held")
-    assert stored is not None
-    assert stored.others
+    assert held(tmp_path / "held", read_spec(model)).in_int8
     assert "of them in int8" in out
     assert "KL" in out
     assert "above 0, with" in err

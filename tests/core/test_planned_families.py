@@ -79,8 +79,6 @@ def test_decoder_lowering_and_weight_names_refuse_what_is_not_built(assets: Path
         ({"partial_rotary_factor": 0.5}, "partial rotary positions in this family"),
         ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "partial rotary positions in this family"),
         ({"hidden_act": "relu"}, "the ReLU activation"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "weights stored in int4"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "weights stored in fp8"),
     ],
 )
 def test_a_built_family_with_a_part_that_is_not_built_is_planned(assets: Path, changes: dict[str, Any], feature: str) -> None:

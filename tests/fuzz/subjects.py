@@ -17,6 +17,7 @@ from damage import damaged_bytes, damaged_json, damaged_toml
 from safetensors.torch import save_file
 
 from assets_folder import ASSETS, REPOSITORY
+from published_layouts import LAYOUTS, publish
 from small_models import saved
 from twostroke.core.described import plain
 from twostroke.core.families import all_families, read_spec
@@ -135,6 +136,33 @@ def read_model(folder: Path) -> None:
     directory = next(path for name in ("int4", "model") if (path := folder / name).is_dir())
     _, state = load_any_state(directory)
     take_all(state)
+
+
+def published(layout: str, file: str) -> Callable[[Path], Path]:
+    return lambda folder: publish("llama", folder, LAYOUTS[layout])[1].rename(folder / "model") / file
+
+
+def quantisation(content: bytes, rng: random.Random) -> bytes:
+    """A config.json whose ``quantization_config`` is damaged."""
+    config = json.loads(content)
+    damaged, mark = damaged_json(config["quantization_config"], rng), "\x01"
+    return json.dumps(config | {"quantization_config": mark}).encode().replace(json.dumps(mark).encode(), damaged)
+
+
+def anywhere(content: bytes, rng: random.Random) -> bytes:
+    """The header of a safetensors file damaged, or its numbers."""
+    if rng.random() < 0.5:
+        return safetensors_header(content, rng)
+    damaged, begin = bytearray(content), 8 + int.from_bytes(content[:8], "little")
+    for _ in range(rng.randrange(1, 20)):
+        at, length = rng.randrange(begin, len(content)), rng.choice((1, 4, 100, 5_000))
+        damaged[at : at + length] = rng.choice((b"\xff", b"\x00", rng.randbytes(1))) * min(length, len(content) - at)
+    return bytes(damaged)
+
+
+PUBLISHED = (
+    "gptq-4-64-v2-asym", "gptq-4-act-order", "awq-32", "ct-w4-64-asym", "ct-nvfp4", "ct-fp8-block", "mxfp4", "bnb-nf4-nested",
+)  # fmt: skip
 
 
 def with_tokenizer(file: str) -> Callable[[Path], Path]:
@@ -269,6 +297,8 @@ SUBJECTS: dict[str, Subject] = {
     "generation_config": Subject(model_directory("generation_config.json"), as_json, read_model),
     "int4_config": Subject(quantised("config.json"), as_json, read_model),
     "int4_weights": Subject(quantised("model.safetensors"), safetensors_header, read_model),
+    **{f"{name}_config": Subject(published(name, "config.json"), quantisation, read_model) for name in PUBLISHED},
+    **{f"{name}_weights": Subject(published(name, "model.safetensors"), anywhere, read_model) for name in PUBLISHED},
     "adapter_config": Subject(adapters("adapter_config.json"), as_json, read_adapters),
     "adapter_own": Subject(adapters("twostroke_adapter.json"), as_json, read_adapters),
     "adapter_weights": Subject(adapters("adapter_model.safetensors"), safetensors_header, read_adapters),

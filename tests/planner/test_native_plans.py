@@ -129,7 +129,7 @@ def test_a_directory_of_int4_and_int8_is_planned_matrix_by_matrix(tmp_path: Path
     assert set(found.in_int8) == {"0.qkv", "1.down", "2.up" if family == "gpt2" else "2.gate_up"}
     planned = plan(core.spec, prompt_tokens=64, output_tokens=8, **found._asdict())
     assert planned.memory_bytes["weights"] == core.weights_bytes
-    assert native_read_bytes(core.spec, planned.shape.scheme, planned.shape.head, found.in_int8) == core.plan.step_bytes
+    assert native_read_bytes(core.spec, planned.shape.scheme, planned.shape.head, planned.shape.others) == core.plan.step_bytes
     alone = [plan(core.spec, scheme=scheme, prompt_tokens=64, output_tokens=8) for scheme in (found.scheme, "int8")]
     assert alone[0].model_bytes < planned.model_bytes < alone[1].model_bytes
     uses = {

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from small_models import decoder_of
 from twostroke.core.engine_settings import EngineSettings
-from twostroke.core.errors import ConfigError, CorruptFileError
+from twostroke.core.errors import CorruptFileError
 from twostroke.core.schemes import SCHEMES
 from twostroke.core.spec import ModelSpec
 from twostroke.engine.core import EngineCore
@@ -22,12 +22,13 @@ from twostroke.kernels.int4 import dequantize_groups, quantize_groups
 from twostroke.kernels.matrix import quantize_columns
 from twostroke.kernels.native_library import library
 from twostroke.model.decoder import Decoder
+from twostroke.model.load import load_model
 from twostroke.model.save import save_model
 from twostroke.quantization import fitting
 from twostroke.quantization.convert import quantize_model
-from twostroke.quantization.directory import Quantisation, stored_quantisation
+from twostroke.quantization.directory import Quantisation
 from twostroke.quantization.fitting import Fitted, Judgement, fit_codes
-from twostroke.model.load import load_model
+from twostroke.quantization.held import held
 from twostroke.quantization.load import load_any_state
 
 
@@ -150,11 +151,10 @@ def test_a_directory_of_both_formats_opens_and_computes_with_what_was_chosen(nam
     fitted = Fitted(codes, in_int8, Judgement(0.01, 1.01, 10), 100)
     report = quantize_model(source, tmp_path / "q", "int4-g32", fitted=fitted)
     assert (report.n_int8_matrices, report.kl_nats, report.perplexity_ratio) == (2, 0.01, 1.01)
-    stored = stored_quantisation(tmp_path / "q")
-    assert stored is not None
-    assert stored.config()["format"] == "mixed-precision"
-    assert stored.scheme == SCHEMES["int4-g32"]
-    modules = stored.others
+    stored = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
+    assert stored["format"] == "mixed-precision"
+    assert held(tmp_path / "q", decoder.spec).scheme == "int4-g32"
+    modules = stored["config_groups"]["group_1"]["targets"]
     assert len(modules) == (4 if name == "llama" else 2)  # q, k and v apart
     _, state = load_any_state(tmp_path / "q")
     for n in in_int8:
@@ -177,7 +177,7 @@ def test_a_directory_of_both_formats_opens_and_computes_with_what_was_chosen(nam
         assert found.tolist() == pytest.approx(nats, rel=0.05, abs=0.1)  # bf16, and activations in int8, against fp32
 
 
-def test_parts_of_one_matrix_cannot_be_held_differently(tmp_path: Path) -> None:
+def test_a_matrix_that_the_configuration_names_otherwise_than_it_is_stored_is_a_sentence(tmp_path: Path) -> None:
     decoder = decoder_of("llama", d_model=96, head_dim=16, d_ff=160)
     source = save_model(decoder, decoder.spec, tmp_path / "m")
     quantize_model(source, tmp_path / "q", "int4-g32")
@@ -186,10 +186,6 @@ def test_parts_of_one_matrix_cannot_be_held_differently(tmp_path: Path) -> None:
     groups["group_0"]["format"] = "pack-quantized"
     groups["group_1"] = Quantisation(SCHEMES["int8"]).config()["config_groups"]["group_0"] | {"format": "int-quantized"}
     config["quantization_config"]["format"] = "mixed-precision"
-    groups["group_1"]["targets"] = ["model.layers.0.self_attn.q_proj"]
-    (tmp_path / "q" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="all of them or none"):
-        load_any_state(tmp_path / "q")
     groups["group_1"]["targets"] = ["model.layers.0.mlp.down_proj"]
     (tmp_path / "q" / "config.json").write_text(json.dumps(config))
     with pytest.raises(CorruptFileError, match=r"has no tensor 'model.layers.0.mlp.down_proj.weight'"):

@@ -8,16 +8,20 @@ import torch
 from small_models import decoder_of
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
+from twostroke.core.families import read_spec
 from twostroke.core.schemes import SCHEMES
 from twostroke.engine.core import EngineCore
 from twostroke.engine.scoring import token_scores
 from twostroke.kernels.int4 import dequantize_groups, group_scales, round_to_groups
+from twostroke.kernels.words import pack_words, unpack_words
 from twostroke.model.load import load_model, load_state
+from twostroke.model.published.compressed_tensors import PackedIntegers
+from twostroke.model.published.registry import storage_of
 from twostroke.model.save import save_model
 from twostroke.quantization.convert import quantize_model
-from twostroke.quantization.directory import Quantisation, quantisation_of, stored_quantisation
-from twostroke.kernels.words import pack_words, unpack_words
+from twostroke.quantization.directory import Quantisation
 from twostroke.quantization.gptq import round_with_compensation
+from twostroke.quantization.held import Held, held
 from twostroke.quantization.load import load_any_state
 
 
@@ -114,7 +118,7 @@ def test_a_directory_gives_back_the_codes_that_were_written(name: str, scheme: s
     source = make(name, tmp_path / "m")
     report = quantize_model(source, tmp_path / "q", scheme)
     chosen = SCHEMES[scheme].here
-    assert stored_quantisation(tmp_path / "q") == Quantisation(chosen)
+    assert held(tmp_path / "q", read_spec(source)) == Held(chosen.name)
     assert chosen.group is not None
     _, state = load_state(source)
     _, found = load_any_state(tmp_path / "q")
@@ -137,18 +141,17 @@ def test_a_directory_gives_back_the_codes_that_were_written(name: str, scheme: s
 
 def test_settings_that_are_not_supported_are_named() -> None:
     config = Quantisation(SCHEMES["int8"]).config()
-    config["config_groups"]["group_0"]["weights"]["strategy"] = "tensor"
-    with pytest.raises(ConfigError, match="int-quantized"):
-        quantisation_of(config, "here")
-    config = Quantisation(SCHEMES["int4"].here).config()
-    config["config_groups"]["group_1"] = Quantisation(SCHEMES["int8"]).config()["config_groups"]["group_0"]
-    with pytest.raises(ConfigError, match="pack-quantized"):
-        quantisation_of(config, "here")
-    with pytest.raises(ConfigError, match="'awq'"):
-        quantisation_of({"quant_method": "awq"}, "here")
+    config["config_groups"]["group_0"]["weights"]["num_bits"] = 5
+    with pytest.raises(ConfigError, match="'int-quantized' with 5-bit 'int' weights by 'channel' is not supported"):
+        storage_of({"quantization_config": config})
+    with pytest.raises(ConfigError, match="method 'quip' is not read"):
+        storage_of({"quantization_config": {"quant_method": "quip"}})
     richer = Quantisation(SCHEMES["int4"].here).config()
     richer["config_groups"]["group_0"]["weights"] |= {"observer": "minmax", "actorder": None}
-    assert quantisation_of(richer, "here") == Quantisation(SCHEMES["int4"].here)
+    of = storage_of({"quantization_config": richer})
+    assert of is not None
+    assert of("model.layers.0.mlp.up_proj") == PackedIntegers(4, 64, symmetric=False)
+    assert of("lm_head") is None
 
 
 def test_without_the_native_library_the_engine_computes_with_the_values_of_the_codes(tmp_path: Path) -> None:

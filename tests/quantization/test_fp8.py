@@ -15,6 +15,7 @@ from small_models import decoder_of
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.engines import not_served, weights_text
 from twostroke.core.errors import ConfigError, CorruptFileError
+from twostroke.core.families import read_spec
 from twostroke.core.schemes import SCHEMES
 from twostroke.engine.core import EngineCore
 from twostroke.engine.llm import LLM
@@ -27,8 +28,7 @@ from twostroke.planner.serving.plan import plan_serving
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.work.weights import weights_bytes
 from twostroke.quantization.convert import quantize_model
-from twostroke.quantization.directory import Quantisation, stored_quantisation
-from twostroke.quantization.held import held
+from twostroke.quantization.held import Held, held
 from twostroke.quantization.load import load_any_state
 from twostroke.scheduling.sampling_params import SamplingParams
 
@@ -59,7 +59,7 @@ def test_every_weight_goes_to_the_nearest_of_the_numbers_that_e4m3_has() -> None
 def test_a_directory_gives_back_the_codes_that_were_written(name: str, tmp_path: Path) -> None:
     source = make(name, tmp_path / "m")
     report = quantize_model(source, tmp_path / "q", "fp8")
-    assert stored_quantisation(tmp_path / "q") == Quantisation(OURS)
+    assert held(tmp_path / "q", read_spec(tmp_path / "q")) == Held(OURS.name)
     assert (report.scheme, report.bytes < 0.65 * report.source_bytes) == ("fp8", True)
     (_, state), (_, found) = load_state(source), load_any_state(tmp_path / "q")
     decoder, n_matrices = dict(load_model(tmp_path / "q").named_parameters()), 0
@@ -114,7 +114,11 @@ def test_a_directory_made_by_hand_is_read(activations: dict[str, Any] | None, tm
 def test_what_is_not_supported_or_broken_is_a_sentence(tmp_path: Path) -> None:
     source = make("llama", tmp_path / "m")
     by_hand(source, tmp_path / "static", DYNAMIC | {"dynamic": False, "strategy": "tensor"})
-    with pytest.raises(ConfigError, match="8-bit float weights, symmetric and by channel"):
+    load_any_state(tmp_path / "static")  # activations are rounded as the engine rounds them, or not at all
+    config = json.loads((tmp_path / "static" / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["strategy"] = "attn_head"
+    (tmp_path / "static" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="8-bit 'float' weights by 'attn_head' is not supported"):
         load_any_state(tmp_path / "static")
     by_hand(source, tmp_path / "q", None)
     tensors = load_file(tmp_path / "q" / "model.safetensors")

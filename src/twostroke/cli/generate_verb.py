@@ -83,6 +83,8 @@ def generate(
 
         llm = LLM(directory, **engine.changed())
         startup_s = time.perf_counter() - began
+        for note in llm.engine.spec.notes:
+            log(note)
         with run.meter:
             outputs = llm.generate(prompts, params) if as_json else _stream(llm, prompts, params)
         stats, rates = llm.stats(), achieved(llm.engine, hardware=run.planned.hardware)

@@ -74,6 +74,8 @@ def serve(
             }
             sizes = f"{format_bytes(ready.weights_bytes)} of weights, {format_bytes(ready.kv_cache_bytes)} of KV cache"
             line = f"serving {started.names[0]} ({ready.dtype}, {sizes}) at {started.url}/v1"
+            for note in ready.notes:
+                log(note)
             emit(document, f"{line}, ready in {format_seconds(started.startup_s)}", as_json)
 
         totals = serve_model(settings, listener, child, announce)

@@ -92,8 +92,8 @@ class _Lowering:
         return pack() if self.packed is None else self.packed.matrix(pack, self._due(name, held, rows), vector)
 
     def _held(self, name: str) -> Scheme:
-        """The plan's scheme; of a state with codes the one beside it if ``name`` has codes by channel and the plan is in groups,
-        and plain numbers if it has none."""
+        """The plan's scheme. Of a state with codes: the one beside it if ``name`` has codes by channel and the plan is in
+        groups, and plain numbers if it has none."""
         scheme, coded = self.scheme, f"{name}.scale" in self.state
         if self.coded and not coded:
             return SCHEMES[scheme.kept]

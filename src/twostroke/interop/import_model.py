@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
-from twostroke.core.families import layout
+from twostroke.core.families import layout, read_config
 from twostroke.interop.gguf import MAGIC as GGUF_MAGIC
 from twostroke.interop.gguf_model import read_gguf
 from twostroke.interop.hub import download, is_hub_name
@@ -157,7 +157,9 @@ def _read_directory(directory: Path) -> SourceModel:
     if is_adapter_directory(directory):
         return read_peft(directory)
     spec, state = load_state(directory)
-    found = Counter(_DTYPE_NAMES[str(tensor.dtype)] for tensor in state.values())
-    dtype = next(iter(found)) if len(found) == 1 else "fp32"
+    dtype = "fp32"  # of quantised weights, which would all be read to be asked for theirs
+    if not read_config(directory).get("quantization_config"):
+        found = Counter(_DTYPE_NAMES[str(tensor.dtype)] for tensor in state.values())
+        dtype = next(iter(found)) if len(found) == 1 else dtype
     tokenizer = directory if (directory / "tokenizer.json").is_file() else None
     return SourceModel("Hugging Face", spec, state, dtype, tokenizer, spec.notes)

@@ -21,17 +21,21 @@ class Held(NamedTuple):
 
 
 def held(directory: Path | str, spec: ModelSpec, dtype: str = "auto") -> Held:
-    """How the engine will hold the matrices of ``directory``: as they are stored where it computes with that, else as ``dtype``,
-    where "auto" is bf16. Raises ConfigError for a quantisation that is not read."""
+    """How the engine will hold the matrices of ``directory``: as they are stored where it computes with that, else as
+    ``dtype``, where "auto" is bf16. Raises ConfigError for a quantisation that is not read."""
     holding = directory_holding(directory, spec)
     if holding is None or holding.scheme is None or dtype in ("bf16", "fp32"):
         return Held("bf16" if dtype == "auto" else dtype)
-    others: dict[str | None, list[str]] = {}
-    for entry in layout(spec):
-        if entry.matrix is not None and entry.canonical in holding.others:
-            layer = entry.canonical.split(".")[1]
-            others.setdefault(holding.others[entry.canonical], []).append(f"{layer}.{entry.matrix.name}")
-    return Held(holding.scheme, tuple(others.pop("int8", ())), tuple(others.pop(None, ())))
+    others = [entry for entry in layout(spec) if entry.canonical in holding.others]
+    in_codes, plain = (
+        tuple(
+            f"{entry.canonical.split('.')[1]}.{entry.matrix.name}"
+            for entry in others
+            if entry.matrix is not None and (holding.others[entry.canonical] is not None) is coded
+        )
+        for coded in (True, False)
+    )
+    return Held(holding.scheme, in_codes, plain)
 
 
 def serving_shape(directory: Path | str, spec: ModelSpec, settings: EngineSettings, **request: Any) -> ServingShape:

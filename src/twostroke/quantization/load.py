@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from twostroke.core.families import read_config
+from twostroke.core.schemes import SCHEMES
 from twostroke.core.spec import ModelSpec
 from twostroke.kernels.codes import Codes
 from twostroke.model.adapter_directory import is_adapter_directory
@@ -37,7 +38,7 @@ def load_any_state(directory: Path | str) -> tuple[ModelSpec, LazyState]:
         stem = name.removesuffix(".weight")
         readers[name] = partial(read.part, name, 0)
         readers[f"{stem}.scale"] = partial(read.part, name, 1)
-        if scheme.startswith("int4"):
+        if SCHEMES[scheme].group is not None:
             readers[f"{stem}.zero"] = partial(read.part, name, 2)
     return weights.spec, LazyState(readers)
 

@@ -439,6 +439,7 @@ def load_model(args: argparse.Namespace) -> tuple[Engine, wire.Ready]:
         kv_cache_bytes=core.kv_cache_bytes,
         load_s=time.perf_counter() - began,
         loaded_packed=core.loaded_packed,
+        notes=list(core.spec.notes),
     )
     return core, ready
 

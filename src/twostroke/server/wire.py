@@ -92,6 +92,7 @@ class Ready(msgspec.Struct, tag="ready", forbid_unknown_fields=True):
     kv_cache_bytes: int
     load_s: float
     loaded_packed: bool = False
+    notes: list[str] = []
 
 
 class Tokens(msgspec.Struct, tag="tokens"):

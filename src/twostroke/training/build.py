@@ -44,6 +44,9 @@ def build(inputs: RunInputs) -> RunState:
         decoder = filled(Decoder(inputs.spec, device="meta"), device, ())
         if starts_new:
             initialise(decoder, recipe.seed)
+    if starts_new:
+        for note in decoder.spec.notes:
+            log(note)
     decoder.train()
     masters = MasterWeights.of(decoder, settings.dtype)
     optimizers = Optimizers(masters, inputs.spec, settings)

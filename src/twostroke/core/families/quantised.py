@@ -12,6 +12,8 @@ from twostroke.core.schemes import SCHEMES, Scheme, published_schemes
 OURS = "compressed-tensors"
 """The layout that ``twostroke.quantization`` writes."""
 
+BITSANDBYTES = "bitsandbytes"
+
 _NUMBERS = {"int": "int", "float": "fp"}
 """compressed-tensors' types of number, as our elements begin."""
 
@@ -32,7 +34,10 @@ def published_scheme(config: dict[str, Any]) -> str | None:
     if len(found) == 1:
         return found[0].name
     read = Reader(quantised)
-    stated = 8 if read.flag("load_in_8bit", False) else 4  # bitsandbytes names no number
+    eight, four = read.flag("load_in_8bit", False), read.flag("load_in_4bit", False)
+    if method == BITSANDBYTES and not (eight or four):
+        raise _unknown(f"of method {method!r} without load_in_4bit or load_in_8bit")
+    stated = 8 if eight else 4  # bitsandbytes names no number
     bits, names = read.first_integer("bits", "w_bit", default=stated), {int(8 * row.element_bytes): row.name for row in found}
     if bits not in names:
         supported = ", ".join(map(str, sorted(names)))

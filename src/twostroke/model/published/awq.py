@@ -11,9 +11,9 @@ from twostroke.model.published.patterns import listed, named
 from twostroke.model.published.storage import (
     FLOATS,
     Storage,
+    StorageOf,
     Stored,
     StoredMatrix,
-    StorageOf,
     checked_group,
     four_bit_codes,
     integer_scheme,
@@ -32,8 +32,8 @@ PLACE_OF_OUTPUT = (0, 4, 1, 5, 2, 6, 3, 7)
 
 @dataclass(frozen=True)
 class Awq(Storage):
-    """``qweight`` (k, n/8) and ``qzeros`` (groups, n/8) pack eight outputs in a 32-bit word, the even ones first; ``scales`` are
-    (groups, n)."""
+    """``qweight`` (k, n/8) and ``qzeros`` (groups, n/8) pack eight outputs in a 32-bit word, the even ones first; ``scales``
+    are (groups, n)."""
 
     group: int = 128
 
@@ -77,7 +77,7 @@ def storage_of(quantised: dict[str, Any]) -> StorageOf:
     if bits != 4:
         raise ConfigError(f"quantization_config of method 'awq' with bits={bits} is not supported. Supported: 4.")
     if version != "gemm":
-        raise ConfigError(f"quantization_config of method 'awq' with version={version!r:.100} is not supported. Supported: gemm.")
+        raise ConfigError(f"quantization_config of method 'awq' with version={version!r:.100} is not supported. Use gemm.")
     storage = Awq(checked_group(read.first_integer("group_size", "q_group_size", default=128)))
     left_out = named((*listed(quantised, "modules_to_not_convert"), "lm_head"))
     return lambda module: None if left_out(module) else storage

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from twostroke.core.documents import Allowance, is_integer, is_number, parse_json
 from twostroke.core.errors import ConfigError
+from twostroke.core.families.quantised import BITSANDBYTES
 from twostroke.core.families.reader import Reader
 from twostroke.model.published.patterns import listed, named
-from twostroke.model.published.storage import Storage, Stored, StoredMatrix, StorageOf
+from twostroke.model.published.storage import Storage, StorageOf, Stored, StoredMatrix
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,8 +94,8 @@ class FourBits(Storage):
 
 @dataclass(frozen=True)
 class Int8(Storage):
-    """``weight`` (n, k) in int8 and ``SCB`` (n), the largest of each output, which code 127 stands for. LLM.int8() computes large
-    inputs in 16 bits; here all are rounded alike."""
+    """``weight`` (n, k) in int8 and ``SCB`` (n), the largest of each output, which code 127 stands for. LLM.int8() computes
+    large inputs in 16 bits; here all are rounded alike."""
 
     @property
     def label(self) -> str:
@@ -141,5 +142,5 @@ def storage_of(quantised: dict[str, Any]) -> StorageOf:
     return lambda module: None if left_out(module) else storage
 
 
-METHOD = "bitsandbytes"
+METHOD = BITSANDBYTES
 EXAMPLES = (FourBits("nf4"), FourBits("nf4", True), FourBits("fp4"), Int8())

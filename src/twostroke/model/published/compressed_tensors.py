@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import ConfigError
+from twostroke.core.families.quantised import OURS
 from twostroke.core.families.reader import Reader
 from twostroke.model.published.fp4 import MX_GROUP, NV_GROUP, Mxfp4, Nvfp4
 from twostroke.model.published.fp8 import block_sizes
@@ -15,9 +16,9 @@ from twostroke.model.published.scaled import Scaled
 from twostroke.model.published.storage import (
     FLOATS,
     Storage,
+    StorageOf,
     Stored,
     StoredMatrix,
-    StorageOf,
     checked_group,
     eight_bit_codes,
     four_bit_codes,
@@ -34,9 +35,7 @@ if TYPE_CHECKING:
 MIXED_FORMAT = "mixed-precision"
 """Each group of layers names its own format."""
 
-PACKED, SCALE, ZERO, SHAPE, GROUP_OF_INPUT = (
-    f".weight_{name}" for name in ("packed", "scale", "zero_point", "shape", "g_idx")
-)
+PACKED, SCALE, ZERO, SHAPE, GROUP_OF_INPUT = (f".weight_{name}" for name in ("packed", "scale", "zero_point", "shape", "g_idx"))
 """Suffixes of the tensors of a matrix, below the layer."""
 
 _BROKEN_GROUPS = -1
@@ -164,13 +163,13 @@ def _storage(weights: dict[str, Any], format: Any) -> Storage:
     if found is None:
         by = f"{strategy!r:.50}" if group == -1 else f"{strategy!r:.50} of {group}"
         raise ConfigError(
-            f"quantization_config in compressed-tensors' format {format!r:.100} with {bits}-bit {numbers!r:.50} weights by {by} "
-            "is not supported. docs/published.md lists what is."
+            f"quantization_config in compressed-tensors' format {format!r:.100} with {bits}-bit {numbers!r:.50} weights by "
+            f"{by} is not supported. docs/published.md lists what is."
         )
     return found
 
 
-METHOD = "compressed-tensors"
+METHOD = OURS
 EXAMPLES = (
     PackedIntegers(4, 128), PackedIntegers(4, 128, False), PackedIntegers(4, -1), PackedIntegers(4, 128, True, True),
     PackedIntegers(8, -1), PackedIntegers(8, 128), Scaled("int8", "channel"), Scaled("int8", "tensor"),

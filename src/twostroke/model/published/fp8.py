@@ -19,8 +19,8 @@ def block_sizes(sizes: Any, key: str) -> tuple[int, int]:
 
 
 def storage_of(quantised: dict[str, Any]) -> StorageOf:
-    """``quantization_config`` with ``quant_method`` "fp8": blocks under ``weight_scale_inv`` where it names their size, else one
-    ``weight_scale`` a tensor; with "fbgemm_fp8" one an output."""
+    """``quantization_config`` with ``quant_method`` "fp8": blocks under ``weight_scale_inv`` where it names their size, else
+    one ``weight_scale`` a tensor; with "fbgemm_fp8" one an output."""
     if quantised.get("fmt") not in (None, "e4m3", "float8_e4m3fn"):
         raise ConfigError(f"quantization_config of method 'fp8' with fmt={quantised['fmt']!r:.100} is not supported. Use e4m3.")
     if quantised.get("quant_method") == "fbgemm_fp8":

@@ -12,9 +12,9 @@ from twostroke.model.published.patterns import Pattern, pattern
 from twostroke.model.published.storage import (
     FLOATS,
     Storage,
+    StorageOf,
     Stored,
     StoredMatrix,
-    StorageOf,
     checked_group,
     eight_bit_codes,
     four_bit_codes,

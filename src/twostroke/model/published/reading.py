@@ -1,4 +1,5 @@
-"""The weights of a quantised directory: every tensor checked before one is read, then codes or numbers, one matrix at a time."""
+"""The weights of a quantised directory: every tensor is checked before one is read, then come codes or numbers, a matrix at a
+time."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ from torch import Tensor
 from twostroke.core.errors import CorruptFileError
 from twostroke.core.families import layout, read_config, read_spec
 from twostroke.core.families.weights import Entry, Part
+from twostroke.core.schemes import SCHEMES
 from twostroke.core.units import format_bytes
 from twostroke.kernels.codes import Codes
 from twostroke.model.families import held_order, is_recomputed, stored_name
 from twostroke.model.published.registry import Holding, holding, module_name, storage_of, storages
-from twostroke.model.published.storage import FLOATS, Storage, StorageOf, Stored, StoredMatrix
+from twostroke.model.published.storage import FLOATS, Storage, StoredMatrix
 from twostroke.model.safetensors_file import TensorInfo, WeightFiles
 
 IGNORED = (
@@ -48,23 +50,23 @@ class QuantisedWeights:
             for part, storage in zip(entry.parts, storages(entry, of), strict=True):
                 expected |= self._plain(entry, part) if storage is None else self._quantised(entry, part, storage)
         self._refuse_unexpected(expected)
-        held = self.holding.scheme or "plain numbers"
+        stored = sum(info.n_bytes for info in self.files.infos.values())
         self.note = (
-            f"{self.directory.name} holds {self.method} weights ({'; '.join(self.holding.labels)}), "
-            f"{format_bytes(self.stored_bytes)} on disk. Engines hold their blocks' matrices in {held}; elsewhere they become "
-            f"the numbers that their codes stand for, {format_bytes(2 * self.n_weights)} in bf16. What rounding lost stays lost."
+            f"{self.directory.name} holds {self.method} weights ({'; '.join(self.holding.labels)}), {format_bytes(stored)} "
+            f"on disk. Our engine holds the blocks' matrices in {self.holding.scheme or 'bf16'}, "
+            f"{format_bytes(self._bytes(True))} with the rest; as the plain bf16 numbers that they stand for they take "
+            f"{format_bytes(self._bytes(False))}. What rounding lost stays lost."
         )
         self.spec = spec.with_(notes=(*spec.notes, self.note))
 
-    @property
-    def stored_bytes(self) -> int:
-        """Of all tensors on disk."""
-        return sum(info.n_bytes for info in self.files.infos.values())
-
-    @property
-    def n_weights(self) -> int:
-        """Numbers of the whole model."""
-        return sum(torch.Size(entry.shape).numel() for entry in self.entries.values())
+    def _bytes(self, in_codes: bool) -> float:
+        """Of the model in memory: the blocks' matrices in codes where the engine multiplies those, everything else in bf16."""
+        total = 0.0
+        for name, entry in self.entries.items():
+            scheme = self.holding.of(name) if in_codes and entry.matrix is not None else None
+            row = SCHEMES[scheme or "bf16"]
+            total += row.matrix_bytes(*entry.shape) if row.computes_in_codes else 2 * torch.Size(entry.shape).numel()
+        return total
 
     def get(self, name: str) -> Tensor:
         """The tensor that a plain checkpoint stores as ``name``, in fp32 where it is quantised."""
@@ -141,4 +143,3 @@ def _fits(info: TensorInfo, shapes: tuple[tuple[int, ...], ...]) -> bool:
 
 def _values(found: Codes | Tensor) -> Tensor:
     return found.values() if isinstance(found, Codes) else found
-

@@ -16,7 +16,6 @@ from twostroke.core.spec import ModelSpec
 from twostroke.model.published import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4
 from twostroke.model.published.storage import Storage, StorageOf
 
-
 HEAD = "lm_head"
 """What leaves out the output head, whatever a family calls it."""
 
@@ -59,7 +58,8 @@ def storage_of(config: dict[str, Any]) -> StorageOf | None:
 
 
 def directory_holding(directory: Path | str, spec: ModelSpec) -> Holding | None:
-    """How our engine holds the matrices of ``directory``, a model of ``spec``; None where they are plain. Raises ConfigError."""
+    """How our engine holds the matrices of ``directory``, a model of ``spec``; None where they are plain. Raises ConfigError
+    for what is not read."""
     of = storage_of(read_config(directory))
     return None if of is None else holding(list(layout(spec)), of)
 
@@ -94,8 +94,8 @@ class Holding:
 
 
 def holding(entries: list[Entry], of: StorageOf) -> Holding:
-    """What ``entries``, a model's whole layout, are held as. The scheme of most weights is the plan's; of the others those in the
-    scheme beside it keep their codes, as the parts of one matrix must do alike, and the rest becomes plain numbers."""
+    """What ``entries``, a model's whole layout, are held as. The plan's scheme is the one that keeps most weights in codes, with
+    those of the scheme beside it. The rest becomes plain numbers, as where the parts of one matrix are stored differently."""
     found: dict[str, str | None] = {}
     weights: dict[str, int] = {}
     labels: dict[str, int] = {}
@@ -110,7 +110,7 @@ def holding(entries: list[Entry], of: StorageOf) -> Holding:
             labels[label] = labels.get(label, 0) + entry.matrix.weights // len(stored)
         if scheme is not None:
             weights[scheme] = weights.get(scheme, 0) + entry.matrix.weights
-    main = max(weights, key=weights.__getitem__, default=None)
+    main = max(weights, key=lambda name: weights[name] + weights.get(SCHEMES[name].beside or "", 0), default=None)
     beside = None if main is None else SCHEMES[main].beside
     others = {name: own if own == beside else None for name, own in found.items() if own != main}
     return Holding(main, others, tuple(sorted(labels, key=lambda label: -labels[label])))

@@ -82,7 +82,7 @@ class StoredMatrix:
         return self[suffix].T if self.transposed else self[suffix]
 
     def scales(self, suffix: str, positive: bool = False) -> Tensor:
-        """Scales in fp32. Raises CorruptFileError for one that is not finite, and with ``positive`` for one that is not that."""
+        """Scales in fp32. Raises CorruptFileError where one is not finite, or with ``positive`` not above 0."""
         scales = self[suffix].float()
         if not bool(scales.isfinite().all()) or (positive and not bool((scales > 0).all())):
             raise self.error(f"scales {suffix.lstrip('._')!r} must be {'positive and ' if positive else ''}finite")
@@ -114,12 +114,15 @@ def n_groups(group: int, k: int) -> int:
 def integer_scheme(bits: int, group: int, k: int, symmetric: bool) -> str | None:
     """Our scheme of codes with a scale for ``group`` inputs: groups of ours, or larger ones that ours divide evenly. None where
     there is none: 8 bits are held by channel and without zero points."""
-    if n_groups(group, k) == 1:
-        return f"int4-g{GROUPS[-1]}" if bits == 4 else ("int8" if symmetric else None)
-    if bits != 4:
-        return None
-    fitting = [ours for ours in GROUPS if group % ours == 0]
-    return f"int4-g{max(fitting)}" if fitting else None
+    if bits == 4:
+        ours = _our_group(group)
+        return None if ours is None else f"int4-g{ours}"
+    return "int8" if symmetric and n_groups(group, k) == 1 else None
+
+
+def _our_group(group: int) -> int | None:
+    """The largest of our groups that ``group`` inputs divide into; None where there is none."""
+    return max((ours for ours in GROUPS if group == -1 or group % ours == 0), default=None)
 
 
 def four_bit_codes(codes: Tensor, scales: Tensor, zeros: Tensor, group: int) -> Codes:
@@ -132,9 +135,9 @@ def four_bit_codes(codes: Tensor, scales: Tensor, zeros: Tensor, group: int) -> 
     from twostroke.kernels.codes import Codes
     from twostroke.kernels.int4 import LARGEST_CODE
 
-    k = codes.shape[1]
-    span = k if scales.shape[1] == 1 else group
-    ours = GROUPS[-1] if scales.shape[1] == 1 else max(g for g in GROUPS if group % g == 0)
+    k, ours = codes.shape[1], _our_group(group)
+    assert ours is not None
+    span = k if group == -1 else group
     if bool((scales <= 0).any()):
         flipped, gone = (by.repeat_interleave(span, dim=1)[:, :k] for by in (scales < 0, scales == 0))
         codes = torch.where(flipped, LARGEST_CODE - codes, codes)

@@ -77,7 +77,8 @@ def matrices_bytes(spec: ModelSpec, scheme: str) -> float:
 def mixed_weights_bytes(spec: ModelSpec, scheme: str, others: tuple[tuple[str, str], ...]) -> float:
     """``weights_bytes`` with ``others``, ("<layer>.<product>", scheme) of matrices that are held in another one."""
     products = {p.name: p for alike, _ in block_kinds(spec) for p in alike}
-    each = {(p.name, how): matrix_bytes(spec, p, how) for p in products.values() for how in {scheme, *dict(others).values()}}
+    schemes = {scheme, *dict(others).values()}
+    each = {(p.name, how): matrix_bytes(spec, p, how) for p in products.values() for how in schemes}
     extra = 0.0
     for name, how in others:
         product = products[name.partition(".")[2]]

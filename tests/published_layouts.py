@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from small_models import decoder_of
-from twostroke.core.families import layout
+from twostroke.core.families import layout, read_spec
 from twostroke.model.decoder import Decoder
 from twostroke.model.families import read_entry
 from twostroke.model.save import save_model
@@ -32,7 +33,10 @@ class Layout(NamedTuple):
 
 
 SIZES: dict[str, Any] = {"d_model": 128, "head_dim": 16, "d_ff": 256, "n_layers": 2, "n_heads": 8, "n_kv_heads": 2}
-OF_FAMILY: dict[str, dict[str, Any]] = {"gpt2": {"n_kv_heads": 8}, "gpt_neox": {"n_kv_heads": 8}, "qwen2": {"n_layers": 3}, "cohere2": {"n_layers": 3}}
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    **{family: {"n_kv_heads": 8} for family in ("gpt2", "gpt_neox")},
+    **{family: {"n_layers": 3} for family in ("qwen2", "cohere2")},
+}
 
 
 def words(codes: np.ndarray, bits: int) -> np.ndarray:
@@ -331,14 +335,34 @@ def publish(
     only: Callable[[str], bool] = lambda module: True,
     also: dict[str, Layout] | None = None,
     shards: int = 1,
-) -> Decoder:
-    """Write a small model of ``family`` as ``made`` says, the layers that ``only`` refuses plainly and those that a key of
-    ``also`` ends as that says. Returns the decoder of the numbers that the whole stands for."""
+) -> tuple[Decoder, Path]:
+    """A small model of ``family`` written below ``directory`` as ``rewrite`` does: the decoder of the numbers that it stands for,
+    and its directory."""
     decoder = decoder_of(family, **SIZES | OF_FAMILY.get(family, {}))
-    source = save_model(decoder, decoder.spec, directory / "plain", dtype="fp32")
+    source, target = save_model(decoder, decoder.spec, directory / "plain", dtype="fp32"), directory / "published"
+    values = rewrite(source, target, made, only, also, shards)
+    plain = load_file(source / "model.safetensors")
+    with torch.no_grad():
+        for entry in layout(decoder.spec):
+            if any(part.name in values for part in entry.parts):
+                whole = read_entry(entry, lambda name: values[name] if name in values else plain[name])
+                decoder.get_parameter(entry.canonical).copy_(whole)
+    return decoder, target
+
+
+def rewrite(
+    source: Path,
+    target: Path,
+    made: Layout,
+    only: Callable[[str], bool] = lambda module: True,
+    also: dict[str, Layout] | None = None,
+    shards: int = 1,
+) -> Tensors:
+    """Write the plain model ``source`` to ``target`` as ``made`` says, the layers that ``only`` refuses plainly and those that a
+    key of ``also`` ends as that says. Returns the numbers that quantised weights stand for."""
     tensors, values = load_file(source / "model.safetensors"), {}
     generator = np.random.default_rng(0)
-    for entry in layout(decoder.spec):
+    for entry in layout(read_spec(source)):
         for part in entry.parts if entry.matrix is not None else ():
             module = part.name.removesuffix(".weight")
             if not only(module):
@@ -350,22 +374,19 @@ def publish(
             for suffix, each in stored.items():
                 lies_as_plain = suffix == ".weight" and each.shape == weight.T.shape and entry.transposed
                 tensors[f"{module}{suffix}"] = each.T.contiguous() if lies_as_plain else each
-    with torch.no_grad():
-        for entry in layout(decoder.spec):
-            if any(part.name in values for part in entry.parts):
-                plain = load_file(source / "model.safetensors")
-                whole = read_entry(entry, lambda name, plain=plain: values.get(name, plain.get(name)))
-                decoder.get_parameter(entry.canonical).copy_(whole)
-    target = directory / "published"
     target.mkdir()
+    for file in source.iterdir():
+        if file.suffix == ".json":
+            shutil.copyfile(file, target / file.name)
     config = json.loads((source / "config.json").read_text()) | {"quantization_config": made.config}
     (target / "config.json").write_text(json.dumps(config))
     names = sorted(tensors)
     if shards == 1:
         save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-        return decoder
+        return values
     places = {name: f"model-{i % shards + 1:05d}-of-{shards:05d}.safetensors" for i, name in enumerate(names)}
-    for file in set(places.values()):
-        save_file({name: tensors[name] for name in names if places[name] == file}, target / file, metadata={"format": "pt"})
+    for file_name in set(places.values()):
+        held = {name: tensors[name] for name in names if places[name] == file_name}
+        save_file(held, target / file_name, metadata={"format": "pt"})
     (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    return decoder
+    return values
