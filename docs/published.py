@@ -28,8 +28,8 @@ Which layers are quantised: `modules_to_not_convert`, `modules_in_block_to_quant
 1: symmetric ones by their values, others by `checkpoint_format`, 4-bit ones without it by what the codes lie around.
 
 Refused by name: other methods, GPTQ in other bits than 4 and 8 or laid out for one kernel (marlin, bitblas, planar), AWQ's
-gemv, quantised heads of GPTQ, sparse and transformed weights of compressed-tensors. `gpt_oss` is refused as a family; its blocks are
-read.
+gemv, quantised heads of GPTQ, sparse and transformed weights of compressed-tensors. `gpt_oss` is refused as a
+family; its blocks are read.
 """
 
 

@@ -336,8 +336,8 @@ def publish(
     also: dict[str, Layout] | None = None,
     shards: int = 1,
 ) -> tuple[Decoder, Path]:
-    """A small model of ``family`` written below ``directory`` as ``rewrite`` does: the decoder of the numbers that it stands for,
-    and its directory."""
+    """A small model of ``family`` written below ``directory`` as ``rewrite`` does: the decoder of the numbers that it stands
+    for, and its directory."""
     decoder = decoder_of(family, **SIZES | OF_FAMILY.get(family, {}))
     source, target = save_model(decoder, decoder.spec, directory / "plain", dtype="fp32"), directory / "published"
     values = rewrite(source, target, made, only, also, shards)
@@ -358,8 +358,8 @@ def rewrite(
     also: dict[str, Layout] | None = None,
     shards: int = 1,
 ) -> Tensors:
-    """Write the plain model ``source`` to ``target`` as ``made`` says, the layers that ``only`` refuses plainly and those that a
-    key of ``also`` ends as that says. Returns the numbers that quantised weights stand for."""
+    """Write the plain model ``source`` to ``target`` as ``made`` says, the layers that ``only`` refuses plainly and those that
+    a key of ``also`` ends as that says. Returns the numbers that quantised weights stand for."""
     tensors, values = load_file(source / "model.safetensors"), {}
     generator = np.random.default_rng(0)
     for entry in layout(read_spec(source)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from published_layouts import LAYOUTS, rewrite
 from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError, CorruptFileError, Interrupted
 from twostroke.core.profile import MachineProfile
 from twostroke.core.recipe import TrainRecipe, recipe_from_dict
 from twostroke.core.spec import ModelSpec
 from twostroke.data.tokenizer import load_tokenizer
+from twostroke.interop.import_model import import_model
 from twostroke.model.adapters import peft_names
 from twostroke.model.decoder import Decoder
 from twostroke.model.initialise import initialise
@@ -73,6 +76,24 @@ def _log(directory: Path) -> list[dict[str, Any]]:
 
 def _last(result: TrainingResult) -> Path:
     return list_checkpoints(result.directory / "checkpoints")[-1][1]
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+def test_a_quantised_base_trains_as_the_numbers_that_it_stands_for(method: str, make: Make, base: Path, tmp_path: Path) -> None:
+    rewrite(base, tmp_path / "gptq", LAYOUTS["gptq-4-32-asym"])
+    import_model(tmp_path / "gptq", tmp_path / "numbers")
+    losses, models = [], []
+    for name in ("gptq", "numbers"):
+        recipe = make(f"on-{name}", method=method)
+        result = train(dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, init_from=str(tmp_path / name))))
+        losses.append([record["loss"] for record in _log(result.directory)])
+        models.append(load_model(result.model))
+    assert losses[0] == losses[1]
+    tokens = torch.arange(40)[None]
+    with torch.inference_mode():
+        assert torch.equal(models[0](tokens), models[1](tokens))
+    if method != "full":  # the engine computes with what was merged, which is no codes
+        assert "quantization_config" not in json.loads((tmp_path / "on-gptq" / "model" / "config.json").read_text())
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,9 @@ class Holding:
 
 
 def holding(entries: list[Entry], of: StorageOf) -> Holding:
-    """What ``entries``, a model's whole layout, are held as. The plan's scheme is the one that keeps most weights in codes, with
-    those of the scheme beside it. The rest becomes plain numbers, as where the parts of one matrix are stored differently."""
+    """What ``entries``, a model's whole layout, are held as. The plan's scheme is the one that keeps most weights in codes,
+    with those of the scheme beside it. The rest becomes plain numbers, as where the parts of one matrix are stored
+    differently."""
     found: dict[str, str | None] = {}
     weights: dict[str, int] = {}
     labels: dict[str, int] = {}
