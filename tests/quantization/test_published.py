@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from machines import native
 from published_layouts import LAYOUTS, Layout, int8, integers, packed_integers, publish
 from small_models import decoder_of
+from twostroke.cli.plan.subject import read_subject, serving_shape
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError, CorruptFileError, TwostrokeError
 from twostroke.core.families import read_spec
@@ -30,6 +31,7 @@ from twostroke.model.decoder import Decoder
 from twostroke.model.load import load_model
 from twostroke.model.published.fp4 import mxfp4_values
 from twostroke.model.published.registry import METHODS, storage_of
+from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.serving.native_products import native_read_bytes
 from twostroke.planner.serving.plan import plan_serving
 from twostroke.planner.serving.shape import ServingShape
@@ -115,6 +117,21 @@ def check_plan(core: EngineCore, directory: Path) -> None:
     shape = ServingShape(**held(directory, core.spec)._asdict(), prompt_tokens=32, output_tokens=8)
     assert native_read_bytes(core.spec, shape.scheme, shape.head, shape.others) == core.plan.step_bytes
     assert plan_serving(core.spec, shape, native()).memory_bytes["weights"] == core.weights_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "here", "there"),
+    [("awq-32", "int4-g32", "int4"), ("gptq-4-act-order", "bf16", "int4"), ("fp8-block", "bf16", "fp8")],
+)
+def test_a_plan_says_what_the_engine_will_hold_and_what_accelerators_serve(
+    name: str, here: str, there: str, of_llama: Published
+) -> None:
+    _, directory = of_llama(name)
+    ours, theirs = (read_subject(str(directory), [], hardware) for hardware in (native(), load_hardware("h100")))
+    assert (ours.scheme("auto"), theirs.scheme("auto")) == (here, there)
+    assert ours.notes == (f"published in {there}: our engine holds it in {here}.",)
+    assert serving_shape(ours, "auto", 1, 8, 8).scheme == here
+    assert serving_shape(ours, "bf16", 1, 8, 8).scheme == "bf16"
 
 
 MIXED = Layout(
