@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from small_models import decoder_of
+from small_models import EVERY, decoder_of
 from twostroke.core.families import layout, read_spec
 from twostroke.model.decoder import Decoder
 from twostroke.model.families import read_entry
@@ -36,6 +37,7 @@ SIZES: dict[str, Any] = {"d_model": 128, "head_dim": 16, "d_ff": 256, "n_layers"
 OF_FAMILY: dict[str, dict[str, Any]] = {
     **{family: {"n_kv_heads": 8} for family in ("gpt2", "gpt_neox")},
     **{family: {"n_layers": 3} for family in ("qwen2", "cohere2")},
+    "gpt_oss": {"n_layers": 3, "moe": dataclasses.replace(EVERY["gpt_oss"].moe, d_expert=64)},
 }
 
 
@@ -369,6 +371,12 @@ def rewrite(
                 continue
             way = next((way for end, way in (also or {}).items() if module.endswith(end)), made)
             weight = tensors.pop(part.name)
+            if entry.copies > 1:  # experts in one tensor, each (inputs, outputs)
+                of_each = [way.write(np.ascontiguousarray(expert.mT.numpy()), generator) for expert in weight]
+                stored = {suffix: torch.stack([each[suffix] for each, _ in of_each]) for suffix in of_each[0][0]}
+                values[part.name] = torch.from_numpy(np.stack([value.T for _, value in of_each]))
+                tensors |= {f"{module}{suffix}": each for suffix, each in stored.items()}
+                continue
             stored, value = way.write((weight.T if entry.transposed else weight).numpy(), generator)
             values[part.name] = torch.from_numpy(np.ascontiguousarray(value.T if entry.transposed else value)).float()
             for suffix, each in stored.items():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import math
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 
 from machines import native
 from published_layouts import LAYOUTS, Layout, int8, integers, packed_integers, publish
-from small_models import decoder_of
 from twostroke.cli.plan.subject import read_subject, serving_shape
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError, CorruptFileError, TwostrokeError
@@ -30,6 +29,7 @@ from twostroke.kernels.native_library import library
 from twostroke.model.decoder import Decoder
 from twostroke.model.load import load_model
 from twostroke.model.published.fp4 import mxfp4_values
+from twostroke.model.published.patterns import Budget, named, pattern
 from twostroke.model.published.registry import METHODS, storage_of
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.serving.native_products import native_read_bytes
@@ -346,11 +346,24 @@ def test_a_configuration_that_is_not_read_is_a_sentence(
     assert isinstance(caught.value, ConfigError)
 
 
-def test_a_family_that_is_not_built_stays_refused_by_what_it_lacks(tmp_path: Path) -> None:
-    spec = dataclasses.asdict(decoder_of("llama").spec)
-    config = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}, "num_local_experts": 4}
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": spec["vocab_size"], "num_attention_heads": 4}
-    more = {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 32, "num_experts_per_tok": 2}
-    (tmp_path / "config.json").write_text(json.dumps(config | sizes | more | {"max_position_embeddings": 64}))
-    with pytest.raises(ConfigError, match="can be planned but not built yet: mixture of experts"):
-        load_model(tmp_path)
+def test_patterns_of_names_take_little_time() -> None:
+    began = time.process_time()
+    assert not pattern(".*.*.*.*x", Budget())("model.layers.1000.self_attn." * 3)
+    assert time.process_time() - began < 5
+    with pytest.raises(ConfigError, match="take too long"):
+        pattern("model", Budget(0.0))
+    fits = named(["mlp.gate", "layers.*.self_attn"])
+    found = [fits(f"model.layers.0.{name}") for name in ("mlp.gate", "mlp.gate_proj", "self_attn.q_proj", "attn.q_proj")]
+    assert found == [True, False, True, False]
+
+
+def test_gpt_oss_is_read_as_it_is_published(tmp_path: Path) -> None:
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    made = LAYOUTS["mxfp4"]._replace(config={"quant_method": "mxfp4", "modules_to_not_convert": kept})
+    wanted, directory = publish("gpt_oss", tmp_path, made, lambda module: "experts" in module)
+    check(wanted, directory, "mxfp4")
+
+
+@pytest.mark.parametrize("name", ["gptq-4-32-asym", "ct-int8-channel", "fp8-block"])
+def test_experts_are_read_one_by_one(name: str, tmp_path: Path) -> None:
+    check(*publish("mixtral", tmp_path, LAYOUTS[name]), name)

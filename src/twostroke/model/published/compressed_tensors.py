@@ -11,7 +11,7 @@ from twostroke.core.families.quantised import OURS
 from twostroke.core.families.reader import Reader
 from twostroke.model.published.fp4 import MX_GROUP, NV_GROUP, Mxfp4, Nvfp4
 from twostroke.model.published.fp8 import block_sizes
-from twostroke.model.published.patterns import Pattern, listed, pattern
+from twostroke.model.published.patterns import Budget, Pattern, listed, pattern
 from twostroke.model.published.scaled import Scaled
 from twostroke.model.published.storage import (
     FLOATS,
@@ -108,16 +108,16 @@ def storage_of(quantised: dict[str, Any]) -> StorageOf:
     for key in ("transform_config", "sparsity_config"):
         if Reader(quantised).object(key).get("format") != "dense" and Reader(quantised).object(key):
             raise ConfigError(f"quantization_config with {key} is not supported. Use weights without it.")
-    groups = []
+    groups, budget = [], Budget()
     for name, group in Reader(quantised).object("config_groups").items():
         if not isinstance(group, dict):
             raise ConfigError(f"config.json: quantization_config config_groups {name!r:.100} must be an object.")
         if Reader(group).object("weights"):
             own = group.get("format") or quantised.get("format")
-            groups.append((_matching(listed(group, "targets")), _storage(Reader(group).object("weights"), own)))
+            groups.append((_matching(listed(group, "targets"), budget), _storage(Reader(group).object("weights"), own)))
     if not groups:
         raise ConfigError("config.json: quantization_config config_groups must have weights in one group at least.")
-    left_out = _matching(listed(quantised, "ignore"))
+    left_out = _matching(listed(quantised, "ignore"), budget)
 
     def of(module: str) -> Storage | None:
         if left_out(module):
@@ -131,10 +131,10 @@ def storage_of(quantised: dict[str, Any]) -> StorageOf:
     return of
 
 
-def _matching(names: Iterable[str]) -> Pattern:
+def _matching(names: Iterable[str], budget: Budget) -> Pattern:
     """Whether a name is among ``names`` or begins as one of those that are patterns ("re:")."""
     exact = frozenset(name for name in names if not name.startswith("re:"))
-    patterns = tuple(pattern(name.removeprefix("re:")) for name in names if name.startswith("re:"))
+    patterns = tuple(pattern(name.removeprefix("re:"), budget) for name in names if name.startswith("re:"))
     return lambda name: name in exact or any(fits(name) for fits in patterns)
 
 

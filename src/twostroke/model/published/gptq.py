@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import ConfigError
 from twostroke.core.families.reader import Reader
-from twostroke.model.published.patterns import Pattern, pattern
+from twostroke.model.published.patterns import Budget, Pattern, pattern
 from twostroke.model.published.storage import (
     FLOATS,
     Storage,
@@ -156,8 +156,9 @@ def _only(quantised: dict[str, Any]) -> tuple[str, ...]:
 def _rules(quantised: dict[str, Any], usual: Gptq) -> list[tuple[Pattern, Gptq | None]]:
     """GPTQModel's ``dynamic``: patterns of names with other settings, or of layers that are left out ("-:")."""
     found: list[tuple[Pattern, Gptq | None]] = []
+    budget = Budget()
     for text, settings in Reader(quantised).object("dynamic").items():
-        fits = pattern(re.sub(r"^[+-]:", "", text))
+        fits = pattern(re.sub(r"^[+-]:", "", text), budget)
         if text.startswith("-:"):
             found.append((fits, None))
             continue

@@ -76,7 +76,9 @@ class QuantisedWeights:
         values = _values(storage.read(matrix))
         if not bool(values.isfinite().all()):
             raise matrix.error("weights must be finite")
-        return values.T if matrix.transposed else values
+        if matrix.copies > 1:
+            values = values.unflatten(0, (matrix.copies, -1))
+        return values.mT if matrix.transposed else values
 
     def codes(self, canonical: str) -> Codes:
         """The codes of a block's matrix that ``holding`` keeps in codes."""
@@ -90,6 +92,8 @@ class QuantisedWeights:
                 raise matrix.error("weights must be finite")
             parts.append(found)
         whole = [None if tensors[0] is None else torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+        if entry.copies > 1:
+            whole = [None if tensor is None else tensor.unflatten(0, (entry.copies, -1)) for tensor in whole]
         codes, scale, zero = (None if tensor is None else held_order(entry, tensor).contiguous() for tensor in whole)
         assert codes is not None
         assert scale is not None
@@ -106,10 +110,10 @@ class QuantisedWeights:
             name = stored_name(self.spec, f"{module}{stored.suffix}", self.files.infos)
             if name not in self.files and stored.optional:
                 continue
-            shapes = (entry.stored_shape(part),) if stored.oriented else stored.shapes
+            shapes = (entry.stored_shape(part),) if stored.oriented else _of_copies(stored.shapes, part.rows, entry.copies)
             self._check(name, shapes, stored.tags)
             names[stored.suffix] = name
-        matrix = StoredMatrix(self.files, module, part.rows, k, names, entry.transposed)
+        matrix = StoredMatrix(self.files, module, part.rows, k, names, entry.transposed, entry.copies)
         self._matrices[part.name] = (storage, matrix)
         return set(names.values())
 
@@ -139,6 +143,13 @@ class QuantisedWeights:
 
 def _fits(info: TensorInfo, shapes: tuple[tuple[int, ...], ...]) -> bool:
     return info.shape in shapes if shapes else len(info.shape) == 1
+
+
+def _of_copies(shapes: tuple[tuple[int, ...], ...], rows: int, copies: int) -> tuple[tuple[int, ...], ...]:
+    """``shapes`` of a tensor that holds ``rows`` as those of several matrices."""
+    if copies == 1:
+        return shapes
+    return tuple((copies, rows // copies, *shape[1:]) if shape and shape[0] == rows else shape for shape in shapes)
 
 
 def _values(found: Codes | Tensor) -> Tensor:

@@ -108,9 +108,9 @@ def holding(entries: list[Entry], of: StorageOf) -> Holding:
         scheme = found[entry.canonical] = schemes.pop() if len(schemes) == 1 else None
         for one in stored:
             label = "plain numbers" if one is None else one.label
-            labels[label] = labels.get(label, 0) + entry.matrix.weights // len(stored)
+            labels[label] = labels.get(label, 0) + entry.matrix.stored // len(stored)
         if scheme is not None:
-            weights[scheme] = weights.get(scheme, 0) + entry.matrix.weights
+            weights[scheme] = weights.get(scheme, 0) + entry.matrix.stored
     main = max(weights, key=lambda name: weights[name] + weights.get(SCHEMES[name].beside or "", 0), default=None)
     beside = None if main is None else SCHEMES[main].beside
     others = {name: own if own == beside else None for name, own in found.items() if own != main}

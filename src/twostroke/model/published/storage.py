@@ -62,7 +62,8 @@ StorageOf = Callable[[str], Storage | None]
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """The tensors of the matrix ``module`` of ``n`` outputs and ``k`` inputs, by suffix. ``names`` has those that there are."""
+    """The tensors of the matrix ``module`` of ``n`` outputs and ``k`` inputs, by suffix. ``names`` has those that there are.
+    ``copies``: the outputs of so many matrices, which tensors hold apart along their first dimension."""
 
     files: WeightFiles
     module: str
@@ -70,16 +71,20 @@ class StoredMatrix:
     k: int
     names: dict[str, str]
     transposed: bool = False
+    copies: int = 1
 
     def __contains__(self, suffix: str) -> bool:
         return suffix in self.names
 
     def __getitem__(self, suffix: str) -> Tensor:
-        return self.files.get(self.names[suffix])
+        tensor = self.files.get(self.names[suffix])
+        return tensor if self.copies == 1 or tensor.dim() < 2 else tensor.flatten(0, 1)
 
     def oriented(self, suffix: str) -> Tensor:
         """A tensor that lies as plain weights do, as (outputs, inputs)."""
-        return self[suffix].T if self.transposed else self[suffix]
+        tensor = self.files.get(self.names[suffix])
+        tensor = tensor.mT if self.transposed else tensor
+        return tensor if self.copies == 1 else tensor.flatten(0, 1)
 
     def scales(self, suffix: str, positive: bool = False) -> Tensor:
         """Scales in fp32. Raises CorruptFileError where one is not finite, or with ``positive`` not above 0."""
