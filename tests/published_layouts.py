@@ -37,7 +37,8 @@ SIZES: dict[str, Any] = {"d_model": 128, "head_dim": 16, "d_ff": 256, "n_layers"
 OF_FAMILY: dict[str, dict[str, Any]] = {
     **{family: {"n_kv_heads": 8} for family in ("gpt2", "gpt_neox")},
     **{family: {"n_layers": 3} for family in ("qwen2", "cohere2")},
-    "gpt_oss": {"n_layers": 3, "moe": dataclasses.replace(EVERY["gpt_oss"].moe, d_expert=64)},
+    "gpt_oss": {"n_layers": 3, "moe": dataclasses.replace(EVERY["gpt_oss"].moe, d_expert=64), "d_ff": 64},
+    "mixtral": {"d_ff": 80},
 }
 
 

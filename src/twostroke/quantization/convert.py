@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -145,12 +145,14 @@ class _Converter:
         worst = max(relative, key=relative.__getitem__)
         whole = sum(lost for lost, _ in self.errors.values()) / max(sum(t for _, t in self.errors.values()), 1e-300)
         rounding = (len(relative), self.source_bytes, n_bytes, whole**0.5, worst, relative[worst])
+        report = QuantizeReport(self.stored.scheme.family, *rounding, notes=self.spec.notes)
         if self.fitted is None:
-            return QuantizeReport(self.stored.scheme.family, *rounding, notes=self.spec.notes)
+            return report
+        report = replace(report, n_int8_matrices=self.n_int8, fitted_to_tokens=self.fitted.n_tokens)
         judged = self.fitted.judgement
-        cost = () if judged is None else (judged.n_tokens, judged.kl_nats, judged.perplexity_ratio)
-        counted = (self.n_int8, self.fitted.n_tokens)
-        return QuantizeReport(self.stored.scheme.family, *rounding, *counted, *cost, notes=self.spec.notes)
+        if judged is None:
+            return report
+        return replace(report, judged_tokens=judged.n_tokens, kl_nats=judged.kl_nats, perplexity_ratio=judged.perplexity_ratio)
 
 
 def _write_shards(tensors: Iterator[tuple[str, Tensor]], directory: Path) -> int:

@@ -48,12 +48,13 @@ class _Latest:
 
     def __init__(self, weights: QuantisedWeights) -> None:
         self._weights = weights
-        self._name, self._codes = "", None
+        self._name = ""
+        self._codes: Codes | None = None
 
     def part(self, name: str, index: int) -> Tensor:
         if self._name != name or self._codes is None:
             self._name, self._codes = name, self._weights.codes(name)
-        tensor = self._codes[index]
+        tensor: Tensor | None = self._codes[index]
         assert tensor is not None
         return tensor
 

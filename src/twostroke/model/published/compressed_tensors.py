@@ -144,15 +144,17 @@ def _storage(weights: dict[str, Any], format: Any) -> Storage:
     bits, numbers, symmetric = read.integer("num_bits", 8), weights.get("type") or "int", read.flag("symmetric", True)
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
     group = checked_group(read.integer("group_size", -1)) if strategy in ("group", "tensor_group") else -1
+    scattered = weights.get("actorder") in ("group", True)
     found: Storage | None = None
     if format == "pack-quantized" and numbers == "int" and bits in (4, 8) and strategy in ("channel", "group"):
-        found = PackedIntegers(bits, group, symmetric, weights.get("actorder") == "group")
+        found = PackedIntegers(bits, group, symmetric, scattered)
     elif format in ("int-quantized", "float-quantized", "naive-quantized") and bits == 8:
         zeros = numbers == "int" and not symmetric
-        element: Any = {"int": "int8", "float": "fp8"}.get(numbers)
+        element: Any = {"int": "int8", "float": "fp8"}.get(str(numbers))
+        by: Any = strategy
         if element and strategy in ("tensor", "channel"):
-            found = Scaled(element, strategy, zero_points=zeros)
-        elif element and strategy == "group" and weights.get("actorder") != "group":
+            found = Scaled(element, by, zero_points=zeros)
+        elif element and strategy == "group" and not scattered:
             found = Scaled(element, "block", (1, group), zeros)
         elif element and strategy == "block":
             found = Scaled(element, "block", block_sizes(weights.get("block_structure"), "block_structure"), zeros)
@@ -161,10 +163,10 @@ def _storage(weights: dict[str, Any], format: Any) -> Storage:
     elif format == "mxfp4-pack-quantized" and (numbers, bits, group) == ("float", 4, MX_GROUP):
         found = Mxfp4(blocks=False)
     if found is None:
-        by = f"{strategy!r:.50}" if group == -1 else f"{strategy!r:.50} of {group}"
+        share = f"{strategy!r:.50}" if group == -1 else f"{strategy!r:.50} of {group}"
         raise ConfigError(
             f"quantization_config in compressed-tensors' format {format!r:.100} with {bits}-bit {numbers!r:.50} weights by "
-            f"{by} is not supported. docs/published.md lists what is."
+            f"{share} is not supported. docs/published.md lists what is."
         )
     return found
 
