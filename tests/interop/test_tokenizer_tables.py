@@ -23,6 +23,7 @@ from twostroke.interop.tokenizer_tables import (
     byte_level_bpe,
     byte_level_words,
     sentencepiece_bpe,
+    words_of,
 )
 
 PLENTY = Allowance(Path("a large file"), 10**9)
@@ -42,7 +43,7 @@ def test_starcoder_tables_of_a_gguf_give_the_published_ids(assets: Path) -> None
         metadata["tokenizer.ggml.tokens"],
         metadata["tokenizer.ggml.merges"],
         metadata["tokenizer.ggml.token_type"].tolist(),
-        metadata["tokenizer.ggml.pre"],
+        words_of(metadata["tokenizer.ggml.pre"]),
         bos_id=None,
         allowance=PLENTY,
     )
@@ -59,7 +60,7 @@ def test_gpt2_tables_give_the_published_ids(assets: Path) -> None:
     pieces = sorted(vocabulary, key=vocabulary.__getitem__)
     merges = (folder / "vocab.bpe").read_text(encoding="utf-8").strip("\n").split("\n")[1:]
     kinds = [CONTROL if piece == "<|endoftext|>" else NORMAL for piece in pieces]
-    tokenizer = byte_level_bpe(pieces, merges, kinds, "gpt-2", bos_id=None, allowance=PLENTY)
+    tokenizer = byte_level_bpe(pieces, merges, kinds, words_of("gpt-2"), bos_id=None, allowance=PLENTY)
     cases = vectors(folder / "ggml-vocab-gpt-2.gguf.inp", folder / "ggml-vocab-gpt-2.gguf.out")
     assert len(cases) > 40
     for text, ids in cases:
@@ -68,20 +69,22 @@ def test_gpt2_tables_give_the_published_ids(assets: Path) -> None:
 
 def test_text_is_cut_as_the_named_models_cut_it() -> None:
     def cut(name: str, text: str) -> list[str]:
-        return [piece.replace("Ġ", " ").replace("Ċ", "\n") for piece, _ in byte_level_words(name).pre_tokenize_str(text)]
+        return [
+            piece.replace("Ġ", " ").replace("Ċ", "\n") for piece, _ in byte_level_words(words_of(name)).pre_tokenize_str(text)
+        ]
 
     assert cut("gpt-2", "It's 12345 ok") == ["It", "'s", " 12345", " ok"]
     assert cut("starcoder", "It's 12345") == ["It", "'s", " ", "1", "2", "3", "4", "5"]
     assert cut("llama-bpe", "IT'S 12345\n\nok") == ["IT", "'S", " ", "123", "45", "\n\n", "ok"]
     assert cut("qwen2", "It's 123") == ["It", "'s", " ", "1", "2", "3"]
     with pytest.raises(ConfigError, match=r"'gpt2' is not supported. Did you mean 'gpt-2'"):
-        byte_level_words("gpt2")
+        words_of("gpt2")
 
 
 def test_a_text_begins_with_the_begin_token_where_there_is_one() -> None:
     pieces, merges = ["<s>", "a", "b", "ab"], ["a b"]
-    with_bos = byte_level_bpe(pieces, merges, [CONTROL, 1, 1, 1], "gpt-2", bos_id=0, allowance=PLENTY)
-    without = byte_level_bpe(pieces, merges, [CONTROL, 1, 1, 1], "gpt-2", bos_id=None, allowance=PLENTY)
+    with_bos = byte_level_bpe(pieces, merges, [CONTROL, 1, 1, 1], words_of("gpt-2"), bos_id=0, allowance=PLENTY)
+    without = byte_level_bpe(pieces, merges, [CONTROL, 1, 1, 1], words_of("gpt-2"), bos_id=None, allowance=PLENTY)
     assert with_bos.encode("ab").ids == [0, 3]
     assert without.encode("ab").ids == [3]
     assert with_bos.encode("ab", add_special_tokens=False).ids == [3]
@@ -148,7 +151,7 @@ class TestTablesThatAreMadeToBeExpensive:
         with pytest.raises(CorruptFileError, match="has 524288 characters; at most 256 are read"):
             sentencepiece_bpe(["<unk>", "a" * 2**19], [0.0, 0.0], [UNKNOWN, NORMAL], None, PLENTY)
         with pytest.raises(CorruptFileError, match="at most 256 are read"):
-            byte_level_bpe(["a" * 257], [], [NORMAL], "gpt-2", None, PLENTY)
+            byte_level_bpe(["a" * 257], [], [NORMAL], words_of("gpt-2"), None, PLENTY)
 
     def test_the_cuts_of_a_piece_are_as_many_as_its_characters(self) -> None:
         looked_up: list[str] = []

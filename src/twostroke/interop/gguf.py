@@ -1,6 +1,6 @@
 """Reads GGUF files: metadata, tensor table and tensors. It checks every count and offset against the file before using it.
 
-Format: ggml's ``docs/gguf.md``, versions 2 and 3; block formats: ``ggml-common.h`` (``block_q8_0``, ``block_q4_0``).
+Format: ggml's ``docs/gguf.md``, versions 2 and 3; the types of tensors: ``gguf_types``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import math
 import mmap
 import struct
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from twostroke.core.documents import Allowance
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
+from twostroke.interop.gguf_types import TYPES, TensorType, dequantise, type_of
 
 MAGIC = b"GGUF"
 MAX_DIMENSIONS = 4
@@ -33,25 +33,13 @@ _MIN_FIELD_BYTES = 8 + 4 + 1
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 
-_PIECE_BLOCKS = 2**14  # blocks that are dequantised at once, which make two megabytes of values
-
-_BLOCK_OF = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q8_0": (32, 34), "Q4_0": (32, 18)}
-"""(elements, bytes) of one block of each supported tensor type."""
-
-_TYPE_NAMES = {
-    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K",
-    13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
-    22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0",
-    35: "TQ2_0", 39: "MXFP4",
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class GgufTensor:
     """One row of the tensor table. ``shape`` is in torch's order, the reverse of ggml's."""
 
     name: str
-    type_name: str
+    kind: TensorType
     shape: tuple[int, ...]
     start: int
     n_bytes: int
@@ -159,7 +147,7 @@ class GgufFile:
         self.tensors = self._read_table(cursor, n_tensors)
 
     def _read_table(self, cursor: _Cursor, n_tensors: int) -> dict[str, GgufTensor]:
-        rows: list[tuple[str, str, tuple[int, ...], int, int]] = []
+        rows: list[tuple[str, TensorType, tuple[int, ...], int, int]] = []
         for _ in range(n_tensors):
             name = cursor.string("a tensor name", MAX_KEY_BYTES)
             n_dimensions = cursor.scalar("<I", f"tensor {name!r:.80}")
@@ -170,26 +158,25 @@ class GgufFile:
             shape = tuple(cursor.scalar("<Q", f"tensor {name!r:.80}") for _ in range(n_dimensions))[::-1]
             type_number = cursor.scalar("<I", f"tensor {name!r:.80}")
             offset = cursor.scalar("<Q", f"tensor {name!r:.80}")
-            type_name = _TYPE_NAMES.get(type_number, f"type {type_number}")
-            if type_name not in _BLOCK_OF:
+            kind = type_of(type_number)
+            if isinstance(kind, str):
                 raise ConfigError(
-                    f"{self.path}: tensor {name!r:.80} is {type_name}, which is not read. Read: {', '.join(_BLOCK_OF)}. "
+                    f"{self.path}: tensor {name!r:.80} is {kind}, which is not read. Read: {', '.join(TYPES)}. "
                     "Convert the file to one of them, for example with llama.cpp's llama-quantize."
                 )
-            elements, block_bytes = _BLOCK_OF[type_name]
-            if math.prod(shape) == 0 or shape[-1] % elements:
+            if math.prod(shape) == 0 or shape[-1] % kind.n_values:
                 raise CorruptFileError(
-                    f"{self.path}: tensor {name!r:.80} of {type_name} has shape {list(shape)}; "
-                    f"rows must be whole blocks of {elements}."
+                    f"{self.path}: tensor {name!r:.80} of {kind.name} has shape {list(shape)}; "
+                    f"rows must be whole blocks of {kind.n_values}."
                 )
-            rows.append((name, type_name, shape, offset, math.prod(shape) // elements * block_bytes))
+            rows.append((name, kind, shape, offset, math.prod(shape) // kind.n_values * kind.n_bytes))
         alignment = self.metadata.get("general.alignment", 32)
         if isinstance(alignment, bool) or not isinstance(alignment, int) or not 1 <= alignment <= MAX_ALIGNMENT:
             raise CorruptFileError(f"{self.path}: general.alignment={alignment!r:.50} must be from 1 to {MAX_ALIGNMENT}.")
         data_start = -(-cursor.at // alignment) * alignment
         tensors: dict[str, GgufTensor] = {}
         end = 0
-        for name, type_name, shape, offset, n_bytes in sorted(rows, key=lambda row: row[3]):
+        for name, kind, shape, offset, n_bytes in sorted(rows, key=lambda row: row[3]):
             if name in tensors:
                 raise CorruptFileError(f"{self.path}: tensor {name!r:.80} occurs twice.")
             if offset % alignment or offset < end:
@@ -203,40 +190,14 @@ class GgufFile:
                     f"{self.path} is {len(self._data)} bytes, but tensor {name!r:.80} ends at {data_start + end}. "
                     "The file is truncated: copy or download it again."
                 )
-            tensors[name] = GgufTensor(name, type_name, shape, data_start + offset, n_bytes)
+            tensors[name] = GgufTensor(name, kind, shape, data_start + offset, n_bytes)
         return tensors
 
-    def read(self, name: str) -> Tensor:
-        """The tensor ``name``. F32, F16 and BF16 are read as they are, Q8_0 and Q4_0 as the fp32 numbers that they stand
-        for."""
+    def read(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The tensor ``name``. F32, F16 and BF16 are read as they are; quantised types as the numbers that they stand for,
+        exact in fp32 or rounded to bf16 (``dtype``)."""
         info = self.tensors[name]
         raw = np.frombuffer(self._data, dtype=np.uint8, count=info.n_bytes, offset=info.start)
-        if info.type_name == "Q8_0":
-            return torch.from_numpy(dequantise_q8_0(raw)).view(info.shape)
-        if info.type_name == "Q4_0":
-            return torch.from_numpy(dequantise_q4_0(raw)).view(info.shape)
-        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[info.type_name]
-        return torch.from_numpy(raw.copy()).view(dtype).view(info.shape)
-
-
-def dequantise_q8_0(raw: np.ndarray) -> np.ndarray:
-    """fp32 values d·q of blocks of 34 bytes: an fp16 scale d and 32 signed bytes q."""
-    return _by_pieces(raw, 34, lambda rest: rest.view(np.int8).astype(np.float32))
-
-
-def dequantise_q4_0(raw: np.ndarray) -> np.ndarray:
-    """fp32 values d·(q − 8) of blocks of 18 bytes: an fp16 scale d, and 16 bytes whose low nibbles are the first 16 codes q and
-    whose high nibbles are the other 16."""
-    return _by_pieces(raw, 18, lambda rest: np.concatenate((rest & 15, rest >> 4), axis=1).astype(np.float32) - 8.0)
-
-
-def _by_pieces(raw: np.ndarray, block_bytes: int, decode: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Each block's scale times the numbers that ``decode`` makes of its codes. It works in pieces, because the intermediate
-    arrays are as large as the values: for a whole tensor they would double the memory of an import."""
-    blocks = raw.reshape(-1, block_bytes)
-    values = np.empty((len(blocks), 32), dtype=np.float32)
-    for start in range(0, len(blocks), _PIECE_BLOCKS):
-        piece = blocks[start : start + _PIECE_BLOCKS]
-        scale = piece[:, :2].copy().view("<f2").astype(np.float32)
-        values[start : start + len(piece)] = scale * decode(np.ascontiguousarray(piece[:, 2:]))
-    return values.reshape(-1)
+        if info.kind.dtype is not None:
+            return torch.from_numpy(raw.copy()).view(info.kind.dtype).view(info.shape)
+        return dequantise(info.kind, raw, dtype).view(info.shape)

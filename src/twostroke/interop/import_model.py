@@ -54,8 +54,8 @@ def import_model(
 
     ``source`` is a llama2.c ``.bin``, a GGUF file, a Hugging Face directory or a Hub name; its content decides which.
     ``tokenizer`` replaces the source's own. It is a llama2.c ``tokenizer.bin``, a ``tokenizer.json`` or a directory with one.
-    ``dtype`` "auto" keeps every weight exactly, so it is fp32 if formats are mixed or quantised. ``progress`` is called with
-    the share of tensors done, 0 to 1, and a note.
+    ``dtype`` "auto" keeps every weight exactly, so it is fp32 if formats are mixed; quantised weights are rounded to bf16.
+    ``progress`` is called with the share of tensors done, 0 to 1, and a note.
 
     Raises InputError, ConfigError or CorruptFileError, also for a weight that is not finite, and leaves no partial directory.
     Pickles are never opened.
@@ -65,11 +65,12 @@ def import_model(
     chosen = Path(tokenizer).expanduser() if tokenizer is not None else None
     if chosen is not None and not chosen.exists():
         raise InputError(f"tokenizer {chosen} does not exist. Give a tokenizer.json, a tokenizer.bin or a folder with one.")
-    model = _read(source, chosen)
-    stored = model.dtype if dtype == "auto" else dtype
+    model = _read(source, chosen, dtype)
+    stored = model.auto or model.dtype if dtype == "auto" else dtype
     notes = list(model.notes)
     if stored != model.dtype and stored != "fp32":
-        notes.append(f"weights were rounded from {model.dtype} to {stored}.")
+        remedy = f" --dtype {model.dtype} keeps them exactly." if dtype == "auto" else ""
+        notes.append(f"weights were rounded from {model.dtype} to {stored}.{remedy}")
     with tempfile.TemporaryDirectory(prefix="twostroke-import-") as scratch:
         files: Path | None = None
         if chosen is not None and not (model.kind == "llama2.c" and chosen.is_file() and chosen.suffix == ".bin"):
@@ -114,22 +115,22 @@ class CheckedState(Mapping[str, Tensor]):
         return len(self._state)
 
 
-def _read(source: str | Path, tokenizer: Path | None) -> SourceModel:
+def _read(source: str | Path, tokenizer: Path | None, dtype: str) -> SourceModel:
     path = Path(source).expanduser()
     if path.is_dir():
         return _read_directory(path)
     if path.is_file():
-        return _read_file(path, tokenizer)
+        return _read_file(path, tokenizer, dtype)
     if isinstance(source, str) and is_hub_name(source):
         return _read_directory(download(source))
     raise InputError(f"{path} does not exist, and is not a Hub name of the form owner/name. Check the path.")
 
 
-def _read_file(path: Path, tokenizer: Path | None) -> SourceModel:
+def _read_file(path: Path, tokenizer: Path | None, dtype: str) -> SourceModel:
     with path.open("rb") as stream:
         start = stream.read(8)
     if start.startswith(GGUF_MAGIC):
-        return read_gguf(path)
+        return read_gguf(path, dtype)
     if start.startswith(_PICKLES):
         raise InputError(
             f"{path} is a pickle, which may run code and is never opened. Convert it to safetensors where it is trusted."

@@ -23,8 +23,8 @@ class SourceTokenizer:
 
 @dataclass(frozen=True)
 class SourceModel:
-    """An imported model. ``dtype`` is the format that holds the source's weights exactly. ``tokenizer`` is a directory of files
-    or a tokenizer made from tables."""
+    """An imported model. ``dtype`` is the format that holds the source's weights exactly, ``auto`` the one that they are stored
+    in unless another is asked for (None: ``dtype``). ``tokenizer`` is a directory of files or a tokenizer made from tables."""
 
     kind: str
     spec: ModelSpec
@@ -32,6 +32,7 @@ class SourceModel:
     dtype: str
     tokenizer: Path | SourceTokenizer | None
     notes: tuple[str, ...] = ()
+    auto: str | None = None
 
 
 def halves_from_pairs(weight: Tensor, n_heads: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers.pre_tokenizers import PreTokenizer
@@ -22,39 +23,88 @@ _MARKED_TOKEN_BYTES, _MARKED_CHARACTER_BYTES = 900, 128
 """Memory of a token, a merge, a marked token and each of its characters, here and in the finished tokenizer. Measured with
 tokenizers 0.22: 240, 290, 880 and 97 bytes."""
 
-LLAMA3_WORDS = ("llama-bpe", "llama3", "llama-v3")
-"""Names of Llama 3's pre-tokenizer. With it, whole words that are tokens are not merged (``ignore_merges``), and a text begins
-with a begin-of-text token."""
 
-_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+@dataclass(frozen=True)
+class Words:
+    """How a text is cut into words before byte-level BPE: by each of ``patterns`` in turn, what lies between matches staying a
+    word. ``whole``: a word that is a token is not merged (``ignore_merges``). ``begins``: a text begins with a begin-of-text
+    token where the file does not say."""
 
-
-def _words(pattern: str) -> PreTokenizer:
-    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-def _gpt2_words(lone_digits: bool) -> PreTokenizer:
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words]) if lone_digits else words
+    names: tuple[str, ...]
+    patterns: tuple[str, ...]
+    whole: bool = False
+    begins: bool = False
 
 
-def byte_level_words(name: str) -> PreTokenizer:
-    """The pre-tokenizer of byte-level BPE, by the name in ``tokenizer.ggml.pre`` (llama.cpp's ``llama-vocab.cpp``).
+_ENGLISH = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LINES_AND_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LINES_AND_SPACES}"
+_QWEN2 = _LLAMA3.replace("{1,3}", "")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
-    Raises ConfigError for an unknown name, because a wrong pre-tokenizer gives plausible but wrong tokens.
-    """
-    if name in ("gpt-2", "olmo", "mpt", "phi-2", "jina-v2-code"):
-        return _gpt2_words(lone_digits=False)
-    if name in ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone"):
-        return _gpt2_words(lone_digits=True)
-    if name in LLAMA3_WORDS:
-        return _words(_LLAMA3)
-    if name in ("qwen2", "deepseek-r1-qwen", "stablelm2"):
-        return _words(_QWEN2)
-    known = ("gpt-2", "olmo", "starcoder", "refact", "command-r", "smollm", "llama-bpe", "qwen2", "stablelm2")
-    raise ConfigError(f"tokenizer.ggml.pre={name!r:.50} is not supported. {did_you_mean(name, known)}")
+
+def _by_case(ending: str, digits: str) -> str:
+    """Words that change case at most once, from capitals to small letters (OpenAI's o200k, Mistral's Tekken)."""
+    start = r"[^\r\n\p{L}\p{N}]?"
+    words = f"{start}{_UPPER}*{_LOWER}+{ending}|{start}{_UPPER}+{_LOWER}*{ending}"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES_AND_SPACES}"
+
+
+_HAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_NOT_DEEPSEEK = (
+    "\u0560-\u0588\u10c6-\u10ff\u1c80-\u1c8a\u2d00-\u2d2f\ua790-\ua7ff\uab30-\uab6f\U00010570-\U000105bf\U00016e40-\U00016e7f"
+    + ("\U0001d400-\U0001d7ff\U0001df00-\U0001dfff")
+)
+"""Letters with a case that its expression leaves out: small Armenian and Georgian ones, mathematical ones, later scripts."""
+_PUNCTUATION = r"[\p{P}$+<=>^~|]+"
+_WORDS = (
+    Words(("gpt-2", "olmo", "mpt", "phi-2", "jina-v2-code", "exaone4", "jais", "trillion", "granite-docling"), (_GPT2,)),
+    Words(
+        ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2"), (r"\p{N}", _GPT2),
+    ),
+    Words(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2"), (_LLAMA3,), whole=True, begins=True),
+    Words(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
+    Words(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "solar-open", "grok-2"), (_QWEN2,)),
+    Words(
+        ("seed-coder",),
+        (rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES_AND_SPACES}",),
+    ),
+    Words(("gpt-4o", "llama4", "kanana2"), (_by_case(f"{_ENGLISH}?", r"\p{N}{1,3}"),)),
+    Words(("tekken",), (_by_case("", r"\p{N}"),), whole=True, begins=True),
+    Words(
+        ("deepseek-llm",),
+        (r"[\r\n]", rf"\s?[[\p{{Lu}}\p{{Ll}}\p{{Lt}}]&&[^{_NOT_DEEPSEEK}]]+",
+         "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+", r"\s+$", _HAN, r"\p{N}+"),
+    ),
+    Words(("deepseek-coder",), (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}")),
+    Words(
+        ("deepseek-v3", "hunyuan-dense"),
+        (
+            r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+            r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"""
+            + _LINES_AND_SPACES,
+        ),
+    ),
+    Words(("falcon",), (r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9][0-9][0-9]")),
+    Words(("default",), (_PUNCTUATION, _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+)  # fmt: skip
+"""By the names in ``tokenizer.ggml.pre`` (llama.cpp's ``llama-vocab.cpp``). ``default`` is also that of files without a name."""
+
+WORDS: dict[str, Words] = {name: words for words in _WORDS for name in words.names}
+
+
+def words_of(name: str) -> Words:
+    """The row of ``name``. Raises ConfigError for an unknown one, because wrong words give plausible but wrong tokens."""
+    if name not in WORDS:
+        raise ConfigError(f"tokenizer.ggml.pre={name!r:.50} is not supported. {did_you_mean(name, WORDS)}")
+    return WORDS[name]
+
+
+def byte_level_words(words: Words) -> PreTokenizer:
+    """The pre-tokenizer of ``words``, which also writes bytes as byte-level BPE does."""
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in words.patterns]
+    return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _vocabulary(pieces: Sequence[str]) -> dict[str, int]:
@@ -148,12 +198,11 @@ def sentencepiece_bpe(
 
 
 def byte_level_bpe(
-    pieces: Sequence[str], merges: Sequence[str], kinds: Sequence[int], words: str, bos_id: int | None, allowance: Allowance
+    pieces: Sequence[str], merges: Sequence[str], kinds: Sequence[int], words: Words, bos_id: int | None, allowance: Allowance
 ) -> Tokenizer:
-    """Byte-level BPE as in GPT-2, Llama 3 and Qwen. ``merges`` are "left right" in order; ``words`` names the pre-tokenizer.
+    """Byte-level BPE as in GPT-2, Llama 3 and Qwen. ``merges`` are "left right" in order.
 
-    Raises CorruptFileError for a merge of unknown tokens and if the tables need more memory than ``allowance`` has, ConfigError
-    for an unknown ``words``.
+    Raises CorruptFileError for a merge of unknown tokens and if the tables need more memory than ``allowance`` has.
     """
     _allow_tokens(allowance, pieces, kinds)
     allowance.take(_MERGE_BYTES * len(merges), "the merges of its tokenizer")
@@ -164,7 +213,7 @@ def byte_level_bpe(
         if not separator or left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
             raise CorruptFileError(f"the tokenizer's merge {merge!r:.80} does not join two of its tokens to a third.")
         pairs.append((pieces[vocabulary[left]], pieces[vocabulary[right]]))  # texts that exist already, to save memory
-    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=words in LLAMA3_WORDS))
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=words.whole))
     tokenizer.pre_tokenizer = byte_level_words(words)
     tokenizer.decoder = decoders.ByteLevel()
     _add_marked_tokens(tokenizer, pieces, kinds)

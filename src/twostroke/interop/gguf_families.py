@@ -1,0 +1,300 @@
+"""The architectures of GGUF files as families: one row each, of which a file's metadata becomes a ``config.json``.
+
+The family's own reader then makes the ``ModelSpec``, so every default and every check of a config holds for GGUF too. What a row
+says was read from llama.cpp's converter and loader (ggml-org/llama.cpp, ``conversion/*.py`` and ``src/models/*.cpp``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from twostroke.core.errors import ConfigError, CorruptFileError, UnsupportedFamilyError
+from twostroke.core.families import spec_from_config
+from twostroke.core.families.reader import Reader
+from twostroke.core.families.weights import WeightNames
+from twostroke.core.spec import ModelSpec, RopeSpec
+from twostroke.interop.gguf_metadata import Metadata
+from twostroke.model.rope import inverse_frequencies
+
+GGUF_WEIGHTS = WeightNames(
+    base="",
+    layer="blk",
+    embed="token_embd",
+    positions="position_embd",
+    final_norm="output_norm",
+    head="output",
+    block={
+        "q": "attn_q",
+        "k": "attn_k",
+        "v": "attn_v",
+        "out": "attn_output",
+        "gate": "ffn_gate",
+        "up": "ffn_up",
+        "down": "ffn_down",
+        "q_norm": "attn_q_norm",
+        "k_norm": "attn_k_norm",
+        "attn_norm": "attn_norm",
+        "mlp_norm": "ffn_norm",
+        "attn_post_norm": "post_attention_norm",
+        "mlp_post_norm": "post_ffw_norm",
+    },
+)
+"""How most architectures name their tensors."""
+
+ROPE_DIVISORS = "rope_freqs.weight"
+ROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
+
+
+def _with_names(**block: str) -> WeightNames:
+    return replace(GGUF_WEIGHTS, block={**GGUF_WEIGHTS.block, **block})
+
+
+@dataclass(frozen=True)
+class GgufFamily:
+    """One row. Keys of metadata are written without the architecture that they begin with.
+
+    ``family`` is a ``model_type``; ``windowed_family`` another one for files with a sliding window. ``eps`` is the config's key
+    of the norms' ε. ``numbers``: config keys, the metadata key of each and what stands for a missing one (None: the family's own
+    default). ``present``: config flags that are true where the first layer has a tensor. ``constants``: keys that the
+    architecture implies. ``renamed``: the family's spelling of usual keys. ``computed`` makes the remaining keys.
+
+    ``window_period`` n: all but each n-th layer have the window, 1: all have; None: no layer has one. ``window`` stands for a
+    missing size. ``windowed_theta``: windowed layers turn by angles of this base, unscaled, where metadata name no other.
+    ``paired``: rows of queries and keys are stored in pairs of neighbours, as the reordered weights of Llama are.
+    """
+
+    architecture: str
+    family: str
+    windowed_family: str = ""
+    weights: WeightNames = GGUF_WEIGHTS
+    eps: str = "rms_norm_eps"
+    numbers: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
+    present: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    computed: Callable[[Metadata, dict[str, Any]], dict[str, Any]] | None = None
+    window_period: int | None = None
+    window: int = 0
+    windowed_theta: float | None = None
+    paired: bool = False
+
+
+GGUF_FAMILIES: dict[str, GgufFamily] = {
+    f.architecture: f
+    for f in (
+        GgufFamily(
+            "llama", "llama", "mistral", paired=True, window_period=1,
+            present={"attention_bias": "attn_q.bias", "mlp_bias": "ffn_down.bias"},
+        ),
+        GgufFamily("qwen2", "qwen2"),
+        GgufFamily("qwen3", "qwen3", present={"attention_bias": "attn_q.bias"}),
+    )
+}  # fmt: skip
+"""Architectures that are read, by GGUF's own names. GGUF calls Mistral models ``llama``."""
+
+_EXPERTS = "a mixture of experts, which is not read from GGUF"
+_RECURRENT = "recurrent layers, which are not built here"
+REFUSED_ARCHITECTURES: dict[str, str] = {
+    **dict.fromkeys(
+        ("qwen2moe", "qwen3moe", "gpt-oss", "deepseek", "deepseek2", "glm4moe", "granitemoe", "olmoe", "phimoe", "dbrx", "grok",
+         "ernie4_5-moe", "minimax-m2", "bailingmoe", "bailingmoe2", "llama4", "hunyuan-moe", "exaone-moe", "arctic"), _EXPERTS,
+    ),
+    **dict.fromkeys(("mamba", "mamba2", "rwkv6", "rwkv7", "jamba", "qwen3next", "granitehybrid", "falcon-h1", "nemotron_h",
+                     "lfm2", "plamo2"), _RECURRENT),
+    **dict.fromkeys(("bert", "nomic-bert", "jina-bert-v2", "modern-bert", "t5encoder", "gemma-embedding"), "an encoder"),
+    "t5": "an encoder with a decoder",
+}  # fmt: skip
+"""Architectures that have a reason of their own not to be read."""
+
+
+def row_of(metadata: Metadata) -> GgufFamily:
+    """The row of a file. Raises UnsupportedFamilyError with the reason where there is none."""
+    path, architecture = metadata.file.path, metadata.text("general.architecture")
+    if metadata.integer(f"{architecture}.expert_count", 0):
+        raise UnsupportedFamilyError(f"{path} is {_EXPERTS}. Give the model as a Hugging Face directory.")
+    if architecture in GGUF_FAMILIES:
+        return GGUF_FAMILIES[architecture]
+    reason = f"it is or has {REFUSED_ARCHITECTURES[architecture]}" if architecture in REFUSED_ARCHITECTURES else ""
+    raise UnsupportedFamilyError(
+        f"{path} has the architecture {architecture!r:.50}, which is not read from GGUF{': ' if reason else ''}{reason}. "
+        f"Read are {', '.join(GGUF_FAMILIES)}."
+    )
+
+
+def spec_of(row: GgufFamily, metadata: Metadata) -> ModelSpec:
+    """The model that ``metadata`` describes. Raises CorruptFileError for what is missing or impossible, ConfigError for what is
+    not supported."""
+    path, tensors = metadata.file.path, metadata.file.tensors
+    if "token_embd.weight" not in tensors:
+        raise CorruptFileError(
+            f"{path} has no tensor 'token_embd.weight', so it holds only a vocabulary or a part of a model. "
+            "Give the file of a whole model."
+        )
+    try:
+        config = _config(row, metadata)
+        spec = spec_from_config({row.renamed.get(key, key): value for key, value in config.items()})
+    except ConfigError as error:
+        raise type(error)(f"{path}, read as a config.json: {str(error).removeprefix('config.json: ')}") from None
+    turned = metadata.integer(f"{row.architecture}.rope.dimension_count", spec.rotary_dim)
+    if spec.positions == "rope" and turned != spec.rotary_dim:
+        raise ConfigError(
+            f"{path}: {row.architecture}.rope.dimension_count={turned} is not supported; it must equal the head dimension "
+            f"{spec.rotary_dim}."
+        )
+    return spec
+
+
+def _config(row: GgufFamily, metadata: Metadata) -> dict[str, Any]:
+    """The ``config.json`` that the metadata of a file of ``row`` stand for, in usual keys."""
+    path, tensors, a = metadata.file.path, metadata.file.tensors, row.architecture
+    width, heads = metadata.integer(f"{a}.embedding_length"), metadata.integer(f"{a}.attention.head_count")
+    if heads < 1:
+        raise CorruptFileError(f"{path}: metadata {a}.attention.head_count={heads} must be at least 1.")
+    head_dim = metadata.integer(f"{a}.attention.key_length", max(1, width // heads))
+    if metadata.integer(f"{a}.attention.value_length", head_dim) != head_dim:
+        raise ConfigError(f"{a}.attention.value_length is not supported unless it equals the head dimension {head_dim}.")
+    vocab_size = tensors["token_embd.weight"].shape[0]
+    eps_key = "layer_norm_rms_epsilon" if row.eps == "rms_norm_eps" else "layer_norm_epsilon"
+    ids = [metadata.token_id(f"tokenizer.ggml.{name}_token_id", vocab_size) for name in ("bos", "eos", "eot", "eom")]
+    config: dict[str, Any] = {
+        "model_type": row.family,
+        "vocab_size": vocab_size,
+        "hidden_size": width,
+        "num_hidden_layers": metadata.integer(f"{a}.block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.integer(f"{a}.attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "intermediate_size": metadata.integer(f"{a}.feed_forward_length"),
+        "max_position_embeddings": metadata.integer(f"{a}.context_length"),
+        row.eps: metadata.number(f"{a}.attention.{eps_key}"),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "bos_token_id": ids[0],
+        "eos_token_id": list(dict.fromkeys(i for i in ids[1:] if i is not None)),
+        "rotary_dim": metadata.integer(f"{a}.rope.dimension_count", head_dim),
+        **row.constants,
+        **{key: f"blk.0.{tensor}" in tensors for key, tensor in row.present.items()},
+    }
+    for key, (name, missing) in row.numbers.items():
+        if missing is not None or f"{a}.{name}" in metadata:
+            config[key] = metadata.number(f"{a}.{name}", missing)
+    config |= _windows(row, metadata, config)
+    config |= row.computed(metadata, config) if row.computed else {}
+    return config | {"rope_parameters": _ropes(row, metadata, config)}
+
+
+def _windows(row: GgufFamily, metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Family, window and kinds of layers by the window's size and pattern."""
+    key = f"{row.architecture}.attention.sliding_window"
+    window = metadata.integer(key, row.window)
+    if row.window_period is None:
+        if window:
+            raise ConfigError(f"{key}={window} is not read for the architecture {row.architecture!r}.")
+        return {}
+    found: dict[str, Any] = {"sliding_window": window or None}
+    if row.windowed_family and window:
+        found["model_type"] = row.windowed_family
+    if row.window_period == 1:
+        return found
+    n_layers = Reader(config).layer_count("num_hidden_layers")
+    pattern = metadata.file.metadata.get(f"{key}_pattern", row.window_period)
+    if isinstance(pattern, int):
+        windowed = [pattern < 1 or (i + 1) % pattern != 0 for i in range(n_layers)]
+    else:
+        windowed = [bool(value) for value in metadata.numbers(f"{key}_pattern", n_layers, "layer")]
+    kinds = ["sliding_attention" if window and in_window else "full_attention" for in_window in windowed]
+    return found | {"layer_types": kinds}
+
+
+def _ropes(row: GgufFamily, metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """``rope_parameters`` of a config.json; of both kinds of layers where windowed ones have their own."""
+    everywhere = _rope(row, metadata, config)
+    if row.windowed_theta is None or not config.get("sliding_window"):
+        return everywhere
+    base = metadata.number(f"{row.architecture}.rope.freq_base_swa", row.windowed_theta or everywhere["rope_theta"])
+    own = {"rope_type": "default", "rope_theta": base}
+    return {"full_attention": everywhere, "sliding_attention": own}
+
+
+def _rope(row: GgufFamily, metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Linear and YaRN scaling are metadata, longrope's factors two tensors. Llama 3's is a tensor of divisors, which is
+    recognised by comparing it with those of the published scalings."""
+    prefix, tensors = f"{row.architecture}.rope", metadata.file.tensors
+    theta = {"rope_theta": metadata.number(f"{prefix}.freq_base", 10_000.0)}
+    kind = metadata.text(f"{prefix}.scaling.type", "linear")
+    factor = metadata.number(f"{prefix}.scaling.factor", 0.0) or metadata.number(f"{prefix}.scale_linear", 1.0)
+    original = metadata.integer(f"{prefix}.scaling.original_context_length", config["max_position_embeddings"])
+    for name in (f"{prefix}.dimension_sections", f"{prefix}.scaling.alpha"):
+        if name in metadata:
+            raise ConfigError(f"{name} is not read from GGUF.")
+    if not metadata.flag(f"{prefix}.scaling.finetuned", True) and row.architecture == "granite":
+        raise ConfigError(f"{prefix}.scaling.finetuned=false means no rotary positions, which {row.family} always has here.")
+    if ROPE_FACTORS[0] in tensors or ROPE_FACTORS[1] in tensors:
+        short, long = (_factors(metadata, name) for name in ROPE_FACTORS)
+        return theta | {
+            "rope_type": "longrope", "short_factor": short, "long_factor": long, "original_max_position_embeddings": original,
+            "attention_factor": metadata.number(f"{prefix}.scaling.attn_factor", 1.0),
+        }  # fmt: skip
+    if kind == "yarn":
+        return theta | {"factor": factor, "original_max_position_embeddings": original} | _yarn(metadata, prefix)
+    if kind not in ("none", "linear"):
+        raise ConfigError(
+            f"rope scaling {kind!r:.50} is not read from GGUF. Read are none, linear, yarn, longrope and Llama 3's."
+        )
+    if ROPE_DIVISORS in tensors:
+        return theta | _divided(_factors(metadata, ROPE_DIVISORS), theta["rope_theta"])
+    if kind == "none" or factor == 1:
+        return theta | {"rope_type": "default"}
+    return theta | {"rope_type": "linear", "factor": factor}
+
+
+def _yarn(metadata: Metadata, prefix: str) -> dict[str, Any]:
+    if ROPE_DIVISORS in metadata.file.tensors:
+        raise ConfigError(f"{ROPE_DIVISORS} is not read from GGUF beside yarn scaling.")
+    if metadata.number(f"{prefix}.scaling.yarn_ext_factor", 1.0) != 1:
+        raise ConfigError(f"{prefix}.scaling.yarn_ext_factor is not read from GGUF unless it is 1.")
+    given = {
+        key: metadata.number(f"{prefix}.scaling.{name}")
+        for key, name in (
+            ("attention_factor", "yarn_attn_factor"),
+            ("beta_fast", "yarn_beta_fast"),
+            ("beta_slow", "yarn_beta_slow"),
+            ("mscale_all_dim", "yarn_log_multiplier"),
+        )
+        if f"{prefix}.scaling.{name}" in metadata
+    }
+    return {"rope_type": "yarn"} | given | ({"mscale": 1.0} if given.get("mscale_all_dim") else {})
+
+
+MAX_ANGLES = 4096
+"""Of a head: no tensor of rotary factors that is read is longer."""
+
+
+def _factors(metadata: Metadata, name: str) -> list[float]:
+    """The positive numbers of a small tensor."""
+    info = metadata.file.tensors.get(name)
+    if info is None or len(info.shape) != 1 or info.shape[0] > MAX_ANGLES or info.kind.name not in ("F32", "F16"):
+        raise CorruptFileError(f"{metadata.file.path}: {name} must be a tensor of at most {MAX_ANGLES} numbers in F32 or F16.")
+    values = metadata.file.read(name).float()
+    if not (torch.isfinite(values) & (values > 0)).all():
+        raise CorruptFileError(f"{metadata.file.path}: {name} must hold positive numbers.")
+    return [float(str(value)) for value in values.numpy()]
+
+
+def _divided(divisors: list[float], theta: float) -> dict[str, Any]:
+    """Llama 3's scaling of these ``divisors``: the largest is its factor, the other constants are the published ones."""
+    factor = max(divisors)
+    if factor == 1 == min(divisors):
+        return {"rope_type": "default"}
+    scaled = RopeSpec(theta, "llama3", factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
+    dim = 2 * len(divisors)
+    expected = inverse_frequencies(replace(scaled, scaling="none"), dim) / inverse_frequencies(scaled, dim)
+    if not torch.allclose(torch.tensor(divisors), expected, rtol=1e-4):
+        raise ConfigError(f"{ROPE_DIVISORS} holds a scaling that is not Llama 3's; it is not read from GGUF.")
+    return {
+        "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
