@@ -1,4 +1,7 @@
-"""GGUF files for tests, written with llama.cpp's own ``gguf`` package from transformers models."""
+"""GGUF files for tests, written with llama.cpp's own ``gguf`` package from transformers models.
+
+Names of tensors are that package's, metadata and the order of rows those of llama.cpp's converter.
+"""
 
 from __future__ import annotations
 
@@ -21,73 +24,99 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-TYPES = {
-    "F32": gguf.GGMLQuantizationType.F32,
-    "F16": gguf.GGMLQuantizationType.F16,
-    "BF16": gguf.GGMLQuantizationType.BF16,
-    "Q8_0": gguf.GGMLQuantizationType.Q8_0,
-    "Q4_0": gguf.GGMLQuantizationType.Q4_0,
-}
+SCALES_AT = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2),
+    "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (),
+}  # fmt: skip
+"""The bytes of a block at which its fp16 scales are, by type."""
+TYPES = ("F32", "F16", "BF16", *SCALES_AT)
+PAIRED = ("llama", "granite", "smollm3")
+
+
+def random_blocks(type_name: str, n_blocks: int, seed: int = 0, scale: float = 0.01) -> np.ndarray:
+    """(blocks, bytes): every bit random but the scales, which are finite and about ``scale``."""
+    rng = np.random.default_rng(seed)
+    _, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_name]]
+    blocks = rng.integers(0, 256, (n_blocks, n_bytes), dtype=np.uint8)
+    for at in SCALES_AT[type_name]:
+        scales = (scale * rng.lognormal(0, 1, (n_blocks, 1)) * rng.choice([-1, 1], (n_blocks, 1))).astype("<f2")
+        blocks[:, at : at + 2] = scales.view(np.uint8)
+    if type_name == "MXFP4":
+        blocks[:, 0] = 127 + round(np.log2(scale)) + rng.integers(-1, 2, n_blocks)
+    return blocks
+
+
+def quantised(array: np.ndarray, type_name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of ``array`` as bytes of the type, and the numbers that these stand for. Types that ``gguf`` does not write get random
+    blocks of about the same spread."""
+    kind = gguf.GGMLQuantizationType[type_name]
+    try:
+        raw = gguf.quants.quantize(array, kind)
+    except NotImplementedError:
+        n_values, _ = gguf.GGML_QUANT_SIZES[kind]
+        unit = float(gguf.quants.dequantize(random_blocks(type_name, 64, scale=1.0), kind).std())
+        raw = random_blocks(type_name, array.size // n_values, array.size, float(array.std()) / unit).reshape(len(array), -1)
+    return raw, gguf.quants.dequantize(raw, kind).reshape(array.shape)
 
 
 def reference_model(model_type: str = "llama", **changes: Any) -> Any:
     """A small random transformers model whose every parameter matters."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(**(SIZES | {"model_type": model_type} | changes))
+    given = SIZES | {"model_type": model_type} | changes
+    if model_type == "falcon":
+        del given["head_dim"]  # a property there
+    config = AutoConfig.for_model(**given)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(0)
+    spread = 1.6 / config.hidden_size**0.5
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.copy_(1.0 + 0.3 * torch.randn(parameter.shape, generator=generator))
             else:
-                parameter.normal_(0.0, 0.2, generator=generator)
+                parameter.normal_(0.0, spread, generator=generator)
     return model
 
 
-def pairs_from_halves(weight: np.ndarray, n_heads: int) -> np.ndarray:
-    """``permute`` of llama.cpp's convert_hf_to_gguf.py."""
-    return weight.reshape(n_heads, 2, weight.shape[0] // n_heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-
-
-NAMES = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-}  # fmt: skip
-OUTER_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-
-
-def gguf_name(stored: str) -> str:
-    if stored in OUTER_NAMES:
-        return OUTER_NAMES[stored]
-    _, _, layer, inner = stored.split(".", 3)
-    base, suffix = inner.rsplit(".", 1)
-    return f"blk.{layer}.{NAMES[base]}.{suffix}"
+def row_order(architecture: str, config: Any, stored: str, n_rows: int) -> np.ndarray:
+    """The rows of a stored tensor in the order in which the converter writes them."""
+    rows = np.arange(n_rows)
+    if architecture in PAIRED and ("q_proj" in stored or "k_proj" in stored):
+        heads = config.num_attention_heads if "q_proj" in stored else config.num_key_value_heads
+        return rows.reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
+    if architecture in ("falcon", "gptneox") and "query_key_value" in stored:
+        groups = config.num_kv_heads if architecture == "falcon" else config.num_attention_heads
+        grouped = rows.reshape(groups, config.num_attention_heads // groups + 2, -1)
+        return np.concatenate([grouped[:, :-2].reshape(-1), grouped[:, -2].reshape(-1), grouped[:, -1].reshape(-1)])
+    return rows
 
 
 def new_writer(path: Path, architecture: str, config: Any, skip: tuple[str, ...] = ()) -> gguf.GGUFWriter:
-    """A writer with the metadata that llama.cpp's converter writes for ``config``."""
+    """A writer with the metadata that llama.cpp's converter writes for ``config`` of most architectures."""
     writer = gguf.GGUFWriter(path, architecture)
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "ffn_hidden_size", None)
     fields = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": inner or getattr(config, "n_inner", None) or 4 * config.hidden_size,
         "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": getattr(config, "head_dim", config.hidden_size // config.num_attention_heads),
+        "attention.head_count_kv": getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None),
+        "attention.key_length": getattr(config, "head_dim", None),
     }
     for key, value in fields.items():
-        if key not in skip:
+        if key not in skip and value is not None:
             writer.add_uint32(f"{architecture}.{key}", value)
-    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
-    writer.add_float32(f"{architecture}.rope.freq_base", config.rope_parameters["rope_theta"])
+    eps = {key: getattr(config, key, None) for key in ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")}
+    if any(eps.values()):
+        writer.add_float32(f"{architecture}.attention.layer_norm_epsilon", next(e for e in eps.values() if e))
+    else:
+        writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    theta = parameters.get("full_attention", parameters).get("rope_theta")
+    if theta is not None:
+        writer.add_float32(f"{architecture}.rope.freq_base", theta)
     return writer
 
 
@@ -98,19 +127,26 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
+@torch.no_grad()
 def add_tensors(writer: gguf.GGUFWriter, model: Any, architecture: str, type_name: str = "F32") -> None:
-    """Matrices as ``type_name``, vectors as F32, queries and keys permuted where the architecture is llama."""
+    """Matrices as ``type_name``, vectors as F32. The matrices of ``model`` become the numbers that the file holds."""
     config = model.config
-    for stored, tensor in model.state_dict().items():
-        if stored == "lm_head.weight" and config.tie_word_embeddings:
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    kind = gguf.GGMLQuantizationType[type_name]
+    written = set()
+    for stored, parameter in model.state_dict().items():
+        name = names.get_name(stored, try_suffixes=(".weight", ".bias"))
+        if parameter.data_ptr() in written or name is None:  # a tied head; a buffer of angles
             continue
-        array = tensor.numpy()
-        if architecture == "llama" and ("q_proj" in stored or "k_proj" in stored):
-            heads = config.num_attention_heads if "q_proj" in stored else config.num_key_value_heads
-            array = pairs_from_halves(array, heads)
-        if array.ndim == 1 or type_name == "F32":
-            writer.add_tensor(gguf_name(stored), np.ascontiguousarray(array))
-        elif type_name == "F16":
-            writer.add_tensor(gguf_name(stored), array.astype(np.float16))
-        else:
-            writer.add_tensor(gguf_name(stored), gguf.quants.quantize(array, TYPES[type_name]), raw_dtype=TYPES[type_name])
+        written.add(parameter.data_ptr())
+        transposed = architecture == "gpt2" and parameter.dim() == 2 and ".c_" in stored
+        array = parameter.numpy().T if transposed else parameter.numpy()
+        order = row_order(architecture, config, stored, len(array))
+        if array.ndim == 1:
+            shifted = 1.0 if architecture.startswith("gemma") and stored.endswith("norm.weight") else 0.0
+            writer.add_tensor(name, np.ascontiguousarray(array[order] + np.float32(shifted)))
+            continue
+        raw, values = quantised(np.ascontiguousarray(array), type_name)
+        parameter.copy_(torch.from_numpy(values.T if transposed else values))
+        writer.add_tensor(name, np.ascontiguousarray(raw[order]), raw_dtype=kind)

@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import TYPES, finish
+from gguf_files import SCALES_AT, TYPES, finish, quantised, random_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,11 +32,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, n
     writer.add_array("texts", ["a", "", "ü"])
     rng = np.random.default_rng(0)
     values: dict[str, np.ndarray] = {}
-    for name, kind in TYPES.items():
-        array = (rng.standard_normal((3, 5, 64)) * rng.lognormal(0, 2, (3, 5, 1))).astype(np.float32)
-        raw = gguf.quants.quantize(array, kind)
-        values[name] = gguf.quants.dequantize(raw, kind).reshape(array.shape)
-        writer.add_tensor(name, raw, raw_dtype=kind)
+    for name in TYPES:
+        array = (rng.standard_normal((15, 512)) * rng.lognormal(0, 2, (15, 1))).astype(np.float32)
+        raw, exact = quantised(array, name)
+        values[name] = exact.reshape(3, 5, 512)
+        writer.add_tensor(name, raw.reshape(3, 5, -1), raw_dtype=gguf.GGMLQuantizationType[name])
     finish(writer)
     return path, values
 

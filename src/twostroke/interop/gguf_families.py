@@ -83,15 +83,114 @@ class GgufFamily:
     paired: bool = False
 
 
+def _gemma_scalar(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Gemma 2 and 3 of 27 billion parameters divide scores by the root of width / heads, the others by that of a head's width
+    (``gemma_pytorch``'s ``config.py``). GGUF does not say which; llama.cpp tells them by their layers."""
+    largest = {"gemma2": 46, "gemma3": 62}[config["model_type"].removesuffix("_text")]
+    wide = config["hidden_size"] // config["num_attention_heads"]
+    return {"query_pre_attn_scalar": wide if config["num_hidden_layers"] == largest else config["head_dim"]}
+
+
+def _granite_scale(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    scale = metadata.number("granite.attention.scale", 0.0)
+    return {"attention_multiplier": scale or max(1, config["head_dim"]) ** -0.5}
+
+
+def _one_key_head(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    if config["num_key_value_heads"] != 1:
+        raise ConfigError("starcoder with more than one key head is not read from GGUF.")
+    return {"multi_query": True}
+
+
+def _neox_branches(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    return {"use_parallel_residual": metadata.flag("gptneox.use_parallel_residual", True)}
+
+
+def _stablelm_branches(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Branches side by side share one norm."""
+    return {"use_parallel_residual": "blk.0.ffn_norm.weight" not in metadata.file.tensors}
+
+
+_BIASES = {"attention_bias": "attn_q.bias"}
+_LLAMA_BIASES = _BIASES | {"mlp_bias": "ffn_down.bias"}
+_LOGIT_CAP = {"final_logit_softcapping": ("final_logit_softcapping", None)}
+_GPT2_KEYS = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "layer_norm_eps": "layer_norm_epsilon",
+}
+_NORMS_AFTER = _with_names(attn_norm="post_attention_norm", mlp_norm="post_ffw_norm")
+_PACKED = _with_names(qkv="attn_qkv", gate_up="ffn_up")
+
 GGUF_FAMILIES: dict[str, GgufFamily] = {
     f.architecture: f
     for f in (
-        GgufFamily(
-            "llama", "llama", "mistral", paired=True, window_period=1,
-            present={"attention_bias": "attn_q.bias", "mlp_bias": "ffn_down.bias"},
-        ),
+        GgufFamily("llama", "llama", "mistral", paired=True, window_period=1, present=_LLAMA_BIASES),
         GgufFamily("qwen2", "qwen2"),
-        GgufFamily("qwen3", "qwen3", present={"attention_bias": "attn_q.bias"}),
+        GgufFamily("qwen3", "qwen3", present=_BIASES),
+        GgufFamily("gemma", "gemma"),
+        GgufFamily(
+            "gemma2", "gemma2", window_period=2, window=4096, present=_BIASES, computed=_gemma_scalar,
+            numbers=_LOGIT_CAP | {"attn_logit_softcapping": ("attn_logit_softcapping", None)},
+        ),
+        GgufFamily(
+            "gemma3", "gemma3_text", window_period=6, windowed_theta=1e4, present=_BIASES, computed=_gemma_scalar,
+            numbers=_LOGIT_CAP,
+        ),
+        GgufFamily("phi3", "phi3", weights=_PACKED, window_period=1),
+        GgufFamily("smollm3", "smollm3", paired=True, present=_LLAMA_BIASES),
+        GgufFamily(
+            "granite", "granite", paired=True, present=_LLAMA_BIASES, computed=_granite_scale,
+            numbers={
+                "logits_scaling": ("logit_scale", 1.0), "embedding_multiplier": ("embedding_scale", 1.0),
+                "residual_multiplier": ("residual_scale", 1.0),
+            },
+        ),
+        GgufFamily(
+            "command-r", "cohere", eps="layer_norm_eps", numbers={"logit_scale": ("logit_scale", 0.0625)},
+            present=_BIASES | {"use_qk_norm": "attn_q_norm.weight"},
+        ),
+        GgufFamily(
+            "cohere2", "cohere2", eps="layer_norm_eps", window_period=4, window=4096, present=_BIASES,
+            numbers={"logit_scale": ("logit_scale", 0.0625)},
+        ),
+        GgufFamily("olmo2", "olmo2", "olmo3", weights=_NORMS_AFTER, window_period=4, windowed_theta=0.0, present=_BIASES),
+        GgufFamily("exaone4", "exaone4", weights=_NORMS_AFTER, window_period=4),
+        GgufFamily("glm4", "glm4", weights=_with_names(gate_up="ffn_up"), present=_BIASES),
+        GgufFamily("ernie4_5", "ernie4_5", present={"use_bias": "attn_q.bias"}),
+        GgufFamily(
+            "seed_oss", "seed_oss", weights=_with_names(mlp_norm="post_attention_norm"),
+            present=_LLAMA_BIASES | {"attention_out_bias": "attn_output.bias"},
+        ),
+        GgufFamily(
+            "stablelm", "stablelm", eps="layer_norm_eps", computed=_stablelm_branches,
+            present={"use_qkv_bias": "attn_q.bias", "qk_layernorm": "attn_q_norm.weight"},
+        ),
+        GgufFamily(
+            "starcoder2", "starcoder2", eps="layer_norm_eps", renamed={"layer_norm_eps": "norm_epsilon"}, window_period=1,
+            present={"use_bias": "attn_q.bias"},
+        ),
+        GgufFamily(
+            "gptneox", "gpt_neox", eps="layer_norm_eps", weights=_with_names(qkv="attn_qkv"), computed=_neox_branches,
+            present={"attention_bias": "attn_qkv.bias"},
+        ),
+        GgufFamily(
+            "falcon", "falcon", eps="layer_norm_eps",
+            weights=_with_names(qkv="attn_qkv", attn_norm="attn_norm_2", mlp_norm="attn_norm"),
+            present={"new_decoder_architecture": "attn_norm_2.weight", "bias": "attn_qkv.bias"},
+            renamed={
+                "layer_norm_eps": "layer_norm_epsilon", "num_key_value_heads": "num_kv_heads",
+                "intermediate_size": "ffn_hidden_size",
+            },
+        ),
+        GgufFamily("gpt2", "gpt2", eps="layer_norm_eps", weights=_with_names(qkv="attn_qkv"), renamed=_GPT2_KEYS),
+        GgufFamily(
+            "starcoder", "gpt_bigcode", eps="layer_norm_eps", weights=_with_names(qkv="attn_qkv"), renamed=_GPT2_KEYS,
+            computed=_one_key_head,
+        ),
     )
 }  # fmt: skip
 """Architectures that are read, by GGUF's own names. GGUF calls Mistral models ``llama``."""

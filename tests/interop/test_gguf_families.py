@@ -1,0 +1,172 @@
+"""Every architecture that is read from GGUF: quantised files compute what transformers computes with the same numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf_files import add_tensors, finish, new_writer, reference_model
+
+from twostroke.core.errors import ConfigError, CorruptFileError
+from twostroke.core.families import read_spec
+from twostroke.interop.gguf_families import GGUF_FAMILIES
+from twostroke.interop.gguf_model import read_gguf
+from twostroke.interop.import_model import import_model
+from twostroke.model.load import load_model
+
+Extra = Callable[[gguf.GGUFWriter, Any], None]
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+PADDED = {"pad_token_id": 0}
+WINDOWED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16, "partial_rotary_factor": 0.75,
+    "short_factor": [1.0 + 0.05 * i for i in range(24)], "long_factor": [1.0 + 0.3 * i for i in range(24)],
+}  # fmt: skip
+GPT2 = {"n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 512}
+
+
+def gemma(w: gguf.GGUFWriter, c: Any) -> None:
+    w.add_value_length(c.head_dim)
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(c, name, None):
+            w.add_float32(f"{w.arch}.{name}", getattr(c, name))
+    if getattr(c, "sliding_window", None):
+        w.add_sliding_window(c.sliding_window)
+
+
+def gemma3(w: gguf.GGUFWriter, c: Any) -> None:
+    gemma(w, c)
+    if c.rope_parameters["full_attention"]["rope_type"] == "linear":
+        w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        w.add_rope_scaling_factor(c.rope_parameters["full_attention"]["factor"])
+
+
+def yarn(w: gguf.GGUFWriter, c: Any) -> None:
+    w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    w.add_rope_scaling_factor(YARN["factor"])
+    w.add_rope_scaling_orig_ctx_len(YARN["original_max_position_embeddings"])
+
+
+def windows_by_list(w: gguf.GGUFWriter, c: Any) -> None:
+    w.add_sliding_window(c.sliding_window)
+    w.add_array(f"{w.arch}.attention.sliding_window_pattern", [kind == "sliding_attention" for kind in c.layer_types])
+
+
+def longrope(w: gguf.GGUFWriter, c: Any) -> None:
+    w.add_rope_dimension_count(48)
+    w.add_sliding_window(0)
+    w.add_rope_scaling_orig_ctx_len(16)
+    w.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(64 / 16) / math.log(16)))
+    for length in ("long", "short"):
+        w.add_tensor(f"rope_factors_{length}.weight", np.array(LONGROPE[f"{length}_factor"], np.float32))
+
+
+def granite(w: gguf.GGUFWriter, c: Any) -> None:
+    w.add_attention_scale(c.attention_multiplier)
+    w.add_embedding_scale(c.embedding_multiplier)
+    w.add_residual_scale(c.residual_multiplier)
+    w.add_logit_scale(c.logits_scaling)
+
+
+def cohere(w: gguf.GGUFWriter, c: Any) -> None:
+    w.add_logit_scale(c.logit_scale)
+    w.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    if w.arch == "cohere2":
+        w.add_sliding_window(c.sliding_window)
+        w.add_rope_dimension_count(c.head_dim)
+
+
+def nothing(w: gguf.GGUFWriter, c: Any) -> None:
+    pass
+
+
+def turned(share: float) -> Extra:
+    return lambda w, c: w.add_rope_dimension_count(int(share * (getattr(c, "head_dim", None) or 64)))
+
+
+def neox(w: gguf.GGUFWriter, c: Any) -> None:
+    w.add_rope_dimension_count(16)
+    w.add_parallel_residual(c.use_parallel_residual)
+
+
+CASES: dict[str, tuple[str, str, str, dict[str, Any], Extra]] = {
+    "llama": ("llama", "llama", "Q4_K", {"attention_bias": True, "mlp_bias": True}, nothing),
+    "llama-yarn": ("llama", "llama", "Q5_K", {"rope_parameters": YARN}, yarn),
+    "mistral": ("llama", "mistral", "Q6_K", {"sliding_window": 7}, lambda w, c: w.add_sliding_window(7)),
+    "qwen2": ("qwen2", "qwen2", "Q3_K", {}, nothing),
+    "qwen2-yarn": ("qwen2", "qwen2", "Q8_0", {"rope_parameters": YARN | {"attention_factor": 1.3}},
+                   lambda w, c: (yarn(w, c), w.add_rope_scaling_yarn_attn_factor(1.3))[0]),
+    "qwen3": ("qwen3", "qwen3", "Q2_K", {"tie_word_embeddings": True}, nothing),
+    "gemma": ("gemma", "gemma", "Q4_0", {}, gemma),
+    "gemma2": ("gemma2", "gemma2", "Q5_0", {
+        "num_hidden_layers": 4, "sliding_window": 7, "query_pre_attn_scalar": 64, "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0}, gemma),
+    "gemma3": ("gemma3", "gemma3_text", "Q4_1", {
+        "num_hidden_layers": 7, "sliding_window": 7, "query_pre_attn_scalar": 64, "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}, gemma3),
+    "phi3": ("phi3", "phi3", "Q4_K", PADDED | {"sliding_window": 6}, lambda w, c: w.add_sliding_window(6)),
+    "phi3-longrope": ("phi3", "phi3", "Q6_K", PADDED | {
+        "rope_parameters": LONGROPE, "original_max_position_embeddings": 16}, longrope),
+    "granite": ("granite", "granite", "Q5_1", {
+        "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22, "logits_scaling": 4.0}, granite),
+    "smollm3": ("smollm3", "smollm3", "IQ4_XS", PADDED | {"num_hidden_layers": 5}, nothing),
+    "command-r": ("command-r", "cohere", "IQ4_NL", {"logit_scale": 0.5}, cohere),
+    "cohere2": ("cohere2", "cohere2", "MXFP4", {"num_hidden_layers": 5, "sliding_window": 6, "logit_scale": 0.25}, cohere),
+    "olmo2": ("olmo2", "olmo2", "Q4_K", {}, nothing),
+    "olmo3": ("olmo2", "olmo3", "Q5_K", {
+        "num_hidden_layers": 4, "sliding_window": 6, "layer_types": WINDOWED, "rope_parameters": {
+            "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+        lambda w, c: (windows_by_list(w, c), yarn(w, c))[0]),
+    "exaone4": ("exaone4", "exaone4", "Q3_K", {"num_hidden_layers": 4, "sliding_window": 6, "layer_types": WINDOWED},
+                windows_by_list),
+    "exaone4-small": ("exaone4", "exaone4", "F16", {"sliding_window": None, "layer_types": ["full_attention"] * 2}, nothing),
+    "glm4": ("glm4", "glm4", "Q4_K", PADDED | {"partial_rotary_factor": 0.5}, turned(0.5)),
+    "ernie4_5": ("ernie4_5", "ernie4_5", "Q6_K", {}, nothing),
+    "seed_oss": ("seed_oss", "seed_oss", "Q2_K", {"attention_out_bias": False}, nothing),
+    "stablelm": ("stablelm", "stablelm", "Q5_K", {"use_qkv_bias": True}, turned(0.25)),
+    "stablelm-parallel": ("stablelm", "stablelm", "Q4_0", {"use_parallel_residual": True}, turned(0.25)),
+    "starcoder2": ("starcoder2", "starcoder2", "Q8_0", {"sliding_window": None}, nothing),
+    "gptneox": ("gptneox", "gpt_neox", "BF16", {}, neox),
+    "gptneox-in-turn": ("gptneox", "gpt_neox", "Q4_K", {"use_parallel_residual": False}, neox),
+    "falcon": ("falcon", "falcon", "Q6_K", {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 512}, nothing),
+    "gpt2": ("gpt2", "gpt2", "Q4_K", GPT2, nothing),
+    "starcoder": ("starcoder", "gpt_bigcode", "Q5_K", GPT2 | {"num_key_value_heads": 1}, nothing),
+}  # fmt: skip
+"""(architecture, model_type, type of the matrices, config, further metadata)."""
+
+
+def write(path: Path, case: str, add: Callable[[gguf.GGUFWriter], object] = lambda w: None, skip: tuple[str, ...] = ()) -> Any:
+    """The file of ``case``; the model whose numbers it holds."""
+    architecture, model_type, type_name, changes, extra = CASES[case]
+    model = reference_model(model_type, **(SIZES | changes))
+    writer = new_writer(path, architecture, model.config, skip)
+    extra(writer, model.config)
+    add(writer)
+    add_tensors(writer, model, architecture, type_name)
+    finish(writer)
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_logits_are_those_of_the_dequantised_weights(case: str, tmp_path: Path) -> None:
+    model = write(tmp_path / "m.gguf", case)
+    report = import_model(tmp_path / "m.gguf", tmp_path / "m", dtype="fp32")
+    assert report.family == CASES[case][1]
+    tokens = torch.randint(0, 96, (2, 24), generator=torch.Generator().manual_seed(1))
+    ours, theirs = load_model(tmp_path / "m")(tokens), model(tokens).logits
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) <= 1e-4  # as in the tests of the decoder
+    assert float(theirs.std()) > 0.01 * float(theirs.abs().max())
+
+
+def test_every_architecture_has_a_case() -> None:
+    assert {architecture for architecture, *_ in CASES.values()} == set(GGUF_FAMILIES)
