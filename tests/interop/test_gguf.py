@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import SCALES_AT, TYPES, finish, quantised, random_blocks
+from gguf_files import SCALES_AT, TYPES, finish, quantised
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
 from twostroke.interop.gguf import GgufFile
+from twostroke.interop.gguf_types import TYPES as READ
+from twostroke.interop.gguf_types import dequantise
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +63,55 @@ def test_metadata_of_every_kind_is_read(written: tuple[Path, Any]) -> None:
     assert metadata["text"] == "grüße"
     assert metadata["numbers"].tolist() == [1.5, 2.5, -3.0]
     assert metadata["texts"] == ["a", "", "ü"]
+
+
+def test_every_type_that_is_read_is_tested() -> None:
+    assert set(READ) == set(TYPES)
+
+
+@pytest.mark.parametrize("name", SCALES_AT)
+def test_blocks_of_any_bits_are_the_numbers_of_llama_cpp(name: str) -> None:
+    """Scales of any bits too: where one is not finite, neither is what it makes."""
+    kind = gguf.GGMLQuantizationType[name]
+    n_values, n_bytes = gguf.GGML_QUANT_SIZES[kind]
+    assert (READ[name].number, READ[name].n_values, READ[name].n_bytes) == (kind, n_values, n_bytes)
+    raw = np.random.default_rng(0).integers(0, 256, (2000, n_bytes), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        expected = torch.from_numpy(gguf.quants.dequantize(raw, kind)).flatten()
+    found, finite = dequantise(READ[name], raw.reshape(-1)), expected.isfinite()
+    assert torch.equal(found[finite].view(torch.int32), expected[finite].view(torch.int32))
+    assert not found[~finite].isfinite().any()
+    rounded = dequantise(READ[name], raw.reshape(-1), torch.bfloat16)
+    wanted = expected.bfloat16()
+    assert torch.equal(rounded[wanted.isfinite()], wanted[wanted.isfinite()])
+    assert not rounded[~wanted.isfinite()].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dequantising_takes_the_values_and_little_more(dtype: torch.dtype) -> None:
+    kind = READ["Q4_K"]
+    block = np.zeros(kind.n_bytes, dtype=np.uint8)
+    block[1], block[4:8], block[16:] = 0x3C, 1, 0x21  # a scale of 1, the first four groups' 1, codes 1 and 2
+    raw = np.tile(block, 20_001)  # and a piece that is not full
+    tracemalloc.start()
+    try:
+        values = dequantise(kind, raw, dtype)
+        peak_bytes = tracemalloc.get_traced_memory()[1]  # torch's memory, the result, is not traced
+    finally:
+        tracemalloc.stop()
+    expected = torch.tensor([1.0] * 32 + [2.0] * 32 + [1.0] * 32 + [2.0] * 32 + [0.0] * 128, dtype=dtype)
+    assert torch.equal(values.view(-1, 256), expected.expand(20_001, 256))
+    assert peak_bytes < 4_000_000  # of 20 MB of values in fp32
+
+
+def test_threads_make_the_same_numbers() -> None:
+    raw = np.random.default_rng(0).integers(0, 100, READ["Q6_K"].n_bytes * 3_000, dtype=np.uint8)
+    alone = dequantise(READ["Q6_K"], raw)
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(dequantise(READ["Q6_K"], raw), alone)
+    finally:
+        torch.set_num_threads(1)
 
 
 def text(value: str | bytes) -> bytes:

@@ -233,10 +233,10 @@ def dequantise(kind: TensorType, raw: np.ndarray, dtype: torch.dtype = torch.flo
 
     def decode(first: int) -> None:
         piece = blocks[first : first + n]
-        codes, scales, minima = kind.take_apart(piece)  # type: ignore[misc]
-        target = held[first * kind.n_values : (first + len(piece)) * kind.n_values].reshape(codes.shape)
-        values = target if dtype == torch.float32 else np.empty(codes.shape, dtype=np.float32)
         with np.errstate(all="ignore"):  # a damaged scale; the importer refuses numbers that are not finite
+            codes, scales, minima = kind.take_apart(piece)  # type: ignore[misc]
+            target = held[first * kind.n_values : (first + len(piece)) * kind.n_values].reshape(codes.shape)
+            values = target if dtype == torch.float32 else np.empty(codes.shape, dtype=np.float32)
             values[...] = codes
             values *= scales[..., None]
             if minima is not None:

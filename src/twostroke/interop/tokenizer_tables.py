@@ -74,7 +74,7 @@ _WORDS = (
     Words(("tekken",), (_by_case("", r"\p{N}"),), whole=True, begins=True),
     Words(
         ("deepseek-llm",),
-        (r"[\r\n]", rf"\s?[[\p{{Lu}}\p{{Ll}}\p{{Lt}}]&&[^{_NOT_DEEPSEEK}]]+",
+        (r"[\r\n]", rf"\s?(?:(?![{_NOT_DEEPSEEK}])[\p{{Lu}}\p{{Ll}}\p{{Lt}}])+",
          "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+", r"\s+$", _HAN, r"\p{N}+"),
     ),
     Words(("deepseek-coder",), (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}")),
