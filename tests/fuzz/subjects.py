@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from assets_folder import ASSETS, REPOSITORY
 from published_layouts import LAYOUTS, publish
+from gguf_files import small_file
 from small_models import saved
 from twostroke.core.described import plain
 from twostroke.core.families import all_families, read_spec
@@ -85,8 +86,12 @@ def asset(name: str) -> Callable[[Path], Path]:
     return lambda folder: Path(shutil.copyfile(ASSETS / "weights" / "stories260K" / name, folder / name))
 
 
+def quantised_gguf(architecture: str) -> Callable[[Path], Path]:
+    return lambda folder: small_file(folder / "quantised.gguf", architecture)
+
+
 def read_gguf_model(folder: Path) -> None:
-    model = read_gguf(folder / "stories260K.gguf")
+    model = read_gguf(next(folder.glob("*.gguf")))
     take_all(model.state)
     encode(model.tokenizer if isinstance(model.tokenizer, SourceTokenizer) else None)
 
@@ -284,6 +289,8 @@ def any_family(content: bytes, rng: random.Random) -> bytes:
 SUBJECTS: dict[str, Subject] = {
     "gguf": Subject(asset("stories260K.gguf"), header_first(20_000), read_gguf_tensors, True),
     "gguf_model": Subject(asset("stories260K.gguf"), header_first(20_000), read_gguf_model, True),
+    "gguf_gemma3": Subject(quantised_gguf("gemma3"), header_first(4_000), read_gguf_model),
+    "gguf_phi3": Subject(quantised_gguf("phi3"), header_first(3_000), read_gguf_model),
     "safetensors": Subject(model_directory("model.safetensors"), safetensors_header, read_model),
     "index": Subject(indexed, as_json, read_model),
     "llama2c": Subject(asset("stories260K.bin"), header_first(64), read_checkpoint, True),

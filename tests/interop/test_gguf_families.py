@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import add_tensors, finish, new_writer, reference_model
+from damage import damaged_bytes
+from gguf_files import add_tensors, finish, new_writer, reference_model, small_file
 
-from twostroke.core.errors import ConfigError, CorruptFileError
-from twostroke.core.families import read_spec
-from twostroke.interop.gguf_families import GGUF_FAMILIES
+from twostroke.core.errors import ConfigError, CorruptFileError, InputError
+from twostroke.interop.gguf import GgufFile
+from twostroke.interop.gguf_families import GGUF_FAMILIES, row_of, spec_of
+from twostroke.interop.gguf_metadata import Metadata
 from twostroke.interop.gguf_model import read_gguf
 from twostroke.interop.import_model import import_model
 from twostroke.model.load import load_model
@@ -170,3 +174,86 @@ def test_logits_are_those_of_the_dequantised_weights(case: str, tmp_path: Path) 
 
 def test_every_architecture_has_a_case() -> None:
     assert {architecture for architecture, *_ in CASES.values()} == set(GGUF_FAMILIES)
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "phi3"])
+def test_a_damaged_file_gives_a_sentence_and_nothing_is_written(architecture: str, tmp_path: Path) -> None:
+    """Thousands of such files are read by ``make soak``; here that nothing is left beside them."""
+    content = small_file(tmp_path / "m.gguf", architecture).read_bytes()
+    rng, sentences = random.Random(0), 0
+    for _ in range(100):
+        (tmp_path / "m.gguf").unlink()
+        (tmp_path / "m.gguf").write_bytes(damaged_bytes(content, rng, 3_000))
+        try:
+            import_model(tmp_path / "m.gguf", tmp_path / "m", replace=True)
+        except InputError as error:
+            assert 10 < len(str(error)) < 2000
+            assert not (tmp_path / "m").exists()
+            sentences += 1
+        shutil.rmtree(tmp_path / "m", ignore_errors=True)
+        assert [file.name for file in tmp_path.iterdir()] == ["m.gguf"]
+    assert 30 < sentences < 100
+
+
+def sentence(tmp_path: Path, case: str, add: Callable[[gguf.GGUFWriter], object], skip: tuple[str, ...] = ()) -> str:
+    write(tmp_path / "m.gguf", case, add, skip)
+    with pytest.raises((ConfigError, CorruptFileError), match=r"m\.gguf") as caught:
+        read_gguf(tmp_path / "m.gguf")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "add", "said"),
+    [
+        ("llama", lambda w: w.add_array("llama.rope.dimension_sections", [8, 8, 0, 0]), "dimension_sections is not read"),
+        ("llama-yarn", lambda w: w.add_rope_scaling_yarn_ext_factor(0.5), "yarn_ext_factor is not read"),
+        ("qwen2", lambda w: w.add_sliding_window(9), "sliding_window=9 is not read for the architecture 'qwen2'"),
+        ("granite", lambda w: w.add_bool("granite.rope.scaling.finetuned", False), "no rotary positions"),
+        ("phi3", lambda w: w.add_tensor("rope_factors_long.weight", np.ones(32, np.float32)), "rope_factors_short.weight must be"),
+        ("olmo2", lambda w: (w.add_sliding_window(3), w.add_array("olmo2.attention.sliding_window_pattern", [1])), "one for each layer"),
+        ("falcon", lambda w: w.add_rope_dimension_count(16), "rope.dimension_count=16 is not supported"),
+        ("glm4", lambda w: w.add_value_length(32), "value_length is not supported"),
+        ("stablelm", lambda w: w.add_tensor("blk.0.attn_q_norm.weight", np.ones(64, np.float32)), "qk_layernorm=True"),
+        ("llama", lambda w: w.add_tensor("rope_freqs.weight", np.full(32, -1, np.float32)), "must hold positive numbers"),
+    ],
+)
+def test_what_is_not_read_is_named(case: str, add: Callable[[gguf.GGUFWriter], object], said: str, tmp_path: Path) -> None:
+    assert said in sentence(tmp_path, case, add)
+
+
+def test_falcons_with_one_norm_and_starcoders_with_many_key_heads_are_refused(tmp_path: Path) -> None:
+    model = reference_model("falcon", **SIZES, num_kv_heads=2, new_decoder_architecture=True, ffn_hidden_size=512)
+    writer = new_writer(tmp_path / "m.gguf", "falcon", model.config)
+    writer.add_tensor("token_embd.weight", np.zeros((96, 256), np.float32))
+    finish(writer)
+    with pytest.raises(ConfigError, match="new_decoder_architecture=False is not supported"):
+        read_gguf(tmp_path / "m.gguf")
+    assert "more than one key head" in sentence(tmp_path, "starcoder", lambda w: w.add_head_count_kv(2), ("attention.head_count_kv",))
+
+
+def test_the_largest_gemmas_divide_scores_by_another_width(tmp_path: Path) -> None:
+    """27 billion parameters, told by 46 layers: 4608 / 32 where heads are 128 wide (gemma_pytorch's config.py)."""
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gemma2")
+    for add, value in (
+        (writer.add_context_length, 8192), (writer.add_embedding_length, 4608), (writer.add_block_count, 46),
+        (writer.add_feed_forward_length, 36_864), (writer.add_head_count, 32), (writer.add_head_count_kv, 16),
+        (writer.add_key_length, 128),
+    ):  # fmt: skip
+        add(value)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_tensor("token_embd.weight", np.zeros((1, 4608), np.float32))
+    finish(writer)
+    metadata = Metadata(GgufFile(tmp_path / "m.gguf"))
+    spec = spec_of(row_of(metadata), metadata)
+    assert spec.attention_scale == 144**-0.5
+    assert (spec.sliding_window, spec.departures.attention_cap, spec.departures.logit_cap) == (4096, 50.0, 30.0)
+
+
+def test_ends_of_turns_and_of_messages_end_an_answer_too(tmp_path: Path) -> None:
+    def ids(writer: gguf.GGUFWriter) -> None:
+        writer.add_eos_token_id(5)
+        writer.add_eot_token_id(7)
+        writer.add_eom_token_id(5)
+
+    write(tmp_path / "m.gguf", "qwen3", ids)
+    assert read_gguf(tmp_path / "m.gguf").spec.eos_token_ids == (5, 7)

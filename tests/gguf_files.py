@@ -47,8 +47,8 @@ def random_blocks(type_name: str, n_blocks: int, seed: int = 0, scale: float = 0
 
 
 def quantised(array: np.ndarray, type_name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of ``array`` as bytes of the type, and the numbers that these stand for. Types that ``gguf`` does not write get random
-    blocks of about the same spread."""
+    """Rows of ``array`` as bytes of the type, and the numbers that these stand for. Types that ``gguf`` does not write get
+    random blocks of about the same spread."""
     kind = gguf.GGMLQuantizationType[type_name]
     try:
         raw = gguf.quants.quantize(array, kind)
@@ -150,3 +150,58 @@ def add_tensors(writer: gguf.GGUFWriter, model: Any, architecture: str, type_nam
         raw, values = quantised(np.ascontiguousarray(array), type_name)
         parameter.copy_(torch.from_numpy(values.T if transposed else values))
         writer.add_tensor(name, np.ascontiguousarray(raw[order]), raw_dtype=kind)
+
+
+def small_file(path: Path, architecture: str) -> Path:
+    """A ``gemma3`` or ``phi3`` of two layers without transformers: a tensor of every type but the plain ones, a tokenizer of the
+    family's kind, windows and rotary scaling."""
+    E, F, V, heads, head_dim = 256, 512, 64, 4, 64
+    writer = gguf.GGUFWriter(path, architecture)
+    sizes = {
+        "context_length": 64, "embedding_length": E, "block_count": 2, "feed_forward_length": F, "attention.head_count": heads,
+        "attention.head_count_kv": 2, "attention.sliding_window": 8,
+    }  # fmt: skip
+    for key, value in sizes.items():
+        writer.add_uint32(f"{architecture}.{key}", value)
+    writer.add_layer_norm_rms_eps(1e-6)
+    vectors: dict[str, int] = {"output_norm": E}
+    matrices: dict[str, tuple[int, int]] = {"token_embd": (V, E)}
+    for i in range(2):
+        layer = {"attn_output": (E, E), "ffn_down": (E, F), "attn_norm": E, "ffn_norm": E}
+        if architecture == "gemma3":
+            layer |= {"attn_q": (E, E), "attn_k": (128, E), "attn_v": (128, E), "ffn_gate": (F, E), "ffn_up": (F, E)}
+            layer |= {"attn_q_norm": head_dim, "attn_k_norm": head_dim, "post_attention_norm": E, "post_ffw_norm": E}
+        else:
+            layer |= {"attn_qkv": (E + 256, E), "ffn_up": (2 * F, E)}
+        vectors |= {f"blk.{i}.{name}": shape for name, shape in layer.items() if isinstance(shape, int)}
+        matrices |= {f"blk.{i}.{name}": shape for name, shape in layer.items() if not isinstance(shape, int)}
+    pieces = ["<unk>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz", "ab", "cd", "abcd"]
+    writer.add_token_types([2, 3, 3] + [1] * 29)
+    writer.add_token_list(pieces)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(3)
+    writer.add_chat_template("{{ messages }}")
+    if architecture == "gemma3":
+        writer.add_array("gemma3.attention.sliding_window_pattern", [True, False])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(8.0)
+        writer.add_tokenizer_model("llama")
+        writer.add_token_scores([-float(i) for i in range(32)])
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-4o")
+        writer.add_token_merges(["a b", "c d", "ab cd"])
+        writer.add_rope_dimension_count(48)
+        writer.add_rope_scaling_orig_ctx_len(16)
+        for name in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{name}.weight", np.linspace(1, 3, 24, dtype=np.float32))
+    for name, n in vectors.items():
+        writer.add_tensor(f"{name}.weight", np.linspace(0.5, 1.5, n, dtype=np.float32))
+    for i, (name, (rows, columns)) in enumerate(matrices.items()):
+        type_name = list(SCALES_AT)[i % len(SCALES_AT)]
+        n_values, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_name]]
+        raw = random_blocks(type_name, rows * columns // n_values, i).reshape(rows, -1)
+        writer.add_tensor(f"{name}.weight", raw, raw_dtype=gguf.GGMLQuantizationType[type_name])
+    finish(writer)
+    return path
