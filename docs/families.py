@@ -17,8 +17,7 @@ Each is one decoder's features, never code of its own in an engine. On small ran
 `tests/model/test_decoder.py` holds its logits to those of transformers (1e-4 of the largest),
 `tests/engine/test_native_step.py` the native step to the decoder, block by block, and
 `tests/engine/test_transformers_parity.py` greedy tokens: alone, in a mixed batch with chunked prompts and prefix hits, and
-preempted. Where families differ in sizes alone, one stands for them in the last two. GGUF is read for llama, mistral, qwen2
-and qwen3.
+preempted. Where families differ in sizes alone, one stands for them in the last two. Most are read from GGUF too (`gguf.md`).
 
 """
 _PLANNED = """

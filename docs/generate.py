@@ -3,6 +3,8 @@ numbers of ``README.md`` and ``CHANGELOG.md`` from the committed runs (``docs/me
 ``docs/claims/``, ``docs/plan-schema.md`` and ``.json`` from the plans' types (``docs/plan_schema.py``), ``docs/families.md``
 from the registry of families (``docs/families.py``), ``docs/published.md`` from the methods of quantised checkpoints
 (``docs/published.py``).
+from the registry of families (``docs/families.py``), ``docs/gguf.md`` from the tables of the GGUF reader
+(``docs/gguf_page.py``).
 
 Run ``make docs`` after changing a command, the planner, a price or a device, or adding a room; a test fails while a page is
 out of date.
@@ -66,6 +68,7 @@ def generated() -> dict[Path, str]:
     sys.path.insert(0, str(ROOT / "docs"))
     import families
     import published
+    import gguf_page
     from claims.catalogue import page
     from measured import with_measured
     from plan_schema import json_schema, markdown
@@ -76,6 +79,7 @@ def generated() -> dict[Path, str]:
         ROOT / "docs" / "claims.md": page(),
         ROOT / "docs" / "families.md": families.page(),
         ROOT / "docs" / "published.md": published.page(),
+        ROOT / "docs" / "gguf.md": gguf_page.page(),
         ROOT / "docs" / "plan-schema.md": markdown(),
         ROOT / "docs" / "plan-schema.json": json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n",
         readme: with_measured(with_tree(readme.read_text())),

@@ -153,8 +153,8 @@ def add_tensors(writer: gguf.GGUFWriter, model: Any, architecture: str, type_nam
 
 
 def small_file(path: Path, architecture: str) -> Path:
-    """A ``gemma3`` or ``phi3`` of two layers without transformers: a tensor of every type but the plain ones, a tokenizer of the
-    family's kind, windows and rotary scaling."""
+    """A ``gemma3`` or ``phi3`` of two layers, written without transformers: matrices of every quantised type, a tokenizer of
+    the family's kind, windows and rotary scaling."""
     E, F, V, heads, head_dim = 256, 512, 64, 4, 64
     writer = gguf.GGUFWriter(path, architecture)
     sizes = {

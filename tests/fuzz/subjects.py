@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from damage import damaged_bytes, damaged_json, damaged_toml
 from safetensors.torch import save_file
 
 from assets_folder import ASSETS, REPOSITORY
 from published_layouts import LAYOUTS, publish
+from damage import damaged_bytes, damaged_json, damaged_toml
 from gguf_files import small_file
 from small_models import saved
 from twostroke.core.described import plain

@@ -20,7 +20,8 @@ from assets_folder import ASSETS, REPOSITORY
 
 WORKER = Path(__file__).with_name("worker.py")
 COUNTS = {
-    "gguf": 4_000, "gguf_model": 4_000, "gguf_gemma3": 5_000, "gguf_phi3": 5_000, "safetensors": 3_000, "llama2c": 2_500, "tok512": 2_500, "tokenizer_config": 2_500,
+    "gguf": 4_000, "gguf_model": 4_000, "gguf_gemma3": 5_000, "gguf_phi3": 5_000,
+    "safetensors": 3_000, "llama2c": 2_500, "tok512": 2_500, "tokenizer_config": 2_500,
     "tokenizer": 2_500, "config": 30_000, "model_config": 2_500,
 }  # fmt: skip
 OTHERS = 1_000

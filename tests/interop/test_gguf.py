@@ -11,10 +11,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import SCALES_AT, TYPES, finish, quantised
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gguf_files import SCALES_AT, TYPES, finish, quantised
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
 from twostroke.interop.gguf import GgufFile
 from twostroke.interop.gguf_types import TYPES as READ

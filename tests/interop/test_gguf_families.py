@@ -13,9 +13,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
+
 from damage import damaged_bytes
 from gguf_files import add_tensors, finish, new_writer, reference_model, small_file
-
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
 from twostroke.interop.gguf import GgufFile
 from twostroke.interop.gguf_families import GGUF_FAMILIES, row_of, spec_of
@@ -141,7 +141,8 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], Extra]] = {
     "starcoder2": ("starcoder2", "starcoder2", "Q8_0", {"sliding_window": None}, nothing),
     "gptneox": ("gptneox", "gpt_neox", "BF16", {}, neox),
     "gptneox-in-turn": ("gptneox", "gpt_neox", "Q4_K", {"use_parallel_residual": False}, neox),
-    "falcon": ("falcon", "falcon", "Q6_K", {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 512}, nothing),
+    "falcon": ("falcon", "falcon", "Q6_K", {
+        "new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 512}, nothing),
     "gpt2": ("gpt2", "gpt2", "Q4_K", GPT2, nothing),
     "starcoder": ("starcoder", "gpt_bigcode", "Q5_K", GPT2 | {"num_key_value_heads": 1}, nothing),
 }  # fmt: skip
@@ -209,8 +210,16 @@ def sentence(tmp_path: Path, case: str, add: Callable[[gguf.GGUFWriter], object]
         ("llama-yarn", lambda w: w.add_rope_scaling_yarn_ext_factor(0.5), "yarn_ext_factor is not read"),
         ("qwen2", lambda w: w.add_sliding_window(9), "sliding_window=9 is not read for the architecture 'qwen2'"),
         ("granite", lambda w: w.add_bool("granite.rope.scaling.finetuned", False), "no rotary positions"),
-        ("phi3", lambda w: w.add_tensor("rope_factors_long.weight", np.ones(32, np.float32)), "rope_factors_short.weight must be"),
-        ("olmo2", lambda w: (w.add_sliding_window(3), w.add_array("olmo2.attention.sliding_window_pattern", [1])), "one for each layer"),
+        (
+            "phi3",
+            lambda w: w.add_tensor("rope_factors_long.weight", np.ones(32, np.float32)),
+            "rope_factors_short.weight must be",
+        ),
+        (
+            "olmo2",
+            lambda w: (w.add_sliding_window(3), w.add_array("olmo2.attention.sliding_window_pattern", [1])),
+            "one for each layer",
+        ),
         ("falcon", lambda w: w.add_rope_dimension_count(16), "rope.dimension_count=16 is not supported"),
         ("glm4", lambda w: w.add_value_length(32), "value_length is not supported"),
         ("stablelm", lambda w: w.add_tensor("blk.0.attn_q_norm.weight", np.ones(64, np.float32)), "qk_layernorm=True"),
@@ -228,7 +237,9 @@ def test_falcons_with_one_norm_and_starcoders_with_many_key_heads_are_refused(tm
     finish(writer)
     with pytest.raises(ConfigError, match="new_decoder_architecture=False is not supported"):
         read_gguf(tmp_path / "m.gguf")
-    assert "more than one key head" in sentence(tmp_path, "starcoder", lambda w: w.add_head_count_kv(2), ("attention.head_count_kv",))
+    assert "more than one key head" in sentence(
+        tmp_path, "starcoder", lambda w: w.add_head_count_kv(2), ("attention.head_count_kv",)
+    )
 
 
 def test_the_largest_gemmas_divide_scores_by_another_width(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import gguf
 import pytest
-from gguf_files import finish
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import CohereTokenizer, GemmaTokenizer, GPT2Tokenizer, Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import generate_merges
 
+from gguf_files import finish
 from twostroke.core.errors import ConfigError
 from twostroke.core.spec import ModelSpec
 from twostroke.interop.gguf import GgufFile
@@ -23,7 +23,7 @@ from twostroke.interop.tokenizer_tables import WORDS, byte_level_words, words_of
 
 TEXT = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")[:20_000]
 SAMPLES = (
-    *(TEXT[i : i + 400] for i in range(0, 20_000, 4_000)), "", " ", "\n\n  \n", "IT'S 1234567 o'clock, we'LL see...", "  two  spaces ",
+    *(TEXT[i : i + 400] for i in range(0, 20_000, 4_000)), "", " ", "\n\n  \n", "IT'S 1234567 o'clock, we'LL see...", "  two  ",
     "日本語 と 中文 한국어", "naïve café ☃ 🙂🙂", "\tif (x != y) { return x[10]; }\r\n", "a<|end|>b", "123 456,789.0",
 )  # fmt: skip
 
@@ -33,7 +33,9 @@ def tables(splits: pre_tokenizers.PreTokenizer) -> tuple[dict[str, int], list[tu
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = splits
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=["<s>", "<|end|>"], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, special_tokens=["<s>", "<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator([TEXT], trainer)
     model = json.loads(tokenizer.to_str())["model"]
     return model["vocab"], [tuple(pair) for pair in model["merges"]]

@@ -19,7 +19,9 @@ def import_(
     tokenizer: str = typer.Option(
         "", help="Tokenizer to use instead of the source's: tokenizer.bin, tokenizer.json or a directory."
     ),
-    dtype: str = typer.Option("auto", help="Format to store: auto (keeps every weight exactly; bf16 for quantised ones), fp32, bf16 or fp16."),
+    dtype: str = typer.Option(
+        "auto", help="Format to store: auto (keeps every weight exactly; bf16 for quantised ones), fp32, bf16 or fp16."
+    ),
     replace: bool = typer.Option(False, "--replace", help="Replace what is in the directory."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:

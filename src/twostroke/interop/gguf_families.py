@@ -1,7 +1,7 @@
 """The architectures of GGUF files as families: one row each, of which a file's metadata becomes a ``config.json``.
 
-The family's own reader then makes the ``ModelSpec``, so every default and every check of a config holds for GGUF too. What a row
-says was read from llama.cpp's converter and loader (ggml-org/llama.cpp, ``conversion/*.py`` and ``src/models/*.cpp``).
+The family's own reader then makes the ``ModelSpec``, so every default and every check of a config holds for GGUF too. What a
+row says was read from llama.cpp's converter and loader (ggml-org/llama.cpp, ``conversion/*.py`` and ``src/models/*.cpp``).
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class GgufFamily:
     """One row. Keys of metadata are written without the architecture that they begin with.
 
     ``family`` is a ``model_type``; ``windowed_family`` another one for files with a sliding window. ``eps`` is the config's key
-    of the norms' ε. ``numbers``: config keys, the metadata key of each and what stands for a missing one (None: the family's own
-    default). ``present``: config flags that are true where the first layer has a tensor. ``constants``: keys that the
-    architecture implies. ``renamed``: the family's spelling of usual keys. ``computed`` makes the remaining keys.
+    of the norms' ε. ``numbers``: config keys, the metadata key of each and what stands for a missing one (None: the family's
+    own default). ``present``: config flags that are true where the first layer has a tensor. ``renamed``: the family's spelling
+    of usual keys. ``computed`` makes the remaining keys.
 
     ``window_period`` n: all but each n-th layer have the window, 1: all have; None: no layer has one. ``window`` stands for a
     missing size. ``windowed_theta``: windowed layers turn by angles of this base, unscaled, where metadata name no other.
@@ -74,7 +74,6 @@ class GgufFamily:
     eps: str = "rms_norm_eps"
     numbers: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
     present: Mapping[str, str] = field(default_factory=dict)
-    constants: Mapping[str, Any] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     computed: Callable[[Metadata, dict[str, Any]], dict[str, Any]] | None = None
     window_period: int | None = None
@@ -274,7 +273,6 @@ def _config(row: GgufFamily, metadata: Metadata) -> dict[str, Any]:
         "bos_token_id": ids[0],
         "eos_token_id": list(dict.fromkeys(i for i in ids[1:] if i is not None)),
         "rotary_dim": metadata.integer(f"{a}.rope.dimension_count", head_dim),
-        **row.constants,
         **{key: f"blk.0.{tensor}" in tensors for key, tensor in row.present.items()},
     }
     for key, (name, missing) in row.numbers.items():

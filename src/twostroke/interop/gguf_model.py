@@ -51,9 +51,10 @@ def _what_was_quantised(file: GgufFile) -> str:
     counts = Counter(info.kind.name for info in found).most_common()
     each = ", ".join(f"{count} {name}" for name, count in counts)
     n_values = sum(info.n_bytes // info.kind.n_bytes * info.kind.n_values for info in found)
+    n_bytes = sum(info.n_bytes for info in found)
     return (
-        f"{len(found)} of {len(file.tensors)} tensors were quantised ({each}): {format_bytes(sum(i.n_bytes for i in found))} in "
-        f"the file, {format_bytes(2 * n_values)} in bf16. They were converted to the numbers that they stand for."
+        f"{len(found)} of {len(file.tensors)} tensors were quantised ({each}): {format_bytes(n_bytes)} in the file, "
+        f"{format_bytes(2 * n_values)} in bf16. They were converted to the numbers that they stand for."
     )
 
 

@@ -14,8 +14,8 @@ from twostroke.interop.tokenizer_tables import NORMAL, byte_level_bpe, sentencep
 
 
 def read_tokenizer(metadata: Metadata, spec: ModelSpec) -> SourceTokenizer:
-    """The tokenizer of a file whose model is ``spec``. Raises CorruptFileError for tables that do not fit each other, ConfigError
-    for a kind that is not read."""
+    """The tokenizer of a file whose model is ``spec``. Raises CorruptFileError for tables that do not fit each other,
+    ConfigError for a kind that is not read."""
     model = metadata.text("tokenizer.ggml.model")
     if model not in ("llama", "gpt2"):
         raise ConfigError(f"{metadata.file.path}: tokenizer.ggml.model={model!r:.50} is not read. Read: llama, gpt2.")

@@ -1,7 +1,7 @@
 """The types of GGUF tensors: how many numbers a block holds, in how many bytes, and what they are.
 
-Block formats: ggml's ``ggml-common.h`` and ``dequantize_row_*`` in ``ggml-quants.c``. Each quantised number is a small whole code
-times the scale of its group, less the group's minimum where the type has one, each step rounded to fp32.
+Block formats: ggml's ``ggml-common.h`` and ``dequantize_row_*`` in ``ggml-quants.c``. Each quantised number is a small whole
+code times the scale of its group, less the group's minimum where the type has one, each step rounded to fp32.
 """
 
 from __future__ import annotations
@@ -206,8 +206,8 @@ TYPES: dict[str, TensorType] = {
 """The types that are read, by name."""
 
 OTHER_NAMES = {
-    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 24: "I8", 25: "I16",
-    26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4",
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 24: "I8",
+    25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4",
 }  # fmt: skip
 """Types that are only named, when a file is refused."""
 

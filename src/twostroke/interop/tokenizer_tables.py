@@ -89,7 +89,7 @@ _WORDS = (
     Words(("falcon",), (r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9][0-9][0-9]")),
     Words(("default",), (_PUNCTUATION, _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 )  # fmt: skip
-"""By the names in ``tokenizer.ggml.pre`` (llama.cpp's ``llama-vocab.cpp``). ``default`` is also that of files without a name."""
+"""By the names in ``tokenizer.ggml.pre`` (llama.cpp's ``llama-vocab.cpp``); ``default`` also for files without a name."""
 
 WORDS: dict[str, Words] = {name: words for words in _WORDS for name in words.names}
 
