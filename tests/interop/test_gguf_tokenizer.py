@@ -47,7 +47,9 @@ def read_back(path: Path, pieces: list[str], add: Callable[[gguf.GGUFWriter], No
     add(writer)
     finish(writer)
     spec = ModelSpec("llama", len(pieces), 1, 8, 1, 1, 8, 8, 8, **changes)
-    return read_tokenizer(Metadata(GgufFile(path)), spec).tokenizer
+    source = read_tokenizer(Metadata(GgufFile(path)), spec)
+    assert source is not None
+    return source.tokenizer
 
 
 @pytest.mark.parametrize(

@@ -258,6 +258,7 @@ def _config(row: GgufFamily, metadata: Metadata) -> dict[str, Any]:
     vocab_size = tensors["token_embd.weight"].shape[0]
     eps_key = "layer_norm_rms_epsilon" if row.eps == "rms_norm_eps" else "layer_norm_epsilon"
     ids = [metadata.token_id(f"tokenizer.ggml.{name}_token_id", vocab_size) for name in ("bos", "eos", "eot", "eom")]
+    ids[2] = _end_of_turn(metadata, vocab_size) if ids[2] is None else ids[2]
     config: dict[str, Any] = {
         "model_type": row.family,
         "vocab_size": vocab_size,
@@ -281,6 +282,17 @@ def _config(row: GgufFamily, metadata: Metadata) -> dict[str, Any]:
     config |= _windows(row, metadata, config)
     config |= row.computed(metadata, config) if row.computed else {}
     return config | {"rope_parameters": _ropes(row, metadata, config)}
+
+
+ENDS_OF_TURNS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<｜end▁of▁sentence｜>")
+"""Texts of tokens that end an answer in chat models. Most converters leave it to the reader to find them."""
+
+
+def _end_of_turn(metadata: Metadata, vocab_size: int) -> int | None:
+    tokens = metadata.file.metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list):
+        return None
+    return next((tokens.index(text) for text in ENDS_OF_TURNS if text in tokens[:vocab_size]), None)
 
 
 def _windows(row: GgufFamily, metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from twostroke.core.errors import CorruptFileError
+from twostroke.core.errors import CorruptFileError, InputError
 from twostroke.core.families.weights import Entry, tensors
 from twostroke.core.spec import ModelSpec
 from twostroke.core.units import format_bytes
@@ -31,13 +31,16 @@ def read_gguf(path: Path, dtype: str = "auto") -> SourceModel:
     """
     file = GgufFile(path)
     metadata = Metadata(file)
+    n_parts = metadata.integer("split.count", 0)
+    if n_parts > 1:
+        raise InputError(f"{path} is one of {n_parts} parts. Join them, for example with llama.cpp's llama-gguf-split --merge.")
     row = row_of(metadata)
     spec = spec_of(row, metadata)
     spec.require_buildable()
     quantised = {info.name: info for info in file.tensors.values() if info.kind.dtype is None}
     read_in = torch.bfloat16 if quantised and dtype in ("auto", "bf16") else torch.float32
     state = LazyState(_readers(file, row, spec, read_in))
-    tokenizer = read_tokenizer(metadata, spec) if "tokenizer.ggml.model" in metadata else None
+    tokenizer = read_tokenizer(metadata, spec)
     if quantised:
         return SourceModel("GGUF", spec, state, "fp32", tokenizer, (_what_was_quantised(file),), auto="bf16")
     types = {info.kind.name for info in file.tensors.values() if len(info.shape) > 1}

@@ -13,10 +13,14 @@ from twostroke.interop.source import SourceTokenizer
 from twostroke.interop.tokenizer_tables import NORMAL, byte_level_bpe, sentencepiece_bpe, words_of
 
 
-def read_tokenizer(metadata: Metadata, spec: ModelSpec) -> SourceTokenizer:
-    """The tokenizer of a file whose model is ``spec``. Raises CorruptFileError for tables that do not fit each other,
-    ConfigError for a kind that is not read."""
-    model = metadata.text("tokenizer.ggml.model")
+def read_tokenizer(metadata: Metadata, spec: ModelSpec) -> SourceTokenizer | None:
+    """The tokenizer of a file whose model is ``spec``, None where it has none.
+
+    Raises CorruptFileError for tables that do not fit each other, ConfigError for a kind that is not read.
+    """
+    model = metadata.text("tokenizer.ggml.model", "none")
+    if model in ("none", "no_vocab"):
+        return None
     if model not in ("llama", "gpt2"):
         raise ConfigError(f"{metadata.file.path}: tokenizer.ggml.model={model!r:.50} is not read. Read: llama, gpt2.")
     pieces = metadata.texts("tokenizer.ggml.tokens")
