@@ -113,6 +113,7 @@ def test_threads_make_the_same_numbers() -> None:
     torch.set_num_threads(3)
     try:
         assert torch.equal(dequantise(READ["Q6_K"], raw), alone)
+        assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(1)
 
