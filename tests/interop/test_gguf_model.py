@@ -11,8 +11,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import add_tensors, finish, new_writer, reference_model
 
+from gguf_files import add_tensors, finish, new_writer, reference_model
 from twostroke.core.errors import ConfigError, CorruptFileError, UnsupportedFamilyError
 from twostroke.core.families import read_spec
 from twostroke.interop.gguf_model import read_gguf
