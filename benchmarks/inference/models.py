@@ -13,6 +13,8 @@ import torch
 from cases import MAX_POSITIONS, Shape
 from safetensors.torch import save_file
 
+from twostroke.core.families import layout, spec_from_config
+
 HERE = Path(__file__).parent
 
 
@@ -24,28 +26,12 @@ def write_model(shape: Shape, directory: Path) -> Path:
     if (directory / "model.safetensors").is_file():
         return directory
     generator = torch.Generator().manual_seed(0)
-    width, head = shape.d_model, shape.d_model // shape.n_heads
-
-    def random(*size: int) -> torch.Tensor:
-        return (torch.randn(*size, generator=generator) * 0.02).bfloat16()
-
-    tensors = {"model.embed_tokens.weight": random(shape.vocab_size, width)}
-    for i in range(shape.n_layers):
-        block = f"model.layers.{i}"
-        tensors |= {
-            f"{block}.self_attn.q_proj.weight": random(shape.n_heads * head, width),
-            f"{block}.self_attn.k_proj.weight": random(shape.n_kv_heads * head, width),
-            f"{block}.self_attn.v_proj.weight": random(shape.n_kv_heads * head, width),
-            f"{block}.self_attn.o_proj.weight": random(width, shape.n_heads * head),
-            f"{block}.mlp.gate_proj.weight": random(shape.d_ff, width),
-            f"{block}.mlp.up_proj.weight": random(shape.d_ff, width),
-            f"{block}.mlp.down_proj.weight": random(width, shape.d_ff),
-            f"{block}.input_layernorm.weight": torch.ones(width, dtype=torch.bfloat16),
-            f"{block}.post_attention_layernorm.weight": torch.ones(width, dtype=torch.bfloat16),
-        }
-    tensors["model.norm.weight"] = torch.ones(width, dtype=torch.bfloat16)
-    if not shape.tied:
-        tensors["lm_head.weight"] = random(shape.vocab_size, width)
+    tensors = {}
+    for entry in layout(spec_from_config(shape.config())):
+        for part in entry.parts:
+            size = entry.stored_shape(part)
+            tensors[part.name] = torch.ones(size) if len(size) == 1 else torch.randn(*size, generator=generator) * 0.02
+            tensors[part.name] = tensors[part.name].bfloat16()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 

@@ -1,8 +1,9 @@
-"""A Llama directory into GGUF with every matrix in one type (f16, q8_0 or q4_0) and no tokenizer: for timing alone."""
+"""A Llama, Mixtral or OLMoE directory into GGUF with every matrix in one type and no tokenizer: for timing alone."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -21,11 +22,18 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
 }
+EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
+EXPERTS = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+ARCHITECTURES = {"llama": "llama", "mixtral": "llama", "olmoe": "olmoe"}
 
 
 def tensors(directory: Path) -> list[tuple[str, np.ndarray]]:
-    """(name in GGUF, fp32) of a directory's bf16 tensors, read without other libraries."""
+    """(name, fp32) of a directory's bf16 tensors, read without other libraries."""
     found = []
     for file in sorted(directory.glob("*.safetensors")):
         raw = np.memmap(file, dtype=np.uint8, mode="r")
@@ -37,8 +45,20 @@ def tensors(directory: Path) -> list[tuple[str, np.ndarray]]:
             if entry["dtype"] != "BF16":
                 raise SystemExit(f"{name} is {entry['dtype']}, not BF16")
             bits = raw[8 + n + begin : 8 + n + end].view(np.uint16).astype(np.uint32) << 16
-            found.append((gguf_name(name), bits.view(np.float32).reshape(entry["shape"])))
+            found.append((name, bits.view(np.float32).reshape(entry["shape"])))
     return found
+
+
+def renamed(found: list[tuple[str, np.ndarray]]) -> list[tuple[str, np.ndarray]]:
+    """By GGUF's names: a layer's experts are one tensor (experts, outputs, inputs)."""
+    tensors, experts = [], {}
+    for name, values in found:
+        match = EXPERT.fullmatch(name)
+        if match is None:
+            tensors.append((gguf_name(name), values))
+        else:
+            experts.setdefault(f"blk.{match[1]}.ffn_{EXPERTS[match[3]]}_exps.weight", {})[int(match[2])] = values
+    return tensors + [(name, np.stack([each[i] for i in range(len(each))])) for name, each in experts.items()]
 
 
 def gguf_name(name: str) -> str:
@@ -55,7 +75,11 @@ def gguf_name(name: str) -> str:
 def main() -> None:
     source, target, variant = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    writer = GGUFWriter(target, "llama")
+    writer = GGUFWriter(target, ARCHITECTURES[config["model_type"]])
+    n_experts = config.get("num_local_experts", config.get("num_experts", 0))
+    if n_experts:
+        writer.add_expert_count(n_experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -67,8 +91,8 @@ def main() -> None:
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
-    for name, values in tensors(source):
-        if values.ndim == 1:
+    for name, values in renamed(tensors(source)):
+        if values.ndim == 1 or name.endswith("ffn_gate_inp.weight"):  # llama.cpp leaves routers in fp32
             writer.add_tensor(name, values)
         else:
             data = gguf.quants.quantize(values, TYPES[variant])

@@ -123,6 +123,7 @@ class EngineCore:
         self._prompt_scores = PromptScores()
         self._counts = EngineStats(pages_total=scheduler_config.n_pages)
         self._meter = StepMeter(self.spec, self.plan.step_bytes, token_bytes(self.spec, kv_dtype))
+        self._expert_bytes = self.plan.expert_bytes
         # A bound on scores sees what the softmax does not, so keys keep what they have in common there.
         centred = CACHES[kv_dtype].scaled and self.spec.departures.attention_cap is None
         if centred and isinstance(self.pool, TiledKVPool):  # after the runner is there: it computes a prefill
@@ -302,6 +303,8 @@ class EngineCore:
         counts.pages_used, counts.pages_cached = scheduler.pool.n_used, scheduler.pool.n_cached
         counts.preemptions = scheduler.n_preemptions
         counts.prompt_tokens, counts.prefix_hit_tokens = scheduler.n_prompt_tokens, scheduler.n_prefix_hit_tokens
+        if self._runner.experts is not None:
+            counts.expert_load = self._runner.experts.ratio()
         return EngineStats(**vars(counts))
 
     def _threads_for(self, step: ScheduledStep) -> int:
@@ -316,6 +319,8 @@ class EngineCore:
         counts.output_tokens += n_output
         counts.failed_requests += n_failed
         n_bytes = self._meter.bytes_read(step.starts, step.counts)
+        if self._runner.experts is not None:
+            n_bytes += self._runner.experts.more_than_one_row() * self._expert_bytes
         flop = self._meter.flop(step.starts, step.counts, n_output + n_failed)
         if step.n_decodes == len(step.requests):
             counts.decode_steps += 1

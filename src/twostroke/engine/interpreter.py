@@ -11,6 +11,7 @@ from torch import Tensor
 
 from twostroke.engine import plan as p
 from twostroke.engine.batch import Group, StepBatch
+from twostroke.engine.expert_load import ExpertLoad
 from twostroke.engine.kv_pool import KVPool
 from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.kernels.attention import attention
@@ -48,10 +49,16 @@ class Buffers:
 
 class TorchInterpreter:
     """Runs operations; it knows no families of models. ``watch``, if given, is called after each operation, with the operation
-    and the buffers."""
+    and the buffers. ``experts``, if given, counts which ones are chosen."""
 
-    def __init__(self, plan: p.Plan, pool: KVPool | TiledKVPool, watch: Callable[[p.Op, Buffers], None] | None = None) -> None:
-        self.plan, self.pool, self.watch = plan, pool, watch
+    def __init__(
+        self,
+        plan: p.Plan,
+        pool: KVPool | TiledKVPool,
+        watch: Callable[[p.Op, Buffers], None] | None = None,
+        experts: ExpertLoad | None = None,
+    ) -> None:
+        self.plan, self.pool, self.watch, self.experts = plan, pool, watch, experts
         spec = plan.spec
         self.n_heads, self.n_kv_heads, self.head_dim = spec.n_heads, spec.n_kv_heads, spec.head_dim
         self.group = spec.queries_per_kv_head
@@ -199,6 +206,10 @@ class TorchInterpreter:
             b.shared_shares = torch.sigmoid(op.shared_gate(b.normed))
 
     def _experts_add(self, op: p.ExpertsAdd, b: Buffers) -> None:
+        if self.experts is not None:
+            counts = torch.bincount(b.chosen.flatten(), minlength=op.gate_up.copies).cpu().numpy()
+            self.experts.counts[op.layer] += counts
+            self.experts.touched[0] += int((counts > 0).sum())
         activation, added = gated(op.activation), torch.zeros_like(b.residual)
         for expert in b.chosen.unique().tolist():
             rows, places = torch.where(b.chosen == expert)

@@ -268,7 +268,7 @@ class _Lowering:
         if "shared_down" in held:
             matrices = held["shared_gate_up"], held["shared_down"]
             ops += self.mlp(block, read, None, matrices, ends=False, shared=gate is not None)
-        return [*ops, p.ExpertsAdd(wide, narrow, spec.activation, spec.moe.top_k, scale)]
+        return [*ops, p.ExpertsAdd(layer, wide, narrow, spec.activation, spec.moe.top_k, scale)]
 
     def ops(self) -> tuple[p.Op, ...]:
         spec, away = self.spec, self.spec.departures

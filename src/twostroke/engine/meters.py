@@ -70,3 +70,4 @@ class EngineStats:
     decode_tokens: int = 0
     decode_bytes: int = 0
     decode_flop: int = 0
+    expert_load: float = 0.0  # largest load of an expert over its layer's mean, in the worst layer; 0 without experts

@@ -14,6 +14,7 @@ from torch import Tensor
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.core.schemes import CACHES
 from twostroke.engine import plan as p
+from twostroke.engine.expert_load import ExpertLoad
 from twostroke.engine.native_structs import OPS, CBatch, CModel, COp
 from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.kernels.native_library import library, why_absent
@@ -77,6 +78,10 @@ class NativeRunner:
         arrays = (("starts", self._starts), ("counts", self._counts), ("table_rows", self._slots), ("tokens", self._tokens))
         for name, array in arrays:
             setattr(self._batch, name, array.ctypes.data)
+        self.experts = None if spec.moe is None else ExpertLoad(spec)
+        if self.experts is not None:
+            self._batch.expert_load = self.experts.counts.ctypes.data
+            self._batch.experts_touched = self.experts.touched.ctypes.data
 
     def run(
         self,
@@ -123,6 +128,8 @@ class NativeRunner:
         batch.best_tokens = self._best_tokens.data_ptr()
         batch.trace = None if trace is None else trace.data_ptr()
         batch.n_threads = n_threads
+        if self.experts is not None:
+            self.experts.touched[0] = 0
         if n_threads > 1 and self._library.ts_threads() != n_threads:
             self._library.ts_set_threads(n_threads)
         if self._library.ts_step_run(self._step, ctypes.byref(batch)):

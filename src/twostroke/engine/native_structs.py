@@ -147,4 +147,6 @@ class CBatch(ctypes.Structure):
         ("best_tokens", _POINTER),
         ("trace", _POINTER),
         ("n_threads", _I64),
+        ("expert_load", _POINTER),
+        ("experts_touched", _POINTER),
     ]

@@ -130,6 +130,7 @@ class ExpertsAdd:
     """residual ← residual + scale·Σ shares·down_e(activation(gate_e)·up_e) over the chosen experts e of each row of routed. It
     is the last operation of its block."""
 
+    layer: int
     gate_up: ExpertMatrices
     down: ExpertMatrices
     activation: Activation
@@ -179,6 +180,12 @@ class Plan:
                 # All query heads share one row and all key heads another, unless the norm is over all of them.
                 total += op.weight.nbytes if op.over_heads else 2 * op.weight[0].nbytes
         return total + sum(norms.values())
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert's matrices; 0 without experts."""
+        matrices = next(((op.gate_up, op.down) for op in self.ops if isinstance(op, ExpertsAdd)), ())
+        return sum(matrix.n_bytes // matrix.copies for matrix in matrices)
 
     @property
     def weights_bytes(self) -> int:

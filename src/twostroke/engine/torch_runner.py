@@ -10,6 +10,7 @@ from torch import Tensor
 
 from twostroke.engine import plan as p
 from twostroke.engine.batch import BatchBuilder
+from twostroke.engine.expert_load import ExpertLoad
 from twostroke.engine.interpreter import TorchInterpreter
 from twostroke.engine.kv_pool import KVPool
 from twostroke.engine.tiled_kv_pool import TiledKVPool
@@ -25,11 +26,14 @@ class TorchRunner:
     def __init__(self, plan: p.Plan, pool: KVPool | TiledKVPool, config: SchedulerConfig) -> None:
         self.plan, self.pool = plan, pool
         self._builder = BatchBuilder(plan.spec, config, plan.dtype)
-        self._interpreter = TorchInterpreter(plan, pool)
+        self.experts = None if plan.spec.moe is None else ExpertLoad(plan.spec)
+        self._interpreter = TorchInterpreter(plan, pool, experts=self.experts)
 
     @torch.inference_mode()
     def run(self, step: ScheduledStep, rows: Tensor | None = None, n_threads: int = 1) -> Float[Tensor, "kept V"]:
         """fp32 logits of the rows that a token is sampled from, or of ``rows``."""
+        if self.experts is not None:
+            self.experts.touched[0] = 0
         batch = self._builder.build(step)
         return self._interpreter.run(batch if rows is None else replace(batch, sampled_rows=rows))
 

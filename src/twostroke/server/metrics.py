@@ -30,6 +30,10 @@ ENGINE_GAUGES: dict[str, tuple[str, str]] = {
     },
     "decode_bytes": ("twostroke_engine_decode_bytes", "Bytes of weights and KV cache that decode steps had to read."),
     "peak_memory_bytes": ("twostroke_engine_peak_memory_bytes", "Most memory that the engine process has held."),
+    "expert_load": (
+        "twostroke_engine_expert_load",
+        "Largest load of an expert over its layer's mean load since the engine started; 0 without experts.",
+    ),
     "preemptions": ("twostroke_preemptions", "Requests put back into the queue for lack of pages since the engine started."),
 }
 """Fields of ``EngineStats`` that are shown, with metric name and meaning."""

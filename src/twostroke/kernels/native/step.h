@@ -154,7 +154,9 @@ struct StepBatch {
     float* best;           // (kept) the largest logit of each row, NaN where one is not finite; null: not wanted
     int64_t* best_tokens;  // (kept) its token
     float* trace;  // null, or (layers + 1, rows, E): the residual stream after the embedding and each block, for tests
-    int64_t n_threads;  // 1: the caller alone; else all of the pool
+    int64_t n_threads;         // 1: the caller alone; else all of the pool
+    int64_t* expert_load;      // (layers, X): rows that chose each expert, added to what is there; null: not wanted
+    int64_t* experts_touched;  // experts that the step reads, over all layers, added to what is there
 };
 
 }  // namespace ts

@@ -108,6 +108,16 @@ void Step::sort_by_expert(const ExpertsAdd& op, int64_t n_rows) {
     first_pair_[0] = 0;
 }
 
+void Step::count_load(const ExpertsAdd& op, int64_t layer) {
+    if (batch_->expert_load == nullptr) return;
+    int64_t* const load = batch_->expert_load + layer * op.n_experts;
+    for (int64_t e = 0; e < op.n_experts; e++) {
+        const int64_t rows = first_pair_[e + 1] - first_pair_[e];
+        load[e] += rows;
+        *batch_->experts_touched += rows > 0;
+    }
+}
+
 // segment(expert, begin, end) for each expert with pairs in [first, last) of those sorted.
 template <class Segment>
 void Step::each_segment(const ExpertsAdd& op, int64_t first, int64_t last, Segment segment) const {
@@ -156,7 +166,10 @@ void Step::down_part(const ExpertsAdd& op, const Now& now, const Rows& rows, int
 
 void Step::run(const ExpertsAdd& op, Now& now) {
     const int64_t E = op.gate_up.k, F = op.down.k, n_pairs = now.n_rows * op.top_k;
-    if (now.thread == 0) sort_by_expert(op, now.n_rows);
+    if (now.thread == 0) {
+        sort_by_expert(op, now.n_rows);
+        count_load(op, ops_[now.op].layer);
+    }
     barrier();
     const bool alone = now.n_rows == 1;  // all its experts read the one row where it is
     for (int64_t first = 0; first < n_pairs; first += kExpertRows) {

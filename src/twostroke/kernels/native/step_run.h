@@ -89,6 +89,7 @@ private:
     void need_expert_memory(int64_t n_rows);
     void choose(const RouteTokens&, const float* logits, int64_t row, float* scores);
     void sort_by_expert(const ExpertsAdd&, int64_t n_rows);
+    void count_load(const ExpertsAdd&, int64_t layer);
     template <class Segment>
     void each_segment(const ExpertsAdd&, int64_t first, int64_t last, Segment) const;
     void up_part(const ExpertsAdd&, const Now&, const Rows& rows, int64_t expert, int64_t at);
