@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from twostroke.core.families import spec_from_config
-from twostroke.core.spec import Departures, ModelSpec, MoeSpec, RopeSpec
+from twostroke.core.spec import Departures, MlaSpec, ModelSpec, MoeSpec, RopeSpec
 from twostroke.model.decoder import Decoder
 from twostroke.model.initialise import initialise
 from twostroke.model.save import save_model
@@ -112,6 +112,19 @@ FEATURES: dict[str, ModelSpec] = {
         "glm4_moe", **_BASE, qk_norm=True, departures=Departures(rotary_dim=4),
         moe=MoeSpec(
             8, 3, 32, n_shared_experts=2, d_shared=32, layers=(1, 2), correction_bias=True, scores="sigmoid", share_scale=1.5,
+            n_groups=4, top_groups=2,
+        ),
+    ),
+    "deepseek_v2": ModelSpec(
+        "deepseek_v2", **_BASE | {"n_kv_heads": 6, "head_dim": 40}, mla=MlaSpec(None, 32, 32, 8, 16),
+        departures=Departures(rotary_dim=8, neighbours_turn=True),
+        moe=MoeSpec(8, 3, 32, n_shared_experts=1, d_shared=32, layers=(1, 2), normalised=False),
+    ),
+    "deepseek_v3": ModelSpec(
+        "deepseek_v3", **_BASE | {"n_kv_heads": 6, "head_dim": 40}, mla=MlaSpec(24, 32, 32, 8, 32),
+        departures=Departures(rotary_dim=8, neighbours_turn=True),
+        moe=MoeSpec(
+            8, 3, 32, n_shared_experts=1, d_shared=32, layers=(1, 2), correction_bias=True, scores="sigmoid", share_scale=2.5,
             n_groups=4, top_groups=2,
         ),
     ),

@@ -168,6 +168,8 @@ def test_it_computes_what_the_decoder_computes_block_by_block(name: str, n_threa
         ("qwen2_moe", {}),
         ("glm4_moe", {}),
         ("gpt_oss", {"sliding_window": 100}),
+        ("deepseek_v2", {}),
+        ("deepseek_v3", {}),
     ],
 )
 def test_long_prompts_are_the_decoders(name: str, changes: dict[str, Any]) -> None:
@@ -185,7 +187,7 @@ def test_long_prompts_are_the_decoders(name: str, changes: dict[str, Any]) -> No
         )  # fp32, sums of up to 620 terms in another order
 
 
-@pytest.mark.parametrize("name", [*SPECS, "gemma2", "granite", "glm4", "qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", [*SPECS, "gemma2", "granite", "glm4", "qwen2_moe", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize(
     ("weights", "kv", "limit"),
     [
@@ -201,7 +203,7 @@ def test_long_prompts_are_the_decoders(name: str, changes: dict[str, Any]) -> No
 def test_every_format_is_near_the_interpreter_of_the_same_plan(name: str, weights: str, kv: str, limit: float) -> None:
     moe = EVERY[name].moe
     # All experts are chosen: a difference in the last bit would make some rows choose others.
-    changes = {} if moe is None else {"moe": replace(moe, top_k=moe.n_experts)}
+    changes = {} if moe is None else {"moe": replace(moe, top_k=moe.n_experts, n_groups=1, top_groups=1)}
     rig = TwinRig(decoder_of(name, **changes), weights, kv=kv)
     for i, prompt in enumerate(PROMPTS):
         rig.add(f"r{i}", list(prompt))

@@ -50,6 +50,10 @@ WINDOWED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 GROUPED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_group": 4, "topk_group": 2}
 
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
+
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-multi-head": {"model_type": "llama", "num_key_value_heads": 4, "tie_word_embeddings": True},
@@ -208,6 +212,33 @@ CASES: dict[str, dict[str, Any]] = {
         "num_local_experts": 6,
         "num_experts_per_tok": 2,
         "rotary_dim": 8,
+    },
+    "deepseek_v2": {
+        "model_type": "deepseek_v2",
+        "q_lora_rank": None,
+        "topk_method": "greedy",
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 2,
+        **LATENT,
+        **GROUPED,
+    },
+    "deepseek_v2-groups": {
+        "model_type": "deepseek_v2",
+        "q_lora_rank": 24,
+        "topk_method": "group_limited_greedy",
+        "first_k_dense_replace": 0,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.0,
+        **LATENT,
+        **GROUPED,
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 24,
+        "first_k_dense_replace": 1,
+        "rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        **LATENT,
+        **GROUPED,
     },
     "gpt_oss": {
         "model_type": "gpt_oss",

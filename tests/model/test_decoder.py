@@ -23,7 +23,7 @@ SPEC = ModelSpec("llama", V, 2, 64, 4, 2, 16, 96, 128)
 
 TRAINED = {
     name: spec.with_(
-        head_dim=32,
+        head_dim=32 if spec.mla is None else spec.head_dim,
         departures=replace(spec.departures, attention_scale=spec.departures.attention_scale and 0.15),
         moe=spec.moe and replace(spec.moe, top_k=spec.moe.n_experts, n_groups=1, top_groups=1),
     )
@@ -181,6 +181,7 @@ def test_bf16_training_follows_fp32_in_value_and_gradient(spec: ModelSpec, autoc
         (FEATURES["cohere2"], True),
         (FEATURES["glm4_moe"], True),
         (FEATURES["gpt_oss"], False),
+        (FEATURES["deepseek_v3"], True),
     ],
     ids=[
         "llama",
@@ -192,6 +193,7 @@ def test_bf16_training_follows_fp32_in_value_and_gradient(spec: ModelSpec, autoc
         "cohere2-packed",
         "glm4_moe-packed",
         "gpt_oss",
+        "deepseek_v3-packed",
     ],
 )
 def test_every_block_compiles_whole_and_computes_the_same(spec: ModelSpec, documents: bool) -> None:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from twostroke.core.named import letter, named
-from twostroke.core.spec import ModelSpec
+from twostroke.core.spec import MlaSpec, ModelSpec
 
 Split = Literal["column", "row", "vocabulary", "replicated", "expert"]
 _PLACES = {"attention": "attn", "mlp": "mlp"}
@@ -178,22 +178,24 @@ class LayerKind:
 
 def block(spec: ModelSpec, layer: int) -> tuple[Matrix | Norm | Vector, ...]:
     """What the block ``layer`` that the decoder builds stores, in the order it runs."""
-    qkv, out = attention_matrices(spec)
+    *projections, out = attention_matrices(spec)
     mlp: tuple[Matrix | Vector, ...] = mlp_matrices(spec, layer)
     if spec.moe is not None and spec.has_experts(layer):
         correction = (Vector("correction_bias", "mlp.correction_bias", spec.moe.n_experts),) if spec.moe.correction_bias else ()
         mlp += correction
     heads: tuple[Norm | Vector, ...] = _head_norms(spec, spec.n_kv_heads, spec.head_dim)
+    if spec.mla is not None:
+        heads = _latent_norms(spec.mla)
     if spec.departures.attention_sinks:
         heads = (*heads, Vector("sinks", "attn.sinks", spec.n_heads))
     names = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm")
     before, after, attn_post, mlp_post = (Norm(name, name, spec.d_model) for name in names)
     away = spec.departures
     if away.norms_after:
-        return (qkv, *heads, out, before, *mlp, after)
+        return (*projections, *heads, out, before, *mlp, after)
     if away.norms_around:
-        return (before, qkv, *heads, out, attn_post, after, *mlp, mlp_post)
-    return (before, qkv, *heads, out, *(() if away.one_norm else (after,)), *mlp)
+        return (before, *projections, *heads, out, attn_post, after, *mlp, mlp_post)
+    return (before, *projections, *heads, out, *(() if away.one_norm else (after,)), *mlp)
 
 
 def _head_norms(spec: ModelSpec, n_kv_heads: int, head_dim: int) -> tuple[Norm, ...]:
@@ -212,15 +214,20 @@ def block_matrices(spec: ModelSpec) -> tuple[Matrix, ...]:
     return attention_matrices(spec) + _mlp(spec, "", spec.d_ff)
 
 
-def attention_matrices(spec: ModelSpec) -> tuple[Matrix, Matrix]:
-    """The packed projection and attention's output of one block."""
-    return _attention(spec, spec.n_kv_heads, spec.head_dim)
+def attention_matrices(spec: ModelSpec) -> tuple[Matrix, ...]:
+    """The packed projection and attention's output of one block; of latent attention q (or q_a and q_b), kv_a, kv_b and out."""
+    return _attention(spec, spec.n_kv_heads, spec.head_dim) if spec.mla is None else _latent(spec)
 
 
 def mlp_matrices(spec: ModelSpec, layer: int) -> tuple[Matrix, ...]:
     """Those of ``layer``'s MLP: gate_up or up, and down; of experts the router, expert_gate_up, expert_down, and where there
     are shared ones shared_gate_up, shared_down and shared_gate."""
     return _moe(spec) if spec.has_experts(layer) else _mlp(spec, "", spec.d_ff)
+
+
+def after_attention(matrix: Matrix) -> bool:
+    """Whether it comes after attention in its block: only rows that are sampled from pass those of the last layer."""
+    return matrix.component == "mlp" or matrix.name == "out"
 
 
 @lru_cache(maxsize=256)
@@ -264,6 +271,12 @@ def _latent(spec: ModelSpec) -> tuple[Matrix, ...]:
             Matrix("attention", "index_weights", index.n_heads, spec.d_model, split="replicated"),
         ]
     return tuple(matrices)
+
+
+def _latent_norms(mla: MlaSpec) -> tuple[Norm, ...]:
+    """The norms of the compressed queries, if they are compressed, and of the latent."""
+    queries = () if mla.q_lora_rank is None else (Norm("q_a_norm", "attn.q_a_norm", mla.q_lora_rank),)
+    return (*queries, Norm("kv_a_norm", "attn.kv_a_norm", mla.kv_lora_rank))
 
 
 def _up(spec: ModelSpec, prefix: str, width: int, bias: bool, **of_experts: Any) -> Matrix:
@@ -323,7 +336,7 @@ def _layer_kind(spec: ModelSpec, window: int | None, sparse: bool) -> LayerKind:
             gated=spec.mlp == "swiglu",
         )
     mla, index = spec.mla, spec.indexer
-    other += (mla.q_lora_rank or 0) + mla.kv_lora_rank  # the norms of the two latents
+    other += sum(norm.n for norm in _latent_norms(mla))
     other += 2 * index.head_dim if index else 0  # the indexer's key has a LayerNorm
     return LayerKind(
         matrices=_latent(spec) + mlp,

@@ -85,7 +85,9 @@ def fits_native_attention(device_kind: str, dtype: str, spec: ModelSpec) -> bool
     A whole step of 12.2M parameters (6 × 384, 16 × 512 packed tokens) took 0.93 s of two processors' time with explicit
     attention and 0.83 with the native one, which keeps no probabilities either.
     """
-    computed = spec.head_dim % NATIVE_HEAD_MULTIPLE == 0 and spec.dropout == 0 and spec.departures.attention_cap is None
+    away = spec.departures
+    plain = away.attention_cap is None and not away.attention_sinks and spec.mla is None
+    computed = spec.head_dim % NATIVE_HEAD_MULTIPLE == 0 and spec.dropout == 0 and plain
     return device_kind == "cpu" and dtype == "bf16" and computed
 
 

@@ -330,11 +330,25 @@ class ModelSpec:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the hash, which another process would compute differently."""
-        return {key: value for key, value in self.__dict__.items() if key != "_hash"}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_hash", "_attended")}
 
     def has_experts(self, layer: int) -> bool:
         """Whether ``layer`` has experts in the place of its MLP."""
         return self.moe is not None and (self.moe.layers is None or layer in self.moe.layers)
+
+    @property
+    def attended(self) -> ModelSpec:
+        """The model as the engine's attention and cache see it: itself, or with latent attention one key head of the rotated
+        dimensions and the latent, which all query heads share (arXiv 2405.04434, 2.1.2, after absorption)."""
+        if self.mla is None:
+            return self
+        known: ModelSpec | None = self.__dict__.get("_attended")
+        if known is None:
+            away = replace(self.departures, rotary_dim=self.mla.qk_rope_dim, attention_scale=self.attention_scale)
+            width = self.mla.qk_rope_dim + self.mla.kv_lora_rank
+            known = replace(self, mla=None, n_kv_heads=1, head_dim=width, qk_norm=False, departures=away)
+            object.__setattr__(self, "_attended", known)
+        return known
 
     @property
     def queries_per_kv_head(self) -> int:
@@ -389,7 +403,8 @@ class ModelSpec:
             "a scale per router input": moe is not None and moe.router_scales,
             "experts without a gate": moe is not None and self.mlp != "swiglu",
             "norms of what experts add": moe is not None and (away.norms_after or away.norms_around or away.parallel_block),
-            "latent attention (MLA)": self.mla is not None,
+            "latent attention beside another norm or place of it": self.mla is not None
+            and (away.norms_after or away.norms_around or away.parallel_block or self.norm != "rmsnorm" or self.qk_norm),
             "sparse attention by an indexer": self.indexer is not None,
             "global attention of another shape": self.global_attention is not None,
             "ALiBi positions": self.positions == "alibi",

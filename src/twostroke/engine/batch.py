@@ -78,6 +78,7 @@ class BatchBuilder:
     """Keeps the page tables of running requests as an array, so that a step touches only the rows that grew."""
 
     def __init__(self, spec: ModelSpec, config: SchedulerConfig, dtype: str) -> None:
+        spec = spec.attended
         self.page_tokens = config.page_tokens
         self.dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
         width = min(config.n_pages, -(-config.max_model_len // config.page_tokens))

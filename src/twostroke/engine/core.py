@@ -124,8 +124,9 @@ class EngineCore:
         self._counts = EngineStats(pages_total=scheduler_config.n_pages)
         self._meter = StepMeter(self.spec, self.plan.step_bytes, token_bytes(self.spec, kv_dtype))
         self._expert_bytes = self.plan.expert_bytes
-        # A bound on scores sees what the softmax does not, so keys keep what they have in common there.
-        centred = CACHES[kv_dtype].scaled and self.spec.departures.attention_cap is None
+        # A bound on scores and a sink beside them see what the softmax does not, so keys keep what they have in common there.
+        away = self.spec.departures
+        centred = CACHES[kv_dtype].scaled and away.attention_cap is None and not away.attention_sinks
         if centred and isinstance(self.pool, TiledKVPool):  # after the runner is there: it computes a prefill
             centre_keys(self.pool, self.scheduler, self.spec.vocab_size, self.compute)
         self.load_s = time.perf_counter() - began
@@ -381,7 +382,8 @@ def _fit(spec: ModelSpec, settings: EngineSettings, kv_dtype: str) -> SchedulerC
     max_model_len = settings.max_model_len or spec.max_positions
     if max_model_len > spec.max_positions:
         raise ConfigError(f"max_model_len={max_model_len} is beyond the model's max_positions={spec.max_positions}. Lower it.")
-    page_bytes = token_bytes(spec, kv_dtype) * settings.page_tokens
+    token = token_bytes(spec, kv_dtype)
+    page_bytes = token * settings.page_tokens
     free = available_bytes()
     if settings.kv_cache_bytes is None:
         share = policy.CACHE_SHARE * free
@@ -401,7 +403,7 @@ def _fit(spec: ModelSpec, settings: EngineSettings, kv_dtype: str) -> SchedulerC
     if n_pages * settings.page_tokens < max_model_len:
         if settings.max_model_len is not None:
             raise CapacityError(
-                f"max_model_len={max_model_len} needs {format_bytes(max_model_len * token_bytes(spec, kv_dtype))} of KV cache "
+                f"max_model_len={max_model_len} needs {format_bytes(max_model_len * token)} of KV cache "
                 f"and there is {format_bytes(n_pages * page_bytes)}. Lower max_model_len or raise kv_cache_bytes."
             )
         max_model_len = n_pages * settings.page_tokens

@@ -59,7 +59,7 @@ class TorchInterpreter:
         experts: ExpertLoad | None = None,
     ) -> None:
         self.plan, self.pool, self.watch, self.experts = plan, pool, watch, experts
-        spec = plan.spec
+        spec = plan.spec.attended
         self.n_heads, self.n_kv_heads, self.head_dim = spec.n_heads, spec.n_kv_heads, spec.head_dim
         self.group = spec.queries_per_kv_head
         self.scale = spec.attention_scale
@@ -68,6 +68,8 @@ class TorchInterpreter:
             p.Embed: self._embed,
             p.Norm: self._norm,
             p.QkvProjection: self._qkv_projection,
+            p.LatentProjection: self._latent_projection,
+            p.LatentValues: self._latent_values,
             p.QkNorm: self._qk_norm,
             p.RopeAndCacheWrite: self._rope_and_cache_write,
             p.PagedAttention: self._paged_attention,
@@ -112,6 +114,22 @@ class TorchInterpreter:
 
     def _qkv_projection(self, op: p.QkvProjection, b: Buffers) -> None:
         b.qkv = op.matrix(b.normed).view(b.batch.n_rows, -1, self.head_dim)  # (n, H + 2K, D)
+
+    def _latent_projection(self, op: p.LatentProjection, b: Buffers) -> None:
+        mla, inside = op.mla, b.normed
+        if op.down is not None and op.down_norm is not None:
+            inside = F.rms_norm(op.down(inside), op.down_norm.shape, op.down_norm, op.eps)
+        queries = op.matrix(inside).view(b.batch.n_rows, self.n_heads, -1)
+        nope, turned = queries.split((mla.qk_nope_dim, mla.qk_rope_dim), dim=-1)
+        absorbed = torch.stack([op.absorb.of(h)(nope[:, h]) for h in range(self.n_heads)], dim=1)
+        latent, key = op.kv(b.normed).split((mla.kv_lora_rank, mla.qk_rope_dim), dim=-1)
+        latent = F.rms_norm(latent, op.kv_norm.shape, op.kv_norm, op.eps)
+        key_and_value = torch.stack((torch.cat((key, latent), -1), torch.cat((torch.zeros_like(key), latent), -1)), dim=1)
+        b.qkv = torch.cat((torch.cat((turned, absorbed), dim=-1), key_and_value), dim=1)  # (n, H + 2, D)
+
+    def _latent_values(self, op: p.LatentValues, b: Buffers) -> None:
+        summed = b.attention_out.view(len(b.attention_out), self.n_heads, -1)[..., op.mla.qk_rope_dim :]
+        b.attention_out = torch.cat([op.heads.of(h)(summed[:, h]) for h in range(self.n_heads)], dim=-1)
 
     def _qk_norm(self, op: p.QkNorm, b: Buffers) -> None:
         if op.over_heads:

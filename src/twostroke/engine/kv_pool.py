@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def token_bytes(spec: ModelSpec, dtype: str) -> int:
-    """Bytes of keys and values of one token in all layers, scales included."""
-    return int(kv_bytes_per_token(spec, dtype))
+    """Bytes of keys and values of one token in all layers, scales included, as ``ModelSpec.attended`` has them."""
+    return int(kv_bytes_per_token(spec.attended, dtype))
 
 
 def all_finite(heads: Tensor) -> bool:
@@ -54,6 +54,7 @@ class KVPool:
 
     def __init__(self, spec: ModelSpec, n_pages: int, page_tokens: int, dtype: str) -> None:
         self.n_pages, self.page_tokens, self.dtype = n_pages, page_tokens, dtype
+        spec = spec.attended
         self.n_kv_heads, self.head_dim = spec.n_kv_heads, spec.head_dim
         self.n_bytes = token_bytes(spec, dtype) * n_pages * page_tokens
         shape = (spec.n_layers, 2 * spec.n_kv_heads, n_pages * page_tokens, spec.head_dim)

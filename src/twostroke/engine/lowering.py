@@ -16,12 +16,13 @@ from twostroke.core.families import layout
 from twostroke.core.matrices import Matrix as Described
 from twostroke.core.matrices import attention_matrices, has_norm_bias, head_norms, mlp_matrices, qkv_rows
 from twostroke.core.schemes import SCHEMES, TORCH_WEIGHTS, W8A8, WEIGHTS, Scheme, scheme_of
-from twostroke.core.spec import ModelSpec
+from twostroke.core.spec import MlaSpec, ModelSpec
 from twostroke.engine import plan as p
 from twostroke.engine.packed_cache import Due, PackedCache
 from twostroke.kernels.codes import CODE_TYPES, Codes, quantize
 from twostroke.kernels.matrix import ExpertMatrices, FloatMatrix, Int8Matrix, Matrix, SeparateMatrices
 from twostroke.kernels.native_matrix import PANEL_OUTPUTS, NativeExperts, NativeMatrix, NativePair
+from twostroke.model.latent_attention import LATENT_NORM_EPS
 from twostroke.model.norm import norm_offset
 from twostroke.model.rope import by_halves
 
@@ -197,9 +198,63 @@ class _Lowering:
         weight = torch.cat((q.expand(spec.n_heads, -1), k.expand(spec.n_kv_heads, -1))).to(self.dtype) + norm_offset(spec)
         return weight if order is None else weight[:, order]
 
+    def projection(self, block: str) -> p.Op:
+        """What makes queries, keys and values."""
+        if self.spec.mla is not None:
+            return self.latent_projection(block, self.spec.mla)
+        qkv = attention_matrices(self.spec)[0]
+        return p.QkvProjection(self.matrix(f"{block}.{qkv.module}", qkv.bias, self.head_rows()))
+
+    def latent_projection(self, block: str, mla: MlaSpec) -> p.LatentProjection:
+        held = {matrix.name: matrix for matrix in attention_matrices(self.spec)}
+        down = held.get("q_a")
+        queries, kv = held["q" if down is None else "q_b"], held["kv_a"]
+        turned = None if self.spec.departures.neighbours_turn else interleaved(mla.qk_rope_dim)
+        q_rows, kv_rows = (
+            None if turned is None else torch.cat((torch.arange(n), n + turned)) for n in (mla.qk_nope_dim, mla.kv_lora_rank)
+        )
+        if q_rows is not None:
+            q_rows = (torch.arange(self.spec.n_heads)[:, None] * len(q_rows) + q_rows).reshape(-1)
+        absorb = self.rebuilding(block)[:, : mla.qk_nope_dim].transpose(1, 2)
+        return p.LatentProjection(
+            mla,
+            None if down is None else self.matrix(f"{block}.{down.module}", down.bias),
+            self.vector(f"{block}.attn.q_a_norm.weight", down is not None),
+            self.matrix(f"{block}.{queries.module}", queries.bias, q_rows),
+            self.matrix(f"{block}.{kv.module}", kv.bias, kv_rows),
+            self.get(f"{block}.attn.kv_a_norm.weight").to(self.dtype, copy=True),
+            self.of_heads(absorb),
+            LATENT_NORM_EPS,
+        )
+
+    def rebuilding(self, block: str) -> Float[Tensor, "H outputs latent"]:
+        """What rebuilds each head's keys and values from the latent, keys first; of codes their values."""
+        name = f"{block}.attn.kv_b"
+        held = self._read(name, self._held(name, self.scheme), None, self.get)
+        weight = held.values() if isinstance(held, Codes) else held
+        return weight.unflatten(0, (self.spec.n_heads, -1))
+
+    def of_heads(self, weights: Float[Tensor, "H n k"]) -> ExpertMatrices:
+        """A matrix a head, plain under every scheme: they are small, and codes cannot be transposed."""
+        plain = SCHEMES[self.scheme.kept]
+        if not self.native:
+            return SeparateMatrices([FloatMatrix(weight.to(self.dtype)) for weight in weights])
+        if weights.shape[1] % PANEL_OUTPUTS:
+            raise ConfigError(
+                f"runner='native' needs latent attention whose widths are multiples of {PANEL_OUTPUTS}, and one is "
+                f"{weights.shape[1]}. Use runner='torch'."
+            )
+        tall = weights.flatten(0, 1)
+
+        def pack() -> NativeMatrix:
+            return NativeMatrix(tall.contiguous(), plain.native)
+
+        due = Due(plain.native, 0, *tall.shape)
+        return NativeExperts(pack() if self.packed is None else self.packed.matrix(pack, due, None), len(weights))
+
     def block(self, i: int) -> list[p.Op]:
         spec, name, away = self.spec, f"blocks.{i}", self.spec.departures
-        qkv, out = attention_matrices(spec)
+        out = attention_matrices(spec)[-1]
         none, scale = p.Norm(None, None, spec.norm_eps), away.residual_scale
         attn_norm = self.norm(f"{name}.attn_norm")
         mlp_norm = attn_norm if away.one_norm else self.norm(f"{name}.mlp_norm")
@@ -210,7 +265,7 @@ class _Lowering:
             of_attn, of_mlp = (self.norm(f"{name}.{norm}") for norm in ("attn_post_norm", "mlp_post_norm"))
         ops: list[p.Op] = [
             read_by_attn,
-            p.QkvProjection(self.matrix(f"{name}.{qkv.module}", qkv.bias, self.head_rows())),
+            self.projection(name),
         ]
         if spec.qk_norm:
             ops.append(p.QkNorm(self.head_norms(name), spec.norm_eps, away.qk_norm_over_heads))
@@ -221,6 +276,8 @@ class _Lowering:
         ]
         if i == spec.n_layers - 1:
             ops.append(p.GatherSampledRows())
+        if spec.mla is not None:
+            ops.append(p.LatentValues(spec.mla, self.of_heads(self.rebuilding(name)[:, spec.mla.qk_nope_dim :])))
         parallel = away.parallel_block
         attention = p.OutProjectionAdd(self.matrix(f"{name}.{out.module}", out.bias), of_attn, scale, parallel)
         if spec.has_experts(i):

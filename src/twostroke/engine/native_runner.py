@@ -44,7 +44,7 @@ class NativeRunner:
         loaded.ts_step_destroy.restype, loaded.ts_step_destroy.argtypes = None, [ctypes.c_void_p]
         loaded.ts_step_run.restype, loaded.ts_step_run.argtypes = ctypes.c_int, [ctypes.c_void_p, ctypes.c_void_p]
         self._library, self.plan, self.pool = loaded, plan, pool
-        spec = plan.spec
+        spec = plan.spec.attended
         self._held: list[Tensor] = []  # tensors that the library points to and the plan does not keep alive
         ops = (COp * len(plan.ops))(*map(self._op, plan.ops))
         # A traced state is one after a whole block, so the block's last operation has to know which block it ends.
@@ -179,6 +179,10 @@ class NativeRunner:
             to.sinks = None if op.sinks is None else self._hold(op.sinks.float())
         elif isinstance(op, p.RouteTokens):
             self._route(op, to)
+        elif isinstance(op, p.LatentProjection):
+            self._latent(op, to)
+        elif isinstance(op, p.LatentValues):
+            to.heads, to.rope = _native(op.heads).matrix.c, op.mla.qk_rope_dim
         elif isinstance(op, p.ExpertsAdd):
             for name, experts in (("gate_up", op.gate_up), ("down", op.down)):
                 setattr(to, name, _native(experts).matrix.c)
@@ -194,6 +198,7 @@ class NativeRunner:
                 to.scale, to.ends_block = op.scale, int(op.ends_block)
                 if op.norm is not None:
                     self._norm(op.norm, to.norm)
+                to.latent = int(isinstance(op, p.OutProjectionAdd) and self.plan.spec.mla is not None)
             if isinstance(op, p.LmHead):
                 to.cap = op.cap or 0.0
             if isinstance(op, p.MlpUp):
@@ -201,6 +206,16 @@ class NativeRunner:
                 if isinstance(matrix, NativePair):
                     to.up = matrix.up.c
         return made
+
+    def _latent(self, op: p.LatentProjection, to: Any) -> None:
+        for name, matrix in (("matrix", op.matrix), ("down", op.down), ("kv", op.kv)):
+            if matrix is not None:
+                assert isinstance(matrix, NativeMatrix)
+                setattr(to, name, matrix.c)
+        to.absorb = _native(op.absorb).matrix.c
+        to.down_norm = None if op.down_norm is None else self._hold(op.down_norm.float())
+        to.kv_norm, to.eps = self._hold(op.kv_norm.float()), op.eps
+        to.nope, to.rope, to.latent = op.mla.qk_nope_dim, op.mla.qk_rope_dim, op.mla.kv_lora_rank
 
     def _route(self, op: p.RouteTokens, to: Any) -> None:
         assert isinstance(op.matrix, NativeMatrix)

@@ -38,7 +38,23 @@ class CLmHead(ctypes.Structure):
 class CProductAdd(ctypes.Structure):
     """``MlpDownAdd`` too."""
 
-    _fields_ = [("matrix", CMatrix), ("norm", CNorm), ("scale", _F32), ("ends_block", _I32)]
+    _fields_ = [("matrix", CMatrix), ("norm", CNorm), ("scale", _F32), ("ends_block", _I32), ("latent", _I32)]
+
+
+@mirror("LatentProjection")
+class CLatentProjection(ctypes.Structure):
+    _fields_ = [
+        *((name, CMatrix) for name in ("matrix", "down", "kv", "absorb")),
+        ("down_norm", _POINTER),
+        ("kv_norm", _POINTER),
+        *((name, _I64) for name in ("nope", "rope", "latent")),
+        ("eps", _F32),
+    ]
+
+
+@mirror("LatentValues")
+class CLatentValues(ctypes.Structure):
+    _fields_ = [("heads", CMatrix), ("rope", _I64)]
 
 
 @mirror("QkNorm")
@@ -93,6 +109,8 @@ OPS: tuple[tuple[type, str, type[ctypes.Structure]], ...] = (
     (p.Embed, "embed", CEmbed),
     (p.Norm, "norm", CNorm),
     (p.QkvProjection, "qkv_projection", CProduct),
+    (p.LatentProjection, "latent_projection", CLatentProjection),
+    (p.LatentValues, "latent_values", CLatentValues),
     (p.QkNorm, "qk_norm", CQkNorm),
     (p.RopeAndCacheWrite, "rope_and_cache_write", CRopeAndCacheWrite),
     (p.PagedAttention, "paged_attention", CPagedAttention),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from twostroke.core.crossovers import Crossovers
 from twostroke.core.schemes import scheme_of
-from twostroke.core.spec import Activation, ModelSpec, MoeSpec
+from twostroke.core.spec import Activation, MlaSpec, ModelSpec, MoeSpec
 from twostroke.kernels.matrix import ExpertMatrices, Matrix
 
 
@@ -42,6 +42,32 @@ class QkvProjection:
     """qkv ← normed·Wᵀ + b."""
 
     matrix: Matrix
+
+
+@dataclass(frozen=True, eq=False)
+class LatentProjection:
+    """qkv ← queries taken into the latent space, one key and one value of latent attention, from normed.
+
+    A head's query is (rotated dimensions, ``absorb``·the others), the key (rotated dimensions, the normed latent), the value
+    (zeros, the normed latent). ``matrix`` makes the queries, of RMSNorm(``down``·normed) where they are compressed.
+    """
+
+    mla: MlaSpec
+    down: Matrix | None
+    down_norm: Tensor | None
+    matrix: Matrix
+    kv: Matrix
+    kv_norm: Tensor
+    absorb: ExpertMatrices
+    eps: float
+
+
+@dataclass(frozen=True, eq=False)
+class LatentValues:
+    """attention_out ← each head's own matrix of ``heads`` times what it summed of the latents."""
+
+    mla: MlaSpec
+    heads: ExpertMatrices
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,9 +172,20 @@ class LmHead:
     cap: float | None = None
 
 
-BlockProduct = QkvProjection | OutProjectionAdd | MlpUp | MlpDownAdd
+BlockProduct = QkvProjection | OutProjectionAdd | MlpUp | MlpDownAdd | LatentProjection
 Product = BlockProduct | LmHead
-Op = Product | Embed | Norm | QkNorm | RopeAndCacheWrite | PagedAttention | GatherSampledRows | RouteTokens | ExpertsAdd
+Op = (
+    Product
+    | Embed
+    | Norm
+    | QkNorm
+    | RopeAndCacheWrite
+    | PagedAttention
+    | GatherSampledRows
+    | LatentValues
+    | RouteTokens
+    | ExpertsAdd
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,6 +210,8 @@ class Plan:
                 total += sum(matrix.n_bytes * op.top_k // matrix.copies for matrix in (op.gate_up, op.down))
             elif isinstance(op, RouteTokens) and op.correction is not None:
                 total += op.correction.nbytes
+            elif isinstance(op, LatentProjection):
+                total += op.kv_norm.nbytes + (0 if op.down_norm is None else op.down_norm.nbytes)
             norm = op.norm if isinstance(op, OutProjectionAdd | MlpDownAdd) else op
             if isinstance(norm, Norm):  # one norm may serve both branches of a block
                 norms[id(norm)] = sum(t.nbytes for t in (norm.weight, norm.bias) if t is not None)
@@ -207,8 +246,12 @@ class Plan:
         return total
 
 
-def _matrices(op: Op) -> tuple[Matrix, ...]:
-    """The matrices that every row is multiplied with."""
+def _matrices(op: Op) -> tuple[Matrix | ExpertMatrices, ...]:
+    """The matrices that every row is multiplied with, those of heads as one."""
     if isinstance(op, RouteTokens):
         return (op.matrix,) if op.shared_gate is None else (op.matrix, op.shared_gate)
+    if isinstance(op, LatentProjection):
+        return (op.matrix, op.kv, op.absorb) if op.down is None else (op.down, op.matrix, op.kv, op.absorb)
+    if isinstance(op, LatentValues):
+        return (op.heads,)
     return (op.matrix,) if isinstance(op, Product) else ()

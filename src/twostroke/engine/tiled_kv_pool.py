@@ -39,6 +39,7 @@ class TiledKVPool:
 
     def __init__(self, spec: ModelSpec, n_pages: int, page_tokens: int, dtype: str) -> None:
         self.n_pages, self.page_tokens, self.dtype = n_pages, page_tokens, dtype
+        spec = spec.attended
         self.n_kv_heads, self.head_dim = spec.n_kv_heads, spec.head_dim
         # Whole tiles: the last may reach beyond the last page.
         self.n_slots = -(-n_pages * page_tokens // TILE) * TILE

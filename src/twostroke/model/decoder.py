@@ -22,6 +22,7 @@ from twostroke.model.attention import (
 )
 from twostroke.model.experts import ExpertsMlp
 from twostroke.model.initialise import initialise
+from twostroke.model.latent_attention import LatentAttention
 from twostroke.model.mlp import GatedMlp, PlainMlp
 from twostroke.model.norm import make_norm
 from twostroke.model.rope import tables_by_layer
@@ -64,7 +65,7 @@ class Block(nn.Module):
         away = spec.departures
         self.norms_after, self.parallel, self.residual_scale = away.norms_after, away.parallel_block, away.residual_scale
         self.attn_norm = make_norm(spec)
-        self.attn = Attention(spec)
+        self.attn = Attention(spec) if spec.mla is None else LatentAttention(spec)
         self.attn_post_norm = make_norm(spec) if away.norms_around else None
         self.mlp_norm = None if away.one_norm else make_norm(spec)
         self.mlp = make_mlp(spec, layer)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from twostroke.core.errors import ConfigError
-from twostroke.core.families.experts import prediction_layers_left_out
-from twostroke.core.families.llama import Defaults, llama_like
+from twostroke.core.families.experts import prediction_layers_left_out, routing_keys
+from twostroke.core.families.llama import Defaults, llama_like, write_llama_like
 from twostroke.core.families.reader import Reader
-from twostroke.core.spec import IndexerSpec, MlaSpec, ModelSpec, MoeSpec
+from twostroke.core.spec import Departures, IndexerSpec, MlaSpec, ModelSpec, MoeSpec
 
 
 def _latent(
@@ -55,11 +56,50 @@ def _latent(
     left_out = r.integer("num_nextn_predict_layers", 0)
     # num_key_value_heads repeats the query heads, and head_dim is another number in each release: both follow from the rest.
     shape = {"num_key_value_heads": heads, "head_dim": mla.qk_nope_dim + mla.qk_rope_dim}
+    departures = Departures(
+        rotary_dim=mla.qk_rope_dim, neighbours_turn=r.flag("rope_interleave", True), attention_scale=_yarn_scale(r, mla)
+    )
     return llama_like(
-        family, config | shape, defaults, r.rope(), mla=mla, moe=moe, qkv_bias=bias, attn_out_bias=bias,
+        family, config | shape, defaults, r.rope(), mla=mla, moe=moe, qkv_bias=bias, attn_out_bias=bias, departures=departures,
         notes=prediction_layers_left_out(left_out),
         **extra,
     )  # fmt: skip
+
+
+def _yarn_scale(r: Reader, mla: MlaSpec) -> float | None:
+    """Of the scores under yarn with ``mscale_all_dim`` m: (0.1·m·ln(factor) + 1)²/√D; None: 1/√D."""
+    scaling = Reader(r.object("rope_parameters") or r.object("rope_scaling"))
+    factor, m = scaling.number("factor", 1.0), scaling.number("mscale_all_dim", 0.0)
+    if not m or factor <= 1:
+        return None
+    return (0.1 * m * math.log(factor) + 1.0) ** 2 / math.sqrt(mla.qk_nope_dim + mla.qk_rope_dim)
+
+
+def write_latent(spec: ModelSpec) -> dict[str, Any]:
+    moe, mla = spec.moe, spec.mla
+    if moe is None or mla is None:
+        raise ConfigError(f"family={spec.family!r} has experts and latent attention, and this model lacks one of them.")
+    config = write_llama_like(spec) | routing_keys(moe)
+    del config["partial_rotary_factor"], config["rope_parameters"]["partial_rotary_factor"]
+    if spec.departures.attention_scale is not None:
+        grown = math.sqrt(spec.departures.attention_scale * math.sqrt(spec.head_dim))
+        for key in ("rope_parameters", "rope_scaling"):
+            config[key] = config[key] | {"mscale_all_dim": (grown - 1.0) / (0.1 * math.log(spec.rope.factor))}
+    grouped = "group_limited_greedy" if moe.n_groups > 1 else "greedy"
+    return config | {
+        "head_dim": mla.qk_rope_dim,
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_nope_head_dim": mla.qk_nope_dim,
+        "qk_rope_head_dim": mla.qk_rope_dim,
+        "v_head_dim": mla.v_dim,
+        "first_k_dense_replace": 0 if moe.layers is None else spec.n_layers - len(moe.layers),
+        "moe_layer_freq": 1,
+        "attention_bias": spec.qkv_bias,
+        "rope_interleave": spec.departures.neighbours_turn,
+        "topk_method": "noaux_tc" if moe.correction_bias else grouped,
+        "scoring_func": moe.scores,
+    }
 
 
 def parse_deepseek_v2(config: dict[str, Any]) -> ModelSpec:

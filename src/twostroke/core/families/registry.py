@@ -88,6 +88,9 @@ FAMILIES: dict[str, Family] = {
         Family("glm4_moe", "Glm4MoeForCausalLM", experts.parse_glm4_moe, experts.write_glm4_moe),
         Family("minimax_m2", "MiniMaxM2ForCausalLM", experts.parse_minimax_m2, experts.write_minimax_m2, MINIMAX_WEIGHTS),
         Family("gpt_oss", "GptOssForCausalLM", experts.parse_gpt_oss, experts.write_gpt_oss, GPT_OSS_WEIGHTS),
+        Family("deepseek_v2", "DeepseekV2ForCausalLM", latent.parse_deepseek_v2, latent.write_latent),
+        Family("deepseek_v3", "DeepseekV3ForCausalLM", latent.parse_deepseek_v3, latent.write_latent),
+        Family("kimi_k2", "DeepseekV3ForCausalLM", latent.parse_kimi_k2, latent.write_latent),
     )
 }
 """Families that are planned, built, trained, served and written."""
@@ -95,9 +98,6 @@ FAMILIES: dict[str, Family] = {
 PLANNED_FAMILIES: dict[str, Family] = {
     f.name: f
     for f in (
-        Family("deepseek_v2", "DeepseekV2ForCausalLM", latent.parse_deepseek_v2),
-        Family("deepseek_v3", "DeepseekV3ForCausalLM", latent.parse_deepseek_v3),
-        Family("kimi_k2", "DeepseekV3ForCausalLM", latent.parse_kimi_k2),
         Family("glm_moe_dsa", "GlmMoeDsaForCausalLM", latent.parse_glm_moe_dsa),
         Family("gemma3", "Gemma3ForConditionalGeneration", gemma.parse_gemma3),
         Family("gemma4", "Gemma4ForConditionalGeneration", gemma.parse_gemma4),

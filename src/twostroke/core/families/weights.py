@@ -105,6 +105,8 @@ LLAMA_WEIGHTS = WeightNames(
         "gate": "mlp.gate_proj",
         "up": "mlp.up_proj",
         "down": "mlp.down_proj",
+        "q_a_norm": "self_attn.q_a_layernorm",
+        "kv_a_norm": "self_attn.kv_a_layernorm",
         "q_norm": "self_attn.q_norm",
         "k_norm": "self_attn.k_norm",
         "attn_norm": "input_layernorm",

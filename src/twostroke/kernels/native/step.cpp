@@ -111,6 +111,7 @@ void Step::need_memory(int n_threads) {
     rows_.need(kFewRows, widest_);
     best_.need(kFewRows * n_threads);
     need_expert_memory(n_rows_);
+    need_latent_memory();
     while (static_cast<int>(memory_.size()) < n_threads) memory_.emplace_back(new ThreadMemory);
     const int64_t scratch = kernels_->attend_scratch_bytes(kv_, m_.n_heads / m_.n_kv_heads);
     for (auto& memory : memory_) {

@@ -26,6 +26,22 @@ struct Norm {
 struct QkvProjection {
     Matrix matrix;
 };
+// Latent attention's queries, key and value (engine/plan.py). `matrix` reads the normed rows, or where they are
+// compressed what `down` makes of them.
+struct LatentProjection {
+    Matrix matrix;           // (H · (nope + rope), ·)
+    Matrix down;             // packed null: queries are not compressed
+    Matrix kv;               // (latent + rope, E)
+    Matrix absorb;           // (H · latent, nope), F32 or BF16
+    const float* down_norm;  // of what `down` makes
+    const float* kv_norm;    // (latent)
+    int64_t nope, rope, latent;
+    float eps;
+};
+struct LatentValues {
+    Matrix heads;  // (H · values, latent), F32 or BF16
+    int64_t rope;  // numbers of a head that attention summed before the latent
+};
 struct QkNorm {
     const float* weight;  // (H + K, D)
     float eps;
@@ -48,6 +64,7 @@ struct OutProjectionAdd {
     Norm norm;           // of what is added; weight null: none
     float scale;         // of what is added, after its norm
     int32_t ends_block;  // nothing of its block comes after it
+    int32_t latent;      // it reads what LatentValues made
 };
 struct MlpUp {
     Matrix matrix;  // of the gate if there is `up`
@@ -59,7 +76,7 @@ struct MlpDownAdd {
     Matrix matrix;
     Norm norm;
     float scale;
-    int32_t ends_block;
+    int32_t ends_block, unused;
 };
 struct RouteTokens {
     Matrix matrix;            // (X, E) in F32
@@ -86,6 +103,8 @@ struct LmHead {
     ROW(Embed, embed)                            \
     ROW(Norm, norm)                              \
     ROW(QkvProjection, qkv_projection)           \
+    ROW(LatentProjection, latent_projection)     \
+    ROW(LatentValues, latent_values)             \
     ROW(QkNorm, qk_norm)                         \
     ROW(RopeAndCacheWrite, rope_and_cache_write) \
     ROW(PagedAttention, paged_attention)         \

@@ -156,7 +156,7 @@ void Step::run(const PagedAttention& op, Now& now) {
 void Step::run(const GatherSampledRows&, Now& now) { gather(now); }
 
 void Step::run(const OutProjectionAdd& op, Now& now) {
-    add(op, now, prepare(now, op.matrix.format, now.attention_out, q_width_));
+    add(op, now, prepare(now, op.matrix.format, op.latent ? latent_values_.get() : now.attention_out, op.matrix.k));
 }
 
 void Step::run(const MlpUp& op, Now& now) {

@@ -1,6 +1,6 @@
-// The step at work: its memory, and its operations in three files. step_operations.cpp has the plan's operations,
-// step_experts.cpp those of a mixture of experts, step_rows.cpp what they do to a row, to a group of heads or to a task
-// of attention; step.cpp what is around them.
+// The step at work: its memory, and its operations in four files. step_operations.cpp has the plan's operations,
+// step_experts.cpp those of a mixture of experts, step_latent.cpp those of latent attention, step_rows.cpp what they do
+// to a row, to a group of heads or to a task of attention; step.cpp what is around them.
 #pragma once
 
 #include <algorithm>
@@ -95,6 +95,13 @@ private:
     void up_part(const ExpertsAdd&, const Now&, const Rows& rows, int64_t expert, int64_t at);
     void down_part(const ExpertsAdd&, const Now&, const Rows& rows, int64_t expert, int64_t first);
 
+    // step_latent.cpp
+    void run(const LatentProjection&, Now&);
+    void run(const LatentValues&, Now&);
+    void need_latent_memory();
+    void multiply_head(const Now&, const Matrix&, int64_t head, int64_t n, const float* from, int64_t stride, float* y,
+                       int64_t ldy);
+
     // step_operations.cpp
     Range own(const Now&, int64_t n) const;
     Range own_outputs(const Now&, const Matrix&) const;
@@ -140,6 +147,7 @@ private:
     Array<int32_t> chosen_, sorted_;   // sorted_: pairs in the order of their experts
     std::vector<int64_t> first_pair_;  // in sorted_, of each expert
     PreparedRows routed_, gathered_, inner_rows_;
+    Array<float> latent_down_, latent_queries_, latent_kv_, latent_values_;
     std::vector<std::unique_ptr<ThreadMemory>> memory_;
 };
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from twostroke.core.matrices import Matrix, block_kinds, head_matrix, layer_kinds, pair_flops, qkv_rows
+from twostroke.core.matrices import Matrix, after_attention, block_kinds, head_matrix, layer_kinds, pair_flops
 from twostroke.core.named import largest, letter, named, smallest
 from twostroke.core.policy import LEAST_KEPT_PACKED_BYTES, TOKEN_BUDGET
 from twostroke.core.rates import Phase
@@ -58,6 +58,7 @@ def product_work(use: Use, working_set: float, hardware: Hardware) -> Work:
 def elements_of(spec: ModelSpec, rows: int) -> dict[str, float]:
     """Numbers that norms, rotation of heads, writing the cache and activation (and quantising rows for the products) read and
     write in one layer, by component."""
+    spec = spec.attended
     counts = elementwise_elements(spec, layer_kinds(spec)[0][0], backward=False)
     counts["attention"] += 2.0 * spec.n_kv_heads * spec.head_dim
     if spec.qk_norm:
@@ -69,7 +70,7 @@ def attention_flop(spec: ModelSpec, start: int, count: int) -> float:
     """4·H·D for each pair of a query and a key that it sees, all layers, for tokens start + 1 … start + count."""
     windows = [spec.window_of_layer(layer) or start + count for layer in range(spec.n_layers)]
     pairs = sum(visible_pairs(start, count, window) for window in windows)
-    return 1.0 * pair_flops(spec) * pairs
+    return 1.0 * pair_flops(spec.attended) * pairs
 
 
 def chunks(shape: ServingShape) -> list[tuple[int, int]]:
@@ -126,6 +127,10 @@ class Native(Strategy):
     """Each phase is its products at the library's rates, and what surrounds them in units whose price calibration fitted to
     whole steps (``calibration.native_steps``)."""
 
+    @property
+    def cached(self) -> ModelSpec:
+        return self.spec.attended
+
     # -- memory
 
     def weights_bytes(self) -> float:
@@ -148,7 +153,8 @@ class Native(Strategy):
         """Residual stream, its norm, packed heads, attention's output and the MLP's inside of the largest step, in fp32 and in
         what products read (half as much); and the looked-up part of a tied embedding."""
         spec, shape = self.spec, self.shape
-        row = 6.0 * (2 * spec.d_model + qkv_rows(spec) + spec.n_heads * spec.head_dim + 2 * widest_mlp(spec))
+        heads = (2 * spec.n_heads + 2 * self.cached.n_kv_heads) * self.cached.head_dim  # packed, and attention's output
+        row = 6.0 * (2 * spec.d_model + heads + 2 * widest_mlp(spec))
         tokens = shape.prompts * (shape.prompt_tokens - shape.hit_tokens)
         rows = largest(shape.batch, smallest(letter("budget", TOKEN_BUDGET), tokens))
         looked_up = 0.0
@@ -216,7 +222,7 @@ class Native(Strategy):
             "attention": sum(attention_flop(spec, chunk.before, chunk.new) for chunk in chunks) / threads,
         }
         priced = {unit: count * self._price("prefill", unit) for unit, count in units.items()}
-        read = sum(chunk.before + chunk.new for chunk in chunks) * kv_bytes_per_token(spec, self.shape.cache_dtype)
+        read = sum(chunk.before + chunk.new for chunk in chunks) * kv_bytes_per_token(self.cached, self.shape.cache_dtype)
         priced["attention"] = max(priced["attention"], read / self.hardware.bandwidth(self._working_set("prefill")))
         ratio = self._prefill_ratio(new)
         seconds = ratio * (self._products_s(rows, decoding + sum(chunk.samples for chunk in chunks)) + sum(priced.values()))
@@ -270,7 +276,7 @@ class Native(Strategy):
         if phase == "prefill":
             keys = sum(start + count for start, count in chunks(shape))
             flop = sum(attention_flop(spec, start, count) for start, count in chunks(shape))
-            kv_bytes = keys * kv_bytes_per_token(spec, shape.cache_dtype)
+            kv_bytes = keys * kv_bytes_per_token(self.cached, shape.cache_dtype)
         else:
             flop, kv_bytes = shape.batch * attention_flop(spec, shape.context, 1), self._cache_bytes()
         around = self._around(phase, units, flop, kv_bytes)
@@ -292,8 +298,9 @@ class Native(Strategy):
                 "attention": sum(attention_flop(spec, start, count) / threads for start, count, threads in parts),
             }
         threads = self._threads(batch)
-        keys = 2.0 * batch * layers * _keys(spec, shape) * spec.n_kv_heads * spec.head_dim / threads
-        wide = kv_bytes_per_token(spec, shape.cache_dtype) / kv_bytes_per_token(spec)  # of the bf16 that is priced
+        cached = self.cached
+        keys = 2.0 * batch * layers * _keys(spec, shape) * cached.n_kv_heads * cached.head_dim / threads
+        wide = kv_bytes_per_token(cached, shape.cache_dtype) / kv_bytes_per_token(cached)  # of the bf16 that is priced
         return {
             "step": 1.0,
             "row": float(batch),
@@ -347,7 +354,7 @@ class Native(Strategy):
         for matrices, layers in block_kinds(spec):
             n_last = 0 if last_rows == rows else layers.count(spec.n_layers - 1)
             for product in matrices:
-                n_whole = len(layers) - (0 if product.name == "qkv" else n_last)
+                n_whole = len(layers) - (n_last if after_attention(product) else 0)
                 for n_rows, those in ((rows, layers[:n_whole]), (last_rows, layers[n_whole:])):
                     apart = {own: sum(others[f"{layer}.{product.name}", own] for layer in those) for own in kinds}
                     found.append(_use(product, native_name(product, how), n_rows, len(those) - sum(apart.values()), alone))
@@ -365,7 +372,7 @@ class Native(Strategy):
         return letter("crowding", self.hardware.native_rates.crowding) * read
 
     def _cache_bytes(self) -> float:
-        read = self.shape.batch * _keys(self.spec, self.shape) * kv_bytes_per_token(self.spec, self.shape.cache_dtype)
+        read = self.shape.batch * _keys(self.spec, self.shape) * kv_bytes_per_token(self.cached, self.shape.cache_dtype)
         return named("step_cache_bytes", read, "bytes", "keys and values that a decode step attends to")
 
     def _around(self, phase: Phase, units: dict[str, float], flop: float, kv_bytes: float) -> list[Work]:

@@ -52,8 +52,11 @@ def native_product_bytes(product: Matrix, name: str) -> float:
 
 
 def native_name(product: Matrix, how: Scheme) -> str:
-    """The library's product of ``product`` under the scheme ``how``: routers stay in fp32."""
-    return ROUTER_PRODUCT if product.chooses else how.native_product
+    """The library's product of ``product`` under the scheme ``how``: routers stay in fp32, and what rebuilds keys and values
+    from a latent, absorbed head by head, plain."""
+    if product.chooses:
+        return ROUTER_PRODUCT
+    return scheme_of(how.kept).native_product if product.name == "kv_b" else how.native_product
 
 
 @lru_cache(maxsize=1024)
@@ -80,6 +83,8 @@ def native_read_bytes(spec: ModelSpec, scheme: str, head: str, others: tuple[tup
     norms = 4.0 * (parameters.norms + parameters.final_norm)
     if spec.norm == "layernorm" and not has_norm_bias(spec):
         norms *= 2  # the library's LayerNorm has a bias, here of zeros
+    if spec.mla is not None:
+        norms += 4.0 * spec.n_layers * ((spec.mla.q_lora_rank or 0) + spec.mla.kv_lora_rank)
     if spec.qk_norm:
         norms += 4.0 * spec.n_layers * sum(norm.n for norm in head_norms(spec))
     return blocks + norms + native_product_bytes(head_matrix(spec), scheme_of(head).native_product)

@@ -321,7 +321,7 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
         )
     engine = strategy_of(spec, shape, hardware)
     weights, room = engine.weights_bytes(), engine.room_for_kv()
-    one = kv_bytes_on_device(spec, shape, request_kv_bytes(spec, shape))
+    one = kv_bytes_on_device(engine.cached, shape, request_kv_bytes(engine.cached, shape))
     if room < one:
         each = f" on each of {shape.placement.devices} devices" if shape.placement.devices > 1 else ""
         raise CapacityError(
@@ -385,7 +385,7 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
             "logits": named("logits_bytes", logits, "bytes", drawn),
             "process": process,
         },
-        kv_bytes_per_token=kv_bytes_per_token(spec, shape.cache_dtype),
+        kv_bytes_per_token=kv_bytes_per_token(engine.cached, shape.cache_dtype),
         pages=pages,
         kv_cache_bytes=set_aside,
         largest_batch=named("largest_batch", most, "requests", "whole ones that the memory holds", section="memory"),

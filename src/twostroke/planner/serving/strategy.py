@@ -73,9 +73,14 @@ class Strategy(ABC):
         """The scheme as it is on disk."""
         return self.shape.scheme
 
+    @property
+    def cached(self) -> ModelSpec:
+        """The model as this engine's cache holds it."""
+        return self.spec
+
     def page_bytes(self) -> float:
         """What one device keeps of a page."""
-        return kv_bytes_on_device(self.spec, self.shape, page_bytes(self.spec, self.shape))
+        return kv_bytes_on_device(self.cached, self.shape, page_bytes(self.cached, self.shape))
 
     def room_for_kv(self) -> float:
         """Bytes left for the KV cache: utilisation · memory − weights − the process at rest. May be negative."""

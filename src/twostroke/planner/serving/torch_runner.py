@@ -55,6 +55,10 @@ class TorchRunner(Datasheet):
         self.rates = inputs(lost)
         self.note = "torch's steps are not calibrated: the machine's rates, of which it reaches half where it reads."
 
+    @property
+    def cached(self) -> ModelSpec:
+        return self.spec.attended
+
     def weights_bytes(self) -> float:
         return super().weights_bytes() + self._second_copies_bytes()
 

@@ -3,7 +3,7 @@ Korthikanti et al. (arXiv 2205.05198); causal attention is counted as the half t
 
 from __future__ import annotations
 
-from twostroke.core.matrices import LayerKind, block_kinds, head_matrix, layer_kinds
+from twostroke.core.matrices import LayerKind, after_attention, block_kinds, head_matrix, layer_kinds
 from twostroke.core.named import named, smallest
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.work.params import count_parameters
@@ -61,7 +61,8 @@ def row_flop(spec: ModelSpec) -> int:
 
 def last_block_elements(spec: ModelSpec) -> int:
     """Elements of the matrices after the last layer's attention that one token is multiplied with."""
-    return next(sum(m.passed for m in matrices[1:]) for matrices, layers in block_kinds(spec) if spec.n_layers - 1 in layers)
+    matrices = next(matrices for matrices, layers in block_kinds(spec) if spec.n_layers - 1 in layers)
+    return sum(matrix.passed for matrix in matrices if after_attention(matrix))
 
 
 def prefill_flops(spec: ModelSpec, prompt_tokens: int) -> float:
