@@ -33,6 +33,14 @@ NEEDED: dict[str, dict[str, Any]] = {
     "stablelm": {"num_attention_heads": 4, "num_key_value_heads": 4},
     "gpt_neox": {"num_attention_heads": 4},
     "glm4_moe": {"num_attention_heads": 8},
+    "kimi_k2": {
+        "first_k_dense_replace": 1,
+        "max_position_embeddings": 131_072,
+        "bos_token_id": 163_584,
+        "eos_token_id": 163_585,
+        "n_group": 1,
+        "topk_group": 1,
+    },
 }
 """What a family's defaults do not give for these sizes."""
 
@@ -46,7 +54,8 @@ def reference(config: dict[str, Any]) -> Any:
     """transformers' reading of ``config``."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(**config)
+    known = {"kimi_k2": "deepseek_v3"}  # whose class its checkpoints name
+    return AutoConfig.for_model(**config | {"model_type": known.get(config["model_type"], config["model_type"])})
 
 
 def assert_agree(spec: ModelSpec, theirs: Any) -> None:
@@ -64,6 +73,15 @@ def assert_agree(spec: ModelSpec, theirs: Any) -> None:
     if spec.positions == "learned":
         rates = [getattr(theirs, name) for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop") if hasattr(theirs, name)]
         assert all(rate == spec.dropout for rate in rates)
+        return
+    if spec.mla is not None:
+        assert spec.moe is not None
+        ours = (spec.mla.q_lora_rank, spec.mla.kv_lora_rank, spec.mla.qk_nope_dim, spec.mla.qk_rope_dim, spec.mla.v_dim)
+        names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        assert ours == tuple(getattr(theirs, name) for name in names)
+        assert (spec.moe.n_experts, spec.moe.d_expert) == (theirs.n_routed_experts, theirs.moe_intermediate_size)
+        assert spec.moe.normalised == theirs.norm_topk_prob
+        assert spec.moe.n_groups == (theirs.n_group or 1)
         return
     kv_heads = theirs.num_kv_heads if spec.family == "falcon" else getattr(theirs, "num_key_value_heads", spec.n_heads)
     assert spec.n_kv_heads == kv_heads
@@ -157,7 +175,7 @@ def test_published_configurations_agree_with_transformers(assets: Path, name: st
 def test_an_unknown_family_names_the_near_and_the_known_ones() -> None:
     with pytest.raises(
         UnsupportedFamilyError,
-        match=r"Did you mean 'mixtral' or 'mistral'\?.*llama.*olmo2, olmo3.*seed_oss.*gpt_oss; to plan only",
+        match=r"Did you mean 'mixtral' or 'mistral'\?.*llama.*olmo2, olmo3.*seed_oss.*gpt_oss.*; to plan only",
     ):
         spec_from_config(small_config("mixtrl"))
 

@@ -46,7 +46,6 @@ def test_every_family_is_in_one_registry_and_says_whether_it_is_built() -> None:
 @pytest.mark.parametrize(
     ("family", "features"),
     [
-        ("deepseek_v3", ["latent attention (MLA)"]),
         ("glm_moe_dsa", ["sparse attention by an indexer"]),
         ("gemma4", ["global attention of another shape", "a scale per layer"]),
         ("phi", ["a bias on the output head"]),
@@ -67,9 +66,11 @@ def test_decoder_lowering_and_weight_names_refuse_what_is_not_built(assets: Path
     from twostroke.engine.lowering import lower
     from twostroke.model.decoder import Decoder
 
-    spec = spec_from_config(published(assets, "deepseek_v3") | {"quantization_config": None})
+    spec = spec_from_config(published(assets, "glm_moe_dsa") | {"quantization_config": None})
     for make in (lambda: Decoder(spec, device="meta"), lambda: lower(spec, {}), lambda: list(layout(spec))):
-        with pytest.raises(ConfigError, match=r"'deepseek_v3' can be planned but not built yet: latent attention \(MLA\)\."):
+        with pytest.raises(
+            ConfigError, match=r"'glm_moe_dsa' can be planned but not built yet: sparse attention by an indexer\."
+        ):
             make()
 
 
@@ -95,9 +96,9 @@ def test_a_directory_of_a_planned_model_is_refused_before_its_weights_are_looked
     from twostroke.engine.core import EngineCore
     from twostroke.model.load import load_model
 
-    (tmp_path / "config.json").write_text(json.dumps(published(assets, "deepseek_v3")))
+    (tmp_path / "config.json").write_text(json.dumps(published(assets, "glm_moe_dsa")))
     for load in (lambda: load_model(tmp_path), lambda: EngineCore(tmp_path)):
-        with pytest.raises(ConfigError, match=r"can be planned but not built yet: latent attention \(MLA\)"):
+        with pytest.raises(ConfigError, match=r"can be planned but not built yet: sparse attention by an indexer"):
             load()
 
 

@@ -30,19 +30,20 @@ def _latent(
             f"config.json: first_k_dense_replace={dense} must be at least 0 and moe_layer_freq={step} at least 1."
         )
     mla = MlaSpec(
-        q_lora_rank=r.optional_integer("q_lora_rank"),
-        kv_lora_rank=r.integer("kv_lora_rank"),
-        qk_nope_dim=r.integer("qk_nope_head_dim"),
-        qk_rope_dim=r.integer("qk_rope_head_dim"),
-        v_dim=r.integer("v_head_dim"),
+        q_lora_rank=r.optional_integer("q_lora_rank") if "q_lora_rank" in config else 1536,
+        kv_lora_rank=r.integer("kv_lora_rank", 512),
+        qk_nope_dim=r.integer("qk_nope_head_dim", 128),
+        qk_rope_dim=r.integer("qk_rope_head_dim", 64),
+        v_dim=r.integer("v_head_dim", 128),
     )
-    width, greedy = r.integer("moe_intermediate_size"), config.get("topk_method") == "greedy"
+    width = r.integer("moe_intermediate_size", 2048 if correction_bias else 1407)
+    greedy = not correction_bias and config.get("topk_method", "greedy") == "greedy"
     n_groups, top_groups = (1, 1) if greedy else (r.integer("n_group", groups[0]), r.integer("topk_group", groups[1]))
     moe = MoeSpec(
-        n_experts=r.integer("n_routed_experts"),
-        top_k=r.integer("num_experts_per_tok"),
+        n_experts=r.integer("n_routed_experts", 256 if correction_bias else 64),
+        top_k=r.integer("num_experts_per_tok", 8 if correction_bias else 6),
         d_expert=width,
-        n_shared_experts=r.integer("n_shared_experts", 0),
+        n_shared_experts=r.integer("n_shared_experts", 1 if correction_bias else 2),
         d_shared=width,
         layers=tuple(i for i in range(n_layers) if i >= dense and i % step == 0),
         correction_bias=correction_bias,

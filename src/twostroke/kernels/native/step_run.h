@@ -151,4 +151,24 @@ private:
     std::vector<std::unique_ptr<ThreadMemory>> memory_;
 };
 
+// Rows in the form that a matrix reads. `fill` writes row r, of k numbers, to where it is told: in memory of all
+// threads, each its share, or in the thread's own where it makes all of them.
+template <typename Fill>
+Rows Step::prepare(const Now& now, Format format, float* shared_to, float* own_to, int64_t k, Fill fill) {
+    const int64_t n = now.last - now.first;
+    if (now.shared && n > kPrivateRows) {
+        const Range rows = own(now, 1);
+        for (int64_t r = rows.first; r < rows.last; r++) fill(r, shared_to + r * k);
+        const Rows made = rows_.make(format, shared_to, n, k, rows.first, rows.last);
+        barrier();
+        return made;
+    }
+    PreparedRows& made = memory_[now.thread]->rows;
+    for (int64_t r = 0; r < n; r++) {  // each while it is in the first-level cache
+        fill(now.first + r, own_to + r * k);
+        made.make(format, own_to, n, k, r, r + 1);
+    }
+    return made.make(format, own_to, n, k, n, n);
+}
+
 }  // namespace ts
