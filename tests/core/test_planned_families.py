@@ -152,7 +152,6 @@ def test_short_keys_without_what_the_family_needs_are_refused() -> None:
         ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types must list"),
         ("gpt_oss", {"num_key_value_heads": 7}, "n_kv_heads=7 must divide n_heads=64"),
-        ("deepseek_v3", {"kv_lora_rank": None}, "no 'kv_lora_rank', which model_type='deepseek_v3' needs"),
         ("deepseek_v3", {"qk_rope_head_dim": 63}, "qk_rope_dim=63 must be even"),
         ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace=-1"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "quip"}}, "'quip' is not supported"),

@@ -41,6 +41,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_moe": USUAL | {
         "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20,
     },
+    "olmoe": USUAL | {"num_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": USUAL | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "glm4_moe": USUAL | {
         "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_group": 1, "topk_group": 1,
     },

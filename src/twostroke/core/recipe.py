@@ -250,7 +250,7 @@ def spec_from_recipe(
         | {"query_pre_attn_scalar": head_dim, "attention_multiplier": max(1, head_dim) ** -0.5}
         | {"new_decoder_architecture": True}
     )
-    if (spec.n_kv_heads, spec.head_dim) != (kv_heads, head_dim):
+    if spec.mla is None and (spec.n_kv_heads, spec.head_dim) != (kv_heads, head_dim):
         raise ConfigError(
             f"model.n_kv_heads={model.n_kv_heads}, model.head_dim={model.head_dim}: leave both out for {model.family}."
         )

@@ -19,9 +19,10 @@ def _latent(
     first_dense: int = 3,
     correction_bias: bool = True,
     groups: tuple[int, int] = (1, 1),
+    q_lora_rank: int | None = 1536,
     **extra: Any,
 ) -> ModelSpec:
-    """``groups`` are the groups of experts, and those of them that a token's are chosen from, where the config has none."""
+    """For what the config lacks: ``groups`` of experts, and those of them that a token's are chosen from; ``q_lora_rank``."""
     r = Reader(config)
     n_layers = r.layer_count("num_hidden_layers")
     dense, step = r.integer("first_k_dense_replace", first_dense), r.integer("moe_layer_freq", 1)
@@ -30,7 +31,7 @@ def _latent(
             f"config.json: first_k_dense_replace={dense} must be at least 0 and moe_layer_freq={step} at least 1."
         )
     mla = MlaSpec(
-        q_lora_rank=r.optional_integer("q_lora_rank") if "q_lora_rank" in config else 1536,
+        q_lora_rank=r.optional_integer("q_lora_rank") if "q_lora_rank" in config else q_lora_rank,
         kv_lora_rank=r.integer("kv_lora_rank", 512),
         qk_nope_dim=r.integer("qk_nope_head_dim", 128),
         qk_rope_dim=r.integer("qk_rope_head_dim", 64),
@@ -124,4 +125,4 @@ def parse_glm_moe_dsa(config: dict[str, Any]) -> ModelSpec:
     for key in ("indexer_types", "mlp_layer_types", "index_topk_pattern"):
         r.must_be(key, None)
     indexer = IndexerSpec(r.integer("index_n_heads", 32), r.integer("index_head_dim", 128), r.integer("index_topk", 2048))
-    return _latent("glm_moe_dsa", config, Defaults(max_positions=202_752, bos=0, eos=1), indexer=indexer)
+    return _latent("glm_moe_dsa", config, Defaults(max_positions=202_752, bos=0, eos=1), indexer=indexer, q_lora_rank=None)

@@ -37,9 +37,9 @@ class ExpertNames:
     bias: str = ".bias"
 
     def modules(self, matrix: Matrix) -> tuple[tuple[str, int], ...]:
-        """(name, outputs) of the modules of shared experts; none of routed ones, which adapters leave alone."""
+        """(name, outputs) of the modules of shared experts, or of one of those that are chosen."""
         if matrix.copies > 1:
-            return ()
+            return tuple((getattr(self, part).format(0), n) for part, n in matrix.packed or (("down", matrix.n),))
         return tuple((f"{self.shared}.{part.removeprefix('shared_')}_proj", n) for part, n in matrix.parts)
 
     def parts(self, matrix: Matrix, kind: str) -> tuple[tuple[str, int], ...]:

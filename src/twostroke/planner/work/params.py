@@ -96,8 +96,11 @@ def matches(module: str, target: str) -> bool:
 
 
 def targeted(matrix: Matrix, targets: tuple[str, ...], family: str = "llama") -> tuple[int, ...]:
-    """Outputs of each module of ``matrix`` that gets an adapter."""
+    """Outputs of each module of ``matrix`` that gets an adapter. Of experts that are chosen those that a target names: "all
+    linear" modules leave them out, as PEFT does, for which they are no modules."""
     modules = modules_of(matrix, family)
+    if matrix.copies > 1:
+        targets = tuple(target for target in targets if target != ALL_LINEAR)
     return tuple(outputs for module, outputs in modules if any(matches(module, target) for target in targets))
 
 
