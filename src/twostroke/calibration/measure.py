@@ -12,6 +12,7 @@ from twostroke.calibration.adapter_rates import with_fitted_adapters
 from twostroke.calibration.bandwidth import WORKING_SETS_BYTES, measure_read_bandwidth, working_sets
 from twostroke.calibration.beside_steps import measure_beside_steps
 from twostroke.calibration.collectives import is_launched, measure_between_processes, measure_in_launched_group
+from twostroke.calibration.contended import measure_contended
 from twostroke.calibration.launches import measure_launches
 from twostroke.calibration.moments import NativeMoments
 from twostroke.calibration.native_rates import (
@@ -49,6 +50,7 @@ from twostroke.calibration.transformer import (
     measure_setup,
     start_compiler,
 )
+from twostroke.core.contention import used_now, whole
 from twostroke.core.crossovers import Crossovers
 from twostroke.core.errors import ConfigError
 from twostroke.core.profile import (
@@ -63,6 +65,7 @@ from twostroke.core.profile import (
 from twostroke.core.rates import (
     BlockRates,
     Conditions,
+    Contended,
     Engine,
     NativeRates,
     Process,
@@ -244,7 +247,12 @@ def calibrate(
     engines: tuple[Engine, ...] = (only,) if only else ENGINES
     tell(0.75, "text, weights, sampling and HTTP")
     beside = measure_beside_steps(clock, device == "cpu" and only != "train", serves_natively and extent.whole_steps)
-    _take(moments, tell, 0.9)
+    _take(moments, tell, 0.86)
+    others_used = used_now() if moments is None else moments.others_used
+    contended = Contended()
+    if device == "cpu" and extent.whole_steps and whole(others_used) + 1 < fingerprint.n_cores:
+        tell(0.95, "beside another program")
+        contended = measure_contended(clock, only != "serve", serves_natively)
     native: NativeRates | None = None
     if moments is not None:
         bandwidth = [*moments.bandwidth]
@@ -276,7 +284,8 @@ def calibrate(
         crossovers=crossovers,
         link=link,
         network=network,
-        conditions=Conditions(clock.disturbed_share, low_by, clock.elapsed_s),
+        contended=contended,
+        conditions=Conditions(clock.disturbed_share, low_by, clock.elapsed_s, others_used),
         engines=engines,
         **beside,
     )
@@ -300,6 +309,7 @@ def merged(before: MachineProfile, now: MachineProfile) -> MachineProfile:
         crossovers=served.crossovers,
         sampling=served.sampling,
         http=served.http,
+        contended=Contended(trained.contended.training, served.contended.http),
         link=now.link or before.link,
         network=now.network or before.network,
         conditions=replace(now.conditions, low_by_share=before.conditions.low_by_share | now.conditions.low_by_share),

@@ -6,6 +6,7 @@ next graph in a third of the time. The peak is that of a whole process, so it is
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import statistics
@@ -41,6 +42,7 @@ from twostroke.training.clock import StepClock
 from twostroke.training.memory import peak_memory_bytes, reset_peak
 from twostroke.training.optimizers import Optimizers
 from twostroke.training.precision import MasterWeights
+from twostroke.training.processors import Processors
 from twostroke.training.step import TrainStep
 
 LEAST_STEPS = 3
@@ -120,42 +122,59 @@ def _mean(steps: Sequence[TrainingStep]) -> TrainingStep:
     return replace(steps[0], **times)
 
 
+class Repeated:
+    """A training step of ``kind`` with ``n_layers``, computed as often as asked for. ``first_s`` is its first time.
+    ``is_usable`` says that it was compiled where that was asked for."""
+
+    def __init__(self, kind: Kind, n_layers: int, device: str) -> None:
+        anchor, dtype, mode, method = kind
+        place = torch.device(device)
+        self._step = _training_step(anchor, n_layers, dtype, mode, place, method)
+        self._laps, self._batch = StepClock(place), _batch(anchor, place)
+        keep_freed_memory()  # as a run does before its steps
+        self.first_s = self.once()["whole"]
+        self.is_usable = mode != "compiled" or self._step.is_compiled
+
+    def once(self) -> dict[str, float]:
+        """Seconds of each part of one more."""
+        self._laps.start()
+        self._step([self._batch], 1.0, self._laps)
+        seconds, parts = self._laps.finish()
+        return parts | {"whole": seconds}
+
+
 def measure_depth(clock: Clock, kind: Kind, n_layers: int) -> TrainingStep | None:
     """The median of each part over undisturbed steps, and the first step; None if compiling does not work.
 
     It takes medians, because a run's own steps are scored by their median, and the shortest step is a lucky one.
     """
-    anchor, dtype, mode, method = kind
-    place = torch.device(clock.device)
-    step, laps, batch = _training_step(anchor, n_layers, dtype, mode, place, method), StepClock(place), _batch(anchor, place)
-    keep_freed_memory()  # as a run does before its steps
-    laps.start()
-    step([batch], 1.0, laps)
-    first_s, _ = laps.finish()
-    if mode == "compiled" and not step.is_compiled:
+    step = Repeated(kind, n_layers, clock.device)
+    if not step.is_usable:
         return None
     clean: list[dict[str, float]] = []
     disturbed: list[dict[str, float]] = []
     shares: list[float] = []
     begin = time.perf_counter()
-    for n in range(MOST_STEPS):
-        if n == WARM_UP_STEPS:
-            begin = time.perf_counter()
-        window = Window()
-        laps.start()
-        step([batch], 1.0, laps)
-        _, parts = laps.finish()
-        if n >= WARM_UP_STEPS:
-            shares.append(window.waited_share)
-            (disturbed if shares[-1] > DISTURBED_SHARE else clean).append(parts)
-            elapsed = time.perf_counter() - begin
-            enough = len(clean) >= LEAST_STEPS and elapsed >= SECONDS * clock.effort
-            if enough or elapsed >= 3 * SECONDS * clock.effort:
-                break
+    with contextlib.closing(Processors()) as processors:
+        for n in range(MOST_STEPS):
+            if n == WARM_UP_STEPS:
+                begin = time.perf_counter()
+            window = Window()
+            processors.choose()
+            parts = step.once()
+            if n >= WARM_UP_STEPS:
+                shares.append(window.waited_share)
+                (disturbed if shares[-1] > DISTURBED_SHARE else clean).append(parts)
+                elapsed = time.perf_counter() - begin
+                enough = len(clean) >= LEAST_STEPS and elapsed >= SECONDS * clock.effort
+                if enough or elapsed >= 3 * SECONDS * clock.effort:
+                    break
     clock.count(shares)
     steady = clean or disturbed
     forward, backward, optimizer = (statistics.median(p[part] for p in steady) for part in PARTS)
-    return TrainingStep(anchor.width, n_layers, dtype, mode, forward, backward, optimizer, first_s, method=method)
+    return TrainingStep(
+        kind.anchor.width, n_layers, kind.dtype, kind.mode, forward, backward, optimizer, step.first_s, method=kind.method
+    )
 
 
 def in_a_new_process(steps: Sequence[TrainingStep], kind: Kind, device: str) -> tuple[list[TrainingStep], float | None]:

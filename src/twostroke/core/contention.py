@@ -1,17 +1,21 @@
-"""How long this process waited for a processor that others were using: what tells a busy machine from a slow one.
+"""Other programs on the processors of this process: how long its threads waited for them, and how many processors they use.
 
 Linux counts for every thread the nanoseconds it was ready to run and did not (``/proc/<pid>/task/<tid>/schedstat``, second
 field), and for every virtual processor the time that the host gave to others (``steal`` in ``/proc/stat``, hundredths of a
-second). Neither sees a neighbour that shares only a cache or memory bandwidth.
+second). Neither sees a neighbour that shares only a cache or memory bandwidth. What other programs use is the time that
+processors were busy less that of this process's own threads.
 """
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-_TASKS = Path("/proc/self/task")
-_STAT = Path("/proc/stat")
+_PROC = Path("/proc")
+_TASKS = _PROC / "self" / "task"
+_STAT = _PROC / "stat"
 
 
 def waited_s() -> float | None:
@@ -41,3 +45,104 @@ def low_by(waited: float, elapsed: float, n_threads: int) -> float:
         return 0.0
     n = max(1, n_threads)
     return 1.0 - max(0.0, 1.0 - waited / (n * elapsed)) ** n
+
+
+TAKEN_SHARE = 0.6
+"""From this share of its time on, a processor counts as taken. A program that never pauses uses 1 beside a process that leaves
+it a processor, and REPLACE beside one whose two threads share two processors with it."""
+
+LONGEST_LOOK_S = 1.0
+"""What ran longer ago than this says little of the next minute."""
+
+LOOK_S = 0.2
+"""Least time between two looks: ``/proc/stat`` counts in hundredths of a second."""
+
+
+def processors() -> frozenset[int]:
+    """Those that this process may use; none where the system does not tell."""
+    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+
+
+def _busy_s(which: frozenset[int]) -> float | None:
+    """Seconds that ``which`` have been busy so far. None where the system does not tell."""
+    try:
+        rows = [line.split() for line in _STAT.read_bytes().split(b"\n", max(which) + 2)[1:-1]]
+        # user, nice and system, without idle and iowait, then irq and softirq; what the host gave to others is no program here
+        ticks = sum(int(n) for name, *row in rows if int(name[3:]) in which for n in (*row[0:3], *row[5:7]))
+    except (OSError, ValueError, IndexError):
+        return None
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+class OtherPrograms:
+    """How many of this process's processors other programs use, looked at every ``LOOK_S`` at most. ``busy_s``, ``own_s`` and
+    ``clock`` are the system's, for tests."""
+
+    def __init__(
+        self,
+        busy_s: Callable[[frozenset[int]], float | None] = _busy_s,
+        own_s: Callable[[], float] = time.process_time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._busy_s, self._own_s, self._clock = busy_s, own_s, clock
+        self.processors = processors()
+        self._began, self._busy, self._own = clock(), busy_s(self.processors), own_s()
+        self._used = 0.0
+        self.n_looks = 1
+
+    @property
+    def age_s(self) -> float:
+        """Since the last look."""
+        return self._clock() - self._began
+
+    @property
+    def used(self) -> float:
+        """Processors that they used between the last two looks; 0 before the second, and where the system does not tell."""
+        now = self._clock()
+        if self._busy is None or now - self._began < LOOK_S:
+            return self._used
+        busy, own = self._busy_s(self.processors), self._own_s()
+        if busy is not None:
+            self._used = max(0.0, (busy - self._busy - (own - self._own)) / (now - self._began))
+            self._began, self._busy, self._own, self.n_looks = now, busy, own, self.n_looks + 1
+        return self._used
+
+    def left(self, n_threads: int) -> int:
+        """Of ``n_threads``, as many as have a processor that no other program takes for itself; at least one."""
+        return max(1, min(n_threads, len(self.processors) - whole(self.used)))
+
+
+_looking: list[OtherPrograms] = []
+
+
+def begin_looking() -> None:
+    """Make the first of the two looks of ``used_now`` already, so that it need not wait."""
+    _looking[:] = [OtherPrograms()]
+
+
+def used_now() -> float:
+    """Processors that other programs used in the last moments. It waits for ``LOOK_S`` at most."""
+    if not _looking or _looking[0].age_s > LONGEST_LOOK_S:
+        begin_looking()
+    others = _looking[0]
+    if others.n_looks == 1:
+        time.sleep(max(0.0, LOOK_S - others.age_s))
+    return others.used
+
+
+def whole(used: float) -> int:
+    """How many processors are taken, where other programs use ``used``."""
+    return int(used + 1.0 - TAKEN_SHARE)
+
+
+def occupied() -> frozenset[int]:
+    """Processors on which a thread of another process runs at this moment."""
+    found, own = set[int](), str(os.getpid())
+    for task in _PROC.glob("[0-9]*/task/[0-9]*/stat"):
+        try:
+            fields = task.read_bytes().rpartition(b")")[2].split()
+        except OSError:
+            continue  # it has ended
+        if fields[0] == b"R" and task.parts[2] != own:
+            found.add(int(fields[36]))
+    return frozenset(found)

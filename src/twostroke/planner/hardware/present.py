@@ -1,0 +1,89 @@
+"""What else runs on this machine while a plan of it is made, and what that does to the plan's times.
+
+Both engines leave a processor that another program takes for itself to that program (``core.contention``). Steps of the
+inference engine run on as many threads as processors are left, at rates that calibration measured. Threads of training share
+what is left: with n threads on n − k processors one processor has ⌈n/(n − k)⌉ of them, and the others wait for it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from twostroke.core.contention import TAKEN_SHARE, used_now, whole
+from twostroke.core.named import letter
+from twostroke.core.profile import MachineProfile
+from twostroke.planner.hardware.device import Hardware, Present
+
+AS_CALIBRATED = "TWOSTROKE_AS_CALIBRATED"
+"""Environment variable that, set to anything but 0, plans for the machine as it was calibrated, whatever runs on it now."""
+
+LEAST_USE = 0.15
+"""Share of a processor below which other programs are not worth a line."""
+
+
+def as_calibrated(profile: MachineProfile) -> Present:
+    """What ran there meanwhile."""
+    used = profile.conditions.others_used
+    taken = _taken(used, profile.fingerprint.n_cores)
+    return Present(used, taken, taken)
+
+
+def at_present(profile: MachineProfile) -> Present:
+    """What runs on this machine, whose ``profile`` it is, at this moment. It looks for ``contention.LOOK_S`` at most."""
+    then = as_calibrated(profile)
+    if os.environ.get(AS_CALIBRATED, "0") != "0" or profile.device != "cpu":
+        return then
+    used = used_now()
+    return Present(used, _taken(used, profile.fingerprint.n_cores), then.taken_at_calibration)
+
+
+def _taken(used: float, n_processors: int) -> int:
+    return min(whole(used), n_processors - 1)
+
+
+def threads_left(hardware: Hardware, n_threads: int) -> int:
+    """Of ``n_threads`` of the inference engine, those that have a processor."""
+    return max(1, min(n_threads, hardware.n_cores - hardware.present.processors_taken))
+
+
+def training_slowdown(hardware: Hardware, kind: str) -> float:
+    """How many times as long a training step of ``kind`` ("compiled", "eager", "adapters") takes as when it was calibrated,
+    because other programs have taken processors or left them."""
+    present = hardware.present
+    if hardware.kind != "cpu" or present.processors_taken == present.taken_at_calibration:
+        return 1.0
+    now, then = (_slowdown(hardware, kind, n) for n in (present.processors_taken, present.taken_at_calibration))
+    return letter("contended", now / then)
+
+
+def _slowdown(hardware: Hardware, kind: str, taken: int) -> float:
+    """Against an idle machine: as measured with one processor taken, in proportion to the threads that share one with more."""
+    n = hardware.n_cores
+    if not taken or n < 2:
+        return 1.0
+    shared, shared_by_one = (-(-n // (n - k)) for k in (taken, 1))
+    return hardware.contended.training.get(kind, float(shared_by_one)) * shared / shared_by_one
+
+
+def unsure_factor(hardware: Hardware) -> float:
+    """How many times as long a time may come out as planned, because other programs use a part of a processor, too little to
+    count it as taken: they may go on to take it."""
+    present, n = hardware.present, hardware.n_cores
+    rest = present.processors_used - present.processors_taken
+    if hardware.kind != "cpu" or n < 2 or not LEAST_USE <= rest < TAKEN_SHARE or present.processors_taken >= n - 1:
+        return 1.0
+    more = replace(hardware, present=replace(present, processors_taken=present.processors_taken + 1))
+    return max(1.0, training_slowdown(more, "compiled") / training_slowdown(hardware, "compiled"))
+
+
+def present_notes(hardware: Hardware) -> tuple[str, ...]:
+    """What a plan says of it; empty where nothing else runs."""
+    present = hardware.present
+    if hardware.basis != "measured" or present.processors_used < LEAST_USE:
+        return ()
+    then = "" if not present.taken_at_calibration else f" ({present.taken_at_calibration} taken when it was calibrated)"
+    busy = f"this machine now: {present.processors_used:.1f} of {hardware.n_cores} processors busy with other programs{then}"
+    if present.processors_taken:
+        return (f"{busy}; the plan counts on {hardware.n_cores - present.processors_taken}.",)
+    return (f"{busy}; times may come out longer.",)
