@@ -50,7 +50,7 @@ from twostroke.calibration.transformer import (
     measure_setup,
     start_compiler,
 )
-from twostroke.core.contention import used_now, whole
+from twostroke.core.contention import recently, whole
 from twostroke.core.crossovers import Crossovers
 from twostroke.core.errors import ConfigError
 from twostroke.core.profile import (
@@ -248,7 +248,7 @@ def calibrate(
     tell(0.75, "text, weights, sampling and HTTP")
     beside = measure_beside_steps(clock, device == "cpu" and only != "train", serves_natively and extent.whole_steps)
     _take(moments, tell, 0.86)
-    others_used = used_now() if moments is None else moments.others_used
+    others_used = recently().used if moments is None else moments.others_used
     contended = Contended()
     if device == "cpu" and extent.whole_steps and whole(others_used) + 1 < fingerprint.n_cores:
         tell(0.95, "beside another program")

@@ -98,14 +98,17 @@ class OtherPrograms:
     @property
     def used(self) -> float:
         """Processors that they used between the last two looks; 0 before the second, and where the system does not tell."""
+        if self._busy is not None and self.age_s >= LOOK_S:
+            self.look()
+        return self._used
+
+    def look(self) -> None:
+        """Look now."""
         now = self._clock()
-        if self._busy is None or now - self._began < LOOK_S:
-            return self._used
         busy, own = self._busy_s(self.processors), self._own_s()
         if busy is not None:
-            self._used = max(0.0, (busy - self._busy - (own - self._own)) / (now - self._began))
+            self._used = max(0.0, (busy - (self._busy or 0.0) - (own - self._own)) / max(now - self._began, 1e-9))
             self._began, self._busy, self._own, self.n_looks = now, busy, own, self.n_looks + 1
-        return self._used
 
     def left(self, n_threads: int) -> int:
         """Of ``n_threads``, as many as have a processor that no other program takes for itself; at least one."""
@@ -116,18 +119,19 @@ _looking: list[OtherPrograms] = []
 
 
 def begin_looking() -> None:
-    """Make the first of the two looks of ``used_now`` already, so that it need not wait."""
+    """Make the first of the two looks of ``recently`` already, so that it need not wait."""
     _looking[:] = [OtherPrograms()]
 
 
-def used_now() -> float:
-    """Processors that other programs used in the last moments. It waits for ``LOOK_S`` at most."""
+def recently() -> OtherPrograms:
+    """With what other programs used in the last moments. It waits for ``LOOK_S`` at most."""
     if not _looking or _looking[0].age_s > LONGEST_LOOK_S:
         begin_looking()
     others = _looking[0]
     if others.n_looks == 1:
         time.sleep(max(0.0, LOOK_S - others.age_s))
-    return others.used
+        others.look()
+    return others
 
 
 def whole(used: float) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from twostroke.core.contention import TAKEN_SHARE, used_now, whole
+from twostroke.core.contention import TAKEN_SHARE, recently, whole
 from twostroke.core.named import letter
 from twostroke.core.profile import MachineProfile
 from twostroke.planner.hardware.device import Hardware, Present
@@ -34,7 +34,7 @@ def at_present(profile: MachineProfile) -> Present:
     then = as_calibrated(profile)
     if os.environ.get(AS_CALIBRATED, "0") != "0" or profile.device != "cpu":
         return then
-    used = used_now()
+    used = recently().used
     return Present(used, _taken(used, profile.fingerprint.n_cores), then.taken_at_calibration)
 
 
