@@ -49,7 +49,7 @@ LEAST_STEPS = 3
 MOST_STEPS = 40
 WARM_UP_STEPS = 1
 SECONDS = 0.8
-"""Steps repeat for so long after the warm-up, and up to three times as long until ``LEAST_STEPS`` were undisturbed."""
+"""Steps repeat for so long after the warm-up, and up to ``PATIENCE`` times as long until ``LEAST_STEPS`` were undisturbed."""
 
 PARTS = ("forward", "backward", "optimizer")
 
@@ -166,8 +166,7 @@ def measure_depth(clock: Clock, kind: Kind, n_layers: int) -> TrainingStep | Non
                 shares.append(window.waited_share)
                 (disturbed if shares[-1] > DISTURBED_SHARE else clean).append(parts)
                 elapsed = time.perf_counter() - begin
-                enough = len(clean) >= LEAST_STEPS and elapsed >= SECONDS * clock.effort
-                if enough or elapsed >= 3 * SECONDS * clock.effort:
+                if clock.is_over(elapsed, SECONDS * clock.effort, len(clean) >= LEAST_STEPS):
                     break
     clock.count(shares)
     steady = clean or disturbed
