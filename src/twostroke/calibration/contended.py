@@ -9,16 +9,17 @@ import sys
 import time
 from collections.abc import Iterator
 
+from twostroke.calibration.first_uses import measure_first_uses
 from twostroke.calibration.http_rates import measure_http
 from twostroke.calibration.timing import Clock
-from twostroke.calibration.training_steps import COMPILED, EAGER, Kind, Repeated
+from twostroke.calibration.training_steps import COMPILED, EAGER, WARM_UP_STEPS, Kind, Repeated
 from twostroke.core.contention import LOOK_S
 from twostroke.core.rates import Contended
-from twostroke.training.processors import Processors
 
 KINDS: dict[str, Kind] = {"compiled": COMPILED[0], "adapters": COMPILED[-1], "eager": EAGER[0]}
 LEAST_STEPS, SECONDS = 4, 1.0
-HTTP_ROUNDS = 1
+ROUNDS = 1
+"""Of what starts processes: a program that never pauses disturbs each round alike."""
 
 
 @contextlib.contextmanager
@@ -26,7 +27,7 @@ def one_processor_taken() -> Iterator[None]:
     """Another program that computes without a pause."""
     program = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        time.sleep(2 * LOOK_S)  # until it runs, and a look has seen nothing else
+        time.sleep(LOOK_S)  # until it runs
         yield
     finally:
         program.kill()
@@ -34,25 +35,24 @@ def one_processor_taken() -> Iterator[None]:
 
 
 def measure_contended(clock: Clock, trains: bool, serves: bool) -> Contended:
-    """Steps of the shallow anchors as multiples of the same steps right before, and HTTP. A kind that cannot be compiled is
-    left out."""
+    """Steps of the shallow anchors as multiples of the same steps right before; first uses and HTTP. A kind that cannot be
+    compiled is left out."""
     steps = {name: Repeated(kind, kind.anchor.shallow, "cpu") for name, kind in KINDS.items()} if trains else {}
     usable = {name: step for name, step in steps.items() if step.is_usable}
     alone = {name: _usual_s(step, clock.effort) for name, step in usable.items()}
     with one_processor_taken():
         factors = {name: max(1.0, _usual_s(step, clock.effort) / alone[name]) for name, step in usable.items()}
-        http = measure_http(Clock(clock.device, clock.effort), HTTP_ROUNDS) if serves else None
-    return Contended(factors, http)
+        first_uses = measure_first_uses(ROUNDS) if serves else None
+        http = measure_http(Clock(clock.device, clock.effort), ROUNDS) if serves else None
+    return Contended(factors, first_uses, http)
 
 
 def _usual_s(step: Repeated, effort: float) -> float:
-    """The median of steps that come after a look at what else runs."""
+    """The median of its steps."""
+    for _ in range(WARM_UP_STEPS):
+        step.once()
     found: list[float] = []
-    with contextlib.closing(Processors()) as processors:
-        begin = time.perf_counter()
-        while len(found) < LEAST_STEPS or time.perf_counter() - begin < SECONDS * effort + 2 * LOOK_S:
-            processors.choose()
-            seconds = step.once()["whole"]
-            if time.perf_counter() - begin > 2 * LOOK_S:
-                found.append(seconds)
+    begin = time.perf_counter()
+    while len(found) < LEAST_STEPS or time.perf_counter() - begin < SECONDS * effort:
+        found.append(step.once()["whole"])
     return statistics.median(found)

@@ -309,7 +309,7 @@ def merged(before: MachineProfile, now: MachineProfile) -> MachineProfile:
         crossovers=served.crossovers,
         sampling=served.sampling,
         http=served.http,
-        contended=Contended(trained.contended.training, served.contended.http),
+        contended=replace(served.contended, training=trained.contended.training),
         link=now.link or before.link,
         network=now.network or before.network,
         conditions=replace(now.conditions, low_by_share=before.conditions.low_by_share | now.conditions.low_by_share),

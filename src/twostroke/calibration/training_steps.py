@@ -6,7 +6,6 @@ next graph in a third of the time. The peak is that of a whole process, so it is
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import itertools
 import statistics
@@ -42,7 +41,6 @@ from twostroke.training.clock import StepClock
 from twostroke.training.memory import peak_memory_bytes, reset_peak
 from twostroke.training.optimizers import Optimizers
 from twostroke.training.precision import MasterWeights
-from twostroke.training.processors import Processors
 from twostroke.training.step import TrainStep
 
 LEAST_STEPS = 3
@@ -155,19 +153,17 @@ def measure_depth(clock: Clock, kind: Kind, n_layers: int) -> TrainingStep | Non
     disturbed: list[dict[str, float]] = []
     shares: list[float] = []
     begin = time.perf_counter()
-    with contextlib.closing(Processors()) as processors:
-        for n in range(MOST_STEPS):
-            if n == WARM_UP_STEPS:
-                begin = time.perf_counter()
-            window = Window()
-            processors.choose()
-            parts = step.once()
-            if n >= WARM_UP_STEPS:
-                shares.append(window.waited_share)
-                (disturbed if shares[-1] > DISTURBED_SHARE else clean).append(parts)
-                elapsed = time.perf_counter() - begin
-                if clock.is_over(elapsed, SECONDS * clock.effort, len(clean) >= LEAST_STEPS):
-                    break
+    for n in range(MOST_STEPS):
+        if n == WARM_UP_STEPS:
+            begin = time.perf_counter()
+        window = Window()
+        parts = step.once()
+        if n >= WARM_UP_STEPS:
+            shares.append(window.waited_share)
+            (disturbed if shares[-1] > DISTURBED_SHARE else clean).append(parts)
+            elapsed = time.perf_counter() - begin
+            if clock.is_over(elapsed, SECONDS * clock.effort, len(clean) >= LEAST_STEPS):
+                break
     clock.count(shares)
     steady = clean or disturbed
     forward, backward, optimizer = (statistics.median(p[part] for p in steady) for part in PARTS)

@@ -62,7 +62,6 @@ def evaluate(
     from twostroke.evaluation.held_out import held_out_to_score
     from twostroke.evaluation.task_files import load_task
     from twostroke.planner.truth.recording import recording
-    from twostroke.training.processors import Processors
 
     directory = model_directory(model)
     tasks = [load_task(name, task_data) for name in task]
@@ -82,7 +81,7 @@ def evaluate(
     lines: list[str] = []
     is_planned = text is not None and not (text.prepared is not None and text.prepared.holds_conversations)
     plan = functools.partial(_planned, directory, scorer, text, context, stride) if text is not None and is_planned else None
-    with recording("evaluate", directory.resolve().name, inputs, plan, log) as run, Processors():
+    with recording("evaluate", directory.resolve().name, inputs, plan, log) as run:
         if text is not None:
             log(f"scoring {directory} on {text.name}")
             with progress("scoring", 1.0) as advance, run.meter:

@@ -61,13 +61,11 @@ def quantize(
     from twostroke.core.families import read_spec
     from twostroke.planner.truth.recording import recording
     from twostroke.quantization.convert import quantize_model
-    from twostroke.training.processors import Processors
 
     group = None if nearest else chosen.group
     spec = read_spec(source)
     inputs = {"model": str(source), "scheme": scheme, "nearest": nearest, "max_kl": max_kl}
-    plan = functools.partial(_planned, spec, scheme, group)
-    with recording("quantize", directory.resolve().name, inputs, plan, log) as run, Processors():
+    with recording("quantize", directory.resolve().name, inputs, functools.partial(_planned, spec, scheme, group), log) as run:
         began = time.perf_counter()
         fitted = None if group is None else _fitted(source, calibration, group, max_kl)
         with progress(f"quantising {source}", 1.0) as advance:

@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-_PROC = Path("/proc")
-_TASKS = _PROC / "self" / "task"
-_STAT = _PROC / "stat"
+_TASKS = Path("/proc/self/task")
+_STAT = Path("/proc/stat")
 
 
 def waited_s() -> float | None:
@@ -47,9 +46,9 @@ def low_by(waited: float, elapsed: float, n_threads: int) -> float:
     return 1.0 - max(0.0, 1.0 - waited / (n * elapsed)) ** n
 
 
-TAKEN_SHARE = 0.6
-"""From this share of its time on, a processor counts as taken. A program that never pauses uses 1 beside a process that leaves
-it a processor, and REPLACE beside one whose two threads share two processors with it."""
+TAKEN_SHARE = 0.75
+"""From this share of its time on, a processor counts as taken. A program that never pauses used 1.00 of two processors beside a
+process on one thread, and 0.86 beside one whose two threads shared both with it."""
 
 LONGEST_LOOK_S = 1.0
 """What ran longer ago than this says little of the next minute."""
@@ -137,16 +136,3 @@ def recently() -> OtherPrograms:
 def whole(used: float) -> int:
     """How many processors are taken, where other programs use ``used``."""
     return int(used + 1.0 - TAKEN_SHARE)
-
-
-def occupied() -> frozenset[int]:
-    """Processors on which a thread of another process runs at this moment."""
-    found, own = set[int](), str(os.getpid())
-    for task in _PROC.glob("[0-9]*/task/[0-9]*/stat"):
-        try:
-            fields = task.read_bytes().rpartition(b")")[2].split()
-        except OSError:
-            continue  # it has ended
-        if fields[0] == b"R" and task.parts[2] != own:
-            found.add(int(fields[36]))
-    return frozenset(found)

@@ -259,10 +259,11 @@ class HttpRates:
 @dataclass(frozen=True)
 class Contended:
     """What calibration measured beside a program of its own that took one processor: training steps by mode ("compiled",
-    "eager"; "adapters" compiled) as multiples of the same steps right before, and HTTP. Steps of the inference engine take one
-    thread fewer then, which was measured."""
+    "eager"; "adapters" compiled) as multiples of the same steps right before, first uses and HTTP. Steps of the inference
+    engine take one thread fewer then, which was measured."""
 
     training: dict[str, float] = field(default_factory=dict)
+    first_uses: FirstUses | None = None
     http: HttpRates | None = None
 
 

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -29,7 +29,6 @@ from twostroke.training.measurement import PARTS, StepRecord
 from twostroke.training.memory import memory_bytes, peak_memory_bytes, reset_peak
 from twostroke.training.observers import Observer, Observers
 from twostroke.training.parallelize import eager
-from twostroke.training.processors import Processors
 from twostroke.training.respond import respond
 from twostroke.training.run import RunInputs, RunState
 from twostroke.training.schedules import scheduled_factor
@@ -101,14 +100,12 @@ class _Loop:
     should_stop: Callable[[int], bool]
     command_began: float
     observers: Observers
-    processors: Processors = field(default_factory=Processors)
 
     def train_and_record(self) -> None:
         """Call ``_train``. If it ends before the last step, the measurements until then go into the ledger."""
         run = self.run
         try:
-            with contextlib.closing(self.processors):
-                self._train()
+            self._train()
         except (TwostrokeError, RuntimeError, MemoryError) as error:
             run.saver.settle()
             status = "interrupted" if isinstance(error, Interrupted) else "failed"
@@ -137,8 +134,6 @@ class _Loop:
         while run.step < run.inputs.steps:
             if self._stop_asked():
                 self._stop()
-            if run.step > first_step:  # compiling, in the first, has processes of its own
-                self.processors.choose()
             clock.start()
             position = run.loader.state()  # an abandoned window is read again from here, and an anomaly's text is named by it
             batches = [run.loader.next_batch() for _ in range(settings.grad_accumulation)]
