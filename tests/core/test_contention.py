@@ -98,12 +98,14 @@ def test_a_system_that_does_not_count_has_no_other_programs() -> None:
     others = system.others()
     system.passes(1.0, own=1.0, others=1.0)
     assert others.used == 0.0
+    assert others.left(3) == 3
 
 
 def test_processors_are_left_to_programs_that_take_most_of_them() -> None:
     assert [whole(used) for used in (0.0, 0.5, 0.8, 1.0, 1.5, 1.8)] == [0, 0, 1, 1, 1, 2]
     system, n = System(), len(processors())
     others = system.others()
+    assert others.left(n + 5) == n + 5  # as many as its owner asked for
     system.passes(1.0, own=0.0, others=1.0)
     assert others.left(n) == max(1, n - 1)
     assert others.left(1) == 1

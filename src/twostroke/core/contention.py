@@ -111,7 +111,8 @@ class OtherPrograms:
 
     def left(self, n_threads: int) -> int:
         """Of ``n_threads``, as many as have a processor that no other program takes for itself; at least one."""
-        return max(1, min(n_threads, len(self.processors) - whole(self.used)))
+        taken = whole(self.used)
+        return max(1, min(n_threads, len(self.processors) - taken)) if taken else n_threads
 
 
 _looking: list[OtherPrograms] = []
