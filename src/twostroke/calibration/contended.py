@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from twostroke.calibration.first_uses import measure_first_uses
 from twostroke.calibration.http_rates import measure_http
 from twostroke.calibration.timing import Clock
-from twostroke.calibration.training_steps import COMPILED, EAGER, WARM_UP_STEPS, Kind, Repeated
+from twostroke.calibration.training_steps import COMPILED, EAGER, WARM_UP_STEPS, AnchorSteps, Kind, Repeated
 from twostroke.core.contention import LOOK_S
 from twostroke.core.rates import Contended
 
@@ -34,11 +34,11 @@ def one_processor_taken() -> Iterator[None]:
         program.wait()
 
 
-def measure_contended(clock: Clock, trains: bool, serves: bool) -> Contended:
+def measure_contended(clock: Clock, steps: AnchorSteps | None, serves: bool) -> Contended:
     """Steps of the shallow anchors as multiples of the same steps right before; first uses and HTTP. A kind that cannot be
     compiled is left out."""
-    steps = {name: Repeated(kind, kind.anchor.shallow, "cpu") for name, kind in KINDS.items()} if trains else {}
-    usable = {name: step for name, step in steps.items() if step.is_usable}
+    found = {name: steps.get(kind, kind.anchor.shallow) for name, kind in KINDS.items()} if steps is not None else {}
+    usable = {name: step for name, step in found.items() if step is not None}
     alone = {name: _usual_s(step, clock.effort) for name, step in usable.items()}
     with one_processor_taken():
         factors = {name: max(1.0, _usual_s(step, clock.effort) / alone[name]) for name, step in usable.items()}

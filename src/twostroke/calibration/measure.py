@@ -40,7 +40,7 @@ from twostroke.calibration.products import (
 )
 from twostroke.calibration.thread_limits import measure_thread_limits
 from twostroke.calibration.timing import Clock
-from twostroke.calibration.training_steps import COMPILED, EAGER, in_a_new_process, means, measure_steps
+from twostroke.calibration.training_steps import COMPILED, EAGER, AnchorSteps, in_a_new_process, means
 from twostroke.calibration.transformer import (
     BlockSize,
     empty_compile_cache,
@@ -211,11 +211,12 @@ def calibrate(
         moments = _native_moments(clock, extent, sizes, crossovers if serves_natively else None)
     _take(moments, tell, 0.05)
     training = TrainingRates(attends_natively=device == "cpu" and training_attention.is_available())
+    steps = AnchorSteps(clock)
     if only != "serve":
         if extent.compile:
             start_compiler(device)  # in the user's own cache, so that the first run does not wait 12 s for it
         with empty_compile_cache():
-            training = _measure_training(clock, extent, training, lambda done, note: tell(0.14 + 0.4 * done, note))
+            training = _measure_training(clock, extent, training, steps, lambda done, note: tell(0.14 + 0.4 * done, note))
         tell(0.54, "around the blocks")
         training = measure_setup(clock, extent.block, training)
     _take(moments, tell, 0.56)
@@ -252,7 +253,7 @@ def calibrate(
     contended = Contended()
     if device == "cpu" and extent.whole_steps and whole(others_used) + 1 < fingerprint.n_cores:
         tell(0.95, "beside another program")
-        contended = measure_contended(clock, only != "serve", serves_natively)
+        contended = measure_contended(clock, steps if only != "serve" else None, serves_natively)
     native: NativeRates | None = None
     if moments is not None:
         bandwidth = [*moments.bandwidth]
@@ -317,7 +318,7 @@ def merged(before: MachineProfile, now: MachineProfile) -> MachineProfile:
     )
 
 
-def _measure_training(clock: Clock, extent: Extent, rates: TrainingRates, tell: Progress) -> TrainingRates:
+def _measure_training(clock: Clock, extent: Extent, rates: TrainingRates, steps: AnchorSteps, tell: Progress) -> TrainingRates:
     """``rates`` with whole steps of the anchors at three moments, compiled where a compiler works, as training does it by
     default, and one eager; between them a block and the loss by themselves, both ways. The first anchor compiles into an empty
     cache once the compiler has started: its first step says what compiling takes."""
@@ -331,7 +332,7 @@ def _measure_training(clock: Clock, extent: Extent, rates: TrainingRates, tell: 
         found: list[TrainingStep] = []
         for i, kind in enumerate(kinds):
             tell(begin + (end - begin) * i / len(kinds), str(kind))
-            found += measure_steps(clock, kind)
+            found += steps.measure(kind)
         moments.append(found)
 
     take(0.1, 0.45)

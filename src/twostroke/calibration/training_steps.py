@@ -97,14 +97,6 @@ COMPILED = (*(Kind(a, "bf16", "compiled") for a in COMPILED_ANCHORS), Kind(ADAPT
 EAGER = tuple(Kind(EAGER_ANCHORS[0], dtype, "eager") for dtype in ("bf16", "fp32"))
 
 
-def measure_steps(clock: Clock, kind: Kind) -> list[TrainingStep]:
-    """``measure_depth`` of both depths, the shallow one first; nothing if compiling does not work. The second depth compiles
-    nothing, because all layers share one graph."""
-    shallow = measure_depth(clock, kind, kind.anchor.shallow)
-    deep = measure_depth(clock, kind, kind.anchor.deep) if shallow is not None else None
-    return [step for step in (shallow, deep) if step is not None]
-
-
 def means(moments: Iterable[Iterable[TrainingStep]]) -> list[TrainingStep]:
     """Each step of the first moment with the mean times of all: a machine is faster or slower for minutes, and one moment's
     eager layer took 13 ms where another's took 28."""
@@ -141,14 +133,38 @@ class Repeated:
         return parts | {"whole": seconds}
 
 
-def measure_depth(clock: Clock, kind: Kind, n_layers: int) -> TrainingStep | None:
-    """The median of each part over undisturbed steps, and the first step; None if compiling does not work.
+class AnchorSteps:
+    """Steps of the anchors on the device of ``clock``, kept from one moment to the next: building and compiling them again took
+    three quarters of a moment."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._kept: dict[tuple[Kind, int], Repeated] = {}
+
+    def get(self, kind: Kind, n_layers: int) -> Repeated | None:
+        """None if compiling does not work."""
+        if (kind, n_layers) not in self._kept:
+            self._kept[kind, n_layers] = Repeated(kind, n_layers, self._clock.device)
+        found = self._kept[kind, n_layers]
+        return found if found.is_usable else None
+
+    def measure(self, kind: Kind) -> list[TrainingStep]:
+        """Both depths, the shallow one first; nothing if compiling does not work. The second depth compiles nothing, because
+        all layers share one graph."""
+        found = []
+        for n_layers in (kind.anchor.shallow, kind.anchor.deep):
+            step = self.get(kind, n_layers)
+            if step is None:
+                return []
+            found.append(_measured(self._clock, kind, n_layers, step))
+        return found
+
+
+def _measured(clock: Clock, kind: Kind, n_layers: int, step: Repeated) -> TrainingStep:
+    """The median of each part over undisturbed steps, and the first step.
 
     It takes medians, because a run's own steps are scored by their median, and the shortest step is a lucky one.
     """
-    step = Repeated(kind, n_layers, clock.device)
-    if not step.is_usable:
-        return None
     clean: list[dict[str, float]] = []
     disturbed: list[dict[str, float]] = []
     shares: list[float] = []
