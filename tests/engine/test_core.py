@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from small_models import SPECS, saved
+from twostroke.core.contention import OtherPrograms
 from twostroke.core.crossovers import Crossovers
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import CapacityError, ConfigError, InputError
@@ -289,7 +290,7 @@ def test_a_processor_that_another_program_takes_is_left_to_it(
     sample = core_module.sample
     monkeypatch.setattr(core_module, "sample", lambda *a: used.append(torch.get_num_threads()) or sample(*a))
     monkeypatch.setattr(core_module, "_default_threads", lambda: 2)
-    monkeypatch.setattr(core_module.OtherPrograms, "left", lambda self, n: n - 1)
+    monkeypatch.setattr(OtherPrograms, "left", lambda self, n: n - 1)
     core = engine(llama, n_threads=n_threads)
     core.plan = dataclasses.replace(core.plan, crossovers=Crossovers(one_thread_max_flop=0.0))  # else small steps take one
     core.add_request("a", [5], SamplingParams(max_tokens=3, ignore_eos=True))

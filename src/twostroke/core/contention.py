@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 _TASKS = Path("/proc/self/task")
@@ -50,7 +51,7 @@ TAKEN_SHARE = 0.75
 """From this share of its time on, a processor counts as taken. A program that never pauses used 1.00 of two processors beside a
 process on one thread, and 0.86 beside one whose two threads shared both with it."""
 
-LONGEST_LOOK_S = 1.0
+LONGEST_LOOK_S = 5.0
 """What ran longer ago than this says little of the next minute."""
 
 LOOK_S = 0.2
@@ -97,9 +98,13 @@ class OtherPrograms:
     @property
     def used(self) -> float:
         """Processors that they used between the last two looks; 0 before the second, and where the system does not tell."""
+        self.look_again()
+        return self._used
+
+    def look_again(self) -> None:
+        """Look, unless the last look was less than ``LOOK_S`` ago."""
         if self._busy is not None and self.age_s >= LOOK_S:
             self.look()
-        return self._used
 
     def look(self) -> None:
         """Look now."""
@@ -115,22 +120,22 @@ class OtherPrograms:
         return max(1, min(n_threads, len(self.processors) - taken)) if taken else n_threads
 
 
-_looking: list[OtherPrograms] = []
-
-
-def begin_looking() -> None:
-    """Make the first of the two looks of ``recently`` already, so that it need not wait."""
-    _looking[:] = [OtherPrograms()]
+@cache
+def looking() -> OtherPrograms:
+    """The one of this process. It makes its first look when it is first asked for: a command asks as it starts, so that a plan
+    or an engine does not wait for the second."""
+    return OtherPrograms()
 
 
 def recently() -> OtherPrograms:
     """With what other programs used in the last moments. It waits for ``LOOK_S`` at most."""
-    if not _looking or _looking[0].age_s > LONGEST_LOOK_S:
-        begin_looking()
-    others = _looking[0]
-    if others.n_looks == 1:
-        time.sleep(max(0.0, LOOK_S - others.age_s))
+    others = looking()
+    if others.age_s > LONGEST_LOOK_S:
         others.look()
+        time.sleep(LOOK_S)
+    elif others.n_looks == 1:
+        time.sleep(max(0.0, LOOK_S - others.age_s))
+    others.look_again()
     return others
 
 

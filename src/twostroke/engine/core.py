@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from twostroke.core import policy
-from twostroke.core.contention import OtherPrograms
+from twostroke.core.contention import looking
 from twostroke.core.crossovers import Crossovers
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import CapacityError, ConfigError, InputError
@@ -88,7 +88,7 @@ class EngineCore:
         began = time.perf_counter()
         self.settings = settings or EngineSettings()
         self.n_threads = self.settings.n_threads or _default_threads()
-        self._others, self._left = OtherPrograms(), self.n_threads
+        self._others, self._left = looking(), self.n_threads
         torch.set_num_threads(self.n_threads)
         loaded = _load(Path(model_dir), self.settings.dtype)
         profile = load_profile("serve")

@@ -21,6 +21,9 @@ AS_CALIBRATED = "TWOSTROKE_AS_CALIBRATED"
 ASSUMED_SLOWDOWN = 1.5
 """Where it was not measured: 1.2 to 1.7 on two processors of a Zen 4, compiled or not."""
 
+SHARED = 2.0
+"""What a thread takes longer on a processor that it shares with one other: the system gives each half of its time."""
+
 LEAST_USE = 0.15
 """Share of a processor below which other programs are not worth a line."""
 
@@ -66,10 +69,13 @@ def _slowdown(hardware: Hardware, kind: str, taken: int) -> float:
     return 1.0 if not taken else hardware.contended.training.get(kind, ASSUMED_SLOWDOWN)
 
 
-def unsure_factor(hardware: Hardware) -> float:
-    """How many times as long a time may come out as planned, because other programs use a part of a processor, too little to
-    count it as taken: they may go on to take it."""
+def unsure_factor(hardware: Hardware, phase: str) -> float:
+    """How many times as long a time of ``phase`` ("train", "serve") may come out as planned because of other programs. A step
+    of the inference engine is shorter than a time slice, and may find its processor shared until the system parts them. A part
+    of a processor, too little to count it as taken, may become a whole one. Training beside a whole one was measured."""
     present, n = hardware.present, hardware.n_cores
+    if phase == "serve" and hardware.kind == "cpu" and present.processors_taken > present.taken_at_calibration:
+        return SHARED
     rest = present.processors_used - present.processors_taken
     if hardware.kind != "cpu" or n < 2 or not LEAST_USE <= rest < TAKEN_SHARE or present.processors_taken >= n - 1:
         return 1.0

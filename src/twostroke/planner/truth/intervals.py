@@ -395,7 +395,7 @@ def predict_with_intervals(
     basis = basis_of(hardware, phase, experts, engine)
     factors = hardware.corrections.factors if hardware is not None else {}
     own = own_pairs(ledger, factors=factors) if prediction and FALLS_TO.get(basis, basis) != "datasheet" else ()
-    longer = 1.0 if hardware is None else unsure_factor(hardware)
+    longer = 1.0 if hardware is None else unsure_factor(hardware, phase)
     return with_intervals(prediction, basis, phase, own, low_by_of(hardware, phase), longer)
 
 
