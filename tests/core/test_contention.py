@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from twostroke.core import contention
 from twostroke.core.contention import LOOK_S, OtherPrograms, low_by, processors, waited_s, whole
 
 counts = pytest.mark.skipif(waited_s() is None, reason="the system does not count waiting")
@@ -91,6 +92,27 @@ def test_other_programs_use_what_is_busy_without_us() -> None:
     assert others.used == pytest.approx(2.0)
     system.passes(1.0, own=1.0, others=-0.1)  # ticks are counted in hundredths of a second, ours exactly
     assert others.used == 0.0
+
+
+def test_a_look_at_the_last_moments_waits_only_for_its_own_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    system, slept = System(), []
+    others = system.others()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        system.passes(seconds, own=0.0, others=1.0)
+
+    monkeypatch.setattr(contention, "looking", lambda: others)
+    monkeypatch.setattr(contention.time, "sleep", sleep)
+    system.passes(LOOK_S / 4, own=1.0, others=1.0)
+    assert contention.recently().used == pytest.approx(1.0)
+    assert slept == [pytest.approx(LOOK_S * 3 / 4)]
+    system.passes(1.0, own=1.0, others=0.0)
+    assert contention.recently().used == 0.0
+    assert len(slept) == 1
+    system.passes(contention.LONGEST_LOOK_S + 1.0, own=1.0, others=0.0)
+    assert contention.recently().used == pytest.approx(1.0)  # of now, not of the seconds before
+    assert slept[1:] == [LOOK_S]
 
 
 def test_a_system_that_does_not_count_has_no_other_programs() -> None:
