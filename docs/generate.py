@@ -2,9 +2,7 @@
 numbers of ``README.md`` and ``CHANGELOG.md`` from the committed runs (``docs/measured.py``), ``docs/claims.md`` from
 ``docs/claims/``, ``docs/plan-schema.md`` and ``.json`` from the plans' types (``docs/plan_schema.py``), ``docs/families.md``
 from the registry of families (``docs/families.py``), ``docs/published.md`` from the methods of quantised checkpoints
-(``docs/published.py``).
-from the registry of families (``docs/families.py``), ``docs/gguf.md`` from the tables of the GGUF reader
-(``docs/gguf_page.py``).
+(``docs/published.py``), ``docs/gguf.md`` from the tables of the GGUF reader (``docs/gguf_page.py``).
 
 Run ``make docs`` after changing a command, the planner, a price or a device, or adding a room; a test fails while a page is
 out of date.
@@ -67,8 +65,8 @@ def generated() -> dict[Path, str]:
     """Each generated file with the text it should have."""
     sys.path.insert(0, str(ROOT / "docs"))
     import families
-    import published
     import gguf_page
+    import published
     from claims.catalogue import page
     from measured import with_measured
     from plan_schema import json_schema, markdown

@@ -269,6 +269,7 @@ def main() -> int:
                 subprocess.run(["cp", "-r", f"{a.home.resolve()}/profiles", scratch], check=True)
             environment = {**os.environ, "PYTHONPATH": str(a.tree.resolve() / "src"), "TWOSTROKE_HOME": str(home)}
             environment |= {"OMP_NUM_THREADS": "2", "TWOSTROKE_ASSETS": str(ASSETS), "HF_HUB_OFFLINE": "1"}
+            environment |= {"TWOSTROKE_AS_CALIBRATED": "1"}
             return subprocess.run([sys.executable, str(HERE), *sys.argv[1:], "--inside"], env=environment).returncode
     out, models = a.out.resolve(), a.models.resolve()
     a.out.write_text(json.dumps(record(models, a.home is not None), indent=1) + "\n")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ import pytest
 import torch
 
 from small_models import SPECS, saved
+from twostroke.core.contention import OtherPrograms
+from twostroke.core.crossovers import Crossovers
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import CapacityError, ConfigError, InputError
 from twostroke.core.matrices import qkv_rows
@@ -277,6 +280,22 @@ def test_small_steps_run_on_one_thread_unless_more_were_asked_for(
     run(core)
     assert used == [expected] * 3
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(("n_threads", "expected"), [(None, 1), (2, 2)])
+def test_a_processor_that_another_program_takes_is_left_to_it(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, n_threads: int | None, expected: int
+) -> None:
+    used = []
+    sample = core_module.sample
+    monkeypatch.setattr(core_module, "sample", lambda *a: used.append(torch.get_num_threads()) or sample(*a))
+    monkeypatch.setattr(core_module, "_default_threads", lambda: 2)
+    monkeypatch.setattr(OtherPrograms, "left", lambda self, n: n - 1)
+    core = engine(llama, n_threads=n_threads)
+    core.plan = dataclasses.replace(core.plan, crossovers=Crossovers(one_thread_max_flop=0.0))  # else small steps take one
+    core.add_request("a", [5], SamplingParams(max_tokens=3, ignore_eos=True))
+    run(core)
+    assert used == [expected] * 3
 
 
 def test_the_meter_counts_products_and_visible_pairs_as_a_loop_does() -> None:

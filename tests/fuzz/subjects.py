@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from assets_folder import ASSETS, REPOSITORY
-from published_layouts import LAYOUTS, publish
 from damage import damaged_bytes, damaged_json, damaged_toml
 from gguf_files import small_file
+from published_layouts import LAYOUTS, publish
 from small_models import saved
 from twostroke.core.described import plain
 from twostroke.core.families import all_families, read_spec

@@ -28,14 +28,14 @@ ROUNDS = 3
 TIMEOUT_S = 60.0
 
 
-def measure_first_uses() -> FirstUses | None:
+def measure_first_uses(rounds: int = ROUNDS) -> FirstUses | None:
     """The first of ``ANSWERS`` answers of a process beyond the later ones, and writing tiny quantised models of two depths:
-    medians of ``ROUNDS`` processes each. None if that fails."""
+    medians of ``rounds`` processes each. None if that fails."""
     with tempfile.TemporaryDirectory(prefix="twostroke-first-") as folder:
         few, many = (_model(n_layers, Path(folder)) for n_layers in (FEW_LAYERS, MANY_LAYERS))
         try:
-            answers = [_in_a_new_process("answers", few) for _ in range(ROUNDS)]
-            few_s, many_s = (median(_in_a_new_process("quantised", model)[0] for _ in range(ROUNDS)) for model in (few, many))
+            answers = [_in_a_new_process("answers", few) for _ in range(rounds)]
+            few_s, many_s = (median(_in_a_new_process("quantised", model)[0] for _ in range(rounds)) for model in (few, many))
         except (OSError, ValueError, subprocess.SubprocessError):
             return None
     prompt_s, tokens_s = (max(0.0, median(one[i] for one in answers)) for i in range(2))

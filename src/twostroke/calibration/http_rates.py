@@ -61,9 +61,9 @@ class _Load:
         return tuple(max(0.0, itl_s / self.tpot_s - 1.0) for itl_s in (self.itl_p90_s, self.itl_p95_s, self.itl_p99_s))
 
 
-def measure_http(clock: Clock) -> HttpRates | None:
+def measure_http(clock: Clock, rounds: int = ROUNDS) -> HttpRates | None:
     """HTTP's share of the first token, and of the time between tokens at two numbers of users: medians of ``REQUESTS`` requests
-    less the engine's own time, in ``ROUNDS`` loads. The engine's steps are those that the server counted in the same load,
+    less the engine's own time, in ``rounds`` loads. The engine's steps are those that the server counted in the same load,
     because a machine's speed may change before another. Handling a request takes what makes first tokens at the larger number
     of users as late in a simulation of the load as they were. Steps on all threads share their processors with HTTP: a wider
     model's steps are compared with the same steps without it. None if the server cannot run here."""
@@ -71,8 +71,8 @@ def measure_http(clock: Clock) -> HttpRates | None:
         place = Path(folder)
         tiny, wider = (_Served(clock, place, *size) for size in (TINY, WIDER))
         try:
-            few, many = ([tiny.load(n) for _ in range(ROUNDS)] for n in (FEW_USERS, MANY_USERS))
-            crowd = [wider.load(CROWD, torch.get_num_threads()) for _ in range(ROUNDS)]
+            few, many = ([tiny.load(n) for _ in range(rounds)] for n in (FEW_USERS, MANY_USERS))
+            crowd = [wider.load(CROWD, torch.get_num_threads()) for _ in range(rounds)]
         except (OSError, ValueError, KeyError, subprocess.SubprocessError):
             return None
         prefill_s = tiny.prefill_s

@@ -12,6 +12,7 @@ from twostroke.calibration.adapter_rates import with_fitted_adapters
 from twostroke.calibration.bandwidth import WORKING_SETS_BYTES, measure_read_bandwidth, working_sets
 from twostroke.calibration.beside_steps import measure_beside_steps
 from twostroke.calibration.collectives import is_launched, measure_between_processes, measure_in_launched_group
+from twostroke.calibration.contended import measure_contended
 from twostroke.calibration.launches import measure_launches
 from twostroke.calibration.moments import NativeMoments
 from twostroke.calibration.native_rates import (
@@ -39,7 +40,7 @@ from twostroke.calibration.products import (
 )
 from twostroke.calibration.thread_limits import measure_thread_limits
 from twostroke.calibration.timing import Clock
-from twostroke.calibration.training_steps import COMPILED, EAGER, in_a_new_process, means, measure_steps
+from twostroke.calibration.training_steps import COMPILED, EAGER, AnchorSteps, in_a_new_process, means
 from twostroke.calibration.transformer import (
     BlockSize,
     empty_compile_cache,
@@ -49,6 +50,7 @@ from twostroke.calibration.transformer import (
     measure_setup,
     start_compiler,
 )
+from twostroke.core.contention import recently, whole
 from twostroke.core.crossovers import Crossovers
 from twostroke.core.errors import ConfigError
 from twostroke.core.profile import (
@@ -63,6 +65,7 @@ from twostroke.core.profile import (
 from twostroke.core.rates import (
     BlockRates,
     Conditions,
+    Contended,
     Engine,
     NativeRates,
     Process,
@@ -208,11 +211,12 @@ def calibrate(
         moments = _native_moments(clock, extent, sizes, crossovers if serves_natively else None)
     _take(moments, tell, 0.05)
     training = TrainingRates(attends_natively=device == "cpu" and training_attention.is_available())
+    steps = AnchorSteps(clock)
     if only != "serve":
         if extent.compile:
             start_compiler(device)  # in the user's own cache, so that the first run does not wait 12 s for it
         with empty_compile_cache():
-            training = _measure_training(clock, extent, training, lambda done, note: tell(0.14 + 0.4 * done, note))
+            training = _measure_training(clock, extent, training, steps, lambda done, note: tell(0.14 + 0.4 * done, note))
         tell(0.54, "around the blocks")
         training = measure_setup(clock, extent.block, training)
     _take(moments, tell, 0.56)
@@ -244,7 +248,12 @@ def calibrate(
     engines: tuple[Engine, ...] = (only,) if only else ENGINES
     tell(0.75, "text, weights, sampling and HTTP")
     beside = measure_beside_steps(clock, device == "cpu" and only != "train", serves_natively and extent.whole_steps)
-    _take(moments, tell, 0.9)
+    _take(moments, tell, 0.86)
+    others_used = recently().used if moments is None else moments.others_used
+    contended = Contended()
+    if device == "cpu" and extent.whole_steps and whole(others_used) + 1 < fingerprint.n_cores:
+        tell(0.95, "beside another program")
+        contended = measure_contended(clock, steps if only != "serve" else None, serves_natively)
     native: NativeRates | None = None
     if moments is not None:
         bandwidth = [*moments.bandwidth]
@@ -276,7 +285,8 @@ def calibrate(
         crossovers=crossovers,
         link=link,
         network=network,
-        conditions=Conditions(clock.disturbed_share, low_by, clock.elapsed_s),
+        contended=contended,
+        conditions=Conditions(clock.disturbed_share, low_by, clock.elapsed_s, others_used),
         engines=engines,
         **beside,
     )
@@ -300,6 +310,7 @@ def merged(before: MachineProfile, now: MachineProfile) -> MachineProfile:
         crossovers=served.crossovers,
         sampling=served.sampling,
         http=served.http,
+        contended=replace(served.contended, training=trained.contended.training),
         link=now.link or before.link,
         network=now.network or before.network,
         conditions=replace(now.conditions, low_by_share=before.conditions.low_by_share | now.conditions.low_by_share),
@@ -307,7 +318,7 @@ def merged(before: MachineProfile, now: MachineProfile) -> MachineProfile:
     )
 
 
-def _measure_training(clock: Clock, extent: Extent, rates: TrainingRates, tell: Progress) -> TrainingRates:
+def _measure_training(clock: Clock, extent: Extent, rates: TrainingRates, steps: AnchorSteps, tell: Progress) -> TrainingRates:
     """``rates`` with whole steps of the anchors at three moments, compiled where a compiler works, as training does it by
     default, and one eager; between them a block and the loss by themselves, both ways. The first anchor compiles into an empty
     cache once the compiler has started: its first step says what compiling takes."""
@@ -321,7 +332,7 @@ def _measure_training(clock: Clock, extent: Extent, rates: TrainingRates, tell: 
         found: list[TrainingStep] = []
         for i, kind in enumerate(kinds):
             tell(begin + (end - begin) * i / len(kinds), str(kind))
-            found += measure_steps(clock, kind)
+            found += steps.measure(kind)
         moments.append(found)
 
     take(0.1, 0.45)

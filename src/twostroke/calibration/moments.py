@@ -27,6 +27,7 @@ from twostroke.calibration.native_rates import (
 from twostroke.calibration.native_steps import measure_native_steps
 from twostroke.calibration.serving_steps import Engines, Prompts
 from twostroke.calibration.timing import Clock
+from twostroke.core.contention import OtherPrograms
 from twostroke.core.crossovers import Crossovers
 from twostroke.core.profile import BandwidthPoint, MatmulPoint
 from twostroke.core.rates import NativePass, NativeRates, NativeStep
@@ -55,13 +56,21 @@ class NativeMoments:
         self._products: list[list[MatmulPoint]] = []
         self._passes: list[list[NativePass]] = []
         self._steps: list[list[NativeStep]] = []
+        self._used: list[float] = []
 
     def take(self) -> None:
+        others = OtherPrograms()
         self._bandwidth.append(list(measure_native_bandwidth(self._clock, self._sizes)))
         self._products.append(list(measure_native_products(self._clock, self._schemes, self._classes, self._rows)))
         if self._engines is not None:
             self._passes.append(list(measure_native_passes(self._clock, self._schemes)))
             self._steps.append(list(measure_native_steps(self._clock, self._engines, self._prompts)))
+        self._used.append(others.used)
+
+    @property
+    def others_used(self) -> float:
+        """Processors that other programs used meanwhile."""
+        return statistics.median(self._used)
 
     @property
     def bandwidth(self) -> tuple[BandwidthPoint, ...]:

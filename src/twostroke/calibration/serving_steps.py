@@ -93,7 +93,7 @@ def _steady_s(clock: Clock, step: Callable[[], object]) -> float:
         shares.append(share)
         (disturbed if share > DISTURBED_SHARE else clean).append(elapsed_s / group)
         elapsed = time.perf_counter() - begin
-        if elapsed >= SECONDS * clock.effort and (len(clean) >= LEAST_GROUPS or elapsed >= 4 * SECONDS * clock.effort):
+        if clock.is_over(elapsed, SECONDS * clock.effort, len(clean) >= LEAST_GROUPS):
             break
     clock.count(shares)
     return statistics.median(clean or disturbed)

@@ -20,6 +20,10 @@ DISTURBED_SHARE = 0.02
 PATIENCE = 4
 """A measurement without enough undisturbed windows goes on for up to so many times its usual seconds."""
 
+PATIENCE_S = 40.0
+"""All measurements of a calibration together go on for so long at most. Waiting helps against a burst of another program, and
+not against one that never pauses: a calibration beside such a program took REPLACE minutes without this."""
+
 
 class Window:
     """A stretch of time. ``waited_share`` is the time that our threads waited in it for a processor that other programs had,
@@ -51,6 +55,8 @@ class Clock:
     effort: float = 1.0
     started: float = field(default_factory=time.perf_counter)
     waited_shares: list[float] = field(default_factory=list)
+    patience_s: float = PATIENCE_S  # that are left
+    _patient_since: float | None = None
 
     @property
     def elapsed_s(self) -> float:
@@ -124,12 +130,20 @@ class Clock:
             shares.append(window.waited_share)
             (others if shares[-1] > DISTURBED_SHARE else clean).extend(found)
             elapsed = time.perf_counter() - begin
-            # Over after the usual time with enough clean runs, or when patience is at its end with enough runs of any kind.
-            n_enough = len(clean) + len(others) >= least
-            if n_enough and (elapsed >= PATIENCE * span or (len(clean) >= least and elapsed >= span)):
+            if len(clean) + len(others) >= least and self.is_over(elapsed, span, len(clean) >= least):
                 break
         self.count(shares)
         return tuple(map(min, zip(*(clean or others), strict=True)))
+
+    def is_over(self, elapsed_s: float, usual_s: float, is_clean: bool) -> bool:
+        """Whether a measurement that has enough runs ends ``elapsed_s`` after its begin: after its usual seconds with enough
+        undisturbed runs, or when patience is at its end, its own or the calibration's."""
+        now = time.perf_counter()
+        if self._patient_since is not None:
+            self.patience_s = max(0.0, self.patience_s - (now - self._patient_since))
+        waits = elapsed_s >= usual_s and not is_clean and elapsed_s < PATIENCE * usual_s and self.patience_s > 0
+        self._patient_since = now if waits else None
+        return elapsed_s >= usual_s and not waits
 
     def count(self, shares: Iterable[float]) -> None:
         """Remember one measurement whose windows had these ``waited_share``s."""

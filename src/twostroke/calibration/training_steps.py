@@ -47,7 +47,7 @@ LEAST_STEPS = 3
 MOST_STEPS = 40
 WARM_UP_STEPS = 1
 SECONDS = 0.8
-"""Steps repeat for so long after the warm-up, and up to three times as long until ``LEAST_STEPS`` were undisturbed."""
+"""Steps repeat for so long after the warm-up, and up to ``PATIENCE`` times as long until ``LEAST_STEPS`` were undisturbed."""
 
 PARTS = ("forward", "backward", "optimizer")
 
@@ -97,14 +97,6 @@ COMPILED = (*(Kind(a, "bf16", "compiled") for a in COMPILED_ANCHORS), Kind(ADAPT
 EAGER = tuple(Kind(EAGER_ANCHORS[0], dtype, "eager") for dtype in ("bf16", "fp32"))
 
 
-def measure_steps(clock: Clock, kind: Kind) -> list[TrainingStep]:
-    """``measure_depth`` of both depths, the shallow one first; nothing if compiling does not work. The second depth compiles
-    nothing, because all layers share one graph."""
-    shallow = measure_depth(clock, kind, kind.anchor.shallow)
-    deep = measure_depth(clock, kind, kind.anchor.deep) if shallow is not None else None
-    return [step for step in (shallow, deep) if step is not None]
-
-
 def means(moments: Iterable[Iterable[TrainingStep]]) -> list[TrainingStep]:
     """Each step of the first moment with the mean times of all: a machine is faster or slower for minutes, and one moment's
     eager layer took 13 ms where another's took 28."""
@@ -120,20 +112,59 @@ def _mean(steps: Sequence[TrainingStep]) -> TrainingStep:
     return replace(steps[0], **times)
 
 
-def measure_depth(clock: Clock, kind: Kind, n_layers: int) -> TrainingStep | None:
-    """The median of each part over undisturbed steps, and the first step; None if compiling does not work.
+class Repeated:
+    """A training step of ``kind`` with ``n_layers``, computed as often as asked for. ``first_s`` is its first time.
+    ``is_usable`` says that it was compiled where that was asked for."""
+
+    def __init__(self, kind: Kind, n_layers: int, device: str) -> None:
+        anchor, dtype, mode, method = kind
+        place = torch.device(device)
+        self._step = _training_step(anchor, n_layers, dtype, mode, place, method)
+        self._laps, self._batch = StepClock(place), _batch(anchor, place)
+        keep_freed_memory()  # as a run does before its steps
+        self.first_s = self.once()["whole"]
+        self.is_usable = mode != "compiled" or self._step.is_compiled
+
+    def once(self) -> dict[str, float]:
+        """Seconds of each part of one more."""
+        self._laps.start()
+        self._step([self._batch], 1.0, self._laps)
+        seconds, parts = self._laps.finish()
+        return parts | {"whole": seconds}
+
+
+class AnchorSteps:
+    """Steps of the anchors on the device of ``clock``, kept from one moment to the next: building and compiling them again took
+    three quarters of a moment."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._kept: dict[tuple[Kind, int], Repeated] = {}
+
+    def get(self, kind: Kind, n_layers: int) -> Repeated | None:
+        """None if compiling does not work."""
+        if (kind, n_layers) not in self._kept:
+            self._kept[kind, n_layers] = Repeated(kind, n_layers, self._clock.device)
+        found = self._kept[kind, n_layers]
+        return found if found.is_usable else None
+
+    def measure(self, kind: Kind) -> list[TrainingStep]:
+        """Both depths, the shallow one first; nothing if compiling does not work. The second depth compiles nothing, because
+        all layers share one graph."""
+        found = []
+        for n_layers in (kind.anchor.shallow, kind.anchor.deep):
+            step = self.get(kind, n_layers)
+            if step is None:
+                return []
+            found.append(_measured(self._clock, kind, n_layers, step))
+        return found
+
+
+def _measured(clock: Clock, kind: Kind, n_layers: int, step: Repeated) -> TrainingStep:
+    """The median of each part over undisturbed steps, and the first step.
 
     It takes medians, because a run's own steps are scored by their median, and the shortest step is a lucky one.
     """
-    anchor, dtype, mode, method = kind
-    place = torch.device(clock.device)
-    step, laps, batch = _training_step(anchor, n_layers, dtype, mode, place, method), StepClock(place), _batch(anchor, place)
-    keep_freed_memory()  # as a run does before its steps
-    laps.start()
-    step([batch], 1.0, laps)
-    first_s, _ = laps.finish()
-    if mode == "compiled" and not step.is_compiled:
-        return None
     clean: list[dict[str, float]] = []
     disturbed: list[dict[str, float]] = []
     shares: list[float] = []
@@ -142,20 +173,19 @@ def measure_depth(clock: Clock, kind: Kind, n_layers: int) -> TrainingStep | Non
         if n == WARM_UP_STEPS:
             begin = time.perf_counter()
         window = Window()
-        laps.start()
-        step([batch], 1.0, laps)
-        _, parts = laps.finish()
+        parts = step.once()
         if n >= WARM_UP_STEPS:
             shares.append(window.waited_share)
             (disturbed if shares[-1] > DISTURBED_SHARE else clean).append(parts)
             elapsed = time.perf_counter() - begin
-            enough = len(clean) >= LEAST_STEPS and elapsed >= SECONDS * clock.effort
-            if enough or elapsed >= 3 * SECONDS * clock.effort:
+            if clock.is_over(elapsed, SECONDS * clock.effort, len(clean) >= LEAST_STEPS):
                 break
     clock.count(shares)
     steady = clean or disturbed
     forward, backward, optimizer = (statistics.median(p[part] for p in steady) for part in PARTS)
-    return TrainingStep(anchor.width, n_layers, dtype, mode, forward, backward, optimizer, first_s, method=method)
+    return TrainingStep(
+        kind.anchor.width, n_layers, kind.dtype, kind.mode, forward, backward, optimizer, step.first_s, method=kind.method
+    )
 
 
 def in_a_new_process(steps: Sequence[TrainingStep], kind: Kind, device: str) -> tuple[list[TrainingStep], float | None]:

@@ -12,6 +12,7 @@ import typer
 
 from twostroke.cli.console import emit_error
 from twostroke.cli.typed import UsageError, as_typed, refuse_empty, usage_sentence
+from twostroke.core.contention import looking
 from twostroke.core.errors import InputError, TwostrokeError, did_you_mean
 from twostroke.core.openmp import limit_spinning
 from twostroke.core.torch_warnings import hush
@@ -107,6 +108,7 @@ def root(
 def main(argv: list[str] | None = None) -> None:
     """Run the command line and exit. A deliberate error prints one sentence; with --json, a JSON object with it as well."""
     args = sys.argv[1:] if argv is None else argv
+    looking()
     limit_spinning(os.environ)  # for every verb, so that one verb's measurements hold for the others
     hush(os.environ)
     group = typer.main.get_command(app)

@@ -40,11 +40,12 @@ class Ring:
 @dataclass(frozen=True)
 class Conditions:
     """How a calibration went: the share of its measurements that found no quiet moment, the share by which the rates that an
-    engine's plans need may read low, and how long it took."""
+    engine's plans need may read low, how long it took, and how many processors other programs used meanwhile."""
 
     disturbed_share: float = 0.0
     low_by_share: dict[str, float] = field(default_factory=dict)
     calibration_s: float | None = None
+    others_used: float = 0.0
 
     @property
     def most_low_by_share(self) -> float:
@@ -255,6 +256,17 @@ class HttpRates:
     late_shares: tuple[float, ...] = (0.0, 0.0, 0.0)
 
 
+@dataclass(frozen=True)
+class Contended:
+    """What calibration measured beside a program of its own that took one processor: training steps by mode ("compiled",
+    "eager"; "adapters" compiled) as multiples of the same steps right before, first uses and HTTP. Steps of the inference
+    engine take one thread fewer then, which was measured."""
+
+    training: dict[str, float] = field(default_factory=dict)
+    first_uses: FirstUses | None = None
+    http: HttpRates | None = None
+
+
 # -- what runs taught -----------------------------------------------------------------------------------------------------
 
 
@@ -303,3 +315,4 @@ class Measurements:
     sampling: tuple[SamplingRate, ...] = ()
     first_uses: FirstUses | None = None
     http: HttpRates | None = None
+    contended: Contended = field(default_factory=Contended)

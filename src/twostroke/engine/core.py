@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from twostroke.core import policy
+from twostroke.core.contention import looking
 from twostroke.core.crossovers import Crossovers
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import CapacityError, ConfigError, InputError
@@ -88,6 +89,7 @@ class EngineCore:
         began = time.perf_counter()
         self.settings = settings or EngineSettings()
         self.n_threads = self.settings.n_threads or _default_threads()
+        self._others, self._left = looking(), self.n_threads
         torch.set_num_threads(self.n_threads)
         loaded = _load(Path(model_dir), self.settings.dtype)
         profile = load_profile("serve")
@@ -221,6 +223,7 @@ class EngineCore:
             return events
         began = time.perf_counter()
         step = self.scheduler.schedule()
+        self._left = self.n_threads if self.settings.n_threads is not None else self._others.left(self.n_threads)
         n_threads = self._threads_for(step)
         if n_threads != self.n_threads:
             torch.set_num_threads(n_threads)  # for torch's operators, those of sampling and of the torch runner
@@ -309,11 +312,12 @@ class EngineCore:
         return EngineStats(**vars(counts))
 
     def _threads_for(self, step: ScheduledStep) -> int:
-        """One for a small step, unless the settings name a number. ``Crossovers`` has the measurements: a row of 6M parameters
-        takes 1.28 ms on one thread and 1.25 on two, but 1.17 and 1.84 while other programs use the cores."""
+        """One for a small step, and no more than there are processors that no other program takes for itself, unless the
+        settings name a number. ``Crossovers`` has the measurements of small steps; threads that share a processor with another
+        program hold up all others at every barrier."""
         flop = step.n_tokens * self._meter.row_flop
         small = self.plan.crossovers.takes_one_thread(self._meter.weights_bytes, flop)
-        return 1 if small and self.settings.n_threads is None else self.n_threads
+        return 1 if small and self.settings.n_threads is None else self._left
 
     def _count(self, step: ScheduledStep, n_output: int, n_failed: int, seconds: float) -> None:
         counts = self._counts

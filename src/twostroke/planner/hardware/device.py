@@ -106,6 +106,15 @@ class NodeLink(Link):
         return self.bytes_per_s > SLOT_BYTES_PER_S
 
 
+@dataclass(frozen=True)
+class Present:
+    """What else runs on a calibrated machine while its plan is made."""
+
+    processors_used: Annotated[float, "processors that other programs use, as a mean of the last moments"] = 0.0
+    processors_taken: Annotated[int, "of these, how many no thread should count on"] = 0
+    taken_at_calibration: Annotated[int, "the same while it was calibrated"] = 0
+
+
 def rate_at(points: Iterable[MatmulPoint | NativePass], m: int, n: int, k: int) -> float:
     """FLOP/s of (m, k) × (k, n) between measured points: within each class (n, k) log-rate is interpolated in log m; classes
     are then averaged with weights 1/d⁴, d the distance in (log n, log k)."""
@@ -152,6 +161,7 @@ class Hardware(Measurements):
         dict[str, float], "share of the peak that training's large products sustain, by type, and attention"
     ] = field(default_factory=dict)
     lent_share: Annotated[float, "share of a memory shared with the processor that the system lends the GPU; 1: its own"] = 1.0
+    present: Annotated[Present, "what else runs there now"] = field(default_factory=Present)
     facts: Annotated[dict[str, Fact], "every number of the device's file; empty for a calibrated machine"] = field(
         default_factory=dict
     )

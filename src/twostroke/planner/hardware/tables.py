@@ -23,10 +23,11 @@ from twostroke.core.profile import (
     stored_profiles,
     what_changed,
 )
-from twostroke.core.rates import Engine, Measurements
+from twostroke.core.rates import Contended, Engine, Measurements
 from twostroke.planner.hardware.corrections import in_use
-from twostroke.planner.hardware.device import Fact, Hardware, Link, NodeLink, Price
+from twostroke.planner.hardware.device import Fact, Hardware, Link, NodeLink, Present, Price
 from twostroke.planner.hardware.names import count_in, device_meant
+from twostroke.planner.hardware.present import as_calibrated, at_present
 
 HARDWARE_DIR = Path(__file__).parent / "devices"
 
@@ -132,7 +133,7 @@ def load_hardware(name: str = "this", engine: Engine | None = None, device: str 
         profile = load_profile(engine, device)
         if profile is None:
             raise ConfigError(_not_calibrated(engine, device))
-        return hardware_from_profile(profile)
+        return hardware_from_profile(profile, at_present(profile))
     wanted = "-".join(name.lower().replace("_", " ").split())
     path = HARDWARE_DIR / f"{wanted}.toml"
     if _PLAIN_NAME.fullmatch(wanted) and path.exists():
@@ -240,8 +241,15 @@ def _link(facts: dict[str, Fact], name: str, kind: type[Link] = Link) -> Link:
     return kind(alpha.value, rate.value, rate.kind, f"{rate.source}; alpha: {alpha.source}")
 
 
-def hardware_from_profile(profile: MachineProfile) -> Hardware:
-    """``profile`` with the prices and watts that are assumed for such a machine."""
+_CHANGED = ("corrections", "first_uses", "http")
+"""Sections of a profile that its hardware has otherwise."""
+
+
+def hardware_from_profile(profile: MachineProfile, present: Present | None = None) -> Hardware:
+    """``profile`` with the prices and watts that are assumed for such a machine. ``present``: what else runs there; None: what
+    ran when it was calibrated."""
+    present = present or as_calibrated(profile)
+    contended = profile.contended if present.processors_taken > present.taken_at_calibration else Contended()
     f = profile.fingerprint
     core_price = price("cpu_core_usd_per_hour")
     usd = Price(core_price.value * f.n_cores, core_price.kind, f"{f.n_cores} cores: {core_price.source}", core_price.date)
@@ -288,8 +296,11 @@ def hardware_from_profile(profile: MachineProfile) -> Hardware:
         usd_per_hour=usd,
         place=place,
         host_watts=host,
-        **{section.name: getattr(profile, section.name) for section in fields(Measurements) if section.name != "corrections"},
+        present=present,
+        **{one.name: getattr(profile, one.name) for one in fields(Measurements) if one.name not in _CHANGED},
         corrections=in_use(profile.corrections),
+        first_uses=contended.first_uses or profile.first_uses,
+        http=contended.http or profile.http,
     )
 
 

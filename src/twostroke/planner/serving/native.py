@@ -19,6 +19,7 @@ from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.anchors import PREFILL_ANCHORS, SHALLOW, NativeAnchor, Ratios, has_steps, ratio_at
 from twostroke.planner.hardware.corrections import learned_factor
 from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.hardware.present import threads_left
 from twostroke.planner.money.power import busy_of
 from twostroke.planner.serving.memory import touched_pages
 from twostroke.planner.serving.native_products import (
@@ -316,11 +317,15 @@ class Native(Strategy):
 
     def _threads(self, rows: int) -> int:
         """Threads that a step of ``rows`` tokens runs on, as the engine chooses them."""
-        return 1 if self._takes_one_thread(rows) else self.hardware.native_rates.n_threads
+        all_threads = self.hardware.native_rates.n_threads
+        return 1 if self._takes_one_thread(rows) else threads_left(self.hardware, all_threads)
 
     def _takes_one_thread(self, rows: int) -> bool:
-        """Whether it is so few that one thread computes it, on a machine whose single thread was measured."""
+        """Whether it is so few that one thread computes it, or other programs leave no more, on a machine whose single thread
+        was measured."""
         rates, shape = self.hardware.native_rates, self.shape
+        if rates.n_threads > 1 and threads_left(self.hardware, rates.n_threads) == 1:
+            return True
         weights = native_read_bytes(self.spec, shape.scheme, shape.head, shape.others)
         return rates.n_threads > 1 and self.hardware.crossovers.takes_one_thread(weights, rows * row_flop(self.spec))
 

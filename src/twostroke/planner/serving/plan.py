@@ -16,6 +16,7 @@ from twostroke.core.spec import ModelSpec
 from twostroke.core.units import format_bytes
 from twostroke.planner.hardware.corrections import corrections_notes, learned_factor
 from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.hardware.present import present_notes
 from twostroke.planner.money.cost import Cost, TokenPrices, cost_of, energy_kwh, token_prices, usd_per_million_tokens
 from twostroke.planner.money.power import Busy, mean_watts
 from twostroke.planner.serving.datasheet import Datasheet
@@ -347,7 +348,7 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
         notes.append(f"the KV cache holds {fitting} such requests at once, fewer than batch={shape.batch}: the others wait.")
     if engine.note:
         notes.append(engine.note)
-    notes += corrections_notes(hardware)
+    notes += (*present_notes(hardware), *corrections_notes(hardware))
     with within("prefill"):
         prefill = shown(engine.prefill(), "one prompt alone")
     with within("decode"):

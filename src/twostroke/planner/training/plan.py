@@ -16,6 +16,7 @@ from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.corrections import corrections_notes, learned_factor
 from twostroke.planner.hardware.device import DATASHEET_NOTE, Hardware
 from twostroke.planner.hardware.network import all_reduce_sent_bytes
+from twostroke.planner.hardware.present import present_notes
 from twostroke.planner.money.cost import Cost, cost_of
 from twostroke.planner.money.power import Busy, busy_of, mean_watts
 from twostroke.planner.training.checkpointing import Resilience, resilience
@@ -359,7 +360,10 @@ def plan_training(
         network_bytes_per_step=sum(t.sent_bytes for t in traffic)
         or all_reduce_sent_bytes(bytes_of(shape.compute_dtype) * trained, 2),
         cost=None,
-        notes=(*spec.notes, *(corrections_notes(hardware) if hardware.basis == "measured" else (DATASHEET_NOTE,))),
+        notes=(
+            *spec.notes,
+            *((*present_notes(hardware), *corrections_notes(hardware)) if hardware.basis == "measured" else (DATASHEET_NOTE,)),
+        ),
         layout=layout,
         traffic=traffic,
         bubble_s=bubble_of(shape, layout, time, traffic),

@@ -11,6 +11,7 @@ from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.anchors import layer_and_around, ratio_at, training_anchors
 from twostroke.planner.hardware.corrections import learned_factor
 from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.hardware.present import training_slowdown
 from twostroke.planner.training.datasheet_rates import LOW_PRECISIONS
 from twostroke.planner.training.layout import SINGLE, Layout
 from twostroke.planner.training.offload import update_s
@@ -113,12 +114,21 @@ def _measured_ratios(like: TrainingShape, hardware: Hardware) -> dict[int, Ancho
 def update_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> Work:
     """The optimizer's update, held to the anchors. What Muon adds to one, and what rounds to bf16, was not part of them."""
     work = optimizer_work(spec, shape, hardware, layout).stretched(learned_factor(hardware, "update"))
+    work = work.stretched(contended_ratios(shape, hardware).update)
     if shape.offload_optimizer:
         part = stage_held(spec, shape, layout, stages(spec.n_layers, layout.pipeline, layout.interleave)[-1])
         return replace(work, seconds=update_s(shape, part.trained_of(layout.shared_by(1))))
     if shape.optimizer == "muon" or is_rounded(shape, hardware):
         return work
     return work.stretched(anchor_ratios(spec, shape, hardware).update)
+
+
+def contended_ratios(shape: TrainingShape, hardware: Hardware) -> AnchorRatios:
+    """The same because of what else runs on the machine now."""
+    kind = shape.mode if shape.method == "full" or shape.mode == "eager" else "adapters"
+    ratio = training_slowdown(hardware, kind)
+    each = dict.fromkeys(DIRECTIONS, ratio)
+    return AS_PLANNED if ratio == 1.0 else AnchorRatios(each, each, ratio)
 
 
 def learned_ratios(hardware: Hardware) -> AnchorRatios:
@@ -183,7 +193,7 @@ def stage_time(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout
     """The passes, held to the anchors, and put on the stages as often as each has its layers."""
     shape = rank_shape(replace(shape, dtype=rate_dtype(shape, hardware)), layout)
     passes = passes_of(spec, shape, hardware, layout).held_to(anchor_ratios(spec, shape, hardware))
-    passes = passes.held_to(learned_ratios(hardware))
+    passes = passes.held_to(learned_ratios(hardware)).held_to(contended_ratios(shape, hardware))
     whole = stages(spec.n_layers, layout.pipeline, layout.interleave)
     layer_s = passes.layer_s("forward") + passes.layer_s("backward")
     loss_s = sum(total_seconds(works) for works in passes.loss.values())

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from twostroke.core.described import LeftOut
 from twostroke.core.errors import ConfigError, TwostrokeError
+from twostroke.planner.hardware.present import unsure_factor
 
 if TYPE_CHECKING:
     from twostroke.ledger.store import Ledger, Run
@@ -271,21 +272,27 @@ _TIMED = frozenset(
 """Quantities that stand on measured rates, which a busy machine makes low."""
 
 
-def widened(prior: Range, low_by: float) -> Range:
+def widened(prior: Range, low_by: float, longer: float = 1.0) -> Range:
     """``prior`` of a time that stands on rates which may read low by the share ``low_by``: the time may be shorter by as much,
-    so the lower end falls by ln(1 − low_by)."""
-    return replace(prior, low=prior.low + math.log1p(-min(low_by, MOST_LOW_BY))) if low_by > 0 else prior
+    so the lower end falls by ln(1 − low_by). It may be ``longer`` by that factor, so the upper end rises by ln(longer)."""
+    lower = math.log1p(-min(low_by, MOST_LOW_BY)) if low_by > 0 else 0.0
+    return replace(prior, low=prior.low + lower, high=prior.high + math.log(longer)) if lower or longer > 1 else prior
 
 
 def with_intervals(
-    prediction: Mapping[str, Any], basis: str, phase: str, own: Iterable[Pair] = (), low_by: float = 0.0
+    prediction: Mapping[str, Any],
+    basis: str,
+    phase: str,
+    own: Iterable[Pair] = (),
+    low_by: float = 0.0,
+    longer: float = 1.0,
 ) -> dict[str, dict[str, Any]]:
     """Every predicted number with its interval: ``{"value", "low", "high", "level", "basis", "width"}``.
 
     ``basis`` is ``basis_of`` the hardware, ``phase`` "train" or "serve"; ``own`` are this machine's earlier pairs. ``width``
     says where the interval's width comes from, "assumed" or "measured". A word keeps its name and has the value None.
     ``low_by`` is the share by which calibration's rates may read low on average, because other programs had the
-    processors meanwhile.
+    processors meanwhile; ``longer`` the factor by which times may come out longer because of what runs now.
     """
     residuals = residuals_by_kind(own)
     result: dict[str, dict[str, Any]] = {}
@@ -295,7 +302,7 @@ def with_intervals(
             result[name] = {"value": None}
             continue
         quantity, own_phase, sense = _quantity(name, phase)
-        prior = widened(range_of(quantity, basis, own_phase), low_by if quantity in _TIMED else 0.0)
+        prior = widened(range_of(quantity, basis, own_phase), *((low_by, longer) if quantity in _TIMED else (0.0,)))
         found = corrected(prior, residuals.get((quantity, basis, own_phase), ()))
         low, high = (found.low, found.high) if sense == _TIME else (-found.high, -found.low)
         if name in EXACT or name.startswith("n_"):
@@ -388,7 +395,8 @@ def predict_with_intervals(
     basis = basis_of(hardware, phase, experts, engine)
     factors = hardware.corrections.factors if hardware is not None else {}
     own = own_pairs(ledger, factors=factors) if prediction and FALLS_TO.get(basis, basis) != "datasheet" else ()
-    return with_intervals(prediction, basis, phase, own, low_by_of(hardware, phase))
+    longer = 1.0 if hardware is None else unsure_factor(hardware, phase)
+    return with_intervals(prediction, basis, phase, own, low_by_of(hardware, phase), longer)
 
 
 def basis_of(hardware: Hardware | None, phase: str, experts: bool = False, engine: str = "any") -> str:
