@@ -230,7 +230,7 @@ class _Lowering:
     def rebuilding(self, block: str) -> Float[Tensor, "H outputs latent"]:
         """What rebuilds each head's keys and values from the latent, keys first; of codes their values."""
         name = f"{block}.attn.kv_b"
-        held = self._read(name, self._held(name, self.scheme), None, self.get)
+        held = self._read(name, self._held(name), None, self.get)
         weight = held.values() if isinstance(held, Codes) else held
         return weight.unflatten(0, (self.spec.n_heads, -1))
 
