@@ -40,7 +40,8 @@ def test_int4_is_fitted_to_named_text_and_says_what_it_cost(
     assert free["perplexity_ratio"] == pytest.approx(1.0, abs=0.5)
     code, out, err = quantize(capsys, model, tmp_path / "held", *text, "--max-kl", "0")
     assert code == 0, err
-    assert held(tmp_path / "held", read_spec(model)).in_int8
+    found = held(tmp_path / "held", read_spec(model))
+    assert found.in_int8 or found.scheme == "int8"  # some of them, or all: how many depends on how sums round here
     assert "of them in int8" in out
     assert "KL" in out
     assert "above 0, with" in err
