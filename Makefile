@@ -56,7 +56,7 @@ soak: $(VENV)/.eval $(VENV)/.native
 
 lint: $(VENV)/.test
 	$(BIN)/lint-imports
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror src/twostroke/kernels/native/*.cpp src/twostroke/kernels/native/*.h tests/kernels/*.cpp
 	$(BIN)/mypy

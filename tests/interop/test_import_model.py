@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from gguf_files import reference_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from gguf_files import reference_model
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError, TwostrokeError
 from twostroke.core.spec import ModelSpec
 from twostroke.interop import hub
