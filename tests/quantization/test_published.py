@@ -32,7 +32,7 @@ from twostroke.model.published.fp4 import mxfp4_values
 from twostroke.model.published.patterns import Budget, named, pattern
 from twostroke.model.published.registry import METHODS, storage_of
 from twostroke.planner.hardware.tables import load_hardware
-from twostroke.planner.serving.native_products import native_read_bytes
+from twostroke.planner.serving.native_products import native_read_bytes, native_weights_bytes
 from twostroke.planner.serving.plan import plan_serving
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.quantization.convert import quantize_model
@@ -92,9 +92,13 @@ def test_every_method_and_every_example_is_one_that_is_tested() -> None:
         assert {type(example) for example in method.examples} <= kinds
 
 
-def scores(core: EngineCore, ids: list[int]) -> list[float]:
+def check_scores(core: EngineCore, wanted: Decoder, within: float = 0.05) -> None:
+    """bf16, or activations in 8 bits, against fp32."""
+    ids = TOKENS[0].tolist()
+    with torch.inference_mode():
+        exact = wanted(TOKENS[:1])[0].log_softmax(dim=-1)
     ((nats, _),) = token_scores(core, [(ids, 1)])
-    return list(nats)
+    assert list(nats) == pytest.approx([-float(exact[i, ids[i + 1]]) for i in range(len(ids) - 1)], rel=within, abs=2 * within)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -102,10 +106,7 @@ def scores(core: EngineCore, ids: list[int]) -> list[float]:
 def test_the_engine_computes_with_the_codes_and_is_planned_so(name: str, runner: str, of_llama: Published) -> None:
     wanted, directory = of_llama(name)
     core = EngineCore(directory, EngineSettings(n_threads=1, runner=runner, kv_cache_bytes=2**20))
-    ids = TOKENS[0].tolist()
-    with torch.inference_mode():
-        exact = wanted(TOKENS[:1])[0].log_softmax(dim=-1)
-    assert scores(core, ids) == pytest.approx([-float(exact[i, ids[i + 1]]) for i in range(len(ids) - 1)], rel=0.05, abs=0.1)
+    check_scores(core, wanted)
     scheme = LAYOUTS[name].scheme
     assert core.dtype == (SCHEMES[scheme].family if scheme else "bf16")
     assert any("What rounding lost stays lost" in note for note in core.spec.notes)
@@ -116,7 +117,9 @@ def test_the_engine_computes_with_the_codes_and_is_planned_so(name: str, runner:
 def check_plan(core: EngineCore, directory: Path) -> None:
     shape = ServingShape(**held(directory, core.spec)._asdict(), prompt_tokens=32, output_tokens=8)
     assert native_read_bytes(core.spec, shape.scheme, shape.head, shape.others) == core.plan.step_bytes
-    assert plan_serving(core.spec, shape, native()).memory_bytes["weights"] == core.weights_bytes
+    assert native_weights_bytes(core.spec, shape.scheme, shape.head, shape.others) == core.weights_bytes
+    if core.spec.moe is None:  # experts need rates that this machine has not
+        assert plan_serving(core.spec, shape, native()).memory_bytes["weights"] == core.weights_bytes
 
 
 @pytest.mark.parametrize(
@@ -158,9 +161,7 @@ def test_groups_of_layers_are_held_each_in_its_own_way(tmp_path: Path) -> None:
     check_plan(core, directory)
     with torch.inference_mode():
         assert relative(load_model(directory)(TOKENS), wanted(TOKENS)) < 1e-4
-        exact = wanted(TOKENS[:1])[0].log_softmax(dim=-1)
-    ids = TOKENS[0].tolist()
-    assert scores(core, ids) == pytest.approx([-float(exact[i, ids[i + 1]]) for i in range(len(ids) - 1)], rel=0.05, abs=0.1)
+    check_scores(core, wanted)
 
 
 def test_parts_of_one_matrix_that_are_stored_differently_become_plain_numbers(tmp_path: Path) -> None:
@@ -366,4 +367,10 @@ def test_gpt_oss_is_read_as_it_is_published(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gptq-4-32-asym", "ct-int8-channel", "fp8-block"])
 def test_experts_are_read_one_by_one(name: str, tmp_path: Path) -> None:
-    check(*publish("mixtral", tmp_path, LAYOUTS[name]), name)
+    wanted, directory = publish("mixtral", tmp_path, LAYOUTS[name])
+    check(wanted, directory, name)
+    for runner in RUNNERS:
+        core = EngineCore(directory, EngineSettings(n_threads=1, runner=runner, kv_cache_bytes=2**20))
+        check_scores(core, wanted, within=0.2)  # a router near a tie may choose another expert
+        if runner == "native":
+            check_plan(core, directory)
