@@ -341,7 +341,8 @@ def publish(
 ) -> tuple[Decoder, Path]:
     """A small model of ``family`` written below ``directory`` as ``rewrite`` does: the decoder of the numbers that it stands
     for, and its directory."""
-    decoder = decoder_of(family, **SIZES | OF_FAMILY.get(family, {}))
+    has_heads_apart = EVERY[family].mla is not None  # whose sizes belong together
+    decoder = decoder_of(family, **{} if has_heads_apart else SIZES | OF_FAMILY.get(family, {}))
     source, target = save_model(decoder, decoder.spec, directory / "plain", dtype="fp32"), directory / "published"
     values = rewrite(source, target, made, only, also, shards)
     plain = load_file(source / "model.safetensors")

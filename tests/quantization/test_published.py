@@ -365,9 +365,12 @@ def test_gpt_oss_is_read_as_it_is_published(tmp_path: Path) -> None:
     check(wanted, directory, "mxfp4")
 
 
-@pytest.mark.parametrize("name", ["gptq-4-32-asym", "ct-int8-channel", "fp8-block"])
-def test_experts_are_read_one_by_one(name: str, tmp_path: Path) -> None:
-    wanted, directory = publish("mixtral", tmp_path, LAYOUTS[name])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("mixtral", "gptq-4-32-asym"), ("mixtral", "ct-int8-channel"), ("deepseek_v3", "fp8-block"), ("deepseek_v3", "awq-32")],
+)
+def test_experts_are_read_one_by_one_and_latent_attention(family: str, name: str, tmp_path: Path) -> None:
+    wanted, directory = publish(family, tmp_path, LAYOUTS[name])
     check(wanted, directory, name)
     for runner in RUNNERS:
         core = EngineCore(directory, EngineSettings(n_threads=1, runner=runner, kv_cache_bytes=2**20))
