@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ import time
 import pytest
 
 from twostroke.core import contention
-from twostroke.core.contention import LOOK_S, OtherPrograms, low_by, processors, waited_s, whole
+from twostroke.core.contention import LOOK_S, OtherPrograms, _own_s, low_by, processors, waited_s, whole
 
 counts = pytest.mark.skipif(waited_s() is None, reason="the system does not count waiting")
 
@@ -135,15 +136,34 @@ def test_processors_are_left_to_programs_that_take_most_of_them() -> None:
     assert others.left(n) == 1
 
 
+SPIN = f"{sys.executable} -c 'while True: pass' >/dev/null 2>&1"
+
+
 @counts
 def test_a_program_that_never_pauses_is_seen() -> None:
     others = OtherPrograms()
-    rival = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    # The shell ends at once, so that the program is no child of ours.
+    number = int(subprocess.run(["sh", "-c", f"{SPIN} & echo $!"], capture_output=True, check=True).stdout)
     try:
         time.sleep(0.2)
         assert others.used >= 0.0  # a first look, at its start
         time.sleep(0.5)
         assert others.used > 0.5
     finally:
-        rival.kill()
-        rival.wait()
+        os.kill(number, signal.SIGKILL)
+
+
+@counts
+def test_what_this_process_started_is_its_own() -> None:
+    """A shell that waits for the program: a child's child, which counts while it runs and when it has ended."""
+    before = _own_s()
+    shell = subprocess.Popen(["sh", "-c", f"{SPIN} & echo $!; wait"], stdout=subprocess.PIPE)
+    assert shell.stdout is not None
+    number = int(shell.stdout.readline())
+    try:
+        time.sleep(0.6)
+        assert _own_s() - before > 0.2  # it may have to share a processor
+    finally:
+        os.kill(number, signal.SIGKILL)
+        shell.communicate()
+    assert _own_s() - before > 0.2

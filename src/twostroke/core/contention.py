@@ -3,11 +3,13 @@
 Linux counts for every thread the nanoseconds it was ready to run and did not (``/proc/<pid>/task/<tid>/schedstat``, second
 field), and for every virtual processor the time that the host gave to others (``steal`` in ``/proc/stat``, hundredths of a
 second). Neither sees a neighbour that shares only a cache or memory bandwidth. What other programs use is the time that
-processors were busy less that of this process's own threads.
+processors were busy less that of this process and those that it started: a server that a command has just begun is no other
+program.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from pathlib import Path
 
 _TASKS = Path("/proc/self/task")
 _STAT = Path("/proc/stat")
+_PROC = Path("/proc")
 
 
 def waited_s() -> float | None:
@@ -74,6 +77,31 @@ def _busy_s(which: frozenset[int]) -> float | None:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def _own_s() -> float:
+    """Seconds of processor time of this process and of all that it started, ended ones included."""
+    ended = os.times()
+    return time.process_time() + ended.children_user + ended.children_system + sum(map(_tree_s, _children(_TASKS)))
+
+
+def _children(tasks: Path) -> list[str]:
+    """Processes that these threads started; none where the system does not list them."""
+    found = []
+    for task in tasks.glob("[0-9]*/children"):
+        with contextlib.suppress(OSError):  # a thread that ended meanwhile
+            found += task.read_text().split()
+    return found
+
+
+def _tree_s(process: str) -> float:
+    """Seconds of ``process``, of those that it waited for, and of those that it started and that still run."""
+    try:
+        fields = (_PROC / process / "stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return 0.0
+    own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return own + sum(map(_tree_s, _children(_PROC / process / "task")))
+
+
 class OtherPrograms:
     """How many of this process's processors other programs use, looked at every ``LOOK_S`` at most. ``busy_s``, ``own_s`` and
     ``clock`` are the system's, for tests."""
@@ -81,7 +109,7 @@ class OtherPrograms:
     def __init__(
         self,
         busy_s: Callable[[frozenset[int]], float | None] = _busy_s,
-        own_s: Callable[[], float] = time.process_time,
+        own_s: Callable[[], float] = _own_s,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._busy_s, self._own_s, self._clock = busy_s, own_s, clock
