@@ -56,29 +56,32 @@ def environment(engine: str) -> dict[str, str]:
 
 
 def measure(engine: str, variant: str, model: Path, shape_name: str, pythons: dict[str, str], repeats: int) -> dict[str, Any]:
-    """One process; what it wrote before it ended, and how it ended where that was not well."""
+    """What one process measured. Ours is started once before and ends after its first token: a first start writes its packed
+    weights to disk, as the peers' conversions do beforehand, and takes half the processors for seconds meanwhile."""
     shape = SHAPES[shape_name]
+    command = [pythons[engine], str(HERE / "engines" / SCRIPTS[engine]), str(model), "--variant", variant]
+    command += ["--vocab-size", str(shape.vocab_size), "--repeats", str(repeats)]
+    batches = shape.batches[:1] if variant.endswith("-kv8") else shape.batches  # a cache in int8 is for long contexts
+    command += ["--batches", *map(str, batches)]
+    first = _process(engine, [*command, "--start-only"]) if engine == "twostroke" else {}
+    os.sync()  # what conversions wrote is on disk before anything is timed
+    result = _process(engine, command)
+    result |= {name: first[name] for name in ("start_to_first_token_s", "packed_was_read") if name in first}
+    return {"shape": shape_name, "engine": engine, "variant": variant} | result
+
+
+def _process(engine: str, command: list[str]) -> dict[str, Any]:
+    """One process; what it wrote before it ended, and how it ended where that was not well."""
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder) / "result.json", Path(folder) / "log"
-        command = [
-            pythons[engine],
-            str(HERE / "engines" / SCRIPTS[engine]),
-            str(model),
-            "--variant",
-            variant,
-            "--out",
-            str(out),
-        ]
-        command += ["--vocab-size", str(shape.vocab_size), "--repeats", str(repeats)]
-        batches = shape.batches[:1] if variant.endswith("-kv8") else shape.batches  # a cache in int8 is for long contexts
-        command += ["--batches", *map(str, batches)]
         began = time.time()
         with log.open("wb") as stream:
             try:
                 # An empty working directory: `python -m` in a peer must not find our files for its own modules.
                 code = subprocess.run(
-                    command, stdout=stream, stderr=stream, env=environment(engine), timeout=LIMIT_S, check=False, cwd=folder
-                ).returncode
+                    [*command, "--out", str(out)], stdout=stream, stderr=stream, env=environment(engine), timeout=LIMIT_S,
+                    check=False, cwd=folder,
+                ).returncode  # fmt: skip
             except subprocess.TimeoutExpired:
                 code = -1
         result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
@@ -86,7 +89,7 @@ def measure(engine: str, variant: str, model: Path, shape_name: str, pythons: di
             result["error"] = log.read_text(encoding="utf-8", errors="replace")[-1500:]
     if "first_token_unix_s" in result:
         result["start_to_first_token_s"] = result.pop("first_token_unix_s") - began
-    return {"shape": shape_name, "engine": engine, "variant": variant, "unix_s": began} | result
+    return {"unix_s": began} | result
 
 
 def versions(pythons: dict[str, str]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[1])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--vocab-size", type=int, required=True)
+    parser.add_argument("--start-only", action="store_true", help="End after the first token.")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 

@@ -44,6 +44,8 @@ def main() -> None:
     bench.first_token(generate)
     engine = llm.engine
     bench.record("packed_was_read", engine.loaded_packed)
+    if args.start_only:
+        return
     bench.record("weights_bytes", engine.weights_bytes)
     bench.record("kv_cache_bytes", engine.kv_cache_bytes)
     bench.run(generate)

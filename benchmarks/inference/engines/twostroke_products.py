@@ -6,14 +6,15 @@ import torch
 
 from twostroke.engine.plan import Plan
 from twostroke.kernels.native_library import library
-from twostroke.kernels.native_matrix import CMatrix, CRows, NativeMatrix, NativePair
+from twostroke.kernels.native_matrix import CMatrix, CRows, NativeExperts, NativeMatrix, NativePair
 
 PASSES = 10
 
 
 def products_seconds(plan: Plan, n_threads: int) -> float | None:
     """The best of ``PASSES`` passes, a barrier after each matrix as in a step. Excluded: quantising the row, norms, rotary,
-    attention, activations, sampling, Python. None for a plan that is not native."""
+    attention, activations, sampling, Python. None for a plan that is not native, and for a mixture, whose tokens choose the
+    matrices."""
     lib = library()
     matrices: list[NativeMatrix] = []
     for op in plan.ops:
@@ -22,7 +23,8 @@ def products_seconds(plan: Plan, n_threads: int) -> float | None:
             matrices += [matrix.gate, matrix.up]
         elif isinstance(matrix, NativeMatrix):
             matrices.append(matrix)
-    if lib is None or not matrices:
+    mixture = any(isinstance(part, NativeExperts) for op in plan.ops for part in vars(op).values())
+    if lib is None or not matrices or mixture:
         return None
     if lib.ts_threads() != n_threads:
         lib.ts_set_threads(n_threads)
