@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from twostroke.kernels.grouped import grouped_linear
+from twostroke.kernels.grouped import _rounded, grouped_linear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -27,3 +27,9 @@ def test_each_row_meets_its_experts_matrix_forward_and_backward(dtype: torch.dty
 def test_the_operator_has_what_a_compiler_asks_of_it() -> None:
     x, weight = torch.randn(5, 4, requires_grad=True), torch.randn(2, 3, 4, requires_grad=True)
     torch.library.opcheck(torch.ops.twostroke.grouped_linear, (x, weight, torch.tensor([2, 5])))
+
+
+def test_numbers_of_rows_are_few_and_hardly_more() -> None:
+    rounded = {n: _rounded(n) for n in range(1, 2049)}
+    assert all(n <= m <= 1.125 * n + 1 for n, m in rounded.items())
+    assert len({rounded[n] for n in range(1024, 2048)}) <= 9

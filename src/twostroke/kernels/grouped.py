@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from jaxtyping import Float, Int
 
 
@@ -25,12 +27,34 @@ def _spans(ends: Tensor) -> list[tuple[int, int, int]]:
     return found
 
 
+def _rounded(n_rows: int) -> int:
+    """``n_rows`` or up to an eighth more: a library that compiles a product for each number of rows (oneDNN: 20 ms and 0.4 MB
+    each, in bf16) then compiles eight for every doubling."""
+    step = max(1, 1 << max(0, n_rows.bit_length() - 4))
+    return -(-n_rows // step) * step
+
+
+def _window(x: Tensor, first: int, n_rows: int) -> Tensor:
+    """Rows from ``first`` on, zeros after the last."""
+    missing = first + n_rows - x.shape[0]
+    return x[first : first + n_rows] if missing <= 0 else torch.nn.functional.pad(x[first:], (0, 0, 0, missing))
+
+
+def _multiply_each(x: Tensor, of_expert: Callable[[int], Tensor], width: int, ends: Tensor) -> Tensor:
+    """Each expert's rows times its matrix. What it computes beyond its rows the next expert writes again."""
+    y = x.new_empty(x.shape[0], width)
+    for expert, first, end in _spans(ends):
+        n_rows = _rounded(end - first)
+        if first + n_rows <= len(y):
+            torch.mm(x[first : first + n_rows], of_expert(expert), out=y[first : first + n_rows])
+        else:
+            y[first:end] = torch.mm(_window(x, first, n_rows), of_expert(expert))[: end - first]
+    return y
+
+
 @torch.library.custom_op("twostroke::grouped_linear", mutates_args=())
 def _multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    y = x.new_empty(x.shape[0], weight.shape[1])
-    for expert, first, end in _spans(ends):
-        torch.mm(x[first:end], weight[expert].t(), out=y[first:end])
-    return y
+    return _multiply_each(x, lambda expert: weight[expert].t(), weight.shape[1], ends)
 
 
 @_multiply.register_fake
@@ -40,11 +64,12 @@ def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("twostroke::grouped_linear_backward", mutates_args=())
 def _multiply_backward(x: Tensor, weight: Tensor, ends: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    x_gradient, weight_gradient = torch.empty_like(x), torch.zeros_like(weight)
+    x_gradient = _multiply_each(gradient, lambda expert: weight[expert], weight.shape[2], ends)
+    weight_gradient = torch.zeros_like(weight)
     for expert, first, end in _spans(ends):
-        rows = gradient[first:end]
-        torch.mm(rows, weight[expert], out=x_gradient[first:end])
-        torch.mm(rows.t(), x[first:end], out=weight_gradient[expert])
+        n_rows = _rounded(end - first)
+        rows = torch.nn.functional.pad(gradient[first:end], (0, 0, 0, n_rows - (end - first)))
+        torch.mm(rows.t(), _window(x, first, n_rows), out=weight_gradient[expert])
     return x_gradient, weight_gradient
 
 
