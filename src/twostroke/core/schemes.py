@@ -21,12 +21,14 @@ W8, W8A8 = "w8", "w8a8"
 
 @dataclass(frozen=True)
 class NativeFormat:
-    """How the native library packs a matrix: the type of a weight, whether groups of ``GROUPS`` inputs share a scale, and
-    whether its products have a matrix unit, without which large ones take long."""
+    """How the native library packs a matrix: the type of a weight, whether groups of ``GROUPS`` inputs share a scale,
+    whether its products have a matrix unit, without which large ones take long, and whether they round activations to 8 bits,
+    a scale a row."""
 
     element: str
     grouped: bool = False
     matrix_unit: bool = True
+    rounds_inputs: bool = False
 
     @property
     def coded(self) -> bool:
@@ -37,11 +39,11 @@ class NativeFormat:
 NATIVE_FORMATS: dict[str, NativeFormat] = {
     "fp32": NativeFormat("fp32", matrix_unit=False),
     "bf16": NativeFormat("bf16"),
-    "int8": NativeFormat("int8"),
+    "int8": NativeFormat("int8", rounds_inputs=True),  # W8A8
     "int8_weight_only": NativeFormat("int8", matrix_unit=False),
-    "int4": NativeFormat("int4", grouped=True, matrix_unit=False),
+    "int4": NativeFormat("int4", grouped=True, matrix_unit=False, rounds_inputs=True),  # W4A8
 }
-"""In the order of the library's numbers (``ts::Format``). int8 and int4 round activations to 8 bits (W8A8, W4A8)."""
+"""In the order of the library's numbers (``ts::Format``)."""
 
 
 def native_product_name(native: str, group: int = 0) -> str:
@@ -140,6 +142,11 @@ class Scheme:
     def computes_in_codes(self) -> bool:
         """Whether the native library multiplies the codes themselves; else they are expanded once, at loading."""
         return self.quantised and self.native != "" and NATIVE_FORMATS[self.native].coded
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether the native library rounds what is multiplied with the codes to 8 bits, a scale a row."""
+        return self.computes_in_codes and NATIVE_FORMATS[self.native].rounds_inputs
 
     def multiplied(self, runner: str) -> str:
         """What products of the "native" or the "torch" runner multiply: the codes, by their own name, or the plain type that

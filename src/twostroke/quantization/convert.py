@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -18,7 +19,7 @@ from twostroke.core.families.weights import Entry
 from twostroke.core.schemes import DEFAULT_WRITTEN, Scheme, written_scheme
 from twostroke.kernels.codes import Codes, quantize
 from twostroke.kernels.words import pack_words
-from twostroke.model.families import read_entry, stored_order, write_entry
+from twostroke.model.families import read_entry, stored_rows, write_entry
 from twostroke.model.load import open_weights
 from twostroke.model.published.compressed_tensors import PACKED, SCALE, SHAPE, ZERO
 from twostroke.model.published.registry import module_name
@@ -104,6 +105,7 @@ class _Converter:
             progress(i / len(entries), f"tensor {i + 1} of {len(entries)}")
             tensor = read_entry(entry, self.get)
             self.source_bytes += tensor.nbytes if self.counts_source else 0
+            tensor = tensor if self.fitted is None else self.fitted.source(entry.canonical, tensor)
             held = self.stored.of(entry)
             if held is not None:
                 yield from self._quantised(entry, tensor, held)
@@ -117,24 +119,19 @@ class _Converter:
         if self.fitted is None or scheme.group is None:
             quantised = quantize(weight, scheme)
         else:
-            quantised = Codes(*self.fitted.codes[entry.canonical])
+            quantised = self.fitted.codes[entry.canonical]
         self._count(entry, weight, quantised.values())
-        codes, scale, zero = quantised
-        scale, start = stored_order(entry.by_group, scale), 0
-        if zero is None:
-            for (name, part), stored in zip(write_entry(entry, codes), entry.parts, strict=True):
-                yield name, part.clone(memory_format=torch.contiguous_format)
-                yield f"{module_name(name)}{SCALE}", scale[start : start + stored.rows, None].clone()
-                start += stored.rows
-            return
-        codes, zero = (stored_order(entry.by_group, tensor) for tensor in (codes, zero))
-        for stored in entry.parts:
-            rows, module = slice(start, start + stored.rows), module_name(stored.name)
-            yield f"{module}{PACKED}", pack_words(codes[rows])
-            yield f"{module}{SCALE}", scale[rows].clone()
-            yield f"{module}{ZERO}", pack_words(zero[rows].t()).t().contiguous()
-            yield f"{module}{SHAPE}", torch.tensor([stored.rows, weight.shape[1]])
-            start += stored.rows
+        for parts in zip(entry.parts, *(_stored(entry, tensor) for tensor in quantised), strict=True):
+            part, codes, scale, zero = parts
+            module = module_name(part.name)
+            if zero is None:
+                yield f"{module}.weight", (codes.mT if entry.transposed else codes).clone(memory_format=torch.contiguous_format)
+                yield f"{module}{SCALE}", scale[..., None].clone()
+                continue
+            yield f"{module}{PACKED}", _packed(codes)
+            yield f"{module}{SCALE}", scale.clone(memory_format=torch.contiguous_format)
+            yield f"{module}{ZERO}", _packed(zero.mT).mT.contiguous()
+            yield f"{module}{SHAPE}", torch.tensor(codes.shape[-2:])
 
     def _count(self, entry: Entry, weight: Tensor, rounded: Tensor) -> None:
         lost = float((rounded - weight).square().sum(dtype=torch.float64))
@@ -153,6 +150,16 @@ class _Converter:
         if judged is None:
             return report
         return replace(report, judged_tokens=judged.n_tokens, kl_nats=judged.kl_nats, perplexity_ratio=judged.perplexity_ratio)
+
+
+def _stored(entry: Entry, tensor: Tensor | None) -> Iterable[Any]:
+    """Of each stored part of ``entry`` its rows of ``tensor``, or None."""
+    return (None,) * len(entry.parts) if tensor is None else stored_rows(entry, tensor)
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """``pack_words`` along the last dimension, of one matrix or of several."""
+    return pack_words(codes.flatten(0, -2)).unflatten(0, codes.shape[:-1])
 
 
 def _write_shards(tensors: Iterator[tuple[str, Tensor]], directory: Path) -> int:
