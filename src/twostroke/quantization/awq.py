@@ -20,11 +20,12 @@ from twostroke.core.matrices import Matrix, mlp_matrices
 from twostroke.core.spec import ModelSpec
 from twostroke.kernels.int4 import dequantize_groups, group_scales, round_to_groups
 from twostroke.model.norm import LayerNorm, RMSNorm
+from twostroke.quantization.roundings import TRIED_SCALES
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-EXPONENTS = tuple(i / 10 for i in range(1, 11))
+EXPONENTS = tuple(i / (TRIED_SCALES - 1) for i in range(TRIED_SCALES))
 """Values of α that are tried; 0 leaves the inputs as they are."""
 
 LEAST_GAIN = 0.99
@@ -80,7 +81,7 @@ def search_scales(
     error; None where none is better than no scales."""
     size = size.clamp_min(1e-4 * size.max().clamp_min(1e-12))
     importance, best, least = torch.diag(hessian), None, float("inf")
-    for exponent in (0.0, *EXPONENTS):
+    for exponent in EXPONENTS:
         scale = size**exponent
         scale = scale / (scale.max() * scale.min()).sqrt()
         scaled = weight * scale

@@ -25,7 +25,7 @@ from twostroke.model.published.compressed_tensors import PACKED, SCALE, SHAPE, Z
 from twostroke.model.published.registry import module_name
 from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME, WeightFiles
 from twostroke.model.save import COMPANION_FILES, require_finite, require_writable, written_aside
-from twostroke.quantization.directory import Quantisation
+from twostroke.quantization.directory import Quantisation, bits_per_weight
 from twostroke.quantization.fitting import Fitted
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -36,7 +36,7 @@ class QuantizeReport:
     """``source_bytes`` and ``bytes`` are of the weights as stored. ``relative_error`` is √(Σ(w − ŵ)² / Σw²) over all quantised
     matrices, ``worst`` the matrix where it is largest. Of weights that were fitted to text: how many tokens of it
     (``fitted_to_tokens``), how many matrices are held in int8 instead, and what the whole costs on text beside it
-    (``fitting.Judgement``). ``notes`` are the source's."""
+    (``fitting.Judgement``). ``bits_per_weight`` is of the quantised matrices, scales included. ``notes`` are the source's."""
 
     scheme: str
     n_matrices: int
@@ -45,6 +45,7 @@ class QuantizeReport:
     relative_error: float
     worst: str
     worst_relative_error: float
+    bits_per_weight: float
     n_int8_matrices: int = 0
     fitted_to_tokens: int = 0
     judged_tokens: int = 0
@@ -142,7 +143,8 @@ class _Converter:
         worst = max(relative, key=relative.__getitem__)
         whole = sum(lost for lost, _ in self.errors.values()) / max(sum(t for _, t in self.errors.values()), 1e-300)
         rounding = (len(relative), self.source_bytes, n_bytes, whole**0.5, worst, relative[worst])
-        report = QuantizeReport(self.stored.scheme.family, *rounding, notes=self.spec.notes)
+        bits = bits_per_weight(self.spec, self.stored)
+        report = QuantizeReport(self.stored.scheme.family, *rounding, bits, notes=self.spec.notes)
         if self.fitted is None:
             return report
         report = replace(report, n_int8_matrices=self.n_int8, fitted_to_tokens=self.fitted.n_tokens)

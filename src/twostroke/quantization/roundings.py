@@ -32,6 +32,9 @@ ROUNDINGS: dict[str, Rounding] = {
     )
 }
 
+TRIED_SCALES = 11
+"""Exponents α from 0 to 1 by which inputs are scaled by their size, to find the best (``quantization.awq``)."""
+
 NEAREST = ROUNDINGS["nearest"]
 DEFAULT_ROUNDING = "gptq"
 
