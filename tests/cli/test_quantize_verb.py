@@ -11,6 +11,7 @@ from real_model import make_model
 from twostroke.cli.main import main
 from twostroke.core.families import read_spec
 from twostroke.quantization.held import held
+from twostroke.quantization.roundings import ROUNDINGS
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +64,38 @@ def test_a_model_of_no_run_is_fitted_to_text_that_it_writes(
     assert code == 0, err
     assert "fitted to text that it writes" in err
     assert json.loads(out)["fitted_to_tokens"] > 0
+
+
+def test_a_survey_is_a_table_of_all_schemes_and_writes_nothing(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"def f{i}(self, name={i * i}):\n    return {i} ** self\n" for i in range(120)))
+    code, out, err = quantize(capsys, model, "--survey", "--calibration", tmp_path / "a.txt", "--max-kl", "0.00001", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    rows = found["rows"]
+    kinds = {(row["scheme"], row["rounding"]) for row in rows}
+    assert {("bf16", ""), ("int8", ""), ("int8_weight_only", ""), ("fp8", "")} <= kinds
+    assert {(f"int4-g{group}", rounding) for group in (32, 64, 128) for rounding in ROUNDINGS} <= kinds
+    assert [row["bytes"] for row in rows] == sorted(row["bytes"] for row in rows)
+    by_kind = {(row["scheme"], row["rounding"]): row for row in rows if not row["n_int8_matrices"]}
+    assert by_kind["bf16", ""]["kl_nats"] is None
+    assert by_kind["int8", ""]["kl_nats"] < by_kind["int4-g128", "nearest"]["kl_nats"]
+    assert by_kind["int4-g128", "nearest"]["bits_per_weight"] == pytest.approx(4 + 36 / 64)  # 64 wide: the second half is empty
+    assert any(row["n_int8_matrices"] for row in rows)  # a budget that groups alone exceed
+    for row in rows:
+        assert (row["beaten_by"] == "") or row["kl_nats"] is not None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt"]
+
+
+def test_what_a_survey_has_no_use_for_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for options, sentence in (
+        ((tmp_path / "q", "--survey"), "Leave out DIRECTORY"),
+        (("--survey", "--scheme", "int8", "--replace"), "Leave out --scheme, --replace"),
+        ((), "needs a DIRECTORY"),
+        ((tmp_path / "q", "--rounding", "gptq"), "--rounding is of groups"),
+        ((tmp_path / "q", "--scheme", "int4", "--rounding", "up"), "Use one of nearest, gptq, awq, awq-gptq"),
+    ):
+        code, _, err = quantize(capsys, model, *options)
+        assert (code, sentence in err) == (2, True), err
+    assert not (tmp_path / "q").exists()
