@@ -47,6 +47,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, home: Path) -> Path:
     n_layers = 1
     d_model = 32
     n_heads = 2
+    d_ff = 48
     [data]
     sources = ["{folder / "text.txt"}"]
     vocab_size = 300
@@ -62,6 +63,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, home: Path) -> Path:
     try:
         with pytest.raises(SystemExit) as caught:
             main(["train", str(folder / "recipe.toml")])
+        assert not caught.value.code
         assert not caught.value.code
     finally:
         os.environ.pop("TWOSTROKE_HOME") if before is None else os.environ.update(TWOSTROKE_HOME=before)

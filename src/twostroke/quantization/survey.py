@@ -134,7 +134,7 @@ def _row(
         except TwostrokeError as error:
             notes.append(f"no speed of {scheme.name}: {error}")
     judged = None if fitted is None else fitted.judgement
-    name = scheme.name if scheme.name in WRITTEN else scheme.family
+    name = scheme.name if scheme.group else scheme.family
     return SurveyRow(
         name,
         "" if way is None else _WRITTEN_AS.get(name, name),
