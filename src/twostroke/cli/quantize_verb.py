@@ -87,7 +87,7 @@ def quantize(
 
     group = chosen.group if how.fitted else None
     spec = read_spec(source)
-    inputs = {"model": str(source), "directory": str(directory.resolve()), "scheme": scheme, "rounding": how.name}
+    inputs = {"model": str(source.resolve()), "directory": str(directory.resolve()), "scheme": scheme, "rounding": how.name}
     inputs |= {"max_kl": max_kl}
     with recording("quantize", directory.resolve().name, inputs, functools.partial(_planned, spec, scheme, group, how), log) as run:
         began = time.perf_counter()

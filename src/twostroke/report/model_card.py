@@ -98,11 +98,12 @@ class _Record:
 
     def __init__(self, directory: Path, ledger: Ledger) -> None:
         self.directory = directory.resolve()
-        is_of_run = self.directory.name == "model" and (self.directory.parent / "recipe.json").is_file()
-        self.name = self.directory.parent.name if is_of_run else self.directory.name
-        self.recipe = _read(self.directory.parent / "recipe.json") if is_of_run else {}
-        self.summary = _read(self.directory.parent / "summary.json") if is_of_run else {}
+        self.name = _name(self.directory)
         self.runs = [run for run in ledger.runs() if self._is_of_these_weights(run)]
+        # What a quantised copy learned, its source did.
+        self.learned = self.directory if self.quantised is None else Path(str(self.quantised.inputs["model"]))
+        of_run = _of_run(self.learned)
+        self.recipe, self.summary = (_read(self.learned.parent / f"{name}.json") if of_run else {} for name in ("recipe", "summary"))
         trained = str(self.summary.get("run_id", ""))
         self.trained = next((run for run in ledger.runs("train") if run.run_id == trained), None)
 
@@ -125,7 +126,7 @@ class _Record:
         if (self.directory / ADAPTERS).is_file():
             return str(_read(self.directory / ADAPTERS).get("base_model_name_or_path") or ""), "adapter"
         if self.quantised is not None:
-            return str(self.quantised.inputs["model"]), "quantized"
+            return str(self.learned), "quantized"
         if config.get("quantization_config"):
             return str(config.get("_name_or_path") or ""), "quantized"
         model = self.recipe.get("model")
@@ -145,7 +146,7 @@ class _Card:
         name, how = base
         made = {"adapter": "Adapters of", "quantized": "A quantised copy of", "finetune": "Fine-tuned from"}[how]
         of = f" {made} {_short(name)}." if name else ""
-        trained = " Trained from scratch." if self.record.summary and not name else ""
+        trained = " Trained from scratch." if self.record.recipe.get("method") == "pretrain" and not name else ""
         return f"A {self.spec.family} model of {format_parameters(self.parameters.total)} parameters.{trained}{of}"
 
     def architecture(self) -> list[Fact]:
@@ -173,6 +174,7 @@ class _Card:
         sources = data.get("sources")
         names = ", ".join(_short(str(one)) for one in sources) if isinstance(sources, list) else ""
         facts = [
+            *([Fact("of", _short(str(self.record.learned)), run)] if self.record.quantised is not None else []),
             Fact("method", str(recipe.get("method", "")), "recipe.json"),
             Fact("text", names, "recipe.json"),
             Fact("steps", f"{summary.get('steps')} of {train.get('batch_size')} × {train.get('sequence_length')} tokens", run),
@@ -180,6 +182,8 @@ class _Card:
             *_numbers(summary, {"tokens": "tokens", "epochs": "epochs", "final_loss": "last loss, nats a token"}, run),
             *_numbers(measured, _HELD_OUT | _OF_TRAINING, run),
         ]
+        if summary.get("n_trained_parameters") != summary.get("n_parameters"):
+            facts += _numbers(summary, {"n_trained_parameters": "parameters trained"}, run)
         if isinstance(summary.get("weights_sha256"), str):
             facts.append(Fact("SHA-256 of the weights", summary["weights_sha256"], run))
         if not _HELD_OUT.keys() & measured.keys():
@@ -219,15 +223,15 @@ class _Card:
         facts: list[Fact] = []
         seen: set[str] = set()
         for run in self.record.of_kind("bench", "generate"):
-            inputs, values = run.inputs, run.measurement
-            asked = [f"{inputs[key]} {word}" for key, word in _CONDITIONS.items() if inputs.get(key)]
-            machine = inputs.get("device") or f"machine {run.fingerprint}"
-            where = f"{'generate' if run.kind == 'generate' else run.subject.partition(' ')[2]}, {', '.join([*asked, machine])}"
-            for name, words in SPEEDS.items():
-                what = f"{words} ({where})"
-                if is_number(values.get(name)) and what not in seen:
-                    seen.add(what)
-                    facts.append(Fact(what, format_value(name, values[name]), run.run_id))
+            values = [
+                f"{words} {format_value(name, run.measurement[name])}"
+                for name, words in SPEEDS.items()
+                if is_number(run.measurement.get(name))
+            ]
+            what = _conditions(run)
+            if values and what not in seen:
+                seen.add(what)
+                facts.append(Fact(what, "; ".join(values), run.run_id))
         if not facts:
             self.missing.append("Speed and memory. `twostroke bench offline MODEL` and `twostroke bench serve MODEL` measure them.")
         return facts
@@ -268,14 +272,33 @@ _OF_TRAINING = {
 }
 _ABOUT_EVALUATION = ("elapsed_s", "n_bytes", "n_tokens", "context", "stride", "not_measured", "waited_share", "scored_tok_per_s",
                      "cost_usd", "model_bytes", "prefill_tok_per_s", "decode_tok_per_s")  # fmt: skip
-_CONDITIONS = {"scheme": "weights", "dtype": "weights", "batch": "requests", "users": "users", "request_rate": "requests a second",
-               "prompt_tokens": "prompt tokens", "output_tokens": "output tokens"}  # fmt: skip
-"""Inputs of a run that its speed depends on, and what they count."""
+_CONDITIONS = {
+    "batch": "batch {}",
+    "users": "{} users",
+    "request_rate": "{} requests a second",
+    "prompt_tokens": "{} prompt tokens",
+    "output_tokens": "{} output tokens",
+}
+"""Inputs of a run that its speed depends on."""
 
 
-def _front(
-    directory: Path, record: _Record, base: tuple[str, str], quantised: str
-) -> dict[str, str | tuple[str, ...]]:  # fmt: skip
+def _conditions(run: Run) -> str:
+    """What a run of the engine did, and where."""
+    how = run.kind if run.kind == "generate" else "bench serve" if run.subject.endswith("over HTTP") else "bench offline"
+    held = run.inputs.get("scheme") or run.inputs.get("dtype")
+    asked = [words.format(_range(run.inputs[key])) for key, words in _CONDITIONS.items() if run.inputs.get(key)]
+    machine = run.inputs.get("device") or f"machine {run.fingerprint}"
+    return ", ".join([how, *([f"{held} weights"] if held and held != "auto" else []), *asked, str(machine)])
+
+
+def _range(value: Any) -> str:
+    """``[64, 64]`` → ``64``, ``[32, 128]`` → ``32 to 128``."""
+    if isinstance(value, list):
+        return " to ".join(str(one) for one in dict.fromkeys(value))
+    return str(value)
+
+
+def _front(directory: Path, record: _Record, base: tuple[str, str], quantised: str) -> dict[str, str | tuple[str, ...]]:
     front: dict[str, str | tuple[str, ...]] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     name, how = base
     if how == "adapter":
@@ -314,7 +337,7 @@ def _numbers(values: Mapping[str, Any], names: Mapping[str, str], source: str) -
 
 
 def _number(name: str, value: float) -> str:
-    if name in ("tokens", "n_parameters"):
+    if name in ("tokens", "n_trained_parameters"):
         return format_count(value)
     return f"{value:.4f}" if name.endswith(("_per_byte", "_loss", "_nats", "_ratio", "_per_token")) else format_value(name, value)
 
@@ -332,8 +355,17 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _short(name: str) -> str:
-    """A name as a card shows it: one of the hub whole, of a path its end, because folders are nobody's business."""
-    return name if _HUB_NAME.fullmatch(name) and not Path(name).exists() else Path(name).name or name
+    """A name as a card shows it: one of the hub whole, of a path its end, so that no folder of this machine is published."""
+    return name if _HUB_NAME.fullmatch(name) and not Path(name).exists() else _name(Path(name)) or name
+
+
+def _of_run(directory: Path) -> bool:
+    """Whether it is the ``model`` in the output of a training run."""
+    return directory.name == "model" and (directory.parent / "recipe.json").is_file()
+
+
+def _name(directory: Path) -> str:
+    return directory.parent.name if _of_run(directory) else directory.name
 
 
 def _written_at(directory: Path) -> str:
