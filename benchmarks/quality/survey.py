@@ -48,8 +48,9 @@ def table(document: dict[str, Any]) -> str:
     lines = [
         f"# Every scheme of {document['model']}",
         "",
-        f"KL and perplexity *measured* on {document['judged_tokens']} tokens that nothing was fitted to, with activations in 8 bits as "
-        f"the engine has them; tokens/s *predicted* for one request on {document['hardware']}; {document['machine']}.",
+        f"KL and perplexity *measured* on {document['judged_tokens']} tokens that nothing was fitted to, with activations in "
+        "8 bits as the engine has them; tokens/s *predicted* for one request on "
+        f"{document['hardware']}; {document['machine']}.",
         "",
         "| scheme | MiB | bits a weight | KL, nats a token | perplexity ratio | decode | prefill | |",
         "|---|---|---|---|---|---|---|---|",
@@ -58,8 +59,9 @@ def table(document: dict[str, Any]) -> str:
         mixed = f" + {row['n_int8_matrices']} in int8" if row["n_int8_matrices"] else ""
         quality = ("", "") if row["kl_nats"] is None else (f"{row['kl_nats']:.5f}", f"{row['perplexity_ratio']:.4f}")
         rates = (f"{row[key]:,.0f}" if row[key] else "" for key in ("decode_tok_per_s", "prefill_tok_per_s"))
-        cells = (f"{row['scheme']}{mixed} {row['rounding']}".strip(), f"{row['bytes'] / 2**20:.2f}", f"{row['bits_per_weight']:.2f}",
-                 *quality, *rates, f"beaten by {row['beaten_by']}" if row["beaten_by"] else "")  # fmt: skip
+        size = (f"{row['bytes'] / 2**20:.2f}", f"{row['bits_per_weight']:.2f}")
+        cells = (f"{row['scheme']}{mixed} {row['rounding']}".strip(), *size, *quality, *rates)
+        cells = (*cells, f"beaten by {row['beaten_by']}" if row["beaten_by"] else "")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -76,7 +76,9 @@ def at_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> Ledger:
     return Ledger()
 
 
-def test_a_trained_model_shows_what_its_run_measured(trained: Path, at_home: Ledger, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trained_model_shows_what_its_run_measured(
+    trained: Path, at_home: Ledger, capsys: pytest.CaptureFixture[str]
+) -> None:
     found, summary = card(capsys, trained), json.loads((trained / "summary.json").read_text())
     facts, run = found["facts"], summary["run_id"]
     assert facts["parameters"]["value"] == f"{summary['n_parameters']:,}"

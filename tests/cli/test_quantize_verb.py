@@ -51,7 +51,8 @@ def test_int4_is_fitted_to_named_text_and_says_what_it_cost(
 def test_what_fits_int4_is_refused_beside_int8_and_nearest(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for options in (("--max-kl", "0.1"), ("--scheme", "int4", "--rounding", "nearest", "--max-kl", "0.1"), ("--calibration", "a.txt")):
+    nearest = ("--rounding", "nearest")
+    for options in (("--max-kl", "0.1"), ("--scheme", "int4", *nearest, "--max-kl", "0.1"), ("--calibration", "a.txt")):
         code, _, err = quantize(capsys, model, tmp_path / "q", *options)
         assert code == 2
         assert "Use them with --scheme int4, int4-g32, int4-g64, int4-g128, and not with --rounding nearest" in err

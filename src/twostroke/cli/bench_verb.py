@@ -178,8 +178,8 @@ def bench_offline(
     from twostroke.engine.llm import LLM
 
     llm = LLM(directory, **engine.changed())
-    inputs = {"directory": str(directory.resolve()), "scheme": shape.scheme, "in_int8": shape.in_int8, "in_bf16": shape.in_bf16}
-    inputs |= engine.changed()
+    inputs: dict[str, Any] = {"directory": str(directory.resolve()), "scheme": shape.scheme, "in_int8": shape.in_int8}
+    inputs |= {"in_bf16": shape.in_bf16, **engine.changed()}
     inputs |= {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
     points, runs = [], []
     with progress("offline", len(offline.batches) * repeats) as advance:

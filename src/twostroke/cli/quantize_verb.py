@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -34,7 +34,9 @@ app = typer.Typer(add_completion=False)
 def quantize(
     model: Path = typer.Argument(help="Model directory, or the output of a training run."),
     directory: Path | None = typer.Argument(None, help="Directory to write; with --survey none."),
-    scheme: str | None = typer.Option(None, help=f"How to hold the matrices: {', '.join(WRITTEN)}. [default: {DEFAULT_WRITTEN}]"),
+    scheme: str | None = typer.Option(
+        None, help=f"How to hold the matrices: {', '.join(WRITTEN)}. [default: {DEFAULT_WRITTEN}]"
+    ),
     calibration: list[str] = typer.Option(
         [],
         help="Files, folders or globs of text that the rounding of groups is fitted to. Default: what the model's run trained "
@@ -68,7 +70,8 @@ def quantize(
 
     source = model_directory(model)
     if survey:
-        _survey(source, directory, {"--scheme": scheme, "--rounding": rounding, "--replace": replace}, calibration, max_kl, as_json)
+        of_writing: dict[str, object] = {"--scheme": scheme, "--rounding": rounding, "--replace": replace}
+        _survey(source, directory, of_writing, calibration, max_kl, as_json)
         return
     if directory is None:
         raise InputError("quantize needs a DIRECTORY to write. `twostroke quantize MODEL --survey` writes none.")
@@ -87,15 +90,16 @@ def quantize(
 
     group = chosen.group if how.fitted else None
     spec = read_spec(source)
-    inputs = {"model": str(source.resolve()), "directory": str(directory.resolve()), "scheme": scheme, "rounding": how.name}
-    inputs |= {"max_kl": max_kl}
-    with recording("quantize", directory.resolve().name, inputs, functools.partial(_planned, spec, scheme, group, how), log) as run:
+    inputs: dict[str, Any] = {"model": str(source.resolve()), "directory": str(directory.resolve())}
+    inputs |= {"scheme": scheme, "rounding": how.name, "max_kl": max_kl}
+    plan = functools.partial(_planned, spec, scheme, group, how)
+    with recording("quantize", directory.resolve().name, inputs, plan, log) as run:
         began = time.perf_counter()
         fitted = None if group is None else _fitted(source, calibration, group, max_kl, how)
         with progress(f"quantising {source}", 1.0) as advance:
             report = quantize_model(source, directory, scheme, replace, advance, fitted)
         measured = {"quantize_s": time.perf_counter() - began, "model_bytes": float(report.bytes)}
-        if report.kl_nats is not None:
+        if report.kl_nats is not None and report.perplexity_ratio is not None:
             measured |= {"kl_nats": report.kl_nats, "perplexity_ratio": report.perplexity_ratio}
         run.measure(measured)
     in_int8 = f" ({report.n_int8_matrices} of them in {chosen.beside})" if report.n_int8_matrices else ""
@@ -109,7 +113,8 @@ def quantize(
     if report.kl_nats is not None:
         lines.append(
             f"Fitted to {report.fitted_to_tokens} tokens; on {report.judged_tokens} others of the same text perplexity "
-            f"× {report.perplexity_ratio:.4f}, KL {report.kl_nats:.4f} nats a token (measured, activations in 8 bits as the engine has them)."
+            f"× {report.perplexity_ratio:.4f}, KL {report.kl_nats:.4f} nats a token (measured, activations in "
+            "8 bits as the engine has them)."
         )
     lines += [f"Note: {note}" for note in report.notes]
     run_document = {"run_id": run.run_id, "prediction": run.prediction, "measurement": measured}
@@ -189,7 +194,7 @@ def _survey(
 
 def _survey_lines(source: Path, found: Survey, machine: Hardware | None) -> list[str]:
     head = ("scheme", "rounding", "size", "bits", "KL", "perplexity", "decode", "prefill", "")
-    cells = [head]
+    cells: list[tuple[str, ...]] = [head]
     for row in found.rows:
         quality = ("–", "–") if row.kl_nats is None else (f"{row.kl_nats:.4f}", f"× {row.perplexity_ratio:.4f}")
         rates = (format_count(rate) if rate else "–" for rate in (row.decode_tok_per_s, row.prefill_tok_per_s))

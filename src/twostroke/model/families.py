@@ -56,8 +56,8 @@ def held_order(entry: Entry, tensor: Tensor) -> Tensor:
 
 
 def stored_rows(entry: Entry, tensor: Tensor) -> Iterator[Tensor]:
-    """The inverse of ``held_order``, a stored part after another: ``tensor``, the rows of ``entry`` or a number for each, in the
-    order of the disk. A part that holds several matrices gets a dimension for them."""
+    """The inverse of ``held_order``, a stored part after another: ``tensor``, the rows of ``entry`` or a number for each, in
+    the order of the disk. A part that holds several matrices gets a dimension for them."""
     tensor, start = stored_order(entry.by_group, tensor), 0
     for part in entry.parts:
         piece = tensor[start : start + part.rows]

@@ -34,8 +34,10 @@ LEAST_GAIN = 0.99
 
 @dataclass(frozen=True)
 class Fold:
-    """Where the inputs of the matrix ``reader`` come from, names below the block: a norm, or rows of another matrix. Input c of a
-    reader's matrix is multiple c of row ``rows[c]`` of ``source``. ``copies`` readers have a row set each, one after another."""
+    """Where the inputs of the matrix ``reader`` come from, names below the block: a norm, or rows of another matrix.
+
+    If row ``rows[i, c]`` of ``source`` is divided by a number, so is input c of copy i of ``reader`` (of experts; else there is
+    one copy)."""
 
     source: str
     reader: str

@@ -17,7 +17,7 @@ from twostroke.core.errors import InputError
 from twostroke.core.families import layout, read_config
 from twostroke.core.families.weights import Entry
 from twostroke.core.schemes import DEFAULT_WRITTEN, Scheme, written_scheme
-from twostroke.kernels.codes import Codes, quantize
+from twostroke.kernels.codes import quantize
 from twostroke.kernels.words import pack_words
 from twostroke.model.families import read_entry, stored_rows, write_entry
 from twostroke.model.load import open_weights

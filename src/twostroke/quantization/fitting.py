@@ -315,7 +315,7 @@ class _Model:
     def _scale(self, i: int, own: nn.Module, seen: _Seen) -> None:
         for fold, scale in seen.scales(self.way.scheme.group or 0):
             columns, rows = fold_scales(own, fold, scale)
-            reader, source = (f"blocks.{i}.{name}.weight" for name in (fold.reader, fold.source))
+            reader = f"blocks.{i}.{fold.reader}.weight"
             self.scaled[reader] = self.scaled.get(reader, Scaled())._replace(columns=columns)
             parameters = own.get_submodule(fold.source).named_parameters()
             for name, parameter in parameters:

@@ -9,8 +9,8 @@ from twostroke.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Rounding:
-    """``scaled``: inputs are scaled by their size beforehand (``quantization.awq``). ``compensated``: a column's error is made up
-    for by the columns after it (``quantization.gptq``). With neither, every weight goes to its nearest code."""
+    """``scaled``: inputs are scaled by their size beforehand (``quantization.awq``). ``compensated``: a column's error is made
+    up for by the columns after it (``quantization.gptq``). With neither, every weight goes to its nearest code."""
 
     name: str
     scaled: bool

@@ -42,8 +42,8 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
 @dataclass(frozen=True)
 class SurveyRow:
     """One way to hold the model. ``scheme`` is what ``quantize --scheme`` or the engine's ``--dtype`` calls it, ``written`` the
-    first of these alone ("": nothing is written). ``bits_per_weight`` is of the blocks' matrices, scales included. ``kl_nats`` and
-    ``perplexity_ratio`` are beside the model as it is, None of that itself. Rates are predicted for one request, None where
+    first of these alone ("": nothing is written). ``bits_per_weight`` is of the blocks' matrices, scales included. ``kl_nats``
+    and ``perplexity_ratio`` are beside the model as it is, None of that itself. Rates are predicted for one request, None where
     the machine has none. ``beaten_by``: another row that is no worse in size, KL and rates, and better in one of them."""
 
     scheme: str
@@ -96,7 +96,7 @@ def survey(
     machine: Hardware | None,
     progress: Progress | None = None,
 ) -> Survey:
-    """All rows, of one walk through ``decoder``, and of further ones for int4 where its KL is above ``max_kl_nats``. ``machine``
+    """All rows, of one walk through ``decoder``, and of further ones for int4 if its KL is above ``max_kl_nats``. ``machine``
     is what speed is predicted for. Nothing is written. Raises DataError where the text is a single row."""
     text = Text.of(batches)
     if not len(text.judged):

@@ -51,8 +51,8 @@ class Fact:
 
 @dataclass(frozen=True)
 class ModelCard:
-    """``front`` is the YAML at the top, one value or several a key; ``sections`` hold facts by title; ``missing`` are lines about
-    what was never measured."""
+    """``front`` is the YAML at the top, one value or several a key; ``sections`` hold facts by title; ``missing`` are lines
+    about what was never measured."""
 
     name: str
     summary: str
@@ -90,7 +90,8 @@ def model_card(directory: Path, ledger: Ledger) -> ModelCard:
         "Speed and memory": tuple(card.speed()),
         "Energy and cost of training": tuple(card.spent()),
     }
-    return ModelCard(record.name, card.summary(base), _front(directory, record, base, card.quantised), sections, tuple(card.missing))
+    front = _front(directory, base, card.quantised)
+    return ModelCard(record.name, card.summary(base), front, sections, tuple(card.missing))
 
 
 class _Record:
@@ -103,7 +104,8 @@ class _Record:
         # What a quantised copy learned, its source did.
         self.learned = self.directory if self.quantised is None else Path(str(self.quantised.inputs["model"]))
         of_run = _of_run(self.learned)
-        self.recipe, self.summary = (_read(self.learned.parent / f"{name}.json") if of_run else {} for name in ("recipe", "summary"))
+        self.recipe = _read(self.learned.parent / "recipe.json") if of_run else {}
+        self.summary = _read(self.learned.parent / "summary.json") if of_run else {}
         trained = str(self.summary.get("run_id", ""))
         self.trained = next((run for run in ledger.runs("train") if run.run_id == trained), None)
 
@@ -201,8 +203,8 @@ class _Card:
             seen.add(key)
             how = f"{run.inputs.get('engine')}, {run.inputs.get('dtype')}"
             names = {name: name.replace("_", " ") for name in run.measurement if name not in _ABOUT_EVALUATION}
-            for fact in _numbers(run.measurement, names, run.run_id):
-                facts.append(Fact(f"{fact.what} ({_short(of)}; {how})", fact.value, fact.source))
+            found = _numbers(run.measurement, names, run.run_id)
+            facts += [Fact(f"{fact.what} ({_short(of)}; {how})", fact.value, fact.source) for fact in found]
         if not facts and not self.record.summary:
             self.missing.append("Quality. `twostroke eval MODEL --data TEXT` or `--task NAME` measures it.")
         return facts
@@ -233,7 +235,8 @@ class _Card:
                 seen.add(what)
                 facts.append(Fact(what, "; ".join(values), run.run_id))
         if not facts:
-            self.missing.append("Speed and memory. `twostroke bench offline MODEL` and `twostroke bench serve MODEL` measure them.")
+            commands = "`twostroke bench offline MODEL` and `twostroke bench serve MODEL`"
+            self.missing.append(f"Speed and memory. {commands} measure them.")
         return facts
 
     def spent(self) -> list[Fact]:
@@ -270,8 +273,10 @@ _OF_TRAINING = {
     "train_tok_per_s": "speed",
     "peak_memory_bytes": "peak memory",
 }
-_ABOUT_EVALUATION = ("elapsed_s", "n_bytes", "n_tokens", "context", "stride", "not_measured", "waited_share", "scored_tok_per_s",
-                     "cost_usd", "model_bytes", "prefill_tok_per_s", "decode_tok_per_s")  # fmt: skip
+_ABOUT_EVALUATION = (
+    "elapsed_s", "n_bytes", "n_tokens", "context", "stride", "not_measured", "waited_share", "scored_tok_per_s", "cost_usd",
+    "model_bytes", "prefill_tok_per_s", "decode_tok_per_s",
+)  # fmt: skip
 _CONDITIONS = {
     "batch": "batch {}",
     "users": "{} users",
@@ -298,7 +303,7 @@ def _range(value: Any) -> str:
     return str(value)
 
 
-def _front(directory: Path, record: _Record, base: tuple[str, str], quantised: str) -> dict[str, str | tuple[str, ...]]:
+def _front(directory: Path, base: tuple[str, str], quantised: str) -> dict[str, str | tuple[str, ...]]:
     front: dict[str, str | tuple[str, ...]] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     name, how = base
     if how == "adapter":
@@ -339,7 +344,8 @@ def _numbers(values: Mapping[str, Any], names: Mapping[str, str], source: str) -
 def _number(name: str, value: float) -> str:
     if name in ("tokens", "n_trained_parameters"):
         return format_count(value)
-    return f"{value:.4f}" if name.endswith(("_per_byte", "_loss", "_nats", "_ratio", "_per_token")) else format_value(name, value)
+    by_itself = name.endswith(("_per_byte", "_loss", "_nats", "_ratio", "_per_token"))
+    return f"{value:.4f}" if by_itself else format_value(name, value)
 
 
 def _object(values: Mapping[str, Any], key: str) -> dict[str, Any]:
