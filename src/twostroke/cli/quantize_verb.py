@@ -199,9 +199,8 @@ def _survey_lines(source: Path, found: Survey, machine: Hardware | None) -> list
         quality = ("–", "–") if row.kl_nats is None else (f"{row.kl_nats:.4f}", f"× {row.perplexity_ratio:.4f}")
         rates = (format_count(rate) if rate else "–" for rate in (row.decode_tok_per_s, row.prefill_tok_per_s))
         note = f"beaten by {row.beaten_by}" if row.beaten_by else "the model itself" if row.kl_nats is None else ""
-        mixed = f" + {row.n_int8_matrices} int8" if row.n_int8_matrices else ""
         size = format_bytes(row.bytes)
-        cells.append((f"{row.scheme}{mixed}", row.rounding, size, f"{row.bits_per_weight:.2f}", *quality, *rates, note))
+        cells.append((row.held, row.rounding, size, f"{row.bits_per_weight:.2f}", *quality, *rates, note))
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     lines = [
         "  ".join(f"{cell:{'<' if i in (0, 1, 8) else '>'}{widths[i]}}" for i, cell in enumerate(row)).rstrip() for row in cells

@@ -84,6 +84,7 @@ class Scheme:
     In our engine: ``native`` is the library's format ("": it has none), ``torch`` the products of the torch runner for few rows
     and for many. Calibration measures whole native steps where it is ``stepped``. ``beside`` names the scheme that a
     directory may hold single matrices in instead. ``disk`` is its layout, ``own`` the row that it stands for in the engine.
+    ``computed_from`` names the row in which a directory is written that the engine holds so if it is asked to.
     ``label`` is what a comparison's table calls it, where that is not its name.
 
     A GGUF file quantises the embedding as well, and the output head in a type of its own, the row ``head`` (None: both stay in
@@ -107,6 +108,7 @@ class Scheme:
     beside: str | None = None
     disk: DiskLayout | None = None
     own: str | None = None
+    computed_from: str | None = None
     label: str = ""
     head: str | None = None
     mix: tuple[tuple[str, str, float], ...] = ()
@@ -220,7 +222,7 @@ _ROWS = (
         "int8", "int8", 4.0, published=("gptq", "awq", "bitsandbytes", "W8A16"), searched=True, label="int8 × bf16",
         native="int8", torch=(W8, W8A8), stepped=True, disk=INT_QUANTIZED,
     ),
-    Scheme("int8_weight_only", "int8", 4.0, planned=False, native="int8_weight_only"),
+    Scheme("int8_weight_only", "int8", 4.0, planned=False, native="int8_weight_only", computed_from="int8"),
     Scheme(
         "w8a8", "int8", 4.0,
         activations="int8", products=("int8", "bf16"), published=("INT8_SQ", "W8A8_SQ_PER_CHANNEL"),

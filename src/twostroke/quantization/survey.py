@@ -10,7 +10,7 @@ from torch import Tensor
 
 from twostroke.core.errors import DataError, TwostrokeError
 from twostroke.core.families import layout
-from twostroke.core.schemes import SCHEMES, WRITTEN, Scheme
+from twostroke.core.schemes import MIXED, SCHEMES, WRITTEN, Scheme
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.serving.plan import plan_serving
@@ -27,14 +27,6 @@ if TYPE_CHECKING:
 
 PLAIN = "bf16"
 """The scheme that all others are beside."""
-
-WEIGHTS_ALONE = "int8_weight_only"
-"""What the engine makes of a directory in int8 where activations must not be rounded (``--dtype``)."""
-
-_WRITTEN_AS = {WEIGHTS_ALONE: "int8"}
-
-MIXED = "int4"
-"""The scheme of which matrices go to the one beside it."""
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
 
@@ -59,9 +51,15 @@ class SurveyRow:
     beaten_by: str = ""
 
     @property
+    def held(self) -> str:
+        """The scheme, and how many matrices are in the one beside it."""
+        return (
+            f"{self.scheme} + {self.n_int8_matrices} in {SCHEMES[self.scheme].beside}" if self.n_int8_matrices else self.scheme
+        )
+
+    @property
     def label(self) -> str:
-        mixed = f" + {self.n_int8_matrices} in {SCHEMES[self.scheme].beside}" if self.n_int8_matrices else ""
-        return f"{self.scheme}{mixed}" + (f" {self.rounding}" if self.rounding else "")
+        return f"{self.held} {self.rounding}" if self.rounding else self.held
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,8 @@ class Survey:
 
 
 def ways() -> list[Way]:
-    """Every written scheme by every rounding that makes a difference to it, and int8 with activations as they are."""
-    found = [Way(SCHEMES[WEIGHTS_ALONE], NEAREST)]
+    """Every scheme that is written, or that the engine makes of such a directory, by every rounding that makes a difference."""
+    found = [Way(row, NEAREST) for row in SCHEMES.values() if row.computed_from is not None]
     for scheme in dict.fromkeys(SCHEMES[name].here for name in WRITTEN):
         found += [Way(scheme, rounding) for rounding in (ROUNDINGS.values() if scheme.group else (NEAREST,))]
     return found
@@ -96,13 +94,14 @@ def survey(
     machine: Hardware | None,
     progress: Progress | None = None,
 ) -> Survey:
-    """All rows, of one walk through ``decoder``, and of further ones for int4 if its KL is above ``max_kl_nats``. ``machine``
-    is what speed is predicted for. Nothing is written. Raises DataError where the text is a single row."""
+    """All rows, of one walk through ``decoder``, and of further ones for groups of the default size if their KL is above
+    ``max_kl_nats``. ``machine`` is what speed is predicted for. Nothing is written. Raises DataError where the text is a single
+    row."""
     text = Text.of(batches)
     if not len(text.judged):
         raise DataError("the text is a single row, so none is left to judge by. Give more of it with --calibration.")
     tell, spec, every = progress or (lambda done, note: None), decoder.spec, ways()
-    mixed = Way(SCHEMES[MIXED].here, ROUNDINGS[DEFAULT_ROUNDING])
+    mixed = Way(SCHEMES[MIXED[0]].here, ROUNDINGS[DEFAULT_ROUNDING])
     found = list(zip(every, fit_ways(decoder, text, every, tell, keep=(mixed,)), strict=True))
     first = next(fitted for way, fitted in found if way == mixed)
     held = within(decoder, text, mixed, first, max_kl_nats, tell)
@@ -137,7 +136,7 @@ def _row(
     name = scheme.name if scheme.group else scheme.family
     return SurveyRow(
         name,
-        "" if way is None else _WRITTEN_AS.get(name, name),
+        "" if way is None else scheme.computed_from or name,
         way.rounding.name if way is not None and scheme.group else "",
         len(entries),
         mixed_weights_bytes(spec, scheme.name, tuple((name, scheme.beside or "") for name in others)),
