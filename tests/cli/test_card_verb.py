@@ -138,6 +138,21 @@ def test_a_model_of_nowhere_has_a_card_that_says_so(tmp_path: Path, capsys: pyte
     assert f"# {model.name}" in text
 
 
+def test_what_strangers_wrote_beside_a_model_breaks_no_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    model = make_model(tmp_path / "run" / "model")
+    (tmp_path / "run" / "recipe.json").write_text(json.dumps({"method": "a\n# b", "data": {"sources": ["x" * 9999, 3]}}))
+    summary = {"run_id": "a | b\n---\n", "measurement": [], "steps": {}, "weights_sha256": "\ud800", "final_loss": True}
+    (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"_name_or_path": "y" * 9999}))
+    code, text, err = command(capsys, "card", tmp_path / "run")
+    assert code == 0, err
+    assert "# b" not in text.splitlines()
+    assert "a \\| b ---" in text
+    assert text.count("\n---\n") == 1  # the front is not left early
+
+
 def test_wrong_uses_are_sentences_and_leave_files_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, out = make_model(tmp_path / "m"), tmp_path / "README.md"
     out.write_text("mine")

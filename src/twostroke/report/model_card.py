@@ -7,6 +7,7 @@ there: runs that ended before these were written do not count.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,7 @@ class ModelCard:
         lines = ["---"]
         for key, value in self.front.items():
             lines += [f"{key}: {value}"] if isinstance(value, str) else [f"{key}:", *(f"- {one}" for one in value)]
-        lines += ["---", "", f"# {self.name}", "", self.summary]
+        lines += ["---", "", f"# {_cell(self.name)}", "", _cell(self.summary)]
         for title, facts in self.sections.items():
             if facts:
                 lines += ["", f"## {title}", "", "| | | from |", "|---|---|---|"]
@@ -73,7 +74,7 @@ class ModelCard:
         if self.missing:
             lines += ["", "## Not known", "", *(f"- {line}" for line in self.missing)]
         lines += ["", "## How to run it", "", "```", *_commands(self.name), "```", ""]
-        return "\n".join(lines)
+        return "\n".join(lines).encode("utf-8", "replace").decode()
 
 
 def model_card(directory: Path, ledger: Ledger) -> ModelCard:
@@ -126,14 +127,14 @@ class _Record:
     def base(self, config: Mapping[str, Any]) -> tuple[str, str]:
         """(name of the model that it was made from, how), empty where it has none."""
         if (self.directory / ADAPTERS).is_file():
-            return str(_read(self.directory / ADAPTERS).get("base_model_name_or_path") or ""), "adapter"
+            return _usable(_read(self.directory / ADAPTERS).get("base_model_name_or_path")), "adapter"
         if self.quantised is not None:
             return str(self.learned), "quantized"
         if config.get("quantization_config"):
-            return str(config.get("_name_or_path") or ""), "quantized"
+            return _usable(config.get("_name_or_path")), "quantized"
         model = self.recipe.get("model")
         started = model.get("init_from") if isinstance(model, dict) else None
-        return str(started or ""), "finetune"
+        return _usable(started), "finetune"
 
 
 class _Card:
@@ -174,7 +175,7 @@ class _Card:
         run, measured = str(summary.get("run_id") or "summary.json"), _object(summary, "measurement")
         train, data = _object(recipe, "train"), _object(recipe, "data")
         sources = data.get("sources")
-        names = ", ".join(_short(str(one)) for one in sources) if isinstance(sources, list) else ""
+        names = ", ".join(filter(None, (_short(_usable(one)) for one in sources))) if isinstance(sources, list) else ""
         facts = [
             *([Fact("of", _short(str(self.record.learned)), run)] if self.record.quantised is not None else []),
             Fact("method", str(recipe.get("method", "")), "recipe.json"),
@@ -330,10 +331,8 @@ def _license(directory: Path) -> str:
 
 
 def _commands(name: str) -> list[str]:
-    return [
-        f'twostroke generate {name} --prompt "Once upon a time" --max-tokens 64',
-        f"twostroke serve {name}",
-    ]
+    quoted = _cell(shlex.quote(name))
+    return [f'twostroke generate {quoted} --prompt "Once upon a time" --max-tokens 64', f"twostroke serve {quoted}"]
 
 
 def _numbers(values: Mapping[str, Any], names: Mapping[str, str], source: str) -> list[Fact]:
@@ -363,6 +362,12 @@ def _read(path: Path) -> dict[str, Any]:
 def _short(name: str) -> str:
     """A name as a card shows it: one of the hub whole, of a path its end, so that no folder of this machine is published."""
     return name if _HUB_NAME.fullmatch(name) and not Path(name).exists() else _name(Path(name)) or name
+
+
+def _usable(name: Any) -> str:
+    """``name`` if the system could have a file called so; a file by a stranger may say anything."""
+    fits = isinstance(name, str) and len(name) < 4096 and all(len(p.encode("utf-8", "replace")) < 256 for p in name.split("/"))
+    return str(name) if fits else ""
 
 
 def _of_run(directory: Path) -> bool:
