@@ -142,7 +142,7 @@ def test_what_strangers_wrote_beside_a_model_breaks_no_card(tmp_path: Path, caps
     (tmp_path / "run").mkdir()
     model = make_model(tmp_path / "run" / "model")
     (tmp_path / "run" / "recipe.json").write_text(json.dumps({"method": "a\n# b", "data": {"sources": ["x" * 9999, 3]}}))
-    summary = {"run_id": "a | b\n---\n", "measurement": [], "steps": {}, "weights_sha256": "\ud800", "final_loss": True}
+    summary = {"run_id": "a | b\n---\n", "measurement": [], "steps": {}, "weights_sha256": 3, "final_loss": True}
     (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"_name_or_path": "y" * 9999}))
