@@ -12,6 +12,7 @@ from twostroke.cli.main import main
 from twostroke.core.families import read_spec
 from twostroke.quantization.held import held
 from twostroke.quantization.roundings import ROUNDINGS
+from twostroke.quantization.survey import SurveyRow, _beaten_by
 
 
 @pytest.fixture(scope="module")
@@ -101,3 +102,15 @@ def test_what_a_survey_has_no_use_for_is_refused(model: Path, tmp_path: Path, ca
         code, _, err = quantize(capsys, model, *options)
         assert (code, sentence in err) == (2, True), err
     assert not (tmp_path / "q").exists()
+
+
+def test_a_row_is_beaten_by_one_that_is_better_in_everything_that_is_known() -> None:
+    def row(scheme: str, size: float, kl: float, rate: float | None) -> SurveyRow:
+        return SurveyRow(scheme, scheme, "", 0, size, 8.0, kl, 1.0, rate, rate)
+
+    slow, fast, larger = row("int8_weight_only", 9, 0.1, 10.0), row("int8", 9, 0.2, 20.0), row("fp8", 9, 0.3, 10.0)
+    assert [_beaten_by(one, [slow, fast, larger]) for one in (slow, fast, larger)] == ["", "", "int8_weight_only"]
+    unknown = [row(one.scheme, one.bytes, one.kl_nats or 0.0, None) for one in (slow, fast, larger)]
+    assert [_beaten_by(one, unknown) for one in unknown] == ["", "", ""]  # int8 may be the faster one
+    again = row("int8", 9, 0.5, None)
+    assert _beaten_by(again, [*unknown, again]) == "int8"

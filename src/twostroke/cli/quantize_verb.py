@@ -210,7 +210,7 @@ def _survey_lines(source: Path, found: Survey, machine: Hardware | None) -> list
         "bits        of a weight of the blocks' matrices, scales included",
         f"KL          to the model, nats a token, measured on {found.judged_tokens} tokens that nothing was fitted to; "
         "perplexity × likewise",
-        "decode      tok/s of one request, and of its prompt, "
+        "decode      tok/s of one request, and prefill of its prompt: "
         + ("not predicted: this machine is not calibrated" if machine is None else f"predicted for {machine.label}"),
         "beaten by   a row that is no worse in size, KL, decode and prefill, and better in one of them",
     ]

@@ -154,11 +154,13 @@ def _merits(row: SurveyRow) -> tuple[float, ...]:
 
 
 def _beaten_by(row: SurveyRow, rows: Sequence[SurveyRow]) -> str:
-    """The row with the least KL of those that are at least as good as ``row`` in everything and better in something."""
+    """The row with the least KL of those that are at least as good as ``row`` in everything and better in something. Without
+    rates only rows of one scheme are compared, which are equally fast."""
     own = _merits(row)
+    comparable = [other for other in rows if row.decode_tok_per_s is not None or other.held == row.held]
     better = [
         other
-        for other in rows
+        for other in comparable
         if _merits(other) != own and all(theirs <= ours for theirs, ours in zip(_merits(other), own, strict=True))
     ]
     return min(better, key=lambda other: other.kl_nats or 0.0).label if better and row.kl_nats is not None else ""
